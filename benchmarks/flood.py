@@ -26,6 +26,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import urllib.request
 from collections.abc import Generator, Iterator, Sequence
@@ -43,7 +44,6 @@ import uvloop
 from benchmarks import gateway
 from benchmarks.client import Connection, Sample, Target
 from benchmarks.workloads import WORDS, chat_fields, data_url, random_image
-from services.common.threads import lower_priority
 
 _CONTEXT = multiprocessing.get_context("spawn")
 _TIMEOUT_S = 120.0
@@ -124,7 +124,7 @@ def run_flood(
     were answered and refused.
     """
     # On machines of its own it would take no time of the services, and delay none that wakes up.
-    lower_priority(19)
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
 
     async def run() -> list[Sample]:
         samples: list[Sample] = []

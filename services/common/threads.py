@@ -6,8 +6,6 @@ them.
 
 import asyncio
 import os
-import sys
-import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -26,32 +24,16 @@ def num_threads() -> int:
     return min(_MAX_THREADS, len(os.sched_getaffinity(0)))
 
 
-def lower_priority(niceness: int) -> None:
-    """Lowers the calling thread's share of the CPU.
-
-    To the calling thread alone: Linux counts threads where POSIX counts processes. Only for work
-    that releases the interpreter lock: others would wait for it as long as the thread waits for a
-    core.
-
-    Args:
-        niceness: added to the thread's.
-    """
-    if niceness and sys.platform == "linux":
-        thread = threading.get_native_id()
-        os.setpriority(os.PRIO_PROCESS, thread, niceness + os.getpriority(os.PRIO_PROCESS, thread))
-
-
 class WorkerThreads:
     """Threads for work that would keep an event loop for too long.
 
     Args:
         number: of threads.
         name: of them.
-        niceness: added to that of the process.
     """
 
-    def __init__(self, number: int, name: str, *, niceness: int = 0) -> None:
-        self._pool = ThreadPoolExecutor(number, name, lower_priority, (niceness,))
+    def __init__(self, number: int, name: str) -> None:
+        self._pool = ThreadPoolExecutor(number, name)
 
     async def run(self, call: Callable[..., Result], *arguments: object) -> Result:
         """`call(*arguments)` in a thread. Work that waits is dropped when its caller is cancelled;

@@ -18,8 +18,6 @@ from services.common.errors import InvalidImage
 from services.common.images.image_header import (
     ALLOWED_FORMATS,
     ImageHeader,
-    check_scans,
-    read_header,
 )
 
 # Pillow warns of damage beside the pixels, as in EXIF, and of sizes that we bound ourselves. Once
@@ -41,7 +39,6 @@ def _passed_over(stream: PngImagePlugin.PngStream, position: int, length: int) -
 for _kind in ("tEXt", "zTXt", "iTXt", "iCCP"):
     setattr(PngImagePlugin.PngStream, f"chunk_{_kind}", _passed_over)
 
-LARGE_BYTES = 192 << 20  # of memory: a photo of 12 million pixels takes 100 to 180
 _BAND_PIXELS = 1 << 18
 _BASE_BYTES = 24 << 20  # of a band's conversions, tables
 _ALPHA_MODES = ("RGBA", "LA", "PA", "RGBa", "La")
@@ -67,10 +64,9 @@ def decode(data: bytes, header: ImageHeader, out: np.ndarray) -> None:
         out: `[height, width, 3]` uint8, contiguous, upright; written.
 
     Raises:
-        InvalidImage: the data is truncated or corrupt, or has too many scans.
+        InvalidImage: the data is truncated or corrupt.
         MemoryError: the process may not allocate what the image takes.
     """
-    check_scans(data, header, len(data))
     stored = _AS_STORED[header.orientation](out)
     try:
         if not _decode_jpeg(data, header, stored):
@@ -95,15 +91,6 @@ def worst_case_bytes(header: ImageHeader, file_bytes: int) -> int:
         per_pixel += 3 * (header.orientation != 1)
     # Three copies of a file: as sent, as received, in a decoder's buffers.
     return header.width * header.height * per_pixel + 3 * file_bytes + _BASE_BYTES
-
-
-def is_large(data: bytes, *, max_source_pixels: int) -> bool:
-    """Whether the image takes a decoder far longer than a photo does; False for what is refused."""
-    try:
-        header = read_header(data, max_source_pixels=max_source_pixels)
-    except InvalidImage:
-        return False
-    return worst_case_bytes(header, len(data)) > LARGE_BYTES
 
 
 def _decode_jpeg(data: bytes, header: ImageHeader, stored: np.ndarray) -> bool:

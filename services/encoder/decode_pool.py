@@ -3,9 +3,7 @@
 The engine's threads borrow a worker each. A worker is `decode_worker`, with limits of its own for
 each image; it decodes into memory that it shares with the engine, so that pixels are not copied.
 Before an image is decoded its worst case is taken from a budget, which is a share of the pod's
-memory; a quarter of it is for small images, which do not wait for large ones. Large images have
-workers of their own, after which no other work on the machine's cores waits. An image that ends its
-worker is an `InvalidImage`, so that no other encoder gets it.
+memory. An image that ends its worker is an `InvalidImage`, so that no other encoder gets it.
 """
 
 import logging
@@ -26,7 +24,7 @@ import numpy as np
 
 from services.common.errors import InternalError, InvalidImage
 from services.common.images.image_header import ImageHeader
-from services.encoder.decode import LARGE_BYTES, decode, worst_case_bytes
+from services.encoder.decode import decode, worst_case_bytes
 from services.encoder.decode_worker import HEAD, Task, encode_task
 
 log = logging.getLogger(__name__)
@@ -34,11 +32,8 @@ log = logging.getLogger(__name__)
 # CPU time of one image. 40 million pixels take 1 to 3 s in the slowest format.
 DECODE_CPU_S = 10.0
 _WALL_FACTOR = 6  # of the CPU time: for a machine that does other things, too
-_SMALL_SHARE = 4  # a quarter of the bytes is for images that need no more than these
 _KEPT_BYTES = 48 << 20  # of a worker's shared memory between two images
 _START_S, _STOP_S = 30.0, 2.0
-# Of work on large images, which takes seconds.
-LARGE_NICENESS = 10
 
 
 class Decoder(Protocol):
@@ -104,7 +99,6 @@ class DecodePool:
 
     Args:
         num_workers: processes.
-        num_large: processes for large images alone, started with the first; 0: all are for all.
         memory_bytes: of all images that are being decoded.
         max_source_pixels: of one image.
         cpu_s: of one image.
@@ -114,46 +108,37 @@ class DecodePool:
         self,
         num_workers: int,
         *,
-        num_large: int = 0,
         memory_bytes: int,
         max_source_pixels: int,
         cpu_s: float = DECODE_CPU_S,
     ) -> None:
         self.num_workers = num_workers
-        small_bytes = memory_bytes // _SMALL_SHARE
-        self._small_budget = MemoryBudget(small_bytes)
-        self._budget = MemoryBudget(memory_bytes - small_bytes)
+        self._budget = MemoryBudget(memory_bytes)
         self._cpu_s = cpu_s
-        size = max_source_pixels * 3
-        self._workers = [_Worker(size) for _ in range(num_workers)]
+        self._workers = [_Worker(max_source_pixels * 3) for _ in range(num_workers)]
+        self._idle: queue.LifoQueue[_Worker] = queue.LifoQueue()
         for worker in self._workers:
-            worker.start()
-        self._idle = _queue_of(self._workers)
-        self._large_workers = [_Worker(size, LARGE_NICENESS) for _ in range(num_large)]
-        self._large_idle = _queue_of(self._large_workers) if num_large else self._idle
+            self._idle.put(worker)
 
     @property
     def pids(self) -> list[int]:
-        """The worker processes that have been started."""
-        workers = (*self._workers, *self._large_workers)
-        return [worker.pid for worker in workers if worker.pid is not None]
+        """The worker processes."""
+        return [worker.pid for worker in self._workers]
 
     @contextmanager
     def decoded(self, data: bytes, header: ImageHeader) -> Generator[np.ndarray]:
         memory_bytes = worst_case_bytes(header, len(data))
-        is_small = memory_bytes <= self._small_budget.total_bytes
-        with (self._small_budget if is_small else self._budget).taken(memory_bytes):
-            idle = self._large_idle if memory_bytes > LARGE_BYTES else self._idle
-            worker = idle.get()
+        with self._budget.taken(memory_bytes):
+            worker = self._idle.get()
             try:
                 yield worker.decode(data, Task(header, memory_bytes, self._cpu_s))
             finally:
                 worker.trim()
-                idle.put(worker)
+                self._idle.put(worker)
 
     def close(self) -> None:
         """Ends the processes. No image may be in work."""
-        for worker in (*self._workers, *self._large_workers):
+        for worker in self._workers:
             worker.close()
 
 
@@ -162,28 +147,24 @@ class _Worker:
 
     Args:
         size_bytes: of the memory.
-        niceness: of the process.
     """
 
-    def __init__(self, size_bytes: int, niceness: int = 0) -> None:
-        self._niceness = niceness
-        self._process: subprocess.Popen[bytes] | None = None
+    def __init__(self, size_bytes: int) -> None:
         self._fd = os.memfd_create("triptych-decode", os.MFD_CLOEXEC)
         os.ftruncate(self._fd, size_bytes)
         self._memory = mmap.mmap(self._fd, size_bytes)
         self._used_bytes = 0
+        self._start()
 
     @property
-    def pid(self) -> int | None:
-        return self._process.pid if self._process else None
+    def pid(self) -> int:
+        return self._process.pid
 
     def decode(self, data: bytes, task: Task) -> np.ndarray:
         """Pixels in the shared memory, until the next call."""
         shape = (*task.header.upright_size, 3)
         self._used_bytes = shape[0] * shape[1] * 3
-        if self._process is None:
-            self.start()
-        elif self._process.poll() is not None:  # ended while it was idle
+        if self._process.poll() is not None:  # ended while it was idle
             self._restart()
         self._wait_until_ready()
         try:
@@ -208,13 +189,12 @@ class _Worker:
             os.ftruncate(self._fd, len(self._memory))
 
     def close(self) -> None:
-        if self._process is not None:
-            self._socket.close()
-            try:
-                self._process.wait(_STOP_S)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
+        self._socket.close()
+        try:
+            self._process.wait(_STOP_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
         os.close(self._fd)
 
     def _wait_until_ready(self) -> None:
@@ -237,33 +217,24 @@ class _Worker:
             answer += part
         return answer[HEAD.size :].decode()
 
-    def start(self) -> None:
+    def _start(self) -> None:
         """Starts the process, which is ready some time later."""
         mine, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "services.encoder.decode_worker",
-                 str(theirs.fileno()), str(self._fd), str(len(self._memory)),
-                 str(self._niceness)],
+                 str(theirs.fileno()), str(self._fd), str(len(self._memory))],
                 pass_fds=(theirs.fileno(), self._fd), stdin=subprocess.DEVNULL,
             )  # fmt: skip
         self._socket, self._ready = mine, False
 
     def _restart(self) -> str:
         """Replaces the process; says how the old one ended."""
-        assert self._process is not None
         self._socket.close()
         if self._process.poll() is None:
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(0.1)  # its end of the socket closes a little earlier
         self._process.kill()
         status = self._process.wait()
-        self.start()
+        self._start()
         return signal.Signals(-status).name if status < 0 else f"status {status}"
-
-
-def _queue_of(workers: "list[_Worker]") -> "queue.LifoQueue[_Worker]":
-    found: queue.LifoQueue[_Worker] = queue.LifoQueue()
-    for worker in workers:
-        found.put(worker)
-    return found

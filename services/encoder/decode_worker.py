@@ -51,7 +51,6 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)  # the front handles them
     channel, memory = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
     shared = np.frombuffer(mmap.mmap(memory, int(sys.argv[3])), np.uint8)
-    os.nice(int(sys.argv[4]) - min(int(sys.argv[4]), os.nice(0)))  # its parent's thread may be nice
     go_first()
     with suppress(ConnectionError):
         _serve(channel, shared)

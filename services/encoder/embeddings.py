@@ -24,7 +24,8 @@ from services.common.errors import (
     TriptychError,
 )
 from services.common.geometry import Geometry, Unit
-from services.common.tenancy.fair_order import NOBODY, Share
+from services.common.share import NOBODY, Share
+from services.common.tenancy.fair_order import FairOrder
 from services.common.tenancy.tenant_room import TenantRoom
 from services.encoder.engine_client import NO_TIMES, EngineClient, EngineJob, StageTimes
 from services.encoder.memory_tier import MemoryTier, Reading
@@ -60,6 +61,7 @@ class _Encode:
     Attributes:
         need_bytes: an entry in Redis alone is not enough: a reader waits for the bytes.
         num_queued_patches: in work when it started, its own included.
+        job: the engine's.
         entry: done when the engine starts to write the embedding.
         flight: set when it starts.
     """
@@ -71,6 +73,7 @@ class _Encode:
     spec: EmbeddingSpec
     need_bytes: bool
     num_queued_patches: int
+    job: EngineJob
     entry: "asyncio.Future[ArenaEntry]"
     flight: "InFlight[Encoded]" = field(init=False)
 
@@ -115,6 +118,7 @@ class Embeddings:
         self._sources = SourceStore(min(_MAX_SOURCES_BYTES, max_queued_bytes))
         self._encodes: dict[bytes, _Encode] = {}
         self._patches = TenantRoom(max_queued_patches)  # in work
+        self._order = FairOrder()  # in which the engine takes them
         self._queued_bytes = 0
         self._s_per_patch = 0.0  # measured on the last image; 0: none yet
         self._awaited: dict[bytes, set[asyncio.Future[None]]] = {}  # readers of keys without encode
@@ -234,18 +238,23 @@ class Embeddings:
     def _start(
         self, key: bytes, image: bytes, unit: Unit, share: Share, *, need_bytes: bool
     ) -> _Encode:
-        entry: asyncio.Future[ArenaEntry] = asyncio.get_running_loop().create_future()
-        encode = _Encode(key, image, unit, share, self.spec_of(unit), need_bytes, 0, entry)
+        num_patches = unit.num_patches
         if (
-            not self._patches.has_room(share.tenant, encode.unit.num_patches)
+            not self._patches.has_room(share.tenant, num_patches)
             or self._queued_bytes + len(image) > self._max_queued_bytes
         ):
             retry_after_s = min(max(self._backlog_s(), 1.0), _MAX_RETRY_AFTER_S)
             raise Overloaded("too many images are being encoded", retry_after_s=retry_after_s)
-        self._encodes[key] = encode
-        self._patches.take(share.tenant, encode.unit.num_patches)
+        # The image is decoded during the lookup in Redis, which rarely has the embedding.
+        rank = self._order.place(share.tenant, weight=share.weight, cost=num_patches)
+        job = self._engine.submit(image, unit, rank)
+        self._patches.take(share.tenant, num_patches)
         self._queued_bytes += len(image)
-        encode.num_queued_patches = self._patches.held
+        encode = _Encode(
+            key, image, unit, share, self.spec_of(unit), need_bytes, self._patches.held,
+            job, asyncio.get_running_loop().create_future(),
+        )  # fmt: skip
+        self._encodes[key] = encode
         encode.flight = InFlight(
             self._run(encode),
             on_end=lambda task: self._complete(encode, task),
@@ -263,6 +272,7 @@ class Embeddings:
         return self._patches.held * self._s_per_patch
 
     def _complete(self, encode: _Encode, task: "asyncio.Task[Encoded]") -> None:
+        self._engine.cancel(encode.job)  # unless it has ended
         self._patches.give_back(encode.share.tenant, encode.unit.num_patches)
         self._queued_bytes -= len(encode.image)
         self._remove(encode)
@@ -281,22 +291,11 @@ class Embeddings:
 
     async def _run(self, encode: _Encode) -> Encoded:
         start = time.monotonic()  # the event loop's clock has a resolution of 1 ms
-        # The image is decoded during the lookup in Redis, which rarely has the embedding.
-        job = self._engine.submit(encode.image, encode.unit, encode.share)
-        try:
-            found = await self._look_up(encode)
-        except BaseException:
-            self._engine.cancel(job)
-            raise
+        found = await self._look_up(encode)
         lookup_s = time.monotonic() - start
         if found:
-            self._engine.cancel(job)
             return Encoded(Origin.REDIS, lookup_s)
-        try:
-            entry, times = await self._compute(encode, job)
-        except BaseException:
-            self._engine.cancel(job)
-            raise
+        entry, times = await self._compute(encode)
         self._s_per_patch = (time.monotonic() - start) / encode.num_queued_patches
         try:
             if self._redis is not None:
@@ -312,17 +311,17 @@ class Embeddings:
             return False
         return await self._redis.find(encode.key, encode.spec, need_bytes=encode.need_bytes)
 
-    async def _compute(self, encode: _Encode, job: EngineJob) -> tuple[ArenaEntry, StageTimes]:
+    async def _compute(self, encode: _Encode) -> tuple[ArenaEntry, StageTimes]:
         """Runs the engine; the caller releases the entry, which cannot be evicted until then."""
+        job = encode.job
         entry = await self._memory.reserve(encode.key, encode.spec)
         try:
             if entry.committed:
-                self._engine.cancel(job)
                 return entry, NO_TIMES
             self._memory.begin(entry)
             self._memory.arena.acquire(entry)  # for the engine, even if no caller waits any more
             self._engine.place(job, entry.offset, lambda feature: self._feature(entry, feature))
-            job.done.add_done_callback(lambda done: self._written(entry, done))
+            job.done.add_done_callback(lambda done: self._written(entry, job.rank, done))
             encode.entry.set_result(entry)
             times = await asyncio.shield(job.done)
         except BaseException:
@@ -339,8 +338,9 @@ class Embeddings:
             size = entry.spec.size_bytes // entry.spec.num_features
             self._memory.add_range(entry, feature * size, (feature + 1) * size)
 
-    def _written(self, entry: ArenaEntry, done: "asyncio.Future[StageTimes]") -> None:
+    def _written(self, entry: ArenaEntry, rank: float, done: "asyncio.Future[StageTimes]") -> None:
         """The engine no longer uses the entry's memory."""
+        self._order.served(rank)
         if done.exception() is None:
             self._metrics.images_encoded.inc()
             self._memory.commit(entry)

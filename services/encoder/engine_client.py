@@ -15,7 +15,6 @@ from services.common.errors import EngineLost, Unavailable, from_code
 from services.common.geometry import Unit
 from services.common.process.channel import ChannelClosed
 from services.common.process.heartbeat import Pong
-from services.common.tenancy.fair_order import NOBODY, Share
 from services.encoder.engine.messages import (
     CancelImage,
     EncodeImage,
@@ -61,12 +60,14 @@ class EngineJob:
     """An image given to the engine.
 
     Attributes:
+        rank: among those that wait.
         done: ends when the engine no longer uses the memory.
         on_feature: called with the index of each feature, except the last, once it is written;
             None: the image has no memory yet.
     """
 
     job_id: int
+    rank: float
     done: asyncio.Future[StageTimes]
     on_feature: Callable[[int], None] | None = None
 
@@ -96,18 +97,23 @@ class EngineClient:
         """Whether the engine has jobs."""
         return bool(self._jobs)
 
-    def submit(self, image: bytes, unit: Unit, share: Share = NOBODY) -> EngineJob:
+    def submit(self, image: bytes, unit: Unit, rank: float = 0.0) -> EngineJob:
         """Starts a job: the image is decoded and then waits for `place`.
+
+        Args:
+            image: the encoded file.
+            unit: of it.
+            rank: of those that wait, the engine takes the lowest next.
 
         Raises:
             Unavailable: the engine process has ended.
         """
         if self._died:
             raise Unavailable(_ENDED)
-        job = EngineJob(next(self._ids), asyncio.get_running_loop().create_future())
+        job = EngineJob(next(self._ids), rank, asyncio.get_running_loop().create_future())
         job.done.add_done_callback(_retrieve_exception)
         self._jobs[job.job_id] = job
-        self._link.send(EncodeImage(job.job_id, image, unit, share.tenant, share.weight))
+        self._link.send(EncodeImage(job.job_id, image, unit, rank))
         return job
 
     def place(self, job: EngineJob, arena_offset: int, on_feature: Callable[[int], None]) -> None:

@@ -37,11 +37,8 @@ from services.common.process.process_memory import freeze_gc
 from services.common.process.progress import log_progress
 from services.common.settings import SettingsError
 from services.common.telemetry import setup_logging
-from services.common.threads import lower_priority
-from services.encoder.decode import is_large
 from services.encoder.decode_pool import DecodePool
 from services.encoder.engine.engine import Engine, Prepare
-from services.encoder.engine.fair_pool import num_large_workers
 from services.encoder.engine.messages import EngineReady, FrontMessage
 from services.encoder.engine.runner import Runner
 from services.encoder.models import model_class
@@ -55,9 +52,6 @@ from services.encoder.settings import EncoderSettings
 _MAX_DEFAULT_DECODERS = 16
 # With a smaller share of its memory, other processes are taken to use the GPU, too.
 _MEMORY_FRACTION_OF_SOLE_USER = 0.5
-# An image keeps a core busy for tens of milliseconds. Gateway, fronts and the decoder's engine on
-# the same cores, which every request needs, go first; images have a quarter of a core they share.
-_NICENESS_ON_CPU = 5
 
 log = logging.getLogger("services.encoder.engine")
 
@@ -132,7 +126,6 @@ def _run(end: EngineEnd, settings: EncoderSettings) -> None:
         prepare,
         max_batch_patches=batch_budget(device, settings),
         workers=decoders.num_workers,
-        is_large=functools.partial(is_large, max_source_pixels=settings.max_source_pixels),
     ).run()
 
 
@@ -153,7 +146,6 @@ def prepare_device(device: torch.device, settings: EncoderSettings) -> None:
         torch.set_num_threads(1)
     else:
         torch.set_num_threads(settings.num_threads or min(torch.get_num_threads(), num_cpus()))
-        lower_priority(_NICENESS_ON_CPU)
 
 
 def create_decoders(settings: EncoderSettings) -> DecodePool:
@@ -163,7 +155,6 @@ def create_decoders(settings: EncoderSettings) -> DecodePool:
     num_workers = max(2, settings.preprocess_workers or min(num_cpus(), _MAX_DEFAULT_DECODERS))
     return DecodePool(
         num_workers,
-        num_large=num_large_workers(num_workers),
         memory_bytes=settings.decode_memory_bytes or memory_limit_bytes() // 4,
         max_source_pixels=settings.max_source_pixels,
     )

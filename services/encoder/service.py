@@ -33,8 +33,8 @@ from services.common.geometry import Geometry, Unit
 from services.common.images.image_key import KEY_BYTES, MAX_SALT_BYTES, image_key
 from services.common.pb import encoder_pb2 as pb
 from services.common.pb import encoder_pb2_grpc as pb_grpc
+from services.common.share import Share
 from services.common.spans import span
-from services.common.tenancy.fair_order import Share
 from services.common.threads import INLINE_BYTES
 from services.common.transport.rpc import (
     MAX_MESSAGE_BYTES,

@@ -271,7 +271,7 @@ ROWS = [
         Posting(_images(lambda n: images.png(images.SIDE, n),
                         lambda n: images.gif(images.SIDE, n)), 2), SERVED),
     Row("JPEG with 7,000 empty scans", 1,
-        Posting(_images(lambda n: images.scans(7000, 1024, n)), 4)),
+        Posting(_images(lambda n: images.scans(7000, 1024, n)), 4), SERVED),
     Row("JPEG with 90 empty scans, 39.7 Mpx", 1,
         Posting(_images(lambda n: images.scans(90, images.SIDE, n)), 2), SERVED, by_hand=True),
     Row("11 PNG with 63 texts of 1 MiB", 1, Posting(_images(*[images.texts] * 11), 2), SERVED),

@@ -311,6 +311,32 @@ async def test_a_part_of_the_queue_is_for_tenants_with_less_than_their_share() -
         assert isinstance(await failure(pod.stub.Encode(request)), errors.InvalidRequest)
 
 
+async def test_no_tenant_waits_behind_anothers_queue() -> None:
+    async with run_pod() as pod:
+        pod.engine.gate.clear()
+
+        async def ranks(tenant: str, *images: bytes) -> list[float]:
+            """Of images that are asked for one after the other."""
+            for image in images:
+                before = len(pod.engine.jobs)
+                running.append(asyncio.ensure_future(pod.encode(image, tenant=tenant)))
+                await until(lambda before=before: len(pod.engine.jobs) == before + 1)
+            return [job.rank for job in pod.engine.jobs[-len(images) :]]
+
+        running: list[asyncio.Future[object]] = []
+        flood = await ranks("flood", *[b"f%d" % n for n in range(6)])
+        assert flood == sorted(set(flood))
+        (quiet,) = await ranks("quiet", b"q")
+        assert quiet < flood[1]
+        pod.engine.gate.set()
+        await asyncio.gather(*running)
+        pod.engine.gate.clear()
+        (late,) = await ranks("late", b"l")
+        assert late == flood[-1]  # what it has not asked for gives it no credit
+        pod.engine.gate.set()
+        await asyncio.gather(*running)
+
+
 async def test_a_refusal_says_how_long_the_queued_work_takes() -> None:
     async with run_pod(max_queued_patches=200) as pod:
 

@@ -20,7 +20,8 @@ from kernels.device import DeviceFacts
 from services.common.families.qwen3_vl import DeepStackTower
 from services.common.geometry import Grid, Unit
 from services.common.nn.weights import load_dummy
-from services.encoder.engine.runner import PreparedImage, Runner
+from services.encoder.engine.job import Job
+from services.encoder.engine.runner import Runner
 from services.encoder.engine.throttle import Throttle, count_flops
 from services.encoder.models.qwen3_vl import VisionTower
 from services.encoder.operations.ops import Ops
@@ -135,14 +136,14 @@ def test_the_tower_is_as_exact_as_hugging_face(spec: DeepStackTower) -> None:
     assert name == ("hopper" if DeviceFacts.of(CUDA).is_hopper else "torch_varlen")
 
 
-def images(grids: list[Grid], hidden: int = 2048) -> list[PreparedImage]:
+def images(grids: list[Grid], hidden: int = 2048) -> list[Job]:
     offset = 0
-    found: list[PreparedImage] = []
+    found: list[Job] = []
     for job_id, grid in enumerate(grids):
         generator = torch.Generator().manual_seed(job_id)
         shape = (grid[1] * 16, grid[2] * 16, 3)
         pixels = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
-        found.append(PreparedImage(job_id, Unit(grid), pixels, offset))
+        found.append(Job(job_id, Unit(grid), pixels=pixels, arena_offset=offset))
         size = grid[1] * grid[2] // 4 * 4 * hidden * 2
         offset += -(-size // 4096) * 4096
     return found
@@ -191,7 +192,7 @@ def test_the_runner_writes_what_the_model_says(running: Running) -> None:
             start += tokens
 
 
-def stored(running: Running, image: PreparedImage) -> Tensor:
+def stored(running: Running, image: Job) -> Tensor:
     tokens = image.unit.num_patches // 4
     hidden = running.model.spec.out_hidden_size
     found = torch.frombuffer(
@@ -200,7 +201,7 @@ def stored(running: Running, image: PreparedImage) -> Tensor:
     return found.view(4, tokens, hidden).float()
 
 
-def replays(runner: Runner, batch: list[PreparedImage]) -> bool:
+def replays(runner: Runner, batch: list[Job]) -> bool:
     graphs = runner._graphs
     return graphs is not None and graphs.fits([image.unit.grid for image in batch])
 

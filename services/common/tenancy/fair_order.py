@@ -7,19 +7,6 @@ waited for nothing so far is behind nobody's backlog; with one tenant the order 
 Pure: no clock of its own, no threads.
 """
 
-from dataclasses import dataclass
-
-
-@dataclass(frozen=True, slots=True)
-class Share:
-    """Whose work it is, and the weight of that tenant's share."""
-
-    tenant: str = ""
-    weight: float = 1.0
-
-
-NOBODY = Share()  # callers without a key
-
 
 class FairOrder:
     """Gives places. The caller keeps what waits, serves the lowest place first, and says so."""

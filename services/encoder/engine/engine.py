@@ -1,15 +1,16 @@
 """The engine's loop: messages → preprocessing pool → batches → device → messages.
 
-Four kinds of thread share one mailbox. The receiver reads the channel and submits images to the
-pool at once, so the next batch is prepared while the device works; the pool's threads decode and
-resize; the waiter reports when the device is done with a batch; the loop alone uses the batcher and
-the device. The loop and the waiter both send, one at a time.
+Four kinds of thread share one mailbox. The receiver reads the channel and gives images to the pool
+at once, so the next batch is prepared while the device works. The pool's threads decode and resize,
+the image of the lowest rank first. The waiter reports when the device is done with a batch. The
+loop alone uses the batcher and the device. The loop and the waiter both send, one at a time.
 
 `engine_main` runs it. It knows neither front nor gRPC, only messages. A bad image ends its own job;
 a batch that fails is split until the image that fails is alone; a broken device ends the process.
 """
 
 import logging
+import math
 import queue
 import threading
 import time
@@ -25,9 +26,8 @@ from services.common.errors import Cancelled, InternalError, Overloaded, Triptyc
 from services.common.geometry import Unit
 from services.common.process.channel import ChannelClosed, EngineChannel
 from services.common.process.heartbeat import Ping, Pong
-from services.common.tenancy.fair_order import Share
 from services.encoder.engine.batcher import Batcher
-from services.encoder.engine.fair_pool import LARGE_NICENESS, FairPool, num_large_workers
+from services.encoder.engine.job import Job
 from services.encoder.engine.messages import (
     CancelImage,
     EncodeImage,
@@ -39,41 +39,13 @@ from services.encoder.engine.messages import (
     PlaceImage,
     Shutdown,
 )
-from services.encoder.engine.runner import LaunchedBatch, PreparedImage, Runner
+from services.encoder.engine.runner import LaunchedBatch, Runner
 
 # Batches on the device: one runs, one is queued behind it, so that the device is never idle.
 _MAX_LAUNCHED = 2
 
 Prepare = Callable[[bytes, Unit], Tensor]
-
-
-def _is_never_large(image: bytes) -> bool:
-    return False
-
-
-@dataclass(slots=True)
-class _Job:
-    """One image from its arrival to its `ImageDone`.
-
-    Attributes:
-        waits: the loop has the pixels, but no `PlaceImage` has come yet.
-        arena_offset: first byte of the embedding; None: not yet known.
-    """
-
-    message: EncodeImage
-    received_at: float
-    launched_at: float = 0.0
-    preprocess_s: float = 0.0
-    pixels: Tensor | None = None
-    error: TriptychError | None = None
-    cancelled: bool = False
-    waits: bool = False
-    arena_offset: int | None = None
-
-    @property
-    def share(self) -> Share:
-        """Whose image it is."""
-        return Share(self.message.tenant, self.message.weight)
+_NO_MORE = (-math.inf, 0)  # ends a thread of the pool
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +68,6 @@ class Engine:
             `TriptychError` for a bad image.
         max_batch_patches: budget of one batch.
         workers: threads of the preprocessing pool.
-        is_large: whether a file takes so long that others must not wait for it: such images have
-            a pool of a quarter as many threads.
     """
 
     def __init__(
@@ -108,7 +78,6 @@ class Engine:
         *,
         max_batch_patches: int,
         workers: int,
-        is_large: Callable[[bytes], bool] = _is_never_large,
     ) -> None:
         self._channel = channel
         self._sending = threading.Lock()
@@ -116,15 +85,11 @@ class Engine:
         self._runner = runner
         self._prepare = prepare
         self._batcher = Batcher(max_batch_patches)
-        self._pool = FairPool(self._preprocess, workers, "preprocess")
-        self._large_pool = FairPool(
-            self._preprocess, num_large_workers(workers), "preprocess-large",
-            niceness=LARGE_NICENESS,
-        )  # fmt: skip
-        self._is_large = is_large
+        self._workers = workers
+        self._encoded: queue.PriorityQueue[tuple[float, int]] = queue.PriorityQueue()  # rank, id
         self._mailbox: queue.SimpleQueue[_Item] = queue.SimpleQueue()
         self._awaited: queue.SimpleQueue[LaunchedBatch | None] = queue.SimpleQueue()
-        self._jobs: dict[int, _Job] = {}  # until their end; the receiver adds, the loop removes
+        self._jobs: dict[int, Job] = {}  # until their end; the receiver adds, the loop removes
         self._launched: deque[LaunchedBatch] = deque()
         self._stopping = False
         self._num_images = self._num_patches = 0
@@ -132,7 +97,8 @@ class Engine:
 
     def run(self) -> None:
         """The loop. Returns after `Shutdown`, or when the channel is closed."""
-        for target, name in ((self._receive, "receiver"), (self._wait, "waiter")):
+        pool = [(self._preprocess_all, f"preprocess-{index}") for index in range(self._workers)]
+        for target, name in ((self._receive, "receiver"), (self._wait, "waiter"), *pool):
             threading.Thread(target=target, name=name, daemon=True).start()
         try:
             while not self._stopping or self._launched:
@@ -144,8 +110,8 @@ class Engine:
             logging.warning("the front has closed the channel")
         finally:
             self._awaited.put(None)
-            for pool in (self._pool, self._large_pool):
-                pool.shutdown()
+            for _ in pool:
+                self._encoded.put(_NO_MORE)
 
     # The receiver's thread.
 
@@ -160,13 +126,12 @@ class Engine:
     def _accept(self, message: FrontMessage) -> None:
         match message:
             case EncodeImage():
-                job = _Job(message, time.monotonic())
-                self._jobs[message.job_id] = job
-                pool = self._large_pool if self._is_large(message.image) else self._pool
-                pool.submit(job, job.share, message.unit.num_patches)
-            case PlaceImage():
-                self._mailbox.put(message)
-            case Ping():
+                self._jobs[message.job_id] = Job(
+                    message.job_id, message.unit, message.image, message.rank,
+                    received_at=time.monotonic(),
+                )  # fmt: skip
+                self._encoded.put((message.rank, message.job_id))
+            case PlaceImage() | Ping():
                 self._mailbox.put(message)
             case CancelImage():
                 if job := self._jobs.get(message.job_id):
@@ -191,13 +156,17 @@ class Engine:
 
     # The pool's threads.
 
-    def _preprocess(self, job: _Job) -> None:
+    def _preprocess_all(self) -> None:
+        while (encoded := self._encoded.get()) != _NO_MORE:
+            self._preprocess(self._jobs[encoded[1]])
+
+    def _preprocess(self, job: Job) -> None:
         start = time.monotonic()
         try:
             if not job.cancelled:
-                self._hold(job.message.job_id)
-                job.pixels = self._prepare(job.message.image, job.message.unit)
-                self._release(job.message.job_id)
+                self._hold(job.job_id)
+                job.pixels = self._prepare(job.file, job.unit)
+                self._release(job.job_id)
         except ChannelClosed:
             job.cancelled = True
         except TriptychError as error:
@@ -205,6 +174,7 @@ class Engine:
         except Exception:
             logging.exception("preprocessing failed")
             job.error = InternalError("preprocessing failed")
+        job.file = b""
         job.preprocess_s = time.monotonic() - start
         self._mailbox.put(job)
 
@@ -219,9 +189,6 @@ class Engine:
                 return
             item = self._mailbox.get()
         self._take(item)
-        self._take_all()
-
-    def _take_all(self) -> None:
         with suppress(queue.Empty):
             while True:
                 self._take(self._mailbox.get(block=False))
@@ -244,16 +211,14 @@ class Engine:
                     job.arena_offset = item.arena_offset
                     if job.waits:
                         job.waits = False
-                        self._batcher.add(item.job_id, job.message.unit.num_patches, job.share)
-            case _Job():
+                        self._batcher.add(job.job_id, job.unit.num_patches, job.rank)
+            case Job():
                 if item.cancelled or item.error or item.pixels is None:
-                    error = item.error or Cancelled("the image was cancelled")
-                    self._end(item.message.job_id, error)
+                    self._end(item.job_id, item.error or Cancelled("the image was cancelled"))
                 elif item.arena_offset is None:
                     item.waits = True
                 else:
-                    message = item.message
-                    self._batcher.add(message.job_id, message.unit.num_patches, item.share)
+                    self._batcher.add(item.job_id, item.unit.num_patches, item.rank)
 
     def _launch_next(self) -> None:
         if len(self._launched) >= _MAX_LAUNCHED or self._stopping:
@@ -261,28 +226,16 @@ class Engine:
         if chosen := self._batcher.next_batch():
             if not self._launched:
                 self._busy_since = time.monotonic()
-            self._launch(chosen, self._let_small_ones_by)
+            self._launch(chosen)
 
-    def _let_small_ones_by(self) -> None:
-        """On a CPU, between two features of a large image: small ones of other tenants run."""
-        self._take_all()
-        while not self._stopping and (job_id := self._batcher.next_overtaking()) is not None:
-            self._launch([job_id])
-            self._finish_done()
-            self._take_all()
-
-    def _launch(self, chosen: Sequence[int], between: Callable[[], None] | None = None) -> None:
+    def _launch(self, chosen: Sequence[int]) -> None:
         now = time.monotonic()
-        images: list[PreparedImage] = []
-        for job_id in chosen:
-            job = self._jobs[job_id]
+        images = [self._jobs[job_id] for job_id in chosen]
+        for job in images:
             job.launched_at = now
-            assert job.pixels is not None and job.arena_offset is not None
-            unit = job.message.unit
-            images.append(PreparedImage(job_id, unit, job.pixels, job.arena_offset))
         self._hold(*chosen)
         try:
-            batch = self._runner.launch(images, between)
+            batch = self._runner.launch(images)
         except ChannelClosed:
             raise
         except Exception:
@@ -297,7 +250,7 @@ class Engine:
             if not self._runner.is_done(batch):
                 self._awaited.put(batch)
 
-    def _run_apart(self, images: Sequence[PreparedImage]) -> None:
+    def _run_apart(self, images: Sequence[Job]) -> None:
         """After a failure: halves the batch until an image that fails is alone."""
         try:
             launched = self._runner.launch(images)
@@ -368,7 +321,7 @@ class Engine:
             self._channel.send(message)
 
 
-_Item = _Job | PlaceImage | CancelImage | Ping | _Stop | _Wake
+_Item = Job | PlaceImage | CancelImage | Ping | _Stop | _Wake
 
 
 def _device_error(error: Exception) -> TriptychError:

@@ -15,8 +15,7 @@ class EncodeImage(msgspec.Struct, tag="encode"):
     job_id: int  # minted by the front, never reused
     image: bytes  # the encoded file
     unit: Unit  # checked against the decoded image
-    tenant: str = ""  # images of tenants are decoded and run in fair order
-    weight: float = 1.0  # of the tenant's share
+    rank: float = 0.0  # of those that wait, the image of the lowest is decoded and run next
 
 
 class PlaceImage(msgspec.Struct, tag="place"):

@@ -7,7 +7,7 @@ knows no queue and no messages. A launch that fails raises, and `recover` frees 
 import math
 import mmap
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
@@ -18,6 +18,7 @@ from torch import Tensor
 from services.common.geometry import Grid, Unit
 from services.encoder.engine.arena_writer import ArenaWriter
 from services.encoder.engine.graphs import TowerGraphs, buckets
+from services.encoder.engine.job import Job
 from services.encoder.engine.throttle import Throttle, count_flops
 from services.encoder.models.base import VisionModel
 
@@ -25,23 +26,6 @@ _WARM_HOST_BLOCKS = 16
 _WARM_HOST_BYTES = 4 << 20
 # Of the largest image that runs at the start: an image may be larger than a batch's budget.
 _LARGE_IMAGE_PATCHES = 32_768
-
-
-@dataclass(slots=True)
-class PreparedImage:
-    """An image ready to run.
-
-    Attributes:
-        job_id: given by the front.
-        unit: what it is of its file.
-        pixels: `[h * patch, w * patch, channels]` uint8, host; best pinned.
-        arena_offset: first byte of its `[features, num_tokens, hidden]` in the arena.
-    """
-
-    job_id: int
-    unit: Unit
-    pixels: Tensor
-    arena_offset: int
 
 
 @dataclass(slots=True)
@@ -57,7 +41,7 @@ class LaunchedBatch:
             with the event that ends its copy.
     """
 
-    images: list[PreparedImage]
+    images: list[Job]
     row_peaks: Tensor
     done: torch.cuda.Event | None
     written: list[tuple[int, torch.cuda.Event]] = field(
@@ -99,21 +83,16 @@ class Runner:
             self._stream = torch.cuda.Stream(device)  # the default one cannot be captured
 
     @torch.inference_mode()
-    def launch(
-        self, images: Sequence[PreparedImage], between: Callable[[], None] | None = None
-    ) -> LaunchedBatch:
-        """Enqueues a batch. On CUDA it does not wait for the device.
-
-        Args:
-            images: of the batch.
-            between: called on a CPU after each feature but the last; may launch other batches.
+    def launch(self, images: Sequence[Job]) -> LaunchedBatch:
+        """Enqueues a batch of images, which have pixels and places. On CUDA it does not wait for
+        the device.
 
         Raises:
             torch.OutOfMemoryError: the batch does not fit. Copies enqueued before that write to
                 places of these images only, and before any copy of a later launch.
         """
         with self._on_stream():
-            return self._launch(images, between)
+            return self._launch(images)
 
     @property
     def kernel_calls(self) -> dict[str, int]:
@@ -188,7 +167,10 @@ class Runner:
             ]
             del blocks
         batches = [
-            [PreparedImage(-1, unit, _random_pixels(unit, spec.patch_size), 0) for unit in units]
+            [
+                Job(-1, unit, pixels=_random_pixels(unit, spec.patch_size), arena_offset=0)
+                for unit in units
+            ]
             for units in (list(map(Unit, grids)) for grids in shapes)
             if max(map(self._embedding_bytes, units)) <= self._writer.size_bytes
         ]
@@ -205,13 +187,11 @@ class Runner:
                 flops = count_flops(spec, [image.unit.grid for image in batches[-1]])
                 self._throttle.calibrate(flops, time.monotonic() - start)
 
-    def _run_each(self, batches: Sequence[Sequence[PreparedImage]]) -> None:
+    def _run_each(self, batches: Sequence[Sequence[Job]]) -> None:
         for images in batches:
             self.finish(self._launch(images))
 
-    def _launch(
-        self, images: Sequence[PreparedImage], between: Callable[[], None] | None = None
-    ) -> LaunchedBatch:
+    def _launch(self, images: Sequence[Job]) -> LaunchedBatch:
         # Neighbours of one size share a call of `pack_patches` and of plain attention.
         images = sorted(images, key=lambda image: image.unit.grid)
         grids = [image.unit.grid for image in images]
@@ -221,23 +201,20 @@ class Runner:
         else:
             features = self._forward(pixels, grids)
         tokens = self._num_tokens(images)
-        offsets = [image.arena_offset for image in images]
+        offsets = [image.arena_offset for image in images if image.arena_offset is not None]
         peaks = torch.empty(
             self._model.spec.num_features, sum(tokens), dtype=torch.float32, device=self._device
         )
         written: list[tuple[int, torch.cuda.Event]] = []
         spec = self._model.spec
         idle_s = self._throttle.idle_s(count_flops(spec, grids), spec.num_features)
-        last = spec.num_features - 1
-        for index, (feature, rows) in enumerate(features):
+        for feature, rows in features:
             event = self._writer.write(rows, tokens, offsets, feature)
             torch.linalg.vector_norm(rows, math.inf, 1, dtype=torch.float32, out=peaks[feature])
             if event is not None:
                 written.append((feature, event))
             if idle_s > 0:
                 self._throttle.insert_idle(torch.cuda.current_stream(), idle_s)
-            if between is not None and event is None and index < last:
-                between()
         return LaunchedBatch(images, *self._writer.seal(peaks), written[:-1])
 
     def _forward(self, pixels: Tensor, grids: Sequence[Grid]) -> Iterator[tuple[int, Tensor]]:
@@ -251,7 +228,7 @@ class Runner:
     def _on_stream(self) -> AbstractContextManager[object]:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
-    def _num_tokens(self, images: Sequence[PreparedImage]) -> list[int]:
+    def _num_tokens(self, images: Sequence[Job]) -> list[int]:
         merge = self._model.spec.spatial_merge_size**2
         return [image.unit.num_patches // merge for image in images]
 
@@ -260,9 +237,9 @@ class Runner:
         tokens = unit.num_patches // spec.spatial_merge_size**2
         return spec.num_features * tokens * spec.out_hidden_size * self._dtype.itemsize
 
-    def _upload(self, images: Sequence[PreparedImage]) -> Tensor:
+    def _upload(self, images: Sequence[Job]) -> Tensor:
         """All pixels, flat, on the device."""
-        flat = [image.pixels.reshape(-1) for image in images]
+        flat = [image.pixels.reshape(-1) for image in images if image.pixels is not None]
         if self._device.type != "cuda":
             return flat[0] if len(flat) == 1 else torch.cat(flat)
         sizes = [pixels.numel() for pixels in flat]

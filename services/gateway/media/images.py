@@ -21,7 +21,7 @@ import pybase64
 
 from services.common.errors import InvalidImage, InvalidRequest, TriptychError
 from services.common.geometry import Geometry, Unit
-from services.common.images.image_header import check_scans, read_header
+from services.common.images.image_header import read_header
 from services.common.images.image_key import image_key
 from services.common.threads import INLINE_BYTES, WorkerThreads, num_threads
 from services.gateway.forms.json_body import LargeImages
@@ -40,8 +40,6 @@ _STANDARD_ALPHABET = bytes.maketrans(b"-_", b"+/")
 _MAX_DATA_HEADER = 256
 # Of an image that is not in the request's body: as received, and in the call to an encoder.
 _MEMORY_PER_FETCHED_BYTE = 3
-# Of threads that decode what is long: requests of others, and services on the same cores, go first.
-_NICENESS = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +202,6 @@ class ImageReader:
 
     def _measure(self, data: bytes, param: str, geometry: Geometry, max_patches: int) -> Image:
         header = read_header(data, max_source_pixels=self._max_source_pixels)
-        check_scans(data, header)
         units = geometry.units(header.upright_size)
         for unit in units:
             if unit.num_patches > max_patches:
@@ -257,7 +254,7 @@ class MediaLoader:
         self._max_bytes = max_bytes
         self._web = web
         self._directory = None if allowed_directory is None else allowed_directory.resolve()
-        self._threads = WorkerThreads(num_threads(), "images", niceness=_NICENESS)
+        self._threads = WorkerThreads(num_threads(), "images")
 
     async def load(
         self,

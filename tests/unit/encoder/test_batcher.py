@@ -4,7 +4,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from services.common.tenancy.fair_order import Share
 from services.encoder.engine.batcher import Batcher
 
 
@@ -53,55 +52,11 @@ def test_an_image_waits_for_as_many_batches_as_there_are_older_ones(
     assert turn <= len(sizes)
 
 
-def test_no_tenant_waits_behind_anothers_queue() -> None:
-    batcher = Batcher(100)
-    for job_id in range(1, 200):
-        batcher.add(job_id, 50, Share("a"))
-    assert batcher.next_batch() == [1, 2]
-    batcher.add(1000, 50, Share("b"))
-    assert 1000 in batcher.next_batch()
-    for job_id in range(2000, 2010):
-        batcher.add(job_id, 50, Share("b"))
-        batcher.add(job_id + 100, 50, Share("c", weight=2.0))
-    batches = [batcher.next_batch() for _ in range(10)]
-    taken = [job_id for batch in batches for job_id in batch]
-    assert sum(2000 <= job_id < 2100 for job_id in taken) in (4, 5, 6)
-    assert sum(job_id >= 2100 for job_id in taken) in (9, 10, 11)
-    assert len(set(taken)) == 20
-
-
-def test_small_images_of_others_overtake_a_large_one_until_they_are_as_much_work() -> None:
+def test_the_lowest_rank_is_first_and_of_equal_ones_the_earlier() -> None:
     batcher = Batcher(1)
-    for job_id in (1, 2, 3):
-        batcher.add(job_id, 100, Share("a"))
-    assert batcher.next_batch() == [1]
-    batcher.add(10, 51, Share("b"))  # not small
-    for job_id in range(20, 26):
-        batcher.add(job_id, 30, Share("c"))
-    overtaking = [batcher.next_overtaking() for _ in range(5)]
-    assert overtaking == [20, 21, 22, 23, None]  # of 0, 30, 60 and 90 before; 120 is too late
-    assert batcher.next_batch() == [10]
-    assert len(batcher) == 4
-
-
-def test_weight_counts_among_those_that_overtake() -> None:
-    batcher = Batcher(1)
-    batcher.add(1, 100, Share("a"))
-    assert batcher.next_batch() == [1]
-    for job_id in range(20, 30):
-        batcher.add(job_id, 30, Share("c", weight=2.0))
-    overtaking = [batcher.next_overtaking() for _ in range(8)]
-    assert overtaking == [20, 21, 22, 23, 24, 25, 26, None]
-
-
-def test_nothing_overtakes_its_own_tenants_images() -> None:
-    for share in (Share("a"), Share("a", weight=3.0), Share()):
-        batcher = Batcher(1)
-        batcher.add(1, 100, share)
-        assert batcher.next_batch() == [1]
-        batcher.add(2, 4, share)
-        assert batcher.next_overtaking() is None
-        assert batcher.next_batch() == [2]
+    for job_id, rank in ((1, 50.0), (2, 100.0), (3, 0.0), (4, 50.0)):
+        batcher.add(job_id, 50, rank)
+    assert [batcher.next_batch() for _ in range(5)] == [[3], [1], [4], [2], []]
 
 
 class BatcherMachine(RuleBasedStateMachine):
@@ -130,10 +85,6 @@ class BatcherMachine(RuleBasedStateMachine):
             assert batch[0] == min(self.queued)  # the oldest, always
         sizes = [self.queued.pop(job_id) for job_id in batch]
         assert len(batch) <= 1 or sum(sizes) <= 64
-
-    @rule()
-    def overtake(self) -> None:
-        assert self.batcher.next_overtaking() is None  # all are one tenant's
 
     @invariant()
     def nothing_is_lost(self) -> None:

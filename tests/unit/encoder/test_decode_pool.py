@@ -172,27 +172,6 @@ def test_an_image_that_never_fits_is_refused_and_others_wait_in_order() -> None:
         pass
 
 
-def test_small_images_do_not_wait_for_the_memory_of_large_ones(pool: DecodePool) -> None:
-    data = encoded(noise(40, 30))
-    with pool._budget.taken(pool._budget.total_bytes), ThreadPoolExecutor(1) as threads:
-        assert threads.submit(shape_of, pool, data).result(PATIENCE_S) == (30, 40, 3)
-
-
-def test_large_images_have_workers_of_lower_priority() -> None:
-    pool = DecodePool(1, num_large=1, memory_bytes=4 << 30, max_source_pixels=MAX_PIXELS)
-    try:
-        (normal,) = pool.pids
-        large = encoded(Image.new("RGB", (6000, 6000)))
-        assert shape_of(pool, encoded(noise(40, 30))) == (30, 40, 3)
-        with pool.decoded(large, read(large)):
-            (_, niced) = pool.pids
-            assert shape_of(pool, encoded(noise(40, 30))) == (30, 40, 3)  # does not wait
-        assert os.getpriority(os.PRIO_PROCESS, niced) >= 10
-        assert os.getpriority(os.PRIO_PROCESS, normal) == os.getpriority(os.PRIO_PROCESS, 0)
-    finally:
-        pool.close()
-
-
 def test_the_worst_case_is_bytes_a_pixel() -> None:
     header = ImageHeader("WEBP", 5000, 8000)
     assert 0.9e9 < worst_case_bytes(header, 0) < 1e9

@@ -16,6 +16,7 @@ from services.common.geometry import Unit
 from services.common.process.channel import EngineChannel, create_socket_pair
 from services.encoder.engine.batcher import Batcher
 from services.encoder.engine.engine import Engine
+from services.encoder.engine.job import Job
 from services.encoder.engine.messages import (
     CancelImage,
     EncodeImage,
@@ -28,12 +29,12 @@ from services.encoder.engine.messages import (
     PlaceImage,
     Shutdown,
 )
-from services.encoder.engine.runner import LaunchedBatch, PreparedImage
+from services.encoder.engine.runner import LaunchedBatch
 from services.encoder.engine_main import batch_budget
 from services.encoder.settings import EncoderSettings
 from tests.noise import PATIENCE_S
 
-GRID = (1, 4, 4)
+GRID, LARGE = (1, 4, 4), (1, 8, 8)
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
@@ -57,23 +58,14 @@ class FakeRunner:
         self.device_done = threading.Event()  # cleared: batches are in flight
         self.device_done.set()
         self.features: list[int] = []  # that come before a batch is done
-        self.ended: list[list[int]] = []
-        self.until: Callable[[], bool] | None = None  # the batch is as long as this takes
 
-    def launch(
-        self, images: Sequence[PreparedImage], between: Callable[[], None] | None = None
-    ) -> LaunchedBatch:
+    def launch(self, images: Sequence[Job]) -> LaunchedBatch:
         self.may_run.wait(10)
         if sum(image.unit.num_patches for image in images) > self.room:
             raise torch.OutOfMemoryError("no room")
         if any(image.job_id in self.poisoned for image in images):
             raise ValueError("poisoned")
         self.batches.append([image.job_id for image in images])
-        if between is not None and (until := self.until) is not None:
-            while not until():
-                between()
-                time.sleep(0.002)
-        self.ended.append([image.job_id for image in images])
         return LaunchedBatch(list(images), torch.zeros(1, 1), None)
 
     def wait(self, batch: LaunchedBatch) -> Iterator[int]:
@@ -108,9 +100,10 @@ class Front:
         for message in messages:
             self._channel.send(message)
 
-    def encode(self, *job_ids: int, grid: tuple[int, int, int] = GRID) -> None:
+    def encode(self, *job_ids: int, grid: tuple[int, int, int] = GRID, rank: float = 0.0) -> None:
         for job_id in job_ids:
-            self.send(EncodeImage(job_id, b"%d" % job_id, Unit(grid)), PlaceImage(job_id, 0))
+            image = EncodeImage(job_id, b"%d" % job_id, Unit(grid), rank)
+            self.send(image, PlaceImage(job_id, 0))
 
     def receive_until(self, condition: Callable[[], bool]) -> None:
         while not condition():
@@ -340,46 +333,24 @@ def test_a_feature_is_announced_before_its_batch_is_done(running: Running) -> No
     assert front.codes(1) == [""]
 
 
-LARGE = (1, 8, 8)
-
-
-def encode_for(front: Front, tenant: str, *job_ids: int, grid: tuple[int, int, int]) -> None:
-    for job_id in job_ids:
-        image = EncodeImage(job_id, b"%d" % job_id, Unit(grid), tenant=tenant)
-        front.send(image, PlaceImage(job_id, 0))
-
-
-def test_a_small_image_of_another_tenant_overtakes_a_large_one(running: Running) -> None:
+def test_images_are_prepared_and_run_in_the_order_of_their_ranks(running: Running) -> None:
     runner, front = running.runner, running.front
-    runner.until = lambda: [3] in runner.ended
-    encode_for(front, "flood", 1, grid=LARGE)
-    wait_until(lambda: runner.batches == [[1]])
-    encode_for(front, "flood", 2, grid=GRID)  # stays behind its own
-    encode_for(front, "late", 3, grid=GRID)
-    assert front.codes(1, 2, 3) == [""] * 3
-    assert runner.ended == [[3], [1], [2]]
-    front.receive_until(lambda: front.stats.num_images == 3)
-    assert front.stats.num_patches == 64 + 2 * 16
-
-
-def test_a_small_image_that_fails_costs_no_large_one(running: Running) -> None:
-    runner, front = running.runner, running.front
-    runner.poisoned = {3}
-    runner.until = lambda: 3 in front.done or runner.recovered > 0
-    encode_for(front, "flood", 1, grid=LARGE)
-    wait_until(lambda: runner.batches == [[1]])
-    encode_for(front, "late", 3, grid=GRID)
-    assert front.codes(1, 3) == ["", "internal_error"]
-    assert runner.ended == [[1]]
-
-
-def test_the_front_may_go_while_an_image_is_overtaken(running: Running) -> None:
-    runner = running.runner
-    runner.until = lambda: running.engine._stopping
-    encode_for(running.front, "flood", 1, grid=LARGE)
-    wait_until(lambda: runner.batches == [[1]])
-    running.front.send(Shutdown())
-    assert running.front.codes(1) == [""]
+    running.may_prepare.clear()
+    front.encode(1, 2)  # keep both threads
+    front.receive_until(lambda: front.in_hand[-1:] == [[1, 2]])
+    for job_id in (10, 11, 12, 13, 14):
+        front.encode(job_id, rank=float(job_id), grid=LARGE)
+    front.encode(20, rank=5.0, grid=LARGE)
+    wait_until(lambda: running.engine._encoded.qsize() == 6)
+    runner.may_run.clear()
+    running.may_prepare.set()
+    wait_until(lambda: len(running.prepared) == 8)
+    assert running.prepared.index(b"20") < running.prepared.index(b"11")
+    runner.may_run.set()
+    assert front.codes(1, 2, 10, 11, 12, 13, 14, 20) == [""] * 8
+    alone = [batch for batch in runner.batches if batch[0] >= 10]
+    assert alone.index([20]) < alone.index([11])
+    assert [batch for batch in alone if batch != [20]] == [[n] for n in (10, 11, 12, 13, 14)]
 
 
 def test_the_loop_ends_when_the_front_closes_the_channel() -> None:

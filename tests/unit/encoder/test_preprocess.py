@@ -12,7 +12,7 @@ from PIL import Image, PngImagePlugin
 from services.common.errors import InvalidImage
 from services.common.families.resized_grid import ResizedGrid
 from services.common.geometry import Unit
-from services.common.images.image_header import MAX_SCANS, has_more_scans, read_header
+from services.common.images.image_header import read_header
 from services.encoder.decode import decode, to_rgb
 from services.encoder.preprocess import preprocess
 
@@ -259,23 +259,6 @@ def test_truncated_files_are_refused(kind: str) -> None:
     (unit,) = GEOMETRY.units((200, 300))
     with pytest.raises(InvalidImage):
         preprocess(data[: len(data) // 2], unit, GEOMETRY, max_source_pixels=1 << 20)
-
-
-def with_empty_scans(num_scans: int) -> bytes:
-    """A progressive JPEG whose first scan is repeated without data."""
-    whole = encoded(make_image(64, 64), "JPEG", progressive=True)
-    first = whole.index(b"\xff\xda")
-    head = whole[first : first + 2 + int.from_bytes(whole[first + 2 : first + 4], "big")]
-    return whole[:first] + head * num_scans + whole[first:]
-
-
-def test_a_jpeg_of_many_empty_scans_is_refused_before_it_is_decoded() -> None:
-    whole = with_empty_scans(0)
-    assert whole.count(b"\xff\xda") < 20
-    assert not has_more_scans(whole, MAX_SCANS, len(whole))
-    assert has_more_scans(whole, 5, len(whole))
-    with pytest.raises(InvalidImage, match="scans"):
-        pixels_of(with_empty_scans(7000))
 
 
 def test_bands_are_converted_as_a_whole_image_is() -> None:

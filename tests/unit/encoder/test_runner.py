@@ -8,7 +8,8 @@ import torch
 from services.common.families.qwen3_vl import DeepStackTower
 from services.common.geometry import Grid, Unit
 from services.common.nn.weights import load_dummy
-from services.encoder.engine.runner import PreparedImage, Runner
+from services.encoder.engine.job import Job
+from services.encoder.engine.runner import Runner
 from services.encoder.models import model_class
 from services.encoder.models.base import VisionModel
 from tests.tower import cpu_ops
@@ -27,14 +28,14 @@ def model() -> VisionModel:
     return model  # type: ignore[return-value]
 
 
-def image(job_id: int, grid: Grid, offset: int = 0, seed: int = 0) -> PreparedImage:
+def image(job_id: int, grid: Grid, offset: int = 0, seed: int = 0) -> Job:
     generator = torch.Generator().manual_seed(seed)
     shape = (grid[1] * 16, grid[2] * 16, 3)
     pixels = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
-    return PreparedImage(job_id, Unit(grid), pixels, offset)
+    return Job(job_id, Unit(grid), pixels=pixels, arena_offset=offset)
 
 
-def read(arena: mmap.mmap, place: PreparedImage) -> torch.Tensor:
+def read(arena: mmap.mmap, place: Job) -> torch.Tensor:
     tokens = place.unit.num_patches // 4
     shape = (SPEC.num_features, tokens, SPEC.out_hidden_size)
     count = shape[0] * shape[1] * shape[2]
@@ -43,7 +44,7 @@ def read(arena: mmap.mmap, place: PreparedImage) -> torch.Tensor:
     ).reshape(shape).clone()  # fmt: skip
 
 
-def expected(model: VisionModel, place: PreparedImage) -> torch.Tensor:
+def expected(model: VisionModel, place: Job) -> torch.Tensor:
     patches = model.ops.pack_patches(
         place.pixels.reshape(-1), [place.unit.grid], 16, 2, torch.float32
     )
@@ -61,27 +62,6 @@ def test_each_image_lands_in_its_place(model: VisionModel) -> None:
     assert sorted(i.job_id for i in batch.images) == [0, 1, 2, 3]
     for place in images:
         torch.testing.assert_close(read(arena, place), expected(model, place), atol=2e-5, rtol=0)
-
-
-def test_an_image_that_is_overtaken_is_the_same(model: VisionModel) -> None:
-    arena = mmap.mmap(-1, 1 << 20)
-    runner = Runner(model, CPU, torch.float32, arena)
-    images = [image(n, grid, n * 65536, seed=n) for n, grid in enumerate(GRIDS)]
-    alone: list[torch.Tensor] = []
-    for place in images:
-        assert runner.finish(runner.launch([place])) == [True]
-        alone.append(read(arena, place))
-    arena[:] = bytes(len(arena))
-    large, *small = images[: SPEC.num_features]
-    waiting = iter(small)
-
-    def between() -> None:
-        assert runner.finish(runner.launch([next(waiting)])) == [True]
-
-    assert runner.finish(runner.launch([large], between)) == [True]
-    assert next(waiting, None) is None  # after each feature but the last
-    for place, rows in zip((large, *small), alone, strict=False):
-        assert torch.equal(read(arena, place), rows)
 
 
 def test_nothing_else_is_written(model: VisionModel) -> None:

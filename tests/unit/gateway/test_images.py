@@ -14,7 +14,6 @@ from services.common.errors import (
     InvalidRequest,
 )
 from services.common.families.resized_grid import ResizedGrid
-from services.common.images.image_header import MAX_HEADER_BYTES
 from services.gateway.forms.json_body import cut_images
 from services.gateway.kept import MemoryKept
 from services.gateway.media.images import (
@@ -260,25 +259,3 @@ async def test_failure_names_the_image():
     for options, limit in (({}, 10), ({"max_source_pixels": 80}, 1 << 20)):
         with pytest.raises(InvalidImage):
             await reader(**options).read(sources[:1], nothing, limit)
-
-
-async def test_a_jpeg_of_empty_scans_reaches_no_encoder():
-    """It would keep a decoder's process busy; one with scans beyond the counted bytes may pass."""
-    buffer = io.BytesIO()
-    Image.new("RGB", (64, 64)).save(buffer, "JPEG", progressive=True)
-    whole = buffer.getvalue()
-    first = whole.index(b"\xff\xda")
-    head = whole[first : first + 2 + int.from_bytes(whole[first + 2 : first + 4], "big")]
-
-    async def read(*between: bytes):
-        data = b"".join((whole[:first], *between, whole[first:]))
-        source = MediaLoader(4 << 20, WebMedia(100), None)
-        sources = [ImageSource(data_url(data, "image/jpeg"), "it")]
-        reader = ImageReader(source, GEOMETRY, 10**7, MemoryKept())
-        return await reader.read(sources, nothing, 1 << 20)
-
-    assert await read()
-    with pytest.raises(InvalidImage, match="more than 100 scans") as failed:
-        await read(head * 101)
-    assert failed.value.param == "it"
-    assert await read(head, bytes(MAX_HEADER_BYTES), head * 101)

@@ -1,0 +1,36 @@
+"""One image in the engine, from its arrival to its `ImageDone`."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from services.common.errors import TriptychError
+from services.common.geometry import Unit
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """The pool's threads, the loop and the runner work on it in this order, one at a time.
+
+    Attributes:
+        job_id: given by the front; later images have higher ones.
+        unit: what it is of its file.
+        file: encoded; empty once it is decoded.
+        rank: of all images that wait, the lowest is the next.
+        pixels: `[h * patch, w * patch, channels]` uint8, host; best pinned; None: not yet decoded.
+        arena_offset: first byte of its `[features, num_tokens, hidden]`; None: not yet known.
+        waits: it is decoded, but has no place yet.
+    """
+
+    job_id: int
+    unit: Unit
+    file: bytes = b""
+    rank: float = 0.0
+    pixels: Tensor | None = None
+    arena_offset: int | None = None
+    waits: bool = False
+    cancelled: bool = False
+    error: TriptychError | None = None
+    received_at: float = 0.0
+    launched_at: float = 0.0
+    preprocess_s: float = 0.0
