@@ -33,6 +33,7 @@ from services.common.families import read_spec
 from services.common.families.qwen3_vl import DeepStackTower
 from services.common.families.resized_grid import ResizedGrid
 from services.common.geometry import Geometry, Grid, Unit
+from services.common.images.image_header import MAX_SOURCE_PIXELS
 from services.common.model_spec import TowerSpec
 from services.common.nn.device import resolve_device, resolve_dtype
 from services.common.nn.dispatch import UnknownOverride, parse_overrides
@@ -50,6 +51,7 @@ from services.encoder.engine.messages import (
 )
 from services.encoder.engine.runner import Runner
 from services.encoder.engine_main import (
+    MAX_BATCH_PATCHES,
     create_decoders,
     create_ops,
     load_model,
@@ -278,18 +280,18 @@ class EngineBench:
         self._slot_bytes = -(-slot_bytes // 4096) * 4096
         arena = mmap.mmap(-1, self._slots * self._slot_bytes)
         self.runner = Runner(bench.model, bench.device, bench.dtype, arena)
-        settings, geometry = bench.settings, bench.geometry
-        self._decoders = create_decoders(settings)
+        geometry = bench.geometry
+        self._decoders = create_decoders()
         prepare = functools.partial(
-            preprocess, geometry=geometry, max_source_pixels=settings.max_source_pixels,
+            preprocess, geometry=geometry, max_source_pixels=MAX_SOURCE_PIXELS,
             decoder=self._decoders, pinned=bench.device.type == "cuda",
         )  # fmt: skip
-        warm_up(self.runner, prepare, geometry, settings.max_batch_patches)
+        warm_up(self.runner, prepare, geometry, MAX_BATCH_PATCHES)
         self._ends = create_socket_pair()
         self._front: EngineChannel[EngineMessage] = EngineChannel(self._ends[0], EngineMessage)
         self._engine = Engine(
             EngineChannel(self._ends[1], FrontMessage), self.runner, prepare,
-            max_batch_patches=settings.max_batch_patches, workers=self._decoders.num_workers,
+            max_batch_patches=MAX_BATCH_PATCHES, workers=self._decoders.num_workers,
         )  # fmt: skip
         self._thread = threading.Thread(target=self._engine.run)
         self._thread.start()

@@ -174,14 +174,14 @@ def start_stack(
         Where to send requests; the decoder's front, its engine, and the gateways.
     """
     port, decoder_port, *own_ports = _free_ports(2 + load.gateways)
+    socket = f"unix:{log.with_name('decoder.sock')}"
+    decoder_address = socket if link.unix else f"127.0.0.1:{decoder_port}"
     settings = null_engine.NullSettings(
-        model=_MODEL, port=decoder_port, metrics_port=0, embedding_cache_bytes=1 << 20,
+        model=_MODEL, address=decoder_address, metrics_port=0, kv_cache_bytes=4 << 20,
         shutdown_grace_s=0, log_level="ERROR",
         interval_s=load.interval_s, token_id=_token_id(), log=log,
-        socket=log.with_name("decoder.sock") if link.unix else None,
         peer_tls_directory=link.tls, peer_token_file=link.token,
     )  # fmt: skip
-    decoder_address = f"unix:{settings.socket}" if link.unix else f"127.0.0.1:{decoder_port}"
 
     def start(module: str, *arguments: str, **variables: str) -> psutil.Process:
         command = [sys.executable, "-m", module, *arguments]
@@ -295,7 +295,7 @@ def run_decoder(settings_json: str) -> int:
     settings = null_engine.NullSettings.model_validate_json(settings_json)
     credentials = Credentials.from_settings(settings)
     decoder = replace(DECODER, engine_module=null_engine.__name__)
-    return uvloop.run(serve(decoder, settings, settings.embedding_cache_bytes, credentials))
+    return uvloop.run(serve(decoder, settings, 1 << 20, credentials))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -289,6 +289,7 @@ class _Service:
         variables: settings fields, upper-cased, without the prefix, which the plan decides.
         defaults: those that an exported variable replaces.
         shared_port: on which several gateways listen.
+        num_threads: CPU threads for tensor work; 0: torch's own choice.
     """
 
     kind: str
@@ -296,6 +297,7 @@ class _Service:
     variables: Mapping[str, str]
     defaults: Mapping[str, str]
     shared_port: int | None = None
+    num_threads: int = 0
 
     def resolved(self, environment: Mapping[str, str]) -> "_Service":
         """With the user's variables in the place of defaults."""
@@ -313,8 +315,8 @@ class _Service:
     def notes(self, environment: Mapping[str, str]) -> Iterator[str]:
         """What gives way, of a resolved service."""
         decided = set(self.defaults)
-        if "SOCKET" in decided:
-            decided |= {"PORT", "HEALTH_PORT"}
+        if self.kind != "gateway":
+            decided.add("HEALTH_PORT")
         for field in sorted(decided):
             exported = environment.get(f"{self.kind.upper()}_{field}")
             chosen = self.variables.get(field, "")
@@ -323,8 +325,7 @@ class _Service:
             if exported is None or exported == chosen:
                 continue
             if field != "DEVICE" or exported not in ("auto", "cuda"):
-                own = self.kind == "gateway" or field not in ("HOST", "PORT")
-                by = _OPTIONS.get(field) if own else None
+                by = _OPTIONS.get(field)
                 name = f"{self.kind.upper()}_{field}"
                 yield f"{name} of the environment gives way to {by or 'what serve chooses'}"
 
@@ -332,21 +333,14 @@ class _Service:
     def placement(self) -> Placement:
         """Where an engine runs."""
         fields = self.variables
-        share, threads = float(fields["MEMORY_FRACTION"]), int(fields["NUM_THREADS"])
-        return Placement(fields["DEVICE"], share, threads)
-
-    @property
-    def address(self) -> str:
-        if "SOCKET" in self.variables:
-            return f"unix:{self.variables['SOCKET']}"
-        return f"{LOOPBACK}:{self.variables['PORT']}"
+        return Placement(fields["DEVICE"], float(fields["MEMORY_FRACTION"]), self.num_threads)
 
     @property
     def health_address(self) -> str:
         """The address of the health endpoint."""
         if "HEALTH_PORT" in self.variables:
             return f"{LOOPBACK}:{self.variables['HEALTH_PORT']}"
-        return self.address
+        return self.variables["ADDRESS"]
 
     @property
     def metrics_url(self) -> str:
@@ -369,6 +363,8 @@ class _Service:
         if self.shared_port is not None:
             command += ["--shared-port", str(self.shared_port)]
         environment = self.environment | _OWN_PACKAGES
+        if self.num_threads and "OMP_NUM_THREADS" not in os.environ:
+            environment["OMP_NUM_THREADS"] = str(self.num_threads)
         return ChildSpec(self.name, command, environment, is_ready, is_front=front)
 
 
@@ -381,12 +377,11 @@ def _engines(
     decoders: list[Placement],
 ) -> list[_Service]:
     """The encoders, then the decoders."""
-    decided = {"MODEL": str(options.model.resolve()), "HOST": LOOPBACK, **_token(links)}
+    decided = {"MODEL": str(options.model.resolve()), **_token(links)}
     given = {"DTYPE": options.dtype, "LOAD_FORMAT": options.load_format}
     decided |= {field: value for field, value in given.items() if value is not None}
     defaults = {
         "SHUTDOWN_GRACE_S": f"{_GRACE_S:g}",
-        "REFLECTION": "true",
         # What happens at the start is logged at INFO; what people see of it is the console's.
         "LOG_LEVEL": "DEBUG" if options.log_level == "DEBUG" else "INFO",
     }
@@ -404,7 +399,6 @@ def _engines(
             own = {
                 **defaults,
                 "MEMORY_FRACTION": f"{placement.memory_fraction:g}",
-                "NUM_THREADS": str(placement.num_threads),
             }
             # An exported port can be that of one process.
             alone = len(places) == 1
@@ -412,15 +406,15 @@ def _engines(
             if kind == "decoder":
                 variables["ENCODER_ADDRESSES"] = _addresses(found, "encoder")
                 variables |= {k: str(v) for k, v in limits.items() if v is not None}
-            found.append(_Service(kind, name, variables, own))
+            found.append(_Service(kind, name, variables, own, placement.num_threads))
     return found
 
 
 def _listening(name: str, links: Links, ports: "_Ports") -> dict[str, str]:
     """Where an engine's service listens."""
     if links.sockets is not None:
-        return {"SOCKET": str(links.sockets / f"{name}.sock")}
-    listening = {"PORT": str(ports.claim(LOOPBACK, 0))}
+        return {"ADDRESS": f"unix:{links.sockets / name}.sock"}
+    listening = {"ADDRESS": f"{LOOPBACK}:{ports.claim(LOOPBACK, 0)}"}
     if links.token_file is not None:
         listening["HEALTH_PORT"] = str(ports.claim(LOOPBACK, 0))
     return listening
@@ -456,7 +450,7 @@ def _gateways(
 
 
 def _addresses(services: list[_Service], kind: str) -> str:
-    return ",".join(service.address for service in services if service.kind == kind)
+    return ",".join(each.variables["ADDRESS"] for each in services if each.kind == kind)
 
 
 def _bracketed(host: str) -> str:

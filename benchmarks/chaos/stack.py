@@ -203,13 +203,14 @@ class Stack:
             return {**common, **found, "served_model_name": "demo"}
         host = f"127.{self._net}.9.{1 if kind == 'encoder' else 2}"
         common |= {
-            "device": "cpu", "dtype": "float32", "num_threads": 1,
-            "redis_url": f"redis://{host}:{self.redis.port}/0", "redis_timeout_s": 0.1,
-        }  # fmt: skip
+            "device": "cpu",
+            "dtype": "float32",
+            "redis_url": f"redis://{host}:{self.redis.port}/0?socket_timeout=0.1",
+        }
         if kind == "encoder":
-            return {**common, "cache_bytes": 4 << 20, "preprocess_workers": 2}
+            return {**common, "cache_bytes": 4 << 20}
         return {
-            **common, "embedding_cache_bytes": 4 << 20, "max_num_sequences": 64,
+            **common, "max_num_sequences": 64,
             "kv_cache_bytes": 24_000_000 if slot == 0 else 14_000_000,
             "max_model_len": 1500,
         }  # fmt: skip

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import AfterValidator, Field, ValidationError, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 
@@ -28,6 +28,12 @@ def traces_endpoint() -> str:
         if endpoint := os.environ.get(name, "").strip():
             return endpoint
     return ""
+
+
+def omp_num_threads() -> int:
+    """OpenMP's standard variable, which torch obeys; 0: it says nothing."""
+    value = os.environ.get("OMP_NUM_THREADS", "").strip()
+    return int(value) if value.isdecimal() else 0
 
 
 def split_list(value: str) -> tuple[str, ...]:
@@ -71,6 +77,18 @@ class ServiceSettings(BaseSettings):
 
 
 Port = Annotated[int, Field(ge=0, le=65535)]
+_UNIX = "unix:"
+
+
+def _checked_address(address: str) -> str:
+    host, _, port = address.rpartition(":")
+    is_port = port.isascii() and port.isdigit() and int(port) < 1 << 16
+    if not (address.startswith(_UNIX) and len(address) > len(_UNIX)) and not (host and is_port):
+        raise ValueError("an address is host:port or unix:path")
+    return address
+
+
+Address = Annotated[str, AfterValidator(_checked_address)]
 
 
 class PeerSettings(ServiceSettings):
@@ -95,59 +113,53 @@ class EngineServiceSettings(PeerSettings):
     """What both GPU services are told.
 
     Attributes:
-        host: address to listen on.
-        port: of gRPC; 0: any free one, which the log names.
-        socket: of gRPC, a Unix socket instead of the port.
+        address: to listen on, of gRPC: `host:port` (0: any free port, which the log names), or
+            `unix:path`. Health and metrics are served on the same host.
         health_port: of gRPC health checks alone, without encryption or token, as the kubelet needs
             them; 0: no such port.
-        reflection: whether the service tells its gRPC interface to callers.
         metrics_port: of Prometheus; 0: no endpoint.
         model: checkpoint directory, in Hugging Face's layout.
         device: `cpu`, `cuda` or `cuda:N`; `auto`: CUDA if there is one.
         dtype: of weights, cache and embeddings; `auto`: bfloat16 on a GPU, float32 on a CPU.
         load_format: `auto`: safetensors; `dummy`: random weights.
-        num_threads: of torch on a CPU; 0: torch's own choice.
         memory_fraction: share of the device's memory that the service may use.
-        redis_url: where the encoders store embeddings; empty: nowhere.
-        redis_password_file: password of the URL's user, read again at each connection: a new one
-            needs no restart.
-        redis_seal_key_file: keys that seal embeddings in Redis, as `seals` describes the file;
-            without it, encoder and decoder believe what they read there.
-        redis_allow_unsealed: use a Redis on another machine without seals; else it is refused.
-        redis_timeout_s: the most that an unresponsive Redis may delay a request, once.
+        redis_url: where the encoders store embeddings; empty: nowhere. An unresponsive Redis delays
+            a request by 30 ms at most, once; `?socket_timeout=` says otherwise, in seconds.
+        redis_directory: with `seal-keys`, which seal embeddings in Redis (see `seals`), and perhaps
+            `password`, of the URL's user; both are read again when they change. A Redis on another
+            machine needs it: without it, encoder and decoder believe what they read there.
         shutdown_grace_s: how long running requests may continue after SIGTERM.
         log_level: the least level that is logged.
     """
 
-    host: str = "127.0.0.1"
-    port: Port
-    socket: Path | None = None
+    address: Address
     health_port: Port = 0
-    reflection: bool = False
     metrics_port: Port
     model: Path
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     load_format: Literal["auto", "dummy"] = "auto"
-    num_threads: Annotated[int, Field(ge=0)] = 0
     memory_fraction: Annotated[float, Field(gt=0, le=1)] = 0.9
     redis_url: str = ""
-    redis_password_file: Path | None = None
-    redis_seal_key_file: Path | None = None
-    redis_allow_unsealed: bool = False
-    redis_timeout_s: Annotated[float, Field(gt=0)] = 0.03
+    redis_directory: Path | None = None
     shutdown_grace_s: Annotated[float, Field(ge=0)] = 30.0
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
 
     @model_validator(mode="after")
     def _redis_is_sealed_or_here(self) -> Self:
-        sealed = self.redis_seal_key_file is not None or self.redis_allow_unsealed
-        if not sealed and not _is_on_this_machine(self.redis_url):
+        if self.redis_directory is None and not _is_on_this_machine(self.redis_url):
             raise ValueError(
-                "redis_url is on another machine, where others may write: set redis_seal_key_file, "
-                "or redis_allow_unsealed=true"
+                "redis_url is on another machine, where others may write: set redis_directory, "
+                "with seal-keys in it"
             )
         return self
+
+    @property
+    def host(self) -> str:
+        """Of the address; loopback, if that is a socket."""
+        if self.address.startswith(_UNIX):
+            return "127.0.0.1"
+        return self.address.rpartition(":")[0].strip("[]")
 
 
 def _is_on_this_machine(redis_url: str) -> bool:

@@ -21,6 +21,7 @@ from services.common.process.service_process import (
     AddServicer,
     GpuService,
     StopServer,
+    redis_password,
     run_service,
     seals_of,
     served_fingerprint,
@@ -39,6 +40,7 @@ from services.decoder.settings import DecoderSettings
 
 log = logging.getLogger(__name__)
 
+_MIN_ARENA_BYTES, _MAX_ARENA_BYTES = 1 << 20, 1 << 30
 # The decoder only reads, so no entry lives by this.
 _REDIS_TTL_S = 3600
 # For the last events of a stream, once they are written, to reach the gateway.
@@ -47,7 +49,12 @@ _LINGER_S = 1.0
 
 def arena_bytes(settings: DecoderSettings, spec: ModelSpec) -> int:
     """The arena's size: a text model has no embeddings, and a mapping cannot be empty."""
-    return PAGE_BYTES if spec.vision is None else settings.embedding_cache_bytes
+    if spec.vision is None:
+        return PAGE_BYTES
+    if settings.kv_cache_bytes is None:
+        return _MAX_ARENA_BYTES
+    quarter = settings.kv_cache_bytes // 4
+    return max(_MIN_ARENA_BYTES, min(quarter, _MAX_ARENA_BYTES))
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +85,7 @@ class DecoderService:
             cache = RedisCache(
                 settings.redis_url,
                 ttl_s=_REDIS_TTL_S,
-                timeout_s=settings.redis_timeout_s,
-                password_file=settings.redis_password_file,
+                password_file=redis_password(settings),
                 seals=seals_of(settings, fingerprint),
                 service="decoder",
             )

@@ -19,6 +19,7 @@ from services.common.model_spec import ModelSpecError
 from services.common.process.channel import ChannelClosed, EngineChannel
 from services.common.process.engine_process import REFUSED, accept
 from services.common.process.heartbeat import Ping, Pong
+from services.common.process.pod_limits import num_cpus
 from services.common.process.process_memory import freeze_gc
 from services.common.process.progress import log_progress
 from services.common.telemetry import setup_logging
@@ -137,8 +138,7 @@ def main() -> int:
     end = accept()
     settings = DecoderSettings.model_validate_json(end.settings_json)
     setup_logging("decoder-engine", settings.log_level)
-    if settings.num_threads:
-        torch.set_num_threads(settings.num_threads)
+    torch.set_num_threads(min(torch.get_num_threads(), num_cpus()))
     channel = end.channel(FrontMessage)
     try:
         on_gpu = settings.device.startswith("cuda") or (

@@ -5,7 +5,7 @@ from typing import Annotated
 from pydantic import Field, field_validator
 from pydantic_settings import SettingsConfigDict
 
-from services.common.settings import EngineServiceSettings, Port, split_list
+from services.common.settings import Address, EngineServiceSettings, Port, split_list
 from services.decoder.images.known_encoders import KnownEncoders
 
 
@@ -19,8 +19,8 @@ class DecoderSettings(EngineServiceSettings):
         step_ms: how long a step may last: prompts are cut to fit. Longer steps serve a little more,
             shorter ones keep answers flowing.
         max_model_len: most tokens of prompt and completion; default: the model's.
-        kv_cache_bytes: default: what `memory_fraction` leaves on a GPU, the runner's on a CPU.
-        embedding_cache_bytes: of the arena that holds images' embeddings; a text model has none.
+        kv_cache_bytes: default: what `memory_fraction` leaves on a GPU, 512 MiB on a CPU. The arena
+            of images' embeddings, in host memory, has 1 GiB, or a quarter of this if that is less.
         encoder_addresses: the encoders that this decoder fetches from, which gateways name:
             comma-separated, as the gateway's, or ranges of addresses, see `known_encoders.py`;
             empty: those on loopback.
@@ -28,14 +28,13 @@ class DecoderSettings(EngineServiceSettings):
 
     model_config = SettingsConfigDict(env_prefix="DECODER_", frozen=True, extra="forbid")
 
-    port: Port = 50052
+    address: Address = "127.0.0.1:50052"
     metrics_port: Port = 9102
     kernels: str = ""
     max_num_sequences: Annotated[int, Field(ge=1, le=4096)] | None = None
     step_ms: Annotated[float, Field(ge=1)] = 40.0
     max_model_len: Annotated[int, Field(ge=2)] | None = None
     kv_cache_bytes: Annotated[int, Field(ge=1)] | None = None
-    embedding_cache_bytes: Annotated[int, Field(ge=1 << 20)] = 1 << 30
     encoder_addresses: str = ""
 
     @property

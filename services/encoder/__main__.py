@@ -24,6 +24,7 @@ from services.common.process.service_process import (
     AddServicer,
     GpuService,
     StopServer,
+    redis_password,
     run_service,
     seals_of,
     served_fingerprint,
@@ -41,6 +42,8 @@ from services.encoder.settings import EncoderSettings
 # Files of images in work, which front and engine both hold, and as many that arrive: a sixteenth of
 # the pod's memory, and at least one image of the largest size that a call may have.
 _QUEUED_SHARE, _MIN_QUEUED_BYTES = 16, 64 << 20
+_MAX_QUEUED_PATCHES = 1 << 20  # before merging; images beyond these are refused at once
+_REDIS_TTL_S = 3600
 _WRITES_GRACE_S = 2.0
 _FAILED_CALLS_GRACE_S = 2.0  # for calls whose error is on its way when the engine has died
 
@@ -94,9 +97,8 @@ class EncoderService:
         if settings.redis_url:
             cache = RedisCache(
                 settings.redis_url,
-                ttl_s=settings.cache_ttl_s,
-                timeout_s=settings.redis_timeout_s,
-                password_file=settings.redis_password_file,
+                ttl_s=_REDIS_TTL_S,
+                password_file=redis_password(settings),
                 seals=seals_of(settings, fingerprint),
                 service="encoder",
             )
@@ -108,7 +110,7 @@ class EncoderService:
         max_bytes = max(_MIN_QUEUED_BYTES, memory_limit_bytes() // _QUEUED_SHARE)
         embeddings = Embeddings(
             like=description.like, geometry=geometry, memory=memory, engine=engine, redis=redis,
-            metrics=metrics, max_queued_patches=settings.max_queued_patches,
+            metrics=metrics, max_queued_patches=_MAX_QUEUED_PATCHES,
             max_queued_bytes=max_bytes,
         )  # fmt: skip
         servicer = EncoderServicer(description, embeddings, metrics, max_bytes)
@@ -146,7 +148,7 @@ def describe(ready: EngineReady, settings: EncoderSettings, geometry: Geometry) 
         key_prefix=ready.key_prefix,
         like=EmbeddingSpec(ready.dtype, ready.num_features, 0, ready.hidden),
         geometry=geometry,
-        max_image_patches=min(arena_patches, settings.max_queued_patches),
+        max_image_patches=min(arena_patches, _MAX_QUEUED_PATCHES),
     )
 
 

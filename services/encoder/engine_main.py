@@ -19,6 +19,7 @@ from PIL import Image
 from kernels.device import DeviceFacts
 from services.common.families import read_spec
 from services.common.geometry import Geometry
+from services.common.images.image_header import MAX_SOURCE_PIXELS
 from services.common.images.image_key import key_prefix
 from services.common.model_spec import ModelSpec, ModelSpecError, TowerSpec
 from services.common.nn.device import resolve_device, resolve_dtype
@@ -35,7 +36,7 @@ from services.common.process.engine_process import REFUSED, ChannelClosed, Engin
 from services.common.process.pod_limits import memory_limit_bytes, num_cpus
 from services.common.process.process_memory import freeze_gc
 from services.common.process.progress import log_progress
-from services.common.settings import SettingsError
+from services.common.settings import SettingsError, omp_num_threads
 from services.common.telemetry import setup_logging
 from services.encoder.decode_pool import DecodePool
 from services.encoder.engine.engine import Engine, Prepare
@@ -48,8 +49,11 @@ from services.encoder.operations.table import TowerFacts, resolve
 from services.encoder.preprocess import preprocess
 from services.encoder.settings import EncoderSettings
 
+# Budget of one batch, in patches before merging (4 per image token). A larger one keeps a device no
+# busier, and images wait longer for each other.
+MAX_BATCH_PATCHES = 12_288
 # More keep no GPU busier; without a CPU limit a pod would have as many as the machine has cores.
-_MAX_DEFAULT_DECODERS = 16
+_MAX_DECODERS = 16
 # With a smaller share of its memory, other processes are taken to use the GPU, too.
 _MEMORY_FRACTION_OF_SOLE_USER = 0.5
 
@@ -70,8 +74,8 @@ def main() -> int:
         log.info("the front has exited")
     except torch.OutOfMemoryError as error:
         log.critical(
-            "the device is out of memory (%s): lower ENCODER_MAX_BATCH_PATCHES, or give the "
-            "encoder a card of its own", str(error).partition(". ")[0],
+            "the device is out of memory (%s): raise ENCODER_MEMORY_FRACTION, or give the encoder "
+            "a card of its own", str(error).partition(". ")[0],
         )  # fmt: skip
         return 1
     except Exception:
@@ -92,16 +96,16 @@ def _run(end: EngineEnd, settings: EncoderSettings) -> None:
     model, weights = load_model(spec, settings, device, dtype)
     shares_device = settings.memory_fraction < _MEMORY_FRACTION_OF_SOLE_USER
     runner = Runner(model, device, dtype, end.arena, shares_device=shares_device)
-    decoders = create_decoders(settings)
+    decoders = create_decoders()
     prepare = functools.partial(
         preprocess,
         geometry=vision.geometry,
-        max_source_pixels=settings.max_source_pixels,
+        max_source_pixels=MAX_SOURCE_PIXELS,
         decoder=decoders,
         pinned=device.type == "cuda",
     )
     log_progress("kernels")
-    warm_up(runner, prepare, vision.geometry, settings.max_batch_patches)
+    warm_up(runner, prepare, vision.geometry, MAX_BATCH_PATCHES)
     model.ops.table.log_rows()  # after the warm-up, which may have rejected some
     channel.send(
         EngineReady(
@@ -124,17 +128,17 @@ def _run(end: EngineEnd, settings: EncoderSettings) -> None:
         channel,
         runner,
         prepare,
-        max_batch_patches=batch_budget(device, settings),
+        max_batch_patches=batch_budget(device),
         workers=decoders.num_workers,
     ).run()
 
 
-def batch_budget(device: torch.device, settings: EncoderSettings) -> int:
+def batch_budget(device: torch.device) -> int:
     """Patches of a batch. On a CPU each image runs alone: a batch wins nothing there, and GEMMs of
     other sizes round otherwise (7e-6 of an embedding), which a sampled answer may show when its
     image is encoded again.
     """
-    return settings.max_batch_patches if device.type == "cuda" else 1
+    return MAX_BATCH_PATCHES if device.type == "cuda" else 1
 
 
 def prepare_device(device: torch.device, settings: EncoderSettings) -> None:
@@ -145,18 +149,18 @@ def prepare_device(device: torch.device, settings: EncoderSettings) -> None:
         # The pool's threads resize in parallel; intra-op threads for each would oversubscribe.
         torch.set_num_threads(1)
     else:
-        torch.set_num_threads(settings.num_threads or min(torch.get_num_threads(), num_cpus()))
+        torch.set_num_threads(min(torch.get_num_threads(), num_cpus()))
 
 
-def create_decoders(settings: EncoderSettings) -> DecodePool:
-    """The processes that decode, within what the pod may use. At least two, so that no image has
-    to wait until a large one is decoded.
+def create_decoders() -> DecodePool:
+    """The processes that decode, one for each CPU that the pod may use. At least two, so that no
+    image has to wait until a large one is decoded. They have a quarter of the pod's memory.
     """
-    num_workers = max(2, settings.preprocess_workers or min(num_cpus(), _MAX_DEFAULT_DECODERS))
+    num_workers = max(2, min(omp_num_threads() or num_cpus(), _MAX_DECODERS))
     return DecodePool(
         num_workers,
-        memory_bytes=settings.decode_memory_bytes or memory_limit_bytes() // 4,
-        max_source_pixels=settings.max_source_pixels,
+        memory_bytes=memory_limit_bytes() // 4,
+        max_source_pixels=MAX_SOURCE_PIXELS,
     )
 
 

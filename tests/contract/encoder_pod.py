@@ -223,9 +223,7 @@ async def run_pod(
     running = asyncio.create_task(client.run())
     description = Description("tiny", PREFIX, LIKE, GEOMETRY, max_image_patches)
     servicer = EncoderServicer(description, embeddings, metrics, max_read_bytes)
-    server, _ = await create_service_server(
-        SERVICE, partial(add_to_server, servicer), with_reflection=True
-    )
+    server, _ = await create_service_server(SERVICE, partial(add_to_server, servicer))
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     await server.start()
     channel = create_channel(address)

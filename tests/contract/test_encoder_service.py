@@ -8,7 +8,6 @@ import grpc
 import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from prometheus_client import generate_latest
 
 from services.common import errors
@@ -395,17 +394,11 @@ async def test_the_engines_death_fails_waiting_calls(pod: Pod) -> None:
     assert isinstance(await failure(pod.encode(b"other")), errors.Unavailable)
 
 
-async def test_health_and_reflection(pod: Pod) -> None:
+async def test_health(pod: Pod) -> None:
     health = health_pb2_grpc.HealthStub(pod.channel)
     for name in ("", "triptych.v1.Encoder"):
         answer = await health.Check(health_pb2.HealthCheckRequest(service=name))
         assert answer.status == health_pb2.HealthCheckResponse.SERVING
-    stub = reflection_pb2_grpc.ServerReflectionStub(pod.channel)
-    call = stub.ServerReflectionInfo(
-        iter([reflection_pb2.ServerReflectionRequest(list_services="")])
-    )
-    names = [s.name async for part in call for s in part.list_services_response.service]
-    assert "triptych.v1.Encoder" in names
 
 
 async def test_metrics_say_what_happened(pod: Pod) -> None:

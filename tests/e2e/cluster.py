@@ -63,7 +63,9 @@ class Service:
 
     def start(self) -> None:
         prefix = self.kind.upper() + "_"
-        place = {f"{prefix}HOST": self.host, f"{prefix}PORT": str(self.port)}
+        place = {f"{prefix}ADDRESS": self.address}
+        if self.kind == "gateway":
+            place = {f"{prefix}HOST": self.host, f"{prefix}PORT": str(self.port)}
         environment = {**os.environ, **self._settings, **place, "OMP_NUM_THREADS": "1"}
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
@@ -179,12 +181,12 @@ class Cluster:
             "--aclfile", str(users), "--maxmemory", "256mb", "--maxmemory-policy", "allkeys-lru"
         )
         common = {
-            "model": model, "device": "cpu", "dtype": "float32", "redis_seal_key_file": seal_keys,
-            # A machine that is busy with something else must not make Redis look slow.
-            "redis_timeout_s": 5,
+            "model": model, "device": "cpu", "dtype": "float32", "redis_directory": directory,
         }  # fmt: skip
-        encoder = {**common, "redis_url": self.redis.url_of("encoder"), **(encoder or {})}
-        decoder = {**common, "redis_url": self.redis.url_of("decoder"), **(decoder or {})}
+        # A machine that is busy with something else must not make Redis look slow.
+        urls = {k: f"{self.redis.url_of(k)}?socket_timeout=5" for k in ("encoder", "decoder")}
+        encoder = {**common, "redis_url": urls["encoder"], **(encoder or {})}
+        decoder = {**common, "redis_url": urls["decoder"], **(decoder or {})}
         self.encoders = [
             Service("encoder", directory / f"encoder-{i}.log", **encoder) for i in range(encoders)
         ]

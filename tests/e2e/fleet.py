@@ -129,11 +129,12 @@ class ProcessFleet:
             }
             return {**common, **names, "served_model_name": self.model}
         return {
-            **common, "device": "cpu", "dtype": "float32", "num_threads": 1,
-            "redis_url": self.redis.url,
+            **common,
+            "device": "cpu",
+            "dtype": "float32",
             # A machine that is busy with something else must not make Redis look slow.
-            "redis_timeout_s": 1.0,
-        }  # fmt: skip
+            "redis_url": f"{self.redis.url}?socket_timeout=1",
+        }
 
     def _wait(self) -> None:
         wait_until(self._is_whole, _START_S, "each gateway has work for all pods", period_s=0.1)

@@ -48,7 +48,7 @@ def hasty(cluster: Cluster) -> Cluster:
 def make_hasty(cluster: Cluster) -> bool:
     """From the next start on; returns whether the services are not yet."""
     services = *cluster.encoders, *cluster.decoders
-    return any([service.set(redis_timeout_s=0.03) for service in services])
+    return any([service.set(redis_url=cluster.redis.url_of(service.kind)) for service in services])
 
 
 def test_second_request_with_the_same_image_encodes_nothing(cluster: Cluster) -> None:

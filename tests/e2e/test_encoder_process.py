@@ -102,7 +102,6 @@ def environment(model_dir: Path, **settings: object) -> dict[str, str]:
         "ENCODER_MODEL": str(model_dir),
         "ENCODER_DEVICE": "cpu",
         "ENCODER_CACHE_BYTES": str(64 << 20),
-        "ENCODER_PREPROCESS_WORKERS": "2",
         **{f"ENCODER_{name.upper()}": str(value) for name, value in settings.items()},
     }
 

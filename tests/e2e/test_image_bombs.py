@@ -126,7 +126,7 @@ async def test_bombs_end_no_encoder_and_delay_no_other_image(
     assert len(webp) < 10_000
     png = encoded(Image.new("P", (SIDE, SIDE)), "PNG")
     large = encoded(Image.new("1", (9400, 9400)), "PNG")
-    async with run_encoder(model_dir, preprocess_workers=2) as encoder:
+    async with run_encoder(model_dir) as encoder:
         watch = Watch(encoder.process.pid)
         assert await outcome(encoder, make_image(64, 64)) == "ok"
         quiet = watch.sample()

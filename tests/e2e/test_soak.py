@@ -19,7 +19,7 @@ def test_requests_of_all_kinds_end_as_they_should(
     with Cluster(
         tmp_path,
         encoder={"cache_bytes": 1 << 20},
-        decoder={"embedding_cache_bytes": 1 << 20, "kv_cache_bytes": 6_000_000},
+        decoder={"kv_cache_bytes": 6_000_000},
     ) as cluster:
         ports = [service.metrics_port for service in cluster.services]
         metrics = [f"http://127.0.0.1:{port}/metrics" for port in ports]

@@ -14,6 +14,7 @@ import time
 from collections.abc import Awaitable, Generator, Iterable
 from pathlib import Path
 from typing import Any, TypeVar, cast
+from urllib.parse import parse_qsl, urlencode, urlsplit
 
 import numpy as np
 from prometheus_client.core import CounterMetricFamily
@@ -105,11 +106,21 @@ class Breaker:
             self._next_try = time.monotonic() + _FIRST_PAUSE_S
 
 
+def _without_timeout(url: str) -> tuple[str, float | None]:
+    """The URL without its `socket_timeout`, and that."""
+    parts = urlsplit(url)
+    options = dict(parse_qsl(parts.query))
+    timeout = options.pop("socket_timeout", None)
+    if timeout is None:
+        return url, None
+    return parts._replace(query=urlencode(options)).geturl(), float(timeout)
+
+
 class RedisCache(Collector):
     """The entries of one Redis, for one event loop. Close it with `close`.
 
     Args:
-        url: `redis://`, `rediss://` or `unix://`.
+        url: `redis://`, `rediss://` or `unix://`; with `?socket_timeout=` instead of `timeout_s`.
         password_file: password of the URL's user, read at each connection; None: the URL's.
         ttl_s: how long an entry lives.
         timeout_s: the most that a header or one range of a body may take.
@@ -122,7 +133,7 @@ class RedisCache(Collector):
         url: str,
         *,
         ttl_s: int,
-        timeout_s: float,
+        timeout_s: float = 0.03,
         password_file: Path | None = None,
         seals: SealKeys | None = None,
         service: str = "",
@@ -133,7 +144,8 @@ class RedisCache(Collector):
         self._seals = seals
         self._has_warned = False
         self._ttl_s = ttl_s
-        self._timeout_s = timeout_s
+        url, in_url_s = _without_timeout(url)
+        self._timeout_s = timeout_s if in_url_s is None else in_url_s
         url, options = login(url, password_file)
         # Without time limits of their own: `_within` bounds waiting for a connection, connecting
         # and answering together.

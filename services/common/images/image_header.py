@@ -20,6 +20,7 @@ from services.common.errors import InvalidImage
 Format = Literal["PNG", "JPEG", "GIF", "WEBP"]
 ALLOWED_FORMATS: tuple[Format, ...] = ("JPEG", "PNG", "WEBP", "GIF")
 
+MAX_SOURCE_PIXELS = 40_000_000  # an encoder decodes no larger image
 MAX_HEADER_BYTES = 1 << 20
 MAX_SEGMENTS = 256
 MAX_CHUNKS = 4096

@@ -1,7 +1,7 @@
 """The front process of a GPU service, from its settings to its exit status.
 
-It starts the engine process, waits until that is ready, serves gRPC with health checks and
-reflection, and drains on SIGTERM or SIGINT. Exit status: 0 after a signal, 1 when the engine
+It starts the engine process, waits until that is ready, serves gRPC with health checks, and drains
+on SIGTERM or SIGINT. Exit status: 0 after a signal, 1 when the engine
 process ended by itself, 2 when settings or checkpoint are refused, by either process. A service's
 `__main__` calls `run_service` with what tells it from the other one.
 """
@@ -13,13 +13,13 @@ import socket
 import sys
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar, cast
 
 import grpc.aio
 import msgspec
 import uvloop
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
 from prometheus_client import CollectorRegistry
 
 from services.common.checkpoint_fingerprint import checkpoint_fingerprint
@@ -151,11 +151,10 @@ def run_service(service: GpuService[SettingsT]) -> int:
 
 
 def _check_redis_files(settings: EngineServiceSettings) -> None:
-    if settings.redis_seal_key_file is not None:
-        SealKeys(settings.redis_seal_key_file, b"")
-    if settings.redis_password_file is not None:
+    seals_of(settings, b"")
+    if (path := redis_password(settings)) is not None:
         try:
-            settings.redis_password_file.read_text()
+            path.read_text()
         except (OSError, UnicodeDecodeError) as error:
             raise SettingsError(f"the password of Redis cannot be read: {error}") from None
 
@@ -216,8 +215,14 @@ async def served_fingerprint(settings: EngineServiceSettings) -> bytes:
 
 def seals_of(settings: EngineServiceSettings, fingerprint: bytes) -> SealKeys | None:
     """What seals embeddings in Redis; None: nothing does."""
-    path = settings.redis_seal_key_file
-    return None if path is None else SealKeys(path, fingerprint)
+    directory = settings.redis_directory
+    return None if directory is None else SealKeys(directory / "seal-keys", fingerprint)
+
+
+def redis_password(settings: EngineServiceSettings) -> Path | None:
+    """The file of Redis' password; None: there is none."""
+    path = settings.redis_directory and settings.redis_directory / "password"
+    return path if path is not None and path.exists() else None
 
 
 async def create_service_server(
@@ -225,18 +230,13 @@ async def create_service_server(
     add_servicer: AddServicer,
     *,
     check: PeerCheck | None = None,
-    with_reflection: bool = False,
 ) -> tuple[grpc.aio.Server, HealthServicer]:
-    """A server with its servicer, health (serving) and perhaps reflection, without a port."""
+    """A server with its servicer and health (serving), without a port."""
     server = create_server(check)
     add_servicer(server)
     servicer: HealthServicer = cast("Any", health).aio.HealthServicer()
     cast("Any", health_pb2_grpc).add_HealthServicer_to_server(servicer, server)
-    names = [grpc_name, health.SERVICE_NAME]
-    if with_reflection:
-        names.append(reflection.SERVICE_NAME)
-        reflection.enable_server_reflection(names, server)
-    for name in ("", *names):
+    for name in ("", grpc_name, health.SERVICE_NAME):
         await servicer.set(name, health_pb2.HealthCheckResponse.SERVING)
     return server, servicer
 
@@ -262,22 +262,17 @@ async def _serve_front(
         service.grpc_name,
         front.add_servicer,
         check=check if credentials else None,
-        with_reflection=settings.reflection,
     )
     if credentials.stage != "required":
         log.warning("calls without credentials are served, too, until they are required")
-    both = None
-    if settings.socket is not None:
-        where = f"unix:{settings.socket}"
-        check.add_port(server, where)
-    else:
-        port, both = await listen(server, check, credentials, settings.host, settings.port)
-        where = f"{settings.host}:{port}"
+    port, both = await listen(server, check, credentials, settings.address)
     health_server = None
     if settings.health_port:
         health_server = await _serve_health(health_servicer, settings.host, settings.health_port)
     await server.start()
-    log.info("serving %s on %s", settings.model.name, where)
+    where, _, _ = settings.address.rpartition(":")
+    named = settings.address if where == "unix" else f"{where}:{port}"
+    log.info("serving %s on %s", settings.model.name, named)
     running = asyncio.create_task(front.run())
     await _unless(stopping, asyncio.wait([running]))
     engine_died = running.done()

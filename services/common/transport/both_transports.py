@@ -20,12 +20,21 @@ _CHUNK_BYTES = 256 << 10
 
 
 async def listen(
-    server: grpc.aio.Server, check: PeerCheck, credentials: Credentials, host: str, port: int
+    server: grpc.aio.Server, check: PeerCheck, credentials: Credentials, address: str
 ) -> "tuple[int, BothTransports | None]":
-    """Listens for what these credentials accept; the port, and what to close after the server."""
-    if credentials.certificates is None or credentials.stage == "required":
-        return check.add_port(server, f"{host}:{port}"), None
-    both = await BothTransports.open(server, check, host, port)
+    """Listens for what these credentials accept; the port, and what to close after the server.
+
+    Args:
+        server: has not been started yet.
+        check: of its calls.
+        credentials: of the service.
+        address: `host:port` or `unix:path`.
+    """
+    host, _, port = address.rpartition(":")
+    one = credentials.certificates is None or credentials.stage == "required"
+    if one or host == "unix":
+        return check.add_port(server, address), None
+    both = await BothTransports.open(server, check, host.strip("[]"), int(port))
     return both.port, both
 
 

@@ -189,13 +189,13 @@ def test_bad_key_files_are_refused_at_start(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    path = tmp_path / "keys"
+    path = tmp_path / "seal-keys"
     path.write_text(content)
     with pytest.raises(SettingsError, match=str(path)) as caught:
         SealKeys(path, MODEL)
     assert not content.strip() or content.strip() not in str(caught.value)
     monkeypatch.setenv("DECODER_MODEL", "/m")
-    monkeypatch.setenv("DECODER_REDIS_SEAL_KEY_FILE", str(path))
+    monkeypatch.setenv("DECODER_REDIS_DIRECTORY", str(tmp_path))
     assert run_service(DECODER) == 2
     assert str(path) in capsys.readouterr().err
 
@@ -207,15 +207,14 @@ def test_bad_key_files_are_refused_at_start(
      ("redis://redis:6379", False), ("rediss://10.0.0.1", False),
      ("redis://127.0.0.1.example.com", False), ("redis://localhost.example.com", False)],
 )  # fmt: skip
-def test_a_redis_elsewhere_needs_seals_or_a_word(keys: Path, url: str, is_here: bool) -> None:
+def test_a_redis_elsewhere_needs_seals(tmp_path: Path, url: str, is_here: bool) -> None:
     environment = {"DECODER_MODEL": "/m", "DECODER_REDIS_URL": url}
-    for more in ({"DECODER_REDIS_SEAL_KEY_FILE": str(keys)},
-                 {"DECODER_REDIS_ALLOW_UNSEALED": "true"}):  # fmt: skip
-        assert DecoderSettings.from_environment(environment | more).redis_url == url
+    sealed = environment | {"DECODER_REDIS_DIRECTORY": str(tmp_path)}
+    assert DecoderSettings.from_environment(sealed).redis_url == url
     if is_here:
         assert DecoderSettings.from_environment(environment).redis_url == url
     else:
-        with pytest.raises(SettingsError, match="redis_seal_key_file"):
+        with pytest.raises(SettingsError, match="redis_directory"):
             DecoderSettings.from_environment(environment)
 
 

@@ -35,7 +35,13 @@ def test_an_encoder_refuses_a_text_model_by_name(text_model: Path):
 def test_a_text_models_decoder_has_no_room_for_images(text_model: Path):
     settings = DecoderSettings(model=text_model)
     assert DECODER.arena_bytes(settings, read_spec(text_model)) == 4096
-    assert DECODER.arena_bytes(settings, read_spec(DEMO_MODEL)) == settings.embedding_cache_bytes
+
+
+def test_the_arena_of_images_goes_with_the_kv_cache():
+    for kv_cache_bytes, arena_bytes in ((None, 1 << 30), (1 << 33, 1 << 30), (8 << 20, 2 << 20),
+                                        (1000, 1 << 20)):  # fmt: skip
+        settings = DecoderSettings(model=DEMO_MODEL, kv_cache_bytes=kv_cache_bytes)
+        assert DECODER.arena_bytes(settings, read_spec(DEMO_MODEL)) == arena_bytes
 
 
 def start(service: str, **variables: str) -> "subprocess.CompletedProcess[str]":
@@ -58,15 +64,15 @@ def test_a_checkpoint_that_the_engine_refuses_is_status_2(tmp_path: Path, text_m
     for path in text_model.iterdir():
         if path.suffix == ".json":
             (tmp_path / path.name).write_bytes(path.read_bytes())  # no weights
-    ended = start("decoder", DECODER_MODEL=str(tmp_path), DECODER_DEVICE="cpu", DECODER_PORT="0",
-                  DECODER_METRICS_PORT="0")  # fmt: skip
+    ended = start("decoder", DECODER_MODEL=str(tmp_path), DECODER_DEVICE="cpu",
+                  DECODER_ADDRESS="127.0.0.1:0", DECODER_METRICS_PORT="0")  # fmt: skip
     assert ended.returncode == 2
     lines = [json.loads(line) for line in ended.stderr.splitlines() if line.startswith("{")]
     assert any("before it was ready" in line["message"] for line in lines)
 
 
 async def test_an_engine_that_fails_at_start_is_status_1(text_model: Path):
-    settings = DecoderSettings(model=text_model, port=0, metrics_port=0)
+    settings = DecoderSettings(model=text_model, address="127.0.0.1:0", metrics_port=0)
     absent = replace(DECODER, engine_module="services.decoder.absent")
     assert await serve(absent, settings, 4096) == 1
     gc.collect()  # an end of a link that nobody has closed is an error here

@@ -17,7 +17,8 @@ def read(**variables: str) -> DecoderSettings:
 def test_only_the_model_has_no_default():
     settings = read()
     assert settings.model == Path("/model")
-    assert (settings.host, settings.device, settings.kv_cache_bytes) == ("127.0.0.1", "auto", None)
+    assert (settings.address, settings.device) == ("127.0.0.1:50052", "auto")
+    assert settings.kv_cache_bytes is None
     with pytest.raises(SettingsError, match="DECODER_MODEL"):
         DecoderSettings.from_environment({})
 
@@ -30,14 +31,14 @@ def test_an_unknown_variable_is_named():
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("PORT", "70000"),
+        ("ADDRESS", "127.0.0.1:70000"),
         ("DEVICE", "gpu"),
         ("DTYPE", "int8"),
         ("LOAD_FORMAT", "gguf"),
         ("MEMORY_FRACTION", "1.5"),
         ("MAX_NUM_SEQUENCES", "0"),
         ("STEP_MS", "0"),
-        ("EMBEDDING_CACHE_BYTES", "1000"),
+        ("KV_CACHE_BYTES", "0"),
         ("SHUTDOWN_GRACE_S", "-1"),
         ("LOG_LEVEL", "LOUD"),
     ],
@@ -50,3 +51,7 @@ def test_a_bad_value_is_named(name, value):
 def test_settings_cross_to_the_engine_process_unchanged():
     settings = read(MAX_MODEL_LEN="4096", KV_CACHE_BYTES="1000000", DEVICE="cuda:1")
     assert DecoderSettings.model_validate_json(settings.model_dump_json()) == settings
+
+
+def test_settings_are_few() -> None:
+    assert len(DecoderSettings.model_fields) <= 21

@@ -192,7 +192,7 @@ def test_engines_use_as_many_cpus_as_they_request(resources: list[Resource]) -> 
         variables = environment(resources, pod)
         requested = container_of(pod)["resources"]["requests"]["cpu"]
         if not requested.endswith("m"):
-            assert variables[f"{name.upper()}_NUM_THREADS"] == requested
+            assert variables["OMP_NUM_THREADS"] == requested
 
 
 def test_names_are_also_asked_of_a_cache_on_the_node(resources: list[Resource]) -> None:
@@ -242,11 +242,15 @@ def test_ports_are_those_of_the_settings(resources: list[Resource]) -> None:
                                  ("health_port", "health")):  # fmt: skip
             if port_name not in ports:
                 continue
-            assert variables[f"{name.upper()}_{field.upper()}"] == str(ports[port_name])
-            if field == "health_port":
-                continue  # none by default
-            default = settings.model_fields[field].default
-            assert default == ports[port_name], f"{name}: default {field}"
+            if field == "port" and name != "gateway":
+                address = variables[f"{name.upper()}_ADDRESS"]
+                assert address == f"0.0.0.0:{ports[port_name]}"
+                default = int(settings.model_fields["address"].default.rpartition(":")[2])
+            else:
+                assert variables[f"{name.upper()}_{field.upper()}"] == str(ports[port_name])
+                default = settings.model_fields[field].default
+            if field != "health_port":  # none by default
+                assert default == ports[port_name], f"{name}: default {field}"
 
 
 def test_probes_ask_the_right_questions(resources: list[Resource]) -> None:
@@ -323,8 +327,8 @@ def test_redis_clients_read_their_own_password_and_the_seal_keys_from_files(
         variables = environment(vision, pod)
         assert variables[f"{name.upper()}_REDIS_URL"] == f"redis://{name}@redis"
         assert paths == {  # neither users nor the other's password
-            f"{name}-password": variables[f"{name.upper()}_REDIS_PASSWORD_FILE"],
-            "seal-keys": variables[f"{name.upper()}_REDIS_SEAL_KEY_FILE"],
+            f"{name}-password": f"{variables[f'{name.upper()}_REDIS_DIRECTORY']}/password",
+            "seal-keys": f"{variables[f'{name.upper()}_REDIS_DIRECTORY']}/seal-keys",
         }
 
 
@@ -550,11 +554,15 @@ def test_dockerfiles_set_known_variables_and_an_unprivileged_user(name: str) -> 
     settings = SETTINGS[name]
     fields = {f"{name.upper()}_{field.upper()}": field for field in settings.model_fields}
     assert set(variables) <= set(fields)
-    port = variables[f"{name.upper()}_PORT"]
-    assert port == str(settings.model_fields["port"].default)
+    if name == "gateway":
+        port = variables["GATEWAY_PORT"]
+        assert port == str(settings.model_fields["port"].default)
+    else:
+        port = variables[f"{name.upper()}_ADDRESS"].removeprefix("0.0.0.0:")
+        assert settings.model_fields["address"].default == f"127.0.0.1:{port}"
     exposed = re.search(r"^EXPOSE (.*)$", text, re.MULTILINE)
     assert exposed is not None
-    ports = {value for key, value in variables.items() if key.endswith("PORT")}
+    ports = {port} | {value for key, value in variables.items() if key.endswith("PORT")}
     assert set(exposed[1].split()) == ports
     final_stage = text[text.rindex("\nFROM ") :]
     # An editable installation points to the code: without it, the environment alone is nothing.

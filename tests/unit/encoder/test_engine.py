@@ -5,7 +5,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -30,8 +29,7 @@ from services.encoder.engine.messages import (
     Shutdown,
 )
 from services.encoder.engine.runner import LaunchedBatch
-from services.encoder.engine_main import batch_budget
-from services.encoder.settings import EncoderSettings
+from services.encoder.engine_main import MAX_BATCH_PATCHES, batch_budget
 from tests.noise import PATIENCE_S
 
 GRID, LARGE = (1, 4, 4), (1, 8, 8)
@@ -374,9 +372,8 @@ def test_messages_survive_the_wire() -> None:
 
 def test_on_a_cpu_an_image_has_no_batch_mates() -> None:
     """Their number would change the last bits of its embedding."""
-    settings = EncoderSettings(model=Path("model"))
-    batcher = Batcher(batch_budget(torch.device("cpu"), settings))
+    batcher = Batcher(batch_budget(torch.device("cpu")))
     for job_id in (1, 2, 3):
         batcher.add(job_id, 4)
     assert [batcher.next_batch() for _ in range(4)] == [[1], [2], [3], []]
-    assert batch_budget(torch.device("cuda"), settings) == settings.max_batch_patches
+    assert batch_budget(torch.device("cuda")) == MAX_BATCH_PATCHES

@@ -8,7 +8,8 @@ from services.encoder.settings import EncoderSettings
 
 def test_defaults() -> None:
     settings = EncoderSettings.from_environment({"ENCODER_MODEL": "/m", "HOME": "/root"})
-    assert (settings.model, settings.port, settings.redis_url) == (Path("/m"), 50051, "")
+    assert (settings.model, settings.redis_url) == (Path("/m"), "")
+    assert (settings.address, settings.host) == ("127.0.0.1:50051", "127.0.0.1")
 
 
 def test_the_engine_gets_the_same_settings() -> None:
@@ -22,12 +23,14 @@ def test_the_engine_gets_the_same_settings() -> None:
     ("name", "value"),
     [
         ("ENCODER_PROT", "9"),
-        ("ENCODER_PORT", "70000"),
+        ("ENCODER_ADDRESS", "127.0.0.1:70000"),
+        ("ENCODER_ADDRESS", "127.0.0.1"),
+        ("ENCODER_ADDRESS", ":50051"),
+        ("ENCODER_ADDRESS", "unix:"),
         ("ENCODER_DEVICE", "tpu"),
         ("ENCODER_DTYPE", "int8"),
-        ("ENCODER_MAX_BATCH_PATCHES", "0"),
         ("ENCODER_MEMORY_FRACTION", "1.5"),
-        ("ENCODER_CACHE_TTL_S", "0"),
+        ("ENCODER_CACHE_BYTES", "0"),
     ],
 )
 def test_a_bad_variable_is_named(name: str, value: str) -> None:
@@ -38,3 +41,14 @@ def test_a_bad_variable_is_named(name: str, value: str) -> None:
 def test_the_model_is_required() -> None:
     with pytest.raises(SettingsError, match="ENCODER_MODEL"):
         EncoderSettings.from_environment({})
+
+
+def test_an_address_is_a_port_or_a_socket() -> None:
+    for address, host in (("[::]:50051", "::"), ("unix:/run/e.sock", "127.0.0.1"), ("h:0", "h")):
+        given = {"ENCODER_MODEL": "/m", "ENCODER_ADDRESS": address}
+        settings = EncoderSettings.from_environment(given)
+        assert (settings.address, settings.host) == (address, host)
+
+
+def test_settings_are_few() -> None:
+    assert len(EncoderSettings.model_fields) <= 17

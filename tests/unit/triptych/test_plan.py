@@ -60,12 +60,13 @@ def test_every_service_accepts_its_environment(model: Path) -> None:
         # Engines say at INFO how their start goes; what is shown is the console's to decide.
         assert value.log_level == ("WARNING" if child.is_front else "INFO")
         assert made.log_levels[child.name] == "WARNING"
-        ports.add(value.port)
         if isinstance(value, GatewaySettings):
+            ports.add(value.port)
             assert f"http://{value.host}:{value.port}" == made.url
             assert len(value.encoders) == len(value.decoders) == 2
             assert child.command[-2:] == ["--metrics-host", "127.0.0.1"]
         else:
+            ports.add(int(value.address.removeprefix("127.0.0.1:")))
             assert (value.dtype, value.load_format) == ("bfloat16", "dummy")
             assert value.redis_url == REDIS.of(child.name.split("-")[0])
         assert made.metrics_urls[child.name].endswith(f":{value.metrics_port}/metrics")
@@ -75,8 +76,9 @@ def test_every_service_accepts_its_environment(model: Path) -> None:
 
 def test_the_gateway_is_given_the_ports_of_the_engines(model: Path) -> None:
     made = {child.name: child.environment for child in plan(model).children}
-    assert made["gateway"]["GATEWAY_ENCODER_ADDRESSES"].endswith(made["encoder-0"]["ENCODER_PORT"])
-    assert made["gateway"]["GATEWAY_DECODER_ADDRESSES"].endswith(made["decoder-0"]["DECODER_PORT"])
+    for kind in ("encoder", "decoder"):
+        address = made[f"{kind}-0"][f"{kind.upper()}_ADDRESS"]
+        assert made["gateway"][f"GATEWAY_{kind.upper()}_ADDRESSES"] == address
 
 
 def test_services_meet_at_sockets_of_a_private_directory(model: Path, tmp_path: Path) -> None:
@@ -84,12 +86,12 @@ def test_services_meet_at_sockets_of_a_private_directory(model: Path, tmp_path: 
     made = planned(model, None, links=links, encoders=2)
     *encoders, decoder, gateway = (child.environment for child in made.children)
     settings = GatewaySettings.from_environment(gateway)
-    paths = [EncoderSettings.from_environment(e).socket for e in encoders]
-    assert settings.encoders == tuple(f"unix:{path}" for path in paths)
-    assert {path.parent for path in paths if path} == {tmp_path}
+    addresses = [EncoderSettings.from_environment(e).address for e in encoders]
+    assert settings.encoders == tuple(addresses)
+    assert {Path(each.removeprefix("unix:")).parent for each in addresses} == {tmp_path}
     own = DecoderSettings.from_environment(decoder)
-    assert settings.decoders == (f"unix:{own.socket}",)
-    assert own.encoders == settings.encoders and own.reflection
+    assert settings.decoders == (own.address,)
+    assert own.encoders == settings.encoders
 
 
 @pytest.mark.parametrize("wanted", ["unix", "tcp"])
@@ -140,7 +142,7 @@ def test_a_text_model_has_no_encoder_and_the_decoder_the_whole_card(text_model: 
     assert (decoder.device, decoder.memory_fraction) == ("cuda:0", 0.9)
     gateway = GatewaySettings.from_environment(made.children[1].environment)
     assert gateway.encoders == ()
-    assert gateway.decoders == (f"127.0.0.1:{decoder.port}",)
+    assert gateway.decoders == (decoder.address,)
 
 
 @pytest.mark.parametrize("options", [{"encoders": 1}, {"encoder_device": "cpu"}])
@@ -202,15 +204,16 @@ def test_an_exported_variable_that_gives_way_is_named(model: Path, tmp_path: Pat
     exported = {
         "CUDA_VISIBLE_DEVICES": "", "GATEWAY_SERVED_MODEL_NAME": "theirs",
         "DECODER_DTYPE": "float16",
-        "DECODER_PORT": "5", "GATEWAY_DECODER_ADDRESSES": "elsewhere:1", "ENCODER_DTYPE": "float32",
+        "DECODER_ADDRESS": "h:5", "GATEWAY_DECODER_ADDRESSES": "elsewhere:1",
+        "ENCODER_DTYPE": "float32",
     }  # fmt: skip
     links = make_links("unix", tmp_path)
     made = planned(
         model, REDIS, exported, links=links, dtype="float32", served_name="ours", api_key="k"
     )
     assert made.notes == [
+        "DECODER_ADDRESS of the environment gives way to what serve chooses",
         "DECODER_DTYPE of the environment gives way to --dtype",
-        "DECODER_PORT of the environment gives way to what serve chooses",
         "GATEWAY_DECODER_ADDRESSES of the environment gives way to what serve chooses",
         "GATEWAY_SERVED_MODEL_NAME of the environment gives way to --served-model-name",
     ]
