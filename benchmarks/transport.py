@@ -39,6 +39,7 @@ from services.common.security.rpc_credentials import PeerCheck
 from services.common.transport.rpc import create_channel
 from services.decoder.images.embedding_fetch import EncoderFetcher
 from services.decoder.images.known_encoders import KnownEncoders
+from services.encoder.admission import Admission
 from services.encoder.embeddings import Embeddings
 from services.encoder.engine.messages import (
     EncodeImage,
@@ -122,7 +123,7 @@ async def serve(num_tokens: int, link: Link) -> None:
     geometry = ResizedGrid(0, 16, 1, 1, 1 << 30)
     embeddings = Embeddings(
         like=like, geometry=geometry, memory=memory, engine=client, redis=None,
-        metrics=metrics, max_queued_patches=1 << 20,
+        metrics=metrics, admission=Admission(1 << 20),
     )  # fmt: skip
     running = asyncio.create_task(client.run())
     description = Description("transport", _PREFIX, like, geometry, max_image_patches=1 << 20)

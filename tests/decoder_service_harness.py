@@ -11,9 +11,10 @@ from prometheus_client import CollectorRegistry
 from services.common.embeddings.arena import Arena
 from services.common.pb import decoder_pb2 as pb
 from services.common.pb import decoder_pb2_grpc as pb_grpc
+from services.common.tenancy.tenant_room import TenantRoom
 from services.common.transport.rpc import create_channel, create_server
 from services.decoder.engine.messages import ImageSpan
-from services.decoder.front.front import DecoderFront, num_mask_rows
+from services.decoder.front.front import DecoderFront, max_live, num_mask_rows
 from services.decoder.front.service import DecoderServicer
 from services.decoder.images.embedding_fetch import EncoderFetcher
 from services.decoder.images.embeddings import EmbeddingSource
@@ -75,7 +76,8 @@ class Decoder:
             masks = partial(
                 MaskProcesses, settings, self.engine.link, self.engine, metrics, count=num_processes
             )
-        self.front = DecoderFront(self.engine.ready, self.engine, self.source, masks, metrics)
+        room = TenantRoom(max_live(self.engine.ready))
+        self.front = DecoderFront(self.engine.ready, self.engine, self.source, masks, metrics, room)
         self.masks: MaskProcesses = self.front._masks  # type: ignore[assignment]
         self.encoder = FakeFetchServicer()
         self.encoder_address = ""

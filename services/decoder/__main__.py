@@ -27,8 +27,9 @@ from services.common.process.service_process import (
     served_fingerprint,
 )
 from services.common.security.credentials import Credentials
+from services.common.tenancy.tenant_room import TenantRoom
 from services.decoder.engine.messages import EngineInfo, EngineMessage, Shutdown
-from services.decoder.front.front import DecoderFront, num_mask_rows
+from services.decoder.front.front import DecoderFront, max_live, num_mask_rows
 from services.decoder.front.service import SERVICE_NAME, DecoderServicer
 from services.decoder.images.embedding_fetch import EncoderFetcher
 from services.decoder.images.embeddings import EmbeddingSource
@@ -107,7 +108,8 @@ class DecoderService:
             log_level=settings.log_level,
         )
         masks = partial(MaskProcesses, mask_settings, links[0], channel, metrics)
-        front = DecoderFront(ready, channel, source, masks, metrics)
+        room = TenantRoom(max_live(ready))
+        front = DecoderFront(ready, channel, source, masks, metrics, room)
         servicer = DecoderServicer(front, fingerprint)
         add_servicer = partial(pb_grpc.add_DecoderServicer_to_server, servicer)
         return cls(front, cache, add_servicer, registry, metrics)

@@ -30,6 +30,7 @@ from services.common.process.service_process import (
     served_fingerprint,
 )
 from services.common.security.credentials import Credentials
+from services.encoder.admission import Admission
 from services.encoder.embeddings import Embeddings
 from services.encoder.engine.messages import EngineMessage, EngineReady, Shutdown
 from services.encoder.engine_client import EngineClient
@@ -110,7 +111,7 @@ class EncoderService:
         max_bytes = max(_MIN_QUEUED_BYTES, memory_limit_bytes() // _QUEUED_SHARE)
         embeddings = Embeddings(
             like=description.like, geometry=geometry, memory=memory, engine=engine, redis=redis,
-            metrics=metrics, max_queued_patches=_MAX_QUEUED_PATCHES,
+            admission=Admission(_MAX_QUEUED_PATCHES), metrics=metrics,
             max_queued_bytes=max_bytes,
         )  # fmt: skip
         servicer = EncoderServicer(description, embeddings, metrics, max_bytes)

@@ -17,8 +17,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Generator
-from contextlib import AbstractContextManager, contextmanager, suppress
-from typing import Protocol
+from contextlib import contextmanager, suppress
 
 import numpy as np
 
@@ -34,18 +33,6 @@ DECODE_CPU_S = 10.0
 _WALL_FACTOR = 6  # of the CPU time: for a machine that does other things, too
 _KEPT_BYTES = 48 << 20  # of a worker's shared memory between two images
 _START_S, _STOP_S = 30.0, 2.0
-
-
-class Decoder(Protocol):
-    """Decodes images."""
-
-    def decoded(self, data: bytes, header: ImageHeader) -> AbstractContextManager[np.ndarray]:
-        """Upright pixels `[height, width, 3]` uint8, valid inside the `with`.
-
-        Raises:
-            InvalidImage: as `decode`, or the image needs more than an image of its size may.
-        """
-        ...
 
 
 class InProcessDecoder:

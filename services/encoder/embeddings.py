@@ -12,6 +12,7 @@ from collections.abc import AsyncGenerator, Generator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from typing import Protocol
 
 from services.common.embeddings.arena import ArenaEntry
 from services.common.embeddings.embedding import EmbeddingSpec
@@ -25,12 +26,9 @@ from services.common.errors import (
 )
 from services.common.geometry import Geometry, Unit
 from services.common.share import NOBODY, Share
-from services.common.tenancy.fair_order import FairOrder
-from services.common.tenancy.tenant_room import TenantRoom
 from services.encoder.engine_client import NO_TIMES, EngineClient, EngineJob, StageTimes
 from services.encoder.memory_tier import MemoryTier, Reading
 from services.encoder.metrics import EncoderMetrics
-from services.encoder.redis_tier import RedisTier
 
 _MAX_RETRY_AFTER_S = 60.0  # OpenAI's clients follow no longer wait
 _MAX_SOURCES_BYTES = 256 << 20
@@ -52,6 +50,39 @@ class Encoded:
     origin: Origin
     lookup_s: float = 0.0
     times: StageTimes = NO_TIMES
+
+
+class AdmissionPolicy(Protocol):
+    """Which images are taken, and in which order the engine works on them."""
+
+    @property
+    def num_patches(self) -> int:
+        """Of the images in work, before merging."""
+        ...
+
+    def enter(self, share: Share, num_patches: int) -> float | None:
+        """An image's rank among those that wait, of which the lowest is next; None: no room."""
+        ...
+
+    def ran(self, rank: float) -> None:
+        """The engine has done with an image of this rank."""
+        ...
+
+    def leave(self, share: Share, num_patches: int) -> None:
+        """The image that has entered is in work no more."""
+        ...
+
+
+class SharedTier(Protocol):
+    """`RedisTier`, as far as it is used here. Never raises."""
+
+    async def find(self, key: bytes, spec: EmbeddingSpec, *, need_bytes: bool) -> bool:
+        """Whether it has an embedding, and memory, too, if its bytes are needed."""
+        ...
+
+    def put(self, entry: ArenaEntry) -> None:
+        """Queues an entry for writing."""
+        ...
 
 
 @dataclass(slots=True, eq=False)
@@ -87,9 +118,9 @@ class Embeddings:
         memory: this pod's own.
         engine: computes them.
         redis: shared by all pods; None: there is none.
+        admission: of images that have to be encoded.
         metrics: counts.
-        max_queued_patches: images beyond this in work are refused at once.
-        max_queued_bytes: so are files beyond this.
+        max_queued_bytes: files beyond this in work are refused at once.
         min_streamed_bytes: smaller embeddings are handed out in one piece: the messages for their
             features would cost more than they hide.
     """
@@ -101,9 +132,9 @@ class Embeddings:
         geometry: Geometry,
         memory: MemoryTier,
         engine: EngineClient,
-        redis: RedisTier | None,
+        redis: SharedTier | None,
+        admission: AdmissionPolicy,
         metrics: EncoderMetrics,
-        max_queued_patches: int,
         max_queued_bytes: int = 1 << 30,
         min_streamed_bytes: int = 8 << 20,
     ) -> None:
@@ -117,8 +148,7 @@ class Embeddings:
         self._min_streamed_bytes = min_streamed_bytes
         self._sources = SourceStore(min(_MAX_SOURCES_BYTES, max_queued_bytes))
         self._encodes: dict[bytes, _Encode] = {}
-        self._patches = TenantRoom(max_queued_patches)  # in work
-        self._order = FairOrder()  # in which the engine takes them
+        self._admission = admission
         self._queued_bytes = 0
         self._s_per_patch = 0.0  # measured on the last image; 0: none yet
         self._awaited: dict[bytes, set[asyncio.Future[None]]] = {}  # readers of keys without encode
@@ -238,21 +268,21 @@ class Embeddings:
     def _start(
         self, key: bytes, image: bytes, unit: Unit, share: Share, *, need_bytes: bool
     ) -> _Encode:
-        num_patches = unit.num_patches
-        if (
-            not self._patches.has_room(share.tenant, num_patches)
-            or self._queued_bytes + len(image) > self._max_queued_bytes
-        ):
+        is_full = self._queued_bytes + len(image) > self._max_queued_bytes
+        rank = None if is_full else self._admission.enter(share, unit.num_patches)
+        if rank is None:
             retry_after_s = min(max(self._backlog_s(), 1.0), _MAX_RETRY_AFTER_S)
             raise Overloaded("too many images are being encoded", retry_after_s=retry_after_s)
-        # The image is decoded during the lookup in Redis, which rarely has the embedding.
-        rank = self._order.place(share.tenant, weight=share.weight, cost=num_patches)
-        job = self._engine.submit(image, unit, rank)
-        self._patches.take(share.tenant, num_patches)
+        try:
+            # The image is decoded during the lookup in Redis, which rarely has the embedding.
+            job = self._engine.submit(image, unit, rank)
+        except BaseException:
+            self._admission.leave(share, unit.num_patches)
+            raise
         self._queued_bytes += len(image)
         encode = _Encode(
-            key, image, unit, share, self.spec_of(unit), need_bytes, self._patches.held,
-            job, asyncio.get_running_loop().create_future(),
+            key, image, unit, share, self.spec_of(unit), need_bytes,
+            self._admission.num_patches, job, asyncio.get_running_loop().create_future(),
         )  # fmt: skip
         self._encodes[key] = encode
         encode.flight = InFlight(
@@ -269,11 +299,11 @@ class Embeddings:
 
     def _backlog_s(self) -> float:
         """How long what is in work will take, as far as the last image tells."""
-        return self._patches.held * self._s_per_patch
+        return self._admission.num_patches * self._s_per_patch
 
     def _complete(self, encode: _Encode, task: "asyncio.Task[Encoded]") -> None:
         self._engine.cancel(encode.job)  # unless it has ended
-        self._patches.give_back(encode.share.tenant, encode.unit.num_patches)
+        self._admission.leave(encode.share, encode.unit.num_patches)
         self._queued_bytes -= len(encode.image)
         self._remove(encode)
         self._update_gauges()
@@ -286,7 +316,7 @@ class Embeddings:
 
     def _update_gauges(self) -> None:
         self._metrics.queue_images.set(len(self._encodes))
-        self._metrics.queue_patches.set(self._patches.held)
+        self._metrics.queue_patches.set(self._admission.num_patches)
         self._metrics.cache_bytes.set(self._memory.arena.used_bytes)
 
     async def _run(self, encode: _Encode) -> Encoded:
@@ -340,7 +370,7 @@ class Embeddings:
 
     def _written(self, entry: ArenaEntry, rank: float, done: "asyncio.Future[StageTimes]") -> None:
         """The engine no longer uses the entry's memory."""
-        self._order.served(rank)
+        self._admission.ran(rank)
         if done.exception() is None:
             self._metrics.images_encoded.inc()
             self._memory.commit(entry)

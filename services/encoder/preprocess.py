@@ -5,17 +5,31 @@ without the interpreter lock. Normalization and patches are made on the device, 
 Whatever is wrong with an image is an `InvalidImage`.
 """
 
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from services.common.errors import InvalidImage
 from services.common.geometry import Geometry, Unit
-from services.common.images.image_header import read_header
-from services.encoder.decode_pool import Decoder, InProcessDecoder
+from services.common.images.image_header import ImageHeader, read_header
 
 _MAX_PINNED_BYTES = 16 << 20
-_IN_PROCESS = InProcessDecoder()
+
+
+class Decoder(Protocol):
+    """Decodes images."""
+
+    def decoded(self, data: bytes, header: ImageHeader) -> AbstractContextManager[np.ndarray]:
+        """Upright pixels `[height, width, 3]` uint8, valid inside the `with`.
+
+        Raises:
+            InvalidImage: it is truncated or corrupt, or needs more than an image of its size may.
+        """
+        ...
 
 
 def preprocess(
@@ -24,7 +38,7 @@ def preprocess(
     geometry: Geometry,
     *,
     max_source_pixels: int,
-    decoder: Decoder = _IN_PROCESS,
+    decoder: Decoder,
     pinned: bool = False,
 ) -> Tensor:
     """Decodes and resizes one unit.

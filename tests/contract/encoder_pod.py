@@ -20,6 +20,7 @@ from services.common.pb import encoder_pb2_grpc as pb_grpc
 from services.common.process.channel import ChannelClosed
 from services.common.process.service_process import create_service_server
 from services.common.transport.rpc import create_channel, outgoing_metadata
+from services.encoder.admission import Admission
 from services.encoder.embeddings import Embeddings
 from services.encoder.engine.messages import (
     CancelImage,
@@ -218,7 +219,7 @@ async def run_pod(
         metrics.registry.register(cache)
     embeddings = Embeddings(
         like=LIKE, geometry=GEOMETRY, memory=memory, engine=client, redis=redis,
-        metrics=metrics, max_queued_patches=max_queued_patches, min_streamed_bytes=1 << 20,
+        metrics=metrics, admission=Admission(max_queued_patches), min_streamed_bytes=1 << 20,
     )  # fmt: skip
     running = asyncio.create_task(client.run())
     description = Description("tiny", PREFIX, LIKE, GEOMETRY, max_image_patches)

@@ -302,7 +302,7 @@ async def test_a_part_of_the_queue_is_for_tenants_with_less_than_their_share() -
         pod.engine.gate.set()
         await asyncio.gather(*running)
         assert (await pod.encode(b"third", tenant="a")).source == Response.SOURCE_COMPUTED
-        assert pod.embeddings._patches.held == 0
+        assert pod.embeddings._admission.num_patches == 0
         request = pb.EncodeRequest(
             image_key=key_of(b"x", GRID), image=b"x", grid=pb.Grid(t=1, h=8, w=8),
             tenant_weight=-1.0,

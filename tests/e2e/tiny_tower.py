@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from services.common.families import read_spec
 from services.common.model_spec import ModelSpec
 from services.common.nn.weights import Checkpoint, load_weights
+from services.encoder.decode_pool import InProcessDecoder
 from services.encoder.models.qwen3_vl import VisionTower
 from services.encoder.preprocess import preprocess
 from tests.image_processor import write_image_processor
@@ -63,7 +64,13 @@ def expected(config: ModelSpec, data: bytes) -> np.ndarray:
     load_weights(tower, checkpoint, tower.weight_map, device="cpu", dtype=torch.float32)
     with Image.open(io.BytesIO(data)) as image:
         (unit,) = config.vision_part.geometry.units((image.height, image.width))
-    pixels = preprocess(data, unit, config.vision_part.geometry, max_source_pixels=1 << 24)
+    pixels = preprocess(
+        data,
+        unit,
+        config.vision_part.geometry,
+        max_source_pixels=1 << 24,
+        decoder=InProcessDecoder(),
+    )
     patches = pack_patches(pixels.reshape(-1), [unit.grid], 16, 2, torch.float32)
     with torch.inference_mode():
         return tower(patches, tower.layout([unit.grid])).numpy()

@@ -28,7 +28,6 @@ from services.common.pb import decoder_pb2 as pb
 from services.common.process.channel import ChannelClosed
 from services.common.spans import Span, record_span, start_span
 from services.common.telemetry import bound_request_id
-from services.common.tenancy.tenant_room import TenantRoom
 from services.common.transport.rpc import MAX_REQUEST_ID_CHARS
 from services.decoder.engine.messages import (
     AbortSequence,
@@ -71,6 +70,16 @@ class Channel(EngineSender, Protocol):
         ...
 
 
+class Room(Protocol):
+    """`TenantRoom`, as far as it is used here: how many sequences there are, of which tenants."""
+
+    def has_room(self, tenant: str, amount: int) -> bool: ...
+
+    def take(self, tenant: str, amount: int) -> None: ...
+
+    def give_back(self, tenant: str, amount: int) -> None: ...
+
+
 class Masks(Protocol):
     """The part of `masks.processes.MaskProcesses` that the front uses."""
 
@@ -85,7 +94,7 @@ class Masks(Protocol):
 
 def num_mask_rows(engine: EngineInfo) -> int:
     """The most sequences whose masks may be filled at once."""
-    return _max_live(engine) + _SPARE_MASK_ROWS
+    return max_live(engine) + _SPARE_MASK_ROWS
 
 
 @dataclass(slots=True, eq=False)
@@ -135,6 +144,7 @@ class DecoderFront:
         masks: makes the owner of token masks, closed with the front, given what it calls with a
             sequence's number when it cannot go on.
         metrics: of this service.
+        room: for as many sequences as `max_live` says.
     """
 
     def __init__(
@@ -144,12 +154,13 @@ class DecoderFront:
         source: EmbeddingSource,
         masks: Callable[[Callable[[int, TriptychError], None]], Masks],
         metrics: DecoderMetrics,
+        room: Room,
     ) -> None:
         self.engine = engine
         self._channel = channel
         self._images = SequenceImages(source, channel, self._input_failed)
         self._metrics = metrics
-        self._room = TenantRoom(_max_live(engine))  # for sequences
+        self._room = room
         self._masks = masks(self._input_failed)
         self._numbers = itertools.count(1)
         self._live: dict[int, _Live] = {}
@@ -481,7 +492,7 @@ class DecoderFront:
             self._fail(live, error)
 
 
-def _max_live(engine: EngineInfo) -> int:
+def max_live(engine: EngineInfo) -> int:
     """Sequences that the front accepts at once."""
     rows = engine.max_num_sequences
     if not engine.on_gpu:
