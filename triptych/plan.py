@@ -406,7 +406,7 @@ def _engines(
             if kind == "decoder":
                 variables["ENCODER_ADDRESSES"] = _addresses(found, "encoder")
                 variables |= {k: str(v) for k, v in limits.items() if v is not None}
-            found.append(_Service(kind, name, variables, own, placement.num_threads))
+            found.append(_Service(kind, name, variables, own, num_threads=placement.num_threads))
     return found
 
 
@@ -445,7 +445,7 @@ def _gateways(
         (variables if shared else defaults).update(metrics)
         name = f"gateway-{index}" if shared else "gateway"
         shared_port = port if shared else None
-        found.append(_Service("gateway", name, variables, defaults, shared_port))
+        found.append(_Service("gateway", name, variables, defaults, shared_port=shared_port))
     return found
 
 

@@ -1,8 +1,8 @@
 """Which images an encoder takes, and in which order: bounded, and fair among tenants."""
 
-from services.common.share import Share
 from services.common.tenancy.fair_order import FairOrder
 from services.common.tenancy.tenant_room import TenantRoom
+from services.encoder.share import Share
 
 
 class Admission:

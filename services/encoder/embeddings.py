@@ -25,10 +25,10 @@ from services.common.errors import (
     TriptychError,
 )
 from services.common.geometry import Geometry, Unit
-from services.common.share import NOBODY, Share
 from services.encoder.engine_client import NO_TIMES, EngineClient, EngineJob, StageTimes
 from services.encoder.memory_tier import MemoryTier, Reading
 from services.encoder.metrics import EncoderMetrics
+from services.encoder.share import NOBODY, Share
 
 _MAX_RETRY_AFTER_S = 60.0  # OpenAI's clients follow no longer wait
 _MAX_SOURCES_BYTES = 256 << 20

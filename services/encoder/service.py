@@ -33,7 +33,6 @@ from services.common.geometry import Geometry, Unit
 from services.common.images.image_key import KEY_BYTES, MAX_SALT_BYTES, image_key
 from services.common.pb import encoder_pb2 as pb
 from services.common.pb import encoder_pb2_grpc as pb_grpc
-from services.common.share import Share
 from services.common.spans import span
 from services.common.threads import INLINE_BYTES
 from services.common.transport.rpc import (
@@ -46,6 +45,7 @@ from services.common.transport.rpc import (
 from services.encoder.embeddings import Embeddings, Encoded, Origin
 from services.encoder.memory_tier import Reading
 from services.encoder.metrics import EncoderMetrics
+from services.encoder.share import Share
 
 log = logging.getLogger(__name__)
 
