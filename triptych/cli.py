@@ -37,6 +37,9 @@ _ELSEWHERE = {
     "--enable-auto-tool-choice": "tools need no option",
     "--tool-call-parser": "the parser follows from the model",
     "--reasoning-parser": "the parser follows from the model",
+    "--enable-per-request-metrics": "a request asks for them: include_stage_times",
+    "--return-tokens-as-token-ids": "a request asks for it, by that name",
+    "--enable-force-include-usage": "a request asks for it: stream_options.include_usage",
     "--tokenizer": "the tokenizer is the model's",
     "--chat-template": "the chat template is the model's",
 }
