@@ -164,9 +164,9 @@ def print_profile(title: str, work: Callable[[], object]) -> None:
 
 def device_step_s(runner: ModelRunner, batch: int, repeats: int = 30) -> float | None:
     """Seconds that the device takes for one captured step, by events; None without graphs."""
-    if not runner.graphs:
+    if not runner.computer.graphs:
         return None
-    captured = runner.graphs[0]._captured  # type: ignore[attr-defined]
+    captured = runner.computer.graphs[0]._captured  # type: ignore[attr-defined]
     kinds = [kind for kind in captured if kind.size >= batch]
     graph = captured[min(kinds, key=lambda kind: (kind.size, not kind.fused))].graph
     taken = []

@@ -27,7 +27,7 @@ from services.decoder.engine.scheduler import Scheduler
 _PARTS = {
     "schedule": (Scheduler, "schedule"),
     "to_step": (Batch, "to_step"),
-    "stage": (ModelRunner, "_stage_all"),
+    "stage": (ModelRunner, "_stage"),
     "execute": (ModelRunner, "execute"),
 }
 

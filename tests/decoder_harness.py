@@ -21,7 +21,7 @@ from services.decoder.engine.pending_step import DevicePendingStep
 from services.decoder.engine.runner_factory import RunnerOptions, create_runner
 from services.decoder.engine.sequence import Sequence
 from services.decoder.engine.step import Step
-from services.decoder.engine.step_inputs import RowUpdates, StepInputs
+from services.decoder.engine.step_inputs import StepInputs
 from services.decoder.models.transformer import Transformer
 from services.decoder.operations.ops import PlainOps
 from tests.image_processor import write_image_processor
@@ -109,12 +109,11 @@ class Harness:
         while len(sequence.block_table) * self._size < start + length:
             sequence.block_table.append(self._free.pop())
         sequence.num_computed_tokens += length
-        generated = num_tokens - sequence.num_prompt_tokens
         from_device = start >= len(sequence.token_ids)
         samples = start + length == num_tokens
         if samples:
             sequence.num_in_flight += 1
-        return Chunk(sequence, start, length, from_device, samples, generated)
+        return Chunk(sequence, start, length, from_device, samples)
 
     def launch(self, *chunks: Chunk) -> DevicePendingStep:
         """One step; decodes first, those whose token is on the device before the others."""
@@ -146,16 +145,17 @@ class Harness:
 
     def logits(self, *chunks: Chunk, only: list[int] | None = None) -> Tensor:
         """`[T, V]` of all of a step's tokens, or of those in `only`."""
-        runner = self.runner
+        runner, computer = self.runner, self.runner.computer
         with torch.inference_mode():
             step = self.step_of(*chunks)
-            runner._start_rows(step.row_starts)
-            updates = RowUpdates.of(step, runner._max_blocks)
-            inputs = runner._stage(step_inputs.lay_out(step, runner._max_blocks), None, updates)
-            runner._staging.upload()
-            step_inputs.update_rows(inputs, runner._staging, runner._state.rows)
+            runner.sampler.start_rows(step.sample.row_starts)
+            step.compute.keeps_hidden = True  # eager
+            inputs = computer.stage(step.compute)
+            computer._restore_states(step.compute)
+            computer.staging.upload()
+            step_inputs.update_rows(inputs, computer.staging, computer._state.rows)
             rows = None if only is None else torch.tensor(only)
-            return runner._model.logits(runner._forward(inputs, rows)).clone()
+            return computer._model.logits(computer._forward(inputs, rows)).clone()
 
     def prompt_logits(self, sequence: Sequence, chunk_size: int | None = None) -> Tensor:
         """`[T, V]` of a whole prompt, computed in chunks; finishes the sequence."""
@@ -167,7 +167,7 @@ class Harness:
 
     def inputs(self, *chunks: Chunk) -> StepInputs:
         """What the runner makes of a step of these chunks."""
-        return step_inputs.lay_out(self.step_of(*chunks), self.runner._max_blocks)
+        return step_inputs.lay_out(self.step_of(*chunks).compute, self.runner.computer._max_blocks)
 
     def generate(
         self, sequence: Sequence, num_tokens: int, chunk_size: int | None = None

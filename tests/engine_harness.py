@@ -6,8 +6,10 @@ from collections.abc import Iterable
 import numpy as np
 
 from services.decoder.engine.engine import Engine
+from services.decoder.engine.mask_gate import MaskGate
 from services.decoder.engine.messages import AddSequence, StepDone
 from services.decoder.engine.step_cost import StepCost
+from services.decoder.engine.tenants import TenantAdmission
 from tests.fake_runner import FakeRunner, expected_tokens, mask_of, runner_info
 
 KEYS = tuple(bytes([n]) * 32 for n in range(1, 5))
@@ -33,8 +35,11 @@ class Harness:
         **info: int,
     ) -> None:
         self.runner = FakeRunner(runner_info(**info))
+        self.gate = MaskGate(self.runner.info.vocab_size)
         self.engine = Engine(
             self.runner,
+            admission=TenantAdmission(),
+            gate=self.gate,
             overlap=overlap,
             out_of_memory=(MemoryError,),
             prefix_caching=prefix_caching,
@@ -144,7 +149,7 @@ class Harness:
         for _, number, generated in [m for m in self._masks if m[0] <= self._now]:
             mask = mask_of(self.added[number].sampling.seed, generated)
             words = np.empty(0, np.int32) if mask is None else mask.view(np.int32)
-            self.engine.mask_ready(number, generated, words)
+            self.gate.mask_ready(number, generated, words)
         self._masks = [m for m in self._masks if m[0] > self._now]
 
     def _evict(self, offsets: Iterable[int]) -> None:

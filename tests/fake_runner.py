@@ -19,6 +19,7 @@ import random
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -166,6 +167,14 @@ def expected_tokens(message: AddSequence, max_model_len: int) -> tuple[list[int]
             return found, "length"
 
 
+class FakeRow(NamedTuple):
+    row: int
+    sequence_id: int
+    position_delta: int
+    sampling: SamplingParams
+    num_prompt: int
+
+
 @dataclass(slots=True)
 class FakePending:
     runner: FakeRunner
@@ -184,11 +193,11 @@ class FakePending:
     def sample(self) -> None:
         step = self.step
         assert not self.sampled and self.runner._queue[-1][0] is step
-        assert set(self.masks) == set(range(len(step.late))) != set()
+        assert set(self.masks) == set(range(len(step.sample.late))) != set()
         self.sampled = True
-        step.masked = np.concatenate((step.masked, step.late))
-        late = [self.masks[index] for index in range(len(step.late))]
-        step.token_masks = np.stack([*step.token_masks, *late])
+        step.sample.masked = np.concatenate((step.sample.masked, step.sample.late))
+        late = [self.masks[index] for index in range(len(step.sample.late))]
+        step.sample.token_masks = np.stack([*step.sample.token_masks, *late])
 
     def result(self) -> StepOutput:
         while self.output is None:
@@ -200,8 +209,9 @@ class FakePending:
 class FakeRunner:
     """Launched steps run in order, each when its result or a later one is read.
 
-    With `info.max_tokens_per_step` above 1, a step yields a random number of tokens from 0 to a
-    sequence's limit, and leaves garbage in the cache where tokens were not accepted.
+    With `info.max_tokens_per_step` above 1, a step yields a random number of tokens from 1 on, and
+    leaves garbage in the cache where tokens were not accepted. A decode from the device begins at
+    the row's length, which is known here alone until the ids are read.
 
     Attributes:
         arena: arena offset → key; an image is read here when its step *runs*.
@@ -220,14 +230,15 @@ class FakeRunner:
     random: random.Random = field(default_factory=lambda: random.Random(0))
     _cache: dict[int, int] = field(default_factory=dict)
     _last: dict[int, int] = field(default_factory=dict)
-    _starts: dict[int, RowStart] = field(default_factory=dict)  # by row, as of the launches
+    _lengths: dict[int, int] = field(default_factory=dict)  # by row, with the last token
+    _starts: dict[int, FakeRow] = field(default_factory=dict)  # by row, as of the launches
     _tables: dict[int, list[int]] = field(default_factory=dict)
     _states: dict[int, int] = field(default_factory=dict)  # by row
     _checkpoints: dict[int, int] = field(default_factory=dict)  # by slot
     num_restored: int = 0
     num_saved: int = 0
     _references: dict[int, Reference] = field(default_factory=dict)
-    _queue: deque[tuple[Step, list[RowStart], list[list[int]], FakePending]] = field(
+    _queue: deque[tuple[Step, list[FakeRow], list[list[int]], FakePending]] = field(
         default_factory=deque
     )
 
@@ -242,30 +253,36 @@ class FakeRunner:
             except BaseException:
                 self._damage_states(step)
                 raise
-        for start in step.row_starts:
-            assert 0 <= start.row < self.info.max_num_sequences
-            self._starts[start.row] = start
+        for start, sampling in zip(step.compute.row_starts, step.sample.row_starts, strict=True):
+            assert 0 <= start.row == sampling.row < self.info.max_num_sequences
+            self._starts[start.row] = FakeRow(
+                start.row,
+                start.sequence_id,
+                start.position_delta,
+                sampling.params,
+                sampling.num_prompt_tokens,
+            )
             self._tables[start.row] = []
         taken = 0
-        for row, first, count in step.block_updates.tolist():
+        for row, first, count in step.compute.block_updates.tolist():
             assert first <= len(self._tables[row])
-            self._tables[row][first:] = step.block_ids[taken : taken + count].tolist()
+            self._tables[row][first:] = step.compute.block_ids[taken : taken + count].tolist()
             taken += count
-        assert taken == len(step.block_ids)
-        rows, lengths = step.rows.tolist(), step.lengths.tolist()
-        assert 0 < step.num_tokens <= self.info.max_batched_tokens
-        assert step.num_tokens == sum(lengths)
-        assert lengths[: step.num_from_device] == [1] * step.num_from_device
+        assert taken == len(step.compute.block_ids)
+        rows, lengths = step.compute.rows.tolist(), step.compute.lengths.tolist()
+        assert 0 < step.compute.num_tokens <= self.info.max_batched_tokens
+        assert step.compute.num_tokens == sum(lengths)
+        assert lengths[: step.compute.num_from_device] == [1] * step.compute.num_from_device
         assert len(set(rows)) == len(rows)
         starts = [self._starts[row] for row in rows]
         tables = [list(self._tables[row]) for row in rows]
         ids = [start.sequence_id for start in starts]
-        self.batches.append(list(zip(ids, step.starts.tolist(), lengths, strict=True)))
-        assert not set(step.late.tolist()) & set(step.masked.tolist())
-        assert all(i < step.num_from_device for i in step.samples[step.late])
+        self.batches.append(list(zip(ids, step.compute.starts.tolist(), lengths, strict=True)))
+        assert not set(step.sample.late.tolist()) & set(step.sample.masked.tolist())
+        assert all(i < step.compute.num_from_device for i in step.compute.samples[step.sample.late])
         if self._queue:
             assert self._queue[-1][3].sampled, "the last step was not sampled"
-        pending = FakePending(self, step, sampled=len(step.late) == 0)
+        pending = FakePending(self, step, sampled=len(step.sample.late) == 0)
         self._queue.append((step, starts, tables, pending))
         return pending
 
@@ -273,36 +290,46 @@ class FakeRunner:
         step, starts, tables, pending = self._queue.popleft()
         assert pending.sampled
         most = self.info.max_tokens_per_step
-        samples, limits = step.samples.tolist(), step.limits
+        samples, limits = step.compute.samples.tolist(), step.compute.limits
         found = np.full((len(samples), most), -99, np.int32)
         counts = np.ones(len(samples), np.int32)
         logprobs: dict[int, list[Logprobs]] = {}
         first = 0
-        for start in step.row_starts:
+        for start in step.compute.row_starts:
             self._start_state(start)
-        for index, length in enumerate(step.lengths.tolist()):
-            poison = self._compute(step, index, first, starts[index], tables[index])
+        for index, length in enumerate(step.compute.lengths.tolist()):
+            row, at = starts[index].row, int(step.compute.starts[index])
+            excess = 0
+            if index < step.compute.num_from_device:
+                excess = at + 1 - self._lengths[row]
+                assert excess >= 0 and (most > 1 or excess == 0), "not an upper bound"
+                at -= excess
+            poison = self._compute(step, index, first, at, starts[index], tables[index])
             first += length
             if index not in samples:
                 continue
             sample = samples.index(index)
+            end = at + length
             limit = 1 if limits is None else int(limits[sample])
             assert 1 <= limit <= most
-            end = int(step.starts[index]) + length
-            tokens = self._sample(step, sample, starts[index], tables[index], end, limit)
+            generated = end - starts[index].num_prompt
+            tokens = self._sample(step, sample, starts[index], tables[index], end, limit, generated)
             if poison:
-                self._last[starts[index].row], tokens = tokens[-1], [NOT_FINITE]
+                self._last[row], tokens = tokens[-1], [NOT_FINITE]
             elif most > 1 and tokens != [ALL_MASKED]:
-                tokens = tokens[: self.random.randint(0, limit)]
-                for number in range(end + max(0, len(tokens) - 1), end + limit - 1):
+                tokens = tokens[: self.random.randint(1, limit)]
+                for number in range(end + len(tokens) - 1, end + limit - 1):
                     self._write(tables[index], number, _GARBAGE)
+            self._lengths[row] = end + len(tokens)
             if tokens and not poison:
                 self._last[starts[index].row] = tokens[-1]
             found[sample, : len(tokens)] = tokens
             counts[sample] = len(tokens)
             if starts[index].sampling.top_logprobs is not None:
                 logprobs[sample] = [Logprobs(-float(t), [t], [-1.0]) for t in tokens]
-        for row, slot in () if step.state_saves is None else step.state_saves.tolist():
+        for row, slot in (
+            () if step.compute.state_saves is None else step.compute.state_saves.tolist()
+        ):
             assert 0 <= slot < self.info.num_checkpoints
             self._checkpoints[slot] = self._states[row]
             self.num_saved += 1
@@ -311,14 +338,14 @@ class FakeRunner:
     def _scores(self, step: Step) -> list[Scores]:
         """Of each follower: its id as logprob, and ids after it as alternatives."""
         taken, scores = 0, []
-        for first, count, most in step.scored.tolist():
-            ids = step.followers[taken : taken + count]
+        for first, count, most in step.sample.scored.tolist():
+            ids = step.sample.followers[taken : taken + count]
             taken += count
-            known = first - step.num_from_device
-            assert (ids[:-1] == step.token_ids[known + 1 : known + count]).all()
+            known = first - step.compute.num_from_device
+            assert (ids[:-1] == step.compute.token_ids[known + 1 : known + count]).all()
             tops = ids[:, None] + np.arange(most, dtype=np.int32)
             scores.append(Scores(ids.astype(np.float32), ids, tops, tops.astype(np.float32)))
-        assert taken == len(step.followers)
+        assert taken == len(step.sample.followers)
         return scores
 
     def _start_state(self, start: RowStart) -> None:
@@ -331,23 +358,23 @@ class FakeRunner:
         """A step that raises has changed its rows' states, and perhaps copied them."""
         while self.info.has_states and self._queue:
             self.run_oldest()
-        self._states |= dict.fromkeys(step.rows.tolist(), _GARBAGE)
-        if step.state_saves is not None:
-            self._checkpoints |= dict.fromkeys(step.state_saves[:, 1].tolist(), _GARBAGE)
+        self._states |= dict.fromkeys(step.compute.rows.tolist(), _GARBAGE)
+        if step.compute.state_saves is not None:
+            self._checkpoints |= dict.fromkeys(step.compute.state_saves[:, 1].tolist(), _GARBAGE)
 
     def _compute(
-        self, step: Step, index: int, first: int, start: RowStart, table: list[int]
+        self, step: Step, index: int, first: int, at: int, start: FakeRow, table: list[int]
     ) -> bool:
-        """Writes the entries of a chunk; whether one of its images is poisoned."""
-        known = first - step.num_from_device
-        features = self._features(step, first, int(step.lengths[index]))
-        for offset in range(int(step.lengths[index])):
-            number = int(step.starts[index]) + offset
-            if index < step.num_from_device:
+        """Writes a chunk's entries, from token `at` on; whether an image of it is poisoned."""
+        known = first - step.compute.num_from_device
+        features = self._features(step, first, int(step.compute.lengths[index]))
+        for offset in range(int(step.compute.lengths[index])):
+            number = at + offset
+            if index < step.compute.num_from_device:
                 token, position = self._last[start.row], (number + start.position_delta,) * 3
             else:
-                token = int(step.token_ids[known + offset])
-                position = tuple(step.positions[:, known + offset].tolist())
+                token = int(step.compute.token_ids[known + offset])
+                position = tuple(step.compute.positions[:, known + offset].tolist())
                 self._last[start.row] = token
             previous = self._read(table, number - 1)
             feature = features.get(offset, (b"", 0))[1]
@@ -362,7 +389,7 @@ class FakeRunner:
     def _features(self, step: Step, first: int, length: int) -> dict[int, tuple[bytes, int]]:
         """Image keys and features of a chunk's tokens, read from the arena now."""
         found = {}
-        for row, num_rows, arena_offset, num_tokens, first_token in step.images.tolist():
+        for row, num_rows, arena_offset, num_tokens, first_token in step.compute.images.tolist():
             if first <= row < first + length:
                 assert row + num_rows <= first + length and first_token + num_rows <= num_tokens
                 key = self.arena[arena_offset]
@@ -372,25 +399,31 @@ class FakeRunner:
         return found
 
     def _sample(
-        self, step: Step, sample: int, start: RowStart, table: list[int], end: int, limit: int
+        self,
+        step: Step,
+        sample: int,
+        start: FakeRow,
+        table: list[int],
+        end: int,
+        limit: int,
+        generated: int,
     ) -> list[int]:
         """`limit` tokens after the first `end` ones; computes all but the last."""
         self._check_all(start, table, end)
         mask = None
-        if sample in step.masked.tolist():
-            mask = step.token_masks[step.masked.tolist().index(sample)]
+        if sample in step.sample.masked.tolist():
+            mask = step.sample.token_masks[step.sample.masked.tolist().index(sample)]
         tokens: list[int] = []
         for ahead in range(limit):
-            generated = int(step.generated[sample]) + ahead
             entry = self._read(table, end - 1 + ahead)
-            tokens.append(token_of(entry, start.sampling.seed, generated, mask))
+            tokens.append(token_of(entry, start.sampling.seed, generated + ahead, mask))
             if ahead < limit - 1:
                 number = end + ahead
                 position = (number + start.position_delta,) * 3
                 self._write(table, number, next_entry(entry, tokens[-1], position, 0))
         return tokens
 
-    def _check_all(self, start: RowStart, table: list[int], end: int) -> None:
+    def _check_all(self, start: FakeRow, table: list[int], end: int) -> None:
         """Each entry of the sequence, not just the last, is what it is when it runs alone."""
         message = self.messages.get(start.sequence_id)
         if message is None:

@@ -8,6 +8,7 @@ from msgspec import structs
 
 from services.common.process.channel import ChannelClosed, EngineChannel
 from services.decoder.engine.engine import Engine
+from services.decoder.engine.mask_gate import MaskGate
 from services.decoder.engine.messages import (
     EngineInfo,
     EngineMessage,
@@ -15,6 +16,7 @@ from services.decoder.engine.messages import (
     ImageReady,
     MaskLink,
 )
+from services.decoder.engine.tenants import TenantAdmission
 from services.decoder.masks.links import open_link, send_tokens
 from tests.fake_runner import FakeRunner
 
@@ -32,7 +34,11 @@ class InProcessEngine:
         self._link, self.link = socket.socketpair()
         self._links: dict[int, EngineChannel] = {}
         self.runner = runner
-        self.engine = Engine(runner, overlap=overlap, min_partial_tokens=1)
+        self._gate = MaskGate(runner.info.vocab_size)
+        self.engine = Engine(
+            runner, overlap=overlap, admission=TenantAdmission(), gate=self._gate,
+            min_partial_tokens=1,
+        )  # fmt: skip
         self.running = asyncio.Event()
         self.running.set()
         self._inbox: list[FrontMessage] = []
@@ -58,18 +64,18 @@ class InProcessEngine:
                 if isinstance(message, MaskLink):
                     link, rows = open_link(self._link, message)
                     self._links[message.link] = link
-                    self.engine.mask_rows[message.link] = rows
+                    self._gate.rows[message.link] = rows
                     continue
                 if isinstance(message, ImageReady):
                     self.runner.arena[message.arena_offset] = message.key
                 self.engine.handle(message)  # type: ignore[arg-type]
             self._receive_masks()
-            if self.engine.waits_for_masks:
+            if self.engine.waits:
                 continue
             if self.engine.has_work:
                 done = self.engine.step()
                 if done is not None:
-                    send_tokens(self.engine, self._links, done)
+                    send_tokens(self._gate, self._links, done)
                     return done
             elif not self._inbox:
                 self._wake.clear()

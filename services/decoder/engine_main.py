@@ -24,6 +24,7 @@ from services.common.process.progress import log_progress
 from services.common.telemetry import setup_logging
 from services.decoder.engine.calibration import measured_cost
 from services.decoder.engine.engine import Engine
+from services.decoder.engine.mask_gate import MaskGate
 from services.decoder.engine.messages import (
     EngineInfo,
     FrontMessage,
@@ -32,6 +33,7 @@ from services.decoder.engine.messages import (
     Shutdown,
 )
 from services.decoder.engine.runner_factory import ModelRunner, RunnerOptions, create_runner
+from services.decoder.engine.tenants import TenantAdmission
 from services.decoder.masks.links import open_link, send_tokens
 from services.decoder.settings import DecoderSettings
 
@@ -54,6 +56,7 @@ _MASK_POLL_S = 0.00002
 
 def run(
     engine: Engine,
+    gate: MaskGate,
     channel: EngineChannel[FrontMessage],
     kernel_calls: Callable[[], dict[str, int]],
     link: socket.socket | None = None,
@@ -64,6 +67,7 @@ def run(
 
     Args:
         engine: of the model.
+        gate: the engine's.
         channel: to the front.
         kernel_calls: the runner's counts, for the front's metrics.
         link: to the front, over which the descriptors of each `MaskLink` come.
@@ -75,7 +79,7 @@ def run(
     reported_at = 0.0
     links: dict[int, EngineChannel[Any]] = {}
     while True:
-        if engine.waits_for_masks:
+        if engine.waits:
             messages = channel.receive(0.0, awake_s=_MASK_POLL_S)
         elif engine.has_work:
             messages = channel.receive(0.0)
@@ -89,17 +93,17 @@ def run(
                 continue
             if isinstance(message, MaskLink):
                 assert link is not None
-                links[message.link], engine.mask_rows[message.link] = open_link(link, message)
+                links[message.link], gate.rows[message.link] = open_link(link, message)
                 channel.join(links[message.link])
                 continue
             engine.handle(message)
-        if engine.waits_for_masks:
+        if engine.waits:
             engine.plan()
             continue
         done = engine.step()
         if done is not None:
             if links:
-                send_tokens(engine, links, done)  # masks are waited for
+                send_tokens(gate, links, done)  # masks are waited for
             channel.send(done)
             if (now := time.monotonic()) - reported_at >= _KERNEL_CALLS_PERIOD_S:
                 reported_at = now
@@ -142,9 +146,12 @@ def main() -> int:
         )
         runner = create_runner(runner_options(settings, on_gpu=on_gpu), end.arena)
         log_progress("timing steps")
+        gate = MaskGate(runner.info.vocab_size)
         engine = Engine(
             runner,
             overlap=on_gpu,
+            admission=TenantAdmission(),
+            gate=gate,
             out_of_memory=(torch.OutOfMemoryError,),
             step_ms=settings.step_ms,
             step_cost=measured_cost(runner, _TIMING_S_GPU if on_gpu else _TIMING_S_CPU),
@@ -152,7 +159,7 @@ def main() -> int:
         freeze_gc()
         channel.send(ready_message(engine, runner, on_gpu=on_gpu))
         awake_s = _AWAKE_S if on_gpu else 0.0
-        run(engine, channel, lambda: runner.kernel_calls, end.links[0], awake_s=awake_s)
+        run(engine, gate, channel, lambda: runner.kernel_calls, end.links[0], awake_s=awake_s)
     except ChannelClosed:
         log.info("the front has exited")
     except (ModelSpecError, ValueError) as error:

@@ -175,12 +175,12 @@ def test_late_masks_are_sampled_under_without_waiting(dummy: Harness, eager: boo
     for sequence in running:
         dummy.step(dummy.chunk(sequence))
     dummy.step(*[dummy.chunk(sequence) for sequence in running])
-    graphs = dummy.runner.graphs
+    graphs = dummy.runner.computer.graphs
     first, second = [dummy.chunk(s) for s in running], [dummy.chunk(s) for s in running]
     for chunk in second[::2]:
         chunk.is_late = True
     try:
-        dummy.runner.graphs = [] if eager else graphs
+        dummy.runner.computer.graphs = [] if eager else graphs
         torch.cuda.set_sync_debug_mode("error")
         before = dummy.launch(*first)
         pending = dummy.launch(*second)
@@ -192,10 +192,10 @@ def test_late_masks_are_sampled_under_without_waiting(dummy: Harness, eager: boo
         after = dummy.launch(*[dummy.chunk(s) for s in running])  # reads what was sampled
     finally:
         torch.cuda.set_sync_debug_mode("default")
-        dummy.runner.graphs = graphs
+        dummy.runner.computer.graphs = graphs
     found = pending.result().token_ids[:, 0].tolist()
     assert pending.is_computed() and found[::2] == [1000, 1001, 1002, 1003]
-    assert dummy.runner._state.rows.last_tokens[:8].min() >= 0
+    assert dummy.runner.computer._state.rows.last_tokens[:8].min() >= 0
     assert len(before.result().token_ids) == len(after.result().token_ids) == 8
     for sequence in running:
         dummy.finish(sequence)

@@ -179,11 +179,11 @@ def logits(model: Qwen3_5ForCausalLM, token_ids: list[int]) -> Tensor:
 
 
 def test_the_table_uses_kernels(pair: Pair) -> None:
-    table = pair.ours.runner._model.ops.table
+    table = pair.ours.runner.computer._model.ops.table
     print(f"\n{table}")
     operations = ("delta_decode", "delta_prefill", "gated_norm", "qk_rope_cache", "output_gate")
     assert [table.usable(name)[0].name for name in operations] == ["triton"] * 5
-    assert len(pair.ours.runner.graphs) == 3, "a kind of step is not captured"
+    assert len(pair.ours.runner.computer.graphs) == 3, "a kind of step is not captured"
 
 
 @pytest.mark.parametrize("chunk", [None, 100])
@@ -210,7 +210,7 @@ def test_decodes_are_as_close_to_float32_as_hugging_faces(pair: Pair, count: int
 
 
 def states_of(harness: Harness, rows: list[int]) -> tuple[Tensor, Tensor]:
-    states = harness.runner._state.states
+    states = harness.runner.computer._state.states
     assert states is not None
     return states.conv[:, rows].clone(), states.recurrent[:, rows].clone()
 
@@ -234,7 +234,7 @@ def test_a_graph_agrees_with_the_eager_step(pair: Pair, decodes: int, chunks: li
         step.append(ours.chunk(sequence, length))
     step.sort(key=lambda chunk: (not chunk.from_device, chunk.length != 1))  # as `launch` does
     rows = [sequence.row for sequence in running]
-    states = ours.runner._state.states
+    states = ours.runner.computer._state.states
     assert states is not None
     before = states.conv.clone(), states.recurrent.clone()
     ends = np.cumsum([chunk.length for chunk in step]) - 1
@@ -244,7 +244,7 @@ def test_a_graph_agrees_with_the_eager_step(pair: Pair, decodes: int, chunks: li
     states.recurrent.copy_(before[1])
     tokens = ours.launch(*step).result().token_ids[:, 0].tolist()
     kind = 0 if not chunks else 1 if len(step) == 1 else 2
-    captured = getattr(ours.runner.graphs[kind], "_logits")[: len(step)]  # noqa: B009
+    captured = getattr(ours.runner.computer.graphs[kind], "_logits")[: len(step)]  # noqa: B009
     assert relative(captured, eager) < 5e-2  # GEMMs of another size
     assert tokens == greedy(captured).tolist()
     for found, expected in zip(states_of(ours, rows), eager_states, strict=True):

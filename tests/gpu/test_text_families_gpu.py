@@ -157,14 +157,14 @@ def test_decodes_are_as_close_to_float32_as_hugging_faces(pair: Pair, count: int
 @pytest.mark.parametrize("count", [1, 2, 5, DECODES])
 def test_graphs_agree_with_eager_steps(pair: Pair, count: int) -> None:
     ours = pair.ours
-    assert ours.runner.graphs, "no backend here captures steps"
+    assert ours.runner.computer.graphs, "no backend here captures steps"
     running = [ours.start(ids, row) for row, ids in enumerate(pair.prompts[:count])]
     for sequence in running:
         ours.step(ours.chunk(sequence))
     chunks = [ours.chunk(sequence) for sequence in running]
     eager = ours.logits(*chunks)
     tokens = ours.launch(*chunks).result().token_ids[:, 0].tolist()
-    captured = ours.runner.graphs[0]._logits[:count]
+    captured = ours.runner.computer.graphs[0]._logits[:count]
     # Padded to a bucket, GEMMs are of another size, as in test_decoder_graphs.py.
     assert relative(captured, eager) < 5e-2
     assert tokens == greedy(captured).tolist()

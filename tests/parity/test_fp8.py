@@ -173,7 +173,7 @@ def test_layers_call_the_dispatch_table(untied: Quantized) -> None:
     harness = Harness(directory)
     sequence = harness.start(list(range(9)))
     harness.logits(harness.chunk(sequence))
-    calls = harness.runner._model.ops.table.calls()
+    calls = harness.runner.computer._model.ops.table.calls()
     assert calls["fp8_block_linear", "plain"] == 4 * untied.oracle.spec.text.num_layers
 
 
@@ -216,7 +216,7 @@ def test_fused_operations_agree(
         and "layers.1.mlp.down_proj" not in module,
     )  # fmt: skip
     harness, expected = Harness(directory), untied.expected(meant)
-    text = harness.runner._model.ops.table.facts.text
+    text = harness.runner.computer._model.ops.table.facts.text
     facts = KernelFacts(
         KNOWN_DEVICES["h200"],
         text,
@@ -241,7 +241,7 @@ def test_fused_operations_agree(
         on_cpu = replace(facts, device=DeviceFacts("cpu"), dtype=torch.float32)
         formats = {"plain": (), facts.weight_format: rows}  # a layer is unquantized
         ops = Ops(table.resolve(on_cpu, formats=formats), formats)
-        harness.runner._model.ops = ops
+        harness.runner.computer._model.ops = ops
         called.clear()
         assert error(untied.run(harness), expected) < TOLERANCE
         assert len(set(called)) == len(chosen)
@@ -396,10 +396,10 @@ def test_dummy_weights_are_quantized_as_the_configuration_says(model: Quantized)
     directory, _ = model.write("compressed-block")
     (directory / "model.safetensors").unlink()
     runner = Harness(directory, load_format="dummy").runner
-    layer = runner._model.layers[0]  # type: ignore[attr-defined]
+    layer = runner.computer._model.layers[0]  # type: ignore[attr-defined]
     assert layer.mlp.down_proj.weight_format == "fp8_block"
     projection = layer.mlp.down_proj
     weight = fp8_weight.dequantize(projection.method.weight(projection), torch.float32)
     assert 0.015 < float(weight.std()) < 0.025
-    head = runner._model.lm_head  # type: ignore[attr-defined]
+    head = runner.computer._model.lm_head  # type: ignore[attr-defined]
     assert head is None or head.is_plain

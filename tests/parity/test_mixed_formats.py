@@ -67,7 +67,7 @@ def check(oracle: Oracle, directory: Path, meant: dict[str, Tensor], formats: se
     for chunk_size in (None, 1):
         found = harness.prompt_logits(harness.start(ids), chunk_size)
         assert error(found, expected(oracle, meant)) < TOLERANCE
-    table = harness.runner._model.ops.table
+    table = harness.runner.computer._model.ops.table
     assert {name for name in table.operations if name.startswith("project")} == {
         f"project[{each}]" for each in formats
     }
@@ -144,9 +144,9 @@ def test_experts_in_another_format(tmp_path: Path, part: str) -> None:
     found = model.ours()
     assert error(found, model.expected(meant)) < TOLERANCE
     harness = Harness(model.directory)
-    experts = harness.runner._model.layers[0].mlp.experts
+    experts = harness.runner.computer._model.layers[0].mlp.experts
     assert experts.weight_format == {
         "experts": "fp8_block", "attention": "plain", "gate and up": "fp8_block+plain"
     }[part]  # fmt: skip
-    assert f"moe[{experts.weight_format}]" in harness.runner._model.ops.table.operations
+    assert f"moe[{experts.weight_format}]" in harness.runner.computer._model.ops.table.operations
     assert not torch.equal(found, torch.zeros_like(found))

@@ -55,7 +55,7 @@ class Conversations(Bench):
         engine = self.engine(**options)
         runner = engine._runner
         assert isinstance(runner, ModelRunner)
-        for states in (runner._state.states, runner._state.checkpoints):
+        for states in (runner.computer._state.states, runner.computer._state.checkpoints):
             assert states is not None
             states.conv.fill_(torch.nan)
             states.recurrent.fill_(torch.nan)

@@ -104,7 +104,9 @@ class AttentionBackend(Protocol):
         ...
 
     def plans_from_blocks(self, num_decodes: int) -> bool:
-        """Whether the plan of a captured step of decodes alone reads block tables."""
+        """Whether the plan of a captured step of decodes alone reads block tables; if not, a replay
+        needs no plan. Constant after warm-up.
+        """
         ...
 
     def list_work(self, step: StepLengths, *, captured: bool) -> npt.NDArray[np.int32] | None:

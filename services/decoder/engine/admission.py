@@ -1,94 +1,63 @@
-"""Which waiting sequence is admitted next, and which is preempted. Pure Python.
-
-The tenant with the fewest rows for its weight is next, so that tenants that compete run as many
-sequences as their weights say, and a quiet tenant's prompt is the first of the next step whatever
-another has waiting. Within a tenant the order is that of priority and arrival. With one tenant all
-of this is a plain queue. Quotas are the gateway's.
-"""
+"""Which waiting sequence is admitted next, and which is preempted. Pure Python."""
 
 from bisect import insort
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from operator import attrgetter
 
 from services.decoder.engine.sequence import Sequence
 
-_MUCH = 2  # times the rows of another tenant
 latest = attrgetter("priority", "admission")  # the greatest is preempted first
 
 
 class AdmissionPolicy:
-    """Owner of the waiting sequences and of the tenants' counts of rows."""
+    """Owner of the waiting sequences: a queue by priority and arrival."""
 
     def __init__(self) -> None:
-        self._queues: dict[str, list[Sequence]] = {}  # by tenant, not empty
-        self._rows = Counter[str]()
+        self._queue: list[Sequence] = []
 
     def __len__(self) -> int:
         """Sequences that wait."""
-        return sum([len(queue) for queue in self._queues.values()])
+        return len(self._queue)
 
     def __iter__(self) -> Iterator[Sequence]:
-        for queue in self._queues.values():
-            yield from queue
+        return iter(self._queue)
 
     @property
-    def are_several(self) -> bool:
-        """Whether sequences of several tenants run or wait."""
-        return len(self._rows.keys() | self._queues.keys()) > 1
+    def may_preempt(self) -> bool:
+        """Whether a running sequence may have to yield to a waiting one, see `must_yield`."""
+        return False
 
     def wait(self, sequence: Sequence) -> None:
         """Queues a sequence: a new one, or one that was preempted."""
-        queue = self._queues.setdefault(sequence.tenant, [])
-        insort(queue, sequence, key=lambda s: (s.priority, s.arrival))
+        insort(self._queue, sequence, key=lambda s: (s.priority, s.arrival))
 
     def remove(self, sequence: Sequence) -> None:
         """Takes a waiting sequence from its queue."""
-        queue = self._queues[sequence.tenant]
-        queue.remove(sequence)
-        if not queue:
-            del self._queues[sequence.tenant]
+        self._queue.remove(sequence)
 
     def head(self) -> Sequence | None:
         """The sequence that is next; None: none waits."""
-        heads = [queue[0] for queue in self._queues.values()]
-        return min(heads, key=lambda s: (self._use(s), s.arrival), default=None)
+        return self._queue[0] if self._queue else None
 
     def admitted(self, sequence: Sequence) -> None:
         """Takes the head, which was given a row, from its queue."""
         self.remove(sequence)
-        self._rows[sequence.tenant] += 1
 
     def released(self, sequence: Sequence) -> None:
-        """Counts a row that was returned."""
-        self._rows[sequence.tenant] -= 1
-        if not self._rows[sequence.tenant]:
-            del self._rows[sequence.tenant]
+        """A row was returned."""
 
     def precedes(self, head: Sequence, prefilling: Sequence) -> bool:
         """Whether the head's first chunk comes before another prompt's next one."""
-        return head.tenant != prefilling.tenant and self._use(head) <= self._use(prefilling)
+        return False
 
     def ordered(self, prefilling: Iterable[Sequence]) -> list[Sequence]:
         """Prompts that are under way, in the order in which a step computes them."""
-        return sorted(prefilling, key=self._use) if len(self._rows) > 1 else list(prefilling)
+        return list(prefilling)
 
     def victim(self, running: list[Sequence]) -> Sequence:
-        """The running sequence to preempt: of the tenant with most rows for its weight, the latest
-        admitted of the last priority.
-        """
-        if len(self._rows) > 1:
-            largest = max(running, key=self._use).tenant
-            running = [s for s in running if s.tenant == largest]
+        """The running sequence to preempt."""
         return max(running, key=latest)
 
     def must_yield(self, victim: Sequence, head: Sequence) -> bool:
-        """Whether a running sequence is to make room for the head: its tenant has at least twice as
-        many rows for its weight as the head's will have, so that none is preempted in turn.
-        """
-        wanted = self._use(head) + 1 / head.tenant_weight
-        return victim.tenant != head.tenant and self._use(victim) >= _MUCH * wanted
-
-    def _use(self, sequence: Sequence) -> float:
-        """A tenant's rows for its weight."""
-        return self._rows[sequence.tenant] / sequence.tenant_weight
+        """Whether a running sequence is to make room for the head."""
+        return False

@@ -7,10 +7,19 @@ Pure: no torch, no device.
 
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 
 from services.decoder.engine.sequence import Sequence
-from services.decoder.engine.step import Int32Array, Int64Array, RowStart, Step
+from services.decoder.engine.step import (
+    ComputeStep,
+    Int32Array,
+    Int64Array,
+    RowSampling,
+    RowStart,
+    SampleStep,
+    Step,
+)
 from services.decoder.engine.step_cost import StepLoad
 
 _NO_IDS = np.empty(0, np.int32)
@@ -18,21 +27,20 @@ _NO_INDICES = np.empty(0, np.int64)
 _NO_POSITIONS = np.empty((3, 0), np.int32)
 _NO_UPDATES = np.empty((0, 3), np.int64)
 _NO_IMAGES = np.empty((0, 5), np.int64)
+_NO_RUNS = np.empty((0, 3), np.int64)
 _NO_MASKS = np.empty((0, 0), np.int32)
 
 
-@dataclass(slots=True)
-class Chunk:
+class Chunk(msgspec.Struct, gc=False, eq=False):
     """One sequence's part of a step: its tokens [start, start + length) are computed.
 
     Attributes:
         sequence: it holds a row, and its block table covers start + length - 1 + limit tokens.
-        start: tokens whose keys and values are in the cache already.
+        start: tokens whose keys and values are in the cache already, at most.
         length: tokens to compute now, at least 1.
         from_device: the one input token is the row's last sampled one, whose id may not have
             arrived; otherwise the ids are `sequence.token_ids[start : start + length]`.
         samples: the chunk reaches the last token of the sequence, so a token is sampled.
-        generated: tokens sampled for the sequence before this step, those in flight included.
         limit: the most tokens that the step may yield for the sequence.
         checkpoint: slot that takes the recurrent state after the chunk; -1: none.
         is_late: the sequence's mask arrives while the step is computed.
@@ -44,7 +52,6 @@ class Chunk:
     length: int
     from_device: bool
     samples: bool
-    generated: int
     limit: int = 1
     checkpoint: int = -1
     is_late: bool = False
@@ -86,19 +93,15 @@ class Batch:
         num_from_device = len(chunks)
         rows = [chunk.sequence.row for chunk in chunks]
         starts = [chunk.start for chunk in chunks]
-        # One call of numpy for several lists: fewer calls, of which each costs a microsecond.
         if chunks[-1].from_device:
-            generated = [chunk.generated for chunk in chunks]
-            rows, starts, generated = np.array([rows, starts, generated], np.int64)
+            rows, starts = np.array([rows, starts], np.int64)
             lengths, samples = np.ones_like(rows), np.arange(num_from_device)
         else:
             num_from_device = sum([chunk.from_device for chunk in chunks])
             lengths = [chunk.length for chunk in chunks]
             rows, starts, lengths = np.array([rows, starts, lengths], np.int64)
             sampling = [chunk for chunk in chunks if chunk.samples]
-            samples = [i for i, chunk in enumerate(chunks) if chunk.samples]
-            generated = [chunk.generated for chunk in sampling]
-            samples, generated = np.array([samples, generated], np.int64)
+            samples = np.array([i for i, chunk in enumerate(chunks) if chunk.samples], np.int64)
         known = chunks[num_from_device:]
         token_ids, positions, images = _NO_IDS, _NO_POSITIONS, _NO_IMAGES
         if known:
@@ -106,46 +109,48 @@ class Batch:
             if any(chunk.sequence.images for chunk in known):
                 images = _image_runs(known, num_from_device)
         block_updates, block_ids = self._block_updates()
-        masked: list[int] = []
-        masks: list[Int32Array] = []
-        limits = None
-        if known:  # a sequence that has a mask, or may yield several tokens, is not planned ahead
-            for index in range(num_from_device, len(sampling)):
-                mask = sampling[index].sequence.token_mask
-                if mask is not None and len(mask):
-                    masked.append(index)
-                    masks.append(mask)
-            if any([chunk.limit > 1 for chunk in known]):
-                limits = np.array([chunk.limit for chunk in sampling], np.int64)
+        masked, token_masks, limits = _NO_INDICES, _NO_MASKS, None
+        if known:
+            masked, token_masks = _token_masks(sampling, num_from_device)
+        if self.num_tokens > num_from_device + len(token_ids):  # some may yield several
+            limits = np.array([chunk.limit for chunk in sampling], np.int64)
         late = _NO_INDICES
         if self.late:
             late = np.array([i for i, c in enumerate(sampling) if c.is_late], np.int64)
-        step = Step(
-            rows=rows,
-            starts=starts,
-            lengths=lengths,
-            num_from_device=num_from_device,
-            token_ids=token_ids,
-            positions=positions,
-            samples=samples,
-            generated=generated,
-            limits=limits,
-            block_updates=block_updates,
-            block_ids=block_ids,
-            row_starts=[_row_start(s) for s in dict.fromkeys(self.admitted) if s.row >= 0],
-            images=images,
-            masked=np.array(masked, np.int64) if masked else _NO_INDICES,
-            token_masks=np.stack(masks) if masks else _NO_MASKS,
-            late=late,
-            state_saves=_state_saves(known) if known else None,
-        )
+        scored, followers = _NO_RUNS, _NO_IDS
         if any([chunk.sequence.needs_scores for chunk in known]):
-            step.scored, step.followers = self._scored_runs(num_from_device)
-        return step
+            scored, followers = self._scored_runs(num_from_device)
+        starting = [s for s in dict.fromkeys(self.admitted) if s.row >= 0] if self.admitted else []
+        return Step(
+            ComputeStep(
+                rows=rows,
+                starts=starts,
+                lengths=lengths,
+                num_from_device=num_from_device,
+                token_ids=token_ids,
+                positions=positions,
+                samples=samples,
+                limits=limits,
+                block_updates=block_updates,
+                block_ids=block_ids,
+                row_starts=[_row_start(sequence) for sequence in starting],
+                images=images,
+                state_saves=_state_saves(known) if known else None,
+                keeps_hidden=len(scored) > 0,
+            ),
+            SampleStep(
+                row_starts=[_row_sampling(sequence) for sequence in starting],
+                masked=masked,
+                token_masks=token_masks,
+                late=late,
+                scored=scored,
+                followers=followers,
+            ),
+        )
 
     def _scored_runs(self, first: int) -> tuple[Int64Array, Int32Array]:
-        """`Step.scored` and `followers`; `first` is the index in the step of the first token whose
-        id the host knows.
+        """`SampleStep.scored` and `followers`; `first` is the index in the step of the first token
+        whose id the host knows.
         """
         runs: list[tuple[int, int, int]] = []
         followers: list[int] = []
@@ -161,7 +166,7 @@ class Batch:
         return np.array(runs, np.int64).reshape(-1, 3), np.array(followers, np.int32)
 
     def _block_updates(self) -> tuple[Int64Array, Int32Array]:
-        """`Step.block_updates` and `block_ids`."""
+        """`ComputeStep.block_updates` and `block_ids`."""
         if not self.admitted and not self.extended:
             return _NO_UPDATES, _NO_IDS
         changed = [s for s in dict.fromkeys(self.admitted + self.extended) if s.row >= 0]
@@ -175,20 +180,37 @@ class Batch:
         return np.array(updates, np.int64).reshape(-1, 3), np.array(ids, np.int32)
 
 
+def _token_masks(sampling: list[Chunk], first: int) -> tuple[Int64Array, Int32Array]:
+    """`SampleStep.masked` and `token_masks`; chunks before `first` have none."""
+    masks = {
+        index: mask
+        for index in range(first, len(sampling))
+        if (mask := sampling[index].sequence.token_mask) is not None and len(mask)
+    }
+    if not masks:
+        return _NO_INDICES, _NO_MASKS
+    return np.array([*masks], np.int64), np.stack([*masks.values()])
+
+
 def _row_start(sequence: Sequence) -> RowStart:
+    return RowStart(
+        sequence.row, sequence.sequence_id, sequence.position_delta, sequence.checkpoint
+    )
+
+
+def _row_sampling(sequence: Sequence) -> RowSampling:
     prompt, completion = b"", b""
     if sequence.sampling.has_penalties:
         count = sequence.num_prompt_tokens
         prompt = sequence.token_ids[:count].tobytes()
         completion = sequence.token_ids[count:].tobytes()
-    return RowStart(
-        sequence.row, sequence.sequence_id, sequence.position_delta, sequence.sampling, prompt,
-        completion, sequence.checkpoint,
-    )  # fmt: skip
+    return RowSampling(
+        sequence.row, sequence.sampling, sequence.num_prompt_tokens, prompt, completion
+    )
 
 
 def _state_saves(chunks: list[Chunk]) -> Int64Array | None:
-    """`Step.state_saves`."""
+    """`ComputeStep.state_saves`."""
     saves = [(chunk.sequence.row, chunk.checkpoint) for chunk in chunks if chunk.checkpoint >= 0]
     return np.array(saves, np.int64) if saves else None
 
@@ -230,7 +252,7 @@ def _fill_positions(chunk: Chunk, positions: Int32Array) -> None:
 
 
 def _image_runs(chunks: list[Chunk], first: int) -> Int64Array:
-    """`Step.images`; `first` is the index in the step of the first chunk's first token."""
+    """`ComputeStep.images`; `first` is the index in the step of the first chunk's first token."""
     runs: list[tuple[int, int, int, int, int]] = []
     for chunk in chunks:
         sequence = chunk.sequence

@@ -2,8 +2,8 @@
 
 No torch, no sockets, no text: messages in, `StepDone` out, a runner for the device. With `overlap`
 the engine plans and launches step n + 1 before it reads the tokens of step n, so that the device
-never waits for Python. Token masks arrive while a step is computed, which is then sampled as a
-whole; a sequence whose mask is late gets no token from it. If a sequence turns out to have ended
+never waits for Python. A step may be sampled later than it is launched, when its gate opens
+(`sampling_gate`). If a sequence turns out to have ended
 with step n, its token of step n + 1 is discarded.
 """
 
@@ -13,12 +13,11 @@ import time
 from collections import deque
 
 import numpy as np
-import numpy.typing as npt
 
 from kernels.sampling import ALL_MASKED, NOT_FINITE
+from services.decoder.engine.admission import AdmissionPolicy
 from services.decoder.engine.batch import Batch, Chunk
 from services.decoder.engine.block_manager import BlockManager
-from services.decoder.engine.mask_deadline import MaskDeadline
 from services.decoder.engine.messages import (
     AbortSequence,
     AddSequence,
@@ -26,7 +25,6 @@ from services.decoder.engine.messages import (
     EngineStats,
     ImageReady,
     ImagesOf,
-    NewTokens,
     PromptLogprobs,
     ResetPrefixCache,
     SequenceEvent,
@@ -34,11 +32,11 @@ from services.decoder.engine.messages import (
     StepDone,
     TokenMasks,
 )
+from services.decoder.engine.sampling_gate import SamplingGate
 from services.decoder.engine.scheduler import MIN_PARTIAL_TOKENS, CannotSchedule, Scheduler
 from services.decoder.engine.sequence import Sequence, SequenceState
 from services.decoder.engine.state_pool import MIN_CHECKPOINT_TOKENS, StateCheckpoints
 from services.decoder.engine.step import (
-    Int32Array,
     PendingStep,
     Runner,
     Scores,
@@ -49,9 +47,6 @@ from services.decoder.engine.step_cost import StepCost, StepLoad
 
 log = logging.getLogger(__name__)
 
-# How long the device waits for late masks where no other row of the batch could be sampled.
-_LONE_MASK_GRACE_S = 0.02
-_NO_MASK = np.empty(0, np.int32)
 _FAILURES = {
     NOT_FINITE: "the model's output is not finite",
     ALL_MASKED: "every token is masked out: the token mask or the logit bias allows none",
@@ -67,6 +62,8 @@ class Engine:
             blocks until the step is done, this only delays every token by a step.
         out_of_memory: exceptions of `Runner.execute` that end one sequence, not the engine.
         prefix_caching: share blocks of equal prefixes.
+        admission: see `Scheduler`.
+        gate: what sampling waits for; None: nothing.
         step_ms: how long a step may last, see `Scheduler`.
         step_cost: learns how long steps last; None: they are bounded by their tokens alone.
         min_partial_tokens, min_checkpoint_tokens: see `Scheduler`.
@@ -79,6 +76,8 @@ class Engine:
         overlap: bool,
         out_of_memory: tuple[type[BaseException], ...] = (),
         prefix_caching: bool = True,
+        admission: AdmissionPolicy | None = None,
+        gate: SamplingGate | None = None,
         step_ms: float = math.inf,
         step_cost: StepCost | None = None,
         min_partial_tokens: int = MIN_PARTIAL_TOKENS,
@@ -97,13 +96,14 @@ class Engine:
             prefix_caching=prefix_caching,
             checkpoints=StateCheckpoints(info.num_checkpoints) if info.has_states else None,
         )
-        self._scheduler = Scheduler(
+        self.scheduler = Scheduler(
             self._blocks,
             max_num_sequences=info.max_num_sequences,
             max_batched_tokens=info.max_batched_tokens,
             # One sequence alone must fit: its last token is sampled, never computed.
             max_model_len=min(info.max_model_len, info.num_blocks * info.block_size + 1),
             max_tokens_per_step=info.max_tokens_per_step,
+            admission=admission,
             # A step without its mask is computed again, which recurrent states do not allow.
             late_masks=overlap and not info.has_states,
             step_ms=step_ms,
@@ -113,21 +113,11 @@ class Engine:
         )
         self._sequences: dict[int, Sequence] = {}
         self._pending: deque[tuple[int, Batch, PendingStep]] = deque()
-        # The last step that was launched, if it waits for late masks, and the one that is planned
-        # to follow if none of them is missing.
-        self._unsampled: tuple[Batch, PendingStep] | None = None
+        # The next step, while the last one that was launched is not sampled.
         self._planned: tuple[Batch, Step] | None = None
-        # Of the step that waits for masks, each sequence's place among them.
-        self._places: dict[int, int] = {}
-        self._computed_at = 0.0
-        self._mask_deadline = MaskDeadline()
-        num_words = -(-info.vocab_size // 32)
-        # Of each `MaskLink`, by its number; `[num_rows, num_words]`.
-        self.mask_rows: dict[int, Int32Array] = {}
-        self._nothing_allowed = np.zeros(num_words, np.int32)
-        self._all_allowed = np.full(num_words, -1, np.int32)
+        self.gate = SamplingGate() if gate is None else gate
+        self.gate.attach(self)
         self._num_steps = 0
-        self._num_late_masks = 0
         self._events: list[SequenceEvent] = []
         self._images_read: list[ImagesOf] = []
         # End events that wait for a step in flight which may read the sequence's images.
@@ -137,53 +127,37 @@ class Engine:
         self._read_at = 0.0  # the last step's result
         self._busy_s = 0.0
         self._busy_since = 0.0  # while a step is in flight
-        self._sent = self._gauges()
+        self._sent = _gauges(self.stats())
 
     @property
     def max_model_len(self) -> int:
         """Most tokens of a sequence, prompt and completion."""
-        return self._scheduler.max_model_len
+        return self.scheduler.max_model_len
 
     @property
     def has_work(self) -> bool:
         """Whether `step` has something to do before another message arrives."""
-        return bool(self._pending or self._events or self._delayed) or self._scheduler.has_work
+        return bool(self._pending or self._events or self._delayed) or self.scheduler.has_work
 
     @property
-    def waits_for_masks(self) -> bool:
-        """Whether `step` is better called after further messages: the masks that are missing will
-        arrive in time. Costs nothing where no sequence has masks.
-        """
-        if self._unsampled is None:
-            return False
-        batch, pending = self._unsampled
-        missing = finished = 0
-        for chunk in batch.late:
-            if chunk.sequence.state is SequenceState.FINISHED:
-                finished += 1
-            elif chunk.sequence.token_mask is None:
-                missing += 1
-        if missing == 0:
-            return False
-        now = time.monotonic()
-        if missing + finished < len(batch.chunks):  # others need not wait
-            deadline = self._mask_deadline.at
-            if deadline is None:
-                return not pending.is_computed()
-            if len(batch.late) == len(batch.chunks):  # no free ones, who would gain nothing by it
-                return now < deadline + self._mask_deadline.patience_s(missing, len(batch.late))
-            return now < deadline and not pending.is_computed()
-        if not pending.is_computed():
-            return True
-        self._computed_at = self._computed_at or now
-        return now - self._computed_at < _LONE_MASK_GRACE_S
+    def waits(self) -> bool:
+        """Whether `step` is better called after further messages."""
+        return self.gate.waits
+
+    def find(self, sequence_id: int) -> Sequence | None:
+        """A sequence that has not ended."""
+        return self._sequences.get(sequence_id)
+
+    def fail(self, sequence: Sequence, message: str) -> None:
+        """Ends a sequence."""
+        self._finish(sequence, "failed", message)
 
     def plan(self) -> None:
-        """Plans the next step while `waits_for_masks`, so that the device gets it sooner. Whatever
+        """Plans the next step while the engine waits, so that the device gets it sooner. Whatever
         else the front sends takes part in it, so that it is then planned anew.
         """
-        if self._planned is None and self._unsampled is not None and self._scheduler.is_steady:
-            batch = self._scheduler.schedule()
+        if self._planned is None and self.gate.is_closed and self.scheduler.is_steady:
+            batch = self.scheduler.schedule()
             if batch.chunks:
                 self._planned = batch, batch.to_step()
                 self._runner.prepare(self._planned[1])
@@ -194,7 +168,7 @@ class Engine:
         """Takes one message of the front."""
         match message:
             case TokenMasks():
-                self.masks_ready(message)
+                self.gate.handle(message)
             case AddSequence():
                 self.add(message)
             case ImageReady():
@@ -207,13 +181,13 @@ class Engine:
 
     def add(self, message: AddSequence) -> None:
         """Queues a sequence; one that can never run fails at once."""
-        self._discard_plan()
+        self.discard_plan()
         sequence = Sequence.from_message(message)
         sequence.received_at = time.monotonic()
         try:
             if sequence.images and not self._info.num_features:
                 raise CannotSchedule("the model takes no images")
-            self._scheduler.add(sequence)
+            self.scheduler.add(sequence)
         except CannotSchedule as error:
             self._end(sequence, "failed", str(error))
             return
@@ -223,49 +197,8 @@ class Engine:
     def image_ready(self, sequence_id: int, key: bytes, arena_offset: int) -> None:
         """An image is in the arena. Unknown sequences have ended already and are ignored."""
         if (sequence := self._sequences.get(sequence_id)) is not None:
-            self._discard_plan()
-            self._scheduler.image_ready(sequence, key, arena_offset)
-
-    def masks_ready(self, message: TokenMasks) -> None:
-        """Masks of several sequences, in `mask_rows`."""
-        num_words = len(self._all_allowed)
-        if (rows := self.mask_rows.get(message.link)) is None:  # the process has ended
-            return
-        for number, num_generated, row in zip(
-            message.sequence_ids, message.num_generated, message.rows, strict=True
-        ):
-            mask = _NO_MASK if row < 0 else rows[row, :num_words]
-            self.mask_ready(number, num_generated, mask)
-
-    def mask_ready(self, sequence_id: int, num_generated: int, mask: npt.NDArray[np.int32]) -> None:
-        """The mask of a sequence's next token. One that the sequence has had is ignored: its
-        process may have ended, and another one does not know that. One that does not fit fails the
-        sequence.
-
-        Args:
-            sequence_id: of the sequence.
-            num_generated: tokens before that one.
-            mask: its words; empty: every token is allowed.
-        """
-        sequence = self._sequences.get(sequence_id)
-        if sequence is None or num_generated <= sequence.num_masked:
-            return
-        wanted = sequence.num_generated
-        early = sequence.num_in_flight and not sequence.late_masks
-        if not sequence.awaits_mask or early or num_generated != wanted:
-            problem = f"a token mask for token {num_generated} came, at token {wanted}"
-            self._finish(sequence, "failed", problem)
-        elif mask.nbytes not in (0, self._all_allowed.nbytes):
-            problem = f"a token mask has {mask.nbytes} bytes, not {self._all_allowed.nbytes}"
-            self._finish(sequence, "failed", problem)
-        else:
-            if not sequence.plans_ahead:  # it is planned again
-                self._discard_plan()
-            sequence.num_masked = num_generated
-            place = self._places.get(sequence_id)
-            if place is not None and self._unsampled is not None:
-                self._unsampled[1].put_mask(place, mask if len(mask) else self._all_allowed)
-            self._scheduler.mask_ready(sequence, mask)
+            self.discard_plan()
+            self.scheduler.image_ready(sequence, key, arena_offset)
 
     def abort(self, sequence_id: int) -> None:
         """Ends a sequence; its blocks are free when this returns."""
@@ -274,49 +207,36 @@ class Engine:
 
     def step(self) -> StepDone | None:
         """Launches the next step and reads the one before; returns the events, if any."""
-        began_at = 0.0
-        if self._unsampled is not None:
-            began_at = time.monotonic()
-            if self._unsampled[1].is_computed():
-                self._mask_deadline.computed(began_at)
-            self._sample_late(*self._unsampled)
-        batch = self._planned[0] if self._planned is not None else self._scheduler.schedule()
+        self.gate.sample()
+        batch = self._planned[0] if self._planned is not None else self.scheduler.schedule()
         if batch.chunks:
             self._launch(batch)
-            if began_at:
-                self._mask_deadline.launched(time.monotonic() - began_at)
         if self._pending and (not self._overlap or not batch.chunks or len(self._pending) > 1):
             _, done, pending = self._pending[0]
             output = pending.result()
             self._pending.popleft()
             now = time.monotonic()
-            if self._pending:
-                following = self._pending[0][1].chunks
-                self._mask_deadline.began(now, decodes_only=following[-1].from_device)
-            else:
-                self._mask_deadline.idle()
+            self.gate.read(self._pending[0][1] if self._pending else None, now)
+            if not self._pending:
                 self._busy_s += now - self._busy_since
             if self._step_cost is not None:
                 self._measure(self._step_cost, done, now)
             self._postprocess(done, output)
         if self._delayed:
             self._release_delayed()
-        wanted = self._scheduler.take_wanted_images()
-        if not (self._events or wanted or batch.chunks) and self._gauges() == self._sent:
+        wanted = self.scheduler.take_wanted_images()
+        stats = self.stats()
+        gauges = _gauges(stats)
+        if not (self._events or wanted or batch.chunks) and gauges == self._sent:
             return None
-        self._sent = self._gauges()
-        done = StepDone(self._events, self.stats(), self._images_read, wanted)
+        self._sent = gauges
+        done = StepDone(self._events, stats, self._images_read, wanted)
         self._events, self._images_read = [], []
         return done
 
-    def _gauges(self) -> tuple[int, int, int, int]:
-        scheduler = self._scheduler
-        waiting = scheduler.num_waiting, scheduler.num_lacking_images
-        return scheduler.num_running, *waiting, self._blocks.num_free
-
     def stats(self) -> EngineStats:
         """Gauges and counters as they are now."""
-        scheduler = self._scheduler
+        scheduler = self.scheduler
         return EngineStats(
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
@@ -326,31 +246,24 @@ class Engine:
             num_prefix_hit_tokens=scheduler.num_prefix_hit_tokens,
             num_prompt_tokens=self._num_prompt_tokens,
             num_steps=self._num_steps,
-            num_late_masks=self._num_late_masks,
+            num_late_masks=self.gate.num_missed,
             num_lacking_images=scheduler.num_lacking_images,
             busy_s=self._busy_s + (time.monotonic() - self._busy_since if self._pending else 0.0),
         )
 
-    def masked_tokens(self, events: list[SequenceEvent]) -> NewTokens:
-        """The tokens of sequences with masks that go on."""
-        found = NewTokens([], [], [])
-        for event in events:
-            sequence = self._sequences.get(event.sequence_id)
-            if sequence is not None and sequence.token_masks and event.token_ids:
-                found.sequence_ids.append(event.sequence_id)
-                found.token_ids.append(event.token_ids)
-                found.num_generated.append(sequence.num_generated)
-        return found
-
     def check_integrity(self) -> None:
         """Raises AssertionError unless the states of engine, scheduler and blocks agree."""
-        self._scheduler.check_integrity()
-        sequences = self._scheduler.sequences()
+        self.scheduler.check_integrity()
+        sequences = self.scheduler.sequences()
         assert {s.sequence_id for s in sequences} == set(self._sequences)
-        launched = [c.sequence for _, b, _ in self._pending for c in b.chunks if c.samples]
+        launched = [c for _, b, _ in self._pending for c in b.chunks if c.samples]
         if self._planned is not None:
-            launched += [c.sequence for c in self._planned[0].chunks if c.samples]
-        assert all(s.num_in_flight == launched.count(s) for s in sequences)
+            launched += [c for c in self._planned[0].chunks if c.samples]
+        assert all(s.num_in_flight == sum(c.sequence is s for c in launched) for s in sequences)
+        for sequence in {c.sequence for c in launched}:
+            if sequence.state is SequenceState.RUNNING:
+                most = sum(c.limit for c in launched if c.sequence is sequence)
+                assert sequence.num_computed_tokens == len(sequence.token_ids) - 1 + most
 
     def _launch(self, batch: Batch) -> None:
         now = time.monotonic()
@@ -368,19 +281,14 @@ class Engine:
             self._fail_largest(batch, error)
             return
         self._num_steps += 1
-        self._pending.append((self._scheduler.step, batch, pending))
-        if batch.late:
-            self._unsampled = batch, pending
-            self._places = {c.sequence.sequence_id: i for i, c in enumerate(batch.late)}
-            self._computed_at = 0.0
+        self._pending.append((self.scheduler.step, batch, pending))
+        self.gate.launched(batch, pending)
         for chunk in reversed(batch.chunks):
             if chunk.from_device:
                 break
             self._blocks.register(chunk.sequence)
             if chunk.checkpoint >= 0 and self._blocks.checkpoints is not None:
                 self._blocks.checkpoints.commit(chunk.checkpoint)
-            if chunk.samples and chunk.sequence.late_masks:
-                chunk.sequence.token_mask = None  # the step has it
 
     def _measure(self, cost: StepCost, batch: Batch, now: float) -> None:
         """Learns from a step whose result was just read, at `now`. It began when the one before it
@@ -396,36 +304,17 @@ class Engine:
         if load is not None and not batch.late:
             cost.observe(load, ms)
 
-    def _sample_late(self, batch: Batch, pending: PendingStep) -> None:
-        """Samples the last step; a sequence whose mask has not arrived gets no token."""
-        self._unsampled = None
-        for chunk in batch.late:
-            sequence = chunk.sequence
-            if sequence.state is not SequenceState.FINISHED and sequence.token_mask is None:
-                self._discard_plan()
-                break
-        for place, chunk in enumerate(batch.late):
-            sequence = chunk.sequence
-            mask, sequence.token_mask = sequence.token_mask, None
-            if sequence.state is SequenceState.FINISHED or mask is None:
-                pending.put_mask(place, self._nothing_allowed)
-                chunk.is_void = True
-                if sequence.state is not SequenceState.FINISHED:
-                    self._num_late_masks += 1
-                    self._scheduler.mask_missed(sequence)
-        pending.sample()
-
-    def _discard_plan(self) -> None:
+    def discard_plan(self) -> None:
         """To be called before a sequence leaves the planned step, or joins it."""
         if self._planned is not None:
             batch, _ = self._planned
             self._planned = None
-            self._scheduler.roll_back(batch)
+            self.scheduler.roll_back(batch)
 
     def _fail_largest(self, batch: Batch, error: BaseException) -> None:
         """Fails one sequence of a step that did not fit into the device's memory."""
         largest = max(batch.chunks, key=lambda chunk: (chunk.length, chunk.sequence.admission))
-        self._scheduler.roll_back(batch)
+        self.scheduler.roll_back(batch)
         log.warning(
             "the device is out of memory: the longest sequence of a step ends; lower "
             "DECODER_MAX_NUM_SEQUENCES, DECODER_MAX_MODEL_LEN or DECODER_MEMORY_FRACTION"
@@ -442,18 +331,20 @@ class Engine:
         finished = SequenceState.FINISHED
         events = self._events
         logprobs = output.logprobs
-        sampling = [chunk.sequence for chunk in batch.chunks if chunk.samples]
+        sampling = [chunk for chunk in batch.chunks if chunk.samples]
         rows, counts = output.token_ids.tolist(), output.num_tokens.tolist()
         if batch.late:
-            sampled = [chunk for chunk in batch.chunks if chunk.samples]
-            counts = [0 if c.is_void else n for c, n in zip(sampled, counts, strict=True)]
-        for index, (sequence, ids, count) in enumerate(zip(sampling, rows, counts, strict=True)):
+            counts = [0 if c.is_void else n for c, n in zip(sampling, counts, strict=True)]
+        for index, (chunk, ids, count) in enumerate(zip(sampling, rows, counts, strict=True)):
+            sequence = chunk.sequence
             sequence.num_in_flight -= 1
             if sequence.state is finished:
                 continue
-            if count == 0:
-                self._scheduler.tokens_arrived(sequence, 0)
-                continue
+            if count != chunk.limit:
+                self.scheduler.yielded_less(sequence, chunk.limit - count)
+                if count == 0:
+                    self.scheduler.tokens_arrived(sequence, 0)
+                    continue
             if ids[0] < 0:
                 poisoned = ids[0] == NOT_FINITE
                 self._finish(sequence, "failed", _FAILURES[ids[0]], poisoned=poisoned)
@@ -463,7 +354,8 @@ class Engine:
             if count < len(ids):
                 ids = ids[:count]
             token_ids, stop_ids, reason = sequence.token_ids, sequence.stop_ids, None
-            for number, token_id in enumerate(ids, 1):
+            known = len(token_ids)
+            for token_id in ids:
                 token_ids.append(token_id)
                 if token_id in stop_ids and sequence.num_generated > sequence.sampling.min_tokens:
                     reason = "stop"
@@ -471,7 +363,7 @@ class Engine:
                     reason = "length"
                 else:
                     continue
-                del ids[number:]
+                del ids[len(token_ids) - known :]
                 break
             event = SequenceEvent(sequence.sequence_id, ids)
             if sequence.first_token_at == 0.0:
@@ -488,7 +380,7 @@ class Engine:
                 continue
             events.append(event)
             if not sequence.plans_ahead:
-                self._scheduler.tokens_arrived(sequence, count)
+                self.scheduler.tokens_arrived(sequence, count)
             if len(token_ids) % block_size <= count:
                 self._blocks.register(sequence)
 
@@ -527,8 +419,8 @@ class Engine:
         poisoned: bool = False,
         event: SequenceEvent | None = None,
     ) -> None:
-        self._discard_plan()
-        self._scheduler.finish(sequence, poisoned=poisoned)
+        self.discard_plan()
+        self.scheduler.finish(sequence, poisoned=poisoned)
         del self._sequences[sequence.sequence_id]
         self._end(sequence, reason, message, event)
 
@@ -549,4 +441,9 @@ class Engine:
 
     def _first_in_flight(self) -> int:
         """The oldest step that was launched and not read yet; if there is none, the next step."""
-        return self._pending[0][0] if self._pending else self._scheduler.step + 1
+        return self._pending[0][0] if self._pending else self.scheduler.step + 1
+
+
+def _gauges(stats: EngineStats) -> tuple[int, ...]:
+    """What of the stats is sent whenever it has changed."""
+    return stats.num_running, stats.num_waiting, stats.num_lacking_images, stats.num_free_blocks

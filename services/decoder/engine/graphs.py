@@ -10,8 +10,9 @@ fits no graph eagerly.
 
 from bisect import bisect_left
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -70,28 +71,6 @@ class StepParts:
     graph_pool: Any  # memory that graphs share; torch has no type for it
     capture_stream: torch.cuda.Stream  # one for all: torch's cached memory belongs to a stream
     states: StateCache | None = None
-
-
-class StepGraphs(Protocol):
-    """Graphs of one kind of step."""
-
-    masks_images: bool  # every step has a mask of its visual tokens
-    runs_decodes: bool  # alone, each of which samples
-
-    def plans_from_blocks(self, step: StepInputs) -> bool:
-        """Whether a padded step's plan reads block tables, before the graph runs."""
-        ...
-
-    def pad(self, step: StepInputs) -> StepInputs | None:
-        """The step padded to a captured size, or None: it must run eagerly."""
-        ...
-
-    def replay(self, step: StepInputs) -> tuple[Tensor, Tensor]:
-        """Runs an uploaded step: logits `[n, vocab_size]` and greedy tokens `[n]`.
-
-        Both are valid until the next replay, and have a row per sampling chunk, then padding.
-        """
-        ...
 
 
 @dataclass(slots=True)
@@ -214,16 +193,24 @@ class DecodeGraphs(_GraphSet):
     def __init__(self, parts: StepParts, scratch: StepInputs) -> None:
         super().__init__(parts)
         self._scratch = scratch
+        # Of a size, as of the first step after warm-up: the longest context of the fused kernel,
+        # and whether the plan of any other reads block tables.
+        self._choices: dict[int, tuple[int, bool]] = {}
 
     def pad(self, step: StepInputs) -> StepInputs | None:
         count = len(step.seq_lens)
         if step.num_decodes != count or len(step.samples) != count or step.images:
             return None
-        size = self._size(count)
-        return step_inputs.pad(step, size, self._scratch) if size else None
-
-    def plans_from_blocks(self, step: StepInputs) -> bool:
-        return not self._is_fused(step) and self.parts.backend.plans_from_blocks(step.num_decodes)
+        if (size := self._size(count)) is None:
+            return None
+        step_inputs.pad(step, size, self._scratch)
+        if size not in self._choices:
+            backend, ops = self.parts.backend, self.parts.model.ops
+            self._choices[size] = ops.max_fused_context(size), backend.plans_from_blocks(size)
+        longest, plans = self._choices[size]
+        step.is_fused = longest > 0 and int(step.seq_lens.max()) <= longest
+        step.plans_from_blocks = plans and not step.is_fused
+        return step
 
     def capture(self, step: StepInputs) -> None:
         """Captures a padded step; the largest must be the first."""
@@ -236,8 +223,8 @@ class DecodeGraphs(_GraphSet):
             self._capture(kind, step, None)
 
     def replay(self, step: StepInputs) -> tuple[Tensor, Tensor]:
-        kind = _Kind(step.num_decodes, self._is_fused(step))
-        if not kind.fused:
+        kind = _Kind(step.num_decodes, step.is_fused)
+        if step.plans_from_blocks:  # else nothing of a plan is read when the graph runs
             metadata = self._captured[kind].metadata
             metadata.cu_query_lens, metadata.seq_lens = step.cu_query_lens, step.seq_lens
             metadata.first_blocks = step.first_blocks
@@ -252,9 +239,6 @@ class _ChunkGraphs(_GraphSet):
         super().__init__(parts)
         self.masks_images = parts.images is not None
         self.runs_decodes = False
-
-    def plans_from_blocks(self, step: StepInputs) -> bool:
-        return False
 
     def capture(self, step: StepInputs) -> None:
         """Captures a padded step; the largest must be the first."""
@@ -285,7 +269,9 @@ class PromptGraphs(_ChunkGraphs):
         if len(step.seq_lens) != 1 or step.num_decodes or not self._is_faster(step):
             return None
         size = self._size(step.tokens.shape[1])
-        return step_inputs.pad_prompt(step, size) if size else None
+        if size:  # it samples, as every captured step does: before a prompt's end nobody reads it
+            step.num_tokens, step.samples = size, np.zeros(1, np.int64)
+        return step if size else None
 
 
 class MixedGraphs(_ChunkGraphs):

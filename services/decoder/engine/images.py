@@ -16,7 +16,7 @@ from services.decoder.models.base import Transfer, VisualInput
 
 
 class ImageRun(NamedTuple):
-    """Consecutive tokens of one image in a step; see `Step.images`.
+    """Consecutive tokens of one image in a step; see `ComputeStep.images`.
 
     Attributes:
         row: index in the step of the run's first token.

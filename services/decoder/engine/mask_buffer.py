@@ -7,15 +7,15 @@ from torch import Tensor
 
 
 class MaskBuffer:
-    """Masks of one step, packed on the host and uploaded at once. `ModelRunner` owns it.
+    """The `step_sampler.LateMasks` of a device: masks are packed on the host and uploaded at once.
 
     On a GPU there are two pinned host buffers, used in turn, and one on the device. The copy has a
     stream of its own, so that it runs beside the step that will be sampled. On a CPU the host
     buffer is read.
     """
 
-    def __init__(self, num_rows: int, num_words: int, device: torch.device) -> None:
-        shape, cuda = (num_rows, num_words), device.type == "cuda"
+    def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
+        shape, cuda = (num_rows, -(-vocab_size // 32)), device.type == "cuda"
         turns = 2 if cuda else 1
         self._hosts = [torch.empty(shape, dtype=torch.int32, pin_memory=cuda) for _ in range(turns)]
         self._arrays: list[npt.NDArray[np.int32]] = [host.numpy() for host in self._hosts]
@@ -26,24 +26,18 @@ class MaskBuffer:
         self._turn = 0
 
     def device(self, count: int) -> Tensor:
-        """`[count, num_words]` int32, which the next `upload` fills."""
         return (self._device_side if self._events else self._hosts[0])[:count]
 
     def begin(self) -> None:
-        """Starts on the next step's masks. To be called when the step of the last ones was sampled,
-        and before the one that reads these is launched.
-        """
         self._turn = (self._turn + 1) % len(self._hosts)
         if self._read is not None:
             self._events[self._turn].synchronize()  # long done
             self._read.record()
 
     def put(self, index: int, mask: npt.NDArray[np.int32]) -> None:
-        """Copies one of the step's masks."""
         self._arrays[self._turn][index] = mask
 
     def upload(self, count: int) -> None:
-        """Enqueues the copy of the first `count` masks before what is launched next."""
         if self._stream is not None and self._read is not None:
             copied = self._events[self._turn]
             with torch.cuda.stream(self._stream):

@@ -10,18 +10,79 @@ from torch import Tensor
 
 from kernels.sampling.sampling import SamplingInputs
 from services.decoder.engine.messages import Logprobs
-from services.decoder.engine.prompt_scores import PromptScores
-from services.decoder.engine.sampler import SampledLogprobs
+from services.decoder.engine.sampler import Sampled, SampledLogprobs
 from services.decoder.engine.step import Int32Array, Scores, StepOutput
+
+_NO_TOKENS = torch.empty(0, dtype=torch.int32)
 
 
 class HostTokens(NamedTuple):
-    """What a step sampled, on the host as soon as `event` has happened (None: it has)."""
+    """What a step sampled, on its way to the host.
 
-    token_ids: Tensor  # [B] int32
-    logprobs: SampledLogprobs | None
-    sampling: SamplingInputs | None  # whose logprobs they are
-    event: torch.cuda.Event | None
+    Attributes:
+        token_ids: `[B]` int32, on the host once `wait` returns.
+        logprobs: the same, if any are requested.
+        sampling: whose logprobs they are.
+        wait: waits for the copies; to be called once, after which the memory of `token_ids` is
+            another step's.
+    """
+
+    token_ids: Tensor
+    logprobs: SampledLogprobs | None = None
+    sampling: SamplingInputs | None = None
+    wait: Callable[[], None] | None = None
+
+
+class Readback:
+    """Copies to pinned memory that do not stop the device; on a CPU there is nothing to copy.
+
+    Token ids have buffers and events of their own, used again when their step was read. Other
+    copies are rare: torch's allocator keeps and reuses their memory.
+    """
+
+    def __init__(self, num_rows: int, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._num_rows = num_rows
+        self._free: list[tuple[Tensor, torch.cuda.Event]] = []
+
+    def tokens(self, sampled: Sampled | None, sampling: SamplingInputs | None = None) -> HostTokens:
+        """A step's tokens; None: it has none, and is over when they would be there."""
+        token_ids = _NO_TOKENS if sampled is None else sampled.token_ids
+        logprobs = None if sampled is None else sampled.logprobs
+        if not self._cuda:
+            return HostTokens(token_ids, logprobs, sampling)
+        if logprobs is not None:
+            parts = (logprobs.chosen, logprobs.top_ids, logprobs.top)
+            logprobs = SampledLogprobs(*map(self.copy, parts))
+        buffer, event = taken = self._free.pop() if self._free else self._made()
+        ids = buffer[: len(token_ids)]
+        ids.copy_(token_ids, non_blocking=True)
+        event.record()
+
+        def wait() -> None:
+            event.synchronize()
+            self._free.append(taken)
+
+        return HostTokens(ids, logprobs, sampling, wait)
+
+    def mark(self) -> torch.cuda.Event | None:
+        """An event after everything launched so far; None on a CPU."""
+        if not self._cuda:
+            return None
+        event = torch.cuda.Event()
+        event.record()
+        return event
+
+    def copy(self, values: Tensor) -> Tensor:
+        """A tensor on the host, when what is launched next is done."""
+        if not self._cuda:
+            return values
+        target = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+        return target.copy_(values, non_blocking=True)
+
+    def _made(self) -> tuple[Tensor, torch.cuda.Event]:
+        buffer = torch.empty(self._num_rows, dtype=torch.int32, pin_memory=True)
+        return buffer, torch.cuda.Event()
 
 
 class LateSampling(NamedTuple):
@@ -29,7 +90,7 @@ class LateSampling(NamedTuple):
 
     Attributes:
         computed: happens when the logits are there; None: they are.
-        put: takes the place of a mask in `Step.late`, and the mask.
+        put: takes the place of a mask in `SampleStep.late`, and the mask.
         sample: launches the sampling; its logits are valid until the next step.
     """
 
@@ -45,12 +106,12 @@ class DevicePendingStep:
     Attributes:
         tokens: its samples; None: not sampled yet.
         late: samples it; None: it was sampled when it was launched.
-        scores: logprobs of prompt tokens, on the host when `tokens` are.
+        scores: the parts of `Scores`, on the host when `tokens` are.
     """
 
     tokens: HostTokens | None
     late: LateSampling | None = None
-    scores: Sequence[PromptScores] = ()
+    scores: Sequence[tuple[Tensor, ...]] = ()
     _output: StepOutput | None = field(default=None, init=False)
 
     def is_computed(self) -> bool:
@@ -75,10 +136,10 @@ class DevicePendingStep:
         if self._output is None:
             if self.tokens is None:
                 raise RuntimeError("the step's masks have not arrived")
-            token_ids, _, _, event = self.tokens
-            if event is not None:
-                event.synchronize()
-            ids = token_ids.numpy()
+            ids = self.tokens.token_ids.numpy()
+            if self.tokens.wait is not None:
+                self.tokens.wait()
+                ids = ids.copy()
             scores = [Scores(*(part.numpy() for part in found)) for found in self.scores]
             ones = np.ones(len(ids), np.int32)
             self._output = StepOutput(ids[:, None], ones, _logprobs(self.tokens), scores)

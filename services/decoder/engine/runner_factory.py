@@ -31,8 +31,12 @@ from services.decoder.engine import kv_cache
 from services.decoder.engine.graphs import decode_buckets, mixed_buckets, prompt_buckets
 from services.decoder.engine.images import ImageReader
 from services.decoder.engine.kv_cache import KVCacheShape
+from services.decoder.engine.mask_buffer import MaskBuffer
 from services.decoder.engine.messages import EngineInfo
-from services.decoder.engine.model_runner import DeviceState, ModelRunner
+from services.decoder.engine.model_runner import ModelRunner
+from services.decoder.engine.prompt_scores import score_prompt
+from services.decoder.engine.step_computer import DeviceState
+from services.decoder.engine.step_sampler import Extras
 from services.decoder.models.stored import as_stored
 from services.decoder.models.transformer import Transformer
 from services.decoder.operations.ops import PlainOps, create_ops
@@ -99,12 +103,8 @@ def create_runner(options: RunnerOptions, arena: mmap.mmap | None = None) -> Mod
     dtype = resolve_dtype(options.dtype, device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    backend = create_backend(
-        _sizes(spec, options, limit),
-        device,
-        dtype,
-        parse_overrides(options.kernels),
-    )
+    sizes = _sizes(spec, options, limit)
+    backend = create_backend(sizes, device, dtype, parse_overrides(options.kernels))
     model = _load(spec, backend, options, device, dtype)
     text, linear = spec.text, spec.text.linear_attention
     shape = KVCacheShape(
@@ -128,7 +128,8 @@ def create_runner(options: RunnerOptions, arena: mmap.mmap | None = None) -> Mod
             count = len(text.linear_layers)
             checkpoints = StateCache.allocate(linear, count, info.num_checkpoints, dtype, device)
         state = DeviceState(device, pool, states, checkpoints, kept)
-        return ModelRunner(info, model, backend, state, images)
+        extras = Extras(MaskBuffer(info.max_num_sequences, info.vocab_size, device), score_prompt)
+        return ModelRunner(info, model, backend, state, images, extras)
 
     info = _info(spec, options, dtype)
     with model.ops.warming_up():
@@ -273,9 +274,9 @@ def _run_largest_step(runner: ModelRunner) -> int:
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     ones = min(info.max_num_sequences, info.max_batched_tokens) - 1
-    runner.forward_scratch([1] * ones + [info.max_batched_tokens - ones])
+    runner.computer.forward_scratch([1] * ones + [info.max_batched_tokens - ones])
     forward_peak = torch.cuda.max_memory_reserved()
-    runner.sample_scratch(info.max_num_sequences)
+    runner.sampler.sample_scratch(info.max_num_sequences)
     torch.cuda.synchronize()
     return forward_peak
 
@@ -291,9 +292,9 @@ def _warm_up(runner: ModelRunner, backend: AttentionBackend, with_graphs: bool) 
     for lengths in steps:
         fits = len(lengths) <= info.max_num_sequences and sum(lengths) <= info.max_batched_tokens
         if fits and lengths[-1] > 0:
-            runner.forward_scratch(lengths)
-    runner.sample_scratch(1)
+            runner.computer.forward_scratch(lengths)
+    runner.sampler.sample_scratch(1)
     if with_graphs and backend.captures:
         prompts = prompt_buckets(longest) if backend.captures_prompts else []
         mixed = mixed_buckets(longest) if backend.captures_mixed else []
-        runner.capture_graphs(decode_buckets(info.max_num_sequences), prompts, mixed)
+        runner.computer.capture_graphs(decode_buckets(info.max_num_sequences), prompts, mixed)

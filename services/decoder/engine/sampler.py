@@ -66,6 +66,7 @@ class Sampler:
         self._device = device
         self._ops = ops
         self._floats = np.zeros((len(FLOATS), num_rows), np.float32)
+        self._num_prompt = np.zeros(num_rows, np.int64)
         self._top_k = np.zeros(num_rows, np.int64)
         self._seed = np.zeros(num_rows, np.uint64)
         self._min_tokens = np.zeros(num_rows, np.int64)
@@ -84,8 +85,10 @@ class Sampler:
         params: SamplingParams,
         prompt_ids: Int32Array | None = None,
         completion_ids: Int32Array | None = None,
+        num_prompt_tokens: int = 0,
     ) -> None:
         """Gives the row to another sequence; its token ids are read if it has penalties."""
+        self._num_prompt[row] = num_prompt_tokens
         self._floats[:, row] = [getattr(params, name) for name in FLOATS]
         greedy = params.temperature < GREEDY_TEMPERATURE
         if greedy:
@@ -120,7 +123,7 @@ class Sampler:
     def prepare(
         self,
         rows: Int64Array,
-        generated: Int64Array,
+        ends: Int64Array,
         staging: Staging,
         masked: Int64Array | None = None,
         token_masks: Int32Array | None = None,
@@ -131,11 +134,11 @@ class Sampler:
 
         Args:
             rows: `[B]`.
-            generated: `[B]`, tokens sampled before.
+            ends: `[B]`, tokens of their sequences before this step.
             staging: the step's.
-            masked: see `Step`; None: no row has a mask.
-            token_masks: see `Step`.
-            late: see `Step`; None: no mask is late.
+            masked: see `SampleStep`; None: no row has a mask.
+            token_masks: see `SampleStep`.
+            late: see `SampleStep`; None: no mask is late.
             late_masks: `[M + L, words]` on the device, filled later: the masks of `masked`, then
                 those of `late`.
 
@@ -155,6 +158,7 @@ class Sampler:
             masks = put(token_masks)
         if plain and samples is not None and masks is not None:
             return MaskedRows(put(samples), put(rows[samples]), masks)
+        generated = ends - self._num_prompt[rows]
         floats, top_k = self._floats[:, rows], self._top_k[rows]
         sampled = floats[0] > 0.0
         mask_index = logprob_index = None
@@ -210,7 +214,7 @@ class Sampler:
         logits, finite = raw, None
         if inputs.bias is not None:
             logits, finite = raw.to(torch.float32, copy=True), are_finite(raw)
-            index, ids, values = (self._upload(torch.from_numpy(part)) for part in inputs.bias)
+            index, ids, values = (self.upload(torch.from_numpy(part)) for part in inputs.bias)
             logits.index_put_((index, ids), values, accumulate=True)
         if inputs.seen is not None:
             logits = self._ops.penalize(logits, inputs)
@@ -233,10 +237,10 @@ class Sampler:
         seen = self._seen[row]
         seen.zero_()
         if prompt_ids is not None:
-            ids = self._upload(torch.from_numpy(prompt_ids.astype(np.int64)))
+            ids = self.upload(torch.from_numpy(prompt_ids.astype(np.int64)))
             seen.index_fill_(0, ids, 1)
         if completion_ids is not None:
-            ids = self._upload(torch.from_numpy(completion_ids.astype(np.int64)))
+            ids = self.upload(torch.from_numpy(completion_ids.astype(np.int64)))
             seen.index_add_(0, ids, torch.full_like(ids, 2, dtype=torch.int32))
 
     def _biases(
@@ -264,7 +268,8 @@ class Sampler:
             return None
         return np.concatenate(indices), np.concatenate(ids), np.concatenate(values)
 
-    def _upload(self, values: Tensor) -> Tensor:
+    def upload(self, values: Tensor) -> Tensor:
+        """A tensor of the host, on the device."""
         if self._device.type != "cuda":
             return values
         # The pinned copy returns to torch's allocator, which waits for the stream.

@@ -15,10 +15,15 @@ Stalled: the sequence has computed all tokens before a missing input that are wo
 its row and its blocks until another sequence needs them.
 Parked: the sequence has neither row nor blocks, and nothing worth computing before its input
 arrives. The few tokens before an image would cost a step of their own and save almost nothing.
-Awaiting: a sequence that does not plan ahead, or any sequence where a step may yield several
-tokens, is not planned again before its last token has arrived, and its mask if it needs one. The
-others are planned every step meanwhile. With `late_masks`, a sequence with masks is planned ahead,
-too: its mask arrives while the step is computed; if not, it loses that step's token and awaits.
+Awaiting: a sequence that does not plan ahead is not planned again before its last token has
+arrived, and its mask if it needs one. The others are planned every step meanwhile. With
+`late_masks`, a sequence with masks is planned ahead, too: its mask arrives while the step is
+computed; if not, it loses that step's token and awaits.
+
+Where a step may yield up to k tokens, the device alone knows a row's length until the ids arrive.
+The plan goes by upper bounds: a sequence has blocks for all that its steps in flight may yield, and
+`num_computed_tokens` is corrected when less came. A sequence that may have reached its last token
+is not planned before that is known.
 
 Any running sequence can be preempted: it loses its blocks and computes all its tokens again. Images
 that were released after they were read are requested again unless the prefix cache holds them.
@@ -59,6 +64,7 @@ class Scheduler:
             `max_num_sequences` times `max_tokens_per_step`.
         max_model_len: most tokens of a sequence, prompt and completion.
         max_tokens_per_step: k, the most tokens that a step yields for one sequence.
+        admission: of waiting sequences; None: by priority and arrival.
         late_masks: steps may be planned before the masks for their samples are there.
         step_ms: bound of a step; prompts are cut to fit, to `StepCost.min_chunk` tokens at least.
             The step of a prompt that is alone may last four times as long.
@@ -75,6 +81,7 @@ class Scheduler:
         max_batched_tokens: int,
         max_model_len: int,
         max_tokens_per_step: int = 1,
+        admission: AdmissionPolicy | None = None,
         late_masks: bool = False,
         step_ms: float = math.inf,
         step_cost: StepCost | None = None,
@@ -101,7 +108,7 @@ class Scheduler:
         self._rows = list(range(max_num_sequences - 1, -1, -1))
         # Blocks that admissions leave free, so that running sequences are not preempted at once.
         self._watermark = blocks.num_blocks // 100
-        self._waiting = AdmissionPolicy()
+        self._waiting = AdmissionPolicy() if admission is None else admission
         self._parked: dict[int, Sequence] = {}
         self._prefilling: dict[int, Sequence] = {}  # in order of admission
         self._stalled: dict[int, Sequence] = {}
@@ -176,8 +183,6 @@ class Scheduler:
                 f"KV blocks; there are {self.blocks.num_blocks}"
             )
         sequence.arrival = self._arrivals = self._arrivals + 1
-        if self._max_tokens_per_step > 1:
-            sequence.plans_ahead = False  # how many tokens a step yields is not known in advance
         sequence.late_masks = sequence.late_masks and self._late_masks
         if sequence.late_masks:
             sequence.plans_ahead = True
@@ -201,6 +206,16 @@ class Scheduler:
         sequence.plans_ahead = False
         self._awaiting[sequence.sequence_id] = self._decoding.pop(sequence.sequence_id)
 
+    def yielded_less(self, sequence: Sequence, lacking: int) -> None:
+        """A step yielded fewer tokens than its limit; to be called before they are appended.
+
+        Args:
+            sequence: not finished; it may have been preempted meanwhile.
+            lacking: tokens. What was computed for them is overwritten.
+        """
+        if sequence.state is SequenceState.RUNNING:
+            sequence.num_computed_tokens -= lacking
+
     def tokens_arrived(self, sequence: Sequence, count: int) -> None:
         """The ids of a sequence that does not plan ahead were appended to it.
 
@@ -211,9 +226,6 @@ class Scheduler:
         if count:
             sequence.token_mask = None
         if sequence.state is SequenceState.RUNNING:
-            # Keys and values of all but the last token are there; others behind them are of tokens
-            # that were not accepted, and are overwritten.
-            sequence.num_computed_tokens = len(sequence.token_ids) - 1
             self._input_arrived(sequence)
 
     def finish(self, sequence: Sequence, *, poisoned: bool = False) -> None:
@@ -237,7 +249,7 @@ class Scheduler:
     def schedule(self) -> Batch:
         """Plans one step."""
         self.step += 1
-        if self._waiting.are_several:
+        if self._waiting.may_preempt:
             self._make_room()
         chunks, num_tokens = self._decode_chunks()
         batch = Batch(chunks, num_tokens, self._admitted, self._extended)
@@ -310,9 +322,12 @@ class Scheduler:
         """One chunk for each decoding sequence that can be planned, and the most tokens that they
         compute together.
         """
-        # All their tokens but the last are computed: without those whose last one is in flight.
+        # All their tokens but the last are computed: without those whose last one may be in flight.
         decoding = [s for s in self._decoding.values() if s.num_computed_tokens + 1 < s.max_length]
-        lacking = [s for s in decoding if s.num_computed_tokens == s.capacity]
+        most = self._max_tokens_per_step
+        lacking = [s for s in decoding if s.num_computed_tokens + most > s.capacity]
+        if most > 1:
+            lacking = [s for s in lacking if self._num_lacking_blocks(s)]
         known = []
         if self._ready:
             known = list(self._ready.values())
@@ -322,24 +337,22 @@ class Scheduler:
             decoding = [s for s in decoding if s.state is SequenceState.RUNNING]
             known = [s for s in known if s.state is SequenceState.RUNNING]
         chunks: list[Chunk] = []
+        num_tokens = 0
         for sequence in decoding:
             start = sequence.num_computed_tokens
-            sequence.num_computed_tokens = start + 1
+            limit = 1 if most == 1 else self._limit(sequence)
+            sequence.num_computed_tokens = start + limit
             sequence.num_in_flight += 1
-            generated = start + 1 - sequence.num_prompt_tokens
-            chunks.append(Chunk(sequence, start, 1, True, True, generated))
-        num_tokens = len(chunks)
+            chunks.append(Chunk(sequence, start, 1, True, True, limit))
+            num_tokens += limit
         for sequence in known:
             start, limit = sequence.num_computed_tokens, self._limit(sequence)
-            sequence.num_computed_tokens = start + 1
+            sequence.num_computed_tokens = start + limit
             sequence.num_in_flight += 1
             sequence.plans_ahead = sequence.late_masks
             group = self._decoding if sequence.plans_ahead else self._awaiting
             group[sequence.sequence_id] = self._ready.pop(sequence.sequence_id)
-            if sequence.image_offsets:  # the prompt ends in an image, and its step yielded nothing
-                sequence.last_prefill_step = self.step
-            generated = start + 1 - sequence.num_prompt_tokens
-            chunks.append(Chunk(sequence, start, 1, False, True, generated, limit))
+            chunks.append(Chunk(sequence, start, 1, False, True, limit))
             num_tokens += limit
         return chunks, num_tokens
 
@@ -410,7 +423,6 @@ class Scheduler:
             end, checkpoint = self._end_at_checkpoint(sequence, start, end)
             length = end - start
         samples = end == len(sequence.token_ids)
-        generated = len(sequence.token_ids) - sequence.num_prompt_tokens
         sequence.num_computed_tokens = end
         sequence.last_prefill_step = self.step
         number = sequence.sequence_id
@@ -424,7 +436,7 @@ class Scheduler:
             self._admission_blocked = False
             self._lacking_images.append(sequence)
         if length:
-            chunk = Chunk(sequence, start, length, False, samples, generated)
+            chunk = Chunk(sequence, start, length, False, samples)
             chunk.checkpoint = checkpoint
             chunks.append(chunk)
             load.add_chunk(start, length)
@@ -519,7 +531,7 @@ class Scheduler:
         return self._waiting.victim(self._all_running())
 
     def _make_room(self) -> None:
-        """Preempts sequences of a tenant with many for one of a tenant with few, until it fits."""
+        """Preempts sequences that must yield to the head of the queue, until it fits."""
         head, running = self._waiting.head(), self._all_running()
         while head is not None and running and not head.num_in_flight:
             victim = self._waiting.victim(running)

@@ -38,7 +38,7 @@ class Sequence:
         block_table: ids of the KV blocks, in order.
         capacity: tokens that the block table has room for.
         num_computed_tokens: tokens whose keys and values are in the cache or will be when the
-            steps in flight are done.
+            steps in flight are done, if each yields as many as it may.
         num_cached_tokens: prompt tokens found in the prefix cache at the first admission.
         num_in_flight: steps that sample for the sequence and whose tokens have not arrived.
         checkpoint: slot of the recurrent state that the row starts from; -1: zero.

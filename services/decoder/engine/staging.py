@@ -45,9 +45,7 @@ class Staging:
         ]
         self._arrays = [host.numpy() for host in self._hosts]
         self._cuda = cuda
-        # Of each turn: whether its copy may be under way, and what happens after it.
-        self._uploaded = [False] * turns
-        self._events: list[torch.cuda.Event | None] = [None] * turns
+        self._copied = [torch.cuda.Event() for _ in range(turns)] if cuda else []
         self._device_side = torch.empty(size_bytes, dtype=torch.uint8, device=device)
         self._size_bytes = size_bytes
         self._turn = 0
@@ -57,13 +55,8 @@ class Staging:
         """Starts a step; waits in the rare case that this turn's last copy has not run."""
         self._turn = (self._turn + 1) % len(self._hosts)
         self._used = 0
-        if self._uploaded[self._turn]:
-            event = self._events[self._turn]
-            if event is None:  # of warm-up, or a step that failed
-                torch.cuda.current_stream().synchronize()
-            else:
-                event.synchronize()
-            self._uploaded[self._turn], self._events[self._turn] = False, None
+        if self._cuda:
+            self._copied[self._turn].synchronize()  # at once, if there was no copy
 
     def add(
         self,
@@ -108,11 +101,7 @@ class Staging:
         if self._cuda:
             source = self._hosts[self._turn][: self._used]
             self._device_side[: self._used].copy_(source, non_blocking=True)
-            self._uploaded[self._turn] = True
-
-    def done_by(self, event: torch.cuda.Event | None) -> None:
-        """The last `upload` is over when the event happens."""
-        self._events[self._turn] = event
+            self._copied[self._turn].record()
 
     def device(self, staged: Staged) -> Tensor:
         """The array on the device, valid until the next step's `upload`."""

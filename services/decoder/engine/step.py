@@ -1,7 +1,8 @@
 """The runner's contract: a step of plain arrays in, sampled tokens out.
 
 A `Step` holds numpy arrays, integers and sampling parameters, and no live object: it can be written
-to a buffer and executed in another process, by a rank that has no scheduler.
+to a buffer and executed in another process. Every rank computes its `ComputeStep`; one of them
+samples, by its `SampleStep`.
 
 Steps are planned one ahead of sampling: when step n + 1 is planned, the tokens of step n are still
 on the device. So a step never needs a sampled token's id. A decode says only "the token that this
@@ -9,7 +10,7 @@ row sampled last", which the runner keeps on the device, one per row.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, Self
 
 import msgspec
 import numpy as np
@@ -22,106 +23,8 @@ Int64Array = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float32]
 _NO_RUNS = np.empty((0, 3), np.int64)
 _NO_IDS = np.empty(0, np.int32)
-
-
-class RowStart(msgspec.Struct, array_like=True, frozen=True):
-    """A row is given to a sequence, from this step on.
-
-    Attributes:
-        row: 0 .. max_num_sequences - 1.
-        sequence_id: for logs and tests.
-        position_delta: token i of the completion, at index j of the sequence, has position
-            j + position_delta on each axis.
-        sampling: how its tokens are sampled.
-        prompt_token_ids, completion_token_ids: int32, the tokens that penalties count; empty
-            without penalties.
-        checkpoint: slot of the recurrent state that is copied to the row's; -1: none, the row's
-            first token has index 0.
-    """
-
-    row: int
-    sequence_id: int
-    position_delta: int
-    sampling: SamplingParams
-    prompt_token_ids: bytes = b""
-    completion_token_ids: bytes = b""
-    checkpoint: int = -1
-
-
-class Step(msgspec.Struct, array_like=True):
-    """One step: S chunks of T tokens, of which B sample.
-
-    A chunk is one sequence's part of the step: its tokens [start, start + length) are computed.
-    Chunks that take their one token from the device come first, then other chunks of one token,
-    then longer ones.
-
-    Attributes:
-        rows: `[S]`, each chunk's row.
-        starts: `[S]`, tokens whose keys and values are in the cache already.
-        lengths: `[S]`, tokens to compute now, at least 1.
-        num_from_device: the first chunks, whose one input token is the row's last sampled one.
-        token_ids: `[K]`, the tokens of all other chunks, one chunk after the other.
-        positions: `[3, K]`, of the same tokens; the others' follow from the row's position delta.
-        samples: `[B]`, the chunks that reach the last token of their sequence: a token is sampled.
-        generated: `[B]`, tokens sampled for the sequence before this step; counts min_tokens and
-            selects the seeded random numbers.
-        limits: `[B]`, the most tokens the step may yield for the sequence: the row's blocks cover
-            start + length - 1 + limit tokens. None: one each.
-        block_updates: `[U, 3]`, rows whose block tables get entries before the step runs: the row,
-            the index of the first entry, and their number.
-        block_ids: the entries of all U, one after the other.
-        row_starts: rows that are given to other sequences before the step runs.
-        images: `[I, 5]`, runs of image tokens: the first one's index in the step, their number,
-            the embedding's byte offset in the arena, the image's number of tokens, and the index
-            of the run's first one among them. By index in the step.
-        masked: `[M]`, the samples (indices into B) that have a token mask.
-        token_masks: `[M, ceil(vocab_size / 32)]` int32: bit i of word w allows token 32 * w + i.
-        late: `[L]`, further samples (indices into B) that have a mask, which is not there yet. If
-            there are any, the step is computed and not sampled before `PendingStep.sample`.
-        state_saves: `[C, 2]`, rows whose recurrent states are copied after the step, each to the
-            slot of a checkpoint. None: there are none.
-        scored: `[P, 3]`, runs of prompt tokens whose followers' logprobs are wanted: the index in
-            the step of the first, their number n, and the number of alternatives.
-        followers: the tokens that follow them, of all P, one run after the other.
-    """
-
-    rows: Int64Array
-    starts: Int64Array
-    lengths: Int64Array
-    num_from_device: int
-    token_ids: Int32Array
-    positions: Int32Array
-    samples: Int64Array
-    generated: Int64Array
-    limits: Int64Array | None
-    block_updates: Int64Array
-    block_ids: Int32Array
-    row_starts: list[RowStart]
-    images: Int64Array
-    masked: Int64Array
-    token_masks: Int32Array
-    late: Int64Array
-    state_saves: Int64Array | None = None
-    scored: Int64Array = msgspec.field(default_factory=lambda: _NO_RUNS)
-    followers: Int32Array = msgspec.field(default_factory=lambda: _NO_IDS)
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of the step, T."""
-        return self.num_from_device + len(self.token_ids)
-
-    def to_bytes(self) -> bytes:
-        """The step as one buffer (MessagePack; arrays as type, shape and bytes)."""
-        return _ENCODER.encode(self)
-
-    @classmethod
-    def from_bytes(cls, data: bytes) -> "Step":
-        """Reads `to_bytes`; arrays are read-only.
-
-        Raises:
-            msgspec.DecodeError: it is not a step.
-        """
-        return _DECODER.decode(data)
+_NO_INDICES = np.empty(0, np.int64)
+_NO_MASKS = np.empty((0, 0), np.int32)
 
 
 def _array_out(array: npt.NDArray[Any]) -> tuple[str, tuple[int, ...], bytes]:
@@ -134,7 +37,142 @@ def _array_in(_kind: type, value: Any) -> npt.NDArray[Any]:  # noqa: ANN401 - ms
 
 
 _ENCODER = msgspec.msgpack.Encoder(enc_hook=_array_out)
-_DECODER = msgspec.msgpack.Decoder(Step, dec_hook=_array_in)
+
+
+class Sendable(msgspec.Struct, array_like=True):
+    """What can be executed in another process."""
+
+    def to_bytes(self) -> bytes:
+        """One buffer: MessagePack; arrays as type, shape and bytes."""
+        return _ENCODER.encode(self)
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Self:
+        """Reads `to_bytes`; arrays are read-only.
+
+        Raises:
+            msgspec.DecodeError: it is another thing.
+        """
+        return msgspec.msgpack.decode(data, type=cls, dec_hook=_array_in)
+
+
+class RowStart(msgspec.Struct, array_like=True, frozen=True):
+    """A row is given to a sequence, from this step on.
+
+    Attributes:
+        row: 0 .. max_num_sequences - 1.
+        sequence_id: for logs and tests.
+        position_delta: token i of the completion, at index j of the sequence, has position
+            j + position_delta on each axis.
+        checkpoint: slot of the recurrent state that is copied to the row's; -1: none, the row's
+            first token has index 0.
+    """
+
+    row: int
+    sequence_id: int
+    position_delta: int
+    checkpoint: int = -1
+
+
+class RowSampling(msgspec.Struct, array_like=True, frozen=True):
+    """How the tokens of a row that is given to a sequence are sampled.
+
+    Attributes:
+        row: of the same step's `RowStart`.
+        params: of the sequence.
+        num_prompt_tokens: tokens behind them are the completion's: their number counts min_tokens
+            and selects the seeded random numbers.
+        prompt_token_ids, completion_token_ids: int32, the tokens that penalties count; empty
+            without penalties.
+    """
+
+    row: int
+    params: SamplingParams
+    num_prompt_tokens: int
+    prompt_token_ids: bytes = b""
+    completion_token_ids: bytes = b""
+
+
+class ComputeStep(Sendable, array_like=True):
+    """What each rank computes: S chunks of T tokens, of which B reach their sequence's last token.
+
+    A chunk is one sequence's part of the step: its tokens [start, start + length) are computed.
+    Chunks that take their one token from the device come first, then other chunks of one token,
+    then longer ones.
+
+    Attributes:
+        rows: `[S]`, each chunk's row.
+        starts: `[S]`, tokens whose keys and values are in the cache already. Of chunks from the
+            device it is the most that there may be, if steps may yield several: the device knows.
+        lengths: `[S]`, tokens to compute now, at least 1.
+        num_from_device: the first chunks, whose one input token is the row's last sampled one.
+        token_ids: `[K]`, the tokens of all other chunks, one chunk after the other.
+        positions: `[3, K]`, of the same tokens; the others' follow from the row's position delta.
+        samples: `[B]`, the chunks that reach the last token of their sequence, whose logits are
+            computed.
+        limits: `[B]`, the most tokens that the step may yield for the sequence: the row's blocks
+            cover start + length - 1 + limit tokens. None: one each.
+        block_updates: `[U, 3]`, rows whose block tables get entries before the step runs: the row,
+            the index of the first entry, and their number.
+        block_ids: the entries of all U, one after the other.
+        row_starts: rows that are given to other sequences before the step runs.
+        images: `[I, 5]`, runs of image tokens: the first one's index in the step, their number,
+            the embedding's byte offset in the arena, the image's number of tokens, and the index
+            of the run's first one among them. By index in the step.
+        state_saves: `[C, 2]`, rows whose recurrent states are copied after the step, each to the
+            slot of a checkpoint. None: there are none.
+        keeps_hidden: the hidden states of all tokens are kept, not those alone that sample.
+    """
+
+    rows: Int64Array
+    starts: Int64Array
+    lengths: Int64Array
+    num_from_device: int
+    token_ids: Int32Array
+    positions: Int32Array
+    samples: Int64Array
+    limits: Int64Array | None
+    block_updates: Int64Array
+    block_ids: Int32Array
+    row_starts: list[RowStart]
+    images: Int64Array
+    state_saves: Int64Array | None = None
+    keeps_hidden: bool = False
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the step, T."""
+        return self.num_from_device + len(self.token_ids)
+
+
+class SampleStep(msgspec.Struct, array_like=True):
+    """What the rank that samples does with the logits of the B chunks of `ComputeStep.samples`.
+
+    Attributes:
+        row_starts: of the rows of `ComputeStep.row_starts`.
+        masked: `[M]`, the samples (indices into B) that have a token mask.
+        token_masks: `[M, ceil(vocab_size / 32)]` int32: bit i of word w allows token 32 * w + i.
+        late: `[L]`, further samples (indices into B) that have a mask, which is not there yet. If
+            there are any, the step is computed and not sampled before `PendingStep.sample`.
+        scored: `[P, 3]`, runs of prompt tokens whose followers' logprobs are wanted: the index in
+            the step of the first, their number n, and the number of alternatives. If there are
+            any, `ComputeStep.keeps_hidden`.
+        followers: the tokens that follow them, of all P, one run after the other.
+    """
+
+    row_starts: list[RowSampling] = []
+    masked: Int64Array = msgspec.field(default_factory=lambda: _NO_INDICES)
+    token_masks: Int32Array = msgspec.field(default_factory=lambda: _NO_MASKS)
+    late: Int64Array = msgspec.field(default_factory=lambda: _NO_INDICES)
+    scored: Int64Array = msgspec.field(default_factory=lambda: _NO_RUNS)
+    followers: Int32Array = msgspec.field(default_factory=lambda: _NO_IDS)
+
+
+class Step(Sendable, array_like=True):
+    """One step: what every rank computes, and what one of them samples."""
+
+    compute: ComputeStep
+    sample: SampleStep
 
 
 class Scores(NamedTuple):
@@ -149,10 +187,11 @@ class Scores(NamedTuple):
 class StepOutput(NamedTuple):
     """What a step yielded for its B samples, in their order.
 
-    A runner whose `info.max_tokens_per_step` is 1 yields exactly one token for each. Any other
-    yields 0 to `Step.limits`, and has computed keys and values of all of them but the last; of the
-    sequence's tokens, exactly the last is then without. A failed sequence has one id, `NOT_FINITE`
-    or `ALL_MASKED` of `kernels.sampling`.
+    A runner whose `info.max_tokens_per_step` k is 1 yields exactly one token for each. Any other
+    yields 1 to `ComputeStep.limits`, at most k, and has computed keys and values of all of them but
+    the last; of the sequence's tokens, exactly the last is then without. The next step may be
+    launched before it is known how many there are. A failed sequence has one id, `NOT_FINITE` or
+    `ALL_MASKED` of `kernels.sampling`.
     """
 
     token_ids: Int32Array  # [B, k]; of each row, the first num_tokens count
@@ -171,7 +210,7 @@ class PendingStep(Protocol):
         ...
 
     def put_mask(self, index: int, mask: Int32Array) -> None:
-        """Copies the mask of one of `Step.late`; the last one of each counts."""
+        """Copies the mask of one of `SampleStep.late`; the last one of each counts."""
         ...
 
     def sample(self) -> None:

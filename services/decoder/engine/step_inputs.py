@@ -2,16 +2,17 @@
 uploaded at once.
 
 `ModelRunner` and the CUDA graphs use it. Nothing here waits for the device or knows a sequence; all
-lengths come from the `Step`, and blocks are on the device (`kernels.rows`).
+lengths come from the `ComputeStep`, and blocks are on the device (`kernels.rows`).
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import accumulate, takewhile
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+from torch import Tensor
 
 from kernels.linear_attention.states import StateCache, StateLayout, prefill_pieces
 from kernels.rows import (
@@ -33,10 +34,28 @@ from kernels.rows import (
 from services.decoder.attention.base import AttentionMetadata
 from services.decoder.engine.images import ImageRun
 from services.decoder.engine.staging import Staged, Staging
-from services.decoder.engine.step import Int32Array, Step
+from services.decoder.engine.step import ComputeStep, Int32Array
 
 IntArray = npt.NDArray[np.int64]
 _Number = TypeVar("_Number", np.int32, np.int64)
+
+
+class StepGraphs(Protocol):
+    """Graphs of one kind of step."""
+
+    masks_images: bool  # every step has a mask of its visual tokens
+    runs_decodes: bool  # alone, each of which samples
+
+    def pad(self, step: "StepInputs") -> "StepInputs | None":
+        """The step padded to a captured size, or None: it must run eagerly."""
+        ...
+
+    def replay(self, step: "StepInputs") -> tuple[Tensor, Tensor]:
+        """Runs an uploaded step: logits `[n, vocab_size]` and greedy tokens `[n]`.
+
+        Both are valid until the next replay, and have a row per sampling chunk, then padding.
+        """
+        ...
 
 
 @dataclass(slots=True)
@@ -77,6 +96,10 @@ class StepInputs:
     samples: IntArray  # [B]: chunks that sample
     images: list[ImageRun]
     places: Places = field(init=False)  # set by `stage`
+    # Set by the graphs that run it; None: it runs eagerly.
+    graphs: StepGraphs | None = None
+    is_fused: bool = False  # see AttentionMetadata
+    plans_from_blocks: bool = False  # its plan reads block tables, before the graph runs
 
     @classmethod
     def scratch(cls, lengths: list[int], scratch_row: int, max_blocks: int) -> "StepInputs":
@@ -106,7 +129,7 @@ class RowUpdates(NamedTuple):
     position_deltas: tuple[IntArray, Int32Array]
 
     @classmethod
-    def of(cls, step: Step, max_blocks: int) -> "RowUpdates":
+    def of(cls, step: ComputeStep, max_blocks: int) -> "RowUpdates":
         """Those of a step."""
         blocks = deltas = _NO_UPDATES
         if len(step.block_updates):
@@ -127,7 +150,7 @@ _NO_UPDATES = np.empty(0, np.int64), np.empty(0, np.int32)
 NOTHING_NEW = RowUpdates(_NO_UPDATES, _NO_UPDATES)
 
 
-def lay_out(step: Step, max_blocks: int, *, resend: bool = False) -> StepInputs:
+def lay_out(step: ComputeStep, max_blocks: int, *, resend: bool = False) -> StepInputs:
     """The inputs of a step.
 
     Args:
@@ -169,7 +192,7 @@ def lay_out(step: Step, max_blocks: int, *, resend: bool = False) -> StepInputs:
     )
 
 
-def _decodes_from_device(step: Step, max_blocks: int, *, resend: bool) -> StepInputs:
+def _decodes_from_device(step: ComputeStep, max_blocks: int, *, resend: bool) -> StepInputs:
     """`lay_out` of the most frequent kind of step, in half the time."""
     count = len(step.rows)
     tokens = np.zeros((NUM_TOKEN_FIELDS, count), np.int32)
@@ -197,7 +220,7 @@ def _leading_ones(lengths: Iterable[int]) -> int:
 
 
 def pad(step: StepInputs, num_chunks: int, scratch: "StepInputs") -> StepInputs:
-    """A step of decodes padded to a bucket.
+    """Pads a step of decodes to a bucket; returns it.
 
     Args:
         step: of decodes alone.
@@ -206,31 +229,20 @@ def pad(step: StepInputs, num_chunks: int, scratch: "StepInputs") -> StepInputs:
             in the scratch block.
     """
     count = len(step.seq_lens)
-    if num_chunks == count:
-        return step
-    return replace(
-        step,
-        num_tokens=num_chunks,
-        num_decodes=num_chunks,
-        chunks=np.concatenate((step.chunks, scratch.chunks[:, count:num_chunks]), axis=1),
-        cu_query_lens=scratch.cu_query_lens[: num_chunks + 1],
-        seq_lens=np.concatenate((step.seq_lens, scratch.seq_lens[count:num_chunks])),
-        first_blocks=np.concatenate((step.first_blocks, scratch.first_blocks[count:num_chunks])),
-    )
-
-
-def pad_prompt(step: StepInputs, num_tokens: int) -> StepInputs:
-    """A step of one chunk, padded to `num_tokens` tokens.
-
-    It samples, as every captured step does; before the end of a prompt the token is not read.
-    """
-    return replace(step, num_tokens=num_tokens, samples=np.zeros(1, np.int64))
+    if num_chunks > count:
+        padding = slice(count, num_chunks)
+        step.num_tokens = step.num_decodes = num_chunks
+        step.chunks = np.concatenate((step.chunks, scratch.chunks[:, padding]), axis=1)
+        step.cu_query_lens = scratch.cu_query_lens[: num_chunks + 1]
+        step.seq_lens = np.concatenate((step.seq_lens, scratch.seq_lens[padding]))
+        step.first_blocks = np.concatenate((step.first_blocks, scratch.first_blocks[padding]))
+    return step
 
 
 def pad_mixed(
     step: StepInputs, num_tokens: int, num_decodes: int, num_chunks: int, scratch: StepInputs
 ) -> StepInputs:
-    """A step of decodes and chunks, padded to these numbers of tokens, decodes and chunks.
+    """Pads a step of decodes and chunks to these numbers of tokens, decodes and chunks; returns it.
 
     Padding chunks have no context. Tokens stay contiguous, decodes first, so that padding tokens
     are the last ones. `num_decodes` tokens are sampled: the step's own, then the step's last token
@@ -256,16 +268,10 @@ def pad_mixed(
     samples = np.full(num_decodes, total - 1)
     chosen = step.samples
     samples[: len(chosen)] = np.where(chosen < decodes, chosen, chosen + num_decodes - decodes)
-    return replace(
-        step,
-        num_tokens=num_tokens,
-        num_decodes=num_decodes,
-        chunks=chunks,
-        cu_query_lens=cu_query_lens,
-        seq_lens=seq_lens,
-        first_blocks=first_blocks,
-        samples=samples,
-    )
+    step.num_tokens, step.num_decodes = num_tokens, num_decodes
+    step.chunks, step.cu_query_lens, step.samples = chunks, cu_query_lens, samples
+    step.seq_lens, step.first_blocks = seq_lens, first_blocks
+    return step
 
 
 def stage(
@@ -277,7 +283,6 @@ def stage(
     masked: bool,
     with_states: bool = False,
     decodes: bool = False,
-    early: bool = False,
 ) -> StepInputs:
     """Copies a step's arrays into the staging buffer; returns the step, with its places.
 
@@ -288,12 +293,13 @@ def stage(
         work: what the attention backend reads besides lengths and blocks, if anything.
         masked: the step has a mask of its visual tokens.
         with_states: the model has recurrent states.
-        decodes: a graph of decodes alone runs it, which changes block tables itself.
-        early: its plan reads them, so that they are changed before.
+        decodes: a graph of decodes alone runs it, which changes block tables itself, unless its
+            plan reads them.
     """
     num_tokens, num_chunks = step.num_tokens, len(step.seq_lens)
     blocks = updates.blocks
-    if decodes and not early and len(blocks[0]) <= num_chunks <= MAX_CHANGING_CHUNKS:
+    itself = decodes and not step.plans_from_blocks
+    if itself and len(blocks[0]) <= num_chunks <= MAX_CHANGING_CHUNKS:
         places, block_ids = blocks
         step.chunks[CHUNK_PLACE, : len(places)], blocks = places, _NO_UPDATES
         step.chunks[CHUNK_BLOCK, : len(places)] = block_ids
@@ -340,10 +346,11 @@ def _stage_visual_mask(step: StepInputs, staging: Staging) -> Staged:
 
 def update_rows(step: StepInputs, staging: Staging, rows: DeviceRows) -> None:
     """Makes an uploaded step's changes of rows, but for those that it makes itself."""
-    targets = rows.blocks.view(-1), rows.position_deltas
-    for target, update in zip(targets, step.places.updates, strict=True):
-        if update is not None:
-            target.index_copy_(0, *map(staging.device, update))
+    blocks, position_deltas = step.places.updates
+    if blocks is not None:
+        rows.blocks.view(-1).index_copy_(0, *map(staging.device, blocks))
+    if position_deltas is not None:
+        rows.position_deltas.index_copy_(0, *map(staging.device, position_deltas))
 
 
 def entry(step: StepInputs, staging: Staging) -> StepEntry:

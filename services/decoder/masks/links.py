@@ -7,18 +7,18 @@ import socket
 import numpy as np
 
 from services.common.process.channel import ChannelClosed, EngineChannel
-from services.decoder.engine.engine import Engine
+from services.decoder.engine.mask_gate import MaskGate
 from services.decoder.engine.messages import MaskLink, StepDone, TokenMasks
 from services.decoder.engine.step import Int32Array
 
 
 def send_tokens(
-    engine: Engine, links: dict[int, EngineChannel[TokenMasks]], done: StepDone
+    gate: MaskGate, links: dict[int, EngineChannel[TokenMasks]], done: StepDone
 ) -> None:
     """Tells the processes that fill masks. One that has ended, or reads nothing, is left: the front
     starts another one.
     """
-    tokens = engine.masked_tokens(done.events)
+    tokens = gate.new_tokens(done.events)
     if not tokens.sequence_ids:
         return
     for number, link in list(links.items()):
@@ -26,7 +26,7 @@ def send_tokens(
             link.offer(tokens)
         except ChannelClosed:
             link.shut()
-            del links[number], engine.mask_rows[number]
+            del links[number], gate.rows[number]
 
 
 def open_link(

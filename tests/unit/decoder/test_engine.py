@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from services.decoder.engine import engine
-from services.decoder.engine.messages import ImageSpan
+from services.decoder.engine.messages import ImageSpan, TokenMasks
 from tests.engine_harness import KEYS, Harness, prompt_of
-from tests.fake_runner import add_message, expected_tokens, failing
+from tests.fake_runner import FakeRunner, add_message, expected_tokens, failing
 
 
 @pytest.mark.parametrize("overlap", [True, False])
@@ -240,7 +240,7 @@ def test_out_of_memory_costs_the_largest_chunk_only(overlap, caplog):
     harness.add(add_message(2, prompt_of(2, 6), max_tokens=12))
     for _ in range(3):
         harness.step()
-    with failing(harness.runner, lambda step: step.num_tokens > 20, MemoryError("too big")):
+    with failing(harness.runner, lambda step: step.compute.num_tokens > 20, MemoryError("too big")):
         harness.add(add_message(3, prompt_of(3, 30), max_tokens=5))
         harness.add(add_message(4, prompt_of(4, 7), max_tokens=5))
         harness.run()
@@ -285,77 +285,6 @@ def test_times_are_counted_from_the_arrival():
     assert 0 <= events[0].start.first_scheduled_s <= events[0].start.first_token_s
 
 
-# Several tokens per step.
-
-
-def scripted(harness: Harness, counts: list[int]) -> None:
-    """The next steps yield these numbers of tokens for each sequence, as far as limits allow."""
-    script = iter(counts)
-
-    def randint(low: int, high: int) -> int:
-        return max(low, min(high, next(script, high)))
-
-    harness.runner.random.randint = randint  # type: ignore[method-assign]
-
-
-def test_a_step_yields_none_to_k_tokens_in_one_event():
-    harness = Harness(max_tokens_per_step=4)
-    scripted(harness, [1, 4, 0, 2, 3])
-    harness.engine.add(message := add_message(1, prompt_of(1, 9), max_tokens=10, top_logprobs=1))
-    found, events = [], []
-    while harness.engine.has_work:
-        done = harness.engine.step()
-        harness.engine.check_integrity()
-        events += [event for event in done.events if event.token_ids] if done else []
-    assert [len(event.token_ids) for event in events] == [1, 4, 2, 3]
-    for event in events:
-        assert [lp.top_token_ids for lp in event.logprobs] == [[t] for t in event.token_ids]
-        found += event.token_ids
-    assert found == expected_tokens(message, 256)[0]
-    starts = [start for ((_, start, _),) in harness.runner.batches]
-    assert starts == [0, 9, 13, 13, 15]  # the step that yielded nothing is repeated
-
-
-def test_an_aborted_sequence_ends_only_when_a_repeated_step_has_read_its_images():
-    """The prompt ends in an image and its step yields nothing, so the next step reads the image.
-    That step is still in flight when the launch after it fails.
-    """
-    harness = Harness(max_tokens_per_step=2)
-    scripted(harness, [0])
-    span = (ImageSpan(KEYS[0], 4, 6),)
-    harness.add(add_message(1, prompt_of(1, 10), images=span, max_tokens=5))
-    while len(harness.runner.batches) < 2:
-        harness.step()
-    harness.engine.abort(1)
-    harness.add(add_message(2, prompt_of(2, 10), max_tokens=5))
-    with failing(harness.runner, lambda step: True, MemoryError("too big")):
-        harness.run()  # the runner asserts that the image is there when the step runs
-    assert [starts for ((_, starts, _),) in harness.runner.batches] == [0, 9]
-    assert harness.ends == {1: "aborted", 2: "failed"}
-
-
-@pytest.mark.parametrize("position", range(8))
-def test_a_stop_id_in_the_middle_of_a_steps_tokens_ends_the_sequence(position):
-    tokens, _ = expected_tokens(add_message(1, prompt_of(1, 9), max_tokens=30), 256)
-    harness = Harness(max_tokens_per_step=4)
-    scripted(harness, [1, 4, 4])
-    stop = tokens[position]
-    message = add_message(1, prompt_of(1, 9), max_tokens=30, stop_token_ids=(stop,), top_logprobs=1)
-    harness.add(message)
-    harness.run()
-    assert (harness.tokens[1], harness.ends[1]) == (tokens[: tokens.index(stop) + 1], "stop")
-    harness.assert_empty()
-
-
-@pytest.mark.parametrize("max_tokens", range(1, 9))
-def test_no_step_yields_more_than_max_tokens_leaves(max_tokens):
-    harness = Harness(max_tokens_per_step=4, num_blocks=4, max_model_len=16)
-    harness.add(add_message(1, prompt_of(1, 8), max_tokens=max_tokens))
-    harness.run()
-    harness.assert_all_as_alone()
-    assert (len(harness.tokens[1]), harness.ends[1]) == (max_tokens, "length")
-
-
 # Masks.
 
 
@@ -376,7 +305,7 @@ def test_a_sequence_whose_tokens_are_all_masked_fails_alone():
     message = add_message(1, prompt_of(1, 9), max_tokens=8, token_masks=True)
     harness.runner.messages[1] = harness.added[1] = message
     harness.engine.add(message)
-    harness.engine.mask_ready(1, 0, np.zeros(32, np.int32))
+    harness.gate.mask_ready(1, 0, np.zeros(32, np.int32))
     harness.run()
     assert harness.ends == {1: "failed", 2: "length"}
     assert "every token is masked out" in harness.messages[1]
@@ -396,8 +325,8 @@ def test_a_mask_that_does_not_fit_fails_its_sequence(mask, words):
     message = add_message(1, prompt_of(1, 9), max_tokens=8, token_masks=True)
     harness.added[1] = message
     harness.engine.add(message)
-    harness.engine.mask_ready(*mask)
-    harness.engine.mask_ready(7, 0, np.empty(0, np.int32))  # has ended already
+    harness.gate.mask_ready(*mask)
+    harness.gate.mask_ready(7, 0, np.empty(0, np.int32))  # has ended already
     harness.step()
     assert harness.ends == {1: "failed"} and words in harness.messages[1]
     harness.assert_empty()
@@ -421,15 +350,15 @@ def test_the_engine_waits_for_late_masks_while_the_device_computes(monkeypatch, 
     for number in range(others):
         harness.add(add_message(2 + number, prompt_of(2, 9), max_tokens=20))
     engine = harness.engine
-    while not engine.waits_for_masks:
+    while not engine.waits:
         harness.step()
-    pending = engine._unsampled[1]
+    pending = engine.gate._unsampled[1]
     monkeypatch.setattr(type(pending), "is_computed", lambda _: True)
-    assert engine.waits_for_masks == (not others)
+    assert engine.waits == (not others)
     now += 0.0199
-    assert engine.waits_for_masks == (not others)
+    assert engine.waits == (not others)
     now += 0.0002
-    assert not engine.waits_for_masks
+    assert not engine.waits
     harness.step()
     assert engine.stats().num_late_masks == 1
     harness.run()
@@ -448,13 +377,13 @@ def test_a_step_with_others_is_sampled_before_the_device_has_computed_it(monkeyp
         now += 0.002
         harness.step()
     harness._mask_after = 3
-    while not harness.engine.waits_for_masks:
+    while not harness.engine.waits:
         now += 0.002
         harness.step()
     now += 0.0019
-    assert harness.engine.waits_for_masks
+    assert harness.engine.waits
     now += 0.00006
-    assert not harness.engine.waits_for_masks
+    assert not harness.engine.waits
     harness.run()
     harness.assert_all_as_alone()
 
@@ -468,7 +397,7 @@ def waiting_engine(**options: int) -> Harness:
     for _ in range(6):
         harness.step()
     harness._mask_after = 3
-    while not harness.engine.waits_for_masks:
+    while not harness.engine.waits:
         harness.step()
     return harness
 
@@ -481,9 +410,9 @@ def test_a_step_is_planned_and_prepared_while_masks_are_missing(monkeypatch):
     harness.engine.plan()
     harness.engine.plan()
     (step,) = prepared
-    harness.engine.mask_ready(1, harness.engine._sequences[1].num_generated, np.empty(0, np.int32))
+    harness.gate.mask_ready(1, harness.engine._sequences[1].num_generated, np.empty(0, np.int32))
     harness._masks.clear()  # it has come
-    assert not harness.engine.waits_for_masks
+    assert not harness.engine.waits
     harness.step()
     assert [one.to_bytes() for one in executed] == [step.to_bytes()]
 
@@ -526,23 +455,29 @@ def test_rows_with_masks_alone_wait_a_little_longer(monkeypatch, free):
         now += 0.002
         harness.step()
     engine = harness.engine
-    while engine._unsampled is None:
+    while engine.gate._unsampled is None:
         now += 0.002
         harness.step()
     engine._sequences[39].token_mask = None
     now += 0.00196
-    assert engine.waits_for_masks == (not free)
+    assert engine.waits == (not free)
     now += 0.00008
-    assert engine.waits_for_masks == (not free)
+    assert engine.waits == (not free)
     now += 0.00002
-    assert not engine.waits_for_masks
+    assert not engine.waits
+
+
+def test_an_engine_without_a_gate_takes_no_masks():
+    alone = engine.Engine(FakeRunner(), overlap=True)
+    with pytest.raises(TypeError, match="TokenMasks"):
+        alone.handle(TokenMasks([1], [0], [-1], 0))
 
 
 def test_the_engine_waits_for_nothing_without_masks():
     harness = Harness()
     harness.add(add_message(1, prompt_of(1, 9), max_tokens=8))
     while harness.engine.has_work:
-        assert not harness.engine.waits_for_masks
+        assert not harness.engine.waits
         harness.step()
 
 

@@ -21,7 +21,6 @@ from services.decoder.engine.graphs import (
     DecodeGraphs,
     MixedGraphs,
     PromptGraphs,
-    StepGraphs,
     StepParts,
     _Kind,
 )
@@ -30,8 +29,9 @@ from services.decoder.engine.model_runner import ModelRunner
 from services.decoder.engine.pending_step import DevicePendingStep
 from services.decoder.engine.runner_factory import RunnerOptions, create_runner
 from services.decoder.engine.sequence import Sequence
-from services.decoder.engine.step import Step
-from services.decoder.engine.step_inputs import NOTHING_NEW, RowUpdates, StepInputs
+from services.decoder.engine.step import ComputeStep, Step
+from services.decoder.engine.step_computer import Computed
+from services.decoder.engine.step_inputs import NOTHING_NEW, RowUpdates, StepGraphs, StepInputs
 from tests.decoder_harness import Harness, completion_of, write_checkpoint
 from tests.sampling_twins import mask_of
 
@@ -177,6 +177,40 @@ def test_a_runner_that_is_fed_from_bytes_alone_samples_the_same(
         found = other.submit(run_steps, directory, harness.arena[:], sent).result(120)
     assert found == list(expected)
     assert sum(len(token_ids) for token_ids in found) >= 12 * 12
+
+
+def test_a_rank_computes_the_logits_by_its_half_of_a_step_alone(
+    harness: Harness, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has the `ComputeStep` as bytes, the images, and the tokens that another rank sampled."""
+    rank = Harness(directory)
+    rank.arena[:] = harness.arena[:]
+    computer, rows = harness.runner.computer, rank.runner.computer._state.rows
+    original, largest = computer.run, 0
+
+    def both(step: ComputeStep, inputs: StepInputs) -> Computed:
+        nonlocal largest
+        data = step.to_bytes()
+        largest = max(largest, len(data) if step.num_from_device == step.num_tokens else 0)
+        rows.last_tokens.copy_(computer._state.rows.last_tokens)
+        received = ComputeStep.from_bytes(data)
+        other = rank.runner.computer.run(received, rank.runner.computer.stage(received))
+        found = original(step, inputs)
+        assert (other.logits is None) == (found.logits is None)
+        if found.logits is not None and other.logits is not None:
+            assert torch.equal(other.logits, found.logits)
+        return found
+
+    monkeypatch.setattr(computer, "run", both)
+    for kind, params in enumerate(SAMPLED[:3]):
+        sequence = start(harness, kind, kind, params)
+        rank.arena[:] = harness.arena[:]
+        harness.generate(sequence, 3, chunk_size=7)
+        chunks = [harness.chunk(sequence) for _ in range(3)]  # two are from the device
+        for pending, chunk in [(harness.launch(chunk), chunk) for chunk in chunks]:
+            harness.take(pending, [chunk])
+        harness.finish(sequence)
+    assert 0 < largest < 400, "what a rank gets for a decode is small"
 
 
 def run_steps(directory: Path, arena: bytes, steps: Seq[bytes]) -> list[list[list[int]]]:
@@ -386,20 +420,23 @@ def test_padding_keeps_places_and_touches_nothing_real(harness: Harness) -> None
     harness.step(harness.chunk(sequences[0]))
     chunk = harness.chunk(sequences[0])
     step = harness.inputs(chunk)
-    full = runner._scratch([1] * 4)
+    full = runner.computer._scratch([1] * 4)
     padded = step_inputs.pad(step, 4, full)
     graphs = DecodeGraphs(parts_of(runner), full)
     update = RowUpdates((np.array([5]), np.array([7], np.int32)), NOTHING_NEW.position_deltas)
-    second, first = runner._stage(full, graphs).places, runner._stage(padded, graphs, update).places
+    second, first = (
+        runner.computer._stage(full, graphs).places,
+        runner.computer._stage(padded, graphs, update).places,
+    )
     for name in ("tokens", "chunks"):
         assert getattr(first, name) == getattr(second, name)
-    assert runner._staging.host(first.tokens)[0].tolist() == [0, -1, -1, -1]
+    assert runner.computer.staging.host(first.tokens)[0].tolist() == [0, -1, -1, -1]
     rows = padded.chunks[0].tolist()
-    assert rows == [0] + [runner._scratch_row] * 3
-    table = runner._state.rows.blocks
-    assert table[runner._scratch_row, 0] == runner.info.num_blocks
-    assert runner._staging.host(first.chunks)[2:, 0].tolist() == [5, 7]
-    assert runner._staging.host(first.chunks)[2, 1:].tolist() == [-1] * 3
+    assert rows == [0] + [runner.computer._scratch_row] * 3
+    table = runner.computer._state.rows.blocks
+    assert table[runner.computer._scratch_row, 0] == runner.info.num_blocks
+    assert runner.computer.staging.host(first.chunks)[2:, 0].tolist() == [5, 7]
+    assert runner.computer.staging.host(first.chunks)[2, 1:].tolist() == [-1] * 3
     sequences[0].num_in_flight = 0
     harness.finish(sequences[0])
 
@@ -414,7 +451,8 @@ def test_a_padded_mixture_has_its_tokens_together_and_its_sequences_apart(harnes
     chunks += [harness.chunk(prompts[0], 5), harness.chunk(prompts[1])]
     used = sum(chunk.length for chunk in chunks)
     step = harness.inputs(*chunks)
-    padded = step_inputs.pad_mixed(step, 64, 4, 3, runner._scratch([1]))
+    padded = dataclasses.replace(step)
+    step_inputs.pad_mixed(padded, 64, 4, 3, runner.computer._scratch([1]))
     assert padded.num_decodes == 4
     assert padded.num_tokens == 64
     assert np.diff(padded.cu_query_lens).tolist() == [1, 1, 0, 0, 5, 10, 0, 0]
@@ -424,33 +462,44 @@ def test_a_padded_mixture_has_its_tokens_together_and_its_sequences_apart(harnes
     assert padded.chunks[1, places].tolist() == step.chunks[1].tolist() == [11, 11, 5, 10]
     others = [2, 3, 6, 7]
     assert not padded.seq_lens[others].any()
-    assert padded.chunks[0, others].tolist() == [runner._scratch_row] * 4
+    assert padded.chunks[0, others].tolist() == [runner.computer._scratch_row] * 4
     assert not padded.chunks[1, others].any()
     # Three sample: two decodes and the whole prompt. Padding samples for the scratch row.
     assert padded.samples.tolist() == [0, 1, 5, 7]
-    staged = runner._stage(padded).places
-    found = runner._staging.host(staged.tokens)
+    staged = runner.computer._stage(padded).places
+    found = runner.computer.staging.host(staged.tokens)
     assert found.shape == (6, 64)
     assert np.array_equal(found[:, :used], step.tokens)
     assert found[0, used:].tolist() == [-1] * (64 - used)
-    runner._staging.upload()
-    assert runner._staging.device(staged.sampled_tokens).tolist() == [0, 1, used - 1, used - 1]
-    assert runner._staging.device(staged.sampled_rows).tolist() == [0, 1, 3, runner._scratch_row]
+    runner.computer.staging.upload()
+    assert runner.computer.staging.device(staged.sampled_tokens).tolist() == [
+        0,
+        1,
+        used - 1,
+        used - 1,
+    ]
+    assert runner.computer.staging.device(staged.sampled_rows).tolist() == [
+        0,
+        1,
+        3,
+        runner.computer._scratch_row,
+    ]
     for sequence in (*decodes, *prompts):
         sequence.num_in_flight = 0
         harness.finish(sequence)
 
 
 def parts_of(runner: ModelRunner) -> StepParts:
-    state = runner._state
+    computer = runner.computer
+    state = computer._state
     return StepParts(
-        runner._model, runner._backend, runner._images, state.rows, runner._entered,
-        runner._staging, state.kv_cache, graph_pool=None, capture_stream=None,
+        computer._model, computer._backend, computer._images, state.rows, computer._entered,
+        computer.staging, state.kv_cache, graph_pool=None, capture_stream=None,
     )  # fmt: skip
 
 
 def mixed_graphs(runner: ModelRunner) -> MixedGraphs:
-    return MixedGraphs(parts_of(runner), runner._scratch([1]))
+    return MixedGraphs(parts_of(runner), runner.computer._scratch([1]))
 
 
 @pytest.mark.parametrize("failing", KINDS)
@@ -475,10 +524,10 @@ def test_a_kind_of_step_whose_capture_fails_runs_eagerly(
     monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
     for kind in KINDS:
         monkeypatch.setattr(kind, "capture", capture)
-    monkeypatch.setattr(harness.runner._backend, "captures_chunks", lambda step: True)
+    monkeypatch.setattr(harness.runner.computer._backend, "captures_chunks", lambda step: True)
     with caplog.at_level(logging.WARNING):
-        harness.runner.capture_graphs([1, 2], [64, 128], [64, 128])
-    assert {type(graphs) for graphs in harness.runner.graphs} == set(KINDS) - {failing}
+        harness.runner.computer.capture_graphs([1, 2], [64, 128], [64, 128])
+    assert {type(graphs) for graphs in harness.runner.computer.graphs} == set(KINDS) - {failing}
     assert f"{failing.__name__}: capture failed" in caplog.text
     assert "out of shared memory" in caplog.text
     assert harness.generate(start_text(harness, 1), 8) == expected
@@ -496,7 +545,7 @@ def test_a_capture_without_memory_is_an_error(
     monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
     monkeypatch.setattr(MixedGraphs, "capture", capture)
     with pytest.raises(torch.OutOfMemoryError):
-        Harness(directory).runner.capture_graphs([1], [64], [64])
+        Harness(directory).runner.computer.capture_graphs([1], [64], [64])
 
 
 @pytest.mark.parametrize("lengths", [[1, 1, 9], [12], [30, 2], [1, 40, 3, 3]])
@@ -506,15 +555,15 @@ def test_what_a_graph_reads_lies_where_it_lay_at_its_capture(
     """Whatever the step: its tokens, its work and its mask."""
     runner = harness.runner
     monkeypatch.setattr(
-        runner._backend,
+        runner.computer._backend,
         "list_work",
         lambda step, captured: np.zeros((step.num_tokens // 64 + len(step.seq_lens), 8), np.int32),
     )
     graphs = mixed_graphs(runner)
-    first = runner._stage(graphs.scratch(64), graphs)
+    first = runner.computer._stage(graphs.scratch(64), graphs)
     captured = first.places
-    step = graphs._padded(runner._scratch(lengths), 64)
-    staged = runner._stage(step, graphs).places
+    step = graphs._padded(runner.computer._scratch(lengths), 64)
+    staged = runner.computer._stage(step, graphs).places
     for field in dataclasses.fields(staged):
         place = getattr(staged, field.name)
         assert place == getattr(captured, field.name), field.name
@@ -525,7 +574,7 @@ def test_a_mixture_takes_the_smallest_graph_that_holds_it(
     harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runner = harness.runner
-    monkeypatch.setattr(runner._backend, "captures_chunks", lambda step: True)
+    monkeypatch.setattr(runner.computer._backend, "captures_chunks", lambda step: True)
     graphs = mixed_graphs(runner)
     monkeypatch.setattr(
         graphs,
@@ -533,12 +582,12 @@ def test_a_mixture_takes_the_smallest_graph_that_holds_it(
         lambda kind, staged, rows, sampled: graphs._captured.update({kind: rows}),
     )
     for size in (512, 384, 256):
-        graphs.capture(runner._stage(graphs.scratch(size), graphs))
+        graphs.capture(runner.computer._stage(graphs.scratch(size), graphs))
     assert all(len(rows) == 8 for rows in graphs._captured.values())  # as many as may decode
     graphs._sizes = [256, 384, 512]
 
     def padded(lengths: list[int]) -> int | None:
-        step = graphs.pad(runner._scratch(lengths))
+        step = graphs.pad(runner.computer._scratch(lengths))
         return step.num_tokens if step is not None else None
 
     assert padded([1, 1, 200]) == padded([256]) == 256
@@ -547,5 +596,5 @@ def test_a_mixture_takes_the_smallest_graph_that_holds_it(
     assert padded([513]) is None
     assert padded([1] * 8 + [9]) is None, "nine sample"
     assert padded([3] * 17) is None, "too many chunks"
-    monkeypatch.setattr(runner._backend, "captures_chunks", lambda step: False)
+    monkeypatch.setattr(runner.computer._backend, "captures_chunks", lambda step: False)
     assert padded([1, 200]) is None

@@ -393,7 +393,7 @@ def test_named_tokens_have_logprobs_beside_the_most_likely() -> None:
     assert inputs is not None
     sampled = bench.sampler.sample(raw, inputs)
     assert sampled.logprobs is not None
-    tokens = HostTokens(sampled.token_ids, sampled.logprobs, inputs, None)
+    tokens = HostTokens(sampled.token_ids, sampled.logprobs, inputs)
     pending = DevicePendingStep(tokens)
     right = raw.log_softmax(-1)
     found = pending.result().logprobs

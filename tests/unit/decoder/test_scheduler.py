@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from services.decoder.engine.admission import AdmissionPolicy
 from services.decoder.engine.block_manager import BlockManager
 from services.decoder.engine.messages import ImageSpan
 from services.decoder.engine.scheduler import CannotSchedule, Scheduler
@@ -25,9 +26,11 @@ def scheduler_of(
     partial: int = 1,
     step_ms: float = math.inf,
     cost: StepCost | None = None,
+    admission: AdmissionPolicy | None = None,
 ):
     return Scheduler(
         BlockManager(blocks, 4),
+        admission=admission,
         max_num_sequences=rows,
         max_batched_tokens=budget,
         max_model_len=length,
@@ -86,16 +89,16 @@ def test_decode_comes_first_and_prompts_share_the_rest():
     assert step(scheduler) == [(1, 5, 1), (2, 20, 1)]
 
 
-def test_chunks_say_what_was_generated_before():
+def test_chunks_say_where_their_token_is():
     scheduler = scheduler_of()
     sequence = add(scheduler, 1, 4)
     seen = []
     for _ in range(3):
         (chunk,) = scheduler.schedule().chunks
-        seen.append((chunk.samples, chunk.from_device, chunk.generated))
+        seen.append((chunk.samples, chunk.from_device, chunk.start))
         sequence.num_in_flight -= 1
         sequence.token_ids.append(1)
-    assert seen == [(True, False, 0), (True, True, 1), (True, True, 2)]
+    assert seen == [(True, False, 0), (True, True, 4), (True, True, 5)]
 
 
 def test_a_step_ahead_of_sampling():
@@ -345,3 +348,12 @@ def test_lower_priorities_are_admitted_first_and_preempted_last():
         step(scheduler)
     assert 3 in {s.sequence_id for s in scheduler._all_running()}
     assert 1 in {s.sequence_id for s in scheduler._waiting}
+
+
+def test_without_a_policy_the_queue_is_one_of_priority_and_arrival():
+    """Whatever the tenants; of those that run, the latest of the last priority is preempted."""
+    scheduler = scheduler_of(rows=1)
+    for number, (tenant, priority) in enumerate([("a", 1), ("a", 0), ("b", 0), ("a", -1)]):
+        message = add_message(number, [1, 2, 3, 4], tenant=tenant, priority=priority, max_tokens=1)
+        scheduler.add(Sequence.from_message(message))
+    assert [step(scheduler)[0][0] for _ in range(4)] == [3, 1, 2, 0]

@@ -1,0 +1,285 @@
+"""The half of a step that every rank computes: rows, inputs, layers, and the head's logits.
+
+`ModelRunner` stages a `ComputeStep` and runs it; what is sampled of the logits is another's
+(`step_sampler`). A kind of step whose CUDA graphs cannot be captured runs eagerly.
+"""
+
+import logging
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kernels.linear_attention.states import StateCache
+from kernels.rows import DeviceRows, EnteredStep
+from kernels.tuning import MAX_CAPTURED_CHUNKS
+from services.common.process.progress import log_progress
+from services.decoder.attention.base import AttentionBackend
+from services.decoder.engine import step_inputs
+from services.decoder.engine.graphs import DecodeGraphs, MixedGraphs, PromptGraphs, StepParts
+from services.decoder.engine.images import ImageReader
+from services.decoder.engine.messages import EngineInfo
+from services.decoder.engine.staging import Staging
+from services.decoder.engine.step import ComputeStep
+from services.decoder.engine.step_inputs import NOTHING_NEW, RowUpdates, StepGraphs, StepInputs
+from services.decoder.models.base import CausalLM, VisualInput
+
+logger = logging.getLogger(__name__)
+
+# Staging bytes that do not depend on a step's size: alignment, the attention's shortest work list.
+_MOST_ELSE_BYTES = 16 << 10
+
+
+@dataclass(slots=True)
+class DeviceState:
+    """Tensors that stay on the device between steps."""
+
+    device: torch.device
+    kv_cache: Tensor  # [num_layers, num_blocks + 1, 2, block_size, num_kv_heads, head_dim]
+    states: StateCache | None  # of rows, and one more for padding; None: the model has none
+    checkpoints: StateCache | None
+    rows: DeviceRows  # the last one is scratch, for padding
+
+
+class Computed(NamedTuple):
+    """What a step's layers gave, on the device; valid until the next step.
+
+    Attributes:
+        hidden: `[T, hidden]`, if the step keeps them.
+        logits: `[B, vocab_size]`; None: nothing samples.
+        token_ids: `[B]` int32, the most likely ones, which the rows have as their last tokens
+            already; None: the step was no graph's.
+        rows: `[B]` int64 and perhaps padding, of the samples; None: nothing samples.
+    """
+
+    hidden: Tensor | None
+    logits: Tensor | None
+    token_ids: Tensor | None
+    rows: Tensor | None
+
+
+class StepComputer:
+    """Owner of what the device keeps, of the staging buffer, and of the graphs.
+
+    Attributes:
+        resend: a step has failed, so that lengths on the device may be wrong.
+        staging: begun by `stage`.
+        graphs: captured kinds of steps, see graphs.py.
+
+    Args:
+        info: of the engine.
+        model: of this rank.
+        backend: the model's.
+        state: of this rank.
+        images: reads embeddings; None: there is no arena.
+    """
+
+    def __init__(
+        self,
+        info: EngineInfo,
+        model: CausalLM,
+        backend: AttentionBackend,
+        state: DeviceState,
+        images: ImageReader | None,
+    ) -> None:
+        self.staging = Staging(_staging_bytes(info, state.rows.blocks.shape[1]), state.device)
+        self.graphs: list[StepGraphs] = []
+        self.resend = False
+        self._model = model
+        self._backend = backend
+        self._state = state
+        self._images = images
+        self._block_size = info.block_size
+        self._max_blocks = state.rows.blocks.shape[1]
+        self._scratch_row = info.max_num_sequences
+        state.rows.blocks[self._scratch_row] = info.num_blocks
+        chunks = _most_chunks(info)
+        tokens = max(info.max_batched_tokens, chunks)
+        self._entered = EnteredStep.allocate(tokens, chunks, state.device)
+
+    def stage(self, step: ComputeStep) -> StepInputs:
+        """Copies a step's arrays into the staging buffer, behind which others may be put."""
+        inputs = step_inputs.lay_out(step, self._max_blocks, resend=self.resend)
+        graphs = None
+        if not step.keeps_hidden:
+            graphs, inputs = self._graphs_for(inputs)
+        return self._stage(inputs, graphs, RowUpdates.of(step, self._max_blocks))
+
+    def run(self, step: ComputeStep, inputs: StepInputs) -> Computed:
+        """Uploads the staging buffer, and launches the step that was staged last."""
+        self._restore_states(step)
+        self.staging.upload()
+        if any(inputs.places.updates):
+            step_inputs.update_rows(inputs, self.staging, self._state.rows)
+        computed = self._run(step, inputs)
+        self._save_states(step)
+        return computed
+
+    def close(self) -> None:
+        """Releases the arena; the process may go on."""
+        if self._images is not None:
+            self._images.close()
+
+    def _run(self, step: ComputeStep, inputs: StepInputs) -> Computed:
+        count = len(step.samples)
+        if inputs.graphs is not None:
+            logits, token_ids = inputs.graphs.replay(inputs)
+            if count == 0:
+                return Computed(None, None, None, None)
+            return Computed(None, logits[:count], token_ids[:count], self._sampled_rows(inputs))
+        assert inputs.places.sampled_tokens is not None
+        sampled = self.staging.device(inputs.places.sampled_tokens)
+        narrow = count > 0 and not step.keeps_hidden
+        hidden = self._forward(inputs, sampled if narrow else None)
+        if count == 0:
+            return Computed(hidden, None, None, None)
+        logits = self._model.logits(hidden if narrow else hidden[sampled])
+        return Computed(None if narrow else hidden, logits, None, self._sampled_rows(inputs))
+
+    def _sampled_rows(self, inputs: StepInputs) -> Tensor:
+        place = inputs.places.sampled_rows
+        if place is None:
+            return self._entered.rows[: len(inputs.seq_lens)]
+        return self.staging.device(place)
+
+    @torch.inference_mode()
+    def capture_graphs(self, decodes: list[int], prompts: list[int], mixed: list[int]) -> None:
+        """Captures decode steps of these sizes, lone prompts of these lengths, and mixed steps of
+        these numbers of tokens. A kind whose capture fails runs eagerly, with a warning.
+
+        Raises:
+            torch.OutOfMemoryError: the graphs do not fit into the device's memory.
+        """
+        parts = StepParts(
+            self._model,
+            self._backend,
+            self._images,
+            self._state.rows,
+            self._entered,
+            self.staging,
+            self._state.kv_cache,
+            torch.cuda.graph_pool_handle(),
+            torch.cuda.Stream(),
+            self._state.states,
+        )
+        scratch = self._scratch([1] * self._scratch_row)
+        mixed_graphs, decode_graphs = MixedGraphs(parts, scratch), DecodeGraphs(parts, scratch)
+        prompt_graphs = PromptGraphs(parts)
+        # The largest first, so that the smaller ones find their memory in the pool.
+        steps = (
+            (mixed_graphs, (mixed_graphs.scratch(n) for n in sorted(mixed, reverse=True))),
+            (prompt_graphs, (self._scratch([n]) for n in sorted(prompts, reverse=True))),
+            (decode_graphs, (self._scratch([1] * n) for n in sorted(decodes, reverse=True))),
+        )
+        done, total = 0, len(mixed) + len(prompts) + len(decodes)
+        for graphs, scratch in steps:
+            try:
+                for step in scratch:
+                    graphs.capture(self._stage(step, graphs))
+                    done += 1
+                    log_progress("graphs", done, total)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception:
+                kind = type(graphs).__name__
+                logger.warning("%s: capture failed, these steps run eagerly", kind, exc_info=True)
+            else:
+                self.graphs.insert(0, graphs)
+
+    @torch.inference_mode()
+    def forward_scratch(self, lengths: list[int]) -> None:
+        """Runs model and head over sequences of meaningless tokens in the scratch block.
+
+        Warms kernels up, and shows how much memory a step of that size takes.
+        """
+        step = self._stage(self._scratch(lengths))
+        self.staging.upload()
+        assert step.places.sampled_tokens is not None
+        hidden = self._forward(step, self.staging.device(step.places.sampled_tokens))
+        self._model.ops.greedy(self._model.logits(hidden))
+
+    def _scratch(self, lengths: list[int]) -> StepInputs:
+        return StepInputs.scratch(lengths, self._scratch_row, self._max_blocks)
+
+    def _graphs_for(self, step: StepInputs) -> tuple[StepGraphs | None, StepInputs]:
+        """The graphs that run the step, and the step padded for them."""
+        for graphs in self.graphs:
+            padded = graphs.pad(step)
+            if padded is not None:
+                return graphs, padded
+        return None, step
+
+    def _stage(
+        self,
+        step: StepInputs,
+        graphs: StepGraphs | None = None,
+        updates: RowUpdates = NOTHING_NEW,
+    ) -> StepInputs:
+        """Copies a step, padded for `graphs` if any, into the staging buffer; returns it."""
+        self.staging.begin()
+        step.graphs = graphs
+        return step_inputs.stage(
+            step,
+            self.staging,
+            updates,
+            work=self._backend.list_work(step, captured=graphs is not None),
+            masked=bool(step.images) if graphs is None else graphs.masks_images,
+            with_states=self._state.states is not None,
+            decodes=graphs is not None and graphs.runs_decodes,
+        )
+
+    def _restore_states(self, step: ComputeStep) -> None:
+        """Copies checkpoints to the rows that begin with them."""
+        for start in step.row_starts:
+            if start.checkpoint >= 0:
+                states, checkpoints = self._state.states, self._state.checkpoints
+                assert states is not None and checkpoints is not None
+                checkpoints.copy_slot(start.checkpoint, states, start.row)
+
+    def _save_states(self, step: ComputeStep) -> None:
+        """Copies states that the step has computed to checkpoints."""
+        if step.state_saves is not None:
+            states, checkpoints = self._state.states, self._state.checkpoints
+            assert states is not None and checkpoints is not None
+            for row, slot in step.state_saves.tolist():
+                states.copy_slot(row, checkpoints, slot)
+
+    def _forward(self, step: StepInputs, rows: Tensor | None = None) -> Tensor:
+        """Runs an uploaded step eagerly; see `CausalLM.forward` for `rows`."""
+        state, staging = self._state, self.staging
+        entered = self._entered.part(step.num_tokens, len(step.seq_lens))
+        self._model.ops.enter_step(
+            step_inputs.entry(step, staging), state.rows, entered, self._block_size
+        )
+        metadata = step_inputs.attention_metadata(step, staging, state.rows, entered, state.states)
+        metadata.plan = self._backend.plan(metadata)
+        return self._model.forward(
+            entered.input_ids,
+            entered.positions,
+            state.kv_cache,
+            metadata,
+            self._visual(step),
+            rows,
+        )
+
+    def _visual(self, step: StepInputs) -> VisualInput | None:
+        if step.places.visual_mask is None:
+            return None
+        if self._images is None:
+            raise RuntimeError("a sequence has images, but the runner has no arena")
+        self._images.read(step.images)
+        return self._images.visual(self.staging.device(step.places.visual_mask))
+
+
+def _most_chunks(info: EngineInfo) -> int:
+    """Chunks of the largest step, see `step_inputs.pad_mixed`."""
+    return info.max_num_sequences + MAX_CAPTURED_CHUNKS + 1
+
+
+def _staging_bytes(info: EngineInfo, max_blocks: int) -> int:
+    """The most a step's arrays take: per token, and per chunk with its blocks and token mask."""
+    per_token, per_row = 52, 324 + 1024 + 4 * -(-info.vocab_size // 32)
+    rows = _most_chunks(info)
+    tokens = max(info.max_batched_tokens, rows)
+    return tokens * per_token + rows * (per_row + 12 * max_blocks) + _MOST_ELSE_BYTES

@@ -1,0 +1,51 @@
+"""The way of a step's tokens back to the host."""
+
+import torch
+from torch import Tensor
+
+from services.decoder.engine.pending_step import DevicePendingStep, Readback
+from services.decoder.engine.sampler import Sampled
+
+
+class FakeEvent:
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def record(self) -> None:
+        self.calls.append("record")
+
+    def synchronize(self) -> None:
+        self.calls.append("synchronize")
+
+
+class PretendedGpu(Readback):
+    """A readback of a GPU with memory and events of a host."""
+
+    def __init__(self) -> None:
+        super().__init__(4, torch.device("cuda"))
+        self.made: list[tuple[Tensor, FakeEvent]] = []
+
+    def _made(self) -> tuple[Tensor, torch.cuda.Event]:
+        self.made.append((torch.full((4,), -9, dtype=torch.int32), FakeEvent()))
+        return self.made[-1]  # type: ignore[return-value]
+
+
+def test_buffers_and_events_are_used_again_when_their_step_was_read_and_not_before() -> None:
+    readback = PretendedGpu()
+
+    def launch(*token_ids: int) -> DevicePendingStep:
+        sampled = Sampled(torch.tensor(token_ids, dtype=torch.int32), None)
+        return DevicePendingStep(readback.tokens(sampled))
+
+    first, second = launch(1, 2, 3), launch(4)
+    assert len(readback.made) == 2, "two are in flight"
+    assert first.result().token_ids.tolist() == [[1], [2], [3]]
+    third = launch(5, 6)
+    assert len(readback.made) == 2
+    assert readback.made[0][1].calls == ["record", "synchronize", "record"]
+    assert first.result().token_ids.tolist() == [[1], [2], [3]], "what was read stays"
+    assert second.result().token_ids.tolist() == [[4]]
+    assert third.result().token_ids.tolist() == [[5], [6]]
+    over = DevicePendingStep(readback.tokens(None))
+    assert over.result().token_ids.tolist() == []
+    assert len(readback.made) == 2
