@@ -176,7 +176,7 @@ class Engine:
             case AbortSequence():
                 self.abort(message.sequence_id)
             case ResetPrefixCache():
-                self._discard_plan()
+                self.discard_plan()
                 self._blocks.reset()
 
     def add(self, message: AddSequence) -> None:
