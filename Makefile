@@ -161,6 +161,10 @@ $(SITE): Makefile
 site: $(SITE) ## build the documentation into build/site; a broken link is an error
 	@NO_MKDOCS_2_WARNING=1 build/site-tool/bin/mkdocs build --strict --quiet
 
+.PHONY: pictures
+pictures: system-test $(DEV) ## take the pictures of the chat page in docs/chat-page
+	@$(BIN)/python scripts/page_pictures.py
+
 # --- the rest ---------------------------------------------------------------------------------
 
 .PHONY: format

@@ -26,6 +26,7 @@ from services.common.model_spec import LinearAttentionSpec, RopeSpec, TextSpec  
 from services.common.settings import ServiceSettings  # noqa: E402
 from services.decoder.settings import DecoderSettings  # noqa: E402
 from services.encoder.settings import EncoderSettings  # noqa: E402
+from services.gateway.endpoints.examples import curls  # noqa: E402
 from services.gateway.endpoints.openapi import OPERATIONS  # noqa: E402
 from services.gateway.settings import GatewaySettings  # noqa: E402
 from triptych.cli import build_parser  # noqa: E402
@@ -164,7 +165,20 @@ def endpoints_page() -> str:
         f"| `{method}` | `{path}` | {operation.summary} | {'yes' if operation.event else ''} |"
         for (method, path), operation in OPERATIONS.items()
     ]
-    return head + _rows(("method", "path", "what", "streams"), rows)
+    return head + _rows(("method", "path", "what", "streams"), rows) + "\n## Examples\n" + _curls()
+
+
+def _curls() -> str:
+    """A section for each endpoint; the test of the page `/docs` sends them."""
+    head = (
+        "\n`MODEL` is the served name, which `GET /v1/models` tells; the page `/docs` fills it in. "
+        'Where keys are needed, add `-H "Authorization: Bearer $API_KEY"`.\n'
+    )
+    return head + "".join(
+        f"\n### {method} {path}\n"
+        + "".join(f"\n```sh\n{c}\n```\n" for c in curls(method, path).values())
+        for method, path in OPERATIONS
+    )
 
 
 # --- cards ------------------------------------------------------------------------------------

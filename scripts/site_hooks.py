@@ -22,7 +22,7 @@ PAGES = {
     "demo/README.md": "demonstration.md", "README.md": "index.md",
 }  # fmt: skip
 _LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^()\s]+)\)")
-_IMAGES = {".png", ".jpg", ".svg"}
+_IMAGES = {".png", ".jpg", ".svg", ".webp"}
 
 
 def on_files(files: Files, config: Any) -> Files:  # noqa: ANN401 - mkdocs'

@@ -2,10 +2,12 @@
 
 import asyncio
 import json
+import re
 import socket
 import threading
 import time
 from contextlib import suppress
+from pathlib import Path
 
 import numpy as np
 import openai
@@ -330,13 +332,56 @@ def test_metrics(stack):
         assert name in text
 
 
-def test_page_loads_nothing_external(stack):
+PAGE_FILES = sorted(path.name for path in Path("services/gateway/static").iterdir())
+
+
+@pytest.mark.parametrize("path", ["/", "/docs"])
+def test_pages_load_nothing_external_and_hold_no_script(stack, path):
     with stack.client() as client:
-        response = client.get("/")
+        response = client.get(path)
     assert response.headers["content-type"].startswith("text/html")
-    assert "default-src 'none'" in response.headers["content-security-policy"]
-    for forbidden in ("http://", "https://", 'src="//', "@import", "eval("):
+    policy = response.headers["content-security-policy"]
+    assert "default-src 'none'" in policy
+    assert "unsafe" not in policy
+    for forbidden in (
+        "http://",
+        "https://",
+        'src="//',
+        "@import",
+        "<style",
+        " style=",
+        " onclick=",
+    ):
         assert forbidden not in response.text.replace("http://www.w3.org", "")
+    assert re.findall(r"<script[^>]*>(.*?)</script>", response.text, re.DOTALL)[0] == ""
+    assert not any(re.findall(r"<script[^>]*>(.*?)</script>", response.text, re.DOTALL))
+
+
+@pytest.mark.parametrize("name", PAGE_FILES)
+def test_page_files_are_served_once(stack, name):
+    with stack.client() as client:
+        first = client.get(f"/static/{name}")
+        again = client.get(f"/static/{name}", headers={"if-none-match": first.headers["etag"]})
+    assert first.status_code == 200
+    assert first.content == (Path("services/gateway/static") / name).read_bytes()
+    assert first.headers["x-content-type-options"] == "nosniff"
+    assert again.status_code == 304
+    assert again.content == b""
+
+
+@pytest.mark.parametrize("name", [name for name in PAGE_FILES if ".min." not in name])
+def test_page_files_make_no_html_of_text_and_load_nothing_external(name):
+    text = (Path("services/gateway/static") / name).read_text()
+    for forbidden in ("innerHTML", "outerHTML", "insertAdjacent", "eval(", "@import", "//cdn"):
+        assert forbidden not in text
+    addresses = set(re.findall(r"https?://[\w.:]+", text))
+    assert addresses <= {"http://www.w3.org", "http://127.0.0.1:8000"}  # a name, what is replaced
+
+
+def test_other_files_are_not_served(stack):
+    with stack.client() as client:
+        for name in ("nothing.js", "..%2fsettings.py", "%2e%2e/settings.py", ""):
+            assert client.get(f"/static/{name}").status_code == 404
 
 
 # Clients that disconnect

@@ -21,6 +21,9 @@ _FLAGS = (
     "--remote-allow-origins=*", "--remote-debugging-port=0", "--window-size=1280,900",
 )  # fmt: skip
 _START_TIMEOUT_S = 60.0
+_KEYS: dict[str, tuple[int, dict[str, str]]] = {
+    "Enter": (13, {"text": "\r"}), "Escape": (27, {}), "Tab": (9, {}),
+}  # fmt: skip
 
 
 class BrowserError(Exception):
@@ -141,15 +144,44 @@ class Page:
         self.evaluate(f"document.querySelector({json.dumps(selector)}).focus()")
         self.call("Input.insertText", text=text)
 
+    def press(self, key: str) -> None:
+        """A key of `_KEYS`, in the focused element."""
+        code, text = _KEYS[key]
+        fields = {"key": key, "code": key, "windowsVirtualKeyCode": code}
+        self.call("Input.dispatchKeyEvent", type="keyDown", **fields, **text)
+        self.call("Input.dispatchKeyEvent", type="keyUp", **fields)
+
     def press_enter(self) -> None:
-        """The Enter key, in the focused element."""
-        key = {"key": "Enter", "code": "Enter", "windowsVirtualKeyCode": 13, "text": "\r"}
-        self.call("Input.dispatchKeyEvent", type="keyDown", **key)
-        self.call("Input.dispatchKeyEvent", type="keyUp", **key)
+        self.press("Enter")
+
+    def click(self, selector: str) -> None:
+        """Clicks the middle of an element, where a person would, once it is drawn."""
+        self.wait_for(f"document.querySelector({json.dumps(selector)})?.offsetParent !== undefined")
+        x, y = self.evaluate(
+            f"""(() => {{
+              const target = document.querySelector({json.dumps(selector)});
+              target.scrollIntoView({{block: "nearest"}});
+              const box = target.getBoundingClientRect();
+              return [box.x + box.width / 2, box.y + box.height / 2];
+            }})()"""
+        )
+        for kind in ("mouseMoved", "mousePressed", "mouseReleased"):
+            self.call(
+                "Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1
+            )  # fmt: skip
+
+    def resize(self, width: int, height: int, *, is_phone: bool = False) -> None:
+        """The window's inside, in CSS pixels; a phone has fingers instead of a mouse."""
+        self.call(
+            "Emulation.setDeviceMetricsOverride", width=width, height=height, mobile=is_phone,
+            deviceScaleFactor=2 if is_phone else 1,
+        )  # fmt: skip
+        self.call("Emulation.setTouchEmulationEnabled", enabled=is_phone)
 
     def screenshot(self, path: Path) -> None:
-        """What the window shows, as a PNG."""
-        path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot")["data"]))
+        """What the window shows, as PNG or WebP by the file's name."""
+        options = {"format": "webp", "quality": 80} if path.suffix == ".webp" else {}
+        path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", **options)["data"]))
 
     def _note(self, event: dict[str, Any]) -> None:
         parameters = event.get("params", {})

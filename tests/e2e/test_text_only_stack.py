@@ -121,15 +121,17 @@ def test_the_page_offers_no_images(
 ) -> None:
     with open_browser(tmp_path) as page:
         page.open(command.url + "/")
-        page.wait_for("document.getElementById('model').textContent.startsWith('tiny-qwen3')")
+        page.wait_for("document.getElementById('model')?.textContent.startsWith('tiny-qwen3')")
         assert page.evaluate("document.getElementById('attach').offsetParent === null")
         assert "image" not in page.evaluate("document.body.innerText")
         page.drop_file("main", SAMPLES / "shapes.png")
+        refused = "“shapes.png” was not added: this model reads text only."
+        page.wait_for(f"document.getElementById('notice').innerText.includes('{refused}')")
         page.send_with(logit_bias=not_white_space(expected), max_tokens=NUM_TOKENS)
         page.type("#text", "How many stars are there?")
         page.press_enter()
         page.wait_for("document.querySelector('.assistant .bubble')?.textContent.length > 0")
-        assert page.evaluate("document.querySelectorAll('img').length") == 0
+        assert page.evaluate("document.querySelectorAll('main img, #attached img').length") == 0
         assert page.console == []
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
+from services.gateway.endpoints.examples import BODIES, curls
 from services.gateway.endpoints.tokenization import (
     DetokenizeRequest,
     DetokenizeResponse,
@@ -103,6 +104,7 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ("GET", "/openapi.json"): Operation("This document"),
     ("GET", "/docs"): Operation("This document as a page", media_type="text/html"),
     ("GET", "/"): Operation("The chat page", media_type="text/html"),
+    ("GET", "/static/{name}"): Operation("A file of the pages", media_type="text/javascript"),
 }  # fmt: skip
 
 
@@ -120,7 +122,11 @@ def openapi_document(version: str) -> dict[str, Any]:
         _describe(name, schema)
     paths: dict[str, dict[str, Any]] = {}
     for (method, path), operation in OPERATIONS.items():
-        paths.setdefault(path, {})[method.lower()] = _operation(path, operation, schema_of)
+        found = paths.setdefault(path, {})[method.lower()] = _operation(path, operation, schema_of)
+        found["x-codeSamples"] = [
+            {"lang": "Shell", "label": name, "source": curl}
+            for name, curl in curls(method, path).items()
+        ]
     return {
         "openapi": "3.1.0",
         "info": {"title": "Triptych", "version": version},
@@ -162,8 +168,10 @@ def _operation(path: str, operation: Operation, schema_of: Mapping[int, Any]) ->
         },
     }  # fmt: skip
     if operation.request is not None:
-        body = {"required": True, "content": content(_JSON, operation.request)}
-        found["requestBody"] = body
+        body = content(_JSON, operation.request)
+        examples = {name: {"value": example} for name, example in BODIES[path].items()}
+        body[_JSON]["examples"] = examples
+        found["requestBody"] = {"required": True, "content": body}
     if "{name}" in path:
         name = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
         found["parameters"] = [name]

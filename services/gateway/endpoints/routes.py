@@ -6,9 +6,12 @@ responses in `exchange`.
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
+from blake3 import blake3
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -21,12 +24,13 @@ from services.gateway.http.exchange import JsonResponse
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.tenancy.admission import Admission
 
-# The page contains its own script and style and loads nothing else.
+# Pages load files of this server and nothing else; no script or style stands in a page itself.
 _PAGE_POLICY = (
-    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
+    "default-src 'none'; script-src 'self'; style-src 'self'; "
     "img-src 'self' data: blob:; connect-src 'self'; base-uri 'none'; form-action 'none'; "
     "frame-ancestors 'none'"
 )
+_MEDIA_TYPES = {".css": "text/css", ".html": "text/html", ".js": "text/javascript"}
 
 
 # After so long, services that are not there are taken to be scaled to zero.
@@ -61,9 +65,7 @@ class Routes:
         self._was_ready = False
         self._patient_until = time.monotonic() + _PATIENCE_S
         self._models = ModelRoutes(service, other_gateways, int(time.time()))
-        pages = Path(__file__).parents[1] / "static"
-        self._page = (pages / "index.html").read_bytes()
-        self._docs_page = (pages / "docs.html").read_bytes()
+        self._files = _static_files(Path(__file__).parents[1] / "static")
         chat = ChatEndpoint(service, admission, metrics)
         self.endpoints: dict[str, Endpoint] = {"/v1/chat/completions": chat, **endpoints}
         self._others = others
@@ -79,6 +81,7 @@ class Routes:
             Route("/ready", self.ready, methods=["GET"]),
             Route("/docs", self.docs, methods=["GET"]),
             Route("/", self.page, methods=["GET"]),
+            Route("/static/{name}", self.static, methods=["GET"]),
             *self._others,
         ]
 
@@ -113,20 +116,48 @@ class Routes:
 
     async def page(self, request: Request) -> Response:
         """The chat page."""
-        return _page(self._page)
+        return self._files["index.html"].response(request)
 
     async def docs(self, request: Request) -> Response:
         """A page that shows the OpenAPI document."""
-        return _page(self._docs_page)
+        return self._files["docs.html"].response(request)
+
+    async def static(self, request: Request) -> Response:
+        """A file of the pages."""
+        found = self._files.get(request.path_params["name"])
+        if found is None:
+            raise HTTPException(404)
+        return found.response(request)
 
 
-def _page(html: bytes) -> Response:
-    headers = {
-        "content-security-policy": _PAGE_POLICY,
-        "x-content-type-options": "nosniff",
-        "referrer-policy": "no-referrer",
-    }
-    return Response(html, media_type="text/html", headers=headers)
+@dataclass(frozen=True, slots=True)
+class _StaticFile:
+    """A file of the pages, in memory; a browser that has it already gets 304."""
+
+    content: bytes
+    media_type: str
+    etag: str
+
+    def response(self, request: Request) -> Response:
+        headers = {
+            "content-security-policy": _PAGE_POLICY,
+            "x-content-type-options": "nosniff",
+            "referrer-policy": "no-referrer",
+            "cache-control": "no-cache",
+            "etag": self.etag,
+        }
+        if self.etag in request.headers.get("if-none-match", ""):
+            return Response(status_code=304, headers=headers)
+        return Response(self.content, media_type=self.media_type, headers=headers)
+
+
+def _static_files(folder: Path) -> dict[str, _StaticFile]:
+    found: dict[str, _StaticFile] = {}
+    for path in folder.iterdir():
+        content = path.read_bytes()
+        etag = f'"{blake3(content).hexdigest(8)}"'
+        found[path.name] = _StaticFile(content, _MEDIA_TYPES[path.suffix], etag)
+    return found
 
 
 def package_version() -> str:

@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 
 _OPEN_PATHS = frozenset(("/", "/docs", "/openapi.json", "/health", "/ready", "/ping"))
 _QUIET_PATHS = frozenset(("/health", "/ready", "/ping"))
+_PAGE_FILES = "/static/"  # open and quiet, too
 _PREFLIGHT_AGE_S = 600
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
@@ -70,7 +71,7 @@ class Middleware:
         request_id = _request_id(headers.get(b"x-request-id", b""))
         scope.setdefault("state", {})["request_id"] = request_id
         bind_request_id(request_id)
-        is_quiet = scope["path"] in _QUIET_PATHS
+        is_quiet = scope["path"] in _QUIET_PATHS or scope["path"].startswith(_PAGE_FILES)
         start = time.monotonic()
         with nullcontext(Span()) if is_quiet else _request_span(scope, headers) as request_span:
             status = await self._serve(scope, receive, send, headers)
@@ -90,7 +91,7 @@ class Middleware:
         app, identity = self._app, None
         if scope["method"] == "POST":
             app = self._endpoints.get(scope["path"], app)
-        if scope["path"] not in _OPEN_PATHS:
+        if scope["path"] not in _OPEN_PATHS and not scope["path"].startswith(_PAGE_FILES):
             identity = self._keyring.identify(_authorization(headers))
             scope["state"]["identity"] = identity
             if identity is None:

@@ -1,0 +1,69 @@
+"""Examples of requests, for the OpenAPI document, its page and docs/endpoints.md: a curl of each
+endpoint, which a test sends.
+"""
+
+import json
+import shlex
+from typing import Any
+
+# The page puts those of its server in their place.
+MODEL, ADDRESS = "MODEL", "http://127.0.0.1:8000"
+_QUESTION = "Who are you?"
+# A red square of 64 by 64 pixels.
+_IMAGE_URL = (
+    "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAEAAAABAAQMAAACQp+OdAAAAA1BMVEXcFBQXnfKmAAAAD0lE"
+    "QVR42mNgGAWjgHwAAAJAAAHgTR1EAAAAAElFTkSuQmCC"
+)
+_CHAT: dict[str, Any] = {
+    "model": MODEL,
+    "messages": [{"role": "user", "content": _QUESTION}],
+    "max_tokens": 100,
+}
+_IMAGE_PARTS = [
+    {"type": "image_url", "image_url": {"url": _IMAGE_URL}},
+    {"type": "text", "text": "What is in the image?"},
+]
+
+# Path -> name of the example -> body. `image` needs a model that takes images.
+BODIES: dict[str, dict[str, dict[str, Any]]] = {
+    "/v1/chat/completions": {
+        "text": _CHAT,
+        "stream": _CHAT | {"stream": True},
+        "image": _CHAT | {"messages": [{"role": "user", "content": _IMAGE_PARTS}]},
+    },
+    "/v1/completions": {
+        "text": {"model": MODEL, "prompt": "A triptych is", "max_tokens": 32},
+    },
+    "/v1/responses": {
+        "text": {"model": MODEL, "input": _QUESTION, "max_output_tokens": 100},
+    },
+    "/v1/messages": {"text": _CHAT},
+    "/v1/messages/count_tokens": {
+        "text": {"model": MODEL, "messages": [{"role": "user", "content": _QUESTION}]},
+    },
+    "/tokenize": {"text": {"prompt": _QUESTION}},
+    "/detokenize": {"text": {"tokens": [40, 41, 42]}},
+}
+
+# What stands for `{name}` in paths that begin so; elsewhere it is a model's.
+_NAMES = {"/static/": "chat.js", "/v1/responses/": "resp-1234"}
+
+
+def curls(method: str, path: str) -> dict[str, str]:
+    """A command for each example of an endpoint, by the example's name; without a body: one."""
+    name = next((own for start, own in _NAMES.items() if path.startswith(start)), MODEL)
+    url = ADDRESS + path.replace("{name}", name)
+    if path not in BODIES:
+        return {"": f"curl {'' if method == 'GET' else f'-X {method} '}{url}"}
+    return {
+        name: f"curl {'-N ' if body.get('stream') else ''}{url} \\\n"
+        f"  -H 'Content-Type: application/json' \\\n"
+        f"  -d {shlex.quote(_lines(body))}"
+        for name, body in BODIES[path].items()
+    }
+
+
+def _lines(body: dict[str, Any]) -> str:
+    """A field per line."""
+    fields = (f"    {json.dumps(name)}: {json.dumps(value)}" for name, value in body.items())
+    return "{\n" + ",\n".join(fields) + "\n  }"

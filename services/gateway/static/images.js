@@ -1,0 +1,73 @@
+/* Images: taken from files, shown small, enlarged. What is refused is named in the notice above the question. */
+import {$, button, element, icon} from "./dom.js";
+import {newId} from "./history.js";
+
+const SENT_AS_THEY_ARE = ["image/jpeg", "image/png", "image/webp", "image/gif"], MAX_FILE_BYTES = 8e6, MAX_SIDE = 4096;
+
+const readUrl = blob => new Promise((resolve, reject) => {
+  const reader = new FileReader();
+  reader.onload = () => resolve(reader.result);
+  reader.onerror = () => reject(reader.error);
+  reader.readAsDataURL(blob);
+});
+
+async function imageUrl(file) {
+  const bitmap = await createImageBitmap(file);   // an error here is cheaper than one after the upload
+  try {
+    if (SENT_AS_THEY_ARE.includes(file.type) && file.size < MAX_FILE_BYTES) return await readUrl(file);
+    const scale = Math.min(1, MAX_SIDE / Math.max(bitmap.width, bitmap.height));
+    const canvas = element("canvas");
+    canvas.width = Math.max(1, Math.round(bitmap.width * scale));
+    canvas.height = Math.max(1, Math.round(bitmap.height * scale));
+    canvas.getContext("2d").drawImage(bitmap, 0, 0, canvas.width, canvas.height);
+    return canvas.toDataURL("image/jpeg", .92);
+  } finally {
+    bitmap.close();
+  }
+}
+
+/* The images of `files`, and a sentence for each file that is none. */
+export async function readImages(files, takesImages) {
+  const images = [], refused = [];
+  for (const file of files) {
+    const name = file.name || "image";
+    if (!takesImages) refused.push(`“${name}” was not added: this model reads text only.`);
+    else if (!file.type.startsWith("image/")) {
+      const kind = file.type === "application/pdf" ? "a PDF" : file.type ? "of type " + file.type : "of an unknown type";
+      refused.push(`“${name}” was not added: it is ${kind}, and the model reads text and images. Add a picture of it, or paste its text.`);
+    } else {
+      try { images.push({id: newId(), name, url: await imageUrl(file)}); }
+      catch { refused.push(`“${name}” was not added: it cannot be read as an image. It may be damaged, or of a format that this browser does not know.`); }
+    }
+  }
+  return {images, refused};
+}
+
+/* A row of small images, each a button that enlarges it. */
+export function thumbnails(images) {
+  return images.map(image => {
+    if (!image.url) return element("span", "dropped", `${image.name}: not kept by this browser; the model does not see it any more`);
+    const small = element("img");
+    small.src = image.url;
+    small.alt = image.name;
+    return button("thumbnail", "Enlarge " + image.name, () => enlarge(image), small);
+  });
+}
+
+function enlarge({url, name}) {
+  $("large").src = url;
+  $("large").alt = name;
+  $("viewer").showModal();
+}
+
+export function startViewer() {
+  $("viewer").onclick = () => $("viewer").close();
+}
+
+/* Shows sentences above the question until they are closed; none: hides them. */
+export function notice(sentences) {
+  $("notice").hidden = !sentences.length;
+  $("notice").replaceChildren(
+    element("div", "", ...sentences.map(text => element("p", "", text))),
+    button("quiet", "Close", () => notice([]), icon("close")));
+}

@@ -1,0 +1,133 @@
+/* Markdown: elements and text nodes only, so that nothing of an answer is HTML; nothing of it is loaded. */
+import {codeBlock} from "./code.js";
+import {element} from "./dom.js";
+import {formula} from "./formulas.js";
+
+const INLINE = new RegExp([
+  String.raw`(?<code>(?<ticks>${"`+"})(?<inner>(?:(?!\k<ticks>)[^])+?)\k<ticks>(?!${"`"}))`,
+  String.raw`\$\$(?<displayed>[^$]+)\$\$|\\\[(?<bracketed>[^]{1,4000}?)\\\]|\\\((?<tex>[^]{1,4000}?)\\\)`,
+  String.raw`(?<![\w$])\$(?<dollars>(?![\s$])(?:\\[^]|[^$${"`"}\\\n])*?(?<![\s\\]))\$(?![\w$])`,   // prices are no formulas
+  String.raw`\\(?<escaped>[\\${"`"}*_{}\[\]()#+.!|~>$-])`,
+  String.raw`\*\*(?=\S)(?<bold>[^*]+(?:\*[^*]+)*?)\*\*`,
+  String.raw`(?<![\w*])(?<mark>[*_])(?=\S)(?<italic>[^*_\n]+)\k<mark>(?!\w)`,
+  String.raw`~~(?<struck>[^~\n]+)~~`,
+  String.raw`!?\[(?<label>[^\]\n]*)\]\((?<url>[^()\s]*)\)`,
+].join("|"), "g");
+const FENCE = /^ *(`{3,}|~{3,}) *([\w+#.-]*)\s*$/, HEADING = /^ {0,3}#{1,6} +(.*?)(?: +#+)?$/, RULE = /^ {0,3}([-*_])(?: *\1){2,} *$/;
+const QUOTE = /^ {0,3}> ?/, ITEM = /^( *)(?:[-*+]|(\d{1,9})[.)])(?: +|$)(.*)$/, DASHES = /^ *\|?(?: *:?-+:? *\|)+(?: *:?-+:? *)?$/;
+const FORMULA = /^ *(\$\$|\\\[)/, FORMULA_END = {"$$": "$$", "\\[": "\\]"};
+const MAX_DEPTH = 8;
+
+function inline(into, text) {
+  let at = 0;
+  for (const match of text.matchAll(INLINE)) {
+    const {inner, displayed, bracketed, tex, dollars, escaped, bold, italic, struck, label, url} = match.groups;
+    into.append(text.slice(at, match.index));
+    at = match.index + match[0].length;
+    const math = displayed ?? bracketed ?? tex ?? dollars;
+    if (inner !== undefined) into.append(element("code", "", inner.trim() || inner));
+    else if (math !== undefined) into.append(formula(math, (displayed ?? bracketed) !== undefined));
+    else if (escaped !== undefined) into.append(escaped);
+    else if (bold !== undefined) into.append(inline(element("strong"), bold));
+    else if (italic !== undefined) into.append(inline(element("em"), italic));
+    else if (struck !== undefined) into.append(element("s", "", struck));
+    else if (/^(https?:|mailto:)/i.test(url)) {
+      const link = element("a", "", label || url);   // an image, too: it is not loaded
+      link.href = url;
+      link.target = "_blank";
+      link.rel = "noopener noreferrer nofollow";
+      into.append(link);
+    } else into.append(match[0]);
+  }
+  into.append(text.slice(at));
+  return into;
+}
+
+const cells = line => line.trim().replace(/^\||\|$/g, "").split(/(?<!\\)\|/).map(cell => cell.trim());
+const begins = (lines, i) => FENCE.test(lines[i]) || HEADING.test(lines[i]) || RULE.test(lines[i]) || QUOTE.test(lines[i])
+  || FORMULA.test(lines[i]) || ITEM.test(lines[i]) || (lines[i].includes("|") && DASHES.test(lines[i + 1] ?? ""));
+
+/* Where the block that begins at line `i` ends. */
+function endOf(lines, i, depth) {
+  const line = lines[i], start = i;
+  if (depth >= MAX_DEPTH || !begins(lines, i)) {
+    do i++; while (i < lines.length && lines[i].trim() && (depth >= MAX_DEPTH || !begins(lines, i)));
+  } else if (FENCE.test(line)) {
+    const fence = FENCE.exec(line)[1];
+    do i++; while (i < lines.length && !(lines[i].trim().startsWith(fence) && FENCE.test(lines[i])));
+    i++;
+  } else if (FORMULA.test(line)) {
+    const [opening, delimiter] = FORMULA.exec(line), end = FORMULA_END[delimiter];
+    while (lines[i]?.trim() && !(i > start ? lines[i] : line.slice(opening.length)).includes(end)) i++;
+    i++;
+  } else if (QUOTE.test(line)) while (i < lines.length && QUOTE.test(lines[i])) i++;
+  else if (HEADING.test(line) || RULE.test(line)) i++;
+  else if (ITEM.test(line)) {
+    const [, indent, number] = ITEM.exec(line), belongs = l => l.trim() && l.length - l.trimStart().length > indent.length;
+    for (let item; i < lines.length && (item = ITEM.exec(lines[i])) && item[1].length <= indent.length && (item[2] === undefined) === (number === undefined);) {
+      while (++i < lines.length && (belongs(lines[i]) || (!lines[i].trim() && belongs(lines[i + 1] ?? ""))));
+      if (!lines[i]?.trim() && ITEM.test(lines[i + 1] ?? "")) i++;   // a blank line between items
+    }
+  } else for (i += 2; i < lines.length && lines[i].includes("|");) i++;
+  return i;
+}
+
+function list(lines, depth) {
+  const [, indent, number] = ITEM.exec(lines[0]), made = element(number === undefined ? "ul" : "ol");
+  if (number !== undefined) made.start = Number(number);
+  for (let i = 0; i < lines.length;) {
+    const inner = [ITEM.exec(lines[i])[3]];
+    while (++i < lines.length && !(ITEM.test(lines[i]) && ITEM.exec(lines[i])[1].length <= indent.length)) inner.push(lines[i]);
+    const margin = Math.min(...inner.slice(1).filter(l => l.trim()).map(l => l.length - l.trimStart().length));
+    made.append(markdown(element("li"), inner.map((l, n) => n ? l.slice(margin) : l).join("\n"), depth + 1));
+  }
+  return made;
+}
+
+function table(lines) {
+  const made = element("table"), width = cells(lines[0]).length;
+  lines.forEach((line, number) => {
+    if (number === 1) return;
+    const row = element("tr");
+    for (const cell of cells(line).slice(0, width)) row.append(inline(element(number ? "td" : "th"), cell));
+    made.append(row);
+  });
+  return made;
+}
+
+function block(lines, depth) {
+  const [line] = lines, text = lines.join("\n");
+  if (depth >= MAX_DEPTH || !begins(lines, 0)) return inline(element("p"), text);
+  if (FENCE.test(line)) {
+    const [, fence, language] = FENCE.exec(line), last = lines.at(-1);
+    const isClosed = lines.length > 1 && last.trim().startsWith(fence) && FENCE.test(last);
+    return codeBlock(language, lines.slice(1, isClosed ? -1 : undefined).join("\n"));
+  }
+  if (HEADING.test(line)) return inline(element("h3"), HEADING.exec(line)[1]);
+  if (RULE.test(line)) return element("hr");
+  if (QUOTE.test(line)) return markdown(element("blockquote"), lines.map(l => l.replace(QUOTE, "")).join("\n"), depth + 1);
+  if (ITEM.test(line)) return list(lines, depth);
+  if (FORMULA.test(line)) return inline(element("p"), text.trim());
+  return table(lines);
+}
+
+/* Draws `text`; blocks that `into` shows already stay as they are. */
+export function markdown(into, text, depth = 0) {
+  const lines = text.split("\n"), blocks = [];
+  for (let i = 0; i < lines.length;) {
+    if (!lines[i].trim()) { i++; continue; }
+    const end = endOf(lines, i, depth);
+    blocks.push(lines.slice(i, end));
+    i = end;
+  }
+  const shown = [...into.children];
+  let same = 0;
+  while (same < blocks.length && shown[same]?.source === blocks[same].join("\n")) same++;
+  for (const old of shown.slice(same)) old.remove();
+  for (const each of blocks.slice(same)) {
+    const made = block(each, depth);
+    made.source = each.join("\n");
+    into.append(made);
+  }
+  return into;
+}

@@ -1,0 +1,80 @@
+"""The page of the API: a curl for each endpoint, to copy or to run."""
+
+import json
+import shlex
+from urllib.parse import urlsplit
+
+import pytest
+
+from services.gateway.endpoints.openapi import OPERATIONS
+from tests.e2e.browser import Page
+from tests.e2e.chat_page import PHONE, WIDE, _stack, loop_thread, page, stack, tab
+from tests.gateway_stack import MODEL, GatewayStack
+
+__all__ = ["_stack", "loop_thread", "page", "stack", "tab"]
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+
+SECTIONS = "document.querySelectorAll('#main section')"
+
+
+@pytest.fixture
+def docs(page: Page, stack: GatewayStack) -> Page:
+    page.requests.clear()
+    page.open(stack.url + "/docs")
+    page.wait_for(f"{SECTIONS}.length > 0")
+    return page
+
+
+def status_of(title: str) -> int:
+    """That an example's answer has: the response that it names is nobody's."""
+    return 404 if "/v1/responses/{name}" in title else 200
+
+
+def test_each_endpoint_has_a_curl_that_works(docs: Page, stack: GatewayStack) -> None:
+    found = docs.evaluate(
+        f"""[...{SECTIONS}].map(section => [section.querySelector("h3").textContent,
+          [...section.querySelectorAll(".code code")].map(code => code.textContent)])"""
+    )
+    assert [title for title, _ in found] == [" ".join(operation) for operation in OPERATIONS]
+    with stack.client() as client:
+        for title, curls in found:
+            assert curls, title
+            for curl in curls:
+                words = shlex.split(curl.replace("\\\n", " "))
+                url = next(word for word in words if word.startswith("http"))
+                assert url.startswith(stack.url)
+                body = words[words.index("-d") + 1] if "-d" in words else None
+                headers = dict(
+                    words[i + 1].split(": ", 1) for i, word in enumerate(words) if word == "-H"
+                )
+                method = title.split()[0]
+                answer = client.request(method, urlsplit(url).path, content=body, headers=headers)
+                assert answer.status_code == status_of(title), (curl, answer.text)
+                if body is not None and "model" in json.loads(body):
+                    assert json.loads(body)["model"] == MODEL
+    assert all(url.startswith((stack.url, "data:")) for url in docs.requests)
+
+
+def test_a_curl_can_be_copied_and_run(docs: Page, stack: GatewayStack) -> None:
+    first = "document.querySelector('#main section .code')"
+    docs.call("Browser.grantPermissions", permissions=["clipboardReadWrite"])
+    docs.call("Page.bringToFront")
+    docs.click("#main section .code .copy")
+    docs.wait_for(f"{first}.querySelector('.copied') !== null")
+    copied = docs.evaluate("navigator.clipboard.readText()")
+    assert copied.startswith(f"curl {stack.url}/v1/chat/completions \\\n")
+    docs.click("#main section .code .run")
+    docs.wait_for(f"{first}.querySelector('.answer')?.textContent.includes('A red circle.')")
+    assert docs.evaluate(f"{first}.querySelector('.answer').textContent").startswith("200 ")
+    for number, operation in enumerate(OPERATIONS, 1):
+        run = f"#main section:nth-of-type({number}) .code .run"
+        docs.evaluate(f"document.querySelector({run!r}).click()")
+        box = f"document.querySelector('#main section:nth-of-type({number}) .answer')"
+        docs.wait_for(f"{box}?.textContent.startsWith('{status_of(' '.join(operation))} ')")
+
+
+def test_it_fits_a_phone(docs: Page) -> None:
+    docs.resize(*PHONE, is_phone=True)
+    assert docs.evaluate("document.documentElement.scrollWidth") == PHONE[0]
+    docs.resize(*WIDE)

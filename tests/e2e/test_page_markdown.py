@@ -1,0 +1,172 @@
+"""Markdown, code and formulas on the chat page: elements and text, never HTML of an answer."""
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.e2e.browser import Page
+from tests.e2e.chat_page import (
+    ANSWER,
+    LAST,
+    _stack,
+    answers,
+    ask,
+    finish,
+    loop_thread,
+    page,
+    stack,
+    tab,
+)
+from tests.gateway_stack import GatewayStack
+
+__all__ = ["_stack", "loop_thread", "page", "stack", "tab"]
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+
+CODE = """```python
+# says it
+def say(word: str = "hi", times: int = 3) -> None:
+    print(word * times)
+```
+
+```
+1 if 2
+```
+"""
+MARKDOWN = r"""# Title
+A *red* **circle** and `a < b`,
+1 < 2 & 3 * 4 * 5, snake_case_name, \*plain\*.
+
+- one
+- two [site](https://example.org/?a=1&b)
+  1. nested
+
+```python
+print("<b>")
+```
+> said **so**
+
+| a | b |
+|---|---|
+| 1 | `x` |
+"""
+HOSTILE = """<img src=x onerror="boom()"><script>boom()</script>
+[x](javascript:boom()) ![i](https://example.org/i.png) [y](data:text/html,boom)
+"""
+
+
+def test_markdown_is_elements_and_text(page: Page) -> None:
+    def drawn(text: str, script: str) -> Any:
+        page.evaluate(
+            "import('/static/markdown.js').then(module => {"
+            f"window.made = module.markdown(document.createElement('div'), {text!r}); }})"
+        )
+        return page.evaluate(script)
+
+    html = drawn(MARKDOWN, "made.innerHTML")
+    for part in (
+        "<h3>Title</h3>", "<em>red</em>", "<strong>circle</strong>", "<code>a &lt; b</code>",
+        "1 &lt; 2 &amp; 3 * 4 * 5, snake_case_name, *plain*.", "<li><p>one</p></li>",
+        "<ol start=\"1\"><li><p>nested</p></li></ol>", '<span class="string">"&lt;b&gt;"</span>',
+        "<blockquote><p>said <strong>so</strong></p></blockquote>",
+        "<tr><th>a</th><th>b</th></tr><tr><td>1</td><td><code>x</code></td></tr>",
+        'href="https://example.org/?a=1&amp;b"', 'rel="noopener noreferrer nofollow"',
+    ):  # fmt: skip
+        assert part in html, (part, html)
+    assert drawn(HOSTILE, "made.querySelectorAll('img, script').length") == 0
+    links = page.evaluate("[...made.querySelectorAll('a')].map(a => a.href)")
+    assert links == ["https://example.org/i.png"]
+    assert "<img src=x onerror=" in page.evaluate("made.textContent")
+    deep = ">" * 5000 + "x\n" + "- " * 5000
+    assert "x" in drawn(deep, "made.textContent")
+
+
+def test_every_beginning_of_an_answer_can_be_drawn(page: Page) -> None:
+    page.evaluate(f"window.text = {MARKDOWN!r}, 0")
+    drawn = page.evaluate(
+        """import("/static/markdown.js").then(({markdown}) => [...text].map((_, end) =>
+          markdown(document.createElement("div"), text.slice(0, end + 1)).textContent.length))"""
+    )
+    assert len(drawn) == len(MARKDOWN) and drawn[-1] > 100
+
+
+def test_code_is_coloured_and_stays_what_it_is(page: Page, stack: GatewayStack) -> None:
+    answers(stack, CODE)
+    ask(page, "How?")
+    finish(page)
+    spans = page.evaluate(
+        "[...document.querySelectorAll('.code:first-of-type span[class]')]"
+        ".map(s => [s.className, s.textContent])"
+    )
+    assert ["comment", "# says it"] in spans
+    assert ["keyword", "def"] in spans
+    assert ["string", '"hi"'] in spans
+    assert ["number", "3"] in spans
+    plain = page.evaluate("[...document.querySelectorAll('.code pre')].at(-1).innerHTML")
+    assert plain == "<code>1 if 2</code>"  # of no language
+    colours = page.evaluate(
+        "['comment', 'string', 'number', 'keyword'].map("
+        "kind => getComputedStyle(document.querySelector('.' + kind)).color)"
+    )
+    assert len(set(colours)) == 4
+
+
+@pytest.mark.parametrize(
+    ("language", "code", "kind", "part"),
+    [
+        ("js", "const a = `x ${1}`; // 'no'", "comment", "// 'no'"),
+        ("sh", "echo a#b # c", "comment", "# c"),
+        ("sql", "SELECT 'it''s' -- so", "comment", "-- so"),
+        ("rust", "fn f<'a>(x: &'a str) {}", "keyword", "fn"),
+        ("c++", 'int x = 0x1F; /* "s" */', "number", "0x1F"),
+        ("html", '<p class="a">if</p>', "string", '"a"'),
+        ("json", '{"a": true}', "keyword", "true"),
+    ],
+)
+def test_languages(page: Page, language: str, code: str, kind: str, part: str) -> None:
+    made = page.evaluate(
+        f"""import("/static/code.js").then(({{codeBlock}}) => {{
+          const pre = codeBlock({json.dumps(language)}, {json.dumps(code)}).querySelector("pre");
+          return [pre.textContent, [...pre.querySelectorAll("span")].map(
+            s => [s.className, s.textContent])];
+        }})"""
+    )
+    assert made[0] == code
+    assert [kind, part] in made[1]
+
+
+def test_formulas_are_mathml_and_prices_are_not(page: Page, stack: GatewayStack) -> None:
+    def loaded() -> list[str]:
+        return [url for url in page.requests if url.endswith("/static/temml.min.js")]
+
+    answers(stack, "It costs $5 and $10, `$x$` is code, 3 $ 4 $ 5.")
+    ask(page, "How much?")
+    assert finish(page) == "It costs $5 and $10, $x$ is code, 3 $ 4 $ 5."
+    assert loaded() == []
+    answers(
+        stack,
+        "Inline $E = mc^2$ and \\(a_1\\).\n\n$$\n\\frac{1}{2}\n$$\n\n\\[ \\sqrt{x} \\]\n\n"
+        "Bad: $\\frac{$ and $\\nosuch{x}$.",
+    )
+    ask(page, "And?")
+    finish(page)
+    page.wait_for(f"{LAST}.querySelectorAll('math').length >= 4")
+    assert page.evaluate(f"{LAST}.querySelectorAll('msup, mfrac, msqrt, msub').length") >= 4
+    assert page.evaluate(f"{LAST}.querySelectorAll('.displayed math').length") == 2
+    assert "Bad:" in page.evaluate(ANSWER)
+    assert len(loaded()) == 1
+    assert all(url.startswith((stack.url, "data:", "blob:")) for url in page.requests)
+
+
+def test_finished_blocks_are_not_drawn_again(page: Page) -> None:
+    kept = page.evaluate(
+        """import("/static/markdown.js").then(({markdown}) => {
+          const box = document.createElement("div");
+          markdown(box, "one\\n\\n```js\\nlet a;\\n```\\n\\ntwo");
+          const before = [...box.children];
+          markdown(box, "one\\n\\n```js\\nlet a;\\n```\\n\\ntwo, three");
+          return [...box.children].map((made, i) => made === before[i]);
+        })"""
+    )
+    assert kept == [True, True, False]
