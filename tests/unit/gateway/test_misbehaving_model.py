@@ -184,7 +184,7 @@ def check_responses(updates, choice, text):
         ),
     )  # fmt: skip
     request = parse_responses_request(b'{"model": "m", "input": "x"}')
-    writer = ResponseWriter(request, "resp-1", completion)
+    writer = ResponseWriter(request, "resp-1", completion, "m")
     events = [*(e for u in updates for e in writer.update(u)), *writer.finish()]
     deltas = {}
     for event in json.loads(msgspec.json.encode(events)):
