@@ -4,14 +4,13 @@ The quantizer and `unpack` share no code with `services.common.nn.fp8`: `unpack`
 matrix block by block.
 """
 
-import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
+
+from tests.quantized_checkpoints import is_of_layers, unchanged, write_quantized
 
 E4M3 = torch.float8_e4m3fn
 
@@ -75,11 +74,11 @@ def write(
     name: str,
     *,
     scale_dtype: torch.dtype = torch.float32,
-    modules: Callable[[str], bool] = lambda module: "layers" in module and "visual" not in module,
-    change: Callable[[str, Tensor], Tensor | None] = lambda _, tensor: tensor,
+    modules: Callable[[str], bool] = is_of_layers,
+    change: Callable[[str, Tensor], Tensor | None] = unchanged,
     config: dict | None = None,
 ) -> dict[str, Tensor]:
-    """Quantizes a checkpoint.
+    """Quantizes a checkpoint, see `write_quantized`.
 
     Args:
         source: an unquantized checkpoint in one file.
@@ -94,22 +93,10 @@ def write(
         The float32 tensors that the checkpoint stands for, by name; without `change`.
     """
     standard, suffix, block = FORMATS[name]
-    shutil.copytree(source, directory)
-    path = directory / "config.json"
-    raw = json.loads(path.read_text())
-    raw["quantization_config"] = config or standard
-    path.write_text(json.dumps(raw))
-    meant, written = {}, {}
-    for key, tensor in load_file(directory / "model.safetensors").items():
-        module = key.removesuffix(".weight")
-        if tensor.ndim != 2 or module == key or not modules(module) or "embed" in module:
-            meant[key] = written[key] = tensor
-            continue
-        values, scale = quantize(tensor.float(), block)
+
+    def quantized(_: str, weight: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        values, scale = quantize(weight, block)
         scale = scale.to(scale_dtype)
-        meant[key] = unpack(values, scale.float(), block)
-        written |= {key: values, f"{module}.{suffix}": scale}
-    changed = {key: change(key, tensor) for key, tensor in written.items()}
-    kept = {key: tensor.contiguous() for key, tensor in changed.items() if tensor is not None}
-    save_file(kept, directory / "model.safetensors")
-    return meant
+        return unpack(values, scale.float(), block), {"weight": values, suffix: scale}
+
+    return write_quantized(source, directory, config or standard, quantized, modules, change)

@@ -22,7 +22,7 @@ _ELSEWHERE = {
     "-tp": _ONE_CARD,
     "--pipeline-parallel-size": _ONE_CARD,
     "--data-parallel-size": "--decoders N is that here: one decoder a card",
-    "--quantization": "nothing is quantized at start: serve a checkpoint that is (FP8)",
+    "--quantization": "nothing is quantized at start: serve a checkpoint that is (README)",
     "--kv-cache-dtype": "the KV cache has the model's precision (--dtype)",
     "--enable-lora": "LoRA is not served",
     "--limit-mm-per-prompt": "a request may have 32 images",

@@ -107,9 +107,10 @@ def tower_parameters(tower: TowerSpec) -> int:
 def dummy_bytes(spec: ModelSpec, itemsize: int) -> tuple[int, int]:
     """Bytes of random weights: of the language model, and of the tower."""
     linear, other = text_parameters(spec.text)
-    wide = 1 if spec.checkpoint.quantization is not None else itemsize
+    quantization = spec.checkpoint.quantization
+    bits = 8 * itemsize if quantization is None else quantization.bits
     tower = 0 if spec.vision is None else tower_parameters(spec.vision.tower) * itemsize
-    return linear * wide + other * itemsize, tower
+    return linear * bits // 8 + other * itemsize, tower
 
 
 def gib(num_bytes: float) -> str:

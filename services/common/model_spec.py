@@ -236,6 +236,10 @@ class VisionSpec:
     geometry: Geometry
 
 
+WeightFormat = Literal["fp8_block", "fp8_channel", "w4a16", "w8a16"]
+Packing = Literal["compressed-tensors", "awq", "gptq", "gptq_v2"]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizationSpec:
     """What `quantization_config` says of the weights.
@@ -243,18 +247,25 @@ class QuantizationSpec:
     Attributes:
         format: `fp8_block`: e4m3 with a scale per block; `fp8_channel`: e4m3 with a scale per
             output channel. Activations are quantized per token (and per 128 of a block format's
-            columns) where the hardware multiplies FP8.
-        block_size: (rows, columns) of a block.
-        scale_name: of the scales' tensor, after the module's name.
+            columns) where the hardware multiplies FP8. `w4a16`, `w8a16`: integers with a scale per
+            group of columns; activations stay as they are.
+        block_size: (rows, columns) of an FP8 block.
+        scale_name: of an FP8 scales' tensor, after the module's name.
+        packing: how files hold integers.
+        group_size: columns that share a scale; 0: all of them.
+        symmetric: files hold no zero points, or those of the middle alone.
         ignored: modules that stay unquantized: checkpoint names of modules or of their parents,
             or `re:` patterns.
         targets: modules that are quantized, in the same words; empty: every linear layer.
         others: of further groups of modules, where a checkpoint mixes formats.
     """
 
-    format: Literal["fp8_block", "fp8_channel"]
+    format: WeightFormat
     block_size: tuple[int, int] = (128, 128)
     scale_name: str = "weight_scale_inv"
+    packing: Packing = "compressed-tensors"
+    group_size: int = 0
+    symmetric: bool = True
     ignored: tuple[str, ...] = ()
     targets: tuple[str, ...] = ()
     others: tuple["QuantizationSpec", ...] = ()
@@ -262,7 +273,12 @@ class QuantizationSpec:
     @property
     def groups(self) -> tuple["QuantizationSpec", ...]:
         """Those of all groups, in order of precedence."""
-        return (self, *self.others)
+        return (replace(self, others=()), *self.others)
+
+    @property
+    def bits(self) -> int:
+        """Of a weight in memory, without scales; the most of all groups."""
+        return max(4 if group.format == "w4a16" else 8 for group in self.groups)
 
     def of(self, module: str) -> "QuantizationSpec | None":
         """What quantizes a linear layer of that checkpoint name; None: nothing does."""
@@ -279,7 +295,7 @@ def _names_module(patterns: tuple[str, ...], module: str) -> bool:
     return any(
         re.match(pattern[3:], module) is not None
         if pattern.startswith("re:")
-        else f".{module}".endswith(f".{pattern}") or module.startswith(f"{pattern}.")
+        else f".{pattern}." in f".{module}."
         for pattern in patterns
     )
 

@@ -1,45 +1,159 @@
-"""What `quantization_config` of a config.json says of the weights. No torch.
+"""What a checkpoint's configuration says of the quantization of its weights. No torch.
 
-Families call `read_quantization`; `services.common.nn.weights` turns the result into methods of
-linear layers. A format that is not implemented is an `UnsupportedOption` that names it.
+It stands in config.json or in a file of its own, as older producers write it; such a file comes
+first, and what both say must be equal. Families call `read_quantization`;
+`services.common.nn.weights` turns the result into methods of linear layers. A format that is not
+implemented is an `UnsupportedOption` that names it.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any, Literal, cast
+from pathlib import Path
+from typing import Any, cast
 
-from services.common.model_spec import QuantizationSpec, UnsupportedOption
+from services.common.model_spec import Packing, QuantizationSpec, UnsupportedOption, read_json
 
 _BLOCK = (128, 128)
-_Format = Literal["fp8_block", "fp8_channel"]
+_METHODS = ("fp8", "compressed-tensors", "awq", "gptq")
+# Files of their own, in order of precedence → the producer's method, which older ones leave out.
+_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
+_OLDER_NAMES = {"w_bit": "bits", "q_group_size": "group_size"}
+# Decide how weights are read: what two files say of them must be equal.
+_DECISIVE = (
+    "quant_method", "bits", "group_size", "desc_act", "sym", "checkpoint_format", "zero_point",
+    "version", "dynamic", "lm_head", "modules_to_not_convert",
+)  # fmt: skip
 
 
-def read_quantization(config: Mapping[str, Any]) -> QuantizationSpec | None:
+def read_quantization(
+    config: Mapping[str, Any], directory: Path | None = None
+) -> QuantizationSpec | None:
     """The quantization of a checkpoint; None: there is none.
 
     Args:
         config: config.json.
+        directory: of the checkpoint, for files of their own.
 
     Raises:
-        UnsupportedOption: a format or a variant that is not supported, by name.
+        UnsupportedOption: a format or a variant that is not supported, by name; or two files that
+            contradict each other.
     """
-    text: Mapping[str, Any] = config.get("text_config") or {}
-    found: dict[str, Any] = {}
-    for place in (config, text):
-        found = place.get("quantization_config") or place.get("compression_config") or {}
-        if found:
-            break
+    found = dict(_sources(config, directory))
     if not found:
         return None
-    method = found.get("quant_method")
-    if method == "fp8":
-        return _fp8(found)
-    if method == "compressed-tensors":
-        return _compressed_tensors(found)
+    first, *others = found
+    for other in others:
+        for key in _DECISIVE:
+            mine, its = (found[name].get(key) for name in (first, other))
+            if mine is not None and its is not None and mine != its:
+                raise UnsupportedOption(
+                    f"{first} and {other} contradict each other: {key} is {mine!r} and {its!r}; "
+                    "remove the one that is wrong",
+                    first,
+                )
+    stated: dict[str, Any] = {}
+    for source in reversed(found.values()):
+        stated |= {key: value for key, value in source.items() if value is not None}
+    try:
+        return _read(stated)
+    except UnsupportedOption as error:
+        raise UnsupportedOption(str(error), first) from None
+
+
+def _sources(
+    config: Mapping[str, Any], directory: Path | None
+) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """The files that say something of quantization, the one that counts first."""
+    for name, method in _FILES.items():
+        if directory is not None and (directory / name).is_file():
+            raw = read_json(directory / name)
+            renamed = {_OLDER_NAMES.get(key, key): value for key, value in raw.items()}
+            yield name, _normalised({"quant_method": method} | renamed)
+    text: Mapping[str, Any] = config.get("text_config") or {}
+    for place in (config, text):
+        found = place.get("quantization_config") or place.get("compression_config")
+        if found:
+            yield "config.json", _normalised(found)
+            return
+
+
+def _normalised(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    version = config.get("version")
+    return {**config, "version": version.lower() if isinstance(version, str) else version}
+
+
+def _read(config: Mapping[str, Any]) -> QuantizationSpec:
+    match config.get("quant_method"):
+        case "fp8":
+            return _fp8(config)
+        case "compressed-tensors":
+            return _compressed_tensors(config)
+        case "awq":
+            return _awq(config)
+        case "gptq":
+            return _gptq(config)
+        case method:
+            raise UnsupportedOption(
+                f"quantization_config: quant_method {method!r} is not supported; "
+                f"supported: {', '.join(map(repr, _METHODS))}"
+            )
+
+
+def _awq(config: Mapping[str, Any]) -> QuantizationSpec:
+    """Four bits as AutoAWQ packs them for its `gemm` kernels."""
+    _expect("version", config.get("version", "gemm"), "gemm")
+    _expect("bits", config.get("bits"), 4)
+    return QuantizationSpec(
+        format="w4a16",
+        packing="awq",
+        group_size=_group_size(config.get("group_size")),
+        symmetric=False,  # the files hold zero points in any case
+        ignored=_names("modules_to_not_convert", config.get("modules_to_not_convert") or ()),
+    )
+
+
+def _gptq(config: Mapping[str, Any]) -> QuantizationSpec:
+    """AutoGPTQ's and GPTQModel's files. `dynamic` has rules for modules by pattern, of which the
+    first that fits counts: `-:` leaves them unquantized, any other changes options.
+    """
+    left: tuple[str, ...] = () if config.get("lm_head") else ("lm_head",)
+    groups: list[QuantizationSpec] = []
+    rules = cast("Mapping[str, Mapping[str, Any]]", config.get("dynamic") or {})
+    for rule, changes in rules.items():
+        pattern = "re:" + rule.removeprefix("-:").removeprefix("+:")
+        _names(f"dynamic {rule!r}", [pattern])
+        if rule.startswith("-:"):
+            left = (*left, pattern)
+        else:
+            options = {**config, **changes}
+            groups.append(replace(_gptq_options(options), targets=(pattern,), ignored=left))
+    first, *others = [*groups, replace(_gptq_options(config), ignored=left)]
+    return replace(first, others=tuple(others))
+
+
+def _gptq_options(config: Mapping[str, Any]) -> QuantizationSpec:
+    checkpoint_format = config.get("checkpoint_format", "gptq")
+    _expect("checkpoint_format", checkpoint_format, "gptq", "gptq_v2")
+    _expect("bits", config.get("bits"), 4, 8)
+    _expect("desc_act", config.get("desc_act", False), False)
+    _expect("sym", config.get("sym", True), True)
+    _expect("pack_dtype", config.get("pack_dtype", "int32"), "int32")
+    _expect("is_marlin_format", config.get("is_marlin_format", False), False)
+    return QuantizationSpec(
+        format="w4a16" if config.get("bits") == 4 else "w8a16",
+        packing=cast("Packing", checkpoint_format),
+        group_size=_group_size(config.get("group_size")),
+    )
+
+
+def _group_size(value: object) -> int:
+    """0 for -1, which means a scale per output channel."""
+    if isinstance(value, int) and (value == -1 or (value > 0 and value % 8 == 0)):
+        return max(value, 0)
     raise UnsupportedOption(
-        f"quantization_config: quant_method {method!r} is not supported; "
-        "supported: 'fp8', 'compressed-tensors'"
+        f"quantization_config: group_size {value!r} is not supported; "
+        "supported: -1, or a multiple of 8"
     )
 
 
@@ -52,33 +166,26 @@ def _fp8(config: Mapping[str, Any]) -> QuantizationSpec:
     ignored = config.get("modules_to_not_convert") or config.get("ignored_layers") or ()
     return QuantizationSpec(
         format="fp8_block",
-        block_size=_BLOCK,
         scale_name="weight_scale_inv",
         ignored=_names("modules_to_not_convert", ignored),
     )
 
 
 def _compressed_tensors(config: Mapping[str, Any]) -> QuantizationSpec:
-    """compressed-tensors' `float-quantized`: FP8 per output channel, or per 128 x 128 block."""
+    """compressed-tensors: groups of modules, each with its format."""
     groups = cast("Mapping[str, Mapping[str, Any]]", config.get("config_groups") or {})
     if not groups:
         raise UnsupportedOption("quantization_config: config_groups is empty")
     for absent in ("kv_cache_scheme", "sparsity_config", "transform_config"):
         if config.get(absent):
             raise UnsupportedOption(f"quantization_config: {absent} is not supported")
-    targets: dict[_Format, list[str]] = {}
+    targets: dict[QuantizationSpec, list[str]] = {}
     for name, group in groups.items():
         given = _names(f"config_groups.{name}.targets", group.get("targets") or ("Linear",))
         targets.setdefault(_scheme(name, group, config.get("format")), []).extend(given)
     ignored = _names("ignore", config.get("ignore") or ())
     found = [
-        QuantizationSpec(
-            format=scheme,
-            block_size=_BLOCK,
-            scale_name="weight_scale",
-            ignored=ignored,
-            targets=() if "Linear" in names else tuple(names),
-        )
+        replace(scheme, ignored=ignored, targets=() if "Linear" in names else tuple(names))
         for scheme, names in targets.items()
     ]
     if sum(not group.targets for group in found) > 1:
@@ -90,39 +197,79 @@ def _compressed_tensors(config: Mapping[str, Any]) -> QuantizationSpec:
     return replace(first, others=tuple(others))
 
 
-def _scheme(name: str, group: Mapping[str, Any], outer_format: object) -> _Format:
+def _scheme(name: str, group: Mapping[str, Any], outer_format: object) -> QuantizationSpec:
     where = f"config_groups.{name}"
-    _expect(f"{where}.format", group.get("format") or outer_format, "float-quantized")
-    weights: Mapping[str, Any] = group.get("weights") or {}
-    inputs: Mapping[str, Any] = group.get("input_activations") or {}
     if group.get("output_activations"):
         raise UnsupportedOption(f"quantization_config: {where}.output_activations is not supported")
-    for part, values, is_dynamic in (
-        ("weights", weights, False),
-        ("input_activations", inputs, True),
-    ):
-        for key, wanted in (("num_bits", 8), ("type", "float"), ("dynamic", is_dynamic)):
-            _expect(f"{where}.{part}.{key}", values.get(key, False), wanted)
-        _expect(f"{where}.{part}.symmetric", values.get("symmetric", True), True)
+    weights: Mapping[str, Any] = group.get("weights") or {}
+    inputs: Mapping[str, Any] = group.get("input_activations") or {}
+    match group.get("format") or outer_format:
+        case "float-quantized":
+            return _ct_float(where, weights, inputs)
+        case "pack-quantized":
+            return _ct_packed(where, weights, inputs)
+        case found:
+            _expect(f"{where}.format", found, "float-quantized", "pack-quantized")
+            raise AssertionError  # refused above
+
+
+def _ct_float(
+    where: str, weights: Mapping[str, Any], inputs: Mapping[str, Any]
+) -> QuantizationSpec:
+    """FP8 per output channel, or per 128 x 128 block."""
+    _numbers(f"{where}.weights", weights, "float", 8)
+    _numbers(f"{where}.input_activations", inputs, "float", 8, is_dynamic=True)
     strategy = weights.get("strategy")
+    _expect(f"{where}.weights.strategy", strategy, "channel", "block")
     if strategy == "channel":
         _expect(f"{where}.input_activations.strategy", inputs.get("strategy"), "token")
-        return "fp8_channel"
-    if strategy == "block":
-        _expect(f"{where}.weights.block_structure", _pair(weights.get("block_structure")), _BLOCK)
-        _expect(f"{where}.input_activations.strategy", inputs.get("strategy"), "group")
-        _expect(f"{where}.input_activations.group_size", inputs.get("group_size"), _BLOCK[1])
-        return "fp8_block"
-    raise UnsupportedOption(
-        f"quantization_config: {where}.weights.strategy {strategy!r} is not supported; "
-        "supported: 'channel', 'block'"
+        return QuantizationSpec(format="fp8_channel", scale_name="weight_scale")
+    _expect(f"{where}.weights.block_structure", _pair(weights.get("block_structure")), _BLOCK)
+    _expect(f"{where}.input_activations.strategy", inputs.get("strategy"), "group")
+    _expect(f"{where}.input_activations.group_size", inputs.get("group_size"), _BLOCK[1])
+    return QuantizationSpec(format="fp8_block", scale_name="weight_scale")
+
+
+def _ct_packed(
+    where: str, weights: Mapping[str, Any], inputs: Mapping[str, Any]
+) -> QuantizationSpec:
+    """Integers of 4 or 8 bits, packed into words; activations stay as they are."""
+    if inputs:
+        raise UnsupportedOption(
+            f"quantization_config: {where}.input_activations are not supported beside "
+            "'pack-quantized' weights"
+        )
+    symmetric = bool(weights.get("symmetric", True))
+    _numbers(f"{where}.weights", {**weights, "symmetric": True}, "int", 4, 8)
+    _expect(f"{where}.weights.actorder", weights.get("actorder"), None, "weight", "static")
+    strategy = weights.get("strategy")
+    _expect(f"{where}.weights.strategy", strategy, "channel", "group")
+    return QuantizationSpec(
+        format="w4a16" if weights["num_bits"] == 4 else "w8a16",
+        group_size=0 if strategy == "channel" else _group_size(weights.get("group_size")),
+        symmetric=symmetric,
     )
 
 
-def _expect(name: str, value: object, wanted: object) -> None:
-    if value != wanted:
+def _numbers(
+    where: str,
+    values: Mapping[str, Any],
+    kind: str,
+    *bits: int,
+    is_dynamic: bool = False,
+) -> None:
+    """What weights or activations are quantized to."""
+    _expect(f"{where}.num_bits", values.get("num_bits", False), *bits)
+    _expect(f"{where}.type", values.get("type", False), kind)
+    _expect(f"{where}.dynamic", values.get("dynamic", False), is_dynamic)
+    _expect(f"{where}.symmetric", values.get("symmetric", True), True)
+
+
+def _expect(name: str, value: object, *wanted: object) -> None:
+    if value not in wanted:
         raise UnsupportedOption(
-            f"quantization_config: {name} {value!r} is not supported; supported: {wanted!r}"
+            f"quantization_config: {name} {value!r} is not supported; "
+            f"supported: {', '.join(map(repr, wanted))}"
         )
 
 

@@ -31,6 +31,7 @@ FAMILIES = (
     "qwen3-odd-heads-tied", "qwen2-odd-heads-yarn", "llama-llama3", "mistral-wide-heads",
     "qwen3-moe-odd-heads-dense-between",
 )  # fmt: skip
+PACKED = {"qwen2-odd-heads-yarn in 4 bit": "ct-channel-zeros"}  # → layout of packed_checkpoints
 BOS = "<|endoftext|>"
 NUM_TOKENS = 16
 TOLERANCE = 5e-4
@@ -83,16 +84,18 @@ class Stack:
         return len(ids), tokens, logits
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=[*FAMILIES, *PACKED])
 def stack(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Stack]:
     from tests.parity.text_oracle import CONFIGS, make_text_oracle
 
     directory = tmp_path_factory.mktemp("stack")
-    config = CONFIGS[request.param]()
+    config = CONFIGS[request.param.partition(" in ")[0]]()
     config.vocab_size = vocab_size()
     oracle = make_text_oracle(config, directory / "model")
+    if request.param in PACKED:
+        oracle = packed(oracle, PACKED[request.param])
     write_conversation_files(oracle.directory)
     if request.param.startswith("llama"):
         write_bos(oracle.directory)
@@ -113,6 +116,18 @@ def stack(
     finally:
         gateway.stop()
         decoder.stop()
+
+
+def packed(oracle: "Oracle", layout: str) -> "Oracle":
+    """The model in 4 bits, and Hugging Face's with the weights that these stand for."""
+    from tests.packed_checkpoints import write
+    from tests.parity.oracle import Oracle
+
+    directory = oracle.directory.with_name(layout)
+    meant = write(oracle.directory, directory, layout)
+    missing, unexpected = oracle.model.load_state_dict(meant, strict=False)
+    assert not unexpected and set(missing) <= {"lm_head.weight"}
+    return Oracle(directory, oracle.model, oracle.spec)
 
 
 def write_bos(directory: Path) -> None:

@@ -68,6 +68,8 @@ TEXTS = {
 class Quantized:
     """One checkpoint, unquantized at Hugging Face's and to be quantized for us."""
 
+    writer = staticmethod(write)
+
     def __init__(self, config: Tiny | PreTrainedConfig, directory: Path) -> None:
         self.directory = directory
         make = make_oracle if isinstance(config, Tiny) else make_text_oracle
@@ -86,7 +88,7 @@ class Quantized:
     def write(self, name: str, **options: object) -> tuple[Path, dict[str, Tensor]]:
         self._count += 1
         directory = self.directory / f"{name}-{self._count}"
-        return directory, write(self.directory / "source", directory, name, **options)  # type: ignore[arg-type]
+        return directory, self.writer(self.directory / "source", directory, name, **options)  # type: ignore[arg-type]
 
     def ours(self, directory: Path, chunk_size: int | None = None) -> Tensor:
         return self.run(Harness(directory), chunk_size)

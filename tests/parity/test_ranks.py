@@ -16,6 +16,7 @@ from torch import Tensor
 
 from services.common.nn.checkpoint import Reader
 from services.common.nn.collectives import ALONE, Ranks
+from tests import packed_checkpoints
 from tests.fp8_checkpoints import FP8_BLOCK, write
 from tests.parity import rank_main
 from tests.parity.oracle import EOS_ID, EXPERTS, VOCAB_SIZE, Tiny, largest_difference, make_oracle
@@ -79,6 +80,16 @@ def make_fp8(directory: Path, name: str, fields: dict, **options: object) -> Non
     )  # fmt: skip
 
 
+def make_packed(directory: Path, name: str, fields: dict) -> None:
+    kind = Qwen3MoeConfig if "num_experts" in fields else Qwen3Config
+    source = directory.parent / f"source of {directory.name}"
+    make_text_oracle(kind(**fields), source)
+    packed_checkpoints.write(
+        source, directory, name,
+        modules=lambda module: "layers" in module and not module.endswith("mlp.gate"),
+    )  # fmt: skip
+
+
 def make_fp8_hybrid(directory: Path) -> None:
     """Queries, keys and values of linear attention are one module, of whose blocks ranks have some
     of each.
@@ -101,6 +112,11 @@ MAKERS |= {
     "fp8-block": lambda path: make_fp8(path, "fp8-block", WIDE),
     "fp8-channel": lambda path: make_fp8(path, "compressed-channel", WIDE),
     "fp8-block-experts": lambda path: make_fp8(path, "fp8-block", WIDE_MOE),
+    "packed-ct": lambda path: make_packed(path, "ct-64-zeros", WIDE),
+    "packed-awq": lambda path: make_packed(path, "awq-64", WIDE),
+    "packed-gptq": lambda path: make_packed(path, "gptq-v2-32-8bit", WIDE),
+    "packed-ct-experts": lambda path: make_packed(path, "ct-64-zeros", WIDE_MOE),
+    "packed-gptq-experts": lambda path: make_packed(path, "gptq-64", WIDE_MOE),
 }
 REFUSED: dict[str, tuple[dict, str]] = {
     "blocks": (WIDE | {"intermediate_size": 384}, "gate_proj.weight_scale_inv: 192 of 384 cut"),

@@ -106,7 +106,9 @@ def _of_experts(
         for piece in stack.pieces(layout):
             source = f"{expert}.{piece.part}.{layout.name}"
             place = (expert, *piece.place)
-            yield StoredTensor(source, piece.shape, name, layout, place, piece.cut)
+            yield StoredTensor(
+                source, piece.shape, piece.module, name, layout, place, piece.cut
+            )  # fmt: skip
 
 
 def _fused(
@@ -126,7 +128,9 @@ def _fused(
         for expert in range(count):
             cut = (expert, *piece.cut[::way])
             place = (expert, *piece.place)
-            yield StoredTensor(source, shape, name, layout, place, cut, transposed)
+            yield StoredTensor(
+                source, shape, piece.module, name, layout, place, cut, transposed
+            )  # fmt: skip
 
 
 def moe(x: Tensor, router: Router, experts: Experts, residual: Tensor) -> Tensor:

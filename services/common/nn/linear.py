@@ -6,7 +6,7 @@ files where ranks share a model. Layers and models do not change.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -49,19 +49,23 @@ class TensorLayout:
 
     Attributes:
         name: what follows the module's name in the files, such as `weight_scale_inv`.
-        parameter: of the layer.
+        parameter: of the layer; "": the tensor fills none, and is what `required` says.
         axes: of the tensor; a number is a size that does not depend on the matrix; None: 1.
         stored: dtypes that the files may hold.
         dtype: of the parameter; None: the model's.
         dummy: mean and standard deviation of random values.
+        required: the only value that is supported, for a module of (rows, columns).
+        otherwise: what another value means, for the error.
     """
 
     name: str
-    parameter: str
+    parameter: str = ""
     axes: tuple[Axis | int | None, ...]
     stored: tuple[torch.dtype, ...] = FLOATS
     dtype: torch.dtype | None = None
     dummy: tuple[float, float] = (0.0, 0.02)
+    required: Callable[[int, int], Tensor] | None = None
+    otherwise: str = ""
 
     def shape(self, out_features: int, in_features: int) -> tuple[int, ...]:
         """The shape of one module's tensor."""
@@ -89,6 +93,8 @@ class TensorLayout:
         """
         if rows.is_whole and columns.is_whole:
             return [()]
+        if not any(isinstance(axis, Axis) for axis in self.axes):
+            return [()]
         found: list[list[slice]] = [[]]
         for axis in self.axes:
             if isinstance(axis, Axis):
@@ -106,12 +112,14 @@ class Piece:
 
     Attributes:
         part: the module, see `Linear.parts`.
+        module: its rows and columns.
         shape: of the tensor in the file.
         cut: index of the tensor; empty: all of it.
         place: index of the parameter's part that it fills.
     """
 
     part: str
+    module: tuple[int, int]
     shape: tuple[int, ...]
     cut: tuple[slice, ...]
     place: tuple[slice, ...]
@@ -135,7 +143,8 @@ def pieces_of(
     for cut in layout.cuts(rows, columns, f"{part}.{layout.name}".lstrip(".")):
         indices = range(whole[axis])[cut[axis]] if cut else range(whole[axis])
         stop = start + len(indices)
-        yield Piece(part, whole, cut, (*[slice(None)] * axis, slice(start, stop)))
+        place = (*[slice(None)] * axis, slice(start, stop))
+        yield Piece(part, (rows.size, columns.size), whole, cut, place)
         start = stop
 
 
@@ -227,7 +236,8 @@ class Linear(nn.Module):
 
     stack: tuple[int, ...] = ()  # leading sizes of its parameters
     weight: nn.Parameter  # its dtype and shape are the method's
-    weight_scale: nn.Parameter  # where the method has one
+    weight_scale: nn.Parameter  # where the method has one, as the next
+    weight_zero: nn.Parameter
     bias: nn.Parameter | None
 
     def __init__(
@@ -253,6 +263,8 @@ class Linear(nn.Module):
             del self._parameters[name]
         self.method: LinearMethod = method
         for layout in self.layouts():
+            if not layout.parameter:
+                continue
             shape = list(layout.shape(self.out_features, self.in_features))
             shape[layout.merged_axis] = sum(
                 stop - start for _, _, (start, stop) in self.regions(layout)
@@ -358,6 +370,7 @@ class StoredTensor:
     Attributes:
         name: of the tensor, without the prefix of the layers.
         shape: of the whole tensor in the file.
+        module: rows and columns of the module.
         stack: the parameter's layer.
         layout: of the parameter.
         place: index of the parameter's part that is filled.
@@ -367,6 +380,7 @@ class StoredTensor:
 
     name: str
     shape: tuple[int, ...]
+    module: tuple[int, int]
     stack: str
     layout: TensorLayout
     place: tuple[int | slice, ...]

@@ -14,7 +14,7 @@ dtype it gives them (rope frequencies must stay float32 in a bf16 model).
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -56,13 +56,15 @@ class _Source:
     """One checkpoint tensor, or one item of it, and the part of the parameter that it fills."""
 
     name: str
-    parameter: str
+    parameter: str  # "": it fills none, and must hold what is required
     place: tuple[int | slice, ...]  # index of the parameter
     shape: tuple[int, ...]  # in the file
     stored: tuple[torch.dtype, ...]  # dtypes that the file may hold
     cut: tuple[int | slice, ...] = ()  # index of the file's tensor; empty: all of it
     transposed: bool = False  # the last two axes are swapped in the file
     is_zero: bool = False  # the part is zeros: the first rank has the tensor
+    required: Callable[[], Tensor] | None = None  # what the cut must hold
+    otherwise: str = ""  # what it means if it does not
 
 
 def materialize(module: nn.Module, device: torch.device | str, dtype: torch.dtype) -> None:
@@ -126,7 +128,10 @@ def load_weights(
         paths = sorted({checkpoint.tensors[source.name].path for source in sources})
         for source in sorted(sources, key=lambda each: checkpoint.tensors[each.name].path):
             log_progress("weights", paths.index(checkpoint.tensors[source.name].path), len(paths))
-            copier.fill(parameters[source.parameter].data[source.place], source)
+            if source.parameter:
+                copier.fill(parameters[source.parameter].data[source.place], source)
+            elif source.required is not None:
+                _require(reader.read(source.name, source.cut), source, checkpoint)
         copier.finish()
     log_progress("weights", len(paths), len(paths))
     _process(module)
@@ -276,10 +281,13 @@ def _sources(
         if isinstance(child, StoredLayers):
             prefix, layout = stored_files(child, path, weight_map, checkpoint)
             for tensor in child.tensors(layout):
-                parameter = f"{path}.{tensor.stack}.{tensor.layout.parameter}"
+                filled = tensor.layout.parameter
+                parameter = f"{path}.{tensor.stack}.{filled}" if filled else ""
                 yield _Source(
                     f"{prefix}.{tensor.name}", parameter, tensor.place, tensor.shape,
                     tensor.layout.stored, tensor.cut, tensor.transposed,
+                    required=_required(tensor.layout, tensor.module, tensor.cut),
+                    otherwise=tensor.layout.otherwise,
                 )  # fmt: skip
             continue
         if isinstance(child, StackedLinear):
@@ -315,6 +323,33 @@ def _sources(
                     weight_map.checkpoint_name(part), full, piece.place, piece.shape,
                     layout.stored, piece.cut, is_zero=is_term,
                 )  # fmt: skip
+        if isinstance(child, Linear):
+            yield from _unfilled(child, path, weight_map)
+
+
+def _unfilled(layer: Linear, path: str, weight_map: WeightMap) -> Iterator[_Source]:
+    """The tensors of a layer's modules that fill no parameter."""
+    for layout in layer.layouts():
+        for piece in () if layout.parameter else layer.pieces(layout):
+            name = weight_map.checkpoint_name(f"{part_path(path, piece.part)}.{layout.name}")
+            yield _Source(
+                name, "", piece.place, piece.shape, layout.stored, piece.cut,
+                required=_required(layout, piece.module, piece.cut), otherwise=layout.otherwise,
+            )  # fmt: skip
+
+
+def _required(
+    layout: TensorLayout, module: tuple[int, int], cut: tuple[int | slice, ...]
+) -> Callable[[], Tensor] | None:
+    required = layout.required
+    return None if required is None else lambda: required(*module)[cut]
+
+
+def _require(values: Tensor, source: _Source, checkpoint: Checkpoint) -> None:
+    assert source.required is not None
+    wanted = source.required()
+    if not values.to(wanted.dtype).equal(wanted):
+        raise CheckpointError(f"{checkpoint.directory}: {source.name}: {source.otherwise}")
 
 
 def _check(
@@ -332,7 +367,7 @@ def _check(
     misshapen = [
         f"{name} is {list(info.shape)}, the model wants {list(source.shape)}"
         for name, info, source in found
-        if info.shape != source.shape
+        if (info.shape or (1,)) != source.shape  # a number is a tensor of one
     ]
     mistyped = [
         f"{name} is {_name(info.dtype)}, the model wants {' or '.join(map(_name, source.stored))}"

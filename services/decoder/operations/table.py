@@ -30,6 +30,8 @@ from services.common.nn.layers import RMSNorm
 from services.common.nn.linear import Linear
 from services.decoder.operations.kernel_facts import UNQUANTIZED, KernelFacts, attention_facts
 
+_EXPERT_FORMATS = {UNQUANTIZED, "fp8_block", "fp8_channel"}
+
 Row = Implementation[KernelFacts]
 Check = Callable[[KernelFacts], str]
 
@@ -102,6 +104,8 @@ def _experts(facts: KernelFacts) -> str:
     moe, unit = facts.text.moe, 64 if facts.weight_format == UNQUANTIZED else fp8_weight.BLOCK
     if moe is None:
         return "needs experts"
+    if other := set(facts.weight_format.split("+")) - _EXPERT_FORMATS:
+        return f"needs experts of bf16 or FP8, not {', '.join(sorted(other))}"
     odd = [size for size in (facts.text.hidden_size, moe.intermediate_size) if size % unit]
     return f"{odd[0]} is not a multiple of {unit}" if odd else ""
 

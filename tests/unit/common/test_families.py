@@ -298,7 +298,7 @@ SCALING = {"factor": 2.0, "original_max_position_embeddings": 4096}
         (LLAMA, {"rope_scaling": LLAMA["rope_scaling"] | {"high_freq_factor": 1}},
          "high_freq_factor 1"),
         (LLAMA, {"head_dim": 63}, "head_dim 63"),
-        (QWEN2, {"quantization_config": {"quant_method": "awq", "bits": 4}}, "quant_method 'awq'"),
+        (QWEN2, {"quantization_config": {"quant_method": "aqlm"}}, "quant_method 'aqlm'"),
     ],
 )  # fmt: skip
 def test_an_unsupported_option_is_refused_by_name(

@@ -1,12 +1,16 @@
 """`quantization_config` is understood, or refused by name."""
 
+import json
 from copy import deepcopy
+from pathlib import Path
 
 import pytest
 
-from services.common.model_spec import ModelSpecError
+from services.common.model_spec import ModelSpecError, UnsupportedOption
 from services.common.quantization import read_quantization
 from tests.fp8_checkpoints import FP8_BLOCK, compressed
+from tests.packed_checkpoints import LAYOUTS, awq, gptq
+from tests.packed_checkpoints import compressed as packed
 
 
 def test_no_configuration_is_no_quantization() -> None:
@@ -78,8 +82,7 @@ def _changed(path: str, value: object, strategy: str = "channel") -> dict:
 @pytest.mark.parametrize(
     ("config", "named"),
     [
-        ({"quant_method": "awq", "bits": 4}, "'awq'"),
-        ({"quant_method": "gptq"}, "'gptq'"),
+        ({"quant_method": "bitsandbytes"}, "quant_method 'bitsandbytes' .* supported: .*'gptq'"),
         ({"bits": 4}, "None"),
         (FP8_BLOCK | {"activation_scheme": "static"}, "activation_scheme 'static'"),
         (FP8_BLOCK | {"weight_block_size": [64, 128]}, r"weight_block_size \(64, 128\)"),
@@ -87,8 +90,8 @@ def _changed(path: str, value: object, strategy: str = "channel") -> dict:
         (FP8_BLOCK | {"fmt": "e5m2"}, "fmt 'e5m2'"),
         (FP8_BLOCK | {"scale_fmt": "ue8m0"}, "scale_fmt 'ue8m0'"),
         (FP8_BLOCK | {"modules_to_not_convert": "lm_head"}, "modules_to_not_convert"),
-        (compressed(format="pack-quantized"), "'pack-quantized'"),
-        (compressed(format="int-quantized"), "'int-quantized'"),
+        (compressed(format="pack-quantized"), "input_activations are not supported beside"),
+        (compressed(format="marlin-24"), "format 'marlin-24'"),
         (compressed(config_groups={}), "config_groups is empty"),
         (compressed(kv_cache_scheme={"num_bits": 8}), "kv_cache_scheme"),
         (compressed(sparsity_config={"format": "sparse-bitmask"}), "sparsity_config"),
@@ -107,6 +110,126 @@ def _changed(path: str, value: object, strategy: str = "channel") -> dict:
 def test_what_is_not_supported_is_refused_by_name(config: dict, named: str) -> None:
     with pytest.raises(ModelSpecError, match=named):
         read_quantization({"quantization_config": config})
+
+
+def packed_weights(**changes: object) -> dict:
+    config = packed(32)
+    config["config_groups"]["group_0"]["weights"] |= changes
+    return config
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_packed_integers_are_read(name: str) -> None:
+    layout = LAYOUTS[name]
+    spec = read_quantization({"quantization_config": layout.config})
+    assert spec is not None and spec.format == f"w{layout.bits}a16" and not spec.others
+    assert spec.group_size == layout.group and spec.bits == layout.bits
+    assert spec.packing == {"ct": "compressed-tensors"}.get(layout.kind, layout.kind)
+    assert spec.symmetric == layout.symmetric
+    assert not spec.applies_to("lm_head") and spec.applies_to("model.layers.0.mlp.up_proj")
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        (awq(128, version="gemv"), "version 'gemv'"),
+        (awq(128, bits=8), "bits 8"),
+        (awq(100), "group_size 100"),
+        (gptq(128, bits=3), "bits 3"),
+        (gptq(128, desc_act=True), "desc_act True"),
+        (gptq(128, sym=False), "sym False"),
+        (gptq(128, checkpoint_format="marlin"), "checkpoint_format 'marlin'"),
+        (gptq(128, pack_dtype="int16"), "pack_dtype 'int16'"),
+        (gptq(128, dynamic={"+:.*up_proj": {"desc_act": True}}), "desc_act True"),
+        (gptq(128, dynamic={"-:(": {}}), r"dynamic '-:\('"),
+        (packed(96 * 8 + 1), "group_size 769"),
+        (packed(32, bits=2), r"weights\.num_bits 2"),
+        (packed_weights(actorder="group"), r"weights\.actorder 'group'"),
+        (packed_weights(strategy="tensor"), r"weights\.strategy 'tensor'"),
+        (packed_weights(type="float"), r"weights\.type 'float'"),
+    ],
+)
+def test_other_packed_integers_are_refused_by_name(config: dict, named: str) -> None:
+    with pytest.raises(ModelSpecError, match=named):
+        read_quantization({"quantization_config": config})
+
+
+def test_gptq_rules_are_read_in_order() -> None:
+    rules = {"-:.*a": {}, "+:.*ab": {"bits": 8}, "-:.*b": {}, ".*c": {"group_size": -1}}
+    spec = read_quantization({"quantization_config": gptq(64, dynamic=rules)})
+    assert spec is not None
+    found = {name: spec.of(name) for name in ("xa", "xab", "xb", "x.c", "d", "lm_head")}
+    assert [name for name, group in found.items() if group is None] == [
+        "xa",
+        "xab",
+        "xb",
+        "lm_head",
+    ]
+    assert found["x.c"] is not None and found["x.c"].group_size == 0
+    assert found["d"] is not None and (found["d"].format, found["d"].group_size) == ("w4a16", 64)
+    rules = {"+:.*ab": {"bits": 8}, "-:.*a": {}}
+    spec = read_quantization({"quantization_config": gptq(64, dynamic=rules)})
+    assert spec is not None and spec.bits == 8
+    assert (group := spec.of("xab")) is not None and group.format == "w8a16"
+    assert spec.of("xa") is None
+
+
+# Files of their own.
+
+
+def write(directory: Path, **files: dict) -> Path:
+    for name, content in files.items():
+        (directory / f"{name}.json").write_text(json.dumps(content))
+    return directory
+
+
+def test_a_file_of_its_own_is_read(tmp_path: Path) -> None:
+    older = {"bits": 4, "group_size": 64, "desc_act": False, "sym": True, "damp_percent": 0.01}
+    spec = read_quantization({}, write(tmp_path, quantize_config=older))
+    assert spec is not None and (spec.packing, spec.group_size) == ("gptq", 64)
+    older = {"zero_point": True, "q_group_size": 128, "w_bit": 4, "version": "GEMM"}
+    (tmp_path / "quantize_config.json").unlink()
+    spec = read_quantization({}, write(tmp_path, quant_config=older))
+    assert spec is not None and (spec.packing, spec.group_size) == ("awq", 128)
+
+
+def test_files_that_agree_complete_each_other(tmp_path: Path) -> None:
+    """What one leaves out, or says with null, the other may say."""
+    config = {"quantization_config": awq(128)}
+    older = {"zero_point": True, "q_group_size": 128, "w_bit": 4, "version": "GEMM"}
+    spec = read_quantization(config, write(tmp_path, quant_config=older))
+    assert spec == read_quantization(config)
+    own = gptq(64, dynamic={"-:.*gate$": {}})
+    write(tmp_path, quantize_config=own)
+    (tmp_path / "quant_config.json").unlink()
+    spec = read_quantization({"quantization_config": gptq(64, dynamic=None)}, tmp_path)
+    assert spec is not None and spec.of("a.gate") is None and spec.of("a.b") is not None
+
+
+@pytest.mark.parametrize(
+    ("own", "config", "named"),
+    [
+        (gptq(64), gptq(128), "group_size is 64 and 128"),
+        (gptq(64), awq(64), "quant_method is 'gptq' and 'awq'"),
+        (gptq(64, v2=True), gptq(64), "checkpoint_format is 'gptq_v2' and 'gptq'"),
+        (gptq(64, sym=False), gptq(64), "sym is False and True"),
+    ],
+)
+def test_contradictions_are_errors_that_name_both(
+    own: dict, config: dict, named: str, tmp_path: Path
+) -> None:
+    write(tmp_path, quantize_config=own)
+    message = f"quantize_config.json and config.json contradict each other: {named}"
+    with pytest.raises(UnsupportedOption, match=message) as raised:
+        read_quantization({"quantization_config": config}, tmp_path)
+    assert raised.value.file == "quantize_config.json"
+
+
+def test_a_refusal_names_the_file_that_counts(tmp_path: Path) -> None:
+    write(tmp_path, quantize_config=gptq(64, bits=3))
+    with pytest.raises(UnsupportedOption, match="bits 3") as raised:
+        read_quantization({}, tmp_path)
+    assert raised.value.file == "quantize_config.json"
 
 
 def test_groups_of_different_schemes_are_refused() -> None:

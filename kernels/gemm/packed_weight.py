@@ -1,0 +1,63 @@
+"""A matrix of 4- or 8-bit integers with a scale, and perhaps a zero point, per group of columns.
+
+A weight is `(code - zero) * scale`. Checkpoints pack codes in several ways; layers repack them
+into this one layout after loading (`services.common.nn.packed`), so that one kernel reads all.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+
+@dataclass(frozen=True, slots=True)
+class PackedWeight:
+    """A quantized matrix `[N, K]`.
+
+    Attributes:
+        codes: uint8, of 4 bits `[N, ceil(K / 2)]` with the even column in the low half, of 8 bits
+            `[N, K]`. There may be more columns, which mean nothing.
+        scale: `[N, ceil(K / group)]` float32, or the half precision that holds it exactly.
+        zero: `[N, ceil(K / group)]` uint8; None: 8 or 128, the middle.
+        bits: 4 or 8.
+        group: columns per scale.
+        columns: K.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    zero: Tensor | None
+    bits: int
+    group: int
+    columns: int
+
+    def __getitem__(self, index: int) -> "PackedWeight":
+        """One matrix of a stack, whose tensors have a leading axis."""
+        zero = None if self.zero is None else self.zero[index]
+        return PackedWeight(
+            self.codes[index], self.scale[index], zero, self.bits, self.group, self.columns
+        )
+
+
+def dequantize(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
+    """`[..., N, K]`: code less zero times scale in float32, rounded once."""
+    codes = weight.codes
+    if weight.bits == 4:
+        codes = torch.stack((codes & 15, codes >> 4), -1).flatten(-2)
+    codes = codes[..., : weight.columns].float()
+    middle = float(1 << (weight.bits - 1))
+    zero = middle if weight.zero is None else _per_column(weight.zero.float(), weight)
+    return ((codes - zero) * _per_column(weight.scale.float(), weight)).to(dtype)
+
+
+def _per_column(values: Tensor, weight: PackedWeight) -> Tensor:
+    """`[..., N, K]`, or `[..., N, 1]`, of values per group."""
+    if values.shape[-1] == 1:
+        return values
+    return values.repeat_interleave(weight.group, -1)[..., : weight.columns]
+
+
+def weight_only_linear(x: Tensor, weight: PackedWeight) -> Tensor:
+    """`[T, K]` → `[T, N]` in x's dtype: `F.linear` with the dequantized weight."""
+    return F.linear(x, dequantize(weight, x.dtype))

@@ -1,0 +1,221 @@
+"""Linear layers of packed integers: how files hold them, and the layers' method.
+
+| packing            | codes                           | scales          |
+|--------------------|---------------------------------|-----------------|
+| compressed-tensors | `weight_packed` `[out, in / 8]` | `[out, in / g]` |
+| awq                | `qweight` `[in, out / 8]`       | `[in / g, out]` |
+| gptq, gptq_v2      | `qweight` `[in / 8, out]`       | `[in / g, out]` |
+
+Zero points are packed along the outputs. GPTQ's are those of the middle, of which v1 stores 1 less.
+A word of 32 bits holds eight codes of 4 bits, or four of 8, the lowest bits first; AWQ has them in
+an order of its own. After loading, each rank repacks what it has read into a `PackedWeight`.
+Activations stay as they are; `packed_weight` is the specification, and a CPU does nothing else.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kernels.gemm.packed_weight import PackedWeight, weight_only_linear
+from services.common.model_spec import QuantizationSpec
+from services.common.nn.dispatch import Implementation, KernelTable
+from services.common.nn.linear import Axis, Linear, StackedLinear, TensorLayout
+
+_WORDS = (torch.int32,)
+_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # columns of a word's codes, the lowest bits first
+_HALVES = (torch.float16, torch.bfloat16)
+
+
+class PackedLinear:
+    """Method of a linear layer, see `PackedWeight`."""
+
+    def __init__(self, spec: QuantizationSpec) -> None:
+        self.weight_format = spec.format
+        self.operation = f"{spec.format}_linear"
+        self.kernels: KernelTable | None = None  # None: weights are dequantized at each call
+        self._spec = spec
+        self._per_word = 32 // spec.bits
+        self._layouts = {
+            "compressed-tensors": self._compressed_tensors, "awq": self._awq,
+            "gptq": self._gptq, "gptq_v2": self._gptq,
+        }[spec.packing]()  # fmt: skip
+
+    def layouts(self, layer: Linear) -> tuple[TensorLayout, ...]:
+        return self._layouts
+
+    def process_weights_after_loading(self, layer: Linear) -> None:
+        """Repacks what the files hold."""
+        packing = self._spec.packing
+        codes, scale = layer.weight.data, layer.weight_scale.data
+        if packing == "compressed-tensors":
+            codes = codes.view(torch.uint8)  # along columns already
+        elif packing == "awq":
+            codes = _each(self._of_parts(layer, "weight"), _pack)
+            scale = scale.mT
+        else:
+            codes = _each(codes, _by_rows)
+            scale = scale.mT
+        made = {"weight": codes, "weight_scale": _narrowed(scale)}
+        if not self._spec.symmetric:
+            made["weight_zero"] = self._of_parts(layer, "weight_zero")
+        for name, values in made.items():
+            parameter = nn.Parameter(values.contiguous(), requires_grad=False)
+            layer.register_parameter(name, parameter)
+
+    def weight(self, layer: Linear) -> PackedWeight:
+        zero = None if self._spec.symmetric else layer.weight_zero
+        return PackedWeight(
+            layer.weight, layer.weight_scale, zero, self._spec.bits,
+            self._spec.group_size or layer.in_features, layer.in_features,
+        )  # fmt: skip
+
+    def apply(self, layer: Linear, x: Tensor) -> Tensor:
+        weight, rows = self.weight(layer), x.reshape(-1, layer.in_features)
+        if self.kernels is None:
+            found = weight_only_linear(rows, weight)
+        else:
+            found = self.kernels.call(self.operation, rows, weight)
+        if layer.bias is not None:
+            found = found + layer.bias
+        return found.view(*x.shape[:-1], layer.out_features)
+
+    def apply_one(self, stack: StackedLinear, index: int, x: Tensor) -> Tensor:
+        return weight_only_linear(x, self.weight(stack)[index])
+
+    def rows(self) -> Sequence[Implementation[Any]]:
+        return (Implementation(self.operation, "plain", lambda _: weight_only_linear),)
+
+    def _of_parts(self, layer: Linear, parameter: str) -> Tensor:
+        """Codes `[..., N, columns]` of words along the outputs, whose last may be partly empty."""
+        (layout,) = (each for each in self._layouts if each.parameter == parameter)
+        words, axis, found = layer.get_parameter(parameter).data, layout.merged_axis, list[Tensor]()
+        unpack = _awq_rows if self._spec.packing == "awq" else partial(_rows, self._spec.bits)
+        for part, _, (start, stop) in layer.regions(layout):
+            of_part = words.narrow(axis - len(layout.axes), start, stop - start)
+            found.append(_each(of_part, unpack)[..., : layer.parts[part], :])
+        return torch.cat(found, -2)
+
+    # What the files hold of a module.
+
+    def _compressed_tensors(self) -> tuple[TensorLayout, ...]:
+        out, per = Axis("out"), self._per_word
+        layouts = [
+            _words("weight_packed", "weight", out, Axis("in", per)),
+            _scales("weight_scale", out, self._groups),
+            TensorLayout(
+                name="weight_shape", axes=(2,), stored=(torch.int64, torch.int32),
+                required=lambda rows, columns: torch.tensor([rows, columns]),
+                otherwise="it is not the shape of the module",
+            ),
+        ]  # fmt: skip
+        if not self._spec.symmetric:
+            zeros = _words("weight_zero_point", "weight_zero", Axis("out", per), self._groups)
+            layouts.append(zeros)
+        return tuple(layouts)
+
+    def _awq(self) -> tuple[TensorLayout, ...]:
+        packed = Axis("out", self._per_word)
+        return (
+            _words("qweight", "weight", Axis("in"), packed),
+            _words("qzeros", "weight_zero", self._groups, packed),
+            _scales("scales", self._groups, Axis("out")),
+        )
+
+    def _gptq(self) -> tuple[TensorLayout, ...]:
+        spec, per = self._spec, self._per_word
+        middle = (1 << (spec.bits - 1)) - (spec.packing == "gptq")
+        word = int.from_bytes(bytes([middle if spec.bits == 8 else 17 * middle] * 4), "little")
+        zero = word - (1 << 32) if word >> 31 else word
+
+        def zeros(rows: int, columns: int) -> Tensor:
+            size = -(-columns // (spec.group_size or columns)), -(-rows // per)
+            return torch.full(size, zero, dtype=torch.int32)
+
+        def groups(rows: int, columns: int) -> Tensor:
+            return torch.arange(columns) // (spec.group_size or columns)
+
+        return (
+            _words("qweight", "weight", Axis("in", per), Axis("out")),
+            _scales("scales", self._groups, Axis("out")),
+            TensorLayout(
+                name="qzeros", axes=(self._groups, Axis("out", per)), stored=_WORDS,
+                required=zeros,
+                otherwise=f"zero points are not those of symmetric {spec.packing} files; "
+                "see checkpoint_format and sym in the configuration",
+            ),
+            TensorLayout(
+                name="g_idx", axes=(Axis("in"),), stored=(torch.int32, torch.int64),
+                required=groups,
+                otherwise="columns are not in the order of their groups: act-order (desc_act) is "
+                "not supported",
+            ),
+        )  # fmt: skip
+
+    @property
+    def _groups(self) -> Axis | None:
+        """Along groups of columns."""
+        size = self._spec.group_size
+        return Axis("in", size) if size else None
+
+
+def _words(name: str, parameter: str, *axes: Axis | None) -> TensorLayout:
+    return TensorLayout(name=name, parameter=parameter, axes=axes, stored=_WORDS, dtype=torch.int32)
+
+
+def _scales(name: str, *axes: Axis | None) -> TensorLayout:
+    return TensorLayout(
+        name=name, parameter="weight_scale", axes=axes, dtype=torch.float32, dummy=(4e-3, 0.0)
+    )
+
+
+def _narrowed(scale: Tensor) -> Tensor:
+    """In a half precision, if that holds each value exactly, as it does where files are of it."""
+    for dtype in _HALVES:
+        if scale.to(dtype).float().equal(scale):
+            return scale.to(dtype)
+    return scale
+
+
+def _each(stack: Tensor, repack: Callable[[Tensor], Tensor]) -> Tensor:
+    """A matrix, or each of a stack, repacked; one at a time, to bound the memory."""
+    if stack.dim() == 2:
+        return repack(stack)
+    first = repack(stack[0]).contiguous()
+    made = first.new_empty((len(stack), *first.shape))
+    for index, words in enumerate(stack):
+        made[index] = repack(words)
+    return made
+
+
+def _by_rows(words: Tensor) -> Tensor:
+    """Words `[K / per, N]` along K → bytes `[N, K]`, or `[N, K / 2]` of 4 bits."""
+    return words.contiguous().view(torch.uint8).view(*words.shape, 4).transpose(0, 1).flatten(1)
+
+
+def _rows(bits: int, words: Tensor) -> Tensor:
+    """Words `[N / per, G]` along N → codes `[N, G]`."""
+    codes = words.contiguous().view(torch.uint8).view(*words.shape, 4)
+    codes = _halves(codes) if bits == 4 else codes
+    return codes.transpose(1, 2).flatten(0, 1)
+
+
+def _awq_rows(words: Tensor) -> Tensor:
+    """Words `[R, N / 8]` → codes `[N, R]`."""
+    codes = _halves(words.contiguous().view(torch.uint8).view(*words.shape, 4))
+    order = torch.tensor(_AWQ_ORDER, device=words.device).argsort()
+    return codes[..., order].flatten(1).t()
+
+
+def _halves(codes: Tensor) -> Tensor:
+    """Bytes `[..., B]` → their low and high halves, `[..., 2 * B]`."""
+    return torch.stack((codes & 15, codes >> 4), -1).flatten(-2)
+
+
+def _pack(codes: Tensor) -> Tensor:
+    """Codes of 4 bits `[N, K]` → bytes `[N, ceil(K / 2)]`."""
+    if codes.shape[1] % 2:
+        codes = nn.functional.pad(codes, (0, 1))
+    return codes[:, ::2] | codes[:, 1::2] << 4

@@ -1,0 +1,89 @@
+"""Checkpoints that the compressed-tensors library writes: our logits are those of Hugging Face's
+model with the weights that the library decompresses. Float32, CPU, the tolerance of unquantized
+models.
+"""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.parity.oracle import largest_difference as error
+from tests.parity.test_fp8 import SHAPES, Quantized
+from tests.parity.test_language_model import CLEARLY_WRONG, TOLERANCE
+from tests.quantized_checkpoints import is_of_layers, write_quantized
+
+# isort: split
+from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.quantization import (
+    QuantizationArgs,
+    QuantizationConfig,
+    QuantizationScheme,
+)
+from compressed_tensors.quantization.utils import calculate_qparams
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def scheme(file_format: str, weights: dict, inputs: dict | None = None) -> QuantizationScheme:
+    return QuantizationScheme(
+        targets=["Linear"], format=file_format, weights=QuantizationArgs(**weights),
+        input_activations=None if inputs is None else QuantizationArgs(**inputs),
+    )  # fmt: skip
+
+
+def _packed(bits: int, group: int | None, symmetric: bool) -> QuantizationScheme:
+    strategy = {"strategy": "channel"} if group is None else {"strategy": "group"}
+    given = {"num_bits": bits, "type": "int", "symmetric": symmetric, "group_size": group}
+    return scheme("pack-quantized", given | strategy)
+
+
+SCHEMES = {
+    "w4a16-64": _packed(4, 64, True),
+    "w4a16-32-zeros": _packed(4, 32, False),
+    "w4a16-channel-zeros": _packed(4, None, False),
+    "w8a16-64": _packed(8, 64, True),
+}
+
+
+def write(source: Path, directory: Path, name: str) -> dict[str, Tensor]:
+    chosen = SCHEMES[name]
+    compressor = BaseCompressor.get_value_from_registry(chosen.format)
+    config = QuantizationConfig(
+        config_groups={"group_0": chosen}, format=chosen.format, ignore=["lm_head", "re:.*visual.*"]
+    ).model_dump(mode="json")
+
+    def quantized(_: str, weight: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        given = {"weight": weight} | scales(weight, chosen.weights)
+        made = compressor.compress(given, chosen)
+        return compressor.decompress(made, chosen)["weight"].float(), made
+
+    return write_quantized(
+        source, directory, {"quant_method": "compressed-tensors"} | config, quantized, is_of_layers
+    )
+
+
+def scales(weight: Tensor, args: QuantizationArgs) -> dict[str, Tensor]:
+    """Scales and zero points, as the library computes them of the extremes."""
+    groups = weight.unflatten(1, (-1, args.group_size or weight.shape[1]))
+    scale, zero = calculate_qparams(groups.amin(-1), groups.amax(-1), args)
+    return {"weight_scale": scale, "weight_zero_point": zero.round().to(torch.int8)}
+
+
+class Compressed(Quantized):
+    writer = staticmethod(write)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Compressed:
+    return Compressed(SHAPES["partial-blocks"], tmp_path_factory.mktemp("compressed"))
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_logits_are_those_of_the_librarys_weights(model: Compressed, name: str) -> None:
+    directory, meant = model.write(name)
+    expected = model.expected(meant)
+    assert error(model.ours(directory), expected) < TOLERANCE
+    differs = error(model.expected(model.original), expected)
+    assert differs > (0.02 if name.startswith("w8") else CLEARLY_WRONG)
