@@ -236,7 +236,7 @@ class VisionSpec:
     geometry: Geometry
 
 
-WeightFormat = Literal["fp8_block", "fp8_channel", "w4a16", "w8a16"]
+WeightFormat = Literal["fp8_block", "fp8_channel", "int8", "w4a16", "w8a16"]
 Packing = Literal["compressed-tensors", "awq", "gptq", "gptq_v2"]
 
 
@@ -247,8 +247,9 @@ class QuantizationSpec:
     Attributes:
         format: `fp8_block`: e4m3 with a scale per block; `fp8_channel`: e4m3 with a scale per
             output channel. Activations are quantized per token (and per 128 of a block format's
-            columns) where the hardware multiplies FP8. `w4a16`, `w8a16`: integers with a scale per
-            group of columns; activations stay as they are.
+            columns) where the hardware multiplies FP8. `int8`: with a scale per output channel;
+            activations are quantized per token. `w4a16`, `w8a16`: integers with a scale per group
+            of columns; activations stay as they are.
         block_size: (rows, columns) of an FP8 block.
         scale_name: of an FP8 scales' tensor, after the module's name.
         packing: how files hold integers.

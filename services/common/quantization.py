@@ -15,6 +15,7 @@ from typing import Any, cast
 from services.common.model_spec import Packing, QuantizationSpec, UnsupportedOption, read_json
 
 _BLOCK = (128, 128)
+_CT_FORMATS = ("float-quantized", "pack-quantized", "int-quantized")
 _METHODS = ("fp8", "compressed-tensors", "awq", "gptq")
 # Files of their own, in order of precedence → the producer's method, which older ones leave out.
 _FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
@@ -208,9 +209,13 @@ def _scheme(name: str, group: Mapping[str, Any], outer_format: object) -> Quanti
             return _ct_float(where, weights, inputs)
         case "pack-quantized":
             return _ct_packed(where, weights, inputs)
+        case "int-quantized":
+            return _ct_int8(where, weights, inputs)
         case found:
-            _expect(f"{where}.format", found, "float-quantized", "pack-quantized")
-            raise AssertionError  # refused above
+            raise UnsupportedOption(
+                f"quantization_config: {where}.format {found!r} is not supported; "
+                f"supported: {', '.join(map(repr, _CT_FORMATS))}"
+            )
 
 
 def _ct_float(
@@ -228,6 +233,15 @@ def _ct_float(
     _expect(f"{where}.input_activations.strategy", inputs.get("strategy"), "group")
     _expect(f"{where}.input_activations.group_size", inputs.get("group_size"), _BLOCK[1])
     return QuantizationSpec(format="fp8_block", scale_name="weight_scale")
+
+
+def _ct_int8(where: str, weights: Mapping[str, Any], inputs: Mapping[str, Any]) -> QuantizationSpec:
+    """Int8 per output channel, with activations per token."""
+    _numbers(f"{where}.weights", weights, "int", 8)
+    _numbers(f"{where}.input_activations", inputs, "int", 8, is_dynamic=True)
+    _expect(f"{where}.weights.strategy", weights.get("strategy"), "channel")
+    _expect(f"{where}.input_activations.strategy", inputs.get("strategy"), "token")
+    return QuantizationSpec(format="int8")
 
 
 def _ct_packed(

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tests.parity.oracle import largest_difference as error
 from tests.parity.test_fp8 import SHAPES, Quantized
+from tests.parity.test_int8 import weight_only
 from tests.parity.test_language_model import CLEARLY_WRONG, TOLERANCE
 from tests.quantized_checkpoints import is_of_layers, write_quantized
 
@@ -44,6 +45,11 @@ SCHEMES = {
     "w4a16-32-zeros": _packed(4, 32, False),
     "w4a16-channel-zeros": _packed(4, None, False),
     "w8a16-64": _packed(8, 64, True),
+    "int8": scheme(
+        "int-quantized",
+        {"num_bits": 8, "type": "int", "strategy": "channel"},
+        {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True},
+    ),
 }
 
 
@@ -81,9 +87,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Compressed:
 
 
 @pytest.mark.parametrize("name", SCHEMES)
-def test_logits_are_those_of_the_librarys_weights(model: Compressed, name: str) -> None:
+def test_logits_are_those_of_the_librarys_weights(
+    model: Compressed, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     directory, meant = model.write(name)
     expected = model.expected(meant)
+    if name == "int8":  # the weights alone: test_int8.py has quantized inputs
+        weight_only(monkeypatch)
     assert error(model.ours(directory), expected) < TOLERANCE
     differs = error(model.expected(model.original), expected)
-    assert differs > (0.02 if name.startswith("w8") else CLEARLY_WRONG)
+    assert differs > (0.02 if name.startswith(("w8", "int8")) else CLEARLY_WRONG)

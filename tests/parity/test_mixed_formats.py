@@ -4,6 +4,7 @@ tolerance as in test_fp8.py.
 """
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,10 +12,13 @@ import torch
 from torch import Tensor
 
 from services.common.nn.checkpoint import CheckpointError
+from tests import int8_checkpoints, packed_checkpoints
 from tests.decoder_harness import Harness
 from tests.fp8_checkpoints import FP8_BLOCK, compressed, write
+from tests.int8_checkpoints import INT8
 from tests.parity.oracle import EOS_ID, VOCAB_SIZE, Oracle
 from tests.parity.oracle import largest_difference as error
+from tests.parity.test_int8 import weight_only
 from tests.parity.test_language_model import CLEARLY_WRONG, TOLERANCE
 from tests.parity.test_moe_fp8 import Model as ExpertsModel
 from tests.parity.text_oracle import make_text_oracle
@@ -123,6 +127,57 @@ def test_quantized_tensors_without_a_weight_are_found(oracle: Oracle, tmp_path: 
     )  # fmt: skip
     with pytest.raises(CheckpointError, match=r"0\.mlp\.down_proj.*which the configuration denies"):
         Harness(tmp_path / "mixed")
+
+
+@pytest.mark.parametrize("rest", ["bf16", "fp8", "int8"])
+def test_experts_in_4_bit_beside_attention_in_another_format(
+    tmp_path: Path, rest: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The configuration's groups say which is which, and the files hold it."""
+    model = ExpertsModel(tmp_path, 64)
+    packed, attention = packed_checkpoints.compressed(32), {"fp8": compressed(), "int8": INT8}
+    groups = {
+        "experts": packed["config_groups"]["group_0"]
+        | {"targets": [r"re:.*\.experts\..*"], "format": "pack-quantized"},
+    }
+    if rest in attention:
+        groups["rest"] = attention[rest]["config_groups"]["group_0"] | {
+            "targets": [r"re:.*self_attn\..*"], "format": attention[rest]["format"],
+        }  # fmt: skip
+    config = packed | {"format": "mixed-precision", "ignore": ["lm_head"], "config_groups": groups}
+    first = tmp_path / "experts"
+    meant = packed_checkpoints.write(
+        model.source, first, "ct-32", modules=lambda module: ".experts." in module, config=config
+    )
+    writer = {"fp8": partial(write, name="compressed-channel"), "int8": int8_checkpoints.write}
+    if rest == "bf16":
+        first.rename(model.directory)
+    else:
+        again = writer[rest](
+            first, model.directory, modules=lambda module: "self_attn" in module, config=config
+        )
+        meant |= {key: tensor for key, tensor in again.items() if key in meant and "attn" in key}
+    harness = Harness(model.directory)
+    layers = harness.runner._model.layers
+    assert layers[0].mlp.experts.weight_format == "w4a16"
+    formats = {"bf16": "plain", "fp8": "fp8_channel", "int8": "int8"}
+    assert layers[1].self_attn.qkv_proj.weight_format == formats[rest]
+    if rest == "int8":  # the weights alone: test_int8.py has quantized inputs
+        weight_only(monkeypatch)
+    assert error(model.ours(), model.expected(meant)) < TOLERANCE
+
+
+def test_a_group_whose_files_are_of_another_is_an_error(tmp_path: Path) -> None:
+    model = ExpertsModel(tmp_path, 64)
+    config = packed_checkpoints.compressed(32, ignore=["lm_head"])
+    wrong = compressed()["config_groups"]["group_0"] | {"targets": [r"re:.*\.experts\..*"]}
+    config["config_groups"] |= {"experts": wrong | {"format": "float-quantized"}}
+    packed_checkpoints.write(
+        model.source, model.directory, "ct-32", config=config,
+        modules=lambda module: "layers" in module and not module.endswith("mlp.gate"),
+    )  # fmt: skip
+    with pytest.raises(CheckpointError, match=r"missing.*experts\.0\.\w+\.weight.*weight_packed"):
+        model.ours()
 
 
 @pytest.mark.parametrize("part", ["experts", "attention", "gate and up"])

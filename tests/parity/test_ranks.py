@@ -16,7 +16,7 @@ from torch import Tensor
 
 from services.common.nn.checkpoint import Reader
 from services.common.nn.collectives import ALONE, Ranks
-from tests import packed_checkpoints
+from tests import int8_checkpoints, packed_checkpoints
 from tests.fp8_checkpoints import FP8_BLOCK, write
 from tests.parity import rank_main
 from tests.parity.oracle import EOS_ID, EXPERTS, VOCAB_SIZE, Tiny, largest_difference, make_oracle
@@ -80,6 +80,12 @@ def make_fp8(directory: Path, name: str, fields: dict, **options: object) -> Non
     )  # fmt: skip
 
 
+def make_int8(directory: Path, fields: dict) -> None:
+    source = directory.parent / f"source of {directory.name}"
+    make_text_oracle(Qwen3Config(**fields), source)
+    int8_checkpoints.write(source, directory)
+
+
 def make_packed(directory: Path, name: str, fields: dict) -> None:
     kind = Qwen3MoeConfig if "num_experts" in fields else Qwen3Config
     source = directory.parent / f"source of {directory.name}"
@@ -112,6 +118,7 @@ MAKERS |= {
     "fp8-block": lambda path: make_fp8(path, "fp8-block", WIDE),
     "fp8-channel": lambda path: make_fp8(path, "compressed-channel", WIDE),
     "fp8-block-experts": lambda path: make_fp8(path, "fp8-block", WIDE_MOE),
+    "int8": lambda path: make_int8(path, WIDE),
     "packed-ct": lambda path: make_packed(path, "ct-64-zeros", WIDE),
     "packed-awq": lambda path: make_packed(path, "awq-64", WIDE),
     "packed-gptq": lambda path: make_packed(path, "gptq-v2-32-8bit", WIDE),

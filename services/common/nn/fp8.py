@@ -25,9 +25,9 @@ from kernels.device import DeviceFacts
 from kernels.gemm.fp8_weight import BLOCK, E4M3, Fp8Weight, weight_only_linear
 from kernels.plain import reduce_split_k
 from services.common.model_spec import QuantizationSpec
-from services.common.nn.dispatch import Implementation, Kernel, KernelTable, TokenRange
+from services.common.nn.dispatch import Implementation, Kernel, TokenRange
 from services.common.nn.layers import RMSNorm
-from services.common.nn.linear import Axis, Linear, StackedLinear, TensorLayout
+from services.common.nn.linear import Axis, Linear, QuantizedLinear, TensorLayout
 
 # The most tokens for which they are the fastest, by `benchmarks.kernels.fp8` on an H200, 8B shapes.
 GEMV_TOKENS = 1
@@ -184,13 +184,11 @@ def _split_k(facts: Any) -> Kernel:  # noqa: ANN401
     return project
 
 
-class Fp8Linear:
+class Fp8Linear(QuantizedLinear):
     """Method of a linear layer: `weight` e4m3 `[N, K]`, `weight_scale` float32, see `Fp8Weight`."""
 
     def __init__(self, spec: QuantizationSpec) -> None:
-        self.weight_format = spec.format
-        self.operation = f"{spec.format}_linear"
-        self.kernels: KernelTable | None = None  # None: weights are dequantized at each call
+        super().__init__(spec.format)
         rows, columns = spec.block_size
         if spec.format == "fp8_channel":
             scale_axes = (Axis("out"), None)
@@ -229,18 +227,11 @@ class Fp8Linear:
             columns = self._spec.block_size[1]
         return Fp8Weight(layer.weight, layer.weight_scale, self._block_rows(layer), columns)
 
-    def apply(self, layer: Linear, x: Tensor) -> Tensor:
-        weight, rows = self.weight(layer), x.reshape(-1, layer.in_features)
-        if self.kernels is None or not has_kernels(weight):
-            found = weight_only_linear(rows, weight)
-        else:
-            found = self.kernels.call(self.operation, rows, weight)
-        if layer.bias is not None:
-            found = found + layer.bias
-        return found.view(*x.shape[:-1], layer.out_features)
+    def multiply(self, x: Tensor, weight: Fp8Weight) -> Tensor:
+        return weight_only_linear(x, weight)
 
-    def apply_one(self, stack: StackedLinear, index: int, x: Tensor) -> Tensor:
-        return weight_only_linear(x, self.weight(stack)[index])
+    def has_kernels(self, weight: Fp8Weight) -> bool:
+        return has_kernels(weight)
 
     def rows(self) -> Sequence[Implementation[Any]]:
         linear = implementations(lambda facts: facts.device)

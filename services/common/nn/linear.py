@@ -221,6 +221,47 @@ class UnquantizedLinear:
         return ()  # the table's own
 
 
+class QuantizedLinear(ABC):
+    """What the methods of quantized weights share. They hold no state but the format's.
+
+    Args:
+        weight_format: see `LinearMethod`.
+    """
+
+    def __init__(self, weight_format: str) -> None:
+        self.weight_format = weight_format
+        self.operation = f"{weight_format}_linear"
+        self.kernels: KernelTable | None = None  # None: `multiply`
+
+    def process_weights_after_loading(self, layer: "Linear") -> None:  # noqa: B027 - nothing to do
+        pass
+
+    @abstractmethod
+    def weight(self, layer: "Linear") -> Any:  # noqa: ANN401 - the format's
+        """The layer's matrix as its kernels take it; an index gives one of a stack."""
+
+    @abstractmethod
+    def multiply(self, x: Tensor, weight: Any) -> Tensor:  # noqa: ANN401 - the format's
+        """The plain twin: `[T, K]` → `[T, N]`."""
+
+    def has_kernels(self, weight: Any) -> bool:  # noqa: ANN401 - the format's
+        """Whether all rows of the dispatch table take the matrix."""
+        return True
+
+    def apply(self, layer: "Linear", x: Tensor) -> Tensor:
+        weight, rows = self.weight(layer), x.reshape(-1, layer.in_features)
+        if self.kernels is None or not self.has_kernels(weight):
+            found = self.multiply(rows, weight)
+        else:
+            found = self.kernels.call(self.operation, rows, weight)
+        if layer.bias is not None:
+            found = found + layer.bias
+        return found.view(*x.shape[:-1], layer.out_features)
+
+    def apply_one(self, stack: "StackedLinear", index: int, x: Tensor) -> Tensor:
+        return self.multiply(x, self.weight(stack)[index])
+
+
 class Linear(nn.Module):
     """`y = x @ W.T + b`.
 

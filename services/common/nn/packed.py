@@ -21,21 +21,19 @@ from torch import Tensor, nn
 
 from kernels.gemm.packed_weight import PackedWeight, weight_only_linear
 from services.common.model_spec import QuantizationSpec
-from services.common.nn.dispatch import Implementation, KernelTable
-from services.common.nn.linear import Axis, Linear, StackedLinear, TensorLayout
+from services.common.nn.dispatch import Implementation
+from services.common.nn.linear import Axis, Linear, QuantizedLinear, TensorLayout
 
 _WORDS = (torch.int32,)
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # columns of a word's codes, the lowest bits first
 _HALVES = (torch.float16, torch.bfloat16)
 
 
-class PackedLinear:
+class PackedLinear(QuantizedLinear):
     """Method of a linear layer, see `PackedWeight`."""
 
     def __init__(self, spec: QuantizationSpec) -> None:
-        self.weight_format = spec.format
-        self.operation = f"{spec.format}_linear"
-        self.kernels: KernelTable | None = None  # None: weights are dequantized at each call
+        super().__init__(spec.format)
         self._spec = spec
         self._per_word = 32 // spec.bits
         self._layouts = {
@@ -72,18 +70,8 @@ class PackedLinear:
             self._spec.group_size or layer.in_features, layer.in_features,
         )  # fmt: skip
 
-    def apply(self, layer: Linear, x: Tensor) -> Tensor:
-        weight, rows = self.weight(layer), x.reshape(-1, layer.in_features)
-        if self.kernels is None:
-            found = weight_only_linear(rows, weight)
-        else:
-            found = self.kernels.call(self.operation, rows, weight)
-        if layer.bias is not None:
-            found = found + layer.bias
-        return found.view(*x.shape[:-1], layer.out_features)
-
-    def apply_one(self, stack: StackedLinear, index: int, x: Tensor) -> Tensor:
-        return weight_only_linear(x, self.weight(stack)[index])
+    def multiply(self, x: Tensor, weight: PackedWeight) -> Tensor:
+        return weight_only_linear(x, weight)
 
     def rows(self) -> Sequence[Implementation[Any]]:
         return (Implementation(self.operation, "plain", lambda _: weight_only_linear),)

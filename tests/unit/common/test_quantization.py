@@ -9,6 +9,7 @@ import pytest
 from services.common.model_spec import ModelSpecError, UnsupportedOption
 from services.common.quantization import read_quantization
 from tests.fp8_checkpoints import FP8_BLOCK, compressed
+from tests.int8_checkpoints import INT8
 from tests.packed_checkpoints import LAYOUTS, awq, gptq
 from tests.packed_checkpoints import compressed as packed
 
@@ -116,6 +117,33 @@ def packed_weights(**changes: object) -> dict:
     config = packed(32)
     config["config_groups"]["group_0"]["weights"] |= changes
     return config
+
+
+def test_int8_is_read() -> None:
+    spec = read_quantization({"quantization_config": INT8})
+    assert spec is not None and spec.format == "int8" and spec.bits == 8
+
+
+def int8_part(part: str, **changes: object) -> dict:
+    config = deepcopy(INT8)
+    config["config_groups"]["group_0"][part] |= changes
+    return config
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        (int8_part("weights", strategy="group"), r"weights\.strategy 'group'"),
+        (int8_part("weights", num_bits=4), r"weights\.num_bits 4"),
+        (int8_part("weights", symmetric=False), r"weights\.symmetric False"),
+        (int8_part("input_activations", dynamic=False), r"input_activations\.dynamic False"),
+        (int8_part("input_activations", strategy="tensor"), r"strategy 'tensor'"),
+        (int8_part("input_activations", symmetric=False), r"input_activations\.symmetric False"),
+    ],
+)
+def test_other_int8_is_refused_by_name(config: dict, named: str) -> None:
+    with pytest.raises(ModelSpecError, match=named):
+        read_quantization({"quantization_config": config})
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
