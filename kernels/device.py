@@ -51,6 +51,13 @@ class DeviceFacts:
         return self.capability >= (9, 0)
 
     @property
+    def triton_obstacle(self) -> str:
+        """Why Triton's kernels do not run there, or ""; Triton supports Ampere and later."""
+        if self.kind != "cuda" or not self.has_triton:
+            return "needs a GPU and Triton"
+        return "" if self.capability >= (8, 0) else "needs compute capability 8.0"
+
+    @property
     def is_hopper(self) -> bool:
         """Whether it has `wgmma`, which Blackwell has not."""
         return self.capability[0] == 9

@@ -22,8 +22,8 @@ class Int8Weight:
     values: Tensor
     scale: Tensor
 
-    def __getitem__(self, index: int) -> "Int8Weight":
-        """One matrix of a stack, whose tensors have a leading axis."""
+    def __getitem__(self, index: int | slice) -> "Int8Weight":
+        """One matrix of a stack, or some, whose tensors have a leading axis."""
         return Int8Weight(self.values[index], self.scale[index])
 
 

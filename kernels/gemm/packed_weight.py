@@ -32,8 +32,8 @@ class PackedWeight:
     group: int
     columns: int
 
-    def __getitem__(self, index: int) -> "PackedWeight":
-        """One matrix of a stack, whose tensors have a leading axis."""
+    def __getitem__(self, index: int | slice) -> "PackedWeight":
+        """One matrix of a stack, or some, whose tensors have a leading axis."""
         zero = None if self.zero is None else self.zero[index]
         return PackedWeight(
             self.codes[index], self.scale[index], zero, self.bits, self.group, self.columns
@@ -56,6 +56,15 @@ def _per_column(values: Tensor, weight: PackedWeight) -> Tensor:
     if values.shape[-1] == 1:
         return values
     return values.repeat_interleave(weight.group, -1)[..., : weight.columns]
+
+
+def has_kernels(weight: PackedWeight) -> bool:
+    """Whether kernels take the weight: whole tiles of rows and columns, and groups that divide
+    tiles of 128 columns or consist of them.
+    """
+    rows, columns = len(weight.codes), weight.columns
+    group = weight.group
+    return rows % 16 == 0 and columns % 128 == 0 and (group % 128 == 0 or 128 % group == 0)
 
 
 def weight_only_linear(x: Tensor, weight: PackedWeight) -> Tensor:

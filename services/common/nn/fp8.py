@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kernels.device import DeviceFacts
+from kernels.gemm import fp8_weight
 from kernels.gemm.fp8_weight import BLOCK, E4M3, Fp8Weight, weight_only_linear
 from kernels.plain import reduce_split_k
 from services.common.model_spec import QuantizationSpec
@@ -61,7 +62,7 @@ def implementations(device_of: Callable[[Any], DeviceFacts]) -> Sequence[Impleme
     """
 
     def triton(facts: Any) -> str:  # noqa: ANN401 - the table's
-        return _triton(device_of(facts))
+        return device_of(facts).triton_obstacle
 
     def fp8_cores(facts: Any) -> str:  # noqa: ANN401
         return triton(facts) or (
@@ -105,17 +106,11 @@ def implementations(device_of: Callable[[Any], DeviceFacts]) -> Sequence[Impleme
     return rows
 
 
-def _triton(device: DeviceFacts) -> str:
-    if device.kind != "cuda" or not device.has_triton:
-        return "needs a GPU and Triton"
-    return "" if device.capability >= (8, 0) else "needs compute capability 8.0"
-
-
 def _fused_rows(weight_format: str) -> Sequence[Implementation[Any]]:
     """Rows of the operations of the decoder's layers, whose facts these are."""
 
     def fits(facts: Any) -> str:  # noqa: ANN401 - the decoder's
-        if why := _triton(facts.device):
+        if why := facts.device.triton_obstacle:
             return why
         if facts.dtype.itemsize != 2:  # tensor cores would round float32
             return f"needs bfloat16 or float16, not {facts.dtype}"
@@ -229,6 +224,9 @@ class Fp8Linear(QuantizedLinear):
 
     def multiply(self, x: Tensor, weight: Fp8Weight) -> Tensor:
         return weight_only_linear(x, weight)
+
+    def dequantize(self, weight: Fp8Weight, dtype: torch.dtype) -> Tensor:
+        return fp8_weight.dequantize(weight, dtype)
 
     def has_kernels(self, weight: Fp8Weight) -> bool:
         return has_kernels(weight)

@@ -42,6 +42,9 @@ class Int8Linear(QuantizedLinear):
     def multiply(self, x: Tensor, weight: Int8Weight) -> Tensor:
         return int8_weight.w8a8_linear(x, weight)
 
+    def dequantize(self, weight: Int8Weight, dtype: torch.dtype) -> Tensor:
+        return int8_weight.dequantize(weight, dtype)
+
     def has_kernels(self, weight: Int8Weight) -> bool:
         return int8_weight.has_int_mm(weight)
 

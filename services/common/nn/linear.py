@@ -244,6 +244,10 @@ class QuantizedLinear(ABC):
     def multiply(self, x: Tensor, weight: Any) -> Tensor:  # noqa: ANN401 - the format's
         """The plain twin: `[T, K]` → `[T, N]`."""
 
+    @abstractmethod
+    def dequantize(self, weight: Any, dtype: torch.dtype) -> Tensor:  # noqa: ANN401 - the format's
+        """`[..., N, K]`."""
+
     def has_kernels(self, weight: Any) -> bool:  # noqa: ANN401 - the format's
         """Whether all rows of the dispatch table take the matrix."""
         return True

@@ -19,14 +19,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kernels.gemm.packed_weight import PackedWeight, weight_only_linear
+from kernels.gemm import packed_weight
+from kernels.gemm.packed_weight import PackedWeight, has_kernels, weight_only_linear
 from services.common.model_spec import QuantizationSpec
-from services.common.nn.dispatch import Implementation
+from services.common.nn.dispatch import Implementation, Kernel, TokenRange
 from services.common.nn.linear import Axis, Linear, QuantizedLinear, TensorLayout
 
 _WORDS = (torch.int32,)
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # columns of a word's codes, the lowest bits first
 _HALVES = (torch.float16, torch.bfloat16)
+SKINNY_TOKENS = 16  # the most for which the skinny GEMM serves; not measured yet
 
 
 class PackedLinear(QuantizedLinear):
@@ -73,8 +75,19 @@ class PackedLinear(QuantizedLinear):
     def multiply(self, x: Tensor, weight: PackedWeight) -> Tensor:
         return weight_only_linear(x, weight)
 
+    def dequantize(self, weight: PackedWeight, dtype: torch.dtype) -> Tensor:
+        return packed_weight.dequantize(weight, dtype)
+
+    def has_kernels(self, weight: PackedWeight) -> bool:
+        return has_kernels(weight)
+
     def rows(self) -> Sequence[Implementation[Any]]:
-        return (Implementation(self.operation, "plain", lambda _: weight_only_linear),)
+        few = TokenRange(1, SKINNY_TOKENS)
+        return (
+            Implementation("project", "packed_skinny_gemm", _project, _triton, lambda _: few),
+            Implementation(self.operation, "skinny_gemm", _skinny_gemm, _triton, lambda _: few),
+            Implementation(self.operation, "plain", lambda _: weight_only_linear),
+        )
 
     def _of_parts(self, layer: Linear, parameter: str) -> Tensor:
         """Codes `[..., N, columns]` of words along the outputs, whose last may be partly empty."""
@@ -147,6 +160,29 @@ class PackedLinear(QuantizedLinear):
         """Along groups of columns."""
         size = self._spec.group_size
         return Axis("in", size) if size else None
+
+
+def _triton(facts: Any) -> str:  # noqa: ANN401 - the decoder's, as below
+    half = "" if facts.dtype.itemsize == 2 else f"needs bfloat16 or float16, not {facts.dtype}"
+    return facts.device.triton_obstacle or half
+
+
+def _skinny_gemm(facts: Any) -> Kernel:  # noqa: ANN401
+    from kernels.gemm import packed_kernels
+
+    return partial(packed_kernels.skinny_gemm, device=facts.device)
+
+
+def _project(facts: Any) -> Kernel:  # noqa: ANN401
+    from kernels.gemm import packed_kernels
+
+    def project(x: Tensor, layer: Linear) -> Tensor:
+        weight = layer.method.weight(layer)
+        if not has_kernels(weight):
+            return layer(x)
+        return packed_kernels.split_k_partials(x, weight, layer.bias, device=facts.device)
+
+    return project
 
 
 def _words(name: str, parameter: str, *axes: Axis | None) -> TensorLayout:

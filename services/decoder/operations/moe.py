@@ -8,9 +8,11 @@
 | plain        | any    | `experts.moe`                                                     |
 
 All but the last add to the residual stream in place. Weights of the first two may be FP8, which
-becomes the activations' dtype in registers.
+becomes the activations' dtype in registers. Formats that no kernel reads yet are dequantized by
+`dequantized`, the whole layer at each call, before `grouped_gemm`: right, and slow.
 """
 
+import torch
 from torch import Tensor
 
 from kernels import tuning
@@ -19,17 +21,28 @@ from kernels.experts import moe_gemm, moe_gemv
 from kernels.experts.moe_routing import Routing, route
 from kernels.experts.moe_weights import ExpertWeights
 from kernels.gemm import gemv, skinny_gemm
+from kernels.gemm.fp8_weight import Fp8Weight
 from kernels.tuning import MoEGemmConfig, MoEGemvConfig, SkinnyConfig
 from services.common.model_spec import MoESpec
 from services.common.nn.experts import Experts, Router
-from services.common.nn.linear import StackedLinear
+from services.common.nn.linear import QuantizedLinear, StackedLinear
 
 _SCORE_ROWS, _SCORE_COLUMNS = 64, 128  # of a CTA of the router's skinny GEMM
+_EXPERTS = 8  # dequantized at a time: float32 on the way takes memory
 
 
-def weights_of(stack: StackedLinear) -> ExpertWeights:
-    """A loaded layer's matrices as kernels read them."""
-    return ExpertWeights.of(stack.method.weight(stack))
+def weights_of(stack: StackedLinear, dtype: torch.dtype = torch.bfloat16) -> ExpertWeights:
+    """A loaded layer's matrices as kernels read them; in `dtype`, if they read no such format."""
+    weight = stack.method.weight(stack)
+    if isinstance(weight, Tensor | Fp8Weight):
+        return ExpertWeights.of(weight)
+    assert isinstance(stack.method, QuantizedLinear)
+    size = *stack.stack, stack.out_features, stack.in_features
+    values = torch.empty(size, dtype=dtype, device=stack.weight.device)
+    for first in range(0, len(values), _EXPERTS):
+        some = slice(first, first + _EXPERTS)
+        values[some] = stack.method.dequantize(weight[some], dtype)
+    return ExpertWeights(values)
 
 
 class MoEKernels:
@@ -68,7 +81,7 @@ class MoEKernels:
         """Implements `experts.moe` for any number of tokens."""
         config = self.gemm_config(len(x))
         routing = self._route(x, router, config.tokens)
-        up, down = map(weights_of, experts.stacks.values())
+        up, down = (weights_of(stack, x.dtype) for stack in experts.stacks.values())
         moe_gemm.grouped_experts(
             x, routing, up, down, residual, config, pure=self._pure, pdl=self._pdl
         )  # fmt: skip

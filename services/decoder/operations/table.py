@@ -99,13 +99,16 @@ def _even_head(facts: KernelFacts) -> str:
     return "" if fits else f"needs an even head_dim up to 256, not {head}"
 
 
+def _expert_formats(facts: KernelFacts) -> str:
+    other = sorted(set(facts.weight_format.split("+")) - _EXPERT_FORMATS)
+    return f"needs experts in bf16 or FP8, not {', '.join(other)}" if other else ""
+
+
 def _experts(facts: KernelFacts) -> str:
     """Tiles of the kernels divide the experts' matrices; blocks of scales do."""
-    moe, unit = facts.text.moe, 64 if facts.weight_format == UNQUANTIZED else fp8_weight.BLOCK
+    moe, unit = facts.text.moe, fp8_weight.BLOCK if "fp8" in facts.weight_format else 64
     if moe is None:
         return "needs experts"
-    if other := set(facts.weight_format.split("+")) - _EXPERT_FORMATS:
-        return f"needs experts of bf16 or FP8, not {', '.join(sorted(other))}"
     odd = [size for size in (facts.text.hidden_size, moe.intermediate_size) if size % unit]
     return f"{odd[0]} is not a multiple of {unit}" if odd else ""
 
@@ -402,7 +405,8 @@ def _unfused(_: KernelFacts) -> None:
 
 _FUSED_GEMV = _needs(_triton, _pdl, _unquantized)
 _SKINNY = _needs(_triton, _pdl, _half_precision, _unquantized)
-_MOE = _needs(_experts, _triton, _half_precision, _one_rank)
+_ANY_MOE = _needs(_experts, _triton, _half_precision, _one_rank)
+_MOE = _needs(_expert_formats, _ANY_MOE)
 _few_tokens = _tokens(1, tuning.MOE_GEMV_TOKENS)
 
 ROWS: Sequence[Row] = (
@@ -461,6 +465,7 @@ ROWS: Sequence[Row] = (
         "moe", "grouped_mm", lambda facts: _moe(facts, "grouped_mm"),
         _needs(_MOE, _unquantized, _grouped_mm),
     ),
+    Row("moe", "dequantized", lambda facts: _moe(facts, "grouped_gemm"), _ANY_MOE),
     Row("moe", "plain", _plain(experts.moe)),
     Row(
         "shared_gate", "triton", _shared_gate, _needs(_triton, _shared_expert, _one_rank)

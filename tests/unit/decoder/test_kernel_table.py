@@ -46,6 +46,16 @@ def test_every_size_has_its_kernels_on_an_h200(shape: str) -> None:
     assert names(facts, "linear_swiglu", [64, 65], captured=False) == ["skinny_gemm", "silu_mul"]
 
 
+def test_experts_that_no_kernel_reads_are_dequantized() -> None:
+    for weight_format in ("w4a16", "int8", "w4a16+plain"):
+        facts = replace(facts_of("30b-a3b"), weight_format=weight_format)
+        made = table.resolve(facts, formats={weight_format: ()})
+        assert made.choose("moe", 1).name == "dequantized"
+        assert "not " + weight_format.split("+")[0] in made.rejected["moe", "gemv"]
+    facts = replace(facts_of("30b-a3b"), weight_format="fp8_block")
+    assert names(facts, "moe", [1, 100], captured=True) == ["gemv", "grouped_gemm"]
+
+
 def test_measured_shapes_have_the_constants_that_were_measured() -> None:
     config = tuning.split_k_config(H200, 4096, 2048)
     assert config is not None and (config.splits, config.stages(64, 232448)) == (2, 6)

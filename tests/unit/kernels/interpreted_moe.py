@@ -12,7 +12,7 @@ from kernels.tuning import MoEGemmConfig, MoEGemvConfig
 from services.common.model_spec import MoESpec, QuantizationSpec
 from services.common.nn.experts import Experts, Router
 from services.common.nn.experts import moe as plain_moe
-from services.common.nn.fp8 import Fp8Linear
+from services.common.nn.formats import method_of
 from services.common.nn.linear import Linear
 from services.common.nn.weights import materialize
 from services.decoder.operations.moe import MoEKernels, weights_of
@@ -27,15 +27,19 @@ def made_experts(count: int, hidden: int, size: int, weight_format: str) -> Expe
     with torch.device("meta"):
         experts = Experts(count, hidden, size)
         if weight_format != "plain":
-            method = Fp8Linear(QuantizationSpec(format=weight_format))  # type: ignore[arg-type]
+            group = 0 if "fp8" in weight_format else 32
+            method = method_of(QuantizationSpec(format=weight_format, group_size=group))  # type: ignore[arg-type]
             for stack in experts.stacks.values():
                 stack.set_method(method)
     materialize(experts, "cpu", torch.float32)
     for name, parameter in experts.named_parameters():
         if parameter.dtype == E4M3:
             parameter.data.copy_((torch.randn(parameter.shape) * 60).clamp(-448, 448))
+        elif parameter.dtype == torch.int32:  # packed
+            parameter.data.random_(-(1 << 31), 1 << 31)
         elif "scale" in name:  # a factor of 3 apart, so that a wrong one shows
-            parameter.data.copy_((torch.rand(parameter.shape) + 0.5) / 500)
+            least = 50 if weight_format == "w4a16" else 500
+            parameter.data.copy_((torch.rand(parameter.shape) + 0.5) / least)
         else:
             parameter.data.normal_(0.0, parameter.shape[-1] ** -0.5)
     for stack in experts.stacks.values():
@@ -96,7 +100,7 @@ def check_experts(
         routing = route(
             router(x), top_k, normalize=router.normalize, dtype=torch.float32, tile=config.tokens
         )
-        up, down = map(weights_of, experts.stacks.values())
+        up, down = (weights_of(stack, torch.float32) for stack in experts.stacks.values())
         moe_gemm.grouped_experts(x, routing, up, down, residual, config, pdl=False)
     assert_close(residual, expected, atol=2e-5, rtol=2e-5)
 

@@ -1,0 +1,151 @@
+"""W4A16 and W8A16 linear layers for a few tokens on a GPU, in Triton.
+
+Codes are widened in registers for tensor cores, so that the weight is read as it is packed.
+For up to 16 tokens reading the weights is most of the work. K is split until CTAs fill the device;
+partials stay in float32 for the kernel that comes next, as those of `skinny_gemm`. A group of 128
+columns or more scales sums in float32; a smaller one scales weights, rounded as the plain twin's.
+The plain twin, which also serves more tokens, is `packed_weight.weight_only_linear`. No figure has
+been measured yet.
+"""
+
+# pyright: reportArgumentType=false, reportIndexIssue=false, reportOperatorIssue=false
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from kernels.device import DeviceFacts
+from kernels.gemm.packed_weight import PackedWeight
+from kernels.gemm.skinny_gemm import reduce_split_k
+
+TILE = 128  # columns of a step of a CTA
+_ROWS = 64
+_MAX_SPLITS = 8
+_PADDED = 16  # tokens: tensor cores want as many
+
+
+@dataclass(frozen=True, slots=True)
+class PackedConfig:
+    """Rows of the weight per CTA, parts that K is split into, buffers of the pipeline, warps."""
+
+    rows: int
+    splits: int
+    stages: int = 4
+    warps: int = 4
+
+
+def packed_config(num_rows: int, columns: int, device: DeviceFacts) -> PackedConfig:
+    """K is split while most SMs get no second CTA by that, as `fp8_kernels.skinny_config` does."""
+    rows, splits = _ROWS, 1
+    while num_rows % rows:
+        rows //= 2
+    tiles = num_rows // rows
+    while (
+        splits < _MAX_SPLITS
+        and tiles * splits * 2 <= 1.5 * device.num_sms
+        and columns % (splits * 2 * TILE) == 0
+    ):
+        splits *= 2
+    return PackedConfig(rows, splits)
+
+
+def skinny_gemm(
+    x: Tensor, weight: PackedWeight, *, device: DeviceFacts, config: PackedConfig | None = None
+) -> Tensor:
+    """`[T, K]` → `[T, N]` for up to 16 tokens; sizes as `packed_weight.has_kernels` wants them."""
+    partials = split_k_partials(x, weight, device=device, config=config)
+    if partials.dim() == 2:
+        return partials
+    return reduce_split_k(partials, x.dtype, pdl=device.supports_pdl)
+
+
+def split_k_partials(
+    x: Tensor,
+    weight: PackedWeight,
+    bias: Tensor | None = None,
+    *,
+    device: DeviceFacts,
+    config: PackedConfig | None = None,
+) -> Tensor:
+    """Split-K partials `[S, T, N]` float32, whose sum is `x @ weight.T + bias`; or, where K is not
+    split, the result `[T, N]` in x's dtype.
+    """
+    num_tokens, columns = x.shape
+    num_rows = len(weight.codes)
+    config = config or packed_config(num_rows, columns, device)
+    size = (num_tokens, num_rows)
+    if config.splits == 1:
+        out = x.new_empty(size)
+    else:
+        out = torch.empty((config.splits, *size), dtype=torch.float32, device=x.device)
+    _skinny_kernel[(num_rows // config.rows, config.splits)](
+        x, weight.codes, weight.scale, weight.zero, bias, out, num_tokens, num_rows, columns,
+        TOKENS=_PADDED, ROWS=config.rows, COLUMNS=TILE, SPAN=columns // config.splits,
+        BITS=weight.bits, GROUP=weight.group, GROUPS=weight.scale.shape[1],
+        ZEROS=weight.zero is not None, BIAS=bias is not None, STAGES=config.stages,
+        PDL=device.supports_pdl, num_warps=config.warps, launch_pdl=device.supports_pdl,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _skinny_kernel(
+    x_ptr, codes_ptr, scale_ptr, zero_ptr, bias_ptr, out_ptr, num_tokens, num_rows, num_columns,
+    TOKENS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SPAN: tl.constexpr,
+    BITS: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, ZEROS: tl.constexpr,
+    BIAS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    PER: tl.constexpr = 8 // BITS  # codes in a byte
+    BYTES: tl.constexpr = COLUMNS // PER
+    MIDDLE: tl.constexpr = 1 << (BITS - 1)
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    split = tl.program_id(1)
+    token, byte = tl.arange(0, TOKENS), tl.arange(0, BYTES)
+    is_token = (token < num_tokens)[:, None]
+    first = split * SPAN
+    codes = codes_ptr + row[:, None] * (num_columns // PER) + first // PER + byte[None, :]
+    inputs = x_ptr + token[:, None] * num_columns + first + tl.arange(0, COLUMNS)[None, :]
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    # Tensor cores want 64 rows on one side, which tokens need not have.
+    sums = tl.zeros((ROWS, TOKENS), tl.float32)
+    for at in tl.range(0, SPAN, COLUMNS, num_stages=STAGES):
+        packed = tl.load(codes + at // PER)
+        x = tl.load(inputs + at, mask=is_token, other=0.0)
+        if GROUP < COLUMNS:  # several groups
+            group = row[:, None] * GROUPS + (first + at + byte[None, :] * PER) // GROUP
+        else:
+            group = row[:, None] * GROUPS + (first + at) // GROUP
+        scale = tl.load(scale_ptr + group).to(tl.float32)
+        zero = tl.full((ROWS, 1), MIDDLE, tl.float32)
+        if ZEROS:
+            zero = tl.load(zero_ptr + group).to(tl.float32)
+        weight_scale = scale if GROUP < COLUMNS else tl.full((ROWS, 1), 1.0, tl.float32)
+        if BITS == 4:
+            even, odd = tl.split(tl.reshape(x, (TOKENS, BYTES, 2)))
+            low = _widened(packed & 15, zero, weight_scale, x.dtype)
+            high = _widened(packed >> 4, zero, weight_scale, x.dtype)
+            term = tl.dot(low, tl.trans(even))
+            term = tl.dot(high, tl.trans(odd), term)
+        else:
+            term = tl.dot(_widened(packed, zero, weight_scale, x.dtype), tl.trans(x))
+        if GROUP < COLUMNS:
+            sums += term
+        else:
+            sums += term * scale
+    if BIAS:
+        bias = tl.load(bias_ptr + row).to(tl.float32)
+        sums += tl.where(split == 0, bias, 0.0)[:, None]
+    place = (split * num_tokens + token).to(tl.int64)[:, None] * num_rows + row[None, :]
+    tl.store(out_ptr + place, tl.trans(sums).to(out_ptr.dtype.element_ty), mask=is_token)
+
+
+@triton.jit
+def _widened(codes, zero, scale, dtype: tl.constexpr):
+    """Codes less their zero point, exact in any dtype, times a scale."""
+    return ((codes.to(tl.float32) - zero) * scale).to(dtype)
