@@ -84,10 +84,11 @@ def split_k_partials(
         out = torch.empty((config.splits, *size), dtype=torch.float32, device=x.device)
     _skinny_kernel[(num_rows // config.rows, config.splits)](
         x, weight.codes, weight.scale, weight.zero, bias, out, num_tokens, num_rows, columns,
-        TOKENS=_PADDED, ROWS=config.rows, COLUMNS=TILE, SPAN=columns // config.splits,
-        BITS=weight.bits, GROUP=weight.group, GROUPS=weight.scale.shape[1],
-        ZEROS=weight.zero is not None, BIAS=bias is not None, STAGES=config.stages,
-        PDL=device.supports_pdl, num_warps=config.warps, launch_pdl=device.supports_pdl,
+        weight.row_scale, TOKENS=_PADDED, ROWS=config.rows, COLUMNS=TILE,
+        SPAN=columns // config.splits, BITS=weight.bits, GROUP=weight.group,
+        GROUPS=weight.scale.shape[1], FLOAT=weight.is_float, ZEROS=weight.zero is not None,
+        BIAS=bias is not None, STAGES=config.stages, PDL=device.supports_pdl,
+        num_warps=config.warps, launch_pdl=device.supports_pdl,
     )  # fmt: skip
     return out
 
@@ -95,9 +96,10 @@ def split_k_partials(
 @triton.jit(do_not_specialize=["num_tokens"])
 def _skinny_kernel(
     x_ptr, codes_ptr, scale_ptr, zero_ptr, bias_ptr, out_ptr, num_tokens, num_rows, num_columns,
-    TOKENS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SPAN: tl.constexpr,
-    BITS: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, ZEROS: tl.constexpr,
-    BIAS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    row_scale_ptr, TOKENS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    SPAN: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
+    FLOAT: tl.constexpr, ZEROS: tl.constexpr, BIAS: tl.constexpr, STAGES: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     PER: tl.constexpr = 8 // BITS  # codes in a byte
     BYTES: tl.constexpr = COLUMNS // PER
@@ -128,16 +130,18 @@ def _skinny_kernel(
         weight_scale = scale if GROUP < COLUMNS else tl.full((ROWS, 1), 1.0, tl.float32)
         if BITS == 4:
             even, odd = tl.split(tl.reshape(x, (TOKENS, BYTES, 2)))
-            low = _widened(packed & 15, zero, weight_scale, x.dtype)
-            high = _widened(packed >> 4, zero, weight_scale, x.dtype)
+            low = _widened(packed & 15, zero, weight_scale, x.dtype, FLOAT)
+            high = _widened(packed >> 4, zero, weight_scale, x.dtype, FLOAT)
             term = tl.dot(low, tl.trans(even))
             term = tl.dot(high, tl.trans(odd), term)
         else:
-            term = tl.dot(_widened(packed, zero, weight_scale, x.dtype), tl.trans(x))
+            term = tl.dot(_widened(packed, zero, weight_scale, x.dtype, FLOAT), tl.trans(x))
         if GROUP < COLUMNS:
             sums += term
         else:
             sums += term * scale
+    if row_scale_ptr is not None:
+        sums *= tl.load(row_scale_ptr + row)[:, None]
     if BIAS:
         bias = tl.load(bias_ptr + row).to(tl.float32)
         sums += tl.where(split == 0, bias, 0.0)[:, None]
@@ -146,6 +150,13 @@ def _skinny_kernel(
 
 
 @triton.jit
-def _widened(codes, zero, scale, dtype: tl.constexpr):
-    """Codes less their zero point, exact in any dtype, times a scale."""
-    return ((codes.to(tl.float32) - zero) * scale).to(dtype)
+def _widened(codes, zero, scale, dtype: tl.constexpr, FLOAT: tl.constexpr):
+    """Codes less their zero point, or e2m1, both exact in any dtype, times a scale."""
+    if FLOAT:
+        bits = codes.to(tl.int32)
+        exponent, mantissa = (bits >> 1) & 3, bits & 1
+        size = tl.where(exponent == 0, mantissa * 2, (2 + mantissa) << exponent).to(tl.float32)
+        values = tl.where(bits >= 8, -size, size) * 0.25
+    else:
+        values = codes.to(tl.float32) - zero
+    return (values * scale).to(dtype)

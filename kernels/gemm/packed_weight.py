@@ -1,14 +1,18 @@
-"""A matrix of 4- or 8-bit integers with a scale, and perhaps a zero point, per group of columns.
+"""A matrix of 4- or 8-bit codes with a scale, and perhaps a zero point, per group of columns.
 
-A weight is `(code - zero) * scale`. Checkpoints pack codes in several ways; layers repack them
-into this one layout after loading (`services.common.nn.packed`), so that one kernel reads all.
+A weight is `(code - zero) * scale` of integers, `value * scale * row_scale` of e2m1. Checkpoints
+pack codes in several ways; layers repack them into this one layout after loading
+(`services.common.nn.packed`), so that one kernel reads all.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+_HALF = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+E2M1 = (*_HALF, *(-value for value in _HALF))  # by code
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +27,8 @@ class PackedWeight:
         bits: 4 or 8.
         group: columns per scale.
         columns: K.
+        is_float: codes are e2m1: a sign, two bits of exponent, one of mantissa.
+        row_scale: `[N, 1]` float32; None: 1.
     """
 
     codes: Tensor
@@ -31,24 +37,31 @@ class PackedWeight:
     bits: int
     group: int
     columns: int
+    is_float: bool = False
+    row_scale: Tensor | None = None
 
     def __getitem__(self, index: int | slice) -> "PackedWeight":
         """One matrix of a stack, or some, whose tensors have a leading axis."""
         zero = None if self.zero is None else self.zero[index]
-        return PackedWeight(
-            self.codes[index], self.scale[index], zero, self.bits, self.group, self.columns
+        row_scale = None if self.row_scale is None else self.row_scale[index]
+        return replace(
+            self, codes=self.codes[index], scale=self.scale[index], zero=zero, row_scale=row_scale
         )
 
 
 def dequantize(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
-    """`[..., N, K]`: code less zero times scale in float32, rounded once."""
+    """`[..., N, K]`: in float32, rounded once."""
     codes = weight.codes
     if weight.bits == 4:
         codes = torch.stack((codes & 15, codes >> 4), -1).flatten(-2)
-    codes = codes[..., : weight.columns].float()
+    codes, scale = codes[..., : weight.columns], _per_column(weight.scale.float(), weight)
+    if weight.is_float:
+        table = torch.tensor(E2M1, device=codes.device)
+        found = table.index_select(0, codes.flatten().int()).view(codes.shape) * scale
+        return (found if weight.row_scale is None else found * weight.row_scale).to(dtype)
     middle = float(1 << (weight.bits - 1))
     zero = middle if weight.zero is None else _per_column(weight.zero.float(), weight)
-    return ((codes - zero) * _per_column(weight.scale.float(), weight)).to(dtype)
+    return ((codes.float() - zero) * scale).to(dtype)
 
 
 def _per_column(values: Tensor, weight: PackedWeight) -> Tensor:

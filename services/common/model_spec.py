@@ -236,8 +236,8 @@ class VisionSpec:
     geometry: Geometry
 
 
-WeightFormat = Literal["fp8_block", "fp8_channel", "int8", "w4a16", "w8a16"]
-Packing = Literal["compressed-tensors", "awq", "gptq", "gptq_v2"]
+WeightFormat = Literal["fp8_block", "fp8_channel", "int8", "w4a16", "w8a16", "nvfp4", "mxfp4"]
+Packing = Literal["compressed-tensors", "awq", "gptq", "gptq_v2", "modelopt"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -249,12 +249,14 @@ class QuantizationSpec:
             output channel. Activations are quantized per token (and per 128 of a block format's
             columns) where the hardware multiplies FP8. `int8`: with a scale per output channel;
             activations are quantized per token. `w4a16`, `w8a16`: integers with a scale per group
-            of columns; activations stay as they are.
+            of columns; `nvfp4`, `mxfp4`: e2m1 with a scale per 16 or 32 columns (e4m3, and one of
+            the whole matrix; a power of two). Activations of these stay as they are.
         block_size: (rows, columns) of an FP8 block.
         scale_name: of an FP8 scales' tensor, after the module's name.
-        packing: how files hold integers.
+        packing: how files hold integers and e2m1.
         group_size: columns that share a scale; 0: all of them.
         symmetric: files hold no zero points, or those of the middle alone.
+        has_input_scale: files hold a scale for activations, too, which is not needed.
         ignored: modules that stay unquantized: checkpoint names of modules or of their parents,
             or `re:` patterns.
         targets: modules that are quantized, in the same words; empty: every linear layer.
@@ -267,6 +269,7 @@ class QuantizationSpec:
     packing: Packing = "compressed-tensors"
     group_size: int = 0
     symmetric: bool = True
+    has_input_scale: bool = False
     ignored: tuple[str, ...] = ()
     targets: tuple[str, ...] = ()
     others: tuple["QuantizationSpec", ...] = ()
@@ -279,7 +282,7 @@ class QuantizationSpec:
     @property
     def bits(self) -> int:
         """Of a weight in memory, without scales; the most of all groups."""
-        return max(4 if group.format == "w4a16" else 8 for group in self.groups)
+        return max(4 if "4" in group.format else 8 for group in self.groups)
 
     def of(self, module: str) -> "QuantizationSpec | None":
         """What quantizes a linear layer of that checkpoint name; None: nothing does."""

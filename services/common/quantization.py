@@ -6,24 +6,30 @@ first, and what both say must be equal. Families call `read_quantization`;
 implemented is an `UnsupportedOption` that names it.
 """
 
+import fnmatch
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from services.common.model_spec import Packing, QuantizationSpec, UnsupportedOption, read_json
 
 _BLOCK = (128, 128)
-_CT_FORMATS = ("float-quantized", "pack-quantized", "int-quantized")
-_METHODS = ("fp8", "compressed-tensors", "awq", "gptq")
+_CT_FORMATS = (
+    "float-quantized", "pack-quantized", "int-quantized", "nvfp4-pack-quantized",
+    "mxfp4-pack-quantized",
+)  # fmt: skip
+_METHODS = ("fp8", "compressed-tensors", "awq", "gptq", "modelopt")
 # Files of their own, in order of precedence → the producer's method, which older ones leave out.
-_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
-_OLDER_NAMES = {"w_bit": "bits", "q_group_size": "group_size"}
+_FILES = {
+    "quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt",
+}  # fmt: skip
+_OTHER_NAMES = {"w_bit": "bits", "q_group_size": "group_size", "exclude_modules": "ignore"}
 # Decide how weights are read: what two files say of them must be equal.
 _DECISIVE = (
     "quant_method", "bits", "group_size", "desc_act", "sym", "checkpoint_format", "zero_point",
-    "version", "dynamic", "lm_head", "modules_to_not_convert",
+    "version", "dynamic", "lm_head", "modules_to_not_convert", "quant_algo", "kv_cache_quant_algo",
 )  # fmt: skip
 
 
@@ -69,7 +75,8 @@ def _sources(
     for name, method in _FILES.items():
         if directory is not None and (directory / name).is_file():
             raw = read_json(directory / name)
-            renamed = {_OLDER_NAMES.get(key, key): value for key, value in raw.items()}
+            inner: Mapping[str, Any] = raw.get("quantization") or raw  # ModelOpt's
+            renamed = {_OTHER_NAMES.get(key, key): value for key, value in inner.items()}
             yield name, _normalised({"quant_method": method} | renamed)
     text: Mapping[str, Any] = config.get("text_config") or {}
     for place in (config, text):
@@ -94,11 +101,32 @@ def _read(config: Mapping[str, Any]) -> QuantizationSpec:
             return _awq(config)
         case "gptq":
             return _gptq(config)
+        case "modelopt":
+            return _modelopt(config)
         case method:
             raise UnsupportedOption(
                 f"quantization_config: quant_method {method!r} is not supported; "
                 f"supported: {', '.join(map(repr, _METHODS))}"
             )
+
+
+def _modelopt(config: Mapping[str, Any]) -> QuantizationSpec:
+    """NVFP4 as NVIDIA's ModelOpt writes it, of which the weights are used."""
+    _expect("quant_algo", config.get("quant_algo"), "NVFP4")
+    _expect("group_size", config.get("group_size", 16), 16)
+    for absent in ("kv_cache_quant_algo", "kv_cache_scheme"):
+        if config.get(absent):
+            raise UnsupportedOption(
+                f"quantization_config: {absent} {config[absent]!r} is not supported"
+            )
+    ignored = _names("ignore", config.get("ignore") or ())
+    return QuantizationSpec(
+        format="nvfp4",
+        packing="modelopt",
+        group_size=16,
+        has_input_scale=True,
+        ignored=tuple("re:" + fnmatch.translate(x) if "*" in x else x for x in ignored),
+    )
 
 
 def _awq(config: Mapping[str, Any]) -> QuantizationSpec:
@@ -211,6 +239,10 @@ def _scheme(name: str, group: Mapping[str, Any], outer_format: object) -> Quanti
             return _ct_packed(where, weights, inputs)
         case "int-quantized":
             return _ct_int8(where, weights, inputs)
+        case "nvfp4-pack-quantized":
+            return _ct_fp4(where, weights, inputs, "nvfp4")
+        case "mxfp4-pack-quantized":
+            return _ct_fp4(where, weights, inputs, "mxfp4")
         case found:
             raise UnsupportedOption(
                 f"quantization_config: {where}.format {found!r} is not supported; "
@@ -242,6 +274,24 @@ def _ct_int8(where: str, weights: Mapping[str, Any], inputs: Mapping[str, Any]) 
     _expect(f"{where}.weights.strategy", weights.get("strategy"), "channel")
     _expect(f"{where}.input_activations.strategy", inputs.get("strategy"), "token")
     return QuantizationSpec(format="int8")
+
+
+def _ct_fp4(
+    where: str,
+    weights: Mapping[str, Any],
+    inputs: Mapping[str, Any],
+    name: Literal["nvfp4", "mxfp4"],
+) -> QuantizationSpec:
+    """e2m1 in groups. Activations of 4 bits are left as they are: it is weights that take room."""
+    strategy, size = {"nvfp4": ("tensor_group", 16), "mxfp4": ("group", 32)}[name]
+    _numbers(f"{where}.weights", weights, "float", 4)
+    _expect(f"{where}.weights.strategy", weights.get("strategy"), strategy)
+    _expect(f"{where}.weights.group_size", weights.get("group_size"), size)
+    if inputs:
+        _expect(f"{where}.input_activations.num_bits", inputs.get("num_bits"), 4)
+    return QuantizationSpec(
+        format=name, group_size=size, has_input_scale=name == "nvfp4" and bool(inputs)
+    )
 
 
 def _ct_packed(

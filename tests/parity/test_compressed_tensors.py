@@ -17,12 +17,15 @@ from tests.quantized_checkpoints import is_of_layers, write_quantized
 
 # isort: split
 from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
 from compressed_tensors.quantization import (
     QuantizationArgs,
     QuantizationConfig,
     QuantizationScheme,
 )
-from compressed_tensors.quantization.utils import calculate_qparams
+from compressed_tensors.quantization.lifecycle.forward import dequantize
+from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES
+from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -45,6 +48,8 @@ SCHEMES = {
     "w4a16-32-zeros": _packed(4, 32, False),
     "w4a16-channel-zeros": _packed(4, None, False),
     "w8a16-64": _packed(8, 64, True),
+    "nvfp4": scheme("nvfp4-pack-quantized", PRESET_SCHEMES["NVFP4A16"]["weights"].model_dump()),
+    "mxfp4": scheme("mxfp4-pack-quantized", PRESET_SCHEMES["MXFP4A16"]["weights"].model_dump()),
     "int8": scheme(
         "int-quantized",
         {"num_bits": 8, "type": "int", "strategy": "channel"},
@@ -63,6 +68,12 @@ def write(source: Path, directory: Path, name: str) -> dict[str, Tensor]:
     def quantized(_: str, weight: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         given = {"weight": weight} | scales(weight, chosen.weights)
         made = compressor.compress(given, chosen)
+        if name == "nvfp4":  # what it decompresses is rounded to bf16
+            codes = unpack_fp4_from_uint8(made["weight_packed"], *weight.shape, torch.float32)
+            whole = made["weight_global_scale"]
+            return dequantize(
+                codes, made["weight_scale"].float(), args=chosen.weights, global_scale=whole
+            ), made  # fmt: skip
         return compressor.decompress(made, chosen)["weight"].float(), made
 
     return write_quantized(
@@ -73,6 +84,12 @@ def write(source: Path, directory: Path, name: str) -> dict[str, Tensor]:
 def scales(weight: Tensor, args: QuantizationArgs) -> dict[str, Tensor]:
     """Scales and zero points, as the library computes them of the extremes."""
     groups = weight.unflatten(1, (-1, args.group_size or weight.shape[1]))
+    if args.type == "float":
+        whole = None
+        if args.strategy == "tensor_group":
+            whole = generate_gparam(weight.min(), weight.max())
+        scale, _ = calculate_qparams(groups.amin(-1), groups.amax(-1), args, whole)
+        return {"weight_scale": scale} | ({} if whole is None else {"weight_global_scale": whole})
     scale, zero = calculate_qparams(groups.amin(-1), groups.amax(-1), args)
     return {"weight_scale": scale, "weight_zero_point": zero.round().to(torch.int8)}
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from services.common.nn.checkpoint import Reader
 from services.common.nn.collectives import ALONE, Ranks
-from tests import int8_checkpoints, packed_checkpoints
+from tests import fp4_checkpoints, int8_checkpoints, packed_checkpoints
 from tests.fp8_checkpoints import FP8_BLOCK, write
 from tests.parity import rank_main
 from tests.parity.oracle import EOS_ID, EXPERTS, VOCAB_SIZE, Tiny, largest_difference, make_oracle
@@ -80,10 +80,10 @@ def make_fp8(directory: Path, name: str, fields: dict, **options: object) -> Non
     )  # fmt: skip
 
 
-def make_int8(directory: Path, fields: dict) -> None:
+def made_by(writer: Callable, directory: Path, name: str) -> None:
     source = directory.parent / f"source of {directory.name}"
-    make_text_oracle(Qwen3Config(**fields), source)
-    int8_checkpoints.write(source, directory)
+    make_text_oracle(Qwen3Config(**WIDE), source)
+    writer(source, directory, name)
 
 
 def make_packed(directory: Path, name: str, fields: dict) -> None:
@@ -118,7 +118,9 @@ MAKERS |= {
     "fp8-block": lambda path: make_fp8(path, "fp8-block", WIDE),
     "fp8-channel": lambda path: make_fp8(path, "compressed-channel", WIDE),
     "fp8-block-experts": lambda path: make_fp8(path, "fp8-block", WIDE_MOE),
-    "int8": lambda path: make_int8(path, WIDE),
+    "int8": lambda path: made_by(int8_checkpoints.write, path, "int8"),
+    "nvfp4": lambda path: made_by(fp4_checkpoints.write, path, "nvfp4-inputs"),
+    "mxfp4": lambda path: made_by(fp4_checkpoints.write, path, "mxfp4"),
     "packed-ct": lambda path: make_packed(path, "ct-64-zeros", WIDE),
     "packed-awq": lambda path: make_packed(path, "awq-64", WIDE),
     "packed-gptq": lambda path: make_packed(path, "gptq-v2-32-8bit", WIDE),

@@ -49,7 +49,8 @@ class TensorLayout:
 
     Attributes:
         name: what follows the module's name in the files, such as `weight_scale_inv`.
-        parameter: of the layer; "": the tensor fills none, and is what `required` says.
+        parameter: of the layer; "": the tensor fills none, and is what `required` says, or of no
+            use.
         axes: of the tensor; a number is a size that does not depend on the matrix; None: 1.
         stored: dtypes that the files may hold.
         dtype: of the parameter; None: the model's.
@@ -283,6 +284,7 @@ class Linear(nn.Module):
     weight: nn.Parameter  # its dtype and shape are the method's
     weight_scale: nn.Parameter  # where the method has one, as the next
     weight_zero: nn.Parameter
+    weight_row_scale: nn.Parameter
     bias: nn.Parameter | None
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Linear layers of packed integers: how files hold them, and the layers' method.
+"""Linear layers of packed integers and e2m1: how files hold them, and the layers' method.
 
 | packing            | codes                           | scales          |
 |--------------------|---------------------------------|-----------------|
@@ -7,6 +7,8 @@
 | gptq, gptq_v2      | `qweight` `[in / 8, out]`       | `[in / g, out]` |
 
 Zero points are packed along the outputs. GPTQ's are those of the middle, of which v1 stores 1 less.
+e2m1 lies in bytes `[out, in / 2]`, low half first: `weight_packed` of compressed-tensors, `weight`
+of ModelOpt. A scale of the whole module divides in the former and multiplies in the latter.
 A word of 32 bits holds eight codes of 4 bits, or four of 8, the lowest bits first; AWQ has them in
 an order of its own. After loading, each rank repacks what it has read into a `PackedWeight`.
 Activations stay as they are; `packed_weight` is the specification, and a CPU does nothing else.
@@ -38,10 +40,12 @@ class PackedLinear(QuantizedLinear):
         super().__init__(spec.format)
         self._spec = spec
         self._per_word = 32 // spec.bits
-        self._layouts = {
+        self._is_float = spec.format in ("nvfp4", "mxfp4")
+        of_integers = {
             "compressed-tensors": self._compressed_tensors, "awq": self._awq,
             "gptq": self._gptq, "gptq_v2": self._gptq,
-        }[spec.packing]()  # fmt: skip
+        }  # fmt: skip
+        self._layouts = self._e2m1() if self._is_float else of_integers[spec.packing]()
 
     def layouts(self, layer: Linear) -> tuple[TensorLayout, ...]:
         return self._layouts
@@ -50,7 +54,9 @@ class PackedLinear(QuantizedLinear):
         """Repacks what the files hold."""
         packing = self._spec.packing
         codes, scale = layer.weight.data, layer.weight_scale.data
-        if packing == "compressed-tensors":
+        if self._is_float:
+            scale = torch.exp2(scale - 127) if self._spec.format == "mxfp4" else scale
+        elif packing == "compressed-tensors":
             codes = codes.view(torch.uint8)  # along columns already
         elif packing == "awq":
             codes = _each(self._of_parts(layer, "weight"), _pack)
@@ -61,6 +67,11 @@ class PackedLinear(QuantizedLinear):
         made = {"weight": codes, "weight_scale": _narrowed(scale)}
         if not self._spec.symmetric:
             made["weight_zero"] = self._of_parts(layer, "weight_zero")
+        if self._spec.format == "nvfp4":
+            of_part = layer.weight_row_scale.data
+            of_part = of_part if packing == "modelopt" else 1.0 / of_part
+            rows = torch.tensor(list(layer.parts.values()), device=of_part.device)
+            made["weight_row_scale"] = of_part.repeat_interleave(rows, -1).unsqueeze(-1)
         for name, values in made.items():
             parameter = nn.Parameter(values.contiguous(), requires_grad=False)
             layer.register_parameter(name, parameter)
@@ -69,7 +80,8 @@ class PackedLinear(QuantizedLinear):
         zero = None if self._spec.symmetric else layer.weight_zero
         return PackedWeight(
             layer.weight, layer.weight_scale, zero, self._spec.bits,
-            self._spec.group_size or layer.in_features, layer.in_features,
+            self._spec.group_size or layer.in_features, layer.in_features, self._is_float,
+            layer.weight_row_scale if self._spec.format == "nvfp4" else None,
         )  # fmt: skip
 
     def multiply(self, x: Tensor, weight: PackedWeight) -> Tensor:
@@ -100,6 +112,33 @@ class PackedLinear(QuantizedLinear):
         return torch.cat(found, -2)
 
     # What the files hold of a module.
+
+    def _e2m1(self) -> tuple[TensorLayout, ...]:
+        is_ours = self._spec.packing == "compressed-tensors"
+        number = {"axes": (1,), "stored": (torch.float32,)}
+        codes = TensorLayout(
+            name="weight_packed" if is_ours else "weight", parameter="weight",
+            axes=(Axis("out"), Axis("in", 2)), stored=(torch.uint8,), dtype=torch.uint8,
+        )  # fmt: skip
+        is_mx = self._spec.format == "mxfp4"
+        scale = TensorLayout(
+            name="weight_scale", parameter="weight_scale", axes=(Axis("out"), self._groups),
+            stored=(torch.uint8 if is_mx else torch.float8_e4m3fn,), dtype=torch.float32,
+            dummy=(119.0, 0.0) if is_mx else (1.0, 0.0),
+        )  # fmt: skip
+        layouts = [codes, scale]
+        if not is_mx:
+            layouts.append(
+                TensorLayout(
+                    name="weight_global_scale" if is_ours else "weight_scale_2",
+                    parameter="weight_row_scale", dtype=torch.float32,
+                    dummy=(150.0 if is_ours else 7e-3, 0.0), **number,
+                )
+            )  # fmt: skip
+        if self._spec.has_input_scale:
+            name = "input_global_scale" if is_ours else "input_scale"
+            layouts.append(TensorLayout(name=name, **number))
+        return tuple(layouts)
 
     def _compressed_tensors(self) -> tuple[TensorLayout, ...]:
         out, per = Axis("out"), self._per_word

@@ -8,6 +8,8 @@ import pytest
 
 from services.common.model_spec import ModelSpecError, UnsupportedOption
 from services.common.quantization import read_quantization
+from tests import fp4_checkpoints
+from tests.fp4_checkpoints import MODELOPT
 from tests.fp8_checkpoints import FP8_BLOCK, compressed
 from tests.int8_checkpoints import INT8
 from tests.packed_checkpoints import LAYOUTS, awq, gptq
@@ -111,6 +113,50 @@ def _changed(path: str, value: object, strategy: str = "channel") -> dict:
 def test_what_is_not_supported_is_refused_by_name(config: dict, named: str) -> None:
     with pytest.raises(ModelSpecError, match=named):
         read_quantization({"quantization_config": config})
+
+
+@pytest.mark.parametrize("name", fp4_checkpoints.LAYOUTS)
+def test_e2m1_is_read(name: str) -> None:
+    spec = read_quantization({"quantization_config": fp4_checkpoints.LAYOUTS[name]})
+    assert spec is not None and spec.bits == 4
+    assert spec.format == ("mxfp4" if name == "mxfp4" else "nvfp4")
+    assert spec.group_size == (32 if name == "mxfp4" else 16)
+    assert spec.has_input_scale == (name in ("nvfp4-inputs", "modelopt"))
+    assert not spec.applies_to("lm_head") and spec.applies_to("model.layers.0.mlp.up_proj")
+    assert not spec.applies_to("model.visual.blocks.0.attn.qkv")
+
+
+def e2m1_weights(kind: str, **changes: object) -> dict:
+    config = fp4_checkpoints.compressed(kind)
+    config["config_groups"]["group_0"]["weights"] |= changes
+    return config
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        (MODELOPT | {"quant_algo": "FP8"}, "quant_algo 'FP8'"),
+        (MODELOPT | {"group_size": 32}, "group_size 32"),
+        (MODELOPT | {"kv_cache_quant_algo": "FP8"}, "kv_cache_quant_algo 'FP8'"),
+        (MODELOPT | {"ignore": "lm_head"}, "ignore is not a list"),
+        (e2m1_weights("nvfp4", group_size=32), r"weights\.group_size 32"),
+        (e2m1_weights("mxfp4", strategy="tensor_group"), r"weights\.strategy 'tensor_group'"),
+        (e2m1_weights("mxfp4", type="int"), r"weights\.type 'int'"),
+    ],
+)
+def test_other_e2m1_is_refused_by_name(config: dict, named: str) -> None:
+    with pytest.raises(ModelSpecError, match=named):
+        read_quantization({"quantization_config": config})
+
+
+def test_modelopts_own_file_must_agree(tmp_path: Path) -> None:
+    inner = {"quant_algo": "NVFP4", "group_size": 16, "exclude_modules": ["lm_head", "*gate"]}
+    write(tmp_path, hf_quant_config={"producer": {}, "quantization": inner})
+    spec = read_quantization({}, tmp_path)
+    assert spec is not None and spec.packing == "modelopt"
+    assert not spec.applies_to("a.mlp.gate") and spec.applies_to("a.gate_proj")
+    with pytest.raises(UnsupportedOption, match="quant_algo is 'NVFP4' and 'FP8'"):
+        read_quantization({"quantization_config": MODELOPT | {"quant_algo": "FP8"}}, tmp_path)
 
 
 def packed_weights(**changes: object) -> dict:

@@ -42,6 +42,19 @@ def check(tokens: int, rows: int, columns: int, bits: int, group: int, zeros: bo
     return packed_config(rows, columns, DEVICE).splits
 
 
+def check_e2m1(tokens: int, rows: int, columns: int, group: int, row_scales: bool) -> None:
+    codes = torch.randint(256, (rows, columns // 2), dtype=torch.uint8)
+    scale = (torch.rand(rows, columns // group) * 3e-2 + 1e-2).half()
+    row_scale = torch.rand(rows, 1) + 0.5 if row_scales else None
+    weight = PackedWeight(codes, scale, None, 4, group, columns, True, row_scale)
+    x, bias = torch.randn(tokens, columns), torch.randn(rows)
+    expected = packed_weight.weight_only_linear(x, weight)
+    found = packed_kernels.skinny_gemm(x, weight, device=DEVICE)
+    assert_close(found, expected, atol=2e-3, rtol=1e-5)
+    partials = packed_kernels.split_k_partials(x, weight, bias, device=DEVICE)
+    assert_close(partials.view(-1, tokens, rows).sum(0), expected + bias, atol=2e-3, rtol=1e-5)
+
+
 if __name__ == "__main__":
     torch.manual_seed(0)
     splits = {
@@ -50,5 +63,7 @@ if __name__ == "__main__":
         check(2, 64, 256, 8, 64, False), check(7, 1024, 128, 8, 128, True),
     }  # fmt: skip
     assert splits >= {1, 2, 4}, splits
+    check_e2m1(3, 48, 256, 16, True)
+    check_e2m1(16, 64, 512, 32, False)
     check_experts(9, (10, 64, 96, 2), "w4a16", MoEGemmConfig(16, 32, 32, 2, 4))
     print("agreed")

@@ -1,11 +1,14 @@
 """What the dispatch table picks for packed integers compiles for known GPUs, and fits them."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 pytest.importorskip("triton")
 from benchmarks.text_shapes import TEXT_SHAPES
 from kernels.device import KNOWN_DEVICES
+from kernels.gemm import packed_kernels
 from kernels.gemm.packed_weight import PackedWeight
 from services.common.nn.packed import SKINNY_TOKENS
 from services.decoder.operations import table
@@ -45,6 +48,15 @@ def test_what_the_table_picks_compiles_and_fits(
     for launch in launches:
         assert launch.shared_bytes <= facts.device.shared_memory_bytes
         assert "mma" in launch.ptx
+
+
+@pytest.mark.parametrize("device", ["h200", "a100"])
+def test_e2m1_compiles(device: str) -> None:
+    facts, weight = KNOWN_DEVICES[device], weight_of(4096, 12288, 4, 16, False)
+    weight = replace(weight, is_float=True, row_scale=torch.empty(4096, 1))
+    with compiled_launches(facts) as found:
+        packed_kernels.split_k_partials(torch.empty(1, 12288).bfloat16(), weight, device=facts)
+    assert found[0].shared_bytes <= facts.shared_memory_bytes
 
 
 def test_float32_is_left_to_torch() -> None:
