@@ -257,6 +257,7 @@ class QuantizationSpec:
         group_size: columns that share a scale; 0: all of them.
         symmetric: files hold no zero points, or those of the middle alone.
         has_input_scale: files hold a scale for activations, too, which is not needed.
+        at_load: files hold floats, which are quantized while they are read.
         ignored: modules that stay unquantized: checkpoint names of modules or of their parents,
             or `re:` patterns.
         targets: modules that are quantized, in the same words; empty: every linear layer.
@@ -270,6 +271,7 @@ class QuantizationSpec:
     group_size: int = 0
     symmetric: bool = True
     has_input_scale: bool = False
+    at_load: bool = False
     ignored: tuple[str, ...] = ()
     targets: tuple[str, ...] = ()
     others: tuple["QuantizationSpec", ...] = ()

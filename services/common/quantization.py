@@ -13,7 +13,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from services.common.model_spec import Packing, QuantizationSpec, UnsupportedOption, read_json
+from services.common.model_spec import (
+    ModelSpec,
+    Packing,
+    QuantizationSpec,
+    UnsupportedOption,
+    read_json,
+)
 
 _BLOCK = (128, 128)
 _CT_FORMATS = (
@@ -26,6 +32,9 @@ _FILES = {
     "quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt",
 }  # fmt: skip
 _OTHER_NAMES = {"w_bit": "bits", "q_group_size": "group_size", "exclude_modules": "ignore"}
+AT_LOAD = ("fp8",)
+# Few weights, on which much depends: the head, routers, and gates of linear attention.
+_LEFT_AT_LOAD = ("lm_head", "mlp.gate", "shared_expert_gate", "in_proj_a", "in_proj_b")
 # Decide how weights are read: what two files say of them must be equal.
 _DECISIVE = (
     "quant_method", "bits", "group_size", "desc_act", "sym", "checkpoint_format", "zero_point",
@@ -66,6 +75,33 @@ def read_quantization(
         return _read(stated)
     except UnsupportedOption as error:
         raise UnsupportedOption(str(error), first) from None
+
+
+def quantized_at_load(spec: ModelSpec, method: str) -> ModelSpec:
+    """The spec of a model whose weights are quantized while they are read, as `method` says.
+
+    Args:
+        spec: of the files.
+        method: of `AT_LOAD`; "": none.
+
+    Raises:
+        UnsupportedOption: another method; or the files are quantized otherwise.
+    """
+    if not method:
+        return spec
+    if method not in AT_LOAD:
+        raise UnsupportedOption(
+            f"--quantization {method!r} is not supported; supported: {', '.join(AT_LOAD)}"
+        )
+    stored = spec.checkpoint.quantization
+    if stored is None:
+        stored = QuantizationSpec(format="fp8_channel", at_load=True, ignored=_LEFT_AT_LOAD)
+    elif other := sorted({x.format for x in stored.groups if not x.format.startswith("fp8")}):
+        raise UnsupportedOption(
+            f"--quantization {method} and quantization_config contradict each other: the files "
+            f"hold {', '.join(other)}; leave --quantization out"
+        )
+    return replace(spec, checkpoint=replace(spec.checkpoint, quantization=stored))
 
 
 def _sources(

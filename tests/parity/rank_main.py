@@ -19,6 +19,7 @@ from kernels.linear_attention.states import StateCache, StateLayout
 from services.common.families import read_spec
 from services.common.nn.collectives import Ranks
 from services.common.nn.weights import Checkpoint, load_weights
+from services.common.quantization import quantized_at_load
 from services.decoder.attention.base import AttentionMetadata, AttentionSizes
 from services.decoder.attention.sdpa import SdpaBackend
 from services.decoder.models.transformer import Transformer, rank_spec
@@ -30,8 +31,8 @@ CPU, BLOCK_SIZE, TOKENS = torch.device("cpu"), 4, 23
 BLOCKS = -(-TOKENS // BLOCK_SIZE)
 
 
-def loaded(directory: Path, ranks: Ranks) -> Transformer:
-    spec = read_spec(directory)
+def loaded(directory: Path, ranks: Ranks, quantization: str = "") -> Transformer:
+    spec = quantized_at_load(read_spec(directory), quantization)
     part = rank_spec(spec.text, ranks)
     sizes = AttentionSizes(part.num_heads, part.num_kv_heads, part.head_dim, BLOCK_SIZE, 4, 8)
     facts = KernelFacts(DeviceFacts("cpu"), part, torch.float32, num_ranks=ranks.count)
@@ -45,9 +46,10 @@ def loaded(directory: Path, ranks: Ranks) -> Transformer:
 
 
 @torch.no_grad()
-def logits(directory: Path, ranks: Ranks) -> Tensor:
+def logits(directory: Path, ranks: Ranks, quantization: str = "") -> Tensor:
     """`[TOKENS, vocabulary of the rank]`, of a prompt in one chunk."""
-    model, text = loaded(directory, ranks), rank_spec(read_spec(directory).text, ranks)
+    model = loaded(directory, ranks, quantization)
+    text = rank_spec(read_spec(directory).text, ranks)
     lens, total = np.array([0, TOKENS], np.int32), np.array([TOKENS], np.int32)
     seq_lens = torch.tensor([TOKENS], dtype=torch.int32)
     metadata = AttentionMetadata(

@@ -94,7 +94,7 @@ class Experts(StoredLayers):
     def tensors(self, layout: str) -> Iterator[StoredTensor]:
         """Raises CheckpointError if a fused tensor has scales of blocks that gate and up share."""
         for name, stack in self.stacks.items():
-            for tensor in stack.layouts():
+            for tensor in filter(lambda layout: layout.name, stack.layouts()):
                 made = _of_experts if layout == "per expert" else _fused
                 yield from made(self.count, name, stack, tensor, layout == "transposed")
 

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 from kernels.device import DeviceFacts
 from kernels.gemm import fp8_weight
-from kernels.gemm.fp8_weight import BLOCK, E4M3, Fp8Weight, weight_only_linear
+from kernels.gemm.fp8_weight import BLOCK, E4M3, Fp8Weight, quantize_activations, weight_only_linear
 from kernels.plain import reduce_split_k
 from services.common.model_spec import QuantizationSpec
 from services.common.nn.dispatch import Implementation, Kernel, TokenRange
@@ -190,6 +190,19 @@ class Fp8Linear(QuantizedLinear):
         else:
             scale_axes = (Axis("out", rows), Axis("in", columns))
         self._spec = spec
+        if spec.at_load:
+            self._layouts = (
+                TensorLayout(
+                    name="weight", parameter="weight", axes=(Axis("out"), Axis("in")), dtype=E4M3,
+                    dummy=(0.0, 100.0),
+                    quantize=lambda rows: quantize_activations(rows, rows.shape[1]),
+                ),
+                TensorLayout(
+                    name="", parameter="weight_scale", axes=scale_axes, dtype=torch.float32,
+                    dummy=(2e-4, 0.0),
+                ),
+            )  # fmt: skip
+            return
         self._layouts = (
             TensorLayout(
                 name="weight", parameter="weight", axes=(Axis("out"), Axis("in")),

@@ -48,7 +48,8 @@ class TensorLayout:
     where there is none, along the first.
 
     Attributes:
-        name: what follows the module's name in the files, such as `weight_scale_inv`.
+        name: what follows the module's name in the files, such as `weight_scale_inv`; "": the
+            files hold none, and another's `quantize` fills the parameter.
         parameter: of the layer; "": the tensor fills none, and is what `required` says, or of no
             use.
         axes: of the tensor; a number is a size that does not depend on the matrix; None: 1.
@@ -57,6 +58,8 @@ class TensorLayout:
         dummy: mean and standard deviation of random values.
         required: the only value that is supported, for a module of (rows, columns).
         otherwise: what another value means, for the error.
+        quantize: floats `[rows, columns]` of the files → the parameter's values, and their scales
+            `[rows, 1]`, which go to the same rows of `weight_scale`.
     """
 
     name: str
@@ -67,6 +70,7 @@ class TensorLayout:
     dummy: tuple[float, float] = (0.0, 0.02)
     required: Callable[[int, int], Tensor] | None = None
     otherwise: str = ""
+    quantize: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None
 
     def shape(self, out_features: int, in_features: int) -> tuple[int, ...]:
         """The shape of one module's tensor."""

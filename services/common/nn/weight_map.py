@@ -7,7 +7,7 @@ are plain and reported.
 """
 
 import logging
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -66,13 +66,19 @@ def set_methods(
         names = {each.name for method in methods.values() for each in method.layouts(layer)}
         # What is missing is as it should be: `_check` names it.
         is_plain = [
-            group is None if found is None else found
+            group is None or group.at_load if found is None else found
             for group, found in zip(
                 wanted, (_is_plain(checkpoint, *each, names) for each in named.items()), strict=True
             )
         ]
-        if all(is_plain):
-            unlisted += [name for name, group in zip(modules, wanted, strict=True) if group]
+        if all(is_plain) and (at_load := _at_load(wanted)):
+            layer.set_method(methods[at_load])
+        elif all(is_plain):
+            unlisted += [
+                name
+                for name, group in zip(modules, wanted, strict=True)
+                if group and not group.at_load
+            ]
         elif any(is_plain):
             problems.append(f"{listed(modules)} are one layer, and not all are quantized")
         elif None in wanted:
@@ -89,6 +95,12 @@ def set_methods(
             "%s: %d modules are not quantized though quantization_config does not say so: %s",
             checkpoint.directory, len(unlisted), listed(unlisted),
         )  # fmt: skip
+
+
+def _at_load(wanted: Sequence[QuantizationSpec | None]) -> QuantizationSpec | None:
+    """What quantizes all parts of a layer while they are read."""
+    group = wanted[0]
+    return group if group is not None and group.at_load and set(wanted) == {group} else None
 
 
 def _is_plain(

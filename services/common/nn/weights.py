@@ -48,7 +48,8 @@ __all__ = [
 ]  # fmt: skip
 
 DUMMY_FINGERPRINT = "dummy"
-_DUMMY_ROWS = 8192  # at a time: values of other dtypes are drawn in float32
+_ROWS = 8192  # at a time, where values are drawn in float32
+_WIDE = 1 << 22  # elements at a time, where they are quantized
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +66,7 @@ class _Source:
     is_zero: bool = False  # the part is zeros: the first rank has the tensor
     required: Callable[[], Tensor] | None = None  # what the cut must hold
     otherwise: str = ""  # what it means if it does not
+    quantize: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None  # see `TensorLayout`
 
 
 def materialize(module: nn.Module, device: torch.device | str, dtype: torch.dtype) -> None:
@@ -129,7 +131,11 @@ def load_weights(
         for source in sorted(sources, key=lambda each: checkpoint.tensors[each.name].path):
             log_progress("weights", paths.index(checkpoint.tensors[source.name].path), len(paths))
             if source.parameter:
-                copier.fill(parameters[source.parameter].data[source.place], source)
+                filled = [parameters[source.parameter].data[source.place]]
+                if source.quantize is not None:
+                    scale = source.parameter.rpartition(".")[0] + ".weight_scale"
+                    filled.append(parameters[scale].data[source.place])
+                copier.fill(filled, source)
             elif source.required is not None:
                 _require(reader.read(source.name, source.cut), source, checkpoint)
         copier.finish()
@@ -179,7 +185,7 @@ def load_dummy(
             parameter.data.normal_(mean, deviation, generator=generator)
         elif parameter.dtype.is_floating_point:
             limit = torch.finfo(parameter.dtype).max  # above, some versions of torch give NaN
-            for rows in parameter.data.view(-1, parameter.shape[-1]).split(_DUMMY_ROWS):
+            for rows in parameter.data.view(-1, parameter.shape[-1]).split(_ROWS):
                 wide = torch.empty(rows.shape, device=device)
                 wide.normal_(mean, deviation, generator=generator)
                 rows.copy_(wide.clamp_(-limit, limit))
@@ -231,8 +237,11 @@ class _Copier:
         self._events: list[torch.cuda.Event | None] = [None, None]
         self._turn = 0
 
-    def fill(self, target: Tensor, source: _Source) -> None:
-        """Fills a part of a parameter with its tensor, or a part of it."""
+    def fill(self, targets: list[Tensor], source: _Source) -> None:
+        """Fills a part of a parameter with its tensor, or a part of it; and of its scales, if it is
+        quantized on the way.
+        """
+        target = targets[0]
         if source.is_zero:
             target.zero_()
             return
@@ -241,13 +250,13 @@ class _Copier:
             target = target.mT
         values = values.view(target.shape) if values.is_contiguous() else values
         if self._device.type != "cuda":
-            target.copy_(values)
+            _put(values, target, targets, source)
             return
         # Cast and transposed on the device: the bus carries the file's bytes.
         values = self._staged(values)
         if values.dtype != target.dtype or source.transposed:
             values = values.to(self._device, non_blocking=True)
-        target.copy_(values, non_blocking=True)
+        _put(values, target, targets, source)
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self._device))
         self._events[self._turn] = event
@@ -272,6 +281,19 @@ class _Copier:
         return staged.copy_(values)
 
 
+def _put(values: Tensor, target: Tensor, targets: list[Tensor], source: _Source) -> None:
+    """Copies, or quantizes some rows at a time: they are float32 on the way."""
+    if source.quantize is None:
+        target.copy_(values, non_blocking=True)
+        return
+    quantized, scales = targets
+    values = values.mT if source.transposed else values
+    count = max(1, _WIDE // values.shape[1])
+    for first in range(0, len(values), count):
+        rows = slice(first, first + count)
+        quantized[rows], scales[rows] = source.quantize(values[rows])
+
+
 def _sources(
     module: nn.Module, weight_map: WeightMap, checkpoint: Checkpoint | None = None
 ) -> Iterator[_Source]:
@@ -287,7 +309,7 @@ def _sources(
                     f"{prefix}.{tensor.name}", parameter, tensor.place, tensor.shape,
                     tensor.layout.stored, tensor.cut, tensor.transposed,
                     required=_required(tensor.layout, tensor.module, tensor.cut),
-                    otherwise=tensor.layout.otherwise,
+                    otherwise=tensor.layout.otherwise, quantize=tensor.layout.quantize,
                 )  # fmt: skip
             continue
         if isinstance(child, StackedLinear):
@@ -316,12 +338,14 @@ def _sources(
                 continue
             assert isinstance(child, Linear)
             layout = layouts[name]
+            if not layout.name:
+                continue
             is_term = layout.parameter == "bias" and child.columns.ranges[0][0] > 0
             for piece in child.pieces(layout):
                 part = f"{part_path(path, piece.part)}.{layout.name}"
                 yield _Source(
                     weight_map.checkpoint_name(part), full, piece.place, piece.shape,
-                    layout.stored, piece.cut, is_zero=is_term,
+                    layout.stored, piece.cut, is_zero=is_term, quantize=layout.quantize,
                 )  # fmt: skip
         if isinstance(child, Linear):
             yield from _unfilled(child, path, weight_map)
