@@ -12,12 +12,14 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from services.common.model_spec import ModelSpec
+from services.common.model_spec import ModelSpec, QuantizationSpec
 from triptych.stack import StackError
 
 _WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _MAX_HEAD_BYTES = 100 << 20
 _FLOATS = {"F64", "F32", "F16", "BF16"}
+_PACKED = {"I32", "U8"}  # dtypes of words that hold several weights
+_BESIDE_WEIGHTS = ("scale", "zero", "g_idx", "weight_shape")  # in the names of what formats add
 # Weights of other programs, which people download by mistake.
 _FOREIGN = ("*.gguf", "pytorch_model*.bin", "consolidated*.pth")
 
@@ -29,7 +31,7 @@ class Weights:
     Attributes:
         floats: parameters that are stored as floats, and take the served precision.
         fixed_bytes: of what is loaded as it is stored, as FP8.
-        parameters: all, scales left out.
+        parameters: all, scales and zero points left out.
         stored: parameters by the dtype of the files.
     """
 
@@ -68,16 +70,23 @@ def read_checkpoint(spec: ModelSpec) -> Checkpoint:
             if spec.checkpoint.ignores(tensor):
                 continue
             prefix = spec.checkpoint.vision_prefix
-            _add(vision if prefix and tensor.startswith(prefix) else text, tensor, entry)
+            part = vision if prefix and tensor.startswith(prefix) else text
+            _add(part, tensor, entry, spec.checkpoint.quantization)
     return Checkpoint(text, vision, num_bytes, len(names))
 
 
-def _add(weights: Weights, tensor: str, entry: dict[str, Any]) -> None:
+def _add(
+    weights: Weights, tensor: str, entry: dict[str, Any], quantization: QuantizationSpec | None
+) -> None:
     kind, count = entry["dtype"], prod(entry["shape"])
     start, end = entry["data_offsets"]
-    if "scale" in tensor.rpartition(".")[2]:
+    module, _, what = tensor.rpartition(".")
+    if any(word in what for word in _BESIDE_WEIGHTS):
         weights.fixed_bytes += end - start
         return
+    group = None if quantization is None else quantization.of(module)
+    if group is not None and kind in _PACKED:
+        kind, count = group.format.upper(), (end - start) * 8 // group.bits
     weights.parameters += count
     weights.stored[kind] = weights.stored.get(kind, 0) + count
     if kind in _FLOATS:

@@ -319,6 +319,25 @@ def test_scales_and_quantized_weights_keep_their_size(tmp_path: Path) -> None:
     assert (found.text.parameters, found.vision.parameters) == (128 * 128 + 8, 4)
 
 
+def test_packed_weights_are_counted_one_by_one(tmp_path: Path) -> None:
+    directory = write_model_directory(tmp_path / "packed")
+    path = directory / "config.json"
+    quantization = {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 64}}
+    path.write_text(json.dumps(json.loads(path.read_text()) | quantization))
+    tensors = {
+        "model.language_model.a.qweight": torch.zeros(128 // 8, 64, dtype=torch.int32),
+        "model.language_model.a.qzeros": torch.zeros(2, 64 // 8, dtype=torch.int32),
+        "model.language_model.a.scales": torch.ones(2, 64, dtype=torch.float16),
+        "model.language_model.a.g_idx": torch.zeros(128, dtype=torch.int32),
+        "model.language_model.norm.weight": torch.ones(8, dtype=torch.bfloat16),
+    }
+    save_file(tensors, directory / "model.safetensors")
+    found = read_checkpoint(read_spec(directory)).text
+    assert found.parameters == 128 * 64 + 8
+    assert found.stored == {"W4A16": 128 * 64, "BF16": 8}
+    assert found.bytes_in(2) == 128 * 64 // 2 + 2 * 8 * 4 + 2 * 64 * 2 + 128 * 4 + 2 * 8
+
+
 def test_recurrent_states_are_part_of_the_need(tmp_path: Path) -> None:
     spec, _ = large(tmp_path)
     assert decoder_need(spec.text, 0, 2, 256).token == 2 * 8 * 128 * 2 * 36
