@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from kernels.gemm import packed_weight
@@ -122,12 +123,32 @@ def test_gptq_rules_choose_bits_and_groups_by_module(text: Packed) -> None:
     assert layers[1].mlp.gate_up_proj.weight_scale.shape[1] == 192 // 32
 
 
-def test_layers_call_the_dispatch_table(text: Packed) -> None:
-    directory, _ = text.write("awq-64")
+def test_biases_of_zeros_that_the_model_has_not_are_read(text: Packed) -> None:
+    """As older producers of GPTQ files write them; others are an error."""
+    directory, meant = text.write("gptq-64")
+    path = directory / "model.safetensors"
+    files = load_file(path)
+    biases = {
+        name.replace("qweight", "bias"): torch.zeros(words.shape[1]).half()
+        for name, words in files.items() if name.endswith("qweight")
+    }  # fmt: skip
+    assert len(biases) == 14
+    save_file(files | biases, path)
+    assert error(text.ours(directory), text.expected(meant)) < TOLERANCE
+    biases["model.layers.1.mlp.up_proj.bias"][3] = 0.5
+    save_file(files | biases, path)
+    with pytest.raises(CheckpointError, match=r"1\.mlp\.up_proj\.bias: the model has no such bias"):
+        Harness(directory)
+
+
+def test_layers_call_the_dispatch_table(tmp_path: Path) -> None:
+    """Those whose sizes are whole tiles."""
+    model = Packed(SHAPES["whole-blocks"], tmp_path)
+    directory, _ = model.write("awq-64")
     harness = Harness(directory)
     harness.logits(harness.chunk(harness.start(list(range(9)))))
     calls = harness.runner._model.ops.table.calls()
-    assert calls["w4a16_linear", "plain"] == 4 * text.oracle.spec.text.num_layers
+    assert calls["w4a16_linear", "plain"] == 4 * model.oracle.spec.text.num_layers
 
 
 def test_one_layout_holds_what_each_packing_says(text: Packed) -> None:

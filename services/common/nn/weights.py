@@ -16,6 +16,7 @@ dtype it gives them (rope frequencies must stay float32 in a bf16 model).
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -349,6 +350,21 @@ def _sources(
                 )  # fmt: skip
         if isinstance(child, Linear):
             yield from _unfilled(child, path, weight_map)
+            if checkpoint is not None and not child.is_plain and child.bias is None:
+                yield from _zero_biases(child, path, weight_map, checkpoint)
+
+
+def _zero_biases(
+    layer: Linear, path: str, weight_map: WeightMap, checkpoint: Checkpoint
+) -> Iterator[_Source]:
+    """Biases that the model has not: some producers of GPTQ files write zeros for each module."""
+    for part, rows in layer.rows.items():
+        name = weight_map.checkpoint_name(f"{part_path(path, part)}.bias")
+        if name in checkpoint.tensors:
+            yield _Source(
+                name, "", (), (rows.size,), FLOATS, required=partial(torch.zeros, rows.size),
+                otherwise="the model has no such bias, and this one is not zero",
+            )  # fmt: skip
 
 
 def _unfilled(layer: Linear, path: str, weight_map: WeightMap) -> Iterator[_Source]:
