@@ -11,9 +11,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-_HALF = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-E2M1 = (*_HALF, *(-value for value in _HALF))  # by code
-
 
 @dataclass(frozen=True, slots=True)
 class PackedWeight:
@@ -56,12 +53,18 @@ def dequantize(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
         codes = torch.stack((codes & 15, codes >> 4), -1).flatten(-2)
     codes, scale = codes[..., : weight.columns], _per_column(weight.scale.float(), weight)
     if weight.is_float:
-        table = torch.tensor(E2M1, device=codes.device)
-        found = table.index_select(0, codes.flatten().int()).view(codes.shape) * scale
+        found = _e2m1(codes) * scale
         return (found if weight.row_scale is None else found * weight.row_scale).to(dtype)
     middle = float(1 << (weight.bits - 1))
     zero = middle if weight.zero is None else _per_column(weight.zero.float(), weight)
     return ((codes.float() - zero) * scale).to(dtype)
+
+
+def _e2m1(codes: Tensor) -> Tensor:
+    """float32: 0, 0.5, 1, 1.5, 2, 3, 4, 6, and the same below zero."""
+    exponent, mantissa = codes >> 1 & 3, codes & 1
+    quarters = torch.where(exponent == 0, 2 * mantissa, mantissa + 2 << exponent).float()
+    return torch.where(codes > 7, -quarters, quarters) * 0.25
 
 
 def _per_column(values: Tensor, weight: PackedWeight) -> Tensor:

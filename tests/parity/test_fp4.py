@@ -14,7 +14,7 @@ from torch import Tensor
 from kernels.gemm import packed_weight
 from services.common.nn.checkpoint import CheckpointError
 from tests.decoder_harness import Harness
-from tests.fp4_checkpoints import LAYOUTS, MODELOPT, compressed, write
+from tests.fp4_checkpoints import LAYOUTS, MODELOPT, VALUES, compressed, write
 from tests.parity.oracle import largest_difference as error
 from tests.parity.test_fp8 import SHAPES, TEXTS, Quantized
 from tests.parity.test_language_model import CLEARLY_WRONG, TOLERANCE
@@ -90,6 +90,11 @@ def test_dummy_weights(text: Fp4) -> None:
         layer = Harness(directory, load_format="dummy").runner._model.layers[0].mlp.down_proj  # type: ignore[attr-defined]
         weight = packed_weight.dequantize(layer.method.weight(layer), torch.float32)
         assert 0.01 < float(weight.std()) < 0.04
+
+
+def test_each_code_has_its_value() -> None:
+    codes = torch.arange(16, dtype=torch.uint8)
+    assert packed_weight._e2m1(codes).equal(VALUES)
 
 
 # Controls.
