@@ -14,8 +14,11 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from kernels.gemm.int8_weight import Int8Weight, w8a8_linear
 from services.common.nn.checkpoint import Reader
 from services.common.nn.collectives import ALONE, Ranks
+from services.common.nn.int8 import Int8Linear
+from services.common.nn.linear import Linear
 from tests import fp4_checkpoints, int8_checkpoints, packed_checkpoints
 from tests.fp8_checkpoints import FP8_BLOCK, write
 from tests.parity import rank_main
@@ -174,11 +177,43 @@ def together(directory: Path, count: int = 2) -> Tensor:
     return torch.cat([part["logits"] for part in parts], -1)
 
 
-@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("name", [name for name in MAKERS if name != "int8"])
 def test_two_ranks_give_the_whole_models_logits(ranks: Path, name: str) -> None:
     expected = rank_main.logits(ranks / name, ALONE)
     assert expected.abs().max() > 10
     assert largest_difference(together(ranks / name), expected) < TOLERANCE
+
+
+def test_ranks_quantize_the_inputs_that_they_hold(
+    ranks: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank's half of a token has a scale of its own before projections back, and nowhere else.
+    Tolerance as in test_int8.py; one scale for both halves makes a difference of more than 1.
+    """
+    assert largest_difference(together(ranks / "int8"), by_halves(ranks / "int8", monkeypatch)) < (
+        0.05
+    )
+    monkeypatch.undo()
+    whole = rank_main.logits(ranks / "int8", ALONE)
+    assert largest_difference(together(ranks / "int8"), whole) > CLEARLY_WRONG
+
+
+def by_halves(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Tensor:
+    """The whole model's logits, where projections back add up those of two halves."""
+    apply = Int8Linear.apply
+
+    def halved(self: Int8Linear, layer: Linear, x: Tensor) -> Tensor:
+        if list(layer.parts) != [""]:  # queries, keys and values; gate and up
+            return apply(self, layer, x)
+        weight, halves = self.weight(layer), x.chunk(2, -1)
+        matrices = weight.values.chunk(2, -1)
+        return sum(
+            w8a8_linear(half, Int8Weight(matrix, weight.scale))
+            for half, matrix in zip(halves, matrices, strict=True)
+        )  # type: ignore[return-value]
+
+    monkeypatch.setattr(Int8Linear, "apply", halved)
+    return rank_main.logits(directory, ALONE)
 
 
 @pytest.mark.parametrize("name", FOUR)
