@@ -4,8 +4,8 @@ Codes are widened in registers for tensor cores, so that the weight is read as i
 For up to 16 tokens reading the weights is most of the work. K is split until CTAs fill the device;
 partials stay in float32 for the kernel that comes next, as those of `skinny_gemm`. A group of 128
 columns or more scales sums in float32; a smaller one scales weights, rounded as the plain twin's.
-The plain twin, which also serves more tokens, is `packed_weight.weight_only_linear`. No figure has
-been measured yet.
+The plain twin, which also serves more tokens, is `packed_weight.weight_only_linear`. It has not
+run on a GPU yet.
 """
 
 # pyright: reportArgumentType=false, reportIndexIssue=false, reportOperatorIssue=false
