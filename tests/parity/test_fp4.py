@@ -75,7 +75,7 @@ def test_modelopts_own_file_says_it(text: Fp4) -> None:
 def test_codes_and_scales_take_five_bits_a_weight(text: Fp4) -> None:
     for name, dtype in (("nvfp4", torch.float16), ("mxfp4", torch.float16)):
         directory, _ = text.write(name)
-        layer = Harness(directory).runner._model.layers[0].mlp.gate_up_proj  # type: ignore[attr-defined]
+        layer = Harness(directory).runner.computer._model.layers[0].mlp.gate_up_proj  # type: ignore[attr-defined]
         weight = layer.method.weight(layer)
         assert weight.codes.shape == (640, 96) and weight.scale.dtype == dtype
         if name == "nvfp4":
@@ -87,7 +87,8 @@ def test_dummy_weights(text: Fp4) -> None:
     for name in LAYOUTS:
         directory, _ = text.write(name)
         (directory / "model.safetensors").unlink()
-        layer = Harness(directory, load_format="dummy").runner._model.layers[0].mlp.down_proj  # type: ignore[attr-defined]
+        model = Harness(directory, load_format="dummy").runner.computer._model
+        layer = model.layers[0].mlp.down_proj  # type: ignore[attr-defined]
         weight = packed_weight.dequantize(layer.method.weight(layer), torch.float32)
         assert 0.01 < float(weight.std()) < 0.04
 

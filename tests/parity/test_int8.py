@@ -161,7 +161,8 @@ def test_files_that_do_not_fit_are_errors(text: Int8, change: Callable, message:
 def test_dummy_weights_are_int8(text: Int8) -> None:
     directory, _ = text.write("int8")
     (directory / "model.safetensors").unlink()
-    layer = Harness(directory, load_format="dummy").runner._model.layers[0].mlp.down_proj  # type: ignore[attr-defined]
+    model = Harness(directory, load_format="dummy").runner.computer._model
+    layer = model.layers[0].mlp.down_proj  # type: ignore[attr-defined]
     weight = int8_weight.dequantize(layer.method.weight(layer), torch.float32)
     assert layer.weight_format == "int8" and 0.015 < float(weight.std()) < 0.025
 

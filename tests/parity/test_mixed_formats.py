@@ -158,7 +158,7 @@ def test_experts_in_4_bit_beside_attention_in_another_format(
         )
         meant |= {key: tensor for key, tensor in again.items() if key in meant and "attn" in key}
     harness = Harness(model.directory)
-    layers = harness.runner._model.layers
+    layers = harness.runner.computer._model.layers
     assert layers[0].mlp.experts.weight_format == "w4a16"
     formats = {"bf16": "plain", "fp8": "fp8_channel", "int8": "int8"}
     assert layers[1].self_attn.qkv_proj.weight_format == formats[rest]
