@@ -52,8 +52,8 @@ def test_what_the_table_picks_compiles_and_fits(
     for module in (router, experts):
         materialize(module, "cpu", torch.bfloat16)
 
-    def as_on_a_gpu(stack: StackedLinear) -> ExpertWeights:
-        found = weights_of(stack)
+    def as_on_a_gpu(stack: StackedLinear, dtype: torch.dtype = torch.bfloat16) -> ExpertWeights:
+        found = weights_of(stack, dtype)
         values = found.values if found.scale is None else found.values.view(torch.uint8)
         return ExpertWeights(values, found.scale, found.block_rows)
 
