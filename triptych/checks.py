@@ -210,8 +210,11 @@ def _available_bytes(meminfo: Path = Path("/proc/meminfo")) -> int:
 
 
 def _bytes_of(spec: ModelSpec, checkpoint: Checkpoint | None, itemsize: int) -> tuple[int, int]:
+    quantization = spec.checkpoint.quantization
     if checkpoint is None:
         return dummy_bytes(spec, itemsize)
+    if quantization is not None and quantization.at_load:
+        return dummy_bytes(spec, itemsize)[0], checkpoint.vision.bytes_in(itemsize)
     return checkpoint.text.bytes_in(itemsize), checkpoint.vision.bytes_in(itemsize)
 
 

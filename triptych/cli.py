@@ -22,7 +22,6 @@ _ELSEWHERE = {
     "-tp": _ONE_CARD,
     "--pipeline-parallel-size": _ONE_CARD,
     "--data-parallel-size": "--decoders N is that here: one decoder a card",
-    "--quantization": "nothing is quantized at start: serve a checkpoint that is (README)",
     "--kv-cache-dtype": "the KV cache has the model's precision (--dtype)",
     "--enable-lora": "LoRA is not served",
     "--limit-mm-per-prompt": "a request may have 32 images",
@@ -102,6 +101,7 @@ def _add_serve(commands: "argparse._SubParsersAction[_Parser]") -> None:
     dtypes = ("auto", "float32", "bfloat16", "float16")
     model("--dtype", choices=dtypes, help="of weights and caches; auto: bfloat16 on a GPU")
     model("--load-format", choices=("auto", "dummy"), help="dummy: random weights")
+    model("--quantization", choices=("fp8",), help="quantizes weights while they are read")
 
     api = serve.add_argument_group("API").add_argument
     api("--host", help=f"address; default: {LOOPBACK}")

@@ -41,6 +41,7 @@ class ServeOptions:
     decoder_device: str | None = None
     dtype: str | None = None
     load_format: str | None = None
+    quantization: str | None = None
     max_model_len: int | None = None
     max_num_seqs: int | None = None
     memory_share: float = CARD_SHARE

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from services.common.families import read_spec
 from services.common.model_spec import ModelSpec, ModelSpecError
+from services.common.quantization import quantized_at_load
 from triptych import ROOT
 from triptych.devices import Placement, count_gpus, how_many, place
 from triptych.options import DEFAULT_PORT, DEMONSTRATION_MODEL, LOOPBACK, ServeOptions
@@ -38,7 +39,8 @@ _WILDCARDS = ("0.0.0.0", "::", "")
 # The option that decides a variable; the other variables that give way are the plan's alone.
 _OPTIONS = {
     "SERVED_MODEL_NAME": "--served-model-name", "API_KEYS": "--api-key", "DTYPE": "--dtype",
-    "LOAD_FORMAT": "--load-format", "MAX_MODEL_LEN": "--max-model-len",
+    "LOAD_FORMAT": "--load-format", "QUANTIZATION": "--quantization",
+    "MAX_MODEL_LEN": "--max-model-len",
     "MAX_NUM_SEQUENCES": "--max-num-seqs", "DEVICE": "--device", "HOST": "--host",
     "PORT": "--port", "REDIS_URL": "--redis-url", "MODEL": "the model that is served",
 }  # fmt: skip
@@ -114,8 +116,8 @@ class Plan:
         return f"http://{_bracketed(host)}:{self.metrics_port}/metrics"
 
 
-def read_model(directory: Path) -> ModelSpec:
-    """The spec of a checkpoint directory.
+def read_model(directory: Path, quantization: str = "") -> ModelSpec:
+    """The spec of a checkpoint directory; `quantization`: see `quantized_at_load`.
 
     Raises:
         StackError: there is no model, or it cannot be served.
@@ -123,7 +125,7 @@ def read_model(directory: Path) -> ModelSpec:
     if not (directory / "config.json").is_file():
         raise StackError(f"no model at {directory}: it has no config.json", 2)
     try:
-        return read_spec(directory)
+        return quantized_at_load(read_spec(directory), quantization)
     except ModelSpecError as error:
         raise StackError(str(error), 2) from error
 
@@ -385,7 +387,10 @@ def _engines(
         # What happens at the start is logged at INFO; what people see of it is the console's.
         "LOG_LEVEL": "DEBUG" if options.log_level == "DEBUG" else "INFO",
     }
-    limits = {"MAX_MODEL_LEN": options.max_model_len, "MAX_NUM_SEQUENCES": options.max_num_seqs}
+    limits = {
+        "MAX_MODEL_LEN": options.max_model_len, "MAX_NUM_SEQUENCES": options.max_num_seqs,
+        "QUANTIZATION": options.quantization,
+    }  # fmt: skip
     found: list[_Service] = []
     for kind, places in (("encoder", encoders), ("decoder", decoders)):
         for index, placement in enumerate(places):

@@ -85,7 +85,8 @@ def prepare(
     environment = os.environ
     # What reading a model warns of, each service says in its own log.
     logging.getLogger("services").addHandler(logging.NullHandler())
-    spec = read_model(options.model)
+    quantization = options.quantization or environment.get("DECODER_QUANTIZATION", "")
+    spec = read_model(options.model, quantization)
     checks.check_installed(images=spec.vision is not None)
     gpus = count_gpus(environment)
     devices = devices_of(options, environment)

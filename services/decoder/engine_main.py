@@ -119,6 +119,7 @@ def runner_options(settings: DecoderSettings, *, on_gpu: bool) -> RunnerOptions:
         device=settings.device,
         dtype=settings.dtype,
         load_format=settings.load_format,
+        quantization=settings.quantization,
         max_num_sequences=max_num_sequences,
         max_batched_tokens=max(_MAX_TOKENS_GPU if on_gpu else _MAX_TOKENS_CPU, max_num_sequences),
         max_model_len=settings.max_model_len,

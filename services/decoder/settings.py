@@ -1,6 +1,6 @@
 """The decoder's settings, `DECODER_<FIELD>` in the environment."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 from pydantic_settings import SettingsConfigDict
@@ -13,6 +13,8 @@ class DecoderSettings(EngineServiceSettings):
     """One frozen value, read at the start and passed to the engine process as JSON.
 
     Attributes:
+        quantization: `fp8`: weights are quantized per output channel while they are read; empty:
+            they are what the files hold.
         kernels: overrides of the dispatch table: `operation=implementation,...`; `plain`: torch.
         max_num_sequences: sequences that run at once; default: 256 on a GPU, 64 on a CPU. As many
             again times `QUEUE_FACTOR` may wait; on a CPU, 1024 run or wait at least.
@@ -30,6 +32,7 @@ class DecoderSettings(EngineServiceSettings):
 
     address: Address = "127.0.0.1:50052"
     metrics_port: Port = 9102
+    quantization: Literal["", "fp8"] = ""
     kernels: str = ""
     max_num_sequences: Annotated[int, Field(ge=1, le=4096)] | None = None
     step_ms: Annotated[float, Field(ge=1)] = 40.0

@@ -31,6 +31,7 @@ FAMILIES = (
     "qwen3-odd-heads-tied", "qwen2-odd-heads-yarn", "llama-llama3", "mistral-wide-heads",
     "qwen3-moe-odd-heads-dense-between",
 )  # fmt: skip
+AT_LOAD = "qwen3-moe-odd-heads-dense-between in FP8"  # --quantization fp8
 PACKED = {"qwen2-odd-heads-yarn in 4 bit": "ct-channel-zeros"}  # → layout of packed_checkpoints
 BOS = "<|endoftext|>"
 NUM_TOKENS = 16
@@ -84,7 +85,7 @@ class Stack:
         return len(ids), tokens, logits
 
 
-@pytest.fixture(scope="module", params=[*FAMILIES, *PACKED])
+@pytest.fixture(scope="module", params=[*FAMILIES, *PACKED, AT_LOAD])
 def stack(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Stack]:
@@ -96,12 +97,15 @@ def stack(
     oracle = make_text_oracle(config, directory / "model")
     if request.param in PACKED:
         oracle = packed(oracle, PACKED[request.param])
+    if request.param == AT_LOAD:
+        round_to_fp8(oracle)
     write_conversation_files(oracle.directory)
     if request.param.startswith("llama"):
         write_bos(oracle.directory)
     decoder = Service(
         "decoder", directory / "decoder.log", model=oracle.directory, device="cpu",
         dtype="float32", kv_cache_bytes=32 << 20,
+        quantization="fp8" if request.param == AT_LOAD else "",
     )  # fmt: skip
     gateway = Service(
         "gateway", directory / "gateway.log", model=oracle.directory, served_model_name="tiny",
@@ -128,6 +132,17 @@ def packed(oracle: "Oracle", layout: str) -> "Oracle":
     missing, unexpected = oracle.model.load_state_dict(meant, strict=False)
     assert not unexpected and set(missing) <= {"lm_head.weight"}
     return Oracle(directory, oracle.model, oracle.spec)
+
+
+def round_to_fp8(oracle: "Oracle") -> None:
+    """Hugging Face's model gets what weights are after quantization, expert by expert."""
+    from tests.fp8_checkpoints import quantize, unpack
+
+    block = (1, None)
+    for name, parameter in oracle.model.named_parameters():
+        is_left = "layers" not in name or name.endswith("mlp.gate.weight") or parameter.dim() < 2
+        for matrix in [] if is_left else parameter.data.view(-1, *parameter.shape[-2:]):
+            matrix.copy_(unpack(*quantize(matrix, block), block))
 
 
 def write_bos(directory: Path) -> None:

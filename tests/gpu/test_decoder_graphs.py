@@ -76,7 +76,7 @@ def test_steps_that_follow_each_other_keep_their_images_apart(
 ) -> None:
     """Images are copied beside the steps before, to where those read theirs."""
     if not captured:
-        monkeypatch.setattr(dummy.runner, "graphs", [])
+        monkeypatch.setattr(dummy.runner.computer, "graphs", [])
     ids = np.random.default_rng(6).integers(0, 150000, 200).tolist()
     noise = torch.Generator().manual_seed(6)
     images = [torch.randn(4, 60, 2048, generator=noise).bfloat16() for _ in range(3)]

@@ -129,4 +129,5 @@ def test_a_models_kernels_agree_with_plain_ones(
         assert error(found, exact) < 0.3
         return
     plain, _ = run(tmp_path / name, length, kernels="plain", cuda_graphs=not experts)
-    assert error(found, exact) <= 1.3 * error(plain, exact) < 0.3
+    # With experts, rounding may send a token to another one, whichever the kernels.
+    assert error(found, exact) <= 1.3 * error(plain, exact) < (0.5 if experts else 0.3)

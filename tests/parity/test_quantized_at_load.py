@@ -17,6 +17,7 @@ from services.common.nn.checkpoint import CheckpointError
 from services.common.nn.collectives import ALONE, Ranks
 from services.common.quantization import quantized_at_load
 from tests import fp8_checkpoints, packed_checkpoints
+from tests.decoder_harness import Harness
 from tests.parity import rank_main
 from tests.parity.oracle import EXPERTS, Tiny, largest_difference, make_oracle
 from tests.parity.qwen3_5_oracle import CONFIGS as HYBRIDS
@@ -55,6 +56,16 @@ def test_logits_are_those_of_an_fp8_checkpoint(name: str, tmp_path: Path) -> Non
     found = rank_main.logits(tmp_path / "source", ALONE, "fp8")
     assert largest_difference(found, rank_main.logits(tmp_path / "fp8", ALONE)) == 0
     assert largest_difference(found, plain) > CLEARLY_WRONG
+
+
+def test_a_runner_takes_the_option(tmp_path: Path) -> None:
+    make_text_oracle(TEXTS["qwen3"], tmp_path / "source")
+    fp8_checkpoints.write(tmp_path / "source", tmp_path / "fp8", "compressed-channel")
+    ids, found = list(range(9)), []
+    for directory, quantization in ((tmp_path / "source", "fp8"), (tmp_path / "fp8", "")):
+        harness = Harness(directory, quantization=quantization)
+        found.append(harness.prompt_logits(harness.start(ids)))
+    assert found[0].equal(found[1])
 
 
 @pytest.mark.parametrize("transposed", [True, False])

@@ -25,6 +25,7 @@ from services.common.nn.formats import rows_of_layers
 from services.common.nn.linear import set_kernels
 from services.common.nn.weights import Checkpoint, check_all_claimed, load_dummy, load_weights
 from services.common.process.progress import log_progress
+from services.common.quantization import quantized_at_load
 from services.decoder.attention import create_backend
 from services.decoder.attention.base import AttentionBackend, AttentionSizes
 from services.decoder.engine import kv_cache
@@ -56,6 +57,7 @@ class RunnerOptions:
         device: "cpu", "cuda" or "cuda:N" ("auto": cuda if there is one).
         dtype: "float32", "bfloat16", "float16" ("auto": bfloat16 on a GPU, float32 on a CPU).
         load_format: "auto" (safetensors) or "dummy" (random weights from `seed`).
+        quantization: of weights while they are read, see `quantized_at_load`; "": none.
         max_model_len: prompt + completion tokens of one sequence; None: the model's own limit, or
             what the KV pool holds if that is less.
         memory_fraction: share of the whole card this process may use (GPU).
@@ -70,6 +72,7 @@ class RunnerOptions:
     device: str = "auto"
     dtype: str = "auto"
     load_format: str = "auto"
+    quantization: str = ""
     block_size: int = 16
     max_num_sequences: int = 256
     max_batched_tokens: int = 8192
@@ -96,7 +99,7 @@ def create_runner(options: RunnerOptions, arena: mmap.mmap | None = None) -> Mod
         ValueError: an option does not fit the machine or the model (says which).
     """
     started = time.monotonic()
-    spec = read_spec(options.model_directory)
+    spec = quantized_at_load(read_spec(options.model_directory), options.quantization)
     wanted = options.max_model_len
     limit = longest_context(spec.text, wanted)
     device = resolve_device(options.device)

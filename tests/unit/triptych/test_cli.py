@@ -34,7 +34,7 @@ def test_every_option_arrives(served: list[ServeOptions]) -> None:
         "--decoder-device cuda:0 --dtype float16 --load-format dummy --gateways 4 --encoders 2 "
         "--decoders 3 --redis-url redis://r:1/2 --grpc tcp --served-model-name m --api-key k "
         "--max-model-len 99 --gpu-memory-utilization 0.5 --max-num-seqs 8 "
-        "--metrics-host ::1 --metrics-port 7 --log-level debug --access-log"
+        "--metrics-host ::1 --metrics-port 7 --log-level debug --access-log --quantization fp8"
     )
     assert cli.main(words.split()) == 0
     assert served == [
@@ -43,7 +43,7 @@ def test_every_option_arrives(served: list[ServeOptions]) -> None:
             decoder_device="cuda:0", dtype="float16", load_format="dummy", gateways=4, encoders=2,
             decoders=3, redis_url="redis://r:1/2", grpc="tcp", served_name="m", api_key="k",
             max_model_len=99, memory_share=0.5, max_num_seqs=8, metrics_host="::1", metrics_port=7,
-            log_level="DEBUG", access_log=True,
+            log_level="DEBUG", access_log=True, quantization="fp8",
         )
     ]  # fmt: skip
 

@@ -74,6 +74,16 @@ def test_every_service_accepts_its_environment(model: Path) -> None:
     assert len(ports) == 10
 
 
+def test_quantization_is_the_decoders(model: Path) -> None:
+    made = plan(model, quantization="fp8")
+    found = {child.name: child.environment.get("DECODER_QUANTIZATION") for child in made.children}
+    assert found == {"encoder-0": None, "decoder-0": "fp8", "gateway": None}
+    spec = read_model(model, "fp8")
+    assert spec.checkpoint.quantization is not None and spec.checkpoint.quantization.at_load
+    with pytest.raises(StackError, match="--quantization 'int4' is not supported; supported: fp8"):
+        read_model(model, "int4")
+
+
 def test_the_gateway_is_given_the_ports_of_the_engines(model: Path) -> None:
     made = {child.name: child.environment for child in plan(model).children}
     for kind in ("encoder", "decoder"):
