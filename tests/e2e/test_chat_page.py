@@ -96,7 +96,7 @@ def test_several_images_can_be_attached_and_removed(page: Page) -> None:
     assert page.evaluate("document.getElementById('attach').offsetParent !== null")
     page.choose_files("#file", [SAMPLES / name for name in names])
     num_attached(page, 3)
-    page.evaluate("document.querySelector('#attached figure:nth-child(3) button').click()")
+    page.evaluate("document.querySelector('#attached figure:nth-child(3) .remove').click()")
     num_attached(page, 2)
     send(page, "Which picture has a red cross?")
     answer, times = finish(page)

@@ -111,7 +111,9 @@ async def run_encoder(model_dir: Path, **settings: object) -> AsyncIterator[Enco
     port, metrics_port = free_port(), free_port()
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "services.encoder", cwd=ROOT,
-        env=environment(model_dir, port=port, metrics_port=metrics_port, **settings),
+        env=environment(
+            model_dir, address=f"127.0.0.1:{port}", metrics_port=metrics_port, **settings
+        ),
     )  # fmt: skip
     channel = create_channel(f"127.0.0.1:{port}")
     try:
