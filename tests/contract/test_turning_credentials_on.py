@@ -71,7 +71,7 @@ async def serving(
     server, _ = await create_service_server(
         "triptych.v1.Encoder", FakeEncoder().register, check=check if credentials else None
     )
-    port, both = await listen(server, check, credentials, "127.0.0.1", 0)
+    port, both = await listen(server, check, credentials, "127.0.0.1:0")
     await server.start()
     try:
         yield f"127.0.0.1:{port}"

@@ -425,7 +425,8 @@ def test_cells_are_called_as_encoders_and_as_decoders(tmp_path: Path) -> None:
     assert of_kind(resources, "Deployment").keys() == {"gateway", "decoder", "redis"}
     services, cell = of_kind(resources, "Service"), pods(resources)["decoder"]
     ports = {p["name"]: p["containerPort"] for c in cell["spec"]["containers"] for p in c["ports"]}
-    assert ports["encoder-grpc"] == EncoderSettings.model_fields["port"].default
+    address = EncoderSettings.model_fields["address"].default
+    assert address == f"127.0.0.1:{ports['encoder-grpc']}"
     for name in ("encoder", "decoder"):
         spec = services[name]["spec"]
         assert spec["selector"].items() <= cell["metadata"]["labels"].items()
