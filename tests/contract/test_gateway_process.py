@@ -69,7 +69,7 @@ def gateway(fakes, directory, **settings):
 def test_sigterm_ends_running_streams_and_refuses_new_requests(fakes, tmp_path):
     _, decoder = fakes
     with gateway(fakes, tmp_path) as (process, client):
-        decoder.reply, decoder.delay_s = [40] * 30, 0.05
+        decoder.reply, decoder.delay_s = [40] * 1000, 0.05
         texts = []
 
         def stream():
@@ -92,12 +92,15 @@ def test_sigterm_ends_running_streams_and_refuses_new_requests(fakes, tmp_path):
         assert late.status_code == 200
         assert late.headers["connection"] == "close"
         deadline = time.monotonic() + PATIENCE_S
-        while (refused := client.post("/v1/chat/completions", json=BODY)).status_code == 200:
+        short = {**BODY, "max_tokens": 1}
+        while (refused := client.post("/v1/chat/completions", json=short)).status_code == 200:
             assert time.monotonic() < deadline
+            time.sleep(0.1)  # each is a line of a log that nobody reads yet
         assert refused.status_code == 503
         assert refused.headers["connection"] == "close"
         assert refused.headers["retry-after"] == "1"
         assert refused.json()["error"]["code"] == "overloaded"
+        decoder.delay_s = 0.0  # the streams were there all the time
         for thread in threads:
             thread.join()
         assert all(text.endswith("data: [DONE]\n\n") for text in texts)
