@@ -188,6 +188,7 @@ def seconds_to_end(process, signum: int) -> float:
 
 
 def test_api_keys_guard_all_but_probes_and_page(fakes, tmp_path):
+    fakes[1].reply, fakes[1].delay_s = [40] * 5, 0.0
     with gateway(fakes, tmp_path, GATEWAY_API_KEYS="first,second") as (_, client):
         for path in ("/", "/health", "/ready"):
             assert client.get(path).status_code == 200
