@@ -23,7 +23,7 @@ import numpy as np
 
 from services.common.errors import InternalError, InvalidImage
 from services.common.images.image_header import ImageHeader
-from services.encoder.decode import decode, worst_case_bytes
+from services.encoder.decode import worst_case_bytes
 from services.encoder.decode_worker import HEAD, Task, encode_task
 
 log = logging.getLogger(__name__)
@@ -33,16 +33,6 @@ DECODE_CPU_S = 10.0
 _WALL_FACTOR = 6  # of the CPU time: for a machine that does other things, too
 _KEPT_BYTES = 48 << 20  # of a worker's shared memory between two images
 _START_S, _STOP_S = 30.0, 2.0
-
-
-class InProcessDecoder:
-    """Decodes in the calling thread, without limits: the plain twin of `DecodePool`."""
-
-    @contextmanager
-    def decoded(self, data: bytes, header: ImageHeader) -> Generator[np.ndarray]:
-        pixels = np.empty((*header.upright_size, 3), np.uint8)
-        decode(data, header, pixels)
-        yield pixels
 
 
 class MemoryBudget:

@@ -5,20 +5,16 @@ used, so that one script puts an entry and takes away those that it has no room 
 that Redis evicts by itself stays in the index until its hour is over.
 """
 
-import hashlib
 import logging
 import time
 from pathlib import Path
 from typing import Any
 
-from redis.asyncio import Redis
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
-from redis.exceptions import NoScriptError, RedisError
+from redis.exceptions import RedisError
 
 from services.common.errors import Unavailable
-from services.common.security.redis_login import login
 from services.gateway.kept import KEPT_S, MAX_BYTES, MAX_TENANT_BYTES
+from services.gateway.redis_script import RedisScript
 
 log = logging.getLogger(__name__)
 
@@ -92,7 +88,6 @@ redis.call('HINCRBY', sizes, '@', size)
 redis.call('ZINCRBY', tenants, size, tenant)
 return 1
 """
-_SHA = hashlib.sha1(_SCRIPT.encode(), usedforsecurity=False).hexdigest()
 
 
 class RedisKept:
@@ -116,14 +111,10 @@ class RedisKept:
         *,
         password_file: Path | None = None,
     ) -> None:
-        url, options = login(url, password_file)
         self._max_bytes = max_tenant_bytes, max_bytes
-        client: Any = Redis  # redis-py's types are partly unknown
-        self._redis = client.from_url(
-            url, protocol=2, retry=Retry(NoBackoff(), 0),
-            socket_connect_timeout=_TIMEOUT_S, socket_timeout=_TIMEOUT_S, **options,
-        )  # fmt: skip
-        self._sha = ""
+        self._redis = RedisScript(
+            url, password_file, _SCRIPT, connect_timeout_s=_TIMEOUT_S, timeout_s=_TIMEOUT_S
+        )
         self._silent_until = 0.0
 
     async def get(self, tenant: str, name: str) -> bytes | None:
@@ -143,22 +134,13 @@ class RedisKept:
 
     async def close(self) -> None:
         """See `Kept`."""
-        await self._redis.aclose()
+        await self._redis.close()
 
     async def _run(self, what: str, tenant: str, name: str, *more: object) -> Any:  # noqa: ANN401
-        arguments = (PREFIX, what, tenant, name, round(KEPT_S * 1e3), *more)
-        run = self._redis.execute_command
         try:
             if time.monotonic() < self._silent_until:
                 raise OSError("it has just failed")
-            if self._sha:
-                try:
-                    return await run("EVALSHA", self._sha, 1, *arguments)
-                except NoScriptError:  # a new server
-                    pass
-            answer = await run("EVAL", _SCRIPT, 1, *arguments)
-            self._sha = _SHA
-            return answer
+            return await self._redis.run(PREFIX, what, tenant, name, round(KEPT_S * 1e3), *more)
         except (RedisError, OSError) as error:
             if time.monotonic() >= self._silent_until:
                 self._silent_until = time.monotonic() + _SILENCE_S

@@ -16,10 +16,10 @@ from safetensors.torch import save_file
 from services.common.families import read_spec
 from services.common.model_spec import ModelSpec
 from services.common.nn.weights import Checkpoint, load_weights
-from services.encoder.decode_pool import InProcessDecoder
 from services.encoder.models.qwen3_vl import VisionTower
 from services.encoder.preprocess import preprocess
 from tests.image_processor import write_image_processor
+from tests.in_process_decoder import InProcessDecoder
 from tests.tower import cpu_ops, pack_patches
 
 CONFIG = {

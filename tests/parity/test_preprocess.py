@@ -13,8 +13,8 @@ import tests.parity.torchvision_ops  # noqa: F401 - before transformers
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
 
 from services.common.families.resized_grid import ResizedGrid
-from services.encoder.decode_pool import InProcessDecoder
 from services.encoder.preprocess import preprocess, resize
+from tests.in_process_decoder import InProcessDecoder
 from tests.tower import pack_patches
 
 LIMITS = {

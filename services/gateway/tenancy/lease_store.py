@@ -13,18 +13,12 @@ that holds more than a fair part takes no more: so gateways that all have more t
 come to hold the same, which is what each has when Redis is lost.
 """
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from redis.asyncio import Redis
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
-from redis.exceptions import NoScriptError
-
-from services.common.security.redis_login import login
+from services.gateway.redis_script import RedisScript
 from services.gateway.tenancy.quota import KINDS, PIXELS
 
 KEY = "triptych:limits"
@@ -108,7 +102,6 @@ end
 if ARGV[2] == '1' then answer[#answer + 1] = redis.call('HGETALL', key) end
 return answer
 """
-_SHA = hashlib.sha1(_SCRIPT.encode(), usedforsecurity=False).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,18 +163,10 @@ class LeaseStore:
     ) -> None:
         self._gateway = gateway
         self._times = str(round(window_s * 1e3)), str(round(alive_s * 1e3))
-        url, options = login(url, password_file)
-        client: Any = Redis  # redis-py's types are partly unknown
         # Waiting for the answer is bounded by the caller.
-        self._redis = client.from_url(
-            url,
-            protocol=2,
-            retry=Retry(NoBackoff(), 0),
-            socket_connect_timeout=_CONNECT_TIMEOUT_S,
-            socket_timeout=None,
-            **options,
+        self._redis = RedisScript(
+            url, password_file, _SCRIPT, connect_timeout_s=_CONNECT_TIMEOUT_S, timeout_s=None
         )
-        self._sha = ""
 
     async def ask(self, asked: Sequence[Asked], *, all_tenants: bool = False) -> Answer:
         """Says what this gateway holds, and obtains what it may have.
@@ -193,7 +178,7 @@ class LeaseStore:
         for row in asked:
             numbers = (*row.limits, *row.held, *row.wanted, int(row.is_short))
             arguments += [row.tenant, " ".join(map(str, numbers))]
-        found: list[Any] = await self._run(KEY, *arguments)
+        found: list[Any] = await self._redis.run(KEY, *arguments)
         leases: list[list[int]] = []
         others: list[list[int]] = []
         for at in range(2, 2 + 2 * _KINDS * len(asked), 2 * _KINDS):
@@ -204,18 +189,7 @@ class LeaseStore:
 
     async def close(self) -> None:
         """Closes the connection."""
-        await self._redis.aclose()
-
-    async def _run(self, *arguments: str) -> Any:  # noqa: ANN401 - a reply
-        run = self._redis.execute_command
-        if self._sha:
-            try:
-                return await run("EVALSHA", self._sha, 1, *arguments)
-            except NoScriptError:  # a new server
-                pass
-        answer = await run("EVAL", _SCRIPT, 1, *arguments)
-        self._sha = _SHA
-        return answer
+        await self._redis.close()
 
     def _of_others(self, pairs: Sequence[bytes]) -> dict[str, list[int]]:
         """Sums over the other gateways; `pairs` are fields and values in turn."""

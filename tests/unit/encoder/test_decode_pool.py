@@ -15,7 +15,8 @@ from PIL import Image
 from services.common.errors import InvalidImage
 from services.common.images.image_header import ImageHeader, read_header
 from services.encoder.decode import worst_case_bytes
-from services.encoder.decode_pool import DecodePool, InProcessDecoder, MemoryBudget
+from services.encoder.decode_pool import DecodePool, MemoryBudget
+from tests.in_process_decoder import InProcessDecoder
 from tests.noise import PATIENCE_S
 
 MAX_PIXELS = 40_000_000

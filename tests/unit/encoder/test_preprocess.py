@@ -14,8 +14,8 @@ from services.common.families.resized_grid import ResizedGrid
 from services.common.geometry import Unit
 from services.common.images.image_header import read_header
 from services.encoder.decode import decode, to_rgb
-from services.encoder.decode_pool import InProcessDecoder
 from services.encoder.preprocess import preprocess
+from tests.in_process_decoder import InProcessDecoder
 
 GEOMETRY = ResizedGrid(0, 16, 2, 1024, 1 << 20)
 WHITE = (255, 255, 255)

@@ -1,0 +1,59 @@
+"""A Redis that is asked by one Lua script: what a gateway leases and keeps there.
+
+Failures are redis-py's, and the caller's to judge; nothing is tried a second time.
+"""
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+from redis.asyncio import Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import NoScriptError
+
+from services.common.security.redis_login import login
+
+
+class RedisScript:
+    """The script and the connections that it runs on.
+
+    Args:
+        url, password_file: of Redis, see `redis_login`.
+        text: of the script; it is given one key.
+        connect_timeout_s, timeout_s: of a connection, of an answer; None: the caller bounds it.
+    """
+
+    def __init__(
+        self, url: str, password_file: Path | None, text: str,
+        *, connect_timeout_s: float, timeout_s: float | None,
+    ) -> None:  # fmt: skip
+        url, options = login(url, password_file)
+        client: Any = Redis  # redis-py's types are partly unknown
+        self._redis = client.from_url(
+            url, protocol=2, retry=Retry(NoBackoff(), 0),
+            socket_connect_timeout=connect_timeout_s, socket_timeout=timeout_s, **options,
+        )  # fmt: skip
+        self._text = text
+        self._sha = hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
+        self._is_known = False
+
+    async def run(self, key: str, *arguments: object) -> Any:  # noqa: ANN401 - a reply
+        """The script's reply; by its hash once the server knows it.
+
+        Raises:
+            RedisError, OSError: there is none.
+        """
+        run = self._redis.execute_command
+        if self._is_known:
+            try:
+                return await run("EVALSHA", self._sha, 1, key, *arguments)
+            except NoScriptError:  # a new server
+                pass
+        answer = await run("EVAL", self._text, 1, key, *arguments)
+        self._is_known = True
+        return answer
+
+    async def close(self) -> None:
+        """Closes the connections."""
+        await self._redis.aclose()
