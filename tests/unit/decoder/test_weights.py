@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import struct
 import subprocess
 import sys
@@ -270,6 +271,9 @@ def test_dummy_weights_are_reproducible() -> None:
     assert models[0].layers[0].table.dtype == torch.float32
 
 
+# glibc gives back what was freed; else how much of it stays differs from run to run by 30 MiB.
+_EXACT_MEMORY = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "1048576"}
+
 _MEMORY_PROBE = """
 import sys, torch
 from torch import nn
@@ -315,7 +319,7 @@ def test_peak_memory_is_the_model_the_mapped_file_and_at_most_two_tensors(
     save(tmp_path, {f"{n}.{part}.weight": largest.clone() for n in range(6) for part in "ab"})
     done = subprocess.run(
         [sys.executable, "-c", _MEMORY_PROBE, str(tmp_path), dtype],
-        capture_output=True, text=True, check=True,
+        capture_output=True, text=True, check=True, env=_EXACT_MEMORY,
     )  # fmt: skip
     peak, size = map(int, done.stdout.split())
     assert size * 0.9 < peak <= size + 12 * largest.nbytes + 2 * largest.nbytes
@@ -327,11 +331,11 @@ def test_a_model_that_is_quantized_while_it_is_read_has_no_second_copy(tmp_path:
     save(tmp_path, {f"{n}.{part}.weight": largest.clone() for n in range(6) for part in "ab"})
     done = subprocess.run(
         [sys.executable, "-c", _MEMORY_PROBE, str(tmp_path), "fp8 float32"],
-        capture_output=True, text=True, check=True,
+        capture_output=True, text=True, check=True, env=_EXACT_MEMORY,
     )  # fmt: skip
     peak, size = map(int, done.stdout.split())
     assert size < 49 << 20
-    assert size * 0.9 < peak <= size + 12 * largest.nbytes + 5 * (16 << 20)
+    assert size * 0.9 < peak <= size + 12 * largest.nbytes + 4 * (16 << 20)
 
 
 def test_loaded_bytes_are_the_files(tmp_path: Path) -> None:
@@ -389,7 +393,7 @@ def test_peak_memory_of_experts_is_the_model_the_mapped_file_and_one_of_them(
     save(tmp_path, made)
     done = subprocess.run(
         [sys.executable, "-c", _EXPERTS_PROBE, str(tmp_path), dtype],
-        capture_output=True, text=True, check=True,
+        capture_output=True, text=True, check=True, env=_EXACT_MEMORY,
     )  # fmt: skip
     peak, size = map(int, done.stdout.split())
     mapped = (tmp_path / "model.safetensors").stat().st_size
