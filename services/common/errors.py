@@ -4,6 +4,7 @@
     ├── InvalidRequest                 400  the caller's fault; `param` names the field
     │   ├── ContextLengthExceeded      400
     │   ├── InvalidImage               400
+    │   ├── InvalidVideo               400
     │   ├── InvalidGrammar             400
     │   ├── ModelNotFound              404
     │   └── NotFound                   404  what an earlier request made, or another tenant's did
@@ -15,6 +16,7 @@
     ├── InternalError                  500
     ├── EmbeddingUnavailable           503  one encoder did not deliver an embedding
     ├── WrongImageKey                  503  one encoder has another key for the image
+    ├── VideoNotHeld                   503  one encoder no longer has the file: send it again
     ├── Unavailable                    503  no healthy service is left
     │   ├── Overloaded                 503  full or draining; `retry_after_s` says when to come back
     │   └── ProcessLost                503  the process that had the work died, perhaps of it
@@ -81,6 +83,12 @@ class InvalidImage(InvalidRequest):
     """Bytes that are not an image of an allowed format and size."""
 
     code = "invalid_image"
+
+
+class InvalidVideo(InvalidRequest):
+    """Bytes that are not a video of an allowed container and size, or cannot be decoded."""
+
+    code = "invalid_video"
 
 
 class InvalidGrammar(InvalidRequest):
@@ -171,6 +179,14 @@ class WrongImageKey(TriptychError):
     http_status = 503
     grpc_status = "INVALID_ARGUMENT"
     retryable = True
+
+
+class VideoNotHeld(TriptychError):
+    """The encoder does not keep the file that a digest names, or no longer: its caller sends it."""
+
+    code = "video_not_held"
+    http_status = 503
+    grpc_status = "FAILED_PRECONDITION"
 
 
 class Unavailable(TriptychError):

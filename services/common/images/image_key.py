@@ -12,13 +12,16 @@ from collections.abc import Iterable
 
 from blake3 import blake3
 
-from services.common.geometry import Unit
+from services.common.geometry import Grid, Unit
 
 KEY_BYTES = 32
 # Of a salt, as each service takes it: of image keys here, of prefixes in the decoder.
 MAX_SALT_BYTES = 256
 _PREFIX_DOMAIN = b"triptych/prefix/v1"
 _IMAGE_DOMAIN = b"triptych/v1"
+# Bump when the decode of videos, their conversion to RGB or their frames' digests change.
+_FRAMES_DOMAIN = b"triptych/frames/v1"
+FRAME_DIGEST_BYTES = 16  # as ProbeResponse's
 
 # Bump when decode, orientation, alpha, resize or normalization changes its output.
 PREPROCESSING_VERSION = b"exif-transpose/alpha-on-white/bicubic-aa-u8/1"
@@ -53,6 +56,29 @@ def image_key(prefix: bytes, image: bytes, *, unit: Unit, salt: bytes) -> bytes:
         32 bytes.
     """
     return _digest(_IMAGE_DOMAIN, (prefix, b"%d,%d,%d" % unit.grid, salt, image))
+
+
+def frames_key(prefix: bytes, first: bytes, second: bytes, *, grid: Grid, salt: bytes) -> bytes:
+    """The key of a pair of frames. Neither its file nor its place in it is covered: a longer cut of
+    a video shares what is equal.
+
+    Args:
+        prefix: the encoder's `key_prefix`.
+        first: digest of the frame, as Probe says, or of the image that it is; they differ in
+            length.
+        second: as `first`.
+        grid: of the unit.
+        salt: the tenant's, as of images.
+
+    Returns:
+        32 bytes.
+    """
+    return _digest(_FRAMES_DOMAIN, (prefix, b"%d,%d,%d" % grid, salt, first, second))
+
+
+def still_digest(image: bytes) -> bytes:
+    """Of an encoded image that is a frame: 32 bytes."""
+    return blake3(image).digest(KEY_BYTES)
 
 
 def _digest(domain: bytes, fields: Iterable[bytes]) -> bytes:

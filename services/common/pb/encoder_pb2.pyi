@@ -51,21 +51,63 @@ class Grid(_message.Message):
     w: int
     def __init__(self, t: _Optional[int] = ..., h: _Optional[int] = ..., w: _Optional[int] = ...) -> None: ...
 
+class ProbeRequest(_message.Message):
+    __slots__ = ("video", "video_digest")
+    VIDEO_FIELD_NUMBER: _ClassVar[int]
+    VIDEO_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    video: bytes
+    video_digest: bytes
+    def __init__(self, video: _Optional[bytes] = ..., video_digest: _Optional[bytes] = ...) -> None: ...
+
+class ProbeResponse(_message.Message):
+    __slots__ = ("video_digest", "num_frames", "rate", "height", "width", "duration_s", "codec", "frame_digests")
+    VIDEO_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    NUM_FRAMES_FIELD_NUMBER: _ClassVar[int]
+    RATE_FIELD_NUMBER: _ClassVar[int]
+    HEIGHT_FIELD_NUMBER: _ClassVar[int]
+    WIDTH_FIELD_NUMBER: _ClassVar[int]
+    DURATION_S_FIELD_NUMBER: _ClassVar[int]
+    CODEC_FIELD_NUMBER: _ClassVar[int]
+    FRAME_DIGESTS_FIELD_NUMBER: _ClassVar[int]
+    video_digest: bytes
+    num_frames: int
+    rate: float
+    height: int
+    width: int
+    duration_s: float
+    codec: str
+    frame_digests: bytes
+    def __init__(self, video_digest: _Optional[bytes] = ..., num_frames: _Optional[int] = ..., rate: _Optional[float] = ..., height: _Optional[int] = ..., width: _Optional[int] = ..., duration_s: _Optional[float] = ..., codec: _Optional[str] = ..., frame_digests: _Optional[bytes] = ...) -> None: ...
+
+class FramePair(_message.Message):
+    __slots__ = ("first", "second")
+    FIRST_FIELD_NUMBER: _ClassVar[int]
+    SECOND_FIELD_NUMBER: _ClassVar[int]
+    first: int
+    second: int
+    def __init__(self, first: _Optional[int] = ..., second: _Optional[int] = ...) -> None: ...
+
 class EncodeRequest(_message.Message):
-    __slots__ = ("image_key", "image", "grid", "cache_salt", "tenant", "tenant_weight")
+    __slots__ = ("image_key", "image", "grid", "cache_salt", "tenant", "tenant_weight", "frames", "video_digest", "second_image")
     IMAGE_KEY_FIELD_NUMBER: _ClassVar[int]
     IMAGE_FIELD_NUMBER: _ClassVar[int]
     GRID_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
     TENANT_WEIGHT_FIELD_NUMBER: _ClassVar[int]
+    FRAMES_FIELD_NUMBER: _ClassVar[int]
+    VIDEO_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    SECOND_IMAGE_FIELD_NUMBER: _ClassVar[int]
     image_key: bytes
     image: bytes
     grid: Grid
     cache_salt: bytes
     tenant: str
     tenant_weight: float
-    def __init__(self, image_key: _Optional[bytes] = ..., image: _Optional[bytes] = ..., grid: _Optional[_Union[Grid, _Mapping]] = ..., cache_salt: _Optional[bytes] = ..., tenant: _Optional[str] = ..., tenant_weight: _Optional[float] = ...) -> None: ...
+    frames: FramePair
+    video_digest: bytes
+    second_image: bytes
+    def __init__(self, image_key: _Optional[bytes] = ..., image: _Optional[bytes] = ..., grid: _Optional[_Union[Grid, _Mapping]] = ..., cache_salt: _Optional[bytes] = ..., tenant: _Optional[str] = ..., tenant_weight: _Optional[float] = ..., frames: _Optional[_Union[FramePair, _Mapping]] = ..., video_digest: _Optional[bytes] = ..., second_image: _Optional[bytes] = ...) -> None: ...
 
 class EncodeResponse(_message.Message):
     __slots__ = ("source", "num_tokens", "lookup_s", "queue_s", "preprocess_s", "forward_s")

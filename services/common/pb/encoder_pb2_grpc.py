@@ -39,6 +39,11 @@ class EncoderStub:
                 request_serializer=services_dot_common_dot_pb_dot_encoder__pb2.DescribeEncoderRequest.SerializeToString,
                 response_deserializer=services_dot_common_dot_pb_dot_encoder__pb2.DescribeEncoderResponse.FromString,
                 _registered_method=True)
+        self.Probe = channel.unary_unary(
+                '/triptych.v1.Encoder/Probe',
+                request_serializer=services_dot_common_dot_pb_dot_encoder__pb2.ProbeRequest.SerializeToString,
+                response_deserializer=services_dot_common_dot_pb_dot_encoder__pb2.ProbeResponse.FromString,
+                _registered_method=True)
         self.Encode = channel.unary_unary(
                 '/triptych.v1.Encoder/Encode',
                 request_serializer=services_dot_common_dot_pb_dot_encoder__pb2.EncodeRequest.SerializeToString,
@@ -61,8 +66,17 @@ class EncoderServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Probe(self, request, context):
+        """Reads a video's container, without decoding it, and keeps the file for a while, so that Encode can
+        name it. A file that is held costs a lookup.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Encode(self, request, context):
-        """Makes the embedding of one image available for Fetch and returns when it is. Idempotent: equal
+        """Makes the embedding of one unit, an image or a pair of frames, available for Fetch and returns
+        when it is. Idempotent: equal
         keys are computed once, however many callers ask, and a key already stored costs a lookup.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -89,6 +103,11 @@ def add_EncoderServicer_to_server(servicer, server):
                     servicer.Describe,
                     request_deserializer=services_dot_common_dot_pb_dot_encoder__pb2.DescribeEncoderRequest.FromString,
                     response_serializer=services_dot_common_dot_pb_dot_encoder__pb2.DescribeEncoderResponse.SerializeToString,
+            ),
+            'Probe': grpc.unary_unary_rpc_method_handler(
+                    servicer.Probe,
+                    request_deserializer=services_dot_common_dot_pb_dot_encoder__pb2.ProbeRequest.FromString,
+                    response_serializer=services_dot_common_dot_pb_dot_encoder__pb2.ProbeResponse.SerializeToString,
             ),
             'Encode': grpc.unary_unary_rpc_method_handler(
                     servicer.Encode,
@@ -128,6 +147,33 @@ class Encoder:
             '/triptych.v1.Encoder/Describe',
             services_dot_common_dot_pb_dot_encoder__pb2.DescribeEncoderRequest.SerializeToString,
             services_dot_common_dot_pb_dot_encoder__pb2.DescribeEncoderResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Probe(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/triptych.v1.Encoder/Probe',
+            services_dot_common_dot_pb_dot_encoder__pb2.ProbeRequest.SerializeToString,
+            services_dot_common_dot_pb_dot_encoder__pb2.ProbeResponse.FromString,
             options,
             channel_credentials,
             insecure,
