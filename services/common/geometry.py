@@ -1,9 +1,10 @@
-"""What of an image is encoded, and where it stands in a prompt: known from its size alone.
+"""What of an image or a video is encoded, and where it stands in a prompt: known from its size, and
+for a video from the number and the rate of its frames, alone.
 
-A unit is what is encoded at once, cached by one key and placed as one run of tokens: here a still
-image; a pair of frames of a video or a tile of an image would be others. The gateway places units
-in prompts and the encoder makes their pixels, both by the `Geometry` of the model's spec, so that
-they cannot differ. The decoder knows runs of embeddings, and nothing of pixels.
+A unit is what is encoded at once, cached by one key and placed as one run of tokens: a still image,
+or a pair of frames of a video (`frame_pairs`). The gateway places units in prompts and the encoder
+makes their pixels, both by the `Geometry` of the model's spec, so that they cannot differ. The
+decoder knows runs of embeddings, and nothing of pixels.
 """
 
 import math
@@ -21,9 +22,14 @@ Int32s = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """With the file it decides the pixels, so image keys cover all of it."""
+    """With the file it decides the pixels, so image keys cover all of it.
+
+    Attributes:
+        frames: of a video's unit: indices of its two frames; None: of a still image.
+    """
 
     grid: Grid
+    frames: tuple[int, int] | None = None
 
     @property
     def num_patches(self) -> int:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal, cast
 
+from services.common.frame_pairs import FramePairs
 from services.common.geometry import Geometry
 
 
@@ -230,10 +231,17 @@ class TowerSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VisionSpec:
-    """How a model sees images."""
+    """How a model sees images and videos.
+
+    Attributes:
+        video: None: videos are not served.
+        no_video: why not.
+    """
 
     tower: TowerSpec
     geometry: Geometry
+    video: FramePairs | None = None
+    no_video: str = "the checkpoint has no video processor"
 
 
 WeightFormat = Literal["fp8_block", "fp8_channel", "int8", "w4a16", "w8a16", "nvfp4", "mxfp4"]

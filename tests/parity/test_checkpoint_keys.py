@@ -12,8 +12,15 @@ import tests.parity.torchvision_ops  # noqa: F401 - before transformers
 
 # isort: split
 import transformers
+from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
 
-from services.common.families import FAMILIES, generation, image_processor, read_spec
+from services.common.families import (
+    FAMILIES,
+    generation,
+    image_processor,
+    read_spec,
+    video_processor,
+)
 from services.common.families.keys import READ, WITHOUT_EFFECT, is_known, unknown_keys
 from services.common.model_spec import UnsupportedOption
 from tests.tiny_tokenizer import write_text_model_directory
@@ -64,6 +71,12 @@ def test_no_key_of_a_generation_config_is_unknown():
     assert not [key for key in found if not is_known("generation_config.json", key)]
 
 
+def test_no_key_of_a_video_processor_is_unknown():
+    found = Qwen3VLVideoProcessor(size={"shortest_edge": 1, "longest_edge": 2}).to_dict()
+    found |= Qwen3VLVideoProcessor.valid_kwargs.__annotations__
+    assert not [key for key in found if not is_known("video_preprocessor_config.json", key)]
+
+
 @pytest.mark.parametrize("files", ["demo", "qwen3-vl-2b", "qwen3.5"])
 def test_no_key_of_published_tokenizers_and_processors_is_unknown(files, tmp_path):
     """As in the published files of that name, keys alone."""
@@ -103,12 +116,15 @@ def test_a_key_on_no_list_is_named(tmp_path):
     config["vision_config"]["window_size"] = 112
     directory = write(
         tmp_path, config, generation_config={"contrast": 1},
-        processor_config={"image_processor": PROCESSOR | {"sharpen": True}},
+        processor_config={
+            "image_processor": PROCESSOR | {"sharpen": True}, "video_processor": {"blur": 1},
+        },
     )  # fmt: skip
     assert unknown_keys(directory) == [
         "config.json: new_norm", "config.json: text_config: logit_scale",
         "config.json: vision_config: window_size", "generation_config.json: contrast",
         "processor_config.json: image_processor: sharpen",
+        "processor_config.json: video_processor: blur",
     ]  # fmt: skip
 
 
@@ -143,7 +159,7 @@ class Recorded(dict[str, Any]):
 def test_what_the_families_ask_for_is_on_the_lists_of_what_is_read(tmp_path, monkeypatch):
     asked: dict[str, set[str]] = {}
     families = sys.modules["services.common.families"]
-    for module in (families, generation, image_processor):
+    for module in (families, generation, image_processor, video_processor):
         original = module.read_json
         monkeypatch.setattr(
             module, "read_json",
@@ -158,7 +174,9 @@ def test_what_the_families_ask_for_is_on_the_lists_of_what_is_read(tmp_path, mon
                 "patch_size": config.get("vision_config", PROCESSOR)["patch_size"]
             }
             try:
-                read_spec(write(tmp_path, config, preprocessor_config=processor))
+                videos = {"size": PROCESSOR["size"], "patch_size": processor["patch_size"]}
+                files = {"video_preprocessor_config": videos, "preprocessor_config": processor}
+                read_spec(write(tmp_path, config, **files))
             except UnsupportedOption as refused:
                 assert "rope" in str(refused) or "sliding" in str(refused), architecture
     nested = {"tokenizer.json", "special_tokens_map.json"}

@@ -27,7 +27,7 @@ _DEFAULTS: dict[str, Any] = {
     "temporal_patch_size": 2,
 }
 _NULL_IS_ABSENT = ("size", "min_pixels", "max_pixels", "image_processor_type")
-_FILTERS: dict[object, Literal["bilinear", "bicubic"]] = {2: "bilinear", 3: "bicubic"}
+FILTERS: dict[object, Literal["bilinear", "bicubic"]] = {2: "bilinear", 3: "bicubic"}
 # Mean and deviation of pixels of 0 to 255 that nearly all checkpoints have, but for rounding.
 _CENTRE = 127.5
 
@@ -47,16 +47,16 @@ def read_vision_spec(directory: Path, tower: TowerSpec, image_token_id: int) -> 
             ("image_processor_type", _TYPES),
             ("do_resize", (True,)),
             ("do_convert_rgb", (True,)),
-            ("resample", tuple(_FILTERS)),
+            ("resample", tuple(FILTERS)),
             ("patch_size", (tower.patch_size,)),
             ("merge_size", (tower.spatial_merge_size,)),
             ("temporal_patch_size", (tower.temporal_patch_size,)),
             ("do_rescale", (True, False)),
             ("do_normalize", (True, False)),
         ):
-            _check(option, options[option], served, is_given=option in present)
-        mean, std = _normalization(options, tower.in_channels)
-        min_pixels, max_pixels = _pixels(options)
+            check_option(option, options[option], served, is_given=option in present)
+        mean, std = normalization(options, tower.in_channels)
+        min_pixels, max_pixels = pixel_limits(options)
     except UnsupportedOption as error:
         raise UnsupportedOption(str(error), name) from None
     geometry = ResizedGrid(
@@ -65,7 +65,7 @@ def read_vision_spec(directory: Path, tower: TowerSpec, image_token_id: int) -> 
         merge_size=tower.spatial_merge_size,
         min_pixels=min_pixels,
         max_pixels=max_pixels,
-        resample=_FILTERS[options["resample"]],
+        resample=FILTERS[options["resample"]],
     )
     return VisionSpec(tower=replace(tower, pixel_mean=mean, pixel_std=std), geometry=geometry)
 
@@ -83,7 +83,8 @@ def _read(directory: Path) -> tuple[str, Mapping[str, Any]]:
     return path.name, read_json(path)
 
 
-def _check(option: str, value: object, served: tuple[object, ...], *, is_given: bool) -> None:
+def check_option(option: str, value: object, served: tuple[object, ...], *, is_given: bool) -> None:
+    """Raises UnsupportedOption: the value is not among those that are served."""
     if not any(value == each and type(value) is type(each) for each in served):
         default = "" if is_given else " (the default of an absent field)"
         raise UnsupportedOption(
@@ -92,7 +93,7 @@ def _check(option: str, value: object, served: tuple[object, ...], *, is_given: 
         )
 
 
-def _normalization(
+def normalization(
     options: Mapping[str, Any], num_channels: int
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Mean and standard deviation of pixels of 0 to 255, by channel or of all."""
@@ -125,7 +126,7 @@ def _numbers(option: str, options: Mapping[str, Any], count: int) -> tuple[float
     return values
 
 
-def _pixels(options: Mapping[str, Any]) -> tuple[int, int]:
+def pixel_limits(options: Mapping[str, Any]) -> tuple[int, int]:
     """`min_pixels` and `max_pixels` replace what `size` says."""
     size = options["size"]
     if not isinstance(size, dict):

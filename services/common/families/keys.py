@@ -38,7 +38,8 @@ READ: dict[str, frozenset[str]] = {
         num_local_experts original_max_position_embeddings output_gate_type
         partial_rotary_factor quantization_config rms_norm_eps rope_parameters
         rope_scaling rope_theta shared_expert_intermediate_size sliding_window
-        text_config tie_word_embeddings use_sliding_window vision_config vocab_size
+        text_config tie_word_embeddings use_sliding_window video_token_id vision_config
+        vision_end_token_id vision_start_token_id vocab_size
         """
     ),
     "config.json: vision_config": _words(
@@ -73,7 +74,15 @@ READ: dict[str, frozenset[str]] = {
         size temporal_patch_size
         """
     ),
-    "processor_config.json": frozenset(("image_processor",)),
+    "video_preprocessor_config.json": _words(
+        """
+        cap_pixels_per_frame do_convert_rgb do_normalize do_rescale do_resize
+        do_sample_frames fps image_mean image_std max_frames max_pixels max_video_tokens
+        merge_size min_frames min_pixels num_frames patch_size resample rescale_factor size
+        temporal_patch_size video_processor_type
+        """
+    ),
+    "processor_config.json": frozenset(("image_processor", "video_processor")),
 }
 
 _REASONS: dict[str, dict[str, str]] = {
@@ -87,9 +96,7 @@ _REASONS: dict[str, dict[str, str]] = {
                 problem_type return_dict torchscript use_cache""",
         _MEMORY: "attn_implementation _attn_implementation use_flash_attn",
         "`--dtype` decides": "dtype torch_dtype",
-        "the chat template writes them, and nothing is padded": """bos_token_id pad_token_id
-                vision_end_token_id vision_start_token_id""",
-        "videos are not served": "video_token_id",
+        "the chat template writes them, and nothing is padded": "bos_token_id pad_token_id",
         "always interleaved": "mrope_interleaved",
         _SPECULATION: "mtp_num_hidden_layers mtp_use_dedicated_embeddings num_nextn_predict_layers",
     },
@@ -136,16 +143,24 @@ _REASONS: dict[str, dict[str, str]] = {
                 feature_extractor_type image_seq_length pad_size""",
         _RETURNED: "data_format device disable_grouping input_data_format return_tensors",
     },
-    "processor_config.json": {
+    "video_preprocessor_config.json": {
         _NAMES: "auto_map processor_class",
-        "videos are not served": "video_processor",
+        "the processor has no such option": """crop_size default_to_square do_center_crop do_pad
+                image_processor_type max_duration max_image_size pad_size""",
+        _RETURNED: """data_format device input_data_format return_metadata return_tensors
+                video_metadata""",
     },
+    "processor_config.json": {_NAMES: "auto_map processor_class"},
 }
 WITHOUT_EFFECT: dict[str, dict[str, str]] = {
     file: {key: reason for reason, keys in reasons.items() for key in keys.split()}
     for file, reasons in _REASONS.items()
 }
 # Sections that are nested in another file's.
+_PROCESSORS = {
+    "image_processor": "preprocessor_config.json",
+    "video_processor": "video_preprocessor_config.json",
+}
 _SECTIONS = {"text_config": "config.json", "vision_config": "config.json: vision_config"}
 
 
@@ -172,10 +187,9 @@ def _keys(directory: Path) -> Iterator[tuple[str, str, str]]:
             continue
         sections: list[tuple[str, str, Mapping[str, Any]]] = [(file, file, read_json(path))]
         if file == "processor_config.json":
-            nested = sections[0][2].get("image_processor")
-            if isinstance(nested, dict):
-                options = cast("dict[str, Any]", nested)
-                sections.append((f"{file}: image_processor", "preprocessor_config.json", options))
+            for name, table in _PROCESSORS.items():
+                if isinstance(nested := sections[0][2].get(name), dict):
+                    sections.append((f"{file}: {name}", table, cast("dict[str, Any]", nested)))
         if file == "config.json":
             for name, table in _SECTIONS.items():
                 if isinstance(nested := sections[0][2].get(name), dict):

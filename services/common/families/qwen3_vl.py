@@ -12,6 +12,7 @@ from services.common.families.dense import (
     text_checkpoint,
 )
 from services.common.families.image_processor import read_vision_spec
+from services.common.families.video_processor import with_video
 from services.common.model_spec import (
     ModelSpec,
     MoESpec,
@@ -110,4 +111,6 @@ def read_vision(
         out_hidden_size=vision["out_hidden_size"],
         deepstack_indexes=tuple(deepstack_indexes),
     )
-    return read_vision_spec(directory, tower, config["image_token_id"])
+    return with_video(
+        read_vision_spec(directory, tower, config["image_token_id"]), directory, config
+    )

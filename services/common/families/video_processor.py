@@ -1,0 +1,126 @@
+"""The video processor's options, with the precedence and the defaults of transformers'
+`Qwen3VLVideoProcessor`. Each is obeyed, or videos are refused by its name, and images alone served.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+from services.common.families.image_processor import (
+    FILTERS,
+    check_option,
+    normalization,
+    pixel_limits,
+)
+from services.common.frame_pairs import FramePairs
+from services.common.model_spec import ModelSpecError, UnsupportedOption, VisionSpec, read_json
+
+_DEFAULTS: dict[str, Any] = {
+    "video_processor_type": "Qwen3VLVideoProcessor",
+    "do_resize": True,
+    "do_convert_rgb": True,
+    "do_sample_frames": True,
+    "resample": 3,
+    "size": {"shortest_edge": 128 * 32 * 32, "longest_edge": 32 * 32 * 768},
+    "do_rescale": True,
+    "rescale_factor": 1 / 255,
+    "do_normalize": True,
+    "image_mean": [0.5, 0.5, 0.5],
+    "image_std": [0.5, 0.5, 0.5],
+    "patch_size": 16,
+    "merge_size": 2,
+    "temporal_patch_size": 2,
+    "fps": 2,
+    "num_frames": None,
+    "min_frames": 4,
+    "max_frames": 768,
+    "cap_pixels_per_frame": None,
+    "max_video_tokens": 768,
+    "min_pixels": None,
+    "max_pixels": None,
+}
+_TOKENS = ("video_token_id", "vision_start_token_id", "vision_end_token_id")
+
+
+def with_video(vision: VisionSpec, directory: Path, config: Mapping[str, Any]) -> VisionSpec:
+    """With how the directory's video processor divides videos, or why they are not served."""
+    try:
+        options = _read(directory)
+        if options is None:
+            return vision
+        return replace(vision, video=_frame_pairs(vision, options, config))
+    except ModelSpecError as error:
+        return replace(vision, no_video=f"the checkpoint's video processor: {error}")
+
+
+def _read(directory: Path) -> Mapping[str, Any] | None:
+    """processor_config.json's `video_processor` comes first."""
+    nested_in = directory / "processor_config.json"
+    if nested_in.exists():
+        nested = read_json(nested_in).get("video_processor")
+        if isinstance(nested, dict):
+            return cast("dict[str, Any]", nested)
+    path = directory / "video_preprocessor_config.json"
+    return read_json(path) if path.exists() else None
+
+
+def _frame_pairs(
+    vision: VisionSpec, given: Mapping[str, Any], config: Mapping[str, Any]
+) -> FramePairs:
+    options, tower = _DEFAULTS | dict(given), vision.tower
+    for option, served in (
+        ("video_processor_type", ("Qwen3VLVideoProcessor",)),
+        ("do_resize", (True,)),
+        ("do_convert_rgb", (True,)),
+        ("do_sample_frames", (True,)),
+        ("resample", tuple(FILTERS)),
+        ("patch_size", (tower.patch_size,)),
+        ("merge_size", (tower.spatial_merge_size,)),
+        ("temporal_patch_size", (tower.temporal_patch_size,)),
+        ("do_rescale", (True, False)),
+        ("do_normalize", (True, False)),
+        ("cap_pixels_per_frame", (None, True, False)),
+        ("min_pixels", (None,)),
+        ("max_pixels", (None,)),
+    ):
+        check_option(option, options[option], served, is_given=option in given)
+    if tower.temporal_patch_size != 2:
+        raise UnsupportedOption("temporal_patch_size is not 2")
+    if normalization(options, tower.in_channels) != (tower.pixel_mean, tower.pixel_std):
+        raise UnsupportedOption("frames are normalized in another way than images")
+    if missing := [name for name in _TOKENS if not isinstance(config.get(name), int)]:
+        raise UnsupportedOption(f"config.json has no {missing[0]}")
+    limits = ("min_pixels", "max_pixels")  # transformers reads `size` alone
+    size = {key: value for key, value in options.items() if key not in limits}
+    min_pixels, max_pixels = pixel_limits(size)
+    fps = options["fps"]
+    if fps is not None and not (type(fps) in (int, float) and 0 < fps < math.inf):
+        raise UnsupportedOption(f"fps {fps!r} is not a positive number")
+    num_frames = None if options["num_frames"] is None else _count("num_frames", options)
+    if fps is not None and num_frames is not None:
+        raise UnsupportedOption("fps and num_frames exclude each other")
+    return FramePairs(
+        video_token_id=config["video_token_id"],
+        start_token_id=config["vision_start_token_id"],
+        end_token_id=config["vision_end_token_id"],
+        patch_size=tower.patch_size,
+        merge_size=tower.spatial_merge_size,
+        min_pixels=min_pixels,
+        max_pixels=max_pixels,
+        fps=fps,
+        num_frames=num_frames,
+        min_frames=_count("min_frames", options),
+        max_frames=_count("max_frames", options),
+        max_frame_tokens=_count("max_video_tokens", options),
+        cap_pixels_per_frame=bool(options["cap_pixels_per_frame"]),
+        resample=FILTERS[options["resample"]],
+    )
+
+
+def _count(option: str, options: Mapping[str, Any]) -> int:
+    value = options[option]
+    if type(value) is not int or value < 1:
+        raise UnsupportedOption(f"{option} {value!r} is not a positive integer")
+    return value

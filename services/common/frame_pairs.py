@@ -1,0 +1,208 @@
+"""Which frames of a video Qwen3-VL and Qwen3.5 see, at what size, and when each is.
+
+The formulas are those of transformers' `Qwen3VLVideoProcessor` and `Qwen3VLProcessor` (5.17), with
+their rounding: counts are truncated, indices and sizes rounded half to even. A video is a list of
+images to the model: each pair of sampled frames is a unit, with its time as text before it.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from services.common.errors import InvalidImage, InvalidRequest
+from services.common.geometry import Int32s, Size, Unit
+
+_MAX_ASPECT_RATIO = 200
+_UNKNOWN_RATE = 24.0  # frames per second of a video that does not say
+
+
+@dataclass(frozen=True, slots=True)
+class Clip:
+    """What is known of a video before it is decoded.
+
+    Attributes:
+        num_frames: that can be decoded.
+        rate: frames per second on average; 0: unknown.
+        size: of an upright frame.
+    """
+
+    num_frames: int
+    rate: float
+    size: Size
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """What a request says of a video; None: as the model's video processor does.
+
+    Attributes:
+        fps: frames to sample per second; not with `num_frames`.
+        num_frames: frames to sample of the whole video.
+        max_frames: the most that `fps` samples.
+        cap_pixels_per_frame: a short video's frames are no larger than a long one's.
+    """
+
+    fps: float | None = None
+    num_frames: int | None = None
+    max_frames: int | None = None
+    cap_pixels_per_frame: bool | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FramePairs:
+    """The video processor of a checkpoint.
+
+    Attributes:
+        video_token_id: the chat template writes it once per video; it also stands for each of a
+            unit's tokens.
+        start_token_id, end_token_id: before and behind a unit's tokens.
+        min_pixels, max_pixels: of all frames of a video together, resized.
+        fps: frames to sample per second; None: all.
+        num_frames: to sample of each video, if `fps` is None.
+        min_frames, max_frames: of what `fps` samples.
+        max_frame_tokens: of a frame where its pixels are capped.
+    """
+
+    video_token_id: int
+    start_token_id: int
+    end_token_id: int
+    patch_size: int
+    merge_size: int
+    min_pixels: int
+    max_pixels: int
+    fps: float | None = 2.0
+    num_frames: int | None = None
+    min_frames: int = 4
+    max_frames: int = 768
+    max_frame_tokens: int = 768
+    cap_pixels_per_frame: bool = False
+    resample: Literal["bilinear", "bicubic"] = "bicubic"
+
+    @property
+    def _token_size(self) -> int:
+        """Pixels per token side."""
+        return self.patch_size * self.merge_size
+
+    def indices(self, num_frames: int, rate: float, wanted: Sampling) -> tuple[int, ...]:
+        """The frames that are sampled, in order; some may come twice.
+
+        Args:
+            num_frames: of the video, at least 1.
+            rate: as `Clip.rate`.
+            wanted: of the request.
+        """
+        fps, count = wanted.fps, wanted.num_frames
+        if fps is None and count is None:
+            fps, count = self.fps, self.num_frames
+        most = wanted.max_frames or self.max_frames
+        if count is None and fps is None:
+            count = min(max(num_frames, self.min_frames), most)
+        elif count is None:
+            count = int(num_frames / (rate or _UNKNOWN_RATE) * (fps or 0.0))
+            count = min(max(count, self.min_frames), most, num_frames)
+        places = np.linspace(0, num_frames - 1, count).round().astype(int)
+        return tuple(places.tolist())
+
+    def resized(self, num_sampled: int, size: Size, cap: bool | None = None) -> Size:
+        """The size of each frame as the tower sees it: `smart_resize` of the video processor.
+
+        Args:
+            num_sampled: frames, at least 2.
+            size: of an upright frame.
+            cap: as `Sampling.cap_pixels_per_frame`.
+
+        Raises:
+            InvalidImage: there is one frame alone, or one side is over 200 times the other.
+        """
+        if num_sampled < 2:
+            raise InvalidImage("a video needs two frames or more: send one as an image")
+        height, width = size
+        side = self._token_size
+        if height < side or width < side:
+            scale = max(side / height, side / width)
+            height, width = int(height * scale), int(width * scale)
+        if max(height, width) / min(height, width) > _MAX_ASPECT_RATIO:
+            raise InvalidImage(
+                f"the video's aspect ratio is over {_MAX_ASPECT_RATIO}: {size[0]}x{size[1]}"
+            )
+        limit = self._max_pixels(num_sampled, cap)
+        new_height, new_width = round(height / side) * side, round(width / side) * side
+        area = round(num_sampled / 2) * 2 * new_height * new_width  # 5 frames count as 4
+        if area > limit:
+            shrink = math.sqrt(num_sampled * height * width / limit)
+            new_height = max(side, math.floor(height / shrink / side) * side)
+            new_width = max(side, math.floor(width / shrink / side) * side)
+        elif area < self.min_pixels:
+            grow = math.sqrt(self.min_pixels / (num_sampled * height * width))
+            new_height = math.ceil(height * grow / side) * side
+            new_width = math.ceil(width * grow / side) * side
+        return new_height, new_width
+
+    def _max_pixels(self, num_sampled: int, cap: bool | None) -> int:
+        if not (self.cap_pixels_per_frame if cap is None else cap):
+            return self.max_pixels
+        most = self.max_frame_tokens * self._token_size**2
+        share = min(most, self.max_pixels // num_sampled)
+        return max(share, int(self.min_pixels * 1.05)) * num_sampled
+
+    def units(self, indices: Sequence[int], size: Size, cap: bool | None = None) -> list[Unit]:
+        """Pairs of the sampled frames; an odd last one is paired with itself.
+
+        Raises:
+            InvalidImage: as `resized`.
+        """
+        height, width = self.resized(len(indices), size, cap)
+        grid = (1, height // self.patch_size, width // self.patch_size)
+        return [Unit(grid, pair) for pair in _pairs(indices)]
+
+    def times(self, indices: Sequence[int], rate: float) -> list[float]:
+        """Seconds from the beginning, of each unit: the middle of its two frames' times."""
+        per_second = rate or _UNKNOWN_RATE
+        return [(first / per_second + last / per_second) / 2 for first, last in _pairs(indices)]
+
+    def placeholders(
+        self, units: Sequence[Unit], texts: Sequence[Sequence[int]]
+    ) -> tuple[Int32s, Sequence[int]]:
+        """The tokens that take the place of a video's `video_token_id`, and the offset of each
+        unit's run among them.
+
+        Args:
+            units: of the video.
+            texts: token ids of each unit's `time_text`.
+        """
+        ids: list[int] = []
+        offsets: list[int] = []
+        for unit, text in zip(units, texts, strict=True):
+            ids += (*text, self.start_token_id)
+            offsets.append(len(ids))
+            ids += [self.video_token_id] * self.num_tokens(unit)
+            ids.append(self.end_token_id)
+        return np.array(ids, np.int32), offsets
+
+    def check_pair(self, unit: Unit) -> None:
+        """Raises InvalidRequest if no video has such a unit."""
+        time, *sides = unit.grid
+        if time != 1 or not all(side and side % self.merge_size == 0 for side in sides):
+            raise InvalidRequest(f"no video has a grid of {time}x{sides[0]}x{sides[1]} patches")
+
+    def num_tokens(self, unit: Unit) -> int:
+        """The tokens of a unit's run."""
+        return unit.num_patches // self.merge_size**2
+
+    def size_of(self, unit: Unit) -> Size:
+        """The size that a unit's frames are resized to."""
+        _, height, width = unit.grid
+        return height * self.patch_size, width * self.patch_size
+
+
+def time_text(seconds: float) -> str:
+    """What stands before a unit in the prompt."""
+    return f"<{seconds:.1f} seconds>"
+
+
+def _pairs(indices: Sequence[int]) -> list[tuple[int, int]]:
+    padded = [*indices, *indices[-1:]] if len(indices) % 2 else indices
+    return list(zip(padded[::2], padded[1::2], strict=True))
