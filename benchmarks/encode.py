@@ -39,6 +39,7 @@ from services.common.nn.device import resolve_device, resolve_dtype
 from services.common.nn.dispatch import UnknownOverride, parse_overrides
 from services.common.nn.weights import load_dummy
 from services.common.process.channel import EngineChannel, create_socket_pair
+from services.encoder.clips.clip_pool import ClipPool
 from services.encoder.engine.engine import Engine
 from services.encoder.engine.graphs import MAX_CAPTURED_PATCHES, TowerGraphs, buckets
 from services.encoder.engine.messages import (
@@ -48,6 +49,7 @@ from services.encoder.engine.messages import (
     ImageDone,
     PlaceImage,
     Shutdown,
+    Source,
 )
 from services.encoder.engine.runner import Runner
 from services.encoder.engine_main import (
@@ -61,7 +63,7 @@ from services.encoder.engine_main import (
 from services.encoder.models import model_class
 from services.encoder.models.base import VisionModel
 from services.encoder.operations.table import TowerFacts, resolve
-from services.encoder.preprocess import preprocess
+from services.encoder.prepare import Preparer
 from services.encoder.settings import EncoderSettings
 
 # Measured on an H200 with large GEMMs; see benchmarks/LOG.md.
@@ -282,9 +284,9 @@ class EngineBench:
         self.runner = Runner(bench.model, bench.device, bench.dtype, arena)
         geometry = bench.geometry
         self._decoders = create_decoders()
-        prepare = functools.partial(
-            preprocess, geometry=geometry, max_source_pixels=MAX_SOURCE_PIXELS,
-            decoder=self._decoders, pinned=bench.device.type == "cuda",
+        prepare = Preparer(
+            geometry, None, MAX_SOURCE_PIXELS, self._decoders, ClipPool(1, memory_bytes=0),
+            pinned=bench.device.type == "cuda",
         )  # fmt: skip
         warm_up(self.runner, prepare, geometry, MAX_BATCH_PATCHES)
         self._ends = create_socket_pair()
@@ -307,7 +309,9 @@ class EngineBench:
                 number, self._next_id = self._next_id, self._next_id + 1
                 started[number] = time.perf_counter()
                 offset = number % self._slots * self._slot_bytes
-                self._front.send(EncodeImage(number, files[number % len(files)], Unit(grid)))
+                self._front.send(
+                    EncodeImage(number, Source(files[number % len(files)]), Unit(grid))
+                )
                 self._front.send(PlaceImage(number, offset))
             for message in self._front.receive(60.0):
                 if isinstance(message, ImageDone):

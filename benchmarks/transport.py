@@ -40,6 +40,8 @@ from services.common.transport.rpc import create_channel
 from services.decoder.images.embedding_fetch import EncoderFetcher
 from services.decoder.images.known_encoders import KnownEncoders
 from services.encoder.admission import Admission
+from services.encoder.clips.clip_pool import ClipPool
+from services.encoder.clips.held_videos import HeldVideos
 from services.encoder.embeddings import Embeddings
 from services.encoder.engine.messages import (
     EncodeImage,
@@ -77,7 +79,7 @@ class InstantEngine:
 
     def send(self, *messages: FrontMessage) -> None:
         for message in messages:
-            if isinstance(message, EncodeImage) and message.image == _SLOW:
+            if isinstance(message, EncodeImage) and message.source.image == _SLOW:
                 self._slow.add(message.job_id)
             elif isinstance(message, PlaceImage):
                 if message.job_id in self._slow:
@@ -127,7 +129,8 @@ async def serve(num_tokens: int, link: Link) -> None:
     )  # fmt: skip
     running = asyncio.create_task(client.run())
     description = Description("transport", _PREFIX, like, geometry, max_image_patches=1 << 20)
-    servicer = EncoderServicer(description, embeddings, metrics)
+    videos = HeldVideos(ClipPool(1, memory_bytes=0), max_bytes=1 << 30)
+    servicer = EncoderServicer(description, embeddings, metrics, videos)
     check = PeerCheck(link.credentials, "encoder", ("decoder",), metrics.registry)
     server, _ = await create_service_server(
         SERVICE, partial(add_to_server, servicer), check=check if link.credentials else None

@@ -4,6 +4,7 @@
 exit status. `EncoderService` is the one place where the front's objects are created and closed.
 """
 
+import asyncio
 import socket
 import sys
 from collections.abc import Callable
@@ -31,6 +32,8 @@ from services.common.process.service_process import (
 )
 from services.common.security.credentials import Credentials
 from services.encoder.admission import Admission
+from services.encoder.clips.clip_pool import PROBE_BYTES, ClipPool
+from services.encoder.clips.held_videos import HeldVideos
 from services.encoder.embeddings import Embeddings
 from services.encoder.engine.messages import EngineMessage, EngineReady, Shutdown
 from services.encoder.engine_client import EngineClient
@@ -44,6 +47,9 @@ from services.encoder.settings import EncoderSettings
 # the pod's memory, and at least one image of the largest size that a call may have.
 _QUEUED_SHARE, _MIN_QUEUED_BYTES = 16, 64 << 20
 _MAX_QUEUED_PATCHES = 1 << 20  # before merging; images beyond these are refused at once
+# Files of videos that are kept for a while: a sixteenth of the pod's memory.
+_HELD_SHARE, _MAX_HELD_BYTES = 16, 512 << 20
+_PROBES = 2  # videos whose containers are read at a time
 _REDIS_TTL_S = 3600
 _WRITES_GRACE_S = 2.0
 _FAILED_CALLS_GRACE_S = 2.0  # for calls whose error is on its way when the engine has died
@@ -71,6 +77,7 @@ class EncoderService:
     memory: MemoryTier
     redis: RedisTier | None
     embeddings: Embeddings
+    videos: HeldVideos
     servicer: EncoderServicer
     add_servicer: AddServicer
     metrics: EncoderMetrics
@@ -106,17 +113,25 @@ class EncoderService:
             await cache.connect()
             metrics.registry.register(cache)
             redis = RedisTier(cache, memory, metrics.redis_writes_dropped)
-        geometry = read_spec(settings.model).vision_part.geometry
-        description = replace(describe(ready, settings, geometry), fingerprint=fingerprint)
+        vision = read_spec(settings.model).vision_part
+        geometry = vision.geometry
+        description = replace(
+            describe(ready, settings, geometry),
+            takes_videos=vision.video is not None,
+            fingerprint=fingerprint,
+        )
         max_bytes = max(_MIN_QUEUED_BYTES, memory_limit_bytes() // _QUEUED_SHARE)
         embeddings = Embeddings(
             like=description.like, geometry=geometry, memory=memory, engine=engine, redis=redis,
             admission=Admission(_MAX_QUEUED_PATCHES), metrics=metrics,
             max_queued_bytes=max_bytes,
         )  # fmt: skip
-        servicer = EncoderServicer(description, embeddings, metrics, max_bytes)
+        max_held = memory_limit_bytes() // _HELD_SHARE
+        pool = ClipPool(_PROBES, memory_bytes=_PROBES * PROBE_BYTES)
+        videos = HeldVideos(pool, min(_MAX_HELD_BYTES, max_held))
+        servicer = EncoderServicer(description, embeddings, metrics, videos, max_bytes)
         add_servicer = partial(add_to_server, servicer)
-        return cls(engine, memory, redis, embeddings, servicer, add_servicer, metrics)
+        return cls(engine, memory, redis, embeddings, videos, servicer, add_servicer, metrics)
 
     def is_busy(self) -> bool:
         return self.engine.is_busy
@@ -137,6 +152,7 @@ class EncoderService:
     async def close(self) -> None:
         if self.redis is not None:
             await self.redis.close()
+        await asyncio.to_thread(self.videos.close)
         await self.memory.close()
 
 

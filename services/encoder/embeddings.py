@@ -25,6 +25,7 @@ from services.common.errors import (
     TriptychError,
 )
 from services.common.geometry import Geometry, Unit
+from services.encoder.engine.messages import Source
 from services.encoder.engine_client import NO_TIMES, EngineClient, EngineJob, StageTimes
 from services.encoder.memory_tier import MemoryTier, Reading
 from services.encoder.metrics import EncoderMetrics
@@ -98,7 +99,7 @@ class _Encode:
     """
 
     key: bytes
-    image: bytes
+    source: Source
     unit: Unit
     share: Share
     spec: EmbeddingSpec
@@ -158,7 +159,9 @@ class Embeddings:
         """A unit's embedding."""
         return replace(self._like, num_tokens=self._geometry.num_tokens(unit))
 
-    async def encode(self, key: bytes, image: bytes, unit: Unit, share: Share = NOBODY) -> Encoded:
+    async def encode(
+        self, key: bytes, source: Source, unit: Unit, share: Share = NOBODY
+    ) -> Encoded:
         """Makes the embedding available here or in Redis; `share`: for whom.
 
         Raises:
@@ -168,12 +171,12 @@ class Embeddings:
         entry = self._memory.get(key)
         self._metrics.memory_lookups.labels("hit" if entry else "miss").inc()
         if entry:
-            self._sources.put(key, image, unit, share)
+            self._sources.put(key, source, unit, share)
             return Encoded(Origin.MEMORY)
         if encode := self._encodes.get(key):
             await encode.flight.join()
             return Encoded(Origin.JOINED)
-        return await self._start(key, image, unit, share, need_bytes=False).flight.join()
+        return await self._start(key, source, unit, share, need_bytes=False).flight.join()
 
     @asynccontextmanager
     async def reading(self, key: bytes, timeout_s: float) -> AsyncGenerator[Reading]:
@@ -226,9 +229,9 @@ class Embeddings:
                 self._memory.arena.acquire(entry)
                 return Reading(entry, self._memory, self._memory.written_ranges(entry))
             encode = self._encodes.get(key)
-            if encode is None and (source := self._sources.get(key)):
+            if encode is None and (kept := self._sources.get(key)):
                 # Answered from Redis, or evicted since: now the bytes are needed here.
-                encode = self._start(key, source.image, source.unit, source.share, need_bytes=True)
+                encode = self._start(key, kept.source, kept.unit, kept.share, need_bytes=True)
             if encode is None:
                 await self._until_requested(key)
             elif reading := await self._hold_when_written(encode):
@@ -266,22 +269,22 @@ class Embeddings:
     # Encoding.
 
     def _start(
-        self, key: bytes, image: bytes, unit: Unit, share: Share, *, need_bytes: bool
+        self, key: bytes, source: Source, unit: Unit, share: Share, *, need_bytes: bool
     ) -> _Encode:
-        is_full = self._queued_bytes + len(image) > self._max_queued_bytes
+        is_full = self._queued_bytes + source.num_bytes > self._max_queued_bytes
         rank = None if is_full else self._admission.enter(share, unit.num_patches)
         if rank is None:
             retry_after_s = min(max(self._backlog_s(), 1.0), _MAX_RETRY_AFTER_S)
             raise Overloaded("too many images are being encoded", retry_after_s=retry_after_s)
         try:
             # The image is decoded during the lookup in Redis, which rarely has the embedding.
-            job = self._engine.submit(image, unit, rank)
+            job = self._engine.submit(source, unit, rank)
         except BaseException:
             self._admission.leave(share, unit.num_patches)
             raise
-        self._queued_bytes += len(image)
+        self._queued_bytes += source.num_bytes
         encode = _Encode(
-            key, image, unit, share, self.spec_of(unit), need_bytes,
+            key, source, unit, share, self.spec_of(unit), need_bytes,
             self._admission.num_patches, job, asyncio.get_running_loop().create_future(),
         )  # fmt: skip
         self._encodes[key] = encode
@@ -304,11 +307,11 @@ class Embeddings:
     def _complete(self, encode: _Encode, task: "asyncio.Task[Encoded]") -> None:
         self._engine.cancel(encode.job)  # unless it has ended
         self._admission.leave(encode.share, encode.unit.num_patches)
-        self._queued_bytes -= len(encode.image)
+        self._queued_bytes -= encode.source.num_bytes
         self._remove(encode)
         self._update_gauges()
         if not task.cancelled() and task.exception() is None:
-            self._sources.put(encode.key, encode.image, encode.unit, encode.share)
+            self._sources.put(encode.key, encode.source, encode.unit, encode.share)
 
     def _remove(self, encode: _Encode) -> None:
         if self._encodes.get(encode.key) is encode:
@@ -393,10 +396,10 @@ def _failure_as_unavailable() -> Generator[None]:
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
-    """What an image is encoded from."""
+class Kept:
+    """What a unit is encoded from."""
 
-    image: bytes
+    source: Source
     unit: Unit
     share: Share
     expires_at: float  # time.monotonic()
@@ -405,29 +408,30 @@ class Source:
 class SourceStore:
     """The files of images answered lately, in case their embedding is needed again.
 
-    Holds at most `max_bytes`, each file for `ttl_s`; the oldest are dropped first.
+    Holds at most `max_bytes`, each file for `ttl_s`; the oldest are dropped first. Of videos only
+    their names are here.
     """
 
     def __init__(self, max_bytes: int = _MAX_SOURCES_BYTES, ttl_s: float = 120.0) -> None:
         self._max_bytes = max_bytes
         self._ttl_s = ttl_s
-        self._sources: OrderedDict[bytes, Source] = OrderedDict()  # by time of `put`
+        self._sources: OrderedDict[bytes, Kept] = OrderedDict()  # by time of `put`
         self._used_bytes = 0
 
     def __len__(self) -> int:
         return len(self._sources)
 
-    def get(self, key: bytes) -> Source | None:
+    def get(self, key: bytes) -> Kept | None:
         self._expire()
         return self._sources.get(key)
 
-    def put(self, key: bytes, image: bytes, unit: Unit, share: Share = NOBODY) -> None:
+    def put(self, key: bytes, source: Source, unit: Unit, share: Share = NOBODY) -> None:
         """Keeps a file, unless it is larger than the whole store."""
         self._drop(key)
-        if len(image) > self._max_bytes:
+        if source.num_bytes > self._max_bytes:
             return
-        self._sources[key] = Source(image, unit, share, time.monotonic() + self._ttl_s)
-        self._used_bytes += len(image)
+        self._sources[key] = Kept(source, unit, share, time.monotonic() + self._ttl_s)
+        self._used_bytes += source.num_bytes
         self._expire()
 
     def _expire(self) -> None:
@@ -439,6 +443,6 @@ class SourceStore:
             self._drop(key)
 
     def _drop(self, key: bytes) -> None:
-        source = self._sources.pop(key, None)
-        if source is not None:
-            self._used_bytes -= len(source.image)
+        kept = self._sources.pop(key, None)
+        if kept is not None:
+            self._used_bytes -= kept.source.num_bytes

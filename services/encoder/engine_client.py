@@ -25,6 +25,7 @@ from services.encoder.engine.messages import (
     ImageDone,
     InHand,
     PlaceImage,
+    Source,
 )
 
 _LOST = "the encoder's engine ended while it worked on the image"
@@ -97,11 +98,11 @@ class EngineClient:
         """Whether the engine has jobs."""
         return bool(self._jobs)
 
-    def submit(self, image: bytes, unit: Unit, rank: float = 0.0) -> EngineJob:
+    def submit(self, source: Source, unit: Unit, rank: float = 0.0) -> EngineJob:
         """Starts a job: the image is decoded and then waits for `place`.
 
         Args:
-            image: the encoded file.
+            source: what the unit is made from.
             unit: of it.
             rank: of those that wait, the engine takes the lowest next.
 
@@ -113,7 +114,7 @@ class EngineClient:
         job = EngineJob(next(self._ids), rank, asyncio.get_running_loop().create_future())
         job.done.add_done_callback(_retrieve_exception)
         self._jobs[job.job_id] = job
-        self._link.send(EncodeImage(job.job_id, image, unit, rank))
+        self._link.send(EncodeImage(job.job_id, source, unit, rank))
         return job
 
     def place(self, job: EngineJob, arena_offset: int, on_feature: Callable[[int], None]) -> None:

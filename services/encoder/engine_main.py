@@ -5,7 +5,6 @@ gRPC and no Redis. Settings or a checkpoint that cannot be served end it with ex
 other failure with 1; its log says why.
 """
 
-import functools
 import io
 import json
 import logging
@@ -38,15 +37,16 @@ from services.common.process.process_memory import freeze_gc
 from services.common.process.progress import log_progress
 from services.common.settings import SettingsError, omp_num_threads
 from services.common.telemetry import setup_logging
+from services.encoder.clips.clip_pool import ClipPool
 from services.encoder.decode_pool import DecodePool
 from services.encoder.engine.engine import Engine, Prepare
-from services.encoder.engine.messages import EngineReady, FrontMessage
+from services.encoder.engine.messages import EngineReady, FrontMessage, Source
 from services.encoder.engine.runner import Runner
 from services.encoder.models import model_class
 from services.encoder.models.base import VisionModel
 from services.encoder.operations.ops import Ops
 from services.encoder.operations.table import TowerFacts, resolve
-from services.encoder.preprocess import preprocess
+from services.encoder.prepare import Preparer
 from services.encoder.settings import EncoderSettings
 
 # Budget of one batch, in patches before merging (4 per image token). A larger one keeps a device no
@@ -97,11 +97,12 @@ def _run(end: EngineEnd, settings: EncoderSettings) -> None:
     shares_device = settings.memory_fraction < _MEMORY_FRACTION_OF_SOLE_USER
     runner = Runner(model, device, dtype, end.arena, shares_device=shares_device)
     decoders = create_decoders()
-    prepare = functools.partial(
-        preprocess,
+    prepare = Preparer(
         geometry=vision.geometry,
+        resample=vision.video.resample if vision.video else None,
         max_source_pixels=MAX_SOURCE_PIXELS,
         decoder=decoders,
+        video_decoder=ClipPool(decoders.num_workers, memory_bytes=memory_limit_bytes() // 4),
         pinned=device.type == "cuda",
     )
     log_progress("kernels")
@@ -154,7 +155,8 @@ def prepare_device(device: torch.device, settings: EncoderSettings) -> None:
 
 def create_decoders() -> DecodePool:
     """The processes that decode, one for each CPU that the pod may use. At least two, so that no
-    image has to wait until a large one is decoded. They have a quarter of the pod's memory.
+    image has to wait until a large one is decoded. They have a quarter of the pod's memory, and
+    those that decode videos another one.
     """
     num_workers = max(2, min(omp_num_threads() or num_cpus(), _MAX_DECODERS))
     return DecodePool(
@@ -218,7 +220,7 @@ def warm_up(runner: Runner, prepare: Prepare, geometry: Geometry, max_batch_patc
     for kind in ("JPEG", "PNG", "WEBP"):
         file = io.BytesIO()
         image.save(file, kind)
-        prepare(file.getvalue(), geometry.units((128, 128))[0])
+        prepare(Source(file.getvalue()), geometry.units((128, 128))[0])
     runner.warm_up(max_batch_patches)
 
 

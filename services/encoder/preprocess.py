@@ -17,7 +17,7 @@ from services.common.errors import InvalidImage
 from services.common.geometry import Geometry, Unit
 from services.common.images.image_header import ImageHeader, read_header
 
-_MAX_PINNED_BYTES = 16 << 20
+MAX_PINNED_BYTES = 16 << 20
 
 
 class Decoder(Protocol):
@@ -62,7 +62,7 @@ def preprocess(
     height, width = geometry.size_of(unit)
     if not geometry.is_of(unit, size):
         raise InvalidImage(f"an image of {size[0]}x{size[1]} has no grid of {unit.grid}")
-    pinned = pinned and height * width * 3 <= _MAX_PINNED_BYTES
+    pinned = pinned and height * width * 3 <= MAX_PINNED_BYTES
     with decoder.decoded(data, header) as pixels:
         if size == (height, width):
             resized = torch.empty((*size, 3), dtype=torch.uint8, pin_memory=pinned)

@@ -1,7 +1,7 @@
 """The encoder's gRPC methods: proto ↔ embeddings. The only file of the encoder that knows gRPC.
 
-Gateways call `Encode`, decoders `Fetch`. Requests are checked here; every failure ends its call
-with an error of `services.common.errors`.
+Gateways call `Probe` and `Encode`, decoders `Fetch`. Requests are checked here; every failure ends
+its call with an error of `services.common.errors`.
 """
 
 import asyncio
@@ -10,8 +10,9 @@ import math
 import time
 from collections.abc import Generator
 from contextlib import aclosing, contextmanager, suppress
-from dataclasses import dataclass
-from typing import cast
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import NoReturn, TypeVar, cast
 
 import grpc
 import grpc.aio
@@ -25,12 +26,19 @@ from services.common.errors import (
     InternalError,
     InvalidImage,
     InvalidRequest,
+    InvalidVideo,
     Overloaded,
     TriptychError,
     WrongImageKey,
 )
 from services.common.geometry import Geometry, Unit
-from services.common.images.image_key import KEY_BYTES, MAX_SALT_BYTES, image_key
+from services.common.images.image_key import (
+    KEY_BYTES,
+    MAX_SALT_BYTES,
+    frames_key,
+    image_key,
+    still_digest,
+)
 from services.common.pb import encoder_pb2 as pb
 from services.common.pb import encoder_pb2_grpc as pb_grpc
 from services.common.spans import span
@@ -42,12 +50,16 @@ from services.common.transport.rpc import (
     adopt_metadata,
     message_bytes,
 )
+from services.encoder.clips.held_videos import HeldVideo, HeldVideos
 from services.encoder.embeddings import Embeddings, Encoded, Origin
+from services.encoder.engine.messages import Source
 from services.encoder.memory_tier import Reading
 from services.encoder.metrics import EncoderMetrics
 from services.encoder.share import Share
 
 log = logging.getLogger(__name__)
+
+Request = TypeVar("Request", pb.EncodeRequest, pb.ProbeRequest)
 
 SERVICE = "triptych.v1.Encoder"
 _CHUNK_BYTES = 1 << 20
@@ -77,6 +89,7 @@ class Description:
     like: EmbeddingSpec
     geometry: Geometry
     max_image_patches: int
+    takes_videos: bool = False
     fingerprint: bytes = b""
 
 
@@ -88,6 +101,7 @@ class EncoderServicer(pb_grpc.EncoderServicer):
         description: Description,
         embeddings: Embeddings,
         metrics: EncoderMetrics,
+        videos: HeldVideos,
         max_read_bytes: int = 4 * MAX_MESSAGE_BYTES,
     ) -> None:
         self._max_read_bytes = max_read_bytes
@@ -95,6 +109,7 @@ class EncoderServicer(pb_grpc.EncoderServicer):
         self._description = description
         self._embeddings = embeddings
         self._metrics = metrics
+        self._videos = videos
         self._host = host_identity()
         self._num_calls = 0
         self._last_call_at = -math.inf
@@ -150,6 +165,29 @@ class EncoderServicer(pb_grpc.EncoderServicer):
             protocol=PROTOCOL,
         )
 
+    async def Probe(self, request: object, context: grpc.aio.ServicerContext) -> pb.ProbeResponse:
+        """Registered as `Encode` is."""
+        parent = adopt_metadata(context)
+        try:
+            with self._call(), span("probe", parent) as current:
+                num_bytes = message_bytes(context)
+                with self._reading(num_bytes):
+                    message = await _message(context, num_bytes, pb.ProbeRequest)
+                    held = await self._probed(message)
+                current.set(num_frames=held.facts.num_frames, size_bytes=held.file.size_bytes)
+            return pb.ProbeResponse(video_digest=held.digest, **asdict(held.facts))
+        except Exception as error:
+            return await self._fail("probe", error, context)
+
+    async def _probed(self, message: pb.ProbeRequest) -> HeldVideo:
+        if not self._description.takes_videos:
+            raise InvalidVideo("this model takes no videos")
+        if bool(message.video) == bool(message.video_digest):
+            raise InvalidRequest("a probe has either a video or a video_digest")
+        if message.video:
+            return await self._videos.probe(message.video)
+        return self._videos.get(message.video_digest)
+
     async def Encode(self, request: object, context: grpc.aio.ServicerContext) -> pb.EncodeResponse:
         """On the wire a call with one message; registered as one that reads its messages itself,
         so that the message's bytes are counted before gRPC takes them from the connection.
@@ -159,10 +197,10 @@ class EncoderServicer(pb_grpc.EncoderServicer):
             with self._call(), span("encode", parent) as current:
                 num_bytes = message_bytes(context)
                 with self._reading(num_bytes):
-                    message = await _message(context, num_bytes)
-                    unit = self._checked_unit(message.grid)
-                    key = await self._recomputed_key(message, unit)
-                encoded = await self._embeddings.encode(key, message.image, unit, _share(message))
+                    message = await _message(context, num_bytes, pb.EncodeRequest)
+                    unit = self._checked_unit(message)
+                    source, key = await self._source(message, unit)
+                encoded = await self._embeddings.encode(key, source, unit, _share(message))
                 num_tokens = self._embeddings.spec_of(unit).num_tokens
                 current.set(source=encoded.origin.value, num_tokens=num_tokens, **_seconds(encoded))
             log.info(
@@ -239,34 +277,43 @@ class EncoderServicer(pb_grpc.EncoderServicer):
             **_seconds(encoded),
         )
 
-    async def _recomputed_key(self, request: pb.EncodeRequest, unit: Unit) -> bytes:
-        """The unit's key, which the caller's must be: 0.15 ms per MiB of the file."""
+    async def _source(self, request: pb.EncodeRequest, unit: Unit) -> tuple[Source, bytes]:
+        """What the unit is made from, and its key, which the caller's must be: 0.15 ms per MiB of
+        an image.
+        """
         given = _checked_key(request.image_key)
-        image, salt = request.image, request.cache_salt
-        if len(salt) > MAX_SALT_BYTES:
+        if len(request.cache_salt) > MAX_SALT_BYTES:
             raise InvalidRequest(f"cache_salt has more than {MAX_SALT_BYTES} bytes")
-        prefix = self._description.key_prefix
-        if len(image) <= INLINE_BYTES:
-            key = image_key(prefix, image, unit=unit, salt=salt)
-        else:
-            key = await asyncio.to_thread(image_key, prefix, image, unit=unit, salt=salt)
+        held = self._videos.get(request.video_digest) if request.video_digest else None
+        source = Source(request.image, request.second_image, held.video if held else None)
+        if unit.frames is None and (held or source.second):
+            raise InvalidRequest("an image has neither a video nor a second image")
+        if held and source.num_bytes:
+            raise InvalidRequest("frames are of a video or images, not both")
+        key_of = partial(_key, self._description.key_prefix, request.cache_salt, unit, source, held)
+        key = key_of() if source.num_bytes <= INLINE_BYTES else await asyncio.to_thread(key_of)
         if key != given:
             raise WrongImageKey("the image key is not that of this image")
-        return key
+        return source, key
 
-    def _checked_unit(self, grid: pb.Grid) -> Unit:
-        unit, most = Unit((grid.t, grid.h, grid.w)), self._description.max_image_patches
+    def _checked_unit(self, request: pb.EncodeRequest) -> Unit:
+        grid, most = request.grid, self._description.max_image_patches
+        unit = Unit((grid.t, grid.h, grid.w))
         self._description.geometry.check(unit)
         if unit.num_patches > most:
             raise InvalidImage(
                 f"the image has {unit.num_patches} patches; at most {most} are encoded here"
             )
-        return unit
+        if not request.HasField("frames"):
+            return unit
+        if not self._description.takes_videos:
+            raise InvalidVideo("this model takes no videos")
+        return replace(unit, frames=(request.frames.first, request.frames.second))
 
     async def _fail(
         self, method: str, error: Exception, context: grpc.aio.ServicerContext
-    ) -> pb.EncodeResponse:
-        """Ends the call with an error of our tree; never returns."""
+    ) -> NoReturn:
+        """Ends the call with an error of our tree."""
         if isinstance(error, TriptychError):
             level = logging.INFO
             if isinstance(error, WrongImageKey):
@@ -279,10 +326,12 @@ class EncoderServicer(pb_grpc.EncoderServicer):
             log.error("%s failed", method, exc_info=error)
             error = InternalError("the encoder failed")
         self._metrics.failures.labels(method, error.code).inc()
-        return await abort(context, error)
+        await abort(context, error)
 
 
-async def _message(context: grpc.aio.ServicerContext, max_bytes: int) -> pb.EncodeRequest:
+async def _message(
+    context: grpc.aio.ServicerContext, max_bytes: int, kind: "type[Request]"
+) -> "Request":
     """A call's message.
 
     Raises:
@@ -294,11 +343,32 @@ async def _message(context: grpc.aio.ServicerContext, max_bytes: int) -> pb.Enco
             request = cast("object", await context.read())
     except TimeoutError:
         raise DeadlineExceeded("the call's message did not arrive in time") from None
-    if not isinstance(request, pb.EncodeRequest):  # the end of the caller's messages
+    if not isinstance(request, kind):  # the end of the caller's messages
         raise InvalidRequest("the call has no message")
     if request.ByteSize() > max_bytes:
         raise InvalidRequest("the message is longer than its caller said")
     return request
+
+
+def _key(prefix: bytes, salt: bytes, unit: Unit, source: Source, held: HeldVideo | None) -> bytes:
+    """The key of a unit.
+
+    Raises:
+        InvalidRequest: the video has no such frames.
+    """
+    if unit.frames is None:
+        return image_key(prefix, source.image, unit=unit, salt=salt)
+    if held is None:
+        first = still_digest(source.image)
+        second = still_digest(source.second) if source.second else first
+    else:
+        try:
+            first, second = map(held.frame_digest, unit.frames)
+        except IndexError:
+            raise InvalidRequest(
+                f"the video has {held.facts.num_frames} frames, not all of {unit.frames}"
+            ) from None
+    return frames_key(prefix, first, second, grid=unit.grid, salt=salt)
 
 
 def _share(request: pb.EncodeRequest) -> Share:
@@ -351,14 +421,19 @@ def _header(entry: ArenaEntry) -> pb.FetchResponse:
 
 
 def add_to_server(servicer: EncoderServicer, server: grpc.aio.Server) -> None:
-    """Registers the servicer as the generated function does, but Encode reads its message itself,
-    and Fetch has our serializer.
+    """Registers the servicer as the generated function does, but Probe and Encode read their
+    messages themselves, and Fetch has our serializer.
     """
     handlers = {
         "Encode": grpc.stream_unary_rpc_method_handler(
             servicer.Encode,
             request_deserializer=pb.EncodeRequest.FromString,
             response_serializer=pb.EncodeResponse.SerializeToString,
+        ),
+        "Probe": grpc.stream_unary_rpc_method_handler(
+            servicer.Probe,
+            request_deserializer=pb.ProbeRequest.FromString,
+            response_serializer=pb.ProbeResponse.SerializeToString,
         ),
         "Fetch": grpc.unary_stream_rpc_method_handler(
             servicer.Fetch,

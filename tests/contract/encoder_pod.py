@@ -21,6 +21,8 @@ from services.common.process.channel import ChannelClosed
 from services.common.process.service_process import create_service_server
 from services.common.transport.rpc import create_channel, outgoing_metadata
 from services.encoder.admission import Admission
+from services.encoder.clips.clip_pool import ClipPool
+from services.encoder.clips.held_videos import HeldVideos
 from services.encoder.embeddings import Embeddings
 from services.encoder.engine.messages import (
     CancelImage,
@@ -102,13 +104,13 @@ class FakeEngine:
         await self.gate.wait()
         if job.job_id in self.cancelled:
             return
-        if job.image in self.errors:
-            code, message = self.errors[job.image]
+        if job.source.image in self.errors:
+            code, message = self.errors[job.source.image]
             self._end(ImageDone(job.job_id, error_code=code, message=message))
             return
         tokens = job.unit.num_patches // 4
         spec = EmbeddingSpec(LIKE.dtype, LIKE.num_features, tokens, LIKE.hidden)
-        data, size = embedding_of(job.image, spec), spec.size_bytes // spec.num_features
+        data, size = embedding_of(job.source.image, spec), spec.size_bytes // spec.num_features
         for feature in reversed(range(spec.num_features)):  # the merged output comes last
             start = arena_offset + feature * size
             self.arena.memory[start : start + size] = data[feature * size : (feature + 1) * size]
@@ -118,8 +120,8 @@ class FakeEngine:
                 await asyncio.sleep(self.feature_delay_s)
                 if job.job_id in self.cancelled:
                     return
-        if job.image in self.late_errors:
-            code, message = self.late_errors[job.image]
+        if job.source.image in self.late_errors:
+            code, message = self.late_errors[job.source.image]
             self._end(ImageDone(job.job_id, error_code=code, message=message))
             return
         self._end(ImageDone(job.job_id, 0.1, 0.2, 0.3))
@@ -223,7 +225,8 @@ async def run_pod(
     )  # fmt: skip
     running = asyncio.create_task(client.run())
     description = Description("tiny", PREFIX, LIKE, GEOMETRY, max_image_patches)
-    servicer = EncoderServicer(description, embeddings, metrics, max_read_bytes)
+    videos = HeldVideos(ClipPool(1, memory_bytes=0), max_bytes=1 << 30)
+    servicer = EncoderServicer(description, embeddings, metrics, videos, max_read_bytes)
     server, _ = await create_service_server(SERVICE, partial(add_to_server, servicer))
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     await server.start()

@@ -17,11 +17,12 @@ def go_first() -> None:
 
 
 @contextmanager
-def limited(cpu_s: float, memory_bytes: int) -> Generator[None]:
+def limited(cpu_s: float, memory_bytes: int, base_bytes: int | None = None) -> Generator[None]:
     """Within the block the kernel ends the process after `cpu_s` of CPU time (SIGPROF), and it may
-    map `memory_bytes` more than it has now; beyond, allocations fail.
+    map `memory_bytes` more than `base_bytes`, or than it has now; beyond, allocations fail.
     """
-    limit = mapped_bytes() + memory_bytes + SLACK_BYTES
+    base = mapped_bytes() if base_bytes is None else base_bytes
+    limit = base + memory_bytes + SLACK_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
     signal.setitimer(signal.ITIMER_PROF, cpu_s)
     try:

@@ -2,13 +2,14 @@
 
 The front ranks images, so that no tenant waits behind another's queue; of equal ranks the earlier
 image is first. The first image is always in the next batch. Behind it, others fill the budget in
-order, and one that does not fit is passed over. An image larger than the budget runs alone. A batch
-never waits to be filled. The engine's loop alone uses it.
+order, and one that does not fit is passed over. An image larger than the budget runs alone. Still
+images and pairs of frames do not run together. A batch never waits to be filled. The engine's loop
+alone uses it.
 """
 
 from bisect import bisect_left, insort
 
-_Place = tuple[float, int, int]  # rank, job id, patches
+_Place = tuple[float, int, int, bool]  # rank, job id, patches, is a pair of frames
 
 
 class Batcher:
@@ -32,12 +33,14 @@ class Batcher:
     @property
     def queued_patches(self) -> int:
         """Patches of all queued images."""
-        return sum(num_patches for _, _, num_patches in self._queue)
+        return sum(num_patches for _, _, num_patches, _ in self._queue)
 
-    def add(self, job_id: int, num_patches: int, rank: float = 0.0) -> None:
+    def add(
+        self, job_id: int, num_patches: int, rank: float = 0.0, *, is_pair: bool = False
+    ) -> None:
         """Queues an image; a job id is queued once."""
         assert num_patches > 0 and job_id not in self._places
-        place = (rank, job_id, num_patches)
+        place = (rank, job_id, num_patches, is_pair)
         self._places[job_id] = place
         insort(self._queue, place)
 
@@ -53,8 +56,9 @@ class Batcher:
         """Takes out the next batch's job ids, in order; empty only if nothing is queued."""
         chosen: list[int] = []
         room = self._max_batch_patches
-        for _, job_id, num_patches in self._queue:
-            if num_patches <= room or not chosen:
+        kind = bool(self._queue) and self._queue[0][3]
+        for _, job_id, num_patches, is_pair in self._queue:
+            if (is_pair == kind and num_patches <= room) or not chosen:
                 chosen.append(job_id)
                 room -= num_patches
             if room <= 0:

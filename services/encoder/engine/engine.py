@@ -2,8 +2,9 @@
 
 Four kinds of thread share one mailbox. The receiver reads the channel and gives images to the pool
 at once, so the next batch is prepared while the device works. The pool's threads decode and resize,
-the image of the lowest rank first. The waiter reports when the device is done with a batch. The
-loop alone uses the batcher and the device. The loop and the waiter both send, one at a time.
+the image of the lowest rank first, a video's frames in their order. The waiter reports when the
+device is done with a batch. The loop alone uses the batcher and the device. The loop and the waiter
+both send, one at a time.
 
 `engine_main` runs it. It knows neither front nor gRPC, only messages. A bad image ends its own job;
 a batch that fails is split until the image that fails is alone; a broken device ends the process.
@@ -29,6 +30,7 @@ from services.common.process.heartbeat import Ping, Pong
 from services.encoder.engine.batcher import Batcher
 from services.encoder.engine.job import Job
 from services.encoder.engine.messages import (
+    NOTHING,
     CancelImage,
     EncodeImage,
     EngineStats,
@@ -38,13 +40,15 @@ from services.encoder.engine.messages import (
     InHand,
     PlaceImage,
     Shutdown,
+    Source,
 )
 from services.encoder.engine.runner import LaunchedBatch, Runner
+from services.encoder.engine.video_turns import VideoTurns
 
 # Batches on the device: one runs, one is queued behind it, so that the device is never idle.
 _MAX_LAUNCHED = 2
 
-Prepare = Callable[[bytes, Unit], Tensor]
+Prepare = Callable[[Source, Unit], Tensor]
 _NO_MORE = (-math.inf, 0)  # ends a thread of the pool
 
 
@@ -64,7 +68,7 @@ class Engine:
     Args:
         channel: to the front.
         runner: of the device.
-        prepare: encoded file and unit → resized pixels; called in the pool's threads; raises
+        prepare: source and unit → resized pixels; called in the pool's threads; raises
             `TriptychError` for a bad image.
         max_batch_patches: budget of one batch.
         workers: threads of the preprocessing pool.
@@ -87,6 +91,7 @@ class Engine:
         self._batcher = Batcher(max_batch_patches)
         self._workers = workers
         self._encoded: queue.PriorityQueue[tuple[float, int]] = queue.PriorityQueue()  # rank, id
+        self._turns = VideoTurns()
         self._mailbox: queue.SimpleQueue[_Item] = queue.SimpleQueue()
         self._awaited: queue.SimpleQueue[LaunchedBatch | None] = queue.SimpleQueue()
         self._jobs: dict[int, Job] = {}  # until their end; the receiver adds, the loop removes
@@ -127,10 +132,10 @@ class Engine:
         match message:
             case EncodeImage():
                 self._jobs[message.job_id] = Job(
-                    message.job_id, message.unit, message.image, message.rank,
+                    message.job_id, message.unit, message.source, message.rank,
                     received_at=time.monotonic(),
                 )  # fmt: skip
-                self._encoded.put((message.rank, message.job_id))
+                self._queue(message)
             case PlaceImage() | Ping():
                 self._mailbox.put(message)
             case CancelImage():
@@ -139,6 +144,14 @@ class Engine:
                 self._mailbox.put(message)
             case Shutdown():
                 self._mailbox.put(_Stop())
+
+    def _queue(self, message: EncodeImage) -> None:
+        turn = message.rank, message.job_id
+        video, frames = message.source.video, message.unit.frames
+        if video is not None and frames is not None:
+            turn = self._turns.add(video.file.name, frames, turn)
+        if turn is not None:
+            self._encoded.put(turn)
 
     # The waiter's thread.
 
@@ -157,15 +170,21 @@ class Engine:
     # The pool's threads.
 
     def _preprocess_all(self) -> None:
-        while (encoded := self._encoded.get()) != _NO_MORE:
-            self._preprocess(self._jobs[encoded[1]])
+        while (turn := self._encoded.get()) != _NO_MORE:
+            video = self._jobs[turn[1]].source.video
+            if video is None:
+                self._preprocess(self._jobs[turn[1]])
+                continue
+            self._preprocess(self._jobs[self._turns.take(video.file.name)])
+            if (following := self._turns.done(video.file.name)) is not None:
+                self._encoded.put(following)
 
     def _preprocess(self, job: Job) -> None:
         start = time.monotonic()
         try:
             if not job.cancelled:
                 self._hold(job.job_id)
-                job.pixels = self._prepare(job.file, job.unit)
+                job.pixels = self._prepare(job.source, job.unit)
                 self._release(job.job_id)
         except ChannelClosed:
             job.cancelled = True
@@ -174,7 +193,7 @@ class Engine:
         except Exception:
             logging.exception("preprocessing failed")
             job.error = InternalError("preprocessing failed")
-        job.file = b""
+        job.source = NOTHING
         job.preprocess_s = time.monotonic() - start
         self._mailbox.put(job)
 
@@ -211,14 +230,18 @@ class Engine:
                     job.arena_offset = item.arena_offset
                     if job.waits:
                         job.waits = False
-                        self._batcher.add(job.job_id, job.unit.num_patches, job.rank)
+                        self._add(job)
             case Job():
                 if item.cancelled or item.error or item.pixels is None:
                     self._end(item.job_id, item.error or Cancelled("the image was cancelled"))
                 elif item.arena_offset is None:
                     item.waits = True
                 else:
-                    self._batcher.add(item.job_id, item.unit.num_patches, item.rank)
+                    self._add(item)
+
+    def _add(self, job: Job) -> None:
+        is_pair = job.unit.frames is not None
+        self._batcher.add(job.job_id, job.unit.num_patches, job.rank, is_pair=is_pair)
 
     def _launch_next(self) -> None:
         if len(self._launched) >= _MAX_LAUNCHED or self._stopping:

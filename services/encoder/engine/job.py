@@ -6,6 +6,7 @@ from torch import Tensor
 
 from services.common.errors import TriptychError
 from services.common.geometry import Unit
+from services.encoder.engine.messages import NOTHING, Source
 
 
 @dataclass(slots=True, eq=False)
@@ -15,16 +16,17 @@ class Job:
     Attributes:
         job_id: given by the front; later images have higher ones.
         unit: what it is of its file.
-        file: encoded; empty once it is decoded.
+        source: encoded; empty once it is decoded.
         rank: of all images that wait, the lowest is the next.
-        pixels: `[h * patch, w * patch, channels]` uint8, host; best pinned; None: not yet decoded.
+        pixels: `[h * patch, w * patch, channels]` uint8, host; best pinned; of a pair of frames
+            `[2, ...]`; None: not yet decoded.
         arena_offset: first byte of its `[features, num_tokens, hidden]`; None: not yet known.
         waits: it is decoded, but has no place yet.
     """
 
     job_id: int
     unit: Unit
-    file: bytes = b""
+    source: Source = NOTHING
     rank: float = 0.0
     pixels: Tensor | None = None
     arena_offset: int | None = None

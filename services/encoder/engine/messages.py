@@ -5,15 +5,39 @@ Front: `engine_client`; engine: `engine/engine.py`. Pure data: `common/process/c
 
 import msgspec
 
-from services.common.geometry import Unit
+from services.common.embeddings.shared_memory import MemoryAddress
+from services.common.geometry import Size, Unit
 from services.common.process.heartbeat import Ping, Pong
 
 
+class Video(msgspec.Struct, frozen=True):
+    """A file in the front's memory."""
+
+    file: MemoryAddress
+    size: Size  # of its upright frames
+
+
+class Source(msgspec.Struct, frozen=True):
+    """What a unit is made from: an image; two, whose unit has frames; or a video."""
+
+    image: bytes = b""  # the encoded file
+    second: bytes = b""  # empty: the first again, if the unit has frames
+    video: Video | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """That it holds itself."""
+        return len(self.image) + len(self.second)
+
+
+NOTHING = Source()
+
+
 class EncodeImage(msgspec.Struct, tag="encode"):
-    """An image to encode. It is decoded at once, and runs once `PlaceImage` has come."""
+    """A unit to encode. It is decoded at once, and runs once `PlaceImage` has come."""
 
     job_id: int  # minted by the front, never reused
-    image: bytes  # the encoded file
+    source: Source
     unit: Unit  # checked against the decoded image
     rank: float = 0.0  # of those that wait, the image of the lowest is decoded and run next
 

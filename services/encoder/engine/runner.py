@@ -9,7 +9,7 @@ import mmap
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -84,8 +84,8 @@ class Runner:
 
     @torch.inference_mode()
     def launch(self, images: Sequence[Job]) -> LaunchedBatch:
-        """Enqueues a batch of images, which have pixels and places. On CUDA it does not wait for
-        the device.
+        """Enqueues a batch of images, which have pixels and places: stills or pairs of frames. On
+        CUDA it does not wait for the device.
 
         Raises:
             torch.OutOfMemoryError: the batch does not fit. Copies enqueued before that write to
@@ -176,6 +176,7 @@ class Runner:
         ]
         with self._on_stream(), self._model.ops.table.warming_up():
             self._run_each(batches)
+            self._run_each([[_as_pair(image) for image in batch] for batch in batches[:1]])
             if self._device.type == "cuda":
                 self._graphs = TowerGraphs(self._model, self._dtype, self._device)
                 self._graphs.capture(buckets())
@@ -196,10 +197,11 @@ class Runner:
         images = sorted(images, key=lambda image: image.unit.grid)
         grids = [image.unit.grid for image in images]
         pixels = self._upload(images)
-        if self._graphs is not None and self._graphs.fits(grids):
+        are_pairs = images[0].unit.frames is not None
+        if not are_pairs and self._graphs is not None and self._graphs.fits(grids):
             features = self._graphs.replay(pixels, grids)
         else:
-            features = self._forward(pixels, grids)
+            features = self._forward(pixels, grids, are_pairs=are_pairs)
         tokens = self._num_tokens(images)
         offsets = [image.arena_offset for image in images if image.arena_offset is not None]
         peaks = torch.empty(
@@ -217,12 +219,13 @@ class Runner:
                 self._throttle.insert_idle(torch.cuda.current_stream(), idle_s)
         return LaunchedBatch(images, *self._writer.seal(peaks), written[:-1])
 
-    def _forward(self, pixels: Tensor, grids: Sequence[Grid]) -> Iterator[tuple[int, Tensor]]:
+    def _forward(
+        self, pixels: Tensor, grids: Sequence[Grid], *, are_pairs: bool
+    ) -> Iterator[tuple[int, Tensor]]:
         """From flat pixels on the device to the features."""
-        spec = self._model.spec
-        patches = self._model.ops.pack_patches(
-            pixels, grids, spec.patch_size, spec.spatial_merge_size, self._dtype
-        )
+        spec, ops = self._model.spec, self._model.ops
+        pack = ops.pack_pairs if are_pairs else ops.pack_patches
+        patches = pack(pixels, grids, spec.patch_size, spec.spatial_merge_size, self._dtype)
         return self._model.features(patches, self._model.layout(grids))
 
     def _on_stream(self) -> AbstractContextManager[object]:
@@ -248,6 +251,12 @@ class Runner:
             # A copy from memory that is not pinned would wait for the device.
             part.copy_(pixels if pixels.is_pinned() else pixels.pin_memory(), non_blocking=True)
         return target
+
+
+def _as_pair(image: Job) -> Job:
+    assert image.pixels is not None
+    pixels = torch.stack([image.pixels, image.pixels])
+    return replace(image, unit=replace(image.unit, frames=(0, 1)), pixels=pixels)
 
 
 def _random_pixels(unit: Unit, patch_size: int) -> Tensor:

@@ -64,6 +64,39 @@ class Ops:
             first_row += len(rows)
         return out
 
+    def pack_pairs(
+        self,
+        pixels: Tensor,
+        grids: Sequence[Grid],
+        patch_size: int,
+        merge_size: int,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        """As `pack_patches`, of pairs of frames, with the time axis.
+
+        Args:
+            pixels: the pairs' `[2, h * patch, w * patch, channels]` uint8, flat.
+            grids: of the pairs, t = 1.
+            patch_size: as of stills.
+            merge_size: as of stills.
+            dtype: of the result.
+
+        Returns:
+            `[N, channels * 2 * patch²]`, rows in merge-block order, channel-major, then by time.
+        """
+        frames = [grid for grid in grids for _ in range(2)]
+        packed = self.pack_patches(pixels, frames, patch_size, merge_size, dtype)
+        out = packed.new_empty(len(packed) // 2, 2 * packed.shape[1])
+        first = 0
+        for _, height, width in grids:
+            rows = height * width
+            by_time = packed[2 * first : 2 * (first + rows)].view(2, rows, -1, patch_size**2)
+            out[first : first + rows].view(rows, -1, 2, patch_size**2).copy_(
+                by_time.permute(1, 2, 0, 3)
+            )
+            first += rows
+        return out
+
     def add_layer_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:

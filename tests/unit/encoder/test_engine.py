@@ -27,6 +27,7 @@ from services.encoder.engine.messages import (
     InHand,
     PlaceImage,
     Shutdown,
+    Source,
 )
 from services.encoder.engine.runner import LaunchedBatch
 from services.encoder.engine_main import MAX_BATCH_PATCHES, batch_budget
@@ -100,7 +101,7 @@ class Front:
 
     def encode(self, *job_ids: int, grid: tuple[int, int, int] = GRID, rank: float = 0.0) -> None:
         for job_id in job_ids:
-            image = EncodeImage(job_id, b"%d" % job_id, Unit(grid), rank)
+            image = EncodeImage(job_id, Source(b"%d" % job_id), Unit(grid), rank)
             self.send(image, PlaceImage(job_id, 0))
 
     def receive_until(self, condition: Callable[[], bool]) -> None:
@@ -149,12 +150,12 @@ class Running:
         """Those that are prepared and have no place."""
         return sorted(job_id for job_id, job in list(self.engine._jobs.items()) if job.waits)
 
-    def _prepare(self, image: bytes, unit: Unit) -> torch.Tensor:
+    def _prepare(self, source: Source, unit: Unit) -> torch.Tensor:
         self.may_prepare.wait(10)
-        self.prepared.append(image)
-        if image == b"666":
+        self.prepared.append(source.image)
+        if source.image == b"666":
             raise InvalidImage("the image is truncated or corrupt")
-        if image == b"667":
+        if source.image == b"667":
             raise RuntimeError("a bug")
         return torch.zeros(unit.grid[1] * 16, unit.grid[2] * 16, 3, dtype=torch.uint8)
 
@@ -302,7 +303,8 @@ def test_a_cancelled_image_leaves_the_queue(running: Running) -> None:
 
 
 def test_an_image_is_prepared_and_waits_for_its_place(running: Running) -> None:
-    running.front.send(*(EncodeImage(job_id, b"%d" % job_id, Unit(GRID)) for job_id in (1, 2)))
+    for job_id in (1, 2):
+        running.front.send(EncodeImage(job_id, Source(b"%d" % job_id), Unit(GRID)))
     wait_until(lambda: running.waiting_jobs() == [1, 2])
     running.front.send(PlaceImage(2, 0))
     assert running.front.codes(2) == [""] and running.runner.batches == [[2]]
@@ -311,7 +313,7 @@ def test_an_image_is_prepared_and_waits_for_its_place(running: Running) -> None:
 
 
 def test_a_cancelled_image_does_not_wait_for_its_place(running: Running) -> None:
-    running.front.send(EncodeImage(1, b"1", Unit(GRID)))
+    running.front.send(EncodeImage(1, Source(b"1"), Unit(GRID)))
     wait_until(lambda: running.waiting_jobs() == [1])
     running.front.send(CancelImage(1))
     assert running.front.codes(1) == ["cancelled"]
@@ -361,7 +363,7 @@ def test_the_loop_ends_when_the_front_closes_the_channel() -> None:
 
 def test_messages_survive_the_wire() -> None:
     for message in (
-        EncodeImage(1, b"\x00\xff", Unit((1, 2, 3))),
+        EncodeImage(1, Source(b"\x00\xff"), Unit((1, 2, 3))),
         PlaceImage(1, 4096),
         CancelImage(1),
         Shutdown(),

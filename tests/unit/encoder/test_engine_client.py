@@ -5,7 +5,7 @@ import pytest
 from services.common.errors import EngineLost, TriptychError, Unavailable
 from services.common.geometry import Unit
 from services.common.process.channel import ChannelClosed
-from services.encoder.engine.messages import EngineMessage, FrontMessage, ImageDone, InHand
+from services.encoder.engine.messages import EngineMessage, FrontMessage, ImageDone, InHand, Source
 from services.encoder.engine_client import EngineClient
 
 UNIT = Unit((1, 4, 4))
@@ -29,10 +29,10 @@ class Link:
 async def errors_of(*said: EngineMessage) -> list[type[BaseException] | None]:
     """Of three images, 1 to 3."""
     client = EngineClient(Link(*said), lambda _: None)
-    jobs = [client.submit(b"image", UNIT) for _ in range(3)]
+    jobs = [client.submit(Source(b"image"), UNIT) for _ in range(3)]
     await client.run()
     with pytest.raises(Unavailable):
-        client.submit(b"image", UNIT)
+        client.submit(Source(b"image"), UNIT)
     found = [job.done.exception() for job in jobs]
     assert all(error is None or isinstance(error, TriptychError) for error in found)
     return [error and type(error) for error in found]

@@ -1,0 +1,170 @@
+"""Child processes that decode what strangers send: one that takes too long loses only itself.
+
+A child is a module of its own, which calls `serve`. Its parent asks it one question at a time over
+a socket; both map one memory, in which the child leaves pixels, so that they are not copied.
+"""
+
+import logging
+import mmap
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+
+import numpy as np
+
+from services.common.errors import InternalError
+from services.common.process.work_limits import go_first
+
+log = logging.getLogger(__name__)
+
+_LENGTH = struct.Struct("<I")
+_KEPT_BYTES = 48 << 20  # of the memory between two questions
+_START_S, _STOP_S = 30.0, 2.0
+
+
+class ChildLost(Exception):
+    """The child has ended, or takes too long; another one has been started."""
+
+
+class Child:
+    """One process and the memory that it shares; both for one thread at a time.
+
+    Args:
+        module: that the process runs.
+        size_bytes: of the memory.
+    """
+
+    def __init__(self, module: str, size_bytes: int) -> None:
+        self._module = module
+        self._fd = os.memfd_create("triptych-decode", os.MFD_CLOEXEC)
+        os.ftruncate(self._fd, size_bytes)
+        self._memory = mmap.mmap(self._fd, size_bytes)
+        self._used_bytes = 0
+        self._start()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def ask(self, *parts: bytes, timeout_s: float) -> bytes:
+        """The child's answer to a question of some parts.
+
+        Raises:
+            ChildLost: there is none, and what the child knew is lost.
+            InternalError: no child can be started.
+        """
+        if self._process.poll() is not None:  # ended while it was idle
+            self._restart()
+        self._wait_until_ready()
+        try:
+            self._socket.settimeout(timeout_s)
+            for part in parts:
+                self._socket.sendall(_LENGTH.pack(len(part)))
+                self._socket.sendall(part)
+            return self._receive()
+        except OSError:
+            raise ChildLost(self._restart()) from None
+
+    def pixels(self, *shape: int) -> np.ndarray:
+        """What the child has left in the memory, uint8; until the next question."""
+        self._used_bytes = int(np.prod(shape))
+        return np.frombuffer(self._memory, np.uint8, self._used_bytes).reshape(shape)
+
+    def trim(self) -> None:
+        """Gives back the pages of a large image; without the interpreter lock, unlike `madvise`."""
+        if self._used_bytes > _KEPT_BYTES:
+            os.ftruncate(self._fd, 0)
+            os.ftruncate(self._fd, len(self._memory))
+
+    def close(self) -> None:
+        self._socket.close()
+        try:
+            self._process.wait(_STOP_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        os.close(self._fd)
+
+    def _wait_until_ready(self) -> None:
+        if self._ready:
+            return
+        try:
+            self._socket.settimeout(_START_S)
+            self._receive()
+        except OSError:
+            log.error("a decoder did not start: %s", self._restart())
+            raise InternalError("a decoder cannot be started") from None
+        self._ready = True
+
+    def _receive(self) -> bytes:
+        answer = _read_part(self._socket)
+        if answer is None:
+            raise ConnectionError
+        return answer
+
+    def _start(self) -> None:
+        """Starts the process, which is ready some time later."""
+        mine, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", self._module,
+                 str(theirs.fileno()), str(self._fd), str(len(self._memory))],
+                pass_fds=(theirs.fileno(), self._fd), stdin=subprocess.DEVNULL,
+            )  # fmt: skip
+        self._socket, self._ready = mine, False
+
+    def _restart(self) -> str:
+        """Replaces the process; says how the old one ended."""
+        self._socket.close()
+        if self._process.poll() is None:
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(0.1)  # its end of the socket closes a little earlier
+        self._process.kill()
+        status = self._process.wait()
+        self._start()
+        return signal.Signals(-status).name if status < 0 else f"status {status}"
+
+
+def serve(num_parts: int, answer: Callable[[list[bytes], np.ndarray], bytes]) -> None:
+    """The child's main function: answers until its parent closes the socket.
+
+    Args:
+        num_parts: of a question.
+        answer: from a question's parts and the shared memory, uint8, to the answer.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # the front handles them
+    channel, memory = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
+    shared = np.frombuffer(mmap.mmap(memory, int(sys.argv[3])), np.uint8)
+    go_first()
+    with suppress(ConnectionError):
+        channel.sendall(_LENGTH.pack(0))  # ready
+        while True:
+            parts = [_read_part(channel) for _ in range(num_parts)]
+            question = [part for part in parts if part is not None]
+            if len(question) < num_parts:
+                return
+            found = answer(question, shared)
+            channel.sendall(_LENGTH.pack(len(found)) + found)
+
+
+def _read_part(channel: socket.socket) -> bytes | None:
+    head = _read(channel, _LENGTH.size)
+    return None if head is None else _read(channel, _LENGTH.unpack(head)[0])
+
+
+def _read(channel: socket.socket, size: int) -> bytes | None:
+    """Exactly `size` bytes; None: the other side has closed the socket."""
+    data = bytearray(size)
+    view, position = memoryview(data), 0
+    while position < size:
+        count = channel.recv_into(view[position:])
+        if not count:
+            return None
+        position += count
+    return bytes(data)

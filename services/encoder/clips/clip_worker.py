@@ -1,0 +1,117 @@
+"""A process that decodes videos: `python -m services.encoder.clips.clip_worker`; see `clip_pool`.
+
+It keeps one video open between two questions, so that its frames are decoded in one pass. Each
+question has limits of CPU time and of memory, and each video of CPU time in all: the kernel ends
+the process at the first (SIGPROF), and at the second allocations fail. It has no device and no
+torch.
+"""
+
+import ctypes
+import os
+import time
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+# Before numpy, whose BLAS would start a thread per core.
+os.environ["OPENBLAS_NUM_THREADS"] = "1"  # noqa: TID251
+
+import av.logging
+import msgspec
+import numpy as np
+
+from services.common.embeddings.shared_memory import ForeignMemory, MemoryAddress, NotReadable
+from services.common.errors import InvalidVideo, VideoNotHeld
+from services.common.process.work_limits import limited, mapped_bytes
+from services.encoder.child import serve
+from services.encoder.clips.container import check_size, to_rgb, upright_size
+from services.encoder.clips.frames import Frames, opened_frames, probe
+from services.encoder.clips.questions import CORRUPT, TOO_SLOW, Answer, Question
+
+VIDEO_CPU_S = 60.0  # of all frames of one that is open
+_MALLOC_ARENA_MAX = -8  # mallopt's name of it
+_TOO_LARGE = "decoding the video takes more memory than a video of its size may"
+
+
+@dataclass(slots=True)
+class _Open:
+    """A video that stays open."""
+
+    name: str
+    frames: Frames
+    closing: AbstractContextManager[Frames]
+    cpu_start_s: float
+
+
+class Worker:
+    """What the process knows between two questions."""
+
+    def __init__(self) -> None:
+        self._open: _Open | None = None
+        self._base_bytes = mapped_bytes()
+
+    def answer(self, question: list[bytes], shared: np.ndarray) -> bytes:
+        asked = msgspec.msgpack.decode(question[0], type=Question)
+        try:
+            answer = self._answer(asked, shared)
+        except (InvalidVideo, VideoNotHeld) as error:
+            self._close()
+            answer = Answer(error_code=error.code, message=error.message)
+        except MemoryError:
+            self._close()
+            answer = Answer(error_code=InvalidVideo.code, message=_TOO_LARGE)
+        except Exception:
+            # PyAV raises exceptions of many types on hostile bytes; their text is not passed on.
+            self._close()
+            answer = Answer(error_code=InvalidVideo.code, message=CORRUPT)
+        return msgspec.msgpack.encode(answer)
+
+    def _answer(self, asked: Question, shared: np.ndarray) -> Answer:
+        is_open = self._open is not None and self._open.name == asked.file.name
+        if not is_open:
+            self._close()
+        spent_s = time.process_time() - self._open.cpu_start_s if self._open else 0.0
+        if spent_s >= VIDEO_CPU_S:
+            raise InvalidVideo(TOO_SLOW)
+        try:
+            file = None if is_open else ForeignMemory(asked.file)
+        except NotReadable:
+            raise VideoNotHeld("the video is no longer held") from None
+        cpu_s = min(asked.cpu_s, VIDEO_CPU_S - spent_s)
+        with limited(cpu_s, asked.memory_bytes, self._base_bytes + asked.file.size_bytes):
+            if asked.frames is None:
+                assert file is not None
+                return Answer(facts=probe(file.view(0, asked.file.size_bytes)))
+            if file is not None:
+                self._keep_open(asked.file, file)
+            return Answer(sizes=self._write(asked.frames, shared))
+
+    def _keep_open(self, address: MemoryAddress, file: ForeignMemory) -> None:
+        closing = opened_frames(file.view(0, address.size_bytes))
+        self._open = _Open(address.name, closing.__enter__(), closing, time.process_time())
+
+    def _write(self, indices: tuple[int, int], shared: np.ndarray) -> list[tuple[int, int]]:
+        """Decodes two frames into the shared memory; equal ones once."""
+        assert self._open is not None
+        sizes: list[tuple[int, int]] = []
+        first_pixel = 0
+        for index in dict.fromkeys(indices):
+            frame = self._open.frames.frame(index)
+            height, width = upright_size(frame)
+            check_size(height, width)
+            size = height * width * 3
+            to_rgb(frame, shared[first_pixel : first_pixel + size].reshape(height, width, 3))
+            sizes.append((height, width))
+            first_pixel += size
+        return sizes
+
+    def _close(self) -> None:
+        if self._open is not None:
+            self._open.closing.__exit__(None, None, None)
+            self._open = None
+
+
+if __name__ == "__main__":
+    # Arenas of the decoder's threads would count as memory that they only reserve.
+    ctypes.CDLL(None).mallopt(_MALLOC_ARENA_MAX, 2)
+    av.logging.set_level(None)
+    serve(1, Worker().answer)

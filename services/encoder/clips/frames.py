@@ -1,0 +1,163 @@
+"""Frames of a video by index, as a player would show them: forward in one pass, nothing kept.
+
+A frame that cannot be decoded is the one before it, as on a screen, unless that is long gone. In
+child processes alone.
+"""
+
+from collections import deque
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+
+from av.error import FFmpegError
+from av.packet import Packet
+from av.video.frame import VideoFrame
+from av.video.stream import VideoStream
+
+from services.common.errors import InvalidVideo
+from services.encoder.clips.container import (
+    Entry,
+    Index,
+    check_amount,
+    check_size,
+    failures,
+    opened,
+    packets_of,
+    read_index,
+    upright_size,
+)
+from services.encoder.clips.questions import Facts
+
+_LONG_GONE_S = 1.0
+_LONG_GONE_FRAMES = 3
+
+
+def probe(data: memoryview) -> Facts:
+    """Reads a file's packets, and decodes its first frame for its size.
+
+    Raises:
+        InvalidVideo: it cannot be decoded, or has too many frames or pixels.
+    """
+    with opened(data) as (container, stream):
+        index = read_index(container, stream)
+        codec = stream.codec_context.codec.canonical_name
+    with opened_frames(data, index) as frames:
+        height, width = upright_size(frames.frame(0))
+    check_amount(len(index.entries), height, width)
+    return Facts(
+        num_frames=len(index.entries),
+        rate=index.rate,
+        height=height,
+        width=width,
+        duration_s=index.duration_s,
+        codec=codec,
+        frame_digests=index.frame_digests,
+    )
+
+
+@contextmanager
+def opened_frames(data: memoryview, index: Index | None = None) -> "Generator[Frames]":
+    """The frames of a file, whose index is read unless it is given."""
+    if index is None:
+        with opened(data) as (container, stream):
+            index = read_index(container, stream)
+    frames = Frames(data, index)
+    try:
+        yield frames
+    finally:
+        frames.close()
+
+
+class Frames:
+    """A file that is being decoded.
+
+    Args:
+        data: the file.
+        index: of it.
+    """
+
+    def __init__(self, data: memoryview, index: Index) -> None:
+        self._data = data
+        self._index = index
+        frames_s = _LONG_GONE_FRAMES / index.rate if index.rate else 0.0
+        self._most_s = max(frames_s, _LONG_GONE_S)
+        self._opened = None
+        self._rewind()
+
+    def frame(self, index: int) -> VideoFrame:
+        """A frame. Faster in rising order.
+
+        Raises:
+            InvalidVideo: there is none of that index, or it cannot be decoded.
+        """
+        if index >= len(self._index.entries):
+            raise InvalidVideo(f"the video has {len(self._index.entries)} frames, none of {index}")
+        with failures():
+            found = self._found(self._index.entries[index])
+        if found is None:
+            raise InvalidVideo(f"frame {index} of the video cannot be decoded")
+        check_size(found.height, found.width)
+        return found
+
+    def close(self) -> None:
+        if self._opened is not None:
+            self._opened.__exit__(None, None, None)
+            self._opened = None
+
+    def _found(self, entry: Entry) -> VideoFrame | None:
+        if self._shown is not None and self._shown[0] > entry.pts:
+            self._rewind()
+        if entry.start > self._num_read:
+            self._skip(entry.start)
+        while self._shown is None or self._shown[0] < entry.pts:
+            following = self._peek()
+            if following is None or following[0] > entry.pts:
+                break
+            self._shown = self._decoded.popleft()
+        if self._shown is None:
+            return None
+        behind_s = float((entry.pts - self._shown[0]) * self._index.time_base)
+        return self._shown[1] if behind_s <= self._most_s else None
+
+    def _rewind(self) -> None:
+        self.close()
+        self._opened = opened(self._data)
+        container, stream = self._opened.__enter__()
+        self._stream: VideoStream = stream
+        self._packets: Iterator[Packet] = packets_of(container, stream)
+        self._num_read = 0  # packets
+        self._num_given = 0  # frames, by the decoder
+        self._decoded: deque[tuple[int, VideoFrame]] = deque()  # not shown yet
+        self._shown: tuple[int, VideoFrame] | None = None  # its time, and the frame
+        self._is_over = False
+
+    def _skip(self, packet: int) -> None:
+        """What is before a packet is not decoded."""
+        while self._num_read < packet and next(self._packets, None) is not None:
+            self._num_read += 1
+        self._stream.codec_context.flush_buffers()
+        self._decoded.clear()
+        self._shown = None
+
+    def _peek(self) -> tuple[int, VideoFrame] | None:
+        """The frame that the decoder gives next; None: there is none."""
+        while not self._decoded and not self._is_over:
+            packet = next(self._packets, None)
+            self._num_read += 1
+            self._is_over = packet is None
+            self._decode(packet)
+        return self._decoded[0] if self._decoded else None
+
+    def _decode(self, packet: Packet | None) -> None:
+        """None: what the decoder has kept. A packet that is damaged gives no frame."""
+        try:
+            given = self._stream.codec_context.decode(packet)
+        except FFmpegError as error:
+            if isinstance(error, MemoryError):
+                raise MemoryError from None
+            return
+        for frame in given:
+            pts = frame.dts if frame.pts is None else frame.pts
+            if self._index.by_order or pts is None:
+                pts = self._num_given
+            self._num_given += 1
+            self._decoded.append((pts, frame))

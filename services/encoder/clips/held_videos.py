@@ -1,0 +1,151 @@
+"""The videos that the front keeps for a while: each file once, in memory that the children map.
+
+`Probe` brings them, `Encode` names them by digest. One that is gone is sent again: nobody waits for
+room, and a video in work that gives way is a `VideoNotHeld` of its units that are not decoded yet.
+"""
+
+import asyncio
+import os
+import time
+from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from blake3 import blake3
+
+from services.common.embeddings.shared_memory import MemoryAddress, create_memory
+from services.common.embeddings.single_flight import InFlight
+from services.common.errors import VideoNotHeld
+from services.common.images.image_key import FRAME_DIGEST_BYTES, KEY_BYTES
+from services.encoder.clips.clip_pool import ClipPool
+from services.encoder.clips.questions import Facts
+from services.encoder.engine.messages import Video
+
+_TTL_S = 120.0  # since the last use
+_THREADS = 2  # files that are read at a time
+
+
+@dataclass(slots=True)
+class HeldVideo:
+    """A file and its facts."""
+
+    digest: bytes
+    file: MemoryAddress
+    facts: Facts
+    expires_at: float = 0.0  # time.monotonic()
+
+    @property
+    def video(self) -> Video:
+        """For the engine."""
+        return Video(self.file, (self.facts.height, self.facts.width))
+
+    def frame_digest(self, index: int) -> bytes:
+        """Raises IndexError: there is no such frame."""
+        if not 0 <= index < self.facts.num_frames:
+            raise IndexError
+        return self.facts.frame_digests[FRAME_DIGEST_BYTES * index :][:FRAME_DIGEST_BYTES]
+
+
+class HeldVideos:
+    """Files by digest. One event loop owns it.
+
+    Args:
+        pool: reads containers.
+        max_bytes: of all files; the longest unused is dropped first.
+        ttl_s: since a file's last use.
+    """
+
+    def __init__(self, pool: ClipPool, max_bytes: int, ttl_s: float = _TTL_S) -> None:
+        self._pool = pool
+        self._max_bytes = max_bytes
+        self._ttl_s = ttl_s
+        self._held: OrderedDict[bytes, HeldVideo] = OrderedDict()  # by last use
+        self._used_bytes = 0
+        self._probes: dict[bytes, InFlight[HeldVideo]] = {}
+        self._threads = ThreadPoolExecutor(_THREADS, "probe")
+
+    def get(self, digest: bytes) -> HeldVideo:
+        """A file that is held, for some time from now on.
+
+        Raises:
+            VideoNotHeld: it is not.
+        """
+        self._expire()
+        held = self._held.get(digest)
+        if held is None:
+            raise VideoNotHeld("the video is not held here")
+        held.expires_at = time.monotonic() + self._ttl_s
+        self._held.move_to_end(digest)
+        return held
+
+    async def probe(self, file: bytes) -> HeldVideo:
+        """Holds a file and reads it; equal ones are read once.
+
+        Raises:
+            InvalidVideo: it is none that is decoded here.
+        """
+        loop = asyncio.get_running_loop()
+        digest = await loop.run_in_executor(self._threads, _digest, file)
+        if digest in self._held:
+            return self.get(digest)
+        if (flight := self._probes.get(digest)) is None:
+            flight = self._probes[digest] = InFlight(
+                self._read(digest, file),
+                on_end=lambda _: self._forget(digest),
+                on_abandoned=lambda: self._forget(digest),
+            )
+        return await flight.join()
+
+    def close(self) -> None:
+        """Drops all files and ends the processes."""
+        self._threads.shutdown()
+        self._pool.close()
+        for held in self._held.values():
+            os.close(held.file.fd)
+        self._held.clear()
+
+    def _forget(self, digest: bytes) -> None:
+        self._probes.pop(digest, None)
+
+    async def _read(self, digest: bytes, file: bytes) -> HeldVideo:
+        loop = asyncio.get_running_loop()
+        address = await loop.run_in_executor(self._threads, _copied, file)
+        try:
+            facts = await loop.run_in_executor(self._threads, self._pool.probe, address)
+        except BaseException:
+            os.close(address.fd)
+            raise
+        self._drop(digest)  # a probe that was given up may have left it
+        self._held[digest] = HeldVideo(digest, address, facts)
+        self._used_bytes += address.size_bytes
+        return self.get(digest)
+
+    def _expire(self) -> None:
+        now = time.monotonic()
+        while self._held:
+            digest, oldest = next(iter(self._held.items()))
+            is_full = self._used_bytes > self._max_bytes and len(self._held) > 1
+            if not is_full and (not oldest.expires_at or oldest.expires_at > now):
+                break
+            self._drop(digest)
+
+    def _drop(self, digest: bytes) -> None:
+        if (held := self._held.pop(digest, None)) is not None:
+            self._used_bytes -= held.file.size_bytes
+            os.close(held.file.fd)
+
+
+def _digest(file: bytes) -> bytes:
+    return blake3(file).digest(KEY_BYTES)
+
+
+def _copied(file: bytes) -> MemoryAddress:
+    fd, name = create_memory(len(file))
+    try:
+        view = memoryview(file)
+        while view:
+            view = view[os.write(fd, view) :]
+    except BaseException:
+        os.close(fd)
+        raise
+    return MemoryAddress(os.getpid(), fd, name, len(file))

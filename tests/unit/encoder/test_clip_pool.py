@@ -1,0 +1,168 @@
+"""Videos are decoded in processes: limits for each, one pass, and a bad video ends no other."""
+
+import os
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from services.common.embeddings.shared_memory import MemoryAddress, create_memory
+from services.common.errors import InvalidVideo, VideoNotHeld
+from services.encoder.clips import clip_pool
+from services.encoder.clips.clip_pool import PROBE_BYTES, ClipPool
+from tests.in_process_clips import frame_pixels
+from tests.noise import PATIENCE_S
+from tests.videos import index_first, make
+
+SIZE = (48, 64)
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[ClipPool]:
+    pool = ClipPool(2, memory_bytes=4 << 30)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture
+def held() -> Iterator["Held"]:
+    held = Held()
+    yield held
+    held.close()
+
+
+class Held:
+    """Files in this process's memory."""
+
+    def __init__(self) -> None:
+        self._fds: list[int] = []
+
+    def put(self, data: bytes) -> MemoryAddress:
+        fd, name = create_memory(len(data))
+        os.pwrite(fd, data, 0)
+        self._fds.append(fd)
+        return MemoryAddress(os.getpid(), fd, name, len(data))
+
+    def close(self) -> None:
+        for fd in self._fds:
+            os.close(fd)
+        self._fds.clear()
+
+
+def frames(pool: ClipPool, file: MemoryAddress, *indices: int) -> list[np.ndarray]:
+    first, second = indices
+    with pool.frames(file, SIZE, (first, second)) as found:
+        return [pixels.copy() for pixels in found]
+
+
+def test_facts_and_pixels_are_those_of_the_twin(pool: ClipPool, held: Held) -> None:
+    data = make("webm")
+    file = held.put(data)
+    facts = pool.probe(file)
+    assert (facts.num_frames, facts.height, facts.width, facts.codec) == (24, *SIZE, "vp9")
+    for pair in ((0, 1), (1, 7), (23, 23), (2, 3)):
+        found, expected = frames(pool, file, *pair), frame_pixels(data, tuple(dict.fromkeys(pair)))
+        assert len(found) == len(expected)
+        assert all(np.array_equal(*both) for both in zip(found, expected, strict=True))
+
+
+def test_a_video_that_is_asked_for_again_is_still_open(pool: ClipPool, held: Held) -> None:
+    """Two videos by turns: each has its own worker, and neither is opened again."""
+    files = [held.put(make(frames=20)), held.put(make("webm", frames=20))]
+    for file in files:
+        frames(pool, file, 0, 1)
+    before = pool.pids
+    held.close()  # what is open needs its file no more
+    for file in files:
+        frames(pool, file, 2, 3)
+    assert pool.pids == before
+    with pytest.raises(VideoNotHeld):
+        pool.probe(MemoryAddress(os.getpid(), files[0].fd, "triptych-0", 100))
+
+
+def test_a_bad_video_ends_no_worker(pool: ClipPool, held: Held) -> None:
+    frames(pool, held.put(make()), 0, 1)
+    before = pool.pids
+    for data in (b"", b"#EXTM3U\nfile:///etc/passwd\n", make()[:400], os.urandom(1000)):
+        with pytest.raises(InvalidVideo):
+            pool.probe(held.put(data or b"\0"))
+    with pytest.raises(InvalidVideo, match="none of 24"):
+        frames(pool, held.put(make()), 24, 24)
+    assert set(pool.pids) & set(before)
+
+
+def test_a_worker_that_dies_is_replaced(held: Held) -> None:
+    pool = ClipPool(1, memory_bytes=0)
+    try:
+        file = held.put(make())
+        frames(pool, file, 0, 1)
+        (pid,) = pool.pids
+        os.kill(pid, signal.SIGKILL)
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        assert len(frames(pool, file, 2, 3)) == 2
+    finally:
+        pool.close()
+
+
+def test_a_video_that_takes_too_long_is_refused(
+    held: Held, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel ends its worker; another takes its place."""
+    monkeypatch.setattr(clip_pool, "_FRAMES_CPU_S", 0.05)
+    pool = ClipPool(1, memory_bytes=0)
+    try:
+        slow = held.put(make("lossless", frames=60, size=(720, 1280), options={"g": "600"}))
+        with (
+            pytest.raises(InvalidVideo, match="too long"),
+            pool.frames(slow, (720, 1280), (59, 59)),
+        ):
+            pass
+        assert len(frames(pool, held.put(make()), 0, 1)) == 2
+    finally:
+        pool.close()
+
+
+def test_memory_is_limited(held: Held, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of 30 MB a frame, twice at once, in a process that may take 100."""
+    pool = ClipPool(1, memory_bytes=0)
+    try:
+        large = held.put(make("lossless", frames=2, size=(2300, 4000)))
+        assert pool.probe(large).num_frames == 2
+        before = pool.pids
+        with monkeypatch.context() as patch:
+            patch.setattr(clip_pool, "_BASE_BYTES", 0)
+            patch.setattr(clip_pool, "_BYTES_PER_PIXEL", 0)
+            with pytest.raises(InvalidVideo), pool.frames(large, (2300, 4000), (0, 1)):
+                pass
+        assert len(frames(pool, held.put(make()), 0, 1)) == 2
+        assert pool.pids == before
+    finally:
+        pool.close()
+
+
+def test_videos_that_nobody_asks_for_give_way(held: Held) -> None:
+    """Room for one of the largest: a second one waits for the first, which is closed then."""
+    pool = ClipPool(4, memory_bytes=0)
+    assert pool._memory_bytes == PROBE_BYTES
+    large = (2304, 4096)  # as facts may say
+    files = [held.put(make()), held.put(make("webm"))]
+
+    def count(file: MemoryAddress) -> int:
+        with pool.frames(file, large, (0, 1)) as found:
+            return len(found)
+
+    with ThreadPoolExecutor(1) as threads:
+        with pool.frames(files[0], large, (0, 0)):
+            waiting = threads.submit(count, files[1])
+            while not pool._changed._waiters:
+                assert not waiting.done()
+            assert len(pool.pids) == 1
+        assert waiting.result(PATIENCE_S) == 2
+        assert count(files[0]) == 2 and len(pool.pids) == 1
+    pool.close()
+
+
+def test_an_mp4_with_its_index_first(pool: ClipPool, held: Held) -> None:
+    assert pool.probe(held.put(index_first(make()))).num_frames == 24

@@ -1,0 +1,204 @@
+"""Frames of videos by index: which there are, and that they are those which PyAV decodes."""
+
+import struct
+from contextlib import suppress
+from fractions import Fraction
+
+import numpy as np
+import pytest
+
+from services.common.errors import InvalidVideo
+from services.common.images.image_key import FRAME_DIGEST_BYTES
+from services.encoder.clips.container import to_rgb, upright_size
+from services.encoder.clips.frames import Frames, opened_frames, probe
+from services.encoder.clips.questions import Facts
+from tests.videos import KINDS, box, decoded, index_first, make, patched, sound
+
+
+def pixels(frames: Frames, index: int) -> np.ndarray:
+    frame = frames.frame(index)
+    out = np.empty((*upright_size(frame), 3), np.uint8)
+    to_rgb(frame, out)
+    return out
+
+
+def facts_of(data: bytes) -> Facts:
+    return probe(memoryview(data))
+
+
+def digests(data: bytes) -> list[bytes]:
+    found = facts_of(data).frame_digests
+    return [found[at : at + FRAME_DIGEST_BYTES] for at in range(0, len(found), FRAME_DIGEST_BYTES)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_frames_by_index_are_those_of_a_player(kind: str) -> None:
+    """In any order, whatever is between them, beyond keyframes and behind B-frames."""
+    data = make(kind, options={"g": "6"})
+    expected = decoded(data)
+    facts = facts_of(data)
+    assert facts.num_frames == 24
+    # A GIF's times are hundredths of seconds.
+    assert facts.rate == (12.0 if kind != "gif" else pytest.approx(12, rel=0.002))
+    assert (facts.height, facts.width) == (48, 64)
+    assert facts.duration_s == pytest.approx(2.0, abs=0.02)
+    assert len(set(digests(data))) >= 8 and len(digests(data)) == 24
+    with opened_frames(memoryview(data)) as frames:
+        for index in (0, 1, 1, 5, 13, 23, 2, 22, 23):
+            assert np.array_equal(pixels(frames, index), expected[index]), index
+        with pytest.raises(InvalidVideo, match="has 24 frames, none of 24"):
+            frames.frame(24)
+
+
+@pytest.mark.parametrize("turn", [90, 180, 270])
+def test_a_rotation_is_applied(turn: int) -> None:
+    data = make(rotation=turn)
+    facts = facts_of(data)
+    assert (facts.height, facts.width) == ((48, 64) if turn == 180 else (64, 48))
+    with opened_frames(memoryview(data)) as frames:
+        assert np.array_equal(pixels(frames, 3), np.rot90(decoded(data)[3], turn // 90))
+
+
+def test_a_mirrored_video_is_mirrored_back() -> None:
+    data = make(rotation=180)
+    at = data.index(struct.pack(">3i", -(1 << 16), 0, 0))
+    mirrored = data[:at] + struct.pack(">i", 1 << 16) + data[at + 4 :]
+    with opened_frames(memoryview(mirrored)) as frames:
+        assert np.array_equal(pixels(frames, 3), decoded(data)[3][::-1])
+
+
+def test_alpha_is_composited_on_white() -> None:
+    data = make("apng", frames=3)
+    at = data.index(b"IHDR")
+    assert data[at + 12 : at + 14] == b"\x08\x06"
+    with opened_frames(memoryview(data)) as frames:  # opaque
+        assert np.array_equal(pixels(frames, 1), decoded(data)[1])
+
+
+def test_times_vary_and_the_average_rate_is_that_of_the_frames() -> None:
+    times = [0, 1, 2, 3, 12, 13, 30, 31, 40, 60]
+    data = make(frames=10, times=times, options={"bf": "0"})
+    facts = facts_of(data)
+    assert facts.num_frames == 10
+    assert facts.rate == pytest.approx(9 / (60 / 12), rel=0.12)
+    expected = decoded(data)
+    with opened_frames(memoryview(data)) as frames:
+        assert all(np.array_equal(pixels(frames, i), expected[i]) for i in (0, 4, 9, 5))
+
+
+def test_a_rate_of_ntsc_is_exact() -> None:
+    assert facts_of(make(rate=Fraction(30000, 1001))).rate == 30000 / 1001
+
+
+def test_a_header_that_lies_about_its_rate_and_count_is_not_believed() -> None:
+    data = make()
+    at = box(data, b"stts")
+    assert struct.unpack_from(">II", data, at + 4)[0] == 1  # one run of samples of one duration
+    webm = make("webm")  # says no count at all
+    assert facts_of(webm).num_frames == 24
+    cut = webm[: len(webm) * 2 // 3]
+    facts = facts_of(cut)
+    assert 4 < facts.num_frames < 24 and facts.rate == pytest.approx(12, rel=0.02)
+
+
+def test_a_truncated_file_has_the_frames_that_are_there() -> None:
+    data = index_first(make(options={"bf": "0"}))
+    cut = data[: len(data) * 2 // 3]
+    facts = facts_of(cut)
+    assert 4 < facts.num_frames < 24
+    expected = decoded(data)
+    with opened_frames(memoryview(cut)) as frames:
+        last = facts.num_frames - 1
+        assert np.array_equal(pixels(frames, last), expected[last])
+
+
+def test_an_index_at_the_end_that_is_missing_is_an_error() -> None:
+    data = make()
+    with pytest.raises(InvalidVideo, match="truncated or corrupt"):
+        facts_of(data[: len(data) // 2])
+
+
+@pytest.mark.parametrize("kind", ["mp4", "webm", "gif"])
+def test_one_frame(kind: str) -> None:
+    data = make(kind, frames=1)
+    facts = facts_of(data)
+    assert facts.num_frames == 1
+    with opened_frames(memoryview(data)) as frames:
+        assert np.array_equal(pixels(frames, 0), decoded(data)[0])
+
+
+def test_a_longer_cut_shares_the_digests_of_the_frames_in_common() -> None:
+    short = make("webm", frames=24, options={"lag-in-frames": "0", "auto-alt-ref": "0"})
+    longer = make("webm", frames=36, options={"lag-in-frames": "0", "auto-alt-ref": "0"})
+    other = make("webm", frames=24, options={"lag-in-frames": "0", "auto-alt-ref": "0", "g": "5"})
+    assert digests(longer)[:24] == digests(short)
+    assert digests(other)[12:] != digests(short)[12:]
+    assert len(set(digests(longer))) == 36
+
+
+def test_frames_that_cannot_be_decoded_are_the_ones_before() -> None:
+    data = bytearray(make("lossless", options={"g": "1", "slicecrc": "1"}))
+    whole = decoded(bytes(data))
+    facts = facts_of(bytes(data))
+    at = len(data) // 2  # within some frame
+    data[at : at + 4] = b"\xff\xff\xff\xff"
+    assert facts_of(bytes(data)).num_frames == facts.num_frames
+    with opened_frames(memoryview(bytes(data))) as frames:
+        found = [pixels(frames, index) for index in range(facts.num_frames)]
+    wrong = [index for index, (a, b) in enumerate(zip(found, whole, strict=True)) if (a != b).any()]
+    assert len(wrong) <= 2
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"", "no video of a known container"),
+        (b"\x89PNG", "no video of a known container"),
+        (b"#EXTM3U\n#EXTINF:1,\nfile:///etc/passwd\n", "no video of a known container"),
+        (b"v=0\r\no=- 0 0 IN IP4 127.0.0.1\r\nm=video 9 RTP/AVP 96\r\n", "no video of a known"),
+        (b"ffconcat version 1.0\nfile /etc/passwd\n", "no video of a known container"),
+        (b"<?xml version='1.0'?><MPD></MPD>", "no video of a known container"),
+        (b"\x1aE\xdf\xa3" + bytes(100), "truncated or corrupt"),
+        (b"\0\0\0\x18ftypisom" + bytes(100), "truncated or corrupt"),
+        (b"FLV\x01\x05\0\0\0\x09" + bytes(20), "truncated or corrupt"),
+        (b"OggS" + bytes(64), "truncated or corrupt"),
+    ],
+)  # fmt: skip
+def test_what_is_no_video_is_refused(data: bytes, message: str) -> None:
+    with pytest.raises(InvalidVideo, match=message):
+        facts_of(data)
+
+
+def test_sound_alone_is_refused() -> None:
+    with pytest.raises(InvalidVideo, match="no video stream"):
+        facts_of(sound())
+
+
+@pytest.mark.parametrize("kind", ["mp4", "webm", "gif", "apng", "avi"])
+def test_a_declared_size_beyond_the_limit_is_refused(kind: str) -> None:
+    """And a frame that small is not taken for one that large."""
+    data = make(kind, frames=2, size=(48, 64))
+    changes = {
+        "mp4": [(struct.pack(">HH", 64, 48), struct.pack(">HH", 60000, 60000))],
+        "webm": [(b"\xb0\x81\x40", b"\xb0\x81\xff")],
+        "gif": [(struct.pack("<HH", 64, 48), struct.pack("<HH", 65000, 65000))],
+        "apng": [(struct.pack(">II", 64, 48), struct.pack(">II", 60000, 60000))],
+        "avi": [(struct.pack("<II", 64, 48), struct.pack("<II", 60000, 60000))],
+    }[kind]
+    odd = patched(data, *changes)
+    try:
+        facts = facts_of(odd)
+    except InvalidVideo:
+        return
+    assert (facts.height, facts.width) == (48, 64)  # the packets say so
+
+
+def test_other_files_are_not_opened(tmp_path, monkeypatch) -> None:
+    """An MP4 may name another file for its data (`dref`)."""
+    data = make()
+    at = data.index(b"url \0\0\0\x01")
+    # "in this file" is cleared, so that the box names a file: an empty one.
+    odd = data[: at + 7] + b"\0" + data[at + 8 :]
+    monkeypatch.chdir(tmp_path)
+    with suppress(InvalidVideo):
+        assert facts_of(odd).num_frames == 24
