@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import urllib.request
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +22,7 @@ from safetensors.numpy import save_file
 
 from services.common import errors
 from services.common.families import read_spec
-from services.common.images.image_key import image_key
+from services.common.images.image_key import FRAME_DIGEST_BYTES, frames_key, image_key
 from services.common.model_spec import ModelSpec
 from services.common.pb import encoder_pb2 as pb
 from services.common.pb import encoder_pb2_grpc as pb_grpc
@@ -70,17 +70,47 @@ class Encoder:
         encoding = self.stub.Encode(
             request, timeout=PATIENCE_S, metadata=outgoing_metadata(request.ByteSize())
         )
-        parts = [
-            part
-            async for part in self.stub.Fetch(
-                pb.FetchRequest(image_key=request.image_key), timeout=PATIENCE_S
-            )
-        ]
+        found = await self.fetched(request.image_key)
         await encoding
+        return found
+
+    async def fetched(self, key: bytes) -> np.ndarray:
+        call = self.stub.Fetch(pb.FetchRequest(image_key=key), timeout=PATIENCE_S)
+        parts = [part async for part in call]
         header = parts[0].header
         body = b"".join(part.chunk.data for part in parts)
         values = np.frombuffer(body, np.float32)
         return values.reshape(header.num_features, header.num_tokens, header.hidden)
+
+    async def probe(self, data: bytes) -> pb.ProbeResponse:
+        request = pb.ProbeRequest(video=data)
+        return await self.stub.Probe(
+            request, timeout=PATIENCE_S, metadata=outgoing_metadata(request.ByteSize())
+        )
+
+    def pair_requests(
+        self, video: pb.ProbeResponse, pairs: Sequence[tuple[int, int]]
+    ) -> list[pb.EncodeRequest]:
+        """Of a grid of 6 x 8 patches."""
+
+        def digest(index: int) -> bytes:
+            return video.frame_digests[FRAME_DIGEST_BYTES * index :][:FRAME_DIGEST_BYTES]
+
+        return [
+            pb.EncodeRequest(
+                image_key=frames_key(
+                    self.prefix, digest(first), digest(second), grid=(1, 6, 8), salt=b""
+                ),
+                grid=pb.Grid(t=1, h=6, w=8), video_digest=video.video_digest,
+                frames=pb.FramePair(first=first, second=second),
+            )
+            for first, second in pairs
+        ]  # fmt: skip
+
+    async def encode(self, request: pb.EncodeRequest) -> pb.EncodeResponse:
+        return await self.stub.Encode(
+            request, timeout=PATIENCE_S, metadata=outgoing_metadata(request.ByteSize())
+        )
 
     async def num_encoded(self) -> float:
         return await asyncio.to_thread(self.metric, "encoder_images_encoded_total")
@@ -154,6 +184,46 @@ async def test_images_of_many_sizes_at_once(model_dir: Path) -> None:
         assert await encoder.num_batches() == len(images)  # on a CPU each runs alone
         encoder.process.send_signal(signal.SIGTERM)
         assert await asyncio.wait_for(encoder.process.wait(), PATIENCE_S) == 0
+
+
+async def test_a_video_is_encoded_by_pairs_of_frames(model_dir: Path) -> None:
+    """The file travels once; a unit that is known is not encoded again, whatever file it is of."""
+    from tests.e2e.tiny_tower import expected_pair
+    from tests.in_process_clips import frame_pixels
+    from tests.videos import make
+
+    options = {"lag-in-frames": "0", "auto-alt-ref": "0"}
+    clip, longer = (make("webm", frames=count, options=options) for count in (12, 20))
+    async with run_encoder(model_dir) as encoder:
+        video = await encoder.probe(clip)
+        assert (video.num_frames, video.rate, video.height, video.width) == (12, 12.0, 48, 64)
+        pairs = [(0, 3), (4, 7), (8, 11), (11, 11)]
+        units = encoder.pair_requests(video, pairs)
+        await asyncio.gather(*map(encoder.encode, units))
+        assert await encoder.num_encoded() == 4
+        for pair, unit in zip(pairs, units, strict=True):
+            truth = expected_pair(encoder.config, frame_pixels(clip, pair), (96, 128))
+            found = await encoder.fetched(unit.image_key)
+            assert np.abs(found - truth).max() < 2e-5 * np.abs(truth).max()
+        again = await encoder.stub.Probe(
+            request := pb.ProbeRequest(video_digest=video.video_digest),
+            metadata=outgoing_metadata(request.ByteSize()),
+        )
+        assert again == video
+        answers = [await encoder.encode(unit) for unit in units]
+        assert {answer.source for answer in answers} == {pb.EncodeResponse.SOURCE_MEMORY}
+        video = await encoder.probe(longer)
+        await asyncio.gather(
+            *map(encoder.encode, encoder.pair_requests(video, [*pairs, (12, 15), (16, 19)]))
+        )
+        assert await encoder.num_encoded() == 6
+        units[0].video_digest = bytes(32)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await encoder.encode(units[0])
+        assert isinstance(error_from_rpc(caught.value, "encoder"), errors.VideoNotHeld)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await encoder.probe(clip[:100])
+        assert isinstance(error_from_rpc(caught.value, "encoder"), errors.InvalidVideo)
 
 
 async def failure(encoder: Encoder, data: bytes) -> errors.TriptychError:

@@ -6,6 +6,7 @@ run collects all files.
 
 import io
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -17,8 +18,8 @@ from services.common.families import read_spec
 from services.common.model_spec import ModelSpec
 from services.common.nn.weights import Checkpoint, load_weights
 from services.encoder.models.qwen3_vl import VisionTower
-from services.encoder.preprocess import preprocess
-from tests.image_processor import write_image_processor
+from services.encoder.preprocess import preprocess, resize
+from tests.image_processor import write_image_processor, write_video_processor
 from tests.in_process_decoder import InProcessDecoder
 from tests.tower import cpu_ops, pack_patches
 
@@ -41,6 +42,7 @@ def write_model(directory: Path) -> None:
     """A checkpoint with random weights."""
     (directory / "config.json").write_text(json.dumps(CONFIG))
     write_image_processor(directory, 1024, 262144)
+    write_video_processor(directory, 4096, 1 << 20)
     tower = _build(read_spec(directory))
     generator = torch.Generator().manual_seed(0)
     tensors = {}
@@ -59,9 +61,7 @@ def _build(config: ModelSpec) -> VisionTower:
 
 def expected(config: ModelSpec, data: bytes) -> np.ndarray:
     """The same tower in this process, alone with the image."""
-    tower = _build(config)
-    checkpoint = Checkpoint.open(config.directory)
-    load_weights(tower, checkpoint, tower.weight_map, device="cpu", dtype=torch.float32)
+    tower = _loaded(config)
     with Image.open(io.BytesIO(data)) as image:
         (unit,) = config.vision_part.geometry.units((image.height, image.width))
     pixels = preprocess(
@@ -74,3 +74,21 @@ def expected(config: ModelSpec, data: bytes) -> np.ndarray:
     patches = pack_patches(pixels.reshape(-1), [unit.grid], 16, 2, torch.float32)
     with torch.inference_mode():
         return tower(patches, tower.layout([unit.grid])).numpy()
+
+
+def expected_pair(
+    config: ModelSpec, frames: Sequence[np.ndarray], size: tuple[int, int]
+) -> np.ndarray:
+    """Likewise of two frames, resized to `size`."""
+    tower, grid = _loaded(config), (1, size[0] // 16, size[1] // 16)
+    pixels = torch.cat([resize(torch.from_numpy(frame), *size).reshape(-1) for frame in frames])
+    patches = tower.ops.pack_pairs(pixels, [grid], 16, 2, torch.float32)
+    with torch.inference_mode():
+        return tower(patches, tower.layout([grid])).numpy()
+
+
+def _loaded(config: ModelSpec) -> VisionTower:
+    tower = _build(config)
+    checkpoint = Checkpoint.open(config.directory)
+    load_weights(tower, checkpoint, tower.weight_map, device="cpu", dtype=torch.float32)
+    return tower
