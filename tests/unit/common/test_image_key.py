@@ -11,7 +11,13 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from services.common.geometry import Unit
-from services.common.images.image_key import KEY_BYTES, image_key, key_prefix
+from services.common.images.image_key import (
+    KEY_BYTES,
+    frames_key,
+    image_key,
+    key_prefix,
+    still_digest,
+)
 
 PREFIX = bytes(32)
 
@@ -97,3 +103,19 @@ def test_every_process_finds_the_same_key() -> None:
         for seed in ("1", "2")
     }  # fmt: skip
     assert found == {image_key(PREFIX, b"image", unit=Unit((1, 16, 16)), salt=b"").hex()}
+
+
+def test_each_field_of_a_pairs_key_counts() -> None:
+    first, second, still = b"a" * 16, b"b" * 16, still_digest(b"image")
+    grid = (1, 4, 6)
+    keys = [
+        frames_key(PREFIX, first, second, grid=grid, salt=b""),
+        frames_key(PREFIX, second, first, grid=grid, salt=b""),
+        frames_key(PREFIX, first, first, grid=grid, salt=b""),
+        frames_key(PREFIX, first, second, grid=(1, 6, 4), salt=b""),
+        frames_key(PREFIX, first, second, grid=grid, salt=b"s"),
+        frames_key(b"1" * 32, first, second, grid=grid, salt=b""),
+        frames_key(PREFIX, still, still, grid=grid, salt=b""),
+        image_key(PREFIX, b"image", unit=Unit(grid), salt=b""),
+    ]
+    assert len(set(keys)) == len(keys) and {len(key) for key in keys} == {KEY_BYTES}

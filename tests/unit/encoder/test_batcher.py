@@ -93,3 +93,12 @@ class BatcherMachine(RuleBasedStateMachine):
 
 
 TestBatcherMachine = BatcherMachine.TestCase
+
+
+def test_stills_and_pairs_of_frames_run_apart() -> None:
+    batcher = Batcher(100)
+    for job_id, is_pair in enumerate((False, True, False, True, False)):
+        batcher.add(job_id, 20, is_pair=is_pair)
+    assert batcher.next_batch() == [0, 2, 4]
+    assert batcher.next_batch() == [1, 3]
+    assert batcher.next_batch() == []

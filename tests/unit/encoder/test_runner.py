@@ -124,3 +124,23 @@ def test_calls_are_counted_by_kernel(model: VisionModel) -> None:
     assert counted["linear_add=plain"] == 2 * SPEC.depth
     assert counted["linear=plain"] == SPEC.depth + 2 * SPEC.num_features
     assert counted["pack_patches=plain"] == 1
+
+
+def test_pairs_of_frames_land_in_their_places(model: VisionModel) -> None:
+    """Each equals the tower's of both frames; of two equal ones, that of a still image."""
+    arena = mmap.mmap(-1, 1 << 20)
+    runner = Runner(model, CPU, torch.float32, arena)
+    pairs = []
+    for number, grid in enumerate(GRIDS):
+        first, second = image(0, grid, seed=number), image(0, grid, seed=number + number % 2)
+        pixels = torch.stack([first.pixels, second.pixels])
+        pairs.append(Job(number, Unit(grid, (0, 1)), pixels=pixels, arena_offset=number * 65536))
+    assert runner.finish(runner.launch(pairs)) == [True] * len(pairs)
+    for number, pair in enumerate(pairs):
+        grid = pair.unit.grid
+        patches = model.ops.pack_pairs(pair.pixels.reshape(-1), [grid], 16, 2, torch.float32)
+        with torch.inference_mode():
+            alone = model(patches, model.layout([grid]))
+        assert torch.allclose(read(arena, pair), alone, atol=1e-5)
+        still = expected(model, image(0, grid, seed=number))
+        assert torch.allclose(alone, still, atol=1e-4) == (number % 2 == 0)

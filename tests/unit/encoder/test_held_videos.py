@@ -1,0 +1,87 @@
+"""Files of videos are held for a while, bounded, and read once."""
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+
+import pytest
+
+from services.common.embeddings.shared_memory import ForeignMemory, MemoryAddress, NotReadable
+from services.common.errors import InvalidVideo, VideoNotHeld
+from services.encoder.clips.held_videos import HeldVideos
+from services.encoder.clips.questions import Facts
+
+
+class Reader:
+    """In place of `ClipPool`."""
+
+    def __init__(self) -> None:
+        self.read: list[bytes] = []
+
+    def probe(self, file: MemoryAddress) -> Facts:
+        data = bytes(ForeignMemory(file).view(0, file.size_bytes))
+        self.read.append(data)
+        if data == b"bad":
+            raise InvalidVideo("the video is truncated or corrupt")
+        return Facts(2, 24.0, 48, 64, 1.0, "h264", b"a" * 16 + b"b" * 16)
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def reader() -> Reader:
+    return Reader()
+
+
+@pytest.fixture
+async def videos(reader: Reader) -> AsyncIterator[HeldVideos]:
+    videos = HeldVideos(reader, max_bytes=100)  # type: ignore[arg-type]
+    yield videos
+    videos.close()
+
+
+async def test_a_file_is_read_once_and_named_by_its_digest(
+    videos: HeldVideos, reader: Reader
+) -> None:
+    first, *others = await asyncio.gather(*(videos.probe(b"clip") for _ in range(5)))
+    assert all(other is first for other in others) and reader.read == [b"clip"]
+    assert await videos.probe(b"clip") is first and videos.get(first.digest) is first
+    assert first.video.size == (48, 64)
+    assert (first.frame_digest(0), first.frame_digest(1)) == (b"a" * 16, b"b" * 16)
+    for index in (2, -1):
+        with pytest.raises(IndexError):
+            first.frame_digest(index)
+
+
+async def test_the_longest_unused_gives_way(videos: HeldVideos) -> None:
+    first, second = await videos.probe(b"1" * 40), await videos.probe(b"2" * 40)
+    videos.get(first.digest)
+    third = await videos.probe(b"3" * 40)
+    assert videos.get(first.digest) is first and videos.get(third.digest) is third
+    with pytest.raises(VideoNotHeld):
+        videos.get(second.digest)
+    with pytest.raises(NotReadable):
+        ForeignMemory(second.file)
+    large = await videos.probe(b"4" * 400)  # held alone, until another comes
+    assert videos.get(large.digest) is large
+    await videos.probe(b"5")
+    with pytest.raises(VideoNotHeld):
+        videos.get(large.digest)
+
+
+async def test_a_file_expires(reader: Reader) -> None:
+    videos = HeldVideos(reader, max_bytes=100, ttl_s=0.0)  # type: ignore[arg-type]
+    held = await videos.probe(b"clip")
+    with pytest.raises(VideoNotHeld):
+        videos.get(held.digest)
+    videos.close()
+
+
+async def test_a_bad_file_is_not_held(videos: HeldVideos, reader: Reader) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(2):
+        with pytest.raises(InvalidVideo):
+            await videos.probe(b"bad")
+    assert reader.read == [b"bad"] * 2
+    assert len(os.listdir("/proc/self/fd")) == before
