@@ -56,10 +56,11 @@ def make(
     rate: Fraction | int = 12,
     times: Sequence[int] | None = None,
     rotation: int = 0,
+    still: bool = False,
     options: dict[str, str] | None = None,
     container_options: dict[str, str] | None = None,
 ) -> bytes:
-    """A video of `picture`s; `times`: of the frames, in periods of `rate`."""
+    """A video of `picture`s, or of the first alone; `times`: of frames, in periods of `rate`."""
     name, codec, pixel_format = KINDS[kind]
     file = io.BytesIO()
     with av.open(file, "w", format=name, container_options=container_options or {}) as container:
@@ -70,17 +71,17 @@ def make(
         stream.pix_fmt = pixel_format
         if rotation:
             stream.set_display_rotation(rotation)
-        for packet in _packets(stream, frames, size, pixel_format, times):
+        for packet in _packets(stream, [0] * frames if still else range(frames), size, times):
             container.mux(packet)
     return file.getvalue()
 
 
 def _packets(
-    stream: av.VideoStream, frames: int, size: Size, pixel_format: str, times: Sequence[int] | None
+    stream: av.VideoStream, pictures: Sequence[int], size: Size, times: Sequence[int] | None
 ) -> Iterator[av.Packet]:
-    for index in range(frames):
-        frame = av.VideoFrame.from_ndarray(picture(index, size), format="rgb24")
-        frame = frame.reformat(format=pixel_format)
+    for index, number in enumerate(pictures):
+        frame = av.VideoFrame.from_ndarray(picture(number, size), format="rgb24")
+        frame = frame.reformat(format=stream.pix_fmt)
         frame.pts = index if times is None else times[index]
         yield from stream.encode(frame)
     yield from stream.encode()

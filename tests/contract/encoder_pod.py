@@ -209,6 +209,7 @@ async def run_pod(
     max_image_patches: int = 4096,
     redis_timeout_s: float = PATIENCE_S,
     max_read_bytes: int = 256 << 20,
+    takes_videos: bool = True,
 ) -> AsyncIterator[Pod]:
     arena = Arena(arena_bytes)
     engine = FakeEngine(arena)
@@ -224,7 +225,7 @@ async def run_pod(
         metrics=metrics, admission=Admission(max_queued_patches), min_streamed_bytes=1 << 20,
     )  # fmt: skip
     running = asyncio.create_task(client.run())
-    description = Description("tiny", PREFIX, LIKE, GEOMETRY, max_image_patches)
+    description = Description("tiny", PREFIX, LIKE, GEOMETRY, max_image_patches, takes_videos)
     videos = HeldVideos(ClipPool(1, memory_bytes=0), max_bytes=1 << 30)
     servicer = EncoderServicer(description, embeddings, metrics, videos, max_read_bytes)
     server, _ = await create_service_server(SERVICE, partial(add_to_server, servicer))
@@ -241,6 +242,7 @@ async def run_pod(
         await server.stop(None)
         if redis is not None:
             await redis.drain(1.0)
+        await asyncio.to_thread(videos.close)
         await embeddings.close()
         engine.die()
         await running

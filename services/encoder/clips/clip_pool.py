@@ -31,7 +31,7 @@ from services.encoder.clips.questions import (
 log = logging.getLogger(__name__)
 
 _WORKER = "services.encoder.clips.clip_worker"
-_PROBE_CPU_S, _FRAMES_CPU_S = 4.0, 20.0
+_PROBE_CPU_S, _FRAMES_CPU_S = 4.0, 10.0
 _WALL_FACTOR = 6  # of the CPU time: for a machine that does other things, too
 # Bytes a pixel that a decoder may hold: 17 reference frames of 16 bits, those of its threads, RGB.
 _BYTES_PER_PIXEL = 100

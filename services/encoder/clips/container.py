@@ -29,7 +29,9 @@ from services.common.images.image_key import FRAME_DIGEST_BYTES
 from services.encoder.clips.questions import CORRUPT, MAX_FRAME_PIXELS
 
 MAX_FRAMES = 250_000
-_MAX_DECODED_PIXELS = 1 << 36  # of all frames: ten minutes of 1080p at 50 a second
+# Of all frames: nine minutes of 1080p at 60 a second; where a frame needs all that are before it:
+# five seconds of the decoder.
+_MAX_DECODED_PIXELS, _MAX_DEPENDENT_PIXELS = 1 << 36, 1 << 32
 # Demuxers by the first bytes of their files.
 _MATROSKA, _OGG, _ASF = b"\x1aE\xdf\xa3", b"OggS", bytes.fromhex("3026b2758e66cf11")
 _PREFIXES = {
@@ -322,12 +324,13 @@ def check_size(height: int, width: int) -> None:
         )
 
 
-def check_amount(num_frames: int, height: int, width: int) -> None:
+def check_amount(num_frames: int, height: int, width: int, codec: str) -> None:
     """Raises InvalidVideo if decoding all frames would be too much."""
-    if num_frames * height * width > _MAX_DECODED_PIXELS:
+    most = _MAX_DECODED_PIXELS if codec in _INDEPENDENT else _MAX_DEPENDENT_PIXELS
+    if num_frames * height * width > most:
         raise InvalidVideo(
-            f"the video has {num_frames} frames of {width}x{height} pixels; at most "
-            f"{_MAX_DECODED_PIXELS} pixels in all are decoded here"
+            f"the video has {num_frames} frames of {width}x{height} pixels; at most {most} pixels "
+            f"in all are decoded of {codec}"
         )
 
 

@@ -42,7 +42,7 @@ def probe(data: memoryview) -> Facts:
         codec = stream.codec_context.codec.canonical_name
     with opened_frames(data, index) as frames:
         height, width = upright_size(frames.frame(0))
-    check_amount(len(index.entries), height, width)
+    check_amount(len(index.entries), height, width, codec)
     return Facts(
         num_frames=len(index.entries),
         rate=index.rate,

@@ -124,6 +124,16 @@ def test_a_video_that_takes_too_long_is_refused(
         pool.close()
 
 
+def test_a_bomb_of_frames_is_refused_before_they_are_decoded(pool: ClipPool, held: Held) -> None:
+    """2,100 frames of two million pixels, of which each changes a few."""
+    data = make("gif", frames=3, size=(1080, 1920), still=True)
+    control = b"\x21\xf9\x04"
+    last = data.rindex(control)
+    bomb = data[:last] + data[last:-1] * 2100 + b";"
+    with pytest.raises(InvalidVideo, match="pixels in all"):
+        pool.probe(held.put(bomb))
+
+
 def test_memory_is_limited(held: Held, monkeypatch: pytest.MonkeyPatch) -> None:
     """One of 30 MB a frame, twice at once, in a process that may take 100."""
     pool = ClipPool(1, memory_bytes=0)
