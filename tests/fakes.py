@@ -11,9 +11,10 @@ import grpc.aio
 import numpy as np
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from services.common.errors import TriptychError, WrongImageKey
+from services.common.errors import InvalidVideo, TriptychError, VideoNotHeld, WrongImageKey
+from services.common.frame_pairs import Clip
 from services.common.geometry import Unit
-from services.common.images.image_key import image_key
+from services.common.images.image_key import frames_key, image_key, still_digest
 from services.common.pb import decoder_pb2, decoder_pb2_grpc, encoder_pb2, encoder_pb2_grpc
 from services.common.spans import TRACEPARENT
 from services.common.transport import rpc
@@ -62,6 +63,28 @@ class _FakeServer:
             await server.stop(None)
 
 
+def clip_file(
+    num_frames: int, rate: float, height: int = 64, width: int = 96, tag: str = ""
+) -> bytes:
+    """What fake encoders take for a video of that many frames."""
+    return f"clip {num_frames} {rate} {height} {width} {tag}".encode()
+
+
+def read_clip(data: bytes) -> Clip | None:
+    """What `clip_file` was given."""
+    kind, *fields = data.decode(errors="replace").split(" ")
+    if kind != "clip":
+        return None
+    num_frames, rate, height, width = fields[:4]
+    return Clip(int(num_frames), float(rate), (int(height), int(width)))
+
+
+def frame_digests(data: bytes, num_frames: int) -> bytes:
+    """Equal for equal frames of clips with one tag, whatever their length."""
+    tag = data.split(b" ")[-1]
+    return b"".join(still_digest(tag + b"%d" % i)[:16] for i in range(num_frames))
+
+
 class FakeEncoder(_FakeServer, encoder_pb2_grpc.EncoderServicer):
     """Refuses an image key that is not the image's, as a real encoder does.
 
@@ -88,6 +111,10 @@ class FakeEncoder(_FakeServer, encoder_pb2_grpc.EncoderServicer):
         self.traceparents: list[str] = []
         self.asked: set[tuple[str, bytes]] = set()  # request id, image key
         self.known: set[bytes] = set()
+        self.files: dict[bytes, Clip] = {}  # by digest
+        self.any_clip: Clip | None = None  # what every file is, if it is set
+        self.probes: list[bytes] = []
+        self.before_probe: Callable[[bytes], Awaitable[None]] | None = None
         self.num_tokens_error = 0
         self.num_cancelled = 0
 
@@ -96,6 +123,40 @@ class FakeEncoder(_FakeServer, encoder_pb2_grpc.EncoderServicer):
 
     async def Describe(self, request, context):
         return self.description
+
+    async def Probe(self, request, context):
+        self.probes.append(request.video)
+        try:
+            if self.before_probe is not None:
+                await self.before_probe(request.video)
+            if not (found := self.any_clip or read_clip(request.video)):
+                raise InvalidVideo("not a video")
+        except TriptychError as error:
+            await rpc.abort(context, error)
+        digest = still_digest(request.video)
+        self.files[digest] = found
+        return encoder_pb2.ProbeResponse(
+            video_digest=digest, num_frames=found.num_frames, rate=found.rate,
+            height=found.size[0], width=found.size[1], codec="fake",
+            duration_s=found.num_frames / found.rate if found.rate else 0.0,
+            frame_digests=frame_digests(request.video, found.num_frames),
+        )  # fmt: skip
+
+    def _key(self, request, unit):
+        prefix, salt = self.description.key_prefix, request.cache_salt
+        if not request.HasField("frames"):
+            return image_key(prefix, request.image, unit=unit, salt=salt)
+        pair = (request.frames.first, request.frames.second)
+        if not request.video_digest:
+            stills = (request.image, request.second_image or request.image)
+            digests = [still_digest(stills[i]) for i in pair]
+            return frames_key(prefix, *digests, grid=unit.grid, salt=salt)
+        if request.video_digest not in self.files:
+            raise VideoNotHeld("the video is not held")
+        data = next(v for v in self.probes if still_digest(v) == request.video_digest)
+        every = frame_digests(data, self.files[request.video_digest].num_frames)
+        digests = [every[16 * i : 16 * i + 16] for i in pair]
+        return frames_key(prefix, *digests, grid=unit.grid, salt=salt)
 
     async def Encode(self, request, context):
         self.requests.append(request)
@@ -113,8 +174,10 @@ class FakeEncoder(_FakeServer, encoder_pb2_grpc.EncoderServicer):
             raise
         grid = request.grid
         unit = Unit((grid.t, grid.h, grid.w))
-        prefix, salt = self.description.key_prefix, request.cache_salt
-        key = image_key(prefix, request.image, unit=unit, salt=salt)
+        try:
+            key = self._key(request, unit)
+        except TriptychError as error:
+            await rpc.abort(context, error)
         if key != request.image_key:
             await rpc.abort(context, WrongImageKey("the image key is not that of this image"))
         source = "MEMORY" if request.image_key in self.known else "COMPUTED"

@@ -108,6 +108,11 @@ def write_model_directory(
             **IMAGE_PATCHES,
             **CENTRED,
         },
+        "video_preprocessor_config.json": {
+            "size": {"shortest_edge": 4096, "longest_edge": 1 << 22},
+            **IMAGE_PATCHES,
+            **CENTRED,
+        },
         "generation_config.json": {
             "eos_token_id": [ids["<|im_end|>"], ids["<|endoftext|>"]],
             **generation,

@@ -1,8 +1,8 @@
-"""Which frames of a video Qwen3-VL and Qwen3.5 see, at what size, and when each is.
+"""Which frames of a video a model sees, at what size, and when each is: for models to which a video
+is a list of images, each of which is a pair of sampled frames, with its time as text before it.
 
-The formulas are those of transformers' `Qwen3VLVideoProcessor` and `Qwen3VLProcessor` (5.17), with
-their rounding: counts are truncated, indices and sizes rounded half to even. A video is a list of
-images to the model: each pair of sampled frames is a unit, with its time as text before it.
+The formulas are those of transformers' video processor and processor (5.17) for them, with their
+rounding: counts are truncated, indices and sizes rounded half to even.
 """
 
 import math
@@ -12,7 +12,7 @@ from typing import Literal
 
 import numpy as np
 
-from services.common.errors import InvalidImage, InvalidRequest
+from services.common.errors import InvalidRequest, InvalidVideo
 from services.common.geometry import Int32s, Size, Unit
 
 _MAX_ASPECT_RATIO = 200
@@ -115,17 +115,17 @@ class FramePairs:
             cap: as `Sampling.cap_pixels_per_frame`.
 
         Raises:
-            InvalidImage: there is one frame alone, or one side is over 200 times the other.
+            InvalidVideo: there is one frame alone, or one side is over 200 times the other.
         """
         if num_sampled < 2:
-            raise InvalidImage("a video needs two frames or more: send one as an image")
+            raise InvalidVideo("a video needs two frames or more: send one as an image")
         height, width = size
         side = self._token_size
         if height < side or width < side:
             scale = max(side / height, side / width)
             height, width = int(height * scale), int(width * scale)
         if max(height, width) / min(height, width) > _MAX_ASPECT_RATIO:
-            raise InvalidImage(
+            raise InvalidVideo(
                 f"the video's aspect ratio is over {_MAX_ASPECT_RATIO}: {size[0]}x{size[1]}"
             )
         limit = self._max_pixels(num_sampled, cap)
@@ -152,7 +152,7 @@ class FramePairs:
         """Pairs of the sampled frames; an odd last one is paired with itself.
 
         Raises:
-            InvalidImage: as `resized`.
+            InvalidVideo: as `resized`.
         """
         height, width = self.resized(len(indices), size, cap)
         grid = (1, height // self.patch_size, width // self.patch_size)
@@ -162,6 +162,10 @@ class FramePairs:
         """Seconds from the beginning, of each unit: the middle of its two frames' times."""
         per_second = rate or _UNKNOWN_RATE
         return [(first / per_second + last / per_second) / 2 for first, last in _pairs(indices)]
+
+    def rate_of(self, indices: Sequence[int], clip: Clip) -> float:
+        """Sampled frames per second, as transformers' `VideoMetadata.sampled_fps`."""
+        return len(indices) / clip.num_frames * (clip.rate or _UNKNOWN_RATE)
 
     def placeholders(
         self, units: Sequence[Unit], texts: Sequence[Sequence[int]]

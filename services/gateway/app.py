@@ -37,6 +37,8 @@ from services.gateway.http.same_site import SameSite, is_loopback, served_hosts
 from services.gateway.kept import MAX_BYTES, MAX_TENANT_BYTES, Kept, MemoryKept
 from services.gateway.kept_redis import RedisKept
 from services.gateway.media.images import ImageReader, MediaLoader
+from services.gateway.media.kinds import VIDEO
+from services.gateway.media.videos import VideoLimits, VideoReader
 from services.gateway.media.web_media import WebMedia
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.prompts.chat_template import ChatTemplate
@@ -55,6 +57,7 @@ log = logging.getLogger(__name__)
 _BOUNDS = Bounds()
 # Of the memory for requests, what clients name again later takes an eighth at most.
 _KEPT_PART = 8
+_VIDEO_FETCH_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,16 +97,22 @@ def create_gateway(settings: GatewaySettings, bounds: Bounds = _BOUNDS) -> Gatew
     images = None
     if spec.vision is not None:
         images = ImageReader(loader, spec.vision.geometry, bounds.max_source_pixels, kept)
+    clips = _video_loader(settings, bounds)
     encoders, decoders = _pools(settings, spec, metrics)
     service = ChatService(
         model_name=settings.served_model_name or spec.name,
         tokenizer=tokenizer,
         conversations=ConversationReader(
-            spec, tokenizer, template, max_images=bounds.max_images_per_request
+            spec,
+            tokenizer,
+            template,
+            max_images=bounds.max_images_per_request,
+            max_videos=bounds.max_videos_per_request,
         ),
         prompts=PromptBuilder(spec, tokenizer, template),
         answer_format=AnswerReader(spec, tokenizer, template.source).read,
         images=images,
+        videos=_video_reader(spec, clips, loader, bounds),
         defaults=SamplingDefaults.of_model(spec),
         encoders=encoders,
         decoders=decoders,
@@ -114,7 +123,7 @@ def create_gateway(settings: GatewaySettings, bounds: Bounds = _BOUNDS) -> Gatew
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncGenerator[None]:
-        async with _running(service, leases, loader, kept):
+        async with _running(service, leases, (loader, clips), kept):
             yield
 
     beside = create_surfaces(service, admission, metrics, spec.directory, kept)
@@ -128,7 +137,7 @@ def create_gateway(settings: GatewaySettings, bounds: Bounds = _BOUNDS) -> Gatew
 
 @asynccontextmanager
 async def _running(
-    service: ChatService, leases: Leases, loader: MediaLoader, kept: Kept
+    service: ChatService, leases: Leases, loaders: Sequence[MediaLoader], kept: Kept
 ) -> AsyncGenerator[None]:
     await service.start()
     leases.start()
@@ -137,8 +146,30 @@ async def _running(
     finally:
         await leases.close()
         await service.close()
-        await loader.close()
+        for loader in loaders:
+            await loader.close()
         await kept.close()
+
+
+def _video_loader(settings: GatewaySettings, bounds: Bounds) -> MediaLoader:
+    web = WebMedia(
+        bounds.max_video_bytes,
+        kind=VIDEO,
+        timeout_s=_VIDEO_FETCH_S,
+        allow_private=settings.allows_private_media,
+    )
+    return MediaLoader(bounds.max_video_bytes, web, settings.media_directory, VIDEO)
+
+
+def _video_reader(
+    spec: ModelSpec, files: MediaLoader, images: MediaLoader, bounds: Bounds
+) -> VideoReader | None:
+    if spec.vision is None or spec.vision.video is None:
+        return None
+    limits = VideoLimits(
+        bounds.max_video_frames, bounds.max_video_seconds, bounds.max_source_pixels
+    )
+    return VideoReader(files, images, bounds.max_image_bytes, spec.vision.video, limits)
 
 
 def _same_site(app: ASGIApp, settings: GatewaySettings, *, needs_key: bool) -> ASGIApp:

@@ -5,7 +5,7 @@
 `endpoint` is the HTTP side of both. Errors are `TriptychError`s.
 """
 
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
@@ -25,7 +25,7 @@ from services.gateway.answers.prompt_logprobs import PromptScores
 from services.gateway.answers.thinking_budget import thinking_budget
 from services.gateway.attempts import Attempts
 from services.gateway.clients.decoders import DecoderPool
-from services.gateway.clients.encoders import EncoderPool
+from services.gateway.clients.encoders import EncoderPod, EncoderPool
 from services.gateway.forms.openai import ChatRequest
 from services.gateway.forms.responses import (
     CompletionTokensDetails,
@@ -33,8 +33,10 @@ from services.gateway.forms.responses import (
     PromptTokensDetails,
     Update,
     Usage,
+    VideoUsage,
 )
-from services.gateway.media.images import Image, ImageReader, ImageSource
+from services.gateway.media.images import Image, ImageReader
+from services.gateway.media.videos import Probed, Video, VideoFile, VideoReader, probe_once
 from services.gateway.metrics import GatewayMetrics, Timings
 from services.gateway.prepared_request import PreparedRequest
 from services.gateway.prompts.conversation import ConversationReader, oldest_turns
@@ -94,12 +96,12 @@ class Completion:
         prompt = self.prepared.prompt
         prompt_tokens = len(prompt.token_ids)
         completion_tokens = sum(choice.num_tokens for choice in self.choices)
-        usage = Usage(
-            prompt_tokens,
-            completion_tokens,
-            prompt_tokens + completion_tokens,
-            PromptTokensDetails(prompt.num_image_tokens, self.cached_tokens),
-        )
+        details = PromptTokensDetails(prompt.num_image_tokens, self.cached_tokens)
+        if videos := [each.usage for each in self.prepared.images if isinstance(each, Video)]:
+            details.videos = videos
+            details.video_tokens = sum(video.tokens for video in videos)
+        total_tokens = prompt_tokens + completion_tokens
+        usage = Usage(prompt_tokens, completion_tokens, total_tokens, details)
         if self.answer_format.reasoning is not None:
             reasoning_tokens = sum(choice.num_reasoning_tokens for choice in self.choices)
             usage.completion_tokens_details = CompletionTokensDetails(reasoning_tokens)
@@ -126,6 +128,7 @@ class ChatService:
         model_name: the `model` of requests.
         answer_format: of a request whose prompt ends in a text; see `AnswerReader.read`.
         images: None: the model takes text alone, and there are no encoders.
+        videos: None: the model takes no videos.
         threads: tokenize what is long.
         parsers: one thread, for long bodies.
         encode_timeout_s: of one encode call; a slower encoder is replaced by another.
@@ -138,6 +141,7 @@ class ChatService:
     prompts: PromptBuilder
     answer_format: Callable[[ChatRequest, str | None], AnswerFormat]
     images: ImageReader | None
+    videos: VideoReader | None
     defaults: SamplingDefaults
     encoders: EncoderPool
     decoders: DecoderPool
@@ -187,12 +191,13 @@ class ChatService:
             encode=self.tokenizer.encode_text,
         )  # fmt: skip
         images: list[Image] = []
-        slot.images.check(source.url for source in draft.images)
-        if draft.images:
+        videos: list[Video] = []
+        slot.images.check(draft.urls)
+        if draft.images or draft.videos:
             with timings.measure("fetch"):
-                images = await self._read_images(draft.images, slot)
-        prompt = self.prompts.expand(draft, [image.units for image in images])
-        if images:
+                images, videos = await self._read_media(draft, slot)
+        prompt = self.prompts.expand(draft, [image.units for image in images], videos)
+        if images or videos:
             limit_completion(
                 sampling, request, self.defaults,
                 prompt_tokens=len(prompt.token_ids), max_model_len=decoder.max_model_len,
@@ -200,10 +205,9 @@ class ChatService:
         check_prompt_logprobs(request, len(prompt.token_ids))
         num_choices = request.n or 1
         num_tokens = len(prompt.token_ids) + num_choices * sampling.max_tokens
-        num_pixels = 0 if self.images is None else self.images.num_pixels(images)
-        await slot.usage.charge(num_tokens, num_choices, num_pixels)
+        await slot.usage.charge(num_tokens, num_choices, self._num_pixels(images, videos))
         prepared = PreparedRequest(
-            request_id, prompt, images, sampling,
+            request_id, prompt, [*images, *videos], sampling,
             num_choices=num_choices,
             tenant=slot.tenant,
             cache_salt=slot.tenant.cache_salt(request.cache_salt or ""),
@@ -258,18 +262,22 @@ class ChatService:
             raise InternalError("a choice ended without a finish reason")
         timings.record("total", timings.since_arrival())
 
-    async def tokenize(self, request: ChatRequest, slot: Slot) -> list[int]:
-        """Token ids of a request's messages, those of images included, as for `prepare`.
+    async def tokenize(
+        self, request: ChatRequest, slot: Slot
+    ) -> tuple[list[int], list[VideoUsage]]:
+        """Token ids of a request's messages, those of images and videos included, as for
+        `prepare`, and what is looked at of its videos.
 
         Raises:
-            TriptychError: the messages do not fit the template or the context, or an image is
-                unreadable.
+            TriptychError: the messages do not fit the template or the context, or an image or a
+                video is unreadable.
         """
         decoder = self._decoder(request.model)
         draft = await self._draft(request, decoder.max_model_len)
-        slot.images.check(source.url for source in draft.images)
-        images = await self._read_images(draft.images, slot)
-        return self.prompts.expand(draft, [image.units for image in images]).token_ids.tolist()
+        slot.images.check(draft.urls)
+        images, videos = await self._read_media(draft, slot)
+        prompt = self.prompts.expand(draft, [image.units for image in images], videos)
+        return prompt.token_ids.tolist(), [video.usage for video in videos]
 
     async def tokenize_text(self, text: str, add_special_tokens: bool | None = None) -> list[int]:
         """Token ids of plain text; with `add_special_tokens` given, of a prompt as `draft_text`'s.
@@ -322,8 +330,9 @@ class ChatService:
 
     @property
     def input_modalities(self) -> list[str]:
-        """What messages may hold: `text`, and `image` for a model with vision."""
-        return ["text"] if self.images is None else ["text", "image"]
+        """What messages may hold: `text`, and `image` and `video` for models that see them."""
+        seen = (("image", self.images), ("video", self.videos))
+        return ["text", *(name for name, reader in seen if reader is not None)]
 
     @property
     def needs(self) -> str:
@@ -388,7 +397,7 @@ class ChatService:
             limit = max_tokens - min(wanted, max_tokens // 4)
         if len(draft.token_ids) <= limit:
             return draft
-        if draft.images:
+        if draft.images or draft.videos:
             raise InvalidRequest("a prompt with images is not cut", param="truncate_prompt_tokens")
         is_right = request.truncation_side == "right"
         ids = draft.token_ids[:limit] if is_right else draft.token_ids[-limit:]
@@ -429,18 +438,33 @@ class ChatService:
             return self.answer_format(request, tail)
         return await self.parsers.run(self.answer_format, request, tail)
 
-    async def _read_images(self, sources: Sequence[ImageSource], slot: Slot) -> list[Image]:
-        if self.images is None or not sources:
-            return []
+    def _num_pixels(self, images: Sequence[Image], videos: Sequence[Video]) -> int:
+        """Of all units, resized."""
+        num_pixels = 0 if self.images is None else self.images.num_pixels(images)
+        return num_pixels + (0 if self.videos is None else self.videos.num_pixels(videos))
+
+    async def _read_media(self, draft: Draft, slot: Slot) -> tuple[list[Image], list[Video]]:
+        if self.images is None or not (draft.images or draft.videos):
+            return [], []
         await self.encoders.reconnected()
         encoder = self.encoders.description()
         if encoder is None:
             raise Unavailable("no encoder is available", retry_after_s=1)
-        images = await self.images.read(
-            sources, slot.hold, encoder.max_image_patches, slot.tenant.name, slot.images
-        )
+        arguments = (slot.tenant.name, slot.images)
+        most = encoder.max_image_patches
+        images = await self.images.read(draft.images, slot.hold, most, *arguments)
+        videos: list[Video] = []
+        if self.videos is not None and draft.videos:
+
+            def choose(digest: bytes, lost: Collection[str]) -> EncoderPod:
+                return self.encoders.choose(encoder, digest, lost)
+
+            async def probe(file: VideoFile) -> tuple[Probed, str]:
+                return await probe_once(file, choose, self.encode_timeout_s)
+
+            videos = await self.videos.read(draft.videos, slot.hold, most, probe, *arguments)
         slot.images.clear()
-        return images
+        return images, videos
 
     async def _off_loop(self, num_characters: int, call: Callable[[], Result]) -> Result:
         if num_characters <= _INLINE_TOKENIZE_CHARS:

@@ -7,6 +7,7 @@ its end is always heard, so that a lost encoder is counted whichever message com
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from services.common.errors import (
     DeadlineExceeded,
@@ -15,6 +16,7 @@ from services.common.errors import (
     ProcessLost,
     TriptychError,
     Unavailable,
+    VideoNotHeld,
 )
 from services.common.geometry import Run
 from services.common.pb import decoder_pb2 as pb
@@ -26,13 +28,15 @@ from services.gateway.clients.encoders import (
     EncoderPool,
 )
 from services.gateway.losses import Losses
-from services.gateway.media.images import Image
+from services.gateway.media.videos import Video
 from services.gateway.metrics import GatewayMetrics
-from services.gateway.prepared_request import PreparedRequest
+from services.gateway.prepared_request import Medium, PreparedRequest
 
 # For the end of a call to an encoder that a decoder, or another call, has found lost. A front whose
 # engine has ended answers at once.
 VERDICT_S = 3.0
+# How many times as long as an image's call a video's may take.
+_VIDEO_PATIENCE = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +87,7 @@ class EncodeCalls:
         self._calls: dict[bytes, _Call] = {}  # under way, by image key
         self._encoded: dict[bytes, str] = {}  # image key -> address of the encoder that has it
         self._failed: set[str] = set()  # addresses at which a call of this attempt failed
+        self._of_videos: dict[int, EncoderPod] = {}  # for all units of a file, by `Run.image`
         self._may_readmit = False
 
     async def assign(self) -> list[pb.ImageRef]:
@@ -102,6 +107,7 @@ class EncodeCalls:
         prefix, salt = description.key_prefix, request.cache_salt
         self.keys = [await request.images[run.image].key(prefix, run.unit, salt) for run in runs]
         self._failed.clear()
+        self._of_videos.clear()
         addresses: dict[bytes, str] = {}
         for index, key in enumerate(self.keys):
             if key in addresses:
@@ -109,7 +115,7 @@ class EncodeCalls:
             if (call := self._calls.get(key)) is not None:
                 addresses[key] = call.address
                 continue
-            pod = self._choose(description, key)
+            pod = self._choose(description, key, runs[index].image)
             addresses[key] = pod.address
             if self._encoded.get(key) != pod.address:
                 self._encoded.pop(key, None)
@@ -163,23 +169,37 @@ class EncodeCalls:
         for call in self._calls.values():
             call.task.cancel()
         self._calls.clear()
+        for medium in self._request.images:
+            if isinstance(medium, Video) and medium.file is not None:
+                medium.file.close()
 
-    def _choose(self, description: EncoderDescription, key: bytes) -> EncoderPod:
+    def _choose(self, description: EncoderDescription, key: bytes, index: int) -> EncoderPod:
+        medium = self._request.images[index]
+        if not isinstance(medium, Video) or medium.file is None:
+            return self._choose_for(description, key, self._encoded.get(key, ""))
+        # One encoder decodes a file, in one pass: that which was asked what is in it.
+        pod = self._of_videos.get(index)
+        if pod is None:
+            pod = self._choose_for(description, medium.file.digest, medium.address)
+            self._of_videos[index] = pod
+        return pod
+
+    def _choose_for(
+        self, description: EncoderDescription, key: bytes, preferred: str
+    ) -> EncoderPod:
         losses = self._losses
         # With one encoder lost, all further images go to one encoder: which of them was at fault is
         # unknown, and another loss is the last.
         place = self.keys[0] if losses.num_lost("encoder") else key
         try:
-            return self._encoders.choose(
-                description, place, losses.excluded("encoder"), self._encoded.get(key, "")
-            )
+            return self._encoders.choose(description, place, losses.excluded("encoder"), preferred)
         except Unavailable:
             if not self._may_readmit:
                 raise losses.no_pod_left() from None
         # The only encoder evicted an embedding before the decoder fetched it: try it once more.
         self._may_readmit = False
         losses.readmit_encoders()
-        return self._choose(description, key)
+        return self._choose_for(description, key, preferred)
 
     async def _encode(self, key: bytes, pod: EncoderPod, index: int) -> None:
         request, run = self._request, self._request.prompt.runs[index]
@@ -197,25 +217,38 @@ class EncodeCalls:
             self._losses.refuse(outcome)
             self._report(outcome)
         else:
-            self._losses.add("encoder", pod.address, outcome, image.param)
+            is_video = isinstance(image, Video)
+            self._losses.add("encoder", pod.address, outcome, image.param, is_video=is_video)
             self._failed.add(pod.address)
+            self._give_up_video(run.image, pod.address)
             self._report(EncodeFailed(outcome, pod.address))
 
+    def _give_up_video(self, index: int, address: str) -> None:
+        """The other calls for a file's units fail as one has: they say nothing new."""
+        medium = self._request.images[index]
+        if not isinstance(medium, Video) or medium.file is None:
+            return
+        of_video = {
+            self.keys[i] for i, r in enumerate(self._request.prompt.runs) if r.image == index
+        }
+        for key in of_video & self._calls.keys():
+            if self._calls[key].address == address:
+                self._calls.pop(key).task.cancel()
+
     async def _outcome(
-        self, pod: EncoderPod, key: bytes, image: Image, run: Run
+        self, pod: EncoderPod, key: bytes, image: Medium, run: Run
     ) -> Encoded | TriptychError:
         """Of one call."""
         request = self._request
-        timeout_s = min(self._timeout_s, request.remaining_s())
+        # A video's units are decoded one after the other.
+        limit_s = self._timeout_s * (_VIDEO_PATIENCE if isinstance(image, Video) else 1)
+        timeout_s = min(limit_s, request.remaining_s())
         attributes = {"encoder": pod.address, "patches": run.unit.num_patches}
         try:
             with request.timings.measure("encode", span_name="encode call", **attributes):
-                done = await pod.encode(
-                    key, image.data, run.unit, salt=request.cache_salt,
-                    timeout_s=timeout_s, tenant=request.tenant,
-                )  # fmt: skip
+                done = await self._call(pod, key, image, run, timeout_s)
         except DeadlineExceeded as error:
-            if timeout_s < self._timeout_s:
+            if timeout_s < limit_s:
                 return error.without_frames()  # the request's own deadline
             return ProcessLost("the encoder did not answer in time")
         except TriptychError as error:
@@ -223,3 +256,22 @@ class EncodeCalls:
         if done.num_tokens != run.num_tokens:
             return InternalError("an encoder returned an embedding of the wrong size")
         return done
+
+    async def _call(
+        self, pod: EncoderPod, key: bytes, image: Medium, run: Run, timeout_s: float
+    ) -> Encoded:
+        """Sends a video's file before, if the encoder has not been sent it, or has forgotten it."""
+        data, pair = image.sent(run.unit)
+        encode = partial(
+            pod.encode, key, data, run.unit, salt=self._request.cache_salt, timeout_s=timeout_s,
+            tenant=self._request.tenant, pair=pair,
+        )  # fmt: skip
+        file = image.file if isinstance(image, Video) else None
+        if file is None:
+            return await encode()
+        sent = await file.leave_at(pod, timeout_s)
+        try:
+            return await encode()
+        except VideoNotHeld:
+            await file.leave_at(pod, timeout_s, again=sent)
+            return await encode()

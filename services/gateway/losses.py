@@ -13,6 +13,7 @@ from services.common.errors import (
     EngineLost,
     InvalidImage,
     InvalidRequest,
+    InvalidVideo,
     Overloaded,
     ProcessLost,
     TriptychError,
@@ -32,21 +33,31 @@ class Losses:
         self._excluded: dict[Service, set[str]] = {"encoder": set(), "decoder": set()}
         self._lost: dict[Service, set[str]] = {"encoder": set(), "decoder": set()}
         self._num_lost: Counter[Service] = Counter()
-        self._num_blamed: Counter[str] = Counter()  # encoders lost while in work, by `Image.param`
+        # Encoders lost while it was in work, by `Image.param`.
+        self._blamed: dict[tuple[str, bool], set[str]] = {}
         self._refusal: InvalidRequest | None = None
         self._cause: TriptychError | None = None  # of the last failure
 
-    def add(self, service: Service, pod: str, error: TriptychError, image: str = "") -> None:
+    def add(
+        self,
+        service: Service,
+        pod: str,
+        error: TriptychError,
+        image: str = "",
+        *,
+        is_video: bool = False,
+    ) -> None:
         """Excludes a pod that has failed; counts it if it was lost, however often that is said.
 
         Args:
             error: what came of the work.
-            image: `Image.param`, if the work was an image.
+            image: `Image.param`, if the work was an image or a video.
+            is_video: it was a video.
         """
         self._cause = error
         self._excluded[service].add(pod)
         if image and isinstance(error, EngineLost):
-            self._num_blamed[image] += 1
+            self._blamed.setdefault((image, is_video), set()).add(pod)
         if isinstance(error, ProcessLost) and pod not in self._lost[service]:
             self._lost[service].add(pod)
             self._num_lost[service] += 1
@@ -70,16 +81,19 @@ class Losses:
         """Raises if the request may not be tried again.
 
         Raises:
-            InvalidImage: two encoders say that their engines ended while they worked on it.
+            InvalidImage, InvalidVideo: two encoders say that their engines ended while they worked
+                on it.
             Unavailable: two decoders or two encoders were lost.
         """
         if self._refusal is not None:
             raise self._refusal
         if self._num_lost["encoder"] >= MAX_LOST:
-            for image, num_blamed in self._num_blamed.items():
-                if num_blamed >= MAX_LOST:
-                    message = "two encoders ended while they worked on the image"
-                    raise InvalidImage(message, param=image)
+            for (param, is_video), pods in self._blamed.items():
+                if len(pods) >= MAX_LOST:
+                    message = "two encoders ended while they worked on the "
+                    if is_video:
+                        raise InvalidVideo(message + "video", param=param)
+                    raise InvalidImage(message + "image", param=param)
         for service, num_lost in self._num_lost.items():
             if num_lost >= MAX_LOST:
                 message = f"two {service}s were lost while they had the request"

@@ -20,10 +20,10 @@ from services.gateway.picker_gauges import PickerGauges
 class Timings:
     """Seconds per stage of one request; a stage that did not run is absent.
 
-    `fetch` (image URLs to bytes and headers) and `tokenize` run in the gateway; `encode` is the
-    longest encode call; the decoder measures `queue`, `transfer` and `prefill`; `handover` is the
-    time from the loss of a decoder in mid-answer to the next token; `first_token` and `total` count
-    from the request's arrival.
+    `fetch` (URLs of images and videos to bytes and headers) and `tokenize` run in the gateway;
+    `encode` is the longest encode call; the decoder measures `queue`, `transfer` and `prefill`;
+    `handover` is the time from the loss of a decoder in mid-answer to the next token; `first_token`
+    and `total` count from the request's arrival.
     """
 
     arrived: float = field(default_factory=time.monotonic)

@@ -6,9 +6,12 @@ from dataclasses import dataclass, field
 
 from services.common.pb import decoder_pb2 as pb
 from services.gateway.media.images import Image, uncounted
+from services.gateway.media.videos import Video
 from services.gateway.metrics import Timings
 from services.gateway.prompts.prompt import Prompt
 from services.gateway.slot import Tenant
+
+Medium = Image | Video
 
 
 @dataclass(slots=True)
@@ -16,6 +19,7 @@ class PreparedRequest:
     """A valid request, ready for the services.
 
     Attributes:
+        images: in order, and videos behind them.
         sampling: of the first choice.
         tenant: whose request it is.
         cache_salt: of the tenant and the request.
@@ -31,7 +35,7 @@ class PreparedRequest:
 
     request_id: str
     prompt: Prompt
-    images: Sequence[Image]
+    images: Sequence[Medium]
     sampling: pb.SamplingParams
     num_choices: int
     tenant: Tenant

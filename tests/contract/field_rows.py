@@ -56,6 +56,7 @@ TOOL = {"type": "function", "function": FUNCTION}
 FLAT = {"type": "function", **FUNCTION}
 SCHEMA = {"type": "object", "properties": {"a": {"enum": [1]}}, "additionalProperties": False}
 CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+VIDEO = "data:video/mp4;base64,AAAA"
 IMAGE = "data:image/png;base64,iVBORw0KGgo="
 
 # Served by chat and by text completions.
@@ -104,8 +105,9 @@ _CHAT_ROWS = [
         "max_tokens": 5, "max_completion_tokens": 5, "logprobs": True, "tools": [TOOL],
         "tool_choice": "none", "parallel_tool_calls": False, "include_reasoning": False,
         "chat_template_kwargs": {}, "add_generation_prompt": True, "include_stage_times": True,
-        "mm_processor_kwargs": {}, "echo": True, "stream": False, "stream_options": None,
-        "min_pixels": None,
+        "mm_processor_kwargs": {"fps": 1.5, "cap_pixels_per_frame": True}, "echo": True,
+        "stream": False, "stream_options": None, "min_pixels": None,
+        "media_io_kwargs": {"video": {"num_frames": 4}},
     }),
     Row(CHAT, {"logprobs": True, "top_logprobs": 2}, SERVED),
     Row(CHAT, {"logprobs": True, "logprob_token_ids": [5]}, SERVED),
@@ -136,8 +138,8 @@ _CHAT_ROWS = [
         "add_special_tokens": True, "documents": [{"text": "x"}],
         "chat_template": "x", "suffix": "x", "prompt": "x", "separate_reasoning": False,
         "tool_choice": "required", "reasoning_effort": "extreme", "moderation": {"a": 1},
-        "media_io_kwargs": {"video": {"num_frames": 4}},
     }),
+    Row(CHAT, {"media_io_kwargs": {"image": {"mode": "L"}}}, Refused("media_io_kwargs.image")),
     Row(CHAT, {"tools": [{"type": "web_search"}, TOOL]}, "tools.web_search"),
     Row(CHAT, {"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools.custom"),
     Row(CHAT, {"tools": [{**TOOL, "cache_control": {"type": "ephemeral"}}]}, "tools.cache_control"),
@@ -183,7 +185,13 @@ _CHAT_ROWS = [
         "messages.content.cache_control"),
     Row(CHAT, part("input_audio", input_audio={}), Refused("messages[0].content[1].type")),
     Row(CHAT, part("file", file={}), Refused("messages[0].content[1].type")),
-    Row(CHAT, part("video_url", video_url={}), Refused("messages[0].content[1].type")),
+    Row(CHAT, part("video_url", video_url={}), Refused("messages[0].content[1].video_url.url")),
+    Row(CHAT, part("video_url", video_url=VIDEO, uuid="x"), Refused("messages[0].content[1].uuid")),
+    Row(CHAT, part("video_url", video_url={"url": VIDEO, "max_dynamic_patch": 4}),
+        Refused("messages[0].content[1].video_url.max_dynamic_patch")),
+    Row(CHAT, part("video", video=[], total_pixels=9),
+        Refused("messages[0].content[1].total_pixels")),
+    Row(CHAT, part("input_video", video_url=""), Refused("messages[0].content[1]")),
     Row(CHAT, part("text", text="x", unheard_of=1), Refused("messages[0].content[1].unheard_of")),
     Row(CHAT, {"tools": [TOOL], "messages": [user(), {
         "role": "assistant", "content": None,
@@ -223,7 +231,7 @@ _RESPONSE_ROWS = [
         "frequency_penalty": 1, "logit_bias": {"5": 1}, "stop_token_ids": [5],
         "include_stop_str_in_output": True, "skip_special_tokens": False,
         "include_reasoning": False, "structured_outputs": {"choice": ["a"]},
-        "mm_processor_kwargs": {}, "priority": 1, "chat_template_kwargs": {},
+        "mm_processor_kwargs": {}, "media_io_kwargs": {}, "priority": 1, "chat_template_kwargs": {},
     }),
     Row(RESPONSES, {"thinking_token_budget": 5}, "thinking_token_budget"),
 
@@ -234,7 +242,7 @@ _RESPONSE_ROWS = [
         "context_management": [{"type": "compaction"}], "enable_response_messages": False,
         "request_id": "r", "session_id": "s", "mm_payload": "none", "moderation": None,
         "use_beam_search": False, "access_programs": None, "image": None,
-        "ec_transfer_params": None, "kv_transfer_params": None, "media_io_kwargs": {},
+        "ec_transfer_params": None, "kv_transfer_params": None,
         "previous_input_messages": [], "return_mm_kwargs": False, "vllm_xargs": None,
         "spaces_between_special_tokens": True, "watermarking": False,
     }, hint=True),

@@ -173,7 +173,7 @@ def unserved() -> Iterator[Row]:
         "prompt_embeds": "x", "bad_words": ["x"] * 10000,
         "allowed_token_ids": [], "continue_final_message": True,
         "documents": [{}], "kv_transfer_params": {"a": 1}, "lora": "x", "__class__": 1,
-        "media_io_kwargs": {"a": 1}, "": 1,
+        "": 1,
     }.items():  # fmt: skip
         yield f"unserved {field}", body(**{field: value}), 400, field or None
     for given, param in (
@@ -191,6 +191,7 @@ def unserved() -> Iterator[Row]:
             400,
             f"chat_template_kwargs.{field}",
         )
+    yield "media kwargs", body(media_io_kwargs={"a": 1}), 400, "media_io_kwargs.a"
     yield "processor kwargs", body(mm_processor_kwargs={"size": 1}), 400, "mm_processor_kwargs.size"
     lost = {"role": "tool", "content": "x"}
     yield "tool without a call", body(messages=[lost]), 400, "messages[0].tool_call_id"
@@ -263,6 +264,8 @@ def bad_urls() -> Iterator[Row]:
     ]  # fmt: skip
     for index, url in enumerate(urls):
         yield f"url {index} {url[:40]!r}", image(url), 400, IMAGE
+        part = {"type": "video_url", "video_url": {"url": url}}
+        yield f"video url {index} {url[:40]!r}", content(part), 400, IMAGE
     yield "url number", image(5), 400, None
 
 

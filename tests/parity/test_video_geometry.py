@@ -20,7 +20,7 @@ from transformers.models.qwen3_vl.video_processing_qwen3_vl import (
 )
 from transformers.video_utils import VideoMetadata
 
-from services.common.errors import InvalidImage, InvalidRequest
+from services.common.errors import InvalidRequest, InvalidVideo
 from services.common.families import read_spec
 from services.common.families.qwen3_vl import DeepStackTower
 from services.common.families.resized_grid import ResizedGrid
@@ -103,7 +103,7 @@ def test_sizes_are_smart_resizes():
             expected = smart_resize(count, height, width, 2, 32, least, most)
         except ValueError:
             refused += 1
-            with pytest.raises(InvalidImage):
+            with pytest.raises(InvalidVideo):
                 pairs(min_pixels=least, max_pixels=most).resized(count, (height, width))
         else:
             found = pairs(min_pixels=least, max_pixels=most).resized(count, (height, width))

@@ -8,16 +8,29 @@ import asyncio
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import grpc.aio
 
-from services.common.errors import Cancelled, Overloaded, ProcessLost, Unavailable
+from services.common.errors import (
+    Cancelled,
+    InternalError,
+    Overloaded,
+    ProcessLost,
+    Unavailable,
+)
+from services.common.frame_pairs import Clip
 from services.common.geometry import Unit
+from services.common.images.image_key import FRAME_DIGEST_BYTES
 from services.common.pb import encoder_pb2 as pb
 from services.common.transport.rpc import PROTOCOL, error_from_rpc, outgoing_metadata
 from services.gateway.clients.pods import Dialling, Pod, Pool, pick
 from services.gateway.clients.served_model import ServedModel
+from services.gateway.media.kinds import SentPair
+from services.gateway.media.videos import Probed
 from services.gateway.slot import Tenant
+
+Answer = TypeVar("Answer")
 
 _DESCRIBE_TIMEOUT_S = 2.0
 _LAST_WORD_S = 0.5  # for the answer of an encoder that has failed a health check
@@ -72,6 +85,11 @@ class EncoderPod(Pod):
             request_serializer=pb.EncodeRequest.SerializeToString,
             response_deserializer=pb.EncodeResponse.FromString,
         )
+        self._probe = self.channel.unary_unary(
+            "/triptych.v1.Encoder/Probe",
+            request_serializer=pb.ProbeRequest.SerializeToString,
+            response_deserializer=pb.ProbeResponse.FromString,
+        )
         self._lost = asyncio.Event()
 
     @property
@@ -119,6 +137,7 @@ class EncoderPod(Pod):
         salt: bytes,
         timeout_s: float,
         tenant: Tenant | None = None,
+        pair: SentPair | None = None,
     ) -> Encoded:
         """Makes a unit's embedding available at this encoder.
 
@@ -126,14 +145,16 @@ class EncoderPod(Pod):
 
         Args:
             key: the image key.
-            image: the encoded file.
-            unit: of the image.
+            image: the encoded file; of two frames that are images, the first.
+            unit: of the image or the video.
             salt: of the key.
             tenant: for whom; None: a caller without a key.
             timeout_s: deadline of the call.
+            pair: of a video's unit.
 
         Raises:
             ProcessLost: the encoder was lost during the call.
+            VideoNotHeld: the file has to be sent again.
             TriptychError: the encoder's own; Unavailable or DeadlineExceeded without an answer.
         """
         time, height, width = unit.grid
@@ -145,8 +166,30 @@ class EncoderPod(Pod):
             tenant=tenant.name if tenant else "",
             tenant_weight=tenant.weight if tenant else 1.0,
         )
+        if pair is not None:
+            request.frames.first, request.frames.second = pair.frames
+            request.second_image, request.video_digest = pair.second_image, pair.video_digest
         metadata = outgoing_metadata(request.ByteSize())
-        call = self._encode(request, timeout=timeout_s, metadata=metadata)
+        answer = await self._answer_of(self._encode(request, timeout=timeout_s, metadata=metadata))
+        return Encoded(_SOURCES.get(answer.source, "unknown"), answer.num_tokens)
+
+    async def probe(self, video: bytes, timeout_s: float) -> Probed:
+        """Sends a video, which the encoder keeps for a while, and learns what is in it.
+
+        Raises:
+            InvalidVideo: it is none, or cannot be served.
+            TriptychError: as of `encode`.
+        """
+        request = pb.ProbeRequest(video=video)
+        metadata = outgoing_metadata(request.ByteSize())
+        found = await self._answer_of(self._probe(request, timeout=timeout_s, metadata=metadata))
+        clip = Clip(found.num_frames, found.rate, (found.height, found.width))
+        if not clip.num_frames or len(found.frame_digests) != clip.num_frames * FRAME_DIGEST_BYTES:
+            raise InternalError("an encoder returned no digest for each frame of a video")
+        return Probed(clip, found.duration_s, found.video_digest, found.frame_digests)
+
+    async def _answer_of(self, call: "grpc.aio.UnaryUnaryCall[Any, Answer]") -> "Answer":
+        """Of a call that the loss of the encoder ends, too."""
         lost = asyncio.ensure_future(self._lost.wait())
         answered = asyncio.ensure_future(_answer(call))
         self.num_in_flight += 1
@@ -156,7 +199,7 @@ class EncoderPod(Pod):
                 await asyncio.wait((answered,), timeout=_LAST_WORD_S)
             if not answered.done():
                 raise ProcessLost("the encoder does not answer")
-            answer = answered.result()
+            return answered.result()
         except grpc.aio.AioRpcError as failure:
             error = error_from_rpc(failure, "the encoder")
             if isinstance(error, Cancelled):  # not by this gateway
@@ -174,12 +217,9 @@ class EncoderPod(Pod):
                 # Marks it as retrieved: asyncio would report it if the caller was cancelled.
                 answered.exception()
             del answered  # it holds its error, whose traceback holds this frame
-        return Encoded(_SOURCES.get(answer.source, "unknown"), answer.num_tokens)
 
 
-async def _answer(
-    call: "grpc.aio.UnaryUnaryCall[pb.EncodeRequest, pb.EncodeResponse]",
-) -> pb.EncodeResponse:
+async def _answer(call: "grpc.aio.UnaryUnaryCall[Any, Answer]") -> "Answer":
     return await call
 
 

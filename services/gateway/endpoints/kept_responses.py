@@ -32,6 +32,7 @@ from services.gateway.forms.responses_api import (
     ResponseOutputText,
     ResponseReasoningText,
     ResponsesRequest,
+    ResponseVideo,
 )
 from services.gateway.http.exchange import JsonResponse
 from services.gateway.kept import Kept
@@ -161,7 +162,9 @@ class KeptResponses:
     async def _own_items(
         self, tenant: str, request: ResponsesRequest, images: Mapping[str, bytes]
     ) -> list[InputItem] | None:
-        """The request's items with images by their digests; None: an image is not kept."""
+        """The request's items with images by their digests; None: an image or a video is not
+        kept.
+        """
         if isinstance(request.input, str):
             return [InputItem(role="user", content=request.input)]
         items: list[InputItem] = []
@@ -198,6 +201,10 @@ class KeptResponses:
                 if not isinstance(given, ImageUrl):
                     given = ImageUrl(None, part.detail)
                 part = ResponseImage(image_url=structs.replace(given, url=None), uuid=digest)
+            elif isinstance(part, ResponseVideo):
+                url = part.video_url if isinstance(part.video_url, str) else part.video_url.url
+                if not url.startswith(("http:", "https:")):  # its bytes are not kept
+                    return None
             found.append(part)
         return found
 

@@ -144,7 +144,7 @@ class TokenCounter:
             try:
                 chat = to_chat(given, paths)
                 check_chat_request(chat)
-                tokens = await self._service.tokenize(chat, slot)
+                tokens, _ = await self._service.tokenize(chat, slot)
             except TriptychError as error:
                 error.param = error.param and renamed(error.param, paths)
                 raise

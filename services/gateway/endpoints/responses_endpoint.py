@@ -58,6 +58,7 @@ from services.gateway.forms.responses_api import (
     ResponseReasoningText,
     ResponsesRequest,
     ResponseUsage,
+    ResponseVideo,
     TextConfig,
     parse_responses_request,
 )
@@ -72,6 +73,8 @@ from services.gateway.forms.tools import (
     ToolCall,
     ToolChoice,
 )
+from services.gateway.forms.video import VideoFields, VideoUrlPart
+from services.gateway.media.images import Image
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.tenancy.admission import Admission
 
@@ -129,7 +132,9 @@ class ResponsesEndpoint(WritingEndpoint):
         response: ResponseObject,
     ) -> None:
         images = {
-            renamed(image.param, work.paths): image.data for image in completion.prepared.images
+            renamed(image.param, work.paths): image.data
+            for image in completion.prepared.images
+            if isinstance(image, Image)
         }
         await self._kept.keep(work.slot.tenant.name, request, response, images)
 
@@ -167,8 +172,8 @@ def to_chat(
         "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "stop",
         "ignore_eos", "presence_penalty", "frequency_penalty", "logit_bias", "stop_token_ids",
         "include_stop_str_in_output", "skip_special_tokens", "include_reasoning",
-        "thinking_token_budget", "structured_outputs", "mm_processor_kwargs", "priority",
-        "chat_template_kwargs", "cache_salt", "parallel_tool_calls",
+        "thinking_token_budget", "structured_outputs", "mm_processor_kwargs", "media_io_kwargs",
+        "priority", "chat_template_kwargs", "cache_salt", "parallel_tool_calls",
     ):  # fmt: skip
         setattr(chat, name, getattr(request, name))
     chat.logprobs, chat.top_logprobs = logprobs or None, request.top_logprobs
@@ -246,6 +251,9 @@ def _content(given: str | list[InputPart] | None, path: str) -> str | list[Conte
         if isinstance(part, ResponseImage):
             image = _image(part, f"{path}[{index}]")
             parts.append(ImageUrlPart(image_url=image, uuid=part.uuid))
+        elif isinstance(part, ResponseVideo):
+            fields = {name: getattr(part, name) for name in VideoFields.__struct_fields__}
+            parts.append(VideoUrlPart(video_url=part.video_url, **fields))
         elif isinstance(part, ResponseReasoningText):
             raise InvalidRequest("belongs to an item of reasoning", param=f"{path}[{index}].type")
         else:
@@ -498,13 +506,13 @@ class ResponseWriter(AnswerWriter[ResponseEvent]):
 
     def _usage(self) -> ResponseUsage:
         usage = self._completion.usage()
-        details = usage.completion_tokens_details
+        details, given = usage.completion_tokens_details, usage.prompt_tokens_details
+        found = InputTokensDetails(self._completion.cached_tokens or 0, given.image_tokens or 0)
+        if given.videos is not None:
+            found.video_tokens, found.videos = given.video_tokens or 0, given.videos
         return ResponseUsage(
             usage.prompt_tokens,
-            InputTokensDetails(
-                self._completion.cached_tokens or 0,
-                self._completion.prepared.prompt.num_image_tokens,
-            ),
+            found,
             usage.completion_tokens,
             OutputTokensDetails(0 if details is UNSET else details.reasoning_tokens),
             usage.total_tokens,

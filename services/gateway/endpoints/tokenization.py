@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import UNSET, Meta, Struct, UnsetType
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -19,9 +19,16 @@ from services.common.model_spec import read_json
 from services.gateway.chat import ChatService
 from services.gateway.endpoints.endpoint import parse_body, received
 from services.gateway.forms.json_body import decode_json
-from services.gateway.forms.openai import MAX_MESSAGES, ChatRequest, Message, check_chat_request
-from services.gateway.forms.responses import encode_json
+from services.gateway.forms.openai import (
+    MAX_MESSAGES,
+    ChatRequest,
+    Message,
+    MultimodalOptions,
+    check_chat_request,
+)
+from services.gateway.forms.responses import VideoUsage, encode_json
 from services.gateway.forms.tools import MAX_TOOLS, Tool
+from services.gateway.forms.video import MediaOptions
 from services.gateway.http.exchange import Exchange, JsonResponse
 from services.gateway.prompts.chat_template import read_template
 from services.gateway.tenancy.admission import Admission
@@ -44,17 +51,22 @@ class TokenizeRequest(Struct, forbid_unknown_fields=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    mm_processor_kwargs: MultimodalOptions | None = None
+    media_io_kwargs: MediaOptions | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
 
 
 class TokenizeResponse(Struct):
-    """All token ids, with those of images; `token_strs` are entries of the vocabulary."""
+    """All token ids, with those of images and videos; `token_strs` are entries of the vocabulary.
+    `videos` are what `usage` would name of each.
+    """
 
     count: int
     max_model_len: int | None
     tokens: list[int]
     token_strs: list[str] | None = None
+    videos: list[VideoUsage] | UnsetType = UNSET
 
 
 class DetokenizeRequest(Struct, forbid_unknown_fields=True):
@@ -101,6 +113,7 @@ class TokenizationRoutes:
             if (parsed.prompt is None) == (parsed.messages is None):
                 raise InvalidRequest("give either prompt or messages", param="prompt")
             service.check_model(parsed.model)
+            videos: list[VideoUsage] = []
             if parsed.prompt is not None:
                 tokens = await service.tokenize_text(parsed.prompt, parsed.add_special_tokens)
             elif parsed.add_special_tokens and service.tokenizer.encode_prompt("", True):
@@ -113,10 +126,14 @@ class TokenizationRoutes:
                     add_generation_prompt=parsed.add_generation_prompt,
                     continue_final_message=parsed.continue_final_message,
                     chat_template_kwargs=parsed.chat_template_kwargs,
+                    mm_processor_kwargs=parsed.mm_processor_kwargs,
+                    media_io_kwargs=parsed.media_io_kwargs,
                 )
                 check_chat_request(chat)
-                tokens = await service.tokenize(chat, slot)
+                tokens, videos = await service.tokenize(chat, slot)
         answer = TokenizeResponse(len(tokens), service.max_model_len(), tokens)
+        if videos:
+            answer.videos = videos
         if parsed.return_token_strs:
             answer.token_strs = [service.tokenizer.token_string(token) for token in tokens]
         return JsonResponse(answer)

@@ -36,8 +36,13 @@ def _all(names: str) -> dict[str, Values]:
 
 _CHAT, _TEXT, _RESPONSES = "ChatRequest", "CompletionRequest", "ResponsesRequest"
 _MESSAGES = ("MessagesRequest", "CountTokensRequest")
-_CHAT_PARTS = ("TextPart", "InputTextPart", "ImageUrlPart", "InputImagePart", "NamedImagePart")
-_RESPONSE_PARTS = ("ResponseText", "ResponseOutputText", "ResponseImage", "ResponseReasoningText")
+_CHAT_PARTS = (
+    "TextPart", "InputTextPart", "ImageUrlPart", "InputImagePart", "NamedImagePart",
+    "VideoUrlPart", "InputVideoPart", "NamedVideoPart",
+)  # fmt: skip
+_RESPONSE_PARTS = (
+    "ResponseText", "ResponseOutputText", "ResponseImage", "ResponseVideo", "ResponseReasoningText",
+)  # fmt: skip
 _BLOCKS = (
     "TextBlock", "ImageBlock", "ThinkingBlock", "ToolUseBlock", "ToolResultBlock", "DocumentBlock",
 )  # fmt: skip

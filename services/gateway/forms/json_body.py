@@ -32,10 +32,12 @@ MAX_JSON_BYTES = 4 << 20
 MAX_JSON_NODES = 1 << 17
 _MAX_UNCOUNTED_BYTES = 256 << 10
 _DATA_FIELD = re.compile(rb'"data"\s{0,64}:\s{0,64}"')
-_URL_FIELD = re.compile(rb'"(?:url|image|image_url)"\s{0,64}:\s{0,64}$')
+_URL_FIELD = re.compile(rb'"(?:url|image|image_url|video|video_url)"\s{0,64}:\s{0,64}$')
+_IN_LIST = re.compile(rb"[\[,]\s{0,64}$")  # of frames
 _MAX_KEY_LENGTH = 140
 _DATA_URL = re.compile(rb'"data:(?:[^",\\]|\\/){0,256};\s{0,64}base64,')
 _MIN_LARGE_BYTES = 64 << 10
+_MIN_LISTED_BYTES = 4 << 10  # a list may have hundreds of frames
 _NAME_LENGTH = 32
 _BACKSLASH = ord("\\")
 _MAX_IMAGES = 4096  # looked for, small ones included
@@ -61,9 +63,7 @@ class LargeImages:
     def check(self, urls: Iterable[str]) -> None:
         """Raises InvalidRequest: one of them is not among the URLs of the request's images."""
         if self.ranges.keys() - {url[-_NAME_LENGTH:] for url in urls}:
-            raise InvalidRequest(
-                f"an image of more than {_MIN_LARGE_BYTES} bytes stands where no image is read"
-            )
+            raise InvalidRequest("a large image or video stands where none is read")
 
     def forget(self, text: bytes) -> None:
         """Takes out those whose names are in a text: nobody reads them."""
@@ -90,9 +90,9 @@ def cut_images(body: Body) -> tuple[Body, LargeImages]:
     """The body's JSON with a name in place of each large image, and the images.
 
     An image is the value of a field `data`, or a `data:` URL that is the value of a field `url`,
-    `image` or `image_url`. Images are passed over at memory's speed, and no more than
-    `MAX_JSON_BYTES` beside them are searched. Base64 has no escapes but those of slashes and line
-    ends; nobody has looked for others here.
+    `image`, `image_url`, `video` or `video_url`, or of an array. Images are passed over at memory's
+    speed, and no more than `MAX_JSON_BYTES` beside them are searched. Base64 has no escapes but
+    those of slashes and line ends; nobody has looked for others here.
     """
     images = LargeImages(body)
     pieces: list[Body] = []
@@ -101,7 +101,7 @@ def cut_images(body: Body) -> tuple[Body, LargeImages]:
         start = body.find(b'"data', position, begin + MAX_JSON_BYTES - outside + 6)
         if start < 0:
             break
-        first = _payload_start(body, start)
+        first, least = _payload_start(body, start)
         if first is None:
             position = start + 5
             continue
@@ -109,7 +109,7 @@ def cut_images(body: Body) -> tuple[Body, LargeImages]:
         if end < 0:
             break
         position = end
-        if end - first < _MIN_LARGE_BYTES or body[end - 1] == _BACKSLASH:
+        if end - first < least or body[end - 1] == _BACKSLASH:
             continue
         name = secrets.token_hex(_NAME_LENGTH // 2)
         images.ranges[name] = first, end
@@ -121,14 +121,17 @@ def cut_images(body: Body) -> tuple[Body, LargeImages]:
     return b"".join([*pieces, body[begin:]]), images
 
 
-def _payload_start(body: Body, start: int) -> int | None:
-    """Where the base64 begins, if the string at `start` is such a field or such a URL."""
+def _payload_start(body: Body, start: int) -> tuple[int | None, int]:
+    """Where the base64 begins, if the string at `start` is such a field or such a URL, and how long
+    it is at least.
+    """
     if found := _DATA_FIELD.match(body, start):
-        return found.end()
-    if _URL_FIELD.search(body, max(0, start - _MAX_KEY_LENGTH), start):
-        url = _DATA_URL.match(body, start)
-        return url.end() if url else None
-    return None
+        return found.end(), _MIN_LARGE_BYTES
+    before = max(0, start - _MAX_KEY_LENGTH)
+    least = _MIN_LARGE_BYTES if _URL_FIELD.search(body, before, start) else 0
+    least = least or (_MIN_LISTED_BYTES if _IN_LIST.search(body, before, start) else 0)
+    url = _DATA_URL.match(body, start) if least else None
+    return (url.end() if url else None), least
 
 
 def has_more_nodes(text: Body, limit: int) -> bool:

@@ -5,7 +5,7 @@ unknown field. The fields of `hints` change no answer and are left out.
 
 `image_url.detail`: `low` resizes to at most 512 x 512 pixels; `high` and `auto` mean the model's
 own limits. `min_pixels` and `max_pixels` (in the image, beside it, or for the whole request; also
-as `mm_processor_kwargs`) take precedence and are clamped to the model's limits.
+as `mm_processor_kwargs`) take precedence and are clamped to the model's limits. Videos: `video`.
 `include_stage_times: true` adds `stage_times_ms` and `images` to the response or the last chunk.
 
 The endpoints parse bodies with it. It knows no model: what depends on the model is checked by
@@ -35,6 +35,14 @@ from services.gateway.forms.tools import (
     ToolChoice,
     check_tools,
     tool_characters,
+)
+from services.gateway.forms.video import (
+    InputVideoPart,
+    MediaOptions,
+    NamedVideoPart,
+    VideoFields,
+    VideoPart,
+    VideoUrlPart,
 )
 
 MAX_MESSAGES = 2048
@@ -117,7 +125,16 @@ class NamedImagePart(ImagePart, forbid_unknown_fields=True, tag_field="type", ta
         return ImageUrl(self.url)
 
 
-Part = TextPart | InputTextPart | ImageUrlPart | InputImagePart | NamedImagePart
+Part = (
+    TextPart
+    | InputTextPart
+    | ImageUrlPart
+    | InputImagePart
+    | NamedImagePart
+    | VideoUrlPart
+    | InputVideoPart
+    | NamedVideoPart
+)
 _Parts = Annotated[list[Part], Meta(max_length=MAX_PARTS)]
 
 
@@ -132,8 +149,8 @@ class Message(Struct, forbid_unknown_fields=True):
     reasoning_content: str | None = None
 
 
-class MultimodalOptions(Struct, forbid_unknown_fields=True):
-    """vLLM's spelling of the request's pixel limits."""
+class MultimodalOptions(VideoFields, forbid_unknown_fields=True):
+    """vLLM's spelling of the limits of all images' pixels, and of options of all videos."""
 
     min_pixels: _Pixels | None = None
     max_pixels: _Pixels | None = None
@@ -154,6 +171,7 @@ class ChatRequest(GenerationFields, forbid_unknown_fields=True):
     min_pixels: _Pixels | None = None
     max_pixels: _Pixels | None = None
     mm_processor_kwargs: MultimodalOptions | None = None
+    media_io_kwargs: MediaOptions | None = None
     tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
@@ -273,8 +291,9 @@ def _check_message(message: Message, index: int) -> None:
         raise InvalidRequest(f"tool_call_id {missing}", param=f"{path}.tool_call_id")
     if role not in ("user", "tool") and isinstance(message.content, list):
         for position, part in enumerate(message.content):
-            if isinstance(part, ImagePart):
+            if isinstance(part, ImagePart | VideoPart):
+                noun = "images" if isinstance(part, ImagePart) else "videos"
                 raise InvalidRequest(
-                    f"images are not allowed in a {role} message",
+                    f"{noun} are not allowed in a {role} message",
                     param=f"{path}.content[{position}]",
                 )

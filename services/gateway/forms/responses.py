@@ -44,11 +44,35 @@ class Logprobs(Struct):
     refusal: None = None
 
 
+class VideoUsage(Struct):
+    """What was looked at of a video, for what it costs.
+
+    Attributes:
+        frames: that were sampled.
+        fps: of them; null: the video does not say how long it is.
+        tokens: of the frames, without the text between them.
+        size: height and width of a frame as the model sees it.
+        times: seconds of each pair of frames, as the prompt says them.
+        cap_pixels_per_frame: whether the processor's cap applied.
+    """
+
+    frames: int
+    fps: float
+    tokens: int
+    size: tuple[int, int]
+    times: list[float]
+    cap_pixels_per_frame: bool
+
+
 class PromptTokensDetails(Struct, omit_defaults=True):
-    """`cached_tokens` is absent while the decoder has not reported it."""
+    """`cached_tokens` is absent while the decoder has not reported it; `video_tokens` and `videos`
+    without videos.
+    """
 
     image_tokens: int | None = None
     cached_tokens: int | None = None
+    video_tokens: int | None = None
+    videos: list[VideoUsage] | None = None
 
 
 class CompletionTokensDetails(Struct):

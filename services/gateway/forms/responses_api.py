@@ -34,8 +34,9 @@ from services.gateway.forms.openai import (
     ReasoningEffort,
     ThinkingTokens,
 )
-from services.gateway.forms.responses import LogprobEntry
+from services.gateway.forms.responses import LogprobEntry, VideoUsage
 from services.gateway.forms.tools import MAX_TOOLS, FunctionDefinition, ToolName
+from services.gateway.forms.video import MediaOptions, VideoFields, VideoUrl
 
 _Detail = Literal["auto", "low", "high", "original"]
 _Status = Literal["in_progress", "completed", "incomplete"]
@@ -67,6 +68,12 @@ class ResponseImage(Struct, forbid_unknown_fields=True, tag_field="type", tag="i
     detail: _Detail | None = None
 
 
+class ResponseVideo(VideoFields, forbid_unknown_fields=True, tag_field="type", tag="input_video"):
+    """A video, which is ours: OpenAI's Responses API has none."""
+
+    video_url: VideoUrl | str
+
+
 class ResponseReasoningText(
     Struct, forbid_unknown_fields=True, tag_field="type", tag="reasoning_text"
 ):
@@ -75,7 +82,9 @@ class ResponseReasoningText(
     text: str
 
 
-InputPart = ResponseText | ResponseOutputText | ResponseImage | ResponseReasoningText
+InputPart = (
+    ResponseText | ResponseOutputText | ResponseImage | ResponseVideo | ResponseReasoningText
+)
 _Content = str | Annotated[list[InputPart], Meta(max_length=MAX_PARTS)]
 
 
@@ -182,6 +191,7 @@ class ResponsesRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     thinking_token_budget: ThinkingTokens | None = None
     structured_outputs: StructuredOutputs | None = None
     mm_processor_kwargs: MultimodalOptions | None = None
+    media_io_kwargs: MediaOptions | None = None
     priority: Priority | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = (
@@ -304,11 +314,13 @@ OutputItem = OutputMessage | OutputReasoning | OutputCall
 
 
 class InputTokensDetails(Struct):
-    """`image_tokens` is ours."""
+    """`image_tokens` and `video_tokens` are ours."""
 
     cached_tokens: int
     image_tokens: int
     cache_write_tokens: int = 0
+    video_tokens: int | UnsetType = UNSET
+    videos: list[VideoUsage] | UnsetType = UNSET
 
 
 class OutputTokensDetails(Struct):

@@ -25,14 +25,11 @@ from services.common.images.image_header import read_header
 from services.common.images.image_key import image_key
 from services.common.threads import INLINE_BYTES, WorkerThreads, num_threads
 from services.gateway.forms.json_body import LargeImages
+from services.gateway.media.kinds import IMAGE, Kind, SentPair
 
 # `detail: low` means at most this many pixels; `high` and `auto` mean the model's own limits.
 LOW_DETAIL_PIXELS = 512 * 512
 _MAX_CONCURRENT_LOADS = 8
-_MEDIA_TYPES = frozenset(
-    ("", "application/octet-stream", "image/*", "image/gif", "image/jpeg", "image/jpg",
-     "image/png", "image/webp")
-)  # fmt: skip
 # Lines of 64 characters end with two more, which are no base64; in JSON with four.
 _LEAST_BASE64 = 0.96
 _LEAST_BASE64_IN_JSON = 0.9
@@ -78,6 +75,10 @@ class Image:
     _keys: dict[tuple[bytes, Unit, bytes], bytes] = field(
         default_factory=dict[tuple[bytes, Unit, bytes], bytes]
     )
+
+    def sent(self, unit: Unit) -> tuple[bytes, SentPair | None]:
+        """What an encode call says of a unit's pixels."""
+        return self.data, None
 
     async def key(self, prefix: bytes, unit: Unit, salt: bytes) -> bytes:
         """A unit's image key for encoders of that prefix and a tenant's salt; hashed once."""
@@ -245,16 +246,24 @@ class MediaLoader:
     """Loads the bytes behind a URL.
 
     Args:
-        max_bytes: of one image, encoded.
+        max_bytes: of one image or video, encoded.
         web: fetches http: and https: URLs; `web_media.WebMedia` is one.
         allowed_directory: where file: URLs may point; None: nowhere.
+        kind: of what is loaded.
     """
 
-    def __init__(self, max_bytes: int, web: WebFetcher, allowed_directory: Path | None) -> None:
+    def __init__(
+        self,
+        max_bytes: int,
+        web: WebFetcher,
+        allowed_directory: Path | None,
+        kind: Kind = IMAGE,
+    ) -> None:
         self._max_bytes = max_bytes
+        self._kind = kind
         self._web = web
         self._directory = None if allowed_directory is None else allowed_directory.resolve()
-        self._threads = WorkerThreads(num_threads(), "images")
+        self._threads = WorkerThreads(num_threads(), f"{kind.noun}s")
 
     async def load(
         self,
@@ -280,14 +289,17 @@ class MediaLoader:
         scheme = url[:8].partition(":")[0].lower()
         match scheme:
             case "data":
+                kind = self._kind
                 if large is not None and (found := large.range_of(url)):
-                    _check_data_head(url)
+                    check_data_head(url, kind)
                     if found[1] - found[0] <= INLINE_BYTES:
-                        return decode_large(large, found, self._max_bytes)
-                    return await self._threads.run(decode_large, large, found, self._max_bytes)
+                        return decode_large(large, found, self._max_bytes, kind)
+                    return await self._threads.run(
+                        decode_large, large, found, self._max_bytes, kind
+                    )
                 if len(url) > INLINE_BYTES:
-                    return await self._threads.run(decode_data_url, url, self._max_bytes)
-                return decode_data_url(url, self._max_bytes)
+                    return await self._threads.run(decode_data_url, url, self._max_bytes, kind)
+                return decode_data_url(url, self._max_bytes, kind)
             case "http" | "https":
                 return await self._web.fetch(
                     url, lambda count: hold(count * _MEMORY_PER_FETCHED_BYTE), tenant
@@ -297,7 +309,7 @@ class MediaLoader:
                 hold(len(data) * _MEMORY_PER_FETCHED_BYTE)
                 return data
             case _:
-                raise InvalidRequest("image URLs must be data:, http: or https: URLs")
+                raise InvalidRequest(f"{self._kind.noun} URLs must be data:, http: or https: URLs")
 
     async def close(self) -> None:
         """Closes connections and threads."""
@@ -330,72 +342,78 @@ class MediaLoader:
         except OSError:
             raise InvalidRequest("the file: URL names no readable file") from None
         if len(data) > self._max_bytes:
-            raise InvalidImage(f"the image has more than {self._max_bytes} bytes")
+            raise _too_large(self._max_bytes, self._kind)
         return data
 
 
-def decode_data_url(url: str, max_bytes: int) -> bytes:
+def decode_data_url(url: str, max_bytes: int, kind: Kind = IMAGE) -> bytes:
     """The bytes of a base64 `data:` URL; their number is checked before they are decoded.
 
     Raises:
-        InvalidRequest: not base64, malformed, or not an image's media type.
-        InvalidImage: more than `max_bytes`.
+        InvalidRequest: not base64, malformed, or not a media type of the kind.
+        InvalidImage, InvalidVideo: more than `max_bytes`.
     """
-    return _decode(url[_check_data_head(url) + 1 :], max_bytes)
+    return decode_base64(url[check_data_head(url, kind) + 1 :], max_bytes, kind)
 
 
-def decode_large(images: LargeImages, place: tuple[int, int], max_bytes: int) -> bytes:
-    """The bytes of an image where it was received.
+def decode_large(
+    images: LargeImages, place: tuple[int, int], max_bytes: int, kind: Kind = IMAGE
+) -> bytes:
+    """The bytes of an image or a video where it was received.
 
     Raises:
         InvalidRequest, InvalidImage: as `decode_data_url`.
     """
     with memoryview(images.body) as body, body[slice(*place)] as text:
-        _check_size(text, max_bytes, _LEAST_BASE64_IN_JSON)
+        _check_size(text, max_bytes, _LEAST_BASE64_IN_JSON, kind)
         with suppress(ValueError):
-            return _checked(pybase64.b64decode(text, validate=True), max_bytes)
+            return _checked(pybase64.b64decode(text, validate=True), max_bytes, kind)
         try:
             unescaped = msgspec.json.decode(b'"%b"' % text, type=str)
         except msgspec.DecodeError:
             raise InvalidRequest("the body is not valid JSON") from None
-    return _decode(unescaped, max_bytes)
+    return decode_base64(unescaped, max_bytes, kind)
 
 
-def _check_data_head(url: str) -> int:
-    """Where the comma is that ends the head of a `data:` URL."""
+def check_data_head(url: str, kind: Kind) -> int:
+    """Where the comma is that ends the head of a `data:` URL.
+
+    Raises:
+        InvalidRequest: it is malformed, or of another kind.
+    """
     comma = url.find(",", 0, _MAX_DATA_HEADER)
     if comma < 0:
         raise InvalidRequest("a data: URL must be data:<type>;base64,<data>")
     media_type, *parameters = url[len("data:") : comma].lower().split(";")
     if not parameters or parameters[-1].strip() != "base64":
         raise InvalidRequest("a data: URL must be base64-encoded")
-    if media_type.strip() not in _MEDIA_TYPES:
+    if media_type.strip() not in kind.types:
         raise InvalidRequest(
-            f"media type {media_type[:40]!r} is not allowed; allowed: image/jpeg, image/png, "
-            "image/webp, image/gif"
+            f"media type {media_type[:40]!r} is not allowed; allowed: {kind.listed}"
         )
     return comma
 
 
-def _decode(text: str, max_bytes: int) -> bytes:
-    _check_size(text, max_bytes, _LEAST_BASE64)
+def decode_base64(text: str, max_bytes: int, kind: Kind = IMAGE) -> bytes:
+    """Raises as `decode_data_url`."""
+    _check_size(text, max_bytes, _LEAST_BASE64, kind)
     try:
         data = pybase64.b64decode(text, validate=True)
     except ValueError:
         data = _decode_variant(text)
-    return _checked(data, max_bytes)
+    return _checked(data, max_bytes, kind)
 
 
-def _check_size(text: str | memoryview, max_bytes: int, least: float) -> None:
+def _check_size(text: str | memoryview, max_bytes: int, least: float, kind: Kind) -> None:
     if int(len(text) * least) // 4 * 3 - 2 > max_bytes:
-        raise InvalidImage(f"the image has more than {max_bytes} bytes")
+        raise _too_large(max_bytes, kind)
 
 
-def _checked(data: bytes, max_bytes: int) -> bytes:
+def _checked(data: bytes, max_bytes: int, kind: Kind) -> bytes:
     if not data:
-        raise InvalidImage("the data: URL is empty")
+        raise kind.error("the data: URL is empty")
     if len(data) > max_bytes:
-        raise InvalidImage(f"the image has more than {max_bytes} bytes")
+        raise _too_large(max_bytes, kind)
     return data
 
 
@@ -408,3 +426,7 @@ def _decode_variant(text: str) -> bytes:
         return pybase64.b64decode(encoded, validate=True)
     except ValueError:
         raise InvalidRequest("the data: URL is not valid base64") from None
+
+
+def _too_large(max_bytes: int, kind: Kind) -> TriptychError:
+    return kind.error(f"the {kind.noun} has more than {max_bytes} bytes")

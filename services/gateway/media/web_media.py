@@ -1,4 +1,5 @@
-"""Fetches images from the web, and protects the private network (server-side request forgery).
+"""Fetches images and videos from the web, and protects the private network (server-side request
+forgery).
 
 The gateway itself resolves a host, once; every address must be public; the connection goes to a
 checked address, while TLS and the Host header keep the name. Each redirect is a new URL under the
@@ -20,13 +21,13 @@ import httpcore2
 import httpx2
 
 from services.common.errors import (
-    InvalidImage,
     InvalidRequest,
     MediaFetchFailed,
     TriptychError,
     Unavailable,
 )
 from services.gateway.media.images import uncounted
+from services.gateway.media.kinds import IMAGE, Kind
 from services.gateway.media.network import SocketOption, connect
 from services.gateway.tenancy.tenants import ANONYMOUS, bound_tenant
 
@@ -48,7 +49,7 @@ _NUMBER = re.compile(r"(0x[0-9a-f]*|[0-9]+)", re.IGNORECASE)
 
 _PORTS = (80, 443)
 # One text: what is refused tells nothing of the network behind the gateway.
-_REFUSED_TEXT = "the image URL's host is not served: public hosts alone, on ports 80 and 443"
+_REFUSED_TEXT = "the URL's host is not served: public hosts alone, on ports 80 and 443"
 
 # Not global by IANA's registries, or a cloud's own, or IPv6 forms that embed an IPv4 address.
 _REFUSED = [
@@ -185,21 +186,24 @@ class WebMedia:
     """Fetches http: and https: URLs.
 
     Args:
-        max_bytes: of one image.
+        max_bytes: of one image or video.
         timeout_s: for lookup, connections, redirects and bytes together.
         allow_private: dial private and loopback addresses and any port, too.
         resolver: of host names; for tests.
+        kind: of what is fetched.
     """
 
     def __init__(
         self,
         max_bytes: int,
         *,
+        kind: Kind = IMAGE,
         timeout_s: float = 10.0,
         allow_private: bool = False,
         resolver: Resolver | None = None,
     ) -> None:
         self._max_bytes = max_bytes
+        self._kind = kind
         self._timeout_s = timeout_s
         self._allow_private = allow_private
         # One slow host, or one tenant of slow hosts, leaves connections to the others.
@@ -225,8 +229,8 @@ class WebMedia:
 
         Raises:
             InvalidRequest: the URL or its host is refused.
-            InvalidImage: the body is larger than allowed.
-            MediaFetchFailed: the origin answers without an image.
+            InvalidImage, InvalidVideo: the body is larger than allowed.
+            MediaFetchFailed: the origin answers without such media.
             Unavailable: the origin cannot be reached now, or not in time.
         """
         try:
@@ -244,10 +248,10 @@ class WebMedia:
         except _Refused:
             raise InvalidRequest(_REFUSED_TEXT) from None
         except (TimeoutError, httpcore2.TimeoutException):
-            raise Unavailable("the image URL did not answer in time") from None
+            raise Unavailable("the URL did not answer in time") from None
         except (httpcore2.NetworkError, httpcore2.ProtocolError, OSError):
-            raise Unavailable("the image URL could not be fetched") from None
-        raise MediaFetchFailed("the image URL redirects too often")
+            raise Unavailable("the URL could not be fetched") from None
+        raise MediaFetchFailed("the URL redirects too often")
 
     async def close(self) -> None:
         """Closes all connections."""
@@ -257,8 +261,9 @@ class WebMedia:
     async def _get(self, url: httpx2.URL, hold: Callable[[int], None]) -> bytes | httpx2.URL:
         """One request: the body, or the URL of a redirect."""
         headers = [
-            (b"Host", url.netloc), (b"Accept", b"image/*"), (b"Accept-Encoding", b"identity"),
-            (b"User-Agent", b"triptych"), (b"Connection", b"close"),
+            (b"Host", url.netloc), (b"Accept", self._kind.accept),
+            (b"Accept-Encoding", b"identity"), (b"User-Agent", b"triptych"),
+            (b"Connection", b"close"),
         ]  # fmt: skip
         target = httpcore2.URL(
             scheme=url.raw_scheme, host=url.raw_host, port=url.port, target=url.raw_path
@@ -271,18 +276,20 @@ class WebMedia:
             if error := _refusal(answer.status):
                 raise error
             if found.get(b"content-encoding", b"identity").lower() != b"identity":
-                raise MediaFetchFailed("the image URL answers with a compressed body")
+                raise MediaFetchFailed("the URL answers with a compressed body")
             body, start = bytearray(), asyncio.get_running_loop().time()
             try:
                 async with asyncio.timeout(_BODY_START_S) as deadline:
                     async for chunk in answer.aiter_stream():
                         if len(body) + len(chunk) > self._max_bytes:
-                            raise InvalidImage(f"the image has more than {self._max_bytes} bytes")
+                            raise self._kind.error(
+                                f"the {self._kind.noun} has more than {self._max_bytes} bytes"
+                            )
                         hold(len(chunk))
                         body += chunk
                         deadline.reschedule(start + _BODY_START_S + len(body) / _MIN_BODY_RATE)
                 if not body:
-                    raise MediaFetchFailed("the image URL answers with an empty body")
+                    raise MediaFetchFailed("the URL answers with an empty body")
                 return bytes(body)
             finally:
                 body.clear()  # an error's traceback may keep the frame for a long time
@@ -295,18 +302,18 @@ def parse_url(url: str) -> httpx2.URL:
         InvalidRequest: not plainly http(s)://host[:port]/..., or the host is a disguised number.
     """
     if len(url) > _MAX_URL_LENGTH or _BAD_CHARACTERS.search(url):
-        raise InvalidRequest("the image URL is malformed")
+        raise InvalidRequest("the URL is malformed")
     try:
         parsed = httpx2.URL(url)
         host, _ = parsed.raw_host.decode("ascii"), parsed.netloc
     except (httpx2.InvalidURL, UnicodeError, ValueError, TypeError):
-        raise InvalidRequest("the image URL is malformed") from None
+        raise InvalidRequest("the URL is malformed") from None
     if parsed.scheme not in ("http", "https") or not host or not parsed.is_absolute_url:
-        raise InvalidRequest("the image URL must be http://host/... or https://host/...")
+        raise InvalidRequest("the URL must be http://host/... or https://host/...")
     if parsed.userinfo or "@" in url.split("//", 1)[1].split("/", 1)[0]:
-        raise InvalidRequest("the image URL must not carry a user name")
+        raise InvalidRequest("the URL must not carry a user name")
     if parsed.port is not None and not 0 < parsed.port < 1 << 16:
-        raise InvalidRequest("the image URL's port is out of range")
+        raise InvalidRequest("the URL's port is out of range")
     if ":" not in host and not _plain_host(host):
         raise InvalidRequest(_REFUSED_TEXT)
     return parsed
@@ -325,19 +332,19 @@ def _plain_host(host: str) -> bool:
 
 def _redirect(url: httpx2.URL, location: bytes) -> httpx2.URL:
     if not location:
-        raise MediaFetchFailed("the image URL redirects without a location")
+        raise MediaFetchFailed("the URL redirects without a location")
     text = location.decode("latin-1")
     if _BAD_CHARACTERS.search(text):
-        raise InvalidRequest("the image URL redirects to a malformed URL")
+        raise InvalidRequest("the URL redirects to a malformed URL")
     try:
         return parse_url(str(url.join(text)))
     except httpx2.InvalidURL:
-        raise InvalidRequest("the image URL redirects to a malformed URL") from None
+        raise InvalidRequest("the URL redirects to a malformed URL") from None
 
 
 def _refusal(status: int) -> TriptychError | None:
     if status == 200:
         return None
     if status >= 500 or status in _RETRYABLE:
-        return Unavailable(f"the image URL answers with status {status}")
-    return MediaFetchFailed(f"the image URL answers with status {status}")
+        return Unavailable(f"the URL answers with status {status}")
+    return MediaFetchFailed(f"the URL answers with status {status}")

@@ -31,6 +31,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from services.common.errors import InvalidRequest
 from services.common.model_spec import ModelSpecError, read_json
 from services.gateway.media.images import ImageSource
+from services.gateway.media.videos import VideoSource
 from services.gateway.tokenizer.tokenizer import AddedToken
 
 # Noncharacters: valid in a string, assigned to nothing.
@@ -49,7 +50,7 @@ RESERVED = frozenset(
     )
 )  # fmt: skip
 # Words of the API that templates compare with.
-_TYPES = frozenset(("text", "image", "function"))
+_TYPES = frozenset(("text", "image", "video", "function"))
 # What HF appends to a message that is to be continued: the blank shows whether the template trims.
 _BLANK = " "
 
@@ -62,13 +63,14 @@ class Conversation:
 
     Attributes:
         messages: dicts of `role` and `content`; content is a string, or a list of
-            `{"type": "text", "text": ...}` and `{"type": "image"}`. Further: `tool_calls`,
-            `tool_call_id`, `name`, `reasoning_content`.
+            `{"type": "text", "text": ...}`, `{"type": "image"}` and `{"type": "video"}`. Further:
+            `tool_calls`, `tool_call_id`, `name`, `reasoning_content`.
         tools: definitions in OpenAI's shape; None: none.
         options: further variables of the template.
         add_generation_prompt: the prompt ends with the beginning of the model's turn.
         continue_final_message: it ends with the last message's text instead.
         images: of the messages, in order.
+        videos: likewise.
         ignored: fields of the request that change no answer of this model.
     """
 
@@ -78,6 +80,7 @@ class Conversation:
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     images: Sequence[ImageSource] = ()
+    videos: Sequence[VideoSource] = ()
     ignored: Sequence[str] = ()
 
     @cached_property

@@ -13,11 +13,14 @@ from services.common.model_spec import ModelSpec
 from services.gateway.answers.reasoning import CLOSE
 from services.gateway.forms.openai import ChatRequest, ImagePart, Message, TextPart
 from services.gateway.forms.tools import check_nesting, definitions, read_arguments
+from services.gateway.forms.video import VideoPart, sampling_of
 from services.gateway.media.images import ImageSource
+from services.gateway.media.videos import VideoSource
 from services.gateway.prompts.chat_template import RESERVED, ChatTemplate, Conversation
 from services.gateway.tokenizer.tokenizer import ModelTokenizer
 
 _NO_IMAGES = "the model takes no images"
+_NO_VIDEOS = "the model takes no videos"
 _TOOL_ROLE = re.compile(r"""["'](tool|ipython)["']""")
 
 
@@ -31,9 +34,11 @@ class ConversationReader:
         template: ChatTemplate,
         *,
         max_images: int = 0,
+        max_videos: int = 0,
     ) -> None:
         self._template = template
-        self._max_images = max_images
+        self._limits = {"max_images": max_images, "max_videos": max_videos}
+        self._no_videos = "" if spec.vision is None or spec.vision.video else spec.vision.no_video
         self._thinks = spec.conversation.thinks and CLOSE in template.source
         self._takes_calls = "tool_calls" in template.source
         self._takes_results = _TOOL_ROLE.search(template.source) is not None
@@ -52,15 +57,16 @@ class ConversationReader:
         Raises:
             InvalidRequest: the messages or options do not fit the model or its chat template.
         """
-        takes_images, max_images = self._takes_images, self._max_images
-        messages, images = read_messages(
-            request, max_images=max_images, takes_images=takes_images, cut=cut
+        if self._no_videos:
+            _refuse_videos(request, self._no_videos)
+        messages, images, videos = read_messages(
+            request, takes_images=self._takes_images, cut=cut, **self._limits
         )
         if not self._template.takes_late_system:
             _refuse_late_system(request.messages)
             _join_systems(messages)
         self._refuse_unseen_calls(request.messages)
-        if images and not self._takes_tool_images:
+        if (images or videos) and not self._takes_tool_images:
             _refuse_tool_images(request)
         tools = None
         if request.tools and request.tool_choice != "none":
@@ -75,6 +81,7 @@ class ConversationReader:
             add_generation_prompt=request.add_generation_prompt is not False and not continues,
             continue_final_message=continues,
             images=images,
+            videos=videos,
             ignored=[*self._unused(request), *(("messages",) if cut else ())],
         )
 
@@ -169,54 +176,75 @@ def oldest_turns(messages: Sequence[Message]) -> list[range]:
 
 
 def read_messages(
-    request: ChatRequest, *, max_images: int, takes_images: bool, cut: range = range(0)
-) -> tuple[list[dict[str, Any]], list[ImageSource]]:
-    """Separates a request's messages into messages for the chat template and images, in order.
+    request: ChatRequest,
+    *,
+    max_images: int,
+    max_videos: int = 0,
+    takes_images: bool,
+    cut: range = range(0),
+) -> tuple[list[dict[str, Any]], list[ImageSource], list[VideoSource]]:
+    """Separates a request's messages into messages for the chat template, images and videos, in
+    order.
 
     Without images in the model, text parts of a message become one string, joined by newlines:
     templates of text models expect strings.
 
     Args:
         request: of the client.
-        max_images: of a request.
+        max_images, max_videos: of a request.
         takes_images: the model does.
         cut: messages that are left out.
 
     Raises:
-        InvalidRequest: more than `max_images` images, or any field about images if the model takes
-            none; arguments of a tool call that are no JSON object.
+        InvalidRequest: more images or videos than allowed, or any field about them if the model
+            takes none; arguments of a tool call that are no JSON object.
     """
     if not takes_images:
         _refuse_images(request)
-    num_images = sum(
-        isinstance(part, ImagePart)
-        for index, message in enumerate(request.messages)
-        if isinstance(message.content, list) and index not in cut
-        for part in message.content
-    )
-    if num_images > max_images:
-        raise InvalidRequest(
-            f"the request has {num_images} images; at most {max_images} are allowed",
-            param="messages",
+    for kind, noun, limit in (
+        (ImagePart, "images", max_images),
+        (VideoPart, "videos", max_videos),
+    ):
+        count = sum(
+            isinstance(part, kind)
+            for index, message in enumerate(request.messages)
+            if isinstance(message.content, list) and index not in cut
+            for part in message.content
         )
+        if count > limit:
+            raise InvalidRequest(
+                f"the request has {count} {noun}; at most {limit} are allowed", param="messages"
+            )
     images: list[ImageSource] = []
+    videos: list[VideoSource] = []
     messages = [
-        _template_message(message, f"messages[{index}]", request, images, takes_images)
+        _template_message(message, f"messages[{index}]", request, images, videos, takes_images)
         for index, message in enumerate(request.messages)
         if index not in cut
     ]
-    return messages, images
+    return messages, images, videos
 
 
 def _refuse_images(request: ChatRequest) -> None:
     for index, message in enumerate(request.messages):
         parts = message.content if isinstance(message.content, list) else ()
         for position, part in enumerate(parts):
-            if isinstance(part, ImagePart):
-                raise InvalidRequest(_NO_IMAGES, param=f"messages[{index}].content[{position}]")
-    for name in ("min_pixels", "max_pixels", "mm_processor_kwargs"):
+            if isinstance(part, ImagePart | VideoPart):
+                text = _NO_IMAGES if isinstance(part, ImagePart) else _NO_VIDEOS
+                raise InvalidRequest(text, param=f"messages[{index}].content[{position}]")
+    for name in ("min_pixels", "max_pixels", "mm_processor_kwargs", "media_io_kwargs"):
         if getattr(request, name) is not None:
             raise InvalidRequest(_NO_IMAGES, param=name)
+
+
+def _refuse_videos(request: ChatRequest, why: str) -> None:
+    for index, message in enumerate(request.messages):
+        parts = message.content if isinstance(message.content, list) else ()
+        for position, part in enumerate(parts):
+            if isinstance(part, VideoPart):
+                raise InvalidRequest(
+                    f"{_NO_VIDEOS}: {why}", param=f"messages[{index}].content[{position}]"
+                )
 
 
 def _refuse_late_system(messages: Sequence[Message]) -> None:
@@ -253,6 +281,7 @@ def _template_message(
     path: str,
     request: ChatRequest,
     images: list[ImageSource],
+    videos: list[VideoSource],
     takes_images: bool,
 ) -> dict[str, Any]:
     role = "system" if message.role == "developer" else message.role
@@ -268,6 +297,9 @@ def _template_message(
             if isinstance(part, ImagePart):
                 images.append(_source(part, f"{path}.content[{position}]", request))
                 parts.append({"type": "image"})
+            elif isinstance(part, VideoPart):
+                videos.append(_video(part, f"{path}.content[{position}]", request))
+                parts.append({"type": "video"})
             else:
                 parts.append({"type": "text", "text": part.text})
         found["content"] = parts
@@ -306,12 +338,24 @@ def _source(part: ImagePart, param: str, request: ChatRequest) -> ImageSource:
     return ImageSource(image.url or "", param, detail, uuid=part.uuid, **found)
 
 
+def _video(part: VideoPart, param: str, request: ChatRequest) -> VideoSource:
+    """The video with what is looked at of it."""
+    if not part.urls:
+        raise InvalidRequest("a video needs a URL, or those of its frames", param=param)
+    scopes = [(param, scope) for scope in part.scopes]
+    if request.mm_processor_kwargs is not None:
+        scopes.append(("mm_processor_kwargs", request.mm_processor_kwargs))
+    if request.media_io_kwargs is not None and request.media_io_kwargs.video is not None:
+        scopes.append(("media_io_kwargs.video", request.media_io_kwargs.video))
+    return VideoSource(part.urls, param, sampling_of(scopes))
+
+
 def _refuse_tool_images(request: ChatRequest) -> None:
     """For a template that shows no images in tool messages."""
     for index, message in enumerate(request.messages):
         if message.role == "tool" and isinstance(message.content, list):
             for position, part in enumerate(message.content):
-                if isinstance(part, ImagePart):
+                if isinstance(part, ImagePart | VideoPart):
                     raise InvalidRequest(
                         "the model's chat template takes no images in tool messages",
                         param=f"messages[{index}].content[{position}]",

@@ -1,9 +1,9 @@
 """A conversation to the prompt's token ids and positions.
 
-`PromptBuilder.draft` renders and tokenizes it, with one placeholder per image; once the images are
-loaded, `PromptBuilder.expand` puts their units there and computes positions. `ChatService` calls
-both; bytes of images are not seen here. Messages that do not fit the template or the context are an
-`InvalidRequest`.
+`PromptBuilder.draft` renders and tokenizes it, with one placeholder per image and video; once they
+are loaded, `PromptBuilder.expand` puts their units there and computes positions. `ChatService`
+calls both; bytes of images are not seen here. Messages that do not fit the template or the context
+are an `InvalidRequest`.
 """
 
 from collections.abc import Sequence
@@ -12,9 +12,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from services.common.errors import InvalidRequest
+from services.common.frame_pairs import time_text
 from services.common.geometry import Int32s, Run, Unit
 from services.common.model_spec import ModelSpec
 from services.gateway.media.images import ImageSource
+from services.gateway.media.videos import Video, VideoSource
 from services.gateway.prompts.chat_template import ChatTemplate, Conversation
 from services.gateway.tokenizer.tokenizer import ModelTokenizer
 
@@ -24,8 +26,9 @@ class Draft:
     """A prompt before its images are loaded.
 
     Attributes:
-        token_ids: one placeholder per image.
+        token_ids: one placeholder per image and video.
         images: in order.
+        videos: in order.
         tail: the text after the last special token: the beginning of the model's turn; None: the
             prompt is not rendered.
         ignored: fields of the request that change no answer of this model.
@@ -33,8 +36,15 @@ class Draft:
 
     token_ids: list[int]
     images: Sequence[ImageSource] = ()
+    videos: Sequence[VideoSource] = ()
     tail: str | None = None
     ignored: Sequence[str] = ()
+
+    @property
+    def urls(self) -> list[str]:
+        """Of all images and videos."""
+        images = [source.url for source in self.images]
+        return images + [url for source in self.videos for url in source.all_urls]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +55,8 @@ class Prompt:
         token_ids: [num_tokens], placeholders expanded.
         positions: [3, num_tokens]; None without images: 0 to num_tokens - 1 on each axis.
         position_delta: what decode steps add to a token's index.
-        runs: the tokens of each image's units.
+        runs: the tokens of each unit of images and videos; `Run.image` counts videos behind all
+            images.
     """
 
     token_ids: Int32s
@@ -56,7 +67,7 @@ class Prompt:
     @property
     def num_image_tokens(self) -> int:
         """Tokens of all images."""
-        return sum(run.num_tokens for run in self.runs)
+        return sum(run.num_tokens for run in self.runs if run.unit.frames is None)
 
 
 class PromptBuilder:
@@ -64,6 +75,7 @@ class PromptBuilder:
 
     def __init__(self, spec: ModelSpec, tokenizer: ModelTokenizer, template: ChatTemplate) -> None:
         self._geometry = None if spec.vision is None else spec.vision.geometry
+        self._pairs = None if spec.vision is None else spec.vision.video
         self._tokenizer = tokenizer
         self._template = template
 
@@ -86,39 +98,67 @@ class PromptBuilder:
                     tail.clear()
             else:
                 ids += self._tokenizer.encode_text(piece)
-        return Draft(ids, conversation.images, "".join(tail), conversation.ignored)
+        return Draft(
+            ids, conversation.images, conversation.videos, "".join(tail), conversation.ignored
+        )
 
     def has_placeholder(self, token_ids: Sequence[int]) -> bool:
-        """Whether one of the tokens stands for an image."""
-        return self._geometry is not None and self._geometry.image_token_id in token_ids
+        """Whether one of the tokens stands for an image or a video."""
+        return any(placeholder in token_ids for placeholder in self._placeholders)
 
-    def expand(self, draft: Draft, images: Sequence[Sequence[Unit]]) -> Prompt:
-        """Puts each image's units in the place of its placeholder, and computes positions.
+    @property
+    def _placeholders(self) -> list[int]:
+        image = [] if self._geometry is None else [self._geometry.image_token_id]
+        return image if self._pairs is None else [*image, self._pairs.video_token_id]
+
+    def expand(
+        self, draft: Draft, images: Sequence[Sequence[Unit]], videos: Sequence[Video] = ()
+    ) -> Prompt:
+        """Puts the units of each image and video in the place of its placeholder, and computes
+        positions.
 
         Raises:
-            InvalidRequest: the template dropped or repeated an image.
+            InvalidRequest: the template dropped or repeated an image or a video.
         """
         compact, geometry = np.asarray(draft.token_ids, np.int32), self._geometry
         if geometry is None:
             return Prompt(compact, None, 0)
-        places = np.flatnonzero(compact == geometry.image_token_id).tolist()
-        if len(places) != len(images):
-            raise InvalidRequest(
-                f"the chat template placed {len(places)} images of {len(images)}",
-                param="messages",
-            )
-        if not images:
+        is_image = compact == geometry.image_token_id
+        is_video = np.zeros_like(is_image)
+        if self._pairs is not None:
+            is_video = compact == self._pairs.video_token_id
+        for found, given, noun in ((is_image, images, "images"), (is_video, videos, "videos")):
+            if (num_places := int(found.sum())) != len(given):
+                raise InvalidRequest(
+                    f"the chat template placed {num_places} {noun} of {len(given)}",
+                    param="messages",
+                )
+        if not images and not videos:
             return Prompt(compact, None, 0)
         pieces: list[Int32s] = []
         runs: list[Run] = []
         start, length = 0, 0
-        for image, (place, units) in enumerate(zip(places, images, strict=True)):
-            ids, offsets = geometry.placeholders(units)
+        image, video = 0, len(images)
+        for place in np.flatnonzero(is_image | is_video).tolist():
+            if is_image[place]:
+                medium, image = image, image + 1
+                units = images[medium]
+                ids, offsets = geometry.placeholders(units)
+            else:
+                medium, video = video, video + 1
+                units = videos[medium - len(images)].units
+                ids, offsets = self._frames(videos[medium - len(images)])
             length += place - start
             for unit, offset in zip(units, offsets, strict=True):
-                runs.append(Run(length + offset, geometry.num_tokens(unit), unit, image))
+                runs.append(Run(length + offset, geometry.num_tokens(unit), unit, medium))
             pieces += (compact[start:place], ids)
             start, length = place + 1, length + len(ids)
         token_ids = np.concatenate((*pieces, compact[start:]))
         positions, delta = geometry.positions(len(token_ids), runs)
         return Prompt(token_ids, positions, delta, runs)
+
+    def _frames(self, video: Video) -> tuple[Int32s, Sequence[int]]:
+        """The tokens of a video, and the offsets of its units' runs."""
+        assert self._pairs is not None
+        texts = [self._tokenizer.encode_text(time_text(time)) for time in video.times]
+        return self._pairs.placeholders(video.units, texts)

@@ -20,7 +20,8 @@ TEXT = "".join((DOCS / name).read_text(encoding="utf-8") for name in ("api.md", 
 CODE = " ".join(re.findall(r"`([^`]+)`", TEXT))
 # Never sent: the client has disconnected; the gateway retries elsewhere.
 INTERNAL = {
-    "cancelled", "embedding_unavailable", "engine_lost", "process_lost", "wrong_image_key"
+    "cancelled", "embedding_unavailable", "engine_lost", "process_lost", "video_not_held",
+    "wrong_image_key",
 }  # fmt: skip
 
 
@@ -54,6 +55,10 @@ def test_bounds_equal_those_in_the_code():
         f"| images per request | {bounds.max_images_per_request} |",
         f"| bytes of one image | {bounds.max_image_bytes >> 20} MiB |",
         f"| pixels of one image, as sent | {bounds.max_source_pixels:,} |",
+        f"| videos per request | {bounds.max_videos_per_request} |",
+        f"| bytes of one video | {bounds.max_video_bytes >> 20} MiB |",
+        f"| frames that are sampled, of all videos of a request | {bounds.max_video_frames} |",
+        f"| seconds of one video | {bounds.max_video_seconds:,.0f} |",
         f"| requests at a time | {bounds.max_concurrent_requests:,}, then 503 |",
         f"| a request, to its last token | {timeout_s:g} s | `GATEWAY_REQUEST_TIMEOUT_S` |",
     ):

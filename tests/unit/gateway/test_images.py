@@ -131,7 +131,7 @@ def test_other_strings_stay_in_the_json(item):
 def test_a_large_image_that_is_no_image_of_the_request_is_refused():
     body = b'{"tools": {"url": "data:image/png;base64,%b"}}' % (b"A" * 100_000)
     _, images = cut_images(body)
-    with pytest.raises(InvalidRequest, match="no image is read"):
+    with pytest.raises(InvalidRequest, match="none is read"):
         images.check(["data:image/png;base64,AAAA"])
 
 

@@ -1,0 +1,107 @@
+"""Videos in requests: the content parts, and what of a video is looked at.
+
+`fps`, `num_frames`, `max_frames` and `cap_pixels_per_frame` may be in `video_url`, beside it in the
+part, and for all videos of a request in `mm_processor_kwargs` or `media_io_kwargs.video` (vLLM's
+names); the innermost applies. A list of frames in place of a URL is taken as it is: `fps` says at
+which rate its frames were taken.
+"""
+
+from typing import Annotated
+
+from msgspec import Meta, Struct
+
+from services.common.errors import InvalidRequest
+from services.common.frame_pairs import Sampling
+
+# Of one video; what a request may have is in `bounds`.
+MAX_LISTED_FRAMES = 1 << 16
+
+_Fps = Annotated[float, Meta(gt=0, le=1000)]
+_Frames = Annotated[int, Meta(ge=2, le=MAX_LISTED_FRAMES)]
+
+
+class VideoFields(Struct, kw_only=True, forbid_unknown_fields=True):
+    """What of a video is looked at; null: as the model's video processor says."""
+
+    fps: _Fps | None = None
+    num_frames: _Frames | None = None
+    max_frames: _Frames | None = None
+    cap_pixels_per_frame: bool | None = None
+
+
+class VideoUrl(VideoFields, forbid_unknown_fields=True):
+    """A URL, and what of the video is looked at."""
+
+    url: str
+
+
+class VideoPart(VideoFields, forbid_unknown_fields=True):
+    """A video, in one of its spellings."""
+
+    @property
+    def urls(self) -> str | list[str]:
+        """Of the file, or of each frame."""
+        raise NotImplementedError
+
+    @property
+    def scopes(self) -> tuple[VideoFields, ...]:
+        """The part's own options, the innermost first."""
+        return (self,)
+
+
+class VideoUrlPart(VideoPart, forbid_unknown_fields=True, tag_field="type", tag="video_url"):
+    """vLLM's part."""
+
+    video_url: VideoUrl | str
+
+    @property
+    def urls(self) -> str:
+        return self.video_url if isinstance(self.video_url, str) else self.video_url.url
+
+    @property
+    def scopes(self) -> tuple[VideoFields, ...]:
+        return (self,) if isinstance(self.video_url, str) else (self.video_url, self)
+
+
+class InputVideoPart(VideoUrlPart, forbid_unknown_fields=True, tag_field="type", tag="input_video"):
+    """A video as the Responses API would spell it."""
+
+
+class NamedVideoPart(VideoPart, forbid_unknown_fields=True, tag_field="type", tag="video"):
+    """A video as model cards spell it: a URL, or the URLs of frames that the client has chosen."""
+
+    video: str | Annotated[list[str], Meta(max_length=MAX_LISTED_FRAMES)]
+
+    @property
+    def urls(self) -> str | list[str]:
+        return self.video
+
+
+class MediaOptions(Struct, forbid_unknown_fields=True):
+    """vLLM's spelling of options of all videos of a request."""
+
+    video: VideoFields | None = None
+
+
+def sampling_of(scopes: list[tuple[str, VideoFields]]) -> Sampling:
+    """What is wanted of a video, by the innermost scope that says it.
+
+    Args:
+        scopes: with their places in the request; the innermost first.
+
+    Raises:
+        InvalidRequest: a scope has both `fps` and `num_frames`, or `num_frames` is over
+            `max_frames`.
+    """
+    for place, scope in scopes:
+        if scope.fps is not None and scope.num_frames is not None:
+            raise InvalidRequest("fps and num_frames exclude each other", param=f"{place}.fps")
+    found = [scope for _, scope in scopes]
+    chosen = next((s for s in found if s.fps is not None or s.num_frames is not None), None)
+    most = next((s.max_frames for s in found if s.max_frames is not None), None)
+    caps = (s.cap_pixels_per_frame for s in found)
+    cap = next((cap for cap in caps if cap is not None), None)
+    fps, count = (chosen.fps, chosen.num_frames) if chosen else (None, None)
+    if count is not None and most is not None and count > most:
+        raise InvalidRequest(f"num_frames {count} is above max_frames {most}", param=scopes[0][0])
+    return Sampling(fps=fps, num_frames=count, max_frames=most, cap_pixels_per_frame=cap)

@@ -1,0 +1,426 @@
+"""A request's videos: from URLs to frames, units and image keys. Nothing is decoded here.
+
+A video is a file behind a URL, or frames that the client has chosen: a list of URLs of images, or
+`data:video/jpeg;base64,F1,F2,…`. Of a file an encoder says what is in it (`Probe`) and keeps it, so
+that the calls for its pairs of frames only name it. `ChatService` reads a request's videos here; an
+error's `param` names the video that caused it.
+"""
+
+import asyncio
+import math
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+import msgspec
+
+from services.common.errors import (
+    InvalidRequest,
+    InvalidVideo,
+    Overloaded,
+    TriptychError,
+    Unavailable,
+)
+from services.common.frame_pairs import Clip, FramePairs, Sampling
+from services.common.geometry import Size, Unit
+from services.common.images.image_header import read_header
+from services.common.images.image_key import FRAME_DIGEST_BYTES, frames_key, still_digest
+from services.gateway.forms.json_body import LargeImages
+from services.gateway.forms.responses import VideoUsage
+from services.gateway.media.images import MediaLoader, decode_base64
+from services.gateway.media.kinds import SentPair
+
+_MAX_CONCURRENT_LOADS = 8
+_STILLS = "data:video/jpeg;"
+_MAX_LOST = 2  # encoders that may be lost over a file
+
+
+@dataclass(frozen=True, slots=True)
+class VideoSource:
+    """A video as a request names it.
+
+    Attributes:
+        urls: of its file, or of its frames.
+        param: the field of the request, for errors.
+        sampling: what is looked at.
+    """
+
+    urls: str | Sequence[str]
+    param: str
+    sampling: Sampling
+
+    @property
+    def all_urls(self) -> Sequence[str]:
+        """One or more."""
+        return [self.urls] if isinstance(self.urls, str) else self.urls
+
+
+@dataclass(frozen=True, slots=True)
+class VideoLimits:
+    """Beyond them a request is a 400.
+
+    Attributes:
+        max_frames: sampled, of all videos of a request.
+        max_seconds: of a file.
+        max_source_pixels: of a frame as sent.
+    """
+
+    max_frames: int
+    max_seconds: float
+    max_source_pixels: int
+
+
+class Probed(NamedTuple):
+    """What an encoder says of a file.
+
+    Attributes:
+        duration_s: 0: unknown.
+        digest: of the file, which names it at the encoder.
+        frame_digests: 16 bytes for each frame.
+    """
+
+    clip: Clip
+    duration_s: float
+    digest: bytes
+    frame_digests: bytes
+
+
+class Prober(Protocol):
+    """An encoder, as far as a file is left at it."""
+
+    address: str
+
+    async def probe(self, video: bytes, timeout_s: float) -> Probed:
+        """Sends a file, which the encoder keeps for a while."""
+        ...
+
+
+def _has_failed(call: "asyncio.Task[Probed]") -> bool:
+    return call.cancelled() or (call.done() and call.exception() is not None)
+
+
+@dataclass(slots=True)
+class VideoFile:
+    """A file that encoders are sent once each.
+
+    Attributes:
+        digest: of the file.
+    """
+
+    data: bytes
+    digest: bytes
+    _sent: dict[str, "asyncio.Task[Probed]"] = field(
+        default_factory=dict[str, "asyncio.Task[Probed]"]
+    )
+
+    async def leave_at(
+        self, encoder: Prober, timeout_s: float, again: "asyncio.Task[Probed] | None" = None
+    ) -> "asyncio.Task[Probed]":
+        """Sends the file to an encoder, unless it was.
+
+        Args:
+            encoder: where.
+            timeout_s: of the call.
+            again: the encoder has forgotten what that call has sent.
+
+        Returns:
+            The call that has sent it.
+
+        Raises:
+            TriptychError: the call's.
+        """
+        call = self._sent.get(encoder.address)
+        if call is None or call is again or _has_failed(call):
+            call = asyncio.create_task(encoder.probe(self.data, timeout_s))
+            self._sent[encoder.address] = call
+        await asyncio.shield(call)
+        return call
+
+    def close(self) -> None:
+        """Cancels calls that are under way."""
+        for call in self._sent.values():
+            call.cancel()
+
+
+@dataclass(slots=True)
+class Video:
+    """A video whose frames are chosen.
+
+    Attributes:
+        param: the field of the request, for errors.
+        units: pairs of frames.
+        times: seconds of each unit.
+        usage: what is said of it.
+        file: None: the frames are images.
+        address: of the encoder that the file was left at.
+        stills: the frames' files.
+    """
+
+    param: str
+    units: Sequence[Unit]
+    times: Sequence[float]
+    usage: VideoUsage
+    digests: Sequence[bytes] | bytes
+    file: VideoFile | None = None
+    address: str = ""
+    stills: Sequence[bytes] = ()
+
+    async def key(self, prefix: bytes, unit: Unit, salt: bytes) -> bytes:
+        """A unit's image key for encoders of that prefix and a tenant's salt."""
+        first, second = unit.frames or (0, 0)
+        digests = (self._digest(first), self._digest(second))
+        return frames_key(prefix, *digests, grid=unit.grid, salt=salt)
+
+    def _digest(self, frame: int) -> bytes:
+        if isinstance(self.digests, bytes):
+            return self.digests[frame * FRAME_DIGEST_BYTES : (frame + 1) * FRAME_DIGEST_BYTES]
+        return self.digests[frame]
+
+    def sent(self, unit: Unit) -> tuple[bytes, SentPair]:
+        """What an encode call says of a unit's pixels: the first still, and the rest."""
+        first, second = unit.frames or (0, 0)
+        if self.file is not None:
+            return b"", SentPair((first, second), video_digest=self.file.digest)
+        if first == second:
+            return self.stills[first], SentPair((0, 0))
+        return self.stills[first], SentPair((0, 1), self.stills[second])
+
+
+class VideoReader:
+    """Loads videos and chooses their frames.
+
+    Args:
+        files: URL to a video's bytes.
+        images: URL to an image's bytes.
+        max_image_bytes: of a frame that is an image.
+        pairs: the model's video processor.
+        limits: of a request.
+    """
+
+    def __init__(
+        self,
+        files: MediaLoader,
+        images: MediaLoader,
+        max_image_bytes: int,
+        pairs: FramePairs,
+        limits: VideoLimits,
+    ) -> None:
+        self._files = files
+        self._images = images
+        self._max_image_bytes = max_image_bytes
+        self._pairs = pairs
+        self._limits = limits
+
+    def num_pixels(self, videos: Sequence[Video]) -> int:
+        """Of all frames, resized."""
+        return sum(2 * math.prod(self._pairs.size_of(u)) for video in videos for u in video.units)
+
+    async def read(
+        self,
+        sources: Sequence[VideoSource],
+        hold: Callable[[int], None],
+        max_patches: int,
+        probe: Callable[[VideoFile], Coroutine[Any, Any, tuple[Probed, str]]],
+        tenant: str = "",
+        large: LargeImages | None = None,
+    ) -> list[Video]:
+        """All videos, in order.
+
+        Args:
+            sources: as the request names them.
+            hold: counts the bytes now held; may refuse.
+            max_patches: of one unit, before merging.
+            probe: leaves a file at an encoder; also gives its address.
+            tenant: which of several asks.
+            large: videos of the request's body that are not in the sources' URLs.
+
+        Raises:
+            TriptychError: of the first video that fails; its `param` names the video.
+        """
+        videos: list[Video] = []
+        for source in sources:
+            try:
+                if isinstance(source.urls, str) and not source.urls.lower().startswith(_STILLS):
+                    data = await self._files.load(source.urls, hold, tenant, large)
+                    video = await self._of_file(source, data, probe)
+                else:
+                    stills = await self._stills(source, hold, tenant, large)
+                    video = await asyncio.to_thread(self._of_stills, source, stills)
+                self._check(videos, video, max_patches)
+            except TriptychError as error:
+                error.param = error.param or source.param
+                raise
+            videos.append(video)
+        return videos
+
+    async def _of_file(
+        self,
+        source: VideoSource,
+        data: bytes,
+        probe: Callable[[VideoFile], Coroutine[Any, Any, tuple[Probed, str]]],
+    ) -> Video:
+        file = VideoFile(data, await asyncio.to_thread(still_digest, data))
+        probed, address = await probe(file)
+        clip = probed.clip
+        if probed.duration_s > self._limits.max_seconds:
+            raise InvalidVideo(
+                f"the video lasts {probed.duration_s:.0f} s; at most "
+                f"{self._limits.max_seconds:.0f} s are served"
+            )
+        indices = self._pairs.indices(clip.num_frames, clip.rate, source.sampling)
+        self._check_number(len(indices))
+        video = self._video(source, indices, clip, probed.frame_digests)
+        video.file, video.address = file, address
+        return video
+
+    async def _stills(
+        self,
+        source: VideoSource,
+        hold: Callable[[int], None],
+        tenant: str,
+        large: LargeImages | None,
+    ) -> list[bytes]:
+        """The frames' files."""
+        if isinstance(source.urls, str):
+            self._check_number(source.urls.count(",", 0, 1 << 20))
+            most = (self._limits.max_frames, self._max_image_bytes)
+            return await asyncio.to_thread(split_stills, source.urls, large, *most)
+        self._check_number(len(source.urls))
+        gate = asyncio.Semaphore(_MAX_CONCURRENT_LOADS)
+
+        async def load(url: str) -> bytes:
+            async with gate:
+                return await self._images.load(url, hold, tenant, large)
+
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(_caught(load(url))) for url in source.urls]
+        found = [task.result() for task in tasks]
+        for index, each in enumerate(found):
+            if isinstance(each, TriptychError):
+                each.param = f"{source.param}.video[{index}]"
+                raise each
+        return [each for each in found if isinstance(each, bytes)]
+
+    def _of_stills(self, source: VideoSource, stills: Sequence[bytes]) -> Video:
+        wanted, count = source.sampling, len(stills)
+        if wanted.num_frames not in (None, count) or (wanted.max_frames or count) < count:
+            raise InvalidRequest(f"the video is given as {count} frames, of which none is left out")
+        sizes: set[Size] = set()
+        for still in stills:
+            header = read_header(still, max_source_pixels=self._limits.max_source_pixels)
+            sizes.add(header.upright_size)
+        if len(sizes) > 1:
+            raise InvalidVideo("the frames of a video are of one size")
+        rate = wanted.fps or self._pairs.fps or 2.0
+        clip = Clip(count, rate, sizes.pop() if sizes else (1, 1))
+        digests = [still_digest(still) for still in stills]
+        video = self._video(source, range(count), clip, digests)
+        video.stills = stills
+        return video
+
+    def _video(
+        self,
+        source: VideoSource,
+        indices: Sequence[int],
+        clip: Clip,
+        digests: Sequence[bytes] | bytes,
+    ) -> Video:
+        pairs, cap = self._pairs, source.sampling.cap_pixels_per_frame
+        units = pairs.units(indices, clip.size, cap)
+        times = pairs.times(indices, clip.rate)
+        usage = VideoUsage(
+            len(indices),
+            round(pairs.rate_of(indices, clip), 3),
+            sum(pairs.num_tokens(unit) for unit in units),
+            pairs.size_of(units[0]),
+            [round(time, 1) for time in times],
+            pairs.cap_pixels_per_frame if cap is None else cap,
+        )
+        return Video(source.param, units, times, usage, digests)
+
+    def _check_number(self, num_frames: int) -> None:
+        if num_frames > self._limits.max_frames:
+            raise InvalidRequest(
+                f"{num_frames} frames are wanted; at most {self._limits.max_frames} of all videos "
+                "of a request are served"
+            )
+
+    def _check(self, others: Sequence[Video], video: Video, max_patches: int) -> None:
+        self._check_number(sum(each.usage.frames for each in (*others, video)))
+        unit = video.units[0]
+        if unit.num_patches > max_patches:
+            raise InvalidVideo(
+                f"a frame has {math.prod(self._pairs.size_of(unit))} pixels after resizing, more "
+                "than are served: set cap_pixels_per_frame, or take more frames"
+            )
+
+
+async def _caught(work: Coroutine[Any, Any, bytes]) -> bytes | TriptychError:
+    try:
+        return await work
+    except TriptychError as error:
+        return error
+
+
+def split_stills(
+    url: str, large: LargeImages | None, max_stills: int, max_bytes: int
+) -> list[bytes]:
+    """The frames of `data:video/jpeg;base64,F1,F2,…`.
+
+    Args:
+        url: or what stands for it in the body.
+        large: of the request.
+        max_stills: number of frames.
+        max_bytes: of each.
+
+    Raises:
+        InvalidRequest: malformed, or too many.
+        InvalidImage: a frame is too large or empty.
+    """
+    head, _, payload = url.partition(",")
+    if not head.lower().replace(" ", "").endswith(";base64"):
+        raise InvalidRequest("a data: URL must be base64-encoded")
+    if large is not None and (place := large.range_of(url)):
+        text = bytes(memoryview(large.body)[slice(*place)])
+        try:
+            payload = msgspec.json.decode(b'"%b"' % text, type=str)
+        except msgspec.DecodeError:
+            raise InvalidRequest("the body is not valid JSON") from None
+    if payload.count(",") >= max_stills:
+        raise InvalidRequest(f"the video has more than {max_stills} frames")
+    return [decode_base64(each, max_bytes) for each in payload.split(",")]
+
+
+async def probe_once(
+    file: VideoFile,
+    choose: Callable[[bytes, set[str]], Prober],
+    timeout_s: float,
+) -> tuple[Probed, str]:
+    """Leaves a file at an encoder, or at another one if that is lost.
+
+    Args:
+        file: to send.
+        choose: an encoder for a digest, without those of some addresses.
+        timeout_s: of a call.
+
+    Raises:
+        InvalidVideo: the file is none, or two encoders ended over it.
+        TriptychError: no encoder takes it.
+    """
+    lost: set[str] = set()
+    cause: Unavailable | None = None
+    while len(lost) < _MAX_LOST:
+        try:
+            encoder = choose(file.digest, lost)
+        except Unavailable as none_left:
+            raise cause or none_left from None
+        try:
+            call = await file.leave_at(encoder, timeout_s)
+        except Unavailable as error:
+            lost.add(encoder.address)
+            cause = error
+            continue
+        return call.result(), encoder.address
+    if isinstance(cause, Overloaded):
+        raise cause
+    raise Unavailable("two encoders were lost while they had the video", retry_after_s=1)

@@ -1,0 +1,211 @@
+"""`triptych serve` answers about videos as Hugging Face does, in float32: prompts of equal length,
+equal greedy tokens, logprobs within 2e-4.
+"""
+
+import base64
+import io
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import httpx2
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests.e2e.serve_command import serve_command
+from tests.noise import PATIENCE_S
+
+if TYPE_CHECKING:
+    from tests.e2e.tiny_video import Oracle, Seen
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+NUM_TOKENS = 8
+TOLERANCE = 2e-4
+
+
+@dataclass
+class Pair:
+    """A served model and its oracle."""
+
+    url: str
+    oracle: "Oracle"
+
+    def ask(self, messages: list, **fields: object) -> dict[str, Any]:
+        """The gateway's greedy answer."""
+        body = {
+            "messages": messages, "temperature": 0, "max_tokens": NUM_TOKENS, "ignore_eos": True,
+            "logprobs": True, "return_token_ids": True, "include_stage_times": True, **fields,
+        }  # fmt: skip
+        answer = httpx2.post(f"{self.url}/v1/chat/completions", json=body, timeout=PATIENCE_S)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    def check(
+        self,
+        messages: list,
+        videos: "Sequence[Seen]",
+        images: Sequence[Image.Image] = (),
+        cap: bool | None = None,
+        **fields: object,
+    ) -> dict[str, Any]:
+        """The gateway's answer, which equals the oracle's."""
+        length, tokens, logprobs = self.oracle.answer(
+            plain(messages), videos, images, NUM_TOKENS, cap
+        )
+        answer = self.ask(messages, **fields)
+        assert answer["usage"]["prompt_tokens"] == length
+        assert answer["choices"][0]["token_ids"] == tokens
+        found = [each["logprob"] for each in answer["choices"][0]["logprobs"]["content"]]
+        error = max(abs(a - b) for a, b in zip(found, logprobs, strict=True))
+        print(f"{error:.1e}")
+        assert error < TOLERANCE
+        return answer
+
+
+@pytest.fixture(scope="module", params=["qwen3_vl", "qwen3_5"])
+def pair(request, tmp_path_factory) -> Iterator[Pair]:
+    from tests.e2e.tiny_video import MAKERS, Oracle
+
+    directory = tmp_path_factory.mktemp(request.param)
+    model = MAKERS[request.param](directory / "tiny")
+    with serve_command(directory, ["--model", str(directory / "tiny")]) as command:
+        yield Pair(command.url, Oracle(model, directory / "tiny"))
+
+
+def plain(messages: list) -> list:
+    """As a chat template takes them."""
+    found = []
+    for message in messages:
+        content = message["content"]
+        if isinstance(content, list):
+            kinds = {"image_url": "image", "video_url": "video"}
+            content = [
+                part if part["type"] == "text" else {"type": kinds.get(part["type"], part["type"])}
+                for part in content
+            ]
+        found.append({**message, "content": content})
+    return found
+
+
+def noise(count: int, height: int, width: int, seed: int) -> np.ndarray:
+    """Frames that change smoothly, in time and place: a video codec keeps them."""
+    rng = np.random.default_rng(seed)
+    ends = rng.integers(0, 255, (2, 6, 8, 3), np.uint8)
+    first, last = (
+        np.asarray(Image.fromarray(end).resize((width, height), Image.Resampling.BICUBIC), float)
+        for end in ends
+    )
+    shares = np.linspace(0, 1, count)[:, None, None, None]
+    return (first * (1 - shares) + last * shares).round().astype(np.uint8)
+
+
+def png(frame: np.ndarray) -> str:
+    data = io.BytesIO()
+    Image.fromarray(frame).save(data, "PNG")
+    return f"data:image/png;base64,{base64.b64encode(data.getvalue()).decode()}"
+
+
+def listed(frames: np.ndarray, **options: object) -> dict:
+    return {"type": "video", "video": [png(frame) for frame in frames], **options}
+
+
+def asking(*parts: dict, text: str = "What colour is it?") -> dict:
+    return {"role": "user", "content": [*parts, {"type": "text", "text": text}]}
+
+
+@pytest.mark.parametrize(
+    ("count", "height", "width", "rate"), [(2, 64, 96, 2.0), (5, 70, 50, 4.0), (9, 20, 200, 0.5)]
+)
+def test_frames_that_the_client_has_chosen(pair, count, height, width, rate):
+    from tests.e2e.tiny_video import Seen
+
+    frames = noise(count, height, width, count)
+    answer = pair.check([asking(listed(frames, fps=rate))], [Seen(frames, rate, None)])
+    (usage,) = answer["usage"]["prompt_tokens_details"]["videos"]
+    assert (usage["frames"], usage["fps"]) == (count, rate)
+    again = pair.check([asking(listed(frames, fps=rate))], [Seen(frames, rate, None)])
+    assert {image["encode_source"] for image in again["images"]} <= {"memory", "redis", None}
+
+
+def test_videos_of_different_rates_and_images_in_a_conversation(pair):
+    from tests.e2e.tiny_video import Seen
+
+    one, other = noise(4, 64, 64, 1), noise(7, 96, 48, 2)
+    picture = noise(2, 260, 300, 3)[0]
+    image = {"type": "image_url", "image_url": {"url": png(picture)}}
+    messages = [
+        asking(listed(one, fps=2.0), image, text="What moves?"),
+        {"role": "assistant", "content": "A circle."},
+        asking(listed(other, fps=7.5), text="And here?"),
+    ]
+    seen = [Seen(one, 2.0, None), Seen(other, 7.5, None)]
+    pair.check(messages, seen, [Image.fromarray(picture)])
+    pair.check(
+        [asking(listed(one, fps=1.0), listed(one, fps=3.0))],
+        [Seen(one, 1.0, None), Seen(one, 3.0, None)],
+    )
+
+
+OPTIONS = [{}, {"fps": 1}, {"fps": 4.5}, {"num_frames": 3}, {"num_frames": 8}]
+
+
+def encoded(frames: np.ndarray, rate: int, seed: str) -> tuple[str, np.ndarray]:
+    """A file's URL, and its frames as PyAV decodes them."""
+    av = pytest.importorskip("av")
+    data = io.BytesIO()
+    with av.open(data, "w", format="mp4") as container:
+        stream = container.add_stream("mpeg4", rate=rate)
+        stream.height, stream.width = frames.shape[1:3]
+        stream.pix_fmt, stream.bit_rate = "yuv420p", 2_000_000
+        for frame in frames:
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
+        container.mux(stream.encode())
+    data.seek(0)
+    with av.open(data) as container:
+        decoded = [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
+    url = f"data:video/mp4;base64,{base64.b64encode(data.getvalue()).decode()}"
+    return url, np.stack(decoded)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_frames_of_a_file_are_sampled(pair, options):
+    from tests.e2e.tiny_video import Seen
+
+    url, frames = encoded(noise(31, 64, 96, 5), 10, "a")
+    part = {"type": "video_url", "video_url": {"url": url}, **options}
+    pair.check([asking(part)], [Seen(frames, 10.0, options)])
+    request = [asking({"type": "video_url", "video_url": {"url": url}})]
+    if options:
+        pair.check(request, [Seen(frames, 10.0, options)], mm_processor_kwargs=options)
+
+
+def test_most_frames_and_the_cap(pair):
+    from tests.e2e.tiny_video import Seen
+
+    url, frames = encoded(noise(12, 480, 640, 6), 4, "b")
+    part = {"type": "video_url", "video_url": {"url": url}}
+    pair.check([asking({**part, "max_frames": 5})], [Seen(frames, 4.0, {"num_frames": 5})])
+    for cap in (True, False):
+        options = {"cap_pixels_per_frame": cap, "num_frames": 2}
+        answer = pair.check(
+            [asking({**part, **options})], [Seen(frames, 4.0, {"num_frames": 2})], cap=cap
+        )
+        (usage,) = answer["usage"]["prompt_tokens_details"]["videos"]
+        assert usage["cap_pixels_per_frame"] is cap
+
+
+def test_files_of_two_rates_and_a_picture(pair):
+    from tests.e2e.tiny_video import Seen
+
+    url, frames = encoded(noise(20, 64, 96, 7), 10, "c")
+    other_url, others = encoded(noise(9, 96, 64, 8), 3, "d")
+    picture = noise(2, 260, 300, 9)[0]
+    parts = [
+        {"type": "video_url", "video_url": {"url": url, "fps": 3}},
+        {"type": "image_url", "image_url": {"url": png(picture)}},
+        {"type": "video_url", "video_url": {"url": other_url}, "fps": 1},
+    ]
+    seen = [Seen(frames, 10.0, {"fps": 3}), Seen(others, 3.0, {"fps": 1})]
+    pair.check([asking(*parts)], seen, [Image.fromarray(picture)])

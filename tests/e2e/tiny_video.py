@@ -1,0 +1,118 @@
+"""Tiny checkpoints that see videos, and Hugging Face's answers about some.
+
+Imports transformers, which takes seconds: see tiny_tower.py.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+import tests.parity.torchvision_ops  # noqa: F401 - before transformers
+
+# isort: split
+from transformers import PreTrainedTokenizerFast, Qwen3VLConfig, Qwen3VLForConditionalGeneration
+from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
+from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
+from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
+from transformers.video_utils import VideoMetadata
+
+from tests.e2e.tiny_qwen3_5 import make_model as make_qwen3_5
+from tests.parity.oracle import fill
+from tests.tiny_tokenizer import added_ids, write_model_directory
+
+
+@dataclass
+class Seen:
+    """A video as both sides are given it.
+
+    Attributes:
+        frames: [n, h, w, 3], all of them, as decoded.
+        rate: frames per second.
+        sampling: `fps` or `num_frames`; None: all frames.
+    """
+
+    frames: np.ndarray
+    rate: float
+    sampling: Mapping[str, Any] | None = field(default_factory=dict[str, Any])
+
+
+def make_qwen3_vl(directory: Path) -> Qwen3VLForConditionalGeneration:
+    """A tiny checkpoint with a tokenizer, a template and processors."""
+    write_model_directory(directory)
+    own = json.loads((directory / "config.json").read_text())
+    own["text_config"] |= {
+        "hidden_size": 64, "head_dim": 32, "rope_parameters": {
+            "rope_theta": 10000.0, "rope_type": "default", "mrope_section": [8, 4, 4],
+            "mrope_interleaved": True,
+        }, "eos_token_id": added_ids()["<|im_end|>"],
+    }  # fmt: skip
+    own["vision_config"]["out_hidden_size"] = 64
+    config = Qwen3VLConfig(**{key: own[key] for key in own if key != "architectures"})
+    model = Qwen3VLForConditionalGeneration(config).eval()
+    fill(model, 0)
+    kept = (directory / "generation_config.json").read_text()
+    model.save_pretrained(directory)
+    (directory / "generation_config.json").write_text(kept)
+    model.generation_config.eos_token_id = None
+    return model
+
+
+MAKERS = {"qwen3_vl": make_qwen3_vl, "qwen3_5": make_qwen3_5}
+
+
+class Oracle:
+    """Hugging Face's model and processors of a directory."""
+
+    def __init__(self, model: Any, directory: Path) -> None:
+        self._model = model
+        self._template = (directory / "chat_template.jinja").read_text()
+        images = json.loads((directory / "preprocessor_config.json").read_text())
+        videos = json.loads((directory / "video_preprocessor_config.json").read_text())
+        self._videos = Qwen3VLVideoProcessor(**videos)
+        self._processor = Qwen3VLProcessor(
+            Qwen2VLImageProcessor(**images),
+            PreTrainedTokenizerFast(tokenizer_file=str(directory / "tokenizer.json")),
+            self._videos,
+        )
+
+    @torch.no_grad()
+    def answer(
+        self,
+        messages: list,
+        videos: Sequence[Seen],
+        images: Sequence[Image.Image] = (),
+        num_tokens: int = 8,
+        cap: bool | None = None,
+    ) -> tuple[int, list[int], list[float]]:
+        """Prompt tokens, greedy tokens and their logprobs."""
+        text = self._processor.tokenizer.apply_chat_template(
+            messages, chat_template=self._template, add_generation_prompt=True, tokenize=False
+        )
+        chosen, metadata = [], []
+        for video in videos:
+            told = VideoMetadata(total_num_frames=len(video.frames), fps=video.rate)
+            indices = np.arange(len(video.frames))
+            if video.sampling is not None:
+                indices = self._videos.sample_frames(told, **video.sampling)
+            told.frames_indices = indices.tolist()
+            chosen.append(torch.from_numpy(video.frames[indices]).permute(0, 3, 1, 2).contiguous())
+            metadata.append(told)
+        given: dict[str, Any] = {"images": list(images)} if images else {}
+        if videos:
+            given |= {"videos": chosen, "video_metadata": metadata, "do_sample_frames": False}
+            given |= {} if cap is None else {"cap_pixels_per_frame": cap}
+        inputs = self._processor(text=[text], return_tensors="pt", **given)
+        out = self._model.generate(
+            **inputs, max_new_tokens=num_tokens, min_new_tokens=num_tokens, do_sample=False,
+            output_logits=True, return_dict_in_generate=True,
+        )  # fmt: skip
+        length = inputs["input_ids"].shape[1]
+        tokens = out.sequences[0, length:].tolist()
+        logprobs = torch.cat(out.logits).float().log_softmax(-1)
+        return length, tokens, [float(row[t]) for row, t in zip(logprobs, tokens, strict=True)]
