@@ -387,7 +387,7 @@ def test_everything_has_a_name_and_the_keyboard_reaches_it(
         page.press("Tab")
     assert reached >= {
         "History", "Settings", "New chat", "Enlarge a.png", "Edit question", "Copy code",
-        "Copy answer", "Regenerate answer", "Attach images", "text", "send",
+        "Copy answer", "Regenerate answer", "Attach images or clips", "text", "send",
     }  # fmt: skip
 
 

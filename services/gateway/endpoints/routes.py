@@ -27,8 +27,8 @@ from services.gateway.tenancy.admission import Admission
 # Pages load files of this server and nothing else; no script or style stands in a page itself.
 _PAGE_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; "
-    "img-src 'self' data: blob:; connect-src 'self'; base-uri 'none'; form-action 'none'; "
-    "frame-ancestors 'none'"
+    "img-src 'self' data: blob:; media-src data:; connect-src 'self'; base-uri 'none'; "
+    "form-action 'none'; frame-ancestors 'none'"
 )
 _MEDIA_TYPES = {".css": "text/css", ".html": "text/html", ".js": "text/javascript"}
 

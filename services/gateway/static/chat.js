@@ -1,4 +1,5 @@
 /* The chat page: one conversation, asked of the server that serves the page. */
+import {seenOf, videoPart} from "./clips.js";
 import {$, button, element, icon, say} from "./dom.js";
 import {explain, LostAnswer, ServerError} from "./errors.js";
 import * as history from "./history.js";
@@ -10,7 +11,7 @@ const IMAGE_EXAMPLES = ["What is in the image?", "How many objects are there?", 
 const TEXT_EXAMPLES = ["Who are you?"];
 const RETRY_MS = 3000;
 
-let model = "", needsKey = false, takesImages = false, running = null, attached = [];
+let model = "", needsKey = false, takesImages = false, takesVideos = false, running = null, attached = [];
 let conversation = newConversation(), views = [];
 let editing = null;   // {turn, draft}: the question that the next one replaces, and what was being written before
 
@@ -33,6 +34,7 @@ async function connect() {
     const found = (await (await call("v1/models")).json()).data[0];
     model = found.id;
     takesImages = found.input_modalities.includes("image");
+    takesVideos = found.input_modalities.includes("video");
     const room = found.max_model_len ? " · " + found.max_model_len.toLocaleString("en") + " tokens" : "";
     $("model").replaceChildren(model, element("span", "room", room));
     $("model").title = model + room;
@@ -47,8 +49,9 @@ async function connect() {
 
 function showModalities() {
   document.body.classList.toggle("takes-images", takesImages);
+  $("file").accept = takesVideos ? "image/*,video/*" : "image/*";
   $("title").textContent = takesImages ? "Ask about images" : "Ask a question";
-  $("welcome-text").textContent = (takesImages ? "Drop, paste or attach one or more images, then ask. " : "")
+  $("welcome-text").textContent = (takesImages ? `Drop, paste or attach images${takesVideos ? " or a clip" : ""}, then ask. ` : "")
     + "The answer streams in, with the time each stage took.";
   $("hint").textContent = "Enter sends · Shift+Enter: new line · Esc stops" + (takesImages ? " · paste or drop images anywhere" : "");
   $("examples").replaceChildren(...[...(takesImages ? IMAGE_EXAMPLES : []), ...TEXT_EXAMPLES]
@@ -69,11 +72,28 @@ function grow() {
 }
 
 async function attach(files) {
-  const {images, refused} = await readImages(files, takesImages);
-  attached.push(...images);
+  const {images, refused} = await readImages(files, {takesImages, takesVideos});
+  for (const image of images) {
+    const why = image.isClip ? await look(image) : "";
+    if (why) refused.push(`“${image.name}” was not added: ${why}`);
+    else attached.push(image);
+  }
   notice(refused);
   showAttached();
   $("text").focus();
+}
+
+/* Asks what the model would see of a clip; a sentence, if the server refuses it. */
+async function look(clip) {
+  say("The clip is read.");
+  try {
+    clip.seen = await seenOf(clip.url, model, call);
+  } catch (error) {
+    if (error instanceof ServerError && [400, 413, 422].includes(error.status)) {
+      return error.message.replace(/^messages\[0\]\.content\[0\][\w.]*: /, "") + ".";
+    }
+  }
+  return "";
 }
 
 function showAttached() {
@@ -125,8 +145,10 @@ async function* events(response) {
 }
 
 function contentOf({text, images}) {
-  const content = images.map(({url, name}) => url ? {type: "image_url", image_url: {url}}
-    : {type: "text", text: `(The image “${name}” is not here any more.)`});
+  const content = images.map(({url, name, isClip}) => {
+    if (!url) return {type: "text", text: `(The ${isClip ? "clip" : "image"} “${name}” is not here any more.)`};
+    return isClip ? videoPart(url) : {type: "image_url", image_url: {url}};
+  });
   return text ? [...content, {type: "text", text}] : content;
 }
 

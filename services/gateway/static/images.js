@@ -1,8 +1,11 @@
-/* Images: taken from files, shown small, enlarged. What is refused is named in the notice above the question. */
+/* Images and clips: taken from files, shown small; images are enlarged. What is refused is named in the notice above
+   the question. */
+import {strip} from "./clips.js";
 import {$, button, element, icon} from "./dom.js";
 import {newId} from "./history.js";
 
 const SENT_AS_THEY_ARE = ["image/jpeg", "image/png", "image/webp", "image/gif"], MAX_FILE_BYTES = 8e6, MAX_SIDE = 4096;
+const MAX_CLIP_BYTES = 40e6;
 
 const readUrl = blob => new Promise((resolve, reject) => {
   const reader = new FileReader();
@@ -26,15 +29,18 @@ async function imageUrl(file) {
   }
 }
 
-/* The images of `files`, and a sentence for each file that is none. */
-export async function readImages(files, takesImages) {
+/* The images of `files`, clips among them (`isClip`), and a sentence for each file that is none. */
+export async function readImages(files, {takesImages, takesVideos}) {
   const images = [], refused = [];
   for (const file of files) {
     const name = file.name || "image";
     if (!takesImages) refused.push(`“${name}” was not added: this model reads text only.`);
-    else if (!file.type.startsWith("image/")) {
+    else if (file.type.startsWith("video/") && takesVideos) {
+      if (file.size > MAX_CLIP_BYTES) refused.push(`“${name}” was not added: it is larger than ${MAX_CLIP_BYTES / 1e6} MB. Cut it, or make it smaller.`);
+      else images.push({id: newId(), name, url: await readUrl(file), isClip: true});
+    } else if (!file.type.startsWith("image/")) {
       const kind = file.type === "application/pdf" ? "a PDF" : file.type ? "of type " + file.type : "of an unknown type";
-      refused.push(`“${name}” was not added: it is ${kind}, and the model reads text and images. Add a picture of it, or paste its text.`);
+      refused.push(`“${name}” was not added: it is ${kind}, and the model reads text${takesVideos ? ", images and videos" : " and images"}. Add a picture of it, or paste its text.`);
     } else {
       try { images.push({id: newId(), name, url: await imageUrl(file)}); }
       catch { refused.push(`“${name}” was not added: it cannot be read as an image. It may be damaged, or of a format that this browser does not know.`); }
@@ -47,6 +53,7 @@ export async function readImages(files, takesImages) {
 export function thumbnails(images) {
   return images.map(image => {
     if (!image.url) return element("span", "dropped", `${image.name}: not kept by this browser; the model does not see it any more`);
+    if (image.isClip) return strip(image);
     const small = element("img");
     small.src = image.url;
     small.alt = image.name;

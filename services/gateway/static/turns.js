@@ -100,8 +100,11 @@ function drawTimes(turn) {
     named(items, stage, milliseconds(value), element("span", "key " + stage));
   }
   if (usage?.total_tokens !== undefined) named(items, "tokens", usage.prompt_tokens + " → " + usage.completion_tokens);
+  for (const clip of usage?.prompt_tokens_details?.videos ?? []) {
+    named(items, "video", `${clip.frames} frames, ${clip.tokens} tokens`);
+  }
   sources.forEach((image, index) => {
-    named(items, "image " + (index + 1), (SOURCES[image.encode_source] ?? "cached in decoder") + ", " + image.num_tokens + " tokens");
+    named(items, (usage?.prompt_tokens_details?.videos ? "unit " : "image ") + (index + 1), (SOURCES[image.encode_source] ?? "cached in decoder") + ", " + image.num_tokens + " tokens");
   });
   return bar.childElementCount ? [summary, bar, items] : [summary, items];
 }
