@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import hashlib
 import http.server
 import io
 import json
@@ -349,6 +350,22 @@ def test_urls_of_the_web_and_files(private):
     finally:
         server.shutdown()
         server.server_close()
+
+
+def test_frames_count_as_pixels_of_the_tenant(loop_thread, tmp_path):
+    keys = tmp_path / "keys.json"
+    entry = {"id": "k", "tenant": "t", "sha256": hashlib.sha256(b"secret").hexdigest()}
+    tenants = {"t": {"pixels_per_minute": 64 * 96 * 8}}
+    keys.write_text(json.dumps({"keys": [entry], "tenants": tenants}))
+    stack = GatewayStack(loop_thread, tmp_path, api_keys=f"file:{keys}", log_level="ERROR")
+    body = {"messages": asking(video(clip(num_frames=75)))}
+    try:
+        with stack.client(headers={"authorization": "Bearer secret"}) as client:
+            answers = [client.post("/v1/chat/completions", json=body) for _ in range(2)]
+    finally:
+        stack.close()
+    assert [answer.status_code for answer in answers] == [200, 429]
+    assert "pixels per minute" in answers[1].json()["error"]["message"]
 
 
 def test_a_checkpoint_without_a_video_processor(loop_thread, tmp_path):

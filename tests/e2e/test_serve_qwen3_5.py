@@ -39,7 +39,7 @@ def test_it_is_served_without_options(tmp_path: Path) -> None:
     )
     with serve_command(tmp_path, ["--model", str(directory)]) as command:
         listed = httpx2.get(f"{command.url}/v1/models", timeout=PATIENCE_S).json()["data"][0]
-        assert listed["input_modalities"] == ["text", "image"]
+        assert listed["input_modalities"] == ["text", "image", "video"]
         body = {
             "model": listed["id"], "temperature": 0, "max_tokens": NUM_TOKENS, "ignore_eos": True,
             "messages": conversation({"type": "image_url", "image_url": {"url": url}}),

@@ -49,7 +49,7 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         max_sequences: at a time; a request with `n` has n.
         requests_per_minute: in any 60 seconds, as the others.
         tokens_per_minute: of prompts and completions, images included.
-        pixels_per_minute: of images as they are sent.
+        pixels_per_minute: of images and of frames of videos, resized.
     """
 
     weight: Annotated[float, Meta(ge=0.001, le=1000)] = 1.0
