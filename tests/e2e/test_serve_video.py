@@ -209,3 +209,55 @@ def test_files_of_two_rates_and_a_picture(pair):
     ]
     seen = [Seen(frames, 10.0, {"fps": 3}), Seen(others, 3.0, {"fps": 1})]
     pair.check([asking(*parts)], seen, [Image.fromarray(picture)])
+
+
+def odd_files() -> dict[str, bytes]:
+    """Each container that our tests make, and files that are broken or are no videos."""
+    from tests.videos import KINDS, make, sound
+
+    size = (64, 96)
+    found = {kind: make(kind, frames=12, rate=4, size=size) for kind in KINDS}
+    whole = found["mp4"]
+    return found | {
+        "10 a second, 3 frames": make(frames=3, rate=10, size=size),
+        "variable rate": make(frames=5, rate=10, size=size, times=[0, 1, 5, 20, 30]),
+        "turned": make(frames=8, rate=4, size=size, rotation=90),
+        "one frame": make(frames=1, size=size), "sound alone": sound(),
+        "cut short": whole[: len(whole) // 2], "webm cut short": found["webm"][:1500],
+        "empty boxes": b"\0\0\0\x08ftyp" * 40, "nothing": b"x" * 5000,
+        "a lying size": whole[:4] + b"\xff\xff\xff\xff" + whole[8:],
+    }  # fmt: skip
+
+
+def test_odd_files_get_an_answer_or_a_reason(pair):
+    refused = set()
+    for name, data in odd_files().items():
+        url = f"data:application/octet-stream;base64,{base64.b64encode(data).decode()}"
+        part = {"type": "video_url", "video_url": {"url": url}}
+        body = {"messages": [asking(part)], "max_tokens": 1}
+        answer = httpx2.post(f"{pair.url}/v1/chat/completions", json=body, timeout=PATIENCE_S)
+        if answer.status_code == 200:
+            (usage,) = answer.json()["usage"]["prompt_tokens_details"]["videos"]
+            assert usage["frames"] >= 2, name
+        else:
+            error = answer.json()["error"]
+            assert (answer.status_code, error["code"]) == (400, "invalid_video"), (name, error)
+            assert error["param"] == "messages[0].content[0]"
+            refused.add(name)
+    never = {"one frame", "sound alone", "empty boxes", "nothing"}
+    assert never <= refused <= never | {"cut short", "webm cut short", "a lying size"}
+    assert httpx2.get(f"{pair.url}/ready", timeout=PATIENCE_S).status_code == 200
+
+
+def test_of_a_longer_cut_only_what_is_new_is_encoded(pair):
+    from tests.videos import make
+
+    def sources(frames: int, text: str) -> list[str | None]:
+        data = make("mov", frames=frames, rate=2, size=(64, 96), options={"g": "4"})
+        url = f"data:video/mp4;base64,{base64.b64encode(data).decode()}"
+        part = {"type": "video_url", "video_url": {"url": url}}
+        return [image["encode_source"] for image in pair.ask([asking(part, text=text)])["images"]]
+
+    assert sources(10, "What is it?") == ["computed"] * 5
+    assert "computed" not in sources(10, "And what else?")
+    assert sources(14, "What is it?").count("computed") == 2
