@@ -17,7 +17,7 @@ from services.common.errors import InvalidVideo
 from services.common.process.work_limits import SLACK_BYTES
 from services.encoder.clips.clip_pool import PROBE_BYTES, ClipPool
 from tests.image_fuzz import Peak
-from tests.videos import KINDS, make
+from tests.videos import KINDS, av1, make
 
 MAX_CASE_S = 5.0
 _TOKENS = (
@@ -33,7 +33,7 @@ _TOKENS = (
 
 def seeds() -> list[bytes]:
     """Small files of each container and codec."""
-    files = [make(kind, frames=5) for kind in KINDS]
+    files = [av1(), *(make(kind, frames=5) for kind in KINDS)]
     files.append(make(frames=5, rotation=90, times=[0, 1, 4, 5, 9]))
     files.append(make(frames=5, container_options={"movflags": "frag_every_frame+empty_moov"}))
     return files

@@ -12,7 +12,7 @@ from services.common.images.image_key import FRAME_DIGEST_BYTES
 from services.encoder.clips.container import to_rgb, upright_size
 from services.encoder.clips.frames import Frames, opened_frames, probe
 from services.encoder.clips.questions import Facts
-from tests.videos import KINDS, box, decoded, index_first, make, patched, sound
+from tests.videos import KINDS, av1, box, decoded, index_first, make, patched, sound
 
 
 def pixels(frames: Frames, index: int) -> np.ndarray:
@@ -31,10 +31,10 @@ def digests(data: bytes) -> list[bytes]:
     return [found[at : at + FRAME_DIGEST_BYTES] for at in range(0, len(found), FRAME_DIGEST_BYTES)]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "av1"])
 def test_frames_by_index_are_those_of_a_player(kind: str) -> None:
     """In any order, whatever is between them, beyond keyframes and behind B-frames."""
-    data = make(kind, options={"g": "6"})
+    data = av1() if kind == "av1" else make(kind, options={"g": "6"})
     expected = decoded(data)
     facts = facts_of(data)
     assert facts.num_frames == 24
