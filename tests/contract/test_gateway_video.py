@@ -126,6 +126,24 @@ def test_what_is_looked_at_is_chosen(stack, options, request_fields, frames):
     assert found["frames"] == frames
 
 
+def test_a_list_has_a_value_for_each_video(stack):
+    parts = [video(clip(num_frames=100, tag=tag)) for tag in "ab"]
+    usage = ask(stack, *parts, mm_processor_kwargs={"fps": [1, 3]})["usage"]
+    assert [v["frames"] for v in usage["prompt_tokens_details"]["videos"]] == [4, 12]
+    lists = {"num_frames": [3, 9]}
+    usage = ask(stack, parts[0], {**parts[1], "fps": 1}, mm_processor_kwargs=lists)["usage"]
+    assert [v["frames"] for v in usage["prompt_tokens_details"]["videos"]] == [3, 4]
+    stack.reset()
+    for count in (1, 3):
+        status, code, param, message = refused(
+            stack, *parts, mm_processor_kwargs={"fps": [1.0] * count}
+        )
+        assert (status, code, param) == (400, "invalid_request", "mm_processor_kwargs.fps")
+        assert "for each video" in message
+    both = {"fps": [1, 1], "num_frames": [4, 4]}
+    assert refused(stack, *parts, mm_processor_kwargs=both)[2] == "mm_processor_kwargs.fps"
+
+
 def test_pixels_of_frames_are_capped(stack):
     found = []
     part = video(clip(num_frames=4, rate=5.0, height=2000, width=2000), num_frames=2)

@@ -40,7 +40,7 @@ from services.gateway.forms.video import (
     InputVideoPart,
     MediaOptions,
     NamedVideoPart,
-    VideoFields,
+    OptionsOfVideos,
     VideoPart,
     VideoUrlPart,
 )
@@ -149,7 +149,7 @@ class Message(Struct, forbid_unknown_fields=True):
     reasoning_content: str | None = None
 
 
-class MultimodalOptions(VideoFields, forbid_unknown_fields=True):
+class MultimodalOptions(OptionsOfVideos, forbid_unknown_fields=True):
     """vLLM's spelling of the limits of all images' pixels, and of options of all videos."""
 
     min_pixels: _Pixels | None = None

@@ -6,6 +6,7 @@ names); the innermost applies. A list of frames in place of a URL is taken as it
 which rate its frames were taken.
 """
 
+from collections.abc import Callable
 from typing import Annotated
 
 from msgspec import Meta, Struct
@@ -18,6 +19,8 @@ MAX_LISTED_FRAMES = 1 << 16
 
 _Fps = Annotated[float, Meta(gt=0, le=1000)]
 _Frames = Annotated[int, Meta(ge=2, le=MAX_LISTED_FRAMES)]
+_FpsOfEach = Annotated[list[_Fps], Meta(max_length=1024)]
+_FramesOfEach = Annotated[list[_Frames], Meta(max_length=1024)]
 
 
 class VideoFields(Struct, kw_only=True, forbid_unknown_fields=True):
@@ -75,6 +78,42 @@ class NamedVideoPart(VideoPart, forbid_unknown_fields=True, tag_field="type", ta
     @property
     def urls(self) -> str | list[str]:
         return self.video
+
+
+class OptionsOfVideos(Struct, kw_only=True, forbid_unknown_fields=True):
+    """`VideoFields` of all videos of a request; a list has a value for each, in order."""
+
+    fps: _Fps | _FpsOfEach | None = None
+    num_frames: _Frames | _FramesOfEach | None = None
+    max_frames: _Frames | None = None
+    cap_pixels_per_frame: bool | None = None
+
+    def of(self, index: int, place: str) -> VideoFields:
+        """Of one video.
+
+        Raises:
+            InvalidRequest: a list has no value for it; `place` is where the lists are.
+        """
+        self._check(place, lambda count: count > index)
+        fps, num_frames = self.fps, self.num_frames
+        return VideoFields(
+            fps=fps[index] if isinstance(fps, list) else fps,
+            num_frames=num_frames[index] if isinstance(num_frames, list) else num_frames,
+            max_frames=self.max_frames,
+            cap_pixels_per_frame=self.cap_pixels_per_frame,
+        )
+
+    def check(self, num_videos: int, place: str) -> None:
+        """Raises InvalidRequest: a list has not a value for each of that many videos."""
+        self._check(place, lambda count: count == num_videos)
+
+    def _check(self, place: str, fits: Callable[[int], bool]) -> None:
+        for name, value in (("fps", self.fps), ("num_frames", self.num_frames)):
+            if isinstance(value, list) and not fits(len(value)):
+                raise InvalidRequest(
+                    f"a list has a value for each video of the request, not {len(value)}",
+                    param=f"{place}.{name}",
+                )
 
 
 class MediaOptions(Struct, forbid_unknown_fields=True):

@@ -21,6 +21,7 @@ from services.gateway.tokenizer.tokenizer import ModelTokenizer
 
 _NO_IMAGES = "the model takes no images"
 _NO_VIDEOS = "the model takes no videos"
+_KWARGS = "mm_processor_kwargs"
 _TOOL_ROLE = re.compile(r"""["'](tool|ipython)["']""")
 
 
@@ -222,6 +223,8 @@ def read_messages(
         for index, message in enumerate(request.messages)
         if index not in cut
     ]
+    if videos and request.mm_processor_kwargs is not None:
+        request.mm_processor_kwargs.check(len(videos), _KWARGS)
     return messages, images, videos
 
 
@@ -298,7 +301,8 @@ def _template_message(
                 images.append(_source(part, f"{path}.content[{position}]", request))
                 parts.append({"type": "image"})
             elif isinstance(part, VideoPart):
-                videos.append(_video(part, f"{path}.content[{position}]", request))
+                place = f"{path}.content[{position}]"
+                videos.append(_video(part, place, request, len(videos)))
                 parts.append({"type": "video"})
             else:
                 parts.append({"type": "text", "text": part.text})
@@ -338,13 +342,13 @@ def _source(part: ImagePart, param: str, request: ChatRequest) -> ImageSource:
     return ImageSource(image.url or "", param, detail, uuid=part.uuid, **found)
 
 
-def _video(part: VideoPart, param: str, request: ChatRequest) -> VideoSource:
-    """The video with what is looked at of it."""
+def _video(part: VideoPart, param: str, request: ChatRequest, index: int) -> VideoSource:
+    """The video with what is looked at of it; `index`: among the request's."""
     if not part.urls:
         raise InvalidRequest("a video needs a URL, or those of its frames", param=param)
     scopes = [(param, scope) for scope in part.scopes]
     if request.mm_processor_kwargs is not None:
-        scopes.append(("mm_processor_kwargs", request.mm_processor_kwargs))
+        scopes.append((_KWARGS, request.mm_processor_kwargs.of(index, _KWARGS)))
     if request.media_io_kwargs is not None and request.media_io_kwargs.video is not None:
         scopes.append(("media_io_kwargs.video", request.media_io_kwargs.video))
     return VideoSource(part.urls, param, sampling_of(scopes))
