@@ -23,13 +23,18 @@ _IMAGE_PARTS = [
     {"type": "image_url", "image_url": {"url": _IMAGE_URL}},
     {"type": "text", "text": "What is in the image?"},
 ]
+_VIDEO_PARTS = [
+    {"type": "video", "video": [_IMAGE_URL, _IMAGE_URL], "fps": 1},
+    {"type": "text", "text": "What happens in the video?"},
+]
 
-# Path -> name of the example -> body. `image` needs a model that takes images.
+# Path -> name of the example -> body. `image` and `video` need a model that takes such.
 BODIES: dict[str, dict[str, dict[str, Any]]] = {
     "/v1/chat/completions": {
         "text": _CHAT,
         "stream": _CHAT | {"stream": True},
         "image": _CHAT | {"messages": [{"role": "user", "content": _IMAGE_PARTS}]},
+        "video": _CHAT | {"messages": [{"role": "user", "content": _VIDEO_PARTS}]},
     },
     "/v1/completions": {
         "text": {"model": MODEL, "prompt": "A triptych is", "max_tokens": 32},

@@ -3,7 +3,7 @@ import {codeBlock} from "./code.js";
 import {$, button, element} from "./dom.js";
 
 const PREFIX = "#/components/schemas/", BASE = new URL(".", location.href).href.replace(/\/$/, "");
-const MAX_SHOWN = 20000;
+const MAX_SHOWN = 20000, MEDIA = ["image", "video"];
 const el = (tag, ...children) => element(tag, "", ...children);
 const key = sessionStorage.getItem("key");   // as given on the chat page
 const headers = {"content-type": "application/json", ...(key ? {authorization: "Bearer " + key} : {})};
@@ -52,11 +52,11 @@ function bodies(title, content) {
 async function server() {
   try {
     const response = await fetch("v1/models", {headers});
-    if (response.status === 401) return {model: "MODEL", needsKey: true, takesImages: true};
+    if (response.status === 401) return {model: "MODEL", needsKey: true, takes: MEDIA};
     const [found] = (await response.json()).data;
-    return {model: found.id, needsKey: !!key, takesImages: found.input_modalities.includes("image")};
+    return {model: found.id, needsKey: !!key, takes: found.input_modalities};
   } catch {
-    return {model: "MODEL", needsKey: false, takesImages: true};
+    return {model: "MODEL", needsKey: false, takes: MEDIA};
   }
 }
 
@@ -87,7 +87,7 @@ async function ask(method, url, body) {
 
 function endpoint(path, method, op, asked) {
   const upper = method.toUpperCase(), json = op.requestBody?.content["application/json"];
-  const samples = op["x-codeSamples"].filter(({label}) => label !== "image" || asked.takesImages);
+  const samples = op["x-codeSamples"].filter(({label}) => !MEDIA.includes(label) || asked.takes.includes(label));
   return el("section",
     el("h3", element("span", "method", upper), " " + path), el("p", op.summary + "."),
     ...samples.map(each => sample(upper, path, each, json?.examples[each.label].value, asked)),
