@@ -2,7 +2,7 @@
    drawn by the browser, at the times that the server says, if it can play the file. */
 import {element} from "./dom.js";
 
-const MAX_DRAWN = 8, DRAW_TIMEOUT_MS = 10000;
+const MAX_DRAWN = 8, DRAW_TIMEOUT_MS = 10000, LATE_MS = 3000;
 
 export const videoPart = url => ({type: "video_url", video_url: {url}});
 
@@ -39,6 +39,14 @@ const happened = (target, name) => new Promise((resolve, reject) => {
   setTimeout(reject, DRAW_TIMEOUT_MS);
 });
 
+/* Resolves when a frame behind `last` seconds can be drawn, with its time: after "seeked" the one before may still be
+   there. Where there is no such frame it takes LATE_MS; where the browser does not say so, nothing is waited for. */
+const presented = (player, last) => new Promise(resolve => {
+  const look = (now, {mediaTime}) => mediaTime > last ? resolve(mediaTime) : player.requestVideoFrameCallback(look);
+  player.requestVideoFrameCallback?.(look);
+  setTimeout(() => resolve(last), player.requestVideoFrameCallback ? LATE_MS : 0);
+});
+
 async function draw(url, times, into) {
   const player = element("video");
   player.muted = true;
@@ -46,10 +54,12 @@ async function draw(url, times, into) {
   const loaded = happened(player, "loadeddata");
   player.src = url;
   await loaded;
+  let last = 0;
   for (const time of times.length ? times : [0]) {
-    const sought = happened(player, "seeked");
+    const sought = happened(player, "seeked"), shown = presented(player, last);
     player.currentTime = Math.max(time, .001);
     await sought;
+    last = await shown;
     const canvas = element("canvas"), scale = 112 / player.videoHeight;
     canvas.width = Math.round(player.videoWidth * scale);
     canvas.height = 112;
