@@ -167,7 +167,10 @@ def _video_reader(
     if spec.vision is None or spec.vision.video is None:
         return None
     limits = VideoLimits(
-        bounds.max_video_frames, bounds.max_video_seconds, bounds.max_source_pixels
+        bounds.max_video_bytes,
+        bounds.max_video_frames,
+        bounds.max_video_seconds,
+        bounds.max_source_pixels,
     )
     return VideoReader(files, images, bounds.max_image_bytes, spec.vision.video, limits)
 

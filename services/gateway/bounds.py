@@ -16,7 +16,8 @@ class Bounds:
         max_image_bytes: of one encoded image.
         max_source_pixels: width times height of one image as sent; not above the encoder's.
         max_videos_per_request: in all its messages.
-        max_video_bytes: of one file; the call to an encoder carries it whole.
+        max_video_bytes: of one file, which the call to an encoder carries whole, or of all frames
+            that are given in its place.
         max_video_frames: that are sampled, of all videos of a request.
         max_video_seconds: of one file.
         max_concurrent_requests: at a time.

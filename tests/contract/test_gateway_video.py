@@ -361,6 +361,12 @@ def test_urls_of_the_web_and_files(private):
         assert server.accepts == [b"video/*".decode()]  # type: ignore[attr-defined]
         private.reset()
         assert refused(private, video(f"{base}/none"))[0] == 422
+        stills = [data_url(still(i, (20, 20)), "image/png") for i in range(4)]
+        sequence = "data:video/jpeg;base64," + ",".join(url.split(",")[1] for url in stills)
+        for given in (stills, sequence):
+            _, code, param, message = refused(private, video(given))
+            assert (code, param) == ("invalid_video", PLACE)
+            assert message.endswith("the frames of the video have more than 2048 bytes")
         for url in (f"file://{private.media}/large.mp4", data_url(b" " * 4096)):
             _, code, param, message = refused(private, video(url))
             assert (code, param) == ("invalid_video", PLACE)

@@ -148,7 +148,7 @@ def test_videos_of_different_rates_and_images_in_a_conversation(pair):
     )
 
 
-OPTIONS = [{}, {"fps": 1}, {"fps": 4.5}, {"num_frames": 3}, {"num_frames": 8}]
+OPTIONS = [{}, {"fps": 1}, {"fps": 4.5}, {"num_frames": 3}, {"num_frames": 8}, {"num_frames": 200}]
 
 
 def encoded(frames: np.ndarray, rate: int, seed: str) -> tuple[str, np.ndarray]:

@@ -60,11 +60,13 @@ class VideoLimits:
     """Beyond them a request is a 400.
 
     Attributes:
+        max_bytes: of a video, or of its frames together.
         max_frames: sampled, of all videos of a request.
         max_seconds: of a file.
         max_source_pixels: of a frame as sent.
     """
 
+    max_bytes: int
     max_frames: int
     max_seconds: float
     max_source_pixels: int
@@ -284,20 +286,29 @@ class VideoReader:
         if isinstance(source.urls, str):
             self._check_number(source.urls.count(",", 0, 1 << 20))
             most = (self._limits.max_frames, self._max_image_bytes)
-            return await asyncio.to_thread(split_stills, source.urls, large, *most)
+            stills = await asyncio.to_thread(split_stills, source.urls, large, *most)
+            self._check_bytes(sum(map(len, stills)))
+            return stills
         self._check_number(len(source.urls))
         gate = asyncio.Semaphore(_MAX_CONCURRENT_LOADS)
+        num_bytes = 0
 
         async def load(url: str) -> bytes:
+            nonlocal num_bytes
             async with gate:
-                return await self._images.load(url, hold, tenant, large)
+                self._check_bytes(num_bytes)  # the others are not loaded any more
+                data = await self._images.load(url, hold, tenant, large)
+            num_bytes += len(data)
+            self._check_bytes(num_bytes)
+            return data
 
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(_caught(load(url))) for url in source.urls]
         found = [task.result() for task in tasks]
         for index, each in enumerate(found):
             if isinstance(each, TriptychError):
-                each.param = f"{source.param}.video[{index}]"
+                if not isinstance(each, InvalidVideo):
+                    each.param = f"{source.param}.video[{index}]"
                 raise each
         return [each for each in found if isinstance(each, bytes)]
 
@@ -343,6 +354,12 @@ class VideoReader:
             raise InvalidRequest(
                 f"{num_frames} frames are wanted; at most {self._limits.max_frames} of all videos "
                 "of a request are served"
+            )
+
+    def _check_bytes(self, num_bytes: int) -> None:
+        if num_bytes > self._limits.max_bytes:
+            raise InvalidVideo(
+                f"the frames of the video have more than {self._limits.max_bytes} bytes"
             )
 
     def _check(self, others: Sequence[Video], video: Video, max_patches: int) -> None:

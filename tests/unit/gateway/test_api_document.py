@@ -56,7 +56,7 @@ def test_bounds_equal_those_in_the_code():
         f"| bytes of one image | {bounds.max_image_bytes >> 20} MiB |",
         f"| pixels of one image, as sent | {bounds.max_source_pixels:,} |",
         f"| videos per request | {bounds.max_videos_per_request} |",
-        f"| bytes of one video | {bounds.max_video_bytes >> 20} MiB |",
+        f"| bytes of one video, or of its frames | {bounds.max_video_bytes >> 20} MiB |",
         f"| frames that are sampled, of all videos of a request | {bounds.max_video_frames} |",
         f"| seconds of one video | {bounds.max_video_seconds:,.0f} |",
         f"| requests at a time | {bounds.max_concurrent_requests:,}, then 503 |",
