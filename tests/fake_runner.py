@@ -338,7 +338,7 @@ class FakeRunner:
     def _scores(self, step: Step) -> list[Scores]:
         """Of each follower: its id as logprob, and ids after it as alternatives."""
         taken, scores = 0, []
-        for first, count, most in step.sample.scored.tolist():
+        for first, count, most in step.compute.scored.tolist():
             ids = step.sample.followers[taken : taken + count]
             taken += count
             known = first - step.compute.num_from_device

@@ -2,7 +2,7 @@
 
 It owns the device. It exits with status 0 when the front has exited or sends `Shutdown`. When the
 model cannot be loaded or the device fails, it logs the reason and exits with status 1, and so does
-the front.
+the front. Where several ranks share the model, it is rank 0.
 """
 
 import logging
@@ -16,10 +16,11 @@ import torch
 from msgspec import structs
 
 from services.common.model_spec import ModelSpecError
+from services.common.nn.collectives import ALONE, Ranks
+from services.common.nn.device import resolve_device
 from services.common.process.channel import ChannelClosed, EngineChannel
-from services.common.process.engine_process import REFUSED, accept
+from services.common.process.engine_process import REFUSED, EngineEnd, accept
 from services.common.process.heartbeat import Ping, Pong
-from services.common.process.pod_limits import num_cpus
 from services.common.process.process_memory import freeze_gc
 from services.common.process.progress import log_progress
 from services.common.telemetry import setup_logging
@@ -33,24 +34,20 @@ from services.decoder.engine.messages import (
     MaskLink,
     Shutdown,
 )
-from services.decoder.engine.runner_factory import ModelRunner, RunnerOptions, create_runner
+from services.decoder.engine.runner_factory import create_runner
+from services.decoder.engine.step import Runner
 from services.decoder.engine.tenants import TenantAdmission
+from services.decoder.engine_options import AWAKE_S, out_of_memory, runner_options, set_threads
 from services.decoder.masks.links import open_link, send_tokens
+from services.decoder.ranks.joining import device_of, join
+from services.decoder.ranks.processes import RankProcesses
+from services.decoder.ranks.steps import LeadingRunner
 from services.decoder.settings import DecoderSettings
 
 log = logging.getLogger("services.decoder.engine")
 
-# An idle engine with a GPU polls this long before its thread blocks: somewhat longer than a client
-# needs to send its next request, or an encoder to encode an image.
-_AWAKE_S = 0.05
 _KERNEL_CALLS_PERIOD_S = 1.0
-# Tokens of the longest step, which a device has memory for; `DECODER_STEP_MS` is usually the limit.
-_MAX_TOKENS_GPU, _MAX_TOKENS_CPU = 8192, 1024
 _TIMING_S_GPU, _TIMING_S_CPU = 1.0, 0.4  # of the steps that are timed at the start
-_OUT_OF_MEMORY = (
-    "the device is out of memory (%s): lower DECODER_MAX_NUM_SEQUENCES, DECODER_MAX_MODEL_LEN or "
-    "DECODER_MEMORY_FRACTION, or serve an FP8 checkpoint"
-)
 # Between two looks at the device while token masks are missing.
 _MASK_POLL_S = 0.00002
 
@@ -111,25 +108,7 @@ def run(
                 channel.send(KernelCalls(kernel_calls()))
 
 
-def runner_options(settings: DecoderSettings, *, on_gpu: bool) -> RunnerOptions:
-    """The settings that the runner depends on."""
-    max_num_sequences = settings.max_num_sequences or (256 if on_gpu else 64)
-    return RunnerOptions(
-        model_directory=settings.model,
-        device=settings.device,
-        dtype=settings.dtype,
-        load_format=settings.load_format,
-        quantization=settings.quantization,
-        max_num_sequences=max_num_sequences,
-        max_batched_tokens=max(_MAX_TOKENS_GPU if on_gpu else _MAX_TOKENS_CPU, max_num_sequences),
-        max_model_len=settings.max_model_len,
-        memory_fraction=settings.memory_fraction,
-        kv_cache_bytes=settings.kv_cache_bytes,
-        kernels=settings.kernels,
-    )
-
-
-def ready_message(engine: Engine, runner: ModelRunner, *, on_gpu: bool) -> EngineInfo:
+def ready_message(engine: Engine, runner: Runner, *, on_gpu: bool) -> EngineInfo:
     """The engine's limits, which the front announces to gateways."""
     return structs.replace(runner.info, max_model_len=engine.max_model_len, on_gpu=on_gpu)
 
@@ -139,41 +118,65 @@ def main() -> int:
     end = accept()
     settings = DecoderSettings.model_validate_json(end.settings_json)
     setup_logging("decoder-engine", settings.log_level)
-    torch.set_num_threads(min(torch.get_num_threads(), num_cpus()))
-    channel = end.channel(FrontMessage)
+    count = settings.tensor_parallel
+    set_threads(count)
+    processes = None
     try:
-        on_gpu = settings.device.startswith("cuda") or (
-            settings.device == "auto" and torch.cuda.is_available()
-        )
-        runner = create_runner(runner_options(settings, on_gpu=on_gpu), end.arena)
-        log_progress("timing steps")
-        gate = MaskGate(runner.info.vocab_size)
-        engine = Engine(
-            runner,
-            overlap=on_gpu,
-            admission=TenantAdmission(),
-            gate=gate,
-            out_of_memory=(torch.OutOfMemoryError,),
-            step_ms=settings.step_ms,
-            step_cost=measured_cost(runner, _TIMING_S_GPU if on_gpu else _TIMING_S_CPU),
-        )
-        freeze_gc()
-        channel.send(ready_message(engine, runner, on_gpu=on_gpu))
-        awake_s = _AWAKE_S if on_gpu else 0.0
-        run(engine, gate, channel, lambda: runner.kernel_calls, end.links[0], awake_s=awake_s)
+        device = device_of(settings.device, 0)
+        ranks = ALONE
+        if count > 1:
+            resolve_device(device_of(settings.device, count - 1))  # or refuses
+            processes = RankProcesses(count, end.settings_json, end.arena_fd, len(end.arena))
+            ranks = join(0, count, device, processes.store_fd)
+        _serve(end, settings, device, ranks, processes)
     except ChannelClosed:
         log.info("the front has exited")
     except (ModelSpecError, ValueError) as error:
         log.critical("%s", error, exc_info=log.isEnabledFor(logging.DEBUG))
         return REFUSED
     except torch.OutOfMemoryError as error:
-        log.critical(_OUT_OF_MEMORY, str(error).partition(". ")[0])
+        log.critical("%s", out_of_memory(error))
         return 1
     except Exception:
         # After a device error nothing in device memory can be trusted, least of all the KV cache.
         log.critical("the engine failed", exc_info=True)
         return 1
+    finally:
+        if processes is not None:
+            processes.stop()
     return 0
+
+
+def _serve(
+    end: EngineEnd,
+    settings: DecoderSettings,
+    device: str,
+    ranks: Ranks,
+    processes: RankProcesses | None,
+) -> None:
+    """Loads the model, and serves the front until it sends `Shutdown`."""
+    channel, on_gpu = end.channel(FrontMessage), device != "cpu"
+    model_runner = create_runner(runner_options(settings, device), end.arena, ranks)
+    runner: Runner = model_runner
+    if processes is not None:
+        processes.ready(on_gpu=on_gpu)
+        runner = LeadingRunner(model_runner, processes.tell)
+    log_progress("timing steps")
+    gate = MaskGate(runner.info.vocab_size)
+    engine = Engine(
+        runner,
+        overlap=on_gpu,
+        admission=TenantAdmission(),
+        gate=gate,
+        # The other ranks would wait for the rest of the step.
+        out_of_memory=(torch.OutOfMemoryError,) if processes is None else (),
+        step_ms=settings.step_ms,
+        step_cost=measured_cost(runner, _TIMING_S_GPU if on_gpu else _TIMING_S_CPU),
+    )
+    freeze_gc()
+    channel.send(ready_message(engine, runner, on_gpu=on_gpu))
+    awake_s = AWAKE_S if on_gpu else 0.0
+    run(engine, gate, channel, lambda: model_runner.kernel_calls, end.links[0], awake_s=awake_s)
 
 
 if __name__ == "__main__":

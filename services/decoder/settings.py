@@ -15,6 +15,8 @@ class DecoderSettings(EngineServiceSettings):
     Attributes:
         quantization: `fp8`: weights are quantized per output channel while they are read; empty:
             they are what the files hold.
+        tensor_parallel: processes that share the model, each on a card of its own: the device and
+            those after it. It divides the heads, the vocabulary and the sizes of MLPs and experts.
         kernels: overrides of the dispatch table: `operation=implementation,...`; `plain`: torch.
         max_num_sequences: sequences that run at once; default: 256 on a GPU, 64 on a CPU. As many
             again times `QUEUE_FACTOR` may wait; on a CPU, 1024 run or wait at least.
@@ -33,6 +35,7 @@ class DecoderSettings(EngineServiceSettings):
     address: Address = "127.0.0.1:50052"
     metrics_port: Port = 9102
     quantization: Literal["", "fp8"] = ""
+    tensor_parallel: Annotated[int, Field(ge=1, le=64)] = 1
     kernels: str = ""
     max_num_sequences: Annotated[int, Field(ge=1, le=4096)] | None = None
     step_ms: Annotated[float, Field(ge=1)] = 40.0

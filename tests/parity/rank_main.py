@@ -17,7 +17,7 @@ from torch import Tensor
 from kernels.device import DeviceFacts
 from kernels.linear_attention.states import StateCache, StateLayout
 from services.common.families import read_spec
-from services.common.nn.collectives import Ranks
+from services.common.nn.collectives import ProcessGroup, Ranks
 from services.common.nn.weights import Checkpoint, load_weights
 from services.common.quantization import quantized_at_load
 from services.decoder.attention.base import AttentionMetadata, AttentionSizes
@@ -47,7 +47,7 @@ def loaded(directory: Path, ranks: Ranks, quantization: str = "") -> Transformer
 
 @torch.no_grad()
 def logits(directory: Path, ranks: Ranks, quantization: str = "") -> Tensor:
-    """`[TOKENS, vocabulary of the rank]`, of a prompt in one chunk."""
+    """`[TOKENS, vocab_size]`, of a prompt in one chunk."""
     model = loaded(directory, ranks, quantization)
     text = rank_spec(read_spec(directory).text, ranks)
     lens, total = np.array([0, TOKENS], np.int32), np.array([TOKENS], np.int32)
@@ -72,7 +72,7 @@ def logits(directory: Path, ranks: Ranks, quantization: str = "") -> Tensor:
     return model.logits(model.forward(ids, positions, pool, metadata))
 
 
-class Silent(Ranks):
+class Silent(ProcessGroup):
     """A control: each rank goes on with its own term."""
 
     def all_reduce(self, term: Tensor) -> Tensor:
@@ -81,13 +81,12 @@ class Silent(Ranks):
 
 def main(store: str, rank: int, count: int, directories: list[str]) -> None:
     torch.set_num_threads(1)
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=count
-    )
+    meeting = torch.distributed.FileStore(store, count)
+    torch.distributed.init_process_group("gloo", store=meeting, rank=rank, world_size=count)
     for directory in map(Path, directories):
-        kind = Silent if (directory / "silent").exists() else Ranks
+        kind = Silent if (directory / "silent").exists() else ProcessGroup
         try:
-            found = logits(directory, kind(rank, count))
+            found = logits(directory, Ranks(rank, count, kind(rank, count, meeting)))
         except ValueError as error:
             (directory / f"refused-{rank}").write_text(str(error))
         else:

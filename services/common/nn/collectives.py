@@ -6,8 +6,9 @@ the checkpoint's module, and the loader reads those rows and columns of the file
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
-import torch.distributed
+import torch.distributed as dist
 from torch import Tensor
 
 
@@ -63,12 +64,100 @@ class Share:
         return [slice(start // per, -(-stop // per)) for start, stop in self.ranges]
 
 
+class Collectives(Protocol):
+    """What ranks do together, on each one's current stream. All call the same in the same order,
+    with tensors of the same shape.
+    """
+
+    def all_reduce(self, term: Tensor) -> Tensor:
+        """The sum of all ranks' terms, equal to the bit on all of them; may overwrite the term. How
+        it is rounded depends on the shape alone, not on what else is computed.
+        """
+        ...
+
+    def gather(self, part: Tensor, out: Tensor | None = None) -> Tensor:
+        """`[R, n]` of each rank → `[R, count * n]` on rank 0, to `out` if given; other ranks get
+        a tensor of that shape that nobody reads.
+        """
+        ...
+
+    def broadcast(self, values: Tensor) -> None:
+        """Overwrites values with those of rank 0."""
+        ...
+
+    def exchange(self, value: str) -> list[str]:
+        """What each rank says, by rank; on the host."""
+        ...
+
+
+class Store(Protocol):
+    """A store of torch's, which all ranks reach."""
+
+    def set(self, key: str, value: str, /) -> object:
+        """Sets a value once."""
+        ...
+
+    def get(self, key: str, /) -> bytes:
+        """Waits for a value."""
+        ...
+
+
+class ProcessGroup:
+    """`Collectives` of torch's default process group: gloo on CPUs, NCCL on GPUs.
+
+    Args:
+        rank: of this process.
+        count: of ranks.
+        store: of them.
+    """
+
+    def __init__(self, rank: int, count: int, store: Store) -> None:
+        self._rank, self._count, self._store = rank, count, store
+        self._exchanges = 0
+
+    def all_reduce(self, term: Tensor) -> Tensor:
+        dist.all_reduce(term)
+        return term
+
+    def gather(self, part: Tensor, out: Tensor | None = None) -> Tensor:
+        rows, columns = part.shape
+        if out is None:
+            out = part.new_empty(rows, self._count * columns)
+        if rows == 1 and out.is_contiguous():
+            _all_gather(out.view(self._count, columns), part)
+            return out
+        parts = part.new_empty(self._count * rows, columns)
+        _all_gather(parts, part.contiguous())
+        by_row = parts.view(self._count, rows, columns).transpose(0, 1)
+        out.unflatten(1, (self._count, columns)).copy_(by_row)
+        return out
+
+    def broadcast(self, values: Tensor) -> None:
+        dist.broadcast(values, 0)
+
+    def exchange(self, value: str) -> list[str]:
+        number, self._exchanges = self._exchanges, self._exchanges + 1
+        self._store.set(f"{number}/{self._rank}", value)
+        return [self._store.get(f"{number}/{rank}").decode() for rank in range(self._count)]
+
+
+# torch 2.13 gives it another name.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
 @dataclass(frozen=True)
 class Ranks:
-    """This process's place among those that share a model."""
+    """This process's place among those that share a model.
+
+    Attributes:
+        rank: 0 samples.
+        count: of all.
+        collectives: None: the ranks do not meet, their parts are only told apart.
+    """
 
     rank: int = 0
     count: int = 1
+    collectives: Collectives | None = None
 
     def part(self, units: int, name: str, *, replicated: bool = False) -> range:
         """The units (heads, rows) of this rank.
@@ -94,11 +183,28 @@ class Ranks:
         part = self.part(units, name, replicated=replicated)
         return Share(units * size, ((part.start * size, part.stop * size),))
 
+    @property
+    def shared(self) -> Collectives:
+        """Of several ranks."""
+        assert self.collectives is not None
+        return self.collectives
+
     def all_reduce(self, term: Tensor) -> Tensor:
-        """The sum of all ranks' terms; overwrites this rank's."""
+        """The sum of all ranks' terms; may overwrite this rank's."""
+        return term if self.count == 1 else self.shared.all_reduce(term)
+
+    def gather(self, part: Tensor, out: Tensor | None = None) -> Tensor:
+        """See `Collectives.gather`; of several ranks."""
+        return self.shared.gather(part, out)
+
+    def broadcast(self, values: Tensor) -> None:
+        """Overwrites values with those of rank 0."""
         if self.count > 1:
-            torch.distributed.all_reduce(term)
-        return term
+            self.shared.broadcast(values)
+
+    def exchange(self, value: str) -> list[str]:
+        """What each rank says, by rank; on the host, before the first step."""
+        return [value] if self.count == 1 else self.shared.exchange(value)
 
 
 ALONE = Ranks()

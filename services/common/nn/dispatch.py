@@ -319,6 +319,23 @@ class KernelTable(Generic[FactsT]):
         self.rejected[entry.key, entry.name] = f"failed: {why}"
         return True
 
+    def in_use(self) -> dict[str, list[str]]:
+        """The names of the implementations that can run, in their order, by key."""
+        return {key: [entry.name for entry in found] for key, found in self._operations.items()}
+
+    def keep(self, names: Mapping[str, Collection[str]]) -> None:
+        """Stops using all others.
+
+        Raises:
+            ValueError: an operation has none of those.
+        """
+        for key, found in self._operations.items():
+            for entry in [entry for entry in found if entry.name not in names[key]]:
+                found.remove(entry)
+                self.rejected[key, entry.name] = "another rank does not use it"
+            if not found:
+                raise ValueError(f"{key}: ranks have no implementation in common")
+
     @contextmanager
     def warming_up(self) -> Iterator[None]:
         """Failures inside lead to the next implementation; calls and replays inside are not

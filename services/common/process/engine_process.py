@@ -94,6 +94,7 @@ class EngineEnd:
     settings_json: str
     end: socket.socket
     arena: mmap.mmap
+    arena_fd: int
     links: list[socket.socket]
 
     def channel(self, incoming: Any) -> EngineChannel[Any]:  # noqa: ANN401 - a type form
@@ -117,6 +118,7 @@ def accept() -> EngineEnd:
         settings_json=sys.stdin.read(),
         end=socket.socket(fileno=arguments.channel_fd),
         arena=mmap.mmap(arguments.arena_fd, arguments.arena_bytes),
+        arena_fd=arguments.arena_fd,
         links=[socket.socket(fileno=int(fd)) for fd in arguments.link_fds.split(",") if fd],
     )
 

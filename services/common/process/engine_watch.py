@@ -33,7 +33,7 @@ class EngineWatch:
         self._engine = engine
         self._is_busy = is_busy
         self._on_gpu = on_gpu
-        self._ticks = 0
+        self._cpu = CpuUse(engine.process.pid)
         self._idle_at = self._computed_at = self._pinged_at = time.monotonic()
 
     @property
@@ -61,9 +61,20 @@ class EngineWatch:
 
     def _computes(self) -> bool:
         """Whether an engine on a CPU has used it since the last look."""
-        if self._on_gpu:
-            return False  # waiting for a device may use the CPU, too
-        before, self._ticks = self._ticks, _cpu_ticks(self._engine.process.pid)
+        # Waiting for a device may use the CPU, too.
+        return not self._on_gpu and self._cpu.is_used()
+
+
+class CpuUse:
+    """Whether a process uses a CPU."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self._ticks = 0
+
+    def is_used(self) -> bool:
+        """Whether it did since the last look."""
+        before, self._ticks = self._ticks, _cpu_ticks(self._pid)
         return self._ticks - before >= _MIN_TICKS
 
 
@@ -85,4 +96,4 @@ def kill(engine: EngineProcess[object]) -> None:
     engine.channel.close()
 
 
-__all__ = ["MAX_SILENCE_S", "EngineWatch", "kill"]
+__all__ = ["MAX_SILENCE_S", "CpuUse", "EngineWatch", "kill"]

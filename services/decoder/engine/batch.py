@@ -136,6 +136,7 @@ class Batch:
                 row_starts=[_row_start(sequence) for sequence in starting],
                 images=images,
                 state_saves=_state_saves(known) if known else None,
+                scored=scored,
                 keeps_hidden=len(scored) > 0,
             ),
             SampleStep(
@@ -143,13 +144,12 @@ class Batch:
                 masked=masked,
                 token_masks=token_masks,
                 late=late,
-                scored=scored,
                 followers=followers,
             ),
         )
 
     def _scored_runs(self, first: int) -> tuple[Int64Array, Int32Array]:
-        """`SampleStep.scored` and `followers`; `first` is the index in the step of the first token
+        """`ComputeStep.scored` and `followers`; `first` is the index in the step of the first token
         whose id the host knows.
         """
         runs: list[tuple[int, int, int]] = []

@@ -82,7 +82,7 @@ class _Captured:
     calls: CapturedCalls
 
 
-class _Kind(NamedTuple):
+class Kind(NamedTuple):
     """What a graph is captured for."""
 
     size: int  # sequences or tokens
@@ -94,16 +94,31 @@ class _GraphSet:
 
     def __init__(self, parts: StepParts) -> None:
         self.parts = parts
-        self._captured: dict[_Kind, _Captured] = {}
+        self._captured: dict[Kind, _Captured] = {}
         self._sizes: list[int] = []  # of them, ascending
         self._logits: Tensor | None = None
+
+    @property
+    def name(self) -> str:
+        """For people, and other ranks."""
+        return type(self).__name__
+
+    @property
+    def kinds(self) -> set[Kind]:
+        """What was captured."""
+        return set(self._captured)
+
+    def keep(self, kinds: set[Kind]) -> None:
+        """Forgets all other graphs."""
+        self._captured = {kind: found for kind, found in self._captured.items() if kind in kinds}
+        self._sizes = sorted({kind.size for kind in self._captured})
 
     def _size(self, wanted: int) -> int | None:
         place = bisect_left(self._sizes, wanted)
         return self._sizes[place] if place < len(self._sizes) else None
 
     def _capture(
-        self, kind: _Kind, step: StepInputs, rows: Tensor | None, sampled: Tensor | None = None
+        self, kind: Kind, step: StepInputs, rows: Tensor | None, sampled: Tensor | None = None
     ) -> None:
         """Captures an uploaded step; the kind that samples most must be the first.
 
@@ -150,7 +165,7 @@ class _GraphSet:
         self._captured[kind] = _Captured(graph, metadata, logits, token_ids, calls)
         self._sizes = sorted({kind.size for kind in self._captured})
 
-    def _replay(self, kind: _Kind) -> tuple[Tensor, Tensor]:
+    def _replay(self, kind: Kind) -> tuple[Tensor, Tensor]:
         captured = self._captured[kind]
         captured.graph.replay()
         captured.calls.num_replays += 1
@@ -216,14 +231,14 @@ class DecodeGraphs(_GraphSet):
         """Captures a padded step; the largest must be the first."""
         parts, size = self.parts, step.num_decodes
         parts.staging.upload()
-        kinds = [_Kind(size)]
+        kinds = [Kind(size)]
         if self._is_fused(step):
-            kinds.append(_Kind(size, fused=True))
+            kinds.append(Kind(size, fused=True))
         for kind in kinds:
             self._capture(kind, step, None)
 
     def replay(self, step: StepInputs) -> tuple[Tensor, Tensor]:
-        kind = _Kind(step.num_decodes, step.is_fused)
+        kind = Kind(step.num_decodes, step.is_fused)
         if step.plans_from_blocks:  # else nothing of a plan is read when the graph runs
             metadata = self._captured[kind].metadata
             metadata.cu_query_lens, metadata.seq_lens = step.cu_query_lens, step.seq_lens
@@ -247,13 +262,13 @@ class _ChunkGraphs(_GraphSet):
         assert step.places.sampled_rows is not None and step.places.sampled_tokens is not None
         rows = parts.staging.device(step.places.sampled_rows)
         sampled = parts.staging.device(step.places.sampled_tokens)
-        self._capture(_Kind(step.num_tokens), step, rows, sampled)
+        self._capture(Kind(step.num_tokens), step, rows, sampled)
 
     def replay(self, step: StepInputs) -> tuple[Tensor, Tensor]:
         """Runs an uploaded step. The attention's work list is staged, so no plan is made."""
         if step.images and self.parts.images is not None:
             self.parts.images.read(step.images)
-        return self._replay(_Kind(step.num_tokens))
+        return self._replay(Kind(step.num_tokens))
 
     def _is_faster(self, step: StepInputs) -> bool:
         """Whether its images can be read, and a graph is the faster way to run its chunks."""

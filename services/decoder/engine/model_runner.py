@@ -7,6 +7,7 @@ handle.
 import torch
 
 from kernels.sampling.sampling import MaskedRows, SamplingInputs
+from services.common.nn.collectives import ALONE, Ranks
 from services.decoder.attention.base import AttentionBackend
 from services.decoder.engine.images import ImageReader
 from services.decoder.engine.messages import EngineInfo
@@ -39,9 +40,10 @@ class ModelRunner:
         state: DeviceState,
         images: ImageReader | None,
         extras: Extras,
+        ranks: Ranks = ALONE,
     ) -> None:
         self.info = info
-        self.computer = StepComputer(info, model, backend, state, images)
+        self.computer = StepComputer(info, model, backend, state, images, ranks)
         self.sampler = StepSampler(
             info, model, state.rows, self.computer.staging, state.kv_cache.dtype, extras
         )
@@ -75,7 +77,7 @@ class ModelRunner:
             if len(step.sample.late):
                 self.sampler.begin_masks(step.sample.token_masks)
             computed = self.computer.run(step.compute, inputs)
-            return self.sampler.sample(step.sample, computed, sampling)
+            return self.sampler.sample(step, computed, sampling)
         except Exception:
             self.computer.resend = True
             raise

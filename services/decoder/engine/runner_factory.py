@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import torch
 from msgspec import structs
 from torch import nn
@@ -19,6 +20,7 @@ from kernels.linear_attention.states import StateCache
 from kernels.rows import DeviceRows
 from services.common.families import read_spec
 from services.common.model_spec import ModelSpec, TextSpec, longest_context
+from services.common.nn.collectives import ALONE, Ranks
 from services.common.nn.device import resolve_device, resolve_dtype
 from services.common.nn.dispatch import parse_overrides
 from services.common.nn.formats import rows_of_layers
@@ -39,8 +41,8 @@ from services.decoder.engine.prompt_scores import score_prompt
 from services.decoder.engine.step_computer import DeviceState
 from services.decoder.engine.step_sampler import Extras
 from services.decoder.models.stored import as_stored
-from services.decoder.models.transformer import Transformer
-from services.decoder.operations.ops import PlainOps, create_ops
+from services.decoder.models.transformer import Transformer, rank_spec
+from services.decoder.operations.ops import Ops, PlainOps, create_ops
 
 logger = logging.getLogger(__name__)
 
@@ -85,13 +87,17 @@ class RunnerOptions:
     seed: int = 0
 
 
-def create_runner(options: RunnerOptions, arena: mmap.mmap | None = None) -> ModelRunner:
+def create_runner(
+    options: RunnerOptions, arena: mmap.mmap | None = None, ranks: Ranks = ALONE
+) -> ModelRunner:
     """Loads the model, sizes the KV pool, warms up each kernel. Takes seconds to minutes.
 
     Args:
         options: what to serve, and where.
         arena: the front's shared memory with the image embeddings; None: no sequence has images.
             Not used for a text model.
+        ranks: that share the model; all call this at the same time, with the same options but for
+            the device.
 
     Raises:
         ModelSpecError, CheckpointError: the directory is not a model that can be served.
@@ -106,17 +112,15 @@ def create_runner(options: RunnerOptions, arena: mmap.mmap | None = None) -> Mod
     dtype = resolve_dtype(options.dtype, device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    sizes = _sizes(spec, options, limit)
+    text = rank_spec(spec.text, ranks)
+    linear = text.linear_attention
+    sizes = _sizes(text, options, limit)
     backend = create_backend(sizes, device, dtype, parse_overrides(options.kernels))
-    model = _load(spec, backend, options, device, dtype)
-    text, linear = spec.text, spec.text.linear_attention
+    model = _load(spec, backend, options, device, dtype, ranks)
     shape = KVCacheShape(
         len(text.attention_layers), options.block_size, text.num_kv_heads, text.head_dim, dtype
     )
-    images = None
-    if arena is not None and spec.vision is not None:
-        num_features, rows = spec.vision.tower.num_features, options.max_batched_tokens
-        images = ImageReader(arena, num_features, text.hidden_size, dtype, device, rows)
+    images = _image_reader(spec, options, arena, device, dtype)
     rows = options.max_num_sequences + 1  # the last one is scratch
     states = None
     if linear is not None:
@@ -132,12 +136,13 @@ def create_runner(options: RunnerOptions, arena: mmap.mmap | None = None) -> Mod
             checkpoints = StateCache.allocate(linear, count, info.num_checkpoints, dtype, device)
         state = DeviceState(device, pool, states, checkpoints, kept)
         extras = Extras(MaskBuffer(info.max_num_sequences, info.vocab_size, device), score_prompt)
-        return ModelRunner(info, model, backend, state, images, extras)
+        return ModelRunner(info, model, backend, state, images, extras, ranks)
 
-    info = _info(spec, options, dtype)
+    info, with_graphs = _info(spec, options, dtype), options.cuda_graphs and device.type == "cuda"
     with model.ops.warming_up():
         budget = _budget(options, device, lambda: _run_largest_step(make(info)))
-        num_checkpoints, budget = _count_checkpoints(spec.text, options, dtype, budget)
+        budget = min(map(int, ranks.exchange(str(budget))))
+        num_checkpoints, budget = _count_checkpoints(text, options, dtype, budget)
         num_blocks = kv_cache.count_blocks(shape, budget, wanted or options.block_size)
         max_model_len = min(limit, num_blocks * options.block_size)
         runner = make(
@@ -149,7 +154,7 @@ def create_runner(options: RunnerOptions, arena: mmap.mmap | None = None) -> Mod
                 num_weight_tokens=_weight_bytes(model) * shape.block_size // shape.block_bytes,
             )
         )
-        _warm_up(runner, backend, options.cuda_graphs and device.type == "cuda")
+        _warm_up(runner, model, backend, ranks, with_graphs=with_graphs)
     _log_ready(runner.info, device, backend, model, shape, time.monotonic() - started)
     return runner
 
@@ -160,6 +165,7 @@ def _load(
     options: RunnerOptions,
     device: torch.device,
     dtype: torch.dtype,
+    ranks: Ranks,
 ) -> Transformer:
     checkpoint = None
     if options.load_format == "auto":
@@ -168,7 +174,7 @@ def _load(
     elif options.load_format != "dummy":
         raise ValueError(f"load_format {options.load_format!r} is not known; use auto or dummy")
     with torch.device("meta"):
-        model = Transformer(spec, backend, PlainOps())
+        model = Transformer(spec, backend, PlainOps(), ranks=ranks)
     if checkpoint is None:
         load_dummy(
             model, options.seed, device=device, dtype=dtype,
@@ -183,25 +189,39 @@ def _load(
     log_progress("kernels")
     model.ops = create_ops(
         device,
-        spec.text,
+        rank_spec(spec.text, ranks),
         dtype,
         formats=rows_of_layers(model.layers),
         overrides=options.kernels,
         attention=backend.table,
+        num_ranks=ranks.count,
     )
     set_kernels(model, model.ops.table)
     return model.eval()
+
+
+def _image_reader(
+    spec: ModelSpec,
+    options: RunnerOptions,
+    arena: mmap.mmap | None,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> ImageReader | None:
+    if arena is None or spec.vision is None:
+        return None
+    num_features, rows = spec.vision.tower.num_features, options.max_batched_tokens
+    return ImageReader(arena, num_features, spec.text.hidden_size, dtype, device, rows)
 
 
 def _weight_bytes(model: nn.Module) -> int:
     return sum(part.nbytes for part in (*model.parameters(), *model.buffers()))
 
 
-def _sizes(spec: ModelSpec, options: RunnerOptions, max_model_len: int) -> AttentionSizes:
+def _sizes(text: TextSpec, options: RunnerOptions, max_model_len: int) -> AttentionSizes:
     return AttentionSizes(
-        num_heads=spec.text.num_heads,
-        num_kv_heads=spec.text.num_kv_heads,
-        head_dim=spec.text.head_dim,
+        num_heads=text.num_heads,
+        num_kv_heads=text.num_kv_heads,
+        head_dim=text.head_dim,
         block_size=options.block_size,
         max_num_sequences=options.max_num_sequences,
         max_num_blocks=-(-max_model_len // options.block_size),
@@ -284,7 +304,14 @@ def _run_largest_step(runner: ModelRunner) -> int:
     return forward_peak
 
 
-def _warm_up(runner: ModelRunner, backend: AttentionBackend, with_graphs: bool) -> None:
+def _warm_up(
+    runner: ModelRunner,
+    model: Transformer,
+    backend: AttentionBackend,
+    ranks: Ranks,
+    *,
+    with_graphs: bool,
+) -> None:
     """Runs decode, prefill and mixed steps, and each way of sampling, once."""
     info = runner.info
     longest = min(info.max_batched_tokens, info.max_model_len)
@@ -292,12 +319,24 @@ def _warm_up(runner: ModelRunner, backend: AttentionBackend, with_graphs: bool) 
     if backend.captures_prompts:  # the number of decodes selects the kernels of large steps
         counts = {1, 128, 256, info.max_num_sequences - 1}
         steps += [[1] * decodes + [longest - decodes] for decodes in sorted(counts)]
-    for lengths in steps:
-        fits = len(lengths) <= info.max_num_sequences and sum(lengths) <= info.max_batched_tokens
-        if fits and lengths[-1] > 0:
+    num_rows, num_tokens = info.max_num_sequences, info.max_batched_tokens
+    steps = [s for s in steps if len(s) <= num_rows and sum(s) <= num_tokens and s[-1] > 0]
+    differ = True
+    while differ:
+        for lengths in steps:
             runner.computer.forward_scratch(lengths)
-    runner.sampler.sample_scratch(1)
+        runner.sampler.sample_scratch(1)
+        differ = _agree(model.ops, ranks)
     if with_graphs and backend.captures:
         prompts = prompt_buckets(longest) if backend.captures_prompts else []
         mixed = mixed_buckets(longest) if backend.captures_mixed else []
         runner.computer.capture_graphs(decode_buckets(info.max_num_sequences), prompts, mixed)
+        _agree(model.ops, ranks)
+
+
+def _agree(ops: Ops, ranks: Ranks) -> bool:
+    """Keeps the kernels that every rank can run; whether some cannot run all."""
+    said = ranks.exchange(msgspec.json.encode(ops.table.in_use()).decode())
+    in_use = [msgspec.json.decode(each, type=dict[str, list[str]]) for each in said]
+    ops.keep({key: set.intersection(*(set(each[key]) for each in in_use)) for key in in_use[0]})
+    return any(each != in_use[0] for each in in_use)

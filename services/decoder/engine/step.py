@@ -121,6 +121,9 @@ class ComputeStep(Sendable, array_like=True):
             of the run's first one among them. By index in the step.
         state_saves: `[C, 2]`, rows whose recurrent states are copied after the step, each to the
             slot of a checkpoint. None: there are none.
+        scored: `[P, 3]`, runs of prompt tokens whose followers' logprobs are wanted: the index in
+            the step of the first, their number n, and the number of alternatives. If there are
+            any, `keeps_hidden`.
         keeps_hidden: the hidden states of all tokens are kept, not those alone that sample.
     """
 
@@ -137,6 +140,7 @@ class ComputeStep(Sendable, array_like=True):
     row_starts: list[RowStart]
     images: Int64Array
     state_saves: Int64Array | None = None
+    scored: Int64Array = msgspec.field(default_factory=lambda: _NO_RUNS)
     keeps_hidden: bool = False
 
     @property
@@ -154,17 +158,14 @@ class SampleStep(msgspec.Struct, array_like=True):
         token_masks: `[M, ceil(vocab_size / 32)]` int32: bit i of word w allows token 32 * w + i.
         late: `[L]`, further samples (indices into B) that have a mask, which is not there yet. If
             there are any, the step is computed and not sampled before `PendingStep.sample`.
-        scored: `[P, 3]`, runs of prompt tokens whose followers' logprobs are wanted: the index in
-            the step of the first, their number n, and the number of alternatives. If there are
-            any, `ComputeStep.keeps_hidden`.
-        followers: the tokens that follow them, of all P, one run after the other.
+        followers: the tokens that follow those of `ComputeStep.scored`, of all P, one run after the
+            other.
     """
 
     row_starts: list[RowSampling] = []
     masked: Int64Array = msgspec.field(default_factory=lambda: _NO_INDICES)
     token_masks: Int32Array = msgspec.field(default_factory=lambda: _NO_MASKS)
     late: Int64Array = msgspec.field(default_factory=lambda: _NO_INDICES)
-    scored: Int64Array = msgspec.field(default_factory=lambda: _NO_RUNS)
     followers: Int32Array = msgspec.field(default_factory=lambda: _NO_IDS)
 
 

@@ -8,16 +8,18 @@ import logging
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import msgspec
 import torch
 from torch import Tensor
 
 from kernels.linear_attention.states import StateCache
 from kernels.rows import DeviceRows, EnteredStep
 from kernels.tuning import MAX_CAPTURED_CHUNKS
+from services.common.nn.collectives import ALONE, Ranks
 from services.common.process.progress import log_progress
 from services.decoder.attention.base import AttentionBackend
 from services.decoder.engine import step_inputs
-from services.decoder.engine.graphs import DecodeGraphs, MixedGraphs, PromptGraphs, StepParts
+from services.decoder.engine.graphs import DecodeGraphs, Kind, MixedGraphs, PromptGraphs, StepParts
 from services.decoder.engine.images import ImageReader
 from services.decoder.engine.messages import EngineInfo
 from services.decoder.engine.staging import Staging
@@ -73,6 +75,7 @@ class StepComputer:
         backend: the model's.
         state: of this rank.
         images: reads embeddings; None: there is no arena.
+        ranks: that compute the same steps.
     """
 
     def __init__(
@@ -82,14 +85,17 @@ class StepComputer:
         backend: AttentionBackend,
         state: DeviceState,
         images: ImageReader | None,
+        ranks: Ranks = ALONE,
     ) -> None:
         self.staging = Staging(_staging_bytes(info, state.rows.blocks.shape[1]), state.device)
-        self.graphs: list[StepGraphs] = []
+        self.graphs: list[DecodeGraphs | MixedGraphs | PromptGraphs] = []
         self.resend = False
         self._model = model
         self._backend = backend
         self._state = state
         self._images = images
+        self._ranks = ranks
+        self._most_scored = info.max_num_sequences
         self._block_size = info.block_size
         self._max_blocks = state.rows.blocks.shape[1]
         self._scratch_row = info.max_num_sequences
@@ -112,9 +118,18 @@ class StepComputer:
         self.staging.upload()
         if any(inputs.places.updates):
             step_inputs.update_rows(inputs, self.staging, self._state.rows)
+        if step.num_from_device:
+            self._ranks.broadcast(self._state.rows.last_tokens)  # rank 0 has sampled them
         computed = self._run(step, inputs)
         self._save_states(step)
         return computed
+
+    def score(self, step: ComputeStep, computed: Computed) -> None:
+        """This rank's part of what rank 0 scores prompts with, see `prompt_scores`."""
+        for first, count, _ in step.scored.tolist():
+            assert computed.hidden is not None
+            for hidden in computed.hidden[first : first + count].split(self._most_scored):
+                self._model.logits(hidden)
 
     def close(self) -> None:
         """Releases the arena; the process may go on."""
@@ -182,10 +197,22 @@ class StepComputer:
             except torch.OutOfMemoryError:
                 raise
             except Exception:
-                kind = type(graphs).__name__
-                logger.warning("%s: capture failed, these steps run eagerly", kind, exc_info=True)
+                logger.warning(
+                    "%s: capture failed, these steps run eagerly", graphs.name, exc_info=True
+                )
             else:
                 self.graphs.insert(0, graphs)
+        self._keep_graphs_of_all()
+
+    def _keep_graphs_of_all(self) -> None:
+        """Forgets graphs that another rank has not, so that all run a step in the same way."""
+        mine = {graphs.name: sorted(graphs.kinds) for graphs in self.graphs}
+        said = self._ranks.exchange(msgspec.json.encode(mine).decode())
+        of_ranks = [msgspec.json.decode(each, type=dict[str, list[Kind]]) for each in said]
+        for graphs in list(self.graphs):
+            graphs.keep(set.intersection(*(set(each.get(graphs.name, ())) for each in of_ranks)))
+            if not graphs.kinds:
+                self.graphs.remove(graphs)
 
     @torch.inference_mode()
     def forward_scratch(self, lengths: list[int]) -> None:

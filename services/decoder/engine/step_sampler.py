@@ -23,7 +23,7 @@ from services.decoder.engine.pending_step import (
 )
 from services.decoder.engine.sampler import Sampled, Sampler
 from services.decoder.engine.staging import Staging
-from services.decoder.engine.step import ComputeStep, Int32Array, RowSampling, SampleStep
+from services.decoder.engine.step import ComputeStep, Int32Array, RowSampling, SampleStep, Step
 from services.decoder.engine.step_computer import Computed
 from services.decoder.models.base import CausalLM
 
@@ -129,32 +129,34 @@ class StepSampler:
             self._masks.put(index, mask)
 
     def sample(
-        self, step: SampleStep, computed: Computed, sampling: SamplingInputs | MaskedRows | None
+        self, step: Step, computed: Computed, sampling: SamplingInputs | MaskedRows | None
     ) -> DevicePendingStep:
         """Launches the sampling of a computed step, or leaves it to the pending step if masks are
         late.
         """
-        scores = self._score(step, computed.hidden) if len(step.scored) else []
+        scores = self._score(step, computed.hidden) if len(step.compute.scored) else []
         if computed.logits is None:
             # The step still reads the arena, which may be reused once its result is there.
             return DevicePendingStep(self._readback.tokens(None), None, scores)
-        if len(step.late) == 0:
+        late, masks = step.sample.late, step.sample.token_masks
+        if len(late) == 0:
             return DevicePendingStep(self._sample(computed, sampling), None, scores)
-        first, count = len(step.token_masks), len(step.token_masks) + len(step.late)
-        late = LateSampling(
+        first, count = len(masks), len(masks) + len(late)
+        sampling_late = LateSampling(
             computed=self._readback.mark(),
             put=lambda index, mask: self._masks.put(first + index, mask),
             sample=partial(self._sample_late, computed, sampling, count),
         )
-        return DevicePendingStep(None, late, scores)
+        return DevicePendingStep(None, sampling_late, scores)
 
-    def _score(self, step: SampleStep, hidden: Tensor | None) -> list[tuple[Tensor, ...]]:
+    def _score(self, step: Step, hidden: Tensor | None) -> list[tuple[Tensor, ...]]:
         """Logprobs of the prompt tokens that a step names, on their way to the host."""
         assert hidden is not None
         runs: list[tuple[Tensor, ...]] = []
         taken = 0
-        for first, count, most in step.scored.tolist():
-            followers = torch.from_numpy(step.followers[taken : taken + count].astype(np.int64))
+        for first, count, most in step.compute.scored.tolist():
+            ids = step.sample.followers[taken : taken + count]
+            followers = torch.from_numpy(ids.astype(np.int64))
             taken += count
             found = self._score_prompt(
                 hidden[first : first + count], self._sampler.upload(followers),

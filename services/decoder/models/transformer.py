@@ -10,7 +10,7 @@ Tensor parallelism. A rank holds heads (of attention and of linear attention), a
 and expert's intermediate size, and a part of the vocabulary; norms, routers and the embedding table
 are whole on each. Layers say which rows or columns of the files they hold (`collectives.Share`). A
 rank's `o_proj` and `down_proj` give a term of a sum, and `row_parallel` is where the all-reduce
-belongs: between the GEMM and the residual addition. The engine runs one rank today.
+belongs: between the GEMM and the residual addition. Rank 0 gets the logits of all.
 """
 
 from dataclasses import replace
@@ -173,7 +173,7 @@ class Transformer(nn.Module):
         spec: of the whole model.
         backend: for this rank's heads.
         ops: resolved for the number of ranks.
-        ranks: that share the model; `logits` are those of the rank's part of the vocabulary.
+        ranks: that share the model; `logits` are whole on rank 0 alone.
     """
 
     def __init__(
@@ -187,7 +187,7 @@ class Transformer(nn.Module):
         super().__init__()
         text = spec.text
         rank_spec(text, ranks)  # or refuses
-        self.ops = ops
+        self.ops, self.ranks = ops, ranks
         self.embed_tokens = embedding(text.vocab_size, text.hidden_size)
         self.rope = RotaryEmbedding(text.rope)
         merge_gates = spec.checkpoint.quantization is None
@@ -250,6 +250,12 @@ class Transformer(nn.Module):
         return kernels.add_norm(x, residual, self.norm)[0]
 
     def logits(self, hidden: Tensor, *, out: Tensor | None = None) -> Tensor:
+        if self.ranks.count > 1:
+            return self.ranks.gather(self._logits(hidden), out)
+        return self._logits(hidden, out=out)
+
+    def _logits(self, hidden: Tensor, *, out: Tensor | None = None) -> Tensor:
+        """Those of the rank's part of the vocabulary."""
         head = self.lm_head
         if head is None:
             return self.ops.logits(hidden, self.embed_tokens.weight, out=out)

@@ -173,6 +173,11 @@ class Ops:
         finally:
             self._kept.clear()
 
+    def keep(self, names: Mapping[str, Collection[str]]) -> None:
+        """Stops using all other implementations, see `KernelTable`."""
+        self.table.keep(names)
+        self._kept.clear()
+
     def for_graph(self) -> AbstractContextManager[None]:
         """Implementations are chosen as they are for a CUDA graph."""
         return self.table.for_graph()
@@ -292,21 +297,23 @@ def create_ops(
     formats: Rows | None = None,
     overrides: str = "",
     attention: KernelTable[Any] | None = None,
+    num_ranks: int = 1,
 ) -> Ops:
     """The operations of a model on a device of this machine; logs the table.
 
     Args:
         device: of the model.
-        text: its sizes and options.
+        text: its sizes and options; of several ranks, this one's part.
         dtype: of weights, activations and the KV cache.
         formats: of the model's layers, see `formats.rows_of_layers`; None: unquantized.
         overrides: see `dispatch.parse_overrides`.
         attention: the attention backend's table, to be shown and counted with this one.
+        num_ranks: that share the model.
 
     Raises:
         UnknownOverride: an override names what does not exist or cannot run here.
     """
-    facts = KernelFacts(DeviceFacts.of(device), text, dtype)
+    facts = KernelFacts(DeviceFacts.of(device), text, dtype, num_ranks=num_ranks)
     others = () if attention is None else attention.operations
     chosen = {of: name for of, name in parse_overrides(overrides).items() if of not in others}
     resolved = table.resolve(facts, chosen, formats=formats)

@@ -1,0 +1,51 @@
+"""What the processes of an engine, rank 0 and others, make of the decoder's settings."""
+
+import torch
+
+from services.common.process.pod_limits import num_cpus
+from services.decoder.engine.runner_factory import RunnerOptions
+from services.decoder.settings import DecoderSettings
+
+# An idle engine with a GPU polls this long before its thread blocks: somewhat longer than a client
+# needs to send its next request, or an encoder to encode an image.
+AWAKE_S = 0.05
+# Tokens of the longest step, which a device has memory for; `DECODER_STEP_MS` is usually the limit.
+_MAX_TOKENS_GPU, _MAX_TOKENS_CPU = 8192, 1024
+_OUT_OF_MEMORY = (
+    "the device is out of memory (%s): lower DECODER_MAX_NUM_SEQUENCES, DECODER_MAX_MODEL_LEN or "
+    "DECODER_MEMORY_FRACTION, or serve an FP8 checkpoint"
+)
+
+
+def out_of_memory(error: torch.OutOfMemoryError) -> str:
+    """What to do about it, for people."""
+    return _OUT_OF_MEMORY % str(error).partition(". ")[0]
+
+
+def set_threads(num_ranks: int) -> None:
+    """Bounds torch's threads by the CPUs that each rank may use."""
+    torch.set_num_threads(max(1, min(torch.get_num_threads(), num_cpus() // num_ranks)))
+
+
+def runner_options(settings: DecoderSettings, device: str) -> RunnerOptions:
+    """The settings that the runner depends on.
+
+    Args:
+        settings: of the service.
+        device: of this rank: `cpu` or `cuda:N`.
+    """
+    on_gpu = device != "cpu"
+    max_num_sequences = settings.max_num_sequences or (256 if on_gpu else 64)
+    return RunnerOptions(
+        model_directory=settings.model,
+        device=device,
+        dtype=settings.dtype,
+        load_format=settings.load_format,
+        quantization=settings.quantization,
+        max_num_sequences=max_num_sequences,
+        max_batched_tokens=max(_MAX_TOKENS_GPU if on_gpu else _MAX_TOKENS_CPU, max_num_sequences),
+        max_model_len=settings.max_model_len,
+        memory_fraction=settings.memory_fraction,
+        kv_cache_bytes=settings.kv_cache_bytes,
+        kernels=settings.kernels,
+    )

@@ -1,0 +1,99 @@
+"""A rank's process: `python -m services.decoder.ranks.main`, started by the engine process.
+
+It loads its part of the model, and computes what rank 0 samples, until that ends. Exit statuses are
+those of an engine process.
+"""
+
+import argparse
+import logging
+import mmap
+import select
+import signal
+import socket
+import sys
+import time
+
+import torch
+
+from services.common.model_spec import ModelSpecError
+from services.common.process.engine_process import REFUSED
+from services.common.process.engine_watch import MAX_SILENCE_S
+from services.common.process.parent_death import end_with_parent
+from services.common.process.process_memory import freeze_gc
+from services.common.process.record_ring import RingReader, ring_bytes
+from services.common.telemetry import setup_logging
+from services.decoder.engine.runner_factory import create_runner
+from services.decoder.engine_options import AWAKE_S, out_of_memory, runner_options, set_threads
+from services.decoder.ranks.joining import device_of, join
+from services.decoder.ranks.steps import Follower
+from services.decoder.settings import DecoderSettings
+
+log = logging.getLogger("services.decoder.rank")
+
+_BEAT_S = 0.5
+_REFUSAL_S = 5.0  # rank 0 refuses the same, and says so
+
+
+def follow(follower: Follower, ring: RingReader, link: socket.socket, awake_s: float) -> None:
+    """Runs steps until the other end of the link is closed.
+
+    Args:
+        follower: of this rank.
+        ring: of the steps.
+        link: readable when there may be a new one.
+        awake_s: poll this long before the thread blocks, see ADR 0015.
+    """
+    awake_until = 0.0
+    while True:
+        ring.beat()
+        record = ring.read(MAX_SILENCE_S)
+        if record is not None:
+            follower.handle(record)
+            awake_until = time.monotonic() + awake_s
+            continue
+        wait_s = _BEAT_S if time.monotonic() >= awake_until else 0.0
+        if select.select([link], [], [], wait_s)[0] and not link.recv(1 << 16):
+            return
+
+
+def main() -> int:
+    """Runs the process; returns its exit status."""
+    parser = argparse.ArgumentParser()
+    for name in ("rank", "count", "parent", "arena-bytes"):
+        parser.add_argument(f"--{name}", type=int, required=True)
+    for name in ("arena-fd", "ring-fd", "store-fd", "link-fd"):
+        parser.add_argument(f"--{name}", type=int, required=True)
+    given = parser.parse_args()
+    end_with_parent(given.parent)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    settings = DecoderSettings.model_validate_json(sys.stdin.read())
+    setup_logging(f"decoder-rank-{given.rank}", settings.log_level)
+    logging.getLogger("services.common.process.progress").setLevel(logging.WARNING)
+    link = socket.socket(fileno=given.link_fd)
+    try:
+        device = device_of(settings.device, given.rank)
+        set_threads(given.count)
+        ranks = join(given.rank, given.count, device, given.store_fd)
+        arena = mmap.mmap(given.arena_fd, given.arena_bytes)
+        ring = RingReader(mmap.mmap(given.ring_fd, ring_bytes()), given.rank - 1)
+        # All of the runner, as rank 0 has it, so that both need the same memory.
+        runner = create_runner(runner_options(settings, device), arena, ranks)
+        freeze_gc()
+        awake_s = AWAKE_S if device != "cpu" else 0.0
+        follow(Follower(runner), ring, link, awake_s)
+    except (ModelSpecError, ValueError) as error:
+        select.select([link], [], [], _REFUSAL_S)
+        log.critical("%s", error, exc_info=log.isEnabledFor(logging.DEBUG))
+        return REFUSED
+    except torch.OutOfMemoryError as error:
+        log.critical("%s", out_of_memory(error))
+        return 1
+    except Exception:
+        log.critical("the rank failed", exc_info=True)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

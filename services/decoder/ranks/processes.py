@@ -1,0 +1,162 @@
+"""The processes of ranks 1, 2, ...: children of the engine process, which is rank 0.
+
+They inherit the ring of steps, the arena of images' embeddings, and a socket that wakes them and
+shows either side that the other has ended. None goes on alone: when a rank ends or hangs, the
+engine process ends, and when that ends, the kernel ends the ranks. So the front needs to watch the
+engine process alone.
+"""
+
+import logging
+import mmap
+import os
+import select
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from services.common.process.engine_process import REFUSED
+from services.common.process.engine_watch import MAX_SILENCE_S, CpuUse
+from services.common.process.record_ring import RingWriter, ring_bytes
+
+log = logging.getLogger(__name__)
+
+_LOOK_S = 0.5
+_END_S = 3.0  # for ranks to end by themselves
+
+
+@dataclass(slots=True)
+class _Rank:
+    number: int
+    process: subprocess.Popen[bytes]
+    link: socket.socket
+    cpu: CpuUse
+    beats: int = -1
+    lived_at: float = field(default_factory=time.monotonic)
+
+
+class RankProcesses:
+    """Owner of the ranks' processes, of their ring and of the thread that watches them.
+
+    Args:
+        count: of ranks, this process included.
+        settings_json: of the service.
+        arena_fd: see `EngineEnd`.
+        arena_bytes: the arena's size.
+        end: ends this process with a status, from the thread that watches.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        settings_json: str,
+        arena_fd: int,
+        arena_bytes: int,
+        end: Callable[[int], None] = os._exit,
+    ) -> None:
+        self.store_fd = os.memfd_create("triptych-ranks", os.MFD_CLOEXEC)
+        size = ring_bytes()
+        ring_fd = os.memfd_create("triptych-steps", os.MFD_CLOEXEC)
+        os.ftruncate(ring_fd, size)
+        self._ring = RingWriter(mmap.mmap(ring_fd, size), count - 1)
+        self._end = end
+        self._stopping = False
+        self._on_gpu: bool | None = None  # unknown until all are ready
+        self._ranks: list[_Rank] = []
+        for number in range(1, count):
+            fds = {"arena": arena_fd, "ring": ring_fd, "store": self.store_fd}
+            self._ranks.append(_start(number, count, settings_json, fds, arena_bytes))
+        os.close(ring_fd)
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def ready(self, *, on_gpu: bool) -> None:
+        """From now on a rank that hangs is noticed, too."""
+        for rank in self._ranks:
+            rank.lived_at = time.monotonic()
+        self._on_gpu = on_gpu
+
+    def tell(self, record: bytes) -> None:
+        """Sends a record to all ranks.
+
+        Raises:
+            RingError: one does not read.
+        """
+        self._ring.write(record, MAX_SILENCE_S)
+        for rank in self._ranks:
+            # One that does not wait has a full socket; one that has ended is the watch's.
+            with suppress(OSError):
+                rank.link.send(b"\0", socket.MSG_DONTWAIT)
+
+    def stop(self) -> None:
+        """Ends the ranks."""
+        self._stopping = True
+        for rank in self._ranks:
+            rank.link.shutdown(socket.SHUT_RDWR)
+        deadline = time.monotonic() + _END_S
+        for rank in self._ranks:
+            try:
+                rank.process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                rank.process.kill()
+                rank.process.wait()
+
+    def _watch(self) -> None:
+        links = [rank.link for rank in self._ranks]
+        while not self._stopping:
+            looked_at = time.monotonic()
+            ended = select.select(links, [], [], _LOOK_S)[0]
+            if self._stopping:
+                return
+            if ended:
+                self._report_end(self._ranks[links.index(ended[0])])
+                return
+            now = time.monotonic()
+            if self._on_gpu is None or now - looked_at > 4 * _LOOK_S:  # this process stood still
+                continue
+            for rank in self._ranks:
+                if self._is_silent(rank, now):
+                    log.critical("rank %d has hung for %g s", rank.number, MAX_SILENCE_S)
+                    self._end(1)
+                    return
+
+    def _report_end(self, rank: _Rank) -> None:
+        with suppress(subprocess.TimeoutExpired):
+            rank.process.wait(_END_S)
+        if self._stopping:
+            return
+        status = rank.process.returncode
+        log.critical("rank %d has ended (status %s); its own log says why", rank.number, status)
+        self._end(REFUSED if status == REFUSED else 1)
+
+    def _is_silent(self, rank: _Rank, now: float) -> bool:
+        beats = self._ring.beats(rank.number - 1)
+        # On a CPU a step may take minutes.
+        if beats != rank.beats or (not self._on_gpu and rank.cpu.is_used()):
+            rank.beats, rank.lived_at = beats, now
+        return now - rank.lived_at > MAX_SILENCE_S
+
+
+def _start(
+    number: int, count: int, settings_json: str, fds: dict[str, int], arena_bytes: int
+) -> _Rank:
+    ours, theirs = socket.socketpair()
+    fds = fds | {"link": theirs.fileno()}
+    options = [f"--{name}-fd={fd}" for name, fd in fds.items()]
+    process = subprocess.Popen(
+        [
+            sys.executable, "-m", "services.decoder.ranks.main",
+            f"--rank={number}", f"--count={count}", f"--arena-bytes={arena_bytes}",
+            f"--parent={os.getpid()}", *options,
+        ],
+        stdin=subprocess.PIPE,
+        pass_fds=tuple(fds.values()),
+    )  # fmt: skip
+    theirs.close()
+    assert process.stdin is not None
+    process.stdin.write(settings_json.encode())
+    process.stdin.close()
+    return _Rank(number, process, ours, CpuUse(process.pid))
