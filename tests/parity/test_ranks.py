@@ -3,6 +3,7 @@ float32, CPU. Tolerance 2e-4, where logits are of the order of 60: each projecti
 partial sums instead of one.
 """
 
+import json
 import shutil
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from services.common.nn.int8 import Int8Linear
 from services.common.nn.linear import Linear
 from tests import fp4_checkpoints, int8_checkpoints, packed_checkpoints
 from tests.fp8_checkpoints import FP8_BLOCK, write
-from tests.parity import rank_main
+from tests.parity import rank_answers, rank_main
 from tests.parity.oracle import EOS_ID, EXPERTS, VOCAB_SIZE, Tiny, largest_difference, make_oracle
 from tests.parity.qwen3_5_oracle import EXPERTS as SHARED_EXPERTS
 from tests.parity.qwen3_5_oracle import Tiny as Hybrid
@@ -135,6 +136,8 @@ REFUSED: dict[str, tuple[dict, str]] = {
 }
 
 
+# An engine answers with these.
+ENGINES = ("qwen3", "qwen3-vl", "qwen3.5", "qwen3.5-moe", "qwen3-moe", "fp8-block", "packed-ct")
 FOUR = ("qwen3-one-kv-head-tied", "qwen2-biases")  # more ranks than key heads
 
 
@@ -149,6 +152,8 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("qwen3", "qwen3.5-moe"):
         shutil.copytree(root / name, root / f"{name}, silent")
         (root / f"{name}, silent" / "silent").touch()
+    for name in ENGINES:
+        (root / name / "answers").touch()
     for name in FOUR:
         shutil.copytree(root / name, root / f"{name}, four")
     run(root, [*MAKERS, *REFUSED, "qwen3, silent", "qwen3.5-moe, silent"], 2)
@@ -167,7 +172,7 @@ def run(root: Path, names: list[str], count: int) -> None:
         for rank in range(count)
     ]
     for process in started:
-        _, errors = process.communicate(timeout=120)
+        _, errors = process.communicate(timeout=400)
         assert process.returncode == 0, errors[-2000:]
 
 
@@ -212,6 +217,19 @@ def by_halves(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Tensor:
 
     monkeypatch.setattr(Int8Linear, "apply", halved)
     return rank_main.logits(directory, ALONE)
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_an_engine_of_two_ranks_answers_as_one(ranks: Path, name: str) -> None:
+    """Prompts in chunks, prefixes that are known, sequences that are preempted, and the logprobs of
+    a prompt: each step reaches the other rank through a ring, as bytes.
+    """
+    found = json.loads((ranks / name / "answers").read_text())
+    expected = rank_answers.answers(ranks / name)
+    assert found["tokens"] == expected["tokens"] and len(found["tokens"]) == 10
+    assert found["prompt"] == pytest.approx(expected["prompt"], abs=TOLERANCE)
+    assert len(found["prompt"]) == 20 + 9 * 4 - 1
+    assert found["preemptions"] > 0 and found["hits"][1] > found["hits"][0]
 
 
 @pytest.mark.parametrize("name", FOUR)

@@ -66,7 +66,7 @@ class EngineWatch:
 
 
 class CpuUse:
-    """Whether a process uses a CPU."""
+    """Whether a process or one of its children uses a CPU: an engine's other ranks compute, too."""
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
@@ -74,8 +74,16 @@ class CpuUse:
 
     def is_used(self) -> bool:
         """Whether it did since the last look."""
-        before, self._ticks = self._ticks, _cpu_ticks(self._pid)
+        before, self._ticks = self._ticks, sum(map(_cpu_ticks, (self._pid, *_children(self._pid))))
         return self._ticks - before >= _MIN_TICKS
+
+
+def _children(pid: int) -> list[int]:
+    """Those that its first thread has started."""
+    try:
+        return list(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
+    except OSError:
+        return []
 
 
 def _cpu_ticks(pid: int) -> int:

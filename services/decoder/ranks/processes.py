@@ -25,6 +25,7 @@ from services.common.process.record_ring import RingWriter, ring_bytes
 
 log = logging.getLogger(__name__)
 
+_MODULE = "services.decoder.ranks.main"
 _LOOK_S = 0.5
 _END_S = 3.0  # for ranks to end by themselves
 
@@ -71,7 +72,8 @@ class RankProcesses:
             fds = {"arena": arena_fd, "ring": ring_fd, "store": self.store_fd}
             self._ranks.append(_start(number, count, settings_json, fds, arena_bytes))
         os.close(ring_fd)
-        threading.Thread(target=self._watch, daemon=True).start()
+        self._watching = threading.Thread(target=self._watch, daemon=True)
+        self._watching.start()
 
     def ready(self, *, on_gpu: bool) -> None:
         """From now on a rank that hangs is noticed, too."""
@@ -92,10 +94,11 @@ class RankProcesses:
                 rank.link.send(b"\0", socket.MSG_DONTWAIT)
 
     def stop(self) -> None:
-        """Ends the ranks."""
+        """Ends the ranks, once."""
         self._stopping = True
         for rank in self._ranks:
-            rank.link.shutdown(socket.SHUT_RDWR)
+            with suppress(OSError):  # it has ended
+                rank.link.shutdown(socket.SHUT_RDWR)
         deadline = time.monotonic() + _END_S
         for rank in self._ranks:
             try:
@@ -103,6 +106,10 @@ class RankProcesses:
             except subprocess.TimeoutExpired:
                 rank.process.kill()
                 rank.process.wait()
+        self._watching.join()
+        for rank in self._ranks:
+            rank.link.close()
+        os.close(self.store_fd)
 
     def _watch(self) -> None:
         links = [rank.link for rank in self._ranks]
@@ -148,7 +155,7 @@ def _start(
     options = [f"--{name}-fd={fd}" for name, fd in fds.items()]
     process = subprocess.Popen(
         [
-            sys.executable, "-m", "services.decoder.ranks.main",
+            sys.executable, "-m", _MODULE,
             f"--rank={number}", f"--count={count}", f"--arena-bytes={arena_bytes}",
             f"--parent={os.getpid()}", *options,
         ],

@@ -64,7 +64,9 @@ def test_what_is_torn_is_not_a_record(data: st.DataObject) -> None:
     writer.write(data.draw(st.binary(min_size=1, max_size=80)), 1.0)
     after = bytes(memory)
     # The last word of a header is unused, as are the bytes that align a piece.
-    changed = [i for i, (a, b) in enumerate(zip(before, after, strict=True)) if i >= 4096 and a != b]
+    changed = [
+        i for i, (a, b) in enumerate(zip(before, after, strict=True)) if i >= 4096 and a != b
+    ]
     place = data.draw(st.sampled_from(changed))
     memory[place] = before[place]
     with pytest.raises(RingError, match="incomplete"):

@@ -1,0 +1,88 @@
+"""What an engine answers with a checkpoint, alone or as rank 0, and the ranks that follow it."""
+
+import mmap
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from services.common.families import read_spec
+from services.common.nn.collectives import ALONE, Ranks
+from services.common.process.record_ring import RingReader, RingWriter, ring_bytes
+from services.decoder.engine.engine import Engine
+from services.decoder.engine.kv_cache import KVCacheShape
+from services.decoder.engine.messages import AddSequence, SamplingParams
+from services.decoder.engine.model_runner import ModelRunner
+from services.decoder.engine.runner_factory import RunnerOptions, create_runner
+from services.decoder.models.transformer import rank_spec
+from services.decoder.ranks.steps import Follower, LeadingRunner
+
+END = b"end"
+TIMEOUT_S = 60.0
+NUM_BLOCKS = 10  # fewer than three sequences have at their ends
+
+
+def created(directory: Path, ranks: Ranks) -> ModelRunner:
+    """Of tiny steps, so that prompts are computed in chunks, and of few blocks."""
+    text = rank_spec(read_spec(directory).text, ranks)
+    shape = KVCacheShape(
+        len(text.attention_layers), 16, text.num_kv_heads, text.head_dim, torch.float32
+    )
+    options = RunnerOptions(
+        model_directory=directory, device="cpu", max_num_sequences=3, max_batched_tokens=16,
+        max_model_len=96, kv_cache_bytes=(NUM_BLOCKS + 1) * shape.block_bytes,
+        checkpoint_bytes=1 << 20,
+    )  # fmt: skip
+    return create_runner(options, None, ranks)
+
+
+def answers(directory: Path, ranks: Ranks = ALONE, ring: mmap.mmap | None = None) -> dict:
+    """Tokens of five greedy answers, twice, so that the second time their prefixes are known; the
+    logprobs of a prompt; and how often a sequence was preempted.
+    """
+    runner = created(directory, ranks)
+    leading = runner
+    if ring is not None:
+        writer = RingWriter(ring, ranks.count - 1)
+        leading = LeadingRunner(runner, lambda record: writer.write(record, TIMEOUT_S))
+    engine = Engine(leading, overlap=True, min_partial_tokens=1, min_checkpoint_tokens=1)
+    found: dict = {"tokens": {}, "prompt": [], "hits": []}
+    for turn in range(2):
+        for number in range(5):
+            ids = np.arange(20 + 9 * number, dtype=np.int32) * 7 % 300
+            ids[20:] += number
+            wanted = 1 if (turn, number) == (0, 4) else None
+            sampling = SamplingParams(max_tokens=24, prompt_logprobs=wanted)
+            engine.add(AddSequence(5 * turn + number, ids.tobytes(), b"", 0, [], sampling))
+        while engine.has_work:
+            done = engine.step()
+            for event in done.events if done is not None else ():
+                assert event.end is None or event.end.reason in ("stop", "length"), event
+                found["tokens"].setdefault(str(event.sequence_id), []).extend(event.token_ids)
+                if event.prompt_logprobs is not None:
+                    found["prompt"] += np.frombuffer(
+                        event.prompt_logprobs.logprobs, np.float32
+                    ).tolist()
+        found["hits"].append(engine.stats().num_prefix_hit_tokens)
+    found["preemptions"] = engine.stats().num_preemptions
+    if ring is not None:
+        writer.write(END, TIMEOUT_S)
+        writer.close()
+    return found
+
+
+def follow(directory: Path, ranks: Ranks, ring: mmap.mmap) -> None:
+    """The other half of `answers`."""
+    reader = RingReader(ring, ranks.rank - 1)
+    follower = Follower(created(directory, ranks))
+    while (record := reader.read(TIMEOUT_S)) != END:
+        if record is not None:
+            follower.handle(record)
+    reader.close()
+
+
+def open_ring(path: Path) -> mmap.mmap:
+    """A ring that processes share by its path; it serves one checkpoint."""
+    with path.open("ab+") as file:
+        file.truncate(ring_bytes())
+        return mmap.mmap(file.fileno(), ring_bytes())
