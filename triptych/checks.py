@@ -143,15 +143,16 @@ def check_memory(
             if place.device == "cpu":
                 on_cpu += text if is_decoder else tower
                 continue
-            card = cards.get(place.device)
-            if card is None:
-                continue
-            if is_decoder:
+            for device in place.devices:
+                if (card := cards.get(device)) is None:
+                    continue
+                if not is_decoder:
+                    wanted[device] += tower
+                    continue
                 need = decoder_need(spec.text, text, itemsize, max_num_seqs or _MAX_NUM_SEQS)
-                _check_card(spec, need, place, card, max_model_len, itemsize)
-                wanted[place.device] += need.least(max_model_len or 0)
-            else:
-                wanted[place.device] += tower
+                _check_card(spec, need, place, card, max_model_len, itemsize, len(cards))
+                part = need.of_rank(place.ranks, spec.text.num_kv_heads)
+                wanted[device] += part.least(max_model_len or 0)
     for device, needed in wanted.items():
         card = cards[device]
         if card.used_bytes + needed + _SPARE_BYTES > card.total_bytes:
@@ -165,15 +166,21 @@ def check_memory(
 
 
 def _check_card(
-    spec: ModelSpec, need: Need, place: Placement, card: Card, tokens: int | None, itemsize: int
-) -> None:
-    have = card.total_bytes * place.memory_fraction
+    spec: ModelSpec, need: Need, place: Placement, card: Card, tokens: int | None, itemsize: int,
+    num_cards: int,
+) -> None:  # fmt: skip
+    have, whole, heads = card.total_bytes * place.memory_fraction, need, spec.text.num_kv_heads
+    need = whole.of_rank(place.ranks, heads)
     if need.least(tokens or 0) <= have:
         return
     advice = what_fits(
         need, have, tokens, itemsize=itemsize,
         quantized=spec.checkpoint.quantization is not None,
     )  # fmt: skip
+    for ranks in (2, 4, 8):
+        if place.ranks < ranks <= num_cards and whole.of_rank(ranks, heads).tokens_in(have):
+            advice += f"; or --tensor-parallel {ranks}"
+            break
     request = ""
     if tokens:
         request = f", a request of {tokens:,} tokens {gib(tokens * need.token)}"

@@ -15,12 +15,9 @@ from triptych.options import CARD_SHARE, DEFAULT_PORT, DEMONSTRATION_MODEL, LOOP
 
 _LOG_LEVELS = ("debug", "info", "warning", "error")
 _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?", re.ASCII)
-_ONE_CARD = "a model runs on one card; --decoders N serves it on N cards"
 # Options of vLLM that are none here, and why.
 _ELSEWHERE = {
-    "--tensor-parallel-size": _ONE_CARD,
-    "-tp": _ONE_CARD,
-    "--pipeline-parallel-size": _ONE_CARD,
+    "--pipeline-parallel-size": "--tensor-parallel N divides a model among N cards",
     "--data-parallel-size": "--decoders N is that here: one decoder a card",
     "--kv-cache-dtype": "the KV cache has the model's precision (--dtype)",
     "--enable-lora": "LoRA is not served",
@@ -124,6 +121,10 @@ def _add_serve(commands: "argparse._SubParsersAction[_Parser]") -> None:
     )  # fmt: skip
     cards("--encoder-device", type=_device, metavar="DEVICE", help="instead of --device")
     cards("--decoder-device", type=_device, metavar="DEVICE", help="instead of --device")
+    cards(
+        "--tensor-parallel", "--tensor-parallel-size", "-tp", type=_count, metavar="N",
+        help="cards that share a model: each decoder has N; default: one",
+    )  # fmt: skip
     share = f"of each card's memory; default: {CARD_SHARE:g}"
     cards("--gpu-memory-utilization", type=_share, default=CARD_SHARE, metavar="SHARE", help=share)
     length = "most tokens of prompt and answer; default: what fits, or the model's"

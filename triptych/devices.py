@@ -24,14 +24,21 @@ class Placement:
     """Where one engine runs.
 
     Attributes:
-        device: `cpu` or `cuda:N`.
-        memory_fraction: of the card's memory; 1.0 on the CPU, where it is not used.
+        device: `cpu` or `cuda:N`; with several ranks, the first one's.
+        memory_fraction: of each card's memory; 1.0 on the CPU, where it is not used.
         num_threads: CPU threads for tensor work; 0: no limit, because a GPU does it.
+        ranks: cards of the engine, which are neighbours.
     """
 
     device: str
     memory_fraction: float
     num_threads: int
+    ranks: int = 1
+
+    @property
+    def devices(self) -> Sequence[str]:
+        """Of all ranks."""
+        return _neighbours(self.device, self.ranks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +91,7 @@ def visible_cards(environment: Mapping[str, str]) -> dict[str, Card]:
 
 
 def how_many(
-    encoders: int | None, decoders: int | None, *, images: bool, gpus: int
+    encoders: int | None, decoders: int | None, *, images: bool, gpus: int, ranks: int = 1
 ) -> tuple[int, int]:
     """Encoders and decoders where their number is not given.
 
@@ -96,12 +103,13 @@ def how_many(
         decoders: as given; None: by the cards.
         images: whether the model takes any.
         gpus: that both kinds are spread over; 0: they run on CPUs, or on a card that is named.
+        ranks: cards of each decoder.
     """
     if not images:
-        return 0, decoders or max(1, gpus)
+        return 0, decoders or max(1, gpus // ranks)
     if encoders is None:
         encoders = max(1, -(-gpus // _CARDS_PER_ENCODER))
-    return encoders, decoders or max(1, gpus - encoders)
+    return encoders, decoders or max(1, (gpus - encoders) // ranks)
 
 
 def place(
@@ -113,19 +121,20 @@ def place(
     gpus: int,
     cpus: int,
     card_share: float = CARD_SHARE,
+    ranks: int = 1,
 ) -> tuple[list[Placement], list[Placement]]:
     """Resolves `auto` and divides memory and CPU threads.
 
     `cuda` is all cards, `auto` the same or, if there is none, the CPU: decoders take the first
     cards and encoders the next ones, starting over when there are more processes than cards. With
     a device that is named all processes of that kind run there. Without encoders, decoders get
-    whole cards.
+    whole cards. `ranks`: cards of each decoder.
 
     Returns:
         The placements of the encoders and of the decoders.
     """
-    decoder_devices = _spread(decoder_device, decoders, first=0, gpus=gpus)
-    encoder_devices = _spread(encoder_device, encoders, first=decoders, gpus=gpus)
+    decoder_devices = _spread(decoder_device, decoders, first=0, gpus=gpus, ranks=ranks)
+    encoder_devices = _spread(encoder_device, encoders, first=decoders * ranks, gpus=gpus)
     beside = _ENCODER_SHARE_BESIDE_DECODER
     return (
         _share(encoder_devices, decoder_devices, card_share, min(beside, card_share / 2), cpus),
@@ -136,23 +145,42 @@ def place(
     )  # fmt: skip
 
 
-def _spread(device: str, count: int, *, first: int, gpus: int) -> list[str]:
-    if device in ("auto", "cuda"):
-        return [f"cuda:{(first + i) % gpus}" if gpus else "cpu" for i in range(count)]
-    return [device] * count
+def _spread(
+    device: str, count: int, *, first: int, gpus: int, ranks: int = 1
+) -> list[Sequence[str]]:
+    """The devices of each process."""
+    if device not in ("auto", "cuda"):
+        return [_neighbours(device, ranks)] * count
+    if not gpus:
+        return [["cpu"] * ranks] * count
+    places = max(1, gpus // ranks)
+    return [_neighbours(f"cuda:{(first + i) % places * ranks}", ranks) for i in range(count)]
+
+
+def _neighbours(device: str, ranks: int) -> Sequence[str]:
+    kind, _, number = device.partition(":")
+    if kind == "cpu":
+        return [device] * ranks
+    return [f"{kind}:{int(number or 0) + rank}" for rank in range(ranks)]
 
 
 def _share(
-    mine: Sequence[str], others: Sequence[str], whole: float, beside_others: float, cpus: int
-) -> list[Placement]:
-    """Equal shares for the processes of one kind; of `whole` if the other kind is absent."""
-    counts = Counter(mine)
-    cpu_processes = counts["cpu"] + Counter(others)["cpu"]
+    mine: Sequence[Sequence[str]], others: Sequence[Sequence[str]], whole: float, beside: float,
+    cpus: int,
+) -> list[Placement]:  # fmt: skip
+    """Equal shares for the processes of one kind; of `whole` if the other kind is absent. A share
+    is that of the fullest card, since all ranks hold the same.
+    """
+    counts = Counter(device for devices in mine for device in devices)
+    taken = Counter(device for devices in others for device in devices)
+    cpu_processes = counts["cpu"] + taken["cpu"]
     placements: list[Placement] = []
-    for device in mine:
-        if device == "cpu":
-            placements.append(Placement(device, 1.0, max(1, cpus // max(1, cpu_processes))))
+    for devices in mine:
+        ranks = len(devices)
+        if devices[0] == "cpu":
+            threads = max(1, ranks * cpus // max(1, cpu_processes))
+            placements.append(Placement("cpu", 1.0, threads, ranks))
             continue
-        share = beside_others if device in others else whole
-        placements.append(Placement(device, round(share / counts[device], 3), 0))
+        share = min((beside if d in taken else whole) / counts[d] for d in devices)
+        placements.append(Placement(devices[0], round(share, 3), 0, ranks))
     return placements

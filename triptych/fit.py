@@ -6,7 +6,7 @@ refused with what would fit. `checks` calls it, and scripts/sizes_table.py makes
 the same numbers.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from services.common.model_spec import ModelSpec, TextSpec, TowerSpec
 
@@ -34,6 +34,15 @@ class Need:
     states: int
     token: int
     step: int
+
+    def of_rank(self, ranks: int, num_kv_heads: int) -> "Need":
+        """Of one of several ranks, about: embeddings are whole on each."""
+        return replace(
+            self,
+            weights=self.weights // ranks,
+            states=self.states // ranks,
+            token=self.token // min(ranks, num_kv_heads),
+        )
 
     def least(self, tokens: int) -> int:
         """Without which it cannot start: a request of so many tokens, but no estimate."""

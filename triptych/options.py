@@ -24,6 +24,7 @@ class ServeOptions:
         model: a directory, or the name of a model of the hub until that is resolved.
         encoders: None: one for four cards, or none for a model that takes text alone.
         decoders: None: one for each card that is left.
+        tensor_parallel: cards of each decoder.
         grpc: between the services: `unix` or `tcp`.
         served_name: `model` of requests; None: the hub's name, else the directory's.
         hub_name: of a model that came from the hub.
@@ -48,6 +49,7 @@ class ServeOptions:
     gateways: int | None = None
     encoders: int | None = None
     decoders: int | None = None
+    tensor_parallel: int | None = None
     redis_url: str | None = None
     grpc: str = "unix"
     served_name: str | None = None

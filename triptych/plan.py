@@ -40,7 +40,7 @@ _WILDCARDS = ("0.0.0.0", "::", "")
 _OPTIONS = {
     "SERVED_MODEL_NAME": "--served-model-name", "API_KEYS": "--api-key", "DTYPE": "--dtype",
     "LOAD_FORMAT": "--load-format", "QUANTIZATION": "--quantization",
-    "MAX_MODEL_LEN": "--max-model-len",
+    "MAX_MODEL_LEN": "--max-model-len", "TENSOR_PARALLEL": "--tensor-parallel",
     "MAX_NUM_SEQUENCES": "--max-num-seqs", "DEVICE": "--device", "HOST": "--host",
     "PORT": "--port", "REDIS_URL": "--redis-url", "MODEL": "the model that is served",
 }  # fmt: skip
@@ -252,15 +252,24 @@ def _places(
 ) -> tuple[list[Placement], list[Placement]]:
     """Of the encoders and of the decoders."""
     devices = devices_of(options, environment)
-    gpus = count_gpus(environment)
+    gpus, ranks = count_gpus(environment), ranks_of(options, environment)
+    if gpus and ranks > gpus:
+        raise StackError(f"--tensor-parallel {ranks}: only {gpus} cards are visible", 2)
     spread = gpus if all(device in ("auto", "cuda") for device in devices) else 0
     encoders, decoders = how_many(
-        options.encoders, options.decoders, images=spec.vision is not None, gpus=spread
-    )
+        options.encoders, options.decoders, images=spec.vision is not None, gpus=spread,
+        ranks=ranks,
+    )  # fmt: skip
     return place(
         *devices, encoders=encoders, decoders=decoders, gpus=gpus, cpus=cpus,
-        card_share=options.memory_share,
+        card_share=options.memory_share, ranks=ranks,
     )  # fmt: skip
+
+
+def ranks_of(options: ServeOptions, environment: Mapping[str, str]) -> int:
+    """Cards of each decoder."""
+    exported = environment.get("DECODER_TENSOR_PARALLEL", "1")
+    return options.tensor_parallel or (int(exported) if exported.isdecimal() else 1)
 
 
 def _validate(services: "list[_Service]", environment: Mapping[str, str]) -> None:
@@ -292,6 +301,7 @@ class _Service:
         defaults: those that an exported variable replaces.
         shared_port: on which several gateways listen.
         num_threads: CPU threads for tensor work; 0: torch's own choice.
+        ranks: of an engine.
     """
 
     kind: str
@@ -300,6 +310,7 @@ class _Service:
     defaults: Mapping[str, str]
     shared_port: int | None = None
     num_threads: int = 0
+    ranks: int = 1
 
     def resolved(self, environment: Mapping[str, str]) -> "_Service":
         """With the user's variables in the place of defaults."""
@@ -335,7 +346,8 @@ class _Service:
     def placement(self) -> Placement:
         """Where an engine runs."""
         fields = self.variables
-        return Placement(fields["DEVICE"], float(fields["MEMORY_FRACTION"]), self.num_threads)
+        share = float(fields["MEMORY_FRACTION"])
+        return Placement(fields["DEVICE"], share, self.num_threads, self.ranks)
 
     @property
     def health_address(self) -> str:
@@ -389,7 +401,7 @@ def _engines(
     }
     limits = {
         "MAX_MODEL_LEN": options.max_model_len, "MAX_NUM_SEQUENCES": options.max_num_seqs,
-        "QUANTIZATION": options.quantization,
+        "QUANTIZATION": options.quantization, "TENSOR_PARALLEL": options.tensor_parallel,
     }  # fmt: skip
     found: list[_Service] = []
     for kind, places in (("encoder", encoders), ("decoder", decoders)):
@@ -411,7 +423,8 @@ def _engines(
             if kind == "decoder":
                 variables["ENCODER_ADDRESSES"] = _addresses(found, "encoder")
                 variables |= {k: str(v) for k, v in limits.items() if v is not None}
-            found.append(_Service(kind, name, variables, own, num_threads=placement.num_threads))
+            threads, ranks = placement.num_threads, placement.ranks
+            found.append(_Service(kind, name, variables, own, num_threads=threads, ranks=ranks))
     return found
 
 

@@ -13,7 +13,10 @@ from services.common.nn.device import resolve_device
 _TIMEOUT = timedelta(hours=1)  # of a start; what hangs later, or dies, is noticed by others
 # All ranks are on one machine. Multicast over NVLink is off: where a fabric manager has no group
 # for it, NCCL waits for one.
-_VARIABLES = {"NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo", "NCCL_NVLS_ENABLE": "0"}
+_VARIABLES = {
+    "NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo",
+    "NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+}  # fmt: skip
 
 
 def device_of(setting: str, rank: int) -> str:

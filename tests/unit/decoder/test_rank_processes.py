@@ -19,8 +19,9 @@ Start = Callable[..., tuple[RankProcesses, "queue.Queue[int]"]]
 
 
 @pytest.fixture
-def started() -> Iterator[list[RankProcesses]]:
+def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[RankProcesses]]:
     """Those that are to be stopped."""
+    monkeypatch.setattr(processes, "_END_S", 0.5)
     started: list[RankProcesses] = []
     yield started
     for each in started:
@@ -33,7 +34,6 @@ def start(started: list[RankProcesses], monkeypatch: pytest.MonkeyPatch) -> Star
     monkeypatch.setattr(processes, "_MODULE", "tests.unit.decoder.fake_rank")
     monkeypatch.setattr(processes, "MAX_SILENCE_S", 1.0)
     monkeypatch.setattr(processes, "_LOOK_S", 0.05)
-    monkeypatch.setattr(processes, "_END_S", 1.0)
 
     def start(word: str, count: int = 2) -> tuple[RankProcesses, "queue.Queue[int]"]:
         ends: queue.Queue[int] = queue.Queue()
@@ -88,7 +88,7 @@ def test_a_rank_that_computes_on_a_cpu_does_not_hang(
     monkeypatch.setattr(processes, "_LOOK_S", 0.3)
     ranks.ready(on_gpu=False)
     with pytest.raises(queue.Empty):
-        ends.get(timeout=3.0)
+        ends.get(timeout=2.0)
     ranks.ready(on_gpu=True)
     assert ends.get(timeout=PATIENCE_S) == 1
 

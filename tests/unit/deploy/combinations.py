@@ -26,6 +26,9 @@ COMBINATIONS = {
     "dra-text": ("text", "dra"),
     "no-spare-gpu": ("gpu", "no-spare-gpu"),
     "no-spare-gpu-text": ("text", "no-spare-gpu"),
+    "tensor-parallel": ("gpu", "tensor-parallel", "autoscaling"),
+    "tensor-parallel-text": ("text", "tensor-parallel"),
+    "tensor-parallel-dra": ("gpu", "tensor-parallel", "dra", "tensor-parallel/dra"),
     "tenant-limits": ("gpu", "tenant-limits"),
     "tenant-limits-tls": (
         "gpu", "tenant-limits", "tenant-limits/tls", "mtls/cert-manager",

@@ -380,6 +380,32 @@ def test_every_pod_has_a_user_namespace(tmp_path: Path) -> None:
     assert found and all(pod["spec"]["hostUsers"] is False for pod in found.values())
 
 
+# Several GPUs for one model.
+
+
+@pytest.mark.parametrize("name", ["tensor-parallel", "tensor-parallel-text", "tensor-parallel-dra"])
+def test_a_decoder_has_a_gpu_for_each_rank(name: str, tmp_path: Path) -> None:
+    """And for each the CPUs and the memory of a decoder of one."""
+    resources = rendered(name, tmp_path)
+    ranks = int(settings_of(resources)["DECODER_TENSOR_PARALLEL"])
+    found = pods(resources)
+    (container,) = found["decoder"]["spec"]["containers"]
+    (usual,) = pods(render(K8S / "overlays/gpu"))["decoder"]["spec"]["containers"]
+    requests, one = container["resources"]["requests"], usual["resources"]["requests"]
+    assert int(requests["cpu"]) == ranks * int(one["cpu"])
+    assert int(requests["memory"][:-2]) == ranks * int(one["memory"][:-2])
+    gpus, claims = requests.get("nvidia.com/gpu"), of_kind(resources, "ResourceClaimTemplate")
+    if gpus is None:
+        (claim,) = found["decoder"]["spec"]["resourceClaims"]
+        (request,) = claims[claim["resourceClaimTemplateName"]]["spec"]["spec"]["devices"][
+            "requests"
+        ]
+        gpus = request["exactly"]["count"]
+    assert int(gpus) == ranks > 1
+    volumes = {each["name"]: each for each in found["decoder"]["spec"]["volumes"]}
+    assert volumes["shm"]["emptyDir"] == {"medium": "Memory", "sizeLimit": "4Gi"}
+
+
 # Cells.
 
 

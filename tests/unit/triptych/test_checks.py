@@ -89,8 +89,8 @@ TURNS = {
     "device": ("serve {model} --device gpu", None, "gpu is none of auto, cpu, cuda and cuda:N"),
     "port": ("serve {model} --port 99999", None, "99999 is no whole number from 0 to 65,535"),
     "option": (
-        "serve {model} --tensor-parallel-size 2", None,
-        "--tensor-parallel-size: a model runs on one card; --decoders N serves it on N cards",
+        "serve {model} --pipeline-parallel-size 2", None,
+        "--pipeline-parallel-size: --tensor-parallel N divides a model among N cards",
     ),
     "encoder": ("serve {model} --encoders 1", None, "takes no images"),
     "open": ("serve {model} --host 0.0.0.0 --port 0", None, "give --api-key KEY"),
@@ -253,6 +253,24 @@ def test_weights_that_do_not_fit_come_with_a_precision_that_does(tmp_path: Path)
     assert "what fits: --dtype bfloat16, with room for" in said
     said = refusal(tmp_path, Card("a card", 8 * GIB, 0))
     assert said.endswith("or more is needed, or a smaller model")
+
+
+def test_a_model_too_large_for_one_card_fits_two(tmp_path: Path) -> None:
+    spec, checkpoint = large(tmp_path)
+    cards = {f"cuda:{number}": Card("a card", 14 * GIB, 0) for number in range(2)}
+
+    def check(ranks: int) -> None:
+        checks.check_memory(
+            spec, checkpoint, [], [Placement("cuda:0", 0.9, 0, ranks)], cards,
+            dtype="auto", max_model_len=8192, max_num_seqs=None,
+        )  # fmt: skip
+
+    with pytest.raises(StackError, match=r"; or --tensor-parallel 2$"):
+        check(1)
+    check(2)
+    cards["cuda:1"] = Card("a small card", 8 * GIB, 0)
+    with pytest.raises(StackError, match="a small card"):
+        check(2)
 
 
 @pytest.mark.parametrize("device", ["auto", "cuda", "cuda:0"])

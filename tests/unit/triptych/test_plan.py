@@ -2,6 +2,7 @@
 
 import os
 import socket
+from collections import Counter
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -390,3 +391,40 @@ def test_a_redis_of_our_own_listens_only_on_its_socket(tmp_path: Path) -> None:
     assert options["--save"] == ""
     assert options["--maxmemory-policy"] == "allkeys-lru"
     assert os.path.isabs(options["--unixsocket"])
+
+
+@pytest.mark.parametrize(
+    ("gpus", "ranks", "decoders", "encoders", "expected"),
+    [
+        (2, 2, None, None, (["cuda:0"], ["cuda:0"])),
+        (4, 2, None, None, (["cuda:0"], ["cuda:2"])),
+        (8, 4, 2, 1, (["cuda:0", "cuda:4"], ["cuda:0"])),
+        (3, 2, 2, 1, (["cuda:0", "cuda:0"], ["cuda:1"])),
+    ],
+)
+def test_ranks_have_neighbouring_cards(gpus, ranks, decoders, encoders, expected):
+    """All of them exist, and a card's processes share its memory."""
+    counts = how_many(encoders, decoders, images=True, gpus=gpus, ranks=ranks)
+    first, second = place(
+        "auto", "auto", encoders=counts[0], decoders=counts[1], gpus=gpus, cpus=8, ranks=ranks
+    )
+    assert ([p.device for p in second], [p.device for p in first]) == expected
+    shares = Counter[str]()
+    for placement in (*first, *second):
+        for device in placement.devices:
+            assert int(device.removeprefix("cuda:")) < gpus
+            shares[device] += placement.memory_fraction
+    assert all(p.ranks == ranks and len(p.devices) == ranks for p in second)
+    assert max(shares.values()) <= 0.9001
+
+
+def test_a_decoder_of_several_ranks_is_told_so(model: Path) -> None:
+    made = plan(model, {"CUDA_VISIBLE_DEVICES": "0,1"}, tensor_parallel=2)
+    (decoder,) = [child for child in made.children if child.name.startswith("decoder")]
+    assert decoder.environment["DECODER_TENSOR_PARALLEL"] == "2"
+    assert decoder.environment["DECODER_DEVICE"] == "cuda:0"
+    assert [placement.ranks for placement in made.decoders] == [2]
+    exported = {"CUDA_VISIBLE_DEVICES": "0,1", "DECODER_TENSOR_PARALLEL": "2"}
+    assert [placement.ranks for placement in plan(model, exported).decoders] == [2]
+    with pytest.raises(StackError, match="--tensor-parallel 4: only 2 cards are visible"):
+        plan(model, {"CUDA_VISIBLE_DEVICES": "0,1"}, tensor_parallel=4)
