@@ -1,6 +1,7 @@
 """What an engine answers with a checkpoint, alone or as rank 0, and the ranks that follow it."""
 
 import mmap
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -40,11 +41,11 @@ def answers(directory: Path, ranks: Ranks = ALONE, ring: mmap.mmap | None = None
     """Tokens of five greedy answers, twice, so that the second time their prefixes are known; the
     logprobs of a prompt; and how often a sequence was preempted.
     """
-    runner = created(directory, ranks)
-    leading = runner
+    runner = leading = created(directory, ranks)
+    writer = None
     if ring is not None:
         writer = RingWriter(ring, ranks.count - 1)
-        leading = LeadingRunner(runner, lambda record: writer.write(record, TIMEOUT_S))
+        leading = LeadingRunner(runner, partial(writer.write, timeout_s=TIMEOUT_S))
     engine = Engine(leading, overlap=True, min_partial_tokens=1, min_checkpoint_tokens=1)
     found: dict = {"tokens": {}, "prompt": [], "hits": []}
     for turn in range(2):
@@ -65,7 +66,7 @@ def answers(directory: Path, ranks: Ranks = ALONE, ring: mmap.mmap | None = None
                     ).tolist()
         found["hits"].append(engine.stats().num_prefix_hit_tokens)
     found["preemptions"] = engine.stats().num_preemptions
-    if ring is not None:
+    if writer is not None:
         writer.write(END, TIMEOUT_S)
         writer.close()
     return found
