@@ -7,7 +7,6 @@ the front. Where several ranks share the model, it is rank 0.
 
 import logging
 import socket
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -39,7 +38,7 @@ from services.decoder.engine.step import Runner
 from services.decoder.engine.tenants import TenantAdmission
 from services.decoder.engine_options import AWAKE_S, out_of_memory, runner_options, set_threads
 from services.decoder.masks.links import open_link, send_tokens
-from services.decoder.ranks.joining import device_of, join
+from services.decoder.ranks.joining import device_of, join, leave
 from services.decoder.ranks.processes import RankProcesses
 from services.decoder.ranks.steps import LeadingRunner
 from services.decoder.settings import DecoderSettings
@@ -180,4 +179,4 @@ def _serve(
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

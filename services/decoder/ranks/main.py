@@ -24,7 +24,7 @@ from services.common.process.record_ring import RingReader, ring_bytes
 from services.common.telemetry import setup_logging
 from services.decoder.engine.runner_factory import create_runner
 from services.decoder.engine_options import AWAKE_S, out_of_memory, runner_options, set_threads
-from services.decoder.ranks.joining import device_of, join
+from services.decoder.ranks.joining import device_of, join, leave
 from services.decoder.ranks.steps import Follower
 from services.decoder.settings import DecoderSettings
 
@@ -96,4 +96,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())
