@@ -83,8 +83,8 @@ def main() -> int:
         awake_s = AWAKE_S if device != "cpu" else 0.0
         follow(Follower(runner), ring, link, awake_s)
     except (ModelSpecError, ValueError) as error:
-        select.select([link], [], [], _REFUSAL_S)
-        log.critical("%s", error, exc_info=log.isEnabledFor(logging.DEBUG))
+        if not select.select([link], [], [], _REFUSAL_S)[0]:
+            log.critical("%s", error, exc_info=log.isEnabledFor(logging.DEBUG))
         return REFUSED
     except torch.OutOfMemoryError as error:
         log.critical("%s", out_of_memory(error))
