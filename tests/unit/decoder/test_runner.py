@@ -22,7 +22,7 @@ from services.decoder.engine.graphs import (
     MixedGraphs,
     PromptGraphs,
     StepParts,
-    _Kind,
+    Kind,
 )
 from services.decoder.engine.messages import AddSequence, SamplingParams
 from services.decoder.engine.model_runner import ModelRunner
@@ -517,7 +517,7 @@ def test_a_kind_of_step_whose_capture_fails_runs_eagerly(
         if isinstance(self, failing):
             if self._captured:
                 raise RuntimeError("out of shared memory")
-            self._captured[_Kind(step.num_tokens)] = broken
+            self._captured[Kind(step.num_tokens)] = broken
 
     broken: Any = None  # a step that replayed it would raise
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
