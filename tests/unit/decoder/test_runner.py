@@ -19,10 +19,10 @@ from services.decoder.engine import step_inputs
 from services.decoder.engine.engine import Engine
 from services.decoder.engine.graphs import (
     DecodeGraphs,
+    Kind,
     MixedGraphs,
     PromptGraphs,
     StepParts,
-    Kind,
 )
 from services.decoder.engine.messages import AddSequence, SamplingParams
 from services.decoder.engine.model_runner import ModelRunner
