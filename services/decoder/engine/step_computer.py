@@ -206,6 +206,8 @@ class StepComputer:
 
     def _keep_graphs_of_all(self) -> None:
         """Forgets graphs that another rank has not, so that all run a step in the same way."""
+        if self._ranks.count == 1:
+            return
         mine = {graphs.name: sorted(graphs.kinds) for graphs in self.graphs}
         said = self._ranks.exchange(msgspec.json.encode(mine).decode())
         of_ranks = [msgspec.json.decode(each, type=dict[str, list[Kind]]) for each in said]

@@ -68,7 +68,10 @@ def test_each_option_of_vllm_is_one_here_or_refused_with_its_reason():
         for option in re.findall(r"`(--[\w-]+)", row)
     }
     ours = {
-        row[0].strip("`").split()[0] for row in SCRIPT.command_rows(SCRIPT.commands()["serve"][0])
+        word.rstrip(",")
+        for row in SCRIPT.command_rows(SCRIPT.commands()["serve"][0])
+        for word in row[0].strip("`").split()
+        if word.startswith("--")
     }
     assert len(theirs) > 20
     assert theirs <= ours | _ELSEWHERE.keys()
