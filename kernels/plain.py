@@ -128,6 +128,16 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     return rms_norm(residual, weight, eps), residual
 
 
+def add_terms(terms: Tensor, residual: Tensor) -> Tensor:
+    """`residual + ` the sum of ranks' terms `[ranks, T, hidden]`: added in their order in float32,
+    rounded once.
+    """
+    total = terms[0].float()
+    for term in terms[1:]:
+        total = total + term.float()
+    return residual + total.to(residual.dtype)
+
+
 # A mixture of experts.
 
 

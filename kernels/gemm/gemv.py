@@ -17,13 +17,13 @@ from kernels.tuning import GemvConfig, gemv_config
 
 
 def linear(
-    x: Tensor, weight: Tensor, *, out: Tensor | None = None, pdl: bool = False,
-    config: GemvConfig | None = None,
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor | None = None,
+    pdl: bool = False, config: GemvConfig | None = None,
 ) -> Tensor:  # fmt: skip
-    """`x @ weight.T`: `[T, K]`, `[N, K]` → `[T, N]`; to `out`, if there is one."""
+    """`x @ weight.T + bias`: `[T, K]`, `[N, K]` → `[T, N]`; to `out`, if there is one."""
     if out is None:
         out = x.new_empty(x.shape[0], weight.shape[0])
-    _launch(x, weight, out, "linear", None, None, 0.0, pdl, config)
+    _launch(x, weight, out, "linear", bias, None, 0.0, pdl, config)
     return out
 
 

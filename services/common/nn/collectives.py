@@ -5,11 +5,15 @@ the checkpoint's module, and the loader reads those rows and columns of the file
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from kernels import plain
+from kernels.ranks.peer_buffers import PeerBuffers, most_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,11 +157,13 @@ class Ranks:
         rank: 0 samples.
         count: of all.
         collectives: None: the ranks do not meet, their parts are only told apart.
+        peers: where ranks write terms of sums to each other; None: `collectives` sums them.
     """
 
     rank: int = 0
     count: int = 1
     collectives: Collectives | None = None
+    peers: PeerBuffers | None = None
 
     def part(self, units: int, name: str, *, replicated: bool = False) -> range:
         """The units (heads, rows) of this rank.
@@ -189,9 +195,41 @@ class Ranks:
         assert self.collectives is not None
         return self.collectives
 
-    def all_reduce(self, term: Tensor) -> Tensor:
-        """The sum of all ranks' terms; may overwrite this rank's."""
-        return term if self.count == 1 else self.shared.all_reduce(term)
+    def with_peers(
+        self, rows: int, width: int, dtype: torch.dtype, device: torch.device
+    ) -> "Ranks":
+        """With `peers`, if all cards reach each other's memory; all ranks call this together.
+
+        Args:
+            rows: of the largest step.
+            width: of a row.
+            dtype: of terms.
+            device: of this rank; the current one.
+        """
+        rows = min(rows, most_rows(self.count, width, dtype))
+        if self.count == 1 or device.type != "cuda" or not rows:
+            return self
+        cards = [int(card) for card in self.exchange(str(device.index))]
+        reach = torch.cuda.can_device_access_peer
+        if not all(reach(card, other) for card in cards for other in cards if card != other):
+            return self
+        return replace(self, peers=PeerBuffers.create(rows, width, dtype, device))
+
+    def add(self, term: Tensor, residual: Tensor) -> None:
+        """`residual +=` the sum of all ranks' terms, to the same bits on all of them.
+
+        Which way they are summed depends on the number of rows alone.
+
+        Args:
+            term: `[T, hidden]`, or split-K partials of it; may be overwritten.
+            residual: `[T, hidden]`, the same on all ranks.
+        """
+        if self.peers is not None and len(residual) <= self.peers.rows:
+            from kernels.ranks import peer_sum  # which imports Triton
+
+            peer_sum.add(term, residual, self.peers)
+        else:
+            residual += self.shared.all_reduce(plain.reduce_split_k(term, residual.dtype))
 
     def gather(self, part: Tensor, out: Tensor | None = None) -> Tensor:
         """See `Collectives.gather`; of several ranks."""

@@ -96,8 +96,7 @@ def create_runner(
         options: what to serve, and where.
         arena: the front's shared memory with the image embeddings; None: no sequence has images.
             Not used for a text model.
-        ranks: that share the model; all call this at the same time, with the same options but for
-            the device.
+        ranks: that share the model; all call this together, with the same options but the device.
 
     Raises:
         ModelSpecError, CheckpointError: the directory is not a model that can be served.
@@ -112,6 +111,7 @@ def create_runner(
     dtype = resolve_dtype(options.dtype, device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    ranks = ranks.with_peers(options.max_batched_tokens, spec.text.hidden_size, dtype, device)
     text = rank_spec(spec.text, ranks)
     linear = text.linear_attention
     sizes = _sizes(text, options, limit)

@@ -6,7 +6,6 @@ among ranks by the intermediate size: of the MLP, of each expert, of the shared 
 
 from torch import Tensor, nn
 
-from kernels import plain
 from services.common.model_spec import TextSpec
 from services.common.nn.collectives import Ranks
 from services.common.nn.layers import RMSNorm
@@ -18,16 +17,16 @@ def row_parallel(
     x: Tensor, layer: Linear, residual: Tensor, kernels: StepKernels, ranks: Ranks
 ) -> Tensor | None:
     """Projects back to the residual stream. Returns what is still to be added to the stream; None:
-    the kernel has added it.
+    it has been added.
 
     Ranks hold the weight by columns, so each one's output is a term of a sum, which is complete
     before anything is added to the residual stream. Kernels that add it themselves are those of one
     rank alone, see the dispatch table.
     """
-    output = kernels.linear_residual(x, layer, residual)
-    if ranks.count == 1 or output is None:
-        return output
-    return ranks.all_reduce(plain.reduce_split_k(output, residual.dtype))
+    if ranks.count == 1:
+        return kernels.linear_residual(x, layer, residual)
+    ranks.add(kernels.project(x, layer), residual)
+    return None
 
 
 class MLP(nn.Module):

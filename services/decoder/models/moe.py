@@ -1,5 +1,6 @@
 """A mixture of experts in place of a layer's MLP."""
 
+import torch
 from torch import Tensor, nn
 
 from services.common.model_spec import TextSpec
@@ -37,12 +38,20 @@ class MoE(nn.Module):
     ) -> tuple[Tensor | None, Tensor]:
         """The experts of the normed hidden state `x + residual`."""
         normed, residual = kernels.add_norm(x, residual, norm)
+        if self.ranks.count > 1:
+            # Kernels add to it instead: a term of the ranks' sum.
+            term = torch.zeros_like(residual)
+            out = self._experts(normed, term, kernels)
+            self.ranks.add(term if out is None else out.add_(term), residual)
+            return None, residual
+        return self._experts(normed, residual, kernels), residual
+
+    def _experts(self, normed: Tensor, residual: Tensor, kernels: StepKernels) -> Tensor | None:
+        """What is still to be added to `residual`."""
         out = kernels.moe(normed, self.gate, self.experts, residual)
         if self.shared_expert is not None:
             hidden = kernels.linear_swiglu(normed, self.shared_expert.gate_up_proj)
             shared = kernels.project(hidden, self.shared_expert.down_proj)
             gated = kernels.shared_gate(shared, normed, self.shared_expert_gate, residual)
             out = gated if out is None else out if gated is None else out + gated
-        if self.ranks.count > 1 and out is not None:
-            out = self.ranks.all_reduce(out)
-        return out, residual
+        return out

@@ -76,8 +76,12 @@ def _unquantized(facts: KernelFacts) -> str:
 
 
 def _one_rank(facts: KernelFacts) -> str:
-    """An all-reduce comes between the GEMM and the residual addition."""
+    """A sum over ranks comes between the GEMM and the residual addition."""
     return "" if facts.num_ranks == 1 else "needs all of the layer on one rank"
+
+
+def _several_ranks(facts: KernelFacts) -> str:
+    return "a GEMV adds to the residual" if facts.num_ranks == 1 else ""
 
 
 def _no_mlp_bias(facts: KernelFacts) -> str:
@@ -213,6 +217,13 @@ def _gemv_residual(facts: KernelFacts) -> Kernel:
         gemv.linear_residual(x, layer.weight, layer.bias, residual, pdl=supported)
 
     return linear_residual
+
+
+def _gemv_project(facts: KernelFacts) -> Kernel:
+    from kernels.gemm import gemv
+
+    supported = facts.device.supports_pdl
+    return lambda x, layer: gemv.linear(x, layer.weight, layer.bias, pdl=supported)
 
 
 def _gemv_logits(facts: KernelFacts) -> Kernel:
@@ -405,7 +416,7 @@ def _unfused(_: KernelFacts) -> None:
 
 _FUSED_GEMV = _needs(_triton, _pdl, _unquantized)
 _SKINNY = _needs(_triton, _pdl, _half_precision, _unquantized)
-_ANY_MOE = _needs(_experts, _triton, _half_precision, _one_rank)
+_ANY_MOE = _needs(_experts, _triton, _half_precision)
 _MOE = _needs(_expert_formats, _ANY_MOE)
 _few_tokens = _tokens(1, tuning.MOE_GEMV_TOKENS)
 
@@ -439,6 +450,10 @@ ROWS: Sequence[Row] = (
     ),
     Row("linear_residual", "unfused", _unfused),
     Row(
+        "project", "gemv", _gemv_project, _needs(_several_ranks, _FUSED_GEMV),
+        _tokens(1, tuning.GEMV_TOKENS),
+    ),
+    Row(
         "project", "skinny_gemm", _skinny_project,
         _needs(_SKINNY, _skinny_projections), _tokens(1, tuning.SKINNY_TOKENS),
     ),
@@ -467,9 +482,7 @@ ROWS: Sequence[Row] = (
     ),
     Row("moe", "dequantized", lambda facts: _moe(facts, "grouped_gemm"), _ANY_MOE),
     Row("moe", "plain", _plain(experts.moe)),
-    Row(
-        "shared_gate", "triton", _shared_gate, _needs(_triton, _shared_expert, _one_rank)
-    ),
+    Row("shared_gate", "triton", _shared_gate, _needs(_triton, _shared_expert)),
     Row("shared_gate", "plain", _plain(plain.shared_gate)),
     Row("qk_rope_cache", "triton", _qk_rope_cache, _needs(_triton, _even_head)),
     Row("qk_rope_cache", "plain", _plain(plain.qk_rope_cache)),
