@@ -10,7 +10,7 @@ allowance of a tenth covers chance.
 import mmap
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -348,3 +348,29 @@ def test_out_of_memory_is_survived(running: Running) -> None:
         assert runner.finish(runner.launch(small)) == [True]
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def test_pairs_of_frames(running: Running) -> None:
+    """A pair in a batch is what the model says of it alone, and two equal frames are a still image:
+    within bfloat16, 2 % of the largest value on average.
+    """
+    runner, model = running.runner, running.model
+    runner.warm_up(4096)
+    stills = images([*GRIDS, (1, 64, 64)])
+    runner.finish(runner.launch(stills))
+    of_stills = [stored(running, still) for still in stills]
+    for second in (lambda pixels: pixels, lambda pixels: pixels.flip(0)):
+        pairs = []
+        for still in stills:
+            pixels = torch.stack([still.pixels, second(still.pixels)])
+            pairs.append(replace(still, unit=Unit(still.unit.grid, (0, 1)), pixels=pixels))
+        assert runner.finish(runner.launch(pairs)) == [True] * len(pairs)
+        for pair, of_still in zip(pairs, of_stills, strict=True):
+            grid, pixels = pair.unit.grid, pair.pixels.reshape(-1).to(CUDA)
+            with torch.inference_mode():
+                patches = model.ops.pack_pairs(pixels, [grid], 16, 2, torch.bfloat16)
+                alone = model(patches, model.layout([grid])).cpu().float()
+            found, scale = stored(running, pair), alone.abs().amax()
+            assert (found - alone).abs().mean() < 0.02 * scale, grid
+            is_still = torch.equal(pair.pixels[0], pair.pixels[1])
+            assert ((found - of_still).abs().mean() < 0.02 * scale) == is_still, grid
