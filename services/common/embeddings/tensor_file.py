@@ -1,0 +1,126 @@
+"""Where a tensor lies in a file that a client sent: `.npy` or safetensors, headers alone.
+
+`embeds` reads what clients bring as `image_embeds`. A file that unpickles is no such file: arrays
+of objects are refused, and nothing here imports pickle or torch. Only the header is read, and the
+sizes that it claims are compared with the bytes that are there before any memory is taken for them.
+"""
+
+import ast
+import json
+import math
+from dataclasses import dataclass
+from typing import Any, cast
+
+from services.common.errors import InvalidRequest
+
+_NPY_MAGIC = b"\x93NUMPY"
+_NPY_DTYPES = {"<f4": "float32", "<f2": "float16"}
+_SAFETENSORS_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+# NumPy pads a header to 64 bytes, safetensors to 8; metadata has to fit, too.
+_MAX_HEADER_BYTES = 4096
+_MAX_DIMENSIONS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPlace:
+    """A dense tensor in a file, row-major, little-endian.
+
+    Attributes:
+        dtype: `float32`, `float16` or `bfloat16`.
+        offset: of its first byte; it ends with the file.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+
+
+def find_tensor(data: bytes) -> TensorPlace:
+    """The only tensor of a file.
+
+    Raises:
+        InvalidRequest: the file is neither format, holds anything else than one dense tensor of
+            such a dtype, or has more or fewer bytes than its header says.
+    """
+    place = _in_npy(data) if data.startswith(_NPY_MAGIC) else _in_safetensors(data)
+    if len(place.shape) > _MAX_DIMENSIONS or min(place.shape, default=0) <= 0:
+        raise InvalidRequest(f"a tensor of shape {_short(place.shape)} is no embedding")
+    wanted = math.prod(place.shape) * ITEM_BYTES[place.dtype]
+    if wanted != len(data) - place.offset:
+        raise InvalidRequest(
+            f"a {place.dtype} tensor of shape {_short(place.shape)} has {wanted} bytes; "
+            f"the file has {len(data) - place.offset} of them"
+        )
+    return place
+
+
+def _in_npy(data: bytes) -> TensorPlace:
+    """See numpy.lib.format: magic, version, length of the header, a literal of a dictionary."""
+    version = data[6:7]
+    size = 2 if version == b"\1" else 4
+    if version not in (b"\1", b"\2", b"\3") or len(data) < 8 + size:
+        raise InvalidRequest("the .npy file has no header that can be read")
+    length = int.from_bytes(data[8 : 8 + size], "little")
+    offset = 8 + size + length
+    if length > _MAX_HEADER_BYTES or offset > len(data):
+        raise InvalidRequest("the .npy file has no header that can be read")
+    try:
+        found = ast.literal_eval(data[8 + size : offset].decode("utf-8").strip())
+        descr, is_fortran, shape = found["descr"], found["fortran_order"], found["shape"]
+    except (ValueError, SyntaxError, TypeError, KeyError, MemoryError, RecursionError):
+        raise InvalidRequest("the .npy file has no header that can be read") from None
+    dtype = _NPY_DTYPES.get(descr) if isinstance(descr, str) else None
+    if dtype is None:
+        raise InvalidRequest(
+            f"an .npy file of {str(descr)[:40]!r} is not taken: use '<f4' or '<f2', or a "
+            "safetensors file for bfloat16"
+        )
+    if is_fortran is not False:
+        raise InvalidRequest("the .npy file is not in C order")
+    return TensorPlace(dtype, _shape(shape), offset)
+
+
+def _in_safetensors(data: bytes) -> TensorPlace:
+    """8 bytes: the length of a JSON object of tensors; then their bytes."""
+    length = int.from_bytes(data[:8], "little")
+    offset = 8 + length
+    if len(data) < 10 or length > _MAX_HEADER_BYTES or offset > len(data) or data[8:9] != b"{":
+        raise InvalidRequest("the file is neither .npy nor safetensors")
+    try:
+        found: Any = json.loads(data[8:offset], object_pairs_hook=_unique)
+    except (ValueError, RecursionError):
+        raise InvalidRequest("the safetensors file has no header that can be read") from None
+    tensors = [value for name, value in found.items() if name != "__metadata__"]
+    if len(tensors) != 1 or not isinstance(tensors[0], dict):
+        raise InvalidRequest(f"the safetensors file holds {len(tensors)} tensors, not one")
+    tensor = cast(dict[str, Any], tensors[0])
+    name = tensor.get("dtype")
+    dtype = _SAFETENSORS_DTYPES.get(name) if isinstance(name, str) else None
+    if dtype is None:
+        raise InvalidRequest(
+            f"a safetensors file of {str(name)[:40]!r} is not taken: use F32, F16 or BF16"
+        )
+    if tensor.get("data_offsets") != [0, len(data) - offset]:
+        raise InvalidRequest("the safetensors file's data_offsets are not those of its bytes")
+    return TensorPlace(dtype, _shape(tensor.get("shape")), offset)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a name stands twice")
+    return found
+
+
+def _shape(value: object) -> tuple[int, ...]:
+    if not isinstance(value, (list, tuple)):
+        raise InvalidRequest("the tensor's shape is no list of numbers")
+    items = cast(list[object], list(value))
+    if not all(type(item) is int for item in items):
+        raise InvalidRequest("the tensor's shape is no list of numbers")
+    return tuple(cast(list[int], items))
+
+
+def _short(shape: tuple[int, ...]) -> str:
+    return str(list(shape))[:60]
