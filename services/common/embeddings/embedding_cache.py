@@ -48,6 +48,7 @@ MAX_VALUE_BYTES = 512 << 20
 # An entry: its header, its seal, the tensor.
 _BODY_OFFSET = STORED_HEADER_BYTES + SEAL_BYTES
 _ENTRY = b"triptych:embedding:"
+_FILE = b"file:"  # no image key is as long
 # Of one command: its reply is parsed, and copied into the arena, in the event loop.
 _RANGE_BYTES = 1 << 20
 # Slower than this, Redis is no accelerator: bytes per second of a body.
@@ -216,6 +217,39 @@ class RedisCache(Collector):
             return False
         self.counters["writes"] += 1
         return True
+
+    async def read_file(self, name: bytes, max_bytes: int) -> bytes | None:
+        """What `write_file` has stored, unchecked; None: nothing, more than that, or no answer."""
+        try:
+            size = int.from_bytes(await self._range(_FILE + name, 0, 8, self._timeout_s), "little")
+            if size > max_bytes:
+                return None
+            pieces: list[bytes] = []
+            limit_s = self._timeout_s + _RANGE_BYTES / _MIN_READ_RATE
+            for start in range(8, 8 + size, _RANGE_BYTES):
+                stop = min(start + _RANGE_BYTES, 8 + size)
+                pieces.append(await self._range(_FILE + name, start, stop, limit_s))
+        except (_Absent, CorruptEmbedding):
+            return None
+        return b"".join(pieces)
+
+    async def write_file(self, name: bytes, data: bytes, ttl_s: int) -> bool:
+        """Stores bytes under a name that no embedding has; best effort, as `write`."""
+        value = len(data).to_bytes(8, "little") + data if data else b""
+        try:
+            with self._guarded():
+                await asyncio.to_thread(self._blocking.set, _ENTRY + _FILE + name, value, ex=ttl_s)
+        except _Absent:
+            return False
+        return True
+
+    async def delete_file(self, name: bytes) -> bool:
+        """Forgets what `write_file` has stored; returns whether there was something."""
+        try:
+            await self._range(_FILE + name, 0, 8, self._timeout_s)
+        except (_Absent, CorruptEmbedding):
+            return False
+        return await self.write_file(name, b"", 1)  # an encoder's user of Redis may do no more
 
     async def close(self) -> None:
         """Closes the connections."""

@@ -417,3 +417,22 @@ async def test_a_frozen_redis_costs_a_burst_one_timeout(
         return seconds
 
     assert await async_least(burst, bound_s) < bound_s
+
+
+async def test_files_are_kept_beside_embeddings(
+    cache: RedisCache,
+    redis_server: RedisServer,  # noqa: F811
+) -> None:
+    data = bytes(range(256)) * 10_000  # of three ranges
+    assert await cache.read_file(b"n" * 64, len(data)) is None
+    assert await cache.write_file(b"n" * 64, data, 60)
+    assert await cache.read_file(b"n" * 64, len(data)) == data
+    assert await cache.read_file(b"n" * 64, len(data) - 1) is None
+    with redis_server.client() as client:
+        (name,) = client.keys("*")
+        assert 50 < client.ttl(name) <= 60
+    assert await cache.delete_file(b"n" * 64) and not await cache.delete_file(b"n" * 64)
+    redis_server.stop()
+    assert not await cache.write_file(b"n" * 64, data, 60)
+    assert await cache.read_file(b"n" * 64, len(data)) is None
+    redis_server.start()

@@ -1,0 +1,117 @@
+"""Files that clients have uploaded and name again: here, and in Redis for the other encoders.
+
+The servicer alone uses it. A file's name is its digest and its tenant, so that no other tenant
+finds it, an upload is idempotent, and what Redis returns can be checked. Nothing waits for room:
+the file that was used longest ago goes first.
+"""
+
+import time
+from collections import OrderedDict
+from typing import Protocol
+
+from blake3 import blake3
+
+from services.common.errors import NotFound
+
+DIGEST_BYTES = 32
+KEPT_S = 3600
+MAX_BYTES = 256 << 20
+_DOMAIN = "triptych 2026 kept file: name in Redis"
+
+
+class FileCache(Protocol):
+    """`RedisCache`, as far as it is used here. Never raises."""
+
+    async def read_file(self, name: bytes, max_bytes: int) -> bytes | None:
+        """A file, unchecked; None: there is none, or Redis is away."""
+        ...
+
+    async def write_file(self, name: bytes, data: bytes, ttl_s: int) -> bool:
+        """Stores a file; returns whether it is stored."""
+        ...
+
+    async def delete_file(self, name: bytes) -> bool:
+        """Forgets a file; returns whether there was one."""
+        ...
+
+
+class KeptFiles:
+    """Files by tenant and digest. One event loop owns it.
+
+    Args:
+        redis: shared by all encoders; None: files end with this process.
+        max_bytes: held here, of which one tenant has half; a larger file is not held.
+        ttl_s: since a file's last use.
+    """
+
+    def __init__(
+        self, redis: FileCache | None, max_bytes: int = MAX_BYTES, ttl_s: int = KEPT_S
+    ) -> None:
+        self._redis = redis
+        self._max_bytes = max_bytes
+        self._ttl_s = ttl_s
+        # By last use: bytes and when they expire.
+        self._files: OrderedDict[tuple[str, bytes], tuple[bytes, float]] = OrderedDict()
+
+    async def put(self, tenant: str, data: bytes) -> bytes:
+        """Keeps a file; returns its digest."""
+        digest = blake3(data).digest(DIGEST_BYTES)
+        self._hold(tenant, digest, data)
+        if self._redis is not None:
+            await self._redis.write_file(_name(tenant, digest), data, self._ttl_s)
+        return digest
+
+    async def get(self, tenant: str, digest: bytes) -> bytes:
+        """A file, whose time begins anew here.
+
+        Raises:
+            NotFound: this tenant has not uploaded it lately.
+        """
+        self._expire()
+        if found := self._files.get((tenant, digest)):
+            data = found[0]
+        elif (data := await self._in_redis(tenant, digest)) is None:
+            raise NotFound("no such file is kept: upload it again")
+        self._hold(tenant, digest, data)
+        return data
+
+    async def delete(self, tenant: str, digest: bytes) -> bool:
+        """Forgets a file; returns whether there was one."""
+        was_here = self._files.pop((tenant, digest), None) is not None
+        if self._redis is None:
+            return was_here
+        return await self._redis.delete_file(_name(tenant, digest)) or was_here
+
+    async def _in_redis(self, tenant: str, digest: bytes) -> bytes | None:
+        if self._redis is None:
+            return None
+        data = await self._redis.read_file(_name(tenant, digest), self._max_bytes)
+        return data if data is not None and blake3(data).digest(DIGEST_BYTES) == digest else None
+
+    def _hold(self, tenant: str, digest: bytes, data: bytes) -> None:
+        self._files.pop((tenant, digest), None)
+        self._expire()
+        if len(data) > self._max_bytes // 2:
+            return
+        self._make_room(len(data), self._max_bytes // 2, tenant)
+        self._make_room(len(data), self._max_bytes, None)
+        self._files[tenant, digest] = data, time.monotonic() + self._ttl_s
+
+    def _make_room(self, num_bytes: int, limit: int, tenant: str | None) -> None:
+        """Drops the longest unused of a tenant; None: of all."""
+        keys = [key for key in self._files if tenant is None or key[0] == tenant]
+        held = sum(len(self._files[key][0]) for key in keys)
+        for key in keys:
+            if held + num_bytes <= limit:
+                return
+            held -= len(self._files.pop(key)[0])
+
+    def _expire(self) -> None:
+        now = time.monotonic()
+        while self._files and next(iter(self._files.values()))[1] <= now:
+            self._files.popitem(last=False)
+
+
+def _name(tenant: str, digest: bytes) -> bytes:
+    """In Redis: says nothing of the tenant."""
+    return blake3(digest + tenant.encode(), derive_key_context=_DOMAIN).hexdigest().encode()

@@ -1,0 +1,109 @@
+"""Files that clients upload: by tenant and digest, bounded, in Redis for other encoders."""
+
+import pytest
+from blake3 import blake3
+
+from services.common.errors import NotFound
+from services.encoder.kept_files import KeptFiles
+
+
+class Cache:
+    """Redis, as the files see it."""
+
+    def __init__(self) -> None:
+        self.files: dict[bytes, bytes] = {}
+        self.is_away = False
+
+    async def read_file(self, name: bytes, max_bytes: int) -> bytes | None:
+        data = None if self.is_away else self.files.get(name)
+        return None if data is None or len(data) > max_bytes else data
+
+    async def write_file(self, name: bytes, data: bytes, ttl_s: int) -> bool:
+        if not self.is_away:
+            self.files[name] = data
+        return not self.is_away
+
+    async def delete_file(self, name: bytes) -> bool:
+        return not self.is_away and self.files.pop(name, None) is not None
+
+
+async def test_a_tenant_finds_its_own_files_alone():
+    files = KeptFiles(None)
+    digest = await files.put("a", b"clip")
+    assert digest == blake3(b"clip").digest()
+    assert await files.get("a", digest) == b"clip"
+    for tenant, name in (("b", digest), ("a", bytes(32)), ("", digest)):
+        with pytest.raises(NotFound):
+            await files.get(tenant, name)
+
+
+async def test_another_encoder_finds_a_file_in_redis_and_only_its_tenant():
+    cache = Cache()
+    digest = await KeptFiles(cache).put("a", b"clip")
+    other = KeptFiles(cache)
+    with pytest.raises(NotFound):
+        await other.get("b", digest)
+    assert await other.get("a", digest) == b"clip"
+    cache.is_away = True
+    assert await other.get("a", digest) == b"clip"  # it holds it now
+
+
+async def test_what_redis_returns_is_checked():
+    cache = Cache()
+    digest = await KeptFiles(cache).put("a", b"clip")
+    cache.files = dict.fromkeys(cache.files, b"another")
+    with pytest.raises(NotFound):
+        await KeptFiles(cache).get("a", digest)
+
+
+async def test_names_in_redis_say_nothing_of_tenants():
+    cache = Cache()
+    await KeptFiles(cache).put("secret-tenant", b"clip")
+    (name,) = cache.files
+    assert b"secret" not in name and blake3(b"clip").hexdigest().encode() not in name
+
+
+async def test_a_tenant_has_half_of_the_room_and_the_longest_unused_goes_first():
+    files = KeptFiles(None, max_bytes=40)
+    first, second = [await files.put("a", letter * 10) for letter in (b"1", b"2")]
+    other = await files.put("b", b"3" * 10)
+    await files.get("a", first)
+    third = await files.put("a", b"4" * 10)
+    assert await files.get("a", first) and await files.get("a", third)
+    with pytest.raises(NotFound):
+        await files.get("a", second)
+    await files.put("c", b"5" * 20)  # more than is left beside the others
+    with pytest.raises(NotFound):
+        await files.get("b", other)
+
+
+async def test_a_file_that_has_no_room_is_not_held_and_drops_nothing():
+    files = KeptFiles(None, max_bytes=40)
+    kept = await files.put("a", b"1" * 20)
+    large = await files.put("a", b"2" * 21)
+    assert await files.get("a", kept)
+    with pytest.raises(NotFound):
+        await files.get("a", large)
+
+
+async def test_files_expire_after_their_last_use(monkeypatch: pytest.MonkeyPatch):
+    now = [100.0]
+    monkeypatch.setattr("services.encoder.kept_files.time.monotonic", lambda: now[0])
+    files = KeptFiles(None, ttl_s=10)
+    used, unused = await files.put("a", b"1"), await files.put("a", b"2")
+    now[0] = 109.0
+    await files.get("a", used)
+    now[0] = 111.0
+    assert await files.get("a", used) == b"1"
+    with pytest.raises(NotFound):
+        await files.get("a", unused)
+
+
+async def test_delete_forgets_a_file_here_and_in_redis():
+    cache = Cache()
+    files = KeptFiles(cache)
+    digest = await files.put("a", b"clip")
+    assert not await files.delete("b", digest)
+    assert await files.delete("a", digest) and not await files.delete("a", digest)
+    with pytest.raises(NotFound):
+        await files.get("a", digest)
