@@ -1,0 +1,94 @@
+"""Embeddings that clients bring: rounded as torch rounds, refused before they are written."""
+
+import itertools
+
+import pytest
+import torch
+from safetensors.torch import save
+
+from services.common.embeddings.arena import Arena
+from services.common.embeddings.embedding import EmbeddingSpec
+from services.common.errors import InvalidRequest
+from services.encoder.brought import BroughtEmbeddings, checked, write_tensor
+from services.encoder.embeddings import Origin
+from services.encoder.memory_tier import MemoryTier
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+FEATURES, TOKENS, HIDDEN = 3, 5, 8
+
+
+def spec_of(dtype: str) -> EmbeddingSpec:
+    return EmbeddingSpec(dtype, FEATURES, TOKENS, HIDDEN)
+
+
+def rows(seed: int = 0) -> torch.Tensor:
+    return torch.randn(TOKENS, FEATURES * HIDDEN, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize(("given", "wanted"), list(itertools.product(DTYPES, DTYPES)))
+def test_features_are_written_one_after_another_in_the_models_dtype(given: str, wanted: str):
+    tensor, spec = rows().to(DTYPES[given]), spec_of(wanted)
+    file, into = save({"e": tensor}), bytearray(spec.size_bytes)
+    write_tensor(file, checked(file, spec), spec, memoryview(into))
+    found = torch.frombuffer(into, dtype=DTYPES[wanted]).reshape(spec.shape)
+    expected = tensor.reshape(TOKENS, FEATURES, HIDDEN).movedim(1, 0).to(DTYPES[wanted])
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_all_bits_round_to_bfloat16_as_torch_rounds(seed: int):
+    bits = torch.randint(-(2**31), 2**31, (TOKENS, FEATURES * HIDDEN), dtype=torch.int64,
+                         generator=torch.Generator().manual_seed(seed))  # fmt: skip
+    tensor = bits.to(torch.int32).view(torch.float32).nan_to_num(1.0, 1.0, 1.0).clamp(-1e38, 1e38)
+    spec, file = spec_of("bfloat16"), save({"e": tensor})
+    into = bytearray(spec.size_bytes)
+    write_tensor(file, checked(file, spec), spec, memoryview(into))
+    found = torch.frombuffer(into, dtype=torch.bfloat16).reshape(spec.shape)
+    assert torch.equal(found, tensor.bfloat16().reshape(TOKENS, FEATURES, HIDDEN).movedim(1, 0))
+
+
+@pytest.mark.parametrize("wanted", DTYPES)
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("given", DTYPES)
+def test_values_that_are_not_finite_are_refused(given: str, wanted: str, value: float):
+    tensor, spec = rows(), spec_of(wanted)
+    tensor[2, 9] = value
+    file = save({"e": tensor.to(DTYPES[given])})
+    with pytest.raises(InvalidRequest, match="NaN or infinite"):
+        write_tensor(file, checked(file, spec), spec, memoryview(bytearray(spec.size_bytes)))
+
+
+def test_values_beyond_the_models_dtype_are_refused():
+    spec, file = spec_of("float16"), save({"e": rows() * 1e6})
+    with pytest.raises(InvalidRequest, match="float16"):
+        write_tensor(file, checked(file, spec), spec, memoryview(bytearray(spec.size_bytes)))
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [(TOKENS + 1, FEATURES * HIDDEN), (TOKENS, HIDDEN), (FEATURES * HIDDEN, TOKENS), (TOKENS,),
+     (FEATURES, TOKENS, HIDDEN)],
+)  # fmt: skip
+def test_another_shape_is_refused_by_both_shapes(shape: tuple[int, ...]):
+    with pytest.raises(InvalidRequest, match=r"\[5, 24\]"):
+        checked(save({"e": torch.ones(shape)}), spec_of("float32"))
+
+
+async def test_an_embedding_is_there_once_and_a_bad_one_leaves_nothing():
+    memory, announced = MemoryTier(Arena(1 << 20)), list[bytes]()
+    brought, spec = BroughtEmbeddings(memory, None, announced.append), spec_of("bfloat16")
+    file = save({"e": rows()})
+    bad = save({"e": rows().fill_(float("nan"))})
+    try:
+        with pytest.raises(InvalidRequest):
+            await brought.bring(b"k" * 32, bad, spec)
+        assert memory.get(b"k" * 32) is None and memory.arena.used_bytes == 0 and not announced
+        assert (await brought.bring(b"k" * 32, file, spec)).origin is Origin.COMPUTED
+        assert (await brought.bring(b"k" * 32, file, spec)).origin is Origin.MEMORY
+        entry = memory.get(b"k" * 32)
+        assert announced == [b"k" * 32] and entry is not None
+        found = torch.frombuffer(bytearray(memory.arena.view(entry)), dtype=torch.bfloat16)
+        expected = rows().bfloat16().reshape(TOKENS, FEATURES, HIDDEN).movedim(1, 0)
+        assert torch.equal(found.reshape(spec.shape), expected)
+    finally:
+        await memory.close()
