@@ -32,11 +32,13 @@ from services.common.process.service_process import (
 )
 from services.common.security.credentials import Credentials
 from services.encoder.admission import Admission
+from services.encoder.brought import BroughtEmbeddings
 from services.encoder.clips.clip_pool import PROBE_BYTES, ClipPool
 from services.encoder.clips.held_videos import HeldVideos
 from services.encoder.embeddings import Embeddings
 from services.encoder.engine.messages import EngineMessage, EngineReady, Shutdown
 from services.encoder.engine_client import EngineClient
+from services.encoder.kept_files import MAX_BYTES, KeptFiles
 from services.encoder.memory_tier import MemoryTier
 from services.encoder.metrics import EncoderMetrics
 from services.encoder.redis_tier import RedisTier
@@ -100,7 +102,7 @@ class EncoderService:
         metrics = EncoderMetrics()
         engine = EngineClient(channel, metrics.observe_batch)
         memory = MemoryTier(arena)
-        redis = None
+        redis, cache = None, None
         fingerprint = await served_fingerprint(settings)
         if settings.redis_url:
             cache = RedisCache(
@@ -129,7 +131,11 @@ class EncoderService:
         max_held = memory_limit_bytes() // _HELD_SHARE
         pool = ClipPool(_PROBES, memory_bytes=_PROBES * PROBE_BYTES)
         videos = HeldVideos(pool, min(_MAX_HELD_BYTES, max_held))
-        servicer = EncoderServicer(description, embeddings, metrics, videos, max_bytes)
+        brought = BroughtEmbeddings(memory, redis, embeddings.announce)
+        files = KeptFiles(cache, min(MAX_BYTES, max_held))
+        servicer = EncoderServicer(
+            description, embeddings, metrics, videos, brought, files, max_bytes
+        )
         add_servicer = partial(add_to_server, servicer)
         return cls(engine, memory, redis, embeddings, videos, servicer, add_servicer, metrics)
 

@@ -295,10 +295,14 @@ class Embeddings:
             on_abandoned=lambda: self._remove(encode),
         )
         self._update_gauges()
+        self.announce(key)
+        return encode
+
+    def announce(self, key: bytes) -> None:
+        """Wakes those who wait for a key: it is there, or an encode of it has started."""
         for requested in self._awaited.pop(key, ()):
             if not requested.done():
                 requested.set_result(None)
-        return encode
 
     def _backlog_s(self) -> float:
         """How long what is in work will take, as far as the last image tells."""

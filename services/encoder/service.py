@@ -27,6 +27,7 @@ from services.common.errors import (
     InvalidImage,
     InvalidRequest,
     InvalidVideo,
+    NotFound,
     Overloaded,
     TriptychError,
     WrongImageKey,
@@ -35,6 +36,7 @@ from services.common.geometry import Geometry, Unit
 from services.common.images.image_key import (
     KEY_BYTES,
     MAX_SALT_BYTES,
+    embedding_key,
     frames_key,
     image_key,
     still_digest,
@@ -50,16 +52,18 @@ from services.common.transport.rpc import (
     adopt_metadata,
     message_bytes,
 )
+from services.encoder.brought import BroughtEmbeddings
 from services.encoder.clips.held_videos import HeldVideo, HeldVideos
 from services.encoder.embeddings import Embeddings, Encoded, Origin
 from services.encoder.engine.messages import Source
+from services.encoder.kept_files import KEPT_S, KeptFiles
 from services.encoder.memory_tier import Reading
 from services.encoder.metrics import EncoderMetrics
 from services.encoder.share import Share
 
 log = logging.getLogger(__name__)
 
-Request = TypeVar("Request", pb.EncodeRequest, pb.ProbeRequest)
+Request = TypeVar("Request", pb.EncodeRequest, pb.ProbeRequest, pb.UploadRequest)
 
 SERVICE = "triptych.v1.Encoder"
 _CHUNK_BYTES = 1 << 20
@@ -102,6 +106,8 @@ class EncoderServicer(pb_grpc.EncoderServicer):
         embeddings: Embeddings,
         metrics: EncoderMetrics,
         videos: HeldVideos,
+        brought: BroughtEmbeddings,
+        files: KeptFiles,
         max_read_bytes: int = 4 * MAX_MESSAGE_BYTES,
     ) -> None:
         self._max_read_bytes = max_read_bytes
@@ -110,6 +116,8 @@ class EncoderServicer(pb_grpc.EncoderServicer):
         self._embeddings = embeddings
         self._metrics = metrics
         self._videos = videos
+        self._brought = brought
+        self._files = files
         self._host = host_identity()
         self._num_calls = 0
         self._last_call_at = -math.inf
@@ -200,7 +208,7 @@ class EncoderServicer(pb_grpc.EncoderServicer):
                     message = await _message(context, num_bytes, pb.EncodeRequest)
                     unit = self._checked_unit(message)
                     source, key = await self._source(message, unit)
-                encoded = await self._embeddings.encode(key, source, unit, _share(message))
+                encoded = await self._encoded(message, key, source, unit)
                 num_tokens = self._embeddings.spec_of(unit).num_tokens
                 current.set(source=encoded.origin.value, num_tokens=num_tokens, **_seconds(encoded))
             log.info(
@@ -209,6 +217,42 @@ class EncoderServicer(pb_grpc.EncoderServicer):
             return self._answer(encoded, num_tokens)
         except Exception as error:
             return await self._fail("encode", error, context)
+
+    async def _encoded(
+        self, message: pb.EncodeRequest, key: bytes, source: Source, unit: Unit
+    ) -> Encoded:
+        if message.is_embedding:
+            return await self._brought.bring(key, source.image, self._embeddings.spec_of(unit))
+        return await self._embeddings.encode(key, source, unit, _share(message))
+
+    async def Upload(self, request: object, context: grpc.aio.ServicerContext) -> pb.UploadResponse:
+        """Registered as `Encode` is."""
+        adopt_metadata(context)
+        try:
+            with self._call():
+                num_bytes = message_bytes(context)
+                with self._reading(num_bytes):
+                    message = await _message(context, num_bytes, pb.UploadRequest)
+                    digest = await self._files.put(message.tenant, message.file)
+            return pb.UploadResponse(digest=digest, kept_s=KEPT_S)
+        except Exception as error:
+            return await self._fail("upload", error, context)
+
+    async def Download(
+        self, request: pb.DownloadRequest, context: grpc.aio.ServicerContext
+    ) -> pb.DownloadResponse:
+        adopt_metadata(context)
+        try:
+            with self._call():
+                if request.forget:
+                    if not await self._files.delete(request.tenant, request.digest):
+                        raise NotFound("no such file is kept")
+                    return pb.DownloadResponse()
+                return pb.DownloadResponse(
+                    file=await self._files.get(request.tenant, request.digest)
+                )
+        except Exception as error:
+            return await self._fail("download", error, context)
 
     async def Fetch(self, request: pb.FetchRequest, context: grpc.aio.ServicerContext) -> None:
         parent = adopt_metadata(context)
@@ -290,7 +334,12 @@ class EncoderServicer(pb_grpc.EncoderServicer):
             raise InvalidRequest("an image has neither a video nor a second image")
         if held and source.num_bytes:
             raise InvalidRequest("frames are of a video or images, not both")
-        key_of = partial(_key, self._description.key_prefix, request.cache_salt, unit, source, held)
+        prefix, salt = self._description.key_prefix, request.cache_salt
+        key_of = partial(_key, prefix, salt, unit, source, held)
+        if request.is_embedding:
+            if unit.frames is not None:
+                raise InvalidRequest("an embedding is no pair of frames")
+            key_of = partial(embedding_key, prefix, source.image, unit=unit, salt=salt)
         key = key_of() if source.num_bytes <= INLINE_BYTES else await asyncio.to_thread(key_of)
         if key != given:
             raise WrongImageKey("the image key is not that of this image")
@@ -421,8 +470,8 @@ def _header(entry: ArenaEntry) -> pb.FetchResponse:
 
 
 def add_to_server(servicer: EncoderServicer, server: grpc.aio.Server) -> None:
-    """Registers the servicer as the generated function does, but Probe and Encode read their
-    messages themselves, and Fetch has our serializer.
+    """Registers the servicer as the generated function does, but Probe, Encode and Upload read
+    their messages themselves, and Fetch has our serializer.
     """
     handlers = {
         "Encode": grpc.stream_unary_rpc_method_handler(
@@ -434,6 +483,11 @@ def add_to_server(servicer: EncoderServicer, server: grpc.aio.Server) -> None:
             servicer.Probe,
             request_deserializer=pb.ProbeRequest.FromString,
             response_serializer=pb.ProbeResponse.SerializeToString,
+        ),
+        "Upload": grpc.stream_unary_rpc_method_handler(
+            servicer.Upload,
+            request_deserializer=pb.UploadRequest.FromString,
+            response_serializer=pb.UploadResponse.SerializeToString,
         ),
         "Fetch": grpc.unary_stream_rpc_method_handler(
             servicer.Fetch,

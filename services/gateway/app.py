@@ -28,14 +28,17 @@ from services.gateway.clients.decoders import DecoderPool
 from services.gateway.clients.encoders import EncoderPool
 from services.gateway.clients.pods import Dialling
 from services.gateway.clients.served_model import ServedModel
+from services.gateway.clients.uploads import Uploads
 from services.gateway.endpoints.operations import scope_of
 from services.gateway.endpoints.routes import Routes
 from services.gateway.endpoints.surfaces import create_surfaces
+from services.gateway.endpoints.upload_routes import UploadRoutes
 from services.gateway.http.exchange import handle_bug, handle_http_error, handle_triptych_error
 from services.gateway.http.middleware import Middleware, with_cors
 from services.gateway.http.same_site import SameSite, is_loopback, served_hosts
 from services.gateway.kept import MAX_BYTES, MAX_TENANT_BYTES, Kept, MemoryKept
 from services.gateway.kept_redis import RedisKept
+from services.gateway.media.embeddings import BroughtReader
 from services.gateway.media.images import ImageReader, MediaLoader
 from services.gateway.media.kinds import VIDEO
 from services.gateway.media.videos import VideoLimits, VideoReader
@@ -93,12 +96,15 @@ def create_gateway(settings: GatewaySettings, bounds: Bounds = _BOUNDS) -> Gatew
     kept, held_bytes = _kept(settings, max_held_bytes(bounds.process_bytes))
     admission = Admission(bounds.max_concurrent_requests, held_bytes, quotas)
     web = WebMedia(bounds.max_image_bytes, allow_private=settings.allows_private_media)
-    loader = MediaLoader(bounds.max_image_bytes, web, settings.media_directory)
+    encoders, decoders = _pools(settings, spec, metrics)
+    uploads = Uploads(encoders)
+    loader = MediaLoader(bounds.max_image_bytes, web, settings.media_directory, uploads=uploads)
     images = None
     if spec.vision is not None:
-        images = ImageReader(loader, spec.vision.geometry, bounds.max_source_pixels, kept)
-    clips = _video_loader(settings, bounds)
-    encoders, decoders = _pools(settings, spec, metrics)
+        width = spec.text.hidden_size * spec.vision.tower.num_features
+        brought = BroughtReader(width, uploads) if settings.embeddings else None
+        images = ImageReader(loader, spec.vision.geometry, bounds.max_source_pixels, kept, brought)
+    clips = _video_loader(settings, bounds, uploads)
     service = ChatService(
         model_name=settings.served_model_name or spec.name,
         tokenizer=tokenizer,
@@ -127,7 +133,9 @@ def create_gateway(settings: GatewaySettings, bounds: Bounds = _BOUNDS) -> Gatew
             yield
 
     beside = create_surfaces(service, admission, metrics, spec.directory, kept)
-    routes = Routes(service, admission, metrics, beside.endpoints, beside.routes, settings.others)
+    files = UploadRoutes(uploads, admission, bounds.max_video_bytes).table()
+    others = [*beside.routes, *(files if images is not None else ())]
+    routes = Routes(service, admission, metrics, beside.endpoints, others, settings.others)
     app = _application(routes.table(), lifespan)
     middleware: ASGIApp = Middleware(app, routes.endpoints, admission, keyring, quotas, scope_of)
     middleware = _same_site(middleware, settings, needs_key=not keyring.is_open)
@@ -151,14 +159,14 @@ async def _running(
         await kept.close()
 
 
-def _video_loader(settings: GatewaySettings, bounds: Bounds) -> MediaLoader:
+def _video_loader(settings: GatewaySettings, bounds: Bounds, uploads: Uploads) -> MediaLoader:
     web = WebMedia(
         bounds.max_video_bytes,
         kind=VIDEO,
         timeout_s=_VIDEO_FETCH_S,
         allow_private=settings.allows_private_media,
     )
-    return MediaLoader(bounds.max_video_bytes, web, settings.media_directory, VIDEO)
+    return MediaLoader(bounds.max_video_bytes, web, settings.media_directory, VIDEO, uploads)
 
 
 def _video_reader(

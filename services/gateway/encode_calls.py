@@ -28,6 +28,7 @@ from services.gateway.clients.encoders import (
     EncoderPool,
 )
 from services.gateway.losses import Losses
+from services.gateway.media.images import Image
 from services.gateway.media.videos import Video
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.prepared_request import Medium, PreparedRequest
@@ -265,6 +266,7 @@ class EncodeCalls:
         encode = partial(
             pod.encode, key, data, run.unit, salt=self._request.cache_salt, timeout_s=timeout_s,
             tenant=self._request.tenant, pair=pair,
+            is_embedding=isinstance(image, Image) and image.is_embedding,
         )  # fmt: skip
         file = image.file if isinstance(image, Video) else None
         if file is None:

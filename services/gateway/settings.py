@@ -49,6 +49,7 @@ class GatewaySettings(PeerSettings):
             `.example.com`: all names under it; without names: any where keys are needed, else those
             of this machine (on loopback) or of a local network. Origins of web pages that may call,
             such as `https://example.com`, or `*`: any.
+        embeddings: clients may bring embeddings of images (`image_embeds`).
         unknown_fields: of requests: refuse them, or ignore them as the hints of docs/api.md.
         shutdown_grace_s: how long running requests may continue after SIGTERM.
         log_level: of the standard logging module.
@@ -71,6 +72,7 @@ class GatewaySettings(PeerSettings):
     redis_password_file: Path | None = None
     replicas: Annotated[int, Field(ge=1)] = 1
     allowed_sites: str = ""
+    embeddings: bool = False
     unknown_fields: Literal["refuse", "ignore"] = "refuse"
     shutdown_grace_s: Annotated[float, Field(ge=0)] = 30.0
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"

@@ -21,6 +21,7 @@ from services.common.process.channel import ChannelClosed
 from services.common.process.service_process import create_service_server
 from services.common.transport.rpc import create_channel, outgoing_metadata
 from services.encoder.admission import Admission
+from services.encoder.brought import BroughtEmbeddings
 from services.encoder.clips.clip_pool import ClipPool
 from services.encoder.clips.held_videos import HeldVideos
 from services.encoder.embeddings import Embeddings
@@ -34,6 +35,7 @@ from services.encoder.engine.messages import (
     PlaceImage,
 )
 from services.encoder.engine_client import EngineClient
+from services.encoder.kept_files import KeptFiles
 from services.encoder.memory_tier import MemoryTier
 from services.encoder.metrics import EncoderMetrics
 from services.encoder.redis_tier import RedisTier
@@ -227,7 +229,10 @@ async def run_pod(
     running = asyncio.create_task(client.run())
     description = Description("tiny", PREFIX, LIKE, GEOMETRY, max_image_patches, takes_videos)
     videos = HeldVideos(ClipPool(1, memory_bytes=0), max_bytes=1 << 30)
-    servicer = EncoderServicer(description, embeddings, metrics, videos, max_read_bytes)
+    brought = BroughtEmbeddings(memory, redis, embeddings.announce)
+    servicer = EncoderServicer(
+        description, embeddings, metrics, videos, brought, KeptFiles(cache), max_read_bytes
+    )
     server, _ = await create_service_server(SERVICE, partial(add_to_server, servicer))
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     await server.start()

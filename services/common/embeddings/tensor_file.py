@@ -8,17 +8,22 @@ sizes that it claims are compared with the bytes that are there before any memor
 import ast
 import json
 import math
+from collections.abc import Set
 from dataclasses import dataclass
 from typing import Any, cast
 
 from services.common.errors import InvalidRequest
 
 _NPY_MAGIC = b"\x93NUMPY"
-_NPY_DTYPES = {"<f4": "float32", "<f2": "float16"}
-_SAFETENSORS_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+_NPY_DTYPES = {"<f4": "float32", "<f2": "float16", "<i8": "int64", "<i4": "int32"}
+_SAFETENSORS_DTYPES = {
+    "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32"
+}  # fmt: skip
+ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4}
+FLOATS = frozenset(("float32", "float16", "bfloat16"))
+INTEGERS = frozenset(("int64", "int32"))
 # NumPy pads a header to 64 bytes, safetensors to 8; metadata has to fit, too.
-_MAX_HEADER_BYTES = 4096
+MAX_HEADER_BYTES = 4096
 _MAX_DIMENSIONS = 4
 
 
@@ -27,7 +32,7 @@ class TensorPlace:
     """A dense tensor in a file, row-major, little-endian.
 
     Attributes:
-        dtype: `float32`, `float16` or `bfloat16`.
+        dtype: `float32`, `float16`, `bfloat16`, `int64` or `int32`.
         offset: of its first byte; it ends with the file.
     """
 
@@ -36,14 +41,16 @@ class TensorPlace:
     offset: int
 
 
-def find_tensor(data: bytes) -> TensorPlace:
-    """The only tensor of a file.
+def find_tensor(data: bytes, dtypes: Set[str] = FLOATS) -> TensorPlace:
+    """The only tensor of a file; of one of `dtypes`.
 
     Raises:
         InvalidRequest: the file is neither format, holds anything else than one dense tensor of
             such a dtype, or has more or fewer bytes than its header says.
     """
     place = _in_npy(data) if data.startswith(_NPY_MAGIC) else _in_safetensors(data)
+    if place.dtype not in dtypes:
+        raise InvalidRequest(f"a tensor of {place.dtype} is not taken here")
     if len(place.shape) > _MAX_DIMENSIONS or min(place.shape, default=0) <= 0:
         raise InvalidRequest(f"a tensor of shape {_short(place.shape)} is no embedding")
     wanted = math.prod(place.shape) * ITEM_BYTES[place.dtype]
@@ -63,7 +70,7 @@ def _in_npy(data: bytes) -> TensorPlace:
         raise InvalidRequest("the .npy file has no header that can be read")
     length = int.from_bytes(data[8 : 8 + size], "little")
     offset = 8 + size + length
-    if length > _MAX_HEADER_BYTES or offset > len(data):
+    if length > MAX_HEADER_BYTES or offset > len(data):
         raise InvalidRequest("the .npy file has no header that can be read")
     try:
         found = ast.literal_eval(data[8 + size : offset].decode("utf-8").strip())
@@ -85,7 +92,7 @@ def _in_safetensors(data: bytes) -> TensorPlace:
     """8 bytes: the length of a JSON object of tensors; then their bytes."""
     length = int.from_bytes(data[:8], "little")
     offset = 8 + length
-    if len(data) < 10 or length > _MAX_HEADER_BYTES or offset > len(data) or data[8:9] != b"{":
+    if len(data) < 10 or length > MAX_HEADER_BYTES or offset > len(data) or data[8:9] != b"{":
         raise InvalidRequest("the file is neither .npy nor safetensors")
     try:
         found: Any = json.loads(data[8:offset], object_pairs_hook=_unique)
@@ -114,12 +121,12 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _shape(value: object) -> tuple[int, ...]:
-    if not isinstance(value, (list, tuple)):
+    if not isinstance(value, list | tuple):
         raise InvalidRequest("the tensor's shape is no list of numbers")
-    items = cast(list[object], list(value))
+    items = cast(list[object] | tuple[object, ...], value)
     if not all(type(item) is int for item in items):
         raise InvalidRequest("the tensor's shape is no list of numbers")
-    return tuple(cast(list[int], items))
+    return tuple(cast(tuple[int, ...], items))
 
 
 def _short(shape: tuple[int, ...]) -> str:

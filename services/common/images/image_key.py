@@ -19,6 +19,7 @@ KEY_BYTES = 32
 MAX_SALT_BYTES = 256
 _PREFIX_DOMAIN = b"triptych/prefix/v1"
 _IMAGE_DOMAIN = b"triptych/v1"
+_EMBEDDING_DOMAIN = b"triptych/embedding/v1"
 # Bump when the decode of videos, their conversion to RGB or their frames' digests change.
 _FRAMES_DOMAIN = b"triptych/frames/v1"
 FRAME_DIGEST_BYTES = 16  # as ProbeResponse's
@@ -74,6 +75,19 @@ def frames_key(prefix: bytes, first: bytes, second: bytes, *, grid: Grid, salt: 
         32 bytes.
     """
     return _digest(_FRAMES_DOMAIN, (prefix, b"%d,%d,%d" % grid, salt, first, second))
+
+
+def embedding_key(prefix: bytes, file: bytes, *, unit: Unit, salt: bytes) -> bytes:
+    """The key of an embedding that a client brings; of no image, whatever the file is.
+
+    Args:
+        prefix, unit, salt: as of `image_key`.
+        file: with its tensor.
+
+    Returns:
+        32 bytes.
+    """
+    return _digest(_EMBEDDING_DOMAIN, (prefix, b"%d,%d,%d" % unit.grid, salt, file))
 
 
 def still_digest(image: bytes) -> bytes:

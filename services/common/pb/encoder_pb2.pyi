@@ -79,6 +79,38 @@ class ProbeResponse(_message.Message):
     frame_digests: bytes
     def __init__(self, video_digest: _Optional[bytes] = ..., num_frames: _Optional[int] = ..., rate: _Optional[float] = ..., height: _Optional[int] = ..., width: _Optional[int] = ..., duration_s: _Optional[float] = ..., codec: _Optional[str] = ..., frame_digests: _Optional[bytes] = ...) -> None: ...
 
+class UploadRequest(_message.Message):
+    __slots__ = ("file", "tenant")
+    FILE_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    file: bytes
+    tenant: str
+    def __init__(self, file: _Optional[bytes] = ..., tenant: _Optional[str] = ...) -> None: ...
+
+class UploadResponse(_message.Message):
+    __slots__ = ("digest", "kept_s")
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    KEPT_S_FIELD_NUMBER: _ClassVar[int]
+    digest: bytes
+    kept_s: int
+    def __init__(self, digest: _Optional[bytes] = ..., kept_s: _Optional[int] = ...) -> None: ...
+
+class DownloadRequest(_message.Message):
+    __slots__ = ("digest", "tenant", "forget")
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    FORGET_FIELD_NUMBER: _ClassVar[int]
+    digest: bytes
+    tenant: str
+    forget: bool
+    def __init__(self, digest: _Optional[bytes] = ..., tenant: _Optional[str] = ..., forget: _Optional[bool] = ...) -> None: ...
+
+class DownloadResponse(_message.Message):
+    __slots__ = ("file",)
+    FILE_FIELD_NUMBER: _ClassVar[int]
+    file: bytes
+    def __init__(self, file: _Optional[bytes] = ...) -> None: ...
+
 class FramePair(_message.Message):
     __slots__ = ("first", "second")
     FIRST_FIELD_NUMBER: _ClassVar[int]
@@ -88,7 +120,7 @@ class FramePair(_message.Message):
     def __init__(self, first: _Optional[int] = ..., second: _Optional[int] = ...) -> None: ...
 
 class EncodeRequest(_message.Message):
-    __slots__ = ("image_key", "image", "grid", "cache_salt", "tenant", "tenant_weight", "frames", "video_digest", "second_image")
+    __slots__ = ("image_key", "image", "grid", "cache_salt", "tenant", "tenant_weight", "frames", "video_digest", "is_embedding", "second_image")
     IMAGE_KEY_FIELD_NUMBER: _ClassVar[int]
     IMAGE_FIELD_NUMBER: _ClassVar[int]
     GRID_FIELD_NUMBER: _ClassVar[int]
@@ -97,6 +129,7 @@ class EncodeRequest(_message.Message):
     TENANT_WEIGHT_FIELD_NUMBER: _ClassVar[int]
     FRAMES_FIELD_NUMBER: _ClassVar[int]
     VIDEO_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    IS_EMBEDDING_FIELD_NUMBER: _ClassVar[int]
     SECOND_IMAGE_FIELD_NUMBER: _ClassVar[int]
     image_key: bytes
     image: bytes
@@ -106,8 +139,9 @@ class EncodeRequest(_message.Message):
     tenant_weight: float
     frames: FramePair
     video_digest: bytes
+    is_embedding: bool
     second_image: bytes
-    def __init__(self, image_key: _Optional[bytes] = ..., image: _Optional[bytes] = ..., grid: _Optional[_Union[Grid, _Mapping]] = ..., cache_salt: _Optional[bytes] = ..., tenant: _Optional[str] = ..., tenant_weight: _Optional[float] = ..., frames: _Optional[_Union[FramePair, _Mapping]] = ..., video_digest: _Optional[bytes] = ..., second_image: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, image_key: _Optional[bytes] = ..., image: _Optional[bytes] = ..., grid: _Optional[_Union[Grid, _Mapping]] = ..., cache_salt: _Optional[bytes] = ..., tenant: _Optional[str] = ..., tenant_weight: _Optional[float] = ..., frames: _Optional[_Union[FramePair, _Mapping]] = ..., video_digest: _Optional[bytes] = ..., is_embedding: _Optional[bool] = ..., second_image: _Optional[bytes] = ...) -> None: ...
 
 class EncodeResponse(_message.Message):
     __slots__ = ("source", "num_tokens", "lookup_s", "queue_s", "preprocess_s", "forward_s")

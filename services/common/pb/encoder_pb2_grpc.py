@@ -49,6 +49,16 @@ class EncoderStub:
                 request_serializer=services_dot_common_dot_pb_dot_encoder__pb2.EncodeRequest.SerializeToString,
                 response_deserializer=services_dot_common_dot_pb_dot_encoder__pb2.EncodeResponse.FromString,
                 _registered_method=True)
+        self.Upload = channel.unary_unary(
+                '/triptych.v1.Encoder/Upload',
+                request_serializer=services_dot_common_dot_pb_dot_encoder__pb2.UploadRequest.SerializeToString,
+                response_deserializer=services_dot_common_dot_pb_dot_encoder__pb2.UploadResponse.FromString,
+                _registered_method=True)
+        self.Download = channel.unary_unary(
+                '/triptych.v1.Encoder/Download',
+                request_serializer=services_dot_common_dot_pb_dot_encoder__pb2.DownloadRequest.SerializeToString,
+                response_deserializer=services_dot_common_dot_pb_dot_encoder__pb2.DownloadResponse.FromString,
+                _registered_method=True)
         self.Fetch = channel.unary_stream(
                 '/triptych.v1.Encoder/Fetch',
                 request_serializer=services_dot_common_dot_pb_dot_encoder__pb2.FetchRequest.SerializeToString,
@@ -78,6 +88,21 @@ class EncoderServicer:
         """Makes the embedding of one unit, an image or a pair of frames, available for Fetch and returns
         when it is. Idempotent: equal
         keys are computed once, however many callers ask, and a key already stored costs a lookup.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Upload(self, request, context):
+        """Keeps a file of a client for a while, so that its tenant can name it at any encoder that shares
+        Redis with this one, or at this one.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Download(self, request, context):
+        """A file that Upload keeps; "not_found" for anybody else than its tenant.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -113,6 +138,16 @@ def add_EncoderServicer_to_server(servicer, server):
                     servicer.Encode,
                     request_deserializer=services_dot_common_dot_pb_dot_encoder__pb2.EncodeRequest.FromString,
                     response_serializer=services_dot_common_dot_pb_dot_encoder__pb2.EncodeResponse.SerializeToString,
+            ),
+            'Upload': grpc.unary_unary_rpc_method_handler(
+                    servicer.Upload,
+                    request_deserializer=services_dot_common_dot_pb_dot_encoder__pb2.UploadRequest.FromString,
+                    response_serializer=services_dot_common_dot_pb_dot_encoder__pb2.UploadResponse.SerializeToString,
+            ),
+            'Download': grpc.unary_unary_rpc_method_handler(
+                    servicer.Download,
+                    request_deserializer=services_dot_common_dot_pb_dot_encoder__pb2.DownloadRequest.FromString,
+                    response_serializer=services_dot_common_dot_pb_dot_encoder__pb2.DownloadResponse.SerializeToString,
             ),
             'Fetch': grpc.unary_stream_rpc_method_handler(
                     servicer.Fetch,
@@ -201,6 +236,60 @@ class Encoder:
             '/triptych.v1.Encoder/Encode',
             services_dot_common_dot_pb_dot_encoder__pb2.EncodeRequest.SerializeToString,
             services_dot_common_dot_pb_dot_encoder__pb2.EncodeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Upload(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/triptych.v1.Encoder/Upload',
+            services_dot_common_dot_pb_dot_encoder__pb2.UploadRequest.SerializeToString,
+            services_dot_common_dot_pb_dot_encoder__pb2.UploadResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Download(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/triptych.v1.Encoder/Download',
+            services_dot_common_dot_pb_dot_encoder__pb2.DownloadRequest.SerializeToString,
+            services_dot_common_dot_pb_dot_encoder__pb2.DownloadResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -90,6 +90,16 @@ class EncoderPod(Pod):
             request_serializer=pb.ProbeRequest.SerializeToString,
             response_deserializer=pb.ProbeResponse.FromString,
         )
+        self._upload = self.channel.unary_unary(
+            "/triptych.v1.Encoder/Upload",
+            request_serializer=pb.UploadRequest.SerializeToString,
+            response_deserializer=pb.UploadResponse.FromString,
+        )
+        self._download = self.channel.unary_unary(
+            "/triptych.v1.Encoder/Download",
+            request_serializer=pb.DownloadRequest.SerializeToString,
+            response_deserializer=pb.DownloadResponse.FromString,
+        )
         self._lost = asyncio.Event()
 
     @property
@@ -138,6 +148,7 @@ class EncoderPod(Pod):
         timeout_s: float,
         tenant: Tenant | None = None,
         pair: SentPair | None = None,
+        is_embedding: bool = False,
     ) -> Encoded:
         """Makes a unit's embedding available at this encoder.
 
@@ -151,6 +162,7 @@ class EncoderPod(Pod):
             tenant: for whom; None: a caller without a key.
             timeout_s: deadline of the call.
             pair: of a video's unit.
+            is_embedding: the file holds the unit's embedding.
 
         Raises:
             ProcessLost: the encoder was lost during the call.
@@ -165,6 +177,7 @@ class EncoderPod(Pod):
             cache_salt=salt,
             tenant=tenant.name if tenant else "",
             tenant_weight=tenant.weight if tenant else 1.0,
+            is_embedding=is_embedding,
         )
         if pair is not None:
             request.frames.first, request.frames.second = pair.frames
@@ -187,6 +200,31 @@ class EncoderPod(Pod):
         if not clip.num_frames or len(found.frame_digests) != clip.num_frames * FRAME_DIGEST_BYTES:
             raise InternalError("an encoder returned no digest for each frame of a video")
         return Probed(clip, found.duration_s, found.video_digest, found.frame_digests)
+
+    async def upload(self, file: bytes, tenant: str, timeout_s: float) -> int:
+        """Leaves a file of a tenant at the encoder; returns for how many seconds.
+
+        Raises:
+            TriptychError: as of `encode`.
+        """
+        request = pb.UploadRequest(file=file, tenant=tenant)
+        metadata = outgoing_metadata(request.ByteSize())
+        call = self._upload(request, timeout=timeout_s, metadata=metadata)
+        return (await self._answer_of(call)).kept_s
+
+    async def download(
+        self, digest: bytes, tenant: str, timeout_s: float, *, forget: bool = False
+    ) -> bytes:
+        """A file of a tenant; with `forget`, no bytes, and the file is gone.
+
+        Raises:
+            NotFound: the tenant has left none of that digest there.
+            TriptychError: as of `encode`.
+        """
+        request = pb.DownloadRequest(digest=digest, tenant=tenant, forget=forget)
+        metadata = outgoing_metadata(request.ByteSize())
+        call = self._download(request, timeout=timeout_s, metadata=metadata)
+        return (await self._answer_of(call)).file
 
     async def _answer_of(self, call: "grpc.aio.UnaryUnaryCall[Any, Answer]") -> "Answer":
         """Of a call that the loss of the encoder ends, too."""
@@ -234,6 +272,10 @@ class EncoderPool(Pool[EncoderPod]):
     ) -> None:
         model = served or ServedModel()
         super().__init__(addresses, lambda address: EncoderPod(address, model, dialling))
+
+    def pods(self) -> list[EncoderPod]:
+        """All that are healthy."""
+        return self._pods.healthy()
 
     def description(self) -> EncoderDescription | None:
         """What most healthy encoders serve; None if no encoder is healthy.

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Callable, Generator, Mapping
+from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -25,7 +25,7 @@ from services.gateway.forms.ignored import Ignored
 from services.gateway.forms.json_body import Body, LargeImages, cut_images, free
 from services.gateway.forms.openai import ChatRequest
 from services.gateway.forms.responses import Update, Usage, error_event
-from services.gateway.http.exchange import Exchange, read_body
+from services.gateway.http.exchange import JSON_TYPES, Exchange, read_body
 from services.gateway.metrics import GatewayMetrics, Timings
 from services.gateway.prompts.prompt import Draft
 from services.gateway.tenancy.admission import Admission, Slot
@@ -232,12 +232,14 @@ def renamed(param: str, paths: Mapping[str, str]) -> str:
 
 
 @asynccontextmanager
-async def received(admission: Admission, request: Request) -> AsyncGenerator[tuple[Slot, Body]]:
-    """A slot and the whole body of a request that needs no `Endpoint`."""
+async def received(
+    admission: Admission, request: Request, types: Sequence[str] = JSON_TYPES
+) -> AsyncGenerator[tuple[Slot, Body]]:
+    """A slot and the whole body, of such a type, of a request that needs no `Endpoint`."""
     tenant = tenant_of(request.scope)
     with admission.holding(tenant) as holding:
         async with admission.until_ended():
-            body = await read_body(request.scope, request.receive, holding.hold)
+            body = await read_body(request.scope, request.receive, holding.hold, types)
         with releasing(body), admission.slot(tenant, holding) as slot:
             try:
                 await slot.usage.charge()

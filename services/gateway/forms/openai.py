@@ -19,6 +19,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from services.common.errors import InvalidRequest
+from services.gateway.forms.embeddings import ImageEmbedsPart
 from services.gateway.forms.generation import (
     MAX_TOP_LOGPROBS,
     GenerationFields,
@@ -131,6 +132,7 @@ Part = (
     | ImageUrlPart
     | InputImagePart
     | NamedImagePart
+    | ImageEmbedsPart
     | VideoUrlPart
     | InputVideoPart
     | NamedVideoPart

@@ -7,7 +7,7 @@ end with errors of endpoints that have not started a response.
 import asyncio
 import logging
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
@@ -43,6 +43,7 @@ _STREAM_HEADERS = [
     (b"x-accel-buffering", b"no"),
 ]
 _JSON = b"application/json"
+JSON_TYPES = ("application/json",)
 Result = TypeVar("Result")
 
 
@@ -139,9 +140,12 @@ async def _disconnected(receive: Receive) -> None:
 
 
 async def read_body(
-    scope: Scope, receive: Receive, hold: Callable[[int], None]
+    scope: Scope,
+    receive: Receive,
+    hold: Callable[[int], None],
+    types: Sequence[str] = JSON_TYPES,
 ) -> bytes | bytearray:
-    """A request's whole body, which is JSON.
+    """A request's whole body, which is JSON unless `types` say otherwise.
 
     A page of another origin can send every form's type without asking first (CORS), so a body
     that is declared as anything else is refused; one that is not declared at all is read.
@@ -150,17 +154,18 @@ async def read_body(
         scope: of the request.
         receive: the ASGI channel.
         hold: counts the memory that the request will take, as bytes arrive; may refuse.
+        types: how its content type may begin.
 
     Raises:
-        UnsupportedMediaType: its content type is not JSON's.
+        UnsupportedMediaType: its content type is another one.
         PayloadTooLarge: over the limit, by content-length or by count.
         DeadlineExceeded: it arrives too slowly.
         ClientDisconnect: the client disconnected.
     """
     headers = dict(scope["headers"])
-    content_type = headers.get(b"content-type", _JSON).partition(b";")[0].strip().lower()
-    if content_type != _JSON:
-        raise UnsupportedMediaType("the body must be JSON: Content-Type: application/json")
+    given = headers.get(b"content-type", types[0].encode()).partition(b";")[0].strip().lower()
+    if not given.decode("latin-1").startswith(tuple(types)):
+        raise UnsupportedMediaType(f"the body's Content-Type must be {', '.join(types)}")
     declared = headers.get(b"content-length", b"0")
     if declared.isdigit() and int(declared) > MAX_BODY_BYTES:
         raise PayloadTooLarge(f"the body is larger than {MAX_BODY_BYTES} bytes")

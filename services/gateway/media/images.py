@@ -12,6 +12,7 @@ import stat
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 from urllib.parse import unquote
@@ -20,9 +21,9 @@ import msgspec
 import pybase64
 
 from services.common.errors import InvalidImage, InvalidRequest, TriptychError
-from services.common.geometry import Geometry, Unit
+from services.common.geometry import Geometry, Grid, Unit
 from services.common.images.image_header import read_header
-from services.common.images.image_key import image_key
+from services.common.images.image_key import embedding_key, image_key
 from services.common.threads import INLINE_BYTES, WorkerThreads, num_threads
 from services.gateway.forms.json_body import LargeImages
 from services.gateway.media.kinds import IMAGE, Kind, SentPair
@@ -49,6 +50,7 @@ class ImageSource:
         detail: `low`, `high` or `auto`.
         min_pixels, max_pixels: of the resized image; None: the model's.
         uuid: what later requests of the tenant call it; None: nothing.
+        grid: of an embedding that the client brings, behind the URL; None: an image.
     """
 
     url: str
@@ -57,6 +59,7 @@ class ImageSource:
     min_pixels: int | None = None
     max_pixels: int | None = None
     uuid: str | None = None
+    grid: Grid | None = None
 
 
 @dataclass(slots=True)
@@ -67,11 +70,13 @@ class Image:
         param: the field of the request, for errors.
         data: the encoded file.
         units: what is encoded of it.
+        is_embedding: the file holds the only unit's embedding.
     """
 
     param: str
     data: bytes
     units: Sequence[Unit]
+    is_embedding: bool = False
     _keys: dict[tuple[bytes, Unit, bytes], bytes] = field(
         default_factory=dict[tuple[bytes, Unit, bytes], bytes]
     )
@@ -84,10 +89,9 @@ class Image:
         """A unit's image key for encoders of that prefix and a tenant's salt; hashed once."""
         found = self._keys.get((prefix, unit, salt))
         if found is None:
-            if len(self.data) <= INLINE_BYTES:
-                found = image_key(prefix, self.data, unit=unit, salt=salt)
-            else:
-                found = await asyncio.to_thread(image_key, prefix, self.data, unit=unit, salt=salt)
+            name = embedding_key if self.is_embedding else image_key
+            key_of = partial(name, prefix, self.data, unit=unit, salt=salt)
+            found = key_of() if len(self.data) <= INLINE_BYTES else await asyncio.to_thread(key_of)
             self._keys[(prefix, unit, salt)] = found
         return found
 
@@ -110,6 +114,7 @@ class ImageReader:
         geometry: the model's.
         max_source_pixels: larger images are refused.
         kept: where images with a `uuid` are put, and those without a URL are.
+        embeddings: URL to an embedding's file; None: clients may not bring them.
     """
 
     def __init__(
@@ -118,11 +123,13 @@ class ImageReader:
         geometry: Geometry,
         max_source_pixels: int,
         kept: KeptImages,
+        embeddings: "EmbeddingReader | None" = None,
     ) -> None:
         self._loader = loader
         self._geometry = geometry
         self._max_source_pixels = max_source_pixels
         self._kept = kept
+        self._embeddings = embeddings
 
     def num_pixels(self, images: Sequence[Image]) -> int:
         """Of all images, resized."""
@@ -153,6 +160,8 @@ class ImageReader:
         async def read_one(source: ImageSource) -> Image:
             async with gate:
                 try:
+                    if source.grid is not None:
+                        return await self._embedding(source, hold, max_patches, tenant, large)
                     geometry = self._geometry_for(source)
                     if source.uuid is not None and not source.url:
                         data = await self._kept_image(source.uuid, hold, tenant)
@@ -178,6 +187,26 @@ class ImageReader:
             # A task holds its error, whose traceback holds this frame: without the list there is
             # no cycle, and a failed request's images are freed at its end.
             tasks.clear()
+
+    async def _embedding(
+        self,
+        source: ImageSource,
+        hold: Callable[[int], None],
+        max_patches: int,
+        tenant: str,
+        large: LargeImages | None,
+    ) -> Image:
+        if self._embeddings is None:
+            raise InvalidRequest(
+                "this gateway takes no embeddings of clients: GATEWAY_EMBEDDINGS=true allows them"
+            )
+        unit = Unit(source.grid or (0, 0, 0))
+        self._geometry.check(unit)
+        if unit.num_patches > max_patches:
+            raise InvalidImage(f"the grid has {unit.num_patches} patches, more than {max_patches}")
+        num_tokens = self._geometry.num_tokens(unit)
+        data = await self._embeddings.load(source.url, num_tokens, hold, tenant, large)
+        return Image(source.param, data, (unit,), is_embedding=True)
 
     async def _kept_image(self, uuid: str, hold: Callable[[int], None], tenant: str) -> bytes:
         data = await self._kept.get(tenant, kept_name(uuid))
@@ -226,6 +255,33 @@ def uncounted(num_bytes: int) -> None:
     """In place of a request's `hold`: counts nothing."""
 
 
+class EmbeddingReader(Protocol):
+    """Loads embeddings of clients; `embeddings.BroughtReader` is one."""
+
+    async def load(
+        self,
+        url: str,
+        num_tokens: int,
+        hold: Callable[[int], None],
+        tenant: str,
+        large: LargeImages | None,
+    ) -> bytes:
+        """The file with a tensor of so many rows.
+
+        Raises:
+            TriptychError: as of `MediaLoader.load`; or the file holds no such tensor.
+        """
+        ...
+
+
+class UploadedFiles(Protocol):
+    """Files behind `media:` URLs; `clients.uploads.Uploads` has them."""
+
+    async def get(self, tenant: str, handle: str) -> bytes:
+        """Raises NotFound: the tenant has no such file."""
+        ...
+
+
 class WebFetcher(Protocol):
     """Fetches images of http: and https: URLs."""
 
@@ -250,6 +306,7 @@ class MediaLoader:
         web: fetches http: and https: URLs; `web_media.WebMedia` is one.
         allowed_directory: where file: URLs may point; None: nowhere.
         kind: of what is loaded.
+        uploads: what `media:` URLs name; None: nothing.
     """
 
     def __init__(
@@ -258,7 +315,9 @@ class MediaLoader:
         web: WebFetcher,
         allowed_directory: Path | None,
         kind: Kind = IMAGE,
+        uploads: UploadedFiles | None = None,
     ) -> None:
+        self._uploads = uploads
         self._max_bytes = max_bytes
         self._kind = kind
         self._web = web
@@ -304,6 +363,12 @@ class MediaLoader:
                 return await self._web.fetch(
                     url, lambda count: hold(count * _MEMORY_PER_FETCHED_BYTE), tenant
                 )
+            case "media" if self._uploads is not None:
+                data = await self._uploads.get(tenant, url)
+                if len(data) > self._max_bytes:
+                    raise _too_large(self._max_bytes, self._kind)
+                hold(len(data) * _MEMORY_PER_FETCHED_BYTE)
+                return data
             case "file":
                 data = await self._threads.run(self._read_file, url)
                 hold(len(data) * _MEMORY_PER_FETCHED_BYTE)

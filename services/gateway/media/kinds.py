@@ -41,6 +41,8 @@ class SentPair(NamedTuple):
 
 
 _UNKNOWN = ("", "application/octet-stream")
+_BINARY = "application/octet-stream"
+EMBEDDING = Kind("tensor", frozenset(_UNKNOWN), _BINARY, _BINARY.encode(), InvalidImage)
 IMAGE = Kind(
     "image",
     frozenset(

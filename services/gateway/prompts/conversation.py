@@ -11,6 +11,7 @@ from typing import Any
 from services.common.errors import InvalidRequest
 from services.common.model_spec import ModelSpec
 from services.gateway.answers.reasoning import CLOSE
+from services.gateway.forms.embeddings import ImageEmbedsPart
 from services.gateway.forms.openai import ChatRequest, ImagePart, Message, TextPart
 from services.gateway.forms.tools import check_nesting, definitions, read_arguments
 from services.gateway.forms.video import VideoPart, sampling_of
@@ -203,7 +204,7 @@ def read_messages(
     if not takes_images:
         _refuse_images(request)
     for kind, noun, limit in (
-        (ImagePart, "images", max_images),
+        (ImagePart | ImageEmbedsPart, "images", max_images),
         (VideoPart, "videos", max_videos),
     ):
         count = sum(
@@ -232,8 +233,8 @@ def _refuse_images(request: ChatRequest) -> None:
     for index, message in enumerate(request.messages):
         parts = message.content if isinstance(message.content, list) else ()
         for position, part in enumerate(parts):
-            if isinstance(part, ImagePart | VideoPart):
-                text = _NO_IMAGES if isinstance(part, ImagePart) else _NO_VIDEOS
+            if not isinstance(part, TextPart):
+                text = _NO_VIDEOS if isinstance(part, VideoPart) else _NO_IMAGES
                 raise InvalidRequest(text, param=f"messages[{index}].content[{position}]")
     for name in ("min_pixels", "max_pixels", "mm_processor_kwargs", "media_io_kwargs"):
         if getattr(request, name) is not None:
@@ -300,6 +301,9 @@ def _template_message(
             if isinstance(part, ImagePart):
                 images.append(_source(part, f"{path}.content[{position}]", request))
                 parts.append({"type": "image"})
+            elif isinstance(part, ImageEmbedsPart):
+                images.append(_embedding(part, f"{path}.content[{position}]"))
+                parts.append({"type": "image"})
             elif isinstance(part, VideoPart):
                 place = f"{path}.content[{position}]"
                 videos.append(_video(part, place, request, len(videos)))
@@ -342,6 +346,15 @@ def _source(part: ImagePart, param: str, request: ChatRequest) -> ImageSource:
     return ImageSource(image.url or "", param, detail, uuid=part.uuid, **found)
 
 
+def _embedding(part: ImageEmbedsPart, param: str) -> ImageSource:
+    try:
+        grid = part.grid()
+        return ImageSource(part.url, param, grid=grid)
+    except InvalidRequest as error:
+        error.param = f"{param}.{error.param}"
+        raise
+
+
 def _video(part: VideoPart, param: str, request: ChatRequest, index: int) -> VideoSource:
     """The video with what is looked at of it; `index`: among the request's."""
     if not part.urls:
@@ -359,7 +372,7 @@ def _refuse_tool_images(request: ChatRequest) -> None:
     for index, message in enumerate(request.messages):
         if message.role == "tool" and isinstance(message.content, list):
             for position, part in enumerate(message.content):
-                if isinstance(part, ImagePart | VideoPart):
+                if not isinstance(part, TextPart):
                     raise InvalidRequest(
                         "the model's chat template takes no images in tool messages",
                         param=f"messages[{index}].content[{position}]",

@@ -1,0 +1,111 @@
+"""Files that clients upload once and name by `media:` URLs. They lie with an encoder and in its
+Redis, never here.
+
+A handle is the file's digest. The encoder that keeps a file is chosen by it; where encoders share
+no Redis, the others are asked, too. `MediaLoader` reads a handle, `UploadRoutes` makes one.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from services.common.errors import InvalidRequest, NotFound, TriptychError, Unavailable
+from services.gateway.clients.encoders import EncoderPod, EncoderPool
+from services.gateway.clients.pods import rank
+
+SCHEME = "media:"
+_HANDLE = re.compile(r"media:([0-9a-f]{64})")
+_TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Upload:
+    """A file that is kept.
+
+    Attributes:
+        handle: a URL.
+        kept_s: since its last use.
+    """
+
+    handle: str
+    kept_s: int
+
+
+class Uploads:
+    """Files of tenants at encoders.
+
+    Args:
+        encoders: the pool; empty for a model that takes text alone.
+    """
+
+    def __init__(self, encoders: EncoderPool) -> None:
+        self._encoders = encoders
+
+    async def put(self, tenant: str, data: bytes, digest: bytes) -> Upload:
+        """Leaves a file at an encoder; another one, if that is lost.
+
+        Raises:
+            TriptychError: no encoder takes it.
+        """
+        cause: TriptychError | None = None
+        for pod in self._by_rank(digest)[:2]:
+            try:
+                kept_s = await pod.upload(data, tenant, _TIMEOUT_S)
+            except Unavailable as error:
+                cause = error.without_frames()
+                continue
+            return Upload(SCHEME + digest.hex(), kept_s)
+        raise cause or Unavailable("no encoder is available", retry_after_s=1)
+
+    async def get(self, tenant: str, handle: str) -> bytes:
+        """The file that a handle names.
+
+        Raises:
+            InvalidRequest: it is no handle.
+            NotFound: the tenant has no such file, or has not used it for long.
+            TriptychError: an encoder that may have it does not answer.
+        """
+        digest = read_handle(handle)
+        cause: TriptychError = NotFound("no such upload is kept: upload the file again")
+        for pod in self._by_rank(digest):
+            try:
+                return await pod.download(digest, tenant, _TIMEOUT_S)
+            except NotFound:
+                continue
+            except Unavailable as error:
+                cause = error.without_frames()
+        raise cause
+
+    async def delete(self, tenant: str, handle: str) -> None:
+        """Forgets a file.
+
+        Raises:
+            InvalidRequest, NotFound, TriptychError: as of `get`.
+        """
+        digest = read_handle(handle)
+        cause: TriptychError | None = NotFound("no such upload is kept")
+        for pod in self._by_rank(digest):
+            try:
+                await pod.download(digest, tenant, _TIMEOUT_S, forget=True)
+                cause = None
+            except NotFound:
+                continue
+        if cause is not None:
+            raise cause
+
+    def _by_rank(self, digest: bytes) -> Sequence[EncoderPod]:
+        pods = sorted(self._encoders.pods(), key=lambda pod: rank(pod.address, digest))
+        if not pods:
+            raise Unavailable("no encoder is available", retry_after_s=1)
+        return pods
+
+
+def read_handle(handle: str) -> bytes:
+    """The digest in a handle.
+
+    Raises:
+        InvalidRequest: it is none.
+    """
+    if not (found := _HANDLE.fullmatch(handle)):
+        raise InvalidRequest("a media: URL is one that POST /v1/media has given")
+    return bytes.fromhex(found[1])

@@ -1,0 +1,81 @@
+"""Embeddings in requests: `image_embeds` as vLLM spells it.
+
+The tensor is base64 of an .npy or a safetensors file, or a `media:` URL of one that was uploaded.
+What `torch.save` writes is a pickle and is not read.
+"""
+
+from typing import Annotated
+
+import pybase64
+from msgspec import Meta, Struct
+
+from services.common.embeddings.tensor_file import INTEGERS, find_tensor
+from services.common.errors import InvalidRequest
+from services.common.geometry import Grid
+
+_MAX_GRID_CHARACTERS = 4096
+_Patches = Annotated[int, Meta(ge=1, le=1 << 16)]
+_Row = Annotated[list[_Patches], Meta(min_length=3, max_length=3)]
+
+
+class ImageEmbeds(Struct, forbid_unknown_fields=True):
+    """The tensor `[tokens, hidden * (1 + DeepStack levels)]` and its grid (t, h, w) in patches
+    before merging: numbers, or base64 of a file of integers.
+    """
+
+    image_embeds: Annotated[str, Meta(min_length=1)]
+    image_grid_thw: _Row | Annotated[list[_Row], Meta(min_length=1, max_length=1)] | str
+
+
+class ImageEmbedsPart(Struct, forbid_unknown_fields=True, tag_field="type", tag="image_embeds"):
+    """vLLM's part."""
+
+    image_embeds: ImageEmbeds | str
+
+    @property
+    def url(self) -> str:
+        """Of the tensor's file."""
+        assert isinstance(self.image_embeds, ImageEmbeds)
+        text = self.image_embeds.image_embeds
+        return text if text.startswith(("data:", "media:")) else f"data:;base64,{text}"
+
+    def grid(self) -> Grid:
+        """Of the image.
+
+        Raises:
+            InvalidRequest: there is none, or it is malformed; `param` is relative to the part.
+        """
+        if isinstance(self.image_embeds, str):
+            raise InvalidRequest(
+                "a model of this kind needs the grid: "
+                '{"image_embeds": "<base64>", "image_grid_thw": [t, h, w]}',
+                param="image_embeds",
+            )
+        given = self.image_embeds.image_grid_thw
+        try:
+            return _read_grid(given)
+        except InvalidRequest as error:
+            error.param = "image_embeds.image_grid_thw"
+            raise
+
+
+def _read_grid(given: list[int] | list[list[int]] | str) -> Grid:
+    if isinstance(given, str):
+        try:
+            data = pybase64.b64decode(given[:_MAX_GRID_CHARACTERS], validate=True)
+        except ValueError:
+            raise InvalidRequest("the grid is no base64") from None
+        place = find_tensor(data, INTEGERS)
+        if place.shape not in ((3,), (1, 3)):
+            raise InvalidRequest("a grid is three numbers: t, h, w")
+        size = len(data[place.offset :]) // 3
+        numbers = [
+            int.from_bytes(data[at : at + size], "little", signed=True)
+            for at in range(place.offset, len(data), size)
+        ]
+    else:
+        numbers = [each for row in given for each in (row if isinstance(row, list) else [row])]
+    if not all(0 < number <= 1 << 16 for number in numbers):
+        raise InvalidRequest("a grid is three positive numbers: t, h, w")
+    time, height, width = numbers
+    return time, height, width
