@@ -11,10 +11,16 @@ import grpc.aio
 import numpy as np
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from services.common.errors import InvalidVideo, TriptychError, VideoNotHeld, WrongImageKey
+from services.common.errors import (
+    InvalidVideo,
+    NotFound,
+    TriptychError,
+    VideoNotHeld,
+    WrongImageKey,
+)
 from services.common.frame_pairs import Clip
 from services.common.geometry import Unit
-from services.common.images.image_key import frames_key, image_key, still_digest
+from services.common.images.image_key import embedding_key, frames_key, image_key, still_digest
 from services.common.pb import decoder_pb2, decoder_pb2_grpc, encoder_pb2, encoder_pb2_grpc
 from services.common.spans import TRACEPARENT
 from services.common.transport import rpc
@@ -114,6 +120,7 @@ class FakeEncoder(_FakeServer, encoder_pb2_grpc.EncoderServicer):
         self.files: dict[bytes, Clip] = {}  # by digest
         self.any_clip: Clip | None = None  # what every file is, if it is set
         self.probes: list[bytes] = []
+        self.uploads: dict[tuple[str, bytes], bytes] = {}  # by tenant and digest
         self.before_probe: Callable[[bytes], Awaitable[None]] | None = None
         self.num_tokens_error = 0
         self.num_cancelled = 0
@@ -142,8 +149,22 @@ class FakeEncoder(_FakeServer, encoder_pb2_grpc.EncoderServicer):
             frame_digests=frame_digests(request.video, found.num_frames),
         )  # fmt: skip
 
+    async def Upload(self, request, context):
+        digest = still_digest(request.file)
+        self.uploads[request.tenant, digest] = request.file
+        return encoder_pb2.UploadResponse(digest=digest, kept_s=3600)
+
+    async def Download(self, request, context):
+        place = request.tenant, request.digest
+        if place not in self.uploads:
+            await rpc.abort(context, NotFound("no such file is kept"))
+        file = self.uploads.pop(place) if request.forget else self.uploads[place]
+        return encoder_pb2.DownloadResponse(file=b"" if request.forget else file)
+
     def _key(self, request, unit):
         prefix, salt = self.description.key_prefix, request.cache_salt
+        if request.is_embedding:
+            return embedding_key(prefix, request.image, unit=unit, salt=salt)
         if not request.HasField("frames"):
             return image_key(prefix, request.image, unit=unit, salt=salt)
         pair = (request.frames.first, request.frames.second)

@@ -15,7 +15,7 @@ from services.common.geometry import Grid
 
 _MAX_GRID_CHARACTERS = 4096
 _Patches = Annotated[int, Meta(ge=1, le=1 << 16)]
-_Row = Annotated[list[_Patches], Meta(min_length=3, max_length=3)]
+_Row = Annotated[list[_Patches], Meta(max_length=3)]
 
 
 class ImageEmbeds(Struct, forbid_unknown_fields=True):
@@ -24,7 +24,7 @@ class ImageEmbeds(Struct, forbid_unknown_fields=True):
     """
 
     image_embeds: Annotated[str, Meta(min_length=1)]
-    image_grid_thw: _Row | Annotated[list[_Row], Meta(min_length=1, max_length=1)] | str
+    image_grid_thw: Annotated[list[_Patches | _Row], Meta(max_length=3)] | str
 
 
 class ImageEmbedsPart(Struct, forbid_unknown_fields=True, tag_field="type", tag="image_embeds"):
@@ -59,7 +59,7 @@ class ImageEmbedsPart(Struct, forbid_unknown_fields=True, tag_field="type", tag=
             raise
 
 
-def _read_grid(given: list[int] | list[list[int]] | str) -> Grid:
+def _read_grid(given: list[int | list[int]] | str) -> Grid:
     if isinstance(given, str):
         try:
             data = pybase64.b64decode(given[:_MAX_GRID_CHARACTERS], validate=True)
@@ -75,7 +75,7 @@ def _read_grid(given: list[int] | list[list[int]] | str) -> Grid:
         ]
     else:
         numbers = [each for row in given for each in (row if isinstance(row, list) else [row])]
-    if not all(0 < number <= 1 << 16 for number in numbers):
+    if len(numbers) != 3 or not all(0 < number <= 1 << 16 for number in numbers):
         raise InvalidRequest("a grid is three positive numbers: t, h, w")
     time, height, width = numbers
     return time, height, width
