@@ -32,7 +32,6 @@ from services.gateway.clients.uploads import Uploads
 from services.gateway.endpoints.operations import scope_of
 from services.gateway.endpoints.routes import Routes
 from services.gateway.endpoints.surfaces import create_surfaces
-from services.gateway.endpoints.upload_routes import UploadRoutes
 from services.gateway.http.exchange import handle_bug, handle_http_error, handle_triptych_error
 from services.gateway.http.middleware import Middleware, with_cors
 from services.gateway.http.same_site import SameSite, is_loopback, served_hosts
@@ -133,9 +132,7 @@ def create_gateway(settings: GatewaySettings, bounds: Bounds = _BOUNDS) -> Gatew
             yield
 
     beside = create_surfaces(service, admission, metrics, spec.directory, kept)
-    files = UploadRoutes(uploads, admission, bounds.max_video_bytes).table()
-    others = [*beside.routes, *(files if images is not None else ())]
-    routes = Routes(service, admission, metrics, beside.endpoints, others, settings.others)
+    routes = Routes(service, admission, metrics, beside.endpoints, beside.routes, settings.others)
     app = _application(routes.table(), lifespan)
     middleware: ASGIApp = Middleware(app, routes.endpoints, admission, keyring, quotas, scope_of)
     middleware = _same_site(middleware, settings, needs_key=not keyring.is_open)

@@ -46,12 +46,17 @@ BODIES: dict[str, dict[str, dict[str, Any]]] = {
     "/v1/messages/count_tokens": {
         "text": {"model": MODEL, "messages": [{"role": "user", "content": _QUESTION}]},
     },
+    "/v1/media": {"image": {"url": _IMAGE_URL}},
     "/tokenize": {"text": {"prompt": _QUESTION}},
     "/detokenize": {"text": {"tokens": [40, 41, 42]}},
 }
 
 # What stands for `{name}` in paths that begin so; elsewhere it is a model's.
-_NAMES = {"/static/": "chat.js", "/v1/responses/": "resp-1234"}
+_NAMES = {
+    "/static/": "chat.js",
+    "/v1/responses/": "resp-1234",
+    "/v1/media/": f"media:{'0' * 64}",
+}
 
 
 def curls(method: str, path: str) -> dict[str, str]:

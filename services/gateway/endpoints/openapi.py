@@ -19,6 +19,7 @@ from services.gateway.endpoints.tokenization import (
     TokenizeRequest,
     TokenizeResponse,
 )
+from services.gateway.endpoints.upload_routes import DeletedUpload, UploadAnswer, UploadRequest
 from services.gateway.forms.error_answers import ErrorAnswer, MessagesErrorAnswer
 from services.gateway.forms.hints import BY_OBJECT
 from services.gateway.forms.messages_api import (
@@ -89,6 +90,10 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ),
     ("GET", "/v1/models"): Operation("The served models", None, ModelList),
     ("GET", "/v1/models/{name}"): Operation("A served model", None, ModelCard),
+    ("POST", "/v1/media"): Operation(
+        "Keeps a file that requests name", UploadRequest, UploadAnswer
+    ),
+    ("DELETE", "/v1/media/{name}"): Operation("Forgets a file", None, DeletedUpload),
     ("POST", "/tokenize"): Operation(
         "Token ids of text or messages", TokenizeRequest, TokenizeResponse
     ),

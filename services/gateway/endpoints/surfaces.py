@@ -21,6 +21,7 @@ from services.gateway.endpoints.responses_endpoint import ResponsesEndpoint
 from services.gateway.endpoints.routes import package_version
 from services.gateway.endpoints.text_completions_endpoint import TextCompletionEndpoint
 from services.gateway.endpoints.tokenization import TokenizationRoutes
+from services.gateway.endpoints.upload_routes import UploadRoutes
 from services.gateway.http.exchange import JsonResponse
 from services.gateway.kept import Kept
 from services.gateway.metrics import GatewayMetrics
@@ -61,6 +62,7 @@ def create_surfaces(
             Route("/v1/messages/count_tokens", counter.count, methods=["POST"]),
             *TokenizationRoutes(service, admission, model_directory).table(),
             *answers.table(),
+            *UploadRoutes(service, admission).table(),
             *Operations(service, admission, metrics).table(),
             Route("/openapi.json", _openapi, methods=["GET"]),
         ],

@@ -1,62 +1,102 @@
-"""POST /v1/media and DELETE /v1/media/{id}: files that later requests name by `media:` URLs."""
+"""POST /v1/media and DELETE /v1/media/{name}: files that later requests name by `media:` URLs."""
 
 import asyncio
 
+import msgspec
 from blake3 import blake3
+from msgspec import Struct
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from services.common.errors import InvalidRequest
+from services.gateway.chat import ChatService
 from services.gateway.clients.uploads import Uploads
 from services.gateway.endpoints.endpoint import received
+from services.gateway.forms.json_body import Body, decode_json
 from services.gateway.http.exchange import JsonResponse
+from services.gateway.media.images import decode_data_url
+from services.gateway.media.kinds import IMAGE, VIDEO
 from services.gateway.tenancy.admission import Admission
 
 # No form of a page can declare one of these, so that a page of another origin has to ask first.
-TYPES = ("image/", "video/", "application/octet-stream")
+TYPES = ("application/json", "image/", "video/", "application/octet-stream")
+
+
+_MAX_BYTES = 60 << 20  # the call to an encoder carries it whole
+
+
+class UploadRequest(Struct, forbid_unknown_fields=True):
+    """POST /v1/media in JSON: the file as a `data:` URL."""
+
+    url: str
+
+
+class UploadAnswer(Struct):
+    """What names the file, and for how many seconds after its last use."""
+
+    id: str
+    bytes: int
+    kept_seconds: int
+    object: str = "media"
+
+
+class DeletedUpload(Struct):
+    """DELETE /v1/media/{name}."""
+
+    id: str
+    object: str = "media"
+    deleted: bool = True
+
+
+_decoder = msgspec.json.Decoder(UploadRequest)
 
 
 class UploadRoutes:
     """The views of one gateway.
 
     Args:
-        uploads: where files go.
+        service: whose encoders keep files.
         admission: of requests.
-        max_bytes: of one file; the call to an encoder carries it whole.
     """
 
-    def __init__(self, uploads: Uploads, admission: Admission, max_bytes: int) -> None:
-        self._uploads = uploads
+    def __init__(self, service: ChatService, admission: Admission) -> None:
+        self._service = service
         self._admission = admission
-        self._max_bytes = max_bytes
 
     def table(self) -> list[Route]:
         """Every route."""
         return [
             Route("/v1/media", self.upload, methods=["POST"]),
-            Route("/v1/media/{id}", self.delete, methods=["DELETE"]),
+            Route("/v1/media/{name}", self.delete, methods=["DELETE"]),
         ]
 
     async def upload(self, request: Request) -> Response:
-        """The body is the file: an image, a video, or a tensor of `image_embeds`."""
+        """The body is the file, or JSON: an image, a video, or a tensor of `image_embeds`."""
         async with received(self._admission, request, TYPES) as (slot, body):
-            data = bytes(body)
-            if not 0 < len(data) <= self._max_bytes:
-                raise InvalidRequest(f"an upload has 1 to {self._max_bytes} bytes")
+            is_json = request.headers.get("content-type", TYPES[0]).startswith(TYPES[0])
+            data = await asyncio.to_thread(self._file_in, body) if is_json else bytes(body)
+            if not 0 < len(data) <= _MAX_BYTES:
+                raise InvalidRequest(f"an upload has 1 to {_MAX_BYTES} bytes")
             digest = await asyncio.to_thread(lambda: blake3(data).digest())
-            found = await self._uploads.put(slot.tenant.name, data, digest)
-        answer = {
-            "id": found.handle,
-            "object": "media",
-            "bytes": len(data),
-            "kept_seconds": found.kept_s,
-        }
-        return JsonResponse(answer)
+            found = await self._uploads().put(slot.tenant.name, data, digest)
+        return JsonResponse(UploadAnswer(found.handle, len(data), found.kept_s))
 
     async def delete(self, request: Request) -> Response:
         """Forgets a file."""
-        handle: str = request.path_params["id"]
+        handle: str = request.path_params["name"]
         async with received(self._admission, request) as (slot, _):
-            await self._uploads.delete(slot.tenant.name, handle)
-        return JsonResponse({"id": handle, "object": "media", "deleted": True})
+            await self._uploads().delete(slot.tenant.name, handle)
+        return JsonResponse(DeletedUpload(handle))
+
+    def _uploads(self) -> Uploads:
+        if self._service.images is None:
+            raise InvalidRequest("the model takes text alone")
+        return Uploads(self._service.encoders)
+
+    def _file_in(self, body: Body) -> bytes:
+        url = decode_json(_decoder, body).url
+        kind = VIDEO if url.startswith("data:video/") else IMAGE
+        if not url.startswith("data:"):
+            raise InvalidRequest("an upload is a data: URL, or the file itself", param="url")
+        return decode_data_url(url, _MAX_BYTES, kind)
