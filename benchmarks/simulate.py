@@ -1,7 +1,7 @@
 """Simulates a fleet over a day of requests: `python -m benchmarks.simulate --help`.
 
 Discrete events: every request, image batch and step of every pod, with stage costs measured on one
-H200 and the autoscalers of Kubernetes and KEDA. docs/autoscaling.md has the model, its limits and
+GPU and the autoscalers of Kubernetes and KEDA. docs/autoscaling.md has the model, its limits and
 what it chose. Equal seeds give equal results.
 """
 
@@ -16,11 +16,13 @@ from typing import Any
 
 from benchmarks.simulation import figures
 from benchmarks.simulation.experiments import Progress, compare, silent, sweep
+from benchmarks.simulation.layouts import SECONDS, goodput, predict, workloads
 from benchmarks.simulation.policies import cell_policy, cells, shipped, split
 from benchmarks.simulation.results import Result, simulate
 from benchmarks.simulation.rows import compare as compare_rows
-from benchmarks.simulation.stages import H200_2B
+from benchmarks.simulation.stages import H100_8B, H200_2B
 from benchmarks.simulation.traces import SYNTHETIC, Trace, recorded
+from triptych.layout import layouts, read_layout
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -98,6 +100,29 @@ def _sweep(options: argparse.Namespace) -> None:
         figures.draw_sweep(options.out / "sweep.png", points)
 
 
+def _layouts(options: argparse.Namespace) -> None:
+    """Both stages on each card beside cards of their own, under open loops (8B, H100)."""
+    cards = options.cards
+    wanted = [read_layout(name, cards) for name in options.layouts.split(",") if name]
+    found = [
+        predict(H100_8B, name, rate, layout, options.seconds)
+        for name, rate in workloads(cards)
+        for layout in filter(None, wanted or layouts(cards))
+    ]
+    lines = [("row", "layout", "good of answered req/s", "TTFT p50 / p99, ms", "TPOT p50, ms")]
+    for each in found:
+        ttft = " / ".join(f"{value:.0f}" for value in each.ttft_ms)
+        good = f"{each.good_per_s:.1f} of {each.requests_per_s:.1f}"
+        lines.append((each.workload, each.layout, good, ttft, f"{each.tpot_ms:.1f}"))
+    _print_columns(lines)
+    for layout, share in goodput(found).items():
+        print(f"{layout}: {share:.1%} of the best in each row, on average")
+    if options.out:
+        options.out.mkdir(parents=True, exist_ok=True)
+        document = json.dumps([asdict(each) for each in found], indent=1)
+        (options.out / f"layouts-{cards}.json").write_text(document + "\n")
+
+
 def _trace(options: argparse.Namespace) -> Trace:
     if options.trace in SYNTHETIC:
         more = {"hours": options.hours} if options.hours else {}
@@ -154,6 +179,12 @@ def _progress() -> Progress:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0] if __doc__ else None)
     actions = parser.add_subparsers(required=True)
+    made = actions.add_parser("layouts", help=_layouts.__doc__)
+    made.set_defaults(action=_layouts)
+    made.add_argument("--cards", type=int, default=2, help="of one host; rates grow with them")
+    made.add_argument("--layouts", default="", help="default: all that use every card")
+    made.add_argument("--seconds", type=float, default=SECONDS, help="of arrivals")
+    made.add_argument("--out", type=Path, default=None, help="a folder for JSON")
     for name, action in (("rows", _rows), ("run", _run), ("compare", _compare), ("sweep", _sweep)):
         made = actions.add_parser(
             name, help=action.__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter

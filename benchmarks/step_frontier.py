@@ -31,7 +31,7 @@ from benchmarks.workloads import ROWS, Row, request_bodies
 
 GOOD_TTFT_S, GOOD_TPOT_S = 2.0, 0.05
 _TIMEOUT_S = 300.0
-_OPEN = {  # the numbers of requests follow from rate and time
+OPEN = {  # the numbers of requests follow from rate and time
     "img1": Row("img1", 32, 0, 24, 64, 1024, 1),
     "epd4": Row("epd4", 16, 0, 60, 150, 640, 4),
     "text": Row("text", 32, 0, 500, 128),
@@ -63,17 +63,23 @@ class Answer:
 async def open_loop(target: Target, bodies: Sequence[bytes], rate: float) -> list[Answer]:
     """Sends each body at its time; intervals are exponential, and the same in each run."""
     due = np.cumsum(np.random.default_rng(11).exponential(1 / rate, len(bodies)))
-    start = time.monotonic()
+    return await send_at(target, bodies, due.tolist(), time.monotonic(), _TIMEOUT_S)
+
+
+async def send_at(
+    target: Target, bodies: Sequence[bytes], due: Sequence[float], start: float, timeout_s: float
+) -> list[Answer]:
+    """Sends each body at its time, in seconds from `start` of the monotonic clock."""
 
     async def send(body: bytes, at: float) -> Answer:
         await asyncio.sleep(start + at - time.monotonic())
         connection = TimedConnection(target)
-        sample = await connection.post(body, _TIMEOUT_S)
+        sample = await connection.post(body, timeout_s)
         connection.close()
         times = [when for when, _ in connection.arrivals]
         return Answer(sample, max([b - a for a, b in pairwise(times)], default=0.0))
 
-    return await asyncio.gather(*(send(b, float(at)) for b, at in zip(bodies, due, strict=True)))
+    return await asyncio.gather(*(send(b, at) for b, at in zip(bodies, due, strict=True)))
 
 
 def measure(workload: str, url: str, seconds: float, seed: int) -> dict[str, Any]:
@@ -82,7 +88,7 @@ def measure(workload: str, url: str, seconds: float, seed: int) -> dict[str, Any
     model = model_name(target, _TIMEOUT_S)
     name, _, rate = workload.partition("@")
     if rate:
-        row = replace(_OPEN[name], num_requests=round(float(rate) * seconds))
+        row = replace(OPEN[name], num_requests=round(float(rate) * seconds))
         bodies = list(request_bodies(row, model, seed))
         asyncio.run(open_loop(target, bodies[: row.num_warmup], float(rate)))
         answers = asyncio.run(open_loop(target, bodies[row.num_warmup :], float(rate)))
@@ -158,7 +164,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--plot", type=Path, help="draw the file and measure nothing")
     add("--model", type=Path, help="checkpoint")
     add("--bounds", default="10,20,30,40,60,100,1000", help="milliseconds")
-    add("--workloads", default=_DEFAULT, help=f"{', '.join(_OPEN)} with @RATE, or rows")
+    add("--workloads", default=_DEFAULT, help=f"{', '.join(OPEN)} with @RATE, or rows")
     add("--seconds", type=float, default=10.0, help="of each open loop")
     options, rest = parser.parse_known_args(arguments)
     found: list[dict[str, Any]] = (
@@ -168,7 +174,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         write_plot(options.plot, found)
         return 0
     workloads = options.workloads.split(",")
-    if unknown := {w.partition("@")[0] for w in workloads} - (_OPEN.keys() | _CLOSED.keys()):
+    if unknown := {w.partition("@")[0] for w in workloads} - (OPEN.keys() | _CLOSED.keys()):
         parser.error(f"unknown workload {', '.join(sorted(unknown))}")
     for bound in map(float, options.bounds.split(",")):
         with serving(options.model, rest, DECODER_STEP_MS=str(bound)) as (url, _):

@@ -9,12 +9,13 @@ import importlib.util
 import os
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from services.common.model_spec import ModelSpec, longest_context
 from services.common.process.pod_limits import memory_limit_bytes
 from triptych.checkpoint import Checkpoint, read_checkpoint
-from triptych.devices import Card, Placement
+from triptych.devices import Card, Placement, encoder_share
 from triptych.fit import Need, decoder_need, dummy_bytes, gib, what_fits
 from triptych.stack import StackError
 
@@ -108,16 +109,43 @@ def check_length(spec: ModelSpec, max_model_len: int | None) -> None:
         raise StackError(f"{spec.name}: {error}", 2) from error
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What is asked of a decoder; `dtype` may be `auto`, None is the decoder's own choice."""
+
+    dtype: str
+    max_model_len: int | None = None
+    max_num_seqs: int | None = None
+
+    def need(self, spec: ModelSpec, weights: int, itemsize: int) -> Need:
+        """Of a decoder with weights of so many bytes."""
+        return decoder_need(spec.text, weights, itemsize, self.max_num_seqs or _MAX_NUM_SEQS)
+
+
+def fits_beside(
+    spec: ModelSpec,
+    checkpoint: Checkpoint | None,
+    cards: Mapping[str, Card],
+    card_share: float,
+    limits: Limits,
+    ranks: int = 1,
+) -> bool:
+    """Whether a decoder of so many cards fits each one beside an encoder."""
+    itemsize = _itemsize(limits.dtype, "cuda")
+    need = limits.need(spec, _bytes_of(spec, checkpoint, itemsize)[0], itemsize)
+    need = need.of_rank(ranks, spec.text.num_kv_heads)
+    share = card_share - encoder_share(card_share)
+    least = need.least(limits.max_model_len or 0)
+    return all(least <= card.total_bytes * share for card in cards.values())
+
+
 def check_memory(
     spec: ModelSpec,
     checkpoint: Checkpoint | None,
     encoders: Sequence[Placement],
     decoders: Sequence[Placement],
     cards: Mapping[str, Card],
-    *,
-    dtype: str,
-    max_model_len: int | None,
-    max_num_seqs: int | None,
+    limits: Limits,
 ) -> None:
     """Whether each process fits its share of a card, and all of them the machine.
 
@@ -127,9 +155,7 @@ def check_memory(
         encoders: places of the encoders.
         decoders: places of the decoders.
         cards: those whose memory is known.
-        dtype: as given; `auto`: by the device.
-        max_model_len: as given.
-        max_num_seqs: as given.
+        limits: as given.
 
     Raises:
         StackError: it does not, with what would fit.
@@ -138,7 +164,7 @@ def check_memory(
     wanted: dict[str, int] = defaultdict(int)
     for places, is_decoder in ((decoders, True), (encoders, False)):
         for place in places:
-            itemsize = _itemsize(dtype, place.device)
+            itemsize = _itemsize(limits.dtype, place.device)
             text, tower = _bytes_of(spec, checkpoint, itemsize)
             if place.device == "cpu":
                 on_cpu += text if is_decoder else tower
@@ -149,10 +175,11 @@ def check_memory(
                 if not is_decoder:
                     wanted[device] += tower
                     continue
-                need = decoder_need(spec.text, text, itemsize, max_num_seqs or _MAX_NUM_SEQS)
-                _check_card(spec, need, place, card, max_model_len, itemsize, len(cards))
+                need = limits.need(spec, text, itemsize)
+                alone = place.memory_fraction + _share_of(encoders, device)
+                _check_card(spec, need, place, card, limits, itemsize, len(cards), alone)
                 part = need.of_rank(place.ranks, spec.text.num_kv_heads)
-                wanted[device] += part.least(max_model_len or 0)
+                wanted[device] += part.least(limits.max_model_len or 0)
     for device, needed in wanted.items():
         card = cards[device]
         if card.used_bytes + needed + _SPARE_BYTES > card.total_bytes:
@@ -162,16 +189,21 @@ def check_memory(
                 "them; CUDA_VISIBLE_DEVICES chooses another card",
                 2,
             )
-    _check_machine(spec, on_cpu, dtype)
+    _check_machine(spec, on_cpu, limits.dtype)
+
+
+def _share_of(encoders: Sequence[Placement], device: str) -> float:
+    return sum(place.memory_fraction for place in encoders if place.device == device)
 
 
 def _check_card(
-    spec: ModelSpec, need: Need, place: Placement, card: Card, tokens: int | None, itemsize: int,
-    num_cards: int,
+    spec: ModelSpec, need: Need, place: Placement, card: Card, limits: Limits, itemsize: int,
+    num_cards: int, alone: float,
 ) -> None:  # fmt: skip
+    """Raises StackError if a decoder does not fit; `alone`: its share without an encoder."""
     have, whole, heads = card.total_bytes * place.memory_fraction, need, spec.text.num_kv_heads
-    need = whole.of_rank(place.ranks, heads)
-    if need.least(tokens or 0) <= have:
+    need, tokens = whole.of_rank(place.ranks, heads), limits.max_model_len
+    if (least := need.least(tokens or 0)) <= have:
         return
     advice = what_fits(
         need, have, tokens, itemsize=itemsize,
@@ -181,6 +213,8 @@ def _check_card(
         if place.ranks < ranks <= num_cards and whole.of_rank(ranks, heads).tokens_in(have):
             advice += f"; or --tensor-parallel {ranks}"
             break
+    if least <= card.total_bytes * alone > have:
+        advice += "; with two cards or more, a whole one: --layout split:E+D (cards of each)"
     request = ""
     if tokens:
         request = f", a request of {tokens:,} tokens {gib(tokens * need.token)}"

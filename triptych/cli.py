@@ -125,6 +125,11 @@ def _add_serve(commands: "argparse._SubParsersAction[_Parser]") -> None:
         "--tensor-parallel", "--tensor-parallel-size", "-tp", type=_count, metavar="N",
         help="cards that share a model: each decoder has N; default: one",
     )  # fmt: skip
+    cards(
+        "--layout", default="auto", metavar="both|split:E+D|auto",
+        help="both stages on each card, or E cards of encoders and D of decoders; auto: by the "
+        "share of encoding, which is printed",
+    )  # fmt: skip
     share = f"of each card's memory; default: {CARD_SHARE:g}"
     cards("--gpu-memory-utilization", type=_share, default=CARD_SHARE, metavar="SHARE", help=share)
     length = "most tokens of prompt and answer; default: what fits, or the model's"
@@ -133,8 +138,10 @@ def _add_serve(commands: "argparse._SubParsersAction[_Parser]") -> None:
     cards("--max-num-seqs", type=_running, metavar="N", help=running)
 
     processes = serve.add_argument_group("processes").add_argument
-    processes("--decoders", type=_count, metavar="N", help="default: one a card")
-    processes("--encoders", type=_count, metavar="N", help="default: one; a text model has none")
+    processes(
+        "--decoders", type=_count, metavar="N", help="instead of --layout; default: what it says"
+    )
+    processes("--encoders", type=_count, metavar="N", help="the same; a text model has none")
     processes("--gateways", type=_count, metavar="N", help="default: one for four cores, at most 4")
     redis = "instead of starting a Redis; no password"
     processes("--redis-url", metavar="URL", help=redis)

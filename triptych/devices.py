@@ -1,6 +1,6 @@
 """The machine's cards; which process runs on which, and its share of the memory. Without torch.
 
-`plan` calls `how_many` and `place`; what fits on a card is in `fit`.
+`plan` calls `how_many` and `place`; which cards encode is in `layout`, what fits on one in `fit`.
 """
 
 import shutil
@@ -10,11 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from triptych.layout import Layout
 from triptych.options import CARD_SHARE
 
 _ENCODER_SHARE_BESIDE_DECODER = 0.15
-# An encoder on a card of its own feeds as many decoders, see benchmarks/LOG.md.
-_CARDS_PER_ENCODER = 4
 _QUERY = "index,uuid,name,memory.total,memory.used"
 _QUERY_TIMEOUT_S = 5.0
 
@@ -91,24 +90,31 @@ def visible_cards(environment: Mapping[str, str]) -> dict[str, Card]:
 
 
 def how_many(
-    encoders: int | None, decoders: int | None, *, images: bool, gpus: int, ranks: int = 1
+    encoders: int | None,
+    decoders: int | None,
+    layout: Layout | None,
+    *,
+    images: bool,
+    gpus: int,
+    ranks: int = 1,
 ) -> tuple[int, int]:
-    """Encoders and decoders where their number is not given.
-
-    All cards are used: each has a decoder, but for those that encoders take. On one card an encoder
-    and a decoder share it; without a card there is one of each.
+    """Encoders and decoders, so that all cards are used.
 
     Args:
         encoders: as given; None: by the cards.
         decoders: as given; None: by the cards.
+        layout: of the cards, if no number is given; None: there are no cards to divide.
         images: whether the model takes any.
         gpus: that both kinds are spread over; 0: they run on CPUs, or on a card that is named.
         ranks: cards of each decoder.
     """
     if not images:
         return 0, decoders or max(1, gpus // ranks)
+    if encoders is None and decoders is None and layout is not None:
+        return layout.encoder_cards or layout.decoder_cards, layout.decoder_cards // ranks
     if encoders is None:
-        encoders = max(1, -(-gpus // _CARDS_PER_ENCODER))
+        used = (decoders or 1) * ranks
+        encoders = max(1, gpus - used if gpus > used else gpus)
     return encoders, decoders or max(1, (gpus - encoders) // ranks)
 
 
@@ -133,16 +139,18 @@ def place(
     Returns:
         The placements of the encoders and of the decoders.
     """
-    decoder_devices = _spread(decoder_device, decoders, first=0, gpus=gpus, ranks=ranks)
-    encoder_devices = _spread(encoder_device, encoders, first=decoders * ranks, gpus=gpus)
-    beside = _ENCODER_SHARE_BESIDE_DECODER
+    first = _spread(decoder_device, decoders, first=0, gpus=gpus, ranks=ranks)
+    second = _spread(encoder_device, encoders, first=decoders * ranks, gpus=gpus)
+    beside = encoder_share(card_share)
     return (
-        _share(encoder_devices, decoder_devices, card_share, min(beside, card_share / 2), cpus),
-        _share(
-            decoder_devices, encoder_devices, card_share, max(card_share - beside, card_share / 2),
-            cpus,
-        ),
-    )  # fmt: skip
+        _share(second, first, card_share, beside, cpus),
+        _share(first, second, card_share, card_share - beside, cpus),
+    )
+
+
+def encoder_share(card_share: float = CARD_SHARE) -> float:
+    """Of a card's memory, what an encoder gets beside a decoder; both together: `card_share`."""
+    return min(_ENCODER_SHARE_BESIDE_DECODER, card_share / 2)
 
 
 def _spread(

@@ -22,8 +22,9 @@ class ServeOptions:
 
     Attributes:
         model: a directory, or the name of a model of the hub until that is resolved.
-        encoders: None: one for four cards, or none for a model that takes text alone.
-        decoders: None: one for each card that is left.
+        layout: of cards, as `layout.read_layout` takes it.
+        encoders: None: by the layout, or none for a model that takes text alone.
+        decoders: None: by the layout.
         tensor_parallel: cards of each decoder.
         grpc: between the services: `unix` or `tcp`.
         served_name: `model` of requests; None: the hub's name, else the directory's.
@@ -46,6 +47,7 @@ class ServeOptions:
     max_model_len: int | None = None
     max_num_seqs: int | None = None
     memory_share: float = CARD_SHARE
+    layout: str = "auto"
     gateways: int | None = None
     encoders: int | None = None
     decoders: int | None = None

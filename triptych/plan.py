@@ -23,6 +23,15 @@ from services.common.model_spec import ModelSpec, ModelSpecError
 from services.common.quantization import quantized_at_load
 from triptych import ROOT
 from triptych.devices import Placement, count_gpus, how_many, place
+from triptych.layout import (
+    Layout,
+    LayoutError,
+    choose,
+    layouts,
+    read_layout,
+    reason,
+    share_of_encoding,
+)
 from triptych.options import DEFAULT_PORT, DEMONSTRATION_MODEL, LOOPBACK, ServeOptions
 from triptych.probes import gateway_ready, grpc_ready
 from triptych.stack import ChildSpec, StackError
@@ -95,6 +104,7 @@ class Plan:
         decoders: where they run.
         grace_s: how long running requests may continue after a signal.
         notes: exported variables that give way, as lines for people.
+        layout: which one `auto` chose, and why, as a line for people; empty: there was no choice.
     """
 
     url: str
@@ -108,6 +118,7 @@ class Plan:
     decoders: list[Placement]
     grace_s: float
     notes: list[str]
+    layout: str = ""
 
     @property
     def metrics_url(self) -> str:
@@ -149,6 +160,8 @@ def plan_stack(
     environment: Mapping[str, str],
     cpus: int,
     links: Links | None = None,
+    *,
+    fits_beside: bool = True,
 ) -> Plan:
     """The processes that serve `options`.
 
@@ -159,20 +172,17 @@ def plan_stack(
         environment: variables of the services, and which GPUs may be used.
         cpus: divided among the processes.
         links: between the services; None: TCP that asks for no token.
+        fits_beside: a decoder fits a card beside an encoder.
 
     Raises:
         StackError: the model cannot be served, or not with these options, or the port is taken.
     """
-    if spec.vision is None and (options.encoders or options.encoder_device):
-        raise StackError(
-            f"no encoder can be started: the model at {options.model} takes no images", 2
-        )
     host = options.host or environment.get("GATEWAY_HOST") or LOOPBACK
     wanted = _port(options, environment)
     _check_keys(options, environment, host, wanted)
     metrics_host = options.metrics_host
     links = links or Links()
-    encoders, decoders = _places(options, spec, environment, cpus)
+    encoders, decoders, layout = _places(options, spec, environment, cpus, fits_beside)
     name = _model_name(options, environment)
     with contextlib.closing(_Ports()) as ports:
         port = ports.claim(host, wanted)
@@ -211,6 +221,7 @@ def plan_stack(
         decoders=[s.placement for s in services if s.kind == "decoder"],
         grace_s=max(float(s.variables["SHUTDOWN_GRACE_S"]) for s in services),
         notes=list(notes),
+        layout=layout,
     )
 
 
@@ -248,22 +259,60 @@ def _model_name(options: ServeOptions, environment: Mapping[str, str]) -> str:
 
 
 def _places(
-    options: ServeOptions, spec: ModelSpec, environment: Mapping[str, str], cpus: int
-) -> tuple[list[Placement], list[Placement]]:
-    """Of the encoders and of the decoders."""
-    devices = devices_of(options, environment)
+    options: ServeOptions, spec: ModelSpec, environment: Mapping[str, str], cpus: int,
+    fits_beside: bool,
+) -> tuple[list[Placement], list[Placement], str]:  # fmt: skip
+    """Of the encoders and of the decoders, and why so.
+
+    Raises:
+        StackError: the model or the cards do not allow what is asked for.
+    """
+    if spec.vision is None and (options.encoders or options.encoder_device):
+        raise StackError(
+            f"no encoder can be started: the model at {options.model} takes no images", 2
+        )
+    devices, images = devices_of(options, environment), spec.vision is not None
     gpus, ranks = count_gpus(environment), ranks_of(options, environment)
     if gpus and ranks > gpus:
         raise StackError(f"--tensor-parallel {ranks}: only {gpus} cards are visible", 2)
-    spread = gpus if all(device in ("auto", "cuda") for device in devices) else 0
+    # A text model has no encoder, so that its decoders' device alone decides.
+    wanted = devices if images else devices[1:]
+    spread = gpus if all(device in ("auto", "cuda") for device in wanted) else 0
+    layout, line = _layout(options, spec, spread, ranks, fits_beside)
     encoders, decoders = how_many(
-        options.encoders, options.decoders, images=spec.vision is not None, gpus=spread,
-        ranks=ranks,
-    )  # fmt: skip
-    return place(
+        options.encoders, options.decoders, layout, images=images, gpus=spread, ranks=ranks
+    )
+    placed = place(
         *devices, encoders=encoders, decoders=decoders, gpus=gpus, cpus=cpus,
         card_share=options.memory_share, ranks=ranks,
     )  # fmt: skip
+    return *placed, line
+
+
+def _layout(
+    options: ServeOptions, spec: ModelSpec, cards: int, ranks: int, fits_beside: bool
+) -> tuple[Layout | None, str]:
+    """That is asked for or chosen, and a line about a choice.
+
+    Raises:
+        StackError: what is asked for does not fit the cards.
+    """
+    if options.layout != "auto" and (options.encoders or options.decoders):
+        raise StackError(
+            "--layout says how many encoders and decoders there are: leave them out", 2
+        )
+    if options.layout != "auto" and spec.vision is None:
+        raise StackError("--layout is for models with images: a text model has no encoder", 2)
+    try:
+        if (layout := read_layout(options.layout, cards, ranks)) is not None:
+            return layout, ""
+    except LayoutError as error:
+        raise StackError(str(error), 2) from error
+    if spec.vision is None or options.encoders or options.decoders or not layouts(cards, ranks):
+        return None, ""
+    share = share_of_encoding(spec)
+    layout = choose(share, cards, ranks, beside=fits_beside)
+    return layout, reason(layout, share, ranks, beside=fits_beside) if cards > 1 else ""
 
 
 def ranks_of(options: ServeOptions, environment: Mapping[str, str]) -> int:

@@ -26,7 +26,15 @@ from triptych.devices import Card, Placement, count_gpus, visible_cards
 from triptych.fit import gib
 from triptych.hub import resolve_model
 from triptych.options import ServeOptions
-from triptych.plan import Links, Plan, RedisUrls, devices_of, plan_stack, read_model
+from triptych.plan import (
+    Links,
+    Plan,
+    RedisUrls,
+    devices_of,
+    plan_stack,
+    ranks_of,
+    read_model,
+)
 from triptych.probes import redis_ready
 from triptych.stack import ChildSpec, Stack, StackError, run_until_signal
 from triptych.stats import Scraper, report_stopping, report_throughput, serve_metrics
@@ -105,19 +113,23 @@ def prepare(
         if own_redis is None:
             report("no redis-server found: embeddings are cached in memory only")
     links = make_links(options.grpc, directory)
-    plan = plan_stack(options, spec, redis, environment, os.cpu_count() or 1, links)
-    on_cards = any(place.device != "cpu" for place in (*plan.encoders, *plan.decoders))
+    on_cards = gpus and any(device != "cpu" for device in wanted)
     cards = visible_cards(environment) if on_cards else {}
     # Who sets the cache's size means to leave the shares of the cards.
     checked = {} if "DECODER_KV_CACHE_BYTES" in environment else cards
-    dtype = options.dtype or environment.get("DECODER_DTYPE", "auto")
-    checks.check_memory(
-        spec, checkpoint, plan.encoders, plan.decoders, checked,
-        dtype=dtype,
+    limits = checks.Limits(
+        dtype=options.dtype or environment.get("DECODER_DTYPE", "auto"),
         max_model_len=max_model_len,
         max_num_seqs=options.max_num_seqs or _number(environment, "DECODER_MAX_NUM_SEQUENCES"),
+    )
+    plan = plan_stack(
+        options, spec, redis, environment, os.cpu_count() or 1, links,
+        fits_beside=checks.fits_beside(
+            spec, checkpoint, checked, options.memory_share, limits, ranks_of(options, environment)
+        ),
     )  # fmt: skip
-    for note in plan.notes:
+    checks.check_memory(spec, checkpoint, plan.encoders, plan.decoders, checked, limits)
+    for note in (*plan.notes, *filter(None, [plan.layout])):
         report(note)
     if options.api_key is not None:
         report("users of this machine can read --api-key; GATEWAY_API_KEYS is not shown to them")

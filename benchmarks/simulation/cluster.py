@@ -10,11 +10,13 @@ from benchmarks.simulation.events import Clock
 from benchmarks.simulation.requests import Request
 from benchmarks.simulation.signals import SCRAPE_S, Signals
 from benchmarks.simulation.stages import StageCosts
+from services.gateway.clients.sent_prompts import CONTEXT_COST, ROW_COST
 
 # As in services/gateway/clients/pods.py.
 _SLACK = 1.25
 _HEADROOM = 8
 _TRIES = 8
+_HOME = 500  # tokens: half of a usual prompt, which the first decoder in its order is taken to have
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +44,17 @@ class Plan:
         gateways: each knows its own requests only when it picks a pod.
         unscraped: from one second to another, Prometheus gets no samples of
         num_unscraped: the oldest pods of each fleet; None: of all.
+        one_host: embeddings pass through shared memory, and gateways choose decoders by their work
+            (in fleets of a day, which take longer to simulate, by the number of requests).
+        shared_cards: the fleets' pods of equal numbers share a GPU.
     """
 
     fleets: tuple[FleetPlan, ...]
     gateways: int = 4
     unscraped: tuple[float, float] = (0.0, 0.0)
     num_unscraped: int | None = None
+    one_host: bool = False
+    shared_cards: bool = False
 
     def with_replicas(self, *replicas: int) -> "Plan":
         """The same fleets with other numbers at the start."""
@@ -69,9 +76,17 @@ class Pod:
         self.num_images = 0
         self.num_requests = 0
         self.in_flight = [0] * fleet.cluster.plan.gateways  # images of an encoder, else requests
+        self.sent: list[set[Request]] = [set() for _ in self.in_flight]  # and not answered yet
         self.encoder: Encoder | None = None
         self.decoder: Decoder | None = None
         fleet.cluster.equip(self)
+
+    def work(self, gateway: int) -> float:
+        """What a gateway knows that the decoder has to do, in tokens."""
+        return sum(
+            (ROW_COST + CONTEXT_COST * r.prompt_tokens) + (0 if r.first_token else r.prompt_tokens)
+            for r in self.sent[gateway]
+        )
 
     @property
     def is_idle(self) -> bool:
@@ -138,6 +153,14 @@ class Fleet:
                 return pod
         return None
 
+    def least_work(self, gateway: int, is_full: Callable[[Pod], bool]) -> Pod | None:
+        """A decoder as services/gateway/clients/sent_prompts.py chooses it for a new prompt."""
+        pods = [pod for pod in self.ready if not is_full(pod)]
+        if not pods:
+            return None
+        home = pods[int(self.cluster.random() * len(pods))]
+        return min(pods, key=lambda pod: pod.work(gateway) - (_HOME if pod is home else 0))
+
     def _create(self) -> Pod:
         self._num_created += 1
         pod = Pod(self, self._num_created, self.cluster.clock.now)
@@ -168,6 +191,7 @@ class Cluster:
         self._gateway = 0
         self._decoder_of: dict[Request, Pod] = {}
         self._encoders_of: dict[Request, list[Pod]] = {}
+        self._gpus: dict[int, Gpu] = {}
         self.fleets = [Fleet(self, fleet) for fleet in plan.fleets]
         self._encoders, self._decoders = (
             next((f for f in self.fleets if stage in f.plan.stages), None)
@@ -175,7 +199,7 @@ class Cluster:
         )
         self._per_patch_out = (
             costs.per_patch_shared_memory
-            if self._encoders is self._decoders
+            if self._encoders is self._decoders or plan.one_host
             else costs.per_patch_network
         )
         if any(fleet.autoscaler for fleet in self.fleets):
@@ -185,13 +209,18 @@ class Cluster:
     def equip(self, pod: Pod) -> None:
         """Gives a pod its engines."""
         stages, costs = pod.fleet.plan.stages, self.costs
-        both = len(stages) > 1
-        gpu = Gpu(costs.sharing) if both else None
+        both = len(stages) > 1 or self.plan.shared_cards
+        gpu = self._gpu(pod) if both else None
         if "encoder" in stages:
             pod.encoder = Encoder(self.clock, costs, lambda r, p: self._encoded(pod, r, p), gpu)
         if "decoder" in stages:
             room = costs.kv_tokens_shared if both else costs.kv_tokens
             pod.decoder = Decoder(self.clock, costs, room, self._answered, gpu)
+
+    def _gpu(self, pod: Pod) -> Gpu:
+        if not self.plan.shared_cards:
+            return Gpu(self.costs.sharing)
+        return self._gpus.setdefault(pod.number, Gpu(self.costs.sharing))
 
     def submit(self, request: Request) -> None:
         """A request arrives at a gateway."""
@@ -199,12 +228,16 @@ class Cluster:
         self._gateway = (gateway + 1) % self.plan.gateways
         assert self._decoders is not None
         max_live = self.costs.max_waiting
-        pod = self._decoders.pick(gateway, lambda pod: pod.num_requests >= max_live)
+        is_full = lambda pod: pod.num_requests >= max_live
+        fleet = self._decoders
+        pod = (fleet.least_work if self.plan.one_host else fleet.pick)(gateway, is_full)
         if pod is None or not self._encode(request, pod):
             request.refused = True
             self._finished(request)
             return
         self._decoder_of[request] = pod
+        if self.plan.one_host:
+            pod.sent[gateway].add(request)
         pod.num_requests += 1
         pod.in_flight[gateway] += 1
         pod.fleet.in_flight[gateway] += 1
@@ -257,6 +290,7 @@ class Cluster:
     def _answered(self, request: Request) -> None:
         pod = self._decoder_of.pop(request)
         pod.num_requests -= 1
+        pod.sent[request.gateway].discard(request)
         pod.in_flight[request.gateway] -= 1
         pod.fleet.in_flight[request.gateway] -= 1
         if pod.is_leaving:

@@ -2,14 +2,15 @@
 
 An engine has at most one piece of GPU work in progress, measured in seconds that it would take
 alone. Two busy engines on one GPU halve each other's rate. The decoder's scheduler is the real one
-in short: a step holds every decoding row and prompt chunks up to a budget, a prompt longer than the
-budget leaves half of it to those behind, and rows need KV; what is simpler: no prefix cache, no
-tenants, and a prompt starts when all its images are there. As long as no row ends and nothing
-arrives, decode steps are computed in one leap.
+in short: a step holds every decoding row and prompt chunks up to a budget of tokens and of time, a
+prompt longer than the budget leaves half of it to those behind, and rows need KV; what is simpler:
+no prefix cache, no tenants, and a prompt starts when all its images are there. As long as no row
+ends and nothing arrives, decode steps are computed in one leap.
 """
 
 import heapq
 import math
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable
 
@@ -20,6 +21,10 @@ from benchmarks.simulation.stages import StageCosts, linear_table
 Finished = Callable[[Request], None]
 _WATERMARK = 0.01  # of the KV, left free by admissions
 _LOOK_AHEAD = 64  # queued images that may fill a batch
+# As in services/decoder/engine: of a step's error, what the next prediction corrects; how much
+# longer a step may last for the only prompt there is.
+_LEARNED = 0.1
+_ALONE = 4
 
 
 class Gpu:
@@ -210,6 +215,8 @@ class Decoder(Engine):
         self._steps = 0  # of the leap in progress
         self._leap_s = 0.0
         self._step = 0
+        self._began = 0.0  # the step in progress
+        self._slow = 1.0  # steps last so many times longer than alone on the GPU, as measured
         self._admissions = 0
         self._context = 0  # cached tokens that the decoding rows attend to
         self.num_rows = 0  # decoding ones
@@ -281,9 +288,8 @@ class Decoder(Engine):
         while self.num_rows and self.kv_used + self.num_rows > self._kv_tokens:
             self._preempt()
         self._chunks = []
-        budget = self._costs.max_step_tokens - self.num_rows
         if self._waiting or self._prefilling:
-            self._fill(budget)
+            self._fill(self._budget())
         if self._chunks:
             tokens = self.num_rows
             seconds = self._context * self._costs.per_kv_token
@@ -299,7 +305,19 @@ class Decoder(Engine):
             if self.is_busy:
                 self._rest()
             return
+        self._began = self.clock.now
         self._work(self._leap_s)
+
+    def _budget(self) -> int:
+        """Tokens of prompts that the next step has room for."""
+        costs, rows = self._costs, self.num_rows
+        most = costs.max_step_tokens - rows
+        if costs.step_s == math.inf:
+            return most
+        alone = _ALONE if len(self._waiting) + len(self._prefilling) == 1 else 1
+        left = alone * costs.step_s / self._slow - self._context * costs.per_kv_token
+        found = bisect_right(self._linear, left) - 1 - rows
+        return min(most, max(found, alone * costs.least_chunk))
 
     def _fill(self, budget: int) -> None:
         limit, position = self._costs.max_step_tokens, 0
@@ -350,6 +368,8 @@ class Decoder(Engine):
 
     def _done(self) -> None:
         steps, rows = self._steps, self.num_rows
+        slow = (self.clock.now - self._began) / self._leap_s
+        self._slow += min(1.0, _LEARNED * steps) * (slow - self._slow)
         self._step += steps
         self._context += steps * rows
         self.kv_used += steps * rows

@@ -6,6 +6,7 @@ them against serving rows that were not used here.
 """
 
 import functools
+import math
 from bisect import bisect_left
 from dataclasses import dataclass
 
@@ -27,6 +28,7 @@ class StageCosts:
         per_patch_shared_memory, per_patch_network: from the tower to the decoder's memory, as far
             as it does not overlap with the tower.
         sharing: what is left of a GPU when an encoder and a decoder take turns on it.
+        step_s: how long a step may last: prompts are cut to fit, to `least_chunk` tokens at least.
     """
 
     name: str
@@ -51,6 +53,8 @@ class StageCosts:
     max_waiting: int = 1024
     max_batch_patches: int = 12_288
     max_queued_patches: int = 1 << 20
+    step_s: float = math.inf
+    least_chunk: int = 256
 
     def linear_seconds(self, tokens: int) -> float:
         """Everything of a step but attention, for so many tokens."""
@@ -112,4 +116,34 @@ H200_2B = StageCosts(
     per_patch_shared_memory=1.7e-3 / 4096,
     per_patch_network=6.9e-3 / 4096,
     sharing=1.0,
+)
+
+# One H100 (80 GB), Qwen3-VL-8B's shape, bf16. Sources: benchmarks/LOG.md, weight formats and a step
+# bounded by time; on the H200, the tower.
+H100_8B = StageCosts(
+    name="Qwen3-VL-8B on an H100",
+    # 5.38, 6.84, 9.62 ms for 1, 16, 64 rows of context 1,024.
+    step_base=((1, 5.32e-3), (16, 5.90e-3), (64, 5.92e-3), (256, 6.6e-3)),
+    # A prompt of 1,008 tokens: 23.0 ms in the engine alone, 24.1 with HTTP.
+    step_fixed=0.3e-3,
+    per_token=21.6e-6,
+    # 147 KiB a token; the slope from 16 to 64 rows.
+    per_kv_token=56.8e-9,
+    # 36 layers x 4 x 4,096 FLOP at 400 TFLOP/s.
+    per_pair=1.47e-9,
+    # 24,283 blocks of 16 with 0.9 of the card; 0.75 of it beside an encoder.
+    kv_tokens=388_000,
+    kv_tokens_shared=305_000,
+    # 80 images of 1024 x 1024 a second on an H200; attention by its FLOPs.
+    encode_fixed=0.6e-3,
+    per_patch=2.03e-6,
+    per_patch_pair=0.25e-9,
+    request_in=1.0e-3,
+    request_out=0.5e-3,
+    # img1024_c1: what remains of 54.0 ms.
+    per_patch_in=10.0e-3 / 4096,
+    per_patch_shared_memory=3.4e-3 / 4096,
+    per_patch_network=13.8e-3 / 4096,
+    sharing=1.0,
+    step_s=40e-3,
 )

@@ -221,7 +221,7 @@ def refusal(
     try:
         checks.check_memory(
             spec, checkpoint, [], [Placement("cuda:0", share, 0)], {"cuda:0": card},
-            dtype=dtype, max_model_len=tokens, max_num_seqs=None,
+            checks.Limits(dtype=dtype, max_model_len=tokens),
         )  # fmt: skip
     except StackError as error:
         assert error.status == 2 and "\n" not in str(error)
@@ -262,7 +262,7 @@ def test_a_model_too_large_for_one_card_fits_two(tmp_path: Path) -> None:
     def check(ranks: int) -> None:
         checks.check_memory(
             spec, checkpoint, [], [Placement("cuda:0", 0.9, 0, ranks)], cards,
-            dtype="auto", max_model_len=8192, max_num_seqs=None,
+            checks.Limits(dtype="auto", max_model_len=8192),
         )  # fmt: skip
 
     with pytest.raises(StackError, match=r"; or --tensor-parallel 2$"):
@@ -271,6 +271,22 @@ def test_a_model_too_large_for_one_card_fits_two(tmp_path: Path) -> None:
     cards["cuda:1"] = Card("a small card", 8 * GIB, 0)
     with pytest.raises(StackError, match="a small card"):
         check(2)
+
+
+def test_a_decoder_that_fits_a_whole_card_alone_is_told_so(tmp_path: Path) -> None:
+    spec, checkpoint = large(tmp_path)
+    for size, fits in ((24, True), (20, False), (16, False)):
+        cards = {"cuda:0": Card("a card", size * GIB, 0)}
+        limits = checks.Limits(dtype="auto")
+        assert checks.fits_beside(spec, checkpoint, cards, 0.9, limits) == fits
+        beside = [Placement("cuda:0", 0.15, 0)], [Placement("cuda:0", 0.75, 0)]
+        try:
+            checks.check_memory(spec, checkpoint, *beside, cards, limits)
+            said = ""
+        except StackError as error:
+            said = str(error)
+        assert bool(said) != fits
+        assert ("--layout split:E+D" in said) == (size == 20)
 
 
 @pytest.mark.parametrize("device", ["auto", "cuda", "cuda:0"])
@@ -302,9 +318,7 @@ def test_a_machine_without_the_memory_is_told(
     cpu = [Placement("cpu", 1.0, 4)]
 
     def check(dtype: str) -> None:
-        checks.check_memory(
-            spec, checkpoint, [], cpu, {}, dtype=dtype, max_model_len=None, max_num_seqs=None
-        )
+        checks.check_memory(spec, checkpoint, [], cpu, {}, checks.Limits(dtype=dtype))
 
     monkeypatch.setattr(checks, "_available_bytes", lambda: 20 * GIB)
     monkeypatch.setattr(checks, "memory_limit_bytes", lambda: 64 * GIB)

@@ -4,6 +4,7 @@ import os
 import socket
 from collections import Counter
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
@@ -14,6 +15,7 @@ from services.encoder.settings import EncoderSettings
 from services.gateway.settings import GatewaySettings
 from tests.tiny_tokenizer import write_model_directory, write_text_model_directory
 from triptych.devices import Placement, count_gpus, how_many, place
+from triptych.layout import Layout
 from triptych.options import ServeOptions
 from triptych.plan import Links, Plan, RedisUrls, plan_stack, read_model
 from triptych.serve import make_links, redis_spec
@@ -32,7 +34,7 @@ def text_model(tmp_path: Path) -> Path:
     return write_text_model_directory(tmp_path / "text")
 
 
-def plan(model: Path, environment: dict[str, str] | None = None, **options: object) -> Plan:
+def plan(model: Path, environment: dict[str, str] | None = None, **options: Any) -> Plan:
     return planned(model, REDIS, environment, **options)
 
 
@@ -42,11 +44,15 @@ def planned(
     environment: dict[str, str] | None = None,
     cpus: int = 2,
     links: Links | None = None,
+    *,
+    fits_beside: bool = True,
     **options: object,
 ) -> Plan:
     chosen = ServeOptions(**{"model": model, "port": 0} | options)  # type: ignore[arg-type]
     environment = environment or {"CUDA_VISIBLE_DEVICES": ""}
-    return plan_stack(chosen, read_model(model), redis, environment, cpus, links)
+    return plan_stack(
+        chosen, read_model(model), redis, environment, cpus, links, fits_beside=fits_beside
+    )
 
 
 def test_every_service_accepts_its_environment(model: Path) -> None:
@@ -325,38 +331,97 @@ def test_two_cards_for_two_processes_are_not_shared() -> None:
 
 
 @pytest.mark.parametrize(
-    ("gpus", "images", "counts"),
+    ("gpus", "ranks", "layout", "counts"),
     [
-        (0, True, (1, 1)), (1, True, (1, 1)), (2, True, (1, 1)), (4, True, (1, 3)),
-        (8, True, (2, 6)), (0, False, (0, 1)), (4, False, (0, 4)),
+        (1, 1, Layout(0, 1), (1, 1)),
+        (2, 1, Layout(0, 2), (2, 2)),
+        (4, 1, Layout(1, 3), (1, 3)),
+        (8, 2, Layout(2, 6), (2, 3)),
+        (8, 4, Layout(0, 8), (8, 2)),
     ],
-)  # fmt: skip
-def test_all_cards_are_used(gpus: int, images: bool, counts: tuple[int, int]) -> None:
-    assert how_many(None, None, images=images, gpus=gpus) == counts
-    first, second = placed(*counts, gpus)
-    assert len({p.device for p in first + second if p.device != "cpu"}) == gpus
+)
+def test_all_cards_are_used(gpus: int, ranks: int, layout: Layout, counts: tuple[int, int]) -> None:
+    assert how_many(None, None, layout, images=True, gpus=gpus, ranks=ranks) == counts
+    first, second = place(
+        "cuda", "cuda", encoders=counts[0], decoders=counts[1], gpus=gpus, cpus=8, ranks=ranks
+    )
+    used = [device for p in first + second for device in p.devices]
+    assert sorted(set(used)) == [f"cuda:{n}" for n in range(gpus)]
+    assert all(p.ranks == ranks and len(p.devices) == ranks for p in second)
+    both = not layout.encoder_cards
+    assert len(used) == (2 * gpus if both else gpus)
+    assert {p.memory_fraction for p in second} == {0.75 if both else 0.9}
+
+
+def test_a_text_model_uses_all_cards() -> None:
+    assert how_many(None, None, None, images=False, gpus=4) == (0, 4)
+    assert how_many(None, None, None, images=False, gpus=4, ranks=2) == (0, 2)
+    assert how_many(None, None, None, images=False, gpus=0) == (0, 1)
+    assert how_many(None, None, None, images=True, gpus=0) == (1, 1)
 
 
 def test_a_number_that_is_given_is_kept() -> None:
-    assert how_many(2, None, images=True, gpus=4) == (2, 2)
-    assert how_many(None, 4, images=True, gpus=4) == (1, 4)
-    assert how_many(3, 5, images=True, gpus=0) == (3, 5)
+    layout = Layout(0, 4)
+    assert how_many(2, None, layout, images=True, gpus=4) == (2, 2)
+    assert how_many(None, 3, layout, images=True, gpus=4) == (1, 3)
+    assert how_many(None, 4, layout, images=True, gpus=4) == (4, 4)
+    assert how_many(None, 1, layout, images=True, gpus=4, ranks=2) == (2, 1)
+    assert how_many(3, 5, None, images=True, gpus=0) == (3, 5)
 
 
-def test_every_visible_card_has_a_process(model: Path, text_model: Path) -> None:
-    for device in ("auto", "cuda"):
-        made = plan(model, {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, device=device)
-        found = {
-            c.name: v for c in made.children for k, v in c.environment.items() if "DEVICE" in k
-        }
-        assert found == {
-            "encoder-0": "cuda:3", "decoder-0": "cuda:0", "decoder-1": "cuda:1",
-            "decoder-2": "cuda:2",
-        }  # fmt: skip
-        made = plan(text_model, {"CUDA_VISIBLE_DEVICES": "0,1"}, device=device)
-        assert [p.device for p in made.decoders] == ["cuda:0", "cuda:1"]
-    named = plan(model, {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, device="cuda:2")
-    assert [p.device for p in named.encoders + named.decoders] == ["cuda:2", "cuda:2"]
+FOUR = {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}
+
+
+def places(made: Plan) -> tuple[list[str], list[str]]:
+    return [p.device for p in made.encoders], [p.device for p in made.decoders]
+
+
+@pytest.mark.parametrize("device", ["auto", "cuda"])
+def test_every_visible_card_has_a_process(model: Path, text_model: Path, device: str) -> None:
+    cards = [f"cuda:{n}" for n in range(4)]
+    made = plan(model, FOUR, device=device, layout="both")
+    assert places(made) == (cards, cards) and made.layout == ""
+    variables = {k: v for c in made.children for k, v in c.environment.items()}
+    assert variables["DECODER_DEVICE"] == "cuda:3"
+    made = plan(model, FOUR, device=device, layout="split:1+3")
+    assert places(made) == (cards[3:], cards[:3])
+    chosen = plan(model, FOUR, device=device)
+    assert chosen.layout.startswith("layout ") and "of the work" in chosen.layout
+    assert set(cards) == {d for kind in places(chosen) for d in kind}
+    assert places(plan(text_model, FOUR, device=device)) == ([], cards)
+
+
+def test_a_named_card_is_the_only_one(model: Path) -> None:
+    named = plan(model, FOUR, device="cuda:2")
+    assert places(named) == (["cuda:2"], ["cuda:2"]) and named.layout == ""
+    with pytest.raises(StackError, match="0 cards visible; it needs cards"):
+        plan(model, FOUR, device="cuda:2", layout="both")
+
+
+def test_a_model_that_fits_only_a_whole_card_has_one(model: Path) -> None:
+    made = planned(model, REDIS, FOUR, fits_beside=False)
+    encoders, decoders = places(made)
+    assert not set(encoders) & set(decoders)
+    assert "no room beside an encoder" in made.layout
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"layout": "split:2+3"}, "4 cards visible; what fits: both, split:1\\+3, split:2\\+2"),
+        ({"layout": "split"}, "none of auto, both and split:E\\+D"),
+        ({"layout": "both", "decoders": 2}, "leave them out"),
+    ],
+)
+def test_a_layout_that_does_not_fit_is_refused(model: Path, options: Any, said: str) -> None:
+    with pytest.raises(StackError, match=said) as caught:
+        plan(model, FOUR, **options)
+    assert caught.value.status == 2
+
+
+def test_a_text_model_has_no_layout(text_model: Path) -> None:
+    with pytest.raises(StackError, match="a text model has no encoder"):
+        plan(text_model, FOUR, layout="both")
 
 
 def test_cpu_threads_are_divided() -> None:
