@@ -461,17 +461,16 @@ def test_a_redis_of_our_own_listens_only_on_its_socket(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("gpus", "ranks", "decoders", "encoders", "expected"),
     [
-        (2, 2, None, None, (["cuda:0"], ["cuda:0"])),
-        (4, 2, None, None, (["cuda:0"], ["cuda:2"])),
+        (2, 2, 1, 1, (["cuda:0"], ["cuda:0"])),
+        (4, 2, 1, 1, (["cuda:0"], ["cuda:2"])),
         (8, 4, 2, 1, (["cuda:0", "cuda:4"], ["cuda:0"])),
         (3, 2, 2, 1, (["cuda:0", "cuda:0"], ["cuda:1"])),
     ],
 )
 def test_ranks_have_neighbouring_cards(gpus, ranks, decoders, encoders, expected):
     """All of them exist, and a card's processes share its memory."""
-    counts = how_many(encoders, decoders, images=True, gpus=gpus, ranks=ranks)
     first, second = place(
-        "auto", "auto", encoders=counts[0], decoders=counts[1], gpus=gpus, cpus=8, ranks=ranks
+        "auto", "auto", encoders=encoders, decoders=decoders, gpus=gpus, cpus=8, ranks=ranks
     )
     assert ([p.device for p in second], [p.device for p in first]) == expected
     shares = Counter[str]()
