@@ -11,7 +11,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kernels.attention.heads import ProjectedHeads, Rotary, kv_rows, write_kv
+from kernels.attention.heads import (
+    ProjectedHeads,
+    Rotary,
+    as_stored,
+    kv_rows,
+    read_kv,
+    write_kv,
+)
 from kernels.rows import (
     CHUNK_BLOCK,
     CHUNK_END,
@@ -203,14 +210,15 @@ def qk_rope_cache(
 
     Args:
         heads: of the projection; its memory may be overwritten.
-        keys_values: `[T, 2 * num_kv_heads, head_dim]`, where keys and then values go, too.
+        keys_values: `[T, 2 * num_kv_heads, head_dim]`, where keys and then values go, too, as the
+            cache has them, in the model's dtype; those of e4m3 without their scales.
         gates: `[T, num_heads, head_dim]`, where gates go, if the projection has them.
 
     Returns:
         Queries, `[T, num_heads, head_dim]`.
     """
     num_kv_heads, head_dim = heads.kv_cache.shape[-2:]
-    qkv = reduce_split_k(heads.qkv, heads.kv_cache.dtype)
+    qkv = reduce_split_k(heads.qkv, heads.dtype)
     num_queries = heads.num_heads * (2 if heads.gated else 1)
     query, key, value = qkv.unflatten(-1, (-1, head_dim)).split(
         (num_queries, num_kv_heads, num_kv_heads), dim=1
@@ -222,9 +230,10 @@ def qk_rope_cache(
         query = rms_norm(query, heads.norms[0], heads.eps)
         key = rms_norm(key, heads.norms[1], heads.eps)
     key = rotate(key, *heads.rope)
-    write_kv(heads.kv_cache, heads.rows, key, value)
+    write_kv(heads.kv_cache, heads.rows, key, value, heads.kv_scales)
     if keys_values is not None:
-        torch.cat((key, value), dim=1, out=keys_values)
+        stored = as_stored(key, value, heads.kv_cache, heads.kv_scales)
+        torch.cat([part.to(heads.dtype) for part in stored], dim=1, out=keys_values)
     return rotate(query, *heads.rope)
 
 
@@ -253,7 +262,11 @@ def fused_decode_attention(
     inside = index < seq_lens[:, None]  # [T, longest]
     place = first_blocks[:, None] + index // block_size
     blocks = block_ids[place.where(inside, 0)]
-    keys, values = (kv_cache[blocks, part, index % block_size].transpose(1, 2) for part in (0, 1))
+    keys, values = (
+        read_kv(kv_cache[blocks, part, index % block_size], part, query.dtype, heads.kv_scales)
+        .transpose(1, 2)
+        for part in (0, 1)
+    )  # fmt: skip
     attended = F.scaled_dot_product_attention(
         query[:, :, None], keys, values, attn_mask=inside[:, None, None], enable_gqa=True
     )

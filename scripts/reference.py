@@ -220,12 +220,12 @@ MODELS: dict[str, tuple[TextSpec, bool]] = {
 }
 
 
-def room(text: TextSpec, *, fp8: bool, shared: bool, card_gb: int) -> int:
+def room(text: TextSpec, *, fp8: bool, fp8_cache: bool, shared: bool, card_gb: int) -> int:
     """Tokens of KV cache on a card of so many GB, about; 0: the model does not fit."""
     linear, other = text_parameters(text)
     weights = linear * (1 if fp8 else 2) + other * 2
     _, (decoder,) = place("cuda", "cuda", encoders=int(shared), decoders=1, gpus=1, cpus=1)
-    need = decoder_need(text, weights, 2, _MAX_NUM_SEQS)
+    need = decoder_need(text, weights, 2, _MAX_NUM_SEQS, fp8_cache=fp8_cache)
     return need.tokens_in(card_gb * 1e9 * decoder.memory_fraction)
 
 
@@ -250,10 +250,15 @@ def cards_page() -> str:
         "`scripts/compile_kernels.py --arch native` compiles ahead for the cards of the machine. "
         f"{_NOTE}"
     ]
-    for title, fp8 in (("bfloat16", False), ("FP8 checkpoints", True)):
+    for title, fp8, fp8_cache in (
+        ("bfloat16", False, False),
+        ("FP8 checkpoints", True, False),
+        ("bfloat16 with `--kv-cache-dtype fp8`", False, True),
+        ("FP8 checkpoints with `--kv-cache-dtype fp8`", True, True),
+    ):
         rows = [
             f"| {name} | " + " | ".join(
-                _thousands(room(text, fp8=fp8, shared=shared, card_gb=size))
+                _thousands(room(text, fp8=fp8, fp8_cache=fp8_cache, shared=shared, card_gb=size))
                 for size in CARDS.values()
             ) + " |"
             for name, (text, shared) in MODELS.items()

@@ -116,10 +116,17 @@ class Limits:
     dtype: str
     max_model_len: int | None = None
     max_num_seqs: int | None = None
+    fp8_cache: bool = False
+
+    def caches_fp8(self, spec: ModelSpec) -> bool:
+        """Whether keys and values have one byte, as they have, too, if the checkpoint says so."""
+        stored = spec.checkpoint.quantization
+        return self.fp8_cache or (stored is not None and stored.fp8_cache)
 
     def need(self, spec: ModelSpec, weights: int, itemsize: int) -> Need:
         """Of a decoder with weights of so many bytes."""
-        return decoder_need(spec.text, weights, itemsize, self.max_num_seqs or _MAX_NUM_SEQS)
+        running = self.max_num_seqs or _MAX_NUM_SEQS
+        return decoder_need(spec.text, weights, itemsize, running, fp8_cache=self.caches_fp8(spec))
 
 
 def fits_beside(
@@ -207,7 +214,7 @@ def _check_card(
         return
     advice = what_fits(
         need, have, tokens, itemsize=itemsize,
-        quantized=spec.checkpoint.quantization is not None,
+        quantized=spec.checkpoint.quantization is not None, fp8_cache=limits.caches_fp8(spec),
     )  # fmt: skip
     for ranks in (2, 4, 8):
         if place.ranks < ranks <= num_cards and whole.of_rank(ranks, heads).tokens_in(have):

@@ -19,7 +19,6 @@ _DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?", re.ASCII)
 _ELSEWHERE = {
     "--pipeline-parallel-size": "--tensor-parallel N divides a model among N cards",
     "--data-parallel-size": "--decoders N is that here: one decoder a card",
-    "--kv-cache-dtype": "the KV cache has the model's precision (--dtype)",
     "--enable-lora": "LoRA is not served",
     "--limit-mm-per-prompt": "a request may have 32 images and 8 videos",
     "--allowed-local-media-path": "export GATEWAY_ALLOWED_MEDIA",
@@ -100,6 +99,9 @@ def _add_serve(commands: "argparse._SubParsersAction[_Parser]") -> None:
     model("--dtype", choices=dtypes, help="of weights and caches; auto: bfloat16 on a GPU")
     model("--load-format", choices=("auto", "dummy"), help="dummy: random weights")
     model("--quantization", choices=("fp8",), help="quantizes weights while they are read")
+    caches = ("auto", "fp8", "fp8_e4m3")
+    bits = "fp8: 8 bits, which doubles the context; auto: as --dtype, or as the checkpoint asks"
+    model("--kv-cache-dtype", choices=caches, help=bits)
 
     api = serve.add_argument_group("API").add_argument
     api("--host", help=f"address; default: {LOOPBACK}")

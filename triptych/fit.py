@@ -54,16 +54,20 @@ class Need:
         return max(0, int(left // self.token) // BLOCK_TOKENS * BLOCK_TOKENS)
 
 
-def decoder_need(text: TextSpec, weights: int, itemsize: int, max_num_seqs: int) -> Need:
+def decoder_need(
+    text: TextSpec, weights: int, itemsize: int, max_num_seqs: int, *, fp8_cache: bool = False
+) -> Need:
     """Of a language model.
 
     Args:
         text: sizes.
         weights: bytes.
-        itemsize: bytes of a value of the cache.
+        itemsize: bytes of a value.
         max_num_seqs: that run at once.
+        fp8_cache: keys and values have one byte.
     """
-    token = 2 * text.num_kv_heads * text.head_dim * itemsize * len(text.attention_layers)
+    token = 2 * text.num_kv_heads * text.head_dim * len(text.attention_layers)
+    token *= 1 if fp8_cache else itemsize
     states = 0
     if (linear := text.linear_attention) is not None:
         values = linear.conv_width * linear.num_channels * itemsize
@@ -128,8 +132,9 @@ def gib(num_bytes: float) -> str:
 
 
 def what_fits(
-    need: Need, have: float, wanted: int | None, *, itemsize: int, quantized: bool
-) -> str:
+    need: Need, have: float, wanted: int | None, *, itemsize: int, quantized: bool,
+    fp8_cache: bool = False,
+) -> str:  # fmt: skip
     """Advice where `need` exceeds the memory.
 
     Args:
@@ -138,9 +143,12 @@ def what_fits(
         wanted: tokens that were asked for; None: none in particular.
         itemsize: of the served floats.
         quantized: the checkpoint is, so that another format saves nothing.
+        fp8_cache: keys and values have one byte already.
     """
     if (tokens := need.tokens_in(have)) > 0 and (wanted or 0) > tokens:
-        return f"what fits: --max-model-len {tokens}"
+        narrow = replace(need, token=need.token // itemsize)
+        narrower = not fp8_cache and narrow.tokens_in(have) >= (wanted or 0)
+        return f"what fits: --max-model-len {tokens}" + "; or --kv-cache-dtype fp8" * narrower
     advice: list[str] = []
     if itemsize == 4:
         half = Need(need.weights // 2, need.states, need.token // 2, need.step // 2)

@@ -44,6 +44,7 @@ class ServeOptions:
     dtype: str | None = None
     load_format: str | None = None
     quantization: str | None = None
+    kv_cache_dtype: str | None = None
     max_model_len: int | None = None
     max_num_seqs: int | None = None
     memory_share: float = CARD_SHARE

@@ -50,6 +50,7 @@ _OPTIONS = {
     "SERVED_MODEL_NAME": "--served-model-name", "API_KEYS": "--api-key", "DTYPE": "--dtype",
     "LOAD_FORMAT": "--load-format", "QUANTIZATION": "--quantization",
     "MAX_MODEL_LEN": "--max-model-len", "TENSOR_PARALLEL": "--tensor-parallel",
+    "KV_CACHE_DTYPE": "--kv-cache-dtype",
     "MAX_NUM_SEQUENCES": "--max-num-seqs", "DEVICE": "--device", "HOST": "--host",
     "PORT": "--port", "REDIS_URL": "--redis-url", "MODEL": "the model that is served",
 }  # fmt: skip
@@ -451,6 +452,7 @@ def _engines(
     limits = {
         "MAX_MODEL_LEN": options.max_model_len, "MAX_NUM_SEQUENCES": options.max_num_seqs,
         "QUANTIZATION": options.quantization, "TENSOR_PARALLEL": options.tensor_parallel,
+        "KV_CACHE_DTYPE": options.kv_cache_dtype,
     }  # fmt: skip
     found: list[_Service] = []
     for kind, places in (("encoder", encoders), ("decoder", decoders)):

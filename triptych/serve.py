@@ -121,6 +121,8 @@ def prepare(
         dtype=options.dtype or environment.get("DECODER_DTYPE", "auto"),
         max_model_len=max_model_len,
         max_num_seqs=options.max_num_seqs or _number(environment, "DECODER_MAX_NUM_SEQUENCES"),
+        fp8_cache=(options.kv_cache_dtype or environment.get("DECODER_KV_CACHE_DTYPE", "auto"))
+        != "auto",
     )
     plan = plan_stack(
         options, spec, redis, environment, os.cpu_count() or 1, links,

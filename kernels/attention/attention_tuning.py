@@ -24,6 +24,7 @@ class AttentionFacts:
         block_size: tokens of a KV block.
         rotary_dim: leading elements of a head that rotate; None: all.
         has_flashinfer: the package is installed.
+        fp8_cache: keys and values are cached in e4m3.
     """
 
     device: DeviceFacts
@@ -34,6 +35,7 @@ class AttentionFacts:
     block_size: int
     rotary_dim: int | None = None
     has_flashinfer: bool = False
+    fp8_cache: bool = False
 
     @property
     def group_size(self) -> int:
@@ -149,6 +151,10 @@ _CLASSES: dict[tuple[int, int, int], SizeClass] = {
 }
 
 
+# With a cache in e4m3, of any class: measured for the 8B on an H100 (alone).
+_FP8_PAGED = PagedDecodeConfig(8, 64, 4, alone=(2, 3), beside_few=(1, 3), beside_many=(2, 3))
+
+
 def size_class(facts: AttentionFacts) -> SizeClass:
     """Constants of a size class. Those of an unlisted one are extrapolated: from the class with 8
     key heads, whose division of the fused kernel's work does not serve another number.
@@ -181,18 +187,22 @@ def paged_decode_config(facts: AttentionFacts) -> PagedDecodeConfig:
     The rule: as many key heads, up to eight, as fill the rows of an MMA.
     """
     tuned = size_class(facts).paged or PagedDecodeConfig(8)
+    if facts.fp8_cache:
+        tuned = replace(_FP8_PAGED, kv_heads=tuned.kv_heads)
     kv_heads = tuned.kv_heads
     while kv_heads > 1 and (
         kv_heads * facts.group_size > _MMA_ROWS or facts.num_kv_heads % kv_heads
     ):
         kv_heads //= 2
     width = 1 << (facts.head_dim - 1).bit_length()
-    stage_bytes = 2 * tuned.tile_rows * width * facts.dtype.itemsize
+    stage_bytes = 2 * tuned.tile_rows * width * (1 if facts.fp8_cache else facts.dtype.itemsize)
+    # What is read in e4m3 goes through shared memory once more, in the model's dtype.
+    decoded_bytes = tuned.tile_rows * width * facts.dtype.itemsize if facts.fp8_cache else 0
     room = facts.device.shared_memory_bytes
 
     def fitting(ctas: int, stages: int) -> tuple[int, int]:
         """A pipeline of n stages has n - 1 buffers."""
-        most = room // ctas - _SHARED_MEMORY_RESERVE
+        most = room // ctas - _SHARED_MEMORY_RESERVE - decoded_bytes
         if ctas > 1 and 2 * stage_bytes > most:
             return fitting(ctas - 1, stages)
         return ctas, min(stages, most // stage_bytes + 1)

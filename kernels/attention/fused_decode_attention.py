@@ -28,6 +28,7 @@ from kernels.attention.attention_tuning import (
     fused_decode_obstacle,
     size_class,
 )
+from kernels.attention.fp8_pages import as_bytes, decode_e4m3, encode_e4m3, round_to_e4m3
 from kernels.attention.heads import ProjectedHeads
 from kernels.attention.qk_rope_cache import normed, turned
 from kernels.gemm.skinny_gemm import load_reduced
@@ -89,7 +90,7 @@ class FusedDecodeAttention:
             heads.num_heads,
             facts.device.supports_pdl,
         )
-        out = heads.kv_cache.new_empty(num_tokens, num_heads * head_dim)
+        out = heads.rope[0].new_empty(num_tokens, num_heads * head_dim)
         rows = (
             max(16, triton.next_power_of_2(config.heads)) if config.tensor_cores else config.heads
         )
@@ -98,7 +99,8 @@ class FusedDecodeAttention:
         at_once = 1 if rows > 4 else min(max(at_once, 1), config.num_splits)
         _fused_decode_kernel[(num_heads // config.heads, config.num_splits, num_tokens)](
             heads.qkv, *(heads.norms or (out, out)),
-            *heads.rope, heads.rows, heads.kv_cache, block_ids, first_blocks, seq_lens,
+            *heads.rope, heads.rows, as_bytes(heads.kv_cache),
+            out if heads.kv_scales is None else heads.kv_scales, block_ids, first_blocks, seq_lens,
             self._acc, self._m_l, self._arrived, out,
             num_tokens, num_heads, num_kv_heads, heads.eps, head_dim**-0.5 * _LOG2_E,
             heads.qkv[0].numel(),
@@ -106,20 +108,21 @@ class FusedDecodeAttention:
             COLUMNS=triton.next_power_of_2(head_dim // 2), BLOCK_SIZE=block_size, TILE=config.tile,
             SPLITS=config.num_splits, MERGED=at_once,
             SCRATCH=len(self._acc), NORM=heads.norms is not None, PARTIALS=heads.num_splits,
-            TENSOR_CORES=config.tensor_cores, PDL=pdl, num_warps=config.num_warps, launch_pdl=pdl,
+            TENSOR_CORES=config.tensor_cores, FP8=heads.kv_scales is not None, PDL=pdl,
+            num_warps=config.num_warps, launch_pdl=pdl,
         )  # fmt: skip
         return out
 
 
 @triton.jit
 def _fused_decode_kernel(
-    qkv_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, rows_ptr, cache_ptr, block_ids_ptr,
-    first_blocks_ptr, seq_lens_ptr, acc_ptr, m_l_ptr, arrived_ptr, out_ptr,
+    qkv_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, rows_ptr, cache_ptr, scales_ptr,
+    block_ids_ptr, first_blocks_ptr, seq_lens_ptr, acc_ptr, m_l_ptr, arrived_ptr, out_ptr,
     num_tokens, num_heads, num_kv_heads, eps, scale, stride,
     HEADS: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr, HALF: tl.constexpr,
     COLUMNS: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr,
     MERGED: tl.constexpr, SCRATCH: tl.constexpr, NORM: tl.constexpr,
-    PARTIALS: tl.constexpr, TENSOR_CORES: tl.constexpr, PDL: tl.constexpr,
+    PARTIALS: tl.constexpr, TENSOR_CORES: tl.constexpr, FP8: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """HEADS query heads of one key head, padded to ROWS, one split, one sequence. A half of a head
     has HALF elements, padded to COLUMNS. The projection is its PARTIALS split-K partials, `stride`
@@ -130,6 +133,7 @@ def _fused_decode_kernel(
     kv_head = first_head // GROUP
     split, token = tl.program_id(1), tl.program_id(2)
     half = tl.arange(0, COLUMNS)
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
 
     # The context without the new token, in equal splits. No kernel of this step writes to it.
     table_ptr = block_ids_ptr + tl.load(first_blocks_ptr + token)
@@ -140,8 +144,13 @@ def _fused_decode_kernel(
     keys_ptr = cache_ptr + kv_head * DIM
     k_first, k_second, value, inside = _load_tile(
         keys_ptr, table_ptr, begin, end, num_kv_heads, HALF, COLUMNS, BLOCK_SIZE, TILE,
-        TENSOR_CORES,
+        TENSOR_CORES, dtype,
     )  # fmt: skip
+    k_scale, v_scale = 1.0, 1.0
+    if FP8:
+        k_scale = tl.load(scales_ptr + kv_head)
+        v_scale = tl.load(scales_ptr + num_kv_heads + kv_head)
+        scale *= k_scale
     q_norm = _load_norm(q_norm_ptr, HALF, COLUMNS, NORM)
     k_norm = _load_norm(k_norm_ptr, HALF, COLUMNS, NORM)
     if PDL:
@@ -152,7 +161,6 @@ def _fused_decode_kernel(
     cos = tl.load(cos_ptr + token * HALF + half, mask=half < HALF, other=0.0)[None, :]
     sin = tl.load(sin_ptr + token * HALF + half, mask=half < HALF, other=0.0)[None, :]
     row = tl.arange(0, ROWS)
-    dtype: tl.constexpr = out_ptr.dtype.element_ty
     q_first, q_second = _load_rotated(
         token_ptr, first_head + row, row < HEADS, q_norm, cos, sin, eps, stride, dtype,
         HALF, COLUMNS, NORM, PARTIALS,
@@ -174,7 +182,7 @@ def _fused_decode_kernel(
     for start in range(begin + TILE, end, TILE):
         k_first, k_second, value, inside = _load_tile(
             keys_ptr, table_ptr, start, end, num_kv_heads, HALF, COLUMNS, BLOCK_SIZE, TILE,
-            TENSOR_CORES,
+            TENSOR_CORES, dtype,
         )  # fmt: skip
         if TENSOR_CORES:
             m_i, l_i, acc = _attend_mma(
@@ -188,13 +196,15 @@ def _fused_decode_kernel(
     if split == SPLITS - 1:
         new_first, new_second, new_value = _write_new(
             token_ptr, k_norm, cos, sin, eps, rows_ptr, keys_ptr, token, num_tokens, num_heads,
-            num_kv_heads, kv_head, first_head % GROUP == 0, stride, dtype,
-            HALF, COLUMNS, NORM, PARTIALS,
+            num_kv_heads, kv_head, first_head % GROUP == 0, stride, k_scale, v_scale, dtype,
+            HALF, COLUMNS, NORM, PARTIALS, FP8,
         )  # fmt: skip
         alone = tl.full((1,), 1, tl.int1)
         m_i, l_i, acc = _attend_fma(
             m_i, l_i, acc, wide_first, wide_second, new_first, new_second, new_value, alone
         )
+    if FP8:
+        acc *= v_scale
     _merge_when_last(
         acc_ptr, m_l_ptr, arrived_ptr, out_ptr, token * num_heads + first_head, split,
         m_i, l_i, acc, HEADS, ROWS, DIM, 2 * COLUMNS, SPLITS, MERGED, SCRATCH,
@@ -233,11 +243,12 @@ def _load_rotated(
 @triton.jit
 def _write_new(
     token_ptr, norm, cos, sin, eps, rows_ptr, keys_ptr, token, num_tokens, num_heads,
-    num_kv_heads, kv_head, writes, stride, dtype: tl.constexpr, HALF: tl.constexpr,
-    COLUMNS: tl.constexpr, NORM: tl.constexpr, PARTIALS: tl.constexpr,
+    num_kv_heads, kv_head, writes, stride, k_scale, v_scale, dtype: tl.constexpr,
+    HALF: tl.constexpr, COLUMNS: tl.constexpr, NORM: tl.constexpr, PARTIALS: tl.constexpr,
+    FP8: tl.constexpr,
 ):  # fmt: skip
-    """The new token's key and value, as a tile of one token. One CTA of a key head (`writes`) puts
-    them into the cache.
+    """The new token's key and value, as a tile of one token, as later steps read them. One CTA of a
+    key head (`writes`) puts them into the cache.
     """
     DIM: tl.constexpr = 2 * HALF
     half, column = tl.arange(0, COLUMNS)[None, :], tl.arange(0, 2 * COLUMNS)[None, :]
@@ -252,11 +263,18 @@ def _write_new(
     key_row, value_row = tl.load(rows_ptr + token), tl.load(rows_ptr + num_tokens + token)
     writes = writes & (key_row >= 0)  # padding has negative rows and is not written
     key_ptr = keys_ptr + key_row * num_kv_heads * DIM + half
-    tl.store(key_ptr, first, mask=writes & (half < HALF))
-    tl.store(key_ptr + HALF, second, mask=writes & (half < HALF))
-    tl.store(
-        keys_ptr + value_row * num_kv_heads * DIM + column, value, mask=writes & (column < DIM)
-    )
+    value_ptr = keys_ptr + value_row * num_kv_heads * DIM + column
+    if FP8:
+        first = round_to_e4m3(first.to(tl.float32), k_scale)
+        second = round_to_e4m3(second.to(tl.float32), k_scale)
+        value = round_to_e4m3(value.to(tl.float32), v_scale)
+        tl.store(key_ptr, encode_e4m3(first), mask=writes & (half < HALF))
+        tl.store(key_ptr + HALF, encode_e4m3(second), mask=writes & (half < HALF))
+        tl.store(value_ptr, encode_e4m3(value), mask=writes & (column < DIM))
+    else:
+        tl.store(key_ptr, first, mask=writes & (half < HALF))
+        tl.store(key_ptr + HALF, second, mask=writes & (half < HALF))
+        tl.store(value_ptr, value, mask=writes & (column < DIM))
     return first[:, None, :], second[:, None, :], value[:, None, :]
 
 
@@ -324,7 +342,7 @@ def _merge(
 def _load_tile(
     keys_ptr, table_ptr, start, end, num_kv_heads,
     HALF: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
-    TENSOR_CORES: tl.constexpr,
+    TENSOR_CORES: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
     """The halves of the keys `[TILE, COLUMNS]`, the values `[TILE, 2 * COLUMNS]`, and which tokens
     are before `end`. FMAs take keys and values with a first axis of one, for the heads.
@@ -346,7 +364,11 @@ def _load_tile(
     first = tl.load(ptr + half, mask=key_mask, other=0.0)
     second = tl.load(ptr + HALF + half, mask=key_mask, other=0.0)
     values_ptr = ptr + BLOCK_SIZE * num_kv_heads * (2 * HALF)
-    return first, second, tl.load(values_ptr + column, mask=value_mask, other=0.0), inside
+    value = tl.load(values_ptr + column, mask=value_mask, other=0.0)
+    if keys_ptr.dtype.element_ty == tl.uint8:
+        first, second = decode_e4m3(first, dtype), decode_e4m3(second, dtype)
+        value = decode_e4m3(value, dtype)
+    return first, second, value, inside
 
 
 @triton.jit

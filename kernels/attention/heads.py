@@ -6,6 +6,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from kernels.attention.fp8_pages import E4M3, as_bytes, dequantize, quantize
+
 
 class Rotary(Protocol):
     """Angles of positions; `services.decoder.models.rope.RotaryEmbedding` is one.
@@ -37,6 +39,7 @@ class HeadTransform:
         kv_cache: `[num_blocks, 2, block_size, num_kv_heads, head_dim]`.
         rows: `[2, T]`, from `kv_rows`.
         gated: each query head is followed by its output gate.
+        kv_scales: of a cache in e4m3, see `write_kv`; None: it holds the model's dtype.
     """
 
     norms: tuple[Tensor, Tensor] | None
@@ -45,12 +48,14 @@ class HeadTransform:
     kv_cache: Tensor
     rows: Tensor
     gated: bool = False
+    kv_scales: Tensor | None = None
 
     def of(self, qkv: Tensor) -> "ProjectedHeads":
         """The transform with the projection's output."""
         return ProjectedHeads(
-            self.norms, self.eps, self.rope, self.kv_cache, self.rows, self.gated, qkv=qkv
-        )
+            self.norms, self.eps, self.rope, self.kv_cache, self.rows, self.gated,
+            self.kv_scales, qkv=qkv,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +69,11 @@ class ProjectedHeads(HeadTransform):
     """
 
     qkv: Tensor
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The model's."""
+        return self.rope[0].dtype
 
     @property
     def num_heads(self) -> int:
@@ -99,12 +109,39 @@ def kv_rows(slot_mapping: Tensor, block_size: int) -> Tensor:
     return torch.stack((keys, keys + block_size))
 
 
-def write_kv(kv_cache: Tensor, rows: Tensor, key: Tensor, value: Tensor) -> None:
-    """Writes `[T, num_kv_heads, head_dim]` keys and values to one layer's pool.
+def as_stored(key: Tensor, value: Tensor, kv_cache: Tensor, scales: Tensor | None) -> list[Tensor]:
+    """Keys and values `[T, num_kv_heads, head_dim]` in the pool's dtype.
+
+    Args:
+        key, value: in the model's dtype.
+        kv_cache: of any layer.
+        scales: of a pool in e4m3: `[2, num_kv_heads]` float32, what stored keys and values are to
+            be multiplied with, powers of two.
+    """
+    if kv_cache.dtype != E4M3:
+        return [key, value]
+    assert scales is not None
+    return [quantize(key, scales[0]), quantize(value, scales[1])]
+
+
+def write_kv(
+    kv_cache: Tensor, rows: Tensor, key: Tensor, value: Tensor, scales: Tensor | None = None
+) -> None:
+    """Writes `[T, num_kv_heads, head_dim]` keys and values to one layer's pool; see `as_stored`.
 
     The pool is seen as rows of `[num_kv_heads, head_dim]`: the key of (block, offset) is row
     block * 2 * block_size + offset, its value lies block_size rows further.
     """
-    flat = kv_cache.view(-1, *kv_cache.shape[-2:])
-    flat.index_put_((rows[0],), key)
-    flat.index_put_((rows[1],), value)
+    flat = as_bytes(kv_cache).view(-1, *kv_cache.shape[-2:])
+    for place, part in zip(rows, as_stored(key, value, kv_cache, scales), strict=True):
+        flat.index_put_((place,), as_bytes(part))
+
+
+def read_kv(stored: Tensor, part: int, dtype: torch.dtype, scales: Tensor | None) -> Tensor:
+    """Keys (part 0) or values (part 1) of a pool, `[..., num_kv_heads, head_dim]`, in the model's
+    dtype; see `as_stored`.
+    """
+    if stored.dtype != E4M3:
+        return stored
+    assert scales is not None
+    return dequantize(stored, scales[part], dtype)

@@ -25,6 +25,7 @@ from kernels.attention.attention_tuning import (
     PagedDecodeConfig,
     paged_decode_config,
 )
+from kernels.attention.fp8_pages import as_bytes, decode_e4m3
 
 _PREFETCHED_TILES = 1  # into L2, while the kernel before ends
 _LOG2_E = 1.4426950408889634
@@ -66,6 +67,7 @@ class PagedDecodeAttention:
         seq_lens: Tensor,
         *,
         out: Tensor,
+        kv_scales: Tensor | None = None,
         beside_prefill: bool = False,
     ) -> None:
         """Attention of one token of each of S sequences, whose key and value are in the cache.
@@ -78,6 +80,7 @@ class PagedDecodeAttention:
             seq_lens: context lengths, int32; more may follow. Sequences of length 0 come after all
                 others; their rows of `out` are not written.
             out: the result, as `query`.
+            kv_scales: of a cache in e4m3, see `heads.as_stored`.
             beside_prefill: the next kernel on the stream reads what this one reads, runs
                 concurrently and waits for it at its end (PDL).
         """
@@ -87,27 +90,28 @@ class PagedDecodeAttention:
         ctas_per_sm, stages = beside if beside_prefill else config.alone
         num_ctas, pdl = facts.device.num_sms * ctas_per_sm, facts.device.supports_pdl
         _paged_decode_kernel[(num_ctas,)](
-            query, kv_cache, block_ids, first_blocks, seq_lens, self._acc, self._m_l,
-            self._arrived, out, num_sequences, facts.head_dim**-0.5 * _LOG2_E,
+            query, as_bytes(kv_cache), query if kv_scales is None else kv_scales, block_ids,
+            first_blocks, seq_lens, self._acc, self._m_l, self._arrived, out,
+            num_sequences, facts.head_dim**-0.5 * _LOG2_E,
             ITEMS=facts.num_kv_heads // config.kv_heads, KV_HEADS=config.kv_heads,
             GROUP=facts.group_size, DIM=facts.head_dim,
             COLUMNS=triton.next_power_of_2(facts.head_dim),
             ROWS=max(16, triton.next_power_of_2(self._rows)), BLOCK_SIZE=kv_cache.shape[2],
             TILE=config.tile_rows, STAGES=stages, PREFETCHED=_PREFETCHED_TILES,
             SEQUENCES=max(triton.next_power_of_2(num_sequences), 32 * config.num_warps),
-            CTAS=num_ctas, SCRATCH=self._m_l.shape[1], PDL=pdl, BESIDE_PREFILL=beside_prefill,
-            num_warps=config.num_warps, launch_pdl=pdl,
+            CTAS=num_ctas, SCRATCH=self._m_l.shape[1], FP8=kv_scales is not None, PDL=pdl,
+            BESIDE_PREFILL=beside_prefill, num_warps=config.num_warps, launch_pdl=pdl,
         )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_sequences"])
 def _paged_decode_kernel(
-    query_ptr, cache_ptr, block_ids_ptr, first_blocks_ptr, seq_lens_ptr, acc_ptr, m_l_ptr,
-    arrived_ptr, out_ptr, num_sequences, scale,
+    query_ptr, cache_ptr, scales_ptr, block_ids_ptr, first_blocks_ptr, seq_lens_ptr, acc_ptr,
+    m_l_ptr, arrived_ptr, out_ptr, num_sequences, scale,
     ITEMS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
     COLUMNS: tl.constexpr, ROWS: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
     STAGES: tl.constexpr, PREFETCHED: tl.constexpr, SEQUENCES: tl.constexpr, CTAS: tl.constexpr,
-    SCRATCH: tl.constexpr, PDL: tl.constexpr, BESIDE_PREFILL: tl.constexpr,
+    SCRATCH: tl.constexpr, FP8: tl.constexpr, PDL: tl.constexpr, BESIDE_PREFILL: tl.constexpr,
 ):  # fmt: skip
     """A sequence has ITEMS work items of KV_HEADS key heads; their query heads are padded to ROWS,
     and head_dim DIM to COLUMNS.
@@ -137,6 +141,7 @@ def _paged_decode_kernel(
     row, column = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
     offset = row[:, None] * DIM + column[None, :]
     inside = (row < HEADS)[:, None] & (column < DIM)[None, :]
+    scale_place = scales_ptr + tl.where(row < HEADS, row // GROUP, 0)
     while unit < stop:
         count = (length + UNIT - 1) // UNIT
         item = (unit - origin) // count
@@ -149,13 +154,16 @@ def _paged_decode_kernel(
         found = tl.minimum(sequence, num_sequences - 1)
         next_length = tl.load(seq_lens_ptr + found)
         next_table = tl.load(first_blocks_ptr + found)
-
         query = tl.load(query_ptr + number * (HEADS * DIM) + offset, mask=inside, other=0.0)
+        if FP8:
+            query = _times(query, scale_place + item * KV_HEADS)
         m_i, l_i, acc = _attend(
             query, cache_ptr + item * (KV_HEADS * DIM), table_ptr, first * UNIT,
             tl.minimum((first + taken) * UNIT, length), scale,
             ITEMS * KV_HEADS * DIM, KV_HEADS, GROUP, DIM, COLUMNS, BLOCK_SIZE, TILE, STAGES,
         )  # fmt: skip
+        if FP8:
+            acc = _times(acc, scale_place + (ITEMS + item) * KV_HEADS)
         begin = unit - first
         _finish_item(
             acc_ptr, m_l_ptr, arrived_ptr, out_ptr + number * (HEADS * DIM), taken == count,
@@ -167,6 +175,12 @@ def _paged_decode_kernel(
             table_ptr = block_ids_ptr + next_table
         length = next_length
         unit += taken
+
+
+@triton.jit
+def _times(x, scales_ptr):
+    """Rows times their scales, which is exact."""
+    return (x.to(tl.float32) * tl.load(scales_ptr)[:, None]).to(x.dtype)
 
 
 @triton.jit
@@ -263,6 +277,8 @@ def _attend(
             mask = mask & (column < DIM)[None, :]
         key = tl.load(ptr, mask=mask, other=0.0)
         value = tl.load(ptr + BLOCK_SIZE * STRIDE, mask=mask, other=0.0)
+        if keys_ptr.dtype.element_ty == tl.uint8:
+            key, value = decode_e4m3(key, query.dtype), decode_e4m3(value, query.dtype)
         score = tl.dot(query, tl.trans(key))
         score = tl.where(matches & inside[None, :], score, float("-inf"))
         new_m = tl.maximum(m_i, tl.max(score, axis=1) * scale)

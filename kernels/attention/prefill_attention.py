@@ -41,6 +41,7 @@ from triton.language import debug_barrier
 from triton.language.extra.cuda import gdc_wait
 
 from kernels.attention.attention_tuning import PREFILL, AttentionFacts
+from kernels.attention.fp8_pages import as_bytes, decode_e4m3
 from kernels.attention.paged_decode_attention import merge_softmax
 from kernels.attention.warpgroups import (
     LOG2_E,
@@ -152,6 +153,7 @@ class PrefillAttention:
         work: Tensor,
         *,
         out: Tensor,
+        kv_scales: Tensor | None = None,
         beside_decode: bool = False,
     ) -> None:
         """Attention of the chunks that `work` lists; rows of other tokens are not written.
@@ -164,6 +166,7 @@ class PrefillAttention:
             block_ids: of all sequences, int32.
             work: `[room, 8]` int32, from `list_work`, on the device.
             out: the result, as `query`.
+            kv_scales: of a cache in e4m3, see `heads.as_stored`; `keys_values` have them, too.
             beside_decode: it runs concurrently with the kernel before it on the stream,
                 `PagedDecodeAttention` of the same step (PDL).
         """
@@ -173,11 +176,11 @@ class PrefillAttention:
             for rows in (query, keys_values)
         )
         _prefill_kernel[(len(work) * num_heads,)](
-            *tiles, kv_cache, block_ids, work, self._acc, self._m_l, self._arrived, out,
-            head_dim**-0.5 * LOG2_E,
+            *tiles, as_bytes(kv_cache), query if kv_scales is None else kv_scales, block_ids, work,
+            self._acc, self._m_l, self._arrived, out, head_dim**-0.5 * LOG2_E,
             SCRATCH=len(self._acc), HEADS=num_heads, KV_HEADS=kv_cache.shape[3], DIM=head_dim,
-            BLOCK_SIZE=kv_cache.shape[2], TILE=TILE, FIELDS=_FIELDS, BESIDE_DECODE=beside_decode,
-            num_warps=NUM_WARPS, launch_pdl=True,
+            BLOCK_SIZE=kv_cache.shape[2], TILE=TILE, FIELDS=_FIELDS, FP8=kv_scales is not None,
+            BESIDE_DECODE=beside_decode, num_warps=NUM_WARPS, launch_pdl=True,
         )  # fmt: skip
 
 
@@ -188,10 +191,11 @@ def _cached_pairs(chunks: Sequence[PrefillChunk]) -> int:
 
 @gluon.jit
 def _prefill_kernel(
-    query_tiles, own_tiles, cache_ptr, block_ids_ptr, work_ptr, acc_ptr, m_l_ptr, arrived_ptr,
-    out_ptr, scale,
+    query_tiles, own_tiles, cache_ptr, scales_ptr, block_ids_ptr, work_ptr, acc_ptr, m_l_ptr,
+    arrived_ptr, out_ptr, scale,
     SCRATCH: gl.constexpr, HEADS: gl.constexpr, KV_HEADS: gl.constexpr, DIM: gl.constexpr,
-    BLOCK_SIZE: gl.constexpr, TILE: gl.constexpr, FIELDS: gl.constexpr, BESIDE_DECODE: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr, TILE: gl.constexpr, FIELDS: gl.constexpr, FP8: gl.constexpr,
+    BESIDE_DECODE: gl.constexpr,
 ):  # fmt: skip
     """One head of one work item, see `PrefillAttention.list_work`."""
     cta = gl.program_id(0)
@@ -206,12 +210,17 @@ def _prefill_kernel(
         gdc_wait()
     if size > 0:
         query = gl.allocate_shared_memory(query_tiles.dtype, [TILE, DIM], query_tiles.layout)
-        keys_at = head // (HEADS // KV_HEADS) * DIM
+        kv_head = head // (HEADS // KV_HEADS)
+        keys_at = kv_head * DIM
+        if FP8:
+            scale *= gl.load(scales_ptr + kv_head)
         m_i, l_i, acc = _attend(
             query, query_tiles, head * DIM, own_tiles, keys_at, cache_ptr + keys_at, table_ptr,
             (first, size, chunk, begin, end), split == num_splits - 1, scale, KV_HEADS * DIM,
             BLOCK_SIZE,
         )  # fmt: skip
+        if FP8:
+            acc *= gl.load(scales_ptr + KV_HEADS + kv_head)
         ROWS: gl.constexpr = rows_layout(DIM, gl.num_warps())
         row = gl.arange(0, TILE, gl.SliceLayout(1, ROWS))
         column = gl.arange(0, DIM, gl.SliceLayout(0, ROWS))
@@ -322,10 +331,16 @@ def _attend_pass(
     if not RUNNING:
         overflowed = overflows(gl.sum(l_i, axis=1), size, query.dtype)
     if begin < end:
-        m_i, l_i, acc, p_op, num_own = _attend_cached(
-            query, keys, values, keys_ptr, table_ptr, begin, end, num_own, scale,
-            m_i, l_i, acc, p_op, SCORES, ACC, WIDTH, BLOCK_SIZE,
-        )  # fmt: skip
+        if keys_ptr.dtype.element_ty == gl.uint8:
+            m_i, l_i, acc, p_op, num_own = _attend_fp8(
+                query, keys, values, keys_ptr, table_ptr, begin, end, num_own, scale,
+                m_i, l_i, acc, p_op, SCORES, ACC, WIDTH, BLOCK_SIZE,
+            )  # fmt: skip
+        else:
+            m_i, l_i, acc, p_op, num_own = _attend_cached(
+                query, keys, values, keys_ptr, table_ptr, begin, end, num_own, scale,
+                m_i, l_i, acc, p_op, SCORES, ACC, WIDTH, BLOCK_SIZE,
+            )  # fmt: skip
     acc = warpgroup_mma(p_op, values.index((num_own - 1) % 2), acc)
     m_i = gl.convert_layout(m_i, gl.SliceLayout(1, ACC))
     return m_i, gl.convert_layout(gl.sum(l_i, axis=1), gl.SliceLayout(1, ACC)), acc, overflowed
@@ -401,6 +416,70 @@ def _attend_cached(
 
 
 @gluon.jit
+def _attend_fp8(
+    query, keys, values, keys_ptr, table_ptr, begin, end, turn, scale, m_i, l_i, acc, p_op,
+    SCORES: gl.constexpr, ACC: gl.constexpr, WIDTH: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+):  # fmt: skip
+    """`_attend_cached` of a cache in e4m3: its bytes go through registers, where they arrive while
+    the GEMMs of the tile before run.
+    """
+    TILE: gl.constexpr = query.shape[0]
+    DIM: gl.constexpr = query.shape[1]
+    key = gl.arange(0, TILE, gl.SliceLayout(0, SCORES))
+    values_ptr = keys_ptr + BLOCK_SIZE * WIDTH
+    next_keys = _load_bytes(keys_ptr, table_ptr, begin, end, TILE, DIM, WIDTH, BLOCK_SIZE)
+    next_values = _load_bytes(values_ptr, table_ptr, begin, end, TILE, DIM, WIDTH, BLOCK_SIZE)
+    keys.index(turn % 2).store(decode_e4m3(next_keys, query.dtype))
+    values.index(turn % 2).store(decode_e4m3(next_values, query.dtype))
+    for at in range(begin, end, TILE):
+        after, other = at + TILE, (turn + 1) % 2
+        next_keys = _load_bytes(keys_ptr, table_ptr, after, end, TILE, DIM, WIDTH, BLOCK_SIZE)
+        next_values = _load_bytes(values_ptr, table_ptr, after, end, TILE, DIM, WIDTH, BLOCK_SIZE)
+        fence_async_shared()
+        debug_barrier()
+        score = start_scores(query, keys.index(turn % 2), SCORES)
+        acc = warpgroup_mma(p_op, values.index(other), acc, is_async=True)
+        score = warpgroup_mma_wait(1, deps=[score])
+        score = gl.where((at + key < end)[None, :], score, float("-inf"))
+        m_i, l_i, p, alpha = softmax(score, scale, m_i, l_i, RUNNING=True)
+        acc, p_op = warpgroup_mma_wait(0, deps=[acc, p_op])
+        debug_barrier()
+        keys.index(other).store(decode_e4m3(next_keys, query.dtype))
+        values.index(other).store(decode_e4m3(next_values, query.dtype))
+        acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, ACC))[:, None]
+        p_op = as_dot_operand(p, query.dtype, ACC)
+        turn += 1
+    fence_async_shared()
+    debug_barrier()
+    return m_i, l_i, acc, p_op, turn
+
+
+@gluon.jit
+def _load_bytes(
+    rows_ptr, table_ptr, at, end, TILE: gl.constexpr, DIM: gl.constexpr, WIDTH: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr,
+):  # fmt: skip
+    """A tile of the KV cache in registers; rows from `end` on are zeros."""
+    ROWS: gl.constexpr = rows_layout(DIM, gl.num_warps())
+    ptr, inside = _cached_rows(rows_ptr, table_ptr, at, end, TILE, DIM, ROWS, WIDTH, BLOCK_SIZE)
+    return gl.load(ptr, mask=inside, other=0)
+
+
+@gluon.jit
+def _cached_rows(
+    rows_ptr, table_ptr, at, end, TILE: gl.constexpr, DIM: gl.constexpr, ROWS: gl.constexpr,
+    WIDTH: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+):  # fmt: skip
+    """Where a tile lies in the KV cache, and which of its rows are before `end`."""
+    token = at + gl.arange(0, TILE, gl.SliceLayout(1, ROWS))
+    column = gl.arange(0, DIM, gl.SliceLayout(0, ROWS))
+    inside = token < end
+    block = gl.load(table_ptr + token // BLOCK_SIZE, mask=inside, other=0).to(gl.int64)
+    row = block * (2 * BLOCK_SIZE) + token % BLOCK_SIZE
+    return rows_ptr + (row * WIDTH)[:, None] + column[None, :], inside[:, None]
+
+
+@gluon.jit
 def _expect(mbars, index, tiles, count):
     """Arms the mbarrier of a load; before `_load_own`."""
     mbarrier.expect(mbars.index(index % 2), tiles.block_type.nbytes, pred=index < count)
@@ -417,13 +496,10 @@ def _load_own(buffers, mbars, index, row, tiles, column, count):
 def _load_cached(tile, rows_ptr, table_ptr, at, end, WIDTH: gl.constexpr, BLOCK_SIZE: gl.constexpr):
     """Starts the gather of a tile from the KV cache; rows from `end` on become zeros."""
     ROWS: gl.constexpr = rows_layout(tile.shape[1], gl.num_warps())
-    token = at + gl.arange(0, tile.shape[0], gl.SliceLayout(1, ROWS))
-    column = gl.arange(0, tile.shape[1], gl.SliceLayout(0, ROWS))
-    inside = token < end
-    block = gl.load(table_ptr + token // BLOCK_SIZE, mask=inside, other=0).to(gl.int64)
-    row = block * (2 * BLOCK_SIZE) + token % BLOCK_SIZE
-    ptr = rows_ptr + (row * WIDTH)[:, None] + column[None, :]
-    async_copy.async_copy_global_to_shared(tile, ptr, mask=inside[:, None])
+    ptr, inside = _cached_rows(
+        rows_ptr, table_ptr, at, end, tile.shape[0], tile.shape[1], ROWS, WIDTH, BLOCK_SIZE
+    )
+    async_copy.async_copy_global_to_shared(tile, ptr, mask=inside)
     async_copy.commit_group()
 
 

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from kernels.attention.fp8_pages import as_bytes, encode_e4m3, round_to_e4m3
 from kernels.attention.heads import ProjectedHeads
 from kernels.gemm.skinny_gemm import load_reduced
 from kernels.tuning import qk_rope_config
@@ -26,18 +27,20 @@ def qk_rope_cache(
     assert heads.is_contiguous
     num_kv_heads, head_dim = heads.kv_cache.shape[-2:]
     num_tokens, num_heads = heads.num_tokens, heads.num_heads
-    query = heads.kv_cache.new_empty(num_tokens, num_heads, head_dim)
+    query = heads.rope[0].new_empty(num_tokens, num_heads, head_dim)
     block, num_warps = qk_rope_config(num_tokens, head_dim)
     norms, half = heads.norms or (query, query), heads.rope[0].shape[-1]
     rest = head_dim - 2 * half
     _qk_rope_cache_kernel[(num_tokens, triton.cdiv(num_heads + 2 * num_kv_heads, block))](
-        heads.qkv, *norms, *heads.rope, heads.rows, heads.kv_cache, query,
+        heads.qkv, *norms, *heads.rope, heads.rows, as_bytes(heads.kv_cache),
+        query if heads.kv_scales is None else heads.kv_scales, query,
         query if keys_values is None else keys_values, query if gates is None else gates,
         num_tokens, num_heads, num_kv_heads, heads.eps, heads.qkv[0].numel(),
         HALF=half, COLUMNS=triton.next_power_of_2(half), REST=rest,
         REST_COLUMNS=triton.next_power_of_2(max(rest, 1)), BLOCK=block,
         NORM=heads.norms is not None, SPLITS=heads.num_splits, KEEP=keys_values is not None,
-        GATED=heads.gated, PDL=pdl, num_warps=num_warps, launch_pdl=pdl,
+        GATED=heads.gated, FP8=heads.kv_scales is not None, PDL=pdl,
+        num_warps=num_warps, launch_pdl=pdl,
     )  # fmt: skip
     return query
 
@@ -84,11 +87,11 @@ def turned(one, two, cos, sin):  # noqa: ANN201 - two of the inputs' kind
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _qk_rope_cache_kernel(
-    qkv_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, rows_ptr, cache_ptr, query_ptr,
+    qkv_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, rows_ptr, cache_ptr, scales_ptr, query_ptr,
     kept_ptr, gate_ptr, num_tokens, num_heads, num_kv_heads, eps, stride, HALF: tl.constexpr,
     COLUMNS: tl.constexpr, REST: tl.constexpr, REST_COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
     NORM: tl.constexpr, SPLITS: tl.constexpr, KEEP: tl.constexpr, GATED: tl.constexpr,
-    PDL: tl.constexpr,
+    FP8: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A head is two halves that rotate, and REST elements behind them that do not."""
     DIM: tl.constexpr = 2 * HALF + REST
@@ -100,7 +103,6 @@ def _qk_rope_cache_kernel(
     is_head = (head < all_heads)[:, None]
     is_query = (head < num_heads)[:, None]
     is_value = (head >= num_heads + num_kv_heads)[:, None]
-
     if NORM:
         norm_ptr = tl.where(is_query, q_norm_ptr, k_norm_ptr)
         weight_first = tl.load(norm_ptr + column, mask=known, other=0.0)
@@ -138,11 +140,10 @@ def _qk_rope_cache_kernel(
     _store(out, first, second, rest, column, rest_column, is_query, HALF, REST)
     if GATED:
         gate = gate_ptr + (token * num_heads + head)[:, None] * DIM
-        for start in tl.static_range(0, DIM, COLUMNS):
-            inside = is_query & (start + column < DIM)
-            at = place + DIM + start + column
-            found = load_reduced(qkv_ptr, at, inside, stride, SPLITS, dtype)
-            tl.store(gate + start + column, found, mask=inside)
+        _copy_gates(qkv_ptr, place + DIM, gate, column, is_query, stride, DIM, SPLITS)
+    if FP8:
+        scale = tl.load(scales_ptr + head[:, None] - num_heads, mask=is_head & ~is_query, other=1.0)
+        first, second, rest = _rounded(first, second, rest, scale)
     if KEEP:
         out = kept_ptr + (token * (2 * num_kv_heads) + head[:, None] - num_heads) * DIM
         _store(out, first, second, rest, column, rest_column, is_head & ~is_query, HALF, REST)
@@ -150,9 +151,32 @@ def _qk_rope_cache_kernel(
     key_row, value_row = tl.load(rows_ptr + token), tl.load(rows_ptr + num_tokens + token)
     kv_head = head[:, None] - num_heads - tl.where(is_value, num_kv_heads, 0)
     row = tl.where(is_value, value_row, key_row) * num_kv_heads + kv_head
+    if FP8:
+        first, second, rest = encode_e4m3(first), encode_e4m3(second), encode_e4m3(rest)
     # Padding has negative rows: they count from the cache's end in torch, and go nowhere here.
     keep = is_head & ~is_query & (key_row >= 0)
     _store(cache_ptr + row * DIM, first, second, rest, column, rest_column, keep, HALF, REST)
+
+
+@triton.jit
+def _rounded(first, second, rest, scale):
+    """The parts of heads as e4m3 has them, in float32."""
+    first = round_to_e4m3(first.to(tl.float32), scale)
+    second = round_to_e4m3(second.to(tl.float32), scale)
+    return first, second, round_to_e4m3(rest.to(tl.float32), scale)
+
+
+@triton.jit
+def _copy_gates(
+    qkv_ptr, place, gate, column, is_query, stride, DIM: tl.constexpr, SPLITS: tl.constexpr
+):
+    """Copies output gates of heads."""
+    COLUMNS: tl.constexpr = column.shape[1]
+    for start in tl.static_range(0, DIM, COLUMNS):
+        inside = is_query & (start + column < DIM)
+        at = place + start + column
+        found = load_reduced(qkv_ptr, at, inside, stride, SPLITS, gate.dtype.element_ty)
+        tl.store(gate + start + column, found, mask=inside)
 
 
 @triton.jit

@@ -270,6 +270,7 @@ class QuantizationSpec:
             or `re:` patterns.
         targets: modules that are quantized, in the same words; empty: every linear layer.
         others: of further groups of modules, where a checkpoint mixes formats.
+        fp8_cache: the files hold scales for a KV cache in e4m3, which they ask for.
     """
 
     format: WeightFormat
@@ -283,6 +284,7 @@ class QuantizationSpec:
     ignored: tuple[str, ...] = ()
     targets: tuple[str, ...] = ()
     others: tuple["QuantizationSpec", ...] = ()
+    fp8_cache: bool = False
 
     @property
     def groups(self) -> tuple["QuantizationSpec", ...]:

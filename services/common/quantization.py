@@ -72,7 +72,7 @@ def read_quantization(
     for source in reversed(found.values()):
         stated |= {key: value for key, value in source.items() if value is not None}
     try:
-        return _read(stated)
+        return replace(_read(stated), fp8_cache=_has_fp8_cache(stated))
     except UnsupportedOption as error:
         raise UnsupportedOption(str(error), first) from None
 
@@ -150,11 +150,6 @@ def _modelopt(config: Mapping[str, Any]) -> QuantizationSpec:
     """NVFP4 as NVIDIA's ModelOpt writes it, of which the weights are used."""
     _expect("quant_algo", config.get("quant_algo"), "NVFP4")
     _expect("group_size", config.get("group_size", 16), 16)
-    for absent in ("kv_cache_quant_algo", "kv_cache_scheme"):
-        if config.get(absent):
-            raise UnsupportedOption(
-                f"quantization_config: {absent} {config[absent]!r} is not supported"
-            )
     ignored = _names("ignore", config.get("ignore") or ())
     return QuantizationSpec(
         format="nvfp4",
@@ -241,7 +236,7 @@ def _compressed_tensors(config: Mapping[str, Any]) -> QuantizationSpec:
     groups = cast("Mapping[str, Mapping[str, Any]]", config.get("config_groups") or {})
     if not groups:
         raise UnsupportedOption("quantization_config: config_groups is empty")
-    for absent in ("kv_cache_scheme", "sparsity_config", "transform_config"):
+    for absent in ("sparsity_config", "transform_config"):
         if config.get(absent):
             raise UnsupportedOption(f"quantization_config: {absent} is not supported")
     targets: dict[QuantizationSpec, list[str]] = {}
@@ -260,6 +255,18 @@ def _compressed_tensors(config: Mapping[str, Any]) -> QuantizationSpec:
         )
     first, *others = sorted(found, key=lambda group: not group.targets)  # names before "Linear"
     return replace(first, others=tuple(others))
+
+
+def _has_fp8_cache(config: Mapping[str, Any]) -> bool:
+    """Whether keys and values are to be cached in e4m3, by scales in the files."""
+    scheme, algorithm = config.get("kv_cache_scheme"), config.get("kv_cache_quant_algo")
+    if scheme:
+        _numbers("kv_cache_scheme", scheme, "float", 8)
+        strategy = scheme.get("strategy", "tensor")
+        _expect("kv_cache_scheme.strategy", strategy, "tensor", "attn_head")
+    if algorithm:
+        _expect("kv_cache_quant_algo", algorithm, "FP8")
+    return bool(scheme or algorithm)
 
 
 def _scheme(name: str, group: Mapping[str, Any], outer_format: object) -> QuantizationSpec:

@@ -42,6 +42,7 @@ def runner_options(settings: DecoderSettings, device: str) -> RunnerOptions:
         dtype=settings.dtype,
         load_format=settings.load_format,
         quantization=settings.quantization,
+        fp8_cache=settings.kv_cache_dtype != "auto",
         max_num_sequences=max_num_sequences,
         max_batched_tokens=max(_MAX_TOKENS_GPU if on_gpu else _MAX_TOKENS_CPU, max_num_sequences),
         max_model_len=settings.max_model_len,

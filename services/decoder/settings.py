@@ -17,6 +17,8 @@ class DecoderSettings(EngineServiceSettings):
             they are what the files hold.
         tensor_parallel: processes that share the model, each on a card of its own: the device and
             those after it. It divides the heads, the vocabulary and the sizes of MLPs and experts.
+        kv_cache_dtype: `fp8` (or `fp8_e4m3`): keys and values are cached in 8 bits, which doubles
+            the context; `auto`: in the model's precision, unless the checkpoint asks for FP8.
         kernels: overrides of the dispatch table: `operation=implementation,...`; `plain`: torch.
         max_num_sequences: sequences that run at once; default: 256 on a GPU, 64 on a CPU. As many
             again times `QUEUE_FACTOR` may wait; on a CPU, 1024 run or wait at least.
@@ -36,6 +38,7 @@ class DecoderSettings(EngineServiceSettings):
     metrics_port: Port = 9102
     quantization: Literal["", "fp8"] = ""
     tensor_parallel: Annotated[int, Field(ge=1, le=64)] = 1
+    kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3"] = "auto"
     kernels: str = ""
     max_num_sequences: Annotated[int, Field(ge=1, le=4096)] | None = None
     step_ms: Annotated[float, Field(ge=1)] = 40.0

@@ -22,14 +22,17 @@ def create_backend(
     device: torch.device,
     dtype: torch.dtype,
     overrides: Mapping[str, str] | None = None,
+    *,
+    fp8_cache: bool = False,
 ) -> AttentionBackend:
     """The backend for a model on a device of this machine.
 
     Args:
         sizes: of the model and the engine.
         device: of the model.
-        dtype: of queries and the KV cache.
+        dtype: of queries, and of the KV cache unless that is e4m3.
         overrides: see `dispatch.parse_overrides`; operations of other tables are ignored.
+        fp8_cache: keys and values are cached in e4m3.
 
     Raises:
         UnknownOverride: an implementation does not exist or cannot run here.
@@ -42,6 +45,7 @@ def create_backend(
         head_dim=sizes.head_dim,
         block_size=sizes.block_size,
         has_flashinfer=importlib.util.find_spec("flashinfer") is not None,
+        fp8_cache=fp8_cache,
     )
     resolved = table.resolve(facts, overrides)
     usable = {entry.name for name in resolved.operations for entry in resolved.usable(name)}

@@ -133,6 +133,7 @@ class AttentionBackend(Protocol):
         kv_cache: torch.Tensor,
         metadata: AttentionMetadata,
         keys_values: torch.Tensor | None = None,
+        kv_scales: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attention; the step's keys and values are in the cache already.
 
@@ -142,6 +143,7 @@ class AttentionBackend(Protocol):
             metadata: as planned.
             keys_values: `[T, 2 * num_kv_heads, head_dim]`, the step's own keys, then values, if
                 `metadata.wants_keys_values`.
+            kv_scales: of a cache in e4m3, see `heads.as_stored`.
 
         Returns:
             `[T, num_heads, head_dim]`.

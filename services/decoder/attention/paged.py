@@ -29,8 +29,8 @@ from services.decoder.attention.sdpa import SdpaBackend
 from services.decoder.attention.table import DECODE, FLASHINFER, HOPPER, PAGED, PREFILL
 
 # Runs some of a step's tokens: (queries `[n, num_heads, head_dim]`, the layer's KV cache, output of
-# the same shape).
-_Run = Callable[[Tensor, Tensor, Tensor], None]
+# the same shape, the cache's scales).
+_Run = Callable[[Tensor, Tensor, Tensor, Tensor | None], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +162,7 @@ class PagedBackend:
         kv_cache: Tensor,
         metadata: AttentionMetadata,
         keys_values: Tensor | None = None,
+        kv_scales: Tensor | None = None,
     ) -> Tensor:
         plan: _Plan = metadata.plan
         decodes, block_ids = metadata.num_decodes, metadata.block_ids
@@ -178,6 +179,7 @@ class PagedBackend:
                 metadata.first_blocks_device,
                 metadata.seq_lens_device,
                 out=output[:decodes],
+                kv_scales=kv_scales,
                 beside_prefill=concurrent,
             )
 
@@ -191,16 +193,17 @@ class PagedBackend:
                 block_ids,
                 metadata.work,
                 out=output,
+                kv_scales=kv_scales,
                 beside_decode=concurrent,
             )
 
         def run_decodes() -> None:
             assert plan.run_decodes is not None
-            plan.run_decodes(query[:decodes], kv_cache, output[:decodes])
+            plan.run_decodes(query[:decodes], kv_cache, output[:decodes], kv_scales)
 
         def run_chunks() -> None:
             assert plan.run_chunks is not None
-            plan.run_chunks(query[decodes:], kv_cache, output[decodes:])
+            plan.run_chunks(query[decodes:], kv_cache, output[decodes:], kv_scales)
 
         done = True
         if plan.decode is not None:
@@ -215,7 +218,7 @@ class PagedBackend:
             if self._hopper is None:
                 metadata.work = None
             metadata.plan = self.plan(metadata)
-            return self.forward(query, kv_cache, metadata, keys_values)
+            return self.forward(query, kv_cache, metadata, keys_values, kv_scales)
         return output
 
     def _succeeds(self, operation: str, name: str, run: Callable[[], None]) -> bool:
@@ -299,14 +302,14 @@ class PagedBackend:
     def _plan_plain(self, part: AttentionMetadata) -> _Run:
         part.plan = self._plain.plan(part)
 
-        def run(query: Tensor, kv_cache: Tensor, out: Tensor) -> None:
-            out.copy_(self._plain.forward(query, kv_cache, part))
+        def run(query: Tensor, kv_cache: Tensor, out: Tensor, kv_scales: Tensor | None) -> None:
+            out.copy_(self._plain.forward(query, kv_cache, part, kv_scales=kv_scales))
 
         return run
 
 
 def _of_wrapper(wrapper: Any) -> _Run:  # noqa: ANN401 - flashinfer's
-    def run(query: Tensor, kv_cache: Tensor, out: Tensor) -> None:
+    def run(query: Tensor, kv_cache: Tensor, out: Tensor, _: Tensor | None) -> None:
         wrapper.run(query, kv_cache, out=out)
 
     return run

@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
+from kernels.attention.fp8_pages import as_bytes
+from kernels.attention.heads import read_kv
 from services.common.nn.dispatch import KernelTable
 from services.decoder.attention.base import AttentionMetadata, AttentionSizes, StepLengths
 from services.decoder.attention.table import DECODE, PREFILL
@@ -121,6 +123,7 @@ class SdpaBackend:
         kv_cache: Tensor,
         metadata: AttentionMetadata,
         keys_values: Tensor | None = None,
+        kv_scales: Tensor | None = None,
     ) -> Tensor:
         plan: _Plan = metadata.plan
         blocks = kv_cache.flatten(0, 1)  # [rows, block_size, KVH, D]
@@ -130,15 +133,17 @@ class SdpaBackend:
         for decodes in plan.decodes:
             if decodes.index is None:
                 output[: plan.num_decodes] = self._decode(
-                    query[: plan.num_decodes], blocks, decodes
+                    query[: plan.num_decodes], blocks, decodes, kv_scales
                 )
             else:
-                output[decodes.index] = self._decode(query[decodes.index], blocks, decodes)
+                output[decodes.index] = self._decode(
+                    query[decodes.index], blocks, decodes, kv_scales
+                )
         if plan.prefills:
             self._count(PREFILL)
         for chunk in plan.prefills:
             output[chunk.start : chunk.stop] = self._prefill(
-                query[chunk.start : chunk.stop], blocks, chunk
+                query[chunk.start : chunk.stop], blocks, chunk, kv_scales
             )
         return output
 
@@ -146,25 +151,30 @@ class SdpaBackend:
         if self.table is not None:
             self.table.usable(operation)[-1].num_calls += 1
 
-    def _decode(self, query: Tensor, blocks: Tensor, decodes: _Decodes) -> Tensor:
+    def _decode(
+        self, query: Tensor, blocks: Tensor, decodes: _Decodes, kv_scales: Tensor | None
+    ) -> Tensor:
         """Query heads that share a key head become its queries: `[S, KVH, group, D]`."""
         grouped = query.unflatten(1, (self._sizes.num_kv_heads, -1))
         gathered: list[Tensor] = []
-        for rows in (decodes.keys, decodes.keys + 1):
-            tokens = blocks.index_select(0, rows).flatten(0, 1)
+        for part in (0, 1):
+            tokens = _tokens(blocks, decodes.keys, part, query.dtype, kv_scales)
             # Values that the mask excludes, too: a free block may hold NaN, and 0 * NaN is NaN.
             tokens.index_fill_(0, decodes.unused, 0.0)
             gathered.append(tokens.unflatten(0, (len(query), -1)).transpose(1, 2))
         attended = F.scaled_dot_product_attention(grouped, *gathered, attn_mask=decodes.mask)
         return attended.flatten(1, 2)
 
-    def _prefill(self, query: Tensor, blocks: Tensor, chunk: _Prefill) -> Tensor:
+    def _prefill(
+        self, query: Tensor, blocks: Tensor, chunk: _Prefill, kv_scales: Tensor | None
+    ) -> Tensor:
         """One sequence's chunk against all of its context."""
         num_kv_heads, size = self._sizes.num_kv_heads, len(query)
         keys, values = (
-            blocks.index_select(0, rows).flatten(0, 1)[: chunk.context].transpose(0, 1)
-            for rows in (chunk.keys, chunk.keys + 1)
-        )
+            _tokens(blocks, chunk.keys, part, query.dtype, kv_scales)[: chunk.context]
+            .transpose(0, 1)
+            for part in (0, 1)
+        )  # fmt: skip
         grouped = query.unflatten(1, (num_kv_heads, -1)).permute(1, 2, 0, 3)  # [KVH, group, T, D]
         group = grouped.shape[1]
         if chunk.mask is None:
@@ -180,3 +190,11 @@ class SdpaBackend:
             is_causal=chunk.mask is None,
         )
         return attended.reshape(-1, size, query.shape[-1]).transpose(0, 1)
+
+
+def _tokens(
+    blocks: Tensor, keys: Tensor, part: int, dtype: torch.dtype, kv_scales: Tensor | None
+) -> Tensor:
+    """Keys (part 0) or values (part 1) of some blocks, `[tokens, KVH, D]`, as a copy."""
+    stored = as_bytes(blocks).index_select(0, keys + part).flatten(0, 1).view(blocks.dtype)
+    return read_kv(stored, part, dtype, kv_scales)

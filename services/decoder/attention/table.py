@@ -32,6 +32,8 @@ def flashinfer_obstacle(facts: AttentionFacts) -> str:
         return "needs Triton"
     if not facts.has_flashinfer:
         return "needs the package flashinfer-python: pip install 'triptych[gpu]'"
+    if facts.fp8_cache:
+        return "needs keys and values in bfloat16 or float16, not FP8"
     if facts.dtype.itemsize != 2:
         return f"needs bfloat16 or float16, not {facts.dtype}"
     if facts.head_dim not in _FLASHINFER_HEAD_DIMS:

@@ -45,7 +45,7 @@ class ModelRunner:
         self.info = info
         self.computer = StepComputer(info, model, backend, state, images, ranks)
         self.sampler = StepSampler(
-            info, model, state.rows, self.computer.staging, state.kv_cache.dtype, extras
+            info, model, state.rows, self.computer.staging, getattr(torch, info.dtype), extras
         )
         self._table = model.ops.table
         self._prepared: tuple[Step, StepInputs, SamplingInputs | MaskedRows | None] | None = None

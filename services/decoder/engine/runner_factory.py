@@ -16,6 +16,7 @@ import torch
 from msgspec import structs
 from torch import nn
 
+from kernels.attention.fp8_pages import E4M3
 from kernels.linear_attention.states import StateCache
 from kernels.rows import DeviceRows
 from services.common.families import read_spec
@@ -40,6 +41,7 @@ from services.decoder.engine.model_runner import ModelRunner
 from services.decoder.engine.prompt_scores import score_prompt
 from services.decoder.engine.step_computer import DeviceState
 from services.decoder.engine.step_sampler import Extras
+from services.decoder.models.kv_scales import finish_scales, read_scales
 from services.decoder.models.stored import as_stored
 from services.decoder.models.transformer import Transformer, rank_spec
 from services.decoder.operations.ops import Ops, PlainOps, create_ops
@@ -60,6 +62,8 @@ class RunnerOptions:
         dtype: "float32", "bfloat16", "float16" ("auto": bfloat16 on a GPU, float32 on a CPU).
         load_format: "auto" (safetensors) or "dummy" (random weights from `seed`).
         quantization: of weights while they are read, see `quantized_at_load`; "": none.
+        fp8_cache: keys and values are cached in e4m3, as they are, too, where the checkpoint says
+            so.
         max_model_len: prompt + completion tokens of one sequence; None: the model's own limit, or
             what the KV pool holds if that is less.
         memory_fraction: share of the whole card this process may use (GPU).
@@ -75,6 +79,7 @@ class RunnerOptions:
     dtype: str = "auto"
     load_format: str = "auto"
     quantization: str = ""
+    fp8_cache: bool = False
     block_size: int = 16
     max_num_sequences: int = 256
     max_batched_tokens: int = 8192
@@ -113,13 +118,11 @@ def create_runner(
         torch.cuda.set_device(device)
     ranks = ranks.with_peers(options.max_batched_tokens, spec.text.hidden_size, dtype, device)
     text = rank_spec(spec.text, ranks)
-    linear = text.linear_attention
-    sizes = _sizes(text, options, limit)
-    backend = create_backend(sizes, device, dtype, parse_overrides(options.kernels))
+    sizes, linear = _sizes(text, options, limit), text.linear_attention
+    fp8_cache, overrides = _caches_fp8(spec, options), parse_overrides(options.kernels)
+    backend = create_backend(sizes, device, dtype, overrides, fp8_cache=fp8_cache)
     model = _load(spec, backend, options, device, dtype, ranks)
-    shape = KVCacheShape(
-        len(text.attention_layers), options.block_size, text.num_kv_heads, text.head_dim, dtype
-    )
+    shape = _shape(text, options, E4M3 if fp8_cache else dtype)
     images = _image_reader(spec, options, arena, device, dtype)
     rows = options.max_num_sequences + 1  # the last one is scratch
     states = None
@@ -140,6 +143,8 @@ def create_runner(
 
     info, with_graphs = _info(spec, options, dtype), options.cuda_graphs and device.type == "cuda"
     with model.ops.warming_up():
+        if fp8_cache:
+            finish_scales(model, text, device, dtype, options.max_batched_tokens)
         budget = _budget(options, device, lambda: _run_largest_step(make(info)))
         budget = min(map(int, ranks.exchange(str(budget))))
         num_checkpoints, budget = _count_checkpoints(text, options, dtype, budget)
@@ -181,6 +186,8 @@ def _load(
             weight_map=model.weight_map, quantization=spec.checkpoint.quantization,
         )  # fmt: skip
     else:
+        if _has_fp8_scales(spec):
+            read_scales(model, spec, checkpoint)
         check_all_claimed(checkpoint, model.weight_map, spec.checkpoint)
         load_weights(
             model, checkpoint, model.weight_map, device=device, dtype=dtype, spec=spec.checkpoint
@@ -211,6 +218,21 @@ def _image_reader(
         return None
     num_features, rows = spec.vision.tower.num_features, options.max_batched_tokens
     return ImageReader(arena, num_features, spec.text.hidden_size, dtype, device, rows)
+
+
+def _caches_fp8(spec: ModelSpec, options: RunnerOptions) -> bool:
+    return options.fp8_cache or _has_fp8_scales(spec)
+
+
+def _has_fp8_scales(spec: ModelSpec) -> bool:
+    quantization = spec.checkpoint.quantization
+    return quantization is not None and quantization.fp8_cache
+
+
+def _shape(text: TextSpec, options: RunnerOptions, dtype: torch.dtype) -> KVCacheShape:
+    return KVCacheShape(
+        len(text.attention_layers), options.block_size, text.num_kv_heads, text.head_dim, dtype
+    )
 
 
 def _weight_bytes(model: nn.Module) -> int:
@@ -284,6 +306,7 @@ def _log_ready(
         "block_size": info.block_size,
         "weight_bytes": _weight_bytes(model),
         "block_bytes": shape.block_bytes,
+        "kv_cache_dtype": str(shape.dtype).removeprefix("torch."),
         "num_checkpoints": info.num_checkpoints,
         "max_model_len": info.max_model_len,
         "seconds": round(seconds, 2),

@@ -60,6 +60,8 @@ class Attention(nn.Module):
         self.eps = spec.rms_norm_eps
         self.q_norm = norm_of(spec, spec.head_dim) if spec.qk_norm else None
         self.k_norm = norm_of(spec, spec.head_dim) if spec.qk_norm else None
+        self.kv_heads = ranks.part(spec.num_kv_heads, "num_kv_heads", replicated=True)
+        self.kv_scales: Tensor | None = None  # of a cache in e4m3, see `heads.as_stored`
 
     @property
     def output(self) -> Linear:
@@ -89,7 +91,10 @@ class Attention(nn.Module):
         norms = None
         if self.q_norm is not None and self.k_norm is not None:
             norms = self.q_norm.weight, self.k_norm.weight
-        transform = HeadTransform(norms, self.eps, step.rope, kv_cache, step.kv_rows, self.gated)
+        scales = None if kv_cache.dtype == step.rope[0].dtype else self.kv_scales
+        transform = HeadTransform(
+            norms, self.eps, step.rope, kv_cache, step.kv_rows, self.gated, scales
+        )
         if metadata.fused:
             attend, heads = kernels.fused_decode_attention, transform.of(qkv)
             return attend(
@@ -98,13 +103,13 @@ class Attention(nn.Module):
         keys_values = None
         if metadata.wants_keys_values:
             num_kv_heads, head_dim = kv_cache.shape[-2:]
-            keys_values = kv_cache.new_empty(qkv.shape[-2], 2 * num_kv_heads, head_dim)
+            keys_values = step.rope[0].new_empty(qkv.shape[-2], 2 * num_kv_heads, head_dim)
         gates = None
         if self.gated:
             heads = self.o_proj.in_features // self.head_dim
-            gates = kv_cache.new_empty(qkv.shape[-2], heads, self.head_dim)
+            gates = step.rope[0].new_empty(qkv.shape[-2], heads, self.head_dim)
         query = kernels.qk_rope_cache(transform.of(qkv), keys_values, gates)
-        attended = self.backend.forward(query, kv_cache, metadata, keys_values)
+        attended = self.backend.forward(query, kv_cache, metadata, keys_values, scales)
         if gates is not None:
             attended = kernels.output_gate(attended, gates)
         return attended.flatten(1)

@@ -15,6 +15,10 @@ from tests.int8_checkpoints import INT8
 from tests.packed_checkpoints import LAYOUTS, awq, gptq
 from tests.packed_checkpoints import compressed as packed
 
+KV_SCHEME = {
+    "num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True
+}  # fmt: skip
+
 
 def test_no_configuration_is_no_quantization() -> None:
     assert read_quantization({}) is None
@@ -96,7 +100,10 @@ def _changed(path: str, value: object, strategy: str = "channel") -> dict:
         (compressed(format="pack-quantized"), "input_activations are not supported beside"),
         (compressed(format="marlin-24"), "format 'marlin-24'"),
         (compressed(config_groups={}), "config_groups is empty"),
-        (compressed(kv_cache_scheme={"num_bits": 8}), "kv_cache_scheme"),
+        (compressed(kv_cache_scheme=KV_SCHEME | {"num_bits": 4}), "kv_cache_scheme.num_bits 4"),
+        (compressed(kv_cache_scheme=KV_SCHEME | {"type": "int"}), "kv_cache_scheme.type 'int'"),
+        (compressed(kv_cache_scheme=KV_SCHEME | {"dynamic": True}), "kv_cache_scheme.dynamic True"),
+        (compressed(kv_cache_scheme=KV_SCHEME | {"strategy": "channel"}), "strategy 'channel'"),
         (compressed(sparsity_config={"format": "sparse-bitmask"}), "sparsity_config"),
         (compressed(ignore=["re:("]), r"ignore 're:\('"),
         (_changed("weights.num_bits", 4), r"weights\.num_bits 4"),
@@ -126,6 +133,22 @@ def test_e2m1_is_read(name: str) -> None:
     assert not spec.applies_to("model.visual.blocks.0.attn.qkv")
 
 
+@pytest.mark.parametrize(
+    "config",
+    [
+        compressed(kv_cache_scheme=KV_SCHEME),
+        compressed(kv_cache_scheme=KV_SCHEME | {"strategy": "attn_head"}),
+        MODELOPT | {"kv_cache_quant_algo": "FP8"},
+        MODELOPT | {"kv_cache_scheme": {"num_bits": 8, "type": "float", "dynamic": False}},
+    ],
+)
+def test_a_cache_in_e4m3_is_read(config: dict) -> None:
+    spec = read_quantization({"quantization_config": config})
+    assert spec is not None and spec.fp8_cache
+    spec = read_quantization({"quantization_config": compressed()})
+    assert spec is not None and not spec.fp8_cache
+
+
 def e2m1_weights(kind: str, **changes: object) -> dict:
     config = fp4_checkpoints.compressed(kind)
     config["config_groups"]["group_0"]["weights"] |= changes
@@ -137,7 +160,7 @@ def e2m1_weights(kind: str, **changes: object) -> dict:
     [
         (MODELOPT | {"quant_algo": "FP8"}, "quant_algo 'FP8'"),
         (MODELOPT | {"group_size": 32}, "group_size 32"),
-        (MODELOPT | {"kv_cache_quant_algo": "FP8"}, "kv_cache_quant_algo 'FP8'"),
+        (MODELOPT | {"kv_cache_quant_algo": "NVFP4"}, "kv_cache_quant_algo 'NVFP4'"),
         (MODELOPT | {"ignore": "lm_head"}, "ignore is not a list"),
         (e2m1_weights("nvfp4", group_size=32), r"weights\.group_size 32"),
         (e2m1_weights("mxfp4", strategy="tensor_group"), r"weights\.strategy 'tensor_group'"),

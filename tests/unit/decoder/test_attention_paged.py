@@ -101,6 +101,16 @@ class Step:
         )
 
 
+def test_a_cache_in_e4m3_is_not_flashinfers() -> None:
+    facts = replace(facts_of(), fp8_cache=True)
+    assert "not FP8" in table.flashinfer_obstacle(facts)
+    resolved = table_of(facts)
+    assert [row.name for row in resolved.usable(table.DECODE)] == ["paged", "plain"]
+    assert [row.name for row in resolved.usable(table.PREFILL)] == ["hopper", "plain"]
+    backend = backend_of(facts)
+    assert backend.captures and backend.captures_mixed and not backend.plans_from_blocks(8)
+
+
 OURS, LIST = "ours", "list"  # of decodes, of chunks
 PROMPTS = [(1008, 0)] * 8
 

@@ -1,5 +1,7 @@
 """Sizing of the KV pool."""
 
+from dataclasses import replace
+
 import psutil
 import pytest
 import torch
@@ -17,6 +19,16 @@ def test_a_pool_and_its_scratch_block_fit_the_budget() -> None:
         assert pool.shape == (3, 10, 2, 4, 2, 8)
         assert num_blocks == 9 and pool.nbytes <= budget
         assert not pool.any()
+
+
+def test_a_pool_in_e4m3_has_twice_as_many_blocks() -> None:
+    narrow = replace(SHAPE, dtype=torch.float8_e4m3fn)
+    assert 2 * narrow.block_bytes == SHAPE.block_bytes
+    budget = 10 * SHAPE.block_bytes
+    num_blocks = count_blocks(narrow, budget, max_model_len=8)
+    assert num_blocks == 19
+    pool = allocate(narrow, num_blocks, torch.device("cpu"))
+    assert pool.dtype == torch.float8_e4m3fn and pool.nbytes <= budget and not pool.float().any()
 
 
 def test_a_pool_on_a_cpu_takes_memory_when_it_is_used() -> None:

@@ -1,6 +1,7 @@
 """What the table picks for each GPU compiles for it and fits its shared memory."""
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from kernels.attention.attention_tuning import (
     paged_decode_obstacle,
     prefill_obstacle,
 )
+from kernels.attention.fp8_pages import E4M3
 from kernels.attention.heads import HeadTransform
 from kernels.device import KNOWN_DEVICES, DeviceFacts
 from tests.gpu_compiler import CompiledLaunch, compiled_launches, copies_see_their_barriers
@@ -43,7 +45,12 @@ def half(*shape: int) -> torch.Tensor:
 
 
 def pool_of(facts: AttentionFacts) -> torch.Tensor:
-    return half(2, 2, BLOCK_SIZE, facts.num_kv_heads, facts.head_dim)
+    pool = half(2, 2, BLOCK_SIZE, facts.num_kv_heads, facts.head_dim)
+    return pool.to(E4M3) if facts.fp8_cache else pool
+
+
+def scales_of(facts: AttentionFacts) -> torch.Tensor | None:
+    return torch.ones(2, facts.num_kv_heads) if facts.fp8_cache else None
 
 
 def ints(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
@@ -55,7 +62,7 @@ def fused(facts: AttentionFacts, count: int, *, has_norm: bool = True) -> Compil
     heads = HeadTransform(
         (half(dim), half(dim)) if has_norm else None, 1e-6,
         (half(count, dim // 2), half(count, dim // 2)), pool_of(facts),
-        ints(2, count, dtype=torch.int64),
+        ints(2, count, dtype=torch.int64), kv_scales=scales_of(facts),
     ).of(half(count, (facts.num_heads + 2 * facts.num_kv_heads) * dim))  # fmt: skip
     with compiled_launches(facts.device) as found:
         attend = fused_decode_attention.FusedDecodeAttention(facts, CPU)
@@ -69,7 +76,7 @@ def paged(facts: AttentionFacts, count: int, *, beside_prefill: bool) -> Compile
         attend = paged_decode_attention.PagedDecodeAttention(facts, CPU)
         attend(
             query, pool_of(facts), ints(9), ints(count), ints(count), out=torch.empty_like(query),
-            beside_prefill=beside_prefill,
+            kv_scales=scales_of(facts), beside_prefill=beside_prefill,
         )  # fmt: skip
     return found[0]
 
@@ -81,7 +88,7 @@ def prefill(facts: AttentionFacts, *, beside_decode: bool = False) -> CompiledLa
         attend = prefill_attention.PrefillAttention(facts, CPU)
         attend(
             query, own, pool_of(facts), ints(9), ints(2, 8), out=torch.empty_like(query),
-            beside_decode=beside_decode,
+            kv_scales=scales_of(facts), beside_decode=beside_decode,
         )  # fmt: skip
     return found[0]
 
@@ -127,6 +134,21 @@ def test_prefill_attention_compiles_for_hopper(
     assert "wgmma" in kernel.ptx and copies_see_their_barriers(kernel.ptx)
     ctas_per_sm = 1 if dim == 256 else 2
     assert ctas_per_sm * (kernel.shared_bytes + 1024) <= facts.device.shared_memory_bytes + 1024
+
+
+@pytest.mark.parametrize("name", ["a100", "l40s", "h100", "b200"])
+def test_kernels_with_a_cache_in_e4m3_compile_and_fit(name: str) -> None:
+    """Without e4m3 of Triton's, which the A100 has not."""
+    facts = replace(facts_of(KNOWN_DEVICES[name], 32, 8, 128), fp8_cache=True)
+    kernels = [fused(facts, 1), paged(facts, 64, beside_prefill=False)]
+    ctas_per_sm = kernels[1].grid[0] // facts.device.num_sms
+    room = facts.device.shared_memory_bytes + 1024
+    assert ctas_per_sm * (kernels[1].shared_bytes + 1024) <= room
+    if name == "h100":
+        kernels.append(prefill(facts))
+        assert "wgmma" in kernels[-1].ptx and 2 * (kernels[-1].shared_bytes + 1024) <= room
+    for kernel in kernels:
+        assert "fma.rn.bf16x2" in kernel.ptx and "e4m3" not in kernel.ptx
 
 
 def test_kernels_say_what_they_cannot_serve() -> None:

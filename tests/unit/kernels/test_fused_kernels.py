@@ -13,7 +13,9 @@ ROOT = Path(__file__).resolve().parents[3]
 
 @pytest.mark.slow
 @pytest.mark.timeout(660)
-@pytest.mark.parametrize("name", ["interpreted_tower", "interpreted_kernels"])
+@pytest.mark.parametrize(
+    "name", ["interpreted_tower", "interpreted_kernels", "interpreted_fp8_cache"]
+)
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 def test_fused_kernels_agree_with_their_twins_in_the_interpreter(name: str) -> None:
     done = subprocess.run(

@@ -215,13 +215,14 @@ def large(tmp_path: Path) -> tuple[ModelSpec, Checkpoint]:
 
 
 def refusal(
-    tmp_path: Path, card: Card, tokens: int | None = None, share: float = 0.9, dtype: str = "auto"
-) -> str:
+    tmp_path: Path, card: Card, tokens: int | None = None, share: float = 0.9, dtype: str = "auto",
+    *, fp8_cache: bool = False,
+) -> str:  # fmt: skip
     spec, checkpoint = large(tmp_path)
     try:
         checks.check_memory(
             spec, checkpoint, [], [Placement("cuda:0", share, 0)], {"cuda:0": card},
-            checks.Limits(dtype=dtype, max_model_len=tokens),
+            checks.Limits(dtype=dtype, max_model_len=tokens, fp8_cache=fp8_cache),
         )  # fmt: skip
     except StackError as error:
         assert error.status == 2 and "\n" not in str(error)
@@ -241,7 +242,12 @@ def test_a_context_that_does_not_fit_comes_with_one_that_does(tmp_path: Path) ->
         "21.6 GiB: weights take 15.3 GiB, a request of 40,960 tokens 5.6 GiB; what fits: "
         "--max-model-len "
     )
-    tokens = int(said.rsplit(" ", 1)[1])
+    advice, _, other = said.partition("; or ")
+    assert other == "--kv-cache-dtype fp8"
+    card = Card("NVIDIA RTX 4090", 24 * GIB, 0)
+    assert refusal(tmp_path, card, tokens=40960, fp8_cache=True) == ""
+    assert "--kv-cache-dtype" not in refusal(tmp_path, card, tokens=2 * 40960, fp8_cache=True)
+    tokens = int(advice.rsplit(" ", 1)[1])
     assert 20_000 < tokens < 40_960
     assert refusal(tmp_path, Card("NVIDIA RTX 4090", 24 * GIB, 0), tokens=tokens) == ""
 

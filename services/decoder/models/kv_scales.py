@@ -1,0 +1,196 @@
+"""Scales of a KV cache in e4m3, per key head: those that the files hold, or measured ones.
+
+All are rounded up to powers of two, see `kernels.attention.fp8_pages`. A measured one is taken from
+one forward of random tokens, with room above the largest value: e4m3 has 15 octaves, of which keys
+and values need fewer.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from kernels.linear_attention.states import StateCache, StateLayout, prefill_pieces
+from services.common.model_spec import ModelSpec, TextSpec
+from services.common.nn.checkpoint import Checkpoint, CheckpointError, listed
+from services.decoder.attention.base import AttentionMetadata, StepLengths
+from services.decoder.models.transformer import Attention, Transformer
+
+# What follows a layer's name in the files: compressed-tensors' and ModelOpt's.
+_NAMES = (("k_scale", "v_scale"), ("k_proj.k_scale", "v_proj.v_scale"))
+_TOKENS = 512  # that are measured
+_HEADROOM = 8.0  # above the largest measured value
+_LARGEST = 448.0  # of e4m3
+_LEAST = 2.0**-40  # of a head that is always zero
+
+
+def read_scales(model: Transformer, spec: ModelSpec, checkpoint: Checkpoint) -> None:
+    """Reads the scales of all layers, which the loader of weights then ignores.
+
+    Raises:
+        CheckpointError: names those that are missing, or that are no scales of this model.
+    """
+    prefix = spec.checkpoint.text_prefix
+    read: set[str] = set()
+    missing: list[str] = []
+    with checkpoint.reader() as reader:
+        for layer, attention in zip(spec.text.attention_layers, _attentions(model), strict=True):
+            base = f"{prefix}layers.{layer}.{attention.name}."
+            pairs = [[base + name for name in pair] for pair in _NAMES]
+            names = next(
+                (pair for pair in pairs if any(name in checkpoint.tensors for name in pair)),
+                pairs[0],
+            )
+            absent = [name for name in names if name not in checkpoint.tensors]
+            missing += absent
+            if not absent:
+                parts = [_of_heads(reader.read(name), name, attention, checkpoint, spec)
+                         for name in names]  # fmt: skip
+                attention.kv_scales = _power_of_two(torch.stack(parts))
+            read.update(names)
+    if missing:
+        raise CheckpointError(
+            f"{checkpoint.directory}: scales of the KV cache that quantization_config promises are "
+            f"missing: {listed(missing)}"
+        )
+    model.weight_map = replace(model.weight_map, ignored=model.weight_map.ignored | read)
+
+
+def _of_heads(
+    found: Tensor, name: str, attention: Attention, checkpoint: Checkpoint, spec: ModelSpec
+) -> Tensor:
+    """The scale of each of this rank's key heads: `[heads]`, from one of all, or one of each."""
+    scales, heads = found.float().flatten(), spec.text.num_kv_heads
+    if len(scales) not in (1, heads) or not bool((scales.isfinite() & (scales > 0)).all()):
+        raise CheckpointError(
+            f"{checkpoint.directory}: {name} {list(found.shape)} is no scale of {heads} key heads: "
+            "one positive number, or one of each"
+        )
+    own = attention.kv_heads
+    return scales.expand(heads)[own.start : own.stop]
+
+
+@torch.inference_mode()
+def finish_scales(
+    model: Transformer,
+    text: TextSpec,
+    device: torch.device,
+    dtype: torch.dtype,
+    max_tokens: int,
+) -> None:
+    """Measures the scales, unless the files had them, and brings them to the device. All ranks call
+    it together.
+
+    Args:
+        model: with its weights.
+        text: what this rank has of it.
+        device: of the model.
+        dtype: of the model.
+        max_tokens: of a step.
+    """
+    layers = _attentions(model)
+    if any(layer.kv_scales is None for layer in layers):
+        recorder = _Recorder()
+        backends = [layer.backend for layer in layers]
+        for layer in layers:
+            layer.backend = recorder
+        ids = _random_tokens(text, max_tokens).to(device)
+        _forward(model, text, ids, dtype, recorder)
+        for layer, backend, largest in zip(layers, backends, recorder.largest, strict=True):
+            layer.backend = backend
+            layer.kv_scales = _power_of_two(largest.float().cpu() * (_HEADROOM / _LARGEST))
+    for layer in layers:
+        assert layer.kv_scales is not None
+        layer.kv_scales = layer.kv_scales.to(device)
+
+
+def _attentions(model: Transformer) -> list[Attention]:
+    """Full attention layers, in their order."""
+    return [layer for layer in model.modules() if isinstance(layer, Attention)]
+
+
+def _power_of_two(scales: Tensor) -> Tensor:
+    """The next power of two."""
+    mantissa, exponent = torch.frexp(scales.clamp(min=_LEAST))
+    return torch.ldexp(torch.ones_like(scales), exponent - (mantissa == 0.5).int())
+
+
+class _Recorder:
+    """An attention backend that attends within one prompt, and keeps the largest keys and values.
+
+    Attributes:
+        largest: of each layer, `[2, num_kv_heads]`.
+    """
+
+    table = None
+    captures = captures_prompts = captures_mixed = False
+
+    def __init__(self) -> None:
+        self.largest: list[Tensor] = []
+
+    def captures_chunks(self, step: StepLengths) -> bool:
+        return False
+
+    def plans_from_blocks(self, num_decodes: int) -> bool:
+        return False
+
+    def list_work(self, step: StepLengths, *, captured: bool) -> None:
+        """None."""
+
+    def plan(self, metadata: AttentionMetadata, *, captured: bool = False) -> Any:  # noqa: ANN401
+        metadata.wants_keys_values = True
+
+    def forward(
+        self,
+        query: Tensor,
+        kv_cache: Tensor,
+        metadata: AttentionMetadata,
+        keys_values: Tensor | None = None,
+        kv_scales: Tensor | None = None,
+    ) -> Tensor:
+        assert keys_values is not None
+        parts = keys_values.unflatten(1, (2, -1))  # [T, 2, KVH, D]
+        self.largest.append(parts.abs().amax(dim=(0, 3)))
+        keys, values = parts.permute(1, 2, 0, 3)[:, None]
+        attended = F.scaled_dot_product_attention(
+            query.transpose(0, 1)[None], keys, values, is_causal=True, enable_gqa=True
+        )
+        return attended[0].transpose(0, 1).contiguous()
+
+
+def _random_tokens(text: TextSpec, max_tokens: int) -> Tensor:
+    """The same at each start, `[T]`."""
+    count = min(_TOKENS, max_tokens, text.max_position_embeddings)
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(text.vocab_size, (count,), generator=generator)
+
+
+def _forward(
+    model: Transformer, text: TextSpec, ids: Tensor, dtype: torch.dtype, recorder: _Recorder
+) -> None:
+    """Runs one prompt, whose keys and values go nowhere."""
+    device, count = ids.device, len(ids)
+    shape = len(text.attention_layers), 1, 2, 1, text.num_kv_heads, text.head_dim
+    pool = torch.zeros(shape, dtype=dtype, device=device)
+    starts, lengths = np.array([0, count], np.int32), np.array([count], np.int32)
+    zero = torch.zeros(1, dtype=torch.int32, device=device)
+    starts_device, lengths_device = (torch.from_numpy(x).to(device) for x in (starts, lengths))
+    metadata = AttentionMetadata(
+        num_decodes=0, cu_query_lens=starts, seq_lens=lengths,
+        first_blocks=np.zeros(1, np.int32), slot_mapping=torch.full((count,), -1, device=device),
+        block_ids=zero, first_blocks_device=zero, seq_lens_device=lengths_device,
+    )  # fmt: skip
+    if (linear := text.linear_attention) is not None:
+        pieces = prefill_pieces(starts, 0, count)
+        metadata.states = StateLayout(
+            cache=StateCache.allocate(linear, len(text.linear_layers), 1, dtype, device),
+            num_decodes=0, cu_query_lens=starts, seq_lens=lengths, slots=zero.long(),
+            cu_query_lens_device=starts_device, seq_lens_device=lengths_device,
+            work=torch.from_numpy(pieces).to(device),
+        )  # fmt: skip
+    recorder.plan(metadata)
+    positions = torch.arange(count, device=device).expand(3, -1)
+    model.forward(ids, positions, pool, metadata)
