@@ -99,9 +99,8 @@ def _add_serve(commands: "argparse._SubParsersAction[_Parser]") -> None:
     model("--dtype", choices=dtypes, help="of weights and caches; auto: bfloat16 on a GPU")
     model("--load-format", choices=("auto", "dummy"), help="dummy: random weights")
     model("--quantization", choices=("fp8",), help="quantizes weights while they are read")
-    caches = ("auto", "fp8", "fp8_e4m3")
     bits = "fp8: 8 bits, which doubles the context; auto: as --dtype, or as the checkpoint asks"
-    model("--kv-cache-dtype", choices=caches, help=bits)
+    model("--kv-cache-dtype", choices=("auto", "fp8", "fp8_e4m3"), help=bits)
 
     api = serve.add_argument_group("API").add_argument
     api("--host", help=f"address; default: {LOOPBACK}")

@@ -1,6 +1,5 @@
 """A batch-mate, a chunk boundary, a preemption or a prefix hit never changes an answer: Qwen3-VL
-with images, dense and with experts, and a text model (Llama with biases and llama3 rope); and with
-a KV cache in e4m3, where what is read of the cache is what the prompt itself attends to.
+with images, dense and with experts, and a text model (Llama with biases and llama3 rope).
 
 The real engine over the real runner, float32 on the CPU, token for token. Greedy and seeded
 sequences alike: a sample depends on the sequence's own seed and place, not on its neighbours.
@@ -58,8 +57,8 @@ class Question:
 class Bench:
     """Sixty-four mixed requests over one tiny checkpoint."""
 
-    def __init__(self, oracle: Oracle, shapes: Seq[Seq[Part]], *, fp8_cache: bool = False) -> None:
-        self.oracle, self.fp8_cache = oracle, fp8_cache
+    def __init__(self, oracle: Oracle, shapes: Seq[Seq[Part]]) -> None:
+        self.oracle = oracle
         self._shapes = shapes
         self.arena = mmap.mmap(-1, 32 << 20)
         self._used = 0
@@ -99,7 +98,7 @@ class Bench:
         chosen = {
             "device": "cpu", "dtype": "float32", "block_size": 16,
             "max_num_sequences": 64, "max_batched_tokens": 8192, "kv_cache_bytes": 64 << 20,
-            "max_model_len": 512, "fp8_cache": self.fp8_cache,
+            "max_model_len": 512,
         } | options  # fmt: skip
         runner = create_runner(
             RunnerOptions(model_directory=self.oracle.directory, **chosen), self.arena
@@ -142,23 +141,18 @@ class Bench:
         return answers
 
 
-@pytest.fixture(
-    scope="module", params=["images", "images-fp8", "text", "experts", "hybrid", "hybrid-fp8"]
-)
+@pytest.fixture(scope="module", params=["images", "text", "experts", "hybrid"])
 def bench(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Bench]:
     torch.set_num_threads(1)
     directory = Path(tmp_path_factory.mktemp("checkpoint"))
-    kind, _, cache = request.param.partition("-")
-    fp8 = cache == "fp8"
-    if kind == "hybrid":
+    if request.param == "hybrid":
         tiny = replace(HYBRID_CONFIGS["odd-heads-repeated-thrice"], layers=4)
-        oracle = make_qwen3_5(tiny, directory, seed=3, gain=1.5)
-        yield Bench(oracle, HYBRID_SHAPES, fp8_cache=fp8)
-    elif kind != "text":
-        name = {"images": "gqa4-hd64-three-taps", "experts": "moe-gqa3-two-taps"}[kind]
-        yield Bench(make_oracle(CONFIGS[name], directory, seed=3), SHAPES, fp8_cache=fp8)
+        yield Bench(make_qwen3_5(tiny, directory, seed=3, gain=1.5), HYBRID_SHAPES)
+    elif request.param != "text":
+        name = {"images": "gqa4-hd64-three-taps", "experts": "moe-gqa3-two-taps"}[request.param]
+        yield Bench(make_oracle(CONFIGS[name], directory, seed=3), SHAPES)
     else:
         config = text_oracle.CONFIGS["llama-gqa1-biases-tied"]()
         config.rope_parameters = text_oracle.LLAMA3
@@ -197,8 +191,7 @@ def test_with_the_next_step_launched_before_the_last_is_read(
 @pytest.mark.parametrize("overlap", [False, True])
 def test_preempted(bench: Bench, alone: dict[int, list[int]], overlap: bool) -> None:
     text = bench.oracle.spec.text
-    block = 2 * 16 * text.num_kv_heads * text.head_dim * len(text.attention_layers)
-    block *= 1 if bench.fp8_cache else 4
+    block = 2 * 16 * text.num_kv_heads * text.head_dim * 4 * len(text.attention_layers)
     engine = bench.engine(kv_cache_bytes=24 * block, max_model_len=256, overlap=overlap)
     answers = bench.ask(engine, range(NUM_REQUESTS))
     assert engine.stats().num_preemptions > 0
