@@ -28,7 +28,8 @@ from kernels.attention.attention_tuning import (
     fused_decode_obstacle,
     size_class,
 )
-from kernels.attention.fp8_pages import as_bytes, decode_e4m3, encode_e4m3, round_to_e4m3
+from kernels.attention.fp8_codec import decode_e4m3, encode_e4m3, round_to_e4m3
+from kernels.attention.fp8_pages import as_bytes
 from kernels.attention.heads import ProjectedHeads
 from kernels.attention.qk_rope_cache import normed, turned
 from kernels.gemm.skinny_gemm import load_reduced

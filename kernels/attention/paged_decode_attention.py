@@ -25,7 +25,8 @@ from kernels.attention.attention_tuning import (
     PagedDecodeConfig,
     paged_decode_config,
 )
-from kernels.attention.fp8_pages import as_bytes, decode_e4m3
+from kernels.attention.fp8_codec import decode_e4m3
+from kernels.attention.fp8_pages import as_bytes
 
 _PREFETCHED_TILES = 1  # into L2, while the kernel before ends
 _LOG2_E = 1.4426950408889634

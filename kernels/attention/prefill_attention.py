@@ -41,7 +41,8 @@ from triton.language import debug_barrier
 from triton.language.extra.cuda import gdc_wait
 
 from kernels.attention.attention_tuning import PREFILL, AttentionFacts
-from kernels.attention.fp8_pages import as_bytes, decode_e4m3
+from kernels.attention.fp8_codec import decode_e4m3
+from kernels.attention.fp8_pages import as_bytes
 from kernels.attention.paged_decode_attention import merge_softmax
 from kernels.attention.warpgroups import (
     LOG2_E,

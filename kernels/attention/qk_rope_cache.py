@@ -10,7 +10,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.attention.fp8_pages import as_bytes, encode_e4m3, round_to_e4m3
+from kernels.attention.fp8_codec import encode_e4m3, round_to_e4m3
+from kernels.attention.fp8_pages import as_bytes
 from kernels.attention.heads import ProjectedHeads
 from kernels.gemm.skinny_gemm import load_reduced
 from kernels.tuning import qk_rope_config

@@ -230,9 +230,9 @@ def test_steps_that_keep_their_own_keys_and_values_agree(
 
     given: list[Tensor] = []
 
-    def noting(self: SdpaBackend, query: Tensor, kv_cache: Tensor, metadata, keys_values: Tensor):
+    def noting(self: SdpaBackend, query: Tensor, kv_cache: Tensor, metadata, keys_values, *rest):
         given.append(keys_values)
-        return forward(self, query, kv_cache, metadata, keys_values)
+        return forward(self, query, kv_cache, metadata, keys_values, *rest)
 
     monkeypatch.setattr(SdpaBackend, "plan", wanting)
     monkeypatch.setattr(SdpaBackend, "forward", noting)

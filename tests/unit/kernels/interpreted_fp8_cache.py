@@ -16,14 +16,8 @@ from kernels.attention.attention_tuning import (
     PagedDecodeConfig,
     fused_decode_config,
 )
-from kernels.attention.fp8_pages import (
-    E4M3,
-    as_bytes,
-    decode_e4m3,
-    encode_e4m3,
-    quantize,
-    round_to_e4m3,
-)
+from kernels.attention.fp8_codec import decode_e4m3, encode_e4m3, round_to_e4m3
+from kernels.attention.fp8_pages import E4M3, as_bytes, quantize
 from kernels.attention.fused_decode_attention import FusedDecodeAttention
 from kernels.attention.heads import HeadTransform, ProjectedHeads, kv_rows
 from kernels.attention.paged_decode_attention import PagedDecodeAttention
