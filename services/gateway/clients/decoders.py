@@ -94,20 +94,12 @@ class DecoderPod(Pod):
     def __init__(self, address: str, served: ServedModel, dialling: Dialling | None = None) -> None:
         super().__init__(address, "decoder", dialling)
         self._served = served
-        self._describe = self.channel.unary_unary(
-            "/triptych.v1.Decoder/Describe",
-            request_serializer=pb.DescribeDecoderRequest.SerializeToString,
-            response_deserializer=pb.DescribeDecoderResponse.FromString,
+        self._describe = self.unary(
+            "Describe", pb.DescribeDecoderRequest, pb.DescribeDecoderResponse
         )
-        self._ask_load = self.channel.unary_unary(
-            "/triptych.v1.Decoder/Load",
-            request_serializer=pb.LoadRequest.SerializeToString,
-            response_deserializer=pb.LoadResponse.FromString,
-        )
-        self._reset = self.channel.unary_unary(
-            "/triptych.v1.Decoder/ResetPrefixCache",
-            request_serializer=pb.ResetPrefixCacheRequest.SerializeToString,
-            response_deserializer=pb.ResetPrefixCacheResponse.FromString,
+        self._ask_load = self.unary("Load", pb.LoadRequest, pb.LoadResponse)
+        self._reset = self.unary(
+            "ResetPrefixCache", pb.ResetPrefixCacheRequest, pb.ResetPrefixCacheResponse
         )
         self._generate = self.channel.stream_stream(
             "/triptych.v1.Decoder/Generate",

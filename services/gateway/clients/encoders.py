@@ -75,31 +75,13 @@ class EncoderPod(Pod):
     def __init__(self, address: str, served: ServedModel, dialling: Dialling | None = None) -> None:
         super().__init__(address, "encoder", dialling)
         self._served = served
-        self._describe = self.channel.unary_unary(
-            "/triptych.v1.Encoder/Describe",
-            request_serializer=pb.DescribeEncoderRequest.SerializeToString,
-            response_deserializer=pb.DescribeEncoderResponse.FromString,
+        self._describe = self.unary(
+            "Describe", pb.DescribeEncoderRequest, pb.DescribeEncoderResponse
         )
-        self._encode = self.channel.unary_unary(
-            "/triptych.v1.Encoder/Encode",
-            request_serializer=pb.EncodeRequest.SerializeToString,
-            response_deserializer=pb.EncodeResponse.FromString,
-        )
-        self._probe = self.channel.unary_unary(
-            "/triptych.v1.Encoder/Probe",
-            request_serializer=pb.ProbeRequest.SerializeToString,
-            response_deserializer=pb.ProbeResponse.FromString,
-        )
-        self._upload = self.channel.unary_unary(
-            "/triptych.v1.Encoder/Upload",
-            request_serializer=pb.UploadRequest.SerializeToString,
-            response_deserializer=pb.UploadResponse.FromString,
-        )
-        self._download = self.channel.unary_unary(
-            "/triptych.v1.Encoder/Download",
-            request_serializer=pb.DownloadRequest.SerializeToString,
-            response_deserializer=pb.DownloadResponse.FromString,
-        )
+        self._encode = self.unary("Encode", pb.EncodeRequest, pb.EncodeResponse)
+        self._probe = self.unary("Probe", pb.ProbeRequest, pb.ProbeResponse)
+        self._upload = self.unary("Upload", pb.UploadRequest, pb.UploadResponse)
+        self._download = self.unary("Download", pb.DownloadRequest, pb.DownloadResponse)
         self._lost = asyncio.Event()
 
     @property

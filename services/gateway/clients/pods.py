@@ -22,12 +22,16 @@ from typing import Generic, Protocol, TypeVar
 import grpc
 import grpc.aio
 from blake3 import blake3
+from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2
 
 from services.common.errors import TriptychError
 from services.common.transport.rpc import create_channel
 
 log = logging.getLogger(__name__)
+
+RequestT = TypeVar("RequestT", bound=Message)
+AnswerT = TypeVar("AnswerT", bound=Message)
 
 _DNS = "dns:"
 RESOLVE_PERIOD_S = 5.0
@@ -95,6 +99,7 @@ class Pod:
 
     def __init__(self, address: str, service: str = "", dialling: "Dialling | None" = None) -> None:
         self.address = address
+        self._service = service
         self.healthy = False
         self.leaving = False
         self._looked_at = time.monotonic()
@@ -107,6 +112,16 @@ class Pod:
             "/grpc.health.v1.Health/Check",
             request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
             response_deserializer=health_pb2.HealthCheckResponse.FromString,
+        )
+
+    def unary(
+        self, method: str, request: type[RequestT], answer: type[AnswerT]
+    ) -> "grpc.aio.UnaryUnaryMultiCallable[RequestT, AnswerT]":
+        """The caller of a method of its service that has one message each way."""
+        return self.channel.unary_unary(
+            f"/triptych.v1.{self._service.capitalize()}/{method}",
+            request_serializer=request.SerializeToString,
+            response_deserializer=answer.FromString,
         )
 
     @property

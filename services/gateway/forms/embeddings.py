@@ -32,15 +32,8 @@ class ImageEmbedsPart(Struct, forbid_unknown_fields=True, tag_field="type", tag=
 
     image_embeds: ImageEmbeds | str
 
-    @property
-    def url(self) -> str:
-        """Of the tensor's file."""
-        assert isinstance(self.image_embeds, ImageEmbeds)
-        text = self.image_embeds.image_embeds
-        return text if text.startswith(("data:", "media:")) else f"data:;base64,{text}"
-
-    def grid(self) -> Grid:
-        """Of the image.
+    def source(self) -> tuple[str, Grid]:
+        """The URL of the tensor's file, and the image's grid.
 
         Raises:
             InvalidRequest: there is none, or it is malformed; `param` is relative to the part.
@@ -51,9 +44,11 @@ class ImageEmbedsPart(Struct, forbid_unknown_fields=True, tag_field="type", tag=
                 '{"image_embeds": "<base64>", "image_grid_thw": [t, h, w]}',
                 param="image_embeds",
             )
-        given = self.image_embeds.image_grid_thw
+        given = self.image_embeds
+        text = given.image_embeds
+        url = text if text.startswith(("data:", "media:")) else f"data:;base64,{text}"
         try:
-            return _read_grid(given)
+            return url, _read_grid(given.image_grid_thw)
         except InvalidRequest as error:
             error.param = "image_embeds.image_grid_thw"
             raise
@@ -61,8 +56,10 @@ class ImageEmbedsPart(Struct, forbid_unknown_fields=True, tag_field="type", tag=
 
 def _read_grid(given: list[int | list[int]] | str) -> Grid:
     if isinstance(given, str):
+        if len(given) > _MAX_GRID_CHARACTERS:
+            raise InvalidRequest(f"a grid has at most {_MAX_GRID_CHARACTERS} characters")
         try:
-            data = pybase64.b64decode(given[:_MAX_GRID_CHARACTERS], validate=True)
+            data = pybase64.b64decode(given, validate=True)
         except ValueError:
             raise InvalidRequest("the grid is no base64") from None
         place = find_tensor(data, INTEGERS)

@@ -161,7 +161,9 @@ class ImageReader:
             async with gate:
                 try:
                     if source.grid is not None:
-                        return await self._embedding(source, hold, max_patches, tenant, large)
+                        return await self._embedding(
+                            source, source.grid, hold, max_patches, tenant, large
+                        )
                     geometry = self._geometry_for(source)
                     if source.uuid is not None and not source.url:
                         data = await self._kept_image(source.uuid, hold, tenant)
@@ -191,6 +193,7 @@ class ImageReader:
     async def _embedding(
         self,
         source: ImageSource,
+        grid: Grid,
         hold: Callable[[int], None],
         max_patches: int,
         tenant: str,
@@ -200,7 +203,7 @@ class ImageReader:
             raise InvalidRequest(
                 "this gateway takes no embeddings of clients: GATEWAY_EMBEDDINGS=true allows them"
             )
-        unit = Unit(source.grid or (0, 0, 0))
+        unit = Unit(grid)
         self._geometry.check(unit)
         if unit.num_patches > max_patches:
             raise InvalidImage(f"the grid has {unit.num_patches} patches, more than {max_patches}")

@@ -348,8 +348,8 @@ def _source(part: ImagePart, param: str, request: ChatRequest) -> ImageSource:
 
 def _embedding(part: ImageEmbedsPart, param: str) -> ImageSource:
     try:
-        grid = part.grid()
-        return ImageSource(part.url, param, grid=grid)
+        url, grid = part.source()
+        return ImageSource(url, param, grid=grid)
     except InvalidRequest as error:
         error.param = f"{param}.{error.param}"
         raise
