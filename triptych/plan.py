@@ -10,8 +10,6 @@ to what only the plan can know (addresses, sockets), the plan has a note that sa
 import contextlib
 import functools
 import os
-import random
-import socket
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -33,6 +31,7 @@ from triptych.layout import (
     share_of_encoding,
 )
 from triptych.options import DEFAULT_PORT, DEMONSTRATION_MODEL, LOOPBACK, ServeOptions
+from triptych.ports import Ports
 from triptych.probes import gateway_ready, grpc_ready
 from triptych.stack import ChildSpec, StackError
 
@@ -105,6 +104,7 @@ class Plan:
         decoders: where they run.
         grace_s: how long running requests may continue after a signal.
         notes: exported variables that give way, as lines for people.
+        ports: no other stack chooses them while this is kept.
         layout: which one `auto` chose, and why, as a line for people; empty: there was no choice.
     """
 
@@ -119,6 +119,7 @@ class Plan:
     decoders: list[Placement]
     grace_s: float
     notes: list[str]
+    ports: Ports
     layout: str = ""
 
     @property
@@ -181,13 +182,12 @@ def plan_stack(
     host = options.host or environment.get("GATEWAY_HOST") or LOOPBACK
     wanted = _port(options, environment)
     _check_keys(options, environment, host, wanted)
-    metrics_host = options.metrics_host
     links = links or Links()
     encoders, decoders, layout = _places(options, spec, environment, cpus, fits_beside)
     name = _model_name(options, environment)
-    with contextlib.closing(_Ports()) as ports:
+    with contextlib.closing(Ports()) as ports:
         port = ports.claim(host, wanted)
-        metrics_port = ports.claim(metrics_host, options.metrics_port)
+        metrics_port = ports.claim(options.metrics_host, options.metrics_port)
         engines = _engines(options, redis, ports, links, encoders, decoders)
         common = {
             "MODEL": str(options.model.resolve()),
@@ -212,7 +212,7 @@ def plan_stack(
         metrics_urls={
             s.name: s.metrics_url for s in services if s.variables["METRICS_PORT"] != "0"
         },
-        metrics_host=metrics_host,
+        metrics_host=options.metrics_host,
         metrics_port=metrics_port,
         log_levels={
             s.name: environment.get(f"{s.kind.upper()}_LOG_LEVEL", options.log_level)
@@ -222,6 +222,7 @@ def plan_stack(
         decoders=[s.placement for s in services if s.kind == "decoder"],
         grace_s=max(float(s.variables["SHUTDOWN_GRACE_S"]) for s in services),
         notes=list(notes),
+        ports=ports,
         layout=layout,
     )
 
@@ -435,7 +436,7 @@ class _Service:
 def _engines(
     options: ServeOptions,
     redis: RedisUrls | None,
-    ports: "_Ports",
+    ports: Ports,
     links: Links,
     encoders: list[Placement],
     decoders: list[Placement],
@@ -479,7 +480,7 @@ def _engines(
     return found
 
 
-def _listening(name: str, links: Links, ports: "_Ports") -> dict[str, str]:
+def _listening(name: str, links: Links, ports: Ports) -> dict[str, str]:
     """Where an engine's service listens."""
     if links.sockets is not None:
         return {"ADDRESS": f"unix:{links.sockets / name}.sock"}
@@ -494,7 +495,7 @@ def _token(links: Links) -> dict[str, str]:
 
 
 def _gateways(
-    options: ServeOptions, common: Mapping[str, str], port: int, cpus: int, ports: "_Ports"
+    options: ServeOptions, common: Mapping[str, str], port: int, cpus: int, ports: Ports
 ) -> list[_Service]:
     """One gateway on the port, or several that share it and have a port of their own each."""
     count = options.gateways or max(1, min(_MAX_GATEWAYS, cpus // _CORES_PER_GATEWAY))
@@ -524,50 +525,3 @@ def _addresses(services: list[_Service], kind: str) -> str:
 
 def _bracketed(host: str) -> str:
     return f"[{host}]" if ":" in host else host
-
-
-class _Ports:
-    """Finds free ports; keeps each bound until all are known, so that all differ.
-
-    Those that it chooses lie below the ones that the kernel gives to clients
-    (`ip_local_port_range`), since a child takes seconds to bind its own. They begin at a random
-    one, so that two stacks that start at once choose different ones.
-    """
-
-    _FIRST, _NUM = 21_000, 11_000
-
-    def __init__(self) -> None:
-        self._held: list[socket.socket] = []
-        self._next = random.randrange(self._NUM)
-
-    def claim(self, host: str, port: int) -> int:
-        """The port, or any free one for 0.
-
-        Raises:
-            StackError: another process listens there, or no port is free.
-        """
-        if port:
-            return self._bind(host, port)
-        for _ in range(self._NUM):
-            self._next = (self._next + 1) % self._NUM
-            with contextlib.suppress(StackError):
-                return self._bind(host, self._FIRST + self._next)
-        raise StackError(f"no port of {host} is free", 2)
-
-    def _bind(self, host: str, port: int) -> int:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        held = socket.socket(family, socket.SOCK_STREAM)
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            held.bind((host, port))
-        except OSError as error:
-            held.close()
-            raise StackError(f"cannot listen on {host}:{port}: {error.strerror}", 2) from error
-        self._held.append(held)
-        return port
-
-    def close(self) -> None:
-        """Closes the sockets, so that the children can bind the ports."""
-        for held in self._held:
-            held.close()
-        self._held.clear()

@@ -10,6 +10,7 @@ from tests.unit.triptych.stub_server import StubServer
 from triptych import demo
 from triptych.demo import Sample, load_samples
 from triptych.plan import Plan
+from triptych.ports import Ports
 
 
 @pytest.fixture
@@ -28,7 +29,7 @@ def samples(tmp_path: Path) -> list[Sample]:
 def ask_all(stub: StubServer, samples: list[Sample]) -> tuple[demo.Totals, str]:
     console = Console(record=True, quiet=True, width=200)
     urls = {"encoder-0": f"{stub.url}/metrics"}
-    plan = Plan(stub.url, "stub", [], urls, "127.0.0.1", 0, {}, [], [], 0.0, [])
+    plan = Plan(stub.url, "stub", [], urls, "127.0.0.1", 0, {}, [], [], 0.0, [], Ports())
     totals = demo._ask_all(console, samples, plan)
     return totals, console.export_text()
 

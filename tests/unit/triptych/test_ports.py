@@ -1,0 +1,56 @@
+"""Stacks that start at once choose different ports."""
+
+import gc
+import random
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from triptych.options import LOOPBACK
+from triptych.ports import Ports
+from triptych.stack import StackError
+
+
+def test_two_that_begin_at_the_same_one_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also when the first have been closed for children that do not listen yet."""
+    monkeypatch.setattr(random, "randrange", lambda limit: 77)
+    first, second = Ports(), Ports()
+    chosen = [first.claim(LOOPBACK, 0) for _ in range(3)]
+    first.close()
+    others = [second.claim(LOOPBACK, 0) for _ in range(3)]
+    second.close()
+    assert len({*chosen, *others}) == 6
+    del first
+    gc.collect()
+    third = Ports()
+    assert third.claim(LOOPBACK, 0) in chosen
+    third.close()
+
+
+def test_processes_differ() -> None:
+    code = (
+        "import random, sys; from triptych.ports import Ports; random.seed(5); ports = Ports(); "
+        "print(ports.claim('127.0.0.1', 0), flush=True); ports.close(); sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", code]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, **pipes) as one, subprocess.Popen(command, **pipes) as other:
+        assert one.stdout is not None and other.stdout is not None
+        assert int(one.stdout.readline()) != int(other.stdout.readline())
+
+
+def test_a_port_that_is_listened_on_is_passed_over_or_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ports = Ports()
+    with socket.socket() as listening:
+        listening.bind((LOOPBACK, 0))
+        listening.listen()
+        taken = listening.getsockname()[1]
+        with pytest.raises(StackError, match="cannot listen"):
+            ports.claim(LOOPBACK, taken)
+        monkeypatch.setattr(Ports, "_FIRST", taken - 1 - ports._next)
+        assert ports.claim(LOOPBACK, 0) > taken
+    ports.close()
