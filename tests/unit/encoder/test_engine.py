@@ -59,7 +59,7 @@ class FakeRunner:
         self.features: list[int] = []  # that come before a batch is done
 
     def launch(self, images: Sequence[Job]) -> LaunchedBatch:
-        self.may_run.wait(10)
+        self.may_run.wait(PATIENCE_S)
         if sum(image.unit.num_patches for image in images) > self.room:
             raise torch.OutOfMemoryError("no room")
         if any(image.job_id in self.poisoned for image in images):
@@ -69,7 +69,7 @@ class FakeRunner:
 
     def wait(self, batch: LaunchedBatch) -> Iterator[int]:
         yield from self.features
-        self.device_done.wait(10)
+        self.device_done.wait(PATIENCE_S)
 
     def is_done(self, batch: LaunchedBatch) -> bool:
         return self.device_done.is_set()
@@ -106,7 +106,7 @@ class Front:
 
     def receive_until(self, condition: Callable[[], bool]) -> None:
         while not condition():
-            messages = self._channel.receive(10.0)
+            messages = self._channel.receive(PATIENCE_S)
             assert messages, "the engine said nothing for too long"
             for message in messages:
                 match message:
@@ -134,6 +134,8 @@ class Running:
         self.runner = FakeRunner()
         self.may_prepare = threading.Event()
         self.may_prepare.set()
+        self.held = b""  # the image whose thread waits for `release`
+        self.release = threading.Event()
         self.prepared: list[bytes] = []
         self.front = Front(front_end)
         self.engine = Engine(
@@ -151,7 +153,7 @@ class Running:
         return sorted(job_id for job_id, job in list(self.engine._jobs.items()) if job.waits)
 
     def _prepare(self, source: Source, unit: Unit) -> torch.Tensor:
-        self.may_prepare.wait(10)
+        (self.release if source.image == self.held else self.may_prepare).wait(PATIENCE_S)
         self.prepared.append(source.image)
         if source.image == b"666":
             raise InvalidImage("the image is truncated or corrupt")
@@ -161,15 +163,16 @@ class Running:
 
     def stop(self) -> None:
         self.may_prepare.set()
+        self.release.set()
         self.runner.may_run.set()
         self.runner.device_done.set()
         self.front.send(Shutdown())
-        self.thread.join(10)
+        self.thread.join(PATIENCE_S)
         assert not self.thread.is_alive()
         self._ends[0].shutdown(socket.SHUT_RDWR)
         for thread in threading.enumerate():
             if thread.name in ("receiver", "waiter"):
-                thread.join(10)
+                thread.join(PATIENCE_S)
         for end in self._ends:
             end.close()
 
@@ -336,7 +339,8 @@ def test_a_feature_is_announced_before_its_batch_is_done(running: Running) -> No
 def test_images_are_prepared_and_run_in_the_order_of_their_ranks(running: Running) -> None:
     runner, front = running.runner, running.front
     running.may_prepare.clear()
-    front.encode(1, 2)  # keep both threads
+    running.held = b"1"  # keeps its thread: of what two take in order, either may be done first
+    front.encode(1, 2)
     front.receive_until(lambda: front.in_hand[-1:] == [[1, 2]])
     for job_id in (10, 11, 12, 13, 14):
         front.encode(job_id, rank=float(job_id), grid=LARGE)
@@ -344,19 +348,19 @@ def test_images_are_prepared_and_run_in_the_order_of_their_ranks(running: Runnin
     wait_until(lambda: running.engine._encoded.qsize() == 6)
     runner.may_run.clear()
     running.may_prepare.set()
-    wait_until(lambda: len(running.prepared) == 8)
-    assert running.prepared.index(b"20") < running.prepared.index(b"11")
+    wait_until(lambda: len(running.prepared) == 7)
+    assert running.prepared == [b"2", b"20", b"10", b"11", b"12", b"13", b"14"]
     runner.may_run.set()
-    assert front.codes(1, 2, 10, 11, 12, 13, 14, 20) == [""] * 8
-    alone = [batch for batch in runner.batches if batch[0] >= 10]
-    assert alone.index([20]) < alone.index([11])
-    assert [batch for batch in alone if batch != [20]] == [[n] for n in (10, 11, 12, 13, 14)]
+    assert front.codes(2, 10, 11, 12, 13, 14, 20) == [""] * 7
+    assert runner.batches == [[2], [20], [10], [11], [12], [13], [14]]
+    running.release.set()
+    assert front.codes(1) == [""]
 
 
 def test_the_loop_ends_when_the_front_closes_the_channel() -> None:
     running = Running()
     running._ends[0].close()
-    running.thread.join(10)
+    running.thread.join(PATIENCE_S)
     assert not running.thread.is_alive()
     running._ends[1].close()
 

@@ -5,7 +5,6 @@ import os
 import resource
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +15,7 @@ from safetensors.torch import save_file
 
 from services.common.families import read_spec
 from services.common.model_spec import ModelSpec
+from tests.noise import least
 from tests.tiny_tokenizer import write_model_directory, write_text_model_directory
 from triptych import checks, cli
 from triptych.checkpoint import Checkpoint, read_checkpoint
@@ -117,14 +117,18 @@ def test_a_wrong_turn_is_one_line_within_a_second(model: Path, turn: str) -> Non
     command = [sys.executable, "-m", "triptych", *words.format(model=model).split()]
     exported = spoil if isinstance(spoil, dict) else {}
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", **exported}
-    before, started = cpu_seconds(), time.monotonic()
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    taken, waited = cpu_seconds() - before, time.monotonic() - started
-    (line,) = [x for x in done.stderr.splitlines() if "no encoder and no Redis" not in x]
-    print(f"{turn}: {waited:.2f} s, {taken:.2f} s of CPU: {line}")
-    assert said.format(model=model) in line
-    assert (done.returncode, done.stdout) == (2, "")
-    assert taken < BOUND_S
+
+    def seconds() -> float:
+        before = cpu_seconds()
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        taken = cpu_seconds() - before
+        (line,) = [x for x in done.stderr.splitlines() if "no encoder and no Redis" not in x]
+        print(f"{turn}: {taken:.2f} s of CPU: {line}")
+        assert said.format(model=model) in line
+        assert (done.returncode, done.stdout) == (2, "")
+        return taken
+
+    assert least(seconds, BOUND_S) < BOUND_S
 
 
 def test_the_version_is_there_at_once() -> None:
@@ -134,10 +138,13 @@ def test_the_version_is_there_at_once() -> None:
     ).stdout.split()
     assert not {"torch", "grpc", "pydantic", "numpy", "rich", "services"} & set(loaded)
 
-    before = cpu_seconds()
-    done = subprocess.run([sys.executable, "-m", "triptych", "--version"], capture_output=True)
-    assert done.stdout.startswith(b"triptych ")
-    assert cpu_seconds() - before < 0.2
+    def seconds() -> float:
+        before = cpu_seconds()
+        done = subprocess.run([sys.executable, "-m", "triptych", "--version"], capture_output=True)
+        assert done.stdout.startswith(b"triptych ")
+        return cpu_seconds() - before
+
+    assert least(seconds, 0.2) < 0.2
 
 
 # --- cards ------------------------------------------------------------------------------------
