@@ -16,7 +16,7 @@ _LINES = (
     ("test_cache_tiers",),
     ("test_failures",),
     ("test_attacks",),
-    ("test_text_families", "test_text_only_stack", "test_serve_qwen3_5"),
+    ("test_serve_video", "test_text_families", "test_text_only_stack"),
     ("test_encoder_process", "test_image_bombs"),
     ("test_structured_output", "test_clients", "test_chat_page", "test_agent_loop", "test_ranks"),
     ("test_page_answers", "test_page_markdown", "test_page_tools", "test_docs_page"),

@@ -82,10 +82,10 @@ def test_neither_neighbours_nor_streaming_change_an_answer(cluster: Cluster) -> 
             chunks = client.chat.completions.create(**fields, stream=True)
             return "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
 
-    alone = [ask(number, stream=False) for number in range(32)]
+    alone = [ask(number, stream=False) for number in range(16)]
     cluster.redis.flush()
-    with ThreadPoolExecutor(32) as pool:
-        together = list(pool.map(lambda number: ask(number, stream=True), range(32)))
+    with ThreadPoolExecutor(16) as pool:
+        together = list(pool.map(lambda number: ask(number, stream=True), range(16)))
     assert together == alone
 
 

@@ -186,7 +186,7 @@ async def test_images_of_many_sizes_at_once(model_dir: Path) -> None:
         assert await asyncio.wait_for(encoder.process.wait(), PATIENCE_S) == 0
 
 
-async def test_a_video_is_encoded_by_pairs_of_frames(model_dir: Path) -> None:
+async def test_a_video_is_encoded_by_pairs_of_frames_until_the_engine_dies(model_dir: Path) -> None:
     """The file travels once; a unit that is known is not encoded again, whatever file it is of."""
     from tests.e2e.tiny_tower import expected_pair
     from tests.in_process_clips import frame_pixels
@@ -224,6 +224,20 @@ async def test_a_video_is_encoded_by_pairs_of_frames(model_dir: Path) -> None:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await encoder.probe(clip[:100])
         assert isinstance(error_from_rpc(caught.value, "encoder"), errors.InvalidVideo)
+        await its_engines_death_ends_it(encoder)
+
+
+def engine_of(encoder: Encoder) -> psutil.Process:
+    (engine,) = (
+        child for child in psutil.Process(encoder.process.pid).children()
+        if "services.encoder.engine_main" in child.cmdline()
+    )  # fmt: skip
+    return engine
+
+
+async def its_engines_death_ends_it(encoder: Encoder) -> None:
+    engine_of(encoder).kill()
+    assert await asyncio.wait_for(encoder.process.wait(), PATIENCE_S) == 1
 
 
 async def failure(encoder: Encoder, data: bytes) -> errors.TriptychError:
@@ -232,7 +246,7 @@ async def failure(encoder: Encoder, data: bytes) -> errors.TriptychError:
     return error_from_rpc(caught.value, "encoder")
 
 
-async def test_a_restart_encodes_nothing_again(
+async def test_a_restart_encodes_nothing_again_and_a_killed_front_leaves_no_engine(
     model_dir: Path,
     redis_server: RedisServer,  # noqa: F811
 ) -> None:
@@ -245,22 +259,15 @@ async def test_a_restart_encodes_nothing_again(
         assert answer.source == pb.EncodeResponse.SOURCE_REDIS
         assert np.array_equal(await encoder.embedding(data), before)
         assert await encoder.num_encoded() == 0
+        await its_death_ends_its_engine(encoder)
 
 
-async def test_the_engines_death_ends_the_service(model_dir: Path) -> None:
-    async with run_encoder(model_dir) as encoder:
-        (engine,) = psutil.Process(encoder.process.pid).children()
-        engine.kill()
-        assert await asyncio.wait_for(encoder.process.wait(), 20) == 1
-
-
-async def test_the_fronts_death_ends_the_engine(model_dir: Path) -> None:
-    async with run_encoder(model_dir) as encoder:
-        (engine,) = psutil.Process(encoder.process.pid).children()
-        encoder.process.kill()
-        await encoder.process.wait()
-        await asyncio.to_thread(engine.wait, 20)
-        assert not engine.is_running()
+async def its_death_ends_its_engine(encoder: Encoder) -> None:
+    engine = engine_of(encoder)
+    encoder.process.kill()
+    await encoder.process.wait()
+    await asyncio.to_thread(engine.wait, PATIENCE_S)
+    assert not engine.is_running()
 
 
 @pytest.mark.parametrize(
@@ -295,7 +302,7 @@ async def test_a_checkpoint_that_lacks_a_tensor_names_it(model_dir: Path, tmp_pa
         sys.executable, "-m", "services.encoder", cwd=ROOT, stderr=asyncio.subprocess.PIPE,
         env=environment(tmp_path),
     )  # fmt: skip
-    _, log = await asyncio.wait_for(process.communicate(), 30)
+    _, log = await asyncio.wait_for(process.communicate(), PATIENCE_S)
     assert process.returncode == 2
     assert "missing tensors: model.visual.blocks.0.attn.proj.bias" in log.decode()
 
@@ -311,6 +318,6 @@ async def test_a_text_model_is_refused_at_start(model_dir: Path, tmp_path: Path)
         sys.executable, "-m", "services.encoder", cwd=ROOT, stderr=asyncio.subprocess.PIPE,
         env=environment(tmp_path),
     )  # fmt: skip
-    _, log = await asyncio.wait_for(process.communicate(), 30)
+    _, log = await asyncio.wait_for(process.communicate(), PATIENCE_S)
     assert process.returncode == 2
     assert "(Qwen3ForCausalLM) is a text model: it has no vision tower" in log.decode()

@@ -122,7 +122,7 @@ def test_it_says_what_it_does(tmp_path: Path) -> None:
         assert "did not stop" not in said() and "Traceback" not in said()
 
 
-def test_a_model_is_served_by_its_name_on_the_hub(
+def test_a_model_is_served_by_its_name_and_a_killed_supervisor_leaves_no_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     files = {path.name: path.read_bytes() for path in DEMONSTRATION_MODEL.iterdir()}
@@ -137,22 +137,11 @@ def test_a_model_is_served_by_its_name_on_the_hub(
             words = ["What colour is the circle?", str(SAMPLES / "shapes.png")]
             assert cli.main(["ask", *words, "--url", f"{command.url}/v1"]) == 0
             assert "red" in capsys.readouterr().out
+            processes = psutil.Process(command.process.pid).children(recursive=True)
+            assert len(processes) >= 5
+            command.process.kill()
+            command.process.wait(PATIENCE_S)
+            assert psutil.wait_procs(processes, timeout=PATIENCE_S)[1] == []
     finally:
         hub.shutdown()
         hub.server_close()
-
-
-def test_a_dead_engine_ends_the_stack_and_is_named(tmp_path: Path) -> None:
-    with serve_command(tmp_path, ["--grpc", "tcp"]) as command:
-        command.services()["services.decoder.engine_main"].kill()
-        assert command.process.wait(PATIENCE_S) != 0
-        assert "decoder-0 ended while serving" in command.log_path.read_text()
-
-
-def test_a_killed_supervisor_leaves_no_process(tmp_path: Path) -> None:
-    with serve_command(tmp_path) as command:
-        processes = psutil.Process(command.process.pid).children(recursive=True)
-        assert len(processes) >= 5
-        command.process.kill()
-        command.process.wait(5)
-        assert psutil.wait_procs(processes, timeout=PATIENCE_S)[1] == []

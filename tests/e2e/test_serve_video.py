@@ -1,5 +1,5 @@
-"""`triptych serve` answers about videos as Hugging Face does, in float32: prompts of equal length,
-equal greedy tokens, logprobs within 2e-4.
+"""`triptych serve --model DIR` answers about videos and images as Hugging Face does, in float32:
+prompts of equal length, equal greedy tokens, logprobs within 2e-4.
 """
 
 import base64
@@ -113,6 +113,21 @@ def listed(frames: np.ndarray, **options: object) -> dict:
 
 def asking(*parts: dict, text: str = "What colour is it?") -> dict:
     return {"role": "user", "content": [*parts, {"type": "text", "text": text}]}
+
+
+# What does not depend on the decoder is asked of one.
+ONE = pytest.mark.parametrize("pair", ["qwen3_vl"], indirect=True)
+
+
+def test_an_image_without_a_video(pair):
+    listed = httpx2.get(f"{pair.url}/v1/models", timeout=PATIENCE_S).json()["data"][0]
+    assert listed["input_modalities"] == ["text", "image", "video"]
+    picture = noise(2, 256, 320, 10)[0]
+    message = asking({"type": "image_url", "image_url": {"url": png(picture)}})
+    for _ in range(2):
+        answer = pair.check([message], [], [Image.fromarray(picture)])
+    smaller = pair.ask([message], max_pixels=1)
+    assert smaller["usage"]["prompt_tokens"] < answer["usage"]["prompt_tokens"]
 
 
 @pytest.mark.parametrize(
@@ -229,6 +244,7 @@ def odd_files() -> dict[str, bytes]:
     }  # fmt: skip
 
 
+@ONE
 def test_odd_files_get_an_answer_or_a_reason(pair):
     refused = set()
     for name, data in odd_files().items():
@@ -249,6 +265,7 @@ def test_odd_files_get_an_answer_or_a_reason(pair):
     assert httpx2.get(f"{pair.url}/ready", timeout=PATIENCE_S).status_code == 200
 
 
+@ONE
 def test_of_a_longer_cut_only_what_is_new_is_encoded(pair):
     from tests.videos import make
 

@@ -26,11 +26,14 @@ if TYPE_CHECKING:  # torch and transformers are imported where they are used: se
     from tests.parity.oracle import Oracle
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+NIGHTLY = pytest.mark.nightly
 
 FAMILIES = (
     "qwen3-odd-heads-tied", "qwen2-odd-heads-yarn", "llama-llama3", "mistral-wide-heads",
     "qwen3-moe-odd-heads-dense-between",
 )  # fmt: skip
+# One of each kind of body; the others' logits are compared in tests/parity/test_text_families.py.
+ALWAYS = ("llama-llama3", "mistral-wide-heads")
 AT_LOAD = "qwen3-moe-odd-heads-dense-between in FP8"  # --quantization fp8
 PACKED = {"qwen2-odd-heads-yarn in 4 bit": "ct-channel-zeros"}  # → layout of packed_checkpoints
 BOS = "<|endoftext|>"
@@ -85,7 +88,13 @@ class Stack:
         return len(ids), tokens, logits
 
 
-@pytest.fixture(scope="module", params=[*FAMILIES, *PACKED, AT_LOAD])
+_PARAMS = [
+    *(family if family in ALWAYS else pytest.param(family, marks=NIGHTLY) for family in FAMILIES),
+    *PACKED, AT_LOAD,
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=_PARAMS)
 def stack(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Stack]:

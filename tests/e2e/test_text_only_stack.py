@@ -45,6 +45,7 @@ def oracle(tmp_path_factory: pytest.TempPathFactory) -> "Oracle":
 @pytest.fixture(scope="module")
 def command(oracle: "Oracle", tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServeCommand]:
     options = ["--model", str(oracle.directory), "--device", "cpu", "--dtype", "float32"]
+    options += ["--grpc", "tcp"]
     with serve_command(tmp_path_factory.mktemp("serve"), options) as command:
         yield command
 
@@ -139,3 +140,10 @@ def test_encoder_options_are_refused(oracle: "Oracle", tmp_path: Path) -> None:
     from triptych import cli
 
     assert cli.main(["serve", "--model", str(oracle.directory), "--encoders", "1"]) == 2
+
+
+def test_a_dead_engine_ends_the_stack_and_is_named(command: ServeCommand) -> None:
+    """The last of these tests."""
+    command.services()["services.decoder.engine_main"].kill()
+    assert command.process.wait(PATIENCE_S) != 0
+    assert "decoder-0 ended while serving" in command.log_path.read_text()

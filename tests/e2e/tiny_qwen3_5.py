@@ -1,4 +1,4 @@
-"""A tiny Qwen3.5 checkpoint with images and text, and Hugging Face's answer about one.
+"""A tiny Qwen3.5 checkpoint that sees images.
 
 Imports transformers, which takes seconds: see tiny_tower.py.
 """
@@ -6,14 +6,10 @@ Imports transformers, which takes seconds: see tiny_tower.py.
 import json
 from pathlib import Path
 
-import torch
-from PIL import Image
-
 import tests.parity.torchvision_ops  # noqa: F401 - before transformers
 
 # isort: split
-from transformers import PreTrainedTokenizerFast, Qwen3_5Config, Qwen3_5ForConditionalGeneration
-from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
+from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
 
 from tests.parity.qwen3_5_oracle import fill_hybrid
 from tests.tiny_tokenizer import added_ids, vocab_size, write_model_directory
@@ -47,27 +43,3 @@ def make_model(directory: Path) -> Qwen3_5ForConditionalGeneration:
     (directory / "generation_config.json").write_text(kept)
     model.generation_config.eos_token_id = None
     return model
-
-
-@torch.no_grad()
-def expected(
-    model: Qwen3_5ForConditionalGeneration, directory: Path, messages: list, image: Image.Image,
-    num_tokens: int,
-) -> tuple[int, list[int]]:  # fmt: skip
-    """Prompt tokens, and greedy tokens."""
-    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(directory / "tokenizer.json"))
-    options = json.loads((directory / "preprocessor_config.json").read_text())
-    pixels = Qwen2VLImageProcessor(**options)(images=[image], return_tensors="pt")
-    text = tokenizer.apply_chat_template(
-        messages, chat_template=(directory / "chat_template.jinja").read_text(),
-        add_generation_prompt=True, tokenize=False,
-    )  # fmt: skip
-    count = int(pixels["image_grid_thw"].prod()) // 4
-    pad = "<|image_pad|>"
-    ids = torch.tensor([tokenizer(text.replace(pad, pad * count))["input_ids"]])
-    out = model.generate(
-        input_ids=ids, attention_mask=torch.ones_like(ids),
-        mm_token_type_ids=(ids == added_ids()[pad]).int(), max_new_tokens=num_tokens,
-        min_new_tokens=num_tokens, do_sample=False, **pixels,
-    )  # fmt: skip
-    return ids.shape[1], out[0, ids.shape[1] :].tolist()
