@@ -116,9 +116,12 @@ e2e: $(DEV) ## tests that start real processes
 
 .PHONY: nightly
 # In turn: these measure latencies and memory beside attacks, floods and failures.
-nightly: system-test $(DEV) ## trials of minutes that `make test` has one of each of
+nightly: system-test $(DEV) ## trials of minutes that `make test` has one of each of, and all cases
 	$(call say,pytest: nightly trials)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "nightly and not gpu" $(ARGS)
+	$(call say,pytest: tests of which `make test` has some cases)
+	@TESTS=thorough OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "thorough and not e2e and not gpu" \
+		-n $$(($(WORKERS) + 1)) --dist worksteal $(ARGS)
 
 .PHONY: quick
 quick: $(DEV) ## what a change is checked with in less than a minute

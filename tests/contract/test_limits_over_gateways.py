@@ -13,6 +13,7 @@ import pytest
 
 from benchmarks.limits import Clients, Load, mean, peak
 from services.gateway.tenancy.leases import Leases, Times
+from tests.cases import THOROUGH
 from tests.gateway_stack import MODEL, GatewayStack
 from tests.noise import PATIENCE_S, wait_until
 from tests.redis_server import RedisServer, redis_server  # noqa: F401
@@ -24,7 +25,8 @@ TIMES = Times(window=WINDOW_S, sync=0.02, settle=0.4, alive=1.0, wait=1.0)
 LIMIT = 20_000
 
 
-@pytest.mark.parametrize("number", [2, 4, 10])
+@pytest.mark.thorough
+@pytest.mark.parametrize("number", [2, 4, 10] if THOROUGH else [4])
 async def test_limits_hold_while_redis_is_there_lost_and_back(
     redis_server: RedisServer,  # noqa: F811
     number: int,

@@ -19,13 +19,16 @@ from services.common.embeddings.embedding import EmbeddingSpec
 from services.decoder.engine.engine import Engine
 from services.decoder.engine.messages import AddSequence, ImageSpan, SamplingParams
 from services.decoder.engine.runner_factory import RunnerOptions, create_runner
+from tests.cases import THOROUGH, cases
 from tests.parity import text_oracle
 from tests.parity.oracle import CONFIGS, Oracle, make_oracle
 from tests.parity.qwen3_5_oracle import CONFIGS as HYBRID_CONFIGS
 from tests.parity.qwen3_5_oracle import make_qwen3_5
 
+pytestmark = pytest.mark.thorough
+
 NUM_TOKENS = 12
-NUM_REQUESTS = 64
+NUM_REQUESTS = cases(32, 64)
 Part = int | tuple[int, int]
 # Parts of a prompt: text tokens, or an image's grid in patches.
 SHAPES: Seq[Seq[Part]] = (
@@ -55,7 +58,7 @@ class Question:
 
 
 class Bench:
-    """Sixty-four mixed requests over one tiny checkpoint."""
+    """Mixed requests over one tiny checkpoint."""
 
     def __init__(self, oracle: Oracle, shapes: Seq[Seq[Part]]) -> None:
         self.oracle = oracle
@@ -97,8 +100,8 @@ class Bench:
     def engine(self, *, prefix_caching: bool = True, overlap: bool = False, **options) -> Engine:
         chosen = {
             "device": "cpu", "dtype": "float32", "block_size": 16,
-            "max_num_sequences": 64, "max_batched_tokens": 8192, "kv_cache_bytes": 64 << 20,
-            "max_model_len": 512,
+            "max_num_sequences": NUM_REQUESTS, "max_batched_tokens": 8192, "max_model_len": 512,
+            "kv_cache_bytes": 64 << 20,
         } | options  # fmt: skip
         runner = create_runner(
             RunnerOptions(model_directory=self.oracle.directory, **chosen), self.arena
@@ -171,12 +174,12 @@ def alone(bench: Bench) -> dict[int, list[int]]:
     return answers
 
 
-def test_in_a_batch_of_64_mixed_requests(bench: Bench, alone: dict[int, list[int]]) -> None:
+def test_in_a_batch_of_mixed_requests(bench: Bench, alone: dict[int, list[int]]) -> None:
     assert bench.ask(bench.engine(prefix_caching=False), range(NUM_REQUESTS)) == alone
 
 
 # A KV block; parts of blocks; a prompt or two; many. All at once is test_prefix_hit.
-@pytest.mark.parametrize("tokens", [16, 17, 300, 2048])
+@pytest.mark.parametrize("tokens", [16, 17, 300, 2048] if THOROUGH else [17, 300])
 def test_any_chunk_size(bench: Bench, alone: dict[int, list[int]], tokens: int) -> None:
     engine = bench.engine(max_batched_tokens=tokens, max_num_sequences=min(16, tokens))
     assert bench.ask(engine, range(NUM_REQUESTS)) == alone

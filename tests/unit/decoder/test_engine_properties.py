@@ -4,13 +4,17 @@ import itertools
 import math
 import random
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.decoder.engine.messages import ImageSpan
 from services.decoder.engine.step_cost import StepCost, StepLoad
+from tests.cases import cases
 from tests.engine_harness import KEYS, Harness, prompt_of
 from tests.fake_runner import add_message, expected_tokens
+
+pytestmark = pytest.mark.thorough
 
 prompts = st.tuples(st.integers(0, 2), st.integers(1, 40))
 arrivals = st.lists(
@@ -50,7 +54,7 @@ class ErraticCost(StepCost):
         super().observe(load, self._random.uniform(0.1, 100.0), rate)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=cases(60, 150), deadline=None)
 @given(
     arrivals=arrivals,
     overlap=st.booleans(),
@@ -132,7 +136,7 @@ def test_every_sequence_ends_once_with_the_tokens_it_has_alone(
     harness.assert_empty()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=cases(20, 60), deadline=None)
 @given(
     ahead=st.integers(0, 5),
     opted_out=st.integers(1, 4),

@@ -17,9 +17,12 @@ from services.gateway.clients.decoders import TokenEvent
 from services.gateway.forms.openai import ChatRequest, Message
 from services.gateway.forms.responses import ChunkWriter, assistant_message
 from services.gateway.forms.tools import FunctionDefinition
+from tests.cases import cases
 from tests.tiny_tokenizer import added_ids
 
-NUM_CHUNKINGS = 1000
+pytestmark = pytest.mark.thorough
+
+NUM_CHUNKINGS = cases(100, 1000)
 TOOLS = {
     "weather": {
         "type": "object",
@@ -133,7 +136,7 @@ def streamed(updates):
 
 @pytest.mark.parametrize("thinking", [False, True])
 @pytest.mark.parametrize("form", PARSERS)
-def test_streamed_is_the_whole_in_a_thousand_chunkings(tokenizer, form, thinking):
+def test_streamed_is_the_whole_in_any_chunking(tokenizer, form, thinking):
     answer_format = AnswerFormat("optional" if thinking else None, tool_calls(form))
     ids = encode(tokenizer, (THOUGHT if thinking else "") + CALLS[form])
     updates, choice = answer(tokenizer, ids, answer_format, [ids])

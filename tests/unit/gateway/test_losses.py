@@ -36,8 +36,11 @@ from services.gateway.metrics import GatewayMetrics, Timings
 from services.gateway.prepared_request import PreparedRequest
 from services.gateway.prompts.prompt import Prompt
 from services.gateway.tenancy.tenants import ANONYMOUS
+from tests.cases import cases
 
-NUM_RUNS = 1000
+pytestmark = pytest.mark.thorough
+
+NUM_RUNS = cases(100, 1000)
 NUM_PODS = 6
 ANSWER = [5, 6, 7, 8]
 METRICS = GatewayMetrics()
