@@ -11,6 +11,7 @@ from services.common.geometry import Unit
 from services.common.pb import encoder_pb2 as pb
 from services.decoder.images.embedding_fetch import EncoderFailed
 from services.encoder.engine.messages import Source
+from tests.cases import cases
 from tests.contract.encoder_pod import Pod, key_of
 from tests.contract.test_embedding_transport import (
     GRID,
@@ -188,17 +189,18 @@ async def come_and_go(
     await asyncio.gather(encoding, return_exceptions=True)
 
 
+@pytest.mark.thorough
 async def test_readers_that_come_and_go_leave_nothing_behind(pod: Pod):
     rng, outcomes = random.Random(7), {"read": 0, "gone": 0, "failed": 0}
     pod.engine.feature_delay_s = 0.01
     readers = [Reader(shared_memory=bool(number % 2)) for number in range(4)]
 
     async def repeat() -> None:
-        for _ in range(25):
+        for _ in range(cases(12, 25)):
             await come_and_go(pod, readers, rng, outcomes)
 
     await asyncio.gather(*(repeat() for _ in range(16)))
-    assert min(outcomes.values()) > 10
+    assert min(outcomes.values()) > cases(3, 10)
     for each in readers:
         await each.source.close()
         assert not each.source._filling

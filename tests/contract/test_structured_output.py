@@ -10,8 +10,11 @@ from tokenizers import Tokenizer
 
 from services.common.pb import decoder_pb2 as pb
 from services.decoder.engine.messages import AddSequence
+from tests.cases import cases
 from tests.decoder_service_harness import Decoder, Gateway, prompt_of, submit_of
 from tests.tiny_tokenizer import added_ids, tokenizer_json, write_text_model_directory
+
+pytestmark = pytest.mark.thorough
 
 END = added_ids()["<|im_end|>"]
 SCHEMA = {
@@ -114,7 +117,7 @@ async def test_continued_behind_the_tokens_of_another_decoder(decoder, begins_af
         _, end = await answer(gateway, 7, form, **fields)
         assert isinstance(end, pb.Finished)
         ids = gateway.tokens[7]
-        for number in range(8, 8 + min(len(ids) - 1, 12)):
+        for number in range(8, 8 + min(len(ids) - 1, cases(3, 12))):
             submit = submit_of(
                 number, prompt_of(7), seed=7, max_tokens=400, stop_token_ids=[END], **fields
             )

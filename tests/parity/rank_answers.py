@@ -20,7 +20,7 @@ from services.decoder.ranks.steps import Follower, LeadingRunner
 
 END = b"end"
 TIMEOUT_S = 60.0
-NUM_BLOCKS = 10  # fewer than three sequences have at their ends
+NUM_BLOCKS = 8  # fewer than three sequences have at their ends
 
 
 def created(directory: Path, ranks: Ranks) -> ModelRunner:
@@ -53,7 +53,7 @@ def answers(directory: Path, ranks: Ranks = ALONE, ring: mmap.mmap | None = None
             ids = np.arange(20 + 9 * number, dtype=np.int32) * 7 % 300
             ids[20:] += number
             wanted = 1 if (turn, number) == (0, 4) else None
-            sampling = SamplingParams(max_tokens=24, prompt_logprobs=wanted)
+            sampling = SamplingParams(max_tokens=16, prompt_logprobs=wanted)
             engine.add(AddSequence(5 * turn + number, ids.tobytes(), b"", 0, [], sampling))
         while engine.has_work:
             done = engine.step()

@@ -138,10 +138,10 @@ REFUSED: dict[str, tuple[dict, str]] = {
 
 
 # An engine answers with these.
-ENGINES = ["qwen3-vl", "qwen3.5-moe", "fp8-block", "packed-ct"]
+ENGINES = ["qwen3-vl", "qwen3.5", "packed-ct"]
 FOUR = ["qwen3-one-kv-head-tied"]  # more ranks than key heads
 if THOROUGH:
-    ENGINES += ["qwen3", "qwen3.5", "qwen3-moe"]
+    ENGINES += ["qwen3", "qwen3.5-moe", "qwen3-moe", "fp8-block"]
     FOUR += ["qwen2-biases"]
 
 

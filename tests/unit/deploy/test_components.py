@@ -15,6 +15,7 @@ from services.decoder.__main__ import DECODER
 from services.encoder.__main__ import ENCODER
 from services.encoder.settings import EncoderSettings
 from services.gateway.settings import GatewaySettings
+from tests.cases import THOROUGH
 from tests.unit.deploy.combinations import COMBINATIONS, K8S, combine
 from tests.unit.deploy.kustomize import LOADER, Resource, render
 from tests.unit.deploy.schemas import validate
@@ -81,7 +82,21 @@ def test_every_resource_is_valid(resources: list[Resource]) -> None:
         _validate(json.dumps(resource, sort_keys=True))
 
 
+def covering() -> list[str]:
+    """Of the combinations with most components, those that have together each overlay and each
+    component; all of them in `make nightly`.
+    """
+    seen, found = set[str](), list[str]()
+    for name in sorted(COMBINATIONS, key=lambda name: -len(COMBINATIONS[name])):
+        if THOROUGH or set(COMBINATIONS[name]) - seen:
+            found.append(name)
+            seen |= set(COMBINATIONS[name])
+    return found
+
+
+@pytest.mark.thorough
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="compares with kubectl where there is")
+@pytest.mark.parametrize("directory", covering(), indirect=True)
 def test_our_rendering_is_that_of_kubectl(directory: Path, resources: list[Resource]) -> None:
     command = ["kubectl", "kustomize", str(directory)]
     theirs = subprocess.run(command, capture_output=True, text=True, check=True).stdout
