@@ -225,11 +225,12 @@ def redis_spec(directory: Path) -> tuple[ChildSpec, RedisUrls] | None:
     )
     users_path.chmod(0o600)
     urls = {user: f"unix://{user}:{password}@{socket_path}" for user, password in passwords.items()}
+    # Embeddings and files have a time to live; the gateways' limits have none and stay.
     command = [
         binary, "--aclfile", str(users_path),
         "--port", "0", "--unixsocket", socket_path, "--unixsocketperm", "700",
         "--dir", str(directory), "--save", "", "--appendonly", "no",
-        "--maxmemory", _REDIS_MAX_MEMORY, "--maxmemory-policy", "allkeys-lru",
+        "--maxmemory", _REDIS_MAX_MEMORY, "--maxmemory-policy", "volatile-lru",
         "--loglevel", "warning", "--daemonize", "no",
     ]  # fmt: skip
     is_ready = functools.partial(redis_ready, socket_path)

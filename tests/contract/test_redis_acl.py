@@ -17,7 +17,8 @@ from services.common.embeddings.embedding_cache import RedisCache
 from services.gateway.tenancy.lease_store import Asked, LeaseStore
 from tests.noise import PATIENCE_S
 from tests.redis_server import RedisServer, answers
-from triptych.serve import REDIS_RULES
+from triptych import serve
+from triptych.serve import REDIS_RULES, redis_spec
 
 SECRETS = Path(__file__).resolve().parents[2] / "deploy" / "k8s" / "secrets.sh"
 KEY, SPEC = bytes(range(32)), EmbeddingSpec("float32", 2, 4, 4)
@@ -211,3 +212,31 @@ async def test_gateways_read_their_password_at_each_connection_too(tmp_path: Pat
                 await store.ask([asked])
         finally:
             await store.close()
+
+
+async def test_images_take_no_room_from_limits_in_the_redis_of_triptych_serve(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serve, "_REDIS_MAX_MEMORY", "16mb")
+    made = redis_spec(tmp_path)
+    assert made is not None
+    spec, urls = made
+    asked = Asked("t", [10] * 5, [10] * 5, [10] * 5)
+    process = subprocess.Popen(spec.command)  # noqa: ASYNC220 - it returns at once
+    with process, redis.Redis.from_url(urls.encoder) as encoder:
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                while not await spec.is_ready():  # noqa: ASYNC110 - another process
+                    await asyncio.sleep(0.01)
+            one, other = (LeaseStore(urls.gateway, n, 60.0, PATIENCE_S) for n in ("one", "other"))
+            await one.ask([asked])
+            for number in range(64):
+                name = b"triptych:embedding:%d" % number
+                encoder.set(name, bytes(1 << 20), ex=60)
+            found = [encoder.getrange(b"triptych:embedding:%d" % n, 0, 0) for n in range(64)]
+            assert 0 < sum(map(bool, found)) < 32
+            answer = await other.ask([asked])
+            assert answer.gateways == 2 and sum(answer.others[0]) > 0
+            await asyncio.gather(one.close(), other.close())
+        finally:
+            process.terminate()
