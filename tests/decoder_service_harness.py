@@ -64,7 +64,7 @@ class Decoder:
         metrics = DecoderMetrics(self.registry)
         self.arena = Arena(arena_pages * 4096)
         self.source = EmbeddingSource(
-            self.arena, EncoderFetcher(timeout_s=timeout_s), None, metrics
+            self.arena, EncoderFetcher(), None, metrics, standstill_s=timeout_s
         )
         masks = NoMasks
         if model_directory is not None:

@@ -29,6 +29,7 @@ class FakeFetchServicer(pb_grpc.EncoderServicer):
     Attributes:
         fault: how to misbehave; see `Fetch`. None: not at all.
         gate: cleared, Fetch waits before its header.
+        words: by key, whether it is in work: said often, where it is asked for, before the header.
         num_calls, num_cancelled: counters.
     """
 
@@ -36,6 +37,8 @@ class FakeFetchServicer(pb_grpc.EncoderServicer):
         self.fault: str | None = None
         self.gate = asyncio.Event()
         self.gate.set()
+        self.words: dict[bytes, bool] = {}
+        self.num_words = 0
         self.num_calls = 0
         self.num_cancelled = 0
         self.sizes: dict[bytes, int] = {}
@@ -49,6 +52,11 @@ class FakeFetchServicer(pb_grpc.EncoderServicer):
         fault = self.fault
         key = request.image_key
         try:
+            while request.tell_waiting and key in self.words:
+                waiting = pb.FetchWaiting(in_work=self.words[key])
+                yield pb.FetchResponse(waiting=waiting)
+                self.num_words += 1
+                await asyncio.sleep(0.02)
             await self.gate.wait()
             if fault == "hang":
                 await asyncio.Event().wait()

@@ -27,7 +27,7 @@ from services.common.errors import (
 from services.common.geometry import Geometry, Unit
 from services.encoder.engine.messages import Source
 from services.encoder.engine_client import NO_TIMES, EngineClient, EngineJob, StageTimes
-from services.encoder.memory_tier import MemoryTier, Reading
+from services.encoder.memory_tier import MemoryTier, Reading, Word, first_of
 from services.encoder.metrics import EncoderMetrics
 from services.encoder.share import NOBODY, Share
 
@@ -179,9 +179,12 @@ class Embeddings:
         return await self._start(key, source, unit, share, need_bytes=False).flight.join()
 
     @asynccontextmanager
-    async def reading(self, key: bytes, timeout_s: float) -> AsyncGenerator[Reading]:
+    async def reading(
+        self, key: bytes, timeout_s: float, word: Word | None = None
+    ) -> AsyncGenerator[Reading]:
         """An embedding, held in memory for the block. Waits until its first bytes are about to be
-        written: by an encode in flight, or by one that has not been requested yet.
+        written: by an encode in flight, or by one that has not been requested yet. `word` is called
+        meanwhile.
 
         Raises:
             InvalidRequest: no encoder can encode the image.
@@ -190,7 +193,7 @@ class Embeddings:
         with _failure_as_unavailable():
             try:
                 async with asyncio.timeout(timeout_s):
-                    reading = await self._hold(key)
+                    reading = await self._hold(key, word)
             except TimeoutError:
                 raise EmbeddingUnavailable("the image was not encoded here in time") from None
             try:
@@ -223,7 +226,7 @@ class Embeddings:
 
     # Reading.
 
-    async def _hold(self, key: bytes) -> Reading:
+    async def _hold(self, key: bytes, word: Word | None) -> Reading:
         while True:
             if entry := self._memory.get(key):
                 self._memory.arena.acquire(entry)
@@ -233,15 +236,15 @@ class Embeddings:
                 # Answered from Redis, or evicted since: now the bytes are needed here.
                 encode = self._start(key, kept.source, kept.unit, kept.share, need_bytes=True)
             if encode is None:
-                await self._until_requested(key)
-            elif reading := await self._hold_when_written(encode):
+                await self._until_requested(key, word)
+            elif reading := await self._hold_when_written(encode, word):
                 return reading
 
-    async def _hold_when_written(self, encode: _Encode) -> Reading | None:
+    async def _hold_when_written(self, encode: _Encode, word: Word | None) -> Reading | None:
         """None: the encode has ended; its result must be looked up."""
         work = encode.flight.join()
         try:
-            await asyncio.wait({work, encode.entry}, return_when=asyncio.FIRST_COMPLETED)
+            await first_of({work, encode.entry}, word)
             if not work.done():
                 entry = encode.entry.result()
                 # The work may have failed before its future says so.
@@ -254,13 +257,13 @@ class Embeddings:
             raise
         return None
 
-    async def _until_requested(self, key: bytes) -> None:
+    async def _until_requested(self, key: bytes, word: Word | None) -> None:
         """Returns when an encode of the key starts."""
         requested: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         waiting = self._awaited.setdefault(key, set())
         waiting.add(requested)
         try:
-            await requested
+            await first_of({requested}, word, in_work=False)
         finally:
             waiting.discard(requested)
             if not waiting and self._awaited.get(key) is waiting:

@@ -8,7 +8,7 @@ is written; threads digest it meanwhile; `commit` says that all of it is good.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,6 +27,9 @@ from services.common.threads import num_threads
 _RESERVE_TIMEOUT_S = 60.0
 _UNREAD_POLL_S = 0.005
 _CLOSE_ATTEMPTS = 50
+# A reader that asks for it is told so often that there is nothing new.
+WORD_S = 2.0
+Word = Callable[[bool], Awaitable[None]]  # is called with whether the embedding is in work
 Range = tuple[int, int]  # bytes of the tensor, [start, stop)
 
 
@@ -216,8 +219,9 @@ class Reading:
     written: list[Range]
     work: "asyncio.Future[Any] | None" = None
 
-    async def ranges(self) -> AsyncGenerator[Range]:
-        """The ranges of the tensor's bytes, each as soon as it is written, until all are.
+    async def ranges(self, word: "Word | None" = None) -> AsyncGenerator[Range]:
+        """The ranges of the tensor's bytes, each as soon as it is written, until all are; `word` is
+        called while there is none.
 
         Raises:
             TriptychError: the encode failed; what has been read is void.
@@ -236,7 +240,20 @@ class Reading:
                 continue
             changed = self.memory.changed(self.entry)
             awaited = {self.work, changed} if changed else {self.work}
-            await asyncio.wait(awaited, return_when=asyncio.FIRST_COMPLETED)
+            await first_of(awaited, word)
+
+
+async def first_of(
+    awaited: "set[asyncio.Future[Any]]", word: Word | None, *, in_work: bool = True
+) -> None:
+    """Returns when one of them is done. None is cancelled; `word` is called now and then."""
+    while not (
+        await asyncio.wait(
+            awaited, timeout=WORD_S if word else None, return_when=asyncio.FIRST_COMPLETED
+        )
+    )[0]:
+        assert word is not None
+        await word(in_work)
 
 
 def _digest(digest: TensorDigest, ranges: list[Range]) -> None:

@@ -57,7 +57,7 @@ from services.encoder.clips.held_videos import HeldVideo, HeldVideos
 from services.encoder.embeddings import Embeddings, Encoded, Origin
 from services.encoder.engine.messages import Source
 from services.encoder.kept_files import KEPT_S, KeptFiles
-from services.encoder.memory_tier import Reading
+from services.encoder.memory_tier import Reading, Word
 from services.encoder.metrics import EncoderMetrics
 from services.encoder.share import Share
 
@@ -67,8 +67,8 @@ Request = TypeVar("Request", pb.EncodeRequest, pb.ProbeRequest, pb.UploadRequest
 
 SERVICE = "triptych.v1.Encoder"
 _CHUNK_BYTES = 1 << 20
-# A Fetch waits at most this long for an encode of its key, whatever its own deadline.
-_MAX_FETCH_WAIT_S = 30.0
+# Of a Fetch that has none: how long it waits for its embedding.
+_FETCH_DEADLINE_S = 30.0
 # An entry in shared memory is held at most this long for a reader that does not end its call.
 _MAX_READ_S = 10.0
 # A draining encoder stops when it has had no call for this long: gateways find out within a second
@@ -259,9 +259,10 @@ class EncoderServicer(pb_grpc.EncoderServicer):
         try:
             key = _checked_key(request.image_key)
             left_s = context.time_remaining()
-            wait_s = _MAX_FETCH_WAIT_S if left_s is None else min(left_s, _MAX_FETCH_WAIT_S)
+            wait_s = _FETCH_DEADLINE_S if left_s is None else left_s
+            word = partial(_tell_waiting, context) if request.tell_waiting else None
             with self._call():
-                await self._fetch(key, wait_s, request.reader_host, parent, context)
+                await self._fetch(key, wait_s, request.reader_host, parent, word, context)
         except Exception as error:
             await self._fail("fetch", error, context)
 
@@ -271,27 +272,32 @@ class EncoderServicer(pb_grpc.EncoderServicer):
         wait_s: float,
         reader_host: bytes,
         parent: str,
+        word: Word | None,
         context: grpc.aio.ServicerContext,
     ) -> None:
-        async with self._embeddings.reading(key, wait_s) as reading:
+        async with self._embeddings.reading(key, wait_s, word) as reading:
             shared = bool(self._host) and reader_host == self._host
             size_bytes = reading.entry.spec.size_bytes
             with span("send embedding", parent, size_bytes=size_bytes, shared=shared):
                 await context.write(_header(reading.entry))
-                await (self._share if shared else self._stream)(reading, context)
+                await (self._share if shared else self._stream)(reading, word, context)
             if shared:
                 await _until_read()
 
-    async def _stream(self, reading: Reading, context: grpc.aio.ServicerContext) -> None:
+    async def _stream(
+        self, reading: Reading, word: Word | None, context: grpc.aio.ServicerContext
+    ) -> None:
         view = self._embeddings.view(reading.entry)
-        async with aclosing(reading.ranges()) as ranges:
+        async with aclosing(reading.ranges(word)) as ranges:
             async for start, stop in ranges:
                 for first in range(start, stop, _CHUNK_BYTES):
                     last = min(first + _CHUNK_BYTES, stop)
                     await context.write(WireChunk(first, view[first:last]))
         await self._finish(reading.entry, context)
 
-    async def _share(self, reading: Reading, context: grpc.aio.ServicerContext) -> None:
+    async def _share(
+        self, reading: Reading, word: Word | None, context: grpc.aio.ServicerContext
+    ) -> None:
         """Says where the bytes are and which of them are written."""
         memory, entry = self._embeddings.address, reading.entry
         shared = pb.FetchShared(
@@ -299,7 +305,7 @@ class EncoderServicer(pb_grpc.EncoderServicer):
             offset=entry.offset,
         )  # fmt: skip
         await context.write(pb.FetchResponse(shared=shared))
-        async with aclosing(reading.ranges()) as ranges:
+        async with aclosing(reading.ranges(word)) as ranges:
             async for start, stop in ranges:
                 ready = pb.FetchReady(offset=start, size_bytes=stop - start)
                 await context.write(pb.FetchResponse(ready=ready))
@@ -430,6 +436,10 @@ def _share(request: pb.EncodeRequest) -> Share:
     if not 0.0 < weight < math.inf:
         raise InvalidRequest(f"a tenant's weight is positive, not {weight}")
     return Share(request.tenant, weight)
+
+
+async def _tell_waiting(context: grpc.aio.ServicerContext, in_work: bool) -> None:
+    await context.write(pb.FetchResponse(waiting=pb.FetchWaiting(in_work=in_work)))
 
 
 async def _until_read() -> None:

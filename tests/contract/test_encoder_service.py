@@ -15,7 +15,7 @@ from services.common.geometry import Unit
 from services.common.images.image_key import image_key
 from services.common.pb import encoder_pb2 as pb
 from services.common.transport.rpc import error_from_rpc
-from services.encoder import service
+from services.encoder import memory_tier, service
 from tests.contract.encoder_pod import LIKE, PREFIX, Pod, key_of, run_pod
 from tests.noise import PATIENCE_S, async_least, timed
 from tests.redis_server import RedisServer, redis_server  # noqa: F401
@@ -81,6 +81,33 @@ async def test_fetch_of_an_image_without_encode_ends_at_its_deadline(pod: Pod) -
 
     assert await async_least(lambda: timed(fails()), 2) < 2
     await until(lambda: not pod.embeddings._awaited)
+
+
+async def test_a_reader_that_asks_is_told_whether_its_embedding_is_in_work(
+    pod: Pod, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory_tier, "WORD_S", 0.02)
+    grid = (1, 64, 64)
+    request = pb.FetchRequest(image_key=key_of(b"image", grid), tell_waiting=True)
+    call = pod.stub.Fetch(request, timeout=PATIENCE_S)
+
+    async def next_part(*but: str) -> pb.FetchResponse:
+        while True:
+            part = await call.read()
+            assert isinstance(part, pb.FetchResponse)
+            if part.WhichOneof("part") not in but:
+                return part
+
+    part = await next_part()
+    assert part.HasField("waiting") and not part.waiting.in_work
+    pod.engine.gate.clear()
+    encoding = asyncio.ensure_future(pod.encode(b"image", grid))
+    assert (await next_part("waiting")).HasField("header")
+    assert (await next_part()).waiting.in_work
+    pod.engine.gate.set()
+    assert (await next_part("waiting", "chunk")).HasField("trailer")
+    await encoding
+    assert await pod.fetch(b"image", grid) == pod.expected(b"image", grid)
 
 
 async def test_many_callers_one_job(pod: Pod) -> None:

@@ -172,26 +172,36 @@ class EncodeResponse(_message.Message):
     def __init__(self, source: _Optional[_Union[EncodeResponse.Source, str]] = ..., num_tokens: _Optional[int] = ..., lookup_s: _Optional[float] = ..., queue_s: _Optional[float] = ..., preprocess_s: _Optional[float] = ..., forward_s: _Optional[float] = ...) -> None: ...
 
 class FetchRequest(_message.Message):
-    __slots__ = ("image_key", "reader_host")
+    __slots__ = ("image_key", "reader_host", "tell_waiting")
     IMAGE_KEY_FIELD_NUMBER: _ClassVar[int]
     READER_HOST_FIELD_NUMBER: _ClassVar[int]
+    TELL_WAITING_FIELD_NUMBER: _ClassVar[int]
     image_key: bytes
     reader_host: bytes
-    def __init__(self, image_key: _Optional[bytes] = ..., reader_host: _Optional[bytes] = ...) -> None: ...
+    tell_waiting: bool
+    def __init__(self, image_key: _Optional[bytes] = ..., reader_host: _Optional[bytes] = ..., tell_waiting: _Optional[bool] = ...) -> None: ...
 
 class FetchResponse(_message.Message):
-    __slots__ = ("header", "chunk", "trailer", "shared", "ready")
+    __slots__ = ("header", "chunk", "trailer", "shared", "ready", "waiting")
     HEADER_FIELD_NUMBER: _ClassVar[int]
     CHUNK_FIELD_NUMBER: _ClassVar[int]
     TRAILER_FIELD_NUMBER: _ClassVar[int]
     SHARED_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
     header: FetchHeader
     chunk: FetchChunk
     trailer: FetchTrailer
     shared: FetchShared
     ready: FetchReady
-    def __init__(self, header: _Optional[_Union[FetchHeader, _Mapping]] = ..., chunk: _Optional[_Union[FetchChunk, _Mapping]] = ..., trailer: _Optional[_Union[FetchTrailer, _Mapping]] = ..., shared: _Optional[_Union[FetchShared, _Mapping]] = ..., ready: _Optional[_Union[FetchReady, _Mapping]] = ...) -> None: ...
+    waiting: FetchWaiting
+    def __init__(self, header: _Optional[_Union[FetchHeader, _Mapping]] = ..., chunk: _Optional[_Union[FetchChunk, _Mapping]] = ..., trailer: _Optional[_Union[FetchTrailer, _Mapping]] = ..., shared: _Optional[_Union[FetchShared, _Mapping]] = ..., ready: _Optional[_Union[FetchReady, _Mapping]] = ..., waiting: _Optional[_Union[FetchWaiting, _Mapping]] = ...) -> None: ...
+
+class FetchWaiting(_message.Message):
+    __slots__ = ("in_work",)
+    IN_WORK_FIELD_NUMBER: _ClassVar[int]
+    in_work: bool
+    def __init__(self, in_work: _Optional[bool] = ...) -> None: ...
 
 class FetchHeader(_message.Message):
     __slots__ = ("image_key", "dtype", "num_features", "num_tokens", "hidden")

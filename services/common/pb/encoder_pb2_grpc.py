@@ -111,7 +111,8 @@ class EncoderServicer:
     def Fetch(self, request, context):
         """Streams one embedding: a header, chunks in any order, a trailer. A key that is being computed,
         or whose Encode call has not arrived yet, is waited for until the caller's deadline; each
-        feature is sent as soon as it is computed. The embedding is valid only with its trailer.
+        feature is sent as soon as it is computed. The embedding is valid only with its trailer. A caller
+        that asks for it is told every two seconds that this encoder waits, too.
 
         A caller on the same machine gets a header, the address of the bytes in shared memory, the
         ranges that are written, and a trailer. The bytes stay there until the caller has copied them

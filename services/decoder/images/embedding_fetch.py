@@ -42,6 +42,8 @@ log = logging.getLogger(__name__)
 
 _METHOD = "/triptych.v1.Encoder/Fetch"
 
+Heard = Callable[[bool], None]  # whether the embedding is in work, or comes
+
 
 class WrongContent(ValueError):
     """What the encoder sent is not the embedding."""
@@ -70,8 +72,10 @@ class Receiver:
         """
         return self._shared and self._trailer is not None
 
-    def accept(self, message: bytes) -> WireChunk | pb.FetchShared | pb.FetchReady | None:
-        """Checks one message. Returns what is to be stored, opened or copied; None: nothing.
+    def accept(
+        self, message: bytes
+    ) -> WireChunk | pb.FetchShared | pb.FetchReady | pb.FetchWaiting | None:
+        """Checks one message. Returns what is to be stored, opened, copied or told; None: nothing.
 
         Raises:
             WrongContent: it does not belong to the embedding requested.
@@ -100,6 +104,8 @@ class Receiver:
             case "trailer" if self._header_seen:
                 self._trailer = part.trailer.digest
                 return None
+            case "waiting":
+                return part.waiting
             case kind:
                 raise WrongContent(f"{kind} before the header")
 
@@ -220,14 +226,14 @@ class EncoderFetcher:
     mapped, until the encoder has been idle for `idle_s`.
 
     Attributes:
-        timeout_s: for one embedding, including the time the encoder needs to compute it.
+        timeout_s: of a call, which its caller ends before.
         idle_s: how long an unused channel stays open.
         shared_memory: False: all embeddings come over gRPC.
         credentials: that encoders ask for.
         known: the encoders that may be dialled.
     """
 
-    timeout_s: float = 30.0
+    timeout_s: float = 3600.0
     idle_s: float = 60.0
     shared_memory: bool = True
     credentials: Credentials = NO_CREDENTIALS
@@ -240,9 +246,14 @@ class EncoderFetcher:
     )
 
     async def fetch(
-        self, address: str, key: bytes, spec: EmbeddingSpec, into: memoryview
+        self,
+        address: str,
+        key: bytes,
+        spec: EmbeddingSpec,
+        into: memoryview,
+        heard: Heard = lambda in_work: None,
     ) -> Fetched:
-        """Fills `into` with the embedding.
+        """Fills `into` with the embedding. Calls `heard` with each message that comes.
 
         When this returns or raises, no thread writes to `into` any more.
 
@@ -258,7 +269,7 @@ class EncoderFetcher:
         try:
             with span("fetch embedding", size_bytes=spec.size_bytes) as current:
                 async with self._use(address) as channel:
-                    fetched = await self._fetch(channel, address, key, spec, into)
+                    fetched = await self._fetch(channel, address, key, spec, into, heard)
                 current.set(path=fetched.path)
                 return fetched
         except WrongContent as error:
@@ -280,22 +291,24 @@ class EncoderFetcher:
         await asyncio.gather(*self._closing, return_exceptions=True)
 
     async def _fetch(
-        self, channel: _Channel, address: str, key: bytes, spec: EmbeddingSpec, into: memoryview
-    ) -> Fetched:
+        self, channel: _Channel, address: str, key: bytes, spec: EmbeddingSpec, into: memoryview,
+        heard: Heard,
+    ) -> Fetched:  # fmt: skip
         now = asyncio.get_running_loop().time
         deadline = now() + self.timeout_s
         if self.shared_memory and not channel.not_readable:
             try:
                 receiver = Receiver(key, spec, into)
-                return await self._call(channel, receiver, self._host, self.timeout_s)
+                return await self._call(channel, receiver, heard, self._host, self.timeout_s)
             except NotReadable as why:
                 channel.not_readable = True
                 log.warning("encoder %s sends over gRPC from now on: %s", address, why)
-        return await self._call(channel, Receiver(key, spec, into), b"", deadline - now())
+        return await self._call(channel, Receiver(key, spec, into), heard, b"", deadline - now())
 
     async def _call(
-        self, channel: _Channel, receiver: Receiver, reader_host: bytes, timeout_s: float
-    ) -> Fetched:
+        self, channel: _Channel, receiver: Receiver, heard: Heard, reader_host: bytes,
+        timeout_s: float,
+    ) -> Fetched:  # fmt: skip
         """One Fetch.
 
         Raises:
@@ -303,14 +316,22 @@ class EncoderFetcher:
             NotReadable: the encoder's memory cannot be opened; `into` is untouched.
             grpc.aio.AioRpcError: the encoder failed.
         """
-        request = pb.FetchRequest(image_key=receiver.key, reader_host=reader_host)
+        request = pb.FetchRequest(
+            image_key=receiver.key, reader_host=reader_host, tell_waiting=True
+        )
         call = channel.fetch(request, timeout=timeout_s, metadata=outgoing_metadata())
         try:
-            return await self._receive(call, receiver, channel)
+            return await self._receive(call, receiver, channel, heard)
         finally:
             call.cancel()  # tells the encoder that its memory has been read
 
-    async def _receive(self, call: Any, receiver: Receiver, channel: _Channel) -> Fetched:  # noqa: ANN401 - a call
+    async def _receive(
+        self,
+        call: Any,  # noqa: ANN401 - a call
+        receiver: Receiver,
+        channel: _Channel,
+        heard: Heard,
+    ) -> Fetched:
         """Stores and checks a chunk in a thread while the next one arrives, or copies ranges from
         shared memory while the encoder computes and digests the others.
         """
@@ -320,6 +341,7 @@ class EncoderFetcher:
         try:
             async for message in call:
                 part = receiver.accept(message)
+                heard(not isinstance(part, pb.FetchWaiting) or part.in_work)
                 match part:
                     case WireChunk():
                         await finished(jobs)

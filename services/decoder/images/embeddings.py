@@ -25,6 +25,9 @@ _PAGE_BYTES = 4096  # the arena's granularity
 # An image that is asked for at another encoder is fetched from there when the fetch in flight has
 # taken this long: gateways name another encoder when the first one does not answer.
 _TAKEOVER_S = 1.0
+# A sequence fails when it has heard nothing of an image's encoder for so long, or of none of its
+# images that an encoder works on it.
+_STANDSTILL_S = 30.0
 Ready = Callable[[ArenaEntry], None]
 
 
@@ -74,12 +77,21 @@ class _Filling:
         flight: writes the bytes; None: not started.
         address: of the encoder that the flight calls.
         started_at: of the flight, by the event loop's clock.
+        heard_at: a message of the encoder's has come last; the flight's start before the first.
+        worked_at: likewise of one that says that the image is in work; 0: none.
     """
 
     entry: ArenaEntry
     flight: InFlight[None] | None = None
     address: str = ""
     started_at: float = 0.0
+    heard_at: float = 0.0
+    worked_at: float = 0.0
+
+    def heard(self, in_work: bool) -> None:
+        self.heard_at = asyncio.get_running_loop().time()
+        if in_work:
+            self.worked_at = self.heard_at
 
 
 @dataclass(slots=True, eq=False)
@@ -100,12 +112,14 @@ class EmbeddingSource:
         fetcher: of encoders.
         cache: Redis; None: there is none.
         observer: counts hits, misses and failures.
+        standstill_s: see `_STANDSTILL_S`.
     """
 
     arena: Arena
     fetcher: EncoderFetcher
     cache: EmbeddingCache | None
     observer: Observer
+    standstill_s: float = _STANDSTILL_S
     _filling: dict[bytes, _Filling] = field(default_factory=dict[bytes, _Filling])
 
     def take_resident(self, requests: Sequence[ImageRequest]) -> list[ArenaEntry]:
@@ -142,13 +156,22 @@ class EmbeddingSource:
             )
         holds = await self.arena.when_room(lambda: self._try_hold_all(requests), self._release_all)
         not_ready = set(holds)
+        fillings = [hold.filling for hold in holds if hold.filling]
+        began_at = asyncio.get_running_loop().time()
+
+        def worked_at() -> float:
+            return max([began_at, *(filling.worked_at for filling in fillings)])
+
         tasks: list[asyncio.Task[None]] = []
         try:
             for hold in holds:
                 if hold.entry.committed:
                     not_ready.discard(hold)
                     ready(hold.entry)
-            tasks = [asyncio.create_task(self._wait(hold, not_ready, ready)) for hold in not_ready]
+            tasks = [
+                asyncio.create_task(self._wait(hold, not_ready, ready, worked_at))
+                for hold in not_ready
+            ]
             await asyncio.gather(*tasks)
         finally:
             # Releases come before any await, because this task may be cancelled again.
@@ -223,8 +246,12 @@ class EmbeddingSource:
 
     # Bytes.
 
-    async def _wait(self, hold: _Hold, not_ready: set[_Hold], ready: Ready) -> None:
-        """Waits until the entry is filled, at any sequence's request, and passes it to `ready`."""
+    async def _wait(
+        self, hold: _Hold, not_ready: set[_Hold], ready: Ready, worked_at: Callable[[], float]
+    ) -> None:
+        """Waits until the entry is filled, at any sequence's request, and passes it to `ready`;
+        `worked_at`: when an encoder last worked on an image of this sequence.
+        """
         filling, address = hold.filling, hold.request.encoder_address
         assert filling is not None
         joined, has_taken_over = filling.flight is not None, False
@@ -232,14 +259,20 @@ class EmbeddingSource:
             flight = filling.flight
             if flight is None or flight.task.done():
                 flight = self._start(filling, address)
-            asked, patience_s = filling.address, None
-            if joined and asked != address and not has_taken_over:
-                now = asyncio.get_running_loop().time()
-                patience_s = max(0.0, filling.started_at + _TAKEOVER_S - now)
+            asked, now = filling.address, asyncio.get_running_loop().time()
+            patience_s = min(filling.heard_at, worked_at()) + self.standstill_s - now
+            may_take_over = joined and asked != address and not has_taken_over
+            if may_take_over:
+                patience_s = filling.started_at + _TAKEOVER_S - now
+            elif patience_s <= 0:
+                self.observer.embedding_failed("unavailable")
+                message = f"encoder {asked} did not send the embedding in time"
+                raise EncoderFailed(message, address)
             done = flight.join()
             try:
-                finished, _ = await asyncio.wait({done}, timeout=patience_s)
-                if not finished and filling.flight is flight and not flight.task.done():
+                finished, _ = await asyncio.wait({done}, timeout=max(0.0, patience_s))
+                can_take_over = filling.flight is flight and not flight.task.done()
+                if not finished and may_take_over and can_take_over:
                     has_taken_over = True
                     self._start(filling, address, instead_of=flight.task)
                 if not finished:
@@ -262,7 +295,7 @@ class EmbeddingSource:
         """
         self.arena.acquire(filling.entry)
         filling.address = address
-        filling.started_at = asyncio.get_running_loop().time()
+        filling.started_at = filling.heard_at = asyncio.get_running_loop().time()
         filling.flight = InFlight(
             self._fill(filling, address, instead_of), on_end=lambda _: self.release(filling.entry)
         )
@@ -286,7 +319,9 @@ class EmbeddingSource:
             view = self.arena.view(entry)
             if not await self._read_cache(entry, view):
                 started = time.monotonic()
-                fetched = await self.fetcher.fetch(address, entry.key, entry.spec, view)
+                fetched = await self.fetcher.fetch(
+                    address, entry.key, entry.spec, view, filling.heard
+                )
                 entry.digest = fetched.digest
                 self.observer.embedding_found("encoder")
                 self.observer.embedding_fetched(
@@ -295,6 +330,7 @@ class EmbeddingSource:
         except EncoderFailed as error:
             self.observer.embedding_failed(error.kind)
             raise
+        filling.heard(True)
         del self._filling[entry.key]
         self.arena.commit(entry)
 

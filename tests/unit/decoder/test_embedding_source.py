@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import random
+import time
 from collections import Counter
 
 import pytest
@@ -61,14 +62,16 @@ def spec_of(num_tokens: int) -> EmbeddingSpec:
 class World:
     """A source between an arena, a cache and two encoders."""
 
-    def __init__(self, pages: int = 16, timeout_s: float = 5.0) -> None:
+    def __init__(self, pages: int = 16, standstill_s: float = 5.0) -> None:
         self.arena = Arena(pages * PAGE)
         self.cache = FakeCache()
         self.observer = CountingObserver()
         self.servicers = [FakeFetchServicer(), FakeFetchServicer()]
         self.addresses: list[str] = []
-        self.fetcher = EncoderFetcher(timeout_s=timeout_s)
-        self.source = EmbeddingSource(self.arena, self.fetcher, self.cache, self.observer)
+        self.fetcher = EncoderFetcher()
+        self.source = EmbeddingSource(
+            self.arena, self.fetcher, self.cache, self.observer, standstill_s
+        )
         self.held: list[ArenaEntry] = []
         self._exit = contextlib.AsyncExitStack()
 
@@ -162,17 +165,53 @@ async def test_many_sequences_with_one_image_cause_one_fetch():
 
 @pytest.mark.parametrize("fault", FAULTS)
 async def test_an_encoder_that_fails_is_named_and_leaves_nothing_behind(fault):
-    async with World(timeout_s=0.3 if fault.startswith("hang") else 5.0) as world:
+    async with World(standstill_s=0.3 if fault.startswith("hang") else 5.0) as world:
         world.servicers[0].fault = fault
         with pytest.raises(EncoderFailed) as failure:
             await world.obtain(world.request(1))
         assert failure.value.encoder_address == world.addresses[0]
         assert failure.value.code == "embedding_unavailable"
+        await until(lambda: world.arena.used_bytes == 0)
         world.assert_unreferenced()
-        assert world.arena.used_bytes == 0
         assert sum(world.observer.failed.values()) == 1
         # Another encoder, or the same one recovered, has it.
         await world.obtain(world.request(1, encoder=1))
+
+
+async def test_a_slow_encoder_that_says_that_it_works_is_waited_for():
+    """Also for an image that the gateway has not sent it yet."""
+    async with World(standstill_s=2.0) as world:
+        servicer = world.servicers[0]
+        servicer.words = {KEYS[1]: True, KEYS[2]: False}
+        began = time.monotonic()
+        obtaining = asyncio.create_task(world.obtain(world.request(1), world.request(2)))
+        await until(lambda: time.monotonic() - began > 3.0)
+        assert not obtaining.done() and servicer.num_words > 2
+        del servicer.words[KEYS[1]]
+        await until(lambda: len(world.source._filling) == 1)
+        servicer.words.clear()
+        await obtaining
+        assert servicer.num_calls == 2 and not world.observer.failed
+        world.release_all()
+        world.assert_unreferenced()
+
+
+async def test_an_encoder_that_only_lives_is_not_waited_for():
+    async with World(standstill_s=0.5) as world:
+        world.servicers[0].words = {KEYS[1]: False}
+        with pytest.raises(EncoderFailed, match="in time"):
+            await world.obtain(world.request(1))
+        assert world.servicers[0].num_words > 0 and world.observer.failed == {"unavailable": 1}
+
+
+async def test_an_encoder_that_falls_silent_is_noticed_while_another_works():
+    async with World(standstill_s=1.0) as world:
+        silent, slow = world.servicers
+        slow.words = {KEYS[2]: True}
+        silent.fault = "hangs in the middle"
+        with pytest.raises(EncoderFailed) as failure:
+            await world.obtain(world.request(1), world.request(2, encoder=1))
+        assert failure.value.encoder_address == world.addresses[0]
 
 
 async def test_an_image_that_cannot_be_encoded_is_the_callers_fault():
@@ -192,7 +231,7 @@ async def test_an_encoder_that_is_not_there_is_named():
 
 async def test_a_sequence_of_another_encoder_does_not_wait_for_one_that_hangs(monkeypatch):
     monkeypatch.setattr(embeddings, "_TAKEOVER_S", 0.2)
-    async with World(timeout_s=PATIENCE_S) as world:
+    async with World(standstill_s=PATIENCE_S) as world:
         world.servicers[0].fault = "hangs in the middle"
         first = asyncio.create_task(world.obtain(world.request(1)))
         await until(lambda: world.servicers[0].num_calls == 1)
