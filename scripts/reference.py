@@ -1,4 +1,4 @@
-"""Writes the reference pages of docs/ from the code: commands, settings, endpoints and cards.
+"""Writes the reference pages of docs/ from the code: commands, settings, endpoints, cards, files.
 
 Without arguments all are written; `--check` only compares, as a test does. The table of metrics is
 `metrics_table.py`'s.
@@ -22,6 +22,7 @@ from pydantic.fields import FieldInfo  # noqa: E402
 from pydantic_core import PydanticUndefined  # noqa: E402
 
 from benchmarks.text_shapes import TEXT_SHAPES  # noqa: E402
+from scripts.file_map import architecture_page  # noqa: E402
 from services.common.model_spec import LinearAttentionSpec, RopeSpec, TextSpec  # noqa: E402
 from services.common.settings import ServiceSettings  # noqa: E402
 from services.decoder.settings import DecoderSettings  # noqa: E402
@@ -285,7 +286,7 @@ def _table(title: str, head: tuple[str, ...], rows: "Iterator[str] | list[str]")
 
 PAGES: dict[str, Callable[[], str]] = {
     "settings.md": settings_page, "cli.md": commands_page, "endpoints.md": endpoints_page,
-    "cards.md": cards_page,
+    "cards.md": cards_page, "architecture.md": architecture_page,
 }  # fmt: skip
 
 
