@@ -1,11 +1,10 @@
-"""W4A16 and W8A16 linear layers for a few tokens on a GPU, in Triton.
+"""W8A16, e2m1, and W4A16 that is not in tiles: linear layers for a few tokens on a GPU, in Triton.
 
 Codes are widened in registers for tensor cores, so that the weight is read as it is packed.
 For up to 16 tokens reading the weights is most of the work. K is split until CTAs fill the device;
 partials stay in float32 for the kernel that comes next, as those of `skinny_gemm`. A group of 128
 columns or more scales sums in float32; a smaller one scales weights, rounded as the plain twin's.
-The plain twin, which also serves more tokens, is `packed_weight.weight_only_linear`. It has not
-run on a GPU yet.
+The plain twin, which also serves more tokens, is `packed_weight.weight_only_linear`.
 """
 
 # pyright: reportArgumentType=false, reportIndexIssue=false, reportOperatorIssue=false

@@ -18,10 +18,12 @@ from tests.gpu.test_fp8 import CONFIG
 from tests.gpu.twins import CUDA, TOLERANCE, error, random
 
 pytest.importorskip("triton")
+from kernels import plain
 from kernels.device import DeviceFacts
-from kernels.gemm import int8_weight, packed_kernels, packed_weight
+from kernels.gemm import int8_kernels, int8_weight, packed_kernels, packed_tiles, packed_weight
 from kernels.gemm.int8_weight import Int8Weight
 from kernels.gemm.packed_weight import PackedWeight
+from services.common.nn import int8
 from services.common.nn.packed import SKINNY_TOKENS
 
 pytestmark = pytest.mark.gpu
@@ -62,13 +64,43 @@ def test_the_skinny_gemm_agrees_with_its_twin(
 
 
 @pytest.mark.parametrize(("rows", "columns"), SHAPES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("group", "zeros"), [(128, False), (128, True), (64, False), (32, True)])
+def test_kernels_of_tiles_agree_with_their_twin(
+    rows: int, columns: int, dtype: torch.dtype, group: int, zeros: bool
+) -> None:
+    facts = DeviceFacts.of(torch.device("cuda", 0))
+    weight = packed_weight.tiled(make(rows, columns, 4, group, zeros))
+    for num_tokens in (1, 3, 16, 33, 64, 150):
+        x, bias = random(num_tokens, columns).to(dtype), random(rows).to(dtype)
+        twin = packed_weight.weight_only_linear(x, weight)
+        partials = packed_tiles.split_k_partials(x, weight, bias, device=facts)
+        total = partials.view(-1, num_tokens, rows).float().sum(0)
+        assert error(total, twin.float() + bias.float()) <= TOLERANCE, num_tokens
+        gated = packed_tiles.linear_swiglu(x, weight, bias, device=facts)
+        assert error(gated, plain.silu_and_mul(twin + bias)) <= 2 * TOLERANCE, num_tokens
+    wide = x.new_empty(rows, columns)
+    packed_tiles.dequantize(weight, wide, device=facts)
+    assert wide.equal(packed_weight.dequantize(weight, dtype))
+
+
+@pytest.mark.parametrize(("rows", "columns"), SHAPES)
 def test_the_gemm_of_integers_is_exact(rows: int, columns: int) -> None:
+    """Where K is split, the sum of scaled parts is rounded otherwise."""
+    facts = DeviceFacts.of(torch.device("cuda", 0))
     values = torch.randint(-128, 128, (rows, columns), device=CUDA).to(torch.int8)
     weight = Int8Weight(values, torch.rand(rows, 1, device=CUDA) * 3e-4 + 1e-4)
     for num_tokens in (1, 16, 33, 1008):
         x = random(num_tokens, columns)
-        found = int8_weight.int_mm_linear(x, weight)
-        assert found.equal(int8_weight.w8a8_linear(x, weight)), num_tokens
+        twin = int8_weight.w8a8_linear(x, weight)
+        assert int8_weight.int_mm_linear(x, weight).equal(twin), num_tokens
+        if num_tokens <= int8.SKINNY_TOKENS:
+            found = int8_kernels.skinny_gemm(x, weight, device=facts)
+            assert error(found, twin) <= TOLERANCE, num_tokens
+        if facts.is_hopper:
+            assert int8_kernels.gemm(x, weight, device=facts).equal(twin), num_tokens
+            found = int8_kernels.gemm_swiglu(x, weight, device=facts)
+            assert error(found, plain.silu_and_mul(twin)) <= TOLERANCE, num_tokens
 
 
 def test_a_graph_replays_the_skinny_gemm() -> None:
@@ -120,8 +152,9 @@ def test_a_models_kernels_agree_with_plain_ones(
     writer = int8_checkpoints.write if name == "int8" else packed_checkpoints.write
     writer(write_tensors(source), tmp_path / name, name, modules=modules)
     found, calls = run(tmp_path / name, length)
-    if name != "int8" and length <= SKINNY_TOKENS:
-        assert calls["project", "packed_skinny_gemm"]
+    if length <= SKINNY_TOKENS:
+        row = {"int8": "int8_skinny_gemm", "gptq-64-8bit": "packed_skinny_gemm"}.get(name, "tiles")
+        assert calls["project", row]
     if experts:
         assert any(kernel == "dequantized" for _, kernel in calls)
     exact, _ = run(tmp_path / name, length, torch.device("cpu"))

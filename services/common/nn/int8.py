@@ -12,9 +12,10 @@ from torch import Tensor
 from kernels.gemm import int8_weight
 from kernels.gemm.int8_weight import Int8Weight
 from services.common.model_spec import QuantizationSpec
-from services.common.nn.dispatch import Implementation
+from services.common.nn.dispatch import Implementation, Kernel, TokenRange
 from services.common.nn.linear import Axis, Linear, QuantizedLinear, TensorLayout
 
+SKINNY_TOKENS = 64  # the most for which K is split
 _LAYOUTS = (
     TensorLayout(
         name="weight", parameter="weight", axes=(Axis("out"), Axis("in")), stored=(torch.int8,),
@@ -49,7 +50,12 @@ class Int8Linear(QuantizedLinear):
         return int8_weight.has_int_mm(weight)
 
     def rows(self) -> Sequence[Implementation[Any]]:
+        few = TokenRange(1, SKINNY_TOKENS)
         return (
+            Implementation("project", "int8_skinny_gemm", _project, _triton, lambda _: few),
+            Implementation("linear_swiglu", "int8_gemm", _linear_swiglu, _hopper),
+            Implementation(self.operation, "skinny_gemm", _skinny_gemm, _triton, lambda _: few),
+            Implementation(self.operation, "gemm", _gemm, _hopper),
             Implementation(
                 self.operation, "int_mm", lambda _: int8_weight.int_mm_linear, _tensor_cores
             ),
@@ -61,3 +67,58 @@ def _tensor_cores(facts: Any) -> str:  # noqa: ANN401 - the decoder's
     if facts.device.kind != "cuda":
         return "needs a GPU"
     return "" if facts.device.capability >= (8, 0) else "needs compute capability 8.0"
+
+
+def _triton(facts: Any) -> str:  # noqa: ANN401
+    half = "" if facts.dtype.itemsize == 2 else f"needs bfloat16 or float16, not {facts.dtype}"
+    return facts.device.triton_obstacle or half
+
+
+def _hopper(facts: Any) -> str:  # noqa: ANN401
+    return _triton(facts) or ("" if facts.device.is_hopper else "needs Hopper's tensor cores")
+
+
+def _project(facts: Any) -> Kernel:  # noqa: ANN401
+    from kernels.gemm import int8_kernels
+
+    def project(x: Tensor, layer: Linear) -> Tensor:
+        weight = layer.method.weight(layer)
+        if not int8_kernels.has_tiles(weight):
+            return layer(x)
+        return int8_kernels.split_k_partials(x, weight, layer.bias, device=facts.device)
+
+    return project
+
+
+def _skinny_gemm(facts: Any) -> Kernel:  # noqa: ANN401
+    from kernels.gemm import int8_kernels
+
+    def multiply(x: Tensor, weight: Int8Weight) -> Tensor:
+        if not int8_kernels.has_tiles(weight):
+            return int8_weight.int_mm_linear(x, weight)
+        return int8_kernels.skinny_gemm(x, weight, device=facts.device)
+
+    return multiply
+
+
+def _gemm(facts: Any) -> Kernel:  # noqa: ANN401
+    from kernels.gemm import int8_kernels
+
+    def multiply(x: Tensor, weight: Int8Weight) -> Tensor:
+        if not int8_kernels.has_tiles(weight):
+            return int8_weight.int_mm_linear(x, weight)
+        return int8_kernels.gemm(x, weight, device=facts.device)
+
+    return multiply
+
+
+def _linear_swiglu(facts: Any) -> Kernel:  # noqa: ANN401
+    from kernels.gemm import int8_kernels, silu_mul
+
+    def multiply(x: Tensor, layer: Linear) -> Tensor:
+        weight = layer.method.weight(layer)
+        if layer.bias is None and int8_kernels.has_tiles(weight):
+            return int8_kernels.gemm_swiglu(x, weight, device=facts.device)
+        return silu_mul.silu_and_mul(layer(x), pdl=facts.device.supports_pdl)
+
+    return multiply

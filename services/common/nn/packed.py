@@ -14,7 +14,7 @@ an order of its own. After loading, each rank repacks what it has read into a `P
 Activations stay as they are; `packed_weight` is the specification, and a CPU does nothing else.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,8 +22,15 @@ import torch
 from torch import Tensor, nn
 
 from kernels.gemm import packed_weight
-from kernels.gemm.packed_weight import PackedWeight, has_kernels, weight_only_linear
+from kernels.gemm.packed_weight import (
+    PackedWeight,
+    has_kernels,
+    has_tiles,
+    tiled,
+    weight_only_linear,
+)
 from services.common.model_spec import QuantizationSpec
+from services.common.nn import tiled_rows
 from services.common.nn.dispatch import Implementation, Kernel, TokenRange
 from services.common.nn.linear import Axis, Linear, QuantizedLinear, TensorLayout
 
@@ -72,9 +79,12 @@ class PackedLinear(QuantizedLinear):
             of_part = of_part if packing == "modelopt" else 1.0 / of_part
             rows = torch.tensor(list(layer.parts.values()), device=of_part.device)
             made["weight_row_scale"] = of_part.repeat_interleave(rows, -1).unsqueeze(-1)
-        for name, values in made.items():
-            parameter = nn.Parameter(values.contiguous(), requires_grad=False)
-            layer.register_parameter(name, parameter)
+        _set(layer, made)
+        weight = self.weight(layer)
+        if has_tiles(weight):
+            weight = tiled(weight)
+            made = {"weight": weight.codes, "weight_scale": weight.scale}
+            _set(layer, made if weight.zero is None else {**made, "weight_zero": weight.zero})
 
     def weight(self, layer: Linear) -> PackedWeight:
         zero = None if self._spec.symmetric else layer.weight_zero
@@ -82,6 +92,7 @@ class PackedLinear(QuantizedLinear):
             layer.weight, layer.weight_scale, zero, self._spec.bits,
             self._spec.group_size or layer.in_features, layer.in_features, self._is_float,
             layer.weight_row_scale if self._spec.format == "nvfp4" else None,
+            layer.weight.dtype == torch.int16,
         )  # fmt: skip
 
     def multiply(self, x: Tensor, weight: PackedWeight) -> Tensor:
@@ -95,10 +106,19 @@ class PackedLinear(QuantizedLinear):
 
     def rows(self) -> Sequence[Implementation[Any]]:
         few = TokenRange(1, SKINNY_TOKENS)
+        plain = Implementation(self.operation, "plain", lambda _: weight_only_linear)
+        if self._spec.format != "w4a16":
+            return (
+                Implementation("project", "packed_skinny_gemm", _project, _triton, lambda _: few),
+                Implementation(self.operation, "skinny_gemm", _skinny_gemm, _triton, lambda _: few),
+                plain,
+            )
+        several = TokenRange(1, tiled_rows.SKINNY_TOKENS)
         return (
-            Implementation("project", "packed_skinny_gemm", _project, _triton, lambda _: few),
-            Implementation(self.operation, "skinny_gemm", _skinny_gemm, _triton, lambda _: few),
-            Implementation(self.operation, "plain", lambda _: weight_only_linear),
+            Implementation("project", "tiles", tiled_rows.project, _triton, lambda _: several),
+            Implementation("linear_swiglu", "tiles", tiled_rows.linear_swiglu, _triton),
+            Implementation(self.operation, "tiles", tiled_rows.linear, _triton),
+            plain,
         )
 
     def _of_parts(self, layer: Linear, parameter: str) -> Tensor:
@@ -222,6 +242,11 @@ def _project(facts: Any) -> Kernel:  # noqa: ANN401
         return packed_kernels.split_k_partials(x, weight, layer.bias, device=facts.device)
 
     return project
+
+
+def _set(layer: Linear, tensors: Mapping[str, Tensor]) -> None:
+    for name, values in tensors.items():
+        layer.register_parameter(name, nn.Parameter(values.contiguous(), requires_grad=False))
 
 
 def _words(name: str, parameter: str, *axes: Axis | None) -> TensorLayout:

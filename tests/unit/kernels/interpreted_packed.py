@@ -3,16 +3,28 @@
 float32 inputs: what differs from the twins is the order of sums.
 """
 
+from dataclasses import replace
+
 import torch
 
 from kernels.device import DeviceFacts
-from kernels.gemm import packed_kernels, packed_weight
+from kernels.gemm import (
+    int8_kernels,
+    int8_weight,
+    packed_kernels,
+    packed_tiles,
+    packed_weight,
+)
+from kernels.gemm.int8_weight import Int8Weight
 from kernels.gemm.packed_kernels import packed_config
+from kernels.gemm.packed_tiles import SkinnyConfig
 from kernels.gemm.packed_weight import PackedWeight
+from kernels.plain import silu_and_mul
 from kernels.tuning import MoEGemmConfig
 from tests.unit.kernels.interpreted_moe import check_experts
 from tests.unit.kernels.interpreter import assert_close
 
+INT8 = int8_kernels.GemmConfig(16, 64, 64, 2, 4)
 DEVICE = DeviceFacts("cuda", num_sms=8, shared_memory_bytes=1 << 17)  # K is split
 
 
@@ -55,6 +67,41 @@ def check_e2m1(tokens: int, rows: int, columns: int, group: int, row_scales: boo
     assert_close(partials.view(-1, tokens, rows).sum(0), expected + bias, atol=2e-3, rtol=1e-5)
 
 
+def check_tiles(tokens: int, rows: int, columns: int, group: int, zeros: bool) -> None:
+    weight = packed_weight.tiled(make(rows, columns, 4, group, zeros))
+    x, bias = torch.randn(tokens, columns), torch.randn(rows)
+    expected = packed_weight.weight_only_linear(x, weight)
+    for config in (None, SkinnyConfig(1), SkinnyConfig(columns // 128, pair=True)):
+        partials = packed_tiles.split_k_partials(x, weight, bias, device=DEVICE, config=config)
+        assert config is None or len(partials.view(-1, tokens, rows)) == config.splits
+        total = partials.view(-1, tokens, rows).sum(0)
+        assert_close(total, expected + bias, atol=2e-3, rtol=1e-5)
+    found = packed_tiles.skinny_gemm(x, weight, device=DEVICE)
+    assert_close(found, expected, atol=2e-3, rtol=1e-5)
+    for config in (None, SkinnyConfig(1, pair=True)):
+        found = packed_tiles.linear_swiglu(x, weight, bias, device=DEVICE, config=config)
+        assert_close(found, silu_and_mul(expected + bias), atol=4e-3, rtol=1e-4)
+    wide = torch.empty(rows, columns)
+    packed_tiles.dequantize(weight, wide, device=DEVICE)
+    assert wide.equal(packed_weight.dequantize(weight, torch.float32))
+    wrong = replace(weight, scale=weight.scale.flip(1))  # a control, as above
+    assert (packed_weight.weight_only_linear(x, wrong) - expected).abs().max() > 1
+
+
+def check_int8(tokens: int, rows: int, columns: int) -> None:
+    values = torch.randint(-128, 128, (rows, columns)).to(torch.int8)
+    weight, x = Int8Weight(values, torch.rand(rows, 1) * 3e-3 + 1e-3), torch.randn(tokens, columns)
+    x[0] = 0
+    found = int8_kernels.quantize_activations(x, pdl=False)
+    assert all(map(torch.equal, found, int8_weight.quantize_activations(x)))
+    expected = int8_weight.w8a8_linear(x, weight)
+    partials = int8_kernels.split_k_partials(x, weight, device=DEVICE)
+    assert_close(partials.view(-1, tokens, rows).sum(0), expected, atol=1e-4, rtol=1e-5)
+    assert int8_kernels.gemm(x, weight, device=DEVICE, config=INT8).equal(expected)
+    found = int8_kernels.gemm_swiglu(x, weight, device=DEVICE, config=INT8)
+    assert_close(found, silu_and_mul(expected), atol=1e-2, rtol=1e-4)
+
+
 if __name__ == "__main__":
     torch.manual_seed(0)
     splits = {
@@ -66,4 +113,10 @@ if __name__ == "__main__":
     check_e2m1(3, 48, 256, 16, True)
     check_e2m1(16, 64, 512, 32, False)
     check_experts(9, (10, 64, 96, 2), "w4a16", MoEGemmConfig(16, 32, 32, 2, 4))
+    check_tiles(1, 128, 256, 256, True)
+    check_tiles(16, 256, 256, 64, True)
+    check_tiles(70, 128, 128, 128, False)  # in two blocks
+    check_tiles(9, 128, 384, 32, False)
+    check_int8(3, 128, 512)
+    check_int8(20, 64, 256)
     print("agreed")

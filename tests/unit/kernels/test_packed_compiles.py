@@ -8,8 +8,10 @@ import torch
 pytest.importorskip("triton")
 from benchmarks.text_shapes import TEXT_SHAPES
 from kernels.device import KNOWN_DEVICES
-from kernels.gemm import packed_kernels
+from kernels.gemm import int8_kernels, packed_kernels, packed_tiles, packed_weight
+from kernels.gemm.int8_weight import Int8Weight
 from kernels.gemm.packed_weight import PackedWeight
+from services.common.nn import int8, tiled_rows
 from services.common.nn.packed import SKINNY_TOKENS
 from services.decoder.operations import table
 from services.decoder.operations.table import KernelFacts
@@ -25,29 +27,75 @@ def weight_of(rows: int, columns: int, bits: int, group: int, zeros: bool) -> Pa
     return PackedWeight(codes, scale, zero, bits, group, columns)
 
 
-@pytest.mark.parametrize(
-    ("bits", "group", "zeros"), [(4, 128, True), (4, 32, False), (8, 64, False)]
-)
 @pytest.mark.parametrize("device", DEVICES)
-def test_what_the_table_picks_compiles_and_fits(
-    device: str, bits: int, group: int, zeros: bool
-) -> None:
-    facts = KernelFacts(
-        KNOWN_DEVICES[device], TEXT_SHAPES["8b"], torch.bfloat16, weight_format=f"w{bits}a16"
+def test_kernels_of_bytes_compile_and_fit(device: str) -> None:
+    facts, weight = KNOWN_DEVICES[device], weight_of(4096, 12288, 8, 64, False)
+    kernels = table.resolve(
+        KernelFacts(facts, TEXT_SHAPES["8b"], torch.bfloat16, weight_format="w8a16")
     )
-    kernels, weight = table.resolve(facts), weight_of(4096, 12288, bits, group, zeros)
-    operation = f"w{bits}a16_linear"
     assert kernels.choose("project", SKINNY_TOKENS).name == "packed_skinny_gemm"
-    assert kernels.choose(operation, SKINNY_TOKENS + 1).name == "plain"
-    with compiled_launches(facts.device) as found:
+    assert kernels.choose("w8a16_linear", SKINNY_TOKENS + 1).name == "plain"
+    with compiled_launches(facts) as found:
         for num_tokens in (1, SKINNY_TOKENS):
             x = torch.empty(num_tokens, 12288, dtype=torch.bfloat16)
-            kernels.call(operation, x, weight)
+            kernels.call("w8a16_linear", x, weight)
     launches = [launch for launch in found if launch.name == "_skinny_kernel"]
     assert len(launches) == 2
     for launch in launches:
-        assert launch.shared_bytes <= facts.device.shared_memory_bytes
+        assert launch.shared_bytes <= facts.shared_memory_bytes
         assert "mma" in launch.ptx
+
+
+@pytest.mark.parametrize(("group", "zeros"), [(128, False), (32, True)])
+@pytest.mark.parametrize("device", DEVICES)
+def test_kernels_of_tiles_compile_and_fit(device: str, group: int, zeros: bool) -> None:
+    facts = KernelFacts(
+        KNOWN_DEVICES[device], TEXT_SHAPES["8b"], torch.bfloat16, weight_format="w4a16"
+    )
+    kernels = table.resolve(facts)
+    for operation in ("project", "linear_swiglu", "w4a16_linear"):
+        assert kernels.choose(operation, tiled_rows.SKINNY_TOKENS).name == "tiles"
+    assert kernels.choose("project", tiled_rows.SKINNY_TOKENS + 1).name == "linear"
+    weight = packed_weight.tiled(weight_of(4096, 512, 4, group, zeros))
+    with compiled_launches(facts.device) as found:
+        for num_tokens in (1, 16, tiled_rows.SKINNY_TOKENS, 1008):
+            x = torch.empty(num_tokens, 512, dtype=torch.bfloat16)
+            kernels.call("w4a16_linear", x, weight)
+        for num_tokens in (1, tiled_rows.SKINNY_TOKENS):
+            x = torch.empty(num_tokens, 512, dtype=torch.bfloat16)
+            packed_tiles.linear_swiglu(x, weight, device=facts.device)
+    names = [launch.name for launch in found if launch.name != "_reduce_kernel"]
+    few = "_skinny_kernel"
+    assert names == [few, few, few, "_dequantize_kernel", few, few]
+    for launch in found:
+        assert launch.shared_bytes <= facts.device.shared_memory_bytes, launch
+        if launch.name == few:
+            assert "mma" in launch.ptx
+            assert "lop3" in launch.ptx
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_kernels_of_int8_compile_and_fit(device: str) -> None:
+    facts = KernelFacts(
+        KNOWN_DEVICES[device], TEXT_SHAPES["8b"], torch.bfloat16, weight_format="int8"
+    )
+    kernels = table.resolve(facts)
+    assert kernels.choose("project", int8.SKINNY_TOKENS).name == "int8_skinny_gemm"
+    many = kernels.choose("int8_linear", int8.SKINNY_TOKENS + 1).name
+    assert many == ("gemm" if facts.device.is_hopper else "int_mm")
+    weight = Int8Weight(torch.empty(4096, 512, dtype=torch.int8), torch.empty(4096, 1))
+    with compiled_launches(facts.device) as found:
+        for num_tokens in (1, int8.SKINNY_TOKENS):
+            x = torch.empty(num_tokens, 512, dtype=torch.bfloat16)
+            kernels.call("int8_linear", x, weight)
+        if facts.device.is_hopper:
+            for num_tokens in (64, 128, 1008):
+                x = torch.empty(num_tokens, 512, dtype=torch.bfloat16)
+                int8_kernels.gemm(x, weight, device=facts.device)
+                int8_kernels.gemm_swiglu(x, weight, device=facts.device)
+    assert len([launch for launch in found if launch.name == "_skinny_kernel"]) == 2
+    for launch in found:
+        assert launch.shared_bytes <= facts.device.shared_memory_bytes, launch
 
 
 @pytest.mark.parametrize("device", ["h200", "a100"])

@@ -1,0 +1,245 @@
+"""W8A8 linear layers of int8 on a GPU: activations are quantized by one kernel, then multiplied.
+
+| name     | tokens | how                                                                        |
+|----------|--------|----------------------------------------------------------------------------|
+| skinny   | 1-64   | split-K, for reading the weights fast; partials are scaled, in float32     |
+| gemm     | more   | persistent tiles on Hopper; scales, and SwiGLU, in the epilogue            |
+
+Sums of integers are exact; scales come last, as in the plain twin, `int8_weight.w8a8_linear`.
+"""
+
+# pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
+# pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from kernels.device import DeviceFacts
+from kernels.gemm.int8_weight import Int8Weight
+from kernels.gemm.silu_mul import swiglu
+from kernels.gemm.skinny_gemm import reduce_split_k
+
+_ROWS, _COLUMNS = 64, 256  # of the weight, of a stage of a CTA of `skinny`
+_MAX_SPLITS = 8
+_HALF = tl.constexpr(12582912.0)  # 1.5 * 2^23: a float32 of this size has a unit of 1
+
+
+@dataclass(frozen=True, slots=True)
+class GemmConfig:
+    """How `gemm` is divided: sizes of a tile, stages, warps, tiles of tokens that share rows."""
+
+    tokens: int = 128
+    rows: int = 256
+    columns: int = 128
+    stages: int = 3
+    warps: int = 8
+    group: int = 16
+
+
+# A tile's time relative to others, by `benchmarks.kernels.packed` on an H100.
+_CONFIGS = (
+    (28.7, GemmConfig()), (17.9, GemmConfig(128, 128, 128, 4, 8)),
+    (19.9, GemmConfig(64, 256, 128, 3, 8)), (11.2, GemmConfig(64, 128, 128, 5, 4)),
+)  # fmt: skip
+
+
+def gemm_config(num_tokens: int, num_rows: int, device: DeviceFacts) -> GemmConfig:
+    """The tiles whose waves take the least time; `num_rows` are of the weight."""
+
+    def cost(choice: tuple[float, GemmConfig]) -> float:
+        time, config = choice
+        tiles = -(-num_tokens // config.tokens) * -(-num_rows // config.rows)
+        return time * -(-tiles // device.num_sms)
+
+    return min(_CONFIGS, key=cost)[1]
+
+
+def has_tiles(weight: Int8Weight) -> bool:
+    """Whether `split_k_partials` and `gemm` take the weight."""
+    rows, columns = weight.values.shape
+    return rows % _ROWS == 0 and columns % _COLUMNS == 0
+
+
+def quantize_activations(x: Tensor, *, pdl: bool) -> tuple[Tensor, Tensor]:
+    """Implements `int8_weight.quantize_activations`."""
+    num_tokens, columns = x.shape
+    values = torch.empty(num_tokens, columns, dtype=torch.int8, device=x.device)
+    scale = torch.empty(num_tokens, 1, dtype=torch.float32, device=x.device)
+    _quantize_kernel[(num_tokens,)](
+        x, values, scale, columns, SIZE=triton.next_power_of_2(columns), PDL=pdl,
+        num_warps=8 if columns > 2048 else 4, launch_pdl=pdl,
+    )  # fmt: skip
+    return values, scale
+
+
+def skinny_gemm(x: Tensor, weight: Int8Weight, *, device: DeviceFacts) -> Tensor:
+    """`[T, K]` → `[T, N]` for up to 64 tokens."""
+    partials = split_k_partials(x, weight, device=device)
+    if partials.dim() == 2:
+        return partials
+    return reduce_split_k(partials, x.dtype, pdl=device.supports_pdl)
+
+
+def split_k_partials(
+    x: Tensor, weight: Int8Weight, bias: Tensor | None = None, *, device: DeviceFacts,
+    splits: int | None = None, stages: int = 4,
+) -> Tensor:  # fmt: skip
+    """Split-K partials `[S, T, N]` float32, whose sum is `w8a8_linear(x) + bias`; or, where K is
+    not split, the result `[T, N]` in x's dtype.
+    """
+    num_tokens, columns = x.shape
+    num_rows = len(weight.values)
+    values, scale = quantize_activations(x, pdl=device.supports_pdl)
+    count = splits or _splits(num_rows, columns, device)
+    size = (num_tokens, num_rows)
+    if count == 1:
+        out = x.new_empty(size)
+    else:
+        out = torch.empty((count, *size), dtype=torch.float32, device=x.device)
+    _skinny_kernel[(num_rows // _ROWS, count)](
+        values, scale, weight.values, weight.scale, bias, out, num_tokens, num_rows, columns,
+        TOKENS=max(16, triton.next_power_of_2(num_tokens)), ROWS=_ROWS, COLUMNS=_COLUMNS,
+        SPAN=columns // count, BIAS=bias is not None, STAGES=stages, PDL=device.supports_pdl,
+        num_warps=4, launch_pdl=device.supports_pdl,
+    )  # fmt: skip
+    return out
+
+
+def _splits(num_rows: int, columns: int, device: DeviceFacts) -> int:
+    splits = 1
+    while (
+        splits < _MAX_SPLITS
+        and num_rows // _ROWS * splits * 2 <= 3 * device.num_sms
+        and columns % (splits * 2 * _COLUMNS) == 0
+    ):
+        splits *= 2
+    return splits
+
+
+def gemm(
+    x: Tensor, weight: Int8Weight, *, device: DeviceFacts, config: GemmConfig | None = None
+) -> Tensor:
+    """`[T, K]` → `[T, N]`."""
+    return _gemm(x, weight, device, config, is_swiglu=False)
+
+
+def gemm_swiglu(
+    x: Tensor, weight: Int8Weight, *, device: DeviceFacts, config: GemmConfig | None = None
+) -> Tensor:
+    """`silu_and_mul` of `[T, 2 * N]`: `[T, N]`."""
+    return _gemm(x, weight, device, config, is_swiglu=True)
+
+
+def _gemm(
+    x: Tensor, weight: Int8Weight, device: DeviceFacts, config: GemmConfig | None, *,
+    is_swiglu: bool,
+) -> Tensor:  # fmt: skip
+    num_tokens, columns = x.shape
+    config = config or gemm_config(num_tokens, len(weight.values), device)
+    values, scale = quantize_activations(x, pdl=device.supports_pdl)
+    height = len(weight.values) // (2 if is_swiglu else 1)
+    out = x.new_empty(num_tokens, height)
+    matrices = weight.values.view(-1, height, columns)
+    rows = config.rows // len(matrices)
+    tiles = triton.cdiv(num_tokens, config.tokens) * triton.cdiv(height, rows)
+    _gemm_kernel[(min(tiles, device.num_sms),)](
+        TensorDescriptor.from_tensor(values, [config.tokens, config.columns]),
+        TensorDescriptor.from_tensor(matrices, [len(matrices), rows, config.columns]),
+        TensorDescriptor.from_tensor(out, [config.tokens, rows]),
+        scale, weight.scale, num_tokens, WIDTH=columns, HEIGHT=height, TOKENS=config.tokens,
+        ROWS=rows, COLUMNS=config.columns, GROUP=config.group, SWIGLU=is_swiglu,
+        STAGES=config.stages, num_warps=config.warps,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _quantize_kernel(
+    x_ptr, values_ptr, scale_ptr, num_columns, SIZE: tl.constexpr, PDL: tl.constexpr
+):
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, SIZE)
+    inside = column < num_columns
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    x = tl.load(x_ptr + token * num_columns + column, mask=inside, other=0.0).to(tl.float32)
+    amax = tl.max(tl.abs(x))
+    scale = tl.where(amax > 0, tl.div_rn(amax, 127.0), 1.0)
+    quotient = tl.div_rn(x, tl.broadcast_to(scale, (SIZE,)))
+    rounded = (quotient + _HALF) - _HALF  # to the nearest, of two to the even one
+    values = tl.clamp(rounded, -127.0, 127.0).to(tl.int8)
+    tl.store(values_ptr + token * num_columns + column, values, mask=inside)
+    tl.store(scale_ptr + token, scale)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _skinny_kernel(
+    x_ptr, x_scale_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr, num_tokens, num_rows,
+    num_columns, TOKENS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    SPAN: tl.constexpr, BIAS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    split = tl.program_id(1)
+    token, column = tl.arange(0, TOKENS), split * SPAN + tl.arange(0, COLUMNS)
+    inside = (token < num_tokens)[:, None]
+    weights = weight_ptr + row.to(tl.int64)[:, None] * num_columns + column[None, :]
+    inputs = x_ptr + token[:, None] * num_columns + column[None, :]
+    scale = tl.load(scale_ptr + row)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    # Tensor cores want 64 rows on one side, which tokens need not have.
+    sums = tl.zeros((ROWS, TOKENS), tl.int32)
+    for at in tl.range(0, SPAN, COLUMNS, num_stages=STAGES):
+        weight = tl.load(weights + at)
+        x = tl.load(inputs + at, mask=inside, other=0)
+        sums = tl.dot(weight, tl.trans(x), sums, out_dtype=tl.int32)
+    x_scale = tl.load(x_scale_ptr + token, mask=token < num_tokens, other=0.0)
+    found = sums.to(tl.float32) * x_scale[None, :] * scale[:, None]
+    if BIAS:
+        bias = tl.load(bias_ptr + row).to(tl.float32)
+        found += tl.where(split == 0, bias, 0.0)[:, None]
+    place = (split * num_tokens + token).to(tl.int64)[:, None] * num_rows + row[None, :]
+    tl.store(out_ptr + place, tl.trans(found).to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _gemm_kernel(
+    x_tiles, weight_tiles, out_tiles, x_scale_ptr, scale_ptr, num_tokens, WIDTH: tl.constexpr,
+    HEIGHT: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    GROUP: tl.constexpr, SWIGLU: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    ALL: tl.constexpr = 2 * ROWS if SWIGLU else ROWS
+    wide: tl.constexpr = (HEIGHT + ROWS - 1) // ROWS
+    high = tl.cdiv(num_tokens, TOKENS)
+    first, step = tl.program_id(0), tl.num_programs(0)
+    for index in tl.range(first, high * wide, step, flatten=True, num_stages=STAGES):
+        # A group of tiles of tokens goes through all rows of the weight together.
+        group = index // (GROUP * wide)
+        within = index % (GROUP * wide)
+        size = tl.minimum(high - group * GROUP, GROUP)
+        token = (group * GROUP + within % size) * TOKENS
+        row = within // size * ROWS
+        sums = tl.zeros((TOKENS, ALL), tl.int32)
+        for column in tl.range(0, WIDTH, COLUMNS, num_stages=STAGES):
+            x = x_tiles.load([token, column])
+            weight = weight_tiles.load([0, row, column]).reshape(ALL, COLUMNS)
+            sums = tl.dot(x, weight.T, sums, out_dtype=tl.int32)
+        each, of_row = token + tl.arange(0, TOKENS), tl.arange(0, ALL)
+        of_row = row + of_row % ROWS + of_row // ROWS * HEIGHT  # of the gate, then of up
+        x_scale = tl.load(x_scale_ptr + each, mask=each < num_tokens, other=0.0)
+        scale = tl.load(scale_ptr + of_row, mask=of_row < (2 * HEIGHT if SWIGLU else HEIGHT))
+        dtype: tl.constexpr = out_tiles.dtype
+        found = (sums.to(tl.float32) * x_scale[:, None] * scale[None, :]).to(dtype)
+        if SWIGLU:
+            gate, up = tl.split(tl.permute(tl.reshape(found, (TOKENS, 2, ROWS)), (0, 2, 1)))
+            out_tiles.store([token, row], swiglu(gate, up))
+        else:
+            out_tiles.store([token, row], found)

@@ -1,0 +1,137 @@
+"""Codes of 4 bits in tiles, see `packed_weight`, as floats in registers: parts of kernels."""
+
+# ruff: noqa: ANN201 - blocks and constants of the kernels' compiler
+# pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
+# pyright: reportAssignmentType=false
+# pyright: reportGeneralTypeIssues=false, reportPossiblyUnboundVariable=false
+# pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false
+
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+
+# By dtype: its vectors, the float of a code of 0, of 1, of the middle below zero.
+_FLOATS = {
+    torch.bfloat16: ("bf16x2", 0x4300, 0x3F80, 0xC308),
+    torch.float16: ("f16x2", 0x6400, 0x3C00, 0xE408),
+}
+_OPERANDS = tl.constexpr("=&r,=&r,=&r,=&r" + ",r" * 5)
+
+
+@cache
+def assembly(kind: torch.dtype, zeros: bool) -> str:
+    """PTX that makes four registers of two 16-bit floats from two words of four codes; "" for
+    other dtypes, those of the interpreter, which has no assembly.
+
+    A code becomes the lowest bits of a float whose unit is 1, from which its offset is taken, which
+    is exact.
+    """
+    if kind not in _FLOATS:
+        return ""
+    dtype, magic, one, middle = _FLOATS[kind]
+    lines = [
+        "{ .reg .b32 shifted, one, middle;",
+        f"mov.b32 one, {one:#06x}{one:04x}; mov.b32 middle, {middle:#06x}{middle:04x};",
+    ]
+    for index in range(4):
+        lines += [
+            f"shr.u32 shifted, $4, {4 * index};",
+            f"lop3.b32 ${index}, shifted, 0x000f000f, {magic:#06x}{magic:04x}, 0xEA;",
+        ]
+    for index in range(4):
+        offset = f"${5 + index}" if zeros else "middle"
+        lines.append(f"fma.rn.{dtype} ${index}, ${index}, one, {offset};")
+    return "\n".join(lines) + "}"
+
+
+@triton.jit
+def widen(words, zeros, dtype: tl.constexpr, ZEROS: tl.constexpr, ASSEMBLY: tl.constexpr):
+    """Words `[64, 32]` → their four codes less the zero points, each `[64, 32]`; of columns 0-31,
+    32-63, 64-95, 96-127 of a tile.
+
+    Args:
+        words: int16.
+        zeros: four times `[64]` int32; read if ZEROS.
+        dtype: of the codes.
+    """
+    z0, z1, z2, z3 = zeros
+    if ASSEMBLY != "":
+        o0, o1, o2, o3 = words, words, words, words  # which the assembly does not read
+        if ZEROS:
+            o0, o1, o2, o3 = (
+                _offset(z0, dtype), _offset(z1, dtype), _offset(z2, dtype), _offset(z3, dtype)
+            )  # fmt: skip
+        if dtype == tl.float16:
+            a, b, c, d = tl.inline_asm_elementwise(
+                ASSEMBLY, _OPERANDS, [words, o0, o1, o2, o3],
+                dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2,
+            )  # fmt: skip
+        else:
+            a, b, c, d = tl.inline_asm_elementwise(
+                ASSEMBLY, _OPERANDS, [words, o0, o1, o2, o3],
+                dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
+            )  # fmt: skip
+    else:
+        a = code(words, 0, z0, ZEROS).to(dtype)
+        b = code(words, 4, z1, ZEROS).to(dtype)
+        c = code(words, 8, z2, ZEROS).to(dtype)
+        d = code(words, 12, z3, ZEROS).to(dtype)
+    return a, b, c, d
+
+
+@triton.jit
+def _offset(zero, dtype: tl.constexpr):
+    """What makes a zero point of a code's float, see `_assembly`."""
+    least: tl.constexpr = -0x1C00 if dtype == tl.float16 else -0x3D00  # of the float's bits
+    return (zero.to(tl.int16) | tl.full(zero.shape, least, tl.int16))[:, None]
+
+
+@triton.jit
+def code(words, shift: tl.constexpr, zero, ZEROS: tl.constexpr):
+    """float32: a code of each word, less its zero point."""
+    found = ((words >> shift) & 15).to(tl.float32)
+    if ZEROS:
+        found -= zero.to(tl.float32)[:, None]
+    else:
+        found -= 8.0
+    return found
+
+
+@triton.jit
+def beside(a, b):
+    """`[R, C]` twice → `[R, 2 * C]`."""
+    return tl.reshape(tl.permute(tl.join(a, b), (0, 2, 1)), (a.shape[0], 2 * a.shape[1]))
+
+
+@triton.jit
+def load_words(ptr):
+    """A tile's words, `[64, 32]`."""
+    words = tl.load(ptr + tl.arange(0, 2048))
+    words = tl.permute(tl.reshape(words, (2, 4, 8, 4, 2, 2, 2)), (1, 5, 2, 0, 4, 3, 6))
+    return tl.reshape(words, (64, 32))
+
+
+@triton.jit
+def load_halves(ptr, stride):
+    """32 rows of two tiles, which lie `stride` words apart, `[64, 32]`."""
+    index = tl.arange(0, 2048)
+    place = index % 512 + index // 512 % 2 * tl.cast(stride, tl.int64) + index // 1024 * 1024
+    words = tl.reshape(tl.load(ptr + place), (2, 4, 8, 4, 2, 2, 2))
+    return tl.reshape(tl.permute(words, (1, 5, 2, 0, 4, 3, 6)), (64, 32))
+
+
+@triton.jit
+def load_groups(ptr, column, num_rows, GROUP: tl.constexpr):
+    """The values of rows for the four quarters of a tile that begins at a column."""
+    group = tl.cast(column // GROUP, tl.int64) * num_rows
+    a = tl.load(ptr + group)
+    b, c, d = a, a, a
+    if GROUP < 128:
+        c = tl.load(ptr + group + (64 // GROUP) * num_rows)
+        d = c
+    if GROUP < 64:
+        b = tl.load(ptr + group + num_rows)
+        d = tl.load(ptr + group + 3 * num_rows)
+    return a, b, c, d

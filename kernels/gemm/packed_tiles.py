@@ -1,0 +1,323 @@
+"""W4A16 linear layers on a GPU: kernels that read tiles of codes as tensor cores hold them.
+
+A tile's order (`packed_weight`) is that of the registers of a tensor core's operand: threads load
+16 bytes that follow each other, and a code needs one and a half instructions until it is
+multiplied. K is split until CTAs fill the device; sums of a group are scaled in float32, and the
+partials, too, are left in float32 to the kernel that comes next. Gate and up of SwiGLU are halves
+of a CTA's rows, or two tiles, so that its epilogue applies the activation.
+
+For many tokens the weight is dequantized once, for a GEMM of the library: a kernel of ours that
+dequantizes on the way kept products in flight whose operands the next step overwrote.
+
+The plain twin is `packed_weight.weight_only_linear`.
+"""
+
+# pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
+# pyright: reportAssignmentType=false
+# pyright: reportGeneralTypeIssues=false, reportPossiblyUnboundVariable=false
+# pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn import functional as F
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from kernels.device import DeviceFacts
+from kernels.gemm.packed_codes import (
+    assembly,
+    beside,
+    code,
+    load_groups,
+    load_halves,
+    load_words,
+    widen,
+)
+from kernels.gemm.packed_weight import TILE_COLUMNS, TILE_ROWS, PackedWeight
+from kernels.gemm.silu_mul import swiglu
+from kernels.gemm.skinny_gemm import reduce_split_k
+
+_PADDED = 16  # tokens: tensor cores want as many
+_BLOCK = 64  # tokens of a CTA, at most
+
+
+@dataclass(frozen=True, slots=True)
+class SkinnyConfig:
+    """How `skinny` is divided.
+
+    Attributes:
+        splits: parts of K; each leaves a partial.
+        pair: a CTA has two tiles of rows, so that inputs are read half as often.
+        stages: of the pipeline.
+        prefetched: bytes of its weight that a CTA asks for before its input is there.
+    """
+
+    splits: int
+    pair: bool = False
+    stages: int = 5
+    prefetched: int = 0
+
+
+def skinny_config(
+    num_tokens: int, num_rows: int, columns: int, device: DeviceFacts
+) -> SkinnyConfig:
+    """K is split while CTAs have a place on the device at once."""
+    is_few = num_tokens <= 16
+    splits, most, tiles = 1, 8 if is_few else 4, num_rows // TILE_ROWS
+    while (
+        splits < most
+        and tiles * splits * 2 <= 6 * device.num_sms
+        and columns % (splits * 2 * TILE_COLUMNS) == 0
+    ):
+        splits *= 2
+    return SkinnyConfig(splits, stages=6 if is_few else 4, prefetched=4096 if is_few else 0)
+
+
+def skinny_gemm(
+    x: Tensor, weight: PackedWeight, *, device: DeviceFacts, config: SkinnyConfig | None = None
+) -> Tensor:
+    """`[T, K]` → `[T, N]` for few tokens."""
+    partials = split_k_partials(x, weight, device=device, config=config)
+    if partials.dim() == 2:
+        return partials
+    return reduce_split_k(partials, x.dtype, pdl=device.supports_pdl)
+
+
+def split_k_partials(
+    x: Tensor,
+    weight: PackedWeight,
+    bias: Tensor | None = None,
+    *,
+    device: DeviceFacts,
+    config: SkinnyConfig | None = None,
+) -> Tensor:
+    """Split-K partials `[S, T, N]` float32, whose sum is `x @ weight.T + bias`; or, where K is not
+    split, the result `[T, N]` in x's dtype.
+    """
+    config = config or skinny_config(len(x), weight.rows, x.shape[1], device)
+    size = (len(x), weight.rows)
+    if config.splits == 1:
+        out = x.new_empty(size)
+    else:
+        out = torch.empty((config.splits, *size), dtype=torch.float32, device=x.device)
+    _launch_skinny(x, weight, bias, out, config, device, second="next" if config.pair else "")
+    return out
+
+
+def linear_swiglu(
+    x: Tensor,
+    weight: PackedWeight,
+    bias: Tensor | None = None,
+    *,
+    device: DeviceFacts,
+    config: SkinnyConfig | None = None,
+) -> Tensor:
+    """`silu_and_mul(x @ weight.T + bias)`: `[T, K]`, `[2 * N, K]` → `[T, N]`."""
+    out = x.new_empty(len(x), weight.rows // 2)
+    config = config or SkinnyConfig(1, pair=len(x) > 32, stages=4)
+    _launch_skinny(
+        x, weight, bias, out, config, device,
+        second="up" if config.pair else "halves",
+    )  # fmt: skip
+    return out
+
+
+def _launch_skinny(
+    x: Tensor, weight: PackedWeight, bias: Tensor | None, out: Tensor, config: SkinnyConfig,
+    device: DeviceFacts, second: str,
+) -> None:  # fmt: skip
+    num_tokens, columns = x.shape
+    tiles = weight.rows // TILE_ROWS // (2 if second in ("next", "up") else 1)
+    blocks = triton.cdiv(num_tokens, _BLOCK)
+    _skinny_kernel[(tiles, config.splits, blocks)](
+        x, weight.codes, weight.scale, weight.zero, bias, out, num_tokens, weight.rows, columns,
+        columns // config.splits,
+        TOKENS=min(_BLOCK, max(_PADDED, triton.next_power_of_2(num_tokens))),
+        GROUP=weight.group, ZEROS=weight.zero is not None, BIAS=bias is not None,
+        SECOND=second, STAGES=config.stages,
+        ASSEMBLY=assembly(x.dtype, weight.zero is not None),
+        PREFETCHED=config.prefetched if device.supports_pdl else 0,
+        PDL=device.supports_pdl, num_warps=4, launch_pdl=device.supports_pdl,
+    )  # fmt: skip
+
+
+def linear(x: Tensor, weight: PackedWeight, *, device: DeviceFacts) -> Tensor:
+    """`[T, K]` → `[T, N]` for many tokens."""
+    wide = x.new_empty(weight.rows, weight.columns)
+    dequantize(weight, wide, device=device)
+    return F.linear(x, wide)
+
+
+def dequantize(weight: PackedWeight, out: Tensor, *, device: DeviceFacts) -> None:
+    """Implements `packed_weight.dequantize`, to `out` `[N, K]`."""
+    wide = weight.columns // TILE_COLUMNS
+    _dequantize_kernel[(wide, weight.rows // TILE_ROWS)](
+        weight.codes, weight.scale, weight.zero, out, weight.rows, weight.columns,
+        GROUP=weight.group, ZEROS=weight.zero is not None, PDL=device.supports_pdl, num_warps=4,
+        launch_pdl=device.supports_pdl,
+    )  # fmt: skip
+
+
+@triton.jit
+def _fetch_early(ptr, BYTES: tl.constexpr):
+    """Asks for memory that begins at a pointer, in lines of 128 bytes, to be in the L2."""
+    lines = ptr.to(tl.int64) + tl.arange(0, BYTES // 128) * 128
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+        "=r,l",
+        [lines],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def _load_inputs(ptr, inside, GROUP: tl.constexpr):
+    """A tile's 128 columns of inputs; of smaller groups, those of each group."""
+    PART: tl.constexpr = GROUP if GROUP < 128 else 128
+    place = ptr + tl.arange(0, PART)[None, :]
+    x0 = tl.load(place, mask=inside, other=0.0)
+    x1, x2, x3 = x0, x0, x0
+    if GROUP < 128:
+        x1 = tl.load(place + PART, mask=inside, other=0.0)
+    if GROUP < 64:
+        x2 = tl.load(place + 64, mask=inside, other=0.0)
+        x3 = tl.load(place + 96, mask=inside, other=0.0)
+    return x0, x1, x2, x3
+
+
+@triton.jit
+def _term(
+    words, zeros, scales, x0, x1, x2, x3, GROUP: tl.constexpr, ZEROS: tl.constexpr,
+    ASSEMBLY: tl.constexpr,
+):  # fmt: skip
+    """`[64, TOKENS]` float32: a tile times its inputs, scaled."""
+    s0, s1, s2, s3 = scales
+    a, b, c, d = widen(words, zeros, x0.dtype, ZEROS, ASSEMBLY)
+    if GROUP >= 128:
+        found = tl.dot(beside(beside(a, b), beside(c, d)), x0.T) * s0[:, None]
+    elif GROUP == 64:
+        found = tl.dot(beside(a, b), x0.T) * s0[:, None]
+        found += tl.dot(beside(c, d), x1.T) * s2[:, None]
+    else:
+        found = tl.dot(a, x0.T) * s0[:, None]
+        found += tl.dot(b, x1.T) * s1[:, None]
+        found += tl.dot(c, x2.T) * s2[:, None]
+        found += tl.dot(d, x3.T) * s3[:, None]
+    return found
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _skinny_kernel(
+    x_ptr, codes_ptr, scale_ptr, zero_ptr, bias_ptr, out_ptr, num_tokens, num_rows, num_columns,
+    span, TOKENS: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr,
+    BIAS: tl.constexpr, SECOND: tl.constexpr, STAGES: tl.constexpr, ASSEMBLY: tl.constexpr,
+    PREFETCHED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    PAIR: tl.constexpr = SECOND == "next" or SECOND == "up"
+    tile, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    stride = num_columns // 128 * 2048  # words of a row of tiles
+    other = tile
+    if SECOND == "next":
+        tile = 2 * tile
+        other = tile + 1
+    elif SECOND == "up":
+        other = tile + num_rows // 128
+    elif SECOND == "halves":
+        tile = tile // 2
+    first = split * span
+    codes = codes_ptr + tile * stride + first // 128 * 2048
+    other_codes = codes_ptr + other * stride + first // 128 * 2048
+    row = tile * 64 + tl.arange(0, 64)
+    other_row = other * 64 + tl.arange(0, 64)
+    if SECOND == "halves":  # 32 rows of the gate and the same of up
+        codes += tl.program_id(0) % 2 * 512
+        index = tl.arange(0, 64)
+        row = tl.program_id(0) * 32 + index % 32 + index // 32 * (num_rows // 2)
+    if PREFETCHED > 0:
+        _fetch_early(codes, PREFETCHED)
+        if PAIR:
+            _fetch_early(other_codes, PREFETCHED)
+    token = tl.program_id(2) * TOKENS + tl.arange(0, TOKENS)
+    inside = (token < num_tokens)[:, None]
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    sums = tl.zeros((64, TOKENS), tl.float32)
+    other_sums = tl.zeros((64, TOKENS), tl.float32)
+    inputs = x_ptr + token[:, None] * num_columns + first
+    for at in tl.range(0, span, 128, num_stages=STAGES):
+        if SECOND == "halves":
+            words = load_halves(codes + at * 16, num_rows // 128 * stride)
+        else:
+            words = load_words(codes + at * 16)
+        x0, x1, x2, x3 = _load_inputs(inputs + at, inside, GROUP)
+        scales = load_groups(scale_ptr + row, first + at, num_rows, GROUP)
+        zeros = scales
+        if ZEROS:
+            zeros = load_groups(zero_ptr + row, first + at, num_rows, GROUP)
+        sums += _term(words, zeros, scales, x0, x1, x2, x3, GROUP, ZEROS, ASSEMBLY)
+        if PAIR:
+            words = load_words(other_codes + at * 16)
+            scales = load_groups(scale_ptr + other_row, first + at, num_rows, GROUP)
+            if ZEROS:
+                zeros = load_groups(zero_ptr + other_row, first + at, num_rows, GROUP)
+            other_sums += _term(words, zeros, scales, x0, x1, x2, x3, GROUP, ZEROS, ASSEMBLY)
+    if BIAS:
+        sums += tl.where(split == 0, tl.load(bias_ptr + row).to(tl.float32), 0.0)[:, None]
+        if PAIR:
+            bias = tl.load(bias_ptr + other_row).to(tl.float32)
+            other_sums += tl.where(split == 0, bias, 0.0)[:, None]
+    if SECOND == "up" or SECOND == "halves":
+        _store_swiglu(out_ptr, sums, other_sums, token, inside, num_rows // 2, SECOND)
+    else:
+        line = (split * num_tokens + token).to(tl.int64)[:, None] * num_rows
+        dtype: tl.constexpr = out_ptr.dtype.element_ty
+        tl.store(out_ptr + line + row[None, :], tl.trans(sums).to(dtype), mask=inside)
+        if PAIR:
+            found = tl.trans(other_sums).to(dtype)
+            tl.store(out_ptr + line + other_row[None, :], found, mask=inside)
+
+
+@triton.jit
+def _store_swiglu(out_ptr, sums, other_sums, token, inside, height, SECOND: tl.constexpr):
+    """The activation of gate and up: of halves of the rows, or of two tiles."""
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    line = token.to(tl.int64)[:, None] * height
+    if SECOND == "halves":
+        halves = tl.permute(tl.reshape(sums.to(dtype), (2, 32, token.shape[0])), (2, 1, 0))
+        gate, up = tl.split(halves)
+        row = tl.program_id(0) * 32 + tl.arange(0, 32)
+        tl.store(out_ptr + line + row[None, :], swiglu(gate, up), mask=inside)
+    else:
+        row = tl.program_id(0) * 64 + tl.arange(0, 64)
+        found = tl.trans(swiglu(sums.to(dtype), other_sums.to(dtype)))
+        tl.store(out_ptr + line + row[None, :], found, mask=inside)
+
+
+@triton.jit
+def _dequantize_kernel(
+    codes_ptr, scale_ptr, zero_ptr, out_ptr, num_rows, num_columns, GROUP: tl.constexpr,
+    ZEROS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    column, tile = tl.program_id(0) * 128, tl.program_id(1)
+    words = load_words(codes_ptr + (tl.cast(tile, tl.int64) * num_columns + column) * 16)
+    row = tile * 64 + tl.arange(0, 64)
+    s0, s1, s2, s3 = load_groups(scale_ptr + row, column, num_rows, GROUP)
+    z0, z1, z2, z3 = s0, s1, s2, s3
+    if ZEROS:
+        z0, z1, z2, z3 = load_groups(zero_ptr + row, column, num_rows, GROUP)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    a = (code(words, 0, z0, ZEROS) * s0[:, None]).to(dtype)
+    b = (code(words, 4, z1, ZEROS) * s1[:, None]).to(dtype)
+    c = (code(words, 8, z2, ZEROS) * s2[:, None]).to(dtype)
+    d = (code(words, 12, z3, ZEROS) * s3[:, None]).to(dtype)
+    place = row.to(tl.int64)[:, None] * num_columns + column + tl.arange(0, 128)[None, :]
+    tl.store(out_ptr + place, beside(beside(a, b), beside(c, d)))
