@@ -12,6 +12,7 @@ Sums of integers are exact; scales come last, as in the plain twin, `int8_weight
 # pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -21,9 +22,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.device import DeviceFacts
+from kernels.gemm.gemv import normed
 from kernels.gemm.int8_weight import Int8Weight
 from kernels.gemm.silu_mul import swiglu
-from kernels.gemm.skinny_gemm import reduce_split_k
+from kernels.gemm.skinny_gemm import load_reduced, reduce_split_k
 
 _ROWS, _COLUMNS = 64, 256  # of the weight, of a stage of a CTA of `skinny`
 _MAX_SPLITS = 8
@@ -66,16 +68,42 @@ def has_tiles(weight: Int8Weight) -> bool:
     return rows % _ROWS == 0 and columns % _COLUMNS == 0
 
 
-def quantize_activations(x: Tensor, *, pdl: bool) -> tuple[Tensor, Tensor]:
+class Quantized(NamedTuple):
+    """Activations: `[T, K]` int8, scales `[T, 1]` float32, and the dtype that they were of."""
+
+    values: Tensor
+    scale: Tensor
+    dtype: torch.dtype
+
+
+def quantize_activations(x: Tensor, *, pdl: bool) -> Quantized:
     """Implements `int8_weight.quantize_activations`."""
-    num_tokens, columns = x.shape
-    values = torch.empty(num_tokens, columns, dtype=torch.int8, device=x.device)
-    scale = torch.empty(num_tokens, 1, dtype=torch.float32, device=x.device)
+    return _quantize(x, x, None, 0.0, pdl=pdl)
+
+
+def norm_quantize(
+    x: Tensor | None, residual: Tensor, norm: Tensor, eps: float, *, pdl: bool
+) -> Quantized:
+    """`quantize_activations` of the RMSNorm, with weight `norm` `[K]`, of `x + residual`, rounded
+    as by `add_norm`; the sum takes the memory of `residual`. x `[T, K]` may be split-K partials.
+    """
+    return _quantize(x, residual, norm, eps, pdl=pdl)
+
+
+def _quantize(
+    x: Tensor | None, residual: Tensor, norm: Tensor | None, eps: float, *, pdl: bool
+) -> Quantized:
+    num_tokens, columns = residual.shape
+    values = torch.empty(num_tokens, columns, dtype=torch.int8, device=residual.device)
+    scale = torch.empty(num_tokens, 1, dtype=torch.float32, device=residual.device)
     _quantize_kernel[(num_tokens,)](
-        x, values, scale, columns, SIZE=triton.next_power_of_2(columns), PDL=pdl,
-        num_warps=8 if columns > 2048 else 4, launch_pdl=pdl,
+        x, residual, norm, values, scale, columns, residual.numel(), eps,
+        ADD=norm is not None and x is not None, NORM=norm is not None,
+        SPLITS=len(x) if x is not None and x.dim() == 3 else 0,
+        SIZE=triton.next_power_of_2(columns), PDL=pdl,
+        num_warps=min(16, max(4, triton.next_power_of_2(columns) // 512)), launch_pdl=pdl,
     )  # fmt: skip
-    return values, scale
+    return Quantized(values, scale, residual.dtype)
 
 
 def skinny_gemm(x: Tensor, weight: Int8Weight, *, device: DeviceFacts) -> Tensor:
@@ -87,21 +115,21 @@ def skinny_gemm(x: Tensor, weight: Int8Weight, *, device: DeviceFacts) -> Tensor
 
 
 def split_k_partials(
-    x: Tensor, weight: Int8Weight, bias: Tensor | None = None, *, device: DeviceFacts,
+    x: Tensor | Quantized, weight: Int8Weight, bias: Tensor | None = None, *, device: DeviceFacts,
     splits: int | None = None, stages: int = 4,
 ) -> Tensor:  # fmt: skip
     """Split-K partials `[S, T, N]` float32, whose sum is `w8a8_linear(x) + bias`; or, where K is
     not split, the result `[T, N]` in x's dtype.
     """
-    num_tokens, columns = x.shape
+    values, scale, dtype = _quantized(x, device)
+    num_tokens, columns = values.shape
     num_rows = len(weight.values)
-    values, scale = quantize_activations(x, pdl=device.supports_pdl)
     count = splits or _splits(num_rows, columns, device)
     size = (num_tokens, num_rows)
     if count == 1:
-        out = x.new_empty(size)
+        out = torch.empty(size, dtype=dtype, device=values.device)
     else:
-        out = torch.empty((count, *size), dtype=torch.float32, device=x.device)
+        out = torch.empty((count, *size), dtype=torch.float32, device=values.device)
     _skinny_kernel[(num_rows // _ROWS, count)](
         values, scale, weight.values, weight.scale, bias, out, num_tokens, num_rows, columns,
         TOKENS=max(16, triton.next_power_of_2(num_tokens)), ROWS=_ROWS, COLUMNS=_COLUMNS,
@@ -109,6 +137,10 @@ def split_k_partials(
         num_warps=4, launch_pdl=device.supports_pdl,
     )  # fmt: skip
     return out
+
+
+def _quantized(x: Tensor | Quantized, device: DeviceFacts) -> Quantized:
+    return x if isinstance(x, Quantized) else quantize_activations(x, pdl=device.supports_pdl)
 
 
 def _splits(num_rows: int, columns: int, device: DeviceFacts) -> int:
@@ -123,28 +155,30 @@ def _splits(num_rows: int, columns: int, device: DeviceFacts) -> int:
 
 
 def gemm(
-    x: Tensor, weight: Int8Weight, *, device: DeviceFacts, config: GemmConfig | None = None
-) -> Tensor:
+    x: Tensor | Quantized, weight: Int8Weight, *, device: DeviceFacts,
+    config: GemmConfig | None = None,
+) -> Tensor:  # fmt: skip
     """`[T, K]` → `[T, N]`."""
     return _gemm(x, weight, device, config, is_swiglu=False)
 
 
 def gemm_swiglu(
-    x: Tensor, weight: Int8Weight, *, device: DeviceFacts, config: GemmConfig | None = None
-) -> Tensor:
+    x: Tensor | Quantized, weight: Int8Weight, *, device: DeviceFacts,
+    config: GemmConfig | None = None,
+) -> Tensor:  # fmt: skip
     """`silu_and_mul` of `[T, 2 * N]`: `[T, N]`."""
     return _gemm(x, weight, device, config, is_swiglu=True)
 
 
 def _gemm(
-    x: Tensor, weight: Int8Weight, device: DeviceFacts, config: GemmConfig | None, *,
+    x: Tensor | Quantized, weight: Int8Weight, device: DeviceFacts, config: GemmConfig | None, *,
     is_swiglu: bool,
 ) -> Tensor:  # fmt: skip
-    num_tokens, columns = x.shape
+    values, scale, dtype = _quantized(x, device)
+    num_tokens, columns = values.shape
     config = config or gemm_config(num_tokens, len(weight.values), device)
-    values, scale = quantize_activations(x, pdl=device.supports_pdl)
     height = len(weight.values) // (2 if is_swiglu else 1)
-    out = x.new_empty(num_tokens, height)
+    out = torch.empty(num_tokens, height, dtype=dtype, device=values.device)
     matrices = weight.values.view(-1, height, columns)
     rows = config.rows // len(matrices)
     tiles = triton.cdiv(num_tokens, config.tokens) * triton.cdiv(height, rows)
@@ -161,21 +195,34 @@ def _gemm(
 
 @triton.jit
 def _quantize_kernel(
-    x_ptr, values_ptr, scale_ptr, num_columns, SIZE: tl.constexpr, PDL: tl.constexpr
-):
+    x_ptr, residual_ptr, norm_ptr, values_ptr, scale_ptr, num_columns, stride, eps,
+    ADD: tl.constexpr, NORM: tl.constexpr, SPLITS: tl.constexpr, SIZE: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, SIZE)
     inside = column < num_columns
+    place = token * num_columns + column
+    dtype: tl.constexpr = residual_ptr.dtype.element_ty
+    norm = column.to(tl.float32)
+    if NORM:
+        norm = tl.load(norm_ptr + column, mask=inside, other=0.0)
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    x = tl.load(x_ptr + token * num_columns + column, mask=inside, other=0.0).to(tl.float32)
+    x = tl.load(residual_ptr + place, mask=inside, other=0.0).to(tl.float32)
+    if ADD:
+        x += load_reduced(x_ptr, place, inside, stride, SPLITS, dtype).to(tl.float32)
+        tl.store(residual_ptr + place, x.to(dtype), mask=inside)
+        x = x.to(dtype).to(tl.float32)
+    if NORM:
+        x = normed(x, norm, tl.rsqrt(tl.sum(x * x) / num_columns + eps), dtype)
     amax = tl.max(tl.abs(x))
     scale = tl.where(amax > 0, tl.div_rn(amax, 127.0), 1.0)
     quotient = tl.div_rn(x, tl.broadcast_to(scale, (SIZE,)))
     rounded = (quotient + _HALF) - _HALF  # to the nearest, of two to the even one
     values = tl.clamp(rounded, -127.0, 127.0).to(tl.int8)
-    tl.store(values_ptr + token * num_columns + column, values, mask=inside)
+    tl.store(values_ptr + place, values, mask=inside)
     tl.store(scale_ptr + token, scale)
 
 

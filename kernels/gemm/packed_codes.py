@@ -48,12 +48,12 @@ def assembly(kind: torch.dtype, zeros: bool) -> str:
 
 @triton.jit
 def widen(words, zeros, dtype: tl.constexpr, ZEROS: tl.constexpr, ASSEMBLY: tl.constexpr):
-    """Words `[64, 32]` → their four codes less the zero points, each `[64, 32]`; of columns 0-31,
-    32-63, 64-95, 96-127 of a tile.
+    """Words of tiles → their four codes less the zero points, each of the words' shape; of columns
+    0-31, 32-63, 64-95, 96-127 of a tile.
 
     Args:
         words: int16.
-        zeros: four times `[64]` int32; read if ZEROS.
+        zeros: four blocks of int32 that broadcast to the words; read if ZEROS.
         dtype: of the codes.
     """
     z0, z1, z2, z3 = zeros
@@ -83,17 +83,17 @@ def widen(words, zeros, dtype: tl.constexpr, ZEROS: tl.constexpr, ASSEMBLY: tl.c
 
 @triton.jit
 def _offset(zero, dtype: tl.constexpr):
-    """What makes a zero point of a code's float, see `_assembly`."""
+    """What makes a zero point of a code's float, see `assembly`."""
     least: tl.constexpr = -0x1C00 if dtype == tl.float16 else -0x3D00  # of the float's bits
-    return (zero.to(tl.int16) | tl.full(zero.shape, least, tl.int16))[:, None]
+    return zero.to(tl.int16) | tl.full(zero.shape, least, tl.int16)
 
 
 @triton.jit
 def code(words, shift: tl.constexpr, zero, ZEROS: tl.constexpr):
-    """float32: a code of each word, less its zero point."""
+    """float32: a code of each word, less its zero point, see `widen`."""
     found = ((words >> shift) & 15).to(tl.float32)
     if ZEROS:
-        found -= zero.to(tl.float32)[:, None]
+        found -= zero.to(tl.float32)
     else:
         found -= 8.0
     return found
@@ -124,7 +124,7 @@ def load_halves(ptr, stride):
 
 @triton.jit
 def load_groups(ptr, column, num_rows, GROUP: tl.constexpr):
-    """The values of rows for the four quarters of a tile that begins at a column."""
+    """The values of rows for the four quarters of a tile that begins at a column, as `ptr`."""
     group = tl.cast(column // GROUP, tl.int64) * num_rows
     a = tl.load(ptr + group)
     b, c, d = a, a, a

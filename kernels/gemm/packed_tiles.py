@@ -27,10 +27,10 @@ from torch.nn import functional as F
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.device import DeviceFacts
+from kernels.gemm import cublaslt
 from kernels.gemm.packed_codes import (
     assembly,
     beside,
-    code,
     load_groups,
     load_halves,
     load_words,
@@ -146,18 +146,26 @@ def _launch_skinny(
 
 def linear(x: Tensor, weight: PackedWeight, *, device: DeviceFacts) -> Tensor:
     """`[T, K]` → `[T, N]` for many tokens."""
-    wide = x.new_empty(weight.rows, weight.columns)
-    dequantize(weight, wide, device=device)
-    return F.linear(x, wide)
+    wide = dequantized(weight, x.dtype, device=device)
+    found = cublaslt.linear(x, wide)
+    return F.linear(x, wide) if found is None else found
 
 
-def dequantize(weight: PackedWeight, out: Tensor, *, device: DeviceFacts) -> None:
-    """Implements `packed_weight.dequantize`, to `out` `[N, K]`."""
+def dequantized(weight: PackedWeight, dtype: torch.dtype, *, device: DeviceFacts) -> Tensor:
+    """Implements `packed_weight.dequantize`: `[N, K]`."""
+    out = torch.empty(weight.rows, weight.columns, dtype=dtype, device=weight.codes.device)
+    dequantize(weight, out, device=device)
+    return out
+
+
+def dequantize(weight: PackedWeight, out: Tensor, first: int = 0, *, device: DeviceFacts) -> None:
+    """The rows from `first` that fill `out` `[R, K]`, whole tiles."""
     wide = weight.columns // TILE_COLUMNS
-    _dequantize_kernel[(wide, weight.rows // TILE_ROWS)](
-        weight.codes, weight.scale, weight.zero, out, weight.rows, weight.columns,
-        GROUP=weight.group, ZEROS=weight.zero is not None, PDL=device.supports_pdl, num_warps=4,
-        launch_pdl=device.supports_pdl,
+    _dequantize_kernel[(wide, len(out) // TILE_ROWS)](
+        weight.codes, weight.scale, weight.zero, out, weight.rows, weight.columns, first,
+        GROUP=weight.group, ZEROS=weight.zero is not None,
+        ASSEMBLY=assembly(out.dtype, weight.zero is not None), PDL=device.supports_pdl,
+        num_warps=4, launch_pdl=device.supports_pdl,
     )  # fmt: skip
 
 
@@ -199,15 +207,15 @@ def _term(
     s0, s1, s2, s3 = scales
     a, b, c, d = widen(words, zeros, x0.dtype, ZEROS, ASSEMBLY)
     if GROUP >= 128:
-        found = tl.dot(beside(beside(a, b), beside(c, d)), x0.T) * s0[:, None]
+        found = tl.dot(beside(beside(a, b), beside(c, d)), x0.T) * s0
     elif GROUP == 64:
-        found = tl.dot(beside(a, b), x0.T) * s0[:, None]
-        found += tl.dot(beside(c, d), x1.T) * s2[:, None]
+        found = tl.dot(beside(a, b), x0.T) * s0
+        found += tl.dot(beside(c, d), x1.T) * s2
     else:
-        found = tl.dot(a, x0.T) * s0[:, None]
-        found += tl.dot(b, x1.T) * s1[:, None]
-        found += tl.dot(c, x2.T) * s2[:, None]
-        found += tl.dot(d, x3.T) * s3[:, None]
+        found = tl.dot(a, x0.T) * s0
+        found += tl.dot(b, x1.T) * s1
+        found += tl.dot(c, x2.T) * s2
+        found += tl.dot(d, x3.T) * s3
     return found
 
 
@@ -256,16 +264,16 @@ def _skinny_kernel(
         else:
             words = load_words(codes + at * 16)
         x0, x1, x2, x3 = _load_inputs(inputs + at, inside, GROUP)
-        scales = load_groups(scale_ptr + row, first + at, num_rows, GROUP)
+        scales = load_groups(scale_ptr + row[:, None], first + at, num_rows, GROUP)
         zeros = scales
         if ZEROS:
-            zeros = load_groups(zero_ptr + row, first + at, num_rows, GROUP)
+            zeros = load_groups(zero_ptr + row[:, None], first + at, num_rows, GROUP)
         sums += _term(words, zeros, scales, x0, x1, x2, x3, GROUP, ZEROS, ASSEMBLY)
         if PAIR:
             words = load_words(other_codes + at * 16)
-            scales = load_groups(scale_ptr + other_row, first + at, num_rows, GROUP)
+            scales = load_groups(scale_ptr + other_row[:, None], first + at, num_rows, GROUP)
             if ZEROS:
-                zeros = load_groups(zero_ptr + other_row, first + at, num_rows, GROUP)
+                zeros = load_groups(zero_ptr + other_row[:, None], first + at, num_rows, GROUP)
             other_sums += _term(words, zeros, scales, x0, x1, x2, x3, GROUP, ZEROS, ASSEMBLY)
     if BIAS:
         sums += tl.where(split == 0, tl.load(bias_ptr + row).to(tl.float32), 0.0)[:, None]
@@ -301,23 +309,23 @@ def _store_swiglu(out_ptr, sums, other_sums, token, inside, height, SECOND: tl.c
 
 @triton.jit
 def _dequantize_kernel(
-    codes_ptr, scale_ptr, zero_ptr, out_ptr, num_rows, num_columns, GROUP: tl.constexpr,
-    ZEROS: tl.constexpr, PDL: tl.constexpr,
+    codes_ptr, scale_ptr, zero_ptr, out_ptr, num_rows, num_columns, first, GROUP: tl.constexpr,
+    ZEROS: tl.constexpr, ASSEMBLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    column, tile = tl.program_id(0) * 128, tl.program_id(1)
+    column, tile = tl.program_id(0) * 128, tl.program_id(1) + first // 64
     words = load_words(codes_ptr + (tl.cast(tile, tl.int64) * num_columns + column) * 16)
     row = tile * 64 + tl.arange(0, 64)
-    s0, s1, s2, s3 = load_groups(scale_ptr + row, column, num_rows, GROUP)
-    z0, z1, z2, z3 = s0, s1, s2, s3
+    scales = load_groups(scale_ptr + row[:, None], column, num_rows, GROUP)
+    zeros = scales
     if ZEROS:
-        z0, z1, z2, z3 = load_groups(zero_ptr + row, column, num_rows, GROUP)
+        zeros = load_groups(zero_ptr + row[:, None], column, num_rows, GROUP)
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
     dtype: tl.constexpr = out_ptr.dtype.element_ty
-    a = (code(words, 0, z0, ZEROS) * s0[:, None]).to(dtype)
-    b = (code(words, 4, z1, ZEROS) * s1[:, None]).to(dtype)
-    c = (code(words, 8, z2, ZEROS) * s2[:, None]).to(dtype)
-    d = (code(words, 12, z3, ZEROS) * s3[:, None]).to(dtype)
-    place = row.to(tl.int64)[:, None] * num_columns + column + tl.arange(0, 128)[None, :]
+    a, b, c, d = widen(words, zeros, dtype, ZEROS, ASSEMBLY)
+    s0, s1, s2, s3 = scales
+    a, b = (a.to(tl.float32) * s0).to(dtype), (b.to(tl.float32) * s1).to(dtype)
+    c, d = (c.to(tl.float32) * s2).to(dtype), (d.to(tl.float32) * s3).to(dtype)
+    place = (row - first).to(tl.int64)[:, None] * num_columns + column + tl.arange(0, 128)[None, :]
     tl.store(out_ptr + place, beside(beside(a, b), beside(c, d)))

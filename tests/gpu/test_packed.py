@@ -20,7 +20,13 @@ from tests.gpu.twins import CUDA, TOLERANCE, error, random
 pytest.importorskip("triton")
 from kernels import plain
 from kernels.device import DeviceFacts
-from kernels.gemm import int8_kernels, int8_weight, packed_kernels, packed_tiles, packed_weight
+from kernels.gemm import (
+    int8_kernels,
+    int8_weight,
+    packed_kernels,
+    packed_tiles,
+    packed_weight,
+)
 from kernels.gemm.int8_weight import Int8Weight
 from kernels.gemm.packed_weight import PackedWeight
 from services.common.nn import int8
@@ -79,8 +85,7 @@ def test_kernels_of_tiles_agree_with_their_twin(
         assert error(total, twin.float() + bias.float()) <= TOLERANCE, num_tokens
         gated = packed_tiles.linear_swiglu(x, weight, bias, device=facts)
         assert error(gated, plain.silu_and_mul(twin + bias)) <= 2 * TOLERANCE, num_tokens
-    wide = x.new_empty(rows, columns)
-    packed_tiles.dequantize(weight, wide, device=facts)
+    wide = packed_tiles.dequantized(weight, dtype, device=facts)
     assert wide.equal(packed_weight.dequantize(weight, dtype))
 
 
@@ -101,6 +106,24 @@ def test_the_gemm_of_integers_is_exact(rows: int, columns: int) -> None:
             assert int8_kernels.gemm(x, weight, device=facts).equal(twin), num_tokens
             found = int8_kernels.gemm_swiglu(x, weight, device=facts)
             assert error(found, plain.silu_and_mul(twin)) <= TOLERANCE, num_tokens
+
+
+@pytest.mark.parametrize("splits", [0, 1, 4])
+def test_a_norm_that_quantizes_agrees_with_its_twin(splits: int) -> None:
+    """A value at a half of the unit may be rounded to the other side."""
+    for num_tokens in (1, 70):
+        residual, norm = random(num_tokens, 4096), random(4096)
+        x = random(num_tokens, 4096) if splits == 1 else None
+        if splits > 1:
+            x = torch.randn(splits, num_tokens, 4096, device=CUDA)
+        total = residual.clone()
+        if x is not None:
+            total += plain.reduce_split_k(x, residual.dtype) if splits > 1 else x
+        wanted = int8_weight.quantize_activations(plain.rms_norm(total, norm, 1e-6))
+        found = int8_kernels.norm_quantize(x, residual, norm, 1e-6, pdl=True)
+        assert error(residual, total) <= TOLERANCE
+        assert error(found.scale, wanted[1]) <= TOLERANCE
+        assert error(found.values * found.scale, wanted[0] * wanted[1]) <= TOLERANCE
 
 
 def test_a_graph_replays_the_skinny_gemm() -> None:

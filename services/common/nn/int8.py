@@ -13,6 +13,7 @@ from kernels.gemm import int8_weight
 from kernels.gemm.int8_weight import Int8Weight
 from services.common.model_spec import QuantizationSpec
 from services.common.nn.dispatch import Implementation, Kernel, TokenRange
+from services.common.nn.layers import RMSNorm
 from services.common.nn.linear import Axis, Linear, QuantizedLinear, TensorLayout
 
 SKINNY_TOKENS = 64  # the most for which K is split
@@ -51,7 +52,13 @@ class Int8Linear(QuantizedLinear):
 
     def rows(self) -> Sequence[Implementation[Any]]:
         few = TokenRange(1, SKINNY_TOKENS)
+
+        def normed(facts: Any) -> TokenRange:  # noqa: ANN401 - the decoder's
+            return TokenRange() if facts.device.is_hopper else few
+
         return (
+            Implementation("norm_linear", "int8_norm", _norm_linear, _triton, normed),
+            Implementation("norm_swiglu", "int8_norm", _norm_swiglu, _hopper),
             Implementation("project", "int8_skinny_gemm", _project, _triton, lambda _: few),
             Implementation("linear_swiglu", "int8_gemm", _linear_swiglu, _hopper),
             Implementation(self.operation, "skinny_gemm", _skinny_gemm, _triton, lambda _: few),
@@ -110,6 +117,49 @@ def _gemm(facts: Any) -> Kernel:  # noqa: ANN401
         return int8_kernels.gemm(x, weight, device=facts.device)
 
     return multiply
+
+
+def _norm_linear(facts: Any) -> Kernel:  # noqa: ANN401
+    from kernels.gemm import int8_kernels
+
+    def multiply(x: int8_kernels.Quantized, layer: Linear) -> Tensor:
+        weight, device = layer.method.weight(layer), facts.device
+        if len(x.values) <= SKINNY_TOKENS:
+            return int8_kernels.split_k_partials(x, weight, layer.bias, device=device)
+        found = int8_kernels.gemm(x, weight, device=device)
+        return found if layer.bias is None else found + layer.bias
+
+    return _after_norm(facts, multiply, _project(facts))
+
+
+def _norm_swiglu(facts: Any) -> Kernel:  # noqa: ANN401
+    from kernels.gemm import int8_kernels
+
+    def multiply(x: int8_kernels.Quantized, layer: Linear) -> Tensor:
+        return int8_kernels.gemm_swiglu(x, layer.method.weight(layer), device=facts.device)
+
+    return _after_norm(facts, multiply, _linear_swiglu(facts), bias=False)
+
+
+def _after_norm(facts: Any, multiply: Any, other: Kernel, bias: bool = True) -> Kernel:  # noqa: ANN401
+    """A norm that quantizes; of layers that `multiply` does not take, one that does not."""
+    from kernels.gemm import add_norm, int8_kernels
+
+    pdl = facts.device.supports_pdl
+
+    def fused(
+        x: Tensor | None, residual: Tensor, norm: RMSNorm, layer: Linear
+    ) -> tuple[Tensor, Tensor]:
+        if int8_kernels.has_tiles(layer.method.weight(layer)) and (bias or layer.bias is None):
+            quantized = int8_kernels.norm_quantize(x, residual, norm.weight, norm.eps, pdl=pdl)
+            return multiply(quantized, layer), residual
+        if x is None:
+            normed = add_norm.rms_norm(residual, norm.weight, norm.eps, pdl=pdl)
+        else:
+            normed, residual = add_norm.add_rms_norm(x, residual, norm.weight, norm.eps, pdl=pdl)
+        return other(normed, layer), residual
+
+    return fused
 
 
 def _linear_swiglu(facts: Any) -> Kernel:  # noqa: ANN401

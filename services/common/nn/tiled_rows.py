@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from kernels.tuning import swiglu_gemm_config
 from services.common.nn.dispatch import Kernel
 from services.common.nn.linear import Linear
 
@@ -48,13 +49,20 @@ def project(facts: Any) -> Kernel:  # noqa: ANN401
 
 def linear_swiglu(facts: Any) -> Kernel:  # noqa: ANN401
     """`(x, layer of gate and up)` → `silu(gate) * up`, `[T, N]`."""
-    from kernels.gemm import packed_tiles, silu_mul
+    from kernels.gemm import packed_tiles, silu_mul, swiglu_gemm
+
+    device = facts.device
 
     def multiply(x: Tensor, layer: Linear) -> Tensor:
         weight = layer.method.weight(layer)
         divides = weight.is_tiled and weight.rows % (2 * packed_tiles.TILE_ROWS) == 0
         if divides and len(x) <= SKINNY_TOKENS:
-            return packed_tiles.linear_swiglu(x, weight, layer.bias, device=facts.device)
+            return packed_tiles.linear_swiglu(x, weight, layer.bias, device=device)
+        config = swiglu_gemm_config(device, weight.columns)
+        fits = divides and device.is_hopper and not config.obstacle(weight.rows, weight.columns)
+        if fits and layer.bias is None and config.is_faster(len(x), weight.rows):
+            wide = packed_tiles.dequantized(weight, x.dtype, device=device)
+            return swiglu_gemm.linear_swiglu(x, wide, config)
         return silu_mul.silu_and_mul(layer(x), pdl=facts.device.supports_pdl)
 
     return multiply

@@ -19,7 +19,7 @@ from kernels.gemm.int8_weight import Int8Weight
 from kernels.gemm.packed_kernels import packed_config
 from kernels.gemm.packed_tiles import SkinnyConfig
 from kernels.gemm.packed_weight import PackedWeight
-from kernels.plain import silu_and_mul
+from kernels.plain import rms_norm, silu_and_mul
 from kernels.tuning import MoEGemmConfig
 from tests.unit.kernels.interpreted_moe import check_experts
 from tests.unit.kernels.interpreter import assert_close
@@ -81,9 +81,11 @@ def check_tiles(tokens: int, rows: int, columns: int, group: int, zeros: bool) -
     for config in (None, SkinnyConfig(1, pair=True)):
         found = packed_tiles.linear_swiglu(x, weight, bias, device=DEVICE, config=config)
         assert_close(found, silu_and_mul(expected + bias), atol=4e-3, rtol=1e-4)
-    wide = torch.empty(rows, columns)
-    packed_tiles.dequantize(weight, wide, device=DEVICE)
+    wide = packed_tiles.dequantized(weight, torch.float32, device=DEVICE)
     assert wide.equal(packed_weight.dequantize(weight, torch.float32))
+    part = torch.empty(64, columns)
+    packed_tiles.dequantize(weight, part, 64, device=DEVICE)
+    assert part.equal(wide[64:128])
     wrong = replace(weight, scale=weight.scale.flip(1))  # a control, as above
     assert (packed_weight.weight_only_linear(x, wrong) - expected).abs().max() > 1
 
@@ -94,6 +96,15 @@ def check_int8(tokens: int, rows: int, columns: int) -> None:
     x[0] = 0
     found = int8_kernels.quantize_activations(x, pdl=False)
     assert all(map(torch.equal, found, int8_weight.quantize_activations(x)))
+    norm, added = torch.randn(columns), torch.randn(3, tokens, columns)
+    for term in (None, added[0], added):
+        residual = x.clone()
+        *found, _ = int8_kernels.norm_quantize(term, residual, norm, 1e-6, pdl=False)
+        total = x if term is None else x + term.view(-1, tokens, columns).sum(0)
+        assert_close(residual, total, atol=1e-6, rtol=1e-6)
+        wanted = int8_weight.quantize_activations(rms_norm(residual, norm, 1e-6))
+        assert_close(found[1], wanted[1], atol=1e-7, rtol=1e-6)
+        assert (found[0].int() - wanted[0].int()).abs().max() <= 1  # at a half
     expected = int8_weight.w8a8_linear(x, weight)
     partials = int8_kernels.split_k_partials(x, weight, device=DEVICE)
     assert_close(partials.view(-1, tokens, rows).sum(0), expected, atol=1e-4, rtol=1e-5)
