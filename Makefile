@@ -85,7 +85,7 @@ bench: $(DEV) ## measure a running server: make bench ARGS="--url URL --rows tex
 test: | $(BIN)/python ## everything that must hold
 	@$(ALONGSIDE) system-test test-light type lint proto-check site
 	@$(MAKE) --no-print-directory e2e
-	@$(MAKE) --no-print-directory unit
+	@$(MAKE) --no-print-directory unit ARGS="$$($(BIN)/python scripts/check_without_torch.py --ran)"
 
 .PHONY: lint
 lint: $(DEV) ## style, formatting, dependency rules, sizes

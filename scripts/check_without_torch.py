@@ -25,6 +25,7 @@ _TESTS = (
 )
 # Long ones of plain algorithms and of retries, which load nothing that the others do not.
 _LEFT_OUT = ("test_answers.py", "test_attempts.py", "test_byte_pairs.py")
+_SKIPS = "importorskip"  # in a file some of whose tests need what is absent here
 
 
 def modules() -> list[str]:
@@ -44,8 +45,37 @@ def _inside(name: str) -> list[str]:
     return [module.name for module in pkgutil.walk_packages(path, f"{name}.")]
 
 
+def paths_of_tests() -> list[Path]:
+    """The files and folders.
+
+    Raises:
+        LookupError: a pattern matches nothing.
+    """
+    paths: list[Path] = []
+    for pattern in _TESTS:
+        found = sorted(_ROOT.glob(pattern))
+        if not found:
+            raise LookupError(f"no test matches {pattern}")
+        paths += found
+    return paths
+
+
+def whole_files() -> list[str]:
+    """Files of which all tests run here, from the root."""
+    files = [file for path in paths_of_tests() for file in (path, *path.rglob("test_*.py"))]
+    return [
+        str(file.relative_to(_ROOT)) for file in files
+        if file.is_file() and file.name not in _LEFT_OUT and _SKIPS not in file.read_text()
+    ]  # fmt: skip
+
+
 def main() -> int:
-    """Imports, then tests; returns the exit status."""
+    """Imports, then tests; returns the exit status. With `--ran` it only says, as options of
+    pytest, which files need not run again where all packages are.
+    """
+    if sys.argv[1:] == ["--ran"]:
+        print(*(f"--ignore={name}" for name in whole_files()))
+        return 0
     for name in _ABSENT:
         if importlib.util.find_spec(name):
             print(f"{name} is installed here, so nothing would be proven", file=sys.stderr)
@@ -54,17 +84,10 @@ def main() -> int:
     for name in names:
         importlib.import_module(name)
     print(f"{len(names)} modules imported without {', '.join(_ABSENT)}", flush=True)
-    paths: list[Path] = []
-    for pattern in _TESTS:
-        found = sorted(_ROOT.glob(pattern))
-        if not found:
-            print(f"no test matches {pattern}", file=sys.stderr)
-            return 1
-        paths += found
     left_out = [f"--ignore-glob=*/{name}" for name in _LEFT_OUT]
     command = [
         sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *left_out,
-        *map(str, paths),
+        *map(str, paths_of_tests()),
     ]  # fmt: skip
     return subprocess.call(command, cwd=_ROOT)
 

@@ -5,6 +5,11 @@ import gc
 
 import httpcore2
 import pytest
+from hypothesis import settings
+
+# An example may have to wait for a core.
+settings.register_profile("patient", deadline=None)
+settings.load_profile("patient")
 
 gc.disable()  # until all is imported and collected: millions of objects, none of them garbage
 
