@@ -32,7 +32,7 @@ def undisturbed(cluster: Cluster) -> dict[int, Answer]:
 def test_decoders_killed_in_mid_stream_are_not_noticed(
     cluster: Cluster, undisturbed: dict[int, Answer]
 ) -> None:
-    result = handover.run(cluster, 2, range(5), undisturbed=undisturbed)
+    result = handover.run(cluster, 1, range(5), undisturbed=undisturbed)
     assert not result.mistakes, result.mistakes[0]
     assert result.gaps_ms, "nothing was handed over"
 

@@ -117,6 +117,7 @@ def test_a_question_is_kept_though_its_answer_was_not(page: Page, stack: Gateway
     ask(page, "Slowly?")
     page.wait_for(f"{ANSWER}")
     reload(page, stack)
+    stack.decoder.delay_s = 0.0
     page.wait_for(f"!!{LAST}")
     assert questions(page) == ["Slowly?"]
     assert "There is no answer" in page.evaluate(f"{LAST}.innerText")

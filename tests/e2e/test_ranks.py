@@ -106,7 +106,7 @@ def test_a_prefix_that_is_known_changes_nothing(cluster: Cluster) -> None:
 
 def test_preempted_sequences_go_on(cluster: Cluster, demo: ServeCommand) -> None:
     def all_of(url: str) -> list[str]:
-        asked = {"max_tokens": 100, "ignore_eos": True}
+        asked = {"max_tokens": 70, "ignore_eos": True}
         with ThreadPoolExecutor(len(STORIES)) as pool:
             answers = pool.map(lambda s: ask(url, messages=[message(s)], **asked), STORIES)
             return list(map(text_of, answers))

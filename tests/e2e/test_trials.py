@@ -24,7 +24,8 @@ Running = tuple[ProcessFleet, Clients]
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    with ProcessFleet(tmp_path_factory.mktemp("fleet")) as fleet:
+    counts = {"decoder": 2, "encoder": 1, "gateway": 1}
+    with ProcessFleet(tmp_path_factory.mktemp("fleet"), counts=counts) as fleet:
         yield fleet, Clients(fleet, num_streams=3, num_tokens=110, num_askers=1)
 
 
@@ -37,6 +38,7 @@ _KINDS = [
 @pytest.mark.parametrize("kind", _KINDS)
 def test_pods_scale_down_and_roll_out(running: Running, kind: str) -> None:
     """Two become one, and that one is replaced."""
+    running[0].scale(kind, 2)
     for trial in (trials.scale_down, trials.roll_out):
         outcome = trial(*running, kind)
         assert not outcome.mistakes, f"{outcome}: {outcome.mistakes[0]}"
