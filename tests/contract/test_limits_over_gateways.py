@@ -36,7 +36,7 @@ async def test_limits_hold_while_redis_is_there_lost_and_back(
     phase uses 95 % of it at least.
     """
     monkeypatch.setattr("services.gateway.tenancy.leases._LAST_RETRY_S", 0.1)
-    load = Load(LIMIT, 40, (40 // number,) * 3, pause_s=0.01)
+    load = Load(LIMIT, 80, (40 // number,) * 3, pause_s=0.02)
     found = [Leases(redis_server.url, number, TIMES) for _ in range(number)]
     for leases in found:
         leases.start()

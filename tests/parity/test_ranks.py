@@ -33,7 +33,9 @@ from tests.parity.text_oracle import DEFAULT, _config, make_text_oracle
 # isort: split
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
-pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.thorough]
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"), pytest.mark.thorough, pytest.mark.timeout(400),
+]  # fmt: skip
 
 MOE = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
 WIDE = {

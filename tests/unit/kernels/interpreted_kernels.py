@@ -31,6 +31,7 @@ from services.decoder.models.rope import RotaryEmbedding
 from services.decoder.operations.ops import PlainOps
 from tests import sampling_twins
 from tests.block_tables import first_blocks
+from tests.cases import THOROUGH
 from tests.step_entries import check_step_entry
 from tests.unit.kernels import interpreted_moe
 from tests.unit.kernels.interpreter import assert_close
@@ -256,10 +257,12 @@ def check_sampling() -> None:
     """
     top_k_top_p_sampling._SPLITS, top_k_top_p_sampling._BLOCK = 2, 32
     sample = top_k_top_p_sampling.sample
-    some, others = ([sampling_twins.ROWS[i] for i in which] for which in ((1, 4, 6), (2, 4, 9)))
-    sampling_twins.check(sample, torch.randn(3, 70).half() * 2, some, 0)
-    equal = (torch.randn(3, 70) * 2).round().half()
-    sampling_twins.check(sample, equal, others, 1, np.random.default_rng(0).random((3, 70)) < 0.3)
+    kinds = ((1, 4, 6), (2, 4, 9)) if THOROUGH else ((1, 6), (4, 9))
+    some, others = ([sampling_twins.ROWS[i] for i in which] for which in kinds)
+    shape = len(some), 70
+    sampling_twins.check(sample, torch.randn(shape).half() * 2, some, 0)
+    equal = (torch.randn(shape) * 2).round().half()
+    sampling_twins.check(sample, equal, others, 1, np.random.default_rng(0).random(shape) < 0.3)
     sampling_twins.check_masked_out(sample, torch.randn(5, 70))
 
 
@@ -320,15 +323,16 @@ if __name__ == "__main__":
     for size in ((1, 16), (300, 32)):
         check_entry(*size)
     check_fused([1], 4, 2, 32)
-    check_fused([100], 4, 2, 32)
     check_fused([17, 64], 3, 1, 32)  # a group padded to the rows of an MMA
-    check_fused([30], 3, 3, 32)
-    check_fused([70], 8, 2, 32)
     check_fused([1, 40], 10, 2, 32)
     check_fused([90], 8, 1, 32)
-    check_fused([40], 16, 1, 32)
     check_fused([33], 4, 2, 48)  # half a head is padded
-    check_fused([33], 6, 2, 80)
+    if THOROUGH:
+        check_fused([100], 4, 2, 32)
+        check_fused([30], 3, 3, 32)
+        check_fused([70], 8, 2, 32)
+        check_fused([40], 16, 1, 32)
+        check_fused([33], 6, 2, 80)
     check_fused([33], 6, 2, 32, has_norm=False)
     check_fused([33, 5], 4, 2, 32, num_partials=3)
     check_fused([80], 8, 1, 32, FusedDecodeConfig(heads=4, num_splits=4, tile=16))

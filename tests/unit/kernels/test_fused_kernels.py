@@ -12,6 +12,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.timeout(660)
 @pytest.mark.parametrize(
     "name", ["interpreted_tower", "interpreted_kernels", "interpreted_fp8_cache"]
