@@ -11,15 +11,15 @@ from tests.e2e.serve_command import ServeCommand, serve_command
 # With `-n` and `--dist loadfile`, the files of a line run in one process: they share `demo`, or an
 # import that takes seconds. The lines that take longest are first, so that none begins last.
 _LINES = (
-    ("test_handover",),
-    ("test_trials",),
-    ("test_cache_tiers",),
-    ("test_failures",),
-    ("test_attacks",),
-    ("test_serve_video", "test_text_families", "test_text_only_stack"),
-    ("test_encoder_process", "test_image_bombs"),
     ("test_structured_output", "test_clients", "test_chat_page", "test_agent_loop", "test_ranks"),
+    ("test_serve_video", "test_text_families", "test_text_only_stack"),
+    ("test_cache_tiers",),
     ("test_page_answers", "test_page_markdown", "test_page_tools", "test_docs_page"),
+    ("test_handover",),
+    ("test_attacks",),
+    ("test_trials",),
+    ("test_encoder_process", "test_image_bombs"),
+    ("test_failures",),
     ("test_serve_command",),
     ("test_chaos",),
 )
