@@ -37,7 +37,7 @@ from services.common.images.image_header import MAX_SOURCE_PIXELS
 from services.common.model_spec import TowerSpec
 from services.common.nn.device import resolve_device, resolve_dtype
 from services.common.nn.dispatch import UnknownOverride, parse_overrides
-from services.common.nn.weights import load_dummy
+from services.common.nn.dummy_weights import load_dummy
 from services.common.process.channel import EngineChannel, create_socket_pair
 from services.encoder.clips.clip_pool import ClipPool
 from services.encoder.engine.engine import Engine

@@ -30,10 +30,10 @@ from kernels.device import DeviceFacts
 from kernels.experts import moe_gemm
 from kernels.tuning import MoEGemmConfig, MoEGemvConfig
 from services.common.model_spec import MoESpec, QuantizationSpec, TextSpec
+from services.common.nn.dummy_weights import load_dummy
 from services.common.nn.experts import Experts, Router
 from services.common.nn.experts import moe as plain_moe
 from services.common.nn.fp8 import Fp8Linear
-from services.common.nn.weights import load_dummy
 from services.decoder.operations import table
 from services.decoder.operations.moe import MoEKernels, weights_of
 from services.decoder.operations.table import KernelFacts

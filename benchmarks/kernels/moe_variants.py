@@ -23,9 +23,10 @@ from kernels.device import DeviceFacts
 from kernels.gemm import add_norm
 from kernels.tuning import MoEGemvConfig
 from services.common.model_spec import TextSpec
+from services.common.nn.dummy_weights import load_dummy
 from services.common.nn.experts import moe as plain_moe
 from services.common.nn.layers import RMSNorm
-from services.common.nn.weights import load_dummy, materialize
+from services.common.nn.weights import materialize
 from services.decoder.operations.moe import MoEKernels
 
 CHAIN = 24  # layers

@@ -26,12 +26,12 @@ from services.common.images.image_key import key_prefix
 from services.common.model_spec import ModelSpec, ModelSpecError, TowerSpec
 from services.common.nn.device import resolve_device, resolve_dtype
 from services.common.nn.dispatch import UnknownOverride, parse_overrides
+from services.common.nn.dummy_weights import load_dummy
 from services.common.nn.weights import (
     DUMMY_FINGERPRINT,
     Checkpoint,
     CheckpointError,
     fingerprint,
-    load_dummy,
     load_weights,
 )
 from services.common.process.engine_process import REFUSED, ChannelClosed, EngineEnd, accept

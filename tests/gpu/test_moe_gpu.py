@@ -21,8 +21,8 @@ from kernels import plain
 from kernels.device import DeviceFacts
 from kernels.experts import moe_routing
 from kernels.tuning import MoEGemvConfig
+from services.common.nn.dummy_weights import load_dummy
 from services.common.nn.experts import moe as plain_moe
-from services.common.nn.weights import load_dummy
 from services.decoder.operations import table
 from services.decoder.operations.table import KernelFacts
 

@@ -6,6 +6,7 @@ the checkpoint's module, and the loader reads those rows and columns of the file
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import Protocol
 
 import torch
@@ -89,8 +90,16 @@ class Collectives(Protocol):
         """Overwrites values with those of rank 0."""
         ...
 
-    def exchange(self, value: str) -> list[str]:
-        """What each rank says, by rank; on the host."""
+    def exchange(self, value: str, timeout_s: float | None = None) -> list[str]:
+        """What each rank says, by rank; on the host.
+
+        Args:
+            value: what this one says.
+            timeout_s: of the wait for each other; None: as long as a start may take.
+
+        Raises:
+            RuntimeError: a rank says nothing in time.
+        """
         ...
 
 
@@ -103,6 +112,10 @@ class Store(Protocol):
 
     def get(self, key: str, /) -> bytes:
         """Waits for a value."""
+        ...
+
+    def wait(self, keys: list[str], timeout: timedelta, /) -> object:
+        """Waits for values no longer than that."""
         ...
 
 
@@ -139,10 +152,16 @@ class ProcessGroup:
     def broadcast(self, values: Tensor) -> None:
         dist.broadcast(values, 0)
 
-    def exchange(self, value: str) -> list[str]:
+    def exchange(self, value: str, timeout_s: float | None = None) -> list[str]:
         number, self._exchanges = self._exchanges, self._exchanges + 1
         self._store.set(f"{number}/{self._rank}", value)
-        return [self._store.get(f"{number}/{rank}").decode() for rank in range(self._count)]
+        keys = [f"{number}/{rank}" for rank in range(self._count)]
+        for rank, key in enumerate(keys if timeout_s is not None else ()):
+            try:
+                self._store.wait([key], timedelta(seconds=timeout_s or 0.0))
+            except RuntimeError:
+                raise RuntimeError(f"rank {rank} has said nothing for {timeout_s:g} s") from None
+        return [self._store.get(key).decode() for key in keys]
 
 
 # torch 2.13 gives it another name.
@@ -240,9 +259,9 @@ class Ranks:
         if self.count > 1:
             self.shared.broadcast(values)
 
-    def exchange(self, value: str) -> list[str]:
-        """What each rank says, by rank; on the host, before the first step."""
-        return [value] if self.count == 1 else self.shared.exchange(value)
+    def exchange(self, value: str, timeout_s: float | None = None) -> list[str]:
+        """What each rank says, by rank; see `Collectives.exchange`. Before the first step."""
+        return [value] if self.count == 1 else self.shared.exchange(value, timeout_s)
 
 
 ALONE = Ranks()

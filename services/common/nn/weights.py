@@ -1,4 +1,4 @@
-"""Fills a module that was built on `meta` from a checkpoint, or with random numbers.
+"""Fills a module that was built on `meta` from a checkpoint; `dummy_weights` does without one.
 
     with torch.device("meta"):
         model = LanguageModel(spec)
@@ -21,7 +21,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from services.common.model_spec import CheckpointSpec, QuantizationSpec
+from services.common.model_spec import CheckpointSpec
 from services.common.nn.checkpoint import Checkpoint, CheckpointError, Reader, fingerprint, listed
 from services.common.nn.collectives import Share
 from services.common.nn.layers import RMSNorm
@@ -37,19 +37,17 @@ from services.common.nn.linear import (
 from services.common.nn.weight_map import (
     WeightMap,
     part_path,
-    set_configured_methods,
     set_methods,
     stored_files,
 )
 from services.common.process.progress import log_progress
 
 __all__ = [
-    "Checkpoint", "CheckpointError", "WeightMap", "check_all_claimed", "fingerprint", "load_dummy",
-    "load_weights", "materialize",
+    "Checkpoint", "CheckpointError", "WeightMap", "check_all_claimed", "fingerprint",
+    "load_weights", "materialize", "process",
 ]  # fmt: skip
 
 DUMMY_FINGERPRINT = "dummy"
-_ROWS = 8192  # at a time, where values are drawn in float32
 _WIDE = 1 << 22  # elements at a time, where they are quantized
 
 
@@ -141,67 +139,7 @@ def load_weights(
                 _require(reader.read(source.name, source.cut), source, checkpoint)
         copier.finish()
     log_progress("weights", len(paths), len(paths))
-    _process(module)
-
-
-def load_dummy(
-    module: nn.Module,
-    seed: int = 0,
-    *,
-    device: torch.device | str,
-    dtype: torch.dtype,
-    weight_map: WeightMap | None = None,
-    quantization: QuantizationSpec | None = None,
-) -> None:
-    """Materializes the module with random weights: normal, std 0.02; norm weights 1.
-
-    Made on the device; the same on each run on the same kind of device.
-
-    Args:
-        module: built on `meta`.
-        seed: of the random numbers.
-        device: of the parameters.
-        dtype: the model's.
-        weight_map: the module's names in a checkpoint; needed with `quantization`.
-        quantization: every linear layer that it applies to gets its method, as if a checkpoint
-            held just what the configuration says.
-    """
-    if quantization is not None:
-        assert weight_map is not None
-        set_configured_methods(module, weight_map, quantization)
-    log_progress("random weights")
-    materialize(module, device, dtype)
-    generator = torch.Generator(device=device).manual_seed(seed)
-    dummies = {
-        f"{path}.{layout.parameter}": layout.dummy
-        for path, layer in module.named_modules()
-        if isinstance(layer, Linear)
-        for layout in layer.method.layouts(layer)
-    }
-    for name, parameter in module.named_parameters():
-        mean, deviation = dummies.get(name, (0.0, 0.02))
-        if parameter.ndim == 1 and name.endswith("weight"):
-            parameter.data.fill_(1.0)
-        elif parameter.dtype in FLOATS:
-            parameter.data.normal_(mean, deviation, generator=generator)
-        elif parameter.dtype.is_floating_point:
-            limit = torch.finfo(parameter.dtype).max  # above, some versions of torch give NaN
-            for rows in parameter.data.view(-1, parameter.shape[-1]).split(_ROWS):
-                wide = torch.empty(rows.shape, device=device)
-                wide.normal_(mean, deviation, generator=generator)
-                rows.copy_(wide.clamp_(-limit, limit))
-        else:
-            low, high = _range_of(parameter.dtype)
-            parameter.data.random_(low, high, generator=generator)
-    _process(module)
-
-
-def _range_of(dtype: torch.dtype) -> tuple[int, int]:
-    """First and last + 1 value; of 64 bits the last is left out."""
-    if dtype == torch.bool:
-        return 0, 2
-    info = torch.iinfo(dtype)
-    return info.min, min(info.max + 1, torch.iinfo(torch.int64).max)
+    process(module)
 
 
 def check_all_claimed(checkpoint: Checkpoint, weight_map: WeightMap, spec: CheckpointSpec) -> None:
@@ -432,7 +370,8 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _process(module: nn.Module) -> None:
+def process(module: nn.Module) -> None:
+    """Brings what was loaded into the form that is computed with; once."""
     for child in module.modules():
         if isinstance(child, Linear):
             child.method.process_weights_after_loading(child)

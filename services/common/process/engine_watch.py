@@ -86,13 +86,23 @@ def _children(pid: int) -> list[int]:
         return []
 
 
+def is_stopped(pid: int) -> bool:
+    """Whether a signal has stopped a process, so that it does not run."""
+    return _stat(pid)[:1] == ["T"]
+
+
 def _cpu_ticks(pid: int) -> int:
+    return sum(map(int, _stat(pid)[11:13]))  # user's and system's
+
+
+def _stat(pid: int) -> list[str]:
+    """What the kernel says of a process, from its state on; empty: it has ended, which shows
+    elsewhere.
+    """
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
-        return 0  # it has ended, which shows elsewhere
-    user, system = fields[11:13]
-    return int(user) + int(system)
+        return []
 
 
 def kill(engine: EngineProcess[object]) -> None:
@@ -104,4 +114,4 @@ def kill(engine: EngineProcess[object]) -> None:
     engine.channel.close()
 
 
-__all__ = ["MAX_SILENCE_S", "CpuUse", "EngineWatch", "kill"]
+__all__ = ["MAX_SILENCE_S", "CpuUse", "EngineWatch", "is_stopped", "kill"]

@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 # Staging bytes that do not depend on a step's size: alignment, the attention's shortest work list.
 _MOST_ELSE_BYTES = 16 << 10
+_CAPTURE_S = 60.0  # by which ranks capture the last graphs of a kind sooner or later
 
 
 @dataclass(slots=True)
@@ -165,6 +166,7 @@ class StepComputer:
 
         Raises:
             torch.OutOfMemoryError: the graphs do not fit into the device's memory.
+            RuntimeError: another rank waits within a step whose capture has failed here.
         """
         parts = StepParts(
             self._model,
@@ -202,6 +204,9 @@ class StepComputer:
                 )
             else:
                 self.graphs.insert(0, graphs)
+            # A rank whose capture failed before a sum goes no further than this: the others wait
+            # for its term, and its end is theirs.
+            self._ranks.exchange(graphs.name, _CAPTURE_S)
         self._keep_graphs_of_all()
 
     def _keep_graphs_of_all(self) -> None:

@@ -20,7 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from services.common.process.engine_process import REFUSED
-from services.common.process.engine_watch import MAX_SILENCE_S, CpuUse
+from services.common.process.engine_watch import MAX_SILENCE_S, CpuUse, is_stopped
 from services.common.process.record_ring import RingWriter, ring_bytes
 
 log = logging.getLogger(__name__)
@@ -76,7 +76,7 @@ class RankProcesses:
         self._watching.start()
 
     def ready(self, *, on_gpu: bool) -> None:
-        """From now on a rank that hangs is noticed, too."""
+        """From now on a rank whose loop hangs is noticed, too; one that is stopped was before."""
         for rank in self._ranks:
             rank.lived_at = time.monotonic()
         self._on_gpu = on_gpu
@@ -122,7 +122,7 @@ class RankProcesses:
                 self._report_end(self._ranks[links.index(ended[0])])
                 return
             now = time.monotonic()
-            if self._on_gpu is None or now - looked_at > 4 * _LOOK_S:  # this process stood still
+            if now - looked_at > 4 * _LOOK_S:  # this process stood still
                 continue
             for rank in self._ranks:
                 if self._is_silent(rank, now):
@@ -140,6 +140,10 @@ class RankProcesses:
         self._end(REFUSED if status == REFUSED else 1)
 
     def _is_silent(self, rank: _Rank, now: float) -> bool:
+        if self._on_gpu is None:  # a start may take long, as long as the process runs
+            if not is_stopped(rank.process.pid):
+                rank.lived_at = now
+            return now - rank.lived_at > MAX_SILENCE_S
         beats = self._ring.beats(rank.number - 1)
         # On a CPU a step may take minutes.
         if beats != rank.beats or (not self._on_gpu and rank.cpu.is_used()):

@@ -13,8 +13,9 @@ from kernels.gemm import fp8_weight
 from services.common.model_spec import CheckpointSpec, QuantizationSpec
 from services.common.nn.checkpoint import Checkpoint, CheckpointError
 from services.common.nn.collectives import Ranks, Share
+from services.common.nn.dummy_weights import load_dummy
 from services.common.nn.linear import Axis, Linear, MergedLinear, TensorLayout, UnquantizedLinear
-from services.common.nn.weights import WeightMap, load_dummy, load_weights
+from services.common.nn.weights import WeightMap, load_weights
 from tests.fp8_checkpoints import E4M3, quantize, unpack
 
 BLOCK = QuantizationSpec(format="fp8_block")

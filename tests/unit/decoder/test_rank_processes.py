@@ -94,10 +94,15 @@ def test_a_rank_that_computes_on_a_cpu_does_not_hang(
 
 
 def test_a_start_may_take_long(start: Start) -> None:
-    ranks, ends = start("silent", 3)
-    os.kill(pids(ranks)[0], signal.SIGSTOP)
+    _, ends = start("silent", 3)
     with pytest.raises(queue.Empty):
         ends.get(timeout=1.5)
+
+
+def test_a_rank_that_is_stopped_while_it_starts_ends_the_engine(start: Start) -> None:
+    ranks, ends = start("", 3)
+    os.kill(pids(ranks)[1], signal.SIGSTOP)
+    assert ends.get(timeout=PATIENCE_S) == 1
 
 
 def test_a_rank_that_does_not_end_is_killed(start: Start, started: list[RankProcesses]) -> None:

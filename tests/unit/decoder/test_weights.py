@@ -16,9 +16,10 @@ from torch import nn
 
 from services.common.checkpoint_fingerprint import checkpoint_fingerprint
 from services.common.nn.checkpoint import Checkpoint, CheckpointError, fingerprint
+from services.common.nn.dummy_weights import load_dummy
 from services.common.nn.layers import RMSNorm
 from services.common.nn.linear import Linear, MergedLinear
-from services.common.nn.weights import WeightMap, load_dummy, load_weights
+from services.common.nn.weights import WeightMap, load_weights
 
 
 class Layer(nn.Module):

@@ -7,7 +7,7 @@ import torch
 
 from services.common.families.qwen3_vl import DeepStackTower
 from services.common.geometry import Grid, Unit
-from services.common.nn.weights import load_dummy
+from services.common.nn.dummy_weights import load_dummy
 from services.encoder.engine.job import Job
 from services.encoder.engine.runner import Runner
 from services.encoder.models import model_class

@@ -10,7 +10,7 @@ from kernels.attention.segments import Segments
 from kernels.tower import plain
 from services.common.families.qwen3_vl import DeepStackTower
 from services.common.geometry import Grid
-from services.common.nn.weights import load_dummy
+from services.common.nn.dummy_weights import load_dummy
 from services.encoder.engine.graphs import MAX_CAPTURED_PATCHES, buckets
 from services.encoder.models.qwen3_vl import VisionTower
 from services.encoder.operations.ops import Ops
