@@ -11,6 +11,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -47,7 +48,7 @@ EXPERTS = {
     "num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 512,
     "norm_topk_prob": True,
 }  # fmt: skip
-HYBRID = Tiny(8, 4, 64, (6, 5, 5), 4, 8, 128, 128, False, hidden=512)
+HYBRID = Tiny(8, 4, 256, (11, 11, 10), 4, 8, 128, 128, False, hidden=512)
 SHARED = {
     "num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 256,
     "shared_expert_intermediate_size": 256,
@@ -75,9 +76,7 @@ CASES: dict[str, Callable[[Path], object]] = {
     "dense": lambda path: make_text_oracle(Qwen3Config(**TEXT), path),
     "experts": lambda path: make_text_oracle(Qwen3MoeConfig(**TEXT, **EXPERTS), path),
     "qwen3.5": lambda path: make_qwen3_5(HYBRID, path),
-    "qwen3.5-experts": lambda path: make_qwen3_5(
-        Tiny(8, 4, 64, (6, 5, 5), 4, 8, 128, 128, False, hidden=512, experts=SHARED), path
-    ),
+    "qwen3.5-experts": lambda path: make_qwen3_5(replace(HYBRID, experts=SHARED), path),
     "fp8": lambda path: fp8(path, Qwen3Config(**TEXT)),
     "fp8-experts": lambda path: fp8(path, Qwen3MoeConfig(**TEXT, **EXPERTS)),
     "fp8-cache": lambda path: make_text_oracle(Qwen3Config(**TEXT), path),
@@ -139,14 +138,16 @@ def main(case: str, count: int, device: str = "cuda:0") -> None:
             assert sizes(own) == sizes(alone) != {}
             together = answers(LeadingRunner(own, processes.tell))
             differences = compared(together, answers(alone))
-            assert together == answers(LeadingRunner(own, processes.tell))  # graphs, replayed
+            again = answers(LeadingRunner(own, processes.tell))  # graphs, replayed
             near = sum(each < TOLERANCE for each in differences) / len(differences)
             figures = {
                 "compared": len(differences), "of": PROMPTS * TOKENS, "near": round(near, 4),
                 "mean": round(float(np.mean(differences)), 5), "most": round(max(differences), 4),
+                "same again": together == again,
             }  # fmt: skip
             print(case, count, json.dumps(figures), flush=True)
             assert len(differences) > PROMPTS * TOKENS // 3
+            assert together == again or case in ROUNDING_CHOOSES
             assert near >= ROUNDING_CHOOSES.get(case, 1.0)
         finally:
             processes.stop()
