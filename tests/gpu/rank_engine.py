@@ -125,7 +125,7 @@ def main(case: str, count: int, device: str = "cuda:0") -> None:
         CASES[case](directory)
         settings = DecoderSettings(
             model=directory, device=device, dtype="bfloat16", tensor_parallel=count,
-            max_num_sequences=8, max_model_len=2048, kv_cache_bytes=64 << 20,
+            max_num_sequences=8, max_model_len=1152, kv_cache_bytes=64 << 20,
             kv_cache_dtype="fp8" if case == "fp8-cache" else "auto",
         )  # fmt: skip
         arena, first = Arena(1 << 20), device_of(device, 0)
