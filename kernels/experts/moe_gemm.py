@@ -1,8 +1,7 @@
 """The experts of many tokens: GEMMs over tiles of rows that share an expert.
 
-`grouped_experts` multiplies by a kernel of ours, which reads its tokens where they lie and whose
-epilogue applies SwiGLU; `library_experts` by torch's grouped GEMM. Both leave the outputs sorted by
-expert, and `_combine_kernel` adds up each token's in the order of its experts.
+The GEMM reads its tokens where they lie, and its epilogue applies SwiGLU. It leaves the outputs
+sorted by expert, and `_combine_kernel` adds up each token's in the order of its experts.
 
 The plain twin is `services.common.nn.experts.moe`; the rounding points are the same.
 """
@@ -12,13 +11,12 @@ import math
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.nn import functional as F
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.experts.moe_routing import Routing
 from kernels.experts.moe_weights import ExpertWeights, widen
 from kernels.gemm.fp8_weight import BLOCK
-from kernels.gemm.silu_mul import silu_and_mul, swiglu
+from kernels.gemm.silu_mul import swiglu
 from kernels.tuning import MoEGemmConfig
 
 _COMBINE_COLUMNS = 1024
@@ -52,18 +50,6 @@ def grouped_experts(
     _launch(x, routing, gate_up, inner, config, is_up=True, pure=pure, pdl=pdl)
     out = x.new_empty(num_rows, down.num_rows)
     _launch(inner, routing, down, out, config, is_up=False, pure=pure, pdl=pdl)
-    combine(out, routing, residual, pdl=pdl)
-
-
-def library_experts(
-    x: Tensor, routing: Routing, gate_up: Tensor, down: Tensor, residual: Tensor, *, pdl: bool
-) -> None:
-    """`grouped_experts` by torch's grouped GEMM, in bfloat16."""
-    top_k = routing.experts.shape[1]
-    rows = x[routing.order // top_k]
-    inner = F.grouped_mm(rows, gate_up.mT, offs=routing.ends)
-    inner = silu_and_mul(inner, pdl=pdl)
-    out = F.grouped_mm(inner, down.mT, offs=routing.ends)
     combine(out, routing, residual, pdl=pdl)
 
 

@@ -29,18 +29,16 @@ class Routing:
         weights: `[T, k]` float32, rounded to the model's dtype.
         order: `[T * k]` int32: the rows `token * k + j`, sorted by expert.
         places: `[T * k]` int32: where each row is in `order`.
-        ends: `[E]` int32: where each expert's rows end in `order`.
         tiles: `[3, n]` int32: expert, first place and number of rows of each tile of one expert's
             rows; the tiles behind the last one have no rows.
 
-    The last four are not filled if `route` was asked for no tiles.
+    The last three are not filled if `route` was asked for no tiles.
     """
 
     experts: Tensor
     weights: Tensor
     order: Tensor
     places: Tensor
-    ends: Tensor
     tiles: Tensor
 
 
@@ -79,7 +77,6 @@ def route(
         weights=torch.empty(num_tokens, top_k, dtype=torch.float32, device=logits.device),
         order=ints(rows),
         places=ints(rows),
-        ends=ints(num_experts),
         tiles=ints(3, max_tiles(rows, num_experts, max(1, tile))),
     )
     size = triton.next_power_of_2(num_experts)
@@ -91,8 +88,8 @@ def route(
     )  # fmt: skip
     if tile:
         _sort_kernel[(num_experts,)](
-            routing.experts, counts, routing.order, routing.places, routing.ends, routing.tiles,
-            num_tokens, routing.tiles.shape[1], TOP_K=top_k,
+            routing.experts, counts, routing.order, routing.places, routing.tiles, num_tokens,
+            routing.tiles.shape[1], TOP_K=top_k,
             PADDED_K=triton.next_power_of_2(top_k),
             TOKENS=min(triton.next_power_of_2(num_tokens), _SORTED_TOKENS), EXPERTS=size,
             TILE=tile, PDL=pdl, num_warps=4, launch_pdl=pdl,
@@ -141,7 +138,7 @@ def _route_kernel(
 
 @triton.jit(do_not_specialize=["num_tokens", "widest"])
 def _sort_kernel(
-    experts_ptr, counts_ptr, order_ptr, places_ptr, ends_ptr, tiles_ptr, num_tokens, widest,
+    experts_ptr, counts_ptr, order_ptr, places_ptr, tiles_ptr, num_tokens, widest,
     TOP_K: tl.constexpr, PADDED_K: tl.constexpr, TOKENS: tl.constexpr, EXPERTS: tl.constexpr,
     TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -155,7 +152,6 @@ def _sort_kernel(
         of_rows = _experts_of(experts_ptr, at, num_tokens, TOP_K, PADDED_K, TOKENS)
         first += tl.sum((of_rows < expert).to(tl.int32))
         count += tl.sum((of_rows == expert).to(tl.int32))
-    tl.store(ends_ptr + expert, first + count)
     tl.store(counts_ptr + expert, count, cache_modifier=".cg")
     place = first
     for at in range(0, num_tokens, TOKENS):

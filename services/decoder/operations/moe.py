@@ -4,10 +4,9 @@
 |--------------|--------|-----------------------------------------------------------------|
 | gemv         | 1-4    | a GEMV for each token and each of its experts                   |
 | grouped_gemm | any    | GEMMs over tiles of rows of one expert, by a kernel of ours     |
-| grouped_mm   | any    | the same by torch's grouped GEMM                                |
 | plain        | any    | `experts.moe`                                                     |
 
-All but the last add to the residual stream in place. Weights of the first two may be FP8, which
+All but the last add to the residual stream in place. Their weights may be FP8, which
 becomes the activations' dtype in registers. Formats that no kernel reads yet are dequantized by
 `dequantized`, the whole layer at each call, before `grouped_gemm`: right, and slow.
 """
@@ -90,12 +89,6 @@ class MoEKernels:
         """Of the grouped GEMM."""
         mean_rows = num_tokens * self._spec.top_k / self._spec.num_experts
         return tuning.moe_gemm_config(self._device, mean_rows)
-
-    def grouped_mm(self, x: Tensor, router: Router, experts: Experts, residual: Tensor) -> None:
-        """Implements `experts.moe` for unquantized weights."""
-        routing = self._route(x, router, tile=128)
-        up, down = (stack.weight for stack in experts.stacks.values())
-        moe_gemm.library_experts(x, routing, up, down, residual, pdl=self._pdl)
 
     def _route(self, x: Tensor, router: Router, tile: int) -> Routing:
         return route(

@@ -6,9 +6,10 @@ imported from a kernel's module before the kernel is used, so that a table can b
 printed for any device, without a GPU and without Triton.
 """
 
+import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -30,6 +31,8 @@ from services.common.nn.layers import RMSNorm
 from services.common.nn.linear import Linear
 from services.decoder.operations.kernel_facts import UNQUANTIZED, KernelFacts, attention_facts
 
+_DELTA = "linear_attention.delta_rule"
+_GATES = "linear_attention.output_gates"
 _EXPERT_FORMATS = {UNQUANTIZED, "fp8_block", "fp8_channel"}
 
 Row = Implementation[KernelFacts]
@@ -122,12 +125,6 @@ def _shared_expert(facts: KernelFacts) -> str:
     return "" if moe is not None and moe.shared_intermediate_size else "needs a shared expert"
 
 
-def _grouped_mm(facts: KernelFacts) -> str:
-    if facts.dtype != torch.bfloat16:
-        return "needs bfloat16"
-    return "" if hasattr(F, "grouped_mm") else "needs torch.nn.functional.grouped_mm"
-
-
 def _skinny_projections(facts: KernelFacts) -> str:
     for rows, columns in ((facts.qkv_size, facts.text.hidden_size), *facts.residual_shapes):
         if tuning.split_k_config(facts.device, rows, columns) is None:
@@ -177,19 +174,14 @@ def _fused_decode_sequences(facts: KernelFacts) -> TokenRange:
 # are imported here, not before.
 
 
-def _add_norm(facts: KernelFacts, name: str) -> Kernel:
-    from kernels.gemm import add_norm
+def _kernel(module: str, name: str, *, pdl: bool = False) -> Callable[[KernelFacts], Kernel]:
+    """A function of a kernel's module that takes the operation's arguments, and perhaps `pdl`."""
 
-    return _with_pdl(getattr(add_norm, name), facts)
+    def create(facts: KernelFacts) -> Kernel:
+        kernel = getattr(importlib.import_module(f"kernels.{module}"), name)
+        return partial(kernel, pdl=facts.device.supports_pdl) if pdl else kernel
 
-
-def _with_pdl(kernel: Kernel, facts: KernelFacts) -> Kernel:
-    supported = facts.device.supports_pdl
-
-    def launched(*arguments: Any) -> Any:  # noqa: ANN401 - the kernel's
-        return kernel(*arguments, pdl=supported)
-
-    return launched
+    return create
 
 
 def _gemv_norm_linear(facts: KernelFacts, name: str) -> Kernel:
@@ -331,75 +323,6 @@ def _shared_gate(facts: KernelFacts) -> Kernel:
     return gated
 
 
-def _qk_rope_cache(facts: KernelFacts) -> Kernel:
-    from kernels.attention import qk_rope_cache
-
-    return _with_pdl(qk_rope_cache.qk_rope_cache, facts)
-
-
-def _output_gates(name: str) -> Callable[[KernelFacts], Kernel]:
-    def create(facts: KernelFacts) -> Kernel:
-        from kernels.linear_attention import output_gates
-
-        return _with_pdl(getattr(output_gates, name), facts)
-
-    return create
-
-
-def _reduce_split_k(facts: KernelFacts) -> Kernel:
-    from kernels.gemm import skinny_gemm
-
-    return _with_pdl(skinny_gemm.reduce_split_k, facts)
-
-
-def _delta_decode(facts: KernelFacts) -> Kernel:
-    from kernels.linear_attention import delta_rule_decode
-
-    return _with_pdl(delta_rule_decode.decode, facts)
-
-
-def _delta_prefill(facts: KernelFacts) -> Kernel:
-    from kernels.linear_attention import delta_rule_prefill
-
-    return delta_rule_prefill.prefill
-
-
-def _enter_step(facts: KernelFacts) -> Kernel:
-    from kernels import step_entry
-
-    return step_entry.enter_step
-
-
-def _rope_and_rows(facts: KernelFacts) -> Kernel:
-    from kernels import step_entry
-
-    return _with_pdl(step_entry.rope_and_rows, facts)
-
-
-def _greedy(name: str) -> Callable[[KernelFacts], Kernel]:
-    def create(facts: KernelFacts) -> Kernel:
-        from kernels.sampling import greedy
-
-        return getattr(greedy, name)
-
-    return create
-
-
-def _sample(facts: KernelFacts) -> Kernel:
-    from kernels.sampling import top_k_top_p_sampling
-
-    return top_k_top_p_sampling.sample
-
-
-def _penalties(name: str) -> Callable[[KernelFacts], Kernel]:
-    def create(facts: KernelFacts) -> Kernel:
-        from kernels.sampling import penalties
-
-        return getattr(penalties, name)
-
-    return create
-
-
 def _fused_decode_attention(facts: KernelFacts) -> Kernel:
     from kernels.attention.fused_decode_attention import FusedDecodeAttention
 
@@ -421,13 +344,16 @@ _MOE = _needs(_expert_formats, _ANY_MOE)
 _few_tokens = _tokens(1, tuning.MOE_GEMV_TOKENS)
 
 ROWS: Sequence[Row] = (
-    Row("enter_step", "triton", _enter_step, _triton),
+    Row("enter_step", "triton", _kernel("step_entry", "enter_step"), _triton),
     Row("enter_step", "plain", _plain(plain.enter_step)),
-    Row("rope_and_rows", "triton", _rope_and_rows, _needs(_triton, _even_head)),
+    Row(
+        "rope_and_rows", "triton", _kernel("step_entry", "rope_and_rows", pdl=True),
+        _needs(_triton, _even_head),
+    ),
     Row("rope_and_rows", "plain", _plain(plain.rope_and_rows)),
-    Row("rms_norm", "triton", lambda facts: _add_norm(facts, "rms_norm"), _triton),
+    Row("rms_norm", "triton", _kernel("gemm.add_norm", "rms_norm", pdl=True), _triton),
     Row("rms_norm", "plain", _plain(plain.rms_norm)),
-    Row("add_rms_norm", "triton", lambda facts: _add_norm(facts, "add_rms_norm"), _triton),
+    Row("add_rms_norm", "triton", _kernel("gemm.add_norm", "add_rms_norm", pdl=True), _triton),
     Row("add_rms_norm", "plain", _plain(plain.add_rms_norm)),
     Row(
         "norm_linear", "gemv", lambda facts: _gemv_norm_linear(facts, "norm_linear"),
@@ -476,42 +402,49 @@ ROWS: Sequence[Row] = (
     Row("linear_swiglu", "plain", _plain(lambda x, layer: plain.silu_and_mul(layer(x)))),
     Row("moe", "gemv", lambda facts: _moe(facts, "gemv"), _MOE, _few_tokens),
     Row("moe", "grouped_gemm", lambda facts: _moe(facts, "grouped_gemm"), _MOE),
-    Row(
-        "moe", "grouped_mm", lambda facts: _moe(facts, "grouped_mm"),
-        _needs(_MOE, _unquantized, _grouped_mm),
-    ),
     Row("moe", "dequantized", lambda facts: _moe(facts, "grouped_gemm"), _ANY_MOE),
     Row("moe", "plain", _plain(experts.moe)),
     Row("shared_gate", "triton", _shared_gate, _needs(_triton, _shared_expert)),
     Row("shared_gate", "plain", _plain(plain.shared_gate)),
-    Row("qk_rope_cache", "triton", _qk_rope_cache, _needs(_triton, _even_head)),
+    Row(
+        "qk_rope_cache", "triton", _kernel("attention.qk_rope_cache", "qk_rope_cache", pdl=True),
+        _needs(_triton, _even_head),
+    ),
     Row("qk_rope_cache", "plain", _plain(plain.qk_rope_cache)),
     Row(
         "fused_decode_attention", "triton", _fused_decode_attention,
         _needs(_triton, _fused_decode), _fused_decode_sequences,
     ),
     Row("fused_decode_attention", "plain", _plain(plain.fused_decode_attention)),
-    Row("output_gate", "triton", _output_gates("output_gate"), _triton),
+    Row("output_gate", "triton", _kernel(_GATES, "output_gate", pdl=True), _triton),
     Row("output_gate", "plain", _plain(plain.output_gate)),
-    Row("reduce_split_k", "triton", _reduce_split_k, _triton),
+    Row(
+        "reduce_split_k", "triton", _kernel("gemm.skinny_gemm", "reduce_split_k", pdl=True), _triton
+    ),
     Row("reduce_split_k", "plain", _plain(plain.reduce_split_k)),
-    Row("delta_decode", "triton", _delta_decode, _needs(_triton, _delta_sizes)),
+    Row(
+        "delta_decode", "triton", _kernel(f"{_DELTA}_decode", "decode", pdl=True),
+        _needs(_triton, _delta_sizes),
+    ),
     Row("delta_decode", "plain", _plain(delta_rule.decode)),
-    Row("delta_prefill", "triton", _delta_prefill, _needs(_triton, _delta_sizes)),
+    Row(
+        "delta_prefill", "triton", _kernel(f"{_DELTA}_prefill", "prefill"),
+        _needs(_triton, _delta_sizes),
+    ),
     Row("delta_prefill", "plain", _plain(delta_rule.prefill)),
-    Row("gated_norm", "triton", _output_gates("gated_norm"), _triton),
+    Row("gated_norm", "triton", _kernel(_GATES, "gated_norm", pdl=True), _triton),
     Row("gated_norm", "plain", _plain(delta_rule.gated_norm)),
     Row("logits", "gemv", _gemv_logits, _needs(_triton, _pdl), _tokens(1, tuning.GEMV_TOKENS)),
     Row("logits", "plain", _plain(plain.linear)),
-    Row("greedy", "triton", _greedy("greedy"), _triton),
+    Row("greedy", "triton", _kernel("sampling.greedy", "greedy"), _triton),
     Row("greedy", "plain", _plain(sampling.greedy)),
-    Row("greedy_masked", "triton", _greedy("greedy_masked"), _triton),
+    Row("greedy_masked", "triton", _kernel("sampling.greedy", "greedy_masked"), _triton),
     Row("greedy_masked", "plain", _plain(sampling.greedy_masked)),
-    Row("penalize", "triton", _penalties("penalize"), _triton),
+    Row("penalize", "triton", _kernel("sampling.penalties", "penalize"), _triton),
     Row("penalize", "plain", _plain(sampling.penalize)),
-    Row("count_tokens", "triton", _penalties("count_tokens"), _triton),
+    Row("count_tokens", "triton", _kernel("sampling.penalties", "count_tokens"), _triton),
     Row("count_tokens", "plain", _plain(sampling.count_tokens)),
-    Row("sample", "triton", _sample, _triton),
+    Row("sample", "triton", _kernel("sampling.top_k_top_p_sampling", "sample"), _triton),
     Row("sample", "plain", _plain(sampling.sample)),
 )  # fmt: skip
 
