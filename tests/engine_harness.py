@@ -9,8 +9,8 @@ from services.decoder.engine.engine import Engine
 from services.decoder.engine.mask_gate import MaskGate
 from services.decoder.engine.messages import AddSequence, StepDone
 from services.decoder.engine.step_cost import StepCost
-from services.decoder.engine.tenants import TenantAdmission
 from tests.fake_runner import FakeRunner, expected_tokens, mask_of, runner_info
+from tests.integrity import check_engine
 
 KEYS = tuple(bytes([n]) * 32 for n in range(1, 5))
 
@@ -38,7 +38,6 @@ class Harness:
         self.gate = MaskGate(self.runner.info.vocab_size)
         self.engine = Engine(
             self.runner,
-            admission=TenantAdmission(),
             gate=self.gate,
             overlap=overlap,
             out_of_memory=(MemoryError,),
@@ -91,7 +90,7 @@ class Harness:
         done = self.engine.step()
         batches = self.runner.batches[launched:]
         self.launches.append({number for batch in batches for number, _, _ in batch})
-        self.engine.check_integrity()
+        check_engine(self.engine)
         # A step that only reads the last one's end may come to nothing; two of them are a deadlock.
         waits = done is None and self.engine.has_work
         self._idle_steps = self._idle_steps + 1 if waits else 0
@@ -118,7 +117,7 @@ class Harness:
                 self._evict(self._held.pop(event.sequence_id, {}).values())
         if self._plans:
             self.engine.plan()
-            self.engine.check_integrity()
+            check_engine(self.engine)
         self._serve_images(done)
         self._serve_masks()
 

@@ -16,7 +16,6 @@ from services.decoder.engine.messages import (
     ImageReady,
     MaskLink,
 )
-from services.decoder.engine.tenants import TenantAdmission
 from services.decoder.masks.links import open_link, send_tokens
 from tests.fake_runner import FakeRunner
 
@@ -36,7 +35,7 @@ class InProcessEngine:
         self.runner = runner
         self._gate = MaskGate(runner.info.vocab_size)
         self.engine = Engine(
-            runner, overlap=overlap, admission=TenantAdmission(), gate=self._gate,
+            runner, overlap=overlap, gate=self._gate,
             min_partial_tokens=1,
         )  # fmt: skip
         self.running = asyncio.Event()

@@ -38,7 +38,6 @@ from services.decoder.engine.messages import (
 )
 from services.decoder.engine.runner_factory import create_runner
 from services.decoder.engine.step import Runner
-from services.decoder.engine.tenants import TenantAdmission
 from services.decoder.engine_options import AWAKE_S, out_of_memory, runner_options, set_threads
 from services.decoder.masks.links import open_link, send_tokens
 from services.decoder.ranks.joining import device_of, join, leave
@@ -168,7 +167,6 @@ def _serve(
     engine = Engine(
         runner,
         overlap=on_gpu,
-        admission=TenantAdmission(),
         gate=gate,
         # The other ranks would wait for the rest of the step.
         out_of_memory=(torch.OutOfMemoryError,) if processes is None else (),

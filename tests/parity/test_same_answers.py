@@ -20,6 +20,7 @@ from services.decoder.engine.engine import Engine
 from services.decoder.engine.messages import AddSequence, ImageSpan, SamplingParams
 from services.decoder.engine.runner_factory import RunnerOptions, create_runner
 from tests.cases import THOROUGH, cases
+from tests.integrity import check_engine
 from tests.parity import text_oracle
 from tests.parity.oracle import CONFIGS, Oracle, make_oracle
 from tests.parity.qwen3_5_oracle import CONFIGS as HYBRID_CONFIGS
@@ -140,7 +141,7 @@ class Bench:
                 for key in wanted.keys:
                     offset = self.questions[wanted.sequence_id].offsets[key]
                     engine.image_ready(wanted.sequence_id, key, offset)
-        engine.check_integrity()
+        check_engine(engine)
         return answers
 
 

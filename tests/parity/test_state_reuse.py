@@ -14,6 +14,7 @@ from kernels.linear_attention.states import StateCache
 from services.decoder.engine.engine import Engine
 from services.decoder.engine.messages import AddSequence, ImageSpan, SamplingParams
 from services.decoder.engine.model_runner import ModelRunner
+from tests.integrity import check_engine
 from tests.parity.oracle import Prompt
 from tests.parity.qwen3_5_oracle import CONFIGS, make_qwen3_5
 from tests.parity.test_same_answers import Bench, Part, Question
@@ -148,7 +149,7 @@ def test_cancelled_while_its_state_is_copied(
         for _ in range(steps):
             engine.step()
         engine.abort(number)
-        engine.check_integrity()
+        check_engine(engine)
         while engine.has_work:
             engine.step()
     assert bench.ask(engine, [1])[1] == alone[1]

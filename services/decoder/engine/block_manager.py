@@ -9,7 +9,7 @@ block reads it in a later step, and the device runs steps in order, so nothing h
 """
 
 from collections import OrderedDict
-from collections.abc import Container, Iterable
+from collections.abc import Container
 
 from services.decoder.engine.prefix_hash import extend_hashes
 from services.decoder.engine.sequence import Sequence
@@ -170,26 +170,6 @@ class BlockManager:
         """Empties the prefix cache; sequences keep their blocks."""
         for block in list(self._hash_of):
             self._unregister(block)
-
-    def check_integrity(self, sequences: Iterable[Sequence]) -> None:
-        """Raises AssertionError unless `sequences` own exactly the blocks that are not free, and
-        the prefix cache is consistent.
-        """
-        owners = [0] * self.num_blocks
-        for sequence in sequences:
-            assert sequence.capacity == len(sequence.block_table) * self.block_size
-            assert len(set(sequence.block_table)) == len(sequence.block_table), "owned twice"
-            for block in sequence.block_table:
-                owners[block] += 1
-        assert owners == self._references, "reference counts differ from the owners"
-        free = [*self._blank, *self._reusable]
-        assert len(free) == len(set(free)), "a block is free twice"
-        assert set(free) == {b for b in range(self.num_blocks) if not owners[b]}, "a block is lost"
-        assert not any(block in self._hash_of for block in self._blank)
-        assert all(block in self._hash_of for block in self._reusable)
-        assert self._block_of == {name: block for block, name in self._hash_of.items()}
-        if self.checkpoints is not None:
-            self.checkpoints.check_integrity(self._block_of)
 
     def _take(self) -> int:
         if self._blank:

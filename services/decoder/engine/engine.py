@@ -15,7 +15,6 @@ from collections import deque
 import numpy as np
 
 from kernels.sampling import ALL_MASKED, NOT_FINITE
-from services.decoder.engine.admission import AdmissionPolicy
 from services.decoder.engine.batch import Batch, Chunk
 from services.decoder.engine.block_manager import BlockManager
 from services.decoder.engine.messages import (
@@ -62,7 +61,6 @@ class Engine:
             blocks until the step is done, this only delays every token by a step.
         out_of_memory: exceptions of `Runner.execute` that end one sequence, not the engine.
         prefix_caching: share blocks of equal prefixes.
-        admission: see `Scheduler`.
         gate: what sampling waits for; None: nothing.
         step_ms: how long a step may last, see `Scheduler`.
         step_cost: learns how long steps last; None: they are bounded by their tokens alone.
@@ -76,7 +74,6 @@ class Engine:
         overlap: bool,
         out_of_memory: tuple[type[BaseException], ...] = (),
         prefix_caching: bool = True,
-        admission: AdmissionPolicy | None = None,
         gate: SamplingGate | None = None,
         step_ms: float = math.inf,
         step_cost: StepCost | None = None,
@@ -103,7 +100,6 @@ class Engine:
             # One sequence alone must fit: its last token is sampled, never computed.
             max_model_len=min(info.max_model_len, info.num_blocks * info.block_size + 1),
             max_tokens_per_step=info.max_tokens_per_step,
-            admission=admission,
             # A step without its mask is computed again, which recurrent states do not allow.
             late_masks=overlap and not info.has_states,
             step_ms=step_ms,
@@ -250,20 +246,6 @@ class Engine:
             num_lacking_images=scheduler.num_lacking_images,
             busy_s=self._busy_s + (time.monotonic() - self._busy_since if self._pending else 0.0),
         )
-
-    def check_integrity(self) -> None:
-        """Raises AssertionError unless the states of engine, scheduler and blocks agree."""
-        self.scheduler.check_integrity()
-        sequences = self.scheduler.sequences()
-        assert {s.sequence_id for s in sequences} == set(self._sequences)
-        launched = [c for _, b, _ in self._pending for c in b.chunks if c.samples]
-        if self._planned is not None:
-            launched += [c for c in self._planned[0].chunks if c.samples]
-        assert all(s.num_in_flight == sum(c.sequence is s for c in launched) for s in sequences)
-        for sequence in {c.sequence for c in launched}:
-            if sequence.state is SequenceState.RUNNING:
-                most = sum(c.limit for c in launched if c.sequence is sequence)
-                assert sequence.num_computed_tokens == len(sequence.token_ids) - 1 + most
 
     def _launch(self, batch: Batch) -> None:
         now = time.monotonic()

@@ -64,7 +64,7 @@ class AddSequence(msgspec.Struct, tag="add"):
     generated_token_ids: bytes = b""
     cache_salt: bytes = b""
     priority: int = 0  # lower ones first among those that wait; the highest is preempted first
-    tenant: str = ""  # shares the engine fairly with others, see engine/tenants.py
+    tenant: str = ""  # shares the engine fairly with others, see engine/admission.py
     tenant_weight: float = 1.0
     # False: a step is planned for it only when its last token has arrived. It then takes part in
     # every second step, and others in every one.

@@ -35,7 +35,7 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
-from services.decoder.engine.admission import AdmissionPolicy, latest
+from services.decoder.engine.admission import Admission, latest
 from services.decoder.engine.batch import Batch, Chunk
 from services.decoder.engine.block_manager import BlockManager
 from services.decoder.engine.messages import ImagesOf
@@ -64,7 +64,6 @@ class Scheduler:
             `max_num_sequences` times `max_tokens_per_step`.
         max_model_len: most tokens of a sequence, prompt and completion.
         max_tokens_per_step: k, the most tokens that a step yields for one sequence.
-        admission: of waiting sequences; None: by priority and arrival.
         late_masks: steps may be planned before the masks for their samples are there.
         step_ms: bound of a step; prompts are cut to fit, to `StepCost.min_chunk` tokens at least.
             The step of a prompt that is alone may last four times as long.
@@ -81,7 +80,6 @@ class Scheduler:
         max_batched_tokens: int,
         max_model_len: int,
         max_tokens_per_step: int = 1,
-        admission: AdmissionPolicy | None = None,
         late_masks: bool = False,
         step_ms: float = math.inf,
         step_cost: StepCost | None = None,
@@ -108,7 +106,7 @@ class Scheduler:
         self._rows = list(range(max_num_sequences - 1, -1, -1))
         # Blocks that admissions leave free, so that running sequences are not preempted at once.
         self._watermark = blocks.num_blocks // 100
-        self._waiting = AdmissionPolicy() if admission is None else admission
+        self._waiting = Admission()
         self._parked: dict[int, Sequence] = {}
         self._prefilling: dict[int, Sequence] = {}  # in order of admission
         self._stalled: dict[int, Sequence] = {}
@@ -155,10 +153,6 @@ class Scheduler:
         """Whether the next step has decodes alone, planned ahead, for which blocks are free."""
         others = self._prefilling or self._ready or len(self._waiting)
         return not others and len(self._decoding) <= self.blocks.num_free
-
-    def sequences(self) -> list[Sequence]:
-        """All sequences that have not ended."""
-        return [*self._all_running(), *self._parked.values(), *self._waiting]
 
     def add(self, sequence: Sequence) -> None:
         """Queues a sequence.
@@ -298,23 +292,6 @@ class Scheduler:
                 if chunk.checkpoint >= 0:
                     checkpoints.abandon(chunk.checkpoint)
                 self._preempt(chunk.sequence)
-
-    def check_integrity(self) -> None:
-        """Raises AssertionError unless rows, blocks and states agree."""
-        running = self._all_running()
-        rows = [s.row for s in running]
-        assert len(set(rows)) == len(rows) and not set(rows) & set(self._rows), "a row held twice"
-        assert all(s.state is SequenceState.RUNNING for s in running)
-        idle = [*self._waiting, *self._parked.values()]
-        assert all(s.state is SequenceState.WAITING and s.row == -1 for s in idle)
-        assert all(s.plans_ahead for s in self._decoding.values())
-        for sequence in (*self._ready.values(), *self._awaiting.values()):
-            waits = sequence.num_in_flight > 0 or sequence.awaits_mask
-            assert not sequence.plans_ahead
-            assert (sequence.sequence_id in self._awaiting) == waits
-        assert not any(s.block_table for s in idle), "a waiting sequence holds blocks"
-        assert len({s.sequence_id for s in running + idle}) == len(running) + len(idle)
-        self.blocks.check_integrity(running)
 
     # Decoding.
 

@@ -77,14 +77,6 @@ class StateCheckpoints:
         if slot is not None:
             self._free.append(slot)
 
-    def check_integrity(self, registered: Container[bytes]) -> None:
-        """Raises AssertionError unless each slot is held once, and each checkpoint's block is
-        registered.
-        """
-        held = [*self._free, *self._slot_of.values(), *self._planned]
-        assert sorted(held) == list(range(self.num_slots)), "a slot is lost, or held twice"
-        assert all(name in registered for name in self._slot_of), "a checkpoint without its KV"
-
 
 def checkpoint_boundaries(
     sequence: Sequence, block_size: int, start: int, least: int

@@ -5,9 +5,9 @@ from collections import Counter
 import pytest
 
 from services.decoder.engine.sequence import Sequence
-from services.decoder.engine.tenants import TenantAdmission
 from tests.engine_harness import Harness, prompt_of
 from tests.fake_runner import add_message
+from tests.integrity import check_scheduler
 from tests.unit.decoder.test_scheduler import scheduler_of
 
 
@@ -34,7 +34,7 @@ def run_step(scheduler) -> Counter[str]:
             sequence.token_ids.append(1)
             if len(sequence.token_ids) >= sequence.max_length:
                 scheduler.finish(sequence)
-    scheduler.check_integrity()
+    check_scheduler(scheduler)
     return tokens
 
 
@@ -43,9 +43,7 @@ def run_step(scheduler) -> Counter[str]:
 )
 def test_a_request_beside_a_flood_is_the_first_of_the_next_step(length, max_tokens) -> None:
     """Of short prompts, long ones, and of answers that hold all rows for long."""
-    scheduler = scheduler_of(
-        admission=TenantAdmission(), blocks=4096, rows=32, budget=64, length=2048
-    )
+    scheduler = scheduler_of(blocks=4096, rows=32, budget=64, length=2048)
     for number in range(300):
         add(scheduler, number, "flood", length=length, max_tokens=max_tokens)
     for _ in range(20):
@@ -58,7 +56,7 @@ def test_a_request_beside_a_flood_is_the_first_of_the_next_step(length, max_toke
 
 def test_blocks_are_shared_too() -> None:
     """One tenant's few long sequences fill the cache; another's prompt needs blocks, not rows."""
-    scheduler = scheduler_of(admission=TenantAdmission(), blocks=64, rows=32, budget=64, length=256)
+    scheduler = scheduler_of(blocks=64, rows=32, budget=64, length=256)
     for number in range(4):
         add(scheduler, number, "long", length=60)
     for _ in range(6):
@@ -71,7 +69,7 @@ def test_blocks_are_shared_too() -> None:
 
 
 def test_tenants_that_compete_have_rows_by_weight_and_preempt_once() -> None:
-    scheduler = scheduler_of(admission=TenantAdmission(), blocks=4096, rows=32, budget=64)
+    scheduler = scheduler_of(blocks=4096, rows=32, budget=64)
     for number in range(300):
         add(scheduler, number, "heavy", weight=3.0)
     for _ in range(10):
@@ -90,7 +88,7 @@ def test_tenants_that_compete_have_rows_by_weight_and_preempt_once() -> None:
 
 
 def test_a_tenants_only_sequence_is_not_preempted_for_another() -> None:
-    scheduler = scheduler_of(admission=TenantAdmission(), blocks=4096, rows=2, budget=64)
+    scheduler = scheduler_of(blocks=4096, rows=2, budget=64)
     for number in range(5):
         add(scheduler, number, f"{number}", max_tokens=10)
     while scheduler.has_work:
@@ -100,7 +98,7 @@ def test_a_tenants_only_sequence_is_not_preempted_for_another() -> None:
 
 def test_time_without_requests_earns_nothing() -> None:
     """A tenant that was idle is served as the others from then on, not until it has caught up."""
-    scheduler = scheduler_of(admission=TenantAdmission(), blocks=4096, rows=4, budget=32)
+    scheduler = scheduler_of(blocks=4096, rows=4, budget=32)
     for number in range(300):
         add(scheduler, number, "busy", max_tokens=10)
     for _ in range(60):
@@ -114,7 +112,7 @@ def test_time_without_requests_earns_nothing() -> None:
 
 
 def test_within_a_tenant_the_order_is_that_of_arrival() -> None:
-    scheduler = scheduler_of(admission=TenantAdmission(), blocks=4096, rows=2, budget=64)
+    scheduler = scheduler_of(blocks=4096, rows=2, budget=64)
     sequences = [add(scheduler, number, "a", max_tokens=3) for number in range(10)]
     while scheduler.has_work:
         run_step(scheduler)

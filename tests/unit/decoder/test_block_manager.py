@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from services.decoder.engine.block_manager import BlockManager
 from services.decoder.engine.sequence import Sequence
 from tests.fake_runner import add_message
+from tests.integrity import check_blocks
 
 SIZE = 4
 
@@ -35,7 +36,7 @@ def test_full_blocks_are_shared_and_the_last_token_never_is():
     assert second.block_table[2] not in first.block_table
     longer = sequence_of(3, [*range(12), 99])
     assert admit(blocks, longer) == first.block_table
-    blocks.check_integrity([first, second, longer])
+    check_blocks(blocks, [first, second, longer])
 
 
 def test_a_block_that_is_not_computed_is_not_found():
@@ -71,7 +72,7 @@ def test_freed_blocks_are_found_until_they_are_needed_and_the_deepest_go_first()
     assert not blocks.can_allocate(20, table[:3])
     assert blocks.can_allocate(12, table[:3])
     assert not blocks.can_allocate(12, table[:3], keep_free=1)
-    blocks.check_integrity([other])
+    check_blocks(blocks, [other])
 
 
 def test_the_least_recently_used_prefix_is_reused_first():
@@ -111,7 +112,7 @@ def test_invalidated_blocks_are_not_found():
     blocks.invalidate(first)
     assert blocks.find_prefix(sequence_of(2, list(range(12)))) == []
     blocks.free(first)
-    blocks.check_integrity([])
+    check_blocks(blocks, [])
 
 
 def test_without_prefix_caching_nothing_is_found():
@@ -134,7 +135,7 @@ def test_check_integrity_sees_damage(damage):
             first.block_table.pop()
             first.capacity -= SIZE
     with pytest.raises(AssertionError):
-        blocks.check_integrity([first])
+        check_blocks(blocks, [first])
 
 
 class Blocks(RuleBasedStateMachine):
@@ -202,7 +203,7 @@ class Blocks(RuleBasedStateMachine):
     @invariant()
     def books_agree(self):
         if hasattr(self, "blocks"):
-            self.blocks.check_integrity(self.live)
+            check_blocks(self.blocks, self.live)
 
 
 Blocks.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

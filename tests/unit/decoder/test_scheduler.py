@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.decoder.engine.admission import AdmissionPolicy
 from services.decoder.engine.block_manager import BlockManager
 from services.decoder.engine.messages import ImageSpan
 from services.decoder.engine.scheduler import CannotSchedule, Scheduler
 from services.decoder.engine.sequence import Sequence, SequenceState
 from services.decoder.engine.step_cost import StepCost, StepLoad
 from tests.fake_runner import add_message
+from tests.integrity import check_scheduler
 
 KEY = b"k" * 32
 
@@ -26,11 +26,9 @@ def scheduler_of(
     partial: int = 1,
     step_ms: float = math.inf,
     cost: StepCost | None = None,
-    admission: AdmissionPolicy | None = None,
 ):
     return Scheduler(
         BlockManager(blocks, 4),
-        admission=admission,
         max_num_sequences=rows,
         max_batched_tokens=budget,
         max_model_len=length,
@@ -75,7 +73,7 @@ def step(scheduler: Scheduler, *, arrive: bool = True) -> list[tuple[int, int, i
             sequence.token_ids.append(1)
             if len(sequence.token_ids) >= sequence.max_length:
                 scheduler.finish(sequence)
-    scheduler.check_integrity()
+    check_scheduler(scheduler)
     assert batch.num_tokens == sum(c.length for c in batch.chunks)
     return [(c.sequence.sequence_id, c.start, c.length) for c in batch.chunks]
 
@@ -197,7 +195,7 @@ def test_rolling_back_leaves_no_trace():
     batch = scheduler.schedule()
     before = [(c.sequence.sequence_id, c.start, c.length) for c in batch.chunks]
     scheduler.roll_back(batch)
-    scheduler.check_integrity()
+    check_scheduler(scheduler)
     assert step(scheduler) == before
 
 
@@ -330,7 +328,7 @@ def test_steps_keep_their_time_and_every_prompt_goes_on(
                 chunk.sequence.token_ids.append(1)
                 if len(chunk.sequence.token_ids) >= chunk.sequence.max_length:
                     scheduler.finish(chunk.sequence)
-        scheduler.check_integrity()
+        check_scheduler(scheduler)
     assert all(s.state is SequenceState.FINISHED for s in sequences)
 
 

@@ -4,6 +4,7 @@ import pytest
 
 from tests.engine_harness import Harness, prompt_of
 from tests.fake_runner import add_message, expected_tokens
+from tests.integrity import check_engine
 
 
 def scripted(harness: Harness, counts: list[int]) -> None:
@@ -24,7 +25,7 @@ def test_a_step_yields_one_to_k_tokens_in_one_event(overlap):
     found, events = [], []
     while harness.engine.has_work:
         done = harness.engine.step()
-        harness.engine.check_integrity()
+        check_engine(harness.engine)
         events += [event for event in done.events if event.token_ids] if done else []
     assert [len(event.token_ids) for event in events][:5] == [1, 4, 1, 2, 3]
     for event in events:

@@ -1,0 +1,75 @@
+"""What has to hold of the engine's bookkeeping between any two steps; AssertionError if not."""
+
+# pyright: reportPrivateUsage=false
+
+from collections.abc import Container, Iterable
+
+from services.decoder.engine.block_manager import BlockManager
+from services.decoder.engine.engine import Engine
+from services.decoder.engine.scheduler import Scheduler
+from services.decoder.engine.sequence import Sequence, SequenceState
+from services.decoder.engine.state_pool import StateCheckpoints
+
+
+def check_engine(engine: Engine) -> None:
+    """The states of engine, scheduler and blocks agree."""
+    check_scheduler(engine.scheduler)
+    sequences = all_sequences(engine.scheduler)
+    assert {s.sequence_id for s in sequences} == set(engine._sequences)
+    launched = [c for _, b, _ in engine._pending for c in b.chunks if c.samples]
+    if engine._planned is not None:
+        launched += [c for c in engine._planned[0].chunks if c.samples]
+    assert all(s.num_in_flight == sum(c.sequence is s for c in launched) for s in sequences)
+    for sequence in {c.sequence for c in launched}:
+        if sequence.state is SequenceState.RUNNING:
+            most = sum(c.limit for c in launched if c.sequence is sequence)
+            assert sequence.num_computed_tokens == len(sequence.token_ids) - 1 + most
+
+
+def check_scheduler(scheduler: Scheduler) -> None:
+    """Rows, blocks and states agree."""
+    running = scheduler._all_running()
+    rows = [s.row for s in running]
+    assert len(set(rows)) == len(rows) and not set(rows) & set(scheduler._rows), "a row held twice"
+    assert all(s.state is SequenceState.RUNNING for s in running)
+    idle = [*scheduler._waiting, *scheduler._parked.values()]
+    assert all(s.state is SequenceState.WAITING and s.row == -1 for s in idle)
+    assert all(s.plans_ahead for s in scheduler._decoding.values())
+    for sequence in (*scheduler._ready.values(), *scheduler._awaiting.values()):
+        waits = sequence.num_in_flight > 0 or sequence.awaits_mask
+        assert not sequence.plans_ahead
+        assert (sequence.sequence_id in scheduler._awaiting) == waits
+    assert not any(s.block_table for s in idle), "a waiting sequence holds blocks"
+    assert len({s.sequence_id for s in running + idle}) == len(running) + len(idle)
+    check_blocks(scheduler.blocks, running)
+
+
+def check_blocks(blocks: BlockManager, sequences: Iterable[Sequence]) -> None:
+    """`sequences` own exactly the blocks that are not free, and the prefix cache is consistent."""
+    owners = [0] * blocks.num_blocks
+    for sequence in sequences:
+        assert sequence.capacity == len(sequence.block_table) * blocks.block_size
+        assert len(set(sequence.block_table)) == len(sequence.block_table), "owned twice"
+        for block in sequence.block_table:
+            owners[block] += 1
+    assert owners == blocks._references, "reference counts differ from the owners"
+    free = [*blocks._blank, *blocks._reusable]
+    assert len(free) == len(set(free)), "a block is free twice"
+    assert set(free) == {b for b in range(blocks.num_blocks) if not owners[b]}, "a block is lost"
+    assert not any(block in blocks._hash_of for block in blocks._blank)
+    assert all(block in blocks._hash_of for block in blocks._reusable)
+    assert blocks._block_of == {name: block for block, name in blocks._hash_of.items()}
+    if blocks.checkpoints is not None:
+        check_checkpoints(blocks.checkpoints, blocks._block_of)
+
+
+def check_checkpoints(checkpoints: StateCheckpoints, registered: Container[bytes]) -> None:
+    """Each slot is held once, and each checkpoint's block is registered."""
+    held = [*checkpoints._free, *checkpoints._slot_of.values(), *checkpoints._planned]
+    assert sorted(held) == list(range(checkpoints.num_slots)), "a slot is lost, or held twice"
+    assert all(name in registered for name in checkpoints._slot_of), "a checkpoint without its KV"
+
+
+def all_sequences(scheduler: Scheduler) -> list[Sequence]:
+    """Those that have not ended."""
+    return [*scheduler._all_running(), *scheduler._parked.values(), *scheduler._waiting]
