@@ -10,9 +10,9 @@ Later failures are the caller's.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -28,26 +28,17 @@ from services.decoder.attention.base import AttentionMetadata, AttentionSizes, S
 from services.decoder.attention.sdpa import SdpaBackend
 from services.decoder.attention.table import DECODE, FLASHINFER, HOPPER, PAGED, PREFILL
 
-# Runs some of a step's tokens: (queries `[n, num_heads, head_dim]`, the layer's KV cache, output of
-# the same shape, the cache's scales).
-_Run = Callable[[Tensor, Tensor, Tensor, Tensor | None], None]
+# Runs some of a step's tokens in one layer: its queries and outputs `[T, num_heads, head_dim]`, the
+# step's own keys and values, the layer's KV cache, and the cache's scales.
+_Run = Callable[[Tensor, Tensor, Tensor | None, Tensor, Tensor | None], None]
 
 
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    """How a step runs.
+class _Part(NamedTuple):
+    """A step's decodes, or its chunks, and the implementation that runs them."""
 
-    Attributes:
-        decode: name of the implementation for the decodes; None: the step has none.
-        prefill: the same for the chunks.
-        run_decodes: runs the decodes, unless our own kernel does.
-        run_chunks: the same for the chunks.
-    """
-
-    decode: str | None = None
-    prefill: str | None = None
-    run_decodes: _Run | None = None
-    run_chunks: _Run | None = None
+    operation: str
+    name: str
+    run: _Run
 
 
 class PagedBackend:
@@ -127,34 +118,31 @@ class PagedBackend:
                 return None
         return kernel.list_work(chunks, kernel.count_work(step.num_tokens, len(chunks)))
 
-    def plan(self, metadata: AttentionMetadata, *, captured: bool = False) -> _Plan:
-        """Chooses implementations, and plans those that need it."""
+    def plan(self, metadata: AttentionMetadata, *, captured: bool = False) -> list[_Part]:
+        """Chooses implementations, and plans those that need it; decodes first."""
         decodes, work = metadata.num_decodes, metadata.work
         metadata.wants_keys_values = work is not None
-        has_chunks = decodes < len(metadata.seq_lens)
-        decode = self._choose_decode(metadata, captured=captured) if decodes else None
-        prefill = None
-        if has_chunks:
+        decode = self._choose_decode(metadata, captured=captured) if decodes else ""
+        prefill = ""
+        if decodes < len(metadata.seq_lens):
             library = PLAIN if self._flashinfer_prefill is None else FLASHINFER
             prefill = library if work is None else HOPPER
-            assert not captured or prefill == HOPPER
-        run_decodes = run_chunks = None
-        if decode in (FLASHINFER, PLAIN) or prefill in (FLASHINFER, PLAIN):
-            num_blocks = -(-metadata.seq_lens // self._facts.block_size)
-            if decode == FLASHINFER:
-                run_decodes = self._plan_decodes(metadata, num_blocks, captured=captured)
-                if run_decodes is None:
-                    return self.plan(metadata, captured=captured)
-            elif decode == PLAIN:
-                assert not captured, "its rows of the pool would be those of the captured step"
-                run_decodes = self._plan_plain(_decodes_of(metadata))
-            if prefill == FLASHINFER:
-                run_chunks = self._plan_chunks(metadata, num_blocks)
-                if run_chunks is None:
-                    return self.plan(metadata, captured=captured)
-            elif prefill == PLAIN:
-                run_chunks = self._plan_plain(_chunks_of(metadata))
-        return _Plan(decode, prefill, run_decodes, run_chunks)
+        assert not captured or (decode != PLAIN and prefill in ("", HOPPER)), "plans on the host"
+        # Decodes are bound by memory and chunks by tensor cores: run concurrently, they take less.
+        concurrent = decode == PAGED and prefill == HOPPER
+        parts: list[_Part] = []
+
+        def plan_decodes() -> None:
+            run = self._plan_decodes(decode, metadata, captured=captured, concurrent=concurrent)
+            parts.append(_Part(DECODE, decode, run))
+
+        def plan_chunks() -> None:
+            run = self._plan_chunks(prefill, metadata, concurrent=concurrent)
+            parts.append(_Part(PREFILL, prefill, run))
+
+        done = not decode or self._succeeds(DECODE, decode, plan_decodes)
+        done = done and (not prefill or self._succeeds(PREFILL, prefill, plan_chunks))
+        return parts if done else self.plan(metadata, captured=captured)
 
     def forward(
         self,
@@ -164,68 +152,25 @@ class PagedBackend:
         keys_values: Tensor | None = None,
         kv_scales: Tensor | None = None,
     ) -> Tensor:
-        plan: _Plan = metadata.plan
-        decodes, block_ids = metadata.num_decodes, metadata.block_ids
         output = torch.empty_like(query)
-        # Decodes are bound by memory and chunks by tensor cores: run concurrently, they take less.
-        concurrent = plan.decode == PAGED and plan.prefill == HOPPER
-
-        def run_paged() -> None:
-            assert self._paged is not None
-            self._paged(
-                query[:decodes],
-                kv_cache,
-                block_ids,
-                metadata.first_blocks_device,
-                metadata.seq_lens_device,
-                out=output[:decodes],
-                kv_scales=kv_scales,
-                beside_prefill=concurrent,
-            )
-
-        def run_hopper() -> None:
-            assert keys_values is not None and metadata.work is not None
-            assert self._hopper is not None
-            self._hopper(
-                query,
-                keys_values,
-                kv_cache,
-                block_ids,
-                metadata.work,
-                out=output,
-                kv_scales=kv_scales,
-                beside_decode=concurrent,
-            )
-
-        def run_decodes() -> None:
-            assert plan.run_decodes is not None
-            plan.run_decodes(query[:decodes], kv_cache, output[:decodes], kv_scales)
-
-        def run_chunks() -> None:
-            assert plan.run_chunks is not None
-            plan.run_chunks(query[decodes:], kv_cache, output[decodes:], kv_scales)
-
-        done = True
-        if plan.decode is not None:
-            run = run_paged if plan.decode == PAGED else run_decodes
-            done = self._succeeds(DECODE, plan.decode, run)
-            self._entries[DECODE, plan.decode].num_calls += 1
-        if done and plan.prefill is not None:
-            run = run_hopper if plan.prefill == HOPPER else run_chunks
-            done = self._succeeds(PREFILL, plan.prefill, run)
-            self._entries[PREFILL, plan.prefill].num_calls += 1
-        if not done:
-            if self._hopper is None:
-                metadata.work = None
-            metadata.plan = self.plan(metadata)
-            return self.forward(query, kv_cache, metadata, keys_values, kv_scales)
+        parts: list[_Part] = metadata.plan
+        for operation, name, run in parts:
+            arguments = query, output, keys_values, kv_cache, kv_scales
+            self._entries[operation, name].num_calls += 1
+            if not self._succeeds(operation, name, run, *arguments):
+                if self._hopper is None:
+                    metadata.work = None
+                metadata.plan = self.plan(metadata)
+                return self.forward(query, kv_cache, metadata, keys_values, kv_scales)
         return output
 
-    def _succeeds(self, operation: str, name: str, run: Callable[[], None]) -> bool:
+    def _succeeds(
+        self, operation: str, name: str, run: Callable[..., None], *arguments: Tensor | None
+    ) -> bool:
         """Runs an implementation; False: it failed while kernels warm up, and is not used again."""
         entry = self._entries[operation, name]
         try:
-            run()
+            run(*arguments)
         except Exception as error:
             if not (self.table.is_warming_up and self.table.drop(entry, error)):
                 raise
@@ -240,29 +185,64 @@ class PagedBackend:
         return True
 
     def _plan_decodes(
-        self, metadata: AttentionMetadata, num_blocks: npt.NDArray[np.int32], *, captured: bool
-    ) -> _Run | None:
-        """Flashinfer's plan; None: it failed while kernels warm up, and is not used again."""
-        planned: list[_Run] = []
-
-        def plan() -> None:
+        self, name: str, metadata: AttentionMetadata, *, captured: bool, concurrent: bool
+    ) -> _Run:
+        count = metadata.num_decodes
+        if name == PLAIN:
+            return self._plan_plain(metadata, slice(count))
+        if name == FLASHINFER:
             assert self._flashinfer_decode is not None
+            num_blocks = -(-metadata.seq_lens // self._facts.block_size)
             wrapper = self._flashinfer_decode.plan(metadata, num_blocks, captured=captured)
-            planned.append(_of_wrapper(wrapper))
+            return _of_wrapper(wrapper, slice(count))
+        kernel = self._paged
+        assert kernel is not None
 
-        return planned[0] if self._succeeds(DECODE, FLASHINFER, plan) else None
+        def run(
+            query: Tensor, output: Tensor, _: Tensor | None, cache: Tensor, scales: Tensor | None
+        ) -> None:
+            kernel(
+                query[:count], cache, metadata.block_ids, metadata.first_blocks_device,
+                metadata.seq_lens_device, out=output[:count], kv_scales=scales,
+                beside_prefill=concurrent,
+            )  # fmt: skip
 
-    def _plan_chunks(
-        self, metadata: AttentionMetadata, num_blocks: npt.NDArray[np.int32]
-    ) -> _Run | None:
-        """The same for the chunks."""
-        planned: list[_Run] = []
+        return run
 
-        def plan() -> None:
+    def _plan_chunks(self, name: str, metadata: AttentionMetadata, *, concurrent: bool) -> _Run:
+        decodes = metadata.num_decodes
+        if name == PLAIN:
+            return self._plan_plain(metadata, slice(decodes, None))
+        if name == FLASHINFER:
             assert self._flashinfer_prefill is not None
-            planned.append(_of_wrapper(self._flashinfer_prefill.plan(metadata, num_blocks)))
+            num_blocks = -(-metadata.seq_lens // self._facts.block_size)
+            wrapper = self._flashinfer_prefill.plan(metadata, num_blocks)
+            return _of_wrapper(wrapper, slice(decodes, None))
+        kernel, work = self._hopper, metadata.work
+        assert kernel is not None and work is not None
 
-        return planned[0] if self._succeeds(PREFILL, FLASHINFER, plan) else None
+        def run(
+            query: Tensor, output: Tensor, own: Tensor | None, cache: Tensor, scales: Tensor | None
+        ) -> None:
+            assert own is not None
+            kernel(
+                query, own, cache, metadata.block_ids, work, out=output, kv_scales=scales,
+                beside_decode=concurrent,
+            )  # fmt: skip
+
+        return run
+
+    def _plan_plain(self, metadata: AttentionMetadata, sequences: slice) -> _Run:
+        part = _part(metadata, sequences)
+        part.plan = self._plain.plan(part)
+
+        def run(
+            query: Tensor, output: Tensor, _: Tensor | None, cache: Tensor, scales: Tensor | None
+        ) -> None:
+            found = self._plain.forward(query[sequences], cache, part, kv_scales=scales)
+            output[sequences] = found
+
+        return run
 
     def _choose_decode(self, metadata: AttentionMetadata, *, captured: bool) -> str:
         # Beside our own prefill kernel it costs least, however few sequences there are. The table's
@@ -299,44 +279,26 @@ class PagedBackend:
             for (start, end), context, first in zip(pairwise(starts), seq_lens, firsts, strict=True)
         ]
 
-    def _plan_plain(self, part: AttentionMetadata) -> _Run:
-        part.plan = self._plain.plan(part)
 
-        def run(query: Tensor, kv_cache: Tensor, out: Tensor, kv_scales: Tensor | None) -> None:
-            out.copy_(self._plain.forward(query, kv_cache, part, kv_scales=kv_scales))
-
-        return run
-
-
-def _of_wrapper(wrapper: Any) -> _Run:  # noqa: ANN401 - flashinfer's
-    def run(query: Tensor, kv_cache: Tensor, out: Tensor, _: Tensor | None) -> None:
-        wrapper.run(query, kv_cache, out=out)
+def _of_wrapper(wrapper: Any, tokens: slice) -> _Run:  # noqa: ANN401 - flashinfer's
+    def run(
+        query: Tensor, output: Tensor, _: Tensor | None, cache: Tensor, __: Tensor | None
+    ) -> None:
+        wrapper.run(query[tokens], cache, out=output[tokens])
 
     return run
 
 
-def _decodes_of(metadata: AttentionMetadata) -> AttentionMetadata:
-    """The step's decodes alone."""
-    count = metadata.num_decodes
+def _part(metadata: AttentionMetadata, sequences: slice) -> AttentionMetadata:
+    """A step's decodes alone, or its chunks: decodes are tokens, so that a slice is of both."""
+    starts = metadata.cu_query_lens[sequences.start or 0 :]
+    count = len(metadata.seq_lens[sequences])
     return replace(
         metadata,
-        cu_query_lens=metadata.cu_query_lens[: count + 1],
-        seq_lens=metadata.seq_lens[:count],
-        first_blocks=metadata.first_blocks[:count],
-        first_blocks_device=metadata.first_blocks_device[:count],
-        seq_lens_device=metadata.seq_lens_device[:count],
-    )
-
-
-def _chunks_of(metadata: AttentionMetadata) -> AttentionMetadata:
-    """The step's chunks alone."""
-    count = metadata.num_decodes
-    return replace(
-        metadata,
-        num_decodes=0,
-        cu_query_lens=metadata.cu_query_lens[count:] - metadata.cu_query_lens[count],
-        seq_lens=metadata.seq_lens[count:],
-        first_blocks=metadata.first_blocks[count:],
-        first_blocks_device=metadata.first_blocks_device[count:],
-        seq_lens_device=metadata.seq_lens_device[count:],
+        num_decodes=0 if sequences.start is not None else count,
+        cu_query_lens=starts[: count + 1] - starts[0],
+        seq_lens=metadata.seq_lens[sequences],
+        first_blocks=metadata.first_blocks[sequences],
+        first_blocks_device=metadata.first_blocks_device[sequences],
+        seq_lens_device=metadata.seq_lens_device[sequences],
     )

@@ -44,7 +44,7 @@ def flashinfer(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(module, "make_float_workspace", lambda device: None)
     monkeypatch.setattr(module, "FlashInferDecode", lambda *_: fake_decode())
     monkeypatch.setattr(module, "FlashInferPrefill", lambda *_: fake_prefill())
-    monkeypatch.setattr("services.decoder.attention.paged._of_wrapper", lambda wrapper: wrapper)
+    monkeypatch.setattr("services.decoder.attention.paged._of_wrapper", lambda wrapper, _: wrapper)
     yield
     sys.modules.pop(name, None)
 
@@ -266,16 +266,17 @@ def test_the_table_says_what_each_gpu_uses() -> None:
 
 def planned(backend: PagedBackend, step: Step, captured: bool) -> tuple[str | None, str | None]:
     metadata = step.metadata(backend.list_work(step, captured=captured))
-    plan = backend.plan(metadata, captured=captured)
-    decode, prefill = plan.decode, plan.prefill
-    assert metadata.wants_keys_values == (prefill == "hopper")
-    if prefill == "hopper":
-        assert metadata.work is not None and plan.run_chunks is None
+    parts = {part.operation: part for part in backend.plan(metadata, captured=captured)}
+    decode, prefill = (parts.get(name) for name in ("decode_attention", "prefill_attention"))
+    is_ours = prefill is not None and prefill.name == "hopper"
+    assert metadata.wants_keys_values == is_ours
+    if is_ours:
+        assert metadata.work is not None
         tokens = metadata.work[:, 1] * (metadata.work[:, 7] == 0)
         assert int(tokens.sum()) == sum(new for new, _ in step.chunks)
     names: Any = {"paged": OURS, "hopper": LIST}
-    runs: Any = {"decode": plan.run_decodes, "prefill": plan.run_chunks}
-    return (
-        runs["decode"] if decode == "flashinfer" else names.get(decode, decode),
-        runs["prefill"] if prefill == "flashinfer" else names.get(prefill, prefill),
+    decode, prefill = (
+        part and (part.run if part.name == "flashinfer" else names.get(part.name, part.name))
+        for part in (decode, prefill)
     )
+    return decode, prefill
