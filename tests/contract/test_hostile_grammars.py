@@ -165,7 +165,7 @@ async def test_a_compile_process_that_is_killed_is_replaced(decoder):
     async with Gateway(decoder) as gateway:
         _, end = await answer(gateway, 1, grammar("REGEX", "a{3}"))
         assert end.reason == pb.Finished.REASON_STOP
-        decoder.masks.compilers.processes[0].kill()
+        decoder.masks.compilers.process.kill()
         await answer(gateway, 2, grammar("REGEX", "a{4}"))  # may be in work at that moment
         _, end = await answer(gateway, 3, grammar("REGEX", "a{5}"))
         assert end.reason == pb.Finished.REASON_STOP

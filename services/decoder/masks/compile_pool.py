@@ -1,4 +1,4 @@
-"""Whether a grammar can be compiled: asked of processes that may die of it.
+"""Whether a grammar can be compiled: asked of a process that may die of it.
 
 Tenants take turns. A grammar that cannot be compiled, or ends its process, is its request's error;
 waiting for a turn is an overload of the decoder, never the grammar's fault.
@@ -6,10 +6,8 @@ waiting for a turn is an overload of the decoder, never the grammar's fault.
 
 import asyncio
 import logging
-import sys
 from collections import OrderedDict, deque
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
 
 import msgspec
@@ -17,6 +15,7 @@ from blake3 import blake3
 
 from services.common.errors import InternalError, InvalidGrammar, Overloaded, TriptychError
 from services.common.process.channel import ChannelClosed, FrontChannel, create_socket_pair
+from services.decoder.masks import children
 from services.decoder.masks.grammar import Grammar
 from services.decoder.masks.messages import Compile, MaskSettings, Verdict
 
@@ -40,17 +39,14 @@ class _Job:
 
 
 class CompilePool:
-    """Owner of the processes, and of what waits for them. Used in the event loop.
+    """Owner of the process, and of what waits for it. Used in the event loop.
 
     Args:
-        settings: of the processes.
+        settings: of the process.
         observe: called with the CPU seconds of a compilation.
-        num_workers: processes.
     """
 
-    def __init__(
-        self, settings: MaskSettings, observe: Callable[[float], None], num_workers: int = 1
-    ) -> None:
+    def __init__(self, settings: MaskSettings, observe: Callable[[float], None]) -> None:
         self._settings = settings
         self._observe = observe
         self._queues: OrderedDict[str, deque[_Job]] = OrderedDict()  # by tenant, whose turn first
@@ -58,8 +54,8 @@ class CompilePool:
         self._arrived = asyncio.Semaphore(0)
         self._jobs: dict[bytes, _Job] = {}  # that wait or are in work
         self._known: OrderedDict[bytes, str] = OrderedDict()
-        self.processes: list[asyncio.subprocess.Process | None] = [None] * num_workers
-        self._tasks = [asyncio.create_task(self._work(place)) for place in range(num_workers)]
+        self.process: asyncio.subprocess.Process | None = None
+        self._task = asyncio.create_task(self._work())
 
     async def check(self, grammar: Grammar, tenant: str) -> None:
         """Returns if the grammar can be compiled.
@@ -82,13 +78,10 @@ class CompilePool:
         self._know(_key(_task(grammar)), error.message)
 
     async def close(self) -> None:
-        """Ends the processes."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        for process in self.processes:
-            if process is not None:
-                await _end(process)
+        """Ends the process."""
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+        await children.end(self.process)
 
     async def _verdict(self, key: bytes, task: Compile, tenant: str) -> str:
         job = self._jobs.get(key) or self._enqueue(key, task, tenant)
@@ -121,9 +114,9 @@ class CompilePool:
             self._queues[tenant] = queue  # behind the others
         return job
 
-    async def _work(self, place: int) -> None:
+    async def _work(self) -> None:
         while True:
-            channel = await self._start(place)
+            channel = await self._start()
             try:
                 while await self._answer_next(channel):
                     pass
@@ -165,22 +158,13 @@ class CompilePool:
         if len(self._known) > _KNOWN:
             self._known.popitem(last=False)
 
-    async def _start(self, place: int) -> FrontChannel[Verdict]:
-        if (old := self.processes[place]) is not None:
-            with suppress(ProcessLookupError):
-                old.kill()
-            await old.wait()
+    async def _start(self) -> FrontChannel[Verdict]:
+        await children.end(self.process)
         front_end, end = create_socket_pair()
         with end:
-            process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "services.decoder.masks.compile_worker",
-                "--front-fd", str(end.fileno()),
-                stdin=asyncio.subprocess.PIPE, pass_fds=(end.fileno(),),
-            )  # fmt: skip
-        self.processes[place] = process
-        assert process.stdin is not None
-        process.stdin.write(msgspec.json.encode(self._settings))
-        process.stdin.close()
+            self.process = await children.start(
+                "compile_worker", self._settings, front=end.fileno()
+            )
         return await FrontChannel[Verdict].open(front_end, Verdict)
 
 
@@ -190,10 +174,3 @@ def _task(grammar: Grammar) -> Compile:
 
 def _key(task: Compile) -> bytes:
     return blake3(msgspec.msgpack.encode(task)).digest()
-
-
-async def _end(process: asyncio.subprocess.Process) -> None:
-    """Its channel has closed, or will with this process."""
-    with suppress(ProcessLookupError):
-        process.kill()
-    await process.wait()

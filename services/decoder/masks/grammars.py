@@ -8,9 +8,9 @@ import asyncio
 import ctypes
 import logging
 from collections import OrderedDict
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
-from functools import partial
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from threading import Lock
 
@@ -18,10 +18,10 @@ from services.common.errors import InvalidGrammar
 from services.common.process.work_limits import resident_bytes
 from services.decoder.masks.compiler import Compiled, Vocabulary, compile_grammar
 from services.decoder.masks.grammar import Demands, Grammar
-from services.decoder.masks.lexers import CompiledGrammar, During
 from services.decoder.masks.matcher import (
     GrammarMatcher,
     Int32Array,
+    Lexer,
     Matcher,
     MatcherFailed,
     UnexpectedToken,
@@ -37,6 +37,7 @@ _MAX_VOCABULARIES = 4  # a model has one set of end ids
 
 # Whether a mask forbids any id, or why there is none.
 Found = bool | MatcherFailed
+During = Callable[[], AbstractContextManager[None]]
 _Key = tuple[str, str, tuple[int, ...], bool]  # kind, text, end ids, plain strings
 
 
@@ -62,7 +63,7 @@ class Grammars:
         self._reading = Lock()
         self.compiler = ThreadPoolExecutor(1, "grammar")
         # One that is being compiled is in it, too, so that it is compiled once.
-        self._cache: OrderedDict[_Key, CompiledGrammar] = OrderedDict()
+        self._cache: OrderedDict[_Key, Lexer] = OrderedDict()
         self._without: OrderedDict[tuple[int, ...], Int32Array] = OrderedDict()
         self._first_bytes = 0  # of the process, with a vocabulary
 
@@ -90,7 +91,7 @@ class Grammars:
         )
 
     async def _matcher(self, grammar: Grammar, during: During) -> GrammarMatcher:
-        lexer, end_ids = self._compiled(grammar).lexer(during), grammar.end_ids
+        lexer, end_ids = self._lexer(grammar, during), grammar.end_ids
         stop_ids = (*end_ids, *grammar.stop_ids)
         compiled = await asyncio.shield(lexer.compiled)
         matcher = GrammarMatcher(
@@ -162,20 +163,18 @@ class Grammars:
                 self._first_bytes = self._first_bytes or resident_bytes()
             return found
 
-    def _compiled(self, grammar: Grammar) -> CompiledGrammar:
+    def _lexer(self, grammar: Grammar, during: During) -> Lexer:
+        """For one more sequence."""
         key = (grammar.kind, grammar.text, grammar.end_ids, grammar.plain_strings)
-        if (found := self._cache.get(key)) is not None:
-            self._cache.move_to_end(key)
-            return found
-        found = CompiledGrammar(partial(self._start_compiling, grammar, key))
-        self._cache[key] = found
+        found = self._cache.get(key)
+        if found is None or found.is_broken:
+            found = self._cache[key] = Lexer(self._compiling(grammar, key, during))
+        self._cache.move_to_end(key)
         if len(self._cache) > _CACHE_ENTRIES:
             self._cache.popitem(last=False)
         return found
 
-    def _start_compiling(
-        self, grammar: Grammar, key: _Key, during: During
-    ) -> "asyncio.Future[Compiled]":
+    def _compiling(self, grammar: Grammar, key: _Key, during: During) -> "asyncio.Future[Compiled]":
         def compile_one() -> Compiled:
             vocabulary = self.vocabulary(grammar.end_ids)
             with during():

@@ -3,6 +3,7 @@
 `grammar.Grammars` makes matchers and runs them in threads; plain state and no waiting here.
 """
 
+import asyncio
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -10,8 +11,7 @@ import numpy.typing as npt
 from llguidance import LLMatcher
 
 from services.decoder.masks.bounded_strings import BoundedStrings
-from services.decoder.masks.compiler import short
-from services.decoder.masks.lexers import Lexer
+from services.decoder.masks.compiler import Compiled, short
 from services.decoder.masks.rows import PROBE_WORDS
 
 Int32Array = npt.NDArray[np.int32]
@@ -33,6 +33,21 @@ class UnexpectedToken(MatcherFailed):
 
 class NothingAllowed(MatcherFailed):
     """The request's demands exclude each other: no token satisfies them all."""
+
+
+@dataclass(slots=True, eq=False)
+class Lexer:
+    """A compiled grammar's lexer. Copies of an llguidance matcher share it, behind a lock: what one
+    sequence's masks have taught it, the others need not learn; but one that has reached a limit
+    fails all of them, so that a broken one is left for a new one.
+
+    Attributes:
+        compiled: with it, or to be.
+        is_broken: it has reached a limit: no further sequence gets it.
+    """
+
+    compiled: "asyncio.Future[Compiled]"
+    is_broken: bool = False
 
 
 @dataclass(slots=True)

@@ -10,7 +10,6 @@ import asyncio
 import logging
 import os
 import socket
-import sys
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -22,6 +21,7 @@ from services.common.errors import InternalError, InvalidGrammar, TriptychError,
 from services.common.process.channel import ChannelClosed, FrontChannel, create_socket_pair
 from services.common.process.pod_limits import num_cpus
 from services.decoder.engine.messages import EngineSender, MaskLink, NewTokens, TokenMasks
+from services.decoder.masks import children
 from services.decoder.masks.compile_pool import CompilePool
 from services.decoder.masks.grammar import Demands
 from services.decoder.masks.messages import (
@@ -194,7 +194,7 @@ class MaskProcesses:
             if process.channel is not None:
                 process.channel.close()
         for process in self.processes:
-            await _end(process, _EXIT_S)
+            await children.end(process.process, _EXIT_S)
         self._link.close()
 
     async def _check(self, sequence: _Followed, tenant: str) -> None:
@@ -225,7 +225,7 @@ class MaskProcesses:
                     self._handle(await channel.receive())
                     process.is_ready = True
             channel.close()
-            await _end(process, 0.1)
+            await children.end(process.process, 0.1)
             process.channel = None
             self._has_ended(process)
             if process.num_failed_starts >= _MAX_FAILED_STARTS:
@@ -264,20 +264,12 @@ class MaskProcesses:
         front_end, end = create_socket_pair()
         engine_end, link = create_socket_pair()
         with end, link, engine_end:
-            process.process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "services.decoder.masks.main",
-                "--front-fd", str(end.fileno()), "--link-fd", str(link.fileno()),
-                "--memory-fd", str(memory),
-                stdin=asyncio.subprocess.PIPE,
-                pass_fds=(end.fileno(), link.fileno(), memory),
+            process.process = await children.start(
+                "main", msgspec.structs.replace(settings, link=process.link),
+                front=end.fileno(), link=link.fileno(), memory=memory,
             )  # fmt: skip
             socket.send_fds(self._link, [b"l"], [engine_end.fileno(), memory])
         os.close(memory)
-        assert process.process.stdin is not None
-        process.process.stdin.write(
-            msgspec.json.encode(msgspec.structs.replace(settings, link=process.link))
-        )
-        process.process.stdin.close()
         self._engine.send(MaskLink(process.link, ROWS_OFFSET, settings.num_rows, self._num_words))
         channel = await FrontChannel[FromProcess].open(front_end, FromProcess)
         process.channel = channel
@@ -322,17 +314,3 @@ class MaskProcesses:
                     )
                     with suppress(ProcessLookupError):
                         process.process.kill()
-
-
-async def _end(process: _Process, grace_s: float) -> None:
-    if process.process is None:
-        return
-    try:
-        await asyncio.wait_for(process.process.wait(), grace_s)
-    except TimeoutError:
-        with suppress(ProcessLookupError):
-            process.process.kill()
-        await process.process.wait()
-
-
-__all__ = ["MaskProcesses", "num_mask_processes"]

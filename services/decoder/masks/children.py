@@ -1,0 +1,42 @@
+"""Child processes of the front that compile grammars or fill masks: how they start and end."""
+
+import asyncio
+import sys
+from contextlib import suppress
+
+import msgspec
+
+from services.decoder.masks.messages import MaskSettings
+
+
+async def start(
+    module: str, settings: MaskSettings, **descriptors: int
+) -> asyncio.subprocess.Process:
+    """Runs a module of this folder.
+
+    Args:
+        module: its name.
+        settings: JSON on its standard input.
+        **descriptors: that it inherits, as `--<name>-fd`.
+    """
+    options = [f"--{name}-fd={number}" for name, number in descriptors.items()]
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", f"services.decoder.masks.{module}", *options,
+        stdin=asyncio.subprocess.PIPE, pass_fds=tuple(descriptors.values()),
+    )  # fmt: skip
+    assert process.stdin is not None
+    process.stdin.write(msgspec.json.encode(settings))
+    process.stdin.close()
+    return process
+
+
+async def end(process: asyncio.subprocess.Process | None, grace_s: float = 0.0) -> None:
+    """Waits for the end of a process, if there is one; kills it when the grace is over."""
+    if process is None:
+        return
+    try:
+        await asyncio.wait_for(process.wait(), grace_s)
+    except TimeoutError:
+        with suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
