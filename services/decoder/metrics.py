@@ -11,7 +11,7 @@ from services.decoder.engine.messages import EngineStats
 
 
 class DecoderMetrics:
-    """Names and labels; implements `embeddings.Observer`."""
+    """Names and labels."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.num_rows = 1
@@ -151,6 +151,7 @@ class DecoderMetrics:
                 self._seen[name] = total
 
     def embedding_found(self, tier: str) -> None:
+        """An image came from "memory", "redis", "encoder" or another's fetch, "joined"."""
         self._hits.labels(tier).inc()
 
     def embedding_missed(self, tier: str) -> None:

@@ -31,7 +31,7 @@ from services.decoder.engine import step_inputs
 from services.decoder.engine.images import ImageReader
 from services.decoder.engine.staging import Staging
 from services.decoder.engine.step_inputs import StepInputs
-from services.decoder.models.base import CausalLM
+from services.decoder.models.transformer import Transformer
 
 
 def decode_buckets(max_num_sequences: int) -> list[int]:
@@ -61,7 +61,7 @@ def mixed_buckets(max_num_tokens: int) -> list[int]:
 class StepParts:
     """What a graph runs, and how it is captured."""
 
-    model: CausalLM
+    model: Transformer
     backend: AttentionBackend
     images: ImageReader | None
     rows: DeviceRows
@@ -183,7 +183,7 @@ class _GraphSet:
         metadata: AttentionMetadata,
         sampled: Tensor | None,
     ) -> Tensor:
-        """The hidden states of `sampled`, see CausalLM."""
+        """The hidden states of `sampled`, see `Transformer.forward`."""
         parts, visual = self.parts, None
         entry, block_size = step_inputs.entry(step, parts.staging), parts.kv_cache.shape[3]
         parts.model.ops.enter_step(entry, parts.rows, entered, block_size)

@@ -16,7 +16,7 @@ from services.decoder.engine.step import Step
 from services.decoder.engine.step_computer import DeviceState, StepComputer
 from services.decoder.engine.step_inputs import StepInputs
 from services.decoder.engine.step_sampler import Extras, StepSampler
-from services.decoder.models.base import CausalLM
+from services.decoder.models.transformer import Transformer
 
 
 class ModelRunner:
@@ -35,7 +35,7 @@ class ModelRunner:
     def __init__(
         self,
         info: EngineInfo,
-        model: CausalLM,
+        model: Transformer,
         backend: AttentionBackend,
         state: DeviceState,
         images: ImageReader | None,

@@ -25,7 +25,8 @@ from services.decoder.engine.messages import EngineInfo
 from services.decoder.engine.staging import Staging
 from services.decoder.engine.step import ComputeStep
 from services.decoder.engine.step_inputs import NOTHING_NEW, RowUpdates, StepGraphs, StepInputs
-from services.decoder.models.base import CausalLM, VisualInput
+from services.decoder.models.base import VisualInput
+from services.decoder.models.transformer import Transformer
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +83,7 @@ class StepComputer:
     def __init__(
         self,
         info: EngineInfo,
-        model: CausalLM,
+        model: Transformer,
         backend: AttentionBackend,
         state: DeviceState,
         images: ImageReader | None,
@@ -280,7 +281,7 @@ class StepComputer:
                 states.copy_slot(row, checkpoints, slot)
 
     def _forward(self, step: StepInputs, rows: Tensor | None = None) -> Tensor:
-        """Runs an uploaded step eagerly; see `CausalLM.forward` for `rows`."""
+        """Runs an uploaded step eagerly; see `Transformer.forward` for `rows`."""
         state, staging = self._state, self.staging
         entered = self._entered.part(step.num_tokens, len(step.seq_lens))
         self._model.ops.enter_step(

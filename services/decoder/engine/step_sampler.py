@@ -25,7 +25,7 @@ from services.decoder.engine.sampler import Sampled, Sampler
 from services.decoder.engine.staging import Staging
 from services.decoder.engine.step import ComputeStep, Int32Array, RowSampling, SampleStep, Step
 from services.decoder.engine.step_computer import Computed
-from services.decoder.models.base import CausalLM
+from services.decoder.models.transformer import Transformer
 
 # Together, they run every branch of the sampler.
 _WARM_UP_PARAMS = (
@@ -81,7 +81,7 @@ class StepSampler:
     def __init__(
         self,
         info: EngineInfo,
-        model: CausalLM,
+        model: Transformer,
         rows: DeviceRows,
         staging: Staging,
         dtype: torch.dtype,

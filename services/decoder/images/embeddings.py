@@ -18,6 +18,7 @@ from services.common.embeddings.single_flight import InFlight
 from services.common.errors import InternalError, InvalidRequest, TriptychError
 from services.decoder.engine.messages import AddSequence, EngineSender, ImageReady, ImagesOf
 from services.decoder.images.embedding_fetch import EncoderFailed, EncoderFetcher
+from services.decoder.metrics import DecoderMetrics
 
 log = logging.getLogger(__name__)
 
@@ -45,26 +46,6 @@ class EmbeddingCache(Protocol):
 
     async def read(self, key: bytes, spec: EmbeddingSpec, into: memoryview) -> bytes | None:
         """The digest of what `into` now holds, verified; None: a miss."""
-        ...
-
-
-class Observer(Protocol):
-    """What `DecoderMetrics` records of embeddings."""
-
-    def embedding_found(self, tier: str) -> None:
-        """An image came from "memory", "redis", "encoder" or another's fetch, "joined"."""
-        ...
-
-    def embedding_missed(self, tier: str) -> None:
-        """An image was not in "memory" or "redis"."""
-        ...
-
-    def embedding_failed(self, kind: str) -> None:
-        """An encoder did not deliver, or delivered something else."""
-        ...
-
-    def embedding_fetched(self, seconds: float, size_bytes: int, path: str) -> None:
-        """An encoder delivered, by "shm" or "grpc"."""
         ...
 
 
@@ -111,14 +92,14 @@ class EmbeddingSource:
         arena: owned by this event loop.
         fetcher: of encoders.
         cache: Redis; None: there is none.
-        observer: counts hits, misses and failures.
+        metrics: count hits, misses and failures.
         standstill_s: see `_STANDSTILL_S`.
     """
 
     arena: Arena
     fetcher: EncoderFetcher
     cache: EmbeddingCache | None
-    observer: Observer
+    metrics: DecoderMetrics
     standstill_s: float = _STANDSTILL_S
     _filling: dict[bytes, _Filling] = field(default_factory=dict[bytes, _Filling])
 
@@ -133,7 +114,7 @@ class EmbeddingSource:
             return []
         for entry in entries:
             self.arena.acquire(entry)
-            self.observer.embedding_found("memory")
+            self.metrics.embedding_found("memory")
         return entries
 
     async def obtain(self, requests: Sequence[ImageRequest], ready: Ready) -> None:
@@ -205,9 +186,9 @@ class EmbeddingSource:
             holds = self._try_hold_each(requests)
         for hold in holds or ():
             if hold.filling is None:
-                self.observer.embedding_found("memory")
+                self.metrics.embedding_found("memory")
             else:
-                self.observer.embedding_missed("memory")
+                self.metrics.embedding_missed("memory")
         return holds
 
     def _try_hold_each(self, requests: Sequence[ImageRequest]) -> list[_Hold] | None:
@@ -265,7 +246,7 @@ class EmbeddingSource:
             if may_take_over:
                 patience_s = filling.started_at + _TAKEOVER_S - now
             elif patience_s <= 0:
-                self.observer.embedding_failed("unavailable")
+                self.metrics.embedding_failed("unavailable")
                 message = f"encoder {asked} did not send the embedding in time"
                 raise EncoderFailed(message, address)
             done = flight.join()
@@ -283,7 +264,7 @@ class EmbeddingSource:
             if not done.cancelled() and (error := done.exception()) and asked == address:
                 raise _copy_of(error, address)
         if joined:
-            self.observer.embedding_found("joined")
+            self.metrics.embedding_found("joined")
         not_ready.discard(hold)
         ready(hold.entry)
 
@@ -323,12 +304,12 @@ class EmbeddingSource:
                     address, entry.key, entry.spec, view, filling.heard
                 )
                 entry.digest = fetched.digest
-                self.observer.embedding_found("encoder")
-                self.observer.embedding_fetched(
+                self.metrics.embedding_found("encoder")
+                self.metrics.embedding_fetched(
                     time.monotonic() - started, entry.spec.size_bytes, fetched.path
                 )
         except EncoderFailed as error:
-            self.observer.embedding_failed(error.kind)
+            self.metrics.embedding_failed(error.kind)
             raise
         filling.heard(True)
         del self._filling[entry.key]
@@ -339,10 +320,10 @@ class EmbeddingSource:
             return False
         digest = await self.cache.read(entry.key, entry.spec, view)
         if digest is None:
-            self.observer.embedding_missed("redis")
+            self.metrics.embedding_missed("redis")
             return False
         entry.digest = digest
-        self.observer.embedding_found("redis")
+        self.metrics.embedding_found("redis")
         return True
 
 

@@ -1,4 +1,4 @@
-"""What the runner needs of a language model: the model's protocol, and its image embeddings.
+"""What a language model's layers share in a step, and its image embeddings.
 
 `engine.images` makes the embeddings' views; a model reads them through `VisualInput` and does not
 know where they are.
@@ -13,7 +13,6 @@ from torch import Tensor
 
 from services.common.nn.layers import RMSNorm
 from services.common.nn.linear import Linear
-from services.common.nn.weights import WeightMap
 from services.decoder.attention.base import AttentionMetadata
 from services.decoder.operations.ops import Ops, StepKernels
 
@@ -133,43 +132,5 @@ class Mixer(Protocol):
     ) -> tuple[Tensor, Tensor]:
         """The input of `output`, and the hidden state `x + residual`, which it mixes the norm of;
         see `transformer.DecoderLayer`.
-        """
-        ...
-
-
-class CausalLM(Protocol):
-    """A language model over a ragged batch of T tokens. Built on `meta`, then loaded."""
-
-    weight_map: WeightMap
-    ops: Ops
-
-    def forward(
-        self,
-        input_ids: Tensor,
-        positions: Tensor,
-        kv_cache: Tensor,
-        metadata: AttentionMetadata,
-        visual: VisualInput | None = None,
-        rows: Tensor | None = None,
-    ) -> Tensor:
-        """Runs the layers.
-
-        Args:
-            input_ids: `[T]` int32 or int64; any valid id at visual tokens.
-            positions: `[3, T]` integer: (t, h, w); with 1-D positions all rows are equal.
-            kv_cache: `[num_layers, num_blocks, 2, block_size, num_kv_heads, head_dim]`, of full
-                attention layers.
-            metadata: the step's attention layout.
-            visual: embeddings of the step's image tokens.
-            rows: `[R]` int64, the tokens whose hidden states are returned; None: all.
-
-        Returns:
-            `[R, hidden]`, after the final norm.
-        """
-        ...
-
-    def logits(self, hidden: Tensor, *, out: Tensor | None = None) -> Tensor:
-        """`[R, hidden]` of the rows that are sampled → `[R, vocab_size]`, in the model's dtype;
-        written to `out`, if given.
         """
         ...

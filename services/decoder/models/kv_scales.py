@@ -16,7 +16,8 @@ from torch.nn import functional as F
 from kernels.linear_attention.states import StateCache, StateLayout, prefill_pieces
 from services.common.model_spec import ModelSpec, TextSpec
 from services.common.nn.checkpoint import Checkpoint, CheckpointError, listed
-from services.decoder.attention.base import AttentionMetadata, StepLengths
+from services.decoder.attention.base import AttentionMetadata
+from services.decoder.attention.sdpa import SdpaBackend
 from services.decoder.models.transformer import Attention, Transformer
 
 # What follows a layer's name in the files: compressed-tensors' and ModelOpt's.
@@ -118,27 +119,15 @@ def _power_of_two(scales: Tensor) -> Tensor:
     return torch.ldexp(torch.ones_like(scales), exponent - (mantissa == 0.5).int())
 
 
-class _Recorder:
-    """An attention backend that attends within one prompt, and keeps the largest keys and values.
+class _Recorder(SdpaBackend):
+    """Attends within one prompt, and keeps the largest keys and values.
 
     Attributes:
         largest: of each layer, `[2, num_kv_heads]`.
     """
 
-    table = None
-    captures = captures_prompts = captures_mixed = False
-
     def __init__(self) -> None:
         self.largest: list[Tensor] = []
-
-    def captures_chunks(self, step: StepLengths) -> bool:
-        return False
-
-    def plans_from_blocks(self, num_decodes: int) -> bool:
-        return False
-
-    def list_work(self, step: StepLengths, *, captured: bool) -> None:
-        """None."""
 
     def plan(self, metadata: AttentionMetadata, *, captured: bool = False) -> Any:  # noqa: ANN401
         metadata.wants_keys_values = True

@@ -172,7 +172,7 @@ class DecoderLayer(nn.Module):
 
 
 class Transformer(nn.Module):
-    """A `models.base.CausalLM`.
+    """A language model over a ragged batch of T tokens. Built on `meta`, then loaded.
 
     Args:
         spec: of the whole model.
@@ -228,6 +228,20 @@ class Transformer(nn.Module):
         visual: VisualInput | None = None,
         rows: Tensor | None = None,
     ) -> Tensor:
+        """Runs the layers.
+
+        Args:
+            input_ids: `[T]` int32 or int64; any valid id at visual tokens.
+            positions: `[3, T]` integer: (t, h, w); with 1-D positions all rows are equal.
+            kv_cache: `[num_layers, num_blocks, 2, block_size, num_kv_heads, head_dim]`, of full
+                attention layers.
+            metadata: the step's attention layout.
+            visual: embeddings of the step's image tokens.
+            rows: `[R]` int64, the tokens whose hidden states are returned; None: all.
+
+        Returns:
+            `[R, hidden]`, after the final norm.
+        """
         residual = F.embedding(input_ids, self.embed_tokens.weight)
         rope, kv_rows = self.ops.rope_and_rows(
             positions, metadata.slot_mapping, self.rope, residual.dtype, kv_cache.shape[3]
@@ -255,6 +269,9 @@ class Transformer(nn.Module):
         return kernels.add_norm(x, residual, self.norm)[0]
 
     def logits(self, hidden: Tensor, *, out: Tensor | None = None) -> Tensor:
+        """`[R, hidden]` of the rows that are sampled → `[R, vocab_size]`, in the model's dtype;
+        written to `out`, if given.
+        """
         if self.ranks.count > 1:
             return self.ranks.gather(self._logits(hidden), out)
         return self._logits(hidden, out=out)

@@ -348,10 +348,9 @@ def test_lower_priorities_are_admitted_first_and_preempted_last():
     assert 1 in {s.sequence_id for s in scheduler._waiting}
 
 
-def test_without_a_policy_the_queue_is_one_of_priority_and_arrival():
-    """Whatever the tenants; of those that run, the latest of the last priority is preempted."""
+def test_the_queue_of_a_tenant_is_one_of_priority_and_arrival():
     scheduler = scheduler_of(rows=1)
-    for number, (tenant, priority) in enumerate([("a", 1), ("a", 0), ("b", 0), ("a", -1)]):
-        message = add_message(number, [1, 2, 3, 4], tenant=tenant, priority=priority, max_tokens=1)
+    for number, priority in enumerate([1, 0, 0, -1]):
+        message = add_message(number, [1, 2, 3, 4], tenant="a", priority=priority, max_tokens=1)
         scheduler.add(Sequence.from_message(message))
     assert [step(scheduler)[0][0] for _ in range(4)] == [3, 1, 2, 0]
