@@ -36,7 +36,7 @@ from kernels.attention.attention_tuning import (
     prefill_obstacle,
 )
 from kernels.attention.fused_decode_attention import FusedDecodeAttention
-from kernels.attention.heads import HeadTransform, ProjectedHeads, kv_rows
+from kernels.attention.heads import ProjectedHeads, kv_rows
 from kernels.attention.paged_decode_attention import PagedDecodeAttention
 from kernels.attention.prefill_attention import PrefillAttention, PrefillChunk
 from kernels.attention.qk_rope_cache import qk_rope_cache
@@ -156,7 +156,7 @@ class Step:
         pdl = self.facts.device.supports_pdl
         qkv = gemv.linear(self.x, self.weights[layer % len(self.weights)], pdl=pdl)
         pool = self.pool[layer]
-        return HeadTransform(self.norms, _EPS, self.rope, pool, self.rows).of(qkv)
+        return ProjectedHeads(qkv, self.norms, _EPS, self.rope, pool, self.rows)
 
     def rotated(self, layer: int) -> Tensor:
         """The layer's queries, after the write to the cache."""

@@ -28,10 +28,14 @@ class Rotary(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class HeadTransform:
-    """What is done with one layer's projected heads of a step's tokens, and where they go.
+class ProjectedHeads:
+    """One layer's queries, keys and values of a step's tokens, what is done with them, and where
+    they go.
 
     Attributes:
+        qkv: `[T, (num_heads + 2 * num_kv_heads) * head_dim]`, q then k then v; or its split-K
+            partials, `[S, T, ...]` float32, see `plain.reduce_split_k`. With gates, q has twice as
+            many heads.
         norms: weights of the query's and the key's RMSNorm, `[head_dim]` each; None: the model has
             no such norms.
         eps: of the norms.
@@ -42,6 +46,7 @@ class HeadTransform:
         kv_scales: of a cache in e4m3, see `write_kv`; None: it holds the model's dtype.
     """
 
+    qkv: Tensor
     norms: tuple[Tensor, Tensor] | None
     eps: float
     rope: tuple[Tensor, Tensor]
@@ -49,26 +54,6 @@ class HeadTransform:
     rows: Tensor
     gated: bool = False
     kv_scales: Tensor | None = None
-
-    def of(self, qkv: Tensor) -> "ProjectedHeads":
-        """The transform with the projection's output."""
-        return ProjectedHeads(
-            self.norms, self.eps, self.rope, self.kv_cache, self.rows, self.gated,
-            self.kv_scales, qkv=qkv,
-        )  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProjectedHeads(HeadTransform):
-    """One layer's queries, keys and values of a step's tokens.
-
-    Attributes:
-        qkv: `[T, (num_heads + 2 * num_kv_heads) * head_dim]`, q then k then v; or its split-K
-            partials, `[S, T, ...]` float32, see `plain.reduce_split_k`. With gates, q has twice as
-            many heads.
-    """
-
-    qkv: Tensor
 
     @property
     def dtype(self) -> torch.dtype:

@@ -25,7 +25,7 @@ from kernels.attention.attention_tuning import (
     prefill_obstacle,
 )
 from kernels.attention.fused_decode_attention import FusedDecodeAttention
-from kernels.attention.heads import HeadTransform, kv_rows
+from kernels.attention.heads import ProjectedHeads, kv_rows
 from kernels.attention.paged_decode_attention import PagedDecodeAttention
 from kernels.attention.prefill_attention import PrefillAttention, PrefillChunk
 from tests.block_tables import first_blocks
@@ -80,7 +80,7 @@ def check_fused(
         angles = torch.rand(count, dim // 2, device="cuda") * 6.28
         rope = (angles.cos().bfloat16(), angles.sin().bfloat16())
         twin = cache.nan_to_num()  # the twin zeroes what it masks only after it has read it
-        projected = HeadTransform(norms, EPS, rope, cache, rows).of(qkv)
+        projected = ProjectedHeads(qkv, norms, EPS, rope, cache, rows)
         of_twin = replace(projected, kv_cache=twin)
         expected = plain.fused_decode_attention(of_twin, *tables, seq_lens)
         found = attend(projected, *tables, seq_lens)

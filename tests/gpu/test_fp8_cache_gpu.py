@@ -18,7 +18,7 @@ from kernels import plain
 from kernels.attention.attention_tuning import prefill_obstacle
 from kernels.attention.fp8_pages import E4M3, as_bytes, dequantize, quantize
 from kernels.attention.fused_decode_attention import FusedDecodeAttention
-from kernels.attention.heads import HeadTransform, ProjectedHeads, kv_rows
+from kernels.attention.heads import ProjectedHeads, kv_rows
 from kernels.attention.paged_decode_attention import PagedDecodeAttention
 from kernels.attention.prefill_attention import PrefillAttention, PrefillChunk
 from kernels.attention.qk_rope_cache import qk_rope_cache
@@ -49,10 +49,11 @@ def projected(
 ) -> ProjectedHeads:  # fmt: skip
     angles = torch.rand(count, dim // 2, device=CUDA) * 6.28
     rope = (angles.cos().bfloat16(), angles.sin().bfloat16())
-    return HeadTransform(
-        (random(dim), random(dim)), EPS, rope, pool, kv_rows(slots.to(CUDA), BLOCK_SIZE),
+    return ProjectedHeads(
+        random(count, (heads + 2 * kv_heads) * dim), (random(dim), random(dim)), EPS, rope, pool,
+        kv_rows(slots.to(CUDA), BLOCK_SIZE),
         kv_scales=scales,
-    ).of(random(count, (heads + 2 * kv_heads) * dim))  # fmt: skip
+    )  # fmt: skip
 
 
 def check_bytes(found: torch.Tensor, twin: torch.Tensor) -> None:

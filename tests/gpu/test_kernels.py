@@ -14,7 +14,7 @@ from tests.step_entries import check_step_entry
 pytest.importorskip("triton")
 from kernels import launches, plain, tuning
 from kernels.attention import qk_rope_cache
-from kernels.attention.heads import HeadTransform, kv_rows
+from kernels.attention.heads import ProjectedHeads, kv_rows
 from kernels.device import DeviceFacts
 from kernels.gemm import add_norm, cublaslt, gemv, silu_mul, skinny_gemm, swiglu_gemm
 from kernels.tuning import SwigluGemmConfig
@@ -153,8 +153,8 @@ def test_qk_rope_cache_agrees_with_its_twin(
     cache = torch.full((40, 2, 16, kv_heads, dim), torch.nan, device="cuda").bfloat16()
     twin = cache.clone()
     weights = (random(dim), random(dim)) if normed else None
-    expected = plain.qk_rope_cache(HeadTransform(weights, EPS, rope, twin, rows).of(qkv))
-    query = qk_rope_cache.qk_rope_cache(HeadTransform(weights, EPS, rope, cache, rows).of(qkv))
+    expected = plain.qk_rope_cache(ProjectedHeads(qkv, weights, EPS, rope, twin, rows))
+    query = qk_rope_cache.qk_rope_cache(ProjectedHeads(qkv, weights, EPS, rope, cache, rows))
     assert error(query, expected) <= TOLERANCE
     cache, twin = cache[:39], twin[:39]  # the last block is scratch
     assert torch.equal(cache.isnan(), twin.isnan())  # the same slots, and no other
@@ -168,9 +168,9 @@ def test_rotation_rounds_each_product_as_torch_does() -> None:
     qkv, rows = random(1000, 32 * 128), kv_rows(torch.arange(1000, device="cuda"), 16)
     angles = torch.rand(1000, 64, device="cuda") * 6.28
     rope = (angles.cos().bfloat16(), angles.sin().bfloat16())
-    heads = HeadTransform(
-        (random(128), random(128)), EPS, rope, random(64, 2, 16, 8, 128), rows
-    ).of(qkv)
+    heads = ProjectedHeads(
+        qkv, (random(128), random(128)), EPS, rope, random(64, 2, 16, 8, 128), rows
+    )
     twin = replace(heads, kv_cache=heads.kv_cache.clone())
     few = qk_rope_cache.qk_rope_cache(heads) != plain.qk_rope_cache(twin)
     assert few.float().mean() <= 1e-4
@@ -217,10 +217,10 @@ def test_skinny_gemms_agree_with_their_twins(num_tokens: int, size: str, biased:
         if rows != qkv_rows:
             continue
         for norms in ((random(128), random(128)), None):
-            heads = HeadTransform(
-                norms, EPS, (random(num_tokens, 64), random(num_tokens, 64)),
+            heads = ProjectedHeads(
+                partials, norms, EPS, (random(num_tokens, 64), random(num_tokens, 64)),
                 random(9, 2, 16, 8, 128), kv_rows(torch.arange(num_tokens, device="cuda"), 16),
-            ).of(partials)  # fmt: skip
+            )  # fmt: skip
             twin = replace(heads, kv_cache=heads.kv_cache.clone())
             query_heads = qk_rope_cache.qk_rope_cache(heads, pdl=facts.supports_pdl)
             assert error(query_heads, plain.qk_rope_cache(twin)) <= TOLERANCE

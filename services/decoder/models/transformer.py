@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kernels import plain
-from kernels.attention.heads import HeadTransform
+from kernels.attention.heads import ProjectedHeads
 from services.common.model_spec import ModelSpec, TextSpec
 from services.common.nn.collectives import ALONE, Ranks
 from services.common.nn.layers import RMSNorm, embedding
@@ -92,12 +92,11 @@ class Attention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             norms = self.q_norm.weight, self.k_norm.weight
         scales = None if kv_cache.dtype == step.rope[0].dtype else self.kv_scales
-        transform = HeadTransform(
-            norms, self.eps, step.rope, kv_cache, step.kv_rows, self.gated, scales
+        heads = ProjectedHeads(
+            qkv, norms, self.eps, step.rope, kv_cache, step.kv_rows, self.gated, scales
         )
         if metadata.fused:
-            attend, heads = kernels.fused_decode_attention, transform.of(qkv)
-            return attend(
+            return kernels.fused_decode_attention(
                 heads, metadata.block_ids, metadata.first_blocks_device, metadata.seq_lens_device
             )
         keys_values = None
@@ -106,9 +105,9 @@ class Attention(nn.Module):
             keys_values = step.rope[0].new_empty(qkv.shape[-2], 2 * num_kv_heads, head_dim)
         gates = None
         if self.gated:
-            heads = self.o_proj.in_features // self.head_dim
-            gates = step.rope[0].new_empty(qkv.shape[-2], heads, self.head_dim)
-        query = kernels.qk_rope_cache(transform.of(qkv), keys_values, gates)
+            num_heads = self.o_proj.in_features // self.head_dim
+            gates = step.rope[0].new_empty(qkv.shape[-2], num_heads, self.head_dim)
+        query = kernels.qk_rope_cache(heads, keys_values, gates)
         attended = self.backend.forward(query, kv_cache, metadata, keys_values, scales)
         if gates is not None:
             attended = kernels.output_gate(attended, gates)

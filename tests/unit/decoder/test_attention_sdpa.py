@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kernels import plain
-from kernels.attention.heads import HeadTransform, kv_rows, write_kv
+from kernels.attention.heads import ProjectedHeads, kv_rows, write_kv
 from kernels.device import KNOWN_DEVICES, DeviceFacts
 from services.common.nn.dispatch import UnknownOverride
 from services.decoder.attention import create_backend
@@ -193,7 +193,7 @@ def test_fused_decode_attention_is_rotation_and_then_attention(contexts: list[in
     rope = (angles.cos(), angles.sin())
     rows = kv_rows(metadata.slot_mapping, BLOCK_SIZE)
     written = pool.clone()
-    projected = HeadTransform(weights, 1e-6, rope, pool, rows).of(qkv)
+    projected = ProjectedHeads(qkv, weights, 1e-6, rope, pool, rows)
     query = plain.qk_rope_cache(replace(projected, kv_cache=written))
     truth = expected(query, written, metadata).flatten(1)
     attend = plain.fused_decode_attention

@@ -8,7 +8,7 @@ import torch
 
 import tests.unit.kernels.interpreter  # noqa: F401
 from kernels import plain
-from kernels.attention.heads import HeadTransform, kv_rows
+from kernels.attention.heads import ProjectedHeads, kv_rows
 from kernels.attention.qk_rope_cache import qk_rope_cache
 from kernels.gemm import skinny_gemm
 from kernels.linear_attention import delta_rule, delta_rule_decode, delta_rule_prefill, output_gates
@@ -63,17 +63,17 @@ def check_heads(num_tokens: int, sizes: tuple[int, int, int, int], *, gated: boo
     heads, kv_heads, dim, rotary = sizes
     qkv = torch.randn(num_tokens, (heads * (1 + gated) + 2 * kv_heads) * dim)
     angles = torch.randn(2, num_tokens, rotary // 2)
-    transform = HeadTransform(
-        (torch.rand(dim) + 1, torch.rand(dim) + 1), 1e-6, (angles[0], angles[1]),
+    projected = ProjectedHeads(
+        qkv, (torch.rand(dim) + 1, torch.rand(dim) + 1), 1e-6, (angles[0], angles[1]),
         torch.zeros(9, 2, 16, kv_heads, dim), kv_rows(torch.randperm(144)[:num_tokens], 16), gated,
     )  # fmt: skip
-    twin = replace(transform, kv_cache=transform.kv_cache.clone())
+    twin = replace(projected, kv_cache=projected.kv_cache.clone())
     gates, twins_gates = (torch.zeros(num_tokens, heads, dim) for _ in range(2))
     own, twins_own = (torch.zeros(num_tokens, 2 * kv_heads, dim) for _ in range(2))
-    query = qk_rope_cache(transform.of(qkv), own, gates if gated else None)
-    expected = plain.qk_rope_cache(twin.of(qkv), twins_own, twins_gates if gated else None)
+    query = qk_rope_cache(projected, own, gates if gated else None)
+    expected = plain.qk_rope_cache(twin, twins_own, twins_gates if gated else None)
     pairs = (query, expected), (gates, twins_gates), (own, twins_own)
-    for found, other in (*pairs, (transform.kv_cache, twin.kv_cache)):
+    for found, other in (*pairs, (projected.kv_cache, twin.kv_cache)):
         assert difference(found, other) < 1e-5
 
 

@@ -19,7 +19,7 @@ from kernels.attention.attention_tuning import (
 from kernels.attention.fp8_codec import decode_e4m3, encode_e4m3, round_to_e4m3
 from kernels.attention.fp8_pages import E4M3, as_bytes, quantize
 from kernels.attention.fused_decode_attention import FusedDecodeAttention
-from kernels.attention.heads import HeadTransform, ProjectedHeads, kv_rows
+from kernels.attention.heads import ProjectedHeads, kv_rows
 from kernels.attention.paged_decode_attention import PagedDecodeAttention
 from kernels.attention.qk_rope_cache import qk_rope_cache
 from tests.block_tables import first_blocks
@@ -75,10 +75,11 @@ def projected(
     count: int, heads: int, kv_heads: int, dim: int, slots: Tensor, pool: Tensor, scales: Tensor
 ) -> ProjectedHeads:
     angles = torch.rand(count, dim // 2) * 6.28
-    return HeadTransform(
-        (torch.randn(dim), torch.randn(dim)), EPS, (angles.cos(), angles.sin()), pool,
+    return ProjectedHeads(
+        torch.randn(count, (heads + 2 * kv_heads) * dim), (torch.randn(dim), torch.randn(dim)), EPS,
+        (angles.cos(), angles.sin()), pool,
         kv_rows(slots, BLOCK_SIZE), kv_scales=scales,
-    ).of(torch.randn(count, (heads + 2 * kv_heads) * dim))  # fmt: skip
+    )  # fmt: skip
 
 
 def check_written(found: Tensor, twin: Tensor) -> None:

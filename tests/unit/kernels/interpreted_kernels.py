@@ -16,7 +16,7 @@ from kernels.attention.attention_tuning import (
     paged_decode_config,
 )
 from kernels.attention.fused_decode_attention import FusedDecodeAttention
-from kernels.attention.heads import HeadTransform, kv_rows
+from kernels.attention.heads import ProjectedHeads, kv_rows
 from kernels.attention.paged_decode_attention import PagedDecodeAttention
 from kernels.attention.qk_rope_cache import qk_rope_cache
 from kernels.device import KNOWN_DEVICES, DeviceFacts
@@ -76,7 +76,7 @@ def check_fused(
     seq_lens = torch.tensor(lengths, dtype=torch.int32)
     tables = block_ids, torch.from_numpy(first_blocks(lengths, BLOCK_SIZE))
     of_plain, of_rope, of_few = (
-        HeadTransform(weights, EPS, rope, pool.clone(), rows).of(qkv) for _ in range(3)
+        ProjectedHeads(qkv, weights, EPS, rope, pool.clone(), rows) for _ in range(3)
     )
     expected = plain.fused_decode_attention(of_plain, *tables, seq_lens)
     query = plain.qk_rope_cache(replace(of_plain, kv_cache=pool.clone()))
@@ -134,10 +134,10 @@ def check_kept(num_tokens: int, heads: int, kv_heads: int, dim: int) -> None:
     qkv = torch.randn(num_tokens + padding, (heads + 2 * kv_heads) * dim)
     qkv[num_tokens:] = float("nan")
     pool = torch.randn(-(-num_tokens // BLOCK_SIZE) + 1, 2, BLOCK_SIZE, kv_heads, dim)
-    projected = HeadTransform(
-        (torch.randn(dim), torch.randn(dim)), EPS, (angles.cos(), angles.sin()), pool,
+    projected = ProjectedHeads(
+        qkv, (torch.randn(dim), torch.randn(dim)), EPS, (angles.cos(), angles.sin()), pool,
         kv_rows(slots, BLOCK_SIZE),
-    ).of(qkv)  # fmt: skip
+    )  # fmt: skip
     twin = replace(projected, kv_cache=pool.clone())
     own, twins_own = (torch.zeros(num_tokens + padding, 2 * kv_heads, dim) for _ in range(2))
     query = qk_rope_cache(projected, own)
@@ -235,7 +235,7 @@ def check_split_k(count: int, columns: int, rows: int, splits: int, dim: int) ->
     for norms in ((norm[:dim], norm[dim : 2 * dim]), None):
         pools = [torch.zeros(5, 2, BLOCK_SIZE, kv_heads, dim) for _ in range(2)]
         in_splits, whole = (
-            HeadTransform(norms, EPS, (angles.cos(), angles.sin()), pool, slots).of(qkv)
+            ProjectedHeads(qkv, norms, EPS, (angles.cos(), angles.sin()), pool, slots)
             for qkv, pool in zip((partials, expected), pools, strict=True)
         )
         assert in_splits.num_heads == heads and in_splits.num_tokens == count

@@ -15,7 +15,7 @@ from kernels.attention.attention_tuning import (
     prefill_obstacle,
 )
 from kernels.attention.fp8_pages import E4M3
-from kernels.attention.heads import HeadTransform
+from kernels.attention.heads import ProjectedHeads
 from kernels.device import KNOWN_DEVICES, DeviceFacts
 from tests.gpu_compiler import CompiledLaunch, compiled_launches, copies_see_their_barriers
 
@@ -59,11 +59,12 @@ def ints(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
 
 def fused(facts: AttentionFacts, count: int, *, has_norm: bool = True) -> CompiledLaunch:
     dim = facts.head_dim
-    heads = HeadTransform(
+    heads = ProjectedHeads(
+        half(count, (facts.num_heads + 2 * facts.num_kv_heads) * dim),
         (half(dim), half(dim)) if has_norm else None, 1e-6,
         (half(count, dim // 2), half(count, dim // 2)), pool_of(facts),
         ints(2, count, dtype=torch.int64), kv_scales=scales_of(facts),
-    ).of(half(count, (facts.num_heads + 2 * facts.num_kv_heads) * dim))  # fmt: skip
+    )  # fmt: skip
     with compiled_launches(facts.device) as found:
         attend = fused_decode_attention.FusedDecodeAttention(facts, CPU)
         attend(heads, ints(9), ints(count), ints(count))

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from kernels.attention.heads import HeadTransform
+from kernels.attention.heads import ProjectedHeads
 from kernels.attention.qk_rope_cache import qk_rope_cache
 from kernels.device import KNOWN_DEVICES
 from kernels.gemm import skinny_gemm
@@ -52,11 +52,11 @@ def test_kernels_compile_and_fit(gpu: str) -> None:
         output_gates.output_gate(out, out.clone(), pdl=pdl)
         output_gates.gated_norm(out, inputs.qkv[:, :4096], out[0, 0], 1e-6, pdl=pdl)
         skinny_gemm.reduce_split_k(torch.zeros(3, 5, 64), BF16, pdl=pdl)
-        transform = HeadTransform(
+        heads = ProjectedHeads(
+            torch.zeros(70, 40 * 256, dtype=BF16),
             (torch.zeros(256), torch.zeros(256)), 1e-6, (torch.zeros(70, 32, dtype=BF16),) * 2,
             torch.zeros(9, 2, 16, 4, 256, dtype=BF16), torch.zeros(2, 70, dtype=torch.int64), True,
         )  # fmt: skip
-        heads = transform.of(torch.zeros(70, 40 * 256, dtype=BF16))
         qk_rope_cache(heads, None, torch.zeros(70, 16, 256, dtype=BF16), pdl=pdl)
     assert len(found) == 8
     for launch in found:

@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 from benchmarks.text_shapes import TEXT_SHAPES
-from kernels.attention.heads import HeadTransform
+from kernels.attention.heads import ProjectedHeads
 from kernels.device import KNOWN_DEVICES
 from services.common.nn.layers import RMSNorm
 from services.common.nn.linear import Linear
@@ -58,9 +58,10 @@ def test_a_layers_kernels_compile_and_fit(device: str, shape: str) -> None:
         for count in (1, 40):
             kernels, angles = ops.for_tokens(count), half(count, dim // 2)
             residual, rows = half(count, hidden), torch.zeros(2, count, dtype=torch.int64)
-            heads, _ = kernels.norm_linear(None, residual, norm, qkv)
-            transform = HeadTransform((half(dim), half(dim)), 1e-6, (angles, angles), pool, rows)
-            kernels.qk_rope_cache(transform.of(heads), None)
+            projected, _ = kernels.norm_linear(None, residual, norm, qkv)
+            norms = half(dim), half(dim)
+            heads = ProjectedHeads(projected, norms, 1e-6, (angles, angles), pool, rows)
+            kernels.qk_rope_cache(heads, None)
             added = kernels.linear_residual(half(count, facts.query_size), o_proj, residual)
             inner, _ = kernels.norm_swiglu(added, residual, norm, gate_up)
             kernels.linear_residual(inner, down, residual)
