@@ -236,14 +236,13 @@ def _flashinfer_decode(step: Step, tensor_cores: bool) -> Any:  # noqa: ANN401 -
     from services.decoder.attention.flashinfer import FlashInferDecode, make_float_workspace
 
     facts, metadata = step.facts, step.metadata()
-    num_blocks = -(-metadata.seq_lens // BLOCK_SIZE)
     sizes = AttentionSizes(
         facts.num_heads, facts.num_kv_heads, facts.head_dim, BLOCK_SIZE, metadata.num_decodes,
-        int(num_blocks.max()),
+        -(-int(metadata.seq_lens.max()) // BLOCK_SIZE),
     )  # fmt: skip
     scratch = make_float_workspace(_CUDA)
     decode = FlashInferDecode(facts, sizes, _CUDA, scratch, tensor_cores=tensor_cores)
-    return decode.plan(metadata, num_blocks, captured=True)
+    return decode.plan(metadata, captured=True)
 
 
 def replayed(run: Callable[[int], object], num_layers: int) -> float:
@@ -372,7 +371,7 @@ def prefill_times(shape: str) -> dict[str, float | str]:
             first_blocks_device=torch.zeros(1, dtype=torch.int32, device=_CUDA),
             seq_lens_device=torch.from_numpy(lengths).to(_CUDA),
         )
-        wrapper: Any = prefill.plan(metadata, -(-lengths // BLOCK_SIZE))
+        wrapper: Any = prefill.plan(metadata)
         name = "flashinfer fa3" if facts.device.is_hopper else "flashinfer fa2"
         times[name] = measured(lambda layer: wrapper.run(query, pool[layer], out=out))
     return times

@@ -64,21 +64,25 @@ class _Workspaces:
         wrapper._pin_memory_int_workspace_buffer = self._pinned.take()
         return self._indices.take().numpy().view(np.int32)
 
-    def blocks_of(
-        self, block_ids: Tensor, firsts: npt.NDArray[np.int32], counts: npt.NDArray[np.int32]
-    ) -> Tensor:
-        """The sequences' blocks one after the other, which flashinfer wants; on the device.
-
-        Args:
-            block_ids: of all rows.
-            firsts: `[S]`, where each sequence's blocks begin.
-            counts: `[S]`, their numbers.
+    def pages(
+        self, host: np.ndarray, metadata: AttentionMetadata, sequences: slice, block_size: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """What flashinfer wants of some sequences: prefix sums of their numbers of blocks, on the
+        host; their blocks one after the other, on the device; tokens in the last block of each, on
+        the host. `host` is the pinned memory of `assign`.
         """
-        ends = counts.cumsum()
-        places = (firsts - ends + counts).repeat(counts) + np.arange(ends[-1])
+        seq_lens = metadata.seq_lens[sequences]
+        counts = -(-seq_lens // block_size)
+        ends, count = counts.cumsum(), len(counts)
+        host[0], host[1 : count + 1] = 0, ends
+        host[count + 1 : 2 * count + 1] = seq_lens - (counts - 1) * block_size
+        indptr, last_len = torch.from_numpy(host[: 2 * count + 1]).split((count + 1, count))
+        places = (metadata.first_blocks[sequences] - ends + counts).repeat(counts)
+        places += np.arange(ends[-1])
         # The pinned copy returns to torch's allocator, which waits for the stream.
-        given = torch.from_numpy(places).pin_memory().to(block_ids.device, non_blocking=True)
-        return block_ids.index_select(0, given)
+        given = torch.from_numpy(places).pin_memory()
+        given = given.to(metadata.block_ids.device, non_blocking=True)
+        return indptr, metadata.block_ids.index_select(0, given), last_len
 
     def planned(self) -> None:
         """The copies of the plan are on the stream."""
@@ -123,32 +127,22 @@ class FlashInferDecode:
         self._captured_block_ids: Tensor | None = None  # [most blocks of a batch] int32
 
     def plan(
-        self, metadata: AttentionMetadata, num_blocks: npt.NDArray[np.int32], *, captured: bool
+        self, metadata: AttentionMetadata, *, captured: bool
     ) -> BatchDecodeWithPagedKVCacheWrapper:
         """Plans the step's decodes; the wrapper runs them.
 
         Args:
             metadata: of the step.
-            num_blocks: `[S]`, blocks of each sequence.
             captured: the plan is for a CUDA graph: what its kernels read stays in place.
         """
         count, facts = metadata.num_decodes, self._facts
         wrapper = self._for_graph(count) if captured else self._eager
         host = self._workspaces.assign(wrapper)
-        blocks = num_blocks[:count]
-        indptr, host = _cumulated(host, blocks)
-        last_len, host = _copied(host, metadata.seq_lens[:count] - (blocks - 1) * facts.block_size)
         wrapper.plan(
-            indptr,
-            self._workspaces.blocks_of(metadata.block_ids, metadata.first_blocks[:count], blocks),
-            last_len,
-            facts.num_heads,
-            facts.num_kv_heads,
-            facts.head_dim,
-            facts.block_size,
-            q_data_type=facts.dtype,
-            kv_data_type=facts.dtype,
-        )
+            *self._workspaces.pages(host, metadata, slice(count), facts.block_size),
+            facts.num_heads, facts.num_kv_heads, facts.head_dim, facts.block_size,
+            q_data_type=facts.dtype, kv_data_type=facts.dtype,
+        )  # fmt: skip
         self._workspaces.planned()
         return wrapper
 
@@ -192,43 +186,18 @@ class FlashInferPrefill:
             scratch, "NHD", backend="fa3" if facts.device.is_hopper else "fa2"
         )
 
-    def plan(
-        self, metadata: AttentionMetadata, num_blocks: npt.NDArray[np.int32]
-    ) -> BatchPrefillWithPagedKVCacheWrapper:
+    def plan(self, metadata: AttentionMetadata) -> BatchPrefillWithPagedKVCacheWrapper:
         """Plans the step's chunks, which follow its decodes; the wrapper runs them."""
         decodes, facts = metadata.num_decodes, self._facts
         host = self._workspaces.assign(self._wrapper)
-        starts, blocks = metadata.cu_query_lens[decodes:], num_blocks[decodes:]
-        query_indptr, host = _copied(host, starts - starts[0])
-        indptr, host = _cumulated(host, blocks)
-        last_len, host = _copied(
-            host, metadata.seq_lens[decodes:] - (blocks - 1) * facts.block_size
-        )
+        starts = metadata.cu_query_lens[decodes:]
+        host[: len(starts)] = starts - starts[0]
+        query_indptr, host = torch.from_numpy(host[: len(starts)]), host[len(starts) :]
         self._wrapper.plan(
             query_indptr,
-            indptr,
-            self._workspaces.blocks_of(metadata.block_ids, metadata.first_blocks[decodes:], blocks),
-            last_len,
-            facts.num_heads,
-            facts.num_kv_heads,
-            facts.head_dim,
-            facts.block_size,
-            causal=True,
-            q_data_type=facts.dtype,
-            kv_data_type=facts.dtype,
-        )
+            *self._workspaces.pages(host, metadata, slice(decodes, None), facts.block_size),
+            facts.num_heads, facts.num_kv_heads, facts.head_dim, facts.block_size, causal=True,
+            q_data_type=facts.dtype, kv_data_type=facts.dtype,
+        )  # fmt: skip
         self._workspaces.planned()
         return self._wrapper
-
-
-def _copied(host: np.ndarray, values: np.ndarray) -> tuple[Tensor, np.ndarray]:
-    """Values at the start of pinned memory, and the rest of the memory."""
-    host[: len(values)] = values
-    return torch.from_numpy(host[: len(values)]), host[len(values) :]
-
-
-def _cumulated(host: np.ndarray, counts: np.ndarray) -> tuple[Tensor, np.ndarray]:
-    """Prefix sums of counts, from 0 to the total, at the start of pinned memory, and the rest."""
-    host[0] = 0
-    np.cumsum(counts, out=host[1 : len(counts) + 1])
-    return torch.from_numpy(host[: len(counts) + 1]), host[len(counts) + 1 :]

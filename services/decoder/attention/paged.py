@@ -192,8 +192,7 @@ class PagedBackend:
             return self._plan_plain(metadata, slice(count))
         if name == FLASHINFER:
             assert self._flashinfer_decode is not None
-            num_blocks = -(-metadata.seq_lens // self._facts.block_size)
-            wrapper = self._flashinfer_decode.plan(metadata, num_blocks, captured=captured)
+            wrapper = self._flashinfer_decode.plan(metadata, captured=captured)
             return _of_wrapper(wrapper, slice(count))
         kernel = self._paged
         assert kernel is not None
@@ -215,9 +214,7 @@ class PagedBackend:
             return self._plan_plain(metadata, slice(decodes, None))
         if name == FLASHINFER:
             assert self._flashinfer_prefill is not None
-            num_blocks = -(-metadata.seq_lens // self._facts.block_size)
-            wrapper = self._flashinfer_prefill.plan(metadata, num_blocks)
-            return _of_wrapper(wrapper, slice(decodes, None))
+            return _of_wrapper(self._flashinfer_prefill.plan(metadata), slice(decodes, None))
         kernel, work = self._hopper, metadata.work
         assert kernel is not None and work is not None
 

@@ -6,31 +6,12 @@ most to do go first, evenly spread, so that the others do not get all prompts at
 """
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Mapping
 
 # Of the grace: when the first is offered and when the last one, which leaves time to move.
 _FIRST, _LAST = 0.5, 0.9
 _PERIODS = 20
 _MAX_PERIOD_S = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class Remaining:
-    """What a sequence may still do.
-
-    Attributes:
-        num_tokens: at most.
-        token_s: seconds that one takes.
-    """
-
-    number: int
-    num_tokens: int
-    token_s: float
-
-    @property
-    def seconds(self) -> float:
-        return self.num_tokens * self.token_s
 
 
 class Departure:
@@ -48,15 +29,17 @@ class Departure:
         self.period_s = min(_MAX_PERIOD_S, grace_s / _PERIODS)
         self._offered: set[int] = set()
 
-    def due(self, now: float, sequences: Iterable[Remaining]) -> list[int]:
-        """The sequences to offer now, each once, of all that run."""
+    def due(self, now: float, seconds: Mapping[int, float]) -> list[int]:
+        """The sequences to offer now, each once; `seconds`: what each that runs may still take."""
         if now < self._first_at:
             return []
         outlasting = [
-            s for s in sequences if s.number not in self._offered and s.seconds > self.ends_at - now
+            number
+            for number, left in seconds.items()
+            if number not in self._offered and left > self.ends_at - now
         ]
-        outlasting.sort(key=lambda s: s.seconds, reverse=True)
+        outlasting.sort(key=lambda number: seconds[number], reverse=True)
         num_times = 1 + max(0, math.floor((self._last_at - now) / self.period_s))
-        numbers = [s.number for s in outlasting[: math.ceil(len(outlasting) / num_times)]]
+        numbers = outlasting[: math.ceil(len(outlasting) / num_times)]
         self._offered.update(numbers)
         return numbers

@@ -42,7 +42,7 @@ from services.decoder.engine.messages import (
     StartOfSequence,
     StepDone,
 )
-from services.decoder.front.departure import Departure, Remaining
+from services.decoder.front.departure import Departure
 from services.decoder.front.outbox import Outbox
 from services.decoder.front.submission import read_submit
 from services.decoder.images.embedding_fetch import EncoderFailed
@@ -285,7 +285,7 @@ class DecoderFront:
         self.refuse("the decoder is shutting down")
         departure = Departure(time.monotonic(), grace_s)
         while self._live and (now := time.monotonic()) < departure.ends_at:
-            self._offer(departure.due(now, self._remaining()))
+            self._offer(departure.due(now, self._seconds_left()))
             with suppress(TimeoutError):
                 async with asyncio.timeout(min(departure.period_s, departure.ends_at - now)):
                     await self._empty.wait()
@@ -293,9 +293,9 @@ class DecoderFront:
         for stream in self._streams:
             stream.outbox.close()
 
-    def _remaining(self) -> list[Remaining]:
-        """What each sequence may still do. One without a second token is taken to be as fast as the
-        others are on average.
+    def _seconds_left(self) -> dict[int, float]:
+        """What each sequence may still take. One without a second token is taken to be as fast as
+        the others are on average.
         """
         now = time.time()
         paces = {
@@ -304,10 +304,10 @@ class DecoderFront:
             if live.num_generated > 1
         }
         mean = sum(paces.values()) / max(1, len(paces))
-        return [
-            Remaining(number, live.max_generated - live.num_generated, paces.get(number, mean))
+        return {
+            number: (live.max_generated - live.num_generated) * paces.get(number, mean)
             for number, live in self._live.items()
-        ]
+        }
 
     def _offer(self, numbers: list[int]) -> None:
         for number in numbers:

@@ -36,7 +36,7 @@ def flashinfer(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.delitem(sys.modules, name, raising=False)
     import services.decoder.attention.flashinfer as module
 
-    def plan_decode(metadata: AttentionMetadata, num_blocks: np.ndarray, *, captured: bool) -> str:
+    def plan_decode(metadata: AttentionMetadata, *, captured: bool) -> str:
         return f"{metadata.num_decodes} captured" if captured else "eager"
 
     fake_decode = type("Decode", (), {"plan": staticmethod(plan_decode)})

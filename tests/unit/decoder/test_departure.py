@@ -2,7 +2,7 @@
 
 import pytest
 
-from services.decoder.front.departure import Departure, Remaining
+from services.decoder.front.departure import Departure
 
 GRACE_S = 300.0
 TOKEN_S = 0.02
@@ -16,7 +16,7 @@ def drained(num_tokens: dict[int, int], token_s: float = TOKEN_S) -> dict[int, f
     departure, offered, now = Departure(start, GRACE_S), dict[int, float](), start
     running = dict(num_tokens)
     while now < departure.ends_at and running:
-        left = [Remaining(number, tokens, token_s) for number, tokens in running.items()]
+        left = {number: tokens * token_s for number, tokens in running.items()}
         for number in departure.due(now, left):
             offered[number] = now - start
             del running[number]
@@ -47,9 +47,9 @@ def test_many_move_one_after_the_other_and_those_with_the_most_to_do_first() -> 
 
 def test_what_turns_out_slow_is_offered_late_and_only_once() -> None:
     departure = Departure(0.0, GRACE_S)
-    assert departure.due(200.0, [Remaining(1, 1000, 0.05)]) == []
-    assert departure.due(280.0, [Remaining(1, 900, 0.05)]) == [1]
-    assert departure.due(281.0, [Remaining(1, 900, 0.05)]) == []
+    assert departure.due(200.0, {1: 50.0}) == []
+    assert departure.due(280.0, {1: 45.0}) == [1]
+    assert departure.due(281.0, {1: 45.0}) == []
 
 
 def test_without_a_grace_nothing_is_offered_in_vain() -> None:
