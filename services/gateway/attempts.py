@@ -195,7 +195,6 @@ class Attempts:
         Args:
             resumed: these, beside others that run; None: all of a new attempt.
         """
-        await self._decoders.reconnected()
         if resumed is None:
             self._mailbox.clear()  # of the attempt before
         refs = await self._encodes.assign()

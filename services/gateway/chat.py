@@ -175,7 +175,6 @@ class ChatService:
         Raises:
             TriptychError: the request cannot be served.
         """
-        await self.decoders.reconnected()
         decoder = self._decoder(request.model)
         if draft is None:
             with timings.measure("tokenize"):
@@ -192,7 +191,6 @@ class ChatService:
         )  # fmt: skip
         images: list[Image] = []
         videos: list[Video] = []
-        slot.images.check(draft.urls)
         if draft.images or draft.videos:
             with timings.measure("fetch"):
                 images, videos = await self._read_media(draft, slot)
@@ -274,7 +272,6 @@ class ChatService:
         """
         decoder = self._decoder(request.model)
         draft = await self._draft(request, decoder.max_model_len)
-        slot.images.check(draft.urls)
         images, videos = await self._read_media(draft, slot)
         prompt = self.prompts.expand(draft, [image.units for image in images], videos)
         return prompt.token_ids.tolist(), [video.usage for video in videos]
@@ -446,13 +443,12 @@ class ChatService:
     async def _read_media(self, draft: Draft, slot: Slot) -> tuple[list[Image], list[Video]]:
         if self.images is None or not (draft.images or draft.videos):
             return [], []
-        await self.encoders.reconnected()
         encoder = self.encoders.description()
         if encoder is None:
             raise Unavailable("no encoder is available", retry_after_s=1)
-        arguments = (slot.tenant.name, slot.images)
+        tenant = slot.tenant.name
         most = encoder.max_image_patches
-        images = await self.images.read(draft.images, slot.hold, most, *arguments)
+        images = await self.images.read(draft.images, slot.hold, most, tenant)
         videos: list[Video] = []
         if self.videos is not None and draft.videos:
 
@@ -462,8 +458,7 @@ class ChatService:
             async def probe(file: VideoFile) -> tuple[Probed, str]:
                 return await probe_once(file, choose, self.encode_timeout_s)
 
-            videos = await self.videos.read(draft.videos, slot.hold, most, probe, *arguments)
-        slot.images.clear()
+            videos = await self.videos.read(draft.videos, slot.hold, most, probe, tenant)
         return images, videos
 
     async def _off_loop(self, num_characters: int, call: Callable[[], Result]) -> Result:

@@ -101,7 +101,6 @@ class EncodeCalls:
         request, runs = self._request, self._request.prompt.runs
         if not runs:
             return []
-        await self._encoders.reconnected()
         description = self._encoders.description()
         if description is None:
             raise self._losses.no_pod_left()

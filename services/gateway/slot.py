@@ -3,8 +3,6 @@
 from collections.abc import Callable
 from typing import Protocol
 
-from services.gateway.forms.json_body import LargeImages
-
 
 class Tenant(Protocol):
     """Whose request it is.
@@ -37,11 +35,8 @@ class Slot(Protocol):
 
     Attributes:
         hold: counts bytes before they are allocated; raises Overloaded.
-        images: large ones of the request's body.
     """
 
-    @property
-    def images(self) -> LargeImages: ...
     @property
     def tenant(self) -> Tenant: ...
     @property

@@ -92,7 +92,7 @@ def test_the_header_names_a_field_once_and_only_what_a_header_can_hold(stack):
     assert len(ignored(response)) <= 32
 
 
-def test_large_images_that_are_ignored_are_forgotten(stack):
+def test_large_images_that_are_ignored_are_not_read(stack):
     url = "data:image/png;base64," + "A" * 300_000
     generated = [{"type": "image_url", "image_url": {"url": url}}]
     history = [user(), {"role": "assistant", "content": "x", "images": generated}, user()]

@@ -12,9 +12,7 @@ there. So a pod that has left its name gets no new work, and is closed when it h
 import asyncio
 import enum
 import logging
-import math
 import socket
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
@@ -42,10 +40,6 @@ CHECK_PERIOD_S = 1.0
 _UNHEALTHY_PERIOD_S = 0.05
 _UNHEALTHY_GROWTH = 1.2
 CHECK_TIMEOUT_S = 2.0
-# A gateway that has not looked at a pod for so long stood still; then requests wait for the second
-# time until connections that broke meanwhile are there again.
-_STANDSTILL_S = CHECK_TIMEOUT_S + CHECK_PERIOD_S + 1.0
-_RECONNECT_S = 1.0
 # Consecutive checks without an answer after which a pod's calls fail.
 _MAX_SILENT_CHECKS = 2
 # A pod may have this many more pieces of work than the mean before equal keys go to another one.
@@ -102,8 +96,6 @@ class Pod:
         self._service = service
         self.healthy = False
         self.leaving = False
-        self._looked_at = time.monotonic()
-        self._stood_still_at = -math.inf
         self.num_in_flight = 0
         self._dialling = dialling or Dialling()
         self._refusal = ""
@@ -128,14 +120,6 @@ class Pod:
     def misfit(self) -> str:
         """Why the pod cannot serve the gateway's model; empty: it can."""
         return ""
-
-    def look(self) -> bool:
-        """Notes that the gateway looks at the pod; whether it stood still until a moment ago."""
-        now = time.monotonic()
-        if now - self._looked_at > _STANDSTILL_S:
-            self._stood_still_at = now
-        self._looked_at = now
-        return now - self._stood_still_at < _RECONNECT_S
 
     @property
     def connected(self) -> bool:
@@ -272,13 +256,6 @@ class PodSet(Generic[PodT]):
         """The pods that accept work now."""
         return [pod for pod in self.serving() if not pod.misfit]
 
-    def reconnecting(self) -> bool:
-        """Whether none accepts work, after the gateway has stood still."""
-        for pod, _ in self._pods.values():
-            if pod.healthy:
-                return False
-        return any([pod.look() for pod, _ in self._pods.values()])
-
     def serving(self) -> list[PodT]:
         """The pods that would accept work, whatever they serve."""
         pods = list(self._pods.values())  # metrics are read in a thread
@@ -339,13 +316,6 @@ class Pool(Generic[PodT]):
     async def close(self) -> None:
         await self._pods.close()
 
-    async def reconnected(self) -> None:
-        """Waits, a second at most, for the pods of a gateway that stood still: it finds their
-        connections closed, and the pods well.
-        """
-        while self._pods.reconnecting():  # noqa: ASYNC110 - rare, and short
-            await asyncio.sleep(_UNHEALTHY_PERIOD_S)
-
     def misfits(self) -> dict[str, str]:
         """As `PodSet.misfits`."""
         return self._pods.misfits()
@@ -358,7 +328,6 @@ async def _watch(pod: Pod) -> None:
     """Checks a pod's health and connects it, until cancelled."""
     silent, unhealthy_period_s, misfit = 0, _UNHEALTHY_PERIOD_S, ""
     while True:
-        pod.look()
         state = await pod.check()
         silent = silent + 1 if state is PodState.SILENT else 0
         was_healthy = pod.healthy

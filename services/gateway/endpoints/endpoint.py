@@ -19,10 +19,9 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
 
 from services.common.errors import DeadlineExceeded, Overloaded, TriptychError
-from services.common.threads import INLINE_BYTES
 from services.gateway.chat import ChatService, Completion
 from services.gateway.forms.ignored import Ignored
-from services.gateway.forms.json_body import Body, LargeImages, cut_images, free
+from services.gateway.forms.json_body import Body, free
 from services.gateway.forms.openai import ChatRequest
 from services.gateway.forms.responses import Update, Usage, error_event
 from services.gateway.http.exchange import JSON_TYPES, Exchange, read_body
@@ -127,7 +126,7 @@ class Endpoint(ABC):
         self, work: Work, parse: Callable[[Body, Ignored], Result], body: Body
     ) -> Result:
         """`parse_body` for this request."""
-        return await parse_body(self._service, parse, body, work.slot, work.exchange.scope)
+        return await parse_body(self._service, parse, body, work.exchange.scope)
 
     async def prepare(
         self, work: Work, chat: ChatRequest, timings: Timings | None = None,
@@ -268,34 +267,22 @@ async def parse_body(
     service: ChatService,
     parse: Callable[[Body, Ignored], Result],
     body: Body,
-    slot: Slot,
     scope: Scope,
 ) -> Result:
-    """`parse(body)`: in a thread, if the body is long or has much JSON beside its large images.
+    """`parse(body)`; in a thread, if the body is long.
 
     Args:
         service: its one parser thread, because the parser keeps the interpreter lock, for which the
             event loop would wait behind each of several.
         parse: makes the request's type.
         body: of the request.
-        slot: gets the body's large images, which the parser does not read.
         scope: gets what was left out.
     """
     ignored = scope["state"]["ignored"] = Ignored(all_unknown=service.ignores_unknown_fields)
-
-    def read(cut: tuple[Body, LargeImages] | None) -> tuple[Result, LargeImages]:
-        text, images = cut or cut_images(body)
-        parsed = parse(text, ignored)
-        images.forget(ignored.left_out)
-        return parsed, images
-
-    cut = cut_images(body) if len(body) <= INLINE_BYTES else None
     try:
-        if cut is not None and len(cut[0]) <= _MAX_INLINE_JSON_BYTES:
-            parsed, slot.images = read(cut)
-        else:
-            parsed, slot.images = await service.parsers.run(read, cut)
-        return parsed
+        if len(body) <= _MAX_INLINE_JSON_BYTES:
+            return parse(body, ignored)
+        return await service.parsers.run(parse, body, ignored)
     finally:
         for field in set(ignored.names.values()):
             service.metrics.ignored_field(field).inc()

@@ -17,23 +17,9 @@ from starlette.routing import Route
 
 from services.common.errors import InvalidRequest, NotFound
 from services.gateway.chat import ChatService
+from services.gateway.forms import responses_api as api
 from services.gateway.forms.openai import MAX_MESSAGES, ImageUrl
 from services.gateway.forms.responses import encode_json
-from services.gateway.forms.responses_api import (
-    DeletedResponse,
-    InputItem,
-    InputPart,
-    OutputCall,
-    OutputItem,
-    OutputMessage,
-    OutputReasoning,
-    ResponseImage,
-    ResponseObject,
-    ResponseOutputText,
-    ResponseReasoningText,
-    ResponsesRequest,
-    ResponseVideo,
-)
 from services.gateway.http.exchange import JsonResponse
 from services.gateway.kept import Kept
 from services.gateway.media.images import kept_name
@@ -48,7 +34,7 @@ _MAX_ID_LENGTH = 256
 class _Turn(Struct, omit_defaults=True):
     """One request's own items, with those of its answer."""
 
-    items: list[InputItem]
+    items: list[api.InputItem]
     response: Raw
     previous: str | None = None
 
@@ -77,14 +63,14 @@ class KeptResponses:
             Route(f"{path}/cancel", self.cancel, methods=["POST"]),
         ]
 
-    async def items_until(self, tenant: str, response_id: str | None) -> list[InputItem]:
+    async def items_until(self, tenant: str, response_id: str | None) -> list[api.InputItem]:
         """The conversation up to an answer, in order; nothing for None.
 
         Raises:
             NotFound: one of its turns is not kept.
             InvalidRequest: it is too long.
         """
-        turns: list[Sequence[InputItem]] = []
+        turns: list[Sequence[api.InputItem]] = []
         num_items = num_bytes = 0
         while response_id is not None:
             turn, size = await self._turn(tenant, response_id, "previous_response_id")
@@ -102,8 +88,8 @@ class KeptResponses:
     async def keep(
         self,
         tenant: str,
-        request: ResponsesRequest,
-        response: ResponseObject,
+        request: api.ResponsesRequest,
+        response: api.ResponseObject,
         images: Mapping[str, bytes],
     ) -> None:
         """Keeps a turn, if the request does not forbid it; the answer's `store` says whether.
@@ -135,7 +121,7 @@ class KeptResponses:
         response_id = request.path_params["name"]
         if not await self._kept.delete(tenant_of(request.scope).name, _name(response_id)):
             raise self._not_found(response_id, None)
-        return JsonResponse(DeletedResponse(response_id))
+        return JsonResponse(api.DeletedResponse(response_id))
 
     async def cancel(self, request: Request) -> Response:
         """POST …/cancel: an answer that is kept is complete."""
@@ -160,14 +146,14 @@ class KeptResponses:
         return NotFound(message, param=param)
 
     async def _own_items(
-        self, tenant: str, request: ResponsesRequest, images: Mapping[str, bytes]
-    ) -> list[InputItem] | None:
+        self, tenant: str, request: api.ResponsesRequest, images: Mapping[str, bytes]
+    ) -> list[api.InputItem] | None:
         """The request's items with images by their digests; None: an image or a video is not
         kept.
         """
         if isinstance(request.input, str):
-            return [InputItem(role="user", content=request.input)]
-        items: list[InputItem] = []
+            return [api.InputItem(role="user", content=request.input)]
+        items: list[api.InputItem] = []
         for index, item in enumerate(request.input):
             changed: dict[str, Any] = {}
             for field, parts in (("content", item.content), ("output", item.output)):
@@ -184,13 +170,13 @@ class KeptResponses:
     async def _with_digests(
         self,
         tenant: str,
-        parts: Sequence[InputPart],
+        parts: Sequence[api.InputPart],
         place: str,
         images: Mapping[str, bytes],
-    ) -> list[InputPart] | None:
-        found: list[InputPart] = []
+    ) -> list[api.InputPart] | None:
+        found: list[api.InputPart] = []
         for index, part in enumerate(parts):
-            if isinstance(part, ResponseImage):
+            if isinstance(part, api.ResponseImage):
                 data = images.get(f"{place}[{index}]")
                 if data is None:  # its turn was cut
                     return None
@@ -200,8 +186,8 @@ class KeptResponses:
                 given = part.image_url
                 if not isinstance(given, ImageUrl):
                     given = ImageUrl(None, part.detail)
-                part = ResponseImage(image_url=structs.replace(given, url=None), uuid=digest)
-            elif isinstance(part, ResponseVideo):
+                part = api.ResponseImage(image_url=structs.replace(given, url=None), uuid=digest)
+            elif isinstance(part, api.ResponseVideo):
                 url = part.video_url if isinstance(part.video_url, str) else part.video_url.url
                 if not url.startswith(("http:", "https:")):  # its bytes are not kept
                     return None
@@ -213,18 +199,22 @@ def _name(response_id: str) -> str:
     return f"response:{response_id[:_MAX_ID_LENGTH]}"
 
 
-def _as_input(item: OutputItem) -> InputItem:
+def _as_input(item: api.OutputItem) -> api.InputItem:
     """As a client would send it back."""
     match item:
-        case OutputMessage():
-            texts: list[InputPart] = [ResponseOutputText(part.text) for part in item.content]
-            return InputItem(role="assistant", content=texts)
-        case OutputReasoning():
-            thoughts: list[InputPart] = [ResponseReasoningText(p.text) for p in item.content]
-            return InputItem(type="reasoning", content=thoughts)
-        case OutputCall():
+        case api.OutputMessage():
+            texts: list[api.InputPart] = [
+                api.ResponseOutputText(part.text) for part in item.content
+            ]
+            return api.InputItem(role="assistant", content=texts)
+        case api.OutputReasoning():
+            thoughts: list[api.InputPart] = [
+                api.ResponseReasoningText(p.text) for p in item.content
+            ]
+            return api.InputItem(type="reasoning", content=thoughts)
+        case api.OutputCall():
             namespace = item.namespace if isinstance(item.namespace, str) else None
-            return InputItem(
+            return api.InputItem(
                 type="function_call", call_id=item.call_id, name=item.name, namespace=namespace,
                 arguments=item.arguments,
             )  # fmt: skip

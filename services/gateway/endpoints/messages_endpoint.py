@@ -14,50 +14,10 @@ from services.gateway.chat import ChatService, Completion
 from services.gateway.endpoints.answer_writer import AnswerWriter, WritingEndpoint
 from services.gateway.endpoints.chat_messages import ChatMessages
 from services.gateway.endpoints.endpoint import Work, parse_body, received, renamed
+from services.gateway.forms import messages_api as api
 from services.gateway.forms.error_answers import messages_error_of
 from services.gateway.forms.generation import JsonSchema, JsonSchemaFormat
 from services.gateway.forms.json_body import Body
-from services.gateway.forms.messages_api import (
-    AdaptiveThinking,
-    AnswerBlock,
-    AnyChoice,
-    AutoChoice,
-    Base64Source,
-    BlockDelta,
-    BlockStart,
-    BlockStop,
-    CountTokensRequest,
-    DisabledThinking,
-    DocumentBlock,
-    EnabledThinking,
-    ImageBlock,
-    InputDelta,
-    MessageAnswer,
-    MessageDelta,
-    MessageEvent,
-    MessageStart,
-    MessageStop,
-    MessageUsage,
-    NoChoice,
-    SignatureDelta,
-    StopDelta,
-    StopReason,
-    TextAnswer,
-    TextBlock,
-    TextDelta,
-    ThinkingAnswer,
-    ThinkingBlock,
-    ThinkingDelta,
-    TokenCount,
-    ToolDefinition,
-    ToolNameChoice,
-    ToolResultBlock,
-    ToolUseAnswer,
-    ToolUseBlock,
-    Turn,
-    parse_count_request,
-    parse_messages_request,
-)
 from services.gateway.forms.openai import (
     ChatRequest,
     ImageUrl,
@@ -92,7 +52,7 @@ _PATHS = {
     "thinking_token_budget": "thinking.budget_tokens",
     "continue_final_message": "messages",
 }
-_STOP_REASONS: dict[str | None, StopReason] = {
+_STOP_REASONS: dict[str | None, api.StopReason] = {
     "stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"
 }  # fmt: skip
 
@@ -101,7 +61,7 @@ class MessagesEndpoint(WritingEndpoint):
     """The endpoint."""
 
     async def answer(self, work: Work, body: Body) -> None:
-        request = await self.parse(work, parse_messages_request, body)
+        request = await self.parse(work, api.parse_messages_request, body)
         self._service.check_model(request.model)
         paths = dict(_PATHS)
         work.paths = paths
@@ -112,7 +72,7 @@ class MessagesEndpoint(WritingEndpoint):
         check_chat_request(chat)
         completion = await self.prepare(work, chat)
         message_id = f"msg_{work.response_id('').removeprefix('-')}"
-        answer = MessageAnswer(message_id, self._service.model_name, [], MessageUsage(0, 0))
+        answer = api.MessageAnswer(message_id, self._service.model_name, [], api.MessageUsage(0, 0))
         if not request.stream:
             updates = (await self.collect(completion))[0]
             answer.content = blocks([part for update in updates for part in update.parts])
@@ -138,7 +98,7 @@ class TokenCounter:
     async def count(self, request: Request) -> Response:
         """The view."""
         async with received(self._admission, request) as (slot, body):
-            given = await parse_body(self._service, parse_count_request, body, slot, request.scope)
+            given = await parse_body(self._service, api.parse_count_request, body, request.scope)
             self._service.check_model(given.model)
             paths = dict(_PATHS)
             try:
@@ -148,10 +108,10 @@ class TokenCounter:
             except TriptychError as error:
                 error.param = error.param and renamed(error.param, paths)
                 raise
-        return JsonResponse(TokenCount(len(tokens)))
+        return JsonResponse(api.TokenCount(len(tokens)))
 
 
-def to_chat(request: CountTokensRequest, paths: dict[str, str]) -> ChatRequest:
+def to_chat(request: api.CountTokensRequest, paths: dict[str, str]) -> ChatRequest:
     """The chat request that means the same; adds to `paths` where its fields come from."""
     messages = _Messages(paths)
     if request.system:
@@ -170,15 +130,15 @@ def to_chat(request: CountTokensRequest, paths: dict[str, str]) -> ChatRequest:
     chat.tool_choice, chat.parallel_tool_calls = _tool_choice(request)
     chat.chat_template_kwargs, chat.cache_salt = request.chat_template_kwargs, request.cache_salt
     match request.thinking:
-        case EnabledThinking():
+        case api.EnabledThinking():
             chat.enable_thinking = True
             chat.thinking_token_budget = request.thinking.budget_tokens
-        case DisabledThinking():
+        case api.DisabledThinking():
             chat.enable_thinking = False
-        case AdaptiveThinking() | None:
+        case api.AdaptiveThinking() | None:
             pass
     config = request.output_config
-    if isinstance(request.thinking, EnabledThinking | AdaptiveThinking):
+    if isinstance(request.thinking, api.EnabledThinking | api.AdaptiveThinking):
         chat.include_reasoning = request.thinking.display != "omitted"
     if config is not None and config.effort is not None and chat.enable_thinking is not False:
         chat.reasoning_effort = config.effort
@@ -190,7 +150,7 @@ def to_chat(request: CountTokensRequest, paths: dict[str, str]) -> ChatRequest:
 class _Messages(ChatMessages):
     """Made of turns."""
 
-    def turn(self, turn: Turn, path: str) -> None:
+    def turn(self, turn: api.Turn, path: str) -> None:
         """Results of tools come before the rest of their turn."""
         if isinstance(turn.content, str):
             self.add(Message(turn.role, turn.content), path)
@@ -202,15 +162,15 @@ class _Messages(ChatMessages):
         call_places: list[int] = []
         for position, block in enumerate(turn.content):
             match block:
-                case ToolResultBlock():
+                case api.ToolResultBlock():
                     self._result(block, f"{path}.content[{position}]")
-                case ThinkingBlock():
+                case api.ThinkingBlock():
                     thoughts.append(block.thinking)
-                case ToolUseBlock():
+                case api.ToolUseBlock():
                     function = FunctionCall(block.name, bytes(block.input).decode())
                     calls.append(ToolCall(block.id, function))
                     call_places.append(position)
-                case TextBlock() | ImageBlock() | DocumentBlock():
+                case api.TextBlock() | api.ImageBlock() | api.DocumentBlock():
                     parts.append(_part(block))
                     places.append(position)
         is_left = turn.content or turn.role == "assistant"
@@ -229,7 +189,7 @@ class _Messages(ChatMessages):
         message.reasoning_content = "\n".join(thoughts) or None
         self.add(message, path)
 
-    def _result(self, block: ToolResultBlock, path: str) -> None:
+    def _result(self, block: api.ToolResultBlock, path: str) -> None:
         content: str | list[ContentPart]
         if isinstance(block.content, str):
             content = block.content
@@ -238,116 +198,116 @@ class _Messages(ChatMessages):
         self.add(Message("tool", content, tool_call_id=block.tool_use_id), path)
 
 
-def _system(given: str | list[TextBlock]) -> str | list[ContentPart]:
+def _system(given: str | list[api.TextBlock]) -> str | list[ContentPart]:
     return given if isinstance(given, str) else [TextPart(block.text) for block in given]
 
 
-def _part(block: TextBlock | ImageBlock | DocumentBlock) -> ContentPart:
-    if isinstance(block, TextBlock):
+def _part(block: api.TextBlock | api.ImageBlock | api.DocumentBlock) -> ContentPart:
+    if isinstance(block, api.TextBlock):
         return TextPart(block.text)
-    if isinstance(block, DocumentBlock):
+    if isinstance(block, api.DocumentBlock):
         return TextPart(block.text)
     source = block.source
-    if isinstance(source, Base64Source):
+    if isinstance(source, api.Base64Source):
         return ImageUrlPart(image_url=f"data:{source.media_type};base64,{source.data}")
     return ImageUrlPart(image_url=ImageUrl(source.url))
 
 
-def _tool(given: ToolDefinition) -> Tool:
+def _tool(given: api.ToolDefinition) -> Tool:
     function = FunctionDefinition(
         given.name, given.description, given.input_schema, strict=given.strict
     )
     return Tool("function", function)
 
 
-def _tool_choice(request: CountTokensRequest) -> tuple[ToolChoice | None, bool | None]:
+def _tool_choice(request: api.CountTokensRequest) -> tuple[ToolChoice | None, bool | None]:
     """The choice, and whether calls may be parallel."""
     choice = request.tool_choice
     match choice:
         case None:
             return None, None
-        case NoChoice():
+        case api.NoChoice():
             return "none", None
-        case AutoChoice():
+        case api.AutoChoice():
             found: ToolChoice = "auto"
-        case AnyChoice():
+        case api.AnyChoice():
             found = "required"
-        case ToolNameChoice():
+        case api.ToolNameChoice():
             found = FunctionChoice(FunctionName(choice.name))
     return found, False if choice.disable_parallel_tool_use else None
 
 
-def blocks(pieces: Sequence[Part]) -> list[AnswerBlock]:
+def blocks(pieces: Sequence[Part]) -> list[api.AnswerBlock]:
     """A whole answer."""
-    blocks: list[AnswerBlock] = []
+    blocks: list[api.AnswerBlock] = []
     for part in join(pieces):
         match part:
             case Reasoning(text):
-                blocks.append(ThinkingAnswer(text))
+                blocks.append(api.ThinkingAnswer(text))
             case Call():
                 blocks.append(
-                    ToolUseAnswer(part.call_id, part.name, msgspec.json.decode(part.arguments))
+                    api.ToolUseAnswer(part.call_id, part.name, msgspec.json.decode(part.arguments))
                 )
             case _:
-                blocks.append(TextAnswer(part.text))
+                blocks.append(api.TextAnswer(part.text))
     return blocks
 
 
-def _stop(update: Update) -> tuple[StopReason, str | None]:
+def _stop(update: Update) -> tuple[api.StopReason, str | None]:
     """`stop_reason` and `stop_sequence` of an answer that ended with the update."""
     if isinstance(update.stop_reason, str):
         return "stop_sequence", update.stop_reason
     return _STOP_REASONS[update.finish_reason], None
 
 
-def _usage(completion: Completion) -> MessageUsage:
+def _usage(completion: Completion) -> api.MessageUsage:
     usage, cached = completion.usage(), completion.cached_tokens or 0
-    return MessageUsage(usage.prompt_tokens - cached, usage.completion_tokens, cached)
+    return api.MessageUsage(usage.prompt_tokens - cached, usage.completion_tokens, cached)
 
 
-class MessageWriter(AnswerWriter[MessageEvent]):
+class MessageWriter(AnswerWriter[api.MessageEvent]):
     """Blocks and their events, which are Anthropic's."""
 
-    def __init__(self, answer: MessageAnswer, completion: Completion) -> None:
+    def __init__(self, answer: api.MessageAnswer, completion: Completion) -> None:
         super().__init__(completion)
         self._answer = answer
         self._index = -1
 
-    def begin(self) -> list[MessageEvent]:
+    def begin(self) -> list[api.MessageEvent]:
         self._answer.usage = usage = _usage(self._completion)
         usage.output_tokens = 0
-        return [MessageStart(self._answer)]
+        return [api.MessageStart(self._answer)]
 
-    def open(self, part: Part) -> list[MessageEvent]:
+    def open(self, part: Part) -> list[api.MessageEvent]:
         self._index += 1
         match part:
             case Reasoning():
-                block = ThinkingAnswer("")
+                block = api.ThinkingAnswer("")
             case Call():
-                block = ToolUseAnswer(part.call_id, part.name, {})
+                block = api.ToolUseAnswer(part.call_id, part.name, {})
             case Text():
-                block = TextAnswer("")
-        return [BlockStart(self._index, block)]
+                block = api.TextAnswer("")
+        return [api.BlockStart(self._index, block)]
 
-    def delta(self, part: Part, logprobs: list[LogprobEntry]) -> MessageEvent:
+    def delta(self, part: Part, logprobs: list[LogprobEntry]) -> api.MessageEvent:
         match part:
             case Reasoning(text):
-                delta = ThinkingDelta(text)
+                delta = api.ThinkingDelta(text)
             case Call():
-                delta = InputDelta(part.arguments)
+                delta = api.InputDelta(part.arguments)
             case Text(text):
-                delta = TextDelta(text)
-        return BlockDelta(self._index, delta)
+                delta = api.TextDelta(text)
+        return api.BlockDelta(self._index, delta)
 
-    def close(self, part: Part, *, is_last: bool) -> list[MessageEvent]:
+    def close(self, part: Part, *, is_last: bool) -> list[api.MessageEvent]:
         is_thought = isinstance(part, Reasoning)
-        signature = [BlockDelta(self._index, SignatureDelta(""))] if is_thought else []
-        return [*signature, BlockStop(self._index)]
+        signature = [api.BlockDelta(self._index, api.SignatureDelta(""))] if is_thought else []
+        return [*signature, api.BlockStop(self._index)]
 
-    def end(self) -> list[MessageEvent]:
+    def end(self) -> list[api.MessageEvent]:
         assert self._last is not None  # an answer has an update at least
-        delta = MessageDelta(StopDelta(*_stop(self._last)), _usage(self._completion))
-        return [delta, MessageStop()]
+        delta = api.MessageDelta(api.StopDelta(*_stop(self._last)), _usage(self._completion))
+        return [delta, api.MessageStop()]
 
-    def kind(self, event: MessageEvent) -> str:
+    def kind(self, event: api.MessageEvent) -> str:
         return str(event.__struct_config__.tag)

@@ -20,28 +20,12 @@ from services.gateway.endpoints.tokenization import (
     TokenizeResponse,
 )
 from services.gateway.endpoints.upload_routes import DeletedUpload, UploadAnswer, UploadRequest
+from services.gateway.forms import messages_api as messages
+from services.gateway.forms import responses as chat
+from services.gateway.forms import responses_api as responses
 from services.gateway.forms.error_answers import ErrorAnswer, MessagesErrorAnswer
 from services.gateway.forms.hints import BY_OBJECT
-from services.gateway.forms.messages_api import (
-    CountTokensRequest,
-    MessageAnswer,
-    MessageEvent,
-    MessagesRequest,
-    TokenCount,
-)
 from services.gateway.forms.openai import ChatRequest
-from services.gateway.forms.responses import (
-    ChatCompletion,
-    ChatCompletionChunk,
-    ModelCard,
-    ModelList,
-)
-from services.gateway.forms.responses_api import (
-    DeletedResponse,
-    ResponseEvent,
-    ResponseObject,
-    ResponsesRequest,
-)
 from services.gateway.forms.text_completions import CompletionRequest, TextCompletion
 
 _PREFIX = "#/components/schemas/"
@@ -70,26 +54,34 @@ class Operation:
 
 OPERATIONS: dict[tuple[str, str], Operation] = {
     ("POST", "/v1/chat/completions"): Operation(
-        "A chat completion, whole or as a stream", ChatRequest, ChatCompletion, ChatCompletionChunk
+        "A chat completion, whole or as a stream", ChatRequest, chat.ChatCompletion,
+        chat.ChatCompletionChunk,
     ),
     ("POST", "/v1/completions"): Operation(
         "Text completions, whole or as a stream", CompletionRequest, TextCompletion, TextCompletion
     ),
     ("POST", "/v1/responses"): Operation(
-        "A response, whole or as a stream", ResponsesRequest, ResponseObject, ResponseEvent
+        "A response, whole or as a stream", responses.ResponsesRequest, responses.ResponseObject,
+        responses.ResponseEvent,
     ),
-    ("GET", "/v1/responses/{name}"): Operation("A response that is kept", None, ResponseObject),
-    ("DELETE", "/v1/responses/{name}"): Operation("Forgets a response", None, DeletedResponse),
+    ("GET", "/v1/responses/{name}"): Operation(
+        "A response that is kept", None, responses.ResponseObject
+    ),
+    ("DELETE", "/v1/responses/{name}"): Operation(
+        "Forgets a response", None, responses.DeletedResponse
+    ),
     ("POST", "/v1/responses/{name}/cancel"): Operation("400: no response runs in the background"),
     ("POST", "/v1/messages"): Operation(
-        "A message, whole or as a stream", MessagesRequest, MessageAnswer, MessageEvent,
+        "A message, whole or as a stream", messages.MessagesRequest, messages.MessageAnswer,
+        messages.MessageEvent,
         error=MessagesErrorAnswer,
     ),
     ("POST", "/v1/messages/count_tokens"): Operation(
-        "Tokens of a message's prompt", CountTokensRequest, TokenCount, error=MessagesErrorAnswer
+        "Tokens of a message's prompt", messages.CountTokensRequest, messages.TokenCount,
+        error=MessagesErrorAnswer,
     ),
-    ("GET", "/v1/models"): Operation("The served models", None, ModelList),
-    ("GET", "/v1/models/{name}"): Operation("A served model", None, ModelCard),
+    ("GET", "/v1/models"): Operation("The served models", None, chat.ModelList),
+    ("GET", "/v1/models/{name}"): Operation("A served model", None, chat.ModelCard),
     ("POST", "/v1/media"): Operation(
         "Keeps a file that requests name", UploadRequest, UploadAnswer
     ),

@@ -13,11 +13,13 @@ from services.gateway.endpoints.answer_writer import AnswerWriter, WritingEndpoi
 from services.gateway.endpoints.chat_messages import ChatMessages
 from services.gateway.endpoints.endpoint import Work, now, renamed
 from services.gateway.endpoints.kept_responses import KeptResponses
+from services.gateway.forms import responses_api as api
 from services.gateway.forms.generation import (
     JsonObjectFormat,
     JsonSchema,
     JsonSchemaFormat,
     ResponseFormat,
+    SamplingFields,
     TextFormat,
 )
 from services.gateway.forms.json_body import Body
@@ -34,34 +36,6 @@ from services.gateway.forms.openai import (
 )
 from services.gateway.forms.parts import Call, Part, Reasoning, Text
 from services.gateway.forms.responses import LogprobEntry, encode_json
-from services.gateway.forms.responses_api import (
-    AllowedResponseTools,
-    IncompleteDetails,
-    InputItem,
-    InputPart,
-    InputTokensDetails,
-    NamedFunction,
-    NamedJsonSchema,
-    OutputCall,
-    OutputItem,
-    OutputMessage,
-    OutputReasoning,
-    OutputText,
-    OutputTokensDetails,
-    ReasoningText,
-    ResponseEvent,
-    ResponseFailure,
-    ResponseFunction,
-    ResponseImage,
-    ResponseNamespace,
-    ResponseObject,
-    ResponseReasoningText,
-    ResponsesRequest,
-    ResponseUsage,
-    ResponseVideo,
-    TextConfig,
-    parse_responses_request,
-)
 from services.gateway.forms.tools import (
     AllowedFunctions,
     AllowedTools,
@@ -101,7 +75,7 @@ class ResponsesEndpoint(WritingEndpoint):
         self._kept = kept
 
     async def answer(self, work: Work, body: Body) -> None:
-        request = await self.parse(work, parse_responses_request, body)
+        request = await self.parse(work, api.parse_responses_request, body)
         self._service.check_model(request.model)
         paths = dict(_PATHS)
         work.paths = paths
@@ -127,9 +101,9 @@ class ResponsesEndpoint(WritingEndpoint):
     async def _keep(
         self,
         work: Work,
-        request: ResponsesRequest,
+        request: api.ResponsesRequest,
         completion: Completion,
-        response: ResponseObject,
+        response: api.ResponseObject,
     ) -> None:
         images = {
             renamed(image.param, work.paths): image.data
@@ -144,7 +118,7 @@ class ResponsesEndpoint(WritingEndpoint):
 
 
 def to_chat(
-    request: ResponsesRequest, paths: dict[str, str], before: Sequence[InputItem] = ()
+    request: api.ResponsesRequest, paths: dict[str, str], before: Sequence[api.InputItem] = ()
 ) -> ChatRequest:
     """The chat request that means the same; adds to `paths` where its fields come from. `before`:
     the turns that the request goes on from.
@@ -169,11 +143,8 @@ def to_chat(
     chat = ChatRequest(messages.found, request.model)
     chat.max_completion_tokens = request.max_output_tokens
     for name in (
-        "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "stop",
-        "ignore_eos", "presence_penalty", "frequency_penalty", "logit_bias", "stop_token_ids",
-        "include_stop_str_in_output", "skip_special_tokens", "include_reasoning",
-        "thinking_token_budget", "structured_outputs", "mm_processor_kwargs", "media_io_kwargs",
-        "priority", "chat_template_kwargs", "cache_salt", "parallel_tool_calls",
+        *SamplingFields.__struct_fields__, "include_reasoning", "thinking_token_budget",
+        "mm_processor_kwargs", "media_io_kwargs", "chat_template_kwargs", "parallel_tool_calls",
     ):  # fmt: skip
         setattr(chat, name, getattr(request, name))
     chat.logprobs, chat.top_logprobs = logprobs or None, request.top_logprobs
@@ -194,11 +165,13 @@ class _Messages(ChatMessages):
         else:
             self.add(Message("system", text), path)
 
-    def item(self, item: InputItem, path: str) -> None:
+    def item(self, item: api.InputItem, path: str) -> None:
         """Reasoning, text and calls of one turn are one assistant message."""
         match item.type:
             case "reasoning":
-                text = "".join(p.text for p in _parts(item) if isinstance(p, ResponseReasoningText))
+                parts = item.content if isinstance(item.content, list) else ()
+                thoughts = (p for p in parts if isinstance(p, api.ResponseReasoningText))
+                text = "".join(thought.text for thought in thoughts)
                 if text:
                     self.add(Message("assistant", None, reasoning_content=text), path)
             case "function_call" | "custom_tool_call":
@@ -218,7 +191,7 @@ class _Messages(ChatMessages):
             case _:
                 self._message(item, path)
 
-    def _message(self, item: InputItem, path: str) -> None:
+    def _message(self, item: api.InputItem, path: str) -> None:
         content = _content(item.content, f"{path}.content")
         role = item.role or "user"
         if role == "assistant":
@@ -239,29 +212,25 @@ class _Messages(ChatMessages):
         return self.found[-1]
 
 
-def _parts(item: InputItem) -> Sequence[InputPart]:
-    return item.content if isinstance(item.content, list) else ()
-
-
-def _content(given: str | list[InputPart] | None, path: str) -> str | list[ContentPart]:
+def _content(given: str | list[api.InputPart] | None, path: str) -> str | list[ContentPart]:
     if given is None or isinstance(given, str):
         return given or ""
     parts: list[ContentPart] = []
     for index, part in enumerate(given):
-        if isinstance(part, ResponseImage):
+        if isinstance(part, api.ResponseImage):
             image = _image(part, f"{path}[{index}]")
             parts.append(ImageUrlPart(image_url=image, uuid=part.uuid))
-        elif isinstance(part, ResponseVideo):
+        elif isinstance(part, api.ResponseVideo):
             fields = {name: getattr(part, name) for name in VideoFields.__struct_fields__}
             parts.append(VideoUrlPart(video_url=part.video_url, **fields))
-        elif isinstance(part, ResponseReasoningText):
+        elif isinstance(part, api.ResponseReasoningText):
             raise InvalidRequest("belongs to an item of reasoning", param=f"{path}[{index}].type")
         else:
             parts.append(TextPart(part.text))
     return parts
 
 
-def _image(part: ResponseImage, path: str) -> ImageUrl:
+def _image(part: api.ResponseImage, path: str) -> ImageUrl:
     if part.file_id is not None:
         raise InvalidRequest("files are not kept here; give image_url", param=f"{path}.file_id")
     if part.image_url is None and part.uuid is None:
@@ -282,10 +251,10 @@ def _only_text(content: str | list[ContentPart]) -> str | None:
 
 
 def _flat(name: str, namespace: str | UnsetType | None) -> str:
-    return ResponseNamespace(namespace, []).flat(name) if namespace else name
+    return api.ResponseNamespace(namespace, []).flat(name) if namespace else name
 
 
-def _tools(request: ResponsesRequest, paths: dict[str, str]) -> list[Tool]:
+def _tools(request: api.ResponsesRequest, paths: dict[str, str]) -> list[Tool]:
     """Those of namespaces, too, under names that tell them apart."""
     found: list[Tool] = []
 
@@ -295,7 +264,7 @@ def _tools(request: ResponsesRequest, paths: dict[str, str]) -> list[Tool]:
 
     for index, given in enumerate(request.tools or ()):
         path = f"tools[{index}]"
-        if isinstance(given, ResponseFunction):
+        if isinstance(given, api.ResponseFunction):
             add(_tool(given), path)
             continue
         about = given.description
@@ -309,12 +278,12 @@ def _tools(request: ResponsesRequest, paths: dict[str, str]) -> list[Tool]:
     return found
 
 
-def _namespaces(request: ResponsesRequest) -> dict[str, tuple[str, str]]:
+def _namespaces(request: api.ResponsesRequest) -> dict[str, tuple[str, str]]:
     """Namespace and name of each function that has one, by what the model calls it."""
     return {
         given.flat(inner.name): (given.name, inner.name)
         for given in request.tools or ()
-        if isinstance(given, ResponseNamespace)
+        if isinstance(given, api.ResponseNamespace)
         for inner in given.tools
         if given.flat(inner.name) != inner.name
     }
@@ -325,20 +294,20 @@ def _tool(given: FunctionDefinition) -> Tool:
     return Tool("function", FunctionDefinition(**fields))
 
 
-def _tool_choice(request: ResponsesRequest) -> ToolChoice | None:
+def _tool_choice(request: api.ResponsesRequest) -> ToolChoice | None:
     match request.tool_choice:
-        case NamedFunction(name, namespace):
+        case api.NamedFunction(name, namespace):
             return FunctionChoice(FunctionName(_flat(name, namespace)))
-        case AllowedResponseTools(mode, tools):
+        case api.AllowedResponseTools(mode, tools):
             names = [FunctionChoice(FunctionName(_flat(t.name, t.namespace))) for t in tools]
             return AllowedTools(AllowedFunctions(mode, names))
         case choice:
             return choice
 
 
-def _response_format(text: TextConfig | None) -> ResponseFormat | None:
+def _response_format(text: api.TextConfig | None) -> ResponseFormat | None:
     match text.format if text else None:
-        case NamedJsonSchema() as given:
+        case api.NamedJsonSchema() as given:
             fields = {name: getattr(given, name) for name in JsonSchema.__struct_fields__}
             return JsonSchemaFormat(JsonSchema(**fields))
         case JsonObjectFormat() as given:
@@ -347,7 +316,7 @@ def _response_format(text: TextConfig | None) -> ResponseFormat | None:
             return None
 
 
-class ResponseWriter(AnswerWriter[ResponseEvent]):
+class ResponseWriter(AnswerWriter[api.ResponseEvent]):
     """Items and their events, which are OpenAI's, numbered from 0.
 
     Attributes:
@@ -356,7 +325,7 @@ class ResponseWriter(AnswerWriter[ResponseEvent]):
 
     def __init__(
         self,
-        request: ResponsesRequest,
+        request: api.ResponsesRequest,
         response_id: str,
         completion: Completion,
         model_name: str,
@@ -366,7 +335,7 @@ class ResponseWriter(AnswerWriter[ResponseEvent]):
         self._id = response_id.removeprefix("resp-")
         self._namespaces = _namespaces(request)
         sampling, text = completion.prepared.sampling, request.text
-        self.response = ResponseObject(
+        self.response = api.ResponseObject(
             id=f"resp_{self._id}",
             created_at=now(),
             model=model_name,
@@ -380,7 +349,7 @@ class ResponseWriter(AnswerWriter[ResponseEvent]):
             parallel_tool_calls=request.parallel_tool_calls is not False,
             reasoning=request.reasoning,
             temperature=sampling.temperature,
-            text=TextConfig((text and text.format) or TextFormat()),
+            text=api.TextConfig((text and text.format) or TextFormat()),
             tool_choice=request.tool_choice or "auto",
             tools=request.tools or [],
             top_logprobs=request.top_logprobs or 0,
@@ -390,31 +359,31 @@ class ResponseWriter(AnswerWriter[ResponseEvent]):
         )
 
     @property
-    def _item(self) -> OutputItem:
+    def _item(self) -> api.OutputItem:
         """The open item."""
         return self.response.output[-1]
 
-    def begin(self) -> list[ResponseEvent]:
+    def begin(self) -> list[api.ResponseEvent]:
         response = structs.replace(self.response, output=[])
         kinds = ("response.created", "response.in_progress")
         return [self._event(kind, response=response) for kind in kinds]
 
-    def end(self) -> list[ResponseEvent]:
+    def end(self) -> list[api.ResponseEvent]:
         response, is_cut = self.response, self._is_cut
-        events: list[ResponseEvent] = []
+        events: list[api.ResponseEvent] = []
         if not response.output:  # an empty answer is an empty message
             events = [*self.open(Text("")), *self.close(Text(""), is_last=True)]
         response.status = "incomplete" if is_cut else "completed"
         response.completed_at = now()
         response.usage = self._usage()
         if is_cut:
-            response.incomplete_details = IncompleteDetails("max_output_tokens")
+            response.incomplete_details = api.IncompleteDetails("max_output_tokens")
         return [*events, self._event(f"response.{response.status}", response=response)]
 
-    def kind(self, event: ResponseEvent) -> str:
+    def kind(self, event: api.ResponseEvent) -> str:
         return event.type
 
-    def fail(self, error: TriptychError) -> list[ResponseEvent]:
+    def fail(self, error: TriptychError) -> list[api.ResponseEvent]:
         """The last events of a stream that failed."""
         code = "server_error"
         if isinstance(error, InvalidRequest):
@@ -422,7 +391,7 @@ class ResponseWriter(AnswerWriter[ResponseEvent]):
         response = self.response
         if self._open is not None:
             self._item.status = "incomplete"
-        response.status, response.error = "failed", ResponseFailure(code, error.message)
+        response.status, response.error = "failed", api.ResponseFailure(code, error.message)
         return [
             self._event("error", code=error.code, message=error.message, param=error.param),
             self._event("response.failed", response=response),
@@ -432,39 +401,39 @@ class ResponseWriter(AnswerWriter[ResponseEvent]):
     def _is_cut(self) -> bool:
         return self._completion.choices[0].finish_reason == "length"
 
-    def open(self, part: Part) -> list[ResponseEvent]:
+    def open(self, part: Part) -> list[api.ResponseEvent]:
         index = len(self.response.output)
         match part:
             case Reasoning():
-                item = OutputReasoning(f"rs_{self._id}_{index}", [], "in_progress")
+                item = api.OutputReasoning(f"rs_{self._id}_{index}", [], "in_progress")
             case Call():
                 item_id = f"fc_{self._id}_{index}"
-                item = OutputCall(item_id, part.call_id, part.name, "", "in_progress")
+                item = api.OutputCall(item_id, part.call_id, part.name, "", "in_progress")
                 if part.name in self._namespaces:
                     item.namespace, item.name = self._namespaces[part.name]
             case Text():
-                item = OutputMessage(f"msg_{self._id}_{index}", [], "in_progress")
+                item = api.OutputMessage(f"msg_{self._id}_{index}", [], "in_progress")
         added = self._event("response.output_item.added", item=_copy(item), output_index=index)
         self.response.output.append(item)
         match item:
-            case OutputCall():
+            case api.OutputCall():
                 return [added]
-            case OutputReasoning():
-                item.content.append(ReasoningText(""))
-            case OutputMessage():
-                item.content.append(OutputText("", [], []))
+            case api.OutputReasoning():
+                item.content.append(api.ReasoningText(""))
+            case api.OutputMessage():
+                item.content.append(api.OutputText("", [], []))
         content = structs.replace(item.content[0])
         return [added, self._content_event("response.content_part.added", part=content)]
 
-    def delta(self, part: Part, logprobs: list[LogprobEntry]) -> ResponseEvent:
+    def delta(self, part: Part, logprobs: list[LogprobEntry]) -> api.ResponseEvent:
         match self._item, part:
-            case OutputCall() as item, Call(arguments=text):
+            case api.OutputCall() as item, Call(arguments=text):
                 item.arguments += text
                 return self._item_event("response.function_call_arguments.delta", delta=text)
-            case OutputReasoning() as item, Reasoning(text):
+            case api.OutputReasoning() as item, Reasoning(text):
                 item.content[0].text += text
                 return self._content_event("response.reasoning_text.delta", delta=text)
-            case OutputMessage() as item, Text(text):
+            case api.OutputMessage() as item, Text(text):
                 item.content[0].text += text
                 item.content[0].logprobs += logprobs
                 kind = "response.output_text.delta"
@@ -472,15 +441,15 @@ class ResponseWriter(AnswerWriter[ResponseEvent]):
             case _:
                 raise AssertionError("a piece of another part than the open one")
 
-    def close(self, part: Part, *, is_last: bool) -> list[ResponseEvent]:
+    def close(self, part: Part, *, is_last: bool) -> list[api.ResponseEvent]:
         item, index = self._item, len(self.response.output) - 1
         item.status = "incomplete" if is_last and self._is_cut else "completed"
-        if isinstance(item, OutputCall):
+        if isinstance(item, api.OutputCall):
             kind = "response.function_call_arguments.done"
             told = [self._item_event(kind, arguments=item.arguments, name=item.name)]
         else:
             content = item.content[0]
-            is_text = isinstance(content, OutputText)
+            is_text = isinstance(content, api.OutputText)
             kind = f"response.{'output' if is_text else 'reasoning'}_text.done"
             told = [
                 self._content_event(kind, text=content.text),
@@ -490,37 +459,39 @@ class ResponseWriter(AnswerWriter[ResponseEvent]):
                 told[0].logprobs = content.logprobs
         return [*told, self._event("response.output_item.done", item=item, output_index=index)]
 
-    def _content_event(self, kind: str, **fields: object) -> ResponseEvent:
+    def _content_event(self, kind: str, **fields: object) -> api.ResponseEvent:
         return self._item_event(kind, content_index=0, **fields)
 
-    def _item_event(self, kind: str, **fields: object) -> ResponseEvent:
+    def _item_event(self, kind: str, **fields: object) -> api.ResponseEvent:
         index = len(self.response.output) - 1
         return self._event(kind, item_id=self._item.id, output_index=index, **fields)
 
-    def _event(self, kind: str, **fields: object) -> ResponseEvent:
-        event = ResponseEvent(type=kind, sequence_number=self._number)
+    def _event(self, kind: str, **fields: object) -> api.ResponseEvent:
+        event = api.ResponseEvent(type=kind, sequence_number=self._number)
         for name, value in fields.items():
             setattr(event, name, value)
         self._number += 1
         return event
 
-    def _usage(self) -> ResponseUsage:
+    def _usage(self) -> api.ResponseUsage:
         usage = self._completion.usage()
         details, given = usage.completion_tokens_details, usage.prompt_tokens_details
-        found = InputTokensDetails(self._completion.cached_tokens or 0, given.image_tokens or 0)
+        found = api.InputTokensDetails(self._completion.cached_tokens or 0, given.image_tokens or 0)
         if given.videos is not None:
             found.video_tokens, found.videos = given.video_tokens or 0, given.videos
-        return ResponseUsage(
+        return api.ResponseUsage(
             usage.prompt_tokens,
             found,
             usage.completion_tokens,
-            OutputTokensDetails(0 if details is UNSET else details.reasoning_tokens),
+            api.OutputTokensDetails(0 if details is UNSET else details.reasoning_tokens),
             usage.total_tokens,
         )
 
 
-def _copy(item: OutputItem) -> OutputItem:
+def _copy(item: api.OutputItem) -> api.OutputItem:
     """As it is now, without content."""
     return (
-        structs.replace(item) if isinstance(item, OutputCall) else structs.replace(item, content=[])
+        structs.replace(item)
+        if isinstance(item, api.OutputCall)
+        else structs.replace(item, content=[])
     )

@@ -108,7 +108,7 @@ class TokenizationRoutes:
         service = self._service
         async with received(self._admission, request) as (slot, body):
             parsed = await parse_body(
-                service, partial(decode_json, _tokenize_decoder), body, slot, request.scope
+                service, partial(decode_json, _tokenize_decoder), body, request.scope
             )
             if (parsed.prompt is None) == (parsed.messages is None):
                 raise InvalidRequest("give either prompt or messages", param="prompt")
@@ -162,7 +162,7 @@ class Detokenizer:
         service = self._service
         async with received(self._admission, Request(scope, receive)) as (slot, body):
             parsed = await parse_body(
-                service, partial(decode_json, _detokenize_decoder), body, slot, scope
+                service, partial(decode_json, _detokenize_decoder), body, scope
             )
             service.check_model(parsed.model)
             if len(parsed.tokens) > (service.max_model_len() or MAX_TOKENS):

@@ -82,8 +82,8 @@ class StructuredOutputs(Struct, forbid_unknown_fields=True):
 ResponseFormat = TextFormat | JsonObjectFormat | JsonSchemaFormat
 
 
-class GenerationFields(Struct, kw_only=True, forbid_unknown_fields=True):
-    """Inherited by the requests that have them."""
+class SamplingFields(Struct, kw_only=True, forbid_unknown_fields=True):
+    """Inherited by chat, text completions and responses."""
 
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
@@ -94,20 +94,26 @@ class GenerationFields(Struct, kw_only=True, forbid_unknown_fields=True):
     frequency_penalty: Penalty | None = None
     logit_bias: LogitBias | None = None
     seed: Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)] | None = None
-    n: Annotated[int, Meta(ge=1, le=MAX_N)] | None = None
     stop: StopString | Annotated[list[StopString], Meta(max_length=MAX_STOPS)] | None = None
     stop_token_ids: StopTokenIds | None = None
-    allowed_token_ids: _AllowedIds | None = None
-    bad_words: Annotated[list[StopString], Meta(max_length=MAX_BAD_WORDS)] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     ignore_eos: bool | None = None
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=128)] | None = None
+    structured_outputs: StructuredOutputs | None = None
+    priority: Priority | None = None
+
+
+class GenerationFields(SamplingFields, kw_only=True, forbid_unknown_fields=True):
+    """Inherited by chat and text completions."""
+
+    n: Annotated[int, Meta(ge=1, le=MAX_N)] | None = None
+    allowed_token_ids: _AllowedIds | None = None
+    bad_words: Annotated[list[StopString], Meta(max_length=MAX_BAD_WORDS)] | None = None
     min_tokens: Annotated[int, Meta(ge=0, le=1 << 31)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    cache_salt: Annotated[str, Meta(min_length=1, max_length=128)] | None = None
     response_format: ResponseFormat | None = None
-    structured_outputs: StructuredOutputs | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=1 << 31)] | None = None
@@ -116,7 +122,6 @@ class GenerationFields(Struct, kw_only=True, forbid_unknown_fields=True):
         None
     )
     prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
-    priority: Priority | None = None
 
 
 def num_grammar_characters(request: GenerationFields) -> int:

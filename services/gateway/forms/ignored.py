@@ -85,7 +85,6 @@ class Ignored:
 
     Attributes:
         names: paths without indices, in the order of the body, and what metrics call them.
-        left_out: the JSON of the values, if they may hold something long.
         paths: paths of elements -> the client's, where elements before them were taken out.
     """
 
@@ -93,7 +92,6 @@ class Ignored:
         self._all_unknown = all_unknown
         self.names: dict[str, str] = {}
         self.paths: dict[str, str] = {}
-        self.left_out = b""
 
     def add(self, name: str, label: str = "") -> None:
         """Names a field that is known and has no effect for this model."""
@@ -154,12 +152,8 @@ class Ignored:
                     continue  # refused as unknown
             elif taken is not None and not is_empty and value not in cast("tuple[Any]", taken):
                 raise _refusal(key, cast("tuple[Any]", taken), below)
-            self._keep(members.pop(key))
+            del members[key]
             self.add(_safe(named), key if key in hints else "other")
-
-    def _keep(self, value: object) -> None:
-        if isinstance(value, dict | list):
-            self.left_out += msgspec.json.encode(value)
 
     def _leave_out(self, values: list[object], shape: _Shape, path: str, name: str) -> None:
         elements = shape.elements
@@ -170,7 +164,6 @@ class Ignored:
             kind = cast("dict[str, object]", value).get(shape.tag_field) if is_object else value
             if elements.leaves_out(kind):
                 self.add(_safe(f"{name}.{kind}"), name)
-                self._keep(value)
                 continue
             if len(kept) < index:
                 self.paths[f"{path}[{len(kept)}]"] = f"{path}[{index}]"

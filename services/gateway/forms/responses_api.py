@@ -11,16 +11,10 @@ from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
 from services.common.errors import InvalidRequest
 from services.gateway.forms.generation import (
-    MAX_STOPS,
     MAX_TOP_LOGPROBS,
     JsonObjectFormat,
     JsonSchema,
-    LogitBias,
-    Penalty,
-    Priority,
-    StopString,
-    StopTokenIds,
-    StructuredOutputs,
+    SamplingFields,
     TextFormat,
 )
 from services.gateway.forms.ignored import Ignored
@@ -166,33 +160,17 @@ class ResponseStreamOptions(Struct, forbid_unknown_fields=True):
     """All of them are hints."""
 
 
-class ResponsesRequest(Struct, kw_only=True, forbid_unknown_fields=True):
+class ResponsesRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
     """POST /v1/responses."""
 
     model: str | None = None
     input: str | Annotated[list[InputItem], Meta(min_length=1, max_length=MAX_MESSAGES)]
     instructions: str | None = None
     max_output_tokens: Annotated[int, Meta(ge=1, le=1 << 31)] | None = None
-    temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Meta(ge=-1, le=1 << 31)] | None = None
-    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0, le=10)] | None = None
-    seed: Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)] | None = None
-    stop: StopString | Annotated[list[StopString], Meta(max_length=MAX_STOPS)] | None = None
-    ignore_eos: bool | None = None
-    presence_penalty: Penalty | None = None
-    frequency_penalty: Penalty | None = None
-    logit_bias: LogitBias | None = None
-    stop_token_ids: StopTokenIds | None = None
-    include_stop_str_in_output: bool | None = None
-    skip_special_tokens: bool | None = None
     include_reasoning: bool | None = None
     thinking_token_budget: ThinkingTokens | None = None
-    structured_outputs: StructuredOutputs | None = None
     mm_processor_kwargs: MultimodalOptions | None = None
     media_io_kwargs: MediaOptions | None = None
-    priority: Priority | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = (
         None
@@ -207,7 +185,6 @@ class ResponsesRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     text: TextConfig | None = None
     reasoning: ReasoningConfig | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    cache_salt: Annotated[str, Meta(min_length=1, max_length=128)] | None = None
     stream: bool | None = None
     stream_options: ResponseStreamOptions | None = None
     truncation: Literal["auto", "disabled"] | None = None

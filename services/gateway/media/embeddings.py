@@ -5,12 +5,10 @@ encoder looks at the values.
 """
 
 import asyncio
-from collections.abc import Callable
 
 from services.common.embeddings.tensor_file import ITEM_BYTES, MAX_HEADER_BYTES, find_tensor
 from services.common.errors import InvalidRequest
-from services.gateway.forms.json_body import LargeImages
-from services.gateway.media.images import UploadedFiles, decode_data_url, decode_large
+from services.gateway.media.images import Hold, Uploaded, decode_data_url
 from services.gateway.media.kinds import EMBEDDING
 
 _MOST_ITEM_BYTES = ITEM_BYTES["float32"]
@@ -24,7 +22,7 @@ class BroughtReader:
         uploads: files behind `media:` URLs.
     """
 
-    def __init__(self, width: int, uploads: UploadedFiles) -> None:
+    def __init__(self, width: int, uploads: Uploaded) -> None:
         self._width = width
         self._uploads = uploads
 
@@ -32,19 +30,20 @@ class BroughtReader:
         self,
         url: str,
         num_tokens: int,
-        hold: Callable[[int], None],
+        hold: Hold,
         tenant: str,
-        large: LargeImages | None,
     ) -> bytes:
-        """See `EmbeddingReader`."""
+        """The file with a tensor of so many rows.
+
+        Raises:
+            TriptychError: as of `MediaLoader.load`; or the file holds no such tensor.
+        """
         most = num_tokens * self._width * _MOST_ITEM_BYTES + MAX_HEADER_BYTES + 16
         if url.startswith("media:"):
-            data = await self._uploads.get(tenant, url)
+            data = await self._uploads(tenant, url)
             hold(len(data))
         elif not url.startswith("data:"):
             raise InvalidRequest("an embedding is base64, or a media: URL")
-        elif large is not None and (place := large.range_of(url)):
-            data = await asyncio.to_thread(decode_large, large, place, most, EMBEDDING)
         else:
             data = await asyncio.to_thread(decode_data_url, url, most, EMBEDDING)
         place, wanted = find_tensor(data), (num_tokens, self._width)

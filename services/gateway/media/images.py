@@ -9,15 +9,13 @@ import asyncio
 import math
 import os
 import stat
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Protocol
 from urllib.parse import unquote
 
-import msgspec
 import pybase64
 
 from services.common.errors import InvalidImage, InvalidRequest, TriptychError
@@ -25,15 +23,17 @@ from services.common.geometry import Geometry, Grid, Unit
 from services.common.images.image_header import read_header
 from services.common.images.image_key import embedding_key, image_key
 from services.common.threads import INLINE_BYTES, WorkerThreads, num_threads
-from services.gateway.forms.json_body import LargeImages
 from services.gateway.media.kinds import IMAGE, Kind, SentPair
 
+# Counts bytes that are now held; may refuse.
+Hold = Callable[[int], None]
+# The file of a tenant behind a `media:` URL; raises NotFound.
+Uploaded = Callable[[str, str], Awaitable[bytes]]
 # `detail: low` means at most this many pixels; `high` and `auto` mean the model's own limits.
 LOW_DETAIL_PIXELS = 512 * 512
 _MAX_CONCURRENT_LOADS = 8
-# Lines of 64 characters end with two more, which are no base64; in JSON with four.
+# Lines of 64 characters end with two more, which are no base64.
 _LEAST_BASE64 = 0.96
-_LEAST_BASE64_IN_JSON = 0.9
 _STANDARD_ALPHABET = bytes.maketrans(b"-_", b"+/")
 _MAX_DATA_HEADER = 256
 # Of an image that is not in the request's body: as received, and in the call to an encoder.
@@ -114,7 +114,8 @@ class ImageReader:
         geometry: the model's.
         max_source_pixels: larger images are refused.
         kept: where images with a `uuid` are put, and those without a URL are.
-        embeddings: URL to an embedding's file; None: clients may not bring them.
+        embeddings: loads an embedding's file, see `embeddings.BroughtReader`; None: clients may
+            not bring them.
     """
 
     def __init__(
@@ -123,7 +124,7 @@ class ImageReader:
         geometry: Geometry,
         max_source_pixels: int,
         kept: KeptImages,
-        embeddings: "EmbeddingReader | None" = None,
+        embeddings: Callable[[str, int, Hold, str], Awaitable[bytes]] | None = None,
     ) -> None:
         self._loader = loader
         self._geometry = geometry
@@ -138,10 +139,9 @@ class ImageReader:
     async def read(
         self,
         sources: Sequence[ImageSource],
-        hold: Callable[[int], None],
+        hold: Hold,
         max_patches: int,
         tenant: str = "",
-        large: LargeImages | None = None,
     ) -> list[Image]:
         """All images, in order.
 
@@ -150,7 +150,6 @@ class ImageReader:
             hold: counts the bytes now held; may refuse.
             max_patches: of one unit, before merging.
             tenant: which of several asks; each has a limit of fetches at a time.
-            large: images of the request's body that are not in the sources' URLs.
 
         Raises:
             TriptychError: of the first image that fails; its `param` names the image.
@@ -161,14 +160,12 @@ class ImageReader:
             async with gate:
                 try:
                     if source.grid is not None:
-                        return await self._embedding(
-                            source, source.grid, hold, max_patches, tenant, large
-                        )
+                        return await self._embedding(source, source.grid, hold, max_patches, tenant)
                     geometry = self._geometry_for(source)
                     if source.uuid is not None and not source.url:
                         data = await self._kept_image(source.uuid, hold, tenant)
                         return self._measure(data, source.param, geometry, max_patches)
-                    data = await self._loader.load(source.url, hold, tenant, large)
+                    data = await self._loader.load(source.url, hold, tenant)
                     image = self._measure(data, source.param, geometry, max_patches)
                     if source.uuid is not None:
                         await self._kept.put(tenant, kept_name(source.uuid), data)
@@ -194,10 +191,9 @@ class ImageReader:
         self,
         source: ImageSource,
         grid: Grid,
-        hold: Callable[[int], None],
+        hold: Hold,
         max_patches: int,
         tenant: str,
-        large: LargeImages | None,
     ) -> Image:
         if self._embeddings is None:
             raise InvalidRequest(
@@ -208,10 +204,10 @@ class ImageReader:
         if unit.num_patches > max_patches:
             raise InvalidImage(f"the grid has {unit.num_patches} patches, more than {max_patches}")
         num_tokens = self._geometry.num_tokens(unit)
-        data = await self._embeddings.load(source.url, num_tokens, hold, tenant, large)
+        data = await self._embeddings(source.url, num_tokens, hold, tenant)
         return Image(source.param, data, (unit,), is_embedding=True)
 
-    async def _kept_image(self, uuid: str, hold: Callable[[int], None], tenant: str) -> bytes:
+    async def _kept_image(self, uuid: str, hold: Hold, tenant: str) -> bytes:
         data = await self._kept.get(tenant, kept_name(uuid))
         if data is None:
             raise InvalidRequest(
@@ -258,37 +254,10 @@ def uncounted(num_bytes: int) -> None:
     """In place of a request's `hold`: counts nothing."""
 
 
-class EmbeddingReader(Protocol):
-    """Loads embeddings of clients; `embeddings.BroughtReader` is one."""
-
-    async def load(
-        self,
-        url: str,
-        num_tokens: int,
-        hold: Callable[[int], None],
-        tenant: str,
-        large: LargeImages | None,
-    ) -> bytes:
-        """The file with a tensor of so many rows.
-
-        Raises:
-            TriptychError: as of `MediaLoader.load`; or the file holds no such tensor.
-        """
-        ...
-
-
-class UploadedFiles(Protocol):
-    """Files behind `media:` URLs; `clients.uploads.Uploads` has them."""
-
-    async def get(self, tenant: str, handle: str) -> bytes:
-        """Raises NotFound: the tenant has no such file."""
-        ...
-
-
 class WebFetcher(Protocol):
     """Fetches images of http: and https: URLs."""
 
-    async def fetch(self, url: str, hold: Callable[[int], None], tenant: str) -> bytes:
+    async def fetch(self, url: str, hold: Hold, tenant: str) -> bytes:
         """The bytes behind a URL; `hold` counts them as they arrive, and may refuse.
 
         Raises:
@@ -309,7 +278,7 @@ class MediaLoader:
         web: fetches http: and https: URLs; `web_media.WebMedia` is one.
         allowed_directory: where file: URLs may point; None: nowhere.
         kind: of what is loaded.
-        uploads: what `media:` URLs name; None: nothing.
+        uploads: a tenant's file behind a `media:` URL; None: there are none.
     """
 
     def __init__(
@@ -318,7 +287,7 @@ class MediaLoader:
         web: WebFetcher,
         allowed_directory: Path | None,
         kind: Kind = IMAGE,
-        uploads: UploadedFiles | None = None,
+        uploads: Uploaded | None = None,
     ) -> None:
         self._uploads = uploads
         self._max_bytes = max_bytes
@@ -330,9 +299,8 @@ class MediaLoader:
     async def load(
         self,
         url: str,
-        hold: Callable[[int], None] = uncounted,
+        hold: Hold = uncounted,
         tenant: str = "",
-        large: LargeImages | None = None,
     ) -> bytes:
         """The bytes behind a URL.
 
@@ -340,7 +308,6 @@ class MediaLoader:
             url: of any kind that is allowed.
             hold: counts the memory of bytes that are not in the request's body; may refuse.
             tenant: as `ImageReader.read`.
-            large: as `ImageReader.read`.
 
         Raises:
             InvalidRequest: the URL is refused or malformed.
@@ -351,23 +318,17 @@ class MediaLoader:
         scheme = url[:8].partition(":")[0].lower()
         match scheme:
             case "data":
-                kind = self._kind
-                if large is not None and (found := large.range_of(url)):
-                    check_data_head(url, kind)
-                    if found[1] - found[0] <= INLINE_BYTES:
-                        return decode_large(large, found, self._max_bytes, kind)
-                    return await self._threads.run(
-                        decode_large, large, found, self._max_bytes, kind
-                    )
                 if len(url) > INLINE_BYTES:
-                    return await self._threads.run(decode_data_url, url, self._max_bytes, kind)
-                return decode_data_url(url, self._max_bytes, kind)
+                    return await self._threads.run(
+                        decode_data_url, url, self._max_bytes, self._kind
+                    )
+                return decode_data_url(url, self._max_bytes, self._kind)
             case "http" | "https":
                 return await self._web.fetch(
                     url, lambda count: hold(count * _MEMORY_PER_FETCHED_BYTE), tenant
                 )
             case "media" if self._uploads is not None:
-                data = await self._uploads.get(tenant, url)
+                data = await self._uploads(tenant, url)
                 if len(data) > self._max_bytes:
                     raise _too_large(self._max_bytes, self._kind)
                 hold(len(data) * _MEMORY_PER_FETCHED_BYTE)
@@ -421,34 +382,6 @@ def decode_data_url(url: str, max_bytes: int, kind: Kind = IMAGE) -> bytes:
         InvalidRequest: not base64, malformed, or not a media type of the kind.
         InvalidImage, InvalidVideo: more than `max_bytes`.
     """
-    return decode_base64(url[check_data_head(url, kind) + 1 :], max_bytes, kind)
-
-
-def decode_large(
-    images: LargeImages, place: tuple[int, int], max_bytes: int, kind: Kind = IMAGE
-) -> bytes:
-    """The bytes of an image or a video where it was received.
-
-    Raises:
-        InvalidRequest, InvalidImage: as `decode_data_url`.
-    """
-    with memoryview(images.body) as body, body[slice(*place)] as text:
-        _check_size(text, max_bytes, _LEAST_BASE64_IN_JSON, kind)
-        with suppress(ValueError):
-            return _checked(pybase64.b64decode(text, validate=True), max_bytes, kind)
-        try:
-            unescaped = msgspec.json.decode(b'"%b"' % text, type=str)
-        except msgspec.DecodeError:
-            raise InvalidRequest("the body is not valid JSON") from None
-    return decode_base64(unescaped, max_bytes, kind)
-
-
-def check_data_head(url: str, kind: Kind) -> int:
-    """Where the comma is that ends the head of a `data:` URL.
-
-    Raises:
-        InvalidRequest: it is malformed, or of another kind.
-    """
     comma = url.find(",", 0, _MAX_DATA_HEADER)
     if comma < 0:
         raise InvalidRequest("a data: URL must be data:<type>;base64,<data>")
@@ -459,25 +392,17 @@ def check_data_head(url: str, kind: Kind) -> int:
         raise InvalidRequest(
             f"media type {media_type[:40]!r} is not allowed; allowed: {kind.listed}"
         )
-    return comma
+    return decode_base64(url[comma + 1 :], max_bytes, kind)
 
 
 def decode_base64(text: str, max_bytes: int, kind: Kind = IMAGE) -> bytes:
     """Raises as `decode_data_url`."""
-    _check_size(text, max_bytes, _LEAST_BASE64, kind)
+    if int(len(text) * _LEAST_BASE64) // 4 * 3 - 2 > max_bytes:
+        raise _too_large(max_bytes, kind)
     try:
         data = pybase64.b64decode(text, validate=True)
     except ValueError:
         data = _decode_variant(text)
-    return _checked(data, max_bytes, kind)
-
-
-def _check_size(text: str | memoryview, max_bytes: int, least: float, kind: Kind) -> None:
-    if int(len(text) * least) // 4 * 3 - 2 > max_bytes:
-        raise _too_large(max_bytes, kind)
-
-
-def _checked(data: bytes, max_bytes: int, kind: Kind) -> bytes:
     if not data:
         raise kind.error("the data: URL is empty")
     if len(data) > max_bytes:

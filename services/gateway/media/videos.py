@@ -12,8 +12,6 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
-import msgspec
-
 from services.common.errors import (
     InvalidRequest,
     InvalidVideo,
@@ -25,7 +23,6 @@ from services.common.frame_pairs import Clip, FramePairs, Sampling
 from services.common.geometry import Size, Unit
 from services.common.images.image_header import read_header
 from services.common.images.image_key import FRAME_DIGEST_BYTES, frames_key, still_digest
-from services.gateway.forms.json_body import LargeImages
 from services.gateway.forms.responses import VideoUsage
 from services.gateway.media.images import MediaLoader, decode_base64
 from services.gateway.media.kinds import SentPair
@@ -48,11 +45,6 @@ class VideoSource:
     urls: str | Sequence[str]
     param: str
     sampling: Sampling
-
-    @property
-    def all_urls(self) -> Sequence[str]:
-        """One or more."""
-        return [self.urls] if isinstance(self.urls, str) else self.urls
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,7 +216,6 @@ class VideoReader:
         max_patches: int,
         probe: Callable[[VideoFile], Coroutine[Any, Any, tuple[Probed, str]]],
         tenant: str = "",
-        large: LargeImages | None = None,
     ) -> list[Video]:
         """All videos, in order.
 
@@ -234,7 +225,6 @@ class VideoReader:
             max_patches: of one unit, before merging.
             probe: leaves a file at an encoder; also gives its address.
             tenant: which of several asks.
-            large: videos of the request's body that are not in the sources' URLs.
 
         Raises:
             TriptychError: of the first video that fails; its `param` names the video.
@@ -243,10 +233,10 @@ class VideoReader:
         for source in sources:
             try:
                 if isinstance(source.urls, str) and not source.urls.lower().startswith(_STILLS):
-                    data = await self._files.load(source.urls, hold, tenant, large)
+                    data = await self._files.load(source.urls, hold, tenant)
                     video = await self._of_file(source, data, probe)
                 else:
-                    stills = await self._stills(source, hold, tenant, large)
+                    stills = await self._stills(source, hold, tenant)
                     video = await asyncio.to_thread(self._of_stills, source, stills)
                 self._check(videos, video, max_patches)
             except TriptychError as error:
@@ -280,13 +270,12 @@ class VideoReader:
         source: VideoSource,
         hold: Callable[[int], None],
         tenant: str,
-        large: LargeImages | None,
     ) -> list[bytes]:
         """The frames' files."""
         if isinstance(source.urls, str):
             self._check_number(source.urls.count(",", 0, 1 << 20))
             most = (self._limits.max_frames, self._max_image_bytes)
-            stills = await asyncio.to_thread(split_stills, source.urls, large, *most)
+            stills = await asyncio.to_thread(split_stills, source.urls, *most)
             self._check_bytes(sum(map(len, stills)))
             return stills
         self._check_number(len(source.urls))
@@ -297,7 +286,7 @@ class VideoReader:
             nonlocal num_bytes
             async with gate:
                 self._check_bytes(num_bytes)  # the others are not loaded any more
-                data = await self._images.load(url, hold, tenant, large)
+                data = await self._images.load(url, hold, tenant)
             num_bytes += len(data)
             self._check_bytes(num_bytes)
             return data
@@ -379,14 +368,11 @@ async def _caught(work: Coroutine[Any, Any, bytes]) -> bytes | TriptychError:
         return error
 
 
-def split_stills(
-    url: str, large: LargeImages | None, max_stills: int, max_bytes: int
-) -> list[bytes]:
+def split_stills(url: str, max_stills: int, max_bytes: int) -> list[bytes]:
     """The frames of `data:video/jpeg;base64,F1,F2,…`.
 
     Args:
-        url: or what stands for it in the body.
-        large: of the request.
+        url: of all.
         max_stills: number of frames.
         max_bytes: of each.
 
@@ -397,12 +383,6 @@ def split_stills(
     head, _, payload = url.partition(",")
     if not head.lower().replace(" ", "").endswith(";base64"):
         raise InvalidRequest("a data: URL must be base64-encoded")
-    if large is not None and (place := large.range_of(url)):
-        text = bytes(memoryview(large.body)[slice(*place)])
-        try:
-            payload = msgspec.json.decode(b'"%b"' % text, type=str)
-        except msgspec.DecodeError:
-            raise InvalidRequest("the body is not valid JSON") from None
     if payload.count(",") >= max_stills:
         raise InvalidRequest(f"the video has more than {max_stills} frames")
     return [decode_base64(each, max_bytes) for each in payload.split(",")]

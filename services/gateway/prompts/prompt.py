@@ -40,12 +40,6 @@ class Draft:
     tail: str | None = None
     ignored: Sequence[str] = ()
 
-    @property
-    def urls(self) -> list[str]:
-        """Of all images and videos."""
-        images = [source.url for source in self.images]
-        return images + [url for source in self.videos for url in source.all_urls]
-
 
 @dataclass(frozen=True, slots=True)
 class Prompt:

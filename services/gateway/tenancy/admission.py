@@ -12,11 +12,10 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import TracebackType
 
 from services.common.errors import Overloaded, Unavailable
-from services.gateway.forms.json_body import LargeImages
 from services.gateway.tenancy.tenants import ANONYMOUS, Tenant
 from services.gateway.tenancy.usage import Quotas, Usage
 
@@ -57,16 +56,11 @@ class Holding:
 
 @dataclass(slots=True)
 class Slot:
-    """One request's slot. Valid inside the `with` that made it.
-
-    Attributes:
-        images: large ones of the request's body.
-    """
+    """One request's slot. Valid inside the `with` that made it."""
 
     tenant: Tenant
     usage: Usage
     hold: Callable[[int], None]
-    images: LargeImages = field(default_factory=LargeImages)
 
 
 class _UntilEnded:

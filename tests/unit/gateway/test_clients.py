@@ -290,39 +290,6 @@ async def test_submission_on_a_broken_stream_fails_at_once():
 
 
 @in_loop
-async def test_requests_wait_for_the_pods_of_a_gateway_that_stood_still():
-    fake = FakeDecoder()
-    pool = DecoderPool([await fake.start()])
-    await pool.start()
-    await until(pool.description)
-    pod = pool.choose(NOTHING, b"", ())
-
-    async def break_stream():
-        fake.die_after = 0  # the stream alone: the pod is healthy again in a moment
-        mailbox = Mailbox()
-        pod.submit(submit(), 0, mailbox.put, NOTHING)
-        await take_all(mailbox)
-        assert pool.description() is None
-
-    await break_stream()
-    await pool.reconnected()
-    assert pool.description() is None  # a break alone is not waited for
-    await until(pool.description)
-    await break_stream()
-    pod._looked_at -= 60
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pods, "_RECONNECT_S", PATIENCE_S)  # a second is short on a busy machine
-        await asyncio.wait_for(pool.reconnected(), PATIENCE_S)
-    assert pool.description() is not None
-    await fake.stop()  # for good
-    await until(lambda: pool.description() is None)
-    pod._looked_at -= 60
-    await asyncio.wait_for(pool.reconnected(), PATIENCE_S)
-    assert pool.description() is None
-    await pool.close()
-
-
-@in_loop
 async def test_failures_keep_their_code_and_the_encoder_to_avoid():
     fake = FakeDecoder()
     pool = DecoderPool([await fake.start()])

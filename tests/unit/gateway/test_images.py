@@ -2,7 +2,6 @@
 
 import base64
 import io
-import json
 import os
 import random
 
@@ -14,7 +13,6 @@ from services.common.errors import (
     InvalidRequest,
 )
 from services.common.families.resized_grid import ResizedGrid
-from services.gateway.forms.json_body import cut_images
 from services.gateway.kept import MemoryKept
 from services.gateway.media.images import (
     LOW_DETAIL_PIXELS,
@@ -22,7 +20,6 @@ from services.gateway.media.images import (
     ImageSource,
     MediaLoader,
     decode_data_url,
-    decode_large,
 )
 from services.gateway.media.web_media import WebMedia
 
@@ -65,7 +62,7 @@ def test_bad_data_url_is_the_callers_fault(url):
 
 @pytest.mark.parametrize("size", [1, 2, 3, 200, 70_000])
 def test_base64_is_read_as_encoders_write_it(size):
-    """In lines, with blanks, of the URL-safe alphabet, without padding; also where it is large."""
+    """In lines, with blanks, of the URL-safe alphabet, without padding."""
     file = random.Random(size).randbytes(size)
     text = base64.b64encode(file).decode()
     lines = [text[at : at + 64] for at in range(0, len(text), 64)]
@@ -75,12 +72,6 @@ def test_base64_is_read_as_encoders_write_it(size):
     ]  # fmt: skip
     for variant in variants:
         assert decode_data_url(f"data:image/png;base64,{variant}", size) == file
-        body = bytearray(json.dumps({"data": variant}).encode())
-        cut, images = cut_images(body)
-        if size == 70_000:
-            place = images.range_of(json.loads(cut)["data"])
-            assert place is not None and decode_large(images, place, size) == file
-        images.clear()
 
 
 def test_data_url_size_is_checked_before_decoding():
@@ -90,58 +81,6 @@ def test_data_url_size_is_checked_before_decoding():
         decode_data_url(data_url(b"abcd"), 3)
     with pytest.raises(InvalidImage):
         decode_data_url("data:;base64,", 3)
-
-
-# Large images of a body
-
-
-@pytest.mark.parametrize("field", ['"url"', '"image_url" ', '"image"', '"data"'])
-@pytest.mark.parametrize("escape", [False, True])
-def test_large_images_of_a_body_are_decoded_where_they_were_received(field, escape):
-    file = bytes(range(256)) * 1024
-    text = base64.b64encode(file).decode()
-    head = "" if "data" in field else "data:image/png;base64,"
-    value = (head + text).replace("/", "\\/" if escape else "/")
-    body = bytearray(f'{{"a": [{{{field}: "{value}"}}], "b": "é"}}'.encode())
-    cut, images = cut_images(body)
-    assert len(cut) < 150
-    parsed = json.loads(cut)
-    assert parsed["b"] == "é"
-    (url,) = parsed["a"][0].values()
-    assert url.startswith(head)
-    place = images.range_of(url)
-    images.check([url])
-    assert decode_large(images, place, len(file)) == file
-    with pytest.raises(InvalidImage, match="more than"):
-        decode_large(images, place, len(file) - 1)
-    images.clear()
-    assert not body, "its memory is free"
-
-
-@pytest.mark.parametrize(
-    "item",
-    ['"text": "data:image/png;base64,{}"', '"url": "data:image/png;base64,{}\\"x"',
-     '"x": "\\"data\\":\\"{}"', '"url": "data:{}"', '"url": "http:{}"'],
-)  # fmt: skip
-def test_other_strings_stay_in_the_json(item):
-    body = ("{" + item.format("A" * 100_000) + "}").encode()
-    assert cut_images(body)[0] is body
-
-
-def test_a_large_image_that_is_no_image_of_the_request_is_refused():
-    body = b'{"tools": {"url": "data:image/png;base64,%b"}}' % (b"A" * 100_000)
-    _, images = cut_images(body)
-    with pytest.raises(InvalidRequest, match="none is read"):
-        images.check(["data:image/png;base64,AAAA"])
-
-
-@pytest.mark.parametrize("text", ["####", "A\\u00e9A", "A\nA"])
-def test_bad_base64_of_a_large_image_is_the_callers_fault(text):
-    text = "A" * (1 << 16) + text
-    _, images = cut_images(f'{{"data": "{text}"}}'.encode())
-    (place,) = images.ranges.values()
-    with pytest.raises(InvalidRequest):
-        decode_large(images, place, 1 << 20)
 
 
 # file: URLs

@@ -11,8 +11,8 @@ from services.common.errors import InvalidRequest, PayloadTooLarge
 from services.gateway.forms.json_body import (
     MAX_JSON_BYTES,
     MAX_JSON_NODES,
-    cut_images,
     has_more_nodes,
+    without_images,
 )
 from services.gateway.forms.openai import parse_chat_request
 from tests.attacks.rows import HELLO, body, json_bodies, many
@@ -49,13 +49,28 @@ def test_image_may_be_large_and_text_may_be_long():
     ).replace('"input_image": "', '"image_url": "')
     content = f'[{{"type": "text", "text": {text}}}, {parts}]'
     whole = body(f'[{{"role": "user", "content": {content}}}]')
-    cut, images = cut_images(whole)
-    assert len(images.ranges) == 3 and len(cut) < MAX_JSON_BYTES < len(whole)
-    found = parse_chat_request(cut).messages[0].content
+    assert len(without_images(whole)) < len(text) + 1000 < MAX_JSON_BYTES < len(whole)
+    found = parse_chat_request(whole).messages[0].content
     assert found[0].text == json.loads(text)
-    assert all(images.range_of(part.image.url) for part in found[1:])
-    with pytest.raises(PayloadTooLarge):
-        parse_chat_request(whole)
+    assert all(len(part.image.url) > 3_000_000 for part in found[1:])
+
+
+@pytest.mark.parametrize(
+    "value", ["data:image/png;base64,{}", "data:video/jpeg;base64,{0},{0}", "data:;base64,A\\/{}"]
+)
+def test_base64_does_not_count_as_json(value):
+    text = '{"url": "' + value.format("A" * 100_000) + '", "b": 1}'
+    assert without_images(text.encode()) == b'{"url": "' + value[
+        : value.index(",") + 1
+    ].encode() + (b'", "b": 1}')
+    source = b'{"type": "base64", "data" : "%b", "b": 1}' % (b"A" * 100_000)
+    assert without_images(source) == b'{"type": "base64", "data" : "", "b": 1}'
+
+
+def test_other_strings_count_as_json():
+    for item in ('"text": "{}"', '"x": "\\"data\\":\\"{}"', '"url": "http:{}"'):
+        text = ("{" + item.format("A" * 100_000) + "}").encode()
+        assert without_images(text) is text
 
 
 def test_too_many_nodes_are_refused():

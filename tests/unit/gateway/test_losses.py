@@ -118,9 +118,6 @@ class Encoders:
     def __init__(self, world: World) -> None:
         self.pods = [Encoder(world, f"encoder-{i}") for i in range(NUM_PODS)]
 
-    async def reconnected(self) -> None:
-        pass
-
     def description(self) -> object:
         return SimpleNamespace(key_prefix=b"prefix")
 
@@ -194,9 +191,6 @@ class Decoder:
 class Decoders:
     def __init__(self, world: World) -> None:
         self.pods = [Decoder(world, f"decoder-{i}") for i in range(NUM_PODS)]
-
-    async def reconnected(self) -> None:
-        pass
 
     def choose(self, _: object, key: bytes, exclude: set[str], __: int = 0) -> Decoder:
         for pod in self.pods:
