@@ -38,11 +38,12 @@ from services.gateway.http.same_site import SameSite, is_loopback, served_hosts
 from services.gateway.kept import MAX_BYTES, MAX_TENANT_BYTES, Kept, MemoryKept
 from services.gateway.kept_redis import RedisKept
 from services.gateway.media.embeddings import BroughtReader
-from services.gateway.media.images import ImageReader, MediaLoader
+from services.gateway.media.images import ImageReader, MediaLoader, Uploaded
 from services.gateway.media.kinds import VIDEO
 from services.gateway.media.videos import VideoLimits, VideoReader
 from services.gateway.media.web_media import WebMedia
 from services.gateway.metrics import GatewayMetrics
+from services.gateway.picker_gauges import PickerGauges
 from services.gateway.prompts.chat_template import ChatTemplate
 from services.gateway.prompts.conversation import ConversationReader
 from services.gateway.prompts.prompt import PromptBuilder
@@ -96,12 +97,12 @@ def create_gateway(settings: GatewaySettings, bounds: Bounds = _BOUNDS) -> Gatew
     admission = Admission(bounds.max_concurrent_requests, held_bytes, quotas)
     web = WebMedia(bounds.max_image_bytes, allow_private=settings.allows_private_media)
     encoders, decoders = _pools(settings, spec, metrics)
-    uploads = Uploads(encoders)
+    uploads = Uploads(encoders).get
     loader = MediaLoader(bounds.max_image_bytes, web, settings.media_directory, uploads=uploads)
     images = None
     if spec.vision is not None:
         width = spec.text.hidden_size * spec.vision.tower.num_features
-        brought = BroughtReader(width, uploads) if settings.embeddings else None
+        brought = BroughtReader(width, uploads).load if settings.embeddings else None
         images = ImageReader(loader, spec.vision.geometry, bounds.max_source_pixels, kept, brought)
     clips = _video_loader(settings, bounds, uploads)
     service = ChatService(
@@ -156,7 +157,7 @@ async def _running(
         await kept.close()
 
 
-def _video_loader(settings: GatewaySettings, bounds: Bounds, uploads: Uploads) -> MediaLoader:
+def _video_loader(settings: GatewaySettings, bounds: Bounds, uploads: Uploaded) -> MediaLoader:
     web = WebMedia(
         bounds.max_video_bytes,
         kind=VIDEO,
@@ -239,8 +240,8 @@ def _pools(
         if kind == "encoder" and spec.vision is None:
             continue  # none is missing
         metrics.healthy_pods.labels(kind).set_function(pool.num_healthy)
-    metrics.picker_gauges.model_name = settings.served_model_name or spec.name
-    metrics.picker_gauges.load = decoders.load
+    name = settings.served_model_name or spec.name
+    metrics.registry.register(PickerGauges(name, decoders.load))
     return encoders, decoders
 
 

@@ -13,7 +13,6 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from services.common.spans import Attribute, span
 from services.common.telemetry import LATENCY_BUCKETS
-from services.gateway.picker_gauges import PickerGauges
 
 
 @dataclass(slots=True)
@@ -115,8 +114,6 @@ class GatewayMetrics:
             ["service"],
             registry=self.registry,
         )
-        self.picker_gauges = PickerGauges()
-        self.registry.register(self.picker_gauges)
         self.limits_divided = Gauge(
             "gateway_limits_divided_by",
             "Gateways among which tenants' limits are divided: 1 while they are counted together",

@@ -6,10 +6,11 @@ decoder says what it has to do.
 """
 
 from collections.abc import Callable, Iterator
-from typing import Protocol
 
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
+
+from services.common.pb import decoder_pb2 as pb
 
 _GAUGES = (
     ("vllm:num_requests_running", "Sequences in the decoders' batches, under vLLM's name."),
@@ -21,37 +22,26 @@ _GAUGES = (
 )
 
 
-class Load(Protocol):
-    """What decoders have to do; see proto/decoder.proto."""
-
-    num_running: int
-    num_waiting: int
-    num_blocks_used: int
-    num_blocks: int
-
-
 class PickerGauges(Collector):
     """Exports the gauges.
 
-    Attributes:
+    Args:
         model_name: their label.
         load: of all decoders; None: not known.
     """
 
-    _labelnames = ("model_name",)  # as prometheus_client's own metrics have it
-
-    def __init__(self) -> None:
-        self.model_name = ""
-        self.load: Callable[[], Load | None] = lambda: None
+    def __init__(self, model_name: str, load: Callable[[], pb.LoadResponse | None]) -> None:
+        self._model_name = model_name
+        self._load = load
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
-        load = self.load()
+        load = self._load()
         values: list[float | None] = [None] * 3
         if load is not None:
             usage = load.num_blocks_used / max(1, load.num_blocks)
             values = [load.num_running, load.num_waiting, usage]
         for (name, text), value in zip(_GAUGES, values, strict=True):
-            family = GaugeMetricFamily(name, text, labels=self._labelnames)
+            family = GaugeMetricFamily(name, text, labels=("model_name",))
             if value is not None:
-                family.add_metric([self.model_name], value)
+                family.add_metric([self._model_name], value)
             yield family

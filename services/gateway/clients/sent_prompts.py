@@ -177,21 +177,8 @@ class Candidate(Loaded, Protocol):
     """A pod to choose."""
 
     @property
-    def prompts(self) -> "Prompts":
+    def prompts(self) -> SentPrompts:
         """That it was sent."""
-        ...
-
-
-class Prompts(Protocol):
-    """What is known of a pod."""
-
-    @property
-    def work(self) -> float:
-        """See `SentPrompts`."""
-        ...
-
-    def num_found(self, chain: PromptChain) -> int:
-        """See `SentPrompts`."""
         ...
 
 
