@@ -36,5 +36,4 @@ class Bounds:
 
     @property
     def process_bytes(self) -> int:
-        """Memory of the process."""
         return self.memory_bytes or memory_limit_bytes()

@@ -337,12 +337,10 @@ class ChatService:
         return "a decoder" if self.images is None else "an encoder and a decoder"
 
     async def start(self) -> None:
-        """Connects to the services."""
         await self.encoders.start()
         await self.decoders.start()
 
     async def close(self) -> None:
-        """Closes all connections and threads."""
         await self.decoders.close()
         await self.encoders.close()
         self.threads.close()

@@ -165,7 +165,6 @@ class EncodeCalls:
             await asyncio.wait([call.task for call in self._calls.values()], timeout=timeout_s)
 
     def close(self) -> None:
-        """Cancels all calls."""
         for call in self._calls.values():
             call.task.cancel()
         self._calls.clear()

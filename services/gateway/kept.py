@@ -44,9 +44,7 @@ class Kept(Protocol):
         """
         ...
 
-    async def close(self) -> None:
-        """Closes connections."""
-        ...
+    async def close(self) -> None: ...
 
 
 class MemoryKept:
@@ -75,7 +73,6 @@ class MemoryKept:
         self._num_bytes: dict[str, int] = {}
 
     async def get(self, tenant: str, name: str) -> bytes | None:
-        """See `Kept`."""
         self._expire()
         entries = self._entries.get(tenant)
         if entries is None or name not in entries:
@@ -86,7 +83,6 @@ class MemoryKept:
         return data
 
     async def put(self, tenant: str, name: str, data: bytes) -> bool:
-        """See `Kept`."""
         self._expire()
         self._forget(tenant, name)
         most_of_tenant, most = self._max_bytes
@@ -102,7 +98,6 @@ class MemoryKept:
         return True
 
     async def delete(self, tenant: str, name: str) -> bool:
-        """See `Kept`."""
         self._expire()
         return self._forget(tenant, name)
 

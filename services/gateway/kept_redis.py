@@ -118,22 +118,18 @@ class RedisKept:
         self._silent_until = 0.0
 
     async def get(self, tenant: str, name: str) -> bytes | None:
-        """See `Kept`."""
         return await self._run("get", tenant, name)
 
     async def put(self, tenant: str, name: str, data: bytes) -> bool:
-        """See `Kept`."""
         try:
             return bool(await self._run("put", tenant, name, *self._max_bytes, data))
         except Unavailable:
             return False
 
     async def delete(self, tenant: str, name: str) -> bool:
-        """See `Kept`."""
         return bool(await self._run("delete", tenant, name))
 
     async def close(self) -> None:
-        """See `Kept`."""
         await self._redis.close()
 
     async def _run(self, what: str, tenant: str, name: str, *more: object) -> Any:  # noqa: ANN401

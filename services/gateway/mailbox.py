@@ -29,7 +29,6 @@ class Mailbox(Generic[Item]):
                 waiter.set_result(None)
 
     def clear(self) -> None:
-        """Drops all items."""
         self._items = []
         self.num_bytes = 0
 

@@ -29,7 +29,6 @@ class Timings:
     seconds: dict[str, float] = field(default_factory=dict[str, float])
 
     def since_arrival(self) -> float:
-        """Seconds since the request arrived."""
         return time.monotonic() - self.arrived
 
     def record(self, stage: str, seconds: float) -> None:

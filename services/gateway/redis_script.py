@@ -55,5 +55,4 @@ class RedisScript:
         return answer
 
     async def close(self) -> None:
-        """Closes the connections."""
         await self._redis.aclose()

@@ -70,11 +70,9 @@ class GatewayServer(uvicorn.Server):
 
     @property
     def port(self) -> int:
-        """The bound port, once started."""
         return self.servers[0].sockets[0].getsockname()[1]
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listens, on the shared port too."""
         self._loop = asyncio.get_running_loop()
         settings = self._settings
         if self._shared_port is not None:
@@ -85,7 +83,6 @@ class GatewayServer(uvicorn.Server):
         await super().startup(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Handles SIGTERM and SIGINT."""
         if self._loop is None or self._grace_over.is_set():
             self.force_exit = self.should_exit
             self.should_exit = True

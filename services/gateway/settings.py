@@ -79,23 +79,19 @@ class GatewaySettings(PeerSettings):
 
     @property
     def encoders(self) -> tuple[str, ...]:
-        """`encoder_addresses`, split."""
         return split_list(self.encoder_addresses)
 
     @property
     def decoders(self) -> tuple[str, ...]:
-        """`decoder_addresses`, split."""
         return split_list(self.decoder_addresses)
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Those of `api_keys`."""
         keys = () if self.is_open else split_list(self.api_keys.get_secret_value())
         return tuple(key for key in keys if not key.startswith(_FILE))
 
     @property
     def keys_file(self) -> Path | None:
-        """The file of `api_keys`."""
         found = split_list(self.api_keys.get_secret_value())
         return next((Path(k.removeprefix(_FILE)) for k in found if k.startswith(_FILE)), None)
 
@@ -106,17 +102,14 @@ class GatewaySettings(PeerSettings):
 
     @property
     def served_hosts(self) -> tuple[str, ...]:
-        """The names of `allowed_sites`."""
         return tuple(site.lower() for site in self._sites if not _is_origin(site))
 
     @property
     def others(self) -> tuple[str, ...]:
-        """`other_gateways`, split."""
         return split_list(self.other_gateways)
 
     @property
     def cors_origins(self) -> tuple[str, ...]:
-        """The origins of `allowed_sites`."""
         return tuple(site for site in self._sites if _is_origin(site))
 
     @property
@@ -125,7 +118,6 @@ class GatewaySettings(PeerSettings):
 
     @property
     def media_directory(self) -> Path | None:
-        """The directory of `allowed_media`."""
         return next((Path(p) for p in split_list(self.allowed_media) if p != _PRIVATE), None)
 
     @property

@@ -7,7 +7,7 @@ fails: bytes that are not UTF-8 become U+FFFD.
 """
 
 import codecs
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from services.common.pb import decoder_pb2 as pb
@@ -77,66 +77,6 @@ class StopMatcher:
         return 0
 
 
-class Detokenizer:
-    """The text of one sequence.
-
-    Args:
-        tokenizer: of the model.
-        stops: stop strings; the text ends where the first one completes.
-        include_stop: keep the stop string in the text.
-        skip_special_tokens: leave out tokens that tokenizer.json marks as special.
-        min_tokens: stop strings match only in text after this many tokens.
-    """
-
-    def __init__(
-        self,
-        tokenizer: ModelTokenizer,
-        *,
-        stops: Sequence[str] = (),
-        include_stop: bool = False,
-        skip_special_tokens: bool = True,
-        min_tokens: int = 0,
-    ) -> None:
-        self._token_bytes = tokenizer.token_bytes
-        self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
-        self._utf8 = _Utf8Decoder(errors="replace")
-        self._matcher = StopMatcher(stops, include_stop) if stops else None
-        self._min_tokens = min_tokens
-        self.num_tokens = 0
-
-    @property
-    def matched_stop(self) -> str | None:
-        """The stop string that ended the text; later tokens are ignored."""
-        return self._matcher.matched if self._matcher else None
-
-    def feed(self, token_ids: Sequence[int]) -> str:
-        """Takes tokens in order and returns the text that is now certain.
-
-        `num_tokens` grows by the tokens used: all of them, or up to the one that completed a stop
-        string.
-        """
-        if self._matcher is None:
-            self.num_tokens += len(token_ids)
-            skipped = self._skipped
-            return self._utf8.decode(
-                b"".join([self._token_bytes(t) for t in token_ids if t not in skipped])
-            )
-        pieces: list[str] = []
-        for token_id in token_ids:
-            self.num_tokens += 1
-            if token_id in self._skipped:
-                continue
-            text = self._utf8.decode(self._token_bytes(token_id))
-            pieces.append(self._matcher.feed(text) if self.num_tokens > self._min_tokens else text)
-            if self._matcher.matched is not None:
-                break
-        return "".join(pieces)
-
-    def finish(self) -> str:
-        """The rest of the text. A character whose last bytes were never generated is left out."""
-        return self._matcher.flush() if self._matcher and not self._matcher.matched else ""
-
-
 class Choice:
     """One of a response's choices: token events in, text updates out.
 
@@ -147,44 +87,29 @@ class Choice:
 
     Args:
         index: of the choice.
+        request: what it says of stops and of the answer's fields.
         tokenizer: of the model.
-        detokenizer: of this choice.
-        include_stop: keep the token that ended the choice in its text.
-        stop_ids: stop tokens that the request names.
         parser: of reasoning and calls; None: everything is text.
-        stops: matches stop strings in what the parser says is text; without a parser the
-            detokenizer does.
-        min_tokens: stop strings match only in text after this many tokens.
-        with_ids: updates have token ids.
-        as_ids: tokens of logprobs are named by their ids.
-        with_sampled: a token is among its alternatives, whatever these are.
     """
 
     def __init__(
         self,
         index: int,
+        request: ChatRequest,
         tokenizer: ModelTokenizer,
-        detokenizer: Detokenizer,
-        include_stop: bool,
-        stop_ids: Collection[int] = (),
-        parser: AnswerParser | None = None,
-        stops: StopMatcher | None = None,
-        min_tokens: int = 0,
-        with_ids: bool = False,
-        as_ids: bool = False,
-        with_sampled: bool = False,
+        parser: AnswerParser | None,
     ) -> None:
+        stops = [request.stop] if isinstance(request.stop, str) else request.stop
+        # The text keeps the stop string, or the token, that ended it.
+        self._include_stop = bool(request.include_stop_str_in_output)
+        self._stops = StopMatcher(stops, self._include_stop) if stops else None
         self._index = index
+        self._request = request
         self._tokenizer = tokenizer
-        self._detokenizer = detokenizer
-        self._include_stop = include_stop
-        self._stop_ids = stop_ids
         self._parser = parser
-        self._stops = stops
-        self._min_tokens = min_tokens
-        self._with_ids = with_ids
-        self._as_ids = as_ids
-        self._with_sampled = with_sampled
+        is_skipping = request.skip_special_tokens is not False
+        self._skipped = tokenizer.special_ids if is_skipping else frozenset[int]()
+        self._utf8 = _Utf8Decoder(errors="replace")
         self._has_calls = False
         self.num_tokens = 0
         self.num_reasoning_tokens = 0
@@ -192,7 +117,6 @@ class Choice:
 
     @property
     def thinking(self) -> bool:
-        """Whether the choice is in its reasoning."""
         return self._parser is not None and self._parser.thinking
 
     def feed(self, event: TokenEvent) -> Update:
@@ -201,23 +125,20 @@ class Choice:
         # The text excludes the token that stopped the sequence, unless the request includes it.
         hidden = int(event.finish_reason == "stop" and not self._include_stop)
         visible = ids[: len(ids) - hidden] if hidden else ids
-        before, num_before = self._detokenizer.num_tokens, self.num_tokens
-        parts = self._read(visible)
-        num_used = self._detokenizer.num_tokens - before
+        num_before = self.num_tokens
+        parts, num_used = self._read(visible)
         stop_reason: str | int | None = None
-        if matched := self._matched_stop():
+        if self._is_cut:
             self.finish_reason = "stop"
-            stop_reason = matched
-            self.num_tokens += num_used
-        elif self._parser is not None and self._parser.done:
-            self.finish_reason = "stop"
+            stop_reason = self._stops.matched if self._stops else None
             self.num_tokens += num_used
         else:
             self.num_tokens += len(ids)
             if event.finish_reason is not None:
                 self.finish_reason = event.finish_reason
                 parts += self._finish()
-                if event.finish_reason == "stop" and ids and ids[-1] in self._stop_ids:
+                stop_ids = self._request.stop_token_ids or ()
+                if event.finish_reason == "stop" and ids and ids[-1] in stop_ids:
                     stop_reason = ids[-1]
         if self._parser is not None:
             self._has_calls = self._has_calls or any(isinstance(part, Call) for part in parts)
@@ -228,31 +149,44 @@ class Choice:
             pairs = zip(visible[:num_used], event.logprobs, strict=False)
             logprobs = [self._entry(token_id, found) for token_id, found in pairs]
         used: Sequence[int] = ()
-        if self._with_ids:
+        if self._request.return_token_ids:
             used = ids[: self.num_tokens - num_before]
         return Update(self._index, parts, logprobs, self.finish_reason, stop_reason, used)
 
-    def _read(self, token_ids: Sequence[int]) -> list[Part]:
-        """Parts of the tokens, up to the one that ends the choice."""
-        detokenizer, parser = self._detokenizer, self._parser
-        if parser is None:
-            text = detokenizer.feed(token_ids)
-            return [Text(text)] if text else []
+    @property
+    def _is_cut(self) -> bool:
+        """Whether what follows is not of the choice: a stop string, or all calls, are complete."""
+        return (self._stops is not None and self._stops.matched is not None) or (
+            self._parser is not None and self._parser.done
+        )
+
+    def _text(self, token_ids: Sequence[int]) -> str:
+        """What is now whole; a character whose last bytes never come is left out."""
+        token_bytes, skipped = self._tokenizer.token_bytes, self._skipped
+        return self._utf8.decode(b"".join([token_bytes(t) for t in token_ids if t not in skipped]))
+
+    def _read(self, token_ids: Sequence[int]) -> tuple[list[Part], int]:
+        """Parts of the tokens, and how many there are up to the one that ends the choice."""
+        parser, min_tokens = self._parser, self._request.min_tokens or 0
+        if parser is None and self._stops is None:
+            text = self._text(token_ids)
+            return [Text(text)] if text else [], len(token_ids)
         parts: list[Part] = []
-        for token_id in token_ids:
-            was_thinking = parser.thinking
-            found = parser.feed(detokenizer.feed((token_id,)))
-            self.num_reasoning_tokens += was_thinking or parser.thinking
-            parts += self._cut(found, matching=detokenizer.num_tokens > self._min_tokens)
-            if parser.done or self._matched_stop() is not None:
-                break
-        return parts
+        for num_used, token_id in enumerate(token_ids, 1):
+            text = self._text((token_id,))
+            if parser is None:
+                found: list[Part] = [Text(text)]
+            else:
+                was_thinking = parser.thinking
+                found = parser.feed(text)
+                self.num_reasoning_tokens += was_thinking or parser.thinking
+            parts += self._cut(found, matching=self.num_tokens + num_used > min_tokens)
+            if self._is_cut:
+                return parts, num_used
+        return parts, len(token_ids)
 
     def _finish(self) -> list[Part]:
-        if self._parser is None:
-            text = self._detokenizer.finish()
-            return [Text(text)] if text else []
-        parts = self._cut(self._parser.finish(), matching=True)
+        parts = self._cut(self._parser.finish(), matching=True) if self._parser else []
         if self._stops is not None and (held := self._stops.flush()):
             parts.append(Text(held))
         return parts
@@ -276,11 +210,6 @@ class Choice:
                 kept.append(part)
         return kept
 
-    def _matched_stop(self) -> str | None:
-        if self._stops is not None:
-            return self._stops.matched
-        return self._detokenizer.matched_stop
-
     def _entry(self, token_id: int, found: pb.TokenLogprobs) -> LogprobEntry:
         top = [
             TopLogprob(*self._token(top_id), max(logprob, MIN_LOGPROB))
@@ -288,43 +217,18 @@ class Choice:
         ]
         own = self._token(token_id)
         logprob = max(found.logprob, MIN_LOGPROB)
-        if self._with_sampled and token_id not in found.top_token_ids:
+        if self._request.logprob_token_ids and token_id not in found.top_token_ids:
             top.insert(0, TopLogprob(*own, logprob))
         return LogprobEntry(*own, logprob, top)
 
     def _token(self, token_id: int) -> tuple[str, list[int]]:
-        return token_name(self._tokenizer, token_id, self._as_ids)
+        return token_name(self._tokenizer, token_id, bool(self._request.return_tokens_as_token_ids))
 
 
 def create_choices(
     request: ChatRequest, tokenizer: ModelTokenizer, answer_format: AnswerFormat
 ) -> list[Choice]:
     """A request's choices, before their first token."""
-    include_stop = bool(request.include_stop_str_in_output)
-    stops = [request.stop] if isinstance(request.stop, str) else request.stop or []
-    min_tokens = request.min_tokens or 0
-
-    def choice(index: int) -> Choice:
-        parser = answer_format.parser()
-        detokenizer = Detokenizer(
-            tokenizer,
-            stops=stops if parser is None else (),
-            include_stop=include_stop,
-            skip_special_tokens=request.skip_special_tokens is not False,
-            min_tokens=min_tokens,
-        )
-        return Choice(
-            index,
-            tokenizer,
-            detokenizer,
-            include_stop,
-            request.stop_token_ids or (),
-            parser,
-            StopMatcher(stops, include_stop) if stops and parser is not None else None,
-            min_tokens,
-            bool(request.return_token_ids),
-            bool(request.return_tokens_as_token_ids),
-            bool(request.logprob_token_ids),
-        )
-
-    return [choice(index) for index in range(request.n or 1)]
+    return [
+        Choice(index, request, tokenizer, answer_format.parser()) for index in range(request.n or 1)
+    ]

@@ -153,7 +153,6 @@ class ArgumentsReader:
             self._read_string(character)
 
     def _write(self, text: str) -> None:
-        """Text of the string."""
         if self._is_key:
             self._held += text
         else:

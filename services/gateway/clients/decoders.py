@@ -57,7 +57,6 @@ class TokenEvent(Struct, frozen=True):
 
     @property
     def is_last(self) -> bool:
-        """Whether the sequence has ended."""
         return self.finish_reason is not None or self.error is not None
 
     @property

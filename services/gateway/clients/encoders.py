@@ -256,7 +256,6 @@ class EncoderPool(Pool[EncoderPod]):
         super().__init__(addresses, lambda address: EncoderPod(address, model, dialling))
 
     def pods(self) -> list[EncoderPod]:
-        """All that are healthy."""
         return self._pods.healthy()
 
     def description(self) -> EncoderDescription | None:

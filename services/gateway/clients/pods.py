@@ -144,7 +144,6 @@ class Pod:
         await self.channel.close()
 
     async def check(self) -> PodState:
-        """Calls the pod's health service."""
         try:
             answer = await self._check(
                 health_pb2.HealthCheckRequest(), timeout=CHECK_TIMEOUT_S, wait_for_ready=False
@@ -317,7 +316,6 @@ class Pool(Generic[PodT]):
         await self._pods.close()
 
     def misfits(self) -> dict[str, str]:
-        """As `PodSet.misfits`."""
         return self._pods.misfits()
 
     def num_healthy(self) -> int:

@@ -43,11 +43,9 @@ class AnswerWriter(ABC, Generic[Event]):
         return events
 
     def finish(self) -> list[Event]:
-        """The last events."""
         return [*self._start(), *self._leave(is_last=True), *self.end()]
 
     def encode(self, events: Sequence[Event]) -> bytes:
-        """As server-sent events."""
         return b"".join(
             b"event: %s\ndata: %s\n\n" % (self.kind(event).encode(), encode_json(event))
             for event in events

@@ -125,7 +125,6 @@ class Endpoint(ABC):
     async def parse(
         self, work: Work, parse: Callable[[Body, Ignored], Result], body: Body
     ) -> Result:
-        """`parse_body` for this request."""
         return await parse_body(self._service, parse, body, work.exchange.scope)
 
     async def prepare(

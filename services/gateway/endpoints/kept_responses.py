@@ -55,7 +55,6 @@ class KeptResponses:
         self._kept = kept
 
     def table(self) -> list[Route]:
-        """The views' routes."""
         path = "/v1/responses/{name}"
         return [
             Route(path, self.retrieve, methods=["GET"]),

@@ -96,7 +96,6 @@ class TokenCounter:
         self._admission = admission
 
     async def count(self, request: Request) -> Response:
-        """The view."""
         async with received(self._admission, request) as (slot, body):
             given = await parse_body(self._service, api.parse_count_request, body, request.scope)
             self._service.check_model(given.model)

@@ -69,7 +69,6 @@ class ModelRoutes:
         return Response(encode_json(_AllModels(found)), media_type="application/json")
 
     async def model(self, request: Request) -> Response:
-        """One model."""
         name: str = request.path_params["name"]
         if name != self._service.model_name:
             others = await self._of_others(request)

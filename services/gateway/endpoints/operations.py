@@ -37,7 +37,6 @@ class Operations:
         self._metrics = metrics
 
     def table(self) -> list[Route]:
-        """The views' routes."""
         return [
             Route("/metrics", self.metrics, methods=["GET"]),
             Route("/load", self.load, methods=["GET"]),

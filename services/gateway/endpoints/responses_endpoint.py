@@ -360,7 +360,6 @@ class ResponseWriter(AnswerWriter[api.ResponseEvent]):
 
     @property
     def _item(self) -> api.OutputItem:
-        """The open item."""
         return self.response.output[-1]
 
     def begin(self) -> list[api.ResponseEvent]:

@@ -71,7 +71,6 @@ class Routes:
         self._others = others
 
     def table(self) -> list[Route]:
-        """Every route."""
         return [
             *[Route(path, found, methods=["POST"]) for path, found in self.endpoints.items()],
             *self._models.table(),
@@ -86,11 +85,9 @@ class Routes:
         ]
 
     async def health(self, request: Request) -> Response:
-        """Liveness: the process answers."""
         return JsonResponse({"status": "ok"})
 
     async def version(self, request: Request) -> Response:
-        """The version of this package."""
         return JsonResponse({"version": package_version()})
 
     async def ready(self, request: Request) -> Response:
@@ -115,7 +112,6 @@ class Routes:
         return {"left_out": found} if found else {}
 
     async def page(self, request: Request) -> Response:
-        """The chat page."""
         return self._files["index.html"].response(request)
 
     async def docs(self, request: Request) -> Response:
@@ -123,7 +119,6 @@ class Routes:
         return self._files["docs.html"].response(request)
 
     async def static(self, request: Request) -> Response:
-        """A file of the pages."""
         found = self._files.get(request.path_params["name"])
         if found is None:
             raise HTTPException(404)

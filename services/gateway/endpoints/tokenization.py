@@ -96,7 +96,6 @@ class TokenizationRoutes:
         self._info = b""
 
     def table(self) -> list[Route]:
-        """Every route."""
         return [
             Route("/tokenize", self.tokenize, methods=["POST"]),
             Route("/detokenize", Detokenizer(self._service, self._admission), methods=["POST"]),

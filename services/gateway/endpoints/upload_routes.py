@@ -65,7 +65,6 @@ class UploadRoutes:
         self._admission = admission
 
     def table(self) -> list[Route]:
-        """Every route."""
         return [
             Route("/v1/media", self.upload, methods=["POST"]),
             Route("/v1/media/{name}", self.delete, methods=["DELETE"]),
@@ -83,7 +82,6 @@ class UploadRoutes:
         return JsonResponse(UploadAnswer(found.handle, len(data), found.kept_s))
 
     async def delete(self, request: Request) -> Response:
-        """Forgets a file."""
         handle: str = request.path_params["name"]
         async with received(self._admission, request) as (slot, _):
             await self._uploads().delete(slot.tenant.name, handle)

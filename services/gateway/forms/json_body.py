@@ -54,7 +54,8 @@ def without_images(body: Body) -> Body:
             break
         pieces.append(body[begin : found.end()])
         begin = end
-    return b"".join([*pieces, body[begin:]]) if pieces else body
+    # Of the rest no more than is over the bound.
+    return b"".join([*pieces, body[begin : begin + MAX_JSON_BYTES + 1]]) if pieces else body
 
 
 def has_more_nodes(text: Body, limit: int) -> bool:

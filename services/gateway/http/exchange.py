@@ -86,7 +86,6 @@ class Exchange:
         await self.send({"type": "http.response.body", "body": data, "more_body": not last})
 
     async def write_json(self, content: object) -> None:
-        """Sends the whole response."""
         self.started = self.finished = True
         await JsonResponse(content)(self.scope, self.receive, self.send)
 

@@ -265,9 +265,7 @@ class WebFetcher(Protocol):
         """
         ...
 
-    async def close(self) -> None:
-        """Closes connections."""
-        ...
+    async def close(self) -> None: ...
 
 
 class MediaLoader:
@@ -341,7 +339,6 @@ class MediaLoader:
                 raise InvalidRequest(f"{self._kind.noun} URLs must be data:, http: or https: URLs")
 
     async def close(self) -> None:
-        """Closes connections and threads."""
         await self._web.close()
         self._threads.close()
 

@@ -79,7 +79,6 @@ class PacedStream(httpcore2.AsyncNetworkStream):
         return self
 
     def get_extra_info(self, info: str) -> object:
-        """As httpcore has it."""
         return self._writer.get_extra_info(info)
 
 

@@ -131,7 +131,6 @@ class VideoFile:
         return call
 
     def close(self) -> None:
-        """Cancels calls that are under way."""
         for call in self._sent.values():
             call.cancel()
 

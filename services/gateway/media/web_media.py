@@ -116,7 +116,6 @@ class SystemResolver:
             done.exception()  # retrieved, although no caller may wait any more
 
     def close(self) -> None:
-        """Ends the threads that are idle."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 
@@ -254,7 +253,6 @@ class WebMedia:
         raise MediaFetchFailed("the URL redirects too often")
 
     async def close(self) -> None:
-        """Closes all connections."""
         await self._pool.aclose()
         self._resolver.close()
 

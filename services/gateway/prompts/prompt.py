@@ -60,7 +60,6 @@ class Prompt:
 
     @property
     def num_image_tokens(self) -> int:
-        """Tokens of all images."""
         return sum(run.num_tokens for run in self.runs if run.unit.frames is None)
 
 

@@ -188,7 +188,6 @@ class LeaseStore:
         return Answer(found[0], found[1] / 1e3, leases, others, of_others)
 
     async def close(self) -> None:
-        """Closes the connection."""
         await self._redis.close()
 
     def _of_others(self, pairs: Sequence[bytes]) -> dict[str, list[int]]:

@@ -191,11 +191,9 @@ class Quota:
 
     @property
     def is_limited(self) -> bool:
-        """Whether there is any limit."""
         return any(limit is not None for limit in self.limits)
 
     def used(self) -> list[int]:
-        """By kind."""
         return [meter.used for meter in self.meters]
 
     def take(self, amounts: Amounts) -> Entry | None:

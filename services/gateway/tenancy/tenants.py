@@ -184,7 +184,6 @@ class Keyring:
 
     @property
     def is_open(self) -> bool:
-        """Whether requests need no key."""
         return not self._fixed and self._path is None
 
     @property

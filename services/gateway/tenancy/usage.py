@@ -75,7 +75,6 @@ class Quotas:
         self._leases = leases or Leases(clock=clock)
 
     def headers(self, tenant: Tenant) -> list[tuple[bytes, bytes]]:
-        """As `Quota.headers`."""
         return self._leases.quota(tenant).headers(self._leases.division)
 
     @contextmanager

@@ -4,22 +4,33 @@ import random
 
 import pytest
 
-from services.gateway.answers.detokenizer import Detokenizer, StopMatcher
+from services.gateway.answers.answer import AnswerFormat
+from services.gateway.answers.detokenizer import StopMatcher, create_choices
+from services.gateway.clients.decoders import TokenEvent
+from services.gateway.forms.openai import ChatRequest
+from services.gateway.forms.parts import Text
 from tests.tiny_tokenizer import added_ids, vocab_size
 
 TEXTS = ["hello world", "中文 naïve über", "🙂👩‍👩‍👧 mixed é 中", "a\ufffdb", "line\nline\r\n"]
 
 
+def choice_of(tokenizer, **options):
+    return create_choices(ChatRequest([], **options), tokenizer, AnswerFormat())[0]
+
+
 def run(tokenizer, ids, sizes, **options):
-    """All text, fed in groups of the given sizes."""
-    detokenizer = Detokenizer(tokenizer, **options)
-    pieces, index = [], 0
-    while index < len(ids) and detokenizer.matched_stop is None:
+    """All text, fed in groups of the given sizes; the choice, the pieces, and what stopped it."""
+    choice = choice_of(tokenizer, **options)
+    pieces, index, stop = [], 0, None
+    while choice.finish_reason is None:
         size = next(sizes)
-        pieces.append(detokenizer.feed(ids[index : index + size]))
-        index += size
-    pieces.append(detokenizer.finish())
-    return "".join(pieces), detokenizer, pieces
+        group, index = ids[index : index + size], index + size
+        update = choice.feed(
+            TokenEvent(0, group, finish_reason="length" if index >= len(ids) else None)
+        )
+        pieces.append("".join(part.text for part in update.parts if isinstance(part, Text)))
+        stop = update.stop_reason
+    return "".join(pieces), choice, pieces, stop
 
 
 def ones():
@@ -36,9 +47,9 @@ def randoms(seed):
 @pytest.mark.parametrize("text", TEXTS)
 def test_round_trip_token_by_token(tokenizer, text):
     ids = tokenizer.encode_text(text)
-    found, detokenizer, pieces = run(tokenizer, ids, ones())
+    found, choice, pieces, _ = run(tokenizer, ids, ones())
     assert found == text
-    assert detokenizer.num_tokens == len(ids)
+    assert choice.num_tokens == len(ids)
     if "\ufffd" not in text:
         assert not any("\ufffd" in piece for piece in pieces)
 
@@ -77,11 +88,12 @@ def test_stop_string_ends_the_text(tokenizer, stop, include):
     text = "hello world, hello"
     cut = text.index(stop) + (len(stop) if include else 0)
     for sizes in (ones(), randoms(3), iter([100])):
-        found, detokenizer, _ = run(
-            tokenizer, tokenizer.encode_text(text), sizes, stops=[stop], include_stop=include
-        )
+        found, _, _, matched = run(
+            tokenizer, tokenizer.encode_text(text), sizes, stop=[stop],
+            include_stop_str_in_output=include,
+        )  # fmt: skip
         assert found == text[:cut]
-        assert detokenizer.matched_stop == stop
+        assert matched == stop
 
 
 def test_grouping_changes_neither_text_nor_count(tokenizer):
@@ -89,12 +101,12 @@ def test_grouping_changes_neither_text_nor_count(tokenizer):
     for seed in range(200):
         ids = tokenizer.encode_text("".join(rng.choices("ab中🙂 ", k=25)))
         stops = ["".join(rng.choices("ab中🙂 ", k=rng.randint(1, 4))) for _ in range(3)]
-        first = run(tokenizer, ids, ones(), stops=stops)
+        first = run(tokenizer, ids, ones(), stop=stops)
         for sizes in (randoms(seed), iter([1000])):
-            other = run(tokenizer, ids, sizes, stops=stops)
+            other = run(tokenizer, ids, sizes, stop=stops)
             assert other[0] == first[0]
             assert other[1].num_tokens == first[1].num_tokens
-            assert other[1].matched_stop == first[1].matched_stop
+            assert other[3] == first[3]
 
 
 def test_nothing_of_a_stop_string_is_returned_early():
@@ -112,14 +124,15 @@ def test_first_completed_stop_wins():
 
 def test_no_stop_before_min_tokens(tokenizer):
     ids = tokenizer.encode_text("a.b.c.d")
-    found, detokenizer, _ = run(tokenizer, ids, ones(), stops=["."], min_tokens=4)
+    found, choice, _, _ = run(tokenizer, ids, ones(), stop=["."], min_tokens=4)
     assert found == "a.b.c"
-    assert detokenizer.num_tokens == 6
+    assert choice.num_tokens == 6
 
 
 def test_cost_does_not_grow_with_the_text(tokenizer):
-    detokenizer = Detokenizer(tokenizer, stops=["\n\n"])
+    choice = choice_of(tokenizer, stop=["\n\n"])
+    assert choice._stops is not None
     ids = tokenizer.encode_text("hello world ") * 5000
     for start in range(0, len(ids), 10):
-        detokenizer.feed(ids[start : start + 10])
-        assert len(detokenizer._matcher._held) < 2
+        choice.feed(TokenEvent(0, ids[start : start + 10]))
+        assert len(choice._stops._held) < 2
