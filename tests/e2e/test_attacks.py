@@ -16,7 +16,7 @@ from tests.attacks.stack import Stack, Times
 from tests.e2e.cluster import wait_until
 from tests.noise import PATIENCE_S
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 _SECONDS, _QUIET_S, _ROUNDS = 0.5, 0.3, 3
 _FLOOR_S = 0.5
 _MOST = 0.6  # of the memory
