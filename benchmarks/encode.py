@@ -61,7 +61,7 @@ from services.encoder.engine_main import (
     warm_up,
 )
 from services.encoder.models import model_class
-from services.encoder.models.base import VisionModel
+from services.encoder.models.qwen3_vl import VisionTower
 from services.encoder.operations.table import TowerFacts, resolve
 from services.encoder.prepare import Preparer
 from services.encoder.settings import EncoderSettings
@@ -87,7 +87,7 @@ class Bench:
     tower: TowerSpec
     geometry: Geometry
     settings: EncoderSettings
-    model: VisionModel
+    model: VisionTower
     device: torch.device
     dtype: torch.dtype
 
@@ -288,7 +288,8 @@ class EngineBench:
             geometry, None, MAX_SOURCE_PIXELS, self._decoders, ClipPool(1, memory_bytes=0),
             pinned=bench.device.type == "cuda",
         )  # fmt: skip
-        warm_up(self.runner, prepare, geometry, MAX_BATCH_PATCHES)
+        warm_up(prepare, geometry)
+        self.runner.warm_up(MAX_BATCH_PATCHES)
         self._ends = create_socket_pair()
         self._front: EngineChannel[EngineMessage] = EngineChannel(self._ends[0], EngineMessage)
         self._engine = Engine(

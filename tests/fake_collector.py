@@ -1,11 +1,15 @@
-"""An OTLP/HTTP endpoint that keeps what it is sent."""
+"""Where tests send spans: to an exporter, or an OTLP/HTTP endpoint that keeps what it is sent."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor, SpanExporter
+
+from services.common.spans import record_with
+from services.common.tracing import record_to
 
 
 @contextmanager
@@ -33,3 +37,13 @@ def fake_collector() -> Iterator[tuple[str, list[ExportTraceServiceRequest]]]:
         server.shutdown()
         thread.join()
         server.server_close()
+
+
+@contextmanager
+def exporting_to(service: str, exporter: SpanExporter) -> Generator[None]:
+    """Spans go to `exporter` as soon as they end."""
+    record_to(service, SimpleSpanProcessor(exporter))
+    try:
+        yield
+    finally:
+        record_with(None)

@@ -53,20 +53,22 @@ def seeds() -> list[bytes]:
     return files
 
 
-def mutated(files: list[bytes], number: int) -> bytes:
-    """The case of that number."""
+def mutated(
+    files: list[bytes], number: int, tokens: tuple[bytes, ...] = _TOKENS, *, head: int = 64
+) -> bytes:
+    """The case of that number; half of all changes are in the first `head` bytes."""
     rng = random.Random(number)
     data = bytearray(rng.choice(files))
     for _ in range(rng.randint(1, 6)):
-        place = rng.randrange(min(len(data), 64 if rng.random() < 0.5 else 1 << 20) or 1)
+        place = rng.randrange(min(len(data), head if rng.random() < 0.5 else 1 << 20) or 1)
         match rng.randrange(6):
             case 0:
                 data[place : place + 1] = bytes((rng.randrange(256),))
             case 1:
-                token = rng.choice(_TOKENS)
+                token = rng.choice(tokens)
                 data[place : place + len(token)] = token
             case 2:
-                data[place:place] = rng.choice(_TOKENS)
+                data[place:place] = rng.choice(tokens)
             case 3:
                 del data[place : place + rng.randint(1, 40)]
             case 4:

@@ -24,7 +24,7 @@ def frame_pixels(data: bytes, indices: tuple[int, ...]) -> list[np.ndarray]:
 
 
 class InProcessClips:
-    """Implements `prepare.VideoDecoder`; a file's address is its name here.
+    """In the place of a `ClipPool`; a file's address is its name here.
 
     Args:
         files: by name.

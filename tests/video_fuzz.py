@@ -9,14 +9,13 @@ it. A decoder that a case ends is counted, and its place taken by another.
 
 import argparse
 import os
-import random
 import time
 
 from services.common.embeddings.shared_memory import MemoryAddress, create_memory
 from services.common.errors import InvalidVideo
 from services.common.process.work_limits import SLACK_BYTES
 from services.encoder.clips.clip_pool import PROBE_BYTES, ClipPool
-from tests.image_fuzz import Peak
+from tests.image_fuzz import Peak, mutated
 from tests.videos import KINDS, av1, make
 
 MAX_CASE_S = 5.0
@@ -39,30 +38,6 @@ def seeds() -> list[bytes]:
     return files
 
 
-def mutated(files: list[bytes], number: int) -> bytes:
-    """The case of that number; half of all changes are in the first KiB."""
-    rng = random.Random(number)
-    data = bytearray(rng.choice(files))
-    for _ in range(rng.randint(1, 6)):
-        place = rng.randrange(min(len(data), 1024 if rng.random() < 0.5 else 1 << 20) or 1)
-        match rng.randrange(6):
-            case 0:
-                data[place : place + 1] = bytes((rng.randrange(256),))
-            case 1:
-                token = rng.choice(_TOKENS)
-                data[place : place + len(token)] = token
-            case 2:
-                data[place:place] = rng.choice(_TOKENS)
-            case 3:
-                del data[place : place + rng.randint(1, 40)]
-            case 4:
-                piece = data[place : place + rng.randint(1, 80)]
-                data[place:place] = piece * rng.choice((1, 2, 50))
-            case _:
-                data[place : place + 4] = rng.choice((0, 1, 1 << 16, 1 << 31)).to_bytes(4, "big")
-    return bytes(data[: rng.randrange(len(data) + 1)] if rng.random() < 0.1 else data) or b"\0"
-
-
 def run(num_cases: int, first: int = 0) -> dict[str, float]:
     """Runs cases; raises for one that neither decodes nor is refused.
 
@@ -83,7 +58,8 @@ def run(num_cases: int, first: int = 0) -> dict[str, float]:
             try:
                 peak.reset()
                 started = time.monotonic()
-                _try(pool, mutated(files, number), found)
+                data = mutated(files, number, _TOKENS, head=1024) or b"\0"
+                _try(pool, data, found)
                 taken = time.monotonic() - started
                 if pool.pids != [pid]:
                     found["ended"] += 1

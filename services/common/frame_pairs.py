@@ -12,7 +12,7 @@ from typing import Literal
 
 import numpy as np
 
-from services.common.errors import InvalidRequest, InvalidVideo
+from services.common.errors import InvalidVideo
 from services.common.geometry import Int32s, Size, Unit
 
 _MAX_ASPECT_RATIO = 200
@@ -185,12 +185,6 @@ class FramePairs:
             ids += [self.video_token_id] * self.num_tokens(unit)
             ids.append(self.end_token_id)
         return np.array(ids, np.int32), offsets
-
-    def check_pair(self, unit: Unit) -> None:
-        """Raises InvalidRequest if no video has such a unit."""
-        time, *sides = unit.grid
-        if time != 1 or not all(side and side % self.merge_size == 0 for side in sides):
-            raise InvalidRequest(f"no video has a grid of {time}x{sides[0]}x{sides[1]} patches")
 
     def num_tokens(self, unit: Unit) -> int:
         """The tokens of a unit's run."""

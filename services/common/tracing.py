@@ -14,7 +14,6 @@ from services.common.spans import TRACEPARENT, Attribute, Span, record_with
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context
-    from opentelemetry.sdk.trace.export import SpanExporter
     from opentelemetry.trace import Span as OtelSpan
     from opentelemetry.trace import Tracer
 
@@ -86,19 +85,7 @@ def setup_tracing(service: str) -> None:
             "install triptych[tracing]"
         ) from None
     # The exporter reads endpoint, headers and timeout from the standard variables itself.
-    _record_to(service, BatchSpanProcessor(OTLPSpanExporter()))
-
-
-@contextmanager
-def exporting_to(service: str, exporter: "SpanExporter") -> Generator[None]:
-    """For tests: spans go to `exporter` as soon as they end."""
-    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
-
-    _record_to(service, SimpleSpanProcessor(exporter))
-    try:
-        yield
-    finally:
-        record_with(None)
+    record_to(service, BatchSpanProcessor(OTLPSpanExporter()))
 
 
 def _context_of(parent: str) -> "Context | None":
@@ -110,7 +97,8 @@ def _context_of(parent: str) -> "Context | None":
     return TraceContextTextMapPropagator().extract({TRACEPARENT: parent})
 
 
-def _record_to(service: str, processor: object) -> None:
+def record_to(service: str, processor: object) -> None:
+    """Spans go to a processor of OpenTelemetry's from now on."""
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
 

@@ -61,7 +61,7 @@ class BroughtEmbeddings:
                 self._redis.put(entry)
             return Encoded(Origin.COMPUTED)
         finally:
-            self._memory.release(entry)
+            self._memory.arena.release(entry)
 
 
 def checked(file: bytes, spec: EmbeddingSpec) -> TensorPlace:

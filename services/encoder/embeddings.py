@@ -168,7 +168,7 @@ class Embeddings:
             Overloaded: too much is in work already; says how long that will take.
             TriptychError: the image's own error, or the engine's.
         """
-        entry = self._memory.get(key)
+        entry = self._memory.arena.get(key)
         self._metrics.memory_lookups.labels("hit" if entry else "miss").inc()
         if entry:
             self._sources.put(key, source, unit, share)
@@ -200,7 +200,7 @@ class Embeddings:
                 yield reading
             finally:
                 # Nothing is awaited here: gRPC may cancel a cancelled call once more.
-                self._memory.release(reading.entry)
+                self._memory.arena.release(reading.entry)
                 if reading.work is not None:
                     reading.work.cancel()  # leaves the encode to its other waiters
 
@@ -228,7 +228,7 @@ class Embeddings:
 
     async def _hold(self, key: bytes, word: Word | None) -> Reading:
         while True:
-            if entry := self._memory.get(key):
+            if entry := self._memory.arena.get(key):
                 self._memory.arena.acquire(entry)
                 return Reading(entry, self._memory, self._memory.written_ranges(entry))
             encode = self._encodes.get(key)
@@ -341,7 +341,7 @@ class Embeddings:
             if self._redis is not None:
                 self._redis.put(entry)
         finally:
-            self._memory.release(entry)
+            self._memory.arena.release(entry)
         self._metrics.observe_stage("lookup", lookup_s)
         return Encoded(Origin.COMPUTED, lookup_s, times)
 
@@ -365,7 +365,7 @@ class Embeddings:
             encode.entry.set_result(entry)
             times = await asyncio.shield(job.done)
         except BaseException:
-            self._memory.release(entry)
+            self._memory.arena.release(entry)
             raise
         self._metrics.observe_stage("queue", times.queue_s)
         self._metrics.observe_stage("preprocess", times.preprocess_s)
@@ -386,7 +386,7 @@ class Embeddings:
             self._memory.commit(entry)
         else:
             self._memory.abort(entry)
-        self._memory.release(entry)
+        self._memory.arena.release(entry)
 
 
 @contextmanager

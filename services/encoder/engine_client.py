@@ -9,11 +9,10 @@ import asyncio
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 from services.common.errors import EngineLost, Unavailable, from_code
 from services.common.geometry import Unit
-from services.common.process.channel import ChannelClosed
+from services.common.process.channel import ChannelClosed, FrontChannel
 from services.common.process.heartbeat import Pong
 from services.encoder.engine.messages import (
     CancelImage,
@@ -21,7 +20,6 @@ from services.encoder.engine.messages import (
     EngineMessage,
     EngineStats,
     FeatureDone,
-    FrontMessage,
     ImageDone,
     InHand,
     PlaceImage,
@@ -30,18 +28,6 @@ from services.encoder.engine.messages import (
 
 _LOST = "the encoder's engine ended while it worked on the image"
 _ENDED = "the encoder's engine process ended"
-
-
-class EngineLink(Protocol):
-    """The part of `services.common.process.channel.FrontChannel` that is used here."""
-
-    async def receive(self) -> EngineMessage:
-        """The engine's next message; raises ChannelClosed."""
-        ...
-
-    def send(self, *messages: FrontMessage) -> None:
-        """Queues messages."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +68,7 @@ class EngineClient:
     """
 
     def __init__(
-        self,
-        link: EngineLink,
-        on_stats: Callable[[EngineStats], None],
+        self, link: FrontChannel[EngineMessage], on_stats: Callable[[EngineStats], None]
     ) -> None:
         self._in_hand: set[int] = set()
         self._link = link

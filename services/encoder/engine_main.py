@@ -46,7 +46,7 @@ from services.encoder.engine.engine import Engine, Prepare
 from services.encoder.engine.messages import EngineReady, FrontMessage, Source
 from services.encoder.engine.runner import Runner
 from services.encoder.models import model_class
-from services.encoder.models.base import VisionModel
+from services.encoder.models.qwen3_vl import VisionTower
 from services.encoder.operations.ops import Ops
 from services.encoder.operations.table import TowerFacts, resolve
 from services.encoder.prepare import Preparer
@@ -109,7 +109,8 @@ def _run(end: EngineEnd, settings: EncoderSettings) -> None:
         pinned=device.type == "cuda",
     )
     log_progress("kernels")
-    warm_up(runner, prepare, vision.geometry, MAX_BATCH_PATCHES)
+    warm_up(prepare, vision.geometry)
+    runner.warm_up(MAX_BATCH_PATCHES, takes_videos=vision.video is not None)
     model.ops.table.log_rows()  # after the warm-up, which may have rejected some
     channel.send(
         EngineReady(
@@ -183,7 +184,7 @@ def create_ops(
 
 def load_model(
     spec: ModelSpec, settings: EncoderSettings, device: torch.device, dtype: torch.dtype
-) -> tuple[VisionModel, bytes]:
+) -> tuple[VisionTower, bytes]:
     """The vision tower with its weights, and the weights' fingerprint.
 
     Raises:
@@ -217,14 +218,13 @@ def canonical_config(spec: ModelSpec) -> bytes:
     return json.dumps(both, sort_keys=True, separators=(",", ":")).encode()
 
 
-def warm_up(runner: Runner, prepare: Prepare, geometry: Geometry, max_batch_patches: int) -> None:
-    """Runs each code path once, so that the first request is not slower than the tenth."""
+def warm_up(prepare: Prepare, geometry: Geometry) -> None:
+    """Decodes an image of each kind, so that the first request is not slower than the tenth."""
     image = Image.new("RGB", (128, 128), (200, 30, 30))
     for kind in ("JPEG", "PNG", "WEBP"):
         file = io.BytesIO()
         image.save(file, kind)
         prepare(Source(file.getvalue()), geometry.units((128, 128))[0])
-    runner.warm_up(max_batch_patches)
 
 
 if __name__ == "__main__":

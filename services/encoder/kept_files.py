@@ -7,32 +7,16 @@ the file that was used longest ago goes first.
 
 import time
 from collections import OrderedDict
-from typing import Protocol
 
 from blake3 import blake3
 
+from services.common.embeddings.embedding_cache import RedisCache
 from services.common.errors import NotFound
 
 DIGEST_BYTES = 32
 KEPT_S = 3600
 MAX_BYTES = 256 << 20
 _DOMAIN = "triptych 2026 kept file: name in Redis"
-
-
-class FileCache(Protocol):
-    """`RedisCache`, as far as it is used here. Never raises."""
-
-    async def read_file(self, name: bytes, max_bytes: int) -> bytes | None:
-        """A file, unchecked; None: there is none, or Redis is away."""
-        ...
-
-    async def write_file(self, name: bytes, data: bytes, ttl_s: int) -> bool:
-        """Stores a file; returns whether it is stored."""
-        ...
-
-    async def delete_file(self, name: bytes) -> bool:
-        """Forgets a file; returns whether there was one."""
-        ...
 
 
 class KeptFiles:
@@ -45,7 +29,7 @@ class KeptFiles:
     """
 
     def __init__(
-        self, redis: FileCache | None, max_bytes: int = MAX_BYTES, ttl_s: int = KEPT_S
+        self, redis: RedisCache | None, max_bytes: int = MAX_BYTES, ttl_s: int = KEPT_S
     ) -> None:
         self._redis = redis
         self._max_bytes = max_bytes

@@ -61,10 +61,6 @@ class MemoryTier:
         # than the digest costs a thread.
         self._threads = ThreadPoolExecutor(num_threads(), "digest")
 
-    def get(self, key: bytes) -> ArenaEntry | None:
-        """A complete entry; `arena.acquire` it before yielding to the event loop."""
-        return self.arena.get(key)
-
     def try_hold(self, entry: ArenaEntry) -> bool:
         """Takes a reference to an entry that is complete or being written; False: its writing has
         failed, or it has been evicted.
@@ -73,10 +69,6 @@ class MemoryTier:
         if readable:
             self.arena.acquire(entry)
         return readable
-
-    def release(self, entry: ArenaEntry) -> None:
-        """Drops a reference."""
-        self.arena.release(entry)
 
     async def reserve(self, key: bytes, spec: EmbeddingSpec) -> ArenaEntry:
         """Room for an embedding, or its complete entry if one appears meanwhile.
@@ -196,7 +188,7 @@ class MemoryTier:
         """Called when a job has ended; releases the reference that `_digest_range` took."""
         job.result()  # it raises nothing
         partial.num_digesting -= 1
-        self.release(entry)
+        self.arena.release(entry)
         self._finish_if_digested(entry, partial)
 
     def _finish_if_digested(self, entry: ArenaEntry, partial: _Partial) -> None:

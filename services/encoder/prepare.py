@@ -5,36 +5,18 @@ which is as the reference video processor does.
 """
 
 import math
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from services.common.embeddings.shared_memory import MemoryAddress
 from services.common.errors import InvalidVideo
-from services.common.geometry import Geometry, Size, Unit
+from services.common.geometry import Geometry, Unit
 from services.common.images.image_header import read_header
+from services.encoder.clips.clip_pool import ClipPool
 from services.encoder.engine.messages import Source
 from services.encoder.preprocess import MAX_PINNED_BYTES, Decoder, preprocess, resize
-
-
-class VideoDecoder(Protocol):
-    """Decodes videos: `ClipPool`."""
-
-    def frames(
-        self, file: MemoryAddress, size: Size, indices: tuple[int, int]
-    ) -> AbstractContextManager[Sequence[np.ndarray]]:
-        """Two upright frames as `Decoder.decoded`'s pixels, or one if the indices are equal.
-
-        Raises:
-            InvalidVideo: the video cannot be decoded, or needs more than it may.
-            VideoNotHeld: the file is gone.
-        """
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +36,7 @@ class Preparer:
     resample: str | None
     max_source_pixels: int
     decoder: Decoder
-    video_decoder: VideoDecoder
+    video_decoder: ClipPool
     pinned: bool = False
 
     def __call__(self, source: Source, unit: Unit) -> Tensor:

@@ -58,7 +58,7 @@ class RedisTier:
                 self._memory.commit(entry)
             return True
         finally:
-            self._memory.release(entry)
+            self._memory.arena.release(entry)
 
     def put(self, entry: ArenaEntry) -> None:
         """Queues an entry for writing. If the queue is full, or Redis away, it is dropped."""
@@ -95,6 +95,6 @@ class RedisTier:
     def _written(self, write: asyncio.Task[bool], entry: ArenaEntry) -> None:
         self._writes.discard(write)
         self._queued_bytes -= entry.spec.size_bytes
-        self._memory.release(entry)
+        self._memory.arena.release(entry)
         if write.cancelled() or not write.result():
             self._dropped.inc()

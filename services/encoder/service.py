@@ -12,7 +12,7 @@ from collections.abc import Generator
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import NoReturn, TypeVar, cast
+from typing import Any, NoReturn, TypeVar, cast
 
 import grpc
 import grpc.aio
@@ -111,7 +111,7 @@ class EncoderServicer(pb_grpc.EncoderServicer):
         max_read_bytes: int = 4 * MAX_MESSAGE_BYTES,
     ) -> None:
         self._max_read_bytes = max_read_bytes
-        self._bytes_read = 0  # of messages that arrive
+        self._bytes_under_way = 0  # of messages that arrive, and of files that leave
         self._description = description
         self._embeddings = embeddings
         self._metrics = metrics
@@ -136,18 +136,18 @@ class EncoderServicer(pb_grpc.EncoderServicer):
 
     @contextmanager
     def _reading(self, num_bytes: int) -> Generator[None]:
-        """Counts a message while it is read and hashed; then the embeddings' queue counts it.
-
-        Raises:
-            Overloaded: calls under way have too many bytes.
-        """
-        if self._bytes_read and self._bytes_read + num_bytes > self._max_read_bytes:
-            raise Overloaded("calls under way have too many bytes", retry_after_s=1)
-        self._bytes_read += num_bytes
+        """Counts a message while it is read and hashed; then the embeddings' queue counts it."""
+        self._count(num_bytes)
         try:
             yield
         finally:
-            self._bytes_read -= num_bytes
+            self._bytes_under_way -= num_bytes
+
+    def _count(self, num_bytes: int) -> None:
+        """Raises Overloaded: calls under way have too many bytes."""
+        if self._bytes_under_way and self._bytes_under_way + num_bytes > self._max_read_bytes:
+            raise Overloaded("calls under way have too many bytes", retry_after_s=1)
+        self._bytes_under_way += num_bytes
 
     @contextmanager
     def _call(self) -> Generator[None]:
@@ -248,11 +248,15 @@ class EncoderServicer(pb_grpc.EncoderServicer):
                     if not await self._files.delete(request.tenant, request.digest):
                         raise NotFound("no such file is kept")
                     return pb.DownloadResponse()
-                return pb.DownloadResponse(
-                    file=await self._files.get(request.tenant, request.digest)
-                )
+                file = await self._files.get(request.tenant, request.digest)
+                self._count(len(file))
+                cast("Any", context).add_done_callback(lambda _: self._sent(len(file)))
+                return pb.DownloadResponse(file=file)
         except Exception as error:
             return await self._fail("download", error, context)
+
+    def _sent(self, num_bytes: int) -> None:
+        self._bytes_under_way -= num_bytes
 
     async def Fetch(self, request: pb.FetchRequest, context: grpc.aio.ServicerContext) -> None:
         parent = adopt_metadata(context)

@@ -146,7 +146,7 @@ async def test_a_restarted_encoder_is_read_from_its_new_memory(reader: Reader):
 @pytest.mark.parametrize("place", [0, SPEC.size_bytes // 2, SPEC.size_bytes - 1])
 async def test_shared_bytes_that_are_wrong_are_unavailable(pod: Pod, reader: Reader, place: int):
     await pod.encode(b"image", GRID)
-    entry = pod.memory.get(key_of(b"image", GRID))
+    entry = pod.memory.arena.get(key_of(b"image", GRID))
     assert entry is not None
     await pod.memory.digest_of(entry)
     pod.memory.arena.memory[entry.offset + place] ^= 1
@@ -159,7 +159,7 @@ async def test_shared_bytes_that_are_wrong_are_unavailable(pod: Pod, reader: Rea
 
 async def test_shared_values_that_are_not_finite_are_unavailable(pod: Pod, reader: Reader):
     await pod.encode(b"image", GRID)
-    entry = pod.memory.get(key_of(b"image", GRID))
+    entry = pod.memory.arena.get(key_of(b"image", GRID))
     assert entry is not None
     pod.memory.arena.memory[entry.offset : entry.offset + 4] = b"\x00\x00\x80\x7f"
     with pytest.raises(EncoderFailed, match="not finite"):
@@ -194,7 +194,7 @@ async def test_a_reader_that_names_no_host_gets_no_shared_memory(pod: Pod):
 
 async def test_an_entry_stays_while_it_is_read_and_no_longer(pod: Pod):
     await pod.encode(b"image", GRID)
-    entry = pod.memory.get(key_of(b"image", GRID))
+    entry = pod.memory.arena.get(key_of(b"image", GRID))
     assert entry is not None
     await pod.memory.digest_of(entry)
     await until(lambda: entry.references == 0)
@@ -303,7 +303,7 @@ async def test_an_encoder_that_dies_while_it_is_read_is_unavailable(reader: Read
 
 async def test_a_decoder_that_dies_holds_no_entry(pod: Pod):
     await pod.encode(b"image", GRID)
-    entry = pod.memory.get(key_of(b"image", GRID))
+    entry = pod.memory.arena.get(key_of(b"image", GRID))
     assert entry is not None
     process, line = await start("-c", READ_AND_HANG, pod.address, entry.key.hex())
     assert line == "read"

@@ -13,7 +13,7 @@ from services.common.images.image_key import embedding_key, image_key, still_dig
 from services.common.pb import encoder_pb2 as pb
 from services.common.transport.rpc import outgoing_metadata
 from tests.contract.encoder_pod import PREFIX, Pod, run_pod
-from tests.contract.test_encoder_service import failure
+from tests.contract.test_encoder_service import failure, until
 from tests.redis_server import RedisServer, redis_server  # noqa: F401
 
 GRID = Unit((1, 8, 8))  # 16 tokens of 2 features of 64
@@ -63,6 +63,18 @@ async def test_files_are_their_tenants(pod: Pod) -> None:
     assert isinstance(await failure(download(pod, digest, "two", forget=True)), errors.NotFound)
     assert await download(pod, digest, "one", forget=True) == b""
     assert isinstance(await failure(download(pod, digest, "one")), errors.NotFound)
+
+
+async def test_a_file_that_leaves_is_counted_until_it_has_left() -> None:
+    async with run_pod(max_read_bytes=100 << 10) as pod:
+        file = bytes(60 << 10)
+        digest = await upload(pod, file, "one")
+        with pod.servicer._reading(60 << 10):
+            assert isinstance(await failure(download(pod, digest, "one")), errors.Overloaded)
+        assert await download(pod, digest, "one") == file
+        await until(lambda: not pod.servicer._bytes_under_way)
+        with pod.servicer._reading(100 << 10):
+            assert isinstance(await failure(download(pod, digest, "one")), errors.Overloaded)
 
 
 async def test_files_outlive_their_encoder_in_redis(redis_server: RedisServer) -> None:  # noqa: F811

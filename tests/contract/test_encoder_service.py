@@ -300,7 +300,7 @@ async def test_a_message_is_counted_before_it_is_read() -> None:
         )
         said = (("triptych-message-bytes", str(90 << 10)),)
         silent = begin(metadata=said, timeout=PATIENCE_S)  # its message never comes
-        await until(lambda: pod.servicer._bytes_read == 90 << 10)
+        await until(lambda: pod.servicer._bytes_under_way == 90 << 10)
         small = (("triptych-message-bytes", str(10 << 10)),)
         request = pb.EncodeRequest(
             image_key=key_of(b"x", GRID), image=b"x", grid=pb.Grid(t=1, h=8, w=8)
@@ -314,7 +314,7 @@ async def test_a_message_is_counted_before_it_is_read() -> None:
             await failure(pod.stub.Encode(request, metadata=lie)), errors.InvalidRequest
         )
         silent.cancel()
-        await until(lambda: not pod.servicer._bytes_read)
+        await until(lambda: not pod.servicer._bytes_under_way)
         assert (await pod.stub.Encode(request)).num_tokens  # alone, whatever its size
 
 

@@ -9,7 +9,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from services.common.errors import InternalError
 from services.common.telemetry import _JsonFormatter
-from services.common.tracing import exporting_to
+from tests.fake_collector import exporting_to
 from tests.gateway_fixtures import asking, image_url
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"

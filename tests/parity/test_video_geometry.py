@@ -20,7 +20,7 @@ from transformers.models.qwen3_vl.video_processing_qwen3_vl import (
 )
 from transformers.video_utils import VideoMetadata
 
-from services.common.errors import InvalidRequest, InvalidVideo
+from services.common.errors import InvalidVideo
 from services.common.families import read_spec
 from services.common.families.qwen3_vl import DeepStackTower
 from services.common.families.resized_grid import ResizedGrid
@@ -211,13 +211,6 @@ def test_the_nested_processor_comes_first(tmp_path):
     (tmp_path / "video_preprocessor_config.json").unlink()
     bare = with_video(VisionSpec(tower=TOWER, geometry=vision.geometry), tmp_path, IDS)
     assert bare.video is None and bare.no_video == "the checkpoint has no video processor"
-
-
-def test_units_that_no_video_has():
-    for grid in ((2, 4, 4), (1, 0, 4), (1, 4, 3)):
-        with pytest.raises(InvalidRequest, match="no video"):
-            pairs().check_pair(Unit(grid, (0, 1)))
-    pairs().check_pair(Unit((1, 4, 6), (0, 1)))
 
 
 def test_a_prompts_ids_are_the_processors(tmp_path):

@@ -24,7 +24,7 @@ from services.common.families.qwen3_vl import DeepStackTower
 from services.common.geometry import Grid
 from services.common.nn.weights import Checkpoint, load_weights
 from services.encoder.models import positions, qwen3_vl
-from services.encoder.models.base import VisionModel
+from services.encoder.models.qwen3_vl import VisionTower
 from tests.tower import cpu_ops
 
 TOLERANCE = 2e-5
@@ -47,7 +47,7 @@ class Pair:
 
     config: DeepStackTower
     theirs: HfVisionModel
-    ours: VisionModel
+    ours: VisionTower
 
     def expected(self, patches: Tensor, grids: list[Grid]) -> Tensor:
         with torch.no_grad():

@@ -30,11 +30,6 @@ class Batcher:
     def __len__(self) -> int:
         return len(self._queue)
 
-    @property
-    def queued_patches(self) -> int:
-        """Patches of all queued images."""
-        return sum(num_patches for _, _, num_patches, _ in self._queue)
-
     def add(
         self, job_id: int, num_patches: int, rank: float = 0.0, *, is_pair: bool = False
     ) -> None:

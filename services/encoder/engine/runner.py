@@ -20,7 +20,7 @@ from services.encoder.engine.arena_writer import ArenaWriter
 from services.encoder.engine.graphs import TowerGraphs, buckets
 from services.encoder.engine.job import Job
 from services.encoder.engine.throttle import Throttle, count_flops
-from services.encoder.models.base import VisionModel
+from services.encoder.models.qwen3_vl import VisionTower
 
 _WARM_HOST_BLOCKS = 16
 _WARM_HOST_BYTES = 4 << 20
@@ -63,7 +63,7 @@ class Runner:
 
     def __init__(
         self,
-        model: VisionModel,
+        model: VisionTower,
         device: torch.device,
         dtype: torch.dtype,
         arena: mmap.mmap,
@@ -145,10 +145,10 @@ class Runner:
         self._graphs = None
 
     @torch.inference_mode()
-    def warm_up(self, max_batch_patches: int) -> None:
-        """Runs each kernel once: a small mixed batch; on CUDA also images up to the largest batch
-        and beyond, and captures the graphs of batches. A kernel that fails is replaced by the next
-        one of the table.
+    def warm_up(self, max_batch_patches: int, *, takes_videos: bool = True) -> None:
+        """Runs each kernel once: a small mixed batch, also as pairs of frames; on CUDA also images
+        up to the largest batch and beyond, and captures the graphs of batches. A kernel that fails
+        is replaced by the next one of the table.
 
         Writes to the start of the arena, which holds nothing yet.
         """
@@ -176,7 +176,8 @@ class Runner:
         ]
         with self._on_stream(), self._model.ops.table.warming_up():
             self._run_each(batches)
-            self._run_each([[_as_pair(image) for image in batch] for batch in batches[:1]])
+            if takes_videos:
+                self._run_each([[_as_pair(image) for image in batch] for batch in batches[:1]])
             if self._device.type == "cuda":
                 self._graphs = TowerGraphs(self._model, self._dtype, self._device)
                 self._graphs.capture(buckets())

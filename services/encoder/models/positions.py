@@ -6,20 +6,36 @@ layouts with it.
 """
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from kernels.attention.segments import BatchSegments, StaticSegments
+from kernels.attention.segments import BatchSegments, Segments, StaticSegments
 from services.common.geometry import Grid
-from services.encoder.models.base import VisionLayout
 
 ROPE_THETA = 10_000.0
 FULL = "full"  # segments of whole images, or of frames
 _CACHE_BYTES = 256 << 20
 _ROWS_AT_ONCE = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class VisionLayout:
+    """What a packed batch's shape alone decides; made before the forward, shared by all blocks.
+
+    Attributes:
+        embeddings: `[N, hidden]`, of the positions.
+        cos: `[N, head_dim / 2]` float32.
+        sin: as `cos`.
+        segments: of the attention, by what the model calls them: full, or of windows.
+    """
+
+    embeddings: Tensor
+    cos: Tensor
+    sin: Tensor
+    segments: Mapping[str, Segments]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +113,7 @@ class PositionCache:
 
 
 class StaticLayout:
-    """`models.base.StaticVisionLayout` of a model with these positions.
+    """A layout in static buffers of CUDA graphs: captured once, set before each replay.
 
     Args:
         cache: of the model.
@@ -116,12 +132,16 @@ class StaticLayout:
         self._segments = StaticSegments(max_patches, max_segments, one.cos.device)
 
     def rows(self, num_patches: int) -> VisionLayout:
+        """The layout of a graph of `num_patches` rows: views of the buffers."""
         embeddings, cos, sin = self._embeddings, self._cos, self._sin
         rows = slice(num_patches)
         segments = {FULL: self._segments}
         return VisionLayout(embeddings[rows], cos[rows], sin[rows], segments)
 
     def set(self, grids: Sequence[Grid]) -> None:
+        """Enqueues the positions of a batch of at most `max_patches`. Rows behind the batch hold
+        undefined values, and no row of the batch reads them.
+        """
         frames = frames_of(grids)
         if frames == self._frames:
             return

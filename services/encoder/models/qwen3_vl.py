@@ -16,17 +16,25 @@ from services.common.geometry import Grid
 from services.common.nn.layers import embedding
 from services.common.nn.linear import Linear, UnquantizedLinear
 from services.common.nn.weights import WeightMap
-from services.encoder.models.base import VisionLayout
-from services.encoder.models.positions import FULL, PositionCache, StaticLayout, batch_layout
+from services.encoder.models.positions import (
+    FULL,
+    PositionCache,
+    StaticLayout,
+    VisionLayout,
+    batch_layout,
+)
 from services.encoder.operations.ops import Ops
 
 _LAYER_NORM_EPS = 1e-6
 
 
 class VisionTower(nn.Module):
-    """Patch embedding, pre-norm blocks, and a merger per feature."""
+    """Patch embedding, pre-norm blocks, and a merger per feature. Runner and graphs know of it what
+    is public here; it decides no kernel, but calls `Ops`.
+    """
 
     def __init__(self, spec: DeepStackTower, ops: Ops, prefix: str = "") -> None:
+        """`prefix`: of its tensors' names in a checkpoint."""
         super().__init__()
         self.spec = spec
         self.ops = ops
@@ -59,12 +67,26 @@ class VisionTower(nn.Module):
         )
 
     def layout(self, grids: Sequence[Grid]) -> VisionLayout:
+        """The layout of a batch of images or frames, packed in this order."""
         return batch_layout(self._positions, grids)
 
     def static_layout(self, max_patches: int, max_segments: int) -> StaticLayout:
+        """For CUDA graphs: of at most so many patches, and images or frames."""
         return StaticLayout(self._positions, max_patches, max_segments)
 
     def features(self, patches: Tensor, layout: VisionLayout) -> Iterator[tuple[int, Tensor]]:
+        """Runs the tower, yielding each feature as soon as its block is done (enqueued, on CUDA).
+
+        Args:
+            patches: `[N, channels * temporal * patch * patch]`, scaled to [-1, 1], rows in
+                merge-block order; or without the temporal factor where all slices of time are
+                equal, as in still images.
+            layout: what `layout` returned for the same batch.
+
+        Yields:
+            `(feature, [num_tokens, out_hidden])`: DeepStack features from 1 on, in order; feature
+            0, the merged output, comes last.
+        """
         # A block may leave its last addition to the next norm, so a tap waits for that norm.
         taps = self.spec.deepstack_indexes
         added: Tensor | None = self.patch_embed(patches)  # [N, hidden]

@@ -19,8 +19,7 @@ from services.common.telemetry import (
     bound_request_id,
     current_request_id,
 )
-from services.common.tracing import exporting_to
-from tests.fake_collector import fake_collector
+from tests.fake_collector import exporting_to, fake_collector
 
 
 @pytest.fixture

@@ -82,10 +82,10 @@ async def test_an_embedding_is_there_once_and_a_bad_one_leaves_nothing():
     try:
         with pytest.raises(InvalidRequest):
             await brought.bring(b"k" * 32, bad, spec)
-        assert memory.get(b"k" * 32) is None and memory.arena.used_bytes == 0 and not announced
+        assert memory.arena.get(b"k" * 32) is None and not memory.arena.used_bytes and not announced
         assert (await brought.bring(b"k" * 32, file, spec)).origin is Origin.COMPUTED
         assert (await brought.bring(b"k" * 32, file, spec)).origin is Origin.MEMORY
-        entry = memory.get(b"k" * 32)
+        entry = memory.arena.get(b"k" * 32)
         assert announced == [b"k" * 32] and entry is not None
         found = torch.frombuffer(bytearray(memory.arena.view(entry)), dtype=torch.bfloat16)
         expected = rows().bfloat16().reshape(TOKENS, FEATURES, HIDDEN).movedim(1, 0)

@@ -11,7 +11,7 @@ from services.common.nn.dummy_weights import load_dummy
 from services.encoder.engine.job import Job
 from services.encoder.engine.runner import Runner
 from services.encoder.models import model_class
-from services.encoder.models.base import VisionModel
+from services.encoder.models.qwen3_vl import VisionTower
 from tests.tower import cpu_ops
 
 SPEC = DeepStackTower(3, 48, 96, 3, 3, 16, 2, 2, 40, 36, (0, 1))
@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
-def model() -> VisionModel:
+def model() -> VisionTower:
     with torch.device("meta"):
         model = model_class(SPEC)(SPEC, cpu_ops(SPEC))
     assert isinstance(model, torch.nn.Module)
@@ -44,7 +44,7 @@ def read(arena: mmap.mmap, place: Job) -> torch.Tensor:
     ).reshape(shape).clone()  # fmt: skip
 
 
-def expected(model: VisionModel, place: Job) -> torch.Tensor:
+def expected(model: VisionTower, place: Job) -> torch.Tensor:
     patches = model.ops.pack_patches(
         place.pixels.reshape(-1), [place.unit.grid], 16, 2, torch.float32
     )
@@ -52,7 +52,7 @@ def expected(model: VisionModel, place: Job) -> torch.Tensor:
         return model(patches, model.layout([place.unit.grid]))
 
 
-def test_each_image_lands_in_its_place(model: VisionModel) -> None:
+def test_each_image_lands_in_its_place(model: VisionTower) -> None:
     arena = mmap.mmap(-1, 1 << 20)
     runner = Runner(model, CPU, torch.float32, arena)
     images = [image(n, grid, n * 65536, seed=n) for n, grid in enumerate(GRIDS)]
@@ -64,7 +64,7 @@ def test_each_image_lands_in_its_place(model: VisionModel) -> None:
         torch.testing.assert_close(read(arena, place), expected(model, place), atol=2e-5, rtol=0)
 
 
-def test_nothing_else_is_written(model: VisionModel) -> None:
+def test_nothing_else_is_written(model: VisionTower) -> None:
     arena = mmap.mmap(-1, 1 << 20)
     runner = Runner(model, CPU, torch.float32, arena)
     place = image(1, (1, 4, 6), offset=65536)
@@ -74,12 +74,12 @@ def test_nothing_else_is_written(model: VisionModel) -> None:
 
 
 def test_an_image_that_is_not_finite_is_told_apart(
-    model: VisionModel, monkeypatch: pytest.MonkeyPatch
+    model: VisionTower, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runner = Runner(model, CPU, torch.float32, mmap.mmap(-1, 1 << 20))
     features = type(model).features
 
-    def spoiled(self: VisionModel, patches: torch.Tensor, layout: object):
+    def spoiled(self: VisionTower, patches: torch.Tensor, layout: object):
         for feature, rows in features(self, patches, layout):  # type: ignore[arg-type]
             if feature == 1:
                 rows[0, 3] = float("nan")  # the first image in packing order
@@ -93,7 +93,7 @@ def test_an_image_that_is_not_finite_is_told_apart(
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_every_non_finite_value_is_noticed(
-    model: VisionModel, monkeypatch: pytest.MonkeyPatch, value: float
+    model: VisionTower, monkeypatch: pytest.MonkeyPatch, value: float
 ) -> None:
     runner = Runner(model, CPU, torch.float32, mmap.mmap(-1, 1 << 20))
 
@@ -108,13 +108,13 @@ def test_every_non_finite_value_is_noticed(
     assert runner.finish(runner.launch([image(0, (1, 4, 4))])) == [False]
 
 
-def test_warm_up_leaves_a_small_arena_in_peace(model: VisionModel) -> None:
+def test_warm_up_leaves_a_small_arena_in_peace(model: VisionTower) -> None:
     arena = mmap.mmap(-1, 4096)
     Runner(model, CPU, torch.float32, arena).warm_up(1 << 16)
     assert any(arena[:])  # the small batch fits, and was run; more would not have fitted
 
 
-def test_calls_are_counted_by_kernel(model: VisionModel) -> None:
+def test_calls_are_counted_by_kernel(model: VisionTower) -> None:
     runner = Runner(model, CPU, torch.float32, mmap.mmap(-1, 1 << 20))
     before = runner.kernel_calls
     runner.finish(runner.launch([image(0, (1, 4, 4))]))
@@ -126,7 +126,7 @@ def test_calls_are_counted_by_kernel(model: VisionModel) -> None:
     assert counted["pack_patches=plain"] == 1
 
 
-def test_pairs_of_frames_land_in_their_places(model: VisionModel) -> None:
+def test_pairs_of_frames_land_in_their_places(model: VisionTower) -> None:
     """Each equals the tower's of both frames; of two equal ones, that of a still image."""
     arena = mmap.mmap(-1, 1 << 20)
     runner = Runner(model, CPU, torch.float32, arena)
