@@ -296,7 +296,12 @@ def test_a_cancelled_image_leaves_the_queue(running: Running) -> None:
     jobs = range(1, 11)
     running.front.encode(*jobs)
     launched = running.runner.batches
-    wait_until(lambda: sum(map(len, launched)) + len(running.engine._batcher) == len(jobs))
+    wait_until(
+        lambda: (
+            len(launched) == 2
+            and sum(map(len, launched)) + len(running.engine._batcher) == len(jobs)
+        )
+    )
     queued = next(job for job in jobs if job not in chain.from_iterable(launched))
     running.front.send(CancelImage(queued))
     assert running.front.codes(queued) == ["cancelled"]
