@@ -8,11 +8,11 @@ linear time.
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 from urllib.parse import unquote
 
 from services.gateway.answers.call_object import SPACE
-from services.gateway.answers.json_arguments import PYTHON_WORDS
+from services.gateway.answers.json_arguments import PYTHON_WORDS, parse_json
 
 Schema = Mapping[str, Any]
 TYPES = frozenset(("null", "boolean", "integer", "number", "string", "array", "object"))
@@ -48,7 +48,7 @@ def to_json(text: str, parameter: ParameterType) -> str:
     token = PYTHON_WORDS.get(token, token)
     if text not in parameter.texts:
         try:
-            value = json.loads(token, parse_constant=_refuse_constant, parse_int=_as_zero)
+            value = parse_json(token)
         except (ValueError, RecursionError):
             pass
         else:
@@ -74,15 +74,6 @@ def ends_in_string(text: str) -> bool:
         elif character == '"':
             is_inside = not is_inside
     return is_inside
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(name)
-
-
-def _as_zero(digits: str) -> int:
-    """An integer's type is all that is asked for; Python refuses thousands of digits."""
-    return 0
 
 
 def types_of_value(value: object) -> frozenset[str]:

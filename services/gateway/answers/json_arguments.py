@@ -5,7 +5,7 @@ the text of a JSON object.
 """
 
 import json
-from typing import Literal, NoReturn
+from typing import Any, Literal, NoReturn
 
 PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}  # as templates write them back
 _MAX_DEPTH = 100
@@ -122,7 +122,7 @@ class ArgumentsReader:
         word = PYTHON_WORDS.get(self._scalar, self._scalar)
         self._scalar, self._state = "", "next"
         try:
-            json.loads(word, parse_constant=_refuse, parse_int=_as_zero)
+            parse_json(word)
         except ValueError:
             return False
         self._flush(word)
@@ -176,10 +176,15 @@ def object_of(text: str) -> str:
     return reader.take()
 
 
+def parse_json(text: str) -> Any:  # noqa: ANN401 - any JSON
+    """The value of JSON text. Integers are 0: their type is all that is asked for, and Python
+    refuses thousands of digits.
+
+    Raises:
+        ValueError: it is none, or one of Python's constants.
+    """
+    return json.loads(text, parse_constant=_refuse, parse_int=lambda _: 0)
+
+
 def _refuse(name: str) -> NoReturn:
     raise ValueError(name)
-
-
-def _as_zero(digits: str) -> int:
-    """Python refuses thousands of digits."""
-    return 0

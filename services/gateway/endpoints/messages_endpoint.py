@@ -12,8 +12,7 @@ from starlette.responses import Response
 from services.common.errors import TriptychError
 from services.gateway.chat import ChatService, Completion
 from services.gateway.endpoints.answer_writer import AnswerWriter, WritingEndpoint
-from services.gateway.endpoints.chat_messages import ChatMessages
-from services.gateway.endpoints.endpoint import Work, parse_body, received, renamed
+from services.gateway.endpoints.endpoint import ChatMessages, Work, parse_body, received, renamed
 from services.gateway.forms import messages_api as api
 from services.gateway.forms.error_answers import messages_error_of
 from services.gateway.forms.generation import JsonSchema, JsonSchemaFormat

@@ -10,8 +10,7 @@ from msgspec import UNSET, UnsetType, structs
 from services.common.errors import InvalidImage, InvalidRequest, TriptychError
 from services.gateway.chat import ChatService, Completion
 from services.gateway.endpoints.answer_writer import AnswerWriter, WritingEndpoint
-from services.gateway.endpoints.chat_messages import ChatMessages
-from services.gateway.endpoints.endpoint import Work, now, renamed
+from services.gateway.endpoints.endpoint import ChatMessages, Work, now, renamed
 from services.gateway.endpoints.kept_responses import KeptResponses
 from services.gateway.forms import responses_api as api
 from services.gateway.forms.generation import (
