@@ -13,6 +13,8 @@ from demo.checks import (
     ask_stranger,
     ask_word_check,
 )
+from demo.clip_questions import CLIP_TASKS, clip_turn
+from demo.clips import Clip
 from demo.dice import Dice
 from demo.questions import (
     ask_cell,
@@ -72,6 +74,7 @@ TASKS = (
     "number",
     "compound",
     "talk",
+    *CLIP_TASKS,
 )
 
 
@@ -115,3 +118,9 @@ def training_turn(dice: Dice, scenes: Sequence[Scene], absent: Scene) -> Turn | 
     if turn is None:
         return None
     return replace(turn, question=surface(dice, turn.question))
+
+
+def turn_about_clip(dice: Dice, clip: Clip) -> Turn | None:
+    """A turn of a conversation about a clip."""
+    turn = talk_turn(dice) if dice.chance(0.03) else clip_turn(dice, clip)
+    return replace(turn, question=surface(dice, turn.question)) if turn is not None else None

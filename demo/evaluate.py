@@ -1,5 +1,7 @@
 """Held-out accuracy, under HF transformers or through a running server, and their comparison.
 
+With `--clips`, of the held-out clips in place of the images.
+
 python -m demo.evaluate --hf demo/model --dtype float32 --out hf.json
 python -m demo.evaluate --url http://127.0.0.1:8000 --out stack.json
 python -m demo.evaluate --compare hf.json stack.json
@@ -17,11 +19,22 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from demo.heldout import NUM_SCENES, TASKS, Item, held_out, is_right
+from demo.clip_questions import CLIP_TASKS
+from demo.clips import Clip, mp4_bytes
+from demo.heldout import NUM_CLIPS, NUM_SCENES, TASKS, Item, held_out, held_out_clips, is_right
 
 MAX_TOKENS = 96
-Question = tuple[Sequence[bytes], str]
+ALL_TASKS = (*TASKS, *CLIP_TASKS)
+Question = tuple[Sequence[bytes | Clip], str]
 Answerer = Callable[[Sequence[Question]], Iterable[str]]
+
+
+def _part(shown: bytes | Clip) -> dict[str, object]:
+    """The content part of a PNG image, or of a clip as an mp4 file."""
+    kind, data = ("video", mp4_bytes(shown)) if isinstance(shown, Clip) else ("image", shown)
+    media_type = "video/mp4" if kind == "video" else "image/png"
+    url = f"data:{media_type};base64,{base64.b64encode(data).decode()}"
+    return {"type": f"{kind}_url", f"{kind}_url": {"url": url}}
 
 
 class HTTPAnswerer:
@@ -36,19 +49,13 @@ class HTTPAnswerer:
             return json.load(reply)["data"][0]["id"]
 
     def __call__(self, questions: Sequence[Question]) -> Iterator[str]:
-        """One answer for each (PNG images, question), in order."""
+        """One answer for each (PNG images and clips, question), in order."""
         with ThreadPoolExecutor(self._concurrency) as pool:
             yield from pool.map(self._answer, questions)
 
     def _answer(self, asked: Question) -> str:
         pictures, question = asked
-        content: list[dict[str, object]] = [
-            {
-                "type": "image_url",
-                "image_url": {"url": "data:image/png;base64," + base64.b64encode(png).decode()},
-            }
-            for png in pictures
-        ]
+        content: list[dict[str, object]] = [_part(shown) for shown in pictures]
         content.append({"type": "text", "text": question})
         body = {
             "model": self._model,
@@ -85,7 +92,7 @@ def evaluate(answerer: Answerer, items: Sequence[Item], show: bool = True) -> di
             )
     if show:
         print(file=sys.stderr)
-    accuracy = {task: sum(right[task]) / len(right[task]) for task in TASKS if task in right}
+    accuracy = {task: sum(right[task]) / len(right[task]) for task in ALL_TASKS if task in right}
     return {
         "accuracy": accuracy,
         "questions": {task: len(right[task]) for task in accuracy},
@@ -141,7 +148,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--model", help="model name to send; the server's first by default")
     parser.add_argument("--concurrency", type=int, default=8)
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds for one request")
-    parser.add_argument("--limit", type=int, default=NUM_SCENES, help="number of held-out scenes")
+    parser.add_argument("--limit", type=int, default=NUM_SCENES, help="held-out scenes or clips")
+    parser.add_argument("--clips", action="store_true", help="ask about the 500 clips")
+    parser.add_argument("--coded", action="store_true", help="HF sees clips through an mp4 file")
     parser.add_argument("--out", type=Path, help="where to write the report")
     parser.add_argument("--mistakes", action="store_true", help="print the wrong replies")
     parser.add_argument("--compare", type=Path, nargs=2, metavar="REPORT")
@@ -158,12 +167,12 @@ def main() -> None:
     if args.hf:
         from demo.hf import HFAnswerer  # torch is needed for this way only
 
-        answerer: Answerer = HFAnswerer(args.hf, args.dtype, args.device, args.batch)
+        answerer: Answerer = HFAnswerer(args.hf, args.dtype, args.device, args.batch, args.coded)
     elif args.url:
         answerer = HTTPAnswerer(args.url, args.model, args.concurrency, args.timeout)
     else:
         sys.exit("one of --hf, --url and --compare is needed")
-    items = list(held_out(args.limit))
+    items = list(held_out_clips(min(args.limit, NUM_CLIPS)) if args.clips else held_out(args.limit))
     report = evaluate(answerer, items)
     print(table(report))
     if args.mistakes:

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from demo.batches import IGNORED, MAX_PATCHES
+from demo.batches import IGNORED, MAX_TOKENS
 from demo.hf import (
     Qwen3VLForConditionalGeneration,
     apply_rotary_pos_emb_vision,
@@ -21,22 +21,22 @@ from demo.hf import (
 )
 
 SIDES = (10, 12, 14, 16)  # patch sides of images of 160 to 256 pixels
+CLIP_SIDES = (8, 10, 12)  # of frames of 128 to 192
 
 
-class PaddedForward(nn.Module):
-    """Loss of a batch of `demo.batches`, through the modules of an HF model."""
+class GridTables(nn.Module):
+    """Position tables of the vision tower for every grid of the given sides, padded to one size."""
 
-    def __init__(self, model: Qwen3VLForConditionalGeneration, device: torch.device) -> None:
+    def __init__(self, visual: nn.Module, sides: tuple[int, ...], device: torch.device) -> None:
         super().__init__()
-        self.model = model
-        visual = model.model.visual
-        self.heads = visual.config.num_heads
-        index = torch.zeros(len(SIDES) ** 2, MAX_PATCHES, 4, dtype=torch.long)
-        weight = torch.zeros(len(SIDES) ** 2, MAX_PATCHES, 4)
-        cos = torch.ones(len(SIDES) ** 2, MAX_PATCHES, visual.config.hidden_size // self.heads)
-        sin = torch.zeros_like(cos)
-        valid = torch.zeros(len(SIDES) ** 2, MAX_PATCHES, dtype=torch.bool)
-        for number, (h, w) in enumerate((h, w) for h in SIDES for w in SIDES):
+        self.sides, self.size = sides, sides[-1] ** 2
+        count = len(sides) ** 2
+        index = torch.zeros(count, self.size, 4, dtype=torch.long)
+        weight = torch.zeros(count, self.size, 4)
+        head = visual.config.hidden_size // visual.config.num_heads
+        cos, sin = torch.ones(count, self.size, head), torch.zeros(count, self.size, head)
+        valid = torch.zeros(count, self.size, dtype=torch.bool)
+        for number, (h, w) in enumerate((h, w) for h in sides for w in sides):
             grid = torch.tensor([[1, h, w]])
             n = h * w
             index[number, :n], weight[number, :n] = get_vision_interpolation_indices_and_weights(
@@ -57,22 +57,45 @@ class PaddedForward(nn.Module):
             ("sin", sin),
             ("valid", valid),
         ):
-            self.register_buffer(f"grid_{name}", table.to(device), persistent=False)
+            self.register_buffer(name, table.to(device), persistent=False)
 
-    def vision(self, pixels: torch.Tensor, grids: torch.Tensor) -> list[torch.Tensor]:
-        """Padded patches [I, 256, 768] to merged and DeepStack embeddings [I * 64, width]."""
+    def number(self, grids: torch.Tensor) -> torch.Tensor:
+        """Rows of the tables for grids [I, 2]."""
+        steps = (grids - self.sides[0]) // 2
+        return steps[:, 0] * len(self.sides) + steps[:, 1]
+
+
+class PaddedForward(nn.Module):
+    """Loss of a batch of `demo.batches`, through the modules of an HF model."""
+
+    def __init__(self, model: Qwen3VLForConditionalGeneration, device: torch.device) -> None:
+        super().__init__()
+        self.model = model
+        visual = model.model.visual
+        self.heads = visual.config.num_heads
+        self.stills = GridTables(visual, SIDES, device)
+        self.clips = GridTables(visual, CLIP_SIDES, device)
+
+    def vision(
+        self, pixels: torch.Tensor, grids: torch.Tensor, tables: GridTables
+    ) -> list[torch.Tensor]:
+        """Padded patches [I, P, 768 or 1536] to merged and DeepStack embeddings [I * 64, width].
+
+        Patches of 768 values are of still images, those of 1,536 of pairs of frames.
+        """
         visual = self.model.model.visual
-        number = (grids[:, 0] - SIDES[0]) // 2 * len(SIDES) + (grids[:, 1] - SIDES[0]) // 2
+        number = tables.number(grids)
         proj = visual.patch_embed.proj
         # Both temporal slices of a still image are equal, so their weights add up.
-        kernel = proj.weight.sum(2).flatten(1)
+        still = pixels.shape[-1] == 768
+        kernel = (proj.weight.sum(2) if still else proj.weight).flatten(1)
         x = F.linear(pixels, kernel, proj.bias)  # [I, P, C]
-        places = visual.pos_embed(self.grid_index) * self.grid_weight[..., None]
+        places = visual.pos_embed(tables.index) * tables.weight[..., None]
         x = x + places.sum(2)[number]
-        rotary = self.grid_cos[number], self.grid_sin[number]
-        mask = torch.where(self.grid_valid[number], 0.0, float("-inf"))[:, None, None, :]
+        rotary = tables.cos[number], tables.sin[number]
+        mask = torch.where(tables.valid[number], 0.0, float("-inf"))[:, None, None, :]
         mask = mask.to(torch.bfloat16 if x.dtype == torch.bfloat16 else x.dtype)
-        mask = mask.expand(-1, self.heads, MAX_PATCHES, -1)
+        mask = mask.expand(-1, self.heads, tables.size, -1)
         taps = []
         for layer, block in enumerate(visual.blocks):
             x = x + self._attend(block.attn, block.norm1(x), rotary, mask)
@@ -80,7 +103,7 @@ class PaddedForward(nn.Module):
             if layer in visual.deepstack_visual_indexes:
                 merger = visual.deepstack_merger_list[visual.deepstack_visual_indexes.index(layer)]
                 taps.append(merger(x))
-        return [visual.merger(x), *taps]
+        return [_padded(part, len(pixels)) for part in (visual.merger(x), *taps)]
 
     def _attend(
         self,
@@ -98,10 +121,15 @@ class PaddedForward(nn.Module):
     def logits(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         """Logits [S, T, V] of every position of the batch."""
         text = self.model.model.language_model
-        pixels = batch["pixels"].float().sub(127.5).div(127.5)
-        if self.training:  # a little noise, so that compressed images are read too
-            pixels = pixels + 0.03 * torch.randn_like(pixels)
-        embeddings, *taps = self.vision(pixels, batch["grids"])
+        parts = []
+        for key, tables in (("", self.stills), ("clip_", self.clips)):
+            if f"{key}pixels" not in batch:
+                continue
+            pixels = batch[f"{key}pixels"].float().sub(127.5).div(127.5)
+            if self.training:  # a little noise, so that compressed images are read too
+                pixels = pixels + 0.03 * torch.randn_like(pixels)
+            parts.append(self.vision(pixels, batch[f"{key}grids"], tables))
+        embeddings, *taps = (torch.cat(both) for both in zip(*parts, strict=True))
         seen = (batch["slots"] >= 0)[..., None]
         # Text positions read some row that is then dropped: spread out, since the backward of an
         # index is slow where thousands of positions share a row.
@@ -130,3 +158,9 @@ class PaddedForward(nn.Module):
         labels = batch["labels"]
         loss = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORED)
         return loss, logits.detach().argmax(-1) == labels
+
+
+def _padded(embeddings: torch.Tensor, count: int) -> torch.Tensor:
+    """Embeddings of `count` images with `MAX_TOKENS` rows for each."""
+    rows = embeddings.unflatten(0, (count, -1))
+    return F.pad(rows, (0, 0, 0, MAX_TOKENS - rows.shape[1])).flatten(0, 1)

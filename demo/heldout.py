@@ -11,6 +11,8 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from demo.clip_questions import ASKERS, CLIP_TASKS
+from demo.clips import Clip, draw_clip
 from demo.curriculum import SINGLE
 from demo.dice import Dice
 from demo.scenes import COLOURS, SHAPES, Scene, draw_scene, png_bytes
@@ -18,6 +20,7 @@ from demo.several import ask_several
 from demo.wording import NUMBERS, ORDINALS, Turn, surface
 
 NUM_SCENES = 1000
+NUM_CLIPS = 500
 SINGLE_TASKS = (
     "colour",
     "shape",
@@ -36,11 +39,11 @@ _ASKERS["position"] = _ASKERS["relation"]
 
 @dataclass(frozen=True)
 class Item:
-    """One held-out question: PNG images, the question, and the reference answer."""
+    """One held-out question: PNG images or a clip, the question, and the reference answer."""
 
     item_id: str
     task: str
-    images: tuple[bytes, ...]
+    images: tuple[bytes | Clip, ...]
     question: str
     answer: str
 
@@ -105,6 +108,33 @@ def held_out(num_scenes: int = NUM_SCENES) -> Iterator[Item]:
             yield Item(f"{number:04d}-{k}", turn.task, images, turn.question, turn.answer)
 
 
+_CLIP_ASKERS = dict(zip(CLIP_TASKS, ASKERS, strict=True))
+
+
+def _clip_turns(dice: Dice, tasks: tuple[str, ...]) -> tuple[Clip, list[Turn]]:
+    """A clip that supports all the tasks, with one turn for each."""
+    while True:
+        clip, turns = draw_clip(dice), []
+        for task in tasks:
+            drawn = (_CLIP_ASKERS[task](dice, clip, "") for _ in range(12))
+            turns += [next((turn for turn in drawn if turn is not None), None)]
+        found = [turn for turn in turns if turn is not None]
+        if len(found) == len(tasks):
+            return clip, found
+
+
+def held_out_clips(num_clips: int = NUM_CLIPS) -> Iterator[Item]:
+    """Two questions about each of the first `num_clips` held-out clips, in a fixed order."""
+    count = len(CLIP_TASKS)
+    for number in range(num_clips):
+        dice = Dice(f"held-out-clip-{number}")
+        tasks = CLIP_TASKS[number % count], CLIP_TASKS[(number + 1 + number // count) % count]
+        clip, turns = _clip_turns(dice, tasks)
+        for k, turn in enumerate(turns):
+            question = surface(dice, turn.question)
+            yield Item(f"clip-{number:03d}-{k}", turn.task, (clip,), question, turn.answer)
+
+
 _SHAPE_OF = {shape: shape for shape in SHAPES} | {
     shape + ("es" if shape.endswith("s") else "s"): shape for shape in SHAPES
 }
@@ -112,6 +142,10 @@ _NUMBER_OF = {str(i): number for i, number in enumerate(NUMBERS)} | {n: n for n 
 _RELATIONS = ("left", "right", "above", "below", "higher", "lower")
 _PLACES = ("top", "bottom", "left", "right", "centre", "middle")
 _OTHER = ("yes", "nothing", "only", "both", "all", "object", "objects", "more", "most")
+_HAPPENINGS = (
+    *("move", "moves", "appear", "appears", "disappear", "disappears", "change", "changes"),
+    *("turns", "up", "down", "stays", "first", "second", "seconds", "happen", "happens"),
+)
 _OBJECT = re.compile(
     r"\b(?:(%s) )?(%s|objects?)\b" % ("|".join(COLOURS), "|".join(_SHAPE_OF))  # noqa: UP031
 )
@@ -149,6 +183,10 @@ def facts(task: str, reply: str) -> object:
         return [word for word in words if word in _PLACES]
     if task == "position":
         return start, {word for word in words if word in _RELATIONS}, _first_object(reply)
+    if task in CLIP_TASKS:
+        # Every word of weight; "the" and "a" and the commas between two events are left free.
+        known = {*COLOURS, *_NUMBER_OF, *_RELATIONS, *_PLACES, *_OTHER, *_SHAPE_OF, *_HAPPENINGS}
+        return [word for word in words if word in known or word in ("not", "no", "nothing")]
     known = {*COLOURS, *_NUMBER_OF, *ORDINALS, *_RELATIONS, *_PLACES, *_OTHER, *_SHAPE_OF}
     return [word for word in words if word in known], _capitals(reply)
 

@@ -12,8 +12,11 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 from PIL import Image
+
+from demo.clips import Clip, frames, mp4_bytes, sampled_indices
 
 MAX_NEW_TOKENS = 96
 _KEPT_ALIVE: list[torch.library.Library] = []
@@ -50,6 +53,7 @@ from transformers import (  # noqa: E402
 from transformers.models.qwen3_vl.modeling_qwen3_vl import (  # noqa: E402
     apply_rotary_pos_emb_vision,
 )
+from transformers.video_utils import VideoMetadata  # noqa: E402
 from transformers.vision_utils import (  # noqa: E402
     get_vision_interpolation_indices_and_weights,
     get_vision_position_ids,
@@ -68,35 +72,74 @@ __all__ = [
 
 
 class HFAnswerer:
-    """Greedy answers of one model; batches are padded on the left."""
+    """Greedy answers of one model; batches are padded on the left.
 
-    def __init__(self, folder: Path, dtype: str, device: str = "cpu", batch_size: int = 1) -> None:
+    Clips are shown as drawn, or (`coded`) as PyAV decodes them from the mp4 file of a request.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        dtype: str,
+        device: str = "cpu",
+        batch_size: int = 1,
+        coded: bool = False,
+    ) -> None:
         self._processor = AutoProcessor.from_pretrained(folder)
         self._processor.tokenizer.padding_side = "left"
         model = AutoModelForImageTextToText.from_pretrained(folder, dtype=getattr(torch, dtype))
         self._model = model.to(device).eval()  # not .to(dtype): that would round the rope tables
-        self._device, self._batch_size = device, batch_size
+        self._device, self._batch_size, self._coded = device, batch_size, coded
 
-    def __call__(self, questions: Sequence[tuple[Sequence[bytes], str]]) -> Iterator[str]:
-        """One answer for each (PNG images, question), in order."""
+    def __call__(self, questions: Sequence[tuple[Sequence[bytes | Clip], str]]) -> Iterator[str]:
+        """One answer for each (PNG images and clips, question), in order."""
         for start in range(0, len(questions), self._batch_size):
             yield from self._answer(questions[start : start + self._batch_size])
 
     @torch.inference_mode()
-    def _answer(self, batch: Sequence[tuple[Sequence[bytes], str]]) -> list[str]:
-        texts, images = [], []
+    def _answer(self, batch: Sequence[tuple[Sequence[bytes | Clip], str]]) -> list[str]:
+        texts, images, videos = [], [], []
         for pictures, question in batch:
-            content = [{"type": "image"} for _ in pictures]
+            content = [
+                {"type": "video" if isinstance(shown, Clip) else "image"} for shown in pictures
+            ]
             messages = [{"role": "user", "content": [*content, {"type": "text", "text": question}]}]
             texts.append(
                 self._processor.apply_chat_template(
                     messages, add_generation_prompt=True, tokenize=False
                 )
             )
-            images += [Image.open(io.BytesIO(data)).convert("RGB") for data in pictures]
+            for shown in pictures:
+                if isinstance(shown, Clip):
+                    videos.append(self._video(shown))
+                else:
+                    images.append(Image.open(io.BytesIO(shown)).convert("RGB"))
+        sampled = {}
+        if videos:
+            sampled = {
+                "videos": [video for video, _ in videos],
+                "video_metadata": [metadata for _, metadata in videos],
+                "do_sample_frames": False,
+            }
         inputs = self._processor(
-            text=texts, images=images or None, padding=True, return_tensors="pt"
+            text=texts, images=images or None, padding=True, return_tensors="pt", **sampled
         ).to(self._device)
         output = self._model.generate(**inputs, do_sample=False, max_new_tokens=MAX_NEW_TOKENS)
         replies = output[:, inputs["input_ids"].shape[1] :]
         return self._processor.batch_decode(replies, skip_special_tokens=True)
+
+    def _video(self, clip: Clip) -> tuple[np.ndarray, VideoMetadata]:
+        """The sampled frames [n, height, width, 3], and which they are."""
+        indices = sampled_indices(clip)
+        shown = decoded(mp4_bytes(clip))[indices] if self._coded else frames(clip, indices)
+        return shown, VideoMetadata(
+            total_num_frames=clip.num_frames, fps=float(clip.rate), frames_indices=indices
+        )
+
+
+def decoded(mp4: bytes) -> np.ndarray:
+    """All frames of an mp4 file, [n, height, width, 3] uint8. Needs PyAV."""
+    import av
+
+    with av.open(io.BytesIO(mp4)) as container:
+        return np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)])

@@ -24,7 +24,7 @@ from demo.batches import IGNORED, BatchShape, SceneBatches
 from demo.curriculum import TASKS
 from demo.evaluate import evaluate, mistakes, table
 from demo.forward import PaddedForward
-from demo.heldout import held_out
+from demo.heldout import NUM_CLIPS, held_out, held_out_clips
 from demo.hf import HFAnswerer, Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
 MODEL_DIR = Path(__file__).parent / "model"
@@ -183,6 +183,8 @@ def _arguments() -> argparse.Namespace:
         default=BatchShape().rows,
         help="rows of a batch with none, one, two and three pictures",
     )
+    parser.add_argument("--clips", type=int, default=BatchShape().clips, help="rows with a clip")
+    parser.add_argument("--eval-clips", type=int, default=NUM_CLIPS)
     parser.add_argument("--workers", type=int, default=15)
     parser.add_argument("--lr", type=float, default=1.5e-3)
     parser.add_argument("--seed", type=int, default=1)
@@ -197,7 +199,7 @@ def main() -> None:
     """Command line: train, save, evaluate."""
     began = time.monotonic()
     args = _arguments()
-    shape = BatchShape(rows=tuple(args.rows))
+    shape = BatchShape(rows=tuple(args.rows), clips=args.clips)
     stream = start_workers(args, shape)
     torch.set_float32_matmul_precision("highest")
     model = build_model(MODEL_DIR, args.resume, args.seed).to(args.device)
@@ -211,9 +213,10 @@ def main() -> None:
         "parameters": parameters,
         "rows_per_step": shape.num_rows,
         "pictures_per_step": shape.num_images,
+        "clips_per_step": shape.clips,
         **summary,
     }
-    items = list(held_out(args.eval_scenes))
+    items = [*held_out_clips(args.eval_clips), *held_out(args.eval_scenes)]
     for dtype in ("float32", "bfloat16"):
         answerer = HFAnswerer(args.out / "model", dtype, args.device, args.eval_batch)
         report = evaluate(answerer, items, show=False)
