@@ -1,6 +1,6 @@
-"""Write the sample images: scenes from seeds that neither training nor evaluation uses.
+"""Write the sample images and clips, from seeds that neither training nor evaluation uses.
 
-Run as `python -m demo.make_samples`.
+Run as `python -m demo.make_samples`; the clips need PyAV.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from demo.clips import draw_clip, mp4_bytes
 from demo.dice import Dice
 from demo.scenes import draw_scene, png_bytes
 
@@ -19,6 +20,10 @@ PICTURES = {  # name: seed, most things, chance of a word
     "night.png": ("sample-night-1", 5, 1.0),
     "first.png": ("sample-first-1", 3, 0.0),
     "second.png": ("sample-second-10", 3, 1.0),
+}
+CLIPS = {  # name: seed, seconds
+    "move.mp4": ("sample-clip-14", 5.0),
+    "changes.mp4": ("sample-clip-53", 5.0),
 }
 QUESTIONS = (
     (
@@ -57,15 +62,38 @@ QUESTIONS = (
     ),
     ((), ("Who are you?", "What can you do?")),
 )
+CLIP_QUESTIONS = (
+    (
+        ("move.mp4",),
+        (
+            "What happens?",
+            "Which way does the green ring move?",
+            "When does the blue ring appear?",
+            "Where is the green ring at the end?",
+        ),
+    ),
+    (
+        ("changes.mp4",),
+        (
+            "What happens first?",
+            "What colour does the purple ring turn?",
+            "How many things happen?",
+            "Does the brown heart move?",
+        ),
+    ),
+)
 
 
 def main() -> None:
-    """Command line: write the images and samples.json."""
+    """Command line: write the images, the clips, samples.json and clips.json."""
     FOLDER.mkdir(exist_ok=True)
     for name, (seed, most, chance) in PICTURES.items():
         (FOLDER / name).write_bytes(png_bytes(draw_scene(Dice(seed), most, chance)))
-    samples = [{"files": list(files), "questions": list(asked)} for files, asked in QUESTIONS]
-    (FOLDER / "samples.json").write_text(json.dumps(samples, indent=2) + "\n", encoding="utf-8")
+    for name, (seed, seconds) in CLIPS.items():
+        (FOLDER / name).write_bytes(mp4_bytes(draw_clip(Dice(seed), seconds)))
+    for name, questions in (("samples.json", QUESTIONS), ("clips.json", CLIP_QUESTIONS)):
+        samples = [{"files": list(files), "questions": list(asked)} for files, asked in questions]
+        (FOLDER / name).write_text(json.dumps(samples, indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

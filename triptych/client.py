@@ -117,37 +117,37 @@ class Server:
             connection.close()
 
 
-def image_part(image: str) -> dict[str, Any]:
-    """The content part for a URL (passed on) or a file (sent as a data URL).
+def media_part(named: str) -> dict[str, Any]:
+    """The content part for an image or clip: a URL (passed on) or a file (sent as a data URL).
 
     Raises:
         AskError: the file cannot be read.
     """
-    url = image
-    if urlsplit(image).scheme not in ("http", "https", "data"):
-        kind = mimetypes.guess_type(image)[0] or "application/octet-stream"
+    url, kind = named, mimetypes.guess_type(named)[0] or "application/octet-stream"
+    if urlsplit(named).scheme not in ("http", "https", "data"):
         try:
-            data = Path(image).read_bytes()
+            data = Path(named).read_bytes()
         except OSError as error:
-            raise AskError(f"cannot read {image}: {error.strerror}") from error
+            raise AskError(f"cannot read {named}: {error.strerror}") from error
         url = f"data:{kind};base64,{base64.b64encode(data).decode()}"
-    return {"type": "image_url", "image_url": {"url": url}}
+    field = "video_url" if kind.startswith("video/") else "image_url"
+    return {"type": field, field: {"url": url}}
 
 
-def question_message(images: Sequence[str], question: str) -> dict[str, Any]:
-    """One user message: the images in order, then the question."""
+def question_message(media: Sequence[str], question: str) -> dict[str, Any]:
+    """One user message: the images and clips in order, then the question."""
     text = {"type": "text", "text": question}
-    return {"role": "user", "content": [*map(image_part, images), text]}
+    return {"role": "user", "content": [*map(media_part, media), text]}
 
 
 def split_words(words: Sequence[str]) -> tuple[list[str], str]:
-    """Images and the question of `triptych ask`, in whatever order they were written.
+    """Images, clips and the question of `triptych ask`, in whatever order they were written.
 
     Raises:
         AskError: there is no question, or more than one.
     """
-    images = [word for word in words if _names_image(word)]
-    questions = [word for word in words if not _names_image(word)]
+    images = [word for word in words if _names_media(word)]
+    questions = [word for word in words if not _names_media(word)]
     if not questions:
         raise AskError(f'no question about {images[0]}: triptych ask {images[0]} "What is this?"')
     if len(questions) > 1 and all(" " not in word for word in questions):
@@ -157,10 +157,10 @@ def split_words(words: Sequence[str]) -> tuple[list[str], str]:
     return images, questions[0]
 
 
-def _names_image(word: str) -> bool:
+def _names_media(word: str) -> bool:
     is_url = urlsplit(word).scheme in ("http", "https", "data") and " " not in word
     kind = mimetypes.guess_type(word)[0] or ""
-    looks_like_one = kind.startswith("image/") and " " not in word
+    looks_like_one = kind.startswith(("image/", "video/")) and " " not in word
     return is_url or looks_like_one or (len(word) < 4096 and Path(word).is_file())
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from tests.unit.triptych.stub_server import StubServer
 from triptych import cli
-from triptych.client import AskError, Server, ask, image_part, question_message, split_words
+from triptych.client import AskError, Server, ask, media_part, question_message, split_words
 
 
 def test_ask_streams_the_answer(
@@ -38,7 +38,17 @@ def test_a_key_is_sent_with_each_request(stub: StubServer) -> None:
 
 def test_a_url_is_passed_on_as_it_is() -> None:
     url = "https://example.org/a.png"
-    assert image_part(url) == {"type": "image_url", "image_url": {"url": url}}
+    assert media_part(url) == {"type": "image_url", "image_url": {"url": url}}
+
+
+@pytest.mark.parametrize("url", ["https://example.org/a.mp4", "data:video/mp4;base64,AAAA"])
+def test_a_clip_is_known_by_its_name_or_type(url: str, tmp_path: Path) -> None:
+    assert media_part(url) == {"type": "video_url", "video_url": {"url": url}}
+    clip = tmp_path / "a.webm"
+    clip.write_bytes(b"clip")
+    url = "data:video/webm;base64,Y2xpcA=="
+    assert media_part(str(clip)) == {"type": "video_url", "video_url": {"url": url}}
+    assert split_words([str(clip), "b.mp4", "What happens?"])[0] == [str(clip), "b.mp4"]
 
 
 def test_a_missing_image_is_named(stub: StubServer, capsys: pytest.CaptureFixture[str]) -> None:
