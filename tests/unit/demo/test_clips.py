@@ -9,7 +9,7 @@ import torch
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of the import of transformers and torchvision
-    from demo.hf import AutoProcessor, VideoMetadata
+    from demo.hf import AutoProcessor, VideoMetadata, decoded
 
 from demo.batches import (
     IGNORED,
@@ -23,7 +23,7 @@ from demo.batches import (
     training_clip,
 )
 from demo.clip_questions import CLIP_TASKS, clip_turn
-from demo.clips import DIRECTIONS, draw_clip, frames, sampled_indices, scene_at
+from demo.clips import DIRECTIONS, draw_clip, frames, mp4_bytes, sampled_indices, scene_at
 from demo.dice import Dice
 from demo.forward import PaddedForward
 from demo.heldout import held_out_clips, is_right
@@ -88,6 +88,15 @@ def test_equal_seeds_draw_equal_clips():
     clip = clips(1)[0]
     assert np.array_equal(frames(clip, [0, 9]), frames(clip)[[0, 9]])
     assert frames(clip).shape == (clip.num_frames, clip.height, clip.width, 3)
+
+
+def test_an_mp4_file_shows_the_clip():
+    clip = clips(1)[0]
+    file = mp4_bytes(clip)
+    assert len(file) <= 50_000
+    shown, drawn = decoded(file), frames(clip)
+    assert shown.shape == drawn.shape
+    assert np.abs(shown.astype(int) - drawn).mean() < 6
 
 
 def test_held_out_clips_and_questions_never_change():
