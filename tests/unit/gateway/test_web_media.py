@@ -437,7 +437,7 @@ async def test_a_tenant_of_silent_names_leaves_threads_to_others(monkeypatch):
         return [(2, 1, 6, "", ("93.184.216.34", port))]
 
     monkeypatch.setattr(web_media.socket, "getaddrinfo", getaddrinfo)
-    resolver = web_media.SystemResolver(timeout_s=0.05)
+    resolver = web_media.SystemResolver(timeout_s=0.5)
 
     async def ask(tenant, host):
         bind_tenant(Tenant(tenant, Limits(), shares_caches=False))
