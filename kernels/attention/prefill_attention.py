@@ -40,7 +40,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language import debug_barrier
 from triton.language.extra.cuda import gdc_wait
 
-from kernels.attention.attention_tuning import AttentionFacts
+from kernels.attention.attention_tuning import PREFILL, AttentionFacts
 from kernels.attention.fp8_codec import decode_e4m3
 from kernels.attention.fp8_pages import as_bytes
 from kernels.attention.paged_decode_attention import merge_softmax
@@ -63,16 +63,6 @@ from kernels.attention.warpgroups import (
 
 TILE = 64  # query tokens of a work item, and tokens of a K/V tile
 _FIELDS = 8  # of a work item in the list
-_CTAS_PER_SM = 2  # that fit
-_MIN_SPLIT_TILES = 4  # K/V tiles of a split, at least
-# When the kernel is faster than FA3; measured for the 2B (28 layers) on an H200. FA3 attends to
-# twice as many pairs of a new and a cached token in the same time, but runs in no graph. It is
-# faster once the eager step keeps the device longer than its launches take the host, some 10 ms:
-# 1,000 new tokens take 5, and a million pairs 0.8.
-_MAX_CACHED_SHARE = 0.25  # pairs with cached tokens per pair within the chunk
-# Pairs with cached tokens that a captured step may have: always; and at most, less for each new
-# token.
-_MIN_CAPTURED_PAIRS, _MAX_CAPTURED_PAIRS, _PAIRS_PER_TOKEN = 1_000_000, 12_000_000, 6_000
 
 
 class PrefillChunk(NamedTuple):
@@ -97,7 +87,7 @@ class PrefillAttention:
     def __init__(self, facts: AttentionFacts, device: torch.device) -> None:
         num_heads, head_dim = facts.num_heads, facts.head_dim
         # With this many work items there are enough CTAs, and none is split.
-        ctas_per_sm = _CTAS_PER_SM if head_dim <= 128 else 1
+        ctas_per_sm = PREFILL.ctas_per_sm if head_dim <= 128 else 1
         self._max_splits = facts.device.num_sms * ctas_per_sm // num_heads
         rows = self._max_splits * num_heads * TILE
         self._acc = torch.empty((rows, head_dim), dtype=torch.float32, device=device)
@@ -110,14 +100,14 @@ class PrefillAttention:
         n tokens has n² / 2 pairs of its own.
         """
         own = sum(chunk.length**2 for chunk in chunks) / 2
-        return _cached_pairs(chunks) <= _MAX_CACHED_SHARE * own
+        return _cached_pairs(chunks) <= PREFILL.max_cached_share * own
 
     @staticmethod
     def is_faster_captured(chunks: Sequence[PrefillChunk]) -> bool:
         """Whether a captured step with this kernel is faster than an eager one with FA3."""
         tokens = sum(chunk.length for chunk in chunks)
-        most = _MAX_CAPTURED_PAIRS - _PAIRS_PER_TOKEN * tokens
-        return _cached_pairs(chunks) <= max(_MIN_CAPTURED_PAIRS, most)
+        most = PREFILL.max_captured_pairs - PREFILL.pairs_per_token * tokens
+        return _cached_pairs(chunks) <= max(PREFILL.min_captured_pairs, most)
 
     def count_work(self, num_tokens: int, num_chunks: int) -> int:
         """The most work items of a step of this many tokens in this many chunks."""
@@ -138,7 +128,7 @@ class PrefillAttention:
         share = 0  # K/V tiles of a split; 0: no item is split
         if (spare := self._max_splits - len(tiles)) > 0:
             total = sum(-(-chunk.cached // TILE) for chunk, _ in tiles)
-            share = max(_MIN_SPLIT_TILES, -(-total // spare))
+            share = max(PREFILL.min_split_tiles, -(-total // spare))
         work: list[tuple[int, int, int, PrefillChunk]] = []
         for chunk, at in tiles:
             splits = max(1, -(-chunk.cached // (share * TILE))) if share else 1

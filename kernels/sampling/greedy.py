@@ -17,9 +17,16 @@ _NOT_FINITE, _ALL_MASKED = tl.constexpr(NOT_FINITE), tl.constexpr(ALL_MASKED)
 
 
 def greedy(logits: Tensor) -> Tensor:
-    """`[B, vocab_size]` → `[B]` int32; `NOT_FINITE` where a row is not finite."""
-    out = torch.empty(len(logits), dtype=torch.int32, device=logits.device)
-    _find(logits, len(logits), (out, out, out), out, out, is_masked=False)
+    """`[B, vocab_size]` → `[B]` int32; -1 where a row is not finite."""
+    num_rows, vocab_size = logits.shape
+    best = torch.empty(num_rows, _SPLITS, dtype=torch.float32, device=logits.device)
+    best_id = torch.empty(num_rows, _SPLITS, dtype=torch.int32, device=logits.device)
+    out = torch.empty(num_rows, dtype=torch.int32, device=logits.device)
+    block = triton.next_power_of_2(triton.cdiv(vocab_size, _SPLITS))
+    _split_kernel[(num_rows, _SPLITS)](
+        logits, best, best_id, vocab_size, SPLITS=_SPLITS, BLOCK=block, num_warps=4
+    )
+    _merge_kernel[(num_rows,)](best, best_id, out, SPLITS=_SPLITS, num_warps=1)
     return out
 
 
@@ -27,61 +34,73 @@ def greedy_masked(
     logits: Tensor, masked: MaskedRows, token_ids: Tensor, last_tokens: Tensor
 ) -> None:
     """Implements `Ops.greedy_masked`."""
+    count, vocab_size = len(masked.samples), logits.shape[1]
     assert logits.is_contiguous() and masked.token_masks.is_contiguous()
-    _find(logits, len(masked.samples), masked, token_ids, last_tokens, is_masked=True)
-
-
-def _find(
-    logits: Tensor, count: int, masked: tuple[Tensor, Tensor, Tensor], out: Tensor, last: Tensor,
-    *, is_masked: bool,
-) -> None:  # fmt: skip
-    """Without masks any tensors stand for `masked` and `last`."""
-    samples, rows, masks = masked
-    vocab_size = logits.shape[1]
     best = torch.empty(count, 2, _SPLITS, dtype=torch.float32, device=logits.device)
+    block = triton.next_power_of_2(triton.cdiv(vocab_size, _SPLITS))
     launch(
-        _split_kernel, (count, _SPLITS, 1), (logits, samples, masks, best),
-        VOCAB=vocab_size, SPLITS=_SPLITS, MASKED=is_masked,
-        BLOCK=triton.next_power_of_2(triton.cdiv(vocab_size, _SPLITS)), num_warps=4,
+        _masked_split_kernel, (count, _SPLITS, 1),
+        (logits, masked.samples, masked.token_masks, best),
+        VOCAB=vocab_size, SPLITS=_SPLITS, BLOCK=block, num_warps=4,
     )  # fmt: skip
     launch(
-        _merge_kernel, (count, 1, 1), (best, samples, rows, out, last),
-        SPLITS=_SPLITS, MASKED=is_masked, num_warps=1,
+        _masked_merge_kernel, (count, 1, 1),
+        (best, masked.samples, masked.rows, token_ids, last_tokens), SPLITS=_SPLITS, num_warps=1,
     )  # fmt: skip
 
 
 @triton.jit
 def _split_kernel(
-    logits_ptr, index_ptr, masks_ptr, best_ptr, VOCAB: tl.constexpr, SPLITS: tl.constexpr,
-    MASKED: tl.constexpr, BLOCK: tl.constexpr,
+    logits_ptr, best_ptr, id_ptr, vocab_size, SPLITS: tl.constexpr, BLOCK: tl.constexpr
+):
+    row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    token = split * BLOCK + tl.arange(0, BLOCK)
+    inside = token < vocab_size
+    value = tl.load(logits_ptr + row * vocab_size + token, mask=inside, other=0.0).to(tl.float32)
+    # Infinite or NaN: only finite numbers compare below infinity.
+    not_finite = tl.sum(tl.where(tl.abs(value) < float("inf"), 0, 1)) > 0
+    value = tl.where(inside, value, float("-inf"))
+    top = tl.max(value)
+    found = tl.min(tl.where((value == top) & inside, token, 2147483647))
+    tl.store(best_ptr + row * SPLITS + split, tl.where(not_finite, float("inf"), top))
+    tl.store(id_ptr + row * SPLITS + split, tl.where(not_finite, -1, found))
+
+
+@triton.jit
+def _merge_kernel(best_ptr, id_ptr, out_ptr, SPLITS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    split = tl.arange(0, SPLITS)
+    best = tl.load(best_ptr + row * SPLITS + split)
+    token = tl.load(id_ptr + row * SPLITS + split)
+    # A split that is not finite has +inf and id -1, and so decides the result.
+    found = tl.min(tl.where(best == tl.max(best), token, 2147483647))
+    tl.store(out_ptr + row, found)
+
+
+@triton.jit
+def _masked_split_kernel(
+    logits_ptr, index_ptr, masks_ptr, best_ptr,
+    VOCAB: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Of one split: the largest logit that the mask allows, and its id, which float32 holds."""
     place, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token = split * BLOCK + tl.arange(0, BLOCK)
     inside = token < VOCAB
-    row = place
-    if MASKED:
-        row = tl.load(index_ptr + place)
+    row = tl.load(index_ptr + place)
     value = tl.load(logits_ptr + row * VOCAB + token, mask=inside, other=0.0).to(tl.float32)
-    # Infinite or NaN: only finite numbers compare below infinity.
     not_finite = tl.sum(tl.where(tl.abs(value) < float("inf"), 0, 1)) > 0
-    allowed = inside
-    if MASKED:
-        words: tl.constexpr = (VOCAB + 31) // 32
-        word = tl.load(masks_ptr + place * words + (token >> 5), mask=inside, other=0)
-        allowed = ((word >> (token & 31)) & 1) != 0
-    value = tl.where(allowed, value, float("-inf"))
+    words: tl.constexpr = (VOCAB + 31) // 32
+    word = tl.load(masks_ptr + place * words + (token >> 5), mask=inside, other=0)
+    value = tl.where(((word >> (token & 31)) & 1) != 0, value, float("-inf"))
     top = tl.max(value)
-    found = tl.min(tl.where((value == top) & inside, token, VOCAB - 1))
+    found = tl.min(tl.where(value == top, token, 2147483647))
     best_ptr += place * 2 * SPLITS + split
     tl.store(best_ptr, tl.where(not_finite, float("inf"), top))
     tl.store(best_ptr + SPLITS, found.to(tl.float32))
 
 
 @triton.jit
-def _merge_kernel(
-    best_ptr, index_ptr, rows_ptr, out_ptr, last_ptr, SPLITS: tl.constexpr, MASKED: tl.constexpr
-):
+def _masked_merge_kernel(best_ptr, index_ptr, rows_ptr, out_ptr, last_ptr, SPLITS: tl.constexpr):
     place, split = tl.program_id(0).to(tl.int64), tl.arange(0, SPLITS)
     best = tl.load(best_ptr + place * 2 * SPLITS + split)
     token = tl.load(best_ptr + (place * 2 + 1) * SPLITS + split)
@@ -89,8 +108,5 @@ def _merge_kernel(
     found = tl.min(tl.where(best == top, token, 2147483647.0)).to(tl.int32)
     found = tl.where(top == float("-inf"), _ALL_MASKED, found)
     found = tl.where(top == float("inf"), _NOT_FINITE, found)
-    row = place
-    if MASKED:
-        row = tl.load(index_ptr + place)
-        tl.store(last_ptr + tl.load(rows_ptr + place), tl.maximum(found, 0))
-    tl.store(out_ptr + row, found)
+    tl.store(out_ptr + tl.load(index_ptr + place), found)
+    tl.store(last_ptr + tl.load(rows_ptr + place), tl.maximum(found, 0))
