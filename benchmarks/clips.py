@@ -5,7 +5,8 @@
 Each clip is another one, 720p at 30 frames a second (H.264, made by PyAV before the clock starts),
 so nothing is cached; then the same clips are asked about again. With `--frames` two frames a second
 are sent as JPEGs instead, which needs no PyAV here nor there. Answers have one token, so the whole
-time is that of the first token.
+time is that of the first token. Of another server's requests there are no stages; `--keep` has it
+asked about the same files.
 """
 
 import argparse
@@ -14,17 +15,25 @@ import io
 import json
 import statistics
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import cache
+from multiprocessing import get_context
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from PIL import Image
 
+from benchmarks.client import Target
+from benchmarks.worker import model_name
+
 _SIZE, _RATE = (720, 1280), 30
 _TIMEOUT_S = 300.0
+_CIRCLE = 1024  # steps of a wave
 
 
 @dataclass(slots=True)
@@ -36,31 +45,47 @@ class Row:
     first_ms: list[float] = field(default_factory=list[float])
     stages: list[dict[str, float]] = field(default_factory=list[dict[str, float]])
     tokens: int = 0
+    refused: int = 0
 
     def __str__(self) -> str:
         ordered = sorted(self.first_ms)
         stages = ", ".join(
             f"{name} {statistics.median(stage.get(name, 0.0) for stage in self.stages):.1f}"
-            for name in self.stages[0]
+            for name in (self.stages or [{}])[0]
         )
         return (
             f"{self.label}: {self.tokens} tokens, TTFT p50 {statistics.median(ordered):.0f} ms, "
-            f"max {ordered[-1]:.0f}, {len(ordered) / self.wall_s:.2f} clips/s; stages: {stages}"
+            f"max {ordered[-1]:.0f}, {len(ordered) / self.wall_s:.2f} clips/s, "
+            f"{self.refused} refused; stages: {stages}"
         )
 
 
 def picture(clip: int, at_s: float) -> np.ndarray:
     """RGB of a clip at a time: bands that move, in colours of the clip's own."""
-    height, width = _SIZE
-    rows = np.arange(height, dtype=np.float32)[:, None, None]
-    columns = np.arange(width, dtype=np.float32)[None, :, None]
-    phase = np.arange(3) * (1.0 + clip % 97 / 50) + clip
-    wave = np.sin(columns / 90 + rows / 140 + 2 * at_s + phase)
-    return (127.5 + 127.5 * wave).astype(np.uint8)
+    rgb = np.empty((*_SIZE, 3), np.uint8)
+    for channel in range(3):
+        phase = channel * (1.0 + clip % 97 / 50) + clip + 2 * at_s
+        shift = int(phase / (2 * np.pi) * _CIRCLE)
+        rgb[:, :, channel] = _wave()[(_places() + shift) % _CIRCLE]
+    return rgb
 
 
-def frames_part(clip: int, seconds: int) -> dict[str, Any]:
-    """A part with JPEGs, two a second."""
+@cache
+def _places() -> np.ndarray:
+    """Of each pixel in the wave."""
+    rows, columns = np.ogrid[: _SIZE[0], : _SIZE[1]]
+    return ((columns / 90 + rows / 140) / (2 * np.pi) * _CIRCLE).astype(np.int32)
+
+
+@cache
+def _wave() -> np.ndarray:
+    angles = np.arange(_CIRCLE) / _CIRCLE * 2 * np.pi
+    return (127.5 + 127.5 * np.sin(angles)).astype(np.uint8)
+
+
+def frames_part(clip: int, seconds: int, keep: Path | None = None) -> dict[str, Any]:
+    """A part with JPEGs, two a second; none is kept."""
+    del keep
     files: list[str] = []
     for number in range(2 * seconds):
         file = io.BytesIO()
@@ -70,8 +95,21 @@ def frames_part(clip: int, seconds: int) -> dict[str, Any]:
     return {"type": "video_url", "video_url": {"url": url, "fps": 2}}
 
 
-def file_part(clip: int, seconds: int) -> dict[str, Any]:
-    """A part with an MP4. Eight pictures a second, so that making it takes less than showing it."""
+def file_part(clip: int, seconds: int, keep: Path | None = None) -> dict[str, Any]:
+    """A part with an MP4, of a file in `keep` if it is there."""
+    path = keep / f"{clip}-{seconds}.mp4" if keep else None
+    if path is not None and path.exists():
+        content = path.read_bytes()
+    else:
+        content = mp4(clip, seconds)
+        if path is not None:
+            path.write_bytes(content)
+    url = "data:video/mp4;base64," + base64.b64encode(content).decode()
+    return {"type": "video_url", "video_url": {"url": url}}
+
+
+def mp4(clip: int, seconds: int) -> bytes:
+    """A clip's file. Eight pictures a second, so that making it takes less than showing it."""
     import av
 
     file = io.BytesIO()
@@ -79,6 +117,7 @@ def file_part(clip: int, seconds: int) -> dict[str, Any]:
         stream = container.add_stream("libx264", rate=_RATE, options={"preset": "ultrafast"})
         stream.height, stream.width = _SIZE
         stream.pix_fmt = "yuv420p"
+        stream.thread_count = 1
         frame = None
         for number in range(_RATE * seconds):
             if number % 4 == 0:
@@ -87,13 +126,13 @@ def file_part(clip: int, seconds: int) -> dict[str, Any]:
             frame.pts = number
             container.mux(stream.encode(frame))
         container.mux(stream.encode())
-    url = "data:video/mp4;base64," + base64.b64encode(file.getvalue()).decode()
-    return {"type": "video_url", "video_url": {"url": url}}
+    return file.getvalue()
 
 
-def ask(url: str, part: dict[str, Any]) -> tuple[float, dict[str, float], int]:
-    """Milliseconds of one question, its stages, and the prompt's tokens."""
+def ask(url: str, model: str, part: dict[str, Any]) -> tuple[float, dict[str, float], int]:
+    """Milliseconds of one question, its stages (of our answers), and the prompt's tokens."""
     body = json.dumps({
+        "model": model,
         "messages": [{"role": "user", "content": [part, {"type": "text", "text": "What moves?"}]}],
         "max_tokens": 1, "include_stage_times": True,
     }).encode()  # fmt: skip
@@ -104,15 +143,24 @@ def ask(url: str, part: dict[str, Any]) -> tuple[float, dict[str, float], int]:
     with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as response:
         answer = json.load(response)
     taken_ms = 1000 * (time.monotonic() - start)
-    return taken_ms, answer["stage_times_ms"], answer["usage"]["prompt_tokens"]
+    return taken_ms, answer.get("stage_times_ms", {}), answer["usage"]["prompt_tokens"]
 
 
-def measure(url: str, label: str, parts: Sequence[dict[str, Any]], concurrency: int) -> Row:
+def measure(
+    url: str, model: str, label: str, parts: Sequence[dict[str, Any]], concurrency: int
+) -> Row:
     """Asks about each part once, so many at a time."""
     row = Row(label)
     start = time.monotonic()
     with ThreadPoolExecutor(concurrency) as threads:
-        for taken_ms, stages, row.tokens in threads.map(lambda part: ask(url, part), parts):
+        for asked in [threads.submit(ask, url, model, part) for part in parts]:
+            try:
+                taken_ms, stages, row.tokens = asked.result()
+            except urllib.error.HTTPError as error:
+                if error.code != 503:
+                    raise
+                row.refused += 1
+                continue
             row.first_ms.append(taken_ms)
             row.stages.append(stages)
     row.wall_s = time.monotonic() - start
@@ -127,19 +175,25 @@ def main() -> None:
     parser.add_argument("--concurrency", default="1,8,32", help="clips at a time")
     parser.add_argument("--rounds", type=int, default=2, help="clips of each row, by concurrency")
     parser.add_argument("--frames", action="store_true", help="send JPEGs instead of a file")
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="of files, for another server")
     arguments = parser.parse_args()
-    make: Callable[[int, int], dict[str, Any]] = frames_part if arguments.frames else file_part
-    ask(arguments.url, make(0, 2))  # starts the processes that decode
-    made = 1
+    make: Callable[..., dict[str, Any]] = frames_part if arguments.frames else file_part
+    url, made = arguments.url, 1
+    if arguments.keep:
+        arguments.keep.mkdir(parents=True, exist_ok=True)
+    model = model_name(Target.from_url(url))
+    ask(url, model, make(0, 2))  # starts the processes that decode
     for seconds in map(int, arguments.seconds.split(",")):
         for concurrency in map(int, arguments.concurrency.split(",")):
             count = max(3, arguments.rounds * concurrency)
-            with ThreadPoolExecutor() as threads:
-                parts = list(threads.map(make, range(made, made + count), [seconds] * count))
+            numbers = range(made, made + count)
+            with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
+                keep = [arguments.keep] * count
+                parts = list(pool.map(make, numbers, [seconds] * count, keep))
             made += count
             label = f"{seconds} s, {concurrency} at a time"
-            print(measure(arguments.url, label, parts, concurrency), flush=True)
-            print(measure(arguments.url, f"{label}, again", parts, concurrency), flush=True)
+            print(measure(url, model, label, parts, concurrency), flush=True)
+            print(measure(url, model, f"{label}, again", parts, concurrency), flush=True)
 
 
 if __name__ == "__main__":

@@ -2,11 +2,13 @@
 
     python -m benchmarks.flood --stack null
     python -m benchmarks.flood --stack demo --kinds short,n8,prompts,images,bodies,refused
+    python -m benchmarks.flood --stack demo --model DIR --load-format dummy --device cuda
 
 It starts a stack with a key file of three tenants. One asks a short question, gets its answer, and
 asks the next; another floods, from a process of its own. Rounds without and with the flood take
 turns, so that both see the same machine. `null` is a real gateway and a real decoder's front around
-an engine that computes nothing; `demo` is `triptych serve` with the demonstration model.
+an engine that computes nothing; `demo` is `triptych serve` with the demonstration model, or what
+its options say: those unknown here go to it.
 
 Wanted: the 99th percentile of the time to the first token, flooded, is at most twice the quiet one
 and a step of the engine. `--limits` shows that limits per minute are exact.
@@ -339,10 +341,10 @@ def null_stack(directory: Path, tick_s: float = _NULL_TICK_S) -> Generator[Stack
 
 
 @contextmanager
-def demo_stack(directory: Path) -> Generator[Stack]:
-    """`triptych serve` with the demonstration model."""
+def demo_stack(directory: Path, options: Sequence[str] = ()) -> Generator[Stack]:
+    """`triptych serve`, without options with the demonstration model."""
     keys = _write_keys(directory / "keys.json")
-    command = [sys.executable, "-m", "triptych", "serve", "--port", "0"]
+    command = [sys.executable, "-m", "triptych", "serve", "--port", "0", *options]
     environment = os.environ | {"GATEWAY_API_KEYS": f"file:{directory}/keys.json"}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, text=True)
     try:
@@ -378,18 +380,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--requests", type=int, default=200, help="of the quiet tenant, with and without a flood")
     add("--rounds", type=int, default=4, help="that these are spread over")
     add("--limits", action="store_true", help="how exact limits per minute are, instead")
-    options = parser.parse_args(arguments)
+    options, serve = parser.parse_known_args(arguments)
     kinds = [kind for kind in options.kinds.split(",") if kind]
     if unknown := set(kinds) - KINDS.keys():
         parser.error(f"no such flood: {', '.join(sorted(unknown))}")
     if options.stack == "null":
         kinds = [kind for kind in kinds if kind not in _NEEDS_ENCODER]
     print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}", flush=True)
-    start = {"null": null_stack, "demo": demo_stack}[options.stack]
     rows: list[Row] = []
     with (
         tempfile.TemporaryDirectory(prefix="triptych-flood-") as directory,
-        start(Path(directory)) as stack,
+        null_stack(Path(directory))
+        if options.stack == "null"
+        else demo_stack(Path(directory), serve) as stack,
     ):
         if options.limits:
             print("\n".join(measure_limits(stack)))

@@ -48,7 +48,8 @@ from services.encoder.settings import EncoderSettings
 # Files of images in work, which front and engine both hold, and as many that arrive: a sixteenth of
 # the pod's memory, and at least one image of the largest size that a call may have.
 _QUEUED_SHARE, _MIN_QUEUED_BYTES = 16, 64 << 20
-_MAX_QUEUED_PATCHES = 1 << 20  # before merging; images beyond these are refused at once
+_MAX_IMAGE_PATCHES = 1 << 20  # before merging
+_MAX_QUEUED_PATCHES = 1 << 21  # refused at once beyond; a clip of a minute has 48,000
 # Files of videos that are kept for a while: a sixteenth of the pod's memory.
 _HELD_SHARE, _MAX_HELD_BYTES = 16, 512 << 20
 _PROBES = 2  # videos whose containers are read at a time
@@ -171,7 +172,7 @@ def describe(ready: EngineReady, settings: EncoderSettings, geometry: Geometry) 
         key_prefix=ready.key_prefix,
         like=EmbeddingSpec(ready.dtype, ready.num_features, 0, ready.hidden),
         geometry=geometry,
-        max_image_patches=min(arena_patches, _MAX_QUEUED_PATCHES),
+        max_image_patches=min(arena_patches, _MAX_IMAGE_PATCHES),
     )
 
 
