@@ -67,7 +67,7 @@ system-test:
 # --- running ----------------------------------------------------------------------------------
 
 .PHONY: demo
-demo: system-runtime $(RUNTIME) ## start the stack, ask the demonstration model about images, stop
+demo: system-runtime $(RUNTIME) ## start the stack, ask the demonstration model about images and clips, stop
 	@$(BIN)/triptych demo
 
 .PHONY: serve

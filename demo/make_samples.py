@@ -60,9 +60,6 @@ QUESTIONS = (
             "What is the difference between the two pictures?",
         ),
     ),
-    ((), ("Who are you?", "What can you do?")),
-)
-CLIP_QUESTIONS = (
     (
         ("move.mp4",),
         (
@@ -81,19 +78,20 @@ CLIP_QUESTIONS = (
             "Does the brown heart move?",
         ),
     ),
+    ((), ("Who are you?", "What can you do?")),
 )
 
 
 def main() -> None:
-    """Command line: write the images, the clips, samples.json and clips.json."""
+    """Command line: write the images, the clips and samples.json."""
     FOLDER.mkdir(exist_ok=True)
     for name, (seed, most, chance) in PICTURES.items():
         (FOLDER / name).write_bytes(png_bytes(draw_scene(Dice(seed), most, chance)))
     for name, (seed, seconds) in CLIPS.items():
         (FOLDER / name).write_bytes(mp4_bytes(draw_clip(Dice(seed), seconds)))
-    for name, questions in (("samples.json", QUESTIONS), ("clips.json", CLIP_QUESTIONS)):
-        samples = [{"files": list(files), "questions": list(asked)} for files, asked in questions]
-        (FOLDER / name).write_text(json.dumps(samples, indent=2) + "\n", encoding="utf-8")
+    samples = [{"files": list(files), "questions": list(asked)} for files, asked in QUESTIONS]
+    path = FOLDER / "samples.json"
+    path.write_text(json.dumps(samples, indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

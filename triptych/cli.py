@@ -70,7 +70,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_chat(commands)
     _add_key(commands)
     commands.add_parser("bench", help="measure a server under load (see: triptych bench --help)")
-    demo = commands.add_parser("demo", help="start the stack and ask about the sample images")
+    demo = commands.add_parser("demo", help="start the stack and ask about sample images and clips")
     demo.set_defaults(run=_demo)
     return parser
 

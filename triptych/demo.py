@@ -1,7 +1,7 @@
-"""`make demo`: the whole stack with the demonstration model, asked about the sample images.
+"""`make demo`: the whole stack with the demonstration model, asked about sample images and clips.
 
-It counts the encoder's work by the encoder's own metric: an image that is asked about again must
-not be encoded again. Exit status 1 if it was, or if a question was not answered.
+It counts the encoder's work by the encoder's own metric: an image or a clip that is asked about
+again must not be encoded again. Exit status 1 if it was, or if a question was not answered.
 """
 
 import asyncio
@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -30,9 +31,9 @@ _ENCODED = "encoder_images_encoded_total"
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Some images, shown together (or none), and what to ask about them."""
+    """Some images or a clip, shown together (or nothing), and what to ask about them."""
 
-    images: tuple[Path, ...]
+    files: tuple[Path, ...]
     questions: tuple[str, ...]
 
 
@@ -40,15 +41,15 @@ def load_samples(directory: Path = SAMPLES) -> list[Sample]:
     """The samples that `samples.json` lists.
 
     Raises:
-        ValueError: the file is malformed, or an image is missing.
+        ValueError: the file is malformed, or one that it names is missing.
     """
     samples: list[Sample] = []
     try:
         for entry in json.loads((directory / "samples.json").read_text()):
-            images = tuple(directory / name for name in entry["files"])
-            if missing := [path.name for path in images if not path.is_file()]:
-                raise ValueError(f"missing image {', '.join(missing)}")
-            samples.append(Sample(images, tuple(entry["questions"])))
+            files = tuple(directory / name for name in entry["files"])
+            if missing := [path.name for path in files if not path.is_file()]:
+                raise ValueError(f"missing {', '.join(missing)}")
+            samples.append(Sample(files, tuple(entry["questions"])))
     except (OSError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{directory / 'samples.json'}: {error}") from error
     return samples
@@ -59,13 +60,14 @@ class Totals:
     """What the demonstration counted.
 
     Attributes:
-        images: distinct ones.
-        encodes: images that the vision tower computed, by the encoders' counters.
-        repeats: questions about images of earlier questions.
+        files: distinct images and clips.
+        encodes: images and pairs of frames that the vision tower computed, by the encoders'
+            counters.
+        repeats: questions about images and clips of earlier questions.
         repeat_encodes: encodes during those; must be zero.
     """
 
-    images: int = 0
+    files: int = 0
     questions: int = 0
     encodes: int = 0
     repeats: int = 0
@@ -113,20 +115,22 @@ def _ask_all(console: Console, samples: Iterable[Sample], plan: Plan) -> Totals:
     totals = Totals()
     seen: set[Path] = set()
     for sample in samples:
-        names = " + ".join(path.name for path in sample.images) or "no image"
+        names = " + ".join(path.name for path in sample.files) or "no image"
         console.print(f"\n[bold]{escape(names)}[/]")
         for question in sample.questions:
-            new = [path for path in sample.images if path not in seen]
+            new = [path for path in sample.files if path not in seen]
             before = _count_encodes(plan)
             answer = _ask_one(console, sample, question, plan)
             encodes = _count_encodes(plan) - before
-            work = _encoder_work(encodes) if sample.images else "the encoder was not asked"
+            for video in _videos(answer) if new else ():
+                console.print(f"    [dim]{_as_sampled(video)}[/]")
+            work = _encoder_work(encodes) if sample.files else "the encoder was not asked"
             console.print(f"    [dim]{_times(answer)}; {work}[/]")
-            seen.update(sample.images)
-            totals.images += len(new)
+            seen.update(sample.files)
+            totals.files += len(new)
             totals.questions += 1
             totals.encodes += encodes
-            if sample.images and not new:
+            if sample.files and not new:
                 totals.repeats += 1
                 totals.repeat_encodes += encodes
     return totals
@@ -136,7 +140,7 @@ def _ask_one(console: Console, sample: Sample, question: str, plan: Plan) -> Ans
     console.print(f"  [cyan]{escape(question)}[/]\n    ", end="")
     body = {
         "model": plan.model_name,
-        "messages": [question_message([str(path) for path in sample.images], question)],
+        "messages": [question_message([str(path) for path in sample.files], question)],
         "temperature": 0,
         "include_stage_times": True,
     }
@@ -151,6 +155,21 @@ def _count_encodes(plan: Plan) -> int:
     return round(sum(metric_value(url, _ENCODED) for url in urls))
 
 
+def _videos(answer: Answer) -> list[dict[str, Any]]:
+    """What the server says of each clip."""
+    return (answer.usage.get("prompt_tokens_details") or {}).get("videos") or []
+
+
+def _as_sampled(video: dict[str, Any]) -> str:
+    """The frames that the model sees, when they are, and what they cost."""
+    height, width = video["size"]
+    times = ", ".join(f"{time:.1f}" for time in video["times"])
+    return (
+        f"{video['frames']} frames of {width}x{height} as sampled, {video['fps']:.1f} a second, "
+        f"in pairs at {times} s: {video['tokens']} tokens"
+    )
+
+
 def _times(answer: Answer) -> str:
     first = f"{1e3 * answer.ttft_s:.0f} ms to the first word, " if answer.ttft_s else ""
     encode = answer.stage_times_ms.get("encode")
@@ -160,27 +179,27 @@ def _times(answer: Answer) -> str:
 
 def _encoder_work(encodes: int) -> str:
     if encodes:
-        return f"the encoder ran on {encodes} new image{'s' if encodes > 1 else ''}"
-    return "[green]the encoder was skipped[/]: no new image"
+        return f"the encoder ran {encodes} time{'s' if encodes > 1 else ''}"
+    return "[green]the encoder was skipped[/]: nothing new"
 
 
 def _introduce(console: Console) -> None:
     console.print("[bold]Triptych[/]: gateway, encoder and decoder as separate processes\n")
     console.print(
-        "The model is a tiny Qwen3-VL, trained for this repository on coloured shapes, numbers\n"
-        "and short words. Real checkpoints load through the same code.\n"
+        "The model is a tiny Qwen3-VL, trained for this repository on coloured shapes, numbers,\n"
+        "short words and clips of moving shapes. Real checkpoints load through the same code.\n"
     )
 
 
 def _conclude(console: Console, totals: Totals, elapsed_s: float) -> None:
     table = Table(show_header=False, box=None, padding=(0, 2))
     table.add_row("questions answered", str(totals.questions))
-    table.add_row("distinct images", str(totals.images))
-    table.add_row("images encoded", f"{totals.encodes} (counted by the encoder)")
-    table.add_row("questions on known images", str(totals.repeats))
+    table.add_row("distinct images and clips", str(totals.files))
+    table.add_row("images and frame pairs encoded", f"{totals.encodes} (counted by the encoder)")
+    table.add_row("questions on known ones", str(totals.repeats))
     table.add_row("encodes for them", str(totals.repeat_encodes))
     console.print("\n", table, f"\nStopped. {elapsed_s:.1f} s in total.", sep="")
     if totals.repeat_encodes:
-        console.print("[red]a known image was encoded again[/]")
+        console.print("[red]what was known was encoded again[/]")
     else:
         console.print("Serve it yourself: [cyan]triptych serve[/], then open the chat page.")

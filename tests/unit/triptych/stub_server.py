@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+VIDEO = {"frames": 4, "fps": 2.0, "tokens": 40, "size": [128, 160], "times": [0.25, 1.25]}
+
 
 @dataclass
 class StubServer:
@@ -51,22 +53,22 @@ class StubServer:
             writer.close()
 
     def page(self, path: str) -> str:
-        """What a GET answers: the models, or metrics in which each image was encoded once."""
+        """What a GET answers: the models, or metrics where each image and clip was encoded once."""
         if path == "/v1/models":
             return json.dumps({"data": [{"id": "stub"}]})
         num_encoded = len(self.images()) if self.caches else sum(map(len, self.per_request()))
         return f"# HELP x\nencoder_images_encoded_total {num_encoded}.0\n"
 
     def per_request(self) -> list[list[str]]:
-        """The image URLs of each request."""
+        """The URLs of images and clips of each request."""
         return [
-            [part["image_url"]["url"] for part in message["content"] if "image_url" in part]
+            [part[part["type"]]["url"] for part in message["content"] if part["type"] != "text"]
             for body in self.bodies
             for message in body["messages"]
         ]
 
     def images(self) -> set[str]:
-        """The distinct image URLs."""
+        """The distinct URLs of images and clips."""
         return {url for urls in self.per_request() for url in urls}
 
     async def refuse(self, status: int, message: str, writer: asyncio.StreamWriter) -> None:
@@ -102,6 +104,8 @@ class StubServer:
         if self.behaviour == "no_done":
             await event(json.dumps({"choices": [{"delta": {}, "finish_reason": "length"}]}))
         usage = {"prompt_tokens": 9, "completion_tokens": body.get("max_tokens", 3)}
+        if "video_url" in json.dumps(body):
+            usage["prompt_tokens_details"] = {"video_tokens": 40, "videos": [VIDEO]}
         times = {"stage_times_ms": {"encode": 4.5, "total": 9.0}}
         await event(json.dumps({"choices": [], "usage": usage} | times))
         if self.behaviour not in ("truncate", "no_done"):
