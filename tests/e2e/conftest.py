@@ -12,7 +12,7 @@ from tests.e2e.serve_command import ServeCommand, serve_command
 # import that takes seconds. The lines that take longest are first, so that none begins last.
 _LINES = (
     ("test_structured_output", "test_clients", "test_chat_page", "test_agent_loop", "test_ranks"),
-    ("test_serve_video", "test_text_families", "test_text_only_stack"),
+    ("test_serve_video", "test_demo_clips", "test_text_families", "test_text_only_stack"),
     ("test_cache_tiers",),
     ("test_page_answers", "test_page_markdown", "test_page_tools", "test_docs_page"),
     ("test_handover",),
