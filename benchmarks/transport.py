@@ -123,7 +123,7 @@ async def serve(num_tokens: int, link: Link) -> None:
         MemoryTier(arena),
         EncoderMetrics(),
     )
-    client = EngineClient(InstantEngine(), metrics.observe_batch)
+    client = EngineClient(cast(Any, InstantEngine()), metrics.observe_batch)
     geometry = ResizedGrid(0, 16, 1, 1, 1 << 30)
     embeddings = Embeddings(
         like=like, geometry=geometry, memory=memory, engine=client, redis=None,

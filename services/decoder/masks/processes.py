@@ -263,15 +263,22 @@ class MaskProcesses:
         process.marks = Marks(memory)
         front_end, end = create_socket_pair()
         engine_end, link = create_socket_pair()
-        with end, link, engine_end:
-            process.process = await children.start(
-                "main", msgspec.structs.replace(settings, link=process.link),
-                front=end.fileno(), link=link.fileno(), memory=memory,
-            )  # fmt: skip
-            socket.send_fds(self._link, [b"l"], [engine_end.fileno(), memory])
-        os.close(memory)
-        self._engine.send(MaskLink(process.link, ROWS_OFFSET, settings.num_rows, self._num_words))
-        channel = await FrontChannel[FromProcess].open(front_end, FromProcess)
+        try:
+            with end, link, engine_end:
+                process.process = await children.start(
+                    "main", msgspec.structs.replace(settings, link=process.link),
+                    front=end.fileno(), link=link.fileno(), memory=memory,
+                )  # fmt: skip
+                socket.send_fds(self._link, [b"l"], [engine_end.fileno(), memory])
+            self._engine.send(
+                MaskLink(process.link, ROWS_OFFSET, settings.num_rows, self._num_words)
+            )
+            channel = await FrontChannel[FromProcess].open(front_end, FromProcess)
+        except BaseException:  # closed during a start, too
+            front_end.close()
+            raise
+        finally:
+            os.close(memory)
         process.channel = channel
         for sequence in process.sequences.values():
             sequence.is_renewed = True
