@@ -2,9 +2,10 @@
 
     python -m tests.gpu.rank_engine CASE COUNT [DEVICE]
 
-bfloat16, greedy. A token differs only where the two most likely ones are nearer than `TOLERANCE`,
-in logits of the order of 30; from there on they are other answers. Until then logprobs agree within
-it: all of them, or nearly all where rounding chooses (of experts, of 8-bit codes). Prints figures.
+bfloat16, greedy: logits are of the order of 60, where bfloat16 has steps of 0.25 to 0.5, and
+rounding may choose other experts, so that answers part. Until they do, logprobs of several cards
+differ from those of one by no more, on average, than `TIMES` what the kernels of one card differ
+from their plain twins. Prints figures.
 """
 
 import json
@@ -35,9 +36,7 @@ from tests.fp8_checkpoints import FP8_BLOCK, write
 from tests.parity.qwen3_5_oracle import Tiny, make_qwen3_5
 from tests.parity.text_oracle import make_text_oracle
 
-TOLERANCE = 0.2
-ROUNDING_CHOOSES = {"experts": 0.9, "qwen3.5-experts": 0.9, "fp8": 0.9, "fp8-experts": 0.9,
-                    "fp8-cache": 0.9, "w4a16": 0.9}  # fmt: skip
+TIMES, MOST = 1.5, 0.2  # measured on two H100: 0.7 to 1.02 times; no mean above 0.07
 PROMPTS, TOKENS = 6, 32
 TEXT = {
     "vocab_size": 1024, "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 4,
@@ -105,18 +104,20 @@ def sizes(runner: ModelRunner) -> dict[str, set[int]]:
     return {g.name: {kind.size for kind in g.kinds} for g in runner.computer.graphs}
 
 
-def compared(ours: list[list[Logprobs]], theirs: list[list[Logprobs]]) -> list[float]:
-    """Differences of logprobs, up to each answer's first other token."""
+def differences(name: str, ours: list[list[Logprobs]], theirs: list[list[Logprobs]]) -> float:
+    """The mean difference of logprobs up to each answer's first other token; prints figures."""
     found: list[float] = []
     for mine, other in zip(ours, theirs, strict=True):
         assert len(mine) == len(other) == TOKENS
         for one, two in zip(mine, other, strict=True):
             if one.top_token_ids[0] != two.top_token_ids[0]:
-                margin = two.top_logprobs[0] - two.top_logprobs[1]
-                assert margin < TOLERANCE, f"another token, {margin} more likely"
                 break
             found.append(abs(one.logprob - two.logprob))
-    return found
+    assert len(found) > PROMPTS  # the first tokens at least
+    mean = float(np.mean(found))
+    figures = {"tokens": len(found), "mean": round(mean, 4), "most": round(max(found), 3)}
+    print(name, json.dumps(figures), flush=True)
+    return mean
 
 
 def main(case: str, count: int, device: str = "cuda:0") -> None:
@@ -137,18 +138,14 @@ def main(case: str, count: int, device: str = "cuda:0") -> None:
             alone = create_runner(runner_options(settings, first), None, ALONE)
             assert sizes(own) == sizes(alone) != {}
             together = answers(LeadingRunner(own, processes.tell))
-            differences = compared(together, answers(alone))
             again = answers(LeadingRunner(own, processes.tell))  # graphs, replayed
-            near = sum(each < TOLERANCE for each in differences) / len(differences)
-            figures = {
-                "compared": len(differences), "of": PROMPTS * TOKENS, "near": round(near, 4),
-                "mean": round(float(np.mean(differences)), 5), "most": round(max(differences), 4),
-                "same again": together == again,
-            }  # fmt: skip
-            print(case, count, json.dumps(figures), flush=True)
-            assert len(differences) > PROMPTS * TOKENS // 3
-            assert together == again or case in ROUNDING_CHOOSES
-            assert near >= ROUNDING_CHOOSES.get(case, 1.0)
+            assert together == again
+            expected = answers(alone)
+            options = replace(runner_options(settings, first), kernels="plain", cuda_graphs=False)
+            plain = answers(create_runner(options, None, ALONE))
+            mean = differences(f"{case}: {count} against one", together, expected)
+            kernels = differences(f"{case}: one against plain", expected, plain)
+            assert mean <= min(MOST, TIMES * kernels)
         finally:
             processes.stop()
     print("agreed", flush=True)
