@@ -28,6 +28,8 @@ PARAMETERS = {
     "additionalProperties": False,
 }
 CITIES = ("Paris", "Rome")
+# The demonstration model repeats a call until it may not.
+ONE_CALL = {"type": "any", "disable_parallel_tool_use": True}
 
 
 def report(**cells: Callable[[], object]) -> None:

@@ -7,7 +7,7 @@ import json
 import urllib.error
 import urllib.request
 
-from cells import CITIES, KEY, MODEL, PARAMETERS, QUESTION, URL, report
+from cells import CITIES, KEY, MODEL, ONE_CALL, PARAMETERS, QUESTION, URL, report
 
 FUNCTION = {"name": "forecast", "description": "The weather", "parameters": PARAMETERS}
 SHELL = {
@@ -110,7 +110,7 @@ def claude_code():
 
 def claude_code_tools():
     """A call, and the turn after it, with thoughts and tools of another server before."""
-    events, _ = post("/v1/messages?beta=true", {**CLAUDE, "tool_choice": {"type": "any"}})
+    events, _ = post("/v1/messages?beta=true", {**CLAUDE, "tool_choice": ONE_CALL})
     (start,) = [e for e in events if e.get("content_block", {}).get("type") == "tool_use"]
     call = start["content_block"]
     given = "".join(e["delta"].get("partial_json", "") for e in events if "delta" in e)

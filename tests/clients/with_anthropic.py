@@ -8,6 +8,7 @@ from cells import (
     IMAGE_URL,
     KEY,
     MODEL,
+    ONE_CALL,
     PARAMETERS,
     QUESTION,
     URL,
@@ -46,7 +47,7 @@ def streaming():
 
 def tools():
     first = client.messages.create(
-        model=MODEL, messages=HELLO, tools=TOOLS, tool_choice={"type": "any"}, max_tokens=200
+        model=MODEL, messages=HELLO, tools=TOOLS, tool_choice=ONE_CALL, max_tokens=200
     )
     assert first.stop_reason == "tool_use"
     calls = [block for block in first.content if block.type == "tool_use"]
@@ -64,7 +65,7 @@ def tools():
 
 def tools_streaming():
     with client.messages.stream(
-        model=MODEL, messages=HELLO, tools=TOOLS, tool_choice={"type": "any"}, max_tokens=200
+        model=MODEL, messages=HELLO, tools=TOOLS, tool_choice=ONE_CALL, max_tokens=200
     ) as stream:
         final = stream.get_final_message()
     calls = [block for block in final.content if block.type == "tool_use"]

@@ -68,7 +68,12 @@ def check_call(function):
 
 def tools():
     first = client.chat.completions.create(
-        model=MODEL, messages=HELLO, tools=TOOLS, tool_choice="required", max_tokens=200
+        model=MODEL,
+        messages=HELLO,
+        tools=TOOLS,
+        tool_choice="required",
+        max_tokens=200,
+        parallel_tool_calls=False,
     )
     message = first.choices[0].message
     assert first.choices[0].finish_reason == "tool_calls"
@@ -85,7 +90,12 @@ def tools():
 
 def tools_streaming():
     with client.chat.completions.stream(
-        model=MODEL, messages=HELLO, tools=TOOLS, tool_choice="required", max_tokens=200
+        model=MODEL,
+        messages=HELLO,
+        tools=TOOLS,
+        tool_choice="required",
+        max_tokens=200,
+        parallel_tool_calls=False,
     ) as stream:
         kinds = {event.type for event in stream}
         final = stream.get_final_completion()

@@ -4,7 +4,7 @@ import base64
 import json
 import re
 from collections.abc import Iterator
-from typing import Literal
+from typing import Annotated, Literal
 
 import openai
 import pytest
@@ -24,7 +24,7 @@ class Shape(BaseModel):
 
     colour: Literal["red", "green", "blue", "yellow"]
     name: str = Field(max_length=12)
-    sizes: list[int] = Field(max_length=3)
+    sizes: list[Annotated[int, Field(ge=0, le=99)]] = Field(max_length=3)
 
 
 @pytest.fixture(scope="module")
