@@ -11,9 +11,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import services.common.nn.lean_torch  # noqa: F401 - before torch
-
-# isort: split
 import torch
 from msgspec import structs
 

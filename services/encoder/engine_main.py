@@ -12,9 +12,6 @@ import os
 import time
 from dataclasses import asdict
 
-import services.common.nn.lean_torch  # noqa: F401 - before torch
-
-# isort: split
 import torch
 from PIL import Image
 

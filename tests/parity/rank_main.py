@@ -10,9 +10,6 @@ import json
 import sys
 from pathlib import Path
 
-import services.common.nn.lean_torch  # noqa: F401 - before torch, as an engine does
-
-# isort: split
 import numpy as np
 import torch
 import torch.distributed

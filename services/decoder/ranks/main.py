@@ -13,9 +13,6 @@ import socket
 import sys
 import time
 
-import services.common.nn.lean_torch  # noqa: F401 - before torch
-
-# isort: split
 import torch
 
 from services.common.model_spec import ModelSpecError

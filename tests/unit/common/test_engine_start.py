@@ -9,7 +9,6 @@ from tests.e2e.cluster import DEMO_MODEL
 # Both engines' models are made, loaded and used once.
 _START = """
 import sys
-import services.common.nn.lean_torch
 import torch
 from pathlib import Path
 from services.common.families import read_spec
@@ -22,8 +21,6 @@ create_runner(RunnerOptions(model_directory=directory, device="cpu"))
 settings = EncoderSettings(model=directory, device="cpu")
 load_model(read_spec(directory), settings, torch.device("cpu"), torch.float32)
 compiler = {"torch._dynamo", "sympy", "transformers", "triton"}
-if not Path("/dev/nvidiactl").exists():
-    compiler |= {"torch._meta_registrations", "torch._decomp"}
 print(sorted(compiler & set(sys.modules)))
 """
 
