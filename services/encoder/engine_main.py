@@ -11,6 +11,7 @@ import logging
 import os
 import time
 from dataclasses import asdict
+from typing import TYPE_CHECKING
 
 import torch
 from PIL import Image
@@ -43,11 +44,13 @@ from services.encoder.engine.engine import Engine, Prepare
 from services.encoder.engine.messages import EngineReady, FrontMessage, Source
 from services.encoder.engine.runner import Runner
 from services.encoder.models import model_class
-from services.encoder.models.qwen3_vl import VisionTower
 from services.encoder.operations.ops import Ops
 from services.encoder.operations.table import TowerFacts, resolve
 from services.encoder.prepare import Preparer
 from services.encoder.settings import EncoderSettings
+
+if TYPE_CHECKING:
+    from services.encoder.models import VisionTower
 
 # Budget of one batch, in patches before merging (4 per image token). A larger one keeps a device no
 # busier, and images wait longer for each other.
@@ -181,7 +184,7 @@ def create_ops(
 
 def load_model(
     spec: ModelSpec, settings: EncoderSettings, device: torch.device, dtype: torch.dtype
-) -> tuple[VisionTower, bytes]:
+) -> "tuple[VisionTower, bytes]":
     """The vision tower with its weights, and the weights' fingerprint.
 
     Raises:

@@ -30,6 +30,8 @@ class PickerGauges(Collector):
         load: of all decoders; None: not known.
     """
 
+    _labelnames = ("model_name",)  # as prometheus_client's own metrics have it
+
     def __init__(self, model_name: str, load: Callable[[], pb.LoadResponse | None]) -> None:
         self._model_name = model_name
         self._load = load
@@ -41,7 +43,7 @@ class PickerGauges(Collector):
             usage = load.num_blocks_used / max(1, load.num_blocks)
             values = [load.num_running, load.num_waiting, usage]
         for (name, text), value in zip(_GAUGES, values, strict=True):
-            family = GaugeMetricFamily(name, text, labels=("model_name",))
+            family = GaugeMetricFamily(name, text, labels=self._labelnames)
             if value is not None:
                 family.add_metric([self._model_name], value)
             yield family

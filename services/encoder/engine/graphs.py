@@ -13,6 +13,7 @@ capture fails runs eagerly.
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -21,7 +22,9 @@ from kernels import launches
 from services.common.geometry import Grid
 from services.common.nn.dispatch import CapturedCalls
 from services.common.process.progress import log_progress
-from services.encoder.models.qwen3_vl import VisionTower
+
+if TYPE_CHECKING:
+    from services.encoder.models import VisionTower
 
 MAX_CAPTURED_PATCHES = 12288  # as many as a batch has by default
 _MAX_SEGMENTS = 16
@@ -52,7 +55,7 @@ class TowerGraphs:
         device: a CUDA device.
     """
 
-    def __init__(self, model: VisionTower, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, model: "VisionTower", dtype: torch.dtype, device: torch.device) -> None:
         self._model = model
         self._layout = model.static_layout(MAX_CAPTURED_PATCHES, _MAX_SEGMENTS)
         self._dtype = dtype

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -20,7 +21,9 @@ from services.encoder.engine.arena_writer import ArenaWriter
 from services.encoder.engine.graphs import TowerGraphs, buckets
 from services.encoder.engine.job import Job
 from services.encoder.engine.throttle import Throttle, count_flops
-from services.encoder.models.qwen3_vl import VisionTower
+
+if TYPE_CHECKING:
+    from services.encoder.models import VisionTower
 
 _WARM_HOST_BLOCKS = 16
 _WARM_HOST_BYTES = 4 << 20
@@ -63,7 +66,7 @@ class Runner:
 
     def __init__(
         self,
-        model: VisionTower,
+        model: "VisionTower",
         device: torch.device,
         dtype: torch.dtype,
         arena: mmap.mmap,
