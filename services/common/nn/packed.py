@@ -114,7 +114,14 @@ class PackedLinear(QuantizedLinear):
                 plain,
             )
         several = TokenRange(1, tiled_rows.SKINNY_TOKENS)
+        one = TokenRange(1, tiled_rows.GEMV_TOKENS)
         return (
+            Implementation(
+                "norm_linear", "tiled_gemv", tiled_rows.norm_linear, _triton, lambda _: one
+            ),
+            Implementation(
+                "linear_residual", "tiled_gemv", tiled_rows.linear_residual, _alone, lambda _: one
+            ),
             Implementation("project", "tiles", tiled_rows.project, _triton, lambda _: several),
             Implementation("linear_swiglu", "tiles", tiled_rows.linear_swiglu, _triton),
             Implementation(self.operation, "tiles", tiled_rows.linear, _triton),
@@ -224,6 +231,11 @@ class PackedLinear(QuantizedLinear):
 def _triton(facts: Any) -> str:  # noqa: ANN401 - the decoder's, as below
     half = "" if facts.dtype.itemsize == 2 else f"needs bfloat16 or float16, not {facts.dtype}"
     return facts.device.triton_obstacle or half
+
+
+def _alone(facts: Any) -> str:  # noqa: ANN401
+    alone = "" if facts.num_ranks == 1 else "needs all of the layer on one rank"
+    return _triton(facts) or alone
 
 
 def _skinny_gemm(facts: Any) -> Kernel:  # noqa: ANN401

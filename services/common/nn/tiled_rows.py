@@ -8,10 +8,13 @@ from typing import Any
 
 from torch import Tensor
 
+from kernels.plain import reduce_split_k
 from kernels.tuning import swiglu_gemm_config
 from services.common.nn.dispatch import Kernel
+from services.common.nn.layers import RMSNorm
 from services.common.nn.linear import Linear
 
+GEMV_TOKENS = 1
 SKINNY_TOKENS = 192  # for more, dequantizing the weight takes less than reading it again and again
 _BYTES_TOKENS = 16  # of the kernels of bytes
 
@@ -64,5 +67,44 @@ def linear_swiglu(facts: Any) -> Kernel:  # noqa: ANN401
             wide = packed_tiles.dequantized(weight, x.dtype, device=device)
             return swiglu_gemm.linear_swiglu(x, wide, config)
         return silu_mul.silu_and_mul(layer(x), pdl=facts.device.supports_pdl)
+
+    return multiply
+
+
+def norm_linear(facts: Any) -> Kernel:  # noqa: ANN401
+    """`(x, residual, norm, layer)`, see `StepKernels`, for one token."""
+    from kernels.gemm import add_norm, packed_gemv
+
+    unfused, pdl = project(facts), facts.device.supports_pdl
+
+    def multiply(
+        x: Tensor | None, residual: Tensor, norm: RMSNorm, layer: Linear
+    ) -> tuple[Tensor, Tensor]:
+        if x is not None:
+            residual = residual + reduce_split_k(x, residual.dtype)
+        weight = layer.method.weight(layer)
+        if not packed_gemv.has_gemv(weight):
+            normed = add_norm.rms_norm(residual, norm.weight, norm.eps, pdl=pdl)
+            return unfused(normed, layer), residual
+        found = packed_gemv.norm_linear(
+            residual, norm.weight, norm.eps, weight, layer.bias, pdl=pdl
+        )
+        return found, residual
+
+    return multiply
+
+
+def linear_residual(facts: Any) -> Kernel:  # noqa: ANN401
+    """`(x, layer, residual)`, see `StepKernels`, for one token."""
+    from kernels.gemm import packed_gemv
+
+    unfused, pdl = project(facts), facts.device.supports_pdl
+
+    def multiply(x: Tensor, layer: Linear, residual: Tensor) -> Tensor | None:
+        weight = layer.method.weight(layer)
+        if not packed_gemv.has_gemv(weight):
+            return unfused(x, layer)
+        packed_gemv.linear_residual(x, weight, layer.bias, residual, pdl=pdl)
+        return None
 
     return multiply

@@ -11,6 +11,7 @@ from kernels.device import DeviceFacts
 from kernels.gemm import (
     int8_kernels,
     int8_weight,
+    packed_gemv,
     packed_kernels,
     packed_tiles,
     packed_weight,
@@ -90,6 +91,18 @@ def check_tiles(tokens: int, rows: int, columns: int, group: int, zeros: bool) -
     assert (packed_weight.weight_only_linear(x, wrong) - expected).abs().max() > 1
 
 
+def check_gemv(rows: int, columns: int, group: int, zeros: bool) -> None:
+    weight = packed_weight.tiled(make(rows, columns, 4, group, zeros))
+    x, norm, bias = torch.randn(1, columns), torch.randn(columns), torch.randn(rows)
+    expected = packed_weight.weight_only_linear(rms_norm(x, norm, 1e-6), weight) + bias
+    found = packed_gemv.norm_linear(x, norm, 1e-6, weight, bias, pdl=False)
+    assert_close(found, expected, atol=2e-3, rtol=1e-5)
+    residual = torch.randn(1, rows)
+    expected = residual + packed_weight.weight_only_linear(x, weight) + bias
+    packed_gemv.linear_residual(x, weight, bias, residual, pdl=False)
+    assert_close(residual, expected, atol=2e-3, rtol=1e-5)
+
+
 def check_int8(tokens: int, rows: int, columns: int) -> None:
     values = torch.randint(-128, 128, (rows, columns)).to(torch.int8)
     weight, x = Int8Weight(values, torch.rand(rows, 1) * 3e-3 + 1e-3), torch.randn(tokens, columns)
@@ -128,6 +141,8 @@ if __name__ == "__main__":
     check_tiles(16, 256, 256, 64, True)
     check_tiles(70, 128, 128, 128, False)  # in two blocks
     check_tiles(9, 128, 384, 32, False)
+    check_gemv(128, 256, 128, True)
+    check_gemv(128, 1280, 256, False)  # the last of several chunks is partly empty
     check_int8(3, 128, 512)
     check_int8(20, 64, 256)
     print("agreed")
