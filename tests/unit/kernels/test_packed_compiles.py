@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("triton")
 from benchmarks.text_shapes import TEXT_SHAPES
 from kernels.device import KNOWN_DEVICES
-from kernels.gemm import int8_kernels, packed_kernels, packed_tiles, packed_weight
+from kernels.gemm import int8_kernels, packed_gemv, packed_kernels, packed_tiles, packed_weight
 from kernels.gemm.int8_weight import Int8Weight
 from kernels.gemm.packed_weight import PackedWeight
 from services.common.nn import int8, tiled_rows
@@ -72,6 +72,20 @@ def test_kernels_of_tiles_compile_and_fit(device: str, group: int, zeros: bool) 
         if launch.name == few:
             assert "mma" in launch.ptx
             assert "lop3" in launch.ptx
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_gemv_of_tiles_compiles_and_fits(device: str) -> None:
+    facts, x = KNOWN_DEVICES[device], torch.empty(1, 4096, dtype=torch.bfloat16)
+    weight = packed_weight.tiled(weight_of(4096, 4096, 4, 128, True))
+    with compiled_launches(facts) as found:
+        packed_gemv.norm_linear(x, x[0], 1e-6, weight, x[0], pdl=facts.supports_pdl)
+        packed_gemv.linear_residual(x, weight, None, x, pdl=facts.supports_pdl)
+    assert len(found) == 2
+    for launch in found:
+        assert launch.shared_bytes <= facts.shared_memory_bytes, launch
+        assert "mma" in launch.ptx
+        assert "lop3" in launch.ptx
 
 
 @pytest.mark.parametrize("device", DEVICES)
