@@ -25,7 +25,7 @@ from kernels.device import DeviceFacts
 from kernels.gemm.gemv import normed
 from kernels.gemm.int8_weight import Int8Weight
 from kernels.gemm.silu_mul import swiglu
-from kernels.gemm.skinny_gemm import load_reduced, reduce_split_k
+from kernels.gemm.skinny_gemm import load_reduced, reduced
 
 _ROWS, _COLUMNS = 64, 256  # of the weight, of a stage of a CTA of `skinny`
 _MAX_SPLITS = 8
@@ -108,10 +108,8 @@ def _quantize(
 
 def skinny_gemm(x: Tensor, weight: Int8Weight, *, device: DeviceFacts) -> Tensor:
     """`[T, K]` → `[T, N]` for up to 64 tokens."""
-    partials = split_k_partials(x, weight, device=device)
-    if partials.dim() == 2:
-        return partials
-    return reduce_split_k(partials, x.dtype, pdl=device.supports_pdl)
+    found = split_k_partials(x, weight, device=device)
+    return reduced(found, x.dtype, pdl=device.supports_pdl)
 
 
 def split_k_partials(

@@ -19,7 +19,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.device import DeviceFacts
 from kernels.gemm.packed_weight import PackedWeight
-from kernels.gemm.skinny_gemm import reduce_split_k
+from kernels.gemm.skinny_gemm import reduced
 
 TILE = 128  # columns of a step of a CTA
 _ROWS = 64
@@ -56,10 +56,8 @@ def skinny_gemm(
     x: Tensor, weight: PackedWeight, *, device: DeviceFacts, config: PackedConfig | None = None
 ) -> Tensor:
     """`[T, K]` → `[T, N]` for up to 16 tokens; sizes as `packed_weight.has_kernels` wants them."""
-    partials = split_k_partials(x, weight, device=device, config=config)
-    if partials.dim() == 2:
-        return partials
-    return reduce_split_k(partials, x.dtype, pdl=device.supports_pdl)
+    found = split_k_partials(x, weight, device=device, config=config)
+    return reduced(found, x.dtype, pdl=device.supports_pdl)
 
 
 def split_k_partials(

@@ -38,7 +38,7 @@ from kernels.gemm.packed_codes import (
 )
 from kernels.gemm.packed_weight import TILE_COLUMNS, TILE_ROWS, PackedWeight
 from kernels.gemm.silu_mul import swiglu
-from kernels.gemm.skinny_gemm import reduce_split_k
+from kernels.gemm.skinny_gemm import reduced
 
 _PADDED = 16  # tokens: tensor cores want as many
 _BLOCK = 64  # tokens of a CTA, at most
@@ -80,10 +80,8 @@ def skinny_gemm(
     x: Tensor, weight: PackedWeight, *, device: DeviceFacts, config: SkinnyConfig | None = None
 ) -> Tensor:
     """`[T, K]` → `[T, N]` for few tokens."""
-    partials = split_k_partials(x, weight, device=device, config=config)
-    if partials.dim() == 2:
-        return partials
-    return reduce_split_k(partials, x.dtype, pdl=device.supports_pdl)
+    found = split_k_partials(x, weight, device=device, config=config)
+    return reduced(found, x.dtype, pdl=device.supports_pdl)
 
 
 def split_k_partials(

@@ -55,6 +55,11 @@ def reduce_split_k(x: Tensor, dtype: torch.dtype, *, pdl: bool = False) -> Tenso
     return out
 
 
+def reduced(found: Tensor, dtype: torch.dtype, *, pdl: bool) -> Tensor:
+    """`[T, N]` of what a GEMM gives that may have split K: its partials' sum, or the result."""
+    return found if found.dim() == 2 else reduce_split_k(found, dtype, pdl=pdl)
+
+
 def _launch(
     x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, config: SkinnyConfig,
     shared_memory_bytes: int, pdl: bool, *, swiglu: bool,

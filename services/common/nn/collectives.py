@@ -156,11 +156,13 @@ class ProcessGroup:
         number, self._exchanges = self._exchanges, self._exchanges + 1
         self._store.set(f"{number}/{self._rank}", value)
         keys = [f"{number}/{rank}" for rank in range(self._count)]
-        for rank, key in enumerate(keys if timeout_s is not None else ()):
-            try:
-                self._store.wait([key], timedelta(seconds=timeout_s or 0.0))
-            except RuntimeError:
-                raise RuntimeError(f"rank {rank} has said nothing for {timeout_s:g} s") from None
+        if timeout_s is not None:
+            for rank, key in enumerate(keys):
+                try:
+                    self._store.wait([key], timedelta(seconds=timeout_s))
+                except RuntimeError:
+                    message = f"rank {rank} has said nothing for {timeout_s:g} s"
+                    raise RuntimeError(message) from None
         return [self._store.get(key).decode() for key in keys]
 
 

@@ -4,6 +4,7 @@ Files are compressed-tensors' `int-quantized`; `int8_weight` is the specificatio
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -61,8 +62,11 @@ class Int8Linear(QuantizedLinear):
             Implementation("norm_swiglu", "int8_norm", _norm_swiglu, _hopper),
             Implementation("project", "int8_skinny_gemm", _project, _triton, lambda _: few),
             Implementation("linear_swiglu", "int8_gemm", _linear_swiglu, _hopper),
-            Implementation(self.operation, "skinny_gemm", _skinny_gemm, _triton, lambda _: few),
-            Implementation(self.operation, "gemm", _gemm, _hopper),
+            Implementation(
+                self.operation, "skinny_gemm", partial(_gemm, name="skinny_gemm"), _triton,
+                lambda _: few,
+            ),
+            Implementation(self.operation, "gemm", partial(_gemm, name="gemm"), _hopper),
             Implementation(
                 self.operation, "int_mm", lambda _: int8_weight.int_mm_linear, _tensor_cores
             ),
@@ -97,24 +101,15 @@ def _project(facts: Any) -> Kernel:  # noqa: ANN401
     return project
 
 
-def _skinny_gemm(facts: Any) -> Kernel:  # noqa: ANN401
+def _gemm(facts: Any, name: str) -> Kernel:  # noqa: ANN401
     from kernels.gemm import int8_kernels
+
+    kernel = getattr(int8_kernels, name)
 
     def multiply(x: Tensor, weight: Int8Weight) -> Tensor:
         if not int8_kernels.has_tiles(weight):
             return int8_weight.int_mm_linear(x, weight)
-        return int8_kernels.skinny_gemm(x, weight, device=facts.device)
-
-    return multiply
-
-
-def _gemm(facts: Any) -> Kernel:  # noqa: ANN401
-    from kernels.gemm import int8_kernels
-
-    def multiply(x: Tensor, weight: Int8Weight) -> Tensor:
-        if not int8_kernels.has_tiles(weight):
-            return int8_weight.int_mm_linear(x, weight)
-        return int8_kernels.gemm(x, weight, device=facts.device)
+        return kernel(x, weight, device=facts.device)
 
     return multiply
 
