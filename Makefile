@@ -105,7 +105,8 @@ type: $(DEV) ## static types
 unit: $(DEV) ## all tests that start no stack
 	$(call say,pytest)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $$(($(WORKERS) + 1)) --dist worksteal \
-		--ignore=tests/e2e --ignore=tests/gpu -m "not gpu and not e2e and not nightly" $(ARGS)
+		--ignore=tests/e2e --ignore=tests/cluster --ignore=tests/gpu \
+		-m "not gpu and not e2e and not nightly" $(ARGS)
 
 .PHONY: e2e
 # These, too: tests/e2e/conftest.py says which files share a process.

@@ -25,6 +25,7 @@ from typing import Protocol
 _SERVICES_STOP_S = 1.5
 _CLEANUP_S = 0.5
 _POLL_S = 0.05
+_READY_POLL_S = 0.2  # each asks over a connection of its own
 _NUM_LAST_LINES = 15
 _PARENT_DEATH = str(Path(__file__).with_name("parent_death.py"))
 
@@ -208,7 +209,7 @@ class Stack:
             if time.monotonic() > deadline:
                 cause = self._observer.cause(child.spec.name)
                 raise StackError(f"{child.spec.name} was not ready in time{_colon(cause)}")
-            await asyncio.sleep(_POLL_S)
+            await asyncio.sleep(_READY_POLL_S)
         seconds = time.monotonic() - child.started
         self._observer.report(f"{child.spec.name} ready after {seconds:.1f} s")
 

@@ -515,7 +515,7 @@ async def test_an_entry_of_another_shape_is_refused(redis_server: RedisServer) -
 
 
 async def test_a_frozen_redis_costs_little(redis_server: RedisServer) -> None:  # noqa: F811
-    async with run_pod(redis_server.url, redis_timeout_s=0.02) as pod:
+    async with run_pod(redis_server.url, redis_timeout_s=0.2) as pod:
         await pod.encode(b"warm")
         await pod.flush_writes()
         cache = pod.cache
@@ -535,7 +535,7 @@ async def test_a_frozen_redis_costs_little(redis_server: RedisServer) -> None:  
                     await pod.encode(next(images))
             return seconds
 
-        assert await async_least(first_encode, 0.05) < 0.05
+        assert await async_least(first_encode, 0.35) < 0.35  # one timeout, not two
 
 
 async def test_a_stopped_redis_is_done_without(redis_server: RedisServer) -> None:  # noqa: F811

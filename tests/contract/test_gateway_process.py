@@ -123,7 +123,7 @@ def test_sigterm_ends_at_the_grace(fakes, tmp_path):
             assert not decoder.running
         return taken
 
-    assert least(seconds, 6) < 6
+    assert least(seconds, 15) < 15
 
 
 @pytest.mark.parametrize("grace_s", ["0.3", "60"])
@@ -177,7 +177,7 @@ def test_idle_gateway_ends_at_once(fakes, tmp_path, signum):
         with gateway(fakes, tmp_path) as (process, _):
             return seconds_to_end(process, signum)
 
-    assert least(seconds, 3) < 3
+    assert least(seconds, 10) < 10
 
 
 def seconds_to_end(process, signum: int) -> float:

@@ -6,24 +6,33 @@ from pathlib import PurePath
 import pytest
 from xdist.scheduler import LoadFileScheduling
 
+from tests.e2e.cluster import Cluster
 from tests.e2e.serve_command import ServeCommand, serve_command
 
-# With `-n` and `--dist loadfile`, the files of a line run in one process: they share `demo`, or an
-# import that takes seconds. The lines that take longest are first, so that none begins last.
+# With `-n` and `--dist loadfile`, the files of a line run in one process: they share `demo`, `pods`
+# or an import that takes seconds. The longest lines are first, so that none of them begins last.
 _LINES = (
-    ("test_structured_output", "test_clients", "test_chat_page", "test_agent_loop", "test_ranks"),
-    ("test_serve_video", "test_demo_clips", "test_text_families", "test_text_only_stack"),
+    (
+        "test_agent_loop",
+        "test_chat_page",
+        "test_clients",
+        "test_demo_clips",
+        "test_ranks",
+        "test_structured_output",
+    ),
+    ("test_handover", "test_failures"),
+    ("test_serve_video", "test_text_families", "test_text_only_stack"),
     ("test_cache_tiers",),
-    ("test_page_answers", "test_page_markdown", "test_page_tools", "test_docs_page"),
-    ("test_handover",),
-    ("test_attacks",),
-    ("test_trials",),
+    ("test_page_answers", "test_page_clips", "test_page_markdown", "test_page_tools"),
     ("test_encoder_process", "test_image_bombs"),
-    ("test_failures",),
     ("test_serve_command",),
+    ("test_attacks",),
     ("test_chaos",),
+    ("test_wheel",),
 )
-_PLACES = {file: place for place, files in enumerate(_LINES) for file in files}
+_PLACES = {
+    file: (place, index) for place, files in enumerate(_LINES) for index, file in enumerate(files)
+}
 
 
 @pytest.fixture(scope="session")
@@ -33,22 +42,31 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServeCommand]:
         yield command
 
 
+@pytest.fixture(scope="session")
+def pods(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """Two of each service but the gateway. Those who end or freeze one restore them first."""
+    with Cluster(
+        tmp_path_factory.mktemp("pods"), encoders=2, decoders=2, decoder={"shutdown_grace_s": 0.2}
+    ) as cluster:
+        yield cluster
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """In the order of the lines; other files come last."""
     items.sort(key=_place)
 
 
-def _place(item: pytest.Item) -> int:
+def _place(item: pytest.Item) -> tuple[int, int]:
     if item.path.parent.name != "e2e":
-        return -1
-    return _PLACES.get(item.path.stem, len(_LINES))
+        return -1, 0
+    return _PLACES.get(item.path.stem, (len(_LINES), 0))
 
 
 class _ByLine(LoadFileScheduling):
     def _split_scope(self, nodeid: str) -> str:
         file = super()._split_scope(nodeid)
         place = _PLACES.get(PurePath(file).stem)
-        return file if place is None else str(_LINES[place])
+        return file if place is None else str(_LINES[place[0]])
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> LoadFileScheduling | None:

@@ -47,7 +47,7 @@ def request_of(seed: int, max_tokens: int, model: str) -> dict[str, Any]:
         },
         {
             "messages": [message(question, png(seed))], "temperature": 0.7, "top_k": 40,
-            "min_tokens": 100, "logit_bias": {"300": 2.0}, **long,
+            "min_tokens": max_tokens // 2, "logit_bias": {"300": 2.0}, **long,
         },
         {
             "messages": [message(question)], "temperature": 1.0, "max_tokens": max_tokens,
@@ -199,12 +199,13 @@ def run(
     *,
     at_once: int = 4,
     undisturbed: Mapping[int, Answer] | None = None,
+    max_tokens: int = MAX_TOKENS,
     report: Callable[[Result], None] = lambda _: None,
 ) -> Result:
     """Kills a decoder in mid-stream, again and again. With three decoders or more, the others
     serve while one starts again.
     """
-    asker, result, rng = Asker(lambda: cluster.url), Result(), random.Random(7)
+    asker, result, rng = Asker(lambda: cluster.url, max_tokens), Result(), random.Random(7)
     undisturbed = undisturbed or asker.ask_alone(seeds)
     starting: list[threading.Thread] = []
     with ThreadPoolExecutor(at_once) as pool:
@@ -213,7 +214,7 @@ def run(
             chosen = rng.sample(list(seeds), at_once)
             asker.num_chunks.clear()
             asked = {seed: pool.submit(asker.ask, seed) for seed in chosen}
-            wanted = rng.randrange(3, 60)
+            wanted = rng.randrange(3, max_tokens * 3 // 8)
             while not all(a.done() for a in asked.values()) and (
                 max(asker.num_chunks.get(seed, 0) for seed in chosen) < wanted
             ):

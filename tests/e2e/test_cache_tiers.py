@@ -20,17 +20,18 @@ from tests.noise import PATIENCE_S, least
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 QUESTION = "Describe the picture."
+TIMEOUT_S = 0.3
 
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    with Cluster(Path(tmp_path_factory.mktemp("cluster")), encoders=2) as cluster:
+    with Cluster(Path(tmp_path_factory.mktemp("cluster"))) as cluster:
         yield cluster
 
 
 @pytest.fixture
 def hasty(cluster: Cluster) -> Cluster:
-    """With the default of Redis's timeout, and with Redis in use."""
+    """With a short timeout of Redis, and with Redis in use."""
     if make_hasty(cluster):
         cluster.restart(*cluster.encoders, *cluster.decoders)
     seeds = itertools.count(200)
@@ -46,9 +47,12 @@ def hasty(cluster: Cluster) -> Cluster:
 
 
 def make_hasty(cluster: Cluster) -> bool:
-    """From the next start on; returns whether the services are not yet."""
+    """From the next start on; returns whether the services are not yet. A timeout is ten of the
+    default's, so that one differs from two by more than what a busy machine adds.
+    """
     services = *cluster.encoders, *cluster.decoders
-    return any([service.set(redis_url=cluster.redis.url_of(service.kind)) for service in services])
+    urls = {s: f"{cluster.redis.url_of(s.kind)}?socket_timeout={TIMEOUT_S}" for s in services}
+    return any([service.set(redis_url=url) for service, url in urls.items()])
 
 
 def test_second_request_with_the_same_image_encodes_nothing(cluster: Cluster) -> None:
@@ -59,13 +63,12 @@ def test_second_request_with_the_same_image_encodes_nothing(cluster: Cluster) ->
     assert cluster.num_encodes() == encodes
 
 
-def test_100_simultaneous_requests_for_a_new_image_encode_it_once_a_pod(cluster: Cluster) -> None:
-    """Gateways send equal images to one encoder, until that has much more work than the other."""
+def test_100_simultaneous_requests_for_a_new_image_encode_it_once(cluster: Cluster) -> None:
     encodes = cluster.num_encodes()
     with ThreadPoolExecutor(100) as pool:
         answers = list(pool.map(lambda _: cluster.ask(QUESTION, png(3)), range(100)))
     assert len(set(answers)) == 1
-    assert 1 <= cluster.num_encodes() - encodes <= len(cluster.encoders)
+    assert cluster.num_encodes() - encodes == 1
 
 
 def test_neither_neighbours_nor_streaming_change_an_answer(cluster: Cluster) -> None:
@@ -162,7 +165,7 @@ def test_flushed_and_stopped_redis_change_no_answer(cluster: Cluster) -> None:
         cluster.redis.start()
 
 
-def test_frozen_redis_adds_at_most_50_ms(hasty: Cluster) -> None:
+def test_a_frozen_redis_costs_one_timeout(hasty: Cluster) -> None:
     seeds = itertools.count(100)
 
     def seconds() -> float:
@@ -186,7 +189,7 @@ def test_frozen_redis_adds_at_most_50_ms(hasty: Cluster) -> None:
         wait_until(lambda: bool(seconds()) and num_stored(hasty) > stored, PATIENCE_S, "in use")
         return max(first, min(others)) - statistics.median(usual)
 
-    assert least(first_and_others, 0.050) <= 0.050
+    assert least(first_and_others, 1.7 * TIMEOUT_S) <= 1.7 * TIMEOUT_S
 
 
 def num_stored(cluster: Cluster) -> int:

@@ -17,7 +17,7 @@ from tests.noise import PATIENCE_S
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
-NUM_CLIPS = 12
+NUM_CLIPS = 4
 
 
 def test_answers_about_clips_are_those_of_hugging_face(demo: ServeCommand) -> None:

@@ -167,6 +167,7 @@ def make_image(height: int, width: int, seed: int = 0, kind: str = "PNG") -> byt
     return file.getvalue()
 
 
+@_NIGHTLY
 async def test_images_of_many_sizes_at_once(model_dir: Path) -> None:
     from tests.e2e.tiny_tower import expected
 
@@ -292,6 +293,7 @@ async def test_a_start_that_fails_says_why(
     assert process.returncode == status and text in log.decode()
 
 
+@_NIGHTLY
 async def test_a_checkpoint_that_lacks_a_tensor_names_it(model_dir: Path, tmp_path: Path) -> None:
     for name in ("config.json", "preprocessor_config.json"):
         (tmp_path / name).write_bytes((model_dir / name).read_bytes())

@@ -10,7 +10,6 @@ import urllib.request
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
-from pathlib import Path
 
 import openai
 import psutil
@@ -25,26 +24,20 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 QUESTION = "Describe the picture."
 
 
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    with Cluster(Path(tmp_path_factory.mktemp("cluster")), encoders=2, decoders=2) as cluster:
-        yield cluster
-
-
 @pytest.fixture
-def cluster(shared: Cluster) -> Cluster:
+def cluster(pods: Cluster) -> Cluster:
     """Whole before each test. Each test has images of its own."""
-    shared.restore()
-    return shared
+    pods.restore()
+    return pods
 
 
 @pytest.fixture
-def worn(shared: Cluster) -> Cluster:
+def worn(pods: Cluster) -> Cluster:
     """What the tests before have left: for those that come last, and end what is left."""
-    decoders = any(decoder.is_running() for decoder in shared.decoders)
-    if not (decoders and shared.gateway.is_running()):
-        shared.restore()
-    return shared
+    decoders = any(decoder.is_running() for decoder in pods.decoders)
+    if not (decoders and pods.gateway.is_running()):
+        pods.restore()
+    return pods
 
 
 class Usage:

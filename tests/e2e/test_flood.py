@@ -39,6 +39,7 @@ def test_forty_requests_of_eight_answers_cost_another_tenant_few_steps(tmp_path:
     assert counts[0][1] == 0, "the flood was refused"
 
 
+@pytest.mark.nightly
 def test_a_request_overtakes_another_tenants_burst_of_short_ones(tmp_path: Path) -> None:
     """Where requests of all tenants were one queue, all of the burst were first."""
     num_burst = 200

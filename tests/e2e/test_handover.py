@@ -2,7 +2,6 @@
 
 import os
 import signal
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -14,25 +13,25 @@ from tests.noise import PATIENCE_S
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
+MAX_TOKENS = 80
+
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    with Cluster(
-        tmp_path_factory.mktemp("cluster"), decoders=2, decoder={"shutdown_grace_s": 0.2}
-    ) as cluster:
-        yield cluster
+def cluster(pods: Cluster) -> Cluster:
+    pods.restore()
+    return pods
 
 
 @pytest.fixture(scope="module")
 def undisturbed(cluster: Cluster) -> dict[int, Answer]:
     """Of one seed for each kind of request."""
-    return handover.Asker(lambda: cluster.url).ask_alone(range(5))
+    return handover.Asker(lambda: cluster.url, MAX_TOKENS).ask_alone(range(5))
 
 
 def test_decoders_killed_in_mid_stream_are_not_noticed(
     cluster: Cluster, undisturbed: dict[int, Answer]
 ) -> None:
-    result = handover.run(cluster, 1, range(5), undisturbed=undisturbed)
+    result = handover.run(cluster, 1, range(5), undisturbed=undisturbed, max_tokens=MAX_TOKENS)
     assert not result.mistakes, result.mistakes[0]
     assert result.gaps_ms, "nothing was handed over"
 
@@ -44,7 +43,7 @@ def test_a_decoder_that_goes_or_hangs_hands_its_answers_over(
     cluster: Cluster, undisturbed: dict[int, Answer], how: str
 ) -> None:
     cluster.restore()
-    asker = handover.Asker(lambda: cluster.url)
+    asker = handover.Asker(lambda: cluster.url, MAX_TOKENS)
     with ThreadPoolExecutor(len(undisturbed)) as pool:
         asked = {seed: pool.submit(asker.ask, seed) for seed in undisturbed}
         wait_until(lambda: sum(asker.num_chunks.values()) > 20, PATIENCE_S, "streams run")

@@ -11,7 +11,8 @@ from tests.e2e.cluster import Cluster, message, png, wait_until
 from tests.fake_collector import fake_collector
 from tests.noise import PATIENCE_S
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+# Each service alone: tests/contract/test_gateway_tracing.py, tests/unit/common/test_tracing.py.
+pytestmark = [pytest.mark.e2e, pytest.mark.nightly, pytest.mark.timeout(300)]
 REQUEST_ID = "req-e2e-42"
 CALLER = "00-" + "ab" * 16 + "-" + "cd" * 8 + "-01"
 # Span name -> service, for a request with one new image.

@@ -32,8 +32,7 @@ FAMILIES = (
     "qwen3-odd-heads-tied", "qwen2-odd-heads-yarn", "llama-llama3", "mistral-wide-heads",
     "qwen3-moe-odd-heads-dense-between",
 )  # fmt: skip
-# One of each kind of body; the others' logits are compared in tests/parity/test_text_families.py.
-ALWAYS = ("llama-llama3", "mistral-wide-heads")
+# Every night, since tests/parity/test_text_families.py compares their logits.
 AT_LOAD = "qwen3-moe-odd-heads-dense-between in FP8"  # --quantization fp8
 PACKED = {"qwen2-odd-heads-yarn in 4 bit": "ct-channel-zeros"}  # → layout of packed_checkpoints
 BOS = "<|endoftext|>"
@@ -89,9 +88,9 @@ class Stack:
 
 
 _PARAMS = [
-    *(family if family in ALWAYS else pytest.param(family, marks=NIGHTLY) for family in FAMILIES),
-    *PACKED, AT_LOAD,
-]  # fmt: skip
+    *(pytest.param(family, marks=NIGHTLY) for family in (*FAMILIES, *PACKED)),
+    AT_LOAD,
+]
 
 
 @pytest.fixture(scope="module", params=_PARAMS)

@@ -1,6 +1,7 @@
 """Pods of each kind come and go behind headless Services, and Redis restarts: nobody notices.
 
-`python -m tests.e2e.trials` is the long form.
+`python -m tests.e2e.trials` is the long form; `make test` has the handover of test_handover.py and
+the chaos of test_chaos.py.
 """
 
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from tests.noise import PATIENCE_S
 
 pytestmark = [
     pytest.mark.e2e,
+    pytest.mark.nightly,
     pytest.mark.timeout(400),
     pytest.mark.skipif(not is_possible(), reason="needs mount namespaces and port 53"),
 ]
@@ -29,13 +31,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
         yield fleet, Clients(fleet, num_streams=3, num_tokens=110, num_askers=1)
 
 
-_KINDS = [
-    kind if kind == "decoder" else pytest.param(kind, marks=pytest.mark.nightly)
-    for kind in trials.KINDS
-]
-
-
-@pytest.mark.parametrize("kind", _KINDS)
+@pytest.mark.parametrize("kind", trials.KINDS)
 def test_pods_scale_down_and_roll_out(running: Running, kind: str) -> None:
     """Two become one, and that one is replaced."""
     running[0].scale(kind, 2)
@@ -44,13 +40,11 @@ def test_pods_scale_down_and_roll_out(running: Running, kind: str) -> None:
         assert not outcome.mistakes, f"{outcome}: {outcome.mistakes[0]}"
 
 
-@pytest.mark.nightly
 def test_redis_restarts(running: Running) -> None:
     outcome = trials.lose_cache(*running)
     assert not outcome.mistakes, f"{outcome}: {outcome.mistakes[0]}"
 
 
-@pytest.mark.nightly
 def test_decoders_scale_to_zero_and_back(running: Running) -> None:
     fleet, clients = running
     assert not fleet.scale("decoder", 0)  # the name has no address any more

@@ -218,7 +218,7 @@ def test_no_header_costs_much(name: str) -> None:
             read(data)
         return time.process_time() - start
 
-    assert least(cost, 0.05) <= 0.05
+    assert least(cost, 0.3) <= 0.3
     tracemalloc.start()
     cost()
     peak = tracemalloc.get_traced_memory()[1]

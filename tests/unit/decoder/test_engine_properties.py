@@ -136,7 +136,7 @@ def test_every_sequence_ends_once_with_the_tokens_it_has_alone(
     harness.assert_empty()
 
 
-@settings(max_examples=cases(20, 60), deadline=None)
+@settings(max_examples=cases(8, 60), deadline=None)
 @given(
     ahead=st.integers(0, 5),
     opted_out=st.integers(1, 4),

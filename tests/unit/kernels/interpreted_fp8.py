@@ -14,6 +14,7 @@ from kernels.gemm import fp8_kernels, fp8_weight
 from kernels.gemm.fp8_weight import Fp8Weight
 from kernels.plain import rms_norm, silu_and_mul
 from services.common.nn import fp8
+from tests.cases import THOROUGH
 from tests.fp8_checkpoints import quantize
 from tests.unit.kernels.interpreter import assert_close
 
@@ -90,7 +91,8 @@ if __name__ == "__main__":
         for block in (True, False):
             check_weight_only(1, 256 if block else 48, 256, block)  # gate and up: whole blocks
             check_weight_only(3, 144 if block else 72, 384, block)
-            check_weight_only(17, 320, 512, block)
+            if is_native or THOROUGH:
+                check_weight_only(17, 320, 512, block)
     fp8_kernels._values = by_device
     check_quantization(3, 512, 128)
     check_quantization(5, 1152, 128)

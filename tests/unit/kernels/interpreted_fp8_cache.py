@@ -23,6 +23,7 @@ from kernels.attention.heads import ProjectedHeads, kv_rows
 from kernels.attention.paged_decode_attention import PagedDecodeAttention
 from kernels.attention.qk_rope_cache import qk_rope_cache
 from tests.block_tables import first_blocks
+from tests.cases import cases
 from tests.unit.kernels.interpreted_kernels import BLOCK_SIZE, EPS, attention_facts, close
 
 
@@ -158,7 +159,7 @@ def check_paged(
 
 def check_all() -> None:
     check_codec()
-    for shape in ((12, 4, 2, 32), (130, 2, 1, 64)):
+    for shape in ((12, 4, 2, 32), (cases(20, 130), 2, 1, 64)):
         check_kept(*shape)
     check_fused([17, 64], 4, 2, 32)
     check_fused([100], 8, 2, 32)

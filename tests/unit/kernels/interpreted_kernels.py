@@ -308,7 +308,8 @@ if __name__ == "__main__":
     liked = SamplingParams(temperature=1.0, top_k=5, presence_penalty=0.5, logit_bias={7: 2.0})
     rare = SamplingParams(temperature=0.9, top_p=0.9, repetition_penalty=1.4, seed=3)
     check_sampler(torch.randn(3, 60).half() * 3, [liked, rare, many[2]])
-    check_sampler(torch.randn(3, 60).half() * 3, [rare, *many[1:]])
+    if THOROUGH:
+        check_sampler(torch.randn(3, 60).half() * 3, [rare, *many[1:]])
     check_swiglu_gemm(130, 128, 256)
     for count in (1, 2):
         check_gemv(count, 100, 24, None)
@@ -318,7 +319,7 @@ if __name__ == "__main__":
             for columns in (2048, 2560, 5120, 9728, 12288, 25600):
                 tuned = tuning.gemv_config(kind, 4096, columns, count)
                 assert tuning.pads_little(columns, tuned.tile) or tuned.tile >= columns
-    for size in ((1, 96), (3, 1100)):
+    for size in ((1, 96), (3, 1100)) if THOROUGH else ((3, 1100),):
         check_rows(*size)
     for size in ((1, 16), (300, 32)):
         check_entry(*size)

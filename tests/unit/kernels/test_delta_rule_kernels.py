@@ -25,6 +25,7 @@ ROOT, CPU, BF16 = Path(__file__).resolve().parents[3], torch.device("cpu"), torc
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.timeout(330)
 def test_kernels_agree_with_their_twins_in_the_interpreter() -> None:
     done = subprocess.run(

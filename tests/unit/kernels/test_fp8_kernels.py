@@ -12,6 +12,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.timeout(660)
 def test_kernels_agree_with_their_twins_in_the_interpreter() -> None:
     done = subprocess.run(

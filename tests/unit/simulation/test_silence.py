@@ -11,6 +11,7 @@ from benchmarks.simulation.policies import cell_policy, cells, decoder_policy, e
 from benchmarks.simulation.requests import Request
 from benchmarks.simulation.signals import Signals
 from benchmarks.simulation.stages import H200_2B
+from tests.cases import first
 
 SILENCE_S = (600.0, 1200.0)
 END_S = 1500.0
@@ -61,7 +62,8 @@ def test_silence_takes_no_pod_away(plan: Plan) -> None:
     assert min(during(played(plan)[-1])) >= 4  # full: what follows is no small cluster's
 
 
-@pytest.mark.parametrize("cell", [False, True])
+@pytest.mark.thorough
+@pytest.mark.parametrize("cell", first(1, [False, True]))
 def test_a_zero_for_silence_takes_all_but_one(cell: bool) -> None:
     """What shipped before: the other test can fail."""
     plan = (
@@ -87,7 +89,8 @@ class _Summed(Signals):
         super().scrape(now, metric, values)
 
 
-@pytest.mark.parametrize("cell", [False, True])
+@pytest.mark.thorough
+@pytest.mark.parametrize("cell", first(1, [False, True]))
 @pytest.mark.parametrize("summed", [False, True], ids=["shipped", "summed"])
 def test_silent_pods_among_others_take_no_pod_away(
     cell: bool, summed: bool, monkeypatch: pytest.MonkeyPatch
