@@ -67,7 +67,8 @@ def programs(directory: Path) -> None:
     """Stand-ins that run the real program for what can be run here."""
     log = shlex.quote(str(directory / "log"))
     python = f"PYTHONPATH={shlex.quote(str(ROOT))} {shlex.quote(sys.executable)}"
-    record = f"""printf '%s\\0' "$0" "$@" >> {log}; printf '\\n' >> {log}"""
+    # A line is one write: `port-forward` runs beside what follows it.
+    record = f"""line=$(printf '%s\\037' "$0" "$@"); printf '%s\\n' "$line" >> {log}"""
     texts = {
         "docker": record,
         "kubectl": f"""case " $* " in *" port-forward "*) {record}; exit;; esac
@@ -105,7 +106,7 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
         assert not done.returncode, done.stdout
         parts = re.split(rf"^{MARK}(\d+) ([\d.]+)\n", done.stdout, flags=re.MULTILINE)[1:]
         starts = list(map(float, parts[1::3]))
-        calls = [line.split("\0")[:-1] for line in (directory / "log").read_text().splitlines()]
+        calls = [line.split("\037")[:-1] for line in (directory / "log").read_text().splitlines()]
         yield Run(
             server, work, environment,
             said={int(number): text for number, text in zip(parts[::3], parts[2::3], strict=True)},
