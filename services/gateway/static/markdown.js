@@ -6,7 +6,7 @@ import {formula} from "./formulas.js";
 const INLINE = new RegExp([
   String.raw`(?<code>(?<ticks>${"`+"})(?<inner>(?:(?!\k<ticks>)[^])+?)\k<ticks>(?!${"`"}))`,
   String.raw`\$\$(?<displayed>[^$]+)\$\$|\\\[(?<bracketed>[^]{1,4000}?)\\\]|\\\((?<tex>[^]{1,4000}?)\\\)`,
-  String.raw`(?<![\w$])\$(?<dollars>(?![\s$])(?:\\[^]|[^$${"`"}\\\n])*?(?<![\s\\]))\$(?![\w$])`,   // prices are no formulas
+  String.raw`(?<![\w$${"`"}])\$(?<dollars>(?![\s$])(?:\\[^]|[^$${"`"}\\\n])*?(?<![\s\\]))\$(?![\w$])`,   // prices are no formulas, nor is code whose end has not come yet
   String.raw`\\(?<escaped>[\\${"`"}*_{}\[\]()#+.!|~>$-])`,
   String.raw`\*\*(?=\S)(?<bold>[^*]+(?:\*[^*]+)*?)\*\*`,
   String.raw`(?<![\w*])(?<mark>[*_])(?=\S)(?<italic>[^*_\n]+)\k<mark>(?!\w)`,
