@@ -12,6 +12,7 @@ from contextlib import contextmanager
 import httpx2
 import pytest
 
+from tests.cases import first
 from tests.fakes import FakeDecoder, FakeEncoder
 from tests.gateway_stack import MODEL
 from tests.noise import PATIENCE_S, least
@@ -126,7 +127,8 @@ def test_sigterm_ends_at_the_grace(fakes, tmp_path):
     assert least(seconds, 15) < 15
 
 
-@pytest.mark.parametrize("grace_s", ["0.3", "60"])
+@pytest.mark.thorough
+@pytest.mark.parametrize("grace_s", first(1, ["60", "0.3"]))
 def test_requests_that_outlast_the_grace_or_a_second_signal_end_with_an_error(
     fakes, tmp_path, grace_s
 ):
@@ -171,7 +173,8 @@ def test_requests_that_outlast_the_grace_or_a_second_signal_end_with_an_error(
         assert process.wait(PATIENCE_S) == 0
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.thorough
+@pytest.mark.parametrize("signum", first(1, [signal.SIGTERM, signal.SIGINT]))
 def test_idle_gateway_ends_at_once(fakes, tmp_path, signum):
     def seconds() -> float:
         with gateway(fakes, tmp_path) as (process, _):

@@ -187,6 +187,7 @@ async def test_images_of_many_sizes_at_once(model_dir: Path) -> None:
         assert await asyncio.wait_for(encoder.process.wait(), PATIENCE_S) == 0
 
 
+@_NIGHTLY
 async def test_a_video_is_encoded_by_pairs_of_frames_until_the_engine_dies(model_dir: Path) -> None:
     """The file travels once; a unit that is known is not encoded again, whatever file it is of."""
     from tests.e2e.tiny_tower import expected_pair

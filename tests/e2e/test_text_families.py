@@ -25,14 +25,14 @@ if TYPE_CHECKING:  # torch and transformers are imported where they are used: se
 
     from tests.parity.oracle import Oracle
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
-NIGHTLY = pytest.mark.nightly
+# Every night: tests/parity/test_text_families.py compares their logits, test_text_only_stack.py
+# asks a text model through the services.
+pytestmark = [pytest.mark.e2e, pytest.mark.nightly, pytest.mark.slow]
 
 FAMILIES = (
     "qwen3-odd-heads-tied", "qwen2-odd-heads-yarn", "llama-llama3", "mistral-wide-heads",
     "qwen3-moe-odd-heads-dense-between",
 )  # fmt: skip
-# Every night, since tests/parity/test_text_families.py compares their logits.
 AT_LOAD = "qwen3-moe-odd-heads-dense-between in FP8"  # --quantization fp8
 PACKED = {"qwen2-odd-heads-yarn in 4 bit": "ct-channel-zeros"}  # → layout of packed_checkpoints
 BOS = "<|endoftext|>"
@@ -87,13 +87,7 @@ class Stack:
         return len(ids), tokens, logits
 
 
-_PARAMS = [
-    *(pytest.param(family, marks=NIGHTLY) for family in (*FAMILIES, *PACKED)),
-    AT_LOAD,
-]
-
-
-@pytest.fixture(scope="module", params=_PARAMS)
+@pytest.fixture(scope="module", params=[*FAMILIES, *PACKED, AT_LOAD])
 def stack(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Stack]:

@@ -60,6 +60,7 @@ def test_it_installs_one_name(wheel: Path) -> None:
     assert not any(name.startswith(("tests/", "scripts/")) for name in inside)
 
 
+@pytest.mark.nightly
 def test_it_serves_from_a_directory_with_another_services(installed: Path, tmp_path: Path) -> None:
     for name in ("services", "kernels", "benchmarks", "demo"):
         (tmp_path / name).mkdir()

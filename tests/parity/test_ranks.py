@@ -140,7 +140,7 @@ REFUSED: dict[str, tuple[dict, str]] = {
 
 
 # An engine answers with these.
-ENGINES = ["qwen3-vl", "qwen3.5", "packed-ct"]
+ENGINES = ["qwen3-vl", "qwen3.5"]
 FOUR = ["qwen3-one-kv-head-tied"]  # more ranks than key heads
 # What is cut in the same way as one of the others is cut every night.
 _NIGHTLY = {
@@ -151,7 +151,7 @@ _NIGHTLY = {
 assert MAKERS.keys() >= _NIGHTLY
 NAMES = [name for name in MAKERS if THOROUGH or name not in _NIGHTLY]
 if THOROUGH:
-    ENGINES += ["qwen3", "qwen3.5-moe", "qwen3-moe", "fp8-block"]
+    ENGINES += ["packed-ct", "qwen3", "qwen3.5-moe", "qwen3-moe", "fp8-block"]
     FOUR += ["qwen2-biases"]
 
 

@@ -19,7 +19,7 @@ from services.common.embeddings.embedding import EmbeddingSpec
 from services.decoder.engine.engine import Engine
 from services.decoder.engine.messages import AddSequence, ImageSpan, SamplingParams
 from services.decoder.engine.runner_factory import RunnerOptions, create_runner
-from tests.cases import THOROUGH, cases
+from tests.cases import THOROUGH, cases, first
 from tests.integrity import check_engine
 from tests.parity import text_oracle
 from tests.parity.oracle import CONFIGS, Oracle, make_oracle
@@ -145,7 +145,7 @@ class Bench:
         return answers
 
 
-@pytest.fixture(scope="module", params=["images", "text", "experts", "hybrid"])
+@pytest.fixture(scope="module", params=first(3, ["images", "experts", "hybrid", "text"]))
 def bench(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Bench]:

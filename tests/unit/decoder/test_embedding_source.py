@@ -14,6 +14,7 @@ from services.common.errors import InvalidImage, InvalidRequest
 from services.decoder.images import embeddings
 from services.decoder.images.embedding_fetch import EncoderFailed, EncoderFetcher
 from services.decoder.images.embeddings import EmbeddingSource, ImageRequest
+from tests.cases import cases
 from tests.fake_fetch import FAULTS, FakeFetchServicer, embedding_bytes, serve_fetch
 from tests.noise import PATIENCE_S
 
@@ -384,12 +385,13 @@ async def test_least_recently_used_images_make_room():
         assert world.observer.found == {"encoder": 3, "memory": 2}
 
 
+@pytest.mark.thorough
 async def test_what_fits_into_an_empty_arena_is_had_wherever_the_last_ones_lie():
     """What is there already may lie amid the only room for the rest."""
     rng = random.Random(0)
     tokens = {number: 128 * pages for number, pages in enumerate((1, 1, 2, 2, 3, 4, 5))}
     async with World(pages=8) as world:
-        for _ in range(40):
+        for _ in range(cases(15, 40)):
             numbers, room = [], 8
             for number in rng.sample(sorted(tokens), 4):
                 if tokens[number] // 128 <= room:

@@ -21,12 +21,26 @@ from tests.unit.deploy.kustomize import LOADER, Resource, render
 from tests.unit.deploy.schemas import validate
 from triptych.devices import place
 
+pytestmark = pytest.mark.thorough
+
 KUBERNETES_VERSION = "1.37"
 # With replacements: test_installations.py
 BY_KUBECTL = {"autoscaling/bearer", "autoscaling/prometheus"}
 
 
-@pytest.fixture(scope="module", params=COMBINATIONS)
+def covering() -> list[str]:
+    """Of the combinations with most components, those that have together each overlay and each
+    component; all of them in `make nightly`.
+    """
+    seen, found = set[str](), list[str]()
+    for name in sorted(COMBINATIONS, key=lambda name: -len(COMBINATIONS[name])):
+        if THOROUGH or set(COMBINATIONS[name]) - seen:
+            found.append(name)
+            seen |= set(COMBINATIONS[name])
+    return found
+
+
+@pytest.fixture(scope="module", params=covering())
 def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return combine(*COMBINATIONS[request.param], directory=tmp_path_factory.mktemp("own"))
 
@@ -82,21 +96,7 @@ def test_every_resource_is_valid(resources: list[Resource]) -> None:
         _validate(json.dumps(resource, sort_keys=True))
 
 
-def covering() -> list[str]:
-    """Of the combinations with most components, those that have together each overlay and each
-    component; all of them in `make nightly`.
-    """
-    seen, found = set[str](), list[str]()
-    for name in sorted(COMBINATIONS, key=lambda name: -len(COMBINATIONS[name])):
-        if THOROUGH or set(COMBINATIONS[name]) - seen:
-            found.append(name)
-            seen |= set(COMBINATIONS[name])
-    return found
-
-
-@pytest.mark.thorough
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="compares with kubectl where there is")
-@pytest.mark.parametrize("directory", covering(), indirect=True)
 def test_our_rendering_is_that_of_kubectl(directory: Path, resources: list[Resource]) -> None:
     command = ["kubectl", "kustomize", str(directory)]
     theirs = subprocess.run(command, capture_output=True, text=True, check=True).stdout

@@ -1,5 +1,5 @@
 """Kernels of linear attention and output gates in Triton's interpreter against their twins; prints
-"agreed". Run by test_delta_rule_kernels.py with TRITON_INTERPRET=1.
+"agreed". Run by interpreted.py.
 """
 
 from dataclasses import replace

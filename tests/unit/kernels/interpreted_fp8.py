@@ -1,4 +1,4 @@
-"""Run by test_fp8_kernels.py with TRITON_INTERPRET=1, which Triton reads when it is imported.
+"""Run by interpreted.py.
 
 float32 inputs: what differs from the twins is the order of sums.
 """

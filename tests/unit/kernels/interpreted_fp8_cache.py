@@ -1,4 +1,4 @@
-"""Kernels with a KV cache in e4m3; run as `interpreted_kernels` is. They write the twins' bytes."""
+"""Kernels with a KV cache in e4m3; run by interpreted.py. They write the twins' bytes."""
 
 # pyright: reportArgumentType=false
 # (constants of the kernel)

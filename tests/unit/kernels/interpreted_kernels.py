@@ -1,4 +1,4 @@
-"""Run by test_fused_kernels.py with TRITON_INTERPRET=1, which Triton reads when it is imported."""
+"""Run by interpreted.py."""
 
 from dataclasses import replace
 

@@ -13,6 +13,7 @@ from benchmarks.simulation.signals import Signals
 from benchmarks.simulation.stages import H200_2B
 from tests.cases import first
 
+PLANS = [split(4, 4, encoder=encoder_policy(), decoder=decoder_policy()), cells(4, cell_policy())]
 SILENCE_S = (600.0, 1200.0)
 END_S = 1500.0
 
@@ -51,11 +52,8 @@ def during(counts: list[int]) -> list[int]:
     return counts[int(SILENCE_S[0] / 5) - 1 :]
 
 
-@pytest.mark.parametrize(
-    "plan",
-    [split(4, 4, encoder=encoder_policy(), decoder=decoder_policy()), cells(4, cell_policy())],
-    ids=["split", "cells"],
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize("plan", first(1, PLANS))
 def test_silence_takes_no_pod_away(plan: Plan) -> None:
     for counts in map(during, played(plan)):
         assert counts == sorted(counts)
