@@ -32,6 +32,7 @@ class InProcessEngine:
     def __init__(self, runner: FakeRunner, *, overlap: bool = True) -> None:
         self._link, self.link = socket.socketpair()
         self._links: dict[int, EngineChannel] = {}
+        self._opened: list[EngineChannel] = []  # `send_tokens` drops those that have ended
         self.runner = runner
         self._gate = MaskGate(runner.info.vocab_size)
         self.engine = Engine(
@@ -63,6 +64,7 @@ class InProcessEngine:
                 if isinstance(message, MaskLink):
                     link, rows = open_link(self._link, message)
                     self._links[message.link] = link
+                    self._opened.append(link)
                     self._gate.rows[message.link] = rows
                     continue
                 if isinstance(message, ImageReady):
@@ -92,7 +94,7 @@ class InProcessEngine:
 
     def close(self) -> None:
         """Closes the ends of links."""
-        for end in (self._link, self.link, *self._links.values()):
+        for end in (self._link, self.link, *self._opened):
             end.close()
 
     def die(self) -> None:
