@@ -1,7 +1,7 @@
 """A matrix of 4- or 8-bit codes with a scale, and perhaps a zero point, per group of columns.
 
-A weight is `(code - zero) * scale` of integers, `value * scale * row_scale` of e2m1. Checkpoints
-pack codes in several ways; layers repack them into this one layout after loading
+A weight is `(code - zero) * scale` of integers, `value * scale * row_scale` of e2m1 and e4m3.
+Checkpoints pack codes in several ways; layers repack them into this one layout after loading
 (`services.common.nn.packed`), so that one kernel reads all.
 
 Integers of 4 bits in whole tiles are laid out further, as tensor cores hold a matrix in registers:
@@ -24,7 +24,7 @@ class PackedWeight:
 
     Attributes:
         codes: uint8, of 4 bits `[N, ceil(K / 2)]` with the even column in the low half, of 8 bits
-            `[N, K]`. There may be more columns, which mean nothing. Of tiles, int16
+            `[N, K]`, e4m3 if floats. There may be more columns, which mean nothing. Of tiles, int16
             `[N / 64, K / 128, 2048]`.
         scale: `[N, ceil(K / group)]` float32, or the half precision that holds it exactly. Of
             tiles, `[K / group, N]` of 4 bytes each, as the next: asynchronous copies take no less.
@@ -32,7 +32,7 @@ class PackedWeight:
         bits: 4 or 8.
         group: columns per scale.
         columns: K.
-        is_float: codes are e2m1: a sign, two bits of exponent, one of mantissa.
+        is_float: codes are e2m1 (a sign, two bits of exponent, one of mantissa), of 8 bits e4m3.
         row_scale: `[N, 1]` float32; None: 1.
         is_tiled: codes are in tiles.
     """
@@ -73,7 +73,7 @@ def dequantize(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
         codes = torch.stack((codes & 15, codes >> 4), -1).flatten(-2)
     codes, scale = codes[..., : weight.columns], _per_column(weight.scale.float(), weight)
     if weight.is_float:
-        found = _e2m1(codes) * scale
+        found = (_e2m1(codes) if weight.bits == 4 else codes.float()) * scale
         return (found if weight.row_scale is None else found * weight.row_scale).to(dtype)
     middle = float(1 << (weight.bits - 1))
     zero = middle if weight.zero is None else _per_column(weight.zero.float(), weight)

@@ -244,7 +244,9 @@ class VisionSpec:
     no_video: str = "the checkpoint has no video processor"
 
 
-WeightFormat = Literal["fp8_block", "fp8_channel", "int8", "w4a16", "w8a16", "nvfp4", "mxfp4"]
+WeightFormat = Literal[
+    "fp8_block", "fp8_channel", "int8", "w4a16", "w8a16", "nvfp4", "mxfp4", "mxfp8"
+]  # fmt: skip
 Packing = Literal["compressed-tensors", "awq", "gptq", "gptq_v2", "modelopt"]
 
 
@@ -258,7 +260,8 @@ class QuantizationSpec:
             columns) where the hardware multiplies FP8. `int8`: with a scale per output channel;
             activations are quantized per token. `w4a16`, `w8a16`: integers with a scale per group
             of columns; `nvfp4`, `mxfp4`: e2m1 with a scale per 16 or 32 columns (e4m3, and one of
-            the whole matrix; a power of two). Activations of these stay as they are.
+            the whole matrix; a power of two); `mxfp8`: e4m3 with a power of two per 32 columns.
+            Activations of these stay as they are.
         block_size: (rows, columns) of an FP8 block.
         scale_name: of an FP8 scales' tensor, after the module's name.
         packing: how files hold integers and e2m1.

@@ -24,7 +24,7 @@ from services.common.model_spec import (
 _BLOCK = (128, 128)
 _CT_FORMATS = (
     "float-quantized", "pack-quantized", "int-quantized", "nvfp4-pack-quantized",
-    "mxfp4-pack-quantized",
+    "mxfp4-pack-quantized", "mxfp8-quantized",
 )  # fmt: skip
 _METHODS = ("fp8", "compressed-tensors", "awq", "gptq", "modelopt")
 # Files of their own, in order of precedence → the producer's method, which older ones leave out.
@@ -283,9 +283,11 @@ def _scheme(name: str, group: Mapping[str, Any], outer_format: object) -> Quanti
         case "int-quantized":
             return _ct_int8(where, weights, inputs)
         case "nvfp4-pack-quantized":
-            return _ct_fp4(where, weights, inputs, "nvfp4")
+            return _ct_float_groups(where, weights, inputs, "nvfp4")
         case "mxfp4-pack-quantized":
-            return _ct_fp4(where, weights, inputs, "mxfp4")
+            return _ct_float_groups(where, weights, inputs, "mxfp4")
+        case "mxfp8-quantized":
+            return _ct_float_groups(where, weights, inputs, "mxfp8")
         case found:
             raise UnsupportedOption(
                 f"quantization_config: {where}.format {found!r} is not supported; "
@@ -319,19 +321,26 @@ def _ct_int8(where: str, weights: Mapping[str, Any], inputs: Mapping[str, Any]) 
     return QuantizationSpec(format="int8")
 
 
-def _ct_fp4(
+def _ct_float_groups(
     where: str,
     weights: Mapping[str, Any],
     inputs: Mapping[str, Any],
-    name: Literal["nvfp4", "mxfp4"],
+    name: Literal["nvfp4", "mxfp4", "mxfp8"],
 ) -> QuantizationSpec:
-    """e2m1 in groups. Activations of 4 bits are left as they are: it is weights that take room."""
-    strategy, size = {"nvfp4": ("tensor_group", 16), "mxfp4": ("group", 32)}[name]
-    _numbers(f"{where}.weights", weights, "float", 4)
+    """e2m1 or e4m3 in groups. Activations of as many bits are left as they are: it is weights that
+    take room.
+    """
+    strategy, size = ("tensor_group", 16) if name == "nvfp4" else ("group", 32)
+    bits = 8 if name == "mxfp8" else 4
+    _numbers(f"{where}.weights", weights, "float", bits)
     _expect(f"{where}.weights.strategy", weights.get("strategy"), strategy)
     _expect(f"{where}.weights.group_size", weights.get("group_size"), size)
-    if inputs:
-        _expect(f"{where}.input_activations.num_bits", inputs.get("num_bits"), 4)
+    if name == "mxfp8":
+        _expect(f"{where}.weights.scale_dtype", weights.get("scale_dtype"), None, "torch.uint8")
+    if inputs and name == "mxfp8":  # scales of static ones would be in the files
+        _numbers(f"{where}.input_activations", inputs, "float", bits, is_dynamic=True)
+    elif inputs:
+        _expect(f"{where}.input_activations.num_bits", inputs.get("num_bits"), bits)
     return QuantizationSpec(
         format=name, group_size=size, has_input_scale=name == "nvfp4" and bool(inputs)
     )

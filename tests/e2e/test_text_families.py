@@ -5,6 +5,7 @@ Tokens are equal, and their log-probabilities agree within 5e-4: those of logits
 """
 
 import asyncio
+import importlib
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -34,7 +35,10 @@ FAMILIES = (
     "qwen3-moe-odd-heads-dense-between",
 )  # fmt: skip
 AT_LOAD = "qwen3-moe-odd-heads-dense-between in FP8"  # --quantization fp8
-PACKED = {"qwen2-odd-heads-yarn in 4 bit": "ct-channel-zeros"}  # → layout of packed_checkpoints
+PACKED = {  # → writer of tests, its layout
+    "qwen2-odd-heads-yarn in 4 bit": ("packed_checkpoints", "ct-channel-zeros"),
+    "llama-llama3 in MXFP8": ("mxfp8_checkpoints", "mxfp8"),
+}
 BOS = "<|endoftext|>"
 NUM_TOKENS = 16
 TOLERANCE = 5e-4
@@ -98,7 +102,7 @@ def stack(
     config.vocab_size = vocab_size()
     oracle = make_text_oracle(config, directory / "model")
     if request.param in PACKED:
-        oracle = packed(oracle, PACKED[request.param])
+        oracle = packed(oracle, *PACKED[request.param])
     if request.param == AT_LOAD:
         round_to_fp8(oracle)
     write_conversation_files(oracle.directory)
@@ -124,12 +128,12 @@ def stack(
         decoder.stop()
 
 
-def packed(oracle: "Oracle", layout: str) -> "Oracle":
-    """The model in 4 bits, and Hugging Face's with the weights that these stand for."""
-    from tests.packed_checkpoints import write
+def packed(oracle: "Oracle", writer: str, layout: str) -> "Oracle":
+    """The model quantized, and Hugging Face's with the weights that are meant."""
     from tests.parity.oracle import Oracle
 
     directory = oracle.directory.with_name(layout)
+    write = importlib.import_module(f"tests.{writer}").write
     meant = write(oracle.directory, directory, layout)
     missing, unexpected = oracle.model.load_state_dict(meant, strict=False)
     assert not unexpected and set(missing) <= {"lm_head.weight"}

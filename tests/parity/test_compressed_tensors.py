@@ -50,6 +50,11 @@ SCHEMES = {
     "w8a16-64": _packed(8, 64, True),
     "nvfp4": scheme("nvfp4-pack-quantized", PRESET_SCHEMES["NVFP4A16"]["weights"].model_dump()),
     "mxfp4": scheme("mxfp4-pack-quantized", PRESET_SCHEMES["MXFP4A16"]["weights"].model_dump()),
+    "mxfp8": scheme("mxfp8-quantized", PRESET_SCHEMES["MXFP8A16"]["weights"].model_dump()),
+    "mxfp8-inputs": scheme(
+        "mxfp8-quantized",
+        *(args.model_dump() for args in PRESET_SCHEMES["MXFP8"].values()),
+    ),
     "int8": scheme(
         "int-quantized",
         {"num_bits": 8, "type": "int", "strategy": "channel"},

@@ -19,7 +19,7 @@ from services.common.nn.checkpoint import Reader
 from services.common.nn.collectives import ALONE, Ranks
 from services.common.nn.int8 import Int8Linear
 from services.common.nn.linear import Linear
-from tests import fp4_checkpoints, int8_checkpoints, packed_checkpoints
+from tests import fp4_checkpoints, int8_checkpoints, mxfp8_checkpoints, packed_checkpoints
 from tests.cases import THOROUGH
 from tests.fp8_checkpoints import FP8_BLOCK, write
 from tests.parity import rank_answers, rank_main
@@ -127,6 +127,7 @@ MAKERS |= {
     "int8": lambda path: made_by(int8_checkpoints.write, path, "int8"),
     "nvfp4": lambda path: made_by(fp4_checkpoints.write, path, "nvfp4-inputs"),
     "mxfp4": lambda path: made_by(fp4_checkpoints.write, path, "mxfp4"),
+    "mxfp8": lambda path: made_by(mxfp8_checkpoints.write, path, "mxfp8-inputs"),
     "packed-ct": lambda path: make_packed(path, "ct-64-zeros", WIDE),
     "packed-awq": lambda path: make_packed(path, "awq-64", WIDE),
     "packed-gptq": lambda path: make_packed(path, "gptq-v2-32-8bit", WIDE),
@@ -145,8 +146,8 @@ FOUR = ["qwen3-one-kv-head-tied"]  # more ranks than key heads
 # What is cut in the same way as one of the others is cut every night.
 _NIGHTLY = {
     "qwen2-biases", "qwen3-vl-moe-transposed", "qwen3.5-one-kv-head", "fp8-channel",
-    "fp8-channel-experts", "fp8-block-experts", "nvfp4", "packed-awq", "packed-gptq",
-    "packed-ct-experts",
+    "fp8-channel-experts", "fp8-block-experts", "nvfp4", "mxfp8", "packed-awq",
+    "packed-gptq", "packed-ct-experts",
 }  # fmt: skip
 assert MAKERS.keys() >= _NIGHTLY
 NAMES = [name for name in MAKERS if THOROUGH or name not in _NIGHTLY]

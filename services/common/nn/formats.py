@@ -17,6 +17,7 @@ METHODS: Mapping[str, tuple[str, str]] = {  # format → module and class
     "fp8_channel": ("services.common.nn.fp8", "Fp8Linear"),
     "int8": ("services.common.nn.int8", "Int8Linear"),
     "mxfp4": ("services.common.nn.packed", "PackedLinear"),
+    "mxfp8": ("services.common.nn.packed", "PackedLinear"),
     "nvfp4": ("services.common.nn.packed", "PackedLinear"),
     "w4a16": ("services.common.nn.packed", "PackedLinear"),
     "w8a16": ("services.common.nn.packed", "PackedLinear"),

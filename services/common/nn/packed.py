@@ -1,4 +1,5 @@
-"""Linear layers of packed integers and e2m1: how files hold them, and the layers' method.
+"""Linear layers of integers and small floats with a scale per group: how files hold them, and the
+layers' method.
 
 | packing            | codes                           | scales          |
 |--------------------|---------------------------------|-----------------|
@@ -9,6 +10,7 @@
 Zero points are packed along the outputs. GPTQ's are those of the middle, of which v1 stores 1 less.
 e2m1 lies in bytes `[out, in / 2]`, low half first: `weight_packed` of compressed-tensors, `weight`
 of ModelOpt. A scale of the whole module divides in the former and multiplies in the latter.
+e4m3 of MXFP8 is `weight` `[out, in]`. Scales of MX formats are exponents e of 2^(e - 127).
 A word of 32 bits holds eight codes of 4 bits, or four of 8, the lowest bits first; AWQ has them in
 an order of its own. After loading, each rank repacks what it has read into a `PackedWeight`.
 Activations stay as they are; `packed_weight` is the specification, and a CPU does nothing else.
@@ -22,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from kernels.gemm import packed_weight
+from kernels.gemm.fp8_weight import E4M3
 from kernels.gemm.packed_weight import (
     PackedWeight,
     has_kernels,
@@ -47,12 +50,13 @@ class PackedLinear(QuantizedLinear):
         super().__init__(spec.format)
         self._spec = spec
         self._per_word = 32 // spec.bits
-        self._is_float = spec.format in ("nvfp4", "mxfp4")
+        self._is_float = spec.format in ("nvfp4", "mxfp4", "mxfp8")
+        self._is_mx = spec.format in ("mxfp4", "mxfp8")
         of_integers = {
             "compressed-tensors": self._compressed_tensors, "awq": self._awq,
             "gptq": self._gptq, "gptq_v2": self._gptq,
         }  # fmt: skip
-        self._layouts = self._e2m1() if self._is_float else of_integers[spec.packing]()
+        self._layouts = self._floats() if self._is_float else of_integers[spec.packing]()
 
     def layouts(self, layer: Linear) -> tuple[TensorLayout, ...]:
         return self._layouts
@@ -62,7 +66,7 @@ class PackedLinear(QuantizedLinear):
         packing = self._spec.packing
         codes, scale = layer.weight.data, layer.weight_scale.data
         if self._is_float:
-            scale = torch.exp2(scale - 127) if self._spec.format == "mxfp4" else scale
+            scale = torch.exp2(scale - 127) if self._is_mx else scale
         elif packing == "compressed-tensors":
             codes = codes.view(torch.uint8)  # along columns already
         elif packing == "awq":
@@ -107,6 +111,8 @@ class PackedLinear(QuantizedLinear):
     def rows(self) -> Sequence[Implementation[Any]]:
         few = TokenRange(1, SKINNY_TOKENS)
         plain = Implementation(self.operation, "plain", lambda _: weight_only_linear)
+        if self._spec.format == "mxfp8":
+            return (plain,)  # no kernel reads e4m3 in groups yet
         if self._spec.format != "w4a16":
             return (
                 Implementation("project", "packed_skinny_gemm", _project, _triton, lambda _: few),
@@ -133,18 +139,20 @@ class PackedLinear(QuantizedLinear):
 
     # What the files hold of a module.
 
-    def _e2m1(self) -> tuple[TensorLayout, ...]:
-        is_ours = self._spec.packing == "compressed-tensors"
+    def _floats(self) -> tuple[TensorLayout, ...]:
+        is_ours, is_mx = self._spec.packing == "compressed-tensors", self._is_mx
         number = {"axes": (1,), "stored": (torch.float32,)}
+        per_byte = 8 // self._spec.bits
+        kind, exponent = (torch.uint8, 119.0) if per_byte == 2 else (E4M3, 115.0)
         codes = TensorLayout(
-            name="weight_packed" if is_ours else "weight", parameter="weight",
-            axes=(Axis("out"), Axis("in", 2)), stored=(torch.uint8,), dtype=torch.uint8,
+            name="weight_packed" if is_ours and per_byte == 2 else "weight", parameter="weight",
+            axes=(Axis("out"), Axis("in", per_byte)), stored=(kind,), dtype=kind,
+            dummy=(0.0, 100.0),
         )  # fmt: skip
-        is_mx = self._spec.format == "mxfp4"
         scale = TensorLayout(
             name="weight_scale", parameter="weight_scale", axes=(Axis("out"), self._groups),
-            stored=(torch.uint8 if is_mx else torch.float8_e4m3fn,), dtype=torch.float32,
-            dummy=(119.0, 0.0) if is_mx else (1.0, 0.0),
+            stored=(torch.uint8 if is_mx else E4M3,), dtype=torch.float32,
+            dummy=(exponent if is_mx else 1.0, 0.0),
         )  # fmt: skip
         layouts = [codes, scale]
         if not is_mx:

@@ -113,7 +113,7 @@ def _expert_formats(facts: KernelFacts) -> str:
 
 def _experts(facts: KernelFacts) -> str:
     """Tiles of the kernels divide the experts' matrices; blocks of scales do."""
-    moe, unit = facts.text.moe, fp8_weight.BLOCK if "fp8" in facts.weight_format else 64
+    moe, unit = facts.text.moe, fp8_weight.BLOCK if "fp8_" in facts.weight_format else 64
     if moe is None:
         return "needs experts"
     odd = [size for size in (facts.text.hidden_size, moe.intermediate_size) if size % unit]

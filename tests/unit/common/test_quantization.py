@@ -8,7 +8,7 @@ import pytest
 
 from services.common.model_spec import ModelSpecError, UnsupportedOption
 from services.common.quantization import read_quantization
-from tests import fp4_checkpoints
+from tests import fp4_checkpoints, mxfp8_checkpoints
 from tests.fp4_checkpoints import MODELOPT
 from tests.fp8_checkpoints import FP8_BLOCK, compressed
 from tests.int8_checkpoints import INT8
@@ -168,6 +168,41 @@ def e2m1_weights(kind: str, **changes: object) -> dict:
     ],
 )
 def test_other_e2m1_is_refused_by_name(config: dict, named: str) -> None:
+    with pytest.raises(ModelSpecError, match=named):
+        read_quantization({"quantization_config": config})
+
+
+@pytest.mark.parametrize("name", mxfp8_checkpoints.LAYOUTS)
+def test_mxfp8_is_read(name: str) -> None:
+    spec = read_quantization({"quantization_config": mxfp8_checkpoints.LAYOUTS[name]})
+    assert spec is not None and (spec.format, spec.bits, spec.group_size) == ("mxfp8", 8, 32)
+    assert not spec.has_input_scale and spec.packing == "compressed-tensors"
+    assert not spec.applies_to("lm_head") and spec.applies_to("model.layers.0.mlp.up_proj")
+
+
+def mxfp8_part(part: str, **changes: object) -> dict:
+    config = mxfp8_checkpoints.compressed(inputs=True)
+    config["config_groups"]["group_0"][part] |= changes
+    return config
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        (mxfp8_part("weights", num_bits=6), r"weights\.num_bits 6"),
+        (mxfp8_part("weights", type="int"), r"weights\.type 'int'"),
+        (mxfp8_part("weights", symmetric=False), r"weights\.symmetric False"),
+        (mxfp8_part("weights", dynamic=True), r"weights\.dynamic True"),
+        (mxfp8_part("weights", strategy="channel"), r"weights\.strategy 'channel'"),
+        (mxfp8_part("weights", group_size=64), r"weights\.group_size 64"),
+        (mxfp8_part("weights", scale_dtype="torch.float32"), r"scale_dtype 'torch\.float32'"),
+        (mxfp8_part("input_activations", num_bits=4), r"input_activations\.num_bits 4"),
+        (mxfp8_part("input_activations", type="int"), r"input_activations\.type 'int'"),
+        (mxfp8_part("input_activations", dynamic=False), r"input_activations\.dynamic False"),
+        (mxfp8_checkpoints.compressed(format="mxfp6-quantized"), "format 'mxfp6-quantized'"),
+    ],
+)
+def test_other_mxfp8_is_refused_by_name(config: dict, named: str) -> None:
     with pytest.raises(ModelSpecError, match=named):
         read_quantization({"quantization_config": config})
 

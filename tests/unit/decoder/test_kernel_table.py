@@ -47,11 +47,14 @@ def test_every_size_has_its_kernels_on_an_h200(shape: str) -> None:
 
 
 def test_experts_that_no_kernel_reads_are_dequantized() -> None:
-    for weight_format in ("w4a16", "int8", "w4a16+plain"):
+    for weight_format in ("w4a16", "int8", "w4a16+plain", "mxfp8"):
         facts = replace(facts_of("30b-a3b"), weight_format=weight_format)
         made = table.resolve(facts, formats={weight_format: ()})
         assert made.choose("moe", 1).name == "dequantized"
         assert "not " + weight_format.split("+")[0] in made.rejected["moe", "gemv"]
+    narrow = replace(facts.text.moe, intermediate_size=192)  # no whole blocks of FP8's 128
+    facts = replace(facts, text=replace(facts.text, moe=narrow))
+    assert table.resolve(facts, formats={"mxfp8": ()}).choose("moe", 1).name == "dequantized"
     facts = replace(facts_of("30b-a3b"), weight_format="fp8_block")
     assert names(facts, "moe", [1, 100], captured=True) == ["gemv", "grouped_gemm"]
 
