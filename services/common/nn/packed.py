@@ -147,7 +147,7 @@ class PackedLinear(QuantizedLinear):
         codes = TensorLayout(
             name="weight_packed" if is_ours and per_byte == 2 else "weight", parameter="weight",
             axes=(Axis("out"), Axis("in", per_byte)), stored=(kind,), dtype=kind,
-            dummy=(0.0, 100.0),
+            dummy=(0.0, 100.0),  # of e4m3; random bytes are any
         )  # fmt: skip
         scale = TensorLayout(
             name="weight_scale", parameter="weight_scale", axes=(Axis("out"), self._groups),
