@@ -224,7 +224,7 @@ def warm_up(prepare: Prepare, geometry: Geometry) -> None:
     for kind in ("JPEG", "PNG", "WEBP"):
         file = io.BytesIO()
         image.save(file, kind)
-        prepare(Source(file.getvalue()), geometry.units((128, 128))[0])
+        prepare(Source(file.getvalue()), geometry.units((128, 128))[0], lambda: None)
 
 
 if __name__ == "__main__":

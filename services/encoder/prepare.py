@@ -5,6 +5,7 @@ which is as the reference video processor does.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -39,12 +40,13 @@ class Preparer:
     video_decoder: ClipPool
     pinned: bool = False
 
-    def __call__(self, source: Source, unit: Unit) -> Tensor:
+    def __call__(self, source: Source, unit: Unit, decoded: Callable[[], None]) -> Tensor:
         """Pixels of a unit.
 
         Args:
             source: an image, two, or a video.
             unit: of it, as made from its header elsewhere.
+            decoded: called when a video's decoder is free again, before its frames are resized.
 
         Returns:
             `[height, width, 3]` uint8 of the unit's size, contiguous; of frames `[2, ...]`.
@@ -62,18 +64,22 @@ class Preparer:
         shape = (2, *self.geometry.size_of(unit), 3)
         pinned = self.pinned and math.prod(shape) <= MAX_PINNED_BYTES
         out = torch.empty(shape, dtype=torch.uint8, pin_memory=pinned)
-        if self._fill(source, unit.frames, out) == 1:
+        if self._fill(source, unit.frames, out, decoded) == 1:
             out[1] = out[0]
         return out
 
-    def _fill(self, source: Source, indices: tuple[int, int], out: Tensor) -> int:
+    def _fill(
+        self, source: Source, indices: tuple[int, int], out: Tensor, decoded: Callable[[], None]
+    ) -> int:
         """Resizes each different frame; returns how many there are."""
         if source.video is not None:
             file, size = source.video.file, source.video.size
-            with self.video_decoder.frames(file, size, indices) as frames:
-                for index, pixels in enumerate(frames):
-                    self._put(pixels, out[index])
-                return len(frames)
+            with self.video_decoder.frames(file, size, indices) as shared:
+                frames = [pixels.copy() for pixels in shared]
+            decoded()
+            for index, pixels in enumerate(frames):
+                self._put(pixels, out[index])
+            return len(frames)
         files = (source.image, source.second) if source.second else (source.image,)
         for index, data in enumerate(files):
             header = read_header(data, max_source_pixels=self.max_source_pixels)

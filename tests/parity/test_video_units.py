@@ -61,7 +61,7 @@ def theirs(frames: list[np.ndarray]) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def ours(prepare: Preparer, source: Source, units: list[Unit]) -> torch.Tensor:
-    pixels = torch.cat([prepare(source, unit).reshape(-1) for unit in units])
+    pixels = torch.cat([prepare(source, unit, lambda: None).reshape(-1) for unit in units])
     return OPS.pack_pairs(pixels, [unit.grid for unit in units], 16, 2, torch.float32)
 
 

@@ -7,6 +7,7 @@ torch.
 """
 
 import ctypes
+import gc
 import os
 import time
 from contextlib import AbstractContextManager
@@ -51,19 +52,25 @@ class Worker:
 
     def answer(self, question: list[bytes], shared: np.ndarray) -> bytes:
         asked = msgspec.msgpack.decode(question[0], type=Question)
+        answer = self._answer_or_error(asked, shared)
+        # PyAV's frames refer to themselves once their side data is looked at; of a minute of video
+        # there would be more than a decoder may hold before the collector comes by itself.
+        gc.collect()
+        return msgspec.msgpack.encode(answer)
+
+    def _answer_or_error(self, asked: Question, shared: np.ndarray) -> Answer:
         try:
-            answer = self._answer(asked, shared)
+            return self._answer(asked, shared)
         except (InvalidVideo, VideoNotHeld) as error:
             self._close()
-            answer = Answer(error_code=error.code, message=error.message)
+            return Answer(error_code=error.code, message=error.message)
         except MemoryError:
             self._close()
-            answer = Answer(error_code=InvalidVideo.code, message=_TOO_LARGE)
+            return Answer(error_code=InvalidVideo.code, message=_TOO_LARGE)
         except Exception:
             # PyAV raises exceptions of many types on hostile bytes; their text is not passed on.
             self._close()
-            answer = Answer(error_code=InvalidVideo.code, message=CORRUPT)
-        return msgspec.msgpack.encode(answer)
+            return Answer(error_code=InvalidVideo.code, message=CORRUPT)
 
     def _answer(self, asked: Question, shared: np.ndarray) -> Answer:
         is_open = self._open is not None and self._open.name == asked.file.name
@@ -114,4 +121,5 @@ if __name__ == "__main__":
     # Arenas of the decoder's threads would count as memory that they only reserve.
     ctypes.CDLL(None).mallopt(_MALLOC_ARENA_MAX, 2)
     av.logging.set_level(None)
+    gc.freeze()  # what is imported is not looked at in each collection
     serve(1, Worker().answer)

@@ -17,7 +17,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 
 import torch
@@ -48,7 +48,7 @@ from services.encoder.engine.video_turns import VideoTurns
 # Batches on the device: one runs, one is queued behind it, so that the device is never idle.
 _MAX_LAUNCHED = 2
 
-Prepare = Callable[[Source, Unit], Tensor]
+Prepare = Callable[[Source, Unit, Callable[[], None]], Tensor]
 _NO_MORE = (-math.inf, 0)  # ends a thread of the pool
 
 
@@ -69,7 +69,8 @@ class Engine:
         channel: to the front.
         runner: of the device.
         prepare: source and unit → resized pixels; called in the pool's threads; raises
-            `TriptychError` for a bad image.
+            `TriptychError` for a bad image. What it is given calls once a video's frames are
+            decoded, so that the next may be while these are resized.
         max_batch_patches: budget of one batch.
         workers: threads of the preprocessing pool.
     """
@@ -171,20 +172,24 @@ class Engine:
 
     def _preprocess_all(self) -> None:
         while (turn := self._encoded.get()) != _NO_MORE:
-            video = self._jobs[turn[1]].source.video
-            if video is None:
-                self._preprocess(self._jobs[turn[1]])
-                continue
-            self._preprocess(self._jobs[self._turns.take(video.file.name)])
-            if (following := self._turns.done(video.file.name)) is not None:
-                self._encoded.put(following)
+            job = self._jobs[turn[1]]
+            with ExitStack() as in_work:
+                if job.source.video is not None:
+                    name = job.source.video.file.name
+                    job = self._jobs[self._turns.take(name)]
+                    in_work.callback(self._give_turn, name)
+                self._preprocess(job, decoded=in_work.close)
 
-    def _preprocess(self, job: Job) -> None:
+    def _give_turn(self, video: str) -> None:
+        if (following := self._turns.done(video)) is not None:
+            self._encoded.put(following)
+
+    def _preprocess(self, job: Job, decoded: Callable[[], None]) -> None:
         start = time.monotonic()
         try:
             if not job.cancelled:
                 self._hold(job.job_id)
-                job.pixels = self._prepare(job.source, job.unit)
+                job.pixels = self._prepare(job.source, job.unit, decoded)
                 self._release(job.job_id)
         except ChannelClosed:
             job.cancelled = True

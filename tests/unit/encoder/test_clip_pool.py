@@ -1,9 +1,11 @@
 """Videos are decoded in processes: limits for each, one pass, and a bad video ends no other."""
 
 import os
+import resource
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -31,6 +33,11 @@ def held() -> Iterator["Held"]:
     held = Held()
     yield held
     held.close()
+
+
+def resident_bytes(pid: int) -> int:
+    pages = Path(f"/proc/{pid}/statm").read_text().split()[1]
+    return int(pages) * resource.getpagesize()
 
 
 class Held:
@@ -150,6 +157,21 @@ def test_memory_is_limited(held: Held, monkeypatch: pytest.MonkeyPatch) -> None:
         assert pool.pids == before
     finally:
         pool.close()
+
+
+def test_memory_does_not_grow_with_the_frames_that_are_asked_for(held: Held) -> None:
+    """PyAV's frames refer to themselves: 60 of 1.4 MB would stay."""
+    size = (720, 1280)
+    file, pool = held.put(make(frames=80, size=size)), ClipPool(1, memory_bytes=0)
+    resident: list[int] = []
+    try:
+        for index in range(0, 80, 2):
+            with pool.frames(file, size, (index, index + 1)):
+                pass
+            resident.append(resident_bytes(pool.pids[0]))
+    finally:
+        pool.close()
+    assert resident[-1] - resident[9] < 20 << 20
 
 
 def test_videos_that_nobody_asks_for_give_way(held: Held) -> None:

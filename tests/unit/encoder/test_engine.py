@@ -10,7 +10,8 @@ import msgspec
 import pytest
 import torch
 
-from services.common.errors import InvalidImage
+from services.common.embeddings.shared_memory import MemoryAddress
+from services.common.errors import InvalidImage, InvalidVideo
 from services.common.geometry import Unit
 from services.common.process.channel import EngineChannel, create_socket_pair
 from services.encoder.engine.batcher import Batcher
@@ -28,12 +29,14 @@ from services.encoder.engine.messages import (
     PlaceImage,
     Shutdown,
     Source,
+    Video,
 )
 from services.encoder.engine.runner import LaunchedBatch
 from services.encoder.engine_main import MAX_BATCH_PATCHES, batch_budget
 from tests.noise import PATIENCE_S
 
 GRID, LARGE = (1, 4, 4), (1, 8, 8)
+BAD_FRAMES = (2, 3)
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
@@ -137,6 +140,7 @@ class Running:
         self.held = b""  # the image whose thread waits for `release`
         self.release = threading.Event()
         self.prepared: list[bytes] = []
+        self.decoded: list[tuple[int, int]] = []  # frames of videos
         self.front = Front(front_end)
         self.engine = Engine(
             EngineChannel(engine_end, FrontMessage),
@@ -152,7 +156,12 @@ class Running:
         """Those that are prepared and have no place."""
         return sorted(job_id for job_id, job in list(self.engine._jobs.items()) if job.waits)
 
-    def _prepare(self, source: Source, unit: Unit) -> torch.Tensor:
+    def _prepare(self, source: Source, unit: Unit, decoded: Callable[[], None]) -> torch.Tensor:
+        if unit.frames is not None:
+            self.decoded.append(unit.frames)
+            if unit.frames == BAD_FRAMES:
+                raise InvalidVideo("the frames cannot be decoded")
+            decoded()
         (self.release if source.image == self.held else self.may_prepare).wait(PATIENCE_S)
         self.prepared.append(source.image)
         if source.image == b"666":
@@ -251,6 +260,19 @@ def test_a_bad_image_fails_alone(running: Running) -> None:
     assert running.front.codes(1, 2, 3) == ["", "", ""]
     assert running.front.codes(666, 667) == ["invalid_image", "internal_error"]
     assert "bug" not in running.front.done[667].message
+
+
+def test_the_next_frames_are_decoded_while_the_last_are_resized(running: Running) -> None:
+    """And after some that cannot be, whose turn ends with them."""
+    running.may_prepare.clear()
+    video = Source(video=Video(MemoryAddress(0, 0, "clip", 0), (64, 64)))
+    frames = [(0, 1), BAD_FRAMES, (4, 5)]
+    for job_id, pair in enumerate(frames):
+        running.front.send(EncodeImage(job_id, video, Unit(GRID, pair)), PlaceImage(job_id, 0))
+    wait_until(lambda: running.decoded == frames)
+    assert not running.prepared
+    running.may_prepare.set()
+    assert running.front.codes(0, 1, 2) == ["", "invalid_video", ""]
 
 
 def test_an_image_the_device_cannot_take_fails_alone(running: Running) -> None:
