@@ -58,6 +58,10 @@ _SERVER_OPTIONS: Sequence[tuple[str, int]] = (
     # those of keepalive: a server that minds them ends the connection with all calls on it.
     ("grpc.http2.max_ping_strikes", 0),
     ("grpc.max_concurrent_streams", 4096),
+    # Calls that have come while the loop was busy: the units of many videos are thousands at once.
+    # Above the first limit gRPC cancels some by lot (its own are 1,000 and 3,000).
+    ("grpc.server.max_pending_requests", 1 << 14),
+    ("grpc.server.max_pending_requests_hard_limit", 1 << 14),
 )
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import struct
+import time
 
 import grpc
 import grpc.aio
@@ -111,3 +112,30 @@ async def test_pings_that_arrive_together_end_no_connection() -> None:
     finally:
         writer.close()
         await server.stop(None)
+
+
+async def test_a_burst_of_calls_to_a_busy_server_is_answered() -> None:
+    """The units of 60 clips at once; gRPC would cancel some above 1,000, by lot."""
+
+    async def serve(message: bytes, _: grpc.aio.ServicerContext) -> bytes:
+        return message
+
+    handler = grpc.unary_unary_rpc_method_handler(serve)
+    server = create_server()
+    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("s", {"m": handler})])
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            await channel.channel_ready()
+            call = channel.unary_unary("/s/m")
+            calls = [asyncio.ensure_future(_answer(call(b"%d" % n))) for n in range(3600)]
+            await asyncio.sleep(0)  # they are sent
+            time.sleep(0.5)  # the server's loop is busy while they arrive
+            assert await asyncio.gather(*calls) == [b"%d" % n for n in range(3600)]
+    finally:
+        await server.stop(None)
+
+
+async def _answer(call: "grpc.aio.UnaryUnaryCall[bytes, bytes]") -> bytes:
+    return await call
