@@ -3,8 +3,8 @@
 The front's threads ask for a file's facts, the engine's for frames. A worker keeps its video open,
 and whoever asks for more of it gets the same worker, so that frames in rising order are decoded in
 one pass. Before a video is opened its worst case is taken from a budget; videos that nobody asks
-for give way. Processes start when the first video comes. A video that ends its worker is an
-`InvalidVideo`, so that no other encoder gets it.
+for give way. Processes start when the first video comes, and each before its video. A video that
+ends its worker is an `InvalidVideo`, so that no other encoder gets it.
 """
 
 import logging
@@ -138,6 +138,7 @@ class ClipPool:
             self._num_uses += 1
             slot.name, slot.memory_bytes = name, memory_bytes
             slot.is_busy, slot.last_use = True, self._num_uses
+            self._keep_spare(memory_bytes)
         try:
             yield slot
         finally:
@@ -152,20 +153,32 @@ class ClipPool:
         if mine is not None:
             return None if mine.is_busy else mine
         idle = sorted((s for s in self._slots if not s.is_busy), key=lambda slot: slot.last_use)
+        spare = next((slot for slot in idle if not slot.name), None)
+        others = [slot for slot in idle if slot.name]
         held = sum(slot.memory_bytes for slot in self._slots)
-        while held + memory_bytes > self._memory_bytes or len(self._slots) >= self._max_workers:
-            if not idle:
+        is_full = spare is None and len(self._slots) >= self._max_workers
+        while is_full or held + memory_bytes > self._memory_bytes:
+            if not others:
                 return None
-            slot = idle.pop(0)
+            slot = others.pop(0)
             held -= slot.memory_bytes
             if held + memory_bytes <= self._memory_bytes:
                 return slot  # whose video gives way
             slot.child.close()
             self._slots.remove(slot)
-        slot = next((slot for slot in idle if not slot.name), None)
-        if slot is None:
-            slot = _Slot(Child(_WORKER, 2 * 3 * MAX_FRAME_PIXELS))
-            self._slots.append(slot)
+            is_full = False
+        return spare or self._started()
+
+    def _keep_spare(self, memory_bytes: int) -> None:
+        """Starts a worker ahead of the next video of this size, which would wait for imports."""
+        held = sum(slot.memory_bytes for slot in self._slots)
+        has_room = held + memory_bytes <= self._memory_bytes
+        if has_room and len(self._slots) < self._max_workers and all(s.name for s in self._slots):
+            self._started()
+
+    def _started(self) -> _Slot:
+        slot = _Slot(Child(_WORKER, 2 * 3 * MAX_FRAME_PIXELS))
+        self._slots.append(slot)
         return slot
 
 

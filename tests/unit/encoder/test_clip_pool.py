@@ -89,6 +89,19 @@ def test_a_video_that_is_asked_for_again_is_still_open(pool: ClipPool, held: Hel
         pool.probe(MemoryAddress(os.getpid(), files[0].fd, "triptych-0", 100))
 
 
+def test_a_worker_is_started_ahead_of_each_video(held: Held) -> None:
+    pool = ClipPool(2, memory_bytes=4 << 30)
+    try:
+        frames(pool, held.put(make()), 0, 1)
+        first, spare = pool.pids
+        second = held.put(make("webm"))
+        frames(pool, second, 0, 1)
+        assert pool.pids == [first, spare]  # no third: two are the most
+        assert [slot.child.pid for slot in pool._slots if slot.name == second.name] == [spare]
+    finally:
+        pool.close()
+
+
 def test_a_bad_video_ends_no_worker(pool: ClipPool, held: Held) -> None:
     frames(pool, held.put(make()), 0, 1)
     before = pool.pids
