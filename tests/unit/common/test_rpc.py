@@ -131,7 +131,7 @@ async def test_a_burst_of_calls_to_a_busy_server_is_answered() -> None:
             call = channel.unary_unary("/s/m")
             calls = [asyncio.ensure_future(_answer(call(b"%d" % n))) for n in range(3600)]
             await asyncio.sleep(0)  # they are sent
-            time.sleep(0.5)  # the server's loop is busy while they arrive
+            time.sleep(0.5)  # noqa: ASYNC251 (the server's loop is busy while they arrive)
             assert await asyncio.gather(*calls) == [b"%d" % n for n in range(3600)]
     finally:
         await server.stop(None)
