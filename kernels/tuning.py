@@ -251,6 +251,22 @@ _GEMV = {
     ("linear", 151936, 5120): (GemvConfig(2, 8192, 0, 8), GemvConfig(1, 8192, 0, 4)),
     ("norm_linear", 5120, 2048): (GemvConfig(8, 512, 0, 4), GemvConfig(8, 2048, 0, 4)),
     ("linear_residual", 2048, 4096): (GemvConfig(4, 2048, 0, 8), GemvConfig(4, 1024, 0, 4)),
+    # A rank's part of the 32B and 8B, of two, and of the 32B, of four.
+    ("norm_linear", 5120, 5120): (GemvConfig(4, 1024, 3, 4), GemvConfig(2, 8192, 0, 4)),
+    ("linear", 5120, 4096): (GemvConfig(2, 1024, 3, 2), GemvConfig(2, 4096, 0, 4)),
+    ("norm_swiglu", 25600, 5120): (GemvConfig(1, 8192, 0, 4), GemvConfig(2, 1024, 0, 4)),
+    ("linear", 5120, 12800): (GemvConfig(1, 16384, 0, 8), GemvConfig(1, 16384, 0, 4)),
+    ("linear", 75968, 5120): (GemvConfig(4, 1024, 3, 4), GemvConfig(1, 8192, 0, 4)),
+    ("norm_linear", 3072, 4096): (GemvConfig(8, 1024, 0, 4), GemvConfig(4, 512, 0, 2)),
+    ("linear", 4096, 2048): (GemvConfig(2, 1024, 0, 2), GemvConfig(4, 512, 0, 2)),
+    ("norm_swiglu", 12288, 4096): (GemvConfig(1, 4096, 0, 4), GemvConfig(2, 1024, 0, 4)),
+    ("linear", 4096, 6144): (GemvConfig(8, 1024, 0, 2), GemvConfig(4, 8192, 0, 8)),
+    ("linear", 75968, 4096): (GemvConfig(4, 2048, 0, 8), GemvConfig(2, 4096, 0, 4)),
+    ("norm_linear", 2560, 5120): (GemvConfig(2, 1024, 0, 2), GemvConfig(2, 8192, 0, 4)),
+    ("linear", 5120, 2048): (GemvConfig(4, 512, 0, 2), GemvConfig(2, 1024, 0, 2)),
+    ("norm_swiglu", 12800, 5120): (GemvConfig(1, 8192, 0, 4), GemvConfig(2, 1024, 0, 4)),
+    ("linear", 5120, 6400): (GemvConfig(2, 8192, 0, 8), GemvConfig(2, 8192, 0, 4)),
+    ("linear", 37984, 5120): (GemvConfig(4, 1024, 3, 4), GemvConfig(2, 8192, 0, 4)),
 }
 _MEASURED_SMS = 132  # splits and CTAs per SM are those of a device with this many SMs
 # (N, K) → configuration of `split_k_partials`, the best sum of 16 and 64 tokens.

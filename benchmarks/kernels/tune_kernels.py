@@ -66,22 +66,24 @@ class Timed:
     why: str = ""
 
 
-def gemms_of(shape: str, kernels: list[str]) -> Iterator[Gemm]:
-    """The GEMMs of a model that the kernels serve."""
+def gemms_of(shape: str, kernels: list[str], ranks: int) -> Iterator[Gemm]:
+    """The GEMMs of one of a model's ranks that the kernels serve."""
     text = TEXT_SHAPES[shape]
-    hidden, inner = text.hidden_size, text.intermediate_size
-    query = text.num_heads * text.head_dim
-    qkv = query + 2 * text.num_kv_heads * text.head_dim
+    hidden, inner = text.hidden_size, text.intermediate_size // ranks
+    query = text.num_heads * text.head_dim // ranks
+    qkv = query + 2 * max(1, text.num_kv_heads // ranks) * text.head_dim
     moe = text.moe
+    # What several ranks sum, they add to the residual after the sum.
+    projected = "linear_residual" if ranks == 1 else "linear"
     if "gemv" in kernels:
         yield Gemm("norm_linear", qkv, hidden)
-        yield Gemm("linear_residual", hidden, query)
+        yield Gemm(projected, hidden, query)
         if moe is None:
             yield Gemm("norm_swiglu", 2 * inner, hidden)
-            yield Gemm("linear_residual", hidden, inner)
+            yield Gemm(projected, hidden, inner)
         else:
             yield Gemm("linear", moe.num_experts, hidden)
-        yield Gemm("linear", text.vocab_size, hidden)
+        yield Gemm("linear", text.vocab_size // ranks, hidden)
     if "split_k" in kernels:
         yield Gemm("split_k", qkv, hidden)
         yield Gemm("split_k", hidden, query)
@@ -313,6 +315,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--shapes", default="8b", help="comma-separated, of text_shapes")
     parser.add_argument("--kernels", default="gemv,split_k,swiglu", help=", ".join(_KERNELS))
+    parser.add_argument("--ranks", type=int, default=1, help="that the model is divided among")
     parser.add_argument("--workers", type=int, default=12, help="processes that compile")
     chosen = parser.parse_args(arguments)
     started, device = time.monotonic(), DeviceFacts.of(torch.device("cuda"))
@@ -320,7 +323,7 @@ def main(arguments: list[str] | None = None) -> None:
         dict.fromkeys(
             gemm
             for shape in chosen.shapes.split(",")
-            for gemm in gemms_of(shape, chosen.kernels.split(","))
+            for gemm in gemms_of(shape, chosen.kernels.split(","), chosen.ranks)
         )
     )
     cases = {
