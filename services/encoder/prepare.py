@@ -5,7 +5,7 @@ which is as the reference video processor does.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,6 +18,9 @@ from services.common.images.image_header import read_header
 from services.encoder.clips.clip_pool import ClipPool
 from services.encoder.engine.messages import Source
 from services.encoder.preprocess import MAX_PINNED_BYTES, Decoder, preprocess, resize
+
+# Of a pair of frames (1080p: 12 MB); larger ones stay with their decoder until they are resized.
+_MAX_COPIED_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +49,7 @@ class Preparer:
         Args:
             source: an image, two, or a video.
             unit: of it, as made from its header elsewhere.
-            decoded: called when a video's decoder is free again, before its frames are resized.
+            decoded: called if a video's decoder is free again before its frames are resized.
 
         Returns:
             `[height, width, 3]` uint8 of the unit's size, contiguous; of frames `[2, ...]`.
@@ -75,17 +78,22 @@ class Preparer:
         if source.video is not None:
             file, size = source.video.file, source.video.size
             with self.video_decoder.frames(file, size, indices) as shared:
+                if sum(pixels.nbytes for pixels in shared) > _MAX_COPIED_BYTES:
+                    return self._put_all(shared, out)
                 frames = [pixels.copy() for pixels in shared]
             decoded()
-            for index, pixels in enumerate(frames):
-                self._put(pixels, out[index])
-            return len(frames)
+            return self._put_all(frames, out)
         files = (source.image, source.second) if source.second else (source.image,)
         for index, data in enumerate(files):
             header = read_header(data, max_source_pixels=self.max_source_pixels)
             with self.decoder.decoded(data, header) as pixels:
                 self._put(pixels, out[index])
         return len(files)
+
+    def _put_all(self, frames: Sequence[np.ndarray], out: Tensor) -> int:
+        for index, pixels in enumerate(frames):
+            self._put(pixels, out[index])
+        return len(frames)
 
     def _put(self, pixels: np.ndarray, out: Tensor) -> None:
         if self.resample is None:

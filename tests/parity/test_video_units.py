@@ -26,6 +26,7 @@ from services.common.families.resized_grid import ResizedGrid
 from services.common.frame_pairs import FramePairs
 from services.common.geometry import Unit
 from services.common.nn.weights import Checkpoint, load_weights
+from services.encoder import prepare
 from services.encoder.engine.messages import Source, Video
 from services.encoder.models import qwen3_vl
 from services.encoder.prepare import Preparer
@@ -60,8 +61,8 @@ def theirs(frames: list[np.ndarray]) -> tuple[torch.Tensor, torch.Tensor]:
     return out["pixel_values_videos"], out["video_grid_thw"]
 
 
-def ours(prepare: Preparer, source: Source, units: list[Unit]) -> torch.Tensor:
-    pixels = torch.cat([prepare(source, unit, lambda: None).reshape(-1) for unit in units])
+def ours(made: Preparer, source: Source, units: list[Unit]) -> torch.Tensor:
+    pixels = torch.cat([made(source, unit, lambda: None).reshape(-1) for unit in units])
     return OPS.pack_pairs(pixels, [unit.grid for unit in units], 16, 2, torch.float32)
 
 
@@ -94,6 +95,18 @@ def test_a_rotated_video_is_upright() -> None:
     units = PAIRS.units(range(4), (96, 64))
     source = Source(video=Video(InProcessClips.address("clip"), (96, 64)))
     assert torch.equal(ours(preparer(clip=data), source, units), theirs(frames)[0])
+
+
+def test_large_frames_stay_with_their_decoder(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = make(frames=2, size=(96, 64))
+    source = Source(video=Video(InProcessClips.address("clip"), (96, 64)))
+    (unit,) = PAIRS.units(range(2), (96, 64))
+    freed: list[int] = []
+    copied = preparer(clip=data)(source, unit, lambda: freed.append(1))
+    assert freed == [1]
+    monkeypatch.setattr(prepare, "_MAX_COPIED_BYTES", 0)
+    assert torch.equal(preparer(clip=data)(source, unit, lambda: freed.append(2)), copied)
+    assert freed == [1]
 
 
 def test_frames_that_are_images() -> None:
