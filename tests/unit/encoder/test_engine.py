@@ -137,7 +137,7 @@ class Running:
         self.runner = FakeRunner()
         self.may_prepare = threading.Event()
         self.may_prepare.set()
-        self.held = b""  # the image whose thread waits for `release`
+        self.held = b"none"  # the image whose thread waits for `release`
         self.release = threading.Event()
         self.prepared: list[bytes] = []
         self.decoded: list[tuple[int, int]] = []  # frames of videos
