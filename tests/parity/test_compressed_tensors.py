@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.parity.oracle import largest_difference as error
-from tests.parity.test_fp8 import SHAPES, Quantized
+from tests.parity.quantized import SHAPES, Quantized
 from tests.parity.test_int8 import weight_only
 from tests.parity.test_language_model import CLEARLY_WRONG, TOLERANCE
 from tests.quantized_checkpoints import is_of_layers, write_quantized
@@ -99,18 +99,14 @@ def scales(weight: Tensor, args: QuantizationArgs) -> dict[str, Tensor]:
     return {"weight_scale": scale, "weight_zero_point": zero.round().to(torch.int8)}
 
 
-class Compressed(Quantized):
-    writer = staticmethod(write)
-
-
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Compressed:
-    return Compressed(SHAPES["partial-blocks"], tmp_path_factory.mktemp("compressed"))
+def model(tmp_path_factory: pytest.TempPathFactory) -> Quantized:
+    return Quantized(SHAPES["partial-blocks"], tmp_path_factory.mktemp("compressed"), write)
 
 
 @pytest.mark.parametrize("name", SCHEMES)
 def test_logits_are_those_of_the_librarys_weights(
-    model: Compressed, name: str, monkeypatch: pytest.MonkeyPatch
+    model: Quantized, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory, meant = model.write(name)
     expected = model.expected(meant)

@@ -16,7 +16,7 @@ from services.common.nn.checkpoint import CheckpointError
 from tests.decoder_harness import Harness
 from tests.fp4_checkpoints import LAYOUTS, MODELOPT, VALUES, compressed, write
 from tests.parity.oracle import largest_difference as error
-from tests.parity.test_fp8 import SHAPES, TEXTS, Quantized
+from tests.parity.quantized import Quantized, changed, fixtures
 from tests.parity.test_language_model import CLEARLY_WRONG, TOLERANCE
 from tests.parity.test_moe_fp8 import Model as ExpertsModel
 from tests.parity.test_moe_fp8 import is_quantized
@@ -24,29 +24,12 @@ from tests.parity.test_moe_fp8 import is_quantized
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-class Fp4(Quantized):
-    writer = staticmethod(write)
-
-
-@pytest.fixture(scope="module", params=[*SHAPES, "llama-biases"])
-def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Fp4:
-    config = TEXTS.get(request.param) or SHAPES[request.param]
-    return Fp4(config, tmp_path_factory.mktemp("fp4"))
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Fp4:
-    return Fp4(TEXTS["qwen3"], tmp_path_factory.mktemp("text"))
+model, text = fixtures(write)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_logits_are_those_of_the_dequantized_checkpoint(model: Fp4, name: str) -> None:
-    directory, meant = model.write(name)
-    expected = model.expected(meant)
-    assert expected.abs().max() > 30
-    assert error(model.ours(directory), expected) < TOLERANCE
-    assert error(model.ours(directory, 3), expected) < TOLERANCE
-    assert error(model.expected(model.original), expected) > CLEARLY_WRONG
+def test_logits_are_those_of_the_dequantized_checkpoint(model: Quantized, name: str) -> None:
+    model.check(name)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -60,7 +43,7 @@ def test_experts_agree(name: str, tmp_path: Path) -> None:
     assert error(model.ours(), model.expected(meant)) < TOLERANCE
 
 
-def test_modelopts_own_file_says_it(text: Fp4) -> None:
+def test_modelopts_own_file_says_it(text: Quantized) -> None:
     """Beside a config.json that says nothing."""
     directory, meant = text.write("modelopt", config={})
     inner = {key: MODELOPT[key] for key in ("quant_algo", "group_size", "kv_cache_quant_algo")}
@@ -72,7 +55,7 @@ def test_modelopts_own_file_says_it(text: Fp4) -> None:
     assert error(text.ours(directory), text.expected(meant)) < TOLERANCE
 
 
-def test_codes_and_scales_take_five_bits_a_weight(text: Fp4) -> None:
+def test_codes_and_scales_take_five_bits_a_weight(text: Quantized) -> None:
     for name, dtype in (("nvfp4", torch.float16), ("mxfp4", torch.float16)):
         directory, _ = text.write(name)
         layer = Harness(directory).runner.computer._model.layers[0].mlp.gate_up_proj  # type: ignore[attr-defined]
@@ -83,7 +66,7 @@ def test_codes_and_scales_take_five_bits_a_weight(text: Fp4) -> None:
             assert len(weight.row_scale.unique()) == 2  # gate's and up's
 
 
-def test_dummy_weights(text: Fp4) -> None:
+def test_dummy_weights(text: Quantized) -> None:
     for name in LAYOUTS:
         directory, _ = text.write(name)
         (directory / "model.safetensors").unlink()
@@ -103,7 +86,7 @@ def test_each_code_has_its_value() -> None:
 
 @pytest.mark.parametrize("name", ["nvfp4", "mxfp4", "modelopt"])
 @pytest.mark.parametrize("fault", ["scales", "order of groups", "halves", "row scales"])
-def test_control(text: Fp4, name: str, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_control(text: Quantized, name: str, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if fault == "row scales" and name == "mxfp4":
         pytest.skip("MXFP4 has none")
     directory, meant = text.write(name)
@@ -125,10 +108,6 @@ def test_control(text: Fp4, name: str, fault: str, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(packed_weight, "dequantize", faulty)
     assert error(text.ours(directory), expected) > CLEARLY_WRONG
-
-
-def changed(name: str, change: Callable[[Tensor], Tensor | None]) -> Callable:
-    return lambda key, tensor: change(tensor) if key == f"model.layers.1.{name}" else tensor
 
 
 @pytest.mark.parametrize(
@@ -157,7 +136,7 @@ def changed(name: str, change: Callable[[Tensor], Tensor | None]) -> Callable:
     ids=["global", "scale-2", "groups", "dtype", "inputs", "kind", "producer"],
 )  # fmt: skip
 def test_files_that_do_not_fit_are_errors(
-    text: Fp4, name: str, change: Callable, config: dict | None, message: str
+    text: Quantized, name: str, change: Callable, config: dict | None, message: str
 ) -> None:
     directory, _ = text.write(name, change=change, config=config)
     with pytest.raises(CheckpointError, match=message):

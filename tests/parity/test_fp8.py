@@ -26,13 +26,9 @@ from services.decoder.operations.ops import Ops
 from services.decoder.operations.table import KernelFacts, Row
 from tests.decoder_harness import Harness
 from tests.fp8_checkpoints import FORMATS, FP8_BLOCK, compressed, write
-from tests.parity.oracle import EOS_ID, VOCAB_SIZE, Oracle, Prompt, Tiny, make_oracle
 from tests.parity.oracle import largest_difference as error
+from tests.parity.quantized import SHAPES, TEXTS, Quantized, fixtures
 from tests.parity.test_language_model import CLEARLY_WRONG, TOLERANCE
-from tests.parity.text_oracle import make_text_oracle
-
-# isort: split
-from transformers import LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -41,85 +37,17 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 # and a few such roundings are less than this; leaving quantization out makes a difference of 3.
 W8A8_TOLERANCE = 0.5
 
-SHAPES = {
-    "whole-blocks": Tiny(4, 2, 64, (12, 10, 10), (0, 1), False, 256, 2, intermediate=384),
-    "partial-blocks": Tiny(3, 1, 64, (12, 10, 10), (0, 1), True, 192, 2, intermediate=320),
-}
-PARTS = (9, (4, 6), 7)
-
-
-def _text(**fields: object) -> dict:
-    return {
-        "vocab_size": VOCAB_SIZE, "hidden_size": 192, "intermediate_size": 320,
-        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-        "max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "bos_token_id": None,
-        "eos_token_id": EOS_ID, "pad_token_id": None,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
-    } | fields  # fmt: skip
-
-
-TEXTS = {
-    "qwen3": Qwen3Config(**_text(head_dim=64)),
-    "qwen2-biases": Qwen2Config(**_text(num_attention_heads=3, num_key_value_heads=1)),
-    "llama-biases": LlamaConfig(**_text(attention_bias=True, mlp_bias=True)),
-}
-
-
-class Quantized:
-    """One checkpoint, unquantized at Hugging Face's and to be quantized for us."""
-
-    writer = staticmethod(write)
-
-    def __init__(self, config: Tiny | PreTrainedConfig, directory: Path) -> None:
-        self.directory = directory
-        make = make_oracle if isinstance(config, Tiny) else make_text_oracle
-        self.oracle: Oracle = make(config, directory / "source")  # type: ignore[arg-type]
-        self.original = {k: v.clone() for k, v in self.oracle.model.state_dict().items()}
-        parts = PARTS if self.oracle.spec.vision else (23,)
-        self.prompt: Prompt = self.oracle.prompt(*parts)
-        self._unquantized = self._answer = self.oracle.answer(self.prompt)
-        self._count = 0
-
-    def expected(self, meant: dict[str, Tensor]) -> Tensor:
-        """Logits of Hugging Face's model with these weights; images are its until the next call."""
-        if meant is self.original:
-            self._answer = self._unquantized
-            return self._answer.logits
-        missing, unexpected = self.oracle.model.load_state_dict(meant, strict=False)
-        assert not unexpected and set(missing) <= {"lm_head.weight"}
-        self._answer = self.oracle.answer(self.prompt)
-        return self._answer.logits
-
-    def write(self, name: str, **options: object) -> tuple[Path, dict[str, Tensor]]:
-        self._count += 1
-        directory = self.directory / f"{name}-{self._count}"
-        return directory, self.writer(self.directory / "source", directory, name, **options)  # type: ignore[arg-type]
-
-    def ours(self, directory: Path, chunk_size: int | None = None) -> Tensor:
-        return self.run(Harness(directory), chunk_size)
-
-    def run(self, harness: Harness, chunk_size: int | None = None) -> Tensor:
-        """All of the prompt's logits."""
-        answer, given = self._answer, {}
-        if self.oracle.spec.vision:
-            images = list(zip(self.prompt.offsets, answer.embeddings, strict=True))
-            given = {"positions": answer.positions, "delta": answer.delta, "images": images}
-        return harness.prompt_logits(harness.start(self.prompt.token_ids, **given), chunk_size)
-
-
-@pytest.fixture(scope="module", params=SHAPES)
-def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Quantized:
-    return Quantized(SHAPES[request.param], tmp_path_factory.mktemp("fp8"))
+model, _ = fixtures(write, tuple(SHAPES))
 
 
 @pytest.fixture(scope="module")
 def odd(tmp_path_factory: pytest.TempPathFactory) -> Quantized:
-    return Quantized(SHAPES["partial-blocks"], tmp_path_factory.mktemp("odd"))
+    return Quantized(SHAPES["partial-blocks"], tmp_path_factory.mktemp("odd"), write)
 
 
 @pytest.fixture(scope="module")
 def untied(tmp_path_factory: pytest.TempPathFactory) -> Quantized:
-    return Quantized(SHAPES["whole-blocks"], tmp_path_factory.mktemp("untied"))
+    return Quantized(SHAPES["whole-blocks"], tmp_path_factory.mktemp("untied"), write)
 
 
 @pytest.mark.parametrize("scale_dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -127,18 +55,13 @@ def untied(tmp_path_factory: pytest.TempPathFactory) -> Quantized:
 def test_logits_are_those_of_the_dequantized_checkpoint(
     model: Quantized, name: str, scale_dtype: torch.dtype
 ) -> None:
-    directory, meant = model.write(name, scale_dtype=scale_dtype)
-    expected = model.expected(meant)
-    assert expected.abs().max() > 30
-    assert error(model.ours(directory), expected) < TOLERANCE
-    assert error(model.ours(directory, 3), expected) < TOLERANCE
-    assert error(model.expected(model.original), expected) > CLEARLY_WRONG
+    model.check(name, scale_dtype=scale_dtype)
 
 
 @pytest.mark.parametrize("name", ["fp8-block", "compressed-channel"])
 @pytest.mark.parametrize("family", TEXTS)
 def test_text_families_agree(family: str, name: str, tmp_path: Path) -> None:
-    model = Quantized(TEXTS[family], tmp_path)
+    model = Quantized(TEXTS[family], tmp_path, write)
     directory, meant = model.write(name)
     assert ("biases" in family) == any(key.endswith(".bias") for key in meant)
     expected = model.expected(meant)

@@ -20,10 +20,9 @@ from services.common.nn.checkpoint import CheckpointError
 from services.decoder.attention import sdpa
 from services.decoder.models.transformer import Attention
 from tests.decoder_harness import Harness
-from tests.fp4_checkpoints import MODELOPT, compressed
+from tests.fp4_checkpoints import MODELOPT, compressed, write
 from tests.parity.oracle import largest_difference as error
-from tests.parity.test_fp4 import Fp4
-from tests.parity.test_fp8 import TEXTS
+from tests.parity.quantized import TEXTS, Quantized
 from tests.parity.test_language_model import CLEARLY_WRONG
 
 # isort: split
@@ -73,8 +72,8 @@ def rounding(model: torch.nn.Module, scales: Tensor) -> Iterator[None]:
 
 
 @pytest.fixture(scope="module", params=["qwen3", "llama-biases"])
-def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Fp4:
-    return Fp4(TEXTS[request.param], tmp_path_factory.mktemp("fp8-cache"))
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Quantized:
+    return Quantized(TEXTS[request.param], tmp_path_factory.mktemp("fp8-cache"), write)
 
 
 def add_scales(directory: Path, kind: str) -> Tensor:
@@ -95,7 +94,7 @@ def add_scales(directory: Path, kind: str) -> Tensor:
     return meant
 
 
-def written(model: Fp4, kind: str) -> tuple[Path, dict[str, Tensor], Tensor]:
+def written(model: Quantized, kind: str) -> tuple[Path, dict[str, Tensor], Tensor]:
     """A checkpoint that asks for a cache in e4m3: its directory, weights and scales."""
     if kind == "modelopt":
         name, config = "modelopt", MODELOPT | {"kv_cache_quant_algo": "FP8"}
@@ -119,7 +118,7 @@ def distance(found: Tensor, expected: Tensor) -> float:
 
 @pytest.mark.parametrize("kind", ["tensor", "heads", "modelopt"])
 def test_logits_are_those_of_a_rounding_attention(
-    model: Fp4, kind: str, monkeypatch: pytest.MonkeyPatch
+    model: Quantized, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory, weights, scales = written(model, kind)
     harness = Harness(directory)
@@ -146,7 +145,7 @@ def test_logits_are_those_of_a_rounding_attention(
         assert error(found, expected) > CLEARLY_WRONG and distance(found, exact) > STATED_ERROR
 
 
-def test_a_measured_scale_follows_the_values(model: Fp4) -> None:
+def test_a_measured_scale_follows_the_values(model: Quantized) -> None:
     """Values a thousand times smaller, and an output projection that makes up for it: the same
     model, which a scale of one would round to nothing.
     """
@@ -181,7 +180,7 @@ def test_a_measured_scale_follows_the_values(model: Fp4) -> None:
     assert distance(model.run(second), exact) > 2 * distance(found, exact)
 
 
-def test_twice_as_many_tokens_fit(model: Fp4) -> None:
+def test_twice_as_many_tokens_fit(model: Quantized) -> None:
     directory, budget = model.directory / "source", {"kv_cache_bytes": 1 << 20, "max_model_len": 64}
     wide = Harness(directory, dtype="bfloat16", **budget).runner.info
     narrow = Harness(directory, dtype="bfloat16", fp8_cache=True, **budget).runner.info
@@ -197,7 +196,7 @@ def test_twice_as_many_tokens_fit(model: Fp4) -> None:
         ("unasked", "unexpected tensors: model.layers.0.self_attn.k_scale"),
     ],
 )
-def test_broken_scales_are_refused_by_name(model: Fp4, fault: str, named: str) -> None:
+def test_broken_scales_are_refused_by_name(model: Quantized, fault: str, named: str) -> None:
     directory, _, _ = written(model, "tensor")
     path = directory / "model.safetensors"
     tensors = load_file(path)

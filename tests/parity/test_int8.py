@@ -21,7 +21,7 @@ from services.common.nn.checkpoint import CheckpointError
 from tests.decoder_harness import Harness
 from tests.int8_checkpoints import INT8, write
 from tests.parity.oracle import largest_difference as error
-from tests.parity.test_fp8 import SHAPES, TEXTS, Quantized
+from tests.parity.quantized import Quantized, changed, fixtures
 from tests.parity.test_language_model import CLEARLY_WRONG
 from tests.parity.test_moe_fp8 import Model as ExpertsModel
 from tests.parity.test_moe_fp8 import is_quantized
@@ -32,8 +32,6 @@ UNQUANTIZED = 0.2  # less than leaving the inputs as they are makes a difference
 
 
 class Int8(Quantized):
-    writer = staticmethod(write)
-
     def quantizing(self, meant: dict[str, Tensor]) -> Tensor:
         """Logits of Hugging Face's model with these weights and quantized inputs."""
         self.expected(meant)
@@ -67,15 +65,7 @@ class QuantizingLinear(torch.nn.Linear):
         )
 
 
-@pytest.fixture(scope="module", params=[*SHAPES, "llama-biases"])
-def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Int8:
-    config = TEXTS.get(request.param) or SHAPES[request.param]
-    return Int8(config, tmp_path_factory.mktemp("int8"))
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Int8:
-    return Int8(TEXTS["qwen3"], tmp_path_factory.mktemp("text"))
+model, text = fixtures(write, kind=Int8)
 
 
 @pytest.mark.parametrize("scale_dtype", [torch.float32, torch.bfloat16])
@@ -124,10 +114,6 @@ def test_control_scales(text: Int8, fault: str, monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(int8_weight, "w8a8_linear", faulty)
     assert error(text.ours(directory), text.quantizing(meant)) > CLEARLY_WRONG
-
-
-def changed(name: str, change: Callable[[Tensor], Tensor | None]) -> Callable:
-    return lambda key, tensor: change(tensor) if key == f"model.layers.1.{name}" else tensor
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 Float32, CPU, the tolerance of unquantized models; the quantizer shares no code with ours.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,8 +20,8 @@ from tests.decoder_harness import Harness
 from tests.mxfp8_checkpoints import GROUP, LAYOUTS, VALUES, compressed, write
 from tests.parity.oracle import Oracle
 from tests.parity.oracle import largest_difference as error
+from tests.parity.quantized import SHAPES, Quantized, changed, fixtures, text_fields
 from tests.parity.qwen3_5_oracle import CONFIGS, make_qwen3_5
-from tests.parity.test_fp8 import SHAPES, TEXTS, Quantized, _text
 from tests.parity.test_language_model import CLEARLY_WRONG, TOLERANCE
 from tests.parity.test_moe_fp8 import Model as ExpertsModel
 from tests.parity.test_moe_fp8 import is_quantized
@@ -34,42 +33,25 @@ from transformers import Qwen3Config
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-class Mxfp8(Quantized):
-    writer = staticmethod(write)
-
-
-@pytest.fixture(scope="module", params=[*SHAPES, "llama-biases"])
-def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Mxfp8:
-    config = TEXTS.get(request.param) or SHAPES[request.param]
-    return Mxfp8(config, tmp_path_factory.mktemp("mxfp8"))
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Mxfp8:
-    return Mxfp8(TEXTS["qwen3"], tmp_path_factory.mktemp("text"))
+model, text = fixtures(write)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_logits_are_those_of_the_dequantized_checkpoint(model: Mxfp8, name: str) -> None:
-    directory, meant = model.write(name)
-    expected = model.expected(meant)
-    assert expected.abs().max() > 30
-    assert error(model.ours(directory), expected) < TOLERANCE
-    assert error(model.ours(directory, 3), expected) < TOLERANCE
-    assert error(model.expected(model.original), expected) > CLEARLY_WRONG
+def test_logits_are_those_of_the_dequantized_checkpoint(model: Quantized, name: str) -> None:
+    model.check(name)
 
 
 def test_odd_sizes_agree(tmp_path: Path) -> None:
     """The last group of a row is narrow, and merged parts have odd numbers of rows."""
     sizes = {"hidden_size": 76, "intermediate_size": 91, "head_dim": 10}
-    model = Mxfp8(Qwen3Config(**_text(**sizes)), tmp_path)
+    model = Quantized(Qwen3Config(**text_fields(**sizes)), tmp_path, write)
     directory, meant = model.write("mxfp8")
     assert error(model.ours(directory), model.expected(meant)) < TOLERANCE
     assert error(model.ours(directory, 3), model.expected(meant)) < TOLERANCE
 
 
 def test_a_quantized_lm_head_agrees(tmp_path: Path) -> None:
-    model = Mxfp8(SHAPES["whole-blocks"], tmp_path)
+    model = Quantized(SHAPES["whole-blocks"], tmp_path, write)
     directory, meant = model.write(
         "mxfp8", modules=lambda module: "visual" not in module,
         config=compressed(ignore=["re:.*visual.*"]),
@@ -129,14 +111,14 @@ def test_experts_that_a_gpu_dequantizes_are_those_of_the_files(tmp_path: Path) -
 
 def test_layers_call_the_dispatch_table(tmp_path: Path) -> None:
     """Those whose sizes are whole tiles."""
-    model = Mxfp8(SHAPES["whole-blocks"], tmp_path)
+    model = Quantized(SHAPES["whole-blocks"], tmp_path, write)
     harness = Harness(model.write("mxfp8")[0])
     harness.logits(harness.chunk(harness.start(list(range(9)))))
     calls = harness.runner.computer._model.ops.table.calls()
     assert calls["mxfp8_linear", "plain"] == 4 * model.oracle.spec.text.num_layers
 
 
-def test_codes_stay_in_a_byte_and_scales_in_two(text: Mxfp8) -> None:
+def test_codes_stay_in_a_byte_and_scales_in_two(text: Quantized) -> None:
     model = Harness(text.write("mxfp8")[0]).runner.computer._model
     layer = model.layers[0].mlp.gate_up_proj  # type: ignore[attr-defined]
     weight = layer.method.weight(layer)
@@ -144,7 +126,7 @@ def test_codes_stay_in_a_byte_and_scales_in_two(text: Mxfp8) -> None:
     assert weight.scale.shape == (640, 6) and weight.scale.dtype == torch.float16
 
 
-def test_dummy_weights(text: Mxfp8) -> None:
+def test_dummy_weights(text: Quantized) -> None:
     directory, _ = text.write("mxfp8")
     (directory / "model.safetensors").unlink()
     model = Harness(directory, load_format="dummy").runner.computer._model
@@ -172,7 +154,7 @@ def test_each_code_and_each_exponent_has_its_value() -> None:
 
 
 @pytest.mark.parametrize("fault", ["scales", "order of groups", "bias", "signs"])
-def test_control(text: Mxfp8, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_control(text: Quantized, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     directory, meant = text.write("mxfp8")
     expected, dequantize = text.expected(meant), packed_weight.dequantize
     assert error(text.ours(directory), expected) < TOLERANCE
@@ -213,10 +195,6 @@ def test_an_experts_missing_scale_is_an_error(tmp_path: Path) -> None:
         model.ours()
 
 
-def changed(name: str, change: Callable[[Tensor], Tensor | None]) -> Callable:
-    return lambda key, tensor: change(tensor) if key == f"model.layers.1.{name}" else tensor
-
-
 FAULTS = {
     "no scale": (
         changed("self_attn.k_proj.weight_scale", lambda _: None),
@@ -250,7 +228,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_files_that_do_not_fit_are_errors(text: Mxfp8, fault: str) -> None:
+def test_files_that_do_not_fit_are_errors(text: Quantized, fault: str) -> None:
     change, message = FAULTS[fault]
     directory, _ = text.write("mxfp8", change=change)
     with pytest.raises(CheckpointError, match=message):
@@ -268,7 +246,7 @@ def test_files_that_do_not_fit_are_errors(text: Mxfp8, fault: str) -> None:
     ids=["channel", "mxfp4", "ignored", "none"],
 )
 def test_files_of_another_kind_than_the_configuration_are_errors(
-    text: Mxfp8, config: dict, message: str
+    text: Quantized, config: dict, message: str
 ) -> None:
     directory, _ = text.write("mxfp8", config=config)
     with pytest.raises(CheckpointError, match=message):

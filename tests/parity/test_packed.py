@@ -4,7 +4,6 @@ Weight-only, in float32 on a CPU: the tolerance is that of unquantized models. Q
 of the checkpoints share no code with ours.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,8 +20,8 @@ from tests.decoder_harness import Harness
 from tests.packed_checkpoints import LAYOUTS, awq, compressed, gptq, write
 from tests.parity.oracle import Oracle
 from tests.parity.oracle import largest_difference as error
+from tests.parity.quantized import SHAPES, TEXTS, Quantized, changed, fixtures, text_fields
 from tests.parity.qwen3_5_oracle import CONFIGS, make_qwen3_5
-from tests.parity.test_fp8 import SHAPES, TEXTS, Quantized, _text
 from tests.parity.test_language_model import CLEARLY_WRONG, TOLERANCE
 from tests.parity.test_moe_fp8 import Model as ExpertsModel
 from tests.parity.test_moe_fp8 import is_quantized
@@ -34,35 +33,19 @@ from transformers import Qwen3Config
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-class Packed(Quantized):
-    writer = staticmethod(write)
-
-
-@pytest.fixture(scope="module", params=SHAPES)
-def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Packed:
-    """Columns are multiples of 128, or end inside a group of that size."""
-    return Packed(SHAPES[request.param], tmp_path_factory.mktemp("packed"))
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Packed:
-    return Packed(TEXTS["qwen3"], tmp_path_factory.mktemp("text"))
+model, text = fixtures(
+    write, tuple(SHAPES)
+)  # columns are multiples of 128, or end inside such a group
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_logits_are_those_of_the_dequantized_checkpoint(model: Packed, name: str) -> None:
-    directory, meant = model.write(name)
-    expected = model.expected(meant)
-    assert expected.abs().max() > 30
-    assert error(model.ours(directory), expected) < TOLERANCE
-    assert error(model.ours(directory, 3), expected) < TOLERANCE
-    differs = error(model.expected(model.original), expected)
-    assert differs > (0.02 if "8bit" in name else CLEARLY_WRONG)
+def test_logits_are_those_of_the_dequantized_checkpoint(model: Quantized, name: str) -> None:
+    model.check(name, 0.02 if "8bit" in name else CLEARLY_WRONG)
 
 
 @pytest.mark.parametrize("name", ["ct-32", "ct-64-zeros", "awq-32", "gptq-64"])
 @pytest.mark.parametrize("scale_dtype", [torch.bfloat16, torch.float32])
-def test_scales_of_any_dtype_agree(text: Packed, name: str, scale_dtype: torch.dtype) -> None:
+def test_scales_of_any_dtype_agree(text: Quantized, name: str, scale_dtype: torch.dtype) -> None:
     directory, meant = text.write(name, scale_dtype=scale_dtype)
     assert error(text.ours(directory), text.expected(meant)) < TOLERANCE
 
@@ -70,7 +53,7 @@ def test_scales_of_any_dtype_agree(text: Packed, name: str, scale_dtype: torch.d
 @pytest.mark.parametrize("name", ["ct-32", "awq-64", "gptq-64"])
 @pytest.mark.parametrize("family", ["qwen2-biases", "llama-biases"])
 def test_layers_with_biases_agree(family: str, name: str, tmp_path: Path) -> None:
-    model = Packed(TEXTS[family], tmp_path)
+    model = Quantized(TEXTS[family], tmp_path, write)
     directory, meant = model.write(name)
     assert any(key.endswith(".bias") for key in meant)
     assert error(model.ours(directory), model.expected(meant)) < TOLERANCE
@@ -80,7 +63,7 @@ def test_layers_with_biases_agree(family: str, name: str, tmp_path: Path) -> Non
 def test_odd_sizes_agree(name: str, tmp_path: Path) -> None:
     """Neither rows nor columns fill their words, and zero points of merged parts end inside one."""
     sizes = {"hidden_size": 76, "intermediate_size": 90, "head_dim": 10}
-    model = Packed(Qwen3Config(**_text(**sizes)), tmp_path)
+    model = Quantized(Qwen3Config(**text_fields(**sizes)), tmp_path, write)
     directory, meant = model.write(name)
     assert error(model.ours(directory), model.expected(meant)) < TOLERANCE
     assert error(model.ours(directory, 3), model.expected(meant)) < TOLERANCE
@@ -88,7 +71,7 @@ def test_odd_sizes_agree(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["ct-32", "gptq-64"])
 def test_a_quantized_lm_head_agrees(name: str, tmp_path: Path) -> None:
-    model = Packed(SHAPES["whole-blocks"], tmp_path)
+    model = Quantized(SHAPES["whole-blocks"], tmp_path, write)
     config = gptq(64, lm_head=True) if name == "gptq-64" else compressed(32, ignore=[])
     directory, meant = model.write(
         name, modules=lambda module: "visual" not in module, config=config
@@ -97,7 +80,7 @@ def test_a_quantized_lm_head_agrees(name: str, tmp_path: Path) -> None:
     assert error(model.ours(directory), model.expected(meant)) < TOLERANCE
 
 
-def test_gptq_rules_choose_bits_and_groups_by_module(text: Packed) -> None:
+def test_gptq_rules_choose_bits_and_groups_by_module(text: Quantized) -> None:
     """The first rule that fits counts; a module that it leaves out is not quantized."""
     rules = {
         r"-:.*layers\.0\.mlp\.down_proj": {},
@@ -123,7 +106,7 @@ def test_gptq_rules_choose_bits_and_groups_by_module(text: Packed) -> None:
     assert layers[1].mlp.gate_up_proj.weight_scale.shape[1] == 192 // 32
 
 
-def test_biases_of_zeros_that_the_model_has_not_are_read(text: Packed) -> None:
+def test_biases_of_zeros_that_the_model_has_not_are_read(text: Quantized) -> None:
     """As older producers of GPTQ files write them; others are an error."""
     directory, meant = text.write("gptq-64")
     path = directory / "model.safetensors"
@@ -143,7 +126,7 @@ def test_biases_of_zeros_that_the_model_has_not_are_read(text: Packed) -> None:
 
 def test_layers_call_the_dispatch_table(tmp_path: Path) -> None:
     """Those whose sizes are whole tiles."""
-    model = Packed(SHAPES["whole-blocks"], tmp_path)
+    model = Quantized(SHAPES["whole-blocks"], tmp_path, write)
     directory, _ = model.write("awq-64")
     harness = Harness(directory)
     harness.logits(harness.chunk(harness.start(list(range(9)))))
@@ -151,7 +134,7 @@ def test_layers_call_the_dispatch_table(tmp_path: Path) -> None:
     assert calls["w4a16_linear", "plain"] == 4 * model.oracle.spec.text.num_layers
 
 
-def test_one_layout_holds_what_each_packing_says(text: Packed) -> None:
+def test_one_layout_holds_what_each_packing_says(text: Quantized) -> None:
     """A quarter of a byte more than half a byte per weight for scales of 16 bits and group 64."""
     for name in ("ct-64-zeros", "awq-64", "gptq-64"):
         directory, _ = text.write(name)
@@ -165,7 +148,7 @@ def test_one_layout_holds_what_each_packing_says(text: Packed) -> None:
         assert held == {"weight": (192, 160), "weight_scale": (192, 5)}
 
 
-def test_dummy_weights_are_packed_as_the_configuration_says(text: Packed) -> None:
+def test_dummy_weights_are_packed_as_the_configuration_says(text: Quantized) -> None:
     for name in ("ct-64-zeros", "awq-64", "gptq-64"):
         directory, _ = text.write(name)
         (directory / "model.safetensors").unlink()
@@ -245,7 +228,7 @@ def test_an_experts_missing_scale_is_an_error(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["ct-64-zeros", "awq-64", "gptq-64"])
 @pytest.mark.parametrize("fault", ["scales", "zero points", "order of groups", "halves"])
-def test_control(text: Packed, name: str, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_control(text: Quantized, name: str, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     directory, meant = text.write(name)
     expected = text.expected(meant)
     assert error(text.ours(directory), expected) < TOLERANCE
@@ -269,10 +252,6 @@ def test_control(text: Packed, name: str, fault: str, monkeypatch: pytest.Monkey
 
 
 LAYER = "model.layers.1."
-
-
-def changed(name: str, change: Callable[[Tensor], Tensor | None]) -> Callable:
-    return lambda key, tensor: change(tensor) if key == LAYER + name else tensor
 
 
 def _without(_: Tensor) -> None:
@@ -321,7 +300,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_files_that_do_not_fit_are_errors(text: Packed, fault: str) -> None:
+def test_files_that_do_not_fit_are_errors(text: Quantized, fault: str) -> None:
     name, change, message = FAULTS[fault]
     directory, _ = text.write(name, change=change)
     with pytest.raises(CheckpointError, match=message):
@@ -342,7 +321,7 @@ def test_files_that_do_not_fit_are_errors(text: Packed, fault: str) -> None:
     ids=["zeros", "no-zeros", "group", "packing", "method", "ignored", "none"],
 )
 def test_files_of_another_kind_than_the_configuration_are_errors(
-    text: Packed, name: str, config: dict, message: str
+    text: Quantized, name: str, config: dict, message: str
 ) -> None:
     directory, _ = text.write(name, config=config)
     with pytest.raises(CheckpointError, match=message):

@@ -20,9 +20,9 @@ from tests import fp8_checkpoints, packed_checkpoints
 from tests.decoder_harness import Harness
 from tests.parity import rank_main
 from tests.parity.oracle import EXPERTS, Tiny, largest_difference, make_oracle
+from tests.parity.quantized import SHAPES, TEXTS
 from tests.parity.qwen3_5_oracle import CONFIGS as HYBRIDS
 from tests.parity.qwen3_5_oracle import make_qwen3_5
-from tests.parity.test_fp8 import SHAPES, TEXTS
 from tests.parity.test_language_model import CLEARLY_WRONG
 from tests.parity.test_ranks import MOE
 from tests.parity.text_oracle import _config, make_text_oracle
