@@ -1,6 +1,6 @@
 """Which unit of a video is decoded next. Pure; the engine's pool of threads uses it.
 
-A video is decoded in one pass, forward, so one thread at a time works on it and takes the unit
+A video is decoded in one pass, forward, so one thread at a time decodes it and takes the unit
 whose frames come first, whichever is first in the queue. Between two units others have their turn.
 """
 
