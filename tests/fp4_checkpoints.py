@@ -1,12 +1,9 @@
 """Writes e2m1 checkpoints (NVFP4, MXFP4), value by value; shares no code with `packed_weight`."""
 
-from collections.abc import Callable
-from pathlib import Path
-
 import torch
 from torch import Tensor
 
-from tests.quantized_checkpoints import is_of_layers, unchanged, write_quantized
+from tests.quantized_checkpoints import writer
 
 VALUES = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
 _IGNORED = ["lm_head", r"re:.*visual\..*"]
@@ -76,17 +73,4 @@ def tensors(weight: Tensor, name: str) -> tuple[Tensor, dict[str, Tensor]]:
     return meant, made
 
 
-def write(
-    source: Path,
-    directory: Path,
-    name: str,
-    *,
-    modules: Callable[[str], bool] = is_of_layers,
-    change: Callable[[str, Tensor], Tensor | None] = unchanged,
-    config: dict | None = None,
-) -> dict[str, Tensor]:
-    """Quantizes a checkpoint, see `write_quantized`; `name`: of `LAYOUTS`."""
-    chosen = LAYOUTS[name] if config is None else config
-    return write_quantized(
-        source, directory, chosen, lambda _, weight: tensors(weight, name), modules, change
-    )
+write = writer(LAYOUTS, tensors)

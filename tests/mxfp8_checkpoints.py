@@ -1,12 +1,9 @@
 """Writes MXFP8 checkpoints by a table of e4m3's values; shares no code with `packed_weight`."""
 
-from collections.abc import Callable
-from pathlib import Path
-
 import torch
 from torch import Tensor
 
-from tests.quantized_checkpoints import is_of_layers, unchanged, write_quantized
+from tests.quantized_checkpoints import writer
 
 GROUP = 32  # columns of a scale
 # Of the codes 0 to 126: 127 is NaN. Four bits of exponent with a bias of 7, three of mantissa.
@@ -35,7 +32,7 @@ def compressed(inputs: bool = False, **changes: object) -> dict:
 LAYOUTS = {"mxfp8": compressed(), "mxfp8-inputs": compressed(inputs=True)}
 
 
-def tensors(weight: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+def tensors(weight: Tensor, _: str) -> tuple[Tensor, dict[str, Tensor]]:
     """The matrix that is meant, and a module's tensors by suffix; the last group may be narrow."""
     codes, meant = torch.empty(weight.shape, dtype=torch.uint8), torch.empty(weight.shape)
     stored = []
@@ -50,17 +47,4 @@ def tensors(weight: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     return meant, {"weight": codes.view(torch.float8_e4m3fn), "weight_scale": torch.cat(stored, 1)}
 
 
-def write(
-    source: Path,
-    directory: Path,
-    name: str = "mxfp8",
-    *,
-    modules: Callable[[str], bool] = is_of_layers,
-    change: Callable[[str, Tensor], Tensor | None] = unchanged,
-    config: dict | None = None,
-) -> dict[str, Tensor]:
-    """Quantizes a checkpoint, see `write_quantized`; `name`: of `LAYOUTS`."""
-    chosen = LAYOUTS[name] if config is None else config
-    return write_quantized(
-        source, directory, chosen, lambda _, weight: tensors(weight), modules, change
-    )
+write = writer(LAYOUTS, tensors)

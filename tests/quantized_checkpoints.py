@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from safetensors.torch import load_file, save_file
@@ -60,3 +60,24 @@ def write_quantized(
     kept = {key: tensor.contiguous() for key, tensor in changed.items() if tensor is not None}
     save_file(kept, directory / "model.safetensors")
     return meant
+
+
+def writer(
+    layouts: Mapping[str, dict],
+    quantize: Callable[[Tensor, str], tuple[Tensor, dict[str, Tensor]]],
+) -> Callable[..., dict[str, Tensor]]:
+    """Of a format whose layouts are configurations, by name, and whose quantizer is told the name:
+    `write_quantized` with a layout's name.
+    """
+
+    def write(
+        source: Path, directory: Path, name: str, *, config: dict | None = None,
+        modules: Callable[[str], bool] = is_of_layers,
+        change: Callable[[str, Tensor], Tensor | None] = unchanged,
+    ) -> dict[str, Tensor]:  # fmt: skip
+        chosen = layouts[name] if config is None else config
+        return write_quantized(
+            source, directory, chosen, lambda _, weight: quantize(weight, name), modules, change
+        )
+
+    return write

@@ -3,6 +3,7 @@ that are meant. One test file for each format; writers are those of `tests/*_che
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ from torch import Tensor
 from tests.decoder_harness import Harness
 from tests.parity.oracle import EOS_ID, VOCAB_SIZE, Oracle, Prompt, Tiny, make_oracle
 from tests.parity.oracle import largest_difference as error
+from tests.parity.qwen3_5_oracle import CONFIGS, make_qwen3_5
 from tests.parity.test_language_model import CLEARLY_WRONG, TOLERANCE
+from tests.parity.test_qwen3_5 import PROMPTS, Pair
 from tests.parity.text_oracle import make_text_oracle
 
 # isort: split
@@ -119,3 +122,27 @@ def fixtures(
 def changed(name: str, change: Callable[[Tensor], Tensor | None]) -> Callable[..., Tensor | None]:
     """For a writer: one tensor of the second layer is another, or left out."""
     return lambda key, tensor: change(tensor) if key == f"model.layers.1.{name}" else tensor
+
+
+def check_qwen3_5(writer: Writer, name: str, directory: Path) -> None:
+    """The projections of the gates stay unquantized, unlisted in the configuration."""
+    tiny = replace(CONFIGS["repeated-twice-tied"], hidden=192, layers=4)
+    oracle = make_qwen3_5(tiny, directory / "source")
+    meant = writer(
+        oracle.directory, directory / "quantized", name,
+        modules=lambda module: module.startswith("model.language_model.layers")
+        and not module.endswith(("in_proj_a", "in_proj_b", "conv1d")),
+    )  # fmt: skip
+    meant = {key: tensor for key, tensor in meant.items() if not key.startswith("mtp.")}
+    missing, unexpected = oracle.model.load_state_dict(meant, strict=False)
+    assert not unexpected and missing in ([], ["lm_head.weight"])
+    oracle.model.tie_weights()
+    ours = Pair(Oracle(directory / "quantized", oracle.model, oracle.spec))
+    assert ours.error(oracle.prompt(*PROMPTS["one image"]), 50) < TOLERANCE
+
+
+def dummy_layer(directory: Path) -> Any:
+    """The first `down_proj` of the model with random weights, without the checkpoint's file."""
+    (directory / "model.safetensors").unlink()
+    model: Any = Harness(directory, load_format="dummy").runner.computer._model
+    return model.layers[0].mlp.down_proj

@@ -16,7 +16,7 @@ from services.common.nn.checkpoint import CheckpointError
 from tests.decoder_harness import Harness
 from tests.fp4_checkpoints import LAYOUTS, MODELOPT, VALUES, compressed, write
 from tests.parity.oracle import largest_difference as error
-from tests.parity.quantized import Quantized, changed, fixtures
+from tests.parity.quantized import Quantized, changed, dummy_layer, fixtures
 from tests.parity.test_language_model import CLEARLY_WRONG, TOLERANCE
 from tests.parity.test_moe_fp8 import Model as ExpertsModel
 from tests.parity.test_moe_fp8 import is_quantized
@@ -69,9 +69,7 @@ def test_codes_and_scales_take_five_bits_a_weight(text: Quantized) -> None:
 def test_dummy_weights(text: Quantized) -> None:
     for name in LAYOUTS:
         directory, _ = text.write(name)
-        (directory / "model.safetensors").unlink()
-        model = Harness(directory, load_format="dummy").runner.computer._model
-        layer = model.layers[0].mlp.down_proj  # type: ignore[attr-defined]
+        layer = dummy_layer(directory)
         weight = packed_weight.dequantize(layer.method.weight(layer), torch.float32)
         assert 0.01 < float(weight.std()) < 0.04
 

@@ -21,7 +21,7 @@ from services.common.nn.checkpoint import CheckpointError
 from tests.decoder_harness import Harness
 from tests.int8_checkpoints import INT8, write
 from tests.parity.oracle import largest_difference as error
-from tests.parity.quantized import Quantized, changed, fixtures
+from tests.parity.quantized import Quantized, changed, dummy_layer, fixtures
 from tests.parity.test_language_model import CLEARLY_WRONG
 from tests.parity.test_moe_fp8 import Model as ExpertsModel
 from tests.parity.test_moe_fp8 import is_quantized
@@ -146,9 +146,7 @@ def test_files_that_do_not_fit_are_errors(text: Int8, change: Callable, message:
 
 def test_dummy_weights_are_int8(text: Int8) -> None:
     directory, _ = text.write("int8")
-    (directory / "model.safetensors").unlink()
-    model = Harness(directory, load_format="dummy").runner.computer._model
-    layer = model.layers[0].mlp.down_proj  # type: ignore[attr-defined]
+    layer = dummy_layer(directory)
     weight = int8_weight.dequantize(layer.method.weight(layer), torch.float32)
     assert layer.weight_format == "int8" and 0.015 < float(weight.std()) < 0.025
 

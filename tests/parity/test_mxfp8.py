@@ -18,14 +18,19 @@ from services.common.nn.packed import PackedLinear
 from tests import fp4_checkpoints, fp8_checkpoints
 from tests.decoder_harness import Harness
 from tests.mxfp8_checkpoints import GROUP, LAYOUTS, VALUES, compressed, write
-from tests.parity.oracle import Oracle
 from tests.parity.oracle import largest_difference as error
-from tests.parity.quantized import SHAPES, Quantized, changed, fixtures, text_fields
-from tests.parity.qwen3_5_oracle import CONFIGS, make_qwen3_5
+from tests.parity.quantized import (
+    SHAPES,
+    Quantized,
+    changed,
+    check_qwen3_5,
+    dummy_layer,
+    fixtures,
+    text_fields,
+)
 from tests.parity.test_language_model import CLEARLY_WRONG, TOLERANCE
 from tests.parity.test_moe_fp8 import Model as ExpertsModel
 from tests.parity.test_moe_fp8 import is_quantized
-from tests.parity.test_qwen3_5 import PROMPTS, Pair
 
 # isort: split
 from transformers import Qwen3Config
@@ -61,20 +66,7 @@ def test_a_quantized_lm_head_agrees(tmp_path: Path) -> None:
 
 
 def test_qwen3_5_agrees(tmp_path: Path) -> None:
-    """The projections of the gates stay unquantized, unlisted here."""
-    tiny = replace(CONFIGS["repeated-twice-tied"], hidden=192, layers=4)
-    oracle = make_qwen3_5(tiny, tmp_path / "source")
-    meant = write(
-        oracle.directory, tmp_path / "mxfp8",
-        modules=lambda module: module.startswith("model.language_model.layers")
-        and not module.endswith(("in_proj_a", "in_proj_b", "conv1d")),
-    )  # fmt: skip
-    meant = {key: tensor for key, tensor in meant.items() if not key.startswith("mtp.")}
-    missing, unexpected = oracle.model.load_state_dict(meant, strict=False)
-    assert not unexpected and missing in ([], ["lm_head.weight"])
-    oracle.model.tie_weights()
-    ours = Pair(Oracle(tmp_path / "mxfp8", oracle.model, oracle.spec))
-    assert ours.error(oracle.prompt(*PROMPTS["one image"]), 50) < TOLERANCE
+    check_qwen3_5(write, "mxfp8", tmp_path)
 
 
 class Mxfp8Experts(ExpertsModel):
@@ -82,7 +74,7 @@ class Mxfp8Experts(ExpertsModel):
         chosen = {
             "modules": is_quantized, "config": compressed(ignore=["lm_head", "re:.*mlp.gate$"]),
         } | options  # fmt: skip
-        return write(self.source, self.directory, **chosen)  # type: ignore[arg-type]
+        return write(self.source, self.directory, "mxfp8", **chosen)
 
 
 @pytest.mark.parametrize("size", [64, 100])
@@ -128,9 +120,7 @@ def test_codes_stay_in_a_byte_and_scales_in_two(text: Quantized) -> None:
 
 def test_dummy_weights(text: Quantized) -> None:
     directory, _ = text.write("mxfp8")
-    (directory / "model.safetensors").unlink()
-    model = Harness(directory, load_format="dummy").runner.computer._model
-    layer = model.layers[0].mlp.down_proj  # type: ignore[attr-defined]
+    layer = dummy_layer(directory)
     weight = packed_weight.dequantize(layer.method.weight(layer), torch.float32)
     assert layer.weight_format == "mxfp8" and 0.01 < float(weight.std()) < 0.04
 

@@ -18,14 +18,20 @@ from services.common.nn.linear import Linear
 from services.common.nn.packed import PackedLinear
 from tests.decoder_harness import Harness
 from tests.packed_checkpoints import LAYOUTS, awq, compressed, gptq, write
-from tests.parity.oracle import Oracle
 from tests.parity.oracle import largest_difference as error
-from tests.parity.quantized import SHAPES, TEXTS, Quantized, changed, fixtures, text_fields
-from tests.parity.qwen3_5_oracle import CONFIGS, make_qwen3_5
+from tests.parity.quantized import (
+    SHAPES,
+    TEXTS,
+    Quantized,
+    changed,
+    check_qwen3_5,
+    dummy_layer,
+    fixtures,
+    text_fields,
+)
 from tests.parity.test_language_model import CLEARLY_WRONG, TOLERANCE
 from tests.parity.test_moe_fp8 import Model as ExpertsModel
 from tests.parity.test_moe_fp8 import is_quantized
-from tests.parity.test_qwen3_5 import PROMPTS, Pair
 
 # isort: split
 from transformers import Qwen3Config
@@ -151,9 +157,7 @@ def test_one_layout_holds_what_each_packing_says(text: Quantized) -> None:
 def test_dummy_weights_are_packed_as_the_configuration_says(text: Quantized) -> None:
     for name in ("ct-64-zeros", "awq-64", "gptq-64"):
         directory, _ = text.write(name)
-        (directory / "model.safetensors").unlink()
-        model = Harness(directory, load_format="dummy").runner.computer._model
-        layer = model.layers[0].mlp.down_proj  # type: ignore[attr-defined]
+        layer = dummy_layer(directory)
         weight = packed_weight.dequantize(layer.method.weight(layer), torch.float32)
         assert layer.weight_format == "w4a16" and 0.01 < float(weight.std()) < 0.04
 
@@ -162,20 +166,7 @@ def test_dummy_weights_are_packed_as_the_configuration_says(text: Quantized) -> 
 
 
 def test_qwen3_5_agrees(tmp_path: Path) -> None:
-    """The projections of the gates stay unquantized, unlisted here."""
-    tiny = replace(CONFIGS["repeated-twice-tied"], hidden=192, layers=4)
-    oracle = make_qwen3_5(tiny, tmp_path / "source")
-    meant = write(
-        oracle.directory, tmp_path / "packed", "ct-32",
-        modules=lambda module: module.startswith("model.language_model.layers")
-        and not module.endswith(("in_proj_a", "in_proj_b", "conv1d")),
-    )  # fmt: skip
-    meant = {key: tensor for key, tensor in meant.items() if not key.startswith("mtp.")}
-    missing, unexpected = oracle.model.load_state_dict(meant, strict=False)
-    assert not unexpected and missing in ([], ["lm_head.weight"])
-    oracle.model.tie_weights()
-    ours = Pair(Oracle(tmp_path / "packed", oracle.model, oracle.spec))
-    assert ours.error(oracle.prompt(*PROMPTS["one image"]), 50) < TOLERANCE
+    check_qwen3_5(write, "ct-32", tmp_path)
 
 
 class PackedExperts(ExpertsModel):

@@ -155,26 +155,28 @@ class ClipPool:
         idle = sorted((s for s in self._slots if not s.is_busy), key=lambda slot: slot.last_use)
         spare = next((slot for slot in idle if not slot.name), None)
         others = [slot for slot in idle if slot.name]
-        held = sum(slot.memory_bytes for slot in self._slots)
-        is_full = spare is None and len(self._slots) >= self._max_workers
-        while is_full or held + memory_bytes > self._memory_bytes:
+        while not self._has_room(memory_bytes) or (spare is None and self._is_full):
             if not others:
                 return None
             slot = others.pop(0)
-            held -= slot.memory_bytes
-            if held + memory_bytes <= self._memory_bytes:
+            if self._has_room(memory_bytes - slot.memory_bytes):
                 return slot  # whose video gives way
             slot.child.close()
             self._slots.remove(slot)
-            is_full = False
         return spare or self._started()
 
     def _keep_spare(self, memory_bytes: int) -> None:
         """Starts a worker ahead of the next video of this size, which would wait for imports."""
-        held = sum(slot.memory_bytes for slot in self._slots)
-        has_room = held + memory_bytes <= self._memory_bytes
-        if has_room and len(self._slots) < self._max_workers and all(s.name for s in self._slots):
+        has_spare = any(not slot.name for slot in self._slots)
+        if not has_spare and not self._is_full and self._has_room(memory_bytes):
             self._started()
+
+    @property
+    def _is_full(self) -> bool:
+        return len(self._slots) >= self._max_workers
+
+    def _has_room(self, more_bytes: int) -> bool:
+        return sum(slot.memory_bytes for slot in self._slots) + more_bytes <= self._memory_bytes
 
     def _started(self) -> _Slot:
         slot = _Slot(Child(_WORKER, 2 * 3 * MAX_FRAME_PIXELS))
