@@ -23,6 +23,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 
@@ -84,16 +85,17 @@ def forget(directory: Path) -> int:
 
 @contextmanager
 def serving(
-    directory: Path, options: Sequence[str], **variables: str
+    directory: Path, options: Sequence[str], errors: IO[str] | None = None, **variables: str
 ) -> Iterator[tuple[str, float]]:
     """`triptych serve` with these options and environment variables: its URL, and the seconds until
-    it was ready.
+    it was ready. What it reports goes to `errors`, or where ours goes.
     """
     command = [sys.executable, "-m", "triptych", "serve", "--model", str(directory), "--port", "0"]
     start = time.monotonic()
     process = subprocess.Popen(
-        [*command, *options], stdout=subprocess.PIPE, text=True, env=os.environ | variables
-    )
+        [*command, *options], stdout=subprocess.PIPE, stderr=errors, text=True,
+        env=os.environ | variables,
+    )  # fmt: skip
     try:
         assert process.stdout is not None
         found = _READY.search(process.stdout.readline())
