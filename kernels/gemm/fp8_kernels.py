@@ -29,6 +29,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.device import DeviceFacts
 from kernels.gemm.fp8_weight import BLOCK, Fp8Weight
+from kernels.gemm.skinny_gemm import reduced
 
 _MAX_SPLITS = 8
 _TRITON_TILE = {16: (16, 64, 4), 64: (64, 128, 4), 128: (128, 128, 8)}  # tokens, rows, warps
@@ -153,15 +154,7 @@ def skinny_gemm(
 ) -> Tensor:
     """`[T, K]` → `[T, N]`, weight-only, for up to 64 tokens."""
     partials = split_k_partials(x, weight, device=device, config=config)
-    if partials.dim() == 2:
-        return partials
-    out = x.new_empty(partials.shape[1:])
-    size = out.numel()
-    _reduce_split_k_kernel[(triton.cdiv(size, 1024),)](
-        partials, out, size, SPLITS=len(partials), SIZE=1024, PDL=device.supports_pdl,
-        num_warps=4, launch_pdl=device.supports_pdl,
-    )  # fmt: skip
-    return out
+    return reduced(partials, x.dtype, pdl=device.supports_pdl)
 
 
 def split_k_partials(
@@ -443,22 +436,6 @@ def _skinny_kernel(
     place = (split * num_tokens + token).to(tl.int64)[:, None] * num_rows + row[None, :]
     result = tl.trans(sums).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + place, result, mask=is_token & is_row[None, :])
-
-
-@triton.jit(do_not_specialize=["size"])
-def _reduce_split_k_kernel(
-    partials_ptr, out_ptr, size, SPLITS: tl.constexpr, SIZE: tl.constexpr, PDL: tl.constexpr
-):
-    """Adds partials in one order, so that results do not depend on timing."""
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
-    place = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
-    inside = place < size
-    total = tl.zeros((SIZE,), tl.float32)
-    for split in tl.static_range(SPLITS):
-        total += tl.load(partials_ptr + tl.cast(split, tl.int64) * size + place, mask=inside)
-    tl.store(out_ptr + place, total.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "padded"])
