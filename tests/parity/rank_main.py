@@ -1,12 +1,14 @@
-"""One of several ranks, run by test_ranks.py: computes a prompt's logits of each checkpoint.
+"""Several ranks, run by test_ranks.py: they compute a prompt's logits of each checkpoint.
 
-    python -m tests.parity.rank_main STORE RANK COUNT DIRECTORY...
+    python -m tests.parity.rank_main ROOT COUNT=NAME,... ...
 
-Where a directory has a file `answers`, rank 0 writes there what an engine of all ranks answers.
-Writes `logits-RANK.safetensors` to each directory, or `refused-RANK` with the message.
+Each rank is a process: a fork of this one, which has imported everything. Where a directory has a
+file `answers`, rank 0 writes there what an engine of all ranks answers. Writes
+`logits-RANK.safetensors` to each directory, or `refused-RANK` with the message.
 """
 
 import json
+import multiprocessing
 import sys
 from pathlib import Path
 
@@ -83,11 +85,10 @@ class Silent(ProcessGroup):
         return term
 
 
-def main(store: str, rank: int, count: int, directories: list[str]) -> None:
-    torch.set_num_threads(1)
-    meeting = torch.distributed.FileStore(store, count)
+def run_rank(store: Path, rank: int, count: int, directories: list[Path]) -> None:
+    meeting = torch.distributed.FileStore(str(store), count)
     torch.distributed.init_process_group("gloo", store=meeting, rank=rank, world_size=count)
-    for directory in map(Path, directories):
+    for directory in directories:
         if (directory / "answers").exists():
             ring = open_ring(directory / "ring")
             ranks = Ranks(
@@ -107,5 +108,27 @@ def main(store: str, rank: int, count: int, directories: list[str]) -> None:
     torch.distributed.destroy_process_group()
 
 
+def main(root: Path, groups: list[str]) -> int:
+    """The exit status: 1 if a rank failed."""
+    torch.set_num_threads(1)
+    fork = multiprocessing.get_context("fork")
+    for group in groups:
+        count, names = group.split("=")
+        directories = [root / name for name in names.split(",")]
+        ranks = [
+            fork.Process(
+                target=run_rank, args=(root / f"store-{count}", rank, int(count), directories)
+            )
+            for rank in range(int(count))
+        ]
+        for each in ranks:
+            each.start()
+        for each in ranks:
+            each.join()
+        if any(each.exitcode for each in ranks):
+            return 1
+    return 0
+
+
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4:])
+    sys.exit(main(Path(sys.argv[1]), sys.argv[2:]))

@@ -165,30 +165,23 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, (fields, _) in REFUSED.items():
         make_fp8(root / name, "fp8-block", fields)
     for name in ("qwen3", "qwen3.5-moe"):
-        shutil.copytree(root / name, root / f"{name}, silent")
-        (root / f"{name}, silent" / "silent").touch()
+        shutil.copytree(root / name, root / f"{name} silent")
+        (root / f"{name} silent" / "silent").touch()
     for name in ENGINES:
         (root / name / "answers").touch()
     for name in FOUR:
-        shutil.copytree(root / name, root / f"{name}, four")
-    run(root, [*NAMES, *REFUSED, "qwen3, silent", "qwen3.5-moe, silent"], 2)
-    run(root, [f"{name}, four" for name in FOUR], 4)
+        shutil.copytree(root / name, root / f"{name} four")
+    of_two = [*NAMES, *REFUSED, "qwen3 silent", "qwen3.5-moe silent"]
+    groups = {2: of_two, 4: [f"{name} four" for name in FOUR]}
+    done = subprocess.run(
+        [
+            sys.executable, "-m", "tests.parity.rank_main", str(root),
+            *(f"{count}={','.join(names)}" for count, names in groups.items()),
+        ],
+        stderr=subprocess.PIPE, text=True, timeout=400, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
     return root
-
-
-def run(root: Path, names: list[str], count: int) -> None:
-    """Ends when each rank has, or fails with what it wrote."""
-    directories = [str(root / name) for name in names]
-    command = [sys.executable, "-m", "tests.parity.rank_main", str(root / f"store-{count}")]
-    started = [
-        subprocess.Popen(
-            [*command, str(rank), str(count), *directories], stderr=subprocess.PIPE, text=True
-        )
-        for rank in range(count)
-    ]
-    for process in started:
-        _, errors = process.communicate(timeout=400)
-        assert process.returncode == 0, errors[-2000:]
 
 
 def together(directory: Path) -> Tensor:
@@ -250,7 +243,7 @@ def test_an_engine_of_two_ranks_answers_as_one(ranks: Path, name: str) -> None:
 @pytest.mark.parametrize("name", FOUR)
 def test_key_heads_are_replicated(ranks: Path, name: str) -> None:
     expected = rank_main.logits(ranks / name, ALONE)
-    assert largest_difference(together(ranks / f"{name}, four"), expected) < TOLERANCE
+    assert largest_difference(together(ranks / f"{name} four"), expected) < TOLERANCE
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3-moe", "qwen3.5-moe", "fp8-block"])
@@ -276,7 +269,7 @@ def test_a_rank_reads_its_part_alone(
 @pytest.mark.parametrize("name", ["qwen3", "qwen3.5-moe"])
 def test_a_missing_sum_would_be_seen(ranks: Path, name: str) -> None:
     expected = rank_main.logits(ranks / name, ALONE)
-    assert largest_difference(together(ranks / f"{name}, silent"), expected) > CLEARLY_WRONG
+    assert largest_difference(together(ranks / f"{name} silent"), expected) > CLEARLY_WRONG
 
 
 @pytest.mark.parametrize("name", REFUSED)
