@@ -7,9 +7,13 @@ installed, a test compares the result with `kubectl kustomize`.
 """
 
 import copy
+import functools
 import hashlib
 import json
+import marshal
+import os
 import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +38,18 @@ _MERGE_KEYS = {
 _HASH_LETTERS = str.maketrans("013ae", "ghkmt")
 
 
+@functools.cache
+def _documents(text: str) -> list[bytes]:
+    return [marshal.dumps(document) for document in yaml.load_all(text, LOADER) if document]
+
+
+def documents(text: str) -> list[Any]:
+    """Those of a YAML file, but for empty ones; each call's are its own. A text is read once: most
+    are parts of many kustomizations.
+    """
+    return [marshal.loads(document) for document in _documents(text)]  # noqa: S302 - our own
+
+
 def render(directory: Path) -> list[Resource]:
     """The resources of a kustomization, with generated names as kustomize makes them."""
     resources = _compose(directory)
@@ -49,9 +65,23 @@ def render(directory: Path) -> list[Resource]:
     return resources
 
 
+def by_kubectl(directory: Path) -> list[Resource]:
+    """What kubectl renders; a process that lives so shortly need not collect its garbage."""
+    done = subprocess.run(
+        ["kubectl", "kustomize", str(directory)],
+        env={**os.environ, "GOGC": "off"}, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    return list(yaml.load_all(done.stdout, LOADER))
+
+
+def by_name(resources: list[Resource]) -> dict[tuple[str, str], Resource]:
+    """For a comparison in which their order is nothing."""
+    return {(r["kind"], r["metadata"]["name"]): r for r in resources}
+
+
 def _compose(directory: Path, base: list[Resource] | None = None) -> list[Resource]:
     """The resources of a kustomization; a component adds to, and changes, those of `base`."""
-    spec = yaml.load((directory / "kustomization.yaml").read_text(), LOADER)
+    (spec,) = documents((directory / "kustomization.yaml").read_text())
     if unknown := set(spec) - _KNOWN:
         raise NotImplementedError(f"{directory}: {', '.join(sorted(unknown))}")
     resources: list[Resource] = base or []
@@ -60,7 +90,7 @@ def _compose(directory: Path, base: list[Resource] | None = None) -> list[Resour
         if path.is_dir():
             resources += _compose(path)
         else:
-            resources += [d for d in yaml.load_all(path.read_text(), LOADER) if d]
+            resources += documents(path.read_text())
     for name in spec.get("components", ()):
         _compose(directory / name, resources)
     for generator in spec.get("configMapGenerator", ()):
@@ -143,7 +173,7 @@ def _generate(resources: list[Resource], generator: dict[str, Any], directory: P
 
 
 def _patch(resources: list[Resource], patch: dict[str, Any], directory: Path) -> None:
-    body = yaml.load(patch.get("patch") or (directory / patch["path"]).read_text(), LOADER)
+    (body,) = documents(patch.get("patch") or (directory / patch["path"]).read_text())
     if "target" in patch:
         kind, name = patch["target"]["kind"], patch["target"].get("name", ".*")
     else:

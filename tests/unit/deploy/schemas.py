@@ -21,6 +21,10 @@ import yaml
 
 from tests.unit.deploy.kustomize import LOADER, Resource
 
+# Each validation would read the definitions of all kinds, and list the versions, again.
+for _name in ("schema_contents", "all_versions"):
+    setattr(kubernetes_validate, _name, functools.cache(getattr(kubernetes_validate, _name)))
+
 _CRDS = Path(__file__).parent / "crds"
 _PROMETHEUS = "example/prometheus-operator-crd/monitoring.coreos.com_"
 # By repository; each is licensed under Apache-2.0.

@@ -4,7 +4,6 @@ import functools
 import json
 import re
 import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from services.encoder.settings import EncoderSettings
 from services.gateway.settings import GatewaySettings
 from tests.cases import THOROUGH
 from tests.unit.deploy.combinations import COMBINATIONS, K8S, combine
-from tests.unit.deploy.kustomize import LOADER, Resource, render
+from tests.unit.deploy.kustomize import Resource, by_kubectl, by_name, render
 from tests.unit.deploy.schemas import validate
 from triptych.devices import place
 
@@ -98,13 +97,7 @@ def test_every_resource_is_valid(resources: list[Resource]) -> None:
 
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="compares with kubectl where there is")
 def test_our_rendering_is_that_of_kubectl(directory: Path, resources: list[Resource]) -> None:
-    command = ["kubectl", "kustomize", str(directory)]
-    theirs = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-
-    def by_name(documents: Any) -> dict[tuple[str, str], Resource]:
-        return {(d["kind"], d["metadata"]["name"]): d for d in documents}
-
-    assert by_name(resources) == by_name(yaml.load_all(theirs, LOADER))
+    assert by_name(resources) == by_name(by_kubectl(directory))
 
 
 def test_names_are_unique_and_everything_is_part_of_triptych(resources: list[Resource]) -> None:

@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 
 from tests.unit.deploy.combinations import K8S
-from tests.unit.deploy.kustomize import Resource
+from tests.unit.deploy.kustomize import Resource, by_kubectl
 from tests.unit.deploy.schemas import validate
 from tests.unit.deploy.test_components import KUBERNETES_VERSION, of_kind, pods
 from tests.unit.deploy.test_defaults import missing_of
-from tests.unit.deploy.test_installations import by_kubectl
 from tests.unit.deploy.test_secrets import read_by
 
 EXAMPLES = K8S / "examples"

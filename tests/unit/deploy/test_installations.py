@@ -2,7 +2,6 @@
 
 import re
 import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 import yaml
 
 from tests.unit.deploy.combinations import INSTALLATIONS, K8S, combine, installed
-from tests.unit.deploy.kustomize import LOADER, Resource, render
+from tests.unit.deploy.kustomize import Resource, by_kubectl, render
 from tests.unit.deploy.schemas import validate
 from tests.unit.deploy.test_components import KUBERNETES_VERSION, of_kind, pods
 
@@ -28,12 +27,6 @@ def name(request: pytest.FixtureRequest) -> str:
 def resources(name: str, tmp_path_factory: pytest.TempPathFactory) -> list[Resource]:
     directory = installed(name, tmp_path_factory.mktemp("own") / "own")
     return by_kubectl(directory)
-
-
-def by_kubectl(directory: Path) -> list[Resource]:
-    command = ["kubectl", "kustomize", str(directory)]
-    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return list(yaml.load_all(text, LOADER))
 
 
 def strings(node: Any) -> list[str]:

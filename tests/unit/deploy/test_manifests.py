@@ -3,20 +3,18 @@
 import json
 import re
 import shutil
-import subprocess
 from ipaddress import ip_address, ip_network
 from pathlib import Path
 from typing import Any
 
-import kubernetes_validate.utils as kubernetes_validate
 import pytest
-import yaml
 
 from services.common.settings import ServiceSettings
 from services.decoder.settings import DecoderSettings
 from services.encoder.settings import EncoderSettings
 from services.gateway.settings import GatewaySettings
-from tests.unit.deploy.kustomize import LOADER, Resource, render
+from tests.unit.deploy.kustomize import Resource, by_kubectl, by_name, render
+from tests.unit.deploy.schemas import validate
 from triptych.plan import DECODER_SERVICE, ENCODER_SERVICE
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -109,7 +107,7 @@ def own_settings(name: str, variables: dict[str, str]) -> dict[str, str]:
 def test_every_resource_is_valid(resources: list[Resource]) -> None:
     assert len(resources) > 5
     for resource in resources:
-        kubernetes_validate.validate(resource, KUBERNETES_VERSION, strict=True)
+        validate(resource, KUBERNETES_VERSION)
 
 
 def test_names_are_unique(resources: list[Resource]) -> None:
@@ -120,13 +118,7 @@ def test_names_are_unique(resources: list[Resource]) -> None:
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="compares with kubectl where there is")
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_our_rendering_is_that_of_kubectl(variant: str) -> None:
-    command = ["kubectl", "kustomize", str(K8S / variant)]
-    theirs = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-
-    def by_name(documents: Any) -> dict[tuple[str, str], Resource]:
-        return {(d["kind"], d["metadata"]["name"]): d for d in documents}
-
-    assert by_name(render(K8S / variant)) == by_name(yaml.load_all(theirs, LOADER))
+    assert by_name(render(K8S / variant)) == by_name(by_kubectl(K8S / variant))
 
 
 def test_everything_lives_in_one_namespace_under_the_strictest_policy(

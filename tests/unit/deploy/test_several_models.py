@@ -1,16 +1,14 @@
 """The example of several models: each installation's routes, names and policies fit the others'."""
 
 import shutil
-import subprocess
 from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
-import yaml
 
 from services.gateway.settings import GatewaySettings
 from tests.unit.deploy.combinations import K8S
-from tests.unit.deploy.kustomize import LOADER, Resource, render
+from tests.unit.deploy.kustomize import Resource, by_kubectl, by_name, render
 from tests.unit.deploy.schemas import validate
 from tests.unit.deploy.test_components import KUBERNETES_VERSION
 
@@ -68,13 +66,7 @@ def test_resources_are_valid_and_live_in_a_namespace_of_the_model(
 def test_our_rendering_is_that_of_kubectl(
     name: str, installations: dict[str, list[Resource]]
 ) -> None:
-    command = ["kubectl", "kustomize", str(EXAMPLE / name)]
-    theirs = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-
-    def by_name(documents: Any) -> dict[tuple[str, str], Resource]:
-        return {(d["kind"], d["metadata"]["name"]): d for d in documents}
-
-    assert by_name(installations[name]) == by_name(yaml.load_all(theirs, LOADER))
+    assert by_name(installations[name]) == by_name(by_kubectl(EXAMPLE / name))
 
 
 def test_requests_reach_the_gateway_of_their_model_by_host_and_by_header(
