@@ -57,9 +57,7 @@ def tensors(weight: Tensor, name: str) -> tuple[Tensor, dict[str, Tensor]]:
     codes = places.abs().argmin(-1)
     meant = (VALUES[codes] * wide[..., None]).flatten(1)
     codes = codes.flatten(1)
-    packed = torch.zeros(codes.shape[0], codes.shape[1] // 2, dtype=torch.uint8)
-    for column in range(codes.shape[1]):
-        packed[:, column // 2] += (codes[:, column] * (16 if column % 2 else 1)).to(torch.uint8)
+    packed = (codes[:, ::2] + 16 * codes[:, 1::2]).to(torch.uint8)
     if name == "modelopt":
         return meant, {
             "weight": packed, "weight_scale": stored, "weight_scale_2": total,

@@ -1,7 +1,7 @@
 """Writes FP8 checkpoints from unquantized ones, and reads them back by other means than ours.
 
-The quantizer and `unpack` share no code with `services.common.nn.fp8`: `unpack` goes through a
-matrix block by block.
+The quantizer and `unpack` share no code with `services.common.nn.fp8`: they look up the scale of
+each element by its row and column.
 """
 
 from collections.abc import Callable
@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from tests.quantized_checkpoints import is_of_layers, unchanged, write_quantized
 
@@ -47,25 +48,20 @@ def quantize(weight: Tensor, block: tuple[int, int | None]) -> tuple[Tensor, Ten
     """e4m3 values and float32 scales, one per block (None: of a whole row)."""
     rows, columns = weight.shape
     high, wide = block[0], block[1] or columns
-    scale = torch.empty(-(-rows // high), -(-columns // wide))
-    values = torch.empty(weight.shape, dtype=E4M3)
-    for i in range(scale.shape[0]):
-        for j in range(scale.shape[1]):
-            at = (slice(i * high, (i + 1) * high), slice(j * wide, (j + 1) * wide))
-            scale[i, j] = weight[at].abs().max() / 448
-            values[at] = (weight[at] / scale[i, j]).to(E4M3)
-    return values, scale
+    padded = F.pad(weight, (0, -columns % wide, 0, -rows % high))
+    scale = padded.unflatten(1, (-1, wide)).unflatten(0, (-1, high)).abs().amax((1, 3)) / 448
+    return (weight / _of_each(scale, weight.shape, block)).to(E4M3), scale
 
 
 def unpack(values: Tensor, scale: Tensor, block: tuple[int, int | None]) -> Tensor:
     """The float32 matrix that values and scales stand for."""
-    rows, columns = values.shape
-    high, wide = block[0], block[1] or columns
-    weight = torch.empty(rows, columns)
-    for i in range(rows):
-        for j in range(0, columns, wide):
-            weight[i, j : j + wide] = values[i, j : j + wide].float() * scale[i // high, j // wide]
-    return weight
+    return values.float() * _of_each(scale, values.shape, block)
+
+
+def _of_each(scale: Tensor, shape: torch.Size, block: tuple[int, int | None]) -> Tensor:
+    """Each element's scale."""
+    rows, columns = torch.arange(shape[0]), torch.arange(shape[1])
+    return scale[rows[:, None] // block[0], columns // (block[1] or shape[1])]
 
 
 def write(

@@ -33,14 +33,9 @@ def write(
     """Quantizes a checkpoint, see `write_quantized`."""
 
     def quantized(_: str, weight: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        values, scales = torch.empty(weight.shape, dtype=torch.int8), []
-        meant = torch.empty(weight.shape)
-        for index, row in enumerate(weight):
-            scale = (row.abs().max() / 127).to(scale_dtype)
-            values[index] = torch.clamp(torch.round(row / scale.float()), -128, 127)
-            meant[index] = values[index] * scale.float()
-            scales.append(scale)
-        return meant, {"weight": values, "weight_scale": torch.stack(scales)[:, None]}
+        scale = (weight.abs().amax(1, keepdim=True) / 127).to(scale_dtype)
+        values = torch.clamp(torch.round(weight / scale.float()), -128, 127).to(torch.int8)
+        return values * scale.float(), {"weight": values, "weight_scale": scale}
 
     chosen = INT8 if config is None else config
     return write_quantized(source, directory, chosen, quantized, modules, change)

@@ -100,12 +100,9 @@ def quantize(
 
 
 def meant(codes: np.ndarray, scales: np.ndarray, zeros: np.ndarray, group: int) -> Tensor:
-    """The float32 matrix, column by column."""
-    made = np.empty(codes.shape, np.float32)
-    for column in range(codes.shape[1]):
-        at = column // (group or codes.shape[1])
-        made[:, column] = (codes[:, column] - zeros[:, at]).astype(np.float32) * scales[:, at]
-    return torch.from_numpy(made)
+    """The float32 matrix."""
+    at = np.arange(codes.shape[1]) // (group or codes.shape[1])
+    return torch.from_numpy((codes - zeros[:, at]).astype(np.float32) * scales[:, at])
 
 
 def words(codes: np.ndarray, axis: int, bits: int, lanes: tuple[int, ...] = ()) -> Tensor:
