@@ -29,7 +29,7 @@ from tests.parity.qwen3_5_oracle import make_qwen3_5
 pytestmark = pytest.mark.thorough
 
 NUM_TOKENS = 12
-NUM_REQUESTS = cases(20, 64)
+NUM_REQUESTS = cases(12, 64)
 Part = int | tuple[int, int]
 # Parts of a prompt: text tokens, or an image's grid in patches.
 SHAPES: Seq[Seq[Part]] = (
