@@ -1,9 +1,12 @@
-"""`triptych serve` with real services: it starts, answers, and leaves nothing behind."""
+"""`triptych serve` with real services: it fetches a model, starts, answers, and leaves nothing
+behind. What a killed supervisor leaves is a test of test_serve_video.py.
+"""
 
 import re
 import signal
 import threading
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -23,10 +26,25 @@ pytestmark = pytest.mark.e2e
 _ENDLESS = {"stream": True, "ignore_eos": True, "max_tokens": 8000}
 
 
-def test_one_command_answers_about_an_image_says_what_it_does_and_ctrl_c_ends_it(
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A hub that has the demonstration model as `org/tiny`."""
+    files = {path.name: path.read_bytes() for path in DEMONSTRATION_MODEL.iterdir()}
+    monkeypatch.setattr(test_hub, "FILES", files)
+    hub = test_hub._Hub()
+    threading.Thread(target=hub.serve_forever, daemon=True).start()
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
+    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{hub.server_address[1]}")
+    yield
+    hub.shutdown()
+    hub.server_close()
+
+
+@pytest.mark.usefixtures("hub")
+def test_one_command_fetches_a_model_answers_says_what_it_does_and_ctrl_c_ends_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = ["--access-log", "--api-key", "sk-1", "--served-model-name", "named"]
+    options = ["org/tiny", "--access-log", "--api-key", "sk-1"]
     options += ["--encoders", "2", "--gateways", "2"]
     with serve_command(tmp_path, options) as command:
         words = ["ask", str(SAMPLES / "shapes.png"), "What colour is the circle?"]
@@ -76,13 +94,13 @@ def check_redis_logins(services: dict[str, psutil.Process]) -> None:
 def check_what_it_says(command: ServeCommand) -> None:
     """The start, its room, each request, and what a stop waits for, which this one begins."""
     server = Server(command.url, "sk-1")
-    assert server.first_model() == "named"
+    assert server.first_model() == "org/tiny"
 
     def said() -> str:
         return command.log_path.read_text()
 
     loading = (
-        "loading named: 8.0 M parameters (BF16), 15 MiB in 1 file; encoder 0 on cpu, encoder 1"
+        "loading org/tiny: 8.0 M parameters (BF16), 15 MiB in 1 file; encoder 0 on cpu, encoder 1"
     )
     assert loading in said()
     for stage in ("decoder-0: weights, 0 of 1", "encoder-0: kernels", "decoder-0: timing steps"):
@@ -96,7 +114,7 @@ def check_what_it_says(command: ServeCommand) -> None:
         metrics = answer.read().decode()
     for process in ("gateway", "encoder-0", "decoder-0"):
         assert f'process="{process}' in metrics
-    body = {"model": "named", "messages": [question_message([], "What is red?")]}
+    body = {"model": "org/tiny", "messages": [question_message([], "What is red?")]}
     wait_until(lambda: "INFO GET /v1/models 200" in said(), "the access log's line")
     with server.request("POST", "/v1/chat/completions", body | _ENDLESS) as answer:
         assert answer.status == 200 and answer.readline().startswith(b"data:")
@@ -105,28 +123,3 @@ def check_what_it_says(command: ServeCommand) -> None:
         command.process.send_signal(signal.SIGINT)  # at once
     assert command.process.wait(PATIENCE_S) == 0
     assert "did not stop" not in said() and "Traceback" not in said()
-
-
-def test_a_model_is_served_by_its_name_and_a_killed_supervisor_leaves_no_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    files = {path.name: path.read_bytes() for path in DEMONSTRATION_MODEL.iterdir()}
-    monkeypatch.setattr(test_hub, "FILES", files)
-    hub = test_hub._Hub()
-    threading.Thread(target=hub.serve_forever, daemon=True).start()
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
-    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{hub.server_address[1]}")
-    try:
-        with serve_command(tmp_path, ["org/tiny"]) as command:
-            assert Server(command.url).first_model() == "org/tiny"
-            words = ["What colour is the circle?", str(SAMPLES / "shapes.png")]
-            assert cli.main(["ask", *words, "--url", f"{command.url}/v1"]) == 0
-            assert "red" in capsys.readouterr().out
-            processes = psutil.Process(command.process.pid).children(recursive=True)
-            assert len(processes) >= 5
-            command.process.kill()
-            command.process.wait(PATIENCE_S)
-            assert psutil.wait_procs(processes, timeout=PATIENCE_S)[1] == []
-    finally:
-        hub.shutdown()
-        hub.server_close()

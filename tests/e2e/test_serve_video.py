@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import httpx2
 import numpy as np
+import psutil
 import pytest
 from PIL import Image
 
-from tests.e2e.serve_command import serve_command
+from tests.e2e.serve_command import ServeCommand, serve_command
 from tests.noise import PATIENCE_S
 
 if TYPE_CHECKING:
@@ -29,8 +30,12 @@ TOLERANCE = 2e-4
 class Pair:
     """A served model and its oracle."""
 
-    url: str
+    command: ServeCommand
     oracle: "Oracle"
+
+    @property
+    def url(self) -> str:
+        return self.command.url
 
     def ask(self, messages: list, **fields: object) -> dict[str, Any]:
         """The gateway's greedy answer."""
@@ -74,7 +79,7 @@ def pair(request, tmp_path_factory) -> Iterator[Pair]:
     directory = tmp_path_factory.mktemp(request.param)
     model = MAKERS[request.param](directory / "tiny")
     with serve_command(directory, ["--model", str(directory / "tiny")]) as command:
-        yield Pair(command.url, Oracle(model, directory / "tiny"))
+        yield Pair(command, Oracle(model, directory / "tiny"))
 
 
 def plain(messages: list) -> list:
@@ -287,3 +292,14 @@ def test_of_a_longer_cut_only_what_is_new_is_encoded(pair):
     assert sources(10, "What is it?") == ["computed"] * 5
     assert "computed" not in sources(10, "And what else?")
     assert sources(14, "What is it?").count("computed") == 2
+
+
+@ONE
+def test_a_killed_supervisor_leaves_no_process(pair):
+    """The last of these tests."""
+    process = pair.command.process
+    processes = psutil.Process(process.pid).children(recursive=True)
+    assert len(processes) >= 5
+    process.kill()
+    process.wait(PATIENCE_S)
+    assert psutil.wait_procs(processes, timeout=PATIENCE_S)[1] == []
