@@ -34,6 +34,7 @@ class Page:
     """One tab."""
 
     def __init__(self, socket_url: str) -> None:
+        self._socket_url = socket_url
         self._socket = websocket.create_connection(socket_url, timeout=30)
         self._ids = itertools.count(1)
         self.console: list[str] = []
@@ -44,6 +45,18 @@ class Page:
     def close(self) -> None:
         """Ends the connection; the browser ends with its process."""
         self._socket.close()
+
+    @contextmanager
+    def new_tab(self) -> Iterator["Page"]:
+        """Another one of the browser, in front of this one."""
+        target = self.call("Target.createTarget", url="about:blank")["targetId"]
+        page = Page(f"{self._socket_url.rpartition('/')[0]}/{target}")
+        try:
+            page.call("Page.bringToFront")
+            yield page
+        finally:
+            page.close()
+            self.call("Target.closeTarget", targetId=target)
 
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
         """One command of the protocol and its result."""

@@ -12,7 +12,7 @@ from tests.e2e.browser import Page, open_browser
 from tests.gateway_fixtures import _stack, loop_thread, stack
 from tests.gateway_stack import GatewayStack
 
-__all__ = ["_stack", "loop_thread", "page", "stack", "tab"]
+__all__ = ["_stack", "browser", "loop_thread", "page", "stack", "tab"]
 
 WIDE, PHONE = (1280, 800), (390, 844)
 IDLE = "document.getElementById('send').textContent === 'Send'"
@@ -22,9 +22,16 @@ ERROR = f"{LAST}?.querySelector('.error')"
 ATTACHED = "document.querySelectorAll('#attached img').length"
 
 
-@pytest.fixture(scope="module")
-def tab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
+@pytest.fixture(scope="session")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
     with open_browser(tmp_path_factory.mktemp("browser")) as page:
+        yield page
+
+
+@pytest.fixture(scope="module")
+def tab(browser: Page) -> Iterator[Page]:
+    """A module's own: what one adds to each document of its tab is in no other's."""
+    with browser.new_tab() as page:
         yield page
 
 
@@ -48,7 +55,7 @@ def page(stack: GatewayStack, tab: Page) -> Iterator[Page]:
     open_page(tab, stack)
     yield tab
     lines = [line for line in tab.console if not line.startswith("Failed to load resource")]
-    assert lines == []  # those are of statuses that tests ask for
+    assert lines == [], lines  # those are of statuses that tests ask for
 
 
 def open_page(page: Page, stack: GatewayStack) -> None:

@@ -1,4 +1,6 @@
-"""What the tests of whole stacks share: one stack for those that change nothing in it."""
+"""What the tests of whole stacks share: one stack for those that change nothing in it, and one
+browser for those of pages.
+"""
 
 from collections.abc import Iterator
 from pathlib import PurePath
@@ -6,8 +8,11 @@ from pathlib import PurePath
 import pytest
 from xdist.scheduler import LoadFileScheduling
 
+from tests.e2e.chat_page import _stack, browser, loop_thread, page, stack, tab
 from tests.e2e.cluster import Cluster
 from tests.e2e.serve_command import ServeCommand, serve_command
+
+__all__ = ["_stack", "browser", "loop_thread", "page", "stack", "tab"]
 
 # With `-n` and `--dist loadfile`, the files of a line run in one process: they share `demo`, `pods`
 # or an import that takes seconds. The longest lines are first, so that none of them begins last.
@@ -23,7 +28,13 @@ _LINES = (
     ("test_handover", "test_failures"),
     ("test_serve_video", "test_text_families", "test_text_only_stack"),
     ("test_cache_tiers",),
-    ("test_page_answers", "test_page_clips", "test_page_markdown", "test_page_tools"),
+    (
+        "test_page_answers",
+        "test_page_clips",
+        "test_page_markdown",
+        "test_page_tools",
+        "test_docs_page",
+    ),
     ("test_encoder_process", "test_image_bombs"),
     ("test_serve_command",),
     ("test_attacks",),

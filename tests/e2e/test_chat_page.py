@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from tests.e2e.browser import Page, open_browser
+from tests.e2e.browser import Page
 from tests.e2e.serve_command import ServeCommand
 from triptych.demo import SAMPLES
 
@@ -17,12 +17,6 @@ _LAST_ANSWER = "[...document.querySelectorAll('.turn.assistant .bubble')].at(-1)
 _LAST_TURN = "[...document.querySelectorAll('.turn.assistant')].at(-1)"
 _LAST_TIMES = f"{_LAST_TURN}?.querySelector('.times:not([hidden])')"
 _IDLE = "document.getElementById('send').textContent === 'Send'"
-
-
-@pytest.fixture(scope="module")
-def tab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
-    with open_browser(tmp_path_factory.mktemp("browser")) as page:
-        yield page
 
 
 @pytest.fixture

@@ -8,10 +8,8 @@ import pytest
 
 from services.gateway.endpoints.openapi import OPERATIONS
 from tests.e2e.browser import Page
-from tests.e2e.chat_page import PHONE, WIDE, _stack, loop_thread, page, stack, tab
+from tests.e2e.chat_page import PHONE, WIDE
 from tests.gateway_stack import MODEL, GatewayStack
-
-__all__ = ["_stack", "loop_thread", "page", "stack", "tab"]
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 

@@ -14,22 +14,15 @@ from tests.e2e.chat_page import (
     LAST,
     PHONE,
     WIDE,
-    _stack,
     answers,
     ask,
     finish,
-    loop_thread,
     open_page,
-    page,
     png,
     prompt,
     questions,
-    stack,
-    tab,
 )
 from tests.gateway_stack import GatewayStack
-
-__all__ = ["_stack", "loop_thread", "page", "stack", "tab"]
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 

@@ -8,21 +8,8 @@ import pytest
 
 from services.common.frame_pairs import Clip
 from tests.e2e.browser import Page
-from tests.e2e.chat_page import (
-    LAST,
-    _stack,
-    answers,
-    ask,
-    finish,
-    loop_thread,
-    open_page,
-    page,
-    prompt,
-    stack,
-    tab,
-)
+from tests.e2e.chat_page import LAST, answers, ask, finish, open_page, prompt
 
-__all__ = ["_stack", "loop_thread", "page", "stack", "tab"]
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
 COLOURS = [(220, 30, 30), (30, 200, 30), (30, 30, 220)]

@@ -6,21 +6,8 @@ from typing import Any
 import pytest
 
 from tests.e2e.browser import Page
-from tests.e2e.chat_page import (
-    ANSWER,
-    LAST,
-    _stack,
-    answers,
-    ask,
-    finish,
-    loop_thread,
-    page,
-    stack,
-    tab,
-)
+from tests.e2e.chat_page import ANSWER, LAST, answers, ask, finish
 from tests.gateway_stack import GatewayStack
-
-__all__ = ["_stack", "loop_thread", "page", "stack", "tab"]
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 

@@ -9,7 +9,7 @@ import httpx2
 import pytest
 
 from services.gateway.tokenizer.tokenizer import ModelTokenizer
-from tests.e2e.browser import open_browser
+from tests.e2e.browser import Page
 from tests.e2e.serve_command import ServeCommand, serve_command
 from tests.gateway_fixtures import asking, image_url
 from tests.noise import PATIENCE_S
@@ -118,9 +118,9 @@ def test_an_image_is_refused(command: ServeCommand) -> None:
 
 
 def test_the_page_offers_no_images(
-    command: ServeCommand, expected: list[int], tmp_path: Path
+    command: ServeCommand, expected: list[int], browser: Page
 ) -> None:
-    with open_browser(tmp_path) as page:
+    with browser.new_tab() as page:
         page.open(command.url + "/")
         page.wait_for("document.getElementById('model')?.textContent.startsWith('tiny-qwen3')")
         assert page.evaluate("document.getElementById('attach').offsetParent === null")
