@@ -6,6 +6,7 @@ import json
 import socket
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx2
@@ -36,32 +37,40 @@ def many(item: str, size: int, start: str = "[", end: str = "]") -> str:
     return start + ",".join([item] * (size // (len(item) + 1))) + end
 
 
-def hostile(size: int) -> dict[str, bytes]:
-    """Bodies that parse into many times their bytes."""
-    calls = '{{"role": "user", "content": "x", "tool_calls": {}}}'.format(many("[[[]]]", size))
-    bias = "{" + ",".join(f'"{n}":1' for n in range(size // 11)) + "}"
-    parts = many('{"type":"text","text":""}', size)
-    return {
-        "tool_calls": body_of(f"[{calls}]"),
-        "logit_bias": body_of(logit_bias=bias),
-        "stop": body_of(stop=many('"a"', size)),
-        "messages": body_of(many('{"role":"user","content":"a"}', size)),
-        "parts": body_of(f'[{{"role": "user", "content": {parts}}}]'),
-        "hints": body_of(metadata=many("{}", size)),
-        "wide text": body_of(
-            '[{"role": "user", "content": "data:%s\\ud83d\\ude00"}]' % ("a" * size)
-        ),
-        "data strings": body_of(stop=many('"data:"', size)),
-    }
+def calls(size: int) -> str:
+    return '{{"role": "user", "content": "x", "tool_calls": {}}}'.format(many("[[[]]]", size))
 
 
-@pytest.mark.parametrize("name", hostile(8))
+def parts(size: int) -> str:
+    return many('{"type":"text","text":""}', size)
+
+
+def bias(size: int) -> str:
+    return "{" + ",".join(f'"{n}":1' for n in range(size // 11)) + "}"
+
+
+# By its size, a body that parses into many times its bytes.
+HOSTILE: dict[str, Callable[[int], bytes]] = {
+    "tool_calls": lambda size: body_of(f"[{calls(size)}]"),
+    "logit_bias": lambda size: body_of(logit_bias=bias(size)),
+    "stop": lambda size: body_of(stop=many('"a"', size)),
+    "messages": lambda size: body_of(many('{"role":"user","content":"a"}', size)),
+    "parts": lambda size: body_of(f'[{{"role": "user", "content": {parts(size)}}}]'),
+    "hints": lambda size: body_of(metadata=many("{}", size)),
+    "wide text": lambda size: body_of(
+        '[{"role": "user", "content": "data:%s\\ud83d\\ude00"}]' % ("a" * size)
+    ),
+    "data strings": lambda size: body_of(stop=many('"data:"', size)),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
 def test_json_beside_images_is_bounded(stack, name):
-    response = post(stack, hostile(3 * MAX_JSON_BYTES)[name])
+    response = post(stack, HOSTILE[name](3 * MAX_JSON_BYTES))
     assert response.status_code == 413, response.text[:200]
     assert response.json()["error"]["code"] == "payload_too_large"
     # What is within the bound is served or refused as well, and `/health` does not wait for it.
-    small = hostile(MAX_JSON_BYTES * 9 // 10)[name]
+    small = HOSTILE[name](MAX_JSON_BYTES * 9 // 10)
 
     def longest() -> float:
         with ThreadPoolExecutor(1) as threads, stack.client() as client:
