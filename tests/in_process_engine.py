@@ -72,6 +72,7 @@ class InProcessEngine:
                 self.engine.handle(message)  # type: ignore[arg-type]
             self._receive_masks()
             if self.engine.waits:
+                await asyncio.sleep(0.0002)  # for masks, as long as there is no other work
                 continue
             if self.engine.has_work:
                 done = self.engine.step()

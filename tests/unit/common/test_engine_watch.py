@@ -12,7 +12,7 @@ from services.common.process import engine_watch
 from services.common.process.engine_watch import EngineWatch
 from services.common.process.heartbeat import Ping
 
-SPIN = "while True: pass"
+SPIN, SLEEP = "while True: pass", "import time; time.sleep(60)"
 
 
 class Channel:
@@ -33,15 +33,20 @@ class Engine:
 
 
 @pytest.fixture
-async def engine(monkeypatch: pytest.MonkeyPatch):
+async def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
+    """One that computes, or what is asked for."""
     monkeypatch.setattr(engine_watch, "MAX_SILENCE_S", 1.0)
     monkeypatch.setattr(engine_watch, "_PERIOD_S", 0.2)
-    process = await asyncio.create_subprocess_exec(sys.executable, "-c", SPIN)
+    does = getattr(request, "param", SPIN)
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", does)
     try:
         yield Engine(process)
     finally:
         process.kill()
         await process.wait()
+
+
+IDLE = pytest.mark.parametrize("engine", [SLEEP], ids=["idle"], indirect=True)
 
 
 async def hangs_within(watch: EngineWatch, seconds: float) -> bool:
@@ -78,6 +83,7 @@ async def test_an_engine_that_answers_does_not_hang(engine):
     assert not await hangs_within(EngineWatch(engine, lambda: True, on_gpu=True), 2)
 
 
+@IDLE
 async def test_an_engine_without_work_is_asked_now_and_then(engine, monkeypatch):
     monkeypatch.setattr(engine_watch, "_IDLE_PERIOD_S", 0.5)
     engine.channel.answers = True
@@ -89,6 +95,7 @@ async def test_an_engine_without_work_is_asked_now_and_then(engine, monkeypatch)
     assert watch.silence_s > 1.5
 
 
+@IDLE
 async def test_silence_without_work_does_not_count_against_the_work_that_follows(engine):
     busy = False
     watch = EngineWatch(engine, lambda: busy, on_gpu=True)
