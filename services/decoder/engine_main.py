@@ -5,6 +5,9 @@ model cannot be loaded or the device fails, it logs the reason and exits with st
 the front. Where several ranks share the model, it is rank 0.
 """
 
+import services.common.process.rare_gc  # noqa: F401 - before torch
+
+# isort: split
 import logging
 import socket
 import time

@@ -5,6 +5,9 @@ gRPC and no Redis. Settings or a checkpoint that cannot be served end it with ex
 other failure with 1; its log says why.
 """
 
+import services.common.process.rare_gc  # noqa: F401 - before torch
+
+# isort: split
 import io
 import json
 import logging

@@ -4,6 +4,9 @@ It loads its part of the model, and computes what rank 0 samples, until that end
 those of an engine process.
 """
 
+import services.common.process.rare_gc  # noqa: F401 - before torch
+
+# isort: split
 import argparse
 import logging
 import mmap
