@@ -15,16 +15,20 @@ _KEPT_BYTES = 8 << 20
 _MMAP_THRESHOLD_BYTES = 32 << 20  # the largest that glibc accepts
 
 
+def search_rarely() -> None:
+    """Reference counts free nearly everything here, so cycles may wait."""
+    gc.set_threshold(20_000, 20, 50)
+
+
 def freeze_gc() -> None:
     """Called once all long-lived objects exist, before the first request.
 
     A model's modules or a tokenizer's tables are many objects that never become garbage. Without
     this, every full collection walks them all and stalls every request by tens of milliseconds.
-    Reference counts free nearly everything here, so cycles may also wait longer.
     """
     gc.collect()
     gc.freeze()
-    gc.set_threshold(20_000, 20, 50)
+    search_rarely()
 
 
 def return_large_buffers() -> None:

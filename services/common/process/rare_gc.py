@@ -1,7 +1,7 @@
-"""Imported first by processes with torch. Its import makes half a million objects, none of them
-garbage: searches for some would take a tenth of the start. `freeze_gc` leaves it so.
+"""Imported first by processes with torch: its import makes half a million objects, none of them
+garbage, and to search them for some would take a tenth of the start.
 """
 
-import gc
+from services.common.process.process_memory import search_rarely
 
-gc.set_threshold(20_000, 20, 50)
+search_rarely()
