@@ -16,6 +16,7 @@ from kernels.gemm import packed_weight
 from services.common.nn.checkpoint import CheckpointError
 from services.common.nn.linear import Linear
 from services.common.nn.packed import PackedLinear
+from tests.cases import THOROUGH
 from tests.decoder_harness import Harness
 from tests.packed_checkpoints import LAYOUTS, awq, compressed, gptq, write
 from tests.parity.oracle import largest_difference as error
@@ -44,7 +45,13 @@ model, text = fixtures(
 )  # columns are multiples of 128, or end inside such a group
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+# What another layout or another test has, too, is every night's here.
+_NIGHTLY = {"ct-128", "ct-128-zeros", "ct-channel", "ct-channel-zeros", "awq-32", "gptq-64-8bit"}
+assert LAYOUTS.keys() >= _NIGHTLY
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", [n for n in LAYOUTS if THOROUGH or n not in _NIGHTLY])
 def test_logits_are_those_of_the_dequantized_checkpoint(model: Quantized, name: str) -> None:
     model.check(name, 0.02 if "8bit" in name else CLEARLY_WRONG)
 
