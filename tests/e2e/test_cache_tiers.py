@@ -66,7 +66,7 @@ def test_second_request_with_the_same_image_encodes_nothing(cluster: Cluster) ->
 def test_100_simultaneous_requests_for_a_new_image_encode_it_once(cluster: Cluster) -> None:
     encodes = cluster.num_encodes()
     with ThreadPoolExecutor(100) as pool:
-        answers = list(pool.map(lambda _: cluster.ask(QUESTION, png(3)), range(100)))
+        answers = list(pool.map(lambda _: cluster.ask(QUESTION, png(3), max_tokens=8), range(100)))
     assert len(set(answers)) == 1
     assert cluster.num_encodes() - encodes == 1
 
