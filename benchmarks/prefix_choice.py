@@ -39,7 +39,12 @@ from services.gateway.clients.sent_prompts import (
 )
 
 RULES = ("key", "sent", "ideal")
-LOADS = ("conversations", "system prompt", "mixture")
+# Arrivals of each kind a second and decoder, by load: about two thirds of what a decoder can do.
+RATES = {
+    "conversations": {"conversation": 0.42},
+    "system prompt": {"question": 9.0},
+    "mixture": {"conversation": 0.2, "question": 4.0, "lone": 4.0},
+}
 _SYSTEM = 2000
 _BLOCK = 64
 # Qwen3-VL-8B on an H100, bf16: seconds of a step, and room for KV.
@@ -290,13 +295,11 @@ def _choose(pods: Sequence[Pod], request: Request, rule: str) -> Pod:
 
 
 def arrivals(load: str, num_decoders: int, random: Random) -> Iterator[Request]:
-    """First turns and lone requests, by time; about two thirds of what the decoders can do."""
-    kinds = {
-        "conversations": ((_conversation, 0.42),),
-        "system prompt": ((_question, 9.0),),
-        "mixture": ((_conversation, 0.2), (_question, 4.0), (_lone, 4.0)),
-    }[load]
-    streams = [_poisson(kind, rate * num_decoders, random) for kind, rate in kinds]
+    """First turns and lone requests, by time."""
+    kinds = {"conversation": _conversation, "question": _question, "lone": _lone}
+    streams = [
+        _poisson(kinds[kind], rate * num_decoders, random) for kind, rate in RATES[load].items()
+    ]
     return heapq.merge(*streams, key=lambda request: request.arrival)
 
 
@@ -350,7 +353,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows: list[list[str]] = []
     header = ["load", "rule", "found %", "most %", "TTFT p50 ms", "p99 ms", "requests", "busy"]
     print("".join(f"{title:<15}" for title in header))
-    for load, rule in itertools.product(LOADS, RULES):
+    for load, rule in itertools.product(RATES, RULES):
         if sys.stderr.isatty():
             print(f"\r{load}, {rule} ...", end="", file=sys.stderr)
         found = run(load, rule, options.decoders, options.gateways, options.seed)

@@ -5,11 +5,11 @@
 
 Each rule is a start of `triptych serve`, which unknown options go to; with several cards, or with
 `--decoders N`, it has several decoders. Three loads as in `benchmarks.prefix_choice`, which
-simulates them: conversations of eight turns about an image, questions behind one system prompt of
-2,000 words, and both beside prompts that share nothing. Two rules: `key` (rendezvous hashing of the
-first image or the first 256 tokens) and `sent` (what the gateway has sent: the rule in use). An
-answer's text comes back as other words of its length, so that prompts have the same tokens in each
-run; `most` is what one cache without bound would find of them.
+simulates them, but with shorter pauses: conversations of eight turns about an image, questions
+behind one system prompt of 2,000 words, and both beside prompts that share nothing. Two rules:
+`key` (rendezvous hashing of the first image or the first 256 tokens) and `sent` (what the gateway
+has sent: the rule in use). An answer's text comes back as other words of its length, so that
+prompts have the same tokens in each run; `most` is what one cache without bound would find of them.
 """
 
 import argparse
@@ -31,13 +31,15 @@ from statistics import quantiles
 from typing import Any
 
 import numpy as np
+from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.client import Connection, Sample, Target
+from benchmarks.prefix_choice import RATES
 from benchmarks.startup import serving
 from benchmarks.worker import model_name
 from benchmarks.workloads import WORDS, data_url, random_image
 
-RULES, LOADS = ("key", "sent"), ("conversations", "system prompt", "mixture")
+RULES = ("key", "sent")
 _TURNS, _PAUSE_S, _TIMEOUT_S = 8, 2.0, 120.0
 _METRICS = re.compile(r"metrics (http://\S+)")
 # Run by each gateway before its own code: decoders are chosen by the key alone.
@@ -132,14 +134,10 @@ async def run(client: Client, load: str, rate: float, seconds: float) -> None:
     Args:
         client: to send them.
         load: its name.
-        rate: of arrivals; 1 is what one decoder of the simulation gets.
+        rate: that `RATES` are multiplied with, as by the number of decoders.
         seconds: of arrivals.
     """
-    kinds = {
-        "conversations": ((client.conversation, 0.42),),
-        "system prompt": ((client.question, 9.0),),
-        "mixture": ((client.conversation, 0.2), (client.question, 4.0), (client.lone, 4.0)),
-    }[load]
+    kinds = {"conversation": client.conversation, "question": client.question, "lone": client.lone}
     due = random.Random(7)
 
     async def arrive(
@@ -152,7 +150,8 @@ async def run(client: Client, load: str, rate: float, seconds: float) -> None:
             await asyncio.sleep(due.expovariate(each * rate))
         return tasks
 
-    for tasks in await asyncio.gather(*(arrive(kind, each) for kind, each in kinds)):
+    streams = [arrive(kinds[kind], each) for kind, each in RATES[load].items()]
+    for tasks in await asyncio.gather(*streams):
         await asyncio.gather(*tasks)
 
 
@@ -176,10 +175,11 @@ def scrape(url: str) -> Counters:
     """Counters of decoders, by name and process."""
     found: Counters = {}
     with urllib.request.urlopen(url, timeout=10) as answer:
-        for line in answer.read().decode().splitlines():
-            sample = re.fullmatch(r'(decoder_\w+_total)\{.*process="([^"]+)".*\} (\S+)', line)
-            if sample:
-                found.setdefault(sample[1], Counter())[sample[2]] += round(float(sample[3]))
+        for family in text_string_to_metric_families(answer.read().decode()):
+            for sample in family.samples:
+                if sample.name.startswith("decoder_") and sample.name.endswith("_total"):
+                    of_name = found.setdefault(sample.name, Counter())
+                    of_name[sample.labels["process"]] += round(sample.value)
     return found
 
 
@@ -220,7 +220,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for rule in options.rules.split(","):
         with serving_by(rule, options.model, rest) as (url, metrics):
             target = Target.from_url(url)
-            for seed, load in enumerate(LOADS):
+            for seed, load in enumerate(RATES):
                 client = Client(target, model_name(target), seed, options.scale)
                 before = scrape(metrics)
                 asyncio.run(run(client, load, options.rate, options.seconds))
