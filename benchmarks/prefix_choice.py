@@ -115,6 +115,13 @@ class Decoder:
             found = end
         return found
 
+    def num_sharing(self, chain: PromptChain) -> int:
+        """As `SentPrompts.num_sharing`."""
+        found = self.num_found(chain)
+        links = {link for link, end in chain.links if end == found}
+        running = (*self.prefilling, *self.waiting, *(row[2] for row in self.rows))
+        return sum(any(link in links for link, _ in r.chain.links) for r in running)
+
     @property
     def work(self) -> float:
         """As `SentPrompts.work`, of all gateways and as it is."""

@@ -8,7 +8,7 @@ given up it learns from the hits that the decoder reports. A wrong guess costs t
 answer.
 """
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -76,11 +76,13 @@ class Sent:
         num_tokens: of the prompt.
         found: (number of the prompt that used it last, tokens up to its end) of each link that the
             pod had computed before.
+        last: the last link that the pod was sent before; empty: none.
     """
 
     number: int
     num_tokens: int
     found: Sequence[tuple[int, int]]
+    last: bytes
 
 
 class SentPrompts:
@@ -100,6 +102,7 @@ class SentPrompts:
         self._num_waiting_tokens = 0
         self._num_running = 0
         self._num_running_tokens = 0
+        self._num_running_from: Counter[bytes] = Counter()  # by `Sent.last`
 
     @property
     def work(self) -> float:
@@ -111,12 +114,19 @@ class SentPrompts:
 
     def num_found(self, chain: PromptChain) -> int:
         """Tokens of the prompt's beginning that the pod probably has."""
-        found = 0
-        for link, end in chain.links:
-            if link not in self._links:
+        return self._last_found(chain)[1]
+
+    def num_sharing(self, chain: PromptChain) -> int:
+        """Prompts that run there and of which it had the same beginning as of this one."""
+        return self._num_running_from[self._last_found(chain)[0]]
+
+    def _last_found(self, chain: PromptChain) -> tuple[bytes, int]:
+        last = b"", 0
+        for link in chain.links:
+            if link[0] not in self._links:
                 break
-            found = end
-        return found
+            last = link
+        return last
 
     def send(self, chain: PromptChain, uses_cache: bool = True) -> Sent:
         """The pod is sent a prompt. Call `started` when it has its first token, then `ended`.
@@ -129,8 +139,11 @@ class SentPrompts:
         before = [(self._links.get(link, (oldest_waiting, 0))[0], end) for link, end in chain.links]
         computed = list(takewhile(lambda found: found[0] < oldest_waiting, before))
         self._number += 1
-        sent = Sent(self._number, chain.num_tokens, computed if uses_cache else ())
-        new = chain.num_tokens - (self.num_found(chain) if uses_cache else 0)
+        last, found = self._last_found(chain) if uses_cache else (b"", 0)
+        sent = Sent(self._number, chain.num_tokens, computed if uses_cache else (), last)
+        new = chain.num_tokens - found
+        if last:
+            self._num_running_from[last] += 1
         self._waiting[sent.number] = new
         self._num_waiting_tokens += new
         self._num_running += 1
@@ -167,6 +180,9 @@ class SentPrompts:
         self._num_waiting_tokens -= self._waiting.pop(sent.number, 0)
         self._num_running -= 1
         self._num_running_tokens -= sent.num_tokens
+        if sent.last:
+            self._num_running_from[sent.last] -= 1
+            self._num_running_from += Counter()  # keeps positive counts
 
     def _forget(self, link: bytes) -> None:
         _, size = self._links.pop(link, (0, 0))
@@ -189,23 +205,31 @@ def choose(pods: Sequence[CandidateT], chain: PromptChain, key: bytes) -> Candid
     """The pod that has the least to do for the prompt.
 
     Counted in tokens: those of the prompt that the pod has to compute, those of images behind them
-    whose embeddings come from another host, and the pod's other work. Of equal pods it is the
-    first in the key's order (`rank`). No pod gets more sequences than `within_bound` allows.
+    whose embeddings come from another host, and the pod's other work. What another pod has of the
+    prompt counts less the more prompts run there that share it: they would share it here, too, so
+    that a common beginning spreads. Of equal pods it is the first in the key's order (`rank`). No
+    pod gets more sequences than `within_bound` allows.
     """
     if len(pods) == 1:
         return pods[0]
     hosts = {host_of(pod.address) for pod in pods}
     ranks = {pod.address: rank(pod.address, key) for pod in pods}
     home = min(ranks, key=lambda address: ranks[address])
+    found = {pod.address: pod.prompts.num_found(chain) for pod in pods}
+    most = max(pods, key=lambda pod: found[pod.address])
+    num_sharing = most.prompts.num_sharing(chain)
 
     def cost(pod: CandidateT) -> tuple[float, tuple[bytes, bytes]]:
-        found, host = pod.prompts.num_found(chain), host_of(pod.address)
-        known = max(found, _HOME * chain.num_tokens) if pod.address == home else found
+        host, known = host_of(pod.address), float(found[pod.address])
+        if pod.address == home:
+            known = max(known, _HOME * chain.num_tokens)
+        elsewhere = max(0, found[most.address] - known)
         moved = sum(
             image.num_tokens
             for image in chain.images
             if image.offset >= known and host_of(image.encoder_address) in hosts - {host}
         )
-        return chain.num_tokens - known + moved + pod.prompts.work, ranks[pod.address]
+        new = chain.num_tokens - known - elsewhere + elsewhere / (1 + num_sharing)
+        return new + moved + pod.prompts.work, ranks[pod.address]
 
     return min(within_bound(pods), key=cost)

@@ -161,6 +161,29 @@ def test_a_common_beginning_spreads_when_its_decoder_has_much_to_do() -> None:
     assert max(shares.values()) <= 1.3 * 25
 
 
+def test_a_common_beginning_spreads_sooner_the_more_prompts_share_it() -> None:
+    """A gateway of several, which sees few of the prompts that run."""
+    begun = tuple(range(32))  # 2,048 tokens
+    first, second = Pod("a:1"), Pod("b:1")
+    key = next(
+        bytes([n]) for n in range(256) if choose([first, second], chain(n), bytes([n])) is first
+    )
+    first.answer(chain(*begun, 90))
+    chosen: list[Pod] = []
+    for number in range(100, 112):
+        prompt = chain(*begun, number)
+        chosen.append(choose([first, second], prompt, key))
+        chosen[-1].prompts.started(chosen[-1].prompts.send(prompt), 0)
+    assert chosen[0] is first
+    assert 4 <= sum(pod is second for pod in chosen) <= 8
+    # As many that share nothing do not move what one alone goes on with.
+    first, second = Pod("a:1"), Pod("b:1")
+    first.answer(chain(*begun, 90))
+    for number in range(100, 103):
+        first.prompts.send(chain(number))
+    assert choose([first, second], chain(*begun, 90, 91), key) is first
+
+
 def test_one_with_too_much_work_gets_no_more() -> None:
     pods = [Pod("a:1", num_in_flight=120), Pod("b:1", num_in_flight=40)]
     prompt = chain(*range(50))
