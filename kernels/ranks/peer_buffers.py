@@ -13,10 +13,10 @@ from kernels.device import DeviceFacts
 BUFFERS = 3  # of a part, see `peer_sum`
 PART = 1024  # elements of a row that a CTA sums
 _MIB = 1 << 20
-# Bytes of a term up to which a sum by `peer_sum` is the fastest: it sends a term to each peer, the
-# library's ring twice a term whatever the number of ranks. Measured on two H100 and four H200,
-# reckoned for eight.
-_MOST_BYTES = {2: 20 * _MIB, 4: 2 * _MIB, 8: _MIB // 2}
+# Bytes of a term up to which a sum by `peer_sum` is the fastest, and up to which it takes one shot.
+# Measured on two H100 and four H200, reckoned for eight.
+_MOST_BYTES = {2: 20 * _MIB, 4: 4 * _MIB, 8: 2 * _MIB}
+_ONE_SHOT_BYTES = {2: 20 * _MIB, 4: _MIB // 2, 8: _MIB // 8}
 _WORDS = {2: torch.int16, 4: torch.int32}
 
 
@@ -25,6 +25,11 @@ def most_rows(count: int, width: int, dtype: torch.dtype) -> int:
     depends on whether a graph runs, or on how busy the ranks are. 0: never.
     """
     return _MOST_BYTES.get(count, 0) // (width * dtype.itemsize)
+
+
+def one_shot_rows(count: int, width: int, dtype: torch.dtype) -> int:
+    """Rows up to which each rank sends its term to all others, instead of to an owner."""
+    return _ONE_SHOT_BYTES.get(count, 0) // (width * dtype.itemsize)
 
 
 @dataclass(frozen=True, slots=True)
