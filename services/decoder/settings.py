@@ -23,7 +23,7 @@ class DecoderSettings(EngineServiceSettings):
         max_num_sequences: sequences that run at once; default: 256 on a GPU, 64 on a CPU. As many
             again times `QUEUE_FACTOR` may wait; on a CPU, 1024 run or wait at least.
         step_ms: how long a step may last: prompts are cut to fit. Longer steps serve a little more,
-            shorter ones keep answers flowing.
+            shorter ones keep answers flowing. At least twice what reading the weights takes.
         max_model_len: most tokens of prompt and completion; default: the model's.
         kv_cache_bytes: default: what `memory_fraction` leaves on a GPU, 512 MiB on a CPU. The arena
             of images' embeddings, in host memory, has 1 GiB, or a quarter of this if that is less.

@@ -57,7 +57,7 @@ def measured_cost(runner: Runner, budget_s: float) -> StepCost:
             if count == 1:
                 taken = time.monotonic() - started
         round_s = time.monotonic() - began
-    cost = StepCost(info.num_weight_tokens)
+    cost = StepCost(info.num_weight_tokens, info.expert_share)
     cost.fit(list(timings.steps.values()))
     return cost
 

@@ -166,6 +166,7 @@ class EngineInfo(msgspec.Struct, tag="ready", frozen=True, kw_only=True):
         max_batched_tokens: tokens of one step.
         max_tokens_per_step: k, the most tokens that a step yields for one sequence.
         num_weight_tokens: tokens whose keys and values have as many bytes as the weights.
+        expert_share: of a layer's experts, what one token uses; 0: it has none.
         on_gpu: the engine computes on a GPU.
         has_states: rows have recurrent states, without which KV blocks cannot be shared.
         num_checkpoints: slots 0 .. num_checkpoints - 1 for states are the scheduler's.
@@ -183,6 +184,7 @@ class EngineInfo(msgspec.Struct, tag="ready", frozen=True, kw_only=True):
     max_batched_tokens: int
     max_tokens_per_step: int = 1
     num_weight_tokens: int = 0
+    expert_share: float = 0.0
     on_gpu: bool = False
     has_states: bool = False
     num_checkpoints: int = 0

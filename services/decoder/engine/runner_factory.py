@@ -253,6 +253,7 @@ def _sizes(text: TextSpec, options: RunnerOptions, max_model_len: int) -> Attent
 
 def _info(spec: ModelSpec, options: RunnerOptions, dtype: torch.dtype) -> EngineInfo:
     """The info of a runner without KV blocks, which can run one sequence as long as a step."""
+    moe = spec.text.moe
     return EngineInfo(
         model_name=spec.name,
         dtype=str(dtype).removeprefix("torch."),
@@ -264,6 +265,7 @@ def _info(spec: ModelSpec, options: RunnerOptions, dtype: torch.dtype) -> Engine
         num_blocks=0,
         max_num_sequences=options.max_num_sequences,
         max_batched_tokens=options.max_batched_tokens,
+        expert_share=moe.top_k / moe.num_experts if moe is not None else 0.0,
         has_states=spec.text.linear_attention is not None,
     )
 

@@ -65,8 +65,9 @@ class Scheduler:
         max_model_len: most tokens of a sequence, prompt and completion.
         max_tokens_per_step: k, the most tokens that a step yields for one sequence.
         late_masks: steps may be planned before the masks for their samples are there.
-        step_ms: bound of a step; prompts are cut to fit, to `StepCost.min_chunk` tokens at least.
-            The step of a prompt that is alone may last four times as long.
+        step_ms: bound of a step, see `StepCost.bound`; prompts are cut to fit, to
+            `StepCost.min_chunk` tokens at least. The step of a prompt that is alone may last four
+            times as long.
         step_cost: how long a step lasts.
         min_partial_tokens: a chunk that ends before a missing image has at least as many tokens.
         min_checkpoint_tokens: from one checkpoint of a recurrent state to the next.
@@ -378,7 +379,8 @@ class Scheduler:
         alone = not chunks and len(self._prefilling) + len(self._waiting) == 1
         factor = _ALONE if alone else 1
         least = min(self.max_batched_tokens, load.tokens + factor * self._cost.min_chunk)
-        whole = limit = Limit(factor * self._step_ms, self.max_batched_tokens, least)
+        bound_ms = factor * self._cost.bound(self._step_ms)
+        whole = limit = Limit(bound_ms, self.max_batched_tokens, least)
         longest, long = self._cost.room(load, 0, whole), None
         prompts = self._prompts()
         while self._cost.room(load, 0, limit) and (sequence := next(prompts, None)) is not None:

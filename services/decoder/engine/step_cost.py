@@ -1,11 +1,13 @@
 """How long a step lasts: a linear model of its work, kept true by measured steps. Pure Python.
 
     ms = step + row · rows + token · min(tokens, 256) + more · max(tokens - 256, 0)
-         + pair · pairs + key · keys
+         + pair · pairs + key · keys + experts · read
 
 `step` is what every step costs: the weights are read, the kernels are launched. Below some hundred
 tokens a GPU still waits for the weights, so that a token costs less there than above. `pairs` are
 queries of prompts times the keys that each attends to; `keys` are what decodes read of the cache.
+`read` is the share of a layer's experts that is read if tokens choose theirs independently, 1 - (1
+- share of one token) ^ tokens: 64 tokens read nearly all of 128, and more tokens cost little.
 
 Each measured step corrects the coefficients in proportion to their part of it (a normalized least
 mean squares filter), so that a slow device, or a service beside it on the same device, is noticed
@@ -69,6 +71,7 @@ class StepCost:
     Args:
         num_weight_tokens: tokens whose keys and values have as many bytes as the weights; the first
             guess of what attention costs.
+        expert_share: of a layer's experts, what one token uses; 0: it has none.
 
     Attributes:
         decode_period: of so many steps of decodes alone, one has to be observed.
@@ -76,8 +79,9 @@ class StepCost:
 
     decode_period = 16
 
-    def __init__(self, num_weight_tokens: int = 0) -> None:
+    def __init__(self, num_weight_tokens: int = 0, expert_share: float = 0.0) -> None:
         context = max(1, num_weight_tokens)
+        self._expert_share = expert_share
         self._coefficients = [
             1.0,
             _TOKEN / 4,
@@ -85,6 +89,7 @@ class StepCost:
             _TOKEN,
             _PAIR * _TOKEN / context,
             1 / context,
+            1.0 if expert_share else 0.0,
         ]
         self._is_measured = False
 
@@ -95,11 +100,15 @@ class StepCost:
     @property
     def min_chunk(self) -> int:
         """Tokens of a prompt that every step may compute: about as many as double the time of a
-        step of one token, so that the weights are not read for fewer.
+        step that reads all weights, so that these are not read for fewer.
         """
-        step, _, few, more, _, _ = self._coefficients
+        _, _, few, more, _, _, _ = self._coefficients
         least, greatest = _MIN_CHUNKS
-        return min(greatest, max(least, int(step / max(few, more)) // least * least))
+        return min(greatest, max(least, int(self._weights_ms / max(few, more)) // least * least))
+
+    def bound(self, step_ms: float) -> float:
+        """A step's bound, of which at least half is left for prompts after weights are read."""
+        return max(step_ms, 2 * self._weights_ms if self._is_measured else 0.0)
 
     def room(self, load: StepLoad, start: int, limit: Limit) -> int:
         """The most tokens of a prompt that a step has room for.
@@ -124,10 +133,11 @@ class StepCost:
         )
 
     def _max_chunk(self, load: StepLoad, start: int, bound_ms: float) -> int:
-        left = bound_ms - self.predict(load)
-        if not self._is_measured or left == math.inf:
+        if not self._is_measured or bound_ms == math.inf:
             return sys.maxsize
-        _, _, few, more, pair, _ = self._coefficients
+        _, _, few, more, pair, _, experts = self._coefficients
+        # As if the chunk had tokens enough for all experts.
+        left = bound_ms - self.predict(load) - experts * (1 - self._read(load.tokens))
         found = max(0, _FEW_TOKENS - load.tokens)
         taken = few * found + pair * found * (start + found / 2)
         if taken > left:
@@ -157,12 +167,21 @@ class StepCost:
 
     def _parts(self, load: StepLoad) -> list[float]:
         """Milliseconds of each term."""
-        step, row, few, more, pair, key = self._coefficients
+        step, row, few, more, pair, key, experts = self._coefficients
         tokens = min(load.tokens, _FEW_TOKENS)
         rest = load.tokens - tokens
         return [
-            step, row * load.rows, few * tokens, more * rest, pair * load.pairs, key * load.keys
+            step, row * load.rows, few * tokens, more * rest, pair * load.pairs, key * load.keys,
+            experts * self._read(load.tokens),
         ]  # fmt: skip
+
+    @property
+    def _weights_ms(self) -> float:
+        return self._coefficients[0] + self._coefficients[-1]
+
+    def _read(self, tokens: int) -> float:
+        """The share of experts that so many tokens use; 1 if there are none."""
+        return 1 - (1 - self._expert_share) ** tokens if self._expert_share else 1.0
 
 
 def _tokens_within(ms: float, token: float, pair: float) -> int:

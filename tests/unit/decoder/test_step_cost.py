@@ -12,7 +12,8 @@ from services.decoder.engine.step_cost import Limit, StepCost, StepLoad
 from tests.fake_runner import FakeRunner, add_message, runner_info
 
 ms = float
-CONTEXT = {"gpu": 103_000, "cpu": 2_000}  # tokens whose keys and values are as large as the weights
+# Tokens whose keys and values are as large as the weights.
+CONTEXT = {"gpu": 103_000, "cpu": 2_000, "experts": 400_000}
 
 
 def gpu(load: StepLoad) -> ms:
@@ -27,7 +28,13 @@ def cpu(load: StepLoad) -> ms:
     return 5 + tokens + 1.4e-4 * load.pairs + 5 / CONTEXT["cpu"] * load.keys
 
 
-DEVICES = {"gpu": gpu, "cpu": cpu}
+def experts(load: StepLoad) -> ms:
+    """A step of a mixture of 128 experts, 8 a token, whose weights take longer than a bound."""
+    read = 45 * (1 - (1 - 8 / 128) ** load.tokens)
+    return 10 + read + 0.05 * load.tokens + 3e-6 * load.pairs + 10 / 400_000 * load.keys
+
+
+DEVICES = {"gpu": gpu, "cpu": cpu, "experts": experts}
 
 
 def load_of(rows: int = 0, context: int = 0, *chunks: tuple[int, int]) -> StepLoad:
@@ -39,8 +46,9 @@ def load_of(rows: int = 0, context: int = 0, *chunks: tuple[int, int]) -> StepLo
 
 def fitted(device: str, scale: float = 1.0) -> StepCost:
     """As `measured_cost` fits it: a few steps, within three percent."""
-    most = 8192 if device == "gpu" else 1024
-    noise, cost = random.Random(0), StepCost(CONTEXT[device])
+    most = 1024 if device == "cpu" else 8192
+    share = 8 / 128 if device == "experts" else 0.0
+    noise, cost = random.Random(0), StepCost(CONTEXT[device], share)
     loads = [load_of(0, 0, (0, 1)), load_of(1, 2), load_of(64, 3)]
     loads += [load_of(0, 0, (0, n)) for n in (32, 256, 1024, 4096, most) if n <= most]
     loads += [load_of(0, 0, (most, 1024)), load_of(1, most + 1024)]
@@ -93,6 +101,22 @@ def test_one_slow_step_changes_little() -> None:
 def test_a_least_chunk_is_worth_reading_the_weights_for() -> None:
     assert fitted("gpu").min_chunk in (192, 224, 256)
     assert fitted("cpu").min_chunk == 32
+
+
+@pytest.mark.parametrize("bound", [10.0, 40.0, 500.0])
+def test_experts_are_read_once_for_many_tokens(bound: ms) -> None:
+    """A step of 64 tokens takes eight times as long as of one, of 1,000 twice as long as of 64: a
+    bound that reading the weights fills would else leave prompts crumbs.
+    """
+    cost, load, room = fitted("experts"), StepLoad(), 0
+    for _ in range(200):  # what it learns of its own steps keeps it there
+        load = load_of(6, 500)
+        room = cost.room(load, 0, Limit(cost.bound(bound), 8192, cost.min_chunk + load.tokens))
+        load.add_chunk(0, room)
+        cost.observe(load, experts(load))
+    assert experts(load) == pytest.approx(max(bound, 2 * 55), rel=0.15)
+    best = 1 / 0.05  # tokens of prompts a millisecond, in endless steps
+    assert room / experts(load) >= 0.45 * best
 
 
 def test_nothing_is_known_before_something_is_measured() -> None:
