@@ -187,6 +187,7 @@ class MoEGemmConfig:
         columns: of K per pipeline stage.
         stages: of the pipeline.
         warps: per CTA.
+        w8a8: activations are quantized, for FP8 tensor cores; of FP8 experts alone.
     """
 
     tokens: int
@@ -194,10 +195,12 @@ class MoEGemmConfig:
     columns: int
     stages: int
     warps: int
+    w8a8: bool = False
 
     def shared_bytes(self) -> int:
-        """Of the pipeline, for 2-byte elements."""
-        return (self.rows + self.tokens) * self.columns * 2 * self.stages
+        """Of the pipeline."""
+        size = 1 if self.w8a8 else 2
+        return (self.rows + self.tokens) * self.columns * size * self.stages
 
 
 # Of a mixture of experts. `MoEGemvConfig`'s own are measured on an H200, the 30B-A3B's shape.
@@ -212,14 +215,26 @@ _MOE_GEMM = (
 )
 
 
+# The same of FP8 experts, where tokens share them often enough to quantize their activations.
+_MOE_W8A8 = (
+    (40, MoEGemmConfig(64, 128, 128, 4, 4, w8a8=True)),
+    (None, MoEGemmConfig(128, 128, 128, 4, 8, w8a8=True)),
+)
+W8A8_MEAN_ROWS = 12  # of an expert
+
+
 def router_splits(num_tokens: int) -> int:
     """Of K, of the router's skinny GEMM: fewer where tiles of tokens fill the device."""
     return 8 if num_tokens <= 512 else 4
 
 
-def moe_gemm_config(device: DeviceFacts, mean_rows: float) -> MoEGemmConfig:
+def moe_gemm_config(
+    device: DeviceFacts, mean_rows: float, *, is_fp8: bool = False
+) -> MoEGemmConfig:
     """By the mean number of rows per expert; fewer stages where shared memory has no room."""
-    found = next(config for most, config in _MOE_GEMM if most is None or mean_rows <= most)
+    w8a8 = is_fp8 and device.capability >= (8, 9) and mean_rows > W8A8_MEAN_ROWS
+    configs = _MOE_W8A8 if w8a8 else _MOE_GEMM
+    found = next(config for most, config in configs if most is None or mean_rows <= most)
     while found.stages > 2 and found.shared_bytes() > device.shared_memory_bytes:
         found = replace(found, stages=found.stages - 1)
     return found

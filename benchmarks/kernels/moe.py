@@ -152,7 +152,7 @@ class Bench:
         """The kernels of an implementation by themselves."""
         kernels = MoEKernels(self.device, self.moe)
         pdl = self.device.supports_pdl
-        config = kernels.gemm_config(num_tokens)
+        config = kernels.gemm_config(num_tokens, is_fp8=self.format != table.UNQUANTIZED)
         kept = {}
 
         def scores(x: Tensor, router: Router, experts: Experts, residual: Tensor) -> None:
@@ -167,13 +167,15 @@ class Bench:
                 kept[x.data_ptr()] = kernels._route(x, router, config.tokens)
             routing = kept[x.data_ptr()]
             out = x.new_empty(len(routing.order), self.moe.intermediate_size)
-            moe_gemm._launch(x, routing, weights, out, config, is_up=True, pure=False, pdl=pdl)
+            moe_gemm.launch_gemm(x, routing, weights, out, config, is_up=True, pure=False, pdl=pdl)
 
         def down(x: Tensor, router: Router, experts: Experts, residual: Tensor) -> None:
             weights, routing = weights_of(experts.down_proj), kept[x.data_ptr()]
             inner = x.new_empty(len(routing.order), self.moe.intermediate_size)
             out = x.new_empty(len(routing.order), self.text.hidden_size)
-            moe_gemm._launch(inner, routing, weights, out, config, is_up=False, pure=False, pdl=pdl)
+            moe_gemm.launch_gemm(
+                inner, routing, weights, out, config, is_up=False, pure=False, pdl=pdl
+            )
 
         return {"scores": scores, "scores+route": route, "up": up, "down": down}
 
@@ -211,8 +213,11 @@ class Bench:
             inputs = self.inputs(count)
             floor, limit = self.floor_us(inputs)
             found: list[tuple[float, str]] = []
-            configs: list[MoEGemvConfig | MoEGemmConfig] = list(_gemm_configs(self.device, count))
-            present = {str(kernels.gemm_config(count))}
+            is_fp8 = self.format != table.UNQUANTIZED
+            configs: list[MoEGemvConfig | MoEGemmConfig] = list(
+                _gemm_configs(self.device, count, is_fp8=is_fp8)
+            )
+            present = {str(kernels.gemm_config(count, is_fp8=is_fp8))}
             if count <= 8:
                 base = MoEGemvConfig()
                 configs += _gemv_configs(base)
@@ -266,15 +271,18 @@ _WIDE = (
     (256, 64, 3, 8), (256, 64, 4, 8),
 )  # fmt: skip
 _TILES = {16: _SKINNY, 32: _SKINNY, 64: _WIDE, 128: _WIDE}
+_W8A8 = (  # K goes by 128
+    (64, 128, 3, 4), (64, 128, 5, 4), (128, 128, 3, 4), (128, 128, 4, 4), (128, 128, 3, 8),
+    (128, 128, 4, 8), (256, 128, 3, 8), (256, 128, 4, 8),
+)  # fmt: skip
 
 
-def _gemm_configs(device: DeviceFacts, count: int) -> Iterator[MoEGemmConfig]:
+def _gemm_configs(device: DeviceFacts, count: int, *, is_fp8: bool) -> Iterator[MoEGemmConfig]:
     sizes = (16,) if count <= 64 else (16, 32) if count <= 256 else (64, 128)
-    for tokens in sizes:
-        for rows, columns, stages, warps in _TILES[tokens]:
-            config = MoEGemmConfig(tokens, rows, columns, stages, warps)
-            if config.shared_bytes() <= device.shared_memory_bytes:
-                yield config
+    found = [MoEGemmConfig(tokens, *rest) for tokens in sizes for rest in _TILES[tokens]]
+    if is_fp8:
+        found += [MoEGemmConfig(tokens, *rest, w8a8=True) for tokens in sizes for rest in _W8A8]
+    return (config for config in found if config.shared_bytes() <= device.shared_memory_bytes)
 
 
 def write_model(directory: Path, text: TextSpec) -> None:

@@ -3,7 +3,8 @@
 The GEMM reads its tokens where they lie, and its epilogue applies SwiGLU. It leaves the outputs
 sorted by expert, and `_combine_kernel` adds up each token's in the order of its experts.
 
-The plain twin is `services.common.nn.experts.moe`; the rounding points are the same.
+The plain twin is `services.common.nn.experts.moe`; the rounding points are the same. FP8 experts
+of many tokens multiply quantized activations (`MoEGemmConfig.w8a8`), as `fp8_weight.w8a8_linear`.
 """
 
 import math
@@ -15,7 +16,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.experts.moe_routing import Routing
 from kernels.experts.moe_weights import ExpertWeights, widen
-from kernels.gemm.fp8_weight import BLOCK
+from kernels.gemm.fp8_kernels import quantize_activations
+from kernels.gemm.fp8_weight import BLOCK, E4M3
 from kernels.gemm.silu_mul import swiglu
 from kernels.tuning import MoEGemmConfig
 
@@ -47,9 +49,9 @@ def grouped_experts(
     """
     num_rows = len(routing.order)
     inner = x.new_empty(num_rows, gate_up.num_rows // 2)
-    _launch(x, routing, gate_up, inner, config, is_up=True, pure=pure, pdl=pdl)
+    launch_gemm(x, routing, gate_up, inner, config, is_up=True, pure=pure, pdl=pdl)
     out = x.new_empty(num_rows, down.num_rows)
-    _launch(inner, routing, down, out, config, is_up=False, pure=pure, pdl=pdl)
+    launch_gemm(inner, routing, down, out, config, is_up=False, pure=pure, pdl=pdl)
     combine(out, routing, residual, pdl=pdl)
 
 
@@ -70,7 +72,7 @@ def combine(outputs: Tensor, routing: Routing, residual: Tensor, *, pdl: bool) -
     )  # fmt: skip
 
 
-def _launch(
+def launch_gemm(
     x: Tensor,
     routing: Routing,
     weight: ExpertWeights,
@@ -81,24 +83,32 @@ def _launch(
     pure: bool,
     pdl: bool,
 ) -> None:
+    """One of the two GEMMs, the quantization of its activations included."""
     num_tiles = routing.tiles.shape[1]
     num_rows = weight.num_rows // 2 if is_up else weight.num_rows
     rows = math.gcd(config.rows // 2 if is_up else config.rows, num_rows)
-    columns = math.gcd(BLOCK if weight.block_rows else config.columns, x.shape[1])
+    width, values, constants = x.shape[1], weight.values, weight.constants
+    columns = math.gcd(BLOCK if weight.block_rows else config.columns, width)
+    x_columns, x_scale = 0, None
+    if config.w8a8:
+        x_columns = width if weight.block_rows == 1 else BLOCK
+        x, x_scale = quantize_activations(x, x_columns, pdl=pdl)
+        values, constants["PACKED"] = values.view(E4M3), False
     _grouped_gemm_kernel[(num_rows // rows, num_tiles)](
-        x, weight.values, weight.scale, out, routing.order, routing.tiles, num_tiles,
-        WIDTH=x.shape[1], HEIGHT=weight.num_rows, TOP_K=routing.experts.shape[1],
-        TOKENS=config.tokens, ROWS=2 * rows if is_up else rows, COLUMNS=columns,
-        STAGES=config.stages, UP=is_up, **weight.constants, PURE=pure, PDL=pdl,
-        num_warps=config.warps, launch_pdl=pdl,
+        x, values, weight.scale, out, routing.order, routing.tiles, num_tiles, x_scale,
+        0 if x_scale is None else x_scale.stride(1), X_COLUMNS=x_columns, WIDTH=width,
+        HEIGHT=weight.num_rows, TOP_K=routing.experts.shape[1], TOKENS=config.tokens,
+        ROWS=2 * rows if is_up else rows, COLUMNS=columns, STAGES=config.stages, UP=is_up,
+        **constants, PURE=pure, PDL=pdl, num_warps=config.warps, launch_pdl=pdl,
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["num_tiles"])
+@triton.jit(do_not_specialize=["num_tiles", "x_stride"])
 def _grouped_gemm_kernel(
-    x_ptr, weight_ptr, scale_ptr, out_ptr, order_ptr, tiles_ptr, num_tiles, WIDTH: tl.constexpr,
-    HEIGHT: tl.constexpr, TOP_K: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, STAGES: tl.constexpr, UP: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    x_ptr, weight_ptr, scale_ptr, out_ptr, order_ptr, tiles_ptr, num_tiles, x_scale_ptr, x_stride,
+    X_COLUMNS: tl.constexpr, WIDTH: tl.constexpr, HEIGHT: tl.constexpr, TOP_K: tl.constexpr,
+    TOKENS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
+    UP: tl.constexpr, BLOCK_ROWS: tl.constexpr,
     SCALE_ROWS: tl.constexpr, SCALE_COLUMNS: tl.constexpr, PACKED: tl.constexpr,
     PURE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -127,6 +137,8 @@ def _grouped_gemm_kernel(
         column = tl.arange(0, COLUMNS)
         weights = weight_ptr + (expert * HEIGHT + row)[:, None] * WIDTH + column[None, :]
         inputs = x_ptr + source.to(tl.int64)[:, None] * WIDTH + column[None, :]
+        if X_COLUMNS > 0:
+            x_scales = x_scale_ptr + source
         if BLOCK_ROWS > 0:
             scales = scale_ptr + (expert * SCALE_ROWS + row // BLOCK_ROWS) * SCALE_COLUMNS
         dtype: tl.constexpr = out_ptr.dtype.element_ty
@@ -135,14 +147,23 @@ def _grouped_gemm_kernel(
         for at in tl.range(0, WIDTH, COLUMNS, num_stages=STAGES):
             weight = tl.load(weights + at)
             x = tl.load(inputs + at, mask=inside, other=0.0)
-            if BLOCK_ROWS > 0:
+            if BLOCK_ROWS > 0 and X_COLUMNS == 0:
                 weight = widen(weight, dtype, PACKED, PURE)
-            if BLOCK_ROWS > 1:
+            if X_COLUMNS > 0:  # FP8 tensor cores add few columns exactly
+                sums = tl.dot(weight, tl.trans(x))
+                if BLOCK_ROWS > 1:
+                    block = at // 128
+                    x_scale = tl.load(x_scales + block * x_stride, mask=within < size, other=0.0)
+                    sums *= tl.load(scales + block)[:, None] * x_scale[None, :]
+                acc += sums
+            elif BLOCK_ROWS > 1:
                 acc += tl.dot(weight, tl.trans(x)) * tl.load(scales + at // 128)[:, None]
             else:
                 acc = tl.dot(weight, tl.trans(x), acc)
         if BLOCK_ROWS == 1:
             acc *= tl.load(scales)[:, None]
+            if X_COLUMNS > 0:
+                acc *= tl.load(x_scales, mask=within < size, other=0.0)[None, :]
         out = out_ptr + place.to(tl.int64)[:, None] * (HEIGHT // 2 if UP else HEIGHT)
         if UP:
             halves = tl.permute(tl.reshape(acc.to(dtype), (2, HALF, TOKENS)), (2, 1, 0))

@@ -6,9 +6,10 @@
 | grouped_gemm | any    | GEMMs over tiles of rows of one expert, by a kernel of ours     |
 | plain        | any    | `experts.moe`                                                     |
 
-All but the last add to the residual stream in place. Their weights may be FP8, which
-becomes the activations' dtype in registers. Formats that no kernel reads yet are dequantized by
-`dequantized`, the whole layer at each call, before `grouped_gemm`: right, and slow.
+All but the last add to the residual stream in place. Their weights may be FP8, which becomes the
+activations' dtype in registers, or multiplies quantized ones where tokens are many. Formats that no
+kernel reads yet are dequantized by `dequantized`, the whole layer at each call, before
+`grouped_gemm`: right, and slow.
 """
 
 import torch
@@ -78,17 +79,17 @@ class MoEKernels:
 
     def grouped_gemm(self, x: Tensor, router: Router, experts: Experts, residual: Tensor) -> None:
         """Implements `experts.moe` for any number of tokens."""
-        config = self.gemm_config(len(x))
-        routing = self._route(x, router, config.tokens)
         up, down = (weights_of(stack, x.dtype) for stack in experts.stacks.values())
+        config = self.gemm_config(len(x), is_fp8=up.block_rows > 0 and down.block_rows > 0)
+        routing = self._route(x, router, config.tokens)
         moe_gemm.grouped_experts(
             x, routing, up, down, residual, config, pure=self._pure, pdl=self._pdl
         )  # fmt: skip
 
-    def gemm_config(self, num_tokens: int) -> MoEGemmConfig:
+    def gemm_config(self, num_tokens: int, *, is_fp8: bool = False) -> MoEGemmConfig:
         """Of the grouped GEMM."""
         mean_rows = num_tokens * self._spec.top_k / self._spec.num_experts
-        return tuning.moe_gemm_config(self._device, mean_rows)
+        return tuning.moe_gemm_config(self._device, mean_rows, is_fp8=is_fp8)
 
     def _route(self, x: Tensor, router: Router, tile: int) -> Routing:
         return route(

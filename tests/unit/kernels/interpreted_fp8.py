@@ -13,9 +13,11 @@ from kernels.device import DeviceFacts
 from kernels.gemm import fp8_kernels, fp8_weight
 from kernels.gemm.fp8_weight import Fp8Weight
 from kernels.plain import rms_norm, silu_and_mul
+from kernels.tuning import MoEGemmConfig
 from services.common.nn import fp8
 from tests.cases import THOROUGH
 from tests.fp8_checkpoints import quantize
+from tests.unit.kernels.interpreted_moe import check_experts
 from tests.unit.kernels.interpreter import assert_close
 
 EPS = 1e-6
@@ -99,4 +101,7 @@ if __name__ == "__main__":
     check_quantization(2, 640, 640)
     check_w8a8(3, 256, 384)
     check_w8a8(70, 192, 256)
+    for weight_format in ("fp8_block", "fp8_channel"):
+        gemm = MoEGemmConfig(16, 64, 64, 2, 4, w8a8=True)
+        check_experts(20, (3, 256, 128, 2), weight_format, gemm)
     print("agreed")
