@@ -203,6 +203,19 @@ class MoEGemmConfig:
         return (self.rows + self.tokens) * self.columns * size * self.stages
 
 
+@dataclass(frozen=True, slots=True)
+class MoETilesConfig:
+    """How the grouped GEMMs of experts in 4 bits are divided.
+
+    Attributes:
+        tokens: of a tile, all of one expert.
+        stages: of the pipeline.
+    """
+
+    tokens: int
+    stages: int
+
+
 # Of a mixture of experts. `MoEGemvConfig`'s own are measured on an H200, the 30B-A3B's shape.
 MOE_GEMV_TOKENS = 4  # above, tokens share experts often enough
 ROUTER_TOKENS = 2048  # above, the router's GEMM is the library's
@@ -215,12 +228,18 @@ _MOE_GEMM = (
 )
 
 
-# The same of FP8 experts, where tokens share them often enough to quantize their activations.
+# The same of FP8 experts, whose activations are quantized for FP8 tensor cores. Measured on an H200.
 _MOE_W8A8 = (
-    (40, MoEGemmConfig(64, 128, 128, 4, 4, w8a8=True)),
-    (None, MoEGemmConfig(128, 128, 128, 4, 8, w8a8=True)),
+    (12, MoEGemmConfig(16, 128, 128, 3, 4, w8a8=True)),
+    (80, MoEGemmConfig(64, 128, 128, 4, 4, w8a8=True)),
+    (None, MoEGemmConfig(64, 128, 128, 3, 4, w8a8=True)),
 )
-W8A8_MEAN_ROWS = 12  # of an expert
+# Of W4A16.
+_MOE_TILES = (
+    (12, MoETilesConfig(16, 5)),
+    (24, MoETilesConfig(32, 4)),
+    (None, MoETilesConfig(64, 4)),
+)
 
 
 def router_splits(num_tokens: int) -> int:
@@ -232,12 +251,16 @@ def moe_gemm_config(
     device: DeviceFacts, mean_rows: float, *, is_fp8: bool = False
 ) -> MoEGemmConfig:
     """By the mean number of rows per expert; fewer stages where shared memory has no room."""
-    w8a8 = is_fp8 and device.capability >= (8, 9) and mean_rows > W8A8_MEAN_ROWS
-    configs = _MOE_W8A8 if w8a8 else _MOE_GEMM
+    configs = _MOE_W8A8 if is_fp8 and device.capability >= (8, 9) else _MOE_GEMM
     found = next(config for most, config in configs if most is None or mean_rows <= most)
     while found.stages > 2 and found.shared_bytes() > device.shared_memory_bytes:
         found = replace(found, stages=found.stages - 1)
     return found
+
+
+def moe_tiles_config(mean_rows: float) -> MoETilesConfig:
+    """By the mean number of rows per expert."""
+    return next(config for most, config in _MOE_TILES if most is None or mean_rows <= most)
 
 
 # As `benchmarks.kernels.tune_kernels` found them on an H200, for the shapes of the 2B, 4B, 8B, 32B

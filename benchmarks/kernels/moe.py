@@ -33,7 +33,7 @@ from services.common.model_spec import MoESpec, QuantizationSpec, TextSpec
 from services.common.nn.dummy_weights import load_dummy
 from services.common.nn.experts import Experts, Router
 from services.common.nn.experts import moe as plain_moe
-from services.common.nn.fp8 import Fp8Linear
+from services.common.nn.formats import method_of
 from services.decoder.operations import table
 from services.decoder.operations.moe import MoEKernels, weights_of
 from services.decoder.operations.table import KernelFacts
@@ -62,7 +62,8 @@ class Layer(nn.Module):
         )
         self.experts = Experts(moe.num_experts, text.hidden_size, moe.intermediate_size)
         if weight_format != table.UNQUANTIZED:
-            method = Fp8Linear(QuantizationSpec(format=weight_format))  # pyright: ignore[reportArgumentType]
+            group = 128 if weight_format == "w4a16" else 0
+            method = method_of(QuantizationSpec(format=weight_format, group_size=group))  # pyright: ignore[reportArgumentType]
             for stack in self.experts.stacks.values():
                 stack.set_method(method)
 
@@ -97,7 +98,7 @@ class Bench:
             chosen, _ = plain.route(router(x), router.top_k, normalize=router.normalize)
             touched += len(chosen.unique())
         expert = 3 * self.text.hidden_size * self.moe.intermediate_size
-        size = 2 if self.format == table.UNQUANTIZED else 1
+        size = {table.UNQUANTIZED: 2, "w4a16": 0.53}.get(self.format, 1)  # scales included
         num_bytes = touched / len(inputs) * expert * size
         operations = 2 * len(inputs[0]) * self.moe.top_k * expert
         times = {"bytes": num_bytes / self.bandwidth, "operations": operations / self.rate}
@@ -195,7 +196,9 @@ class Bench:
                     cells.append("-")
                     continue
                 cells.append(self._shown(call, inputs))
-            cells += [f"{self.time_us(call, inputs):.1f}" for call in self.parts(count).values()]
+            if self.format != "w4a16":
+                parts = self.parts(count).values()
+                cells += [f"{self.time_us(call, inputs):.1f}" for call in parts]
             print(f"{count:5} " + " ".join(f"{cell:>16}" for cell in cells), flush=True)
 
     def _shown(self, call: Call, inputs: list[Tensor]) -> str:
@@ -308,7 +311,9 @@ def main() -> None:
     """Reads the arguments."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--shape", default="30b-a3b", choices=SHAPES)
-    parser.add_argument("--format", default="plain", choices=["plain", "fp8_block", "fp8_channel"])
+    parser.add_argument(
+        "--format", default="plain", choices=["plain", "fp8_block", "fp8_channel", "w4a16"]
+    )
     parser.add_argument("--tokens", default=",".join(map(str, TOKENS)))
     parser.add_argument("--bandwidth", type=float, default=4.8, help="TB/s")
     parser.add_argument("--rate", type=float, default=790.0, help="TFLOP/s")

@@ -135,3 +135,39 @@ def load_groups(ptr, column, num_rows, GROUP: tl.constexpr):
         b = tl.load(ptr + group + num_rows)
         d = tl.load(ptr + group + 3 * num_rows)
     return a, b, c, d
+
+
+@triton.jit
+def load_inputs(ptr, inside, GROUP: tl.constexpr):
+    """A tile's 128 columns of inputs; of smaller groups, those of each group."""
+    PART: tl.constexpr = GROUP if GROUP < 128 else 128
+    place = ptr + tl.arange(0, PART)[None, :]
+    x0 = tl.load(place, mask=inside, other=0.0)
+    x1, x2, x3 = x0, x0, x0
+    if GROUP < 128:
+        x1 = tl.load(place + PART, mask=inside, other=0.0)
+    if GROUP < 64:
+        x2 = tl.load(place + 64, mask=inside, other=0.0)
+        x3 = tl.load(place + 96, mask=inside, other=0.0)
+    return x0, x1, x2, x3
+
+
+@triton.jit
+def term(
+    words, zeros, scales, x0, x1, x2, x3, GROUP: tl.constexpr, ZEROS: tl.constexpr,
+    ASSEMBLY: tl.constexpr,
+):  # fmt: skip
+    """`[64, TOKENS]` float32: a tile times its inputs, scaled."""
+    s0, s1, s2, s3 = scales
+    a, b, c, d = widen(words, zeros, x0.dtype, ZEROS, ASSEMBLY)
+    if GROUP >= 128:
+        found = tl.dot(beside(beside(a, b), beside(c, d)), x0.T) * s0
+    elif GROUP == 64:
+        found = tl.dot(beside(a, b), x0.T) * s0
+        found += tl.dot(beside(c, d), x1.T) * s2
+    else:
+        found = tl.dot(a, x0.T) * s0
+        found += tl.dot(b, x1.T) * s1
+        found += tl.dot(c, x2.T) * s2
+        found += tl.dot(d, x3.T) * s3
+    return found

@@ -33,7 +33,9 @@ from kernels.gemm.packed_codes import (
     beside,
     load_groups,
     load_halves,
+    load_inputs,
     load_words,
+    term,
     widen,
 )
 from kernels.gemm.packed_weight import TILE_COLUMNS, TILE_ROWS, PackedWeight
@@ -181,42 +183,6 @@ def _fetch_early(ptr, BYTES: tl.constexpr):
     )
 
 
-@triton.jit
-def _load_inputs(ptr, inside, GROUP: tl.constexpr):
-    """A tile's 128 columns of inputs; of smaller groups, those of each group."""
-    PART: tl.constexpr = GROUP if GROUP < 128 else 128
-    place = ptr + tl.arange(0, PART)[None, :]
-    x0 = tl.load(place, mask=inside, other=0.0)
-    x1, x2, x3 = x0, x0, x0
-    if GROUP < 128:
-        x1 = tl.load(place + PART, mask=inside, other=0.0)
-    if GROUP < 64:
-        x2 = tl.load(place + 64, mask=inside, other=0.0)
-        x3 = tl.load(place + 96, mask=inside, other=0.0)
-    return x0, x1, x2, x3
-
-
-@triton.jit
-def _term(
-    words, zeros, scales, x0, x1, x2, x3, GROUP: tl.constexpr, ZEROS: tl.constexpr,
-    ASSEMBLY: tl.constexpr,
-):  # fmt: skip
-    """`[64, TOKENS]` float32: a tile times its inputs, scaled."""
-    s0, s1, s2, s3 = scales
-    a, b, c, d = widen(words, zeros, x0.dtype, ZEROS, ASSEMBLY)
-    if GROUP >= 128:
-        found = tl.dot(beside(beside(a, b), beside(c, d)), x0.T) * s0
-    elif GROUP == 64:
-        found = tl.dot(beside(a, b), x0.T) * s0
-        found += tl.dot(beside(c, d), x1.T) * s2
-    else:
-        found = tl.dot(a, x0.T) * s0
-        found += tl.dot(b, x1.T) * s1
-        found += tl.dot(c, x2.T) * s2
-        found += tl.dot(d, x3.T) * s3
-    return found
-
-
 @triton.jit(do_not_specialize=["num_tokens"])
 def _skinny_kernel(
     x_ptr, codes_ptr, scale_ptr, zero_ptr, bias_ptr, out_ptr, num_tokens, num_rows, num_columns,
@@ -261,18 +227,18 @@ def _skinny_kernel(
             words = load_halves(codes + at * 16, num_rows // 128 * stride)
         else:
             words = load_words(codes + at * 16)
-        x0, x1, x2, x3 = _load_inputs(inputs + at, inside, GROUP)
+        x0, x1, x2, x3 = load_inputs(inputs + at, inside, GROUP)
         scales = load_groups(scale_ptr + row[:, None], first + at, num_rows, GROUP)
         zeros = scales
         if ZEROS:
             zeros = load_groups(zero_ptr + row[:, None], first + at, num_rows, GROUP)
-        sums += _term(words, zeros, scales, x0, x1, x2, x3, GROUP, ZEROS, ASSEMBLY)
+        sums += term(words, zeros, scales, x0, x1, x2, x3, GROUP, ZEROS, ASSEMBLY)
         if PAIR:
             words = load_words(other_codes + at * 16)
             scales = load_groups(scale_ptr + other_row[:, None], first + at, num_rows, GROUP)
             if ZEROS:
                 zeros = load_groups(zero_ptr + other_row[:, None], first + at, num_rows, GROUP)
-            other_sums += _term(words, zeros, scales, x0, x1, x2, x3, GROUP, ZEROS, ASSEMBLY)
+            other_sums += term(words, zeros, scales, x0, x1, x2, x3, GROUP, ZEROS, ASSEMBLY)
     if BIAS:
         sums += tl.where(split == 0, tl.load(bias_ptr + row).to(tl.float32), 0.0)[:, None]
         if PAIR:

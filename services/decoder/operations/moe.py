@@ -4,12 +4,13 @@
 |--------------|--------|-----------------------------------------------------------------|
 | gemv         | 1-4    | a GEMV for each token and each of its experts                   |
 | grouped_gemm | any    | GEMMs over tiles of rows of one expert, by a kernel of ours     |
+| tiles        | any    | the same, of W4A16 in tiles                                     |
 | plain        | any    | `experts.moe`                                                     |
 
 All but the last add to the residual stream in place. Their weights may be FP8, which becomes the
-activations' dtype in registers, or multiplies quantized ones where tokens are many. Formats that no
-kernel reads yet are dequantized by `dequantized`, the whole layer at each call, before
-`grouped_gemm`: right, and slow.
+activations' dtype in registers (`gemv`), or multiplies quantized ones. Formats that no kernel reads
+yet are dequantized by `dequantized`, the whole layer at each call, before `grouped_gemm`: right,
+and slow.
 """
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from kernels import tuning
 from kernels.device import DeviceFacts
-from kernels.experts import moe_gemm, moe_gemv
+from kernels.experts import moe_gemm, moe_gemv, moe_tiles
 from kernels.experts.moe_routing import Routing, route
 from kernels.experts.moe_weights import ExpertWeights
 from kernels.gemm import gemv, skinny_gemm
@@ -86,10 +87,22 @@ class MoEKernels:
             x, routing, up, down, residual, config, pure=self._pure, pdl=self._pdl
         )  # fmt: skip
 
+    def tiles(self, x: Tensor, router: Router, experts: Experts, residual: Tensor) -> None:
+        """Implements `experts.moe` of W4A16; dequantizes what is not in tiles."""
+        up, down = (stack.method.weight(stack) for stack in experts.stacks.values())
+        if not (up.is_tiled and down.is_tiled):
+            self.grouped_gemm(x, router, experts, residual)
+            return
+        config = tuning.moe_tiles_config(self._mean_rows(len(x)))
+        routing = self._route(x, router, config.tokens)
+        moe_tiles.grouped_experts(x, routing, up, down, residual, config, pdl=self._pdl)
+
     def gemm_config(self, num_tokens: int, *, is_fp8: bool = False) -> MoEGemmConfig:
         """Of the grouped GEMM."""
-        mean_rows = num_tokens * self._spec.top_k / self._spec.num_experts
-        return tuning.moe_gemm_config(self._device, mean_rows, is_fp8=is_fp8)
+        return tuning.moe_gemm_config(self._device, self._mean_rows(num_tokens), is_fp8=is_fp8)
+
+    def _mean_rows(self, num_tokens: int) -> float:
+        return num_tokens * self._spec.top_k / self._spec.num_experts
 
     def _route(self, x: Tensor, router: Router, tile: int) -> Routing:
         return route(

@@ -111,6 +111,11 @@ def _expert_formats(facts: KernelFacts) -> str:
     return f"needs experts in bf16 or FP8, not {', '.join(other)}" if other else ""
 
 
+def _w4a16_experts(facts: KernelFacts) -> str:
+    found = facts.weight_format
+    return "" if found == "w4a16" else f"needs experts in W4A16, not {found}"
+
+
 def _experts(facts: KernelFacts) -> str:
     """Tiles of the kernels divide the experts' matrices; blocks of scales do."""
     moe, unit = facts.text.moe, fp8_weight.BLOCK if "fp8_" in facts.weight_format else 64
@@ -402,6 +407,7 @@ ROWS: Sequence[Row] = (
     Row("linear_swiglu", "plain", _plain(lambda x, layer: plain.silu_and_mul(layer(x)))),
     Row("moe", "gemv", lambda facts: _moe(facts, "gemv"), _MOE, _few_tokens),
     Row("moe", "grouped_gemm", lambda facts: _moe(facts, "grouped_gemm"), _MOE),
+    Row("moe", "tiles", lambda facts: _moe(facts, "tiles"), _needs(_w4a16_experts, _ANY_MOE)),
     Row("moe", "dequantized", lambda facts: _moe(facts, "grouped_gemm"), _ANY_MOE),
     Row("moe", "plain", _plain(experts.moe)),
     Row("shared_gate", "triton", _shared_gate, _needs(_triton, _shared_expert)),

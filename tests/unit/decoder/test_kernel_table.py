@@ -47,7 +47,7 @@ def test_every_size_has_its_kernels_on_an_h200(shape: str) -> None:
 
 
 def test_experts_that_no_kernel_reads_are_dequantized() -> None:
-    for weight_format in ("w4a16", "int8", "w4a16+plain", "mxfp8"):
+    for weight_format in ("int8", "w4a16+plain", "mxfp8"):
         facts = replace(facts_of("30b-a3b"), weight_format=weight_format)
         made = table.resolve(facts, formats={weight_format: ()})
         assert made.choose("moe", 1).name == "dequantized"
@@ -57,6 +57,8 @@ def test_experts_that_no_kernel_reads_are_dequantized() -> None:
     assert table.resolve(facts, formats={"mxfp8": ()}).choose("moe", 1).name == "dequantized"
     facts = replace(facts_of("30b-a3b"), weight_format="fp8_block")
     assert names(facts, "moe", [1, 100], captured=True) == ["gemv", "grouped_gemm"]
+    facts = replace(facts, weight_format="w4a16")
+    assert table.resolve(facts, formats={"w4a16": ()}).choose("moe", 1).name == "tiles"
 
 
 def test_measured_shapes_have_the_constants_that_were_measured() -> None:

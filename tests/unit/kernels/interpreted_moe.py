@@ -5,10 +5,10 @@ from torch import nn
 
 from kernels import plain
 from kernels.device import DeviceFacts
-from kernels.experts import moe_gemm, shared_gate
+from kernels.experts import moe_gemm, moe_tiles, shared_gate
 from kernels.experts.moe_routing import route
 from kernels.gemm.fp8_weight import E4M3
-from kernels.tuning import MoEGemmConfig, MoEGemvConfig
+from kernels.tuning import MoEGemmConfig, MoEGemvConfig, MoETilesConfig
 from services.common.model_spec import MoESpec, QuantizationSpec
 from services.common.nn.experts import Experts, Router
 from services.common.nn.experts import moe as plain_moe
@@ -25,12 +25,16 @@ GEMV = MoEGemvConfig(up_rows=4, up_columns=64, down_rows=8, down_columns=64)
 FP8_GEMV = MoEGemvConfig(up_rows=16, up_columns=64, down_rows=64, down_columns=64)
 
 
-def made_experts(count: int, hidden: int, size: int, weight_format: str) -> Experts:
+def made_experts(
+    count: int, hidden: int, size: int, weight_format: str, group: int = 32, zeros: bool = False
+) -> Experts:
     with torch.device("meta"):
         experts = Experts(count, hidden, size)
         if weight_format != "plain":
-            group = 0 if "fp8" in weight_format else 32
-            method = method_of(QuantizationSpec(format=weight_format, group_size=group))  # type: ignore[arg-type]
+            group = 0 if "fp8" in weight_format else group
+            method = method_of(
+                QuantizationSpec(format=weight_format, group_size=group, symmetric=not zeros)  # type: ignore[arg-type]
+            )
             for stack in experts.stacks.values():
                 stack.set_method(method)
     materialize(experts, "cpu", torch.float32)
@@ -105,6 +109,26 @@ def check_experts(
         up, down = (weights_of(stack, torch.float32) for stack in experts.stacks.values())
         moe_gemm.grouped_experts(x, routing, up, down, residual, config, pdl=False)
     assert_close(residual, expected, atol=2e-5, rtol=2e-5)
+
+
+def check_tiles(
+    num_tokens: int, sizes: tuple[int, int, int, int], group: int, config: MoETilesConfig, *,
+    zeros: bool,
+) -> None:  # fmt: skip
+    """As `check_experts`, of W4A16 in tiles."""
+    count, hidden, size, top_k = sizes
+    experts = made_experts(count, hidden, size, "w4a16", group, zeros)
+    with torch.device("meta"):
+        router = Router(hidden, count, top_k, normalize=True)
+    router.weight = nn.Parameter(torch.randn(count, hidden) / hidden**0.5, requires_grad=False)
+    x, residual = torch.randn(num_tokens, hidden), torch.randn(num_tokens, hidden)
+    expected = residual + plain_moe(x, router, experts, residual)
+    assert (expected - residual).std() > 0.1
+    routing = route(router(x), top_k, normalize=True, dtype=torch.float32, tile=config.tokens)
+    up, down = (stack.method.weight(stack) for stack in experts.stacks.values())
+    assert up.is_tiled and down.is_tiled and (up.zero is not None) == zeros
+    moe_tiles.grouped_experts(x, routing, up, down, residual, config, pdl=False)
+    assert_close(residual, expected, atol=2e-4, rtol=2e-4)
 
 
 def check_shared_gate(num_tokens: int, hidden: int, num_partials: int) -> None:

@@ -20,8 +20,9 @@ from kernels.gemm.packed_kernels import packed_config
 from kernels.gemm.packed_tiles import SkinnyConfig
 from kernels.gemm.packed_weight import PackedWeight
 from kernels.plain import rms_norm, silu_and_mul
-from kernels.tuning import MoEGemmConfig
+from kernels.tuning import MoEGemmConfig, MoETilesConfig
 from tests.unit.kernels.interpreted_moe import check_experts
+from tests.unit.kernels.interpreted_moe import check_tiles as check_expert_tiles
 from tests.unit.kernels.interpreter import assert_close
 
 INT8 = int8_kernels.GemmConfig(16, 64, 64, 2, 4)
@@ -124,6 +125,8 @@ if __name__ == "__main__":
     check_e2m1(3, 48, 256, 16, True)
     check_e2m1(16, 64, 512, 32, False)
     check_experts(9, (10, 64, 96, 2), "w4a16", MoEGemmConfig(16, 32, 32, 2, 4))
+    check_expert_tiles(1, (4, 256, 128, 2), 32, MoETilesConfig(16, 2), zeros=False)
+    check_expert_tiles(20, (3, 128, 128, 2), 64, MoETilesConfig(16, 2), zeros=True)
     check_tiles(1, 128, 256, 256, True)
     check_tiles(16, 256, 256, 64, True)
     check_tiles(70, 128, 128, 128, False)  # in two blocks

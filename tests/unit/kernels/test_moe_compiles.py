@@ -10,11 +10,12 @@ from kernels.experts import shared_gate
 from kernels.experts.moe_weights import ExpertWeights
 from services.common.model_spec import QuantizationSpec
 from services.common.nn.experts import Experts, Router
+from services.common.nn.formats import method_of
 from services.common.nn.fp8 import Fp8Linear
 from services.common.nn.linear import StackedLinear
 from services.common.nn.weights import materialize
 from services.decoder.operations import moe, table
-from services.decoder.operations.moe import weights_of
+from services.decoder.operations.moe import MoEKernels, weights_of
 from services.decoder.operations.ops import Ops
 from services.decoder.operations.table import KernelFacts
 from tests.gpu_compiler import compiled_launches
@@ -77,3 +78,26 @@ def test_what_the_table_picks_compiles_and_fits(
             assert ".v4" in launch.ptx, "loads elements one by one"
         if launch.name == "_grouped_gemm_kernel" and facts.device.is_hopper:
             assert "wgmma" in launch.ptx
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", ["h200", "l40s", "b200"])
+def test_experts_in_4_bits_compile_and_fit(device: str) -> None:
+    gpu = KNOWN_DEVICES[device]
+    with torch.device("meta"):
+        router, experts = Router(HIDDEN, 128, 8, normalize=True), Experts(COUNT, HIDDEN, SIZE)
+        for stack in experts.stacks.values():
+            stack.set_method(method_of(QuantizationSpec(format="w4a16", group_size=128)))
+    for module in (router, experts):
+        materialize(module, "cpu", torch.bfloat16)
+    for stack in experts.stacks.values():
+        stack.method.process_weights_after_loading(stack)
+    kernels = MoEKernels(gpu, TEXT_SHAPES["30b-a3b"].moe)  # type: ignore[arg-type]
+    with compiled_launches(gpu) as launches:
+        for count in (1, 300, 1008):
+            kernels.tiles(half(count, HIDDEN), router, experts, half(count, HIDDEN))
+    found = [launch for launch in launches if launch.name == "_grouped_kernel"]
+    assert len(found) == 6
+    for launch in found:
+        assert launch.shared_bytes <= gpu.shared_memory_bytes
+        assert "wgmma" in launch.ptx or not gpu.is_hopper

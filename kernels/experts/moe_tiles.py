@@ -1,0 +1,129 @@
+"""The experts of W4A16: GEMMs over tiles of rows that share an expert, of codes in tiles.
+
+As `moe_gemm`, with the weights of `packed_tiles`: codes are widened in registers, so that a layer
+is read once, as it is packed. The same kernels serve any number of tokens.
+
+The plain twin is `services.common.nn.experts.moe`; the rounding points are the same.
+"""
+
+# pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
+# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from kernels.experts.moe_gemm import combine
+from kernels.experts.moe_routing import Routing
+from kernels.gemm.packed_codes import (
+    assembly,
+    load_groups,
+    load_halves,
+    load_inputs,
+    load_words,
+    term,
+)
+from kernels.gemm.packed_weight import TILE_ROWS, PackedWeight
+from kernels.gemm.silu_mul import swiglu
+from kernels.tuning import MoETilesConfig
+
+
+def grouped_experts(
+    x: Tensor,
+    routing: Routing,
+    gate_up: PackedWeight,
+    down: PackedWeight,
+    residual: Tensor,
+    config: MoETilesConfig,
+    *,
+    pdl: bool,
+) -> None:
+    """Adds the experts' weighted outputs to the residual stream, in place.
+
+    Args:
+        x: `[T, hidden]`.
+        routing: of the tokens, with tiles of `config.tokens`.
+        gate_up: a stack in tiles, of `[E, 2 * I, hidden]`.
+        down: the same, of `[E, hidden, I]`.
+        residual: `[T, hidden]`.
+        config: of the kernels.
+        pdl: see `DeviceFacts.supports_pdl`.
+    """
+    num_rows = len(routing.order)
+    inner = x.new_empty(num_rows, gate_up.rows // 2)
+    _launch(x, routing, gate_up, inner, config, is_up=True, pdl=pdl)
+    out = x.new_empty(num_rows, down.rows)
+    _launch(inner, routing, down, out, config, is_up=False, pdl=pdl)
+    combine(out, routing, residual, pdl=pdl)
+
+
+def _launch(
+    x: Tensor, routing: Routing, weight: PackedWeight, out: Tensor, config: MoETilesConfig, *,
+    is_up: bool, pdl: bool,
+) -> None:  # fmt: skip
+    num_tiles = routing.tiles.shape[1]
+    has_zeros = weight.zero is not None
+    _grouped_kernel[(weight.rows // TILE_ROWS, num_tiles)](
+        x, weight.codes, weight.scale, weight.zero, out, routing.order, routing.tiles, num_tiles,
+        WIDTH=weight.columns, HEIGHT=weight.rows, TOP_K=routing.experts.shape[1],
+        TOKENS=config.tokens, GROUP=weight.group, ZEROS=has_zeros, STAGES=config.stages, UP=is_up,
+        ASSEMBLY=assembly(x.dtype, has_zeros), PDL=pdl, num_warps=4, launch_pdl=pdl,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["num_tiles"])
+def _grouped_kernel(
+    x_ptr, codes_ptr, scale_ptr, zero_ptr, out_ptr, order_ptr, tiles_ptr, num_tiles,
+    WIDTH: tl.constexpr, HEIGHT: tl.constexpr, TOP_K: tl.constexpr, TOKENS: tl.constexpr,
+    GROUP: tl.constexpr, ZEROS: tl.constexpr, STAGES: tl.constexpr, UP: tl.constexpr,
+    ASSEMBLY: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """A tile of rows of one expert by 64 rows of its matrix: UP 32 of the gate and the same of up,
+    where the inputs are read where their tokens lie, and SwiGLU follows.
+    """
+    STRIDE: tl.constexpr = WIDTH // 128 * 2048  # words of a row of tiles
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    part, tile = tl.program_id(0), tl.program_id(1)
+    size = tl.load(tiles_ptr + 2 * num_tiles + tile)
+    if size > 0:
+        expert = tl.load(tiles_ptr + tile).to(tl.int64)
+        index = tl.arange(0, 64)
+        first = codes_ptr + expert * (HEIGHT // 64 * STRIDE)
+        if UP:
+            codes = first + (part // 2).to(tl.int64) * STRIDE + part % 2 * 512
+            row = part * 32 + index % 32 + index // 32 * (HEIGHT // 2)
+        else:
+            codes = first + part.to(tl.int64) * STRIDE
+            row = part * 64 + index
+        group = expert * (WIDTH // GROUP * HEIGHT) + row[:, None]
+        within = tl.arange(0, TOKENS)
+        inside = (within < size)[:, None]
+        place = tl.load(tiles_ptr + num_tiles + tile) + within
+        source = place
+        if UP:
+            source = tl.load(order_ptr + place, mask=within < size, other=0) // TOP_K
+        inputs = x_ptr + source.to(tl.int64)[:, None] * WIDTH
+        sums = tl.zeros((64, TOKENS), tl.float32)
+        for at in tl.range(0, WIDTH, 128, num_stages=STAGES):
+            if UP:
+                words = load_halves(codes + at * 16, HEIGHT // 128 * STRIDE)
+            else:
+                words = load_words(codes + at * 16)
+            x0, x1, x2, x3 = load_inputs(inputs + at, inside, GROUP)
+            scales = load_groups(scale_ptr + group, at, HEIGHT, GROUP)
+            zeros = scales
+            if ZEROS:
+                zeros = load_groups(zero_ptr + group, at, HEIGHT, GROUP)
+            sums += term(words, zeros, scales, x0, x1, x2, x3, GROUP, ZEROS, ASSEMBLY)
+        dtype: tl.constexpr = out_ptr.dtype.element_ty
+        out = out_ptr + place.to(tl.int64)[:, None] * (HEIGHT // 2 if UP else HEIGHT)
+        if UP:
+            halves = tl.permute(tl.reshape(sums.to(dtype), (2, 32, TOKENS)), (2, 1, 0))
+            gate, up = tl.split(halves)
+            column = part * 32 + tl.arange(0, 32)
+            tl.store(out + column[None, :], swiglu(gate, up), mask=inside)
+        else:
+            tl.store(out + row[None, :], tl.trans(sums).to(dtype), mask=inside)
