@@ -228,7 +228,7 @@ _MOE_GEMM = (
 )
 
 
-# The same of FP8 experts, whose activations are quantized for FP8 tensor cores. Measured on an H200.
+# The same of FP8 experts, whose activations are quantized for FP8 tensor cores; on an H200.
 _MOE_W8A8 = (
     (12, MoEGemmConfig(16, 128, 128, 3, 4, w8a8=True)),
     (80, MoEGemmConfig(64, 128, 128, 4, 4, w8a8=True)),
