@@ -259,7 +259,11 @@ def measure(stack: Stack, kind: str, requests: int, rounds: int) -> Row:
         quiet += first_tokens_s(stack, requests // rounds, seeds)
         with flooded(stack, flood) as counts:
             start, steps = time.monotonic(), 0.0 if stack.step_s else stack.num_steps()
-            during += first_tokens_s(stack, requests // rounds, seeds)
+            found = first_tokens_s(stack, requests // rounds, seeds)
+            slowest = sorted(range(len(found)), key=lambda index: -found[index])[:4]
+            named = ", ".join(f"{1e3 * found[index]:.0f} (number {index})" for index in slowest)
+            print(f"{kind}: slowest, ms: {named}", file=sys.stderr, flush=True)
+            during += found
             busy_s += time.monotonic() - start
             num_steps += 0.0 if stack.step_s else stack.num_steps() - steps
         answered, refused = answered + counts[0][0], refused + counts[0][1]
