@@ -7,11 +7,11 @@ the checkpoint's module, and the loader reads those rows and columns of the file
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
 from kernels import plain
 from kernels.ranks.peer_buffers import PeerBuffers, most_rows
@@ -69,63 +69,15 @@ class Share:
         return [slice(start // per, -(-stop // per)) for start, stop in self.ranges]
 
 
-class Collectives(Protocol):
-    """What ranks do together, on each one's current stream. All call the same in the same order,
-    with tensors of the same shape.
-    """
-
-    def all_reduce(self, term: Tensor) -> Tensor:
-        """The sum of all ranks' terms, equal to the bit on all of them; may overwrite the term. How
-        it is rounded depends on the shape alone, not on what else is computed.
-        """
-        ...
-
-    def gather(self, part: Tensor, out: Tensor | None = None) -> Tensor:
-        """`[R, n]` of each rank → `[R, count * n]` on rank 0, to `out` if given; other ranks get
-        a tensor of that shape that nobody reads.
-        """
-        ...
-
-    def broadcast(self, values: Tensor) -> None:
-        """Overwrites values with those of rank 0."""
-        ...
-
-    def exchange(self, value: str, timeout_s: float | None = None) -> list[str]:
-        """What each rank says, by rank; on the host.
-
-        Args:
-            value: what this one says.
-            timeout_s: of the wait for each other; None: as long as a start may take.
-
-        Raises:
-            RuntimeError: a rank says nothing in time.
-        """
-        ...
-
-
-class Store(Protocol):
-    """A store of torch's, which all ranks reach."""
-
-    def set(self, key: str, value: str, /) -> object:
-        """Sets a value once."""
-        ...
-
-    def get(self, key: str, /) -> bytes:
-        """Waits for a value."""
-        ...
-
-    def wait(self, keys: list[str], timeout: timedelta, /) -> object:
-        """Waits for values no longer than that."""
-        ...
-
-
 class ProcessGroup:
-    """`Collectives` of torch's default process group: gloo on CPUs, NCCL on GPUs.
+    """What ranks do together, on each one's current stream: by torch's default process group, which
+    is gloo on CPUs, NCCL on GPUs. All call the same in the same order, with tensors of the same
+    shape.
 
     Args:
         rank: of this process.
         count: of ranks.
-        store: of them.
+        store: which all ranks reach.
     """
 
     def __init__(self, rank: int, count: int, store: Store) -> None:
@@ -133,10 +85,16 @@ class ProcessGroup:
         self._exchanges = 0
 
     def all_reduce(self, term: Tensor) -> Tensor:
+        """The sum of all ranks' terms, equal to the bit on all of them; may overwrite the term. How
+        it is rounded depends on the shape alone, not on what else is computed.
+        """
         dist.all_reduce(term)
         return term
 
     def gather(self, part: Tensor, out: Tensor | None = None) -> Tensor:
+        """`[R, n]` of each rank → `[R, count * n]` on rank 0, to `out` if given; other ranks get
+        a tensor of that shape that nobody reads.
+        """
         rows, columns = part.shape
         if out is None:
             out = part.new_empty(rows, self._count * columns)
@@ -149,10 +107,16 @@ class ProcessGroup:
         out.unflatten(1, (self._count, columns)).copy_(by_row)
         return out
 
-    def broadcast(self, values: Tensor) -> None:
-        dist.broadcast(values, 0)
-
     def exchange(self, value: str, timeout_s: float | None = None) -> list[str]:
+        """What each rank says, by rank; on the host.
+
+        Args:
+            value: what this one says.
+            timeout_s: of the wait for each other; None: as long as a start may take.
+
+        Raises:
+            RuntimeError: a rank says nothing in time.
+        """
         number, self._exchanges = self._exchanges, self._exchanges + 1
         self._store.set(f"{number}/{self._rank}", value)
         keys = [f"{number}/{rank}" for rank in range(self._count)]
@@ -183,7 +147,7 @@ class Ranks:
 
     rank: int = 0
     count: int = 1
-    collectives: Collectives | None = None
+    collectives: ProcessGroup | None = None
     peers: PeerBuffers | None = None
 
     def part(self, units: int, name: str, *, replicated: bool = False) -> range:
@@ -211,7 +175,7 @@ class Ranks:
         return Share(units * size, ((part.start * size, part.stop * size),))
 
     @property
-    def shared(self) -> Collectives:
+    def shared(self) -> ProcessGroup:
         """Of several ranks."""
         assert self.collectives is not None
         return self.collectives
@@ -253,16 +217,16 @@ class Ranks:
             residual += self.shared.all_reduce(plain.reduce_split_k(term, residual.dtype))
 
     def gather(self, part: Tensor, out: Tensor | None = None) -> Tensor:
-        """See `Collectives.gather`; of several ranks."""
+        """See `ProcessGroup.gather`; of several ranks."""
         return self.shared.gather(part, out)
 
     def broadcast(self, values: Tensor) -> None:
         """Overwrites values with those of rank 0."""
         if self.count > 1:
-            self.shared.broadcast(values)
+            dist.broadcast(values, 0)
 
     def exchange(self, value: str, timeout_s: float | None = None) -> list[str]:
-        """What each rank says, by rank; see `Collectives.exchange`. Before the first step."""
+        """What each rank says, by rank; see `ProcessGroup.exchange`. Before the first step."""
         return [value] if self.count == 1 else self.shared.exchange(value, timeout_s)
 
 

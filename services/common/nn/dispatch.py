@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from itertools import zip_longest
 from typing import Any, Generic, TypeVar
 
@@ -63,14 +63,6 @@ class TokenRange:
         return f"{text} {self.condition}".rstrip()
 
 
-def _no_obstacle(_: object) -> str:
-    return ""
-
-
-def _any_number(_: object) -> TokenRange:
-    return TokenRange()
-
-
 @dataclass(frozen=True)  # with slots, `Implementation[Facts](...)` fails in Python 3.11
 class Implementation(Generic[FactsT]):
     """One way to compute an operation.
@@ -88,8 +80,8 @@ class Implementation(Generic[FactsT]):
     operation: str
     name: str
     create: Callable[[FactsT], Kernel | None]
-    obstacle: Callable[[FactsT], str] = _no_obstacle
-    tokens: Callable[[FactsT], TokenRange] = _any_number
+    obstacle: Callable[[FactsT], str] = lambda _: ""
+    tokens: Callable[[FactsT], TokenRange] = lambda _: TokenRange()
 
 
 class UnknownOverride(ValueError):
@@ -116,37 +108,28 @@ def parse_overrides(text: str) -> dict[str, str]:
     return overrides
 
 
+@dataclass(eq=False)
 class Resolved:
     """An implementation that can run, and how often it did."""
 
-    def __init__(
-        self, operation: str, name: str, tokens: TokenRange, create: Kernel, key: str
-    ) -> None:
-        self.operation = operation
-        self.key = key  # in the table
-        self.name = name
-        self.tokens = tokens
-        self.num_calls = 0
-        self._create = create
-        self._made: Kernel | None = None
-        self._kernel: Kernel | None = None
-        self._is_made = False
+    operation: str
+    name: str
+    tokens: TokenRange
+    create: Callable[[], Kernel | None]
+    key: str  # in the table
+    num_calls: int = 0
 
-    @property
+    @cached_property
     def implementation(self) -> Kernel | None:
         """What `Implementation.create` returned; it may have more attributes than a function."""
-        if not self._is_made:
-            self._made = self._create()
-            self._kernel = None if self._made is None else self._counted(self._made)
-            self._is_made = True
-        return self._made
+        return self.create()
 
-    @property
+    @cached_property
     def kernel(self) -> Kernel | None:
         """The implementation, which counts its calls."""
-        return None if self.implementation is None else self._kernel
+        if (kernel := self.implementation) is None:
+            return None
 
-    def _counted(self, kernel: Kernel) -> Kernel:
         def counted(*arguments: Any, **keywords: Any) -> Any:  # noqa: ANN401 - the kernel's
             self.num_calls += 1
             return kernel(*arguments, **keywords)
@@ -230,11 +213,7 @@ class KernelTable(Generic[FactsT]):
         return table
 
     def _add(
-        self,
-        key: str,
-        entries: Sequence[Implementation[FactsT]],
-        facts: FactsT,
-        wanted: str | None,
+        self, key: str, entries: Sequence[Implementation[FactsT]], facts: FactsT, wanted: str | None
     ) -> list[Resolved]:
         """Keeps those of one operation's implementations that can run, or the wanted one alone."""
         found: list[Resolved] = []
@@ -288,14 +267,11 @@ class KernelTable(Generic[FactsT]):
         """Runs the chosen implementation for the length of the first argument, or `num_tokens`."""
         count = len(arguments[0]) if num_tokens is None else num_tokens
         entry = self.choose(operation, count)
-        if not self.is_warming_up:
-            assert entry.kernel is not None
-            return entry.kernel(*arguments, **keywords)
         try:
             assert entry.kernel is not None
             return entry.kernel(*arguments, **keywords)
         except Exception as error:
-            if not self.drop(entry, error):
+            if not (self.is_warming_up and self.drop(entry, error)):
                 raise
             return self.call(operation, *arguments, num_tokens=num_tokens, **keywords)
 

@@ -15,7 +15,7 @@ from kernels.gemm.int8_weight import Int8Weight
 from services.common.model_spec import QuantizationSpec
 from services.common.nn.dispatch import Implementation, Kernel, TokenRange
 from services.common.nn.layers import RMSNorm
-from services.common.nn.linear import Axis, Linear, QuantizedLinear, TensorLayout
+from services.common.nn.linear import Axis, Linear, QuantizedLinear, TensorLayout, half_obstacle
 
 SKINNY_TOKENS = 64  # the most for which K is split
 _LAYOUTS = (
@@ -58,12 +58,12 @@ class Int8Linear(QuantizedLinear):
             return TokenRange() if facts.device.is_hopper else few
 
         return (
-            Implementation("norm_linear", "int8_norm", _norm_linear, _triton, normed),
+            Implementation("norm_linear", "int8_norm", _norm_linear, half_obstacle, normed),
             Implementation("norm_swiglu", "int8_norm", _norm_swiglu, _hopper),
-            Implementation("project", "int8_skinny_gemm", _project, _triton, lambda _: few),
+            Implementation("project", "int8_skinny_gemm", _project, half_obstacle, lambda _: few),
             Implementation("linear_swiglu", "int8_gemm", _linear_swiglu, _hopper),
             Implementation(
-                self.operation, "skinny_gemm", partial(_gemm, name="skinny_gemm"), _triton,
+                self.operation, "skinny_gemm", partial(_gemm, name="skinny_gemm"), half_obstacle,
                 lambda _: few,
             ),
             Implementation(self.operation, "gemm", partial(_gemm, name="gemm"), _hopper),
@@ -80,13 +80,8 @@ def _tensor_cores(facts: Any) -> str:  # noqa: ANN401 - the decoder's
     return "" if facts.device.capability >= (8, 0) else "needs compute capability 8.0"
 
 
-def _triton(facts: Any) -> str:  # noqa: ANN401
-    half = "" if facts.dtype.itemsize == 2 else f"needs bfloat16 or float16, not {facts.dtype}"
-    return facts.device.triton_obstacle or half
-
-
 def _hopper(facts: Any) -> str:  # noqa: ANN401
-    return _triton(facts) or ("" if facts.device.is_hopper else "needs Hopper's tensor cores")
+    return half_obstacle(facts) or ("" if facts.device.is_hopper else "needs Hopper's tensor cores")
 
 
 def _project(facts: Any) -> Kernel:  # noqa: ANN401

@@ -8,7 +8,7 @@ files where ranks share a model. Layers and models do not change.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -153,63 +153,58 @@ def pieces_of(
         start = stop
 
 
-class LinearMethod(Protocol):
+class LinearMethod(ABC):
     """How a linear layer's weights are stored and applied. One value may serve many layers.
 
     Attributes:
         weight_format: for dispatch tables: `plain`, or a key of `formats.METHODS`.
         operation: the dispatch table's name of a multiplication by such weights.
-        kernels: the model's dispatch table, if it has rows for `operation`.
+        kernels: the model's dispatch table, if it has rows for `operation`; None: plain torch.
     """
 
     weight_format: str
     operation: str
-    kernels: KernelTable | None
+    kernels: KernelTable | None = None
 
+    @abstractmethod
     def layouts(self, layer: "Linear") -> tuple[TensorLayout, ...]:
         """The tensors of each module, without the bias."""
-        ...
 
-    def process_weights_after_loading(self, layer: "Linear") -> None:
+    def process_weights_after_loading(self, layer: "Linear") -> None:  # noqa: B027 - nothing to do
         """Brings loaded parameters into the form that `apply` wants; called once."""
-        ...
 
+    @abstractmethod
     def apply(self, layer: "Linear", x: Tensor) -> Tensor:
         """`[..., in_features]` → `[..., out_features]`, with the bias, if there is one."""
-        ...
 
+    @abstractmethod
     def apply_one(self, stack: "StackedLinear", index: int, x: Tensor) -> Tensor:
         """`apply` with one matrix of a stack, in plain torch."""
-        ...
 
+    @abstractmethod
     def weight(self, layer: "Linear") -> Any:  # noqa: ANN401 - the format's
-        """The layer's matrix as its kernels take it."""
-        ...
+        """The layer's matrix as its kernels take it; an index gives one of a stack."""
 
+    @abstractmethod
     def rows(self) -> Sequence[Implementation[Any]]:
         """The rows that the format brings to a dispatch table: of `operation`, and of operations
         that fuse a multiplication with its neighbours. They come before the table's own, and are
         chosen for layers of this format alone.
         """
-        ...
 
 
 _WEIGHT = TensorLayout(name="weight", parameter="weight", axes=(Axis("out"), Axis("in")))
 _BIAS = TensorLayout(name="bias", parameter="bias", axes=(Axis("out"),))
 
 
-class UnquantizedLinear:
+class UnquantizedLinear(LinearMethod):
     """`weight` `[out_features, in_features]` in the model's dtype."""
 
     weight_format = "plain"
     operation = "linear"
-    kernels: KernelTable | None = None  # None: torch multiplies
 
     def layouts(self, layer: "Linear") -> tuple[TensorLayout, ...]:
         return (_WEIGHT,)
-
-    def process_weights_after_loading(self, layer: "Linear") -> None:
-        pass
 
     def apply(self, layer: "Linear", x: Tensor) -> Tensor:
         if self.kernels is None or x.dim() != 2:
@@ -226,24 +221,12 @@ class UnquantizedLinear:
         return ()  # the table's own
 
 
-class QuantizedLinear(ABC):
-    """What the methods of quantized weights share. They hold no state but the format's.
-
-    Args:
-        weight_format: see `LinearMethod`.
-    """
+class QuantizedLinear(LinearMethod):
+    """What the methods of quantized weights share. They hold no state but the format's."""
 
     def __init__(self, weight_format: str) -> None:
         self.weight_format = weight_format
         self.operation = f"{weight_format}_linear"
-        self.kernels: KernelTable | None = None  # None: `multiply`
-
-    def process_weights_after_loading(self, layer: "Linear") -> None:  # noqa: B027 - nothing to do
-        pass
-
-    @abstractmethod
-    def weight(self, layer: "Linear") -> Any:  # noqa: ANN401 - the format's
-        """The layer's matrix as its kernels take it; an index gives one of a stack."""
 
     @abstractmethod
     def multiply(self, x: Tensor, weight: Any) -> Tensor:  # noqa: ANN401 - the format's
@@ -253,9 +236,9 @@ class QuantizedLinear(ABC):
     def dequantize(self, weight: Any, dtype: torch.dtype) -> Tensor:  # noqa: ANN401 - the format's
         """`[..., N, K]`."""
 
+    @abstractmethod
     def has_kernels(self, weight: Any) -> bool:  # noqa: ANN401 - the format's
         """Whether all rows of the dispatch table take the matrix."""
-        return True
 
     def apply(self, layer: "Linear", x: Tensor) -> Tensor:
         weight, rows = self.weight(layer), x.reshape(-1, layer.in_features)
@@ -343,7 +326,7 @@ class Linear(nn.Module):
             yield part, shape, (start, stop)
             start = stop
 
-    def pieces(self, layout: TensorLayout) -> "Iterator[Piece]":
+    def pieces(self, layout: TensorLayout) -> Iterator[Piece]:
         """What fills the parameter: the parts' tensors, or a rank's pieces of them.
 
         Raises:
@@ -371,18 +354,11 @@ class Linear(nn.Module):
         """`[..., in_features]` → `[..., out_features]`."""
         return self.method.apply(self, x)
 
-    def extra_repr(self) -> str:
-        return (
-            f"{self.in_features} -> {self.out_features}, bias={self._has_bias}, "
-            f"{self.weight_format}"
-        )
-
 
 class MergedLinear(Linear):
     """Several modules of the same input as one GEMM.
 
-    Its parameters hold the parts one after the other. The parts are named as the checkpoint
-    names them, so the loader knows where each comes from: with
+    Its parameters hold the parts one after the other, named as the checkpoint names them: with
     `self.qkv_proj = MergedLinear(hidden, {"q_proj": 2048, "k_proj": 1024, "v_proj": 1024})` under
     `self_attn`, the rows of `self_attn.qkv_proj.weight` are `self_attn.q_proj.weight`,
     `self_attn.k_proj.weight` and `self_attn.v_proj.weight`.
@@ -458,6 +434,12 @@ class StoredLayers(nn.Module, ABC):
     @abstractmethod
     def tensors(self, layout: str) -> Iterator[StoredTensor]:
         """All that the files hold, once the layers have their methods."""
+
+
+def half_obstacle(facts: Any) -> str:  # noqa: ANN401 - the decoder's
+    """Why a Triton kernel of half precision cannot run; empty: it can."""
+    half = "" if facts.dtype.itemsize == 2 else f"needs bfloat16 or float16, not {facts.dtype}"
+    return facts.device.triton_obstacle or half
 
 
 def set_kernels(module: nn.Module, kernels: KernelTable) -> None:

@@ -35,7 +35,7 @@ from kernels.gemm.packed_weight import (
 from services.common.model_spec import QuantizationSpec
 from services.common.nn import tiled_rows
 from services.common.nn.dispatch import Implementation, Kernel, TokenRange
-from services.common.nn.linear import Axis, Linear, QuantizedLinear, TensorLayout
+from services.common.nn.linear import Axis, Linear, QuantizedLinear, TensorLayout, half_obstacle
 
 _WORDS = (torch.int32,)
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # columns of a word's codes, the lowest bits first
@@ -115,15 +115,22 @@ class PackedLinear(QuantizedLinear):
             return (plain,)  # no kernel reads e4m3 in groups yet
         if self._spec.format != "w4a16":
             return (
-                Implementation("project", "packed_skinny_gemm", _project, _triton, lambda _: few),
-                Implementation(self.operation, "skinny_gemm", _skinny_gemm, _triton, lambda _: few),
+                Implementation(
+                    "project", "packed_skinny_gemm", tiled_rows.project, half_obstacle,
+                    lambda _: few,
+                ),
+                Implementation(
+                    self.operation, "skinny_gemm", _skinny_gemm, half_obstacle, lambda _: few
+                ),
                 plain,
-            )
+            )  # fmt: skip
         several = TokenRange(1, tiled_rows.SKINNY_TOKENS)
         return (
-            Implementation("project", "tiles", tiled_rows.project, _triton, lambda _: several),
-            Implementation("linear_swiglu", "tiles", tiled_rows.linear_swiglu, _triton),
-            Implementation(self.operation, "tiles", tiled_rows.linear, _triton),
+            Implementation(
+                "project", "tiles", tiled_rows.project, half_obstacle, lambda _: several
+            ),
+            Implementation("linear_swiglu", "tiles", tiled_rows.linear_swiglu, half_obstacle),
+            Implementation(self.operation, "tiles", tiled_rows.linear, half_obstacle),
             plain,
         )
 
@@ -229,27 +236,10 @@ class PackedLinear(QuantizedLinear):
         return Axis("in", size) if size else None
 
 
-def _triton(facts: Any) -> str:  # noqa: ANN401 - the decoder's, as below
-    half = "" if facts.dtype.itemsize == 2 else f"needs bfloat16 or float16, not {facts.dtype}"
-    return facts.device.triton_obstacle or half
-
-
-def _skinny_gemm(facts: Any) -> Kernel:  # noqa: ANN401
+def _skinny_gemm(facts: Any) -> Kernel:  # noqa: ANN401 - the decoder's, as below
     from kernels.gemm import packed_kernels
 
     return partial(packed_kernels.skinny_gemm, device=facts.device)
-
-
-def _project(facts: Any) -> Kernel:  # noqa: ANN401
-    from kernels.gemm import packed_kernels
-
-    def project(x: Tensor, layer: Linear) -> Tensor:
-        weight = layer.method.weight(layer)
-        if not has_kernels(weight):
-            return layer(x)
-        return packed_kernels.split_k_partials(x, weight, layer.bias, device=facts.device)
-
-    return project
 
 
 def _set(layer: Linear, tensors: Mapping[str, Tensor]) -> None:
