@@ -8,7 +8,7 @@ import asyncio
 import socket
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 from prometheus_client import CollectorRegistry
@@ -17,8 +17,7 @@ from services.common.embeddings.arena import Arena
 from services.common.embeddings.embedding import ITEM_BYTES, EmbeddingSpec
 from services.common.embeddings.embedding_cache import RedisCache
 from services.common.families import read_spec
-from services.common.geometry import Geometry
-from services.common.model_spec import ModelSpec, ModelSpecError
+from services.common.model_spec import ModelSpec, ModelSpecError, VisionSpec
 from services.common.process.channel import FrontChannel
 from services.common.process.pod_limits import memory_limit_bytes
 from services.common.process.service_process import (
@@ -117,16 +116,11 @@ class EncoderService:
             metrics.registry.register(cache)
             redis = RedisTier(cache, memory, metrics.redis_writes_dropped)
         vision = read_spec(settings.model).vision_part
-        geometry = vision.geometry
-        description = replace(
-            describe(ready, settings, geometry),
-            takes_videos=vision.video is not None,
-            fingerprint=fingerprint,
-        )
+        description = describe(ready, settings, vision, fingerprint)
         max_bytes = max(_MIN_QUEUED_BYTES, memory_limit_bytes() // _QUEUED_SHARE)
         embeddings = Embeddings(
-            like=description.like, geometry=geometry, memory=memory, engine=engine, redis=redis,
-            admission=Admission(_MAX_QUEUED_PATCHES), metrics=metrics,
+            like=description.like, geometry=vision.geometry, memory=memory, engine=engine,
+            redis=redis, admission=Admission(_MAX_QUEUED_PATCHES), metrics=metrics,
             max_queued_bytes=max_bytes,
         )  # fmt: skip
         max_held = memory_limit_bytes() // _HELD_SHARE
@@ -163,16 +157,20 @@ class EncoderService:
         await self.memory.close()
 
 
-def describe(ready: EngineReady, settings: EncoderSettings, geometry: Geometry) -> Description:
+def describe(
+    ready: EngineReady, settings: EncoderSettings, vision: VisionSpec, fingerprint: bytes
+) -> Description:
     """What this encoder serves. Arena and queue bound the largest image."""
     row_bytes = ready.num_features * ready.hidden * ITEM_BYTES[ready.dtype]
-    arena_patches = settings.cache_bytes // row_bytes * geometry.patches_per_token
+    arena_patches = settings.cache_bytes // row_bytes * vision.geometry.patches_per_token
     return Description(
         model_name=ready.model_name,
         key_prefix=ready.key_prefix,
         like=EmbeddingSpec(ready.dtype, ready.num_features, 0, ready.hidden),
-        geometry=geometry,
+        geometry=vision.geometry,
         max_image_patches=min(arena_patches, _MAX_IMAGE_PATCHES),
+        takes_videos=vision.video is not None,
+        fingerprint=fingerprint,
     )
 
 

@@ -16,7 +16,6 @@ from typing import Protocol
 
 from services.common.embeddings.arena import ArenaEntry
 from services.common.embeddings.embedding import EmbeddingSpec
-from services.common.embeddings.shared_memory import MemoryAddress
 from services.common.embeddings.single_flight import InFlight
 from services.common.errors import (
     EmbeddingUnavailable,
@@ -115,12 +114,8 @@ class Embeddings:
 
     Args:
         like: an embedding's dtype, features and hidden size; its token count is ignored.
-        geometry: of the model.
-        memory: this pod's own.
-        engine: computes them.
         redis: shared by all pods; None: there is none.
         admission: of images that have to be encoded.
-        metrics: counts.
         max_queued_bytes: files beyond this in work are refused at once.
         min_streamed_bytes: smaller embeddings are handed out in one piece: the messages for their
             features would cost more than they hide.
@@ -203,19 +198,6 @@ class Embeddings:
                 self._memory.arena.release(reading.entry)
                 if reading.work is not None:
                     reading.work.cancel()  # leaves the encode to its other waiters
-
-    async def digest_of(self, entry: ArenaEntry) -> bytes:
-        """The digest of a held entry."""
-        return await self._memory.digest_of(entry)
-
-    def view(self, entry: ArenaEntry) -> memoryview:
-        """The bytes of a held entry."""
-        return self._memory.arena.view(entry)
-
-    @property
-    def address(self) -> MemoryAddress:
-        """Where other processes on this machine find the bytes."""
-        return self._memory.arena.address
 
     async def close(self) -> None:
         """Cancels all encodes."""
@@ -331,7 +313,9 @@ class Embeddings:
 
     async def _run(self, encode: _Encode) -> Encoded:
         start = time.monotonic()  # the event loop's clock has a resolution of 1 ms
-        found = await self._look_up(encode)
+        found = self._redis is not None and await self._redis.find(
+            encode.key, encode.spec, need_bytes=encode.need_bytes
+        )
         lookup_s = time.monotonic() - start
         if found:
             return Encoded(Origin.REDIS, lookup_s)
@@ -344,12 +328,6 @@ class Embeddings:
             self._memory.arena.release(entry)
         self._metrics.observe_stage("lookup", lookup_s)
         return Encoded(Origin.COMPUTED, lookup_s, times)
-
-    async def _look_up(self, encode: _Encode) -> bool:
-        """Whether Redis has it, and memory, too, if its bytes are needed."""
-        if self._redis is None:
-            return False
-        return await self._redis.find(encode.key, encode.spec, need_bytes=encode.need_bytes)
 
     async def _compute(self, encode: _Encode) -> tuple[ArenaEntry, StageTimes]:
         """Runs the engine; the caller releases the entry, which cannot be evicted until then."""

@@ -211,10 +211,12 @@ class EncoderServicer(pb_grpc.EncoderServicer):
                 encoded = await self._encoded(message, key, source, unit)
                 num_tokens = self._embeddings.spec_of(unit).num_tokens
                 current.set(source=encoded.origin.value, num_tokens=num_tokens, **_seconds(encoded))
-            log.info(
-                "encoded", extra={"fields": {"source": encoded.origin.value, "tokens": num_tokens}}
+            fields = {"source": encoded.origin.value, "tokens": num_tokens}
+            log.info("encoded", extra={"fields": fields})
+            self._metrics.requests.labels(encoded.origin.value).inc()
+            return pb.EncodeResponse(
+                source=_SOURCES[encoded.origin], num_tokens=num_tokens, **_seconds(encoded)
             )
-            return self._answer(encoded, num_tokens)
         except Exception as error:
             return await self._fail("encode", error, context)
 
@@ -261,26 +263,20 @@ class EncoderServicer(pb_grpc.EncoderServicer):
     async def Fetch(self, request: pb.FetchRequest, context: grpc.aio.ServicerContext) -> None:
         parent = adopt_metadata(context)
         try:
-            key = _checked_key(request.image_key)
-            left_s = context.time_remaining()
-            wait_s = _FETCH_DEADLINE_S if left_s is None else left_s
-            word = partial(_tell_waiting, context) if request.tell_waiting else None
             with self._call():
-                await self._fetch(key, wait_s, request.reader_host, parent, word, context)
+                await self._fetch(request, parent, context)
         except Exception as error:
             await self._fail("fetch", error, context)
 
     async def _fetch(
-        self,
-        key: bytes,
-        wait_s: float,
-        reader_host: bytes,
-        parent: str,
-        word: Word | None,
-        context: grpc.aio.ServicerContext,
+        self, request: pb.FetchRequest, parent: str, context: grpc.aio.ServicerContext
     ) -> None:
+        key = _checked_key(request.image_key)
+        left_s = context.time_remaining()
+        wait_s = _FETCH_DEADLINE_S if left_s is None else left_s
+        word = partial(_tell_waiting, context) if request.tell_waiting else None
         async with self._embeddings.reading(key, wait_s, word) as reading:
-            shared = bool(self._host) and reader_host == self._host
+            shared = bool(self._host) and request.reader_host == self._host
             size_bytes = reading.entry.spec.size_bytes
             with span("send embedding", parent, size_bytes=size_bytes, shared=shared):
                 await context.write(_header(reading.entry))
@@ -291,45 +287,34 @@ class EncoderServicer(pb_grpc.EncoderServicer):
     async def _stream(
         self, reading: Reading, word: Word | None, context: grpc.aio.ServicerContext
     ) -> None:
-        view = self._embeddings.view(reading.entry)
+        view = reading.memory.arena.view(reading.entry)
         async with aclosing(reading.ranges(word)) as ranges:
             async for start, stop in ranges:
                 for first in range(start, stop, _CHUNK_BYTES):
                     last = min(first + _CHUNK_BYTES, stop)
                     await context.write(WireChunk(first, view[first:last]))
-        await self._finish(reading.entry, context)
+        await self._finish(reading, context)
 
     async def _share(
         self, reading: Reading, word: Word | None, context: grpc.aio.ServicerContext
     ) -> None:
         """Says where the bytes are and which of them are written."""
-        memory, entry = self._embeddings.address, reading.entry
-        shared = pb.FetchShared(
-            pid=memory.pid, fd=memory.fd, name=memory.name, size_bytes=memory.size_bytes,
-            offset=entry.offset,
-        )  # fmt: skip
+        memory = asdict(reading.memory.arena.address)
+        shared = pb.FetchShared(**memory, offset=reading.entry.offset)
         await context.write(pb.FetchResponse(shared=shared))
         async with aclosing(reading.ranges(word)) as ranges:
             async for start, stop in ranges:
                 ready = pb.FetchReady(offset=start, size_bytes=stop - start)
                 await context.write(pb.FetchResponse(ready=ready))
-        await self._finish(entry, context)
+        await self._finish(reading, context)
         self._metrics.shared_fetches.inc()
 
-    async def _finish(self, entry: ArenaEntry, context: grpc.aio.ServicerContext) -> None:
+    async def _finish(self, reading: Reading, context: grpc.aio.ServicerContext) -> None:
         """Sends the digest, which may be known only after all bytes have been sent."""
-        digest = await self._embeddings.digest_of(entry)
+        digest = await reading.memory.digest_of(reading.entry)
         await context.write(pb.FetchResponse(trailer=pb.FetchTrailer(digest=digest)))
         self._metrics.fetches.inc()
-        self._metrics.fetched_bytes.inc(entry.spec.size_bytes)
-
-    def _answer(self, encoded: Encoded, num_tokens: int) -> pb.EncodeResponse:
-        self._metrics.requests.labels(encoded.origin.value).inc()
-        return pb.EncodeResponse(
-            source=_SOURCES[encoded.origin],
-            num_tokens=num_tokens,
-            **_seconds(encoded),
-        )
+        self._metrics.fetched_bytes.inc(reading.entry.spec.size_bytes)
 
     async def _source(self, request: pb.EncodeRequest, unit: Unit) -> tuple[Source, bytes]:
         """What the unit is made from, and its key, which the caller's must be: 0.15 ms per MiB of
@@ -455,13 +440,7 @@ async def _until_read() -> None:
 
 def _seconds(encoded: Encoded) -> dict[str, float]:
     """Time per stage, under the names of EncodeResponse."""
-    times = encoded.times
-    return {
-        "lookup_s": encoded.lookup_s,
-        "queue_s": times.queue_s,
-        "preprocess_s": times.preprocess_s,
-        "forward_s": times.forward_s,
-    }
+    return {"lookup_s": encoded.lookup_s, **asdict(encoded.times)}
 
 
 def _checked_key(key: bytes) -> bytes:
@@ -487,28 +466,20 @@ def add_to_server(servicer: EncoderServicer, server: grpc.aio.Server) -> None:
     """Registers the servicer as the generated function does, but Probe, Encode and Upload read
     their messages themselves, and Fetch has our serializer.
     """
-    handlers = {
-        "Encode": grpc.stream_unary_rpc_method_handler(
-            servicer.Encode,
-            request_deserializer=pb.EncodeRequest.FromString,
-            response_serializer=pb.EncodeResponse.SerializeToString,
-        ),
-        "Probe": grpc.stream_unary_rpc_method_handler(
-            servicer.Probe,
-            request_deserializer=pb.ProbeRequest.FromString,
-            response_serializer=pb.ProbeResponse.SerializeToString,
-        ),
-        "Upload": grpc.stream_unary_rpc_method_handler(
-            servicer.Upload,
-            request_deserializer=pb.UploadRequest.FromString,
-            response_serializer=pb.UploadResponse.SerializeToString,
-        ),
-        "Fetch": grpc.unary_stream_rpc_method_handler(
-            servicer.Fetch,
-            request_deserializer=pb.FetchRequest.FromString,
-            response_serializer=serialize,
-        ),
+    reading: list[tuple[Any, Any, Any]] = [
+        (servicer.Encode, pb.EncodeRequest, pb.EncodeResponse),
+        (servicer.Probe, pb.ProbeRequest, pb.ProbeResponse),
+        (servicer.Upload, pb.UploadRequest, pb.UploadResponse),
+    ]
+    handlers: dict[str, Any] = {
+        method.__name__: grpc.stream_unary_rpc_method_handler(
+            method, request.FromString, response.SerializeToString
+        )
+        for method, request, response in reading
     }
+    handlers["Fetch"] = grpc.unary_stream_rpc_method_handler(
+        servicer.Fetch, pb.FetchRequest.FromString, serialize
+    )
     pb_grpc.add_EncoderServicer_to_server(servicer, server)
     # The handler registered last takes precedence.
     server.add_registered_method_handlers(SERVICE, handlers)  # pyright: ignore[reportAttributeAccessIssue]

@@ -18,7 +18,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -52,26 +51,13 @@ Prepare = Callable[[Source, Unit, Callable[[], None]], Tensor]
 _NO_MORE = (-math.inf, 0)  # ends a thread of the pool
 
 
-@dataclass(frozen=True, slots=True)
-class _Stop:
-    """The front has sent `Shutdown` or closed the channel."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Wake:
-    """The device is done with a batch."""
-
-
 class Engine:
     """Runs until the front sends `Shutdown` or closes the channel.
 
     Args:
-        channel: to the front.
-        runner: of the device.
         prepare: source and unit → resized pixels; called in the pool's threads; raises
             `TriptychError` for a bad image. What it is given calls once a video's frames are
             decoded, so that the next may be while these are resized.
-        max_batch_patches: budget of one batch.
         workers: threads of the preprocessing pool.
     """
 
@@ -127,7 +113,7 @@ class Engine:
                 for message in self._channel.receive(None):
                     self._accept(message)
         except ChannelClosed:
-            self._mailbox.put(_Stop())
+            self._mailbox.put(Shutdown())
 
     def _accept(self, message: FrontMessage) -> None:
         match message:
@@ -137,14 +123,12 @@ class Engine:
                     received_at=time.monotonic(),
                 )  # fmt: skip
                 self._queue(message)
-            case PlaceImage() | Ping():
+            case PlaceImage() | Ping() | Shutdown():
                 self._mailbox.put(message)
             case CancelImage():
                 if job := self._jobs.get(message.job_id):
                     job.cancelled = True
                 self._mailbox.put(message)
-            case Shutdown():
-                self._mailbox.put(_Stop())
 
     def _queue(self, message: EncodeImage) -> None:
         turn = message.rank, message.job_id
@@ -166,7 +150,7 @@ class Engine:
                 pass  # the loop handles it
             except Exception:  # the loop handles it when it finishes the batch
                 logging.exception("waiting for the device failed")
-            self._mailbox.put(_Wake())
+            self._mailbox.put(None)
 
     # The pool's threads.
 
@@ -219,9 +203,9 @@ class Engine:
 
     def _take(self, item: "_Item") -> None:
         match item:
-            case _Wake():
+            case None:  # the device is done with a batch
                 pass
-            case _Stop():
+            case Shutdown():
                 self._stopping = True
             case Ping():
                 if not self._launched:  # else the end of a batch shows that this process works
@@ -307,14 +291,8 @@ class Engine:
         for image, is_finite in zip(batch.images, finite, strict=True):
             error = None if is_finite else InternalError("the embedding is not finite")
             self._end(image.job_id, error)
-        self._send(
-            EngineStats(
-                num_images=self._num_images,
-                num_patches=self._num_patches,
-                kernel_calls=self._runner.kernel_calls,
-                busy_s=self._busy_s,
-            )
-        )
+        calls = self._runner.kernel_calls
+        self._send(EngineStats(self._num_images, self._num_patches, calls, self._busy_s))
 
     def _end(self, job_id: int, error: TriptychError | None) -> None:
         job = self._jobs.pop(job_id)
@@ -349,7 +327,7 @@ class Engine:
             self._channel.send(message)
 
 
-_Item = Job | PlaceImage | CancelImage | Ping | _Stop | _Wake
+_Item = Job | PlaceImage | CancelImage | Ping | Shutdown | None
 
 
 def _device_error(error: Exception) -> TriptychError:
