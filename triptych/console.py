@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
 
 _LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40, "critical": 50}
 _ACCESS_LOGGER = "services.gateway.http.middleware"
@@ -19,22 +19,6 @@ _READY = "runner is ready"
 _PERIOD_S = 5.0
 # Fields of every record, which say nothing that the line does not.
 _COMMON = {"time", "level", "service", "logger", "message", "exception"}
-
-
-class Bars(Protocol):
-    """Shows how far each process is."""
-
-    def show(self, child: str, stage: str, done: int, total: int) -> None:
-        """Takes a process's stage."""
-        ...
-
-    def print(self, text: str) -> None:
-        """Prints a line above the bars."""
-        ...
-
-    def close(self) -> None:
-        """Removes them."""
-        ...
 
 
 class Console:
@@ -55,7 +39,7 @@ class Console:
         }
         self._access_log = access_log
         out = stream or sys.stderr
-        self._bars: Bars = _TerminalBars() if out.isatty() else _Lines(out)
+        self._bars = _TerminalBars() if out.isatty() else _Lines(out)
         self._lock = threading.Lock()
         self._causes: dict[str, str] = {}
         self._is_ready = False

@@ -35,6 +35,7 @@ from triptych.ports import Ports
 from triptych.probes import gateway_ready, grpc_ready
 from triptych.stack import ChildSpec, StackError
 
+RedisUrls = Mapping[str, str]  # service → how it logs in to Redis; empty: it does without
 ENCODER_SERVICE = "triptych.v1.Encoder"
 DECODER_SERVICE = "triptych.v1.Decoder"
 # A gateway uses one core at most; encoders need the others to decode JPEGs. See benchmarks/LOG.md.
@@ -73,19 +74,6 @@ class Links:
 
     sockets: Path | None = None
     token_file: Path | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class RedisUrls:
-    """Redis, as each service logs in; empty: it does without."""
-
-    encoder: str
-    decoder: str
-    gateway: str
-
-    def of(self, kind: str) -> str:
-        """Of a service: `encoder`, `decoder` or `gateway`."""
-        return {"encoder": self.encoder, "decoder": self.decoder, "gateway": self.gateway}[kind]
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +184,7 @@ def plan_stack(
             "ENCODER_ADDRESSES": _addresses(engines, "encoder"),
             "DECODER_ADDRESSES": _addresses(engines, "decoder"),
             **_token(links),
-            **({"REDIS_URL": redis.gateway} if redis is not None and redis.gateway else {}),
+            **({"REDIS_URL": redis["gateway"]} if redis is not None and redis["gateway"] else {}),
             **({"API_KEYS": options.api_key} if options.api_key is not None else {}),
         }
         gateways = _gateways(options, common, port, cpus, ports)
@@ -462,7 +450,7 @@ def _engines(
             variables = {
                 **decided,
                 **_listening(name, links, ports),
-                "REDIS_URL": redis.of(kind) if redis else "",
+                "REDIS_URL": redis[kind] if redis else "",
                 "DEVICE": placement.device,
             }
             own = {

@@ -192,16 +192,15 @@ def make_links(grpc: str, directory: Path) -> Links:
 def _given_redis(url: str | None, environment: Mapping[str, str]) -> RedisUrls | None:
     """A Redis that others run: of the command line, or of the services' variables."""
     if url is None:
-        kinds = ("ENCODER", "DECODER", "GATEWAY")
-        exported = [environment.get(f"{kind}_REDIS_URL", "") for kind in kinds]
-        return RedisUrls(*exported) if any(exported[:2]) else None
+        urls = {kind: environment.get(f"{kind.upper()}_REDIS_URL", "") for kind in REDIS_RULES}
+        return urls if urls["encoder"] or urls["decoder"] else None
     if urlsplit(url).password is not None or "password=" in url:
         raise StackError(
             "all users of this machine see a password in --redis-url: export ENCODER_REDIS_URL "
             "and DECODER_REDIS_URL (and GATEWAY_REDIS_URL) instead",
             2,
         )
-    return RedisUrls(url, url, url)
+    return dict.fromkeys(REDIS_RULES, url)
 
 
 def redis_spec(directory: Path) -> tuple[ChildSpec, RedisUrls] | None:
@@ -234,7 +233,7 @@ def redis_spec(directory: Path) -> tuple[ChildSpec, RedisUrls] | None:
         "--loglevel", "warning", "--daemonize", "no",
     ]  # fmt: skip
     is_ready = functools.partial(redis_ready, socket_path)
-    return ChildSpec("redis", command, {}, is_ready), RedisUrls(**urls)
+    return ChildSpec("redis", command, {}, is_ready), urls
 
 
 async def _run(options: ServeOptions, plan: Plan, specs: Sequence[ChildSpec]) -> int:

@@ -18,8 +18,9 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Protocol
+
+from triptych import ROOT
 
 # Added to the grace of running requests: for services, which stop after the gateways.
 _SERVICES_STOP_S = 1.5
@@ -27,7 +28,7 @@ _CLEANUP_S = 0.5
 _POLL_S = 0.05
 _READY_POLL_S = 0.2  # each asks over a connection of its own
 _NUM_LAST_LINES = 15
-_PARENT_DEATH = str(Path(__file__).with_name("parent_death.py"))
+_PARENT_DEATH = str(ROOT / "services" / "common" / "process" / "parent_death.py")
 
 ReadyCheck = Callable[[], Awaitable[bool]]
 

@@ -8,8 +8,8 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from http.client import HTTPException
+from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.metrics_core import Metric
@@ -84,26 +84,22 @@ def serve_metrics(scraper: Scraper, host: str, port: int) -> None:
     start_http_server(port, addr=host, registry=registry)
 
 
-@dataclass(frozen=True, slots=True)
-class Reading:
-    """The sums at one time, in seconds of the monotonic clock."""
+class Reading(NamedTuple):
+    """The sums at one time, in seconds of the monotonic clock; a sum that is not known is 0."""
 
     at: float
     sums: Mapping[str, float]
 
-    def of(self, name: str) -> float:
-        """A sum; 0: not known."""
-        return self.sums.get(name, 0.0)
-
 
 def line(before: Reading, now: Reading) -> str | None:
     """What happened between two readings; None: nothing."""
+    sums = now.sums
 
     def gained(name: str) -> float:
-        return max(0.0, now.of(name) - before.of(name))
+        return max(0.0, sums.get(name, 0.0) - before.sums.get(name, 0.0))
 
-    running = now.of("decoder_sequences_running")
-    waiting = now.of("decoder_sequences_waiting")
+    running = sums.get("decoder_sequences_running", 0.0)
+    waiting = sums.get("decoder_sequences_waiting", 0.0)
     prompt, output = gained("decoder_prompt_tokens_total"), gained("decoder_generated_tokens_total")
     if not (running or waiting or prompt or output):
         return None
@@ -112,8 +108,8 @@ def line(before: Reading, now: Reading) -> str | None:
         f"running {running:.0f}, waiting {waiting:.0f}",
         f"tokens/s in {prompt / seconds:,.1f}, out {output / seconds:,.1f}",
     ]
-    if blocks := now.of("decoder_kv_blocks"):
-        parts.append(f"KV cache {now.of('decoder_kv_blocks_used') / blocks:.1%}")
+    if blocks := sums.get("decoder_kv_blocks"):
+        parts.append(f"KV cache {sums.get('decoder_kv_blocks_used', 0.0) / blocks:.1%}")
     if prompt:
         parts.append(f"prefix hits {gained('decoder_prefix_cache_hit_tokens_total') / prompt:.1%}")
     if images := gained("gateway_encodes_total"):

@@ -223,12 +223,14 @@ async def test_images_take_no_room_from_limits_in_the_redis_of_triptych_serve(
     spec, urls = made
     asked = Asked("t", [10] * 5, [10] * 5, [10] * 5)
     process = subprocess.Popen(spec.command)  # noqa: ASYNC220 - it returns at once
-    with process, redis.Redis.from_url(urls.encoder) as encoder:
+    with process, redis.Redis.from_url(urls["encoder"]) as encoder:
         try:
             async with asyncio.timeout(PATIENCE_S):
                 while not await spec.is_ready():  # noqa: ASYNC110 - another process
                     await asyncio.sleep(0.01)
-            one, other = (LeaseStore(urls.gateway, n, 60.0, PATIENCE_S) for n in ("one", "other"))
+            one, other = (
+                LeaseStore(urls["gateway"], n, 60.0, PATIENCE_S) for n in ("one", "other")
+            )
             await one.ask([asked])
             for number in range(64):
                 name = b"triptych:embedding:%d" % number

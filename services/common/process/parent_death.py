@@ -1,4 +1,10 @@
-"""A process that ends with the one that started it, however that one ends."""
+"""A process that ends with the one that started it, however that one ends.
+
+Also a program, `python parent_death.py PARENT_PID COMMAND…`, because code between fork and exec is
+not safe once a library has started threads. It becomes the command (exec), so it does not appear in
+the process tree. Standard library only, so that it starts in a few milliseconds without
+site-packages.
+"""
 
 import ctypes
 import os
@@ -18,3 +24,10 @@ def end_with_parent(parent: int) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
+
+
+if __name__ == "__main__":
+    end_with_parent(int(sys.argv[1]))
+    # It writes to the terminal from the background, which `stty tostop` would stop it for.
+    signal.signal(signal.SIGTTOU, signal.SIG_IGN)
+    os.execvp(sys.argv[2], sys.argv[2:])

@@ -21,7 +21,7 @@ from triptych.plan import Links, Plan, RedisUrls, plan_stack, read_model
 from triptych.serve import make_links, redis_spec
 from triptych.stack import StackError
 
-REDIS = RedisUrls(*(f"redis://{kind}@localhost" for kind in ("encoder", "decoder", "gateway")))
+REDIS = {kind: f"redis://{kind}@localhost" for kind in ("encoder", "decoder", "gateway")}
 
 
 @pytest.fixture
@@ -75,7 +75,7 @@ def test_every_service_accepts_its_environment(model: Path) -> None:
         else:
             ports.add(int(value.address.removeprefix("127.0.0.1:")))
             assert (value.dtype, value.load_format) == ("bfloat16", "dummy")
-            assert value.redis_url == REDIS.of(child.name.split("-")[0])
+            assert value.redis_url == REDIS[child.name.split("-")[0]]
         assert made.metrics_urls[child.name].endswith(f":{value.metrics_port}/metrics")
         ports.add(value.metrics_port)
     assert len(ports) == 10
@@ -176,7 +176,7 @@ def test_a_model_that_is_not_served_is_named(model: Path) -> None:
 
 
 def test_several_gateways_count_limits_together_and_one_by_itself(model: Path) -> None:
-    for count, expected in ((1, ("", 1)), (3, (REDIS.gateway, 3))):
+    for count, expected in ((1, ("", 1)), (3, (REDIS["gateway"], 3))):
         made = plan(model, gateways=count)
         gateways = [child for child in made.children if child.name.startswith("gateway")]
         assert len(gateways) == count
@@ -447,7 +447,7 @@ def test_a_redis_of_our_own_listens_only_on_its_socket(tmp_path: Path) -> None:
     spec, urls = made
     users = (tmp_path / "users.acl").read_text()
     for kind in ("encoder", "decoder", "gateway"):
-        url = urlsplit(urls.of(kind))
+        url = urlsplit(urls[kind])
         assert (url.scheme, url.username, url.path) == ("unix", kind, f"{tmp_path}/redis.sock")
         assert url.password and url.password not in users
         assert not any(url.password in word for word in spec.command)
