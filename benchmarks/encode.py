@@ -31,7 +31,6 @@ from kernels.attention.segments import BatchSegments
 from kernels.device import KNOWN_DEVICES
 from services.common.families import read_spec
 from services.common.families.qwen3_vl import DeepStackTower
-from services.common.families.resized_grid import ResizedGrid
 from services.common.geometry import Geometry, Grid, Unit
 from services.common.images.image_header import MAX_SOURCE_PIXELS
 from services.common.model_spec import TowerSpec
@@ -76,7 +75,7 @@ SHAPES = {
     "8b": DeepStackTower(27, 1152, 4304, 16, 3, 16, 2, 2, 4096, 2304, (8, 16, 24)),
     "32b": DeepStackTower(27, 1152, 4304, 16, 3, 16, 2, 2, 5120, 2304, (8, 16, 24)),
 }
-_GEOMETRY = ResizedGrid(0, patch_size=16, merge_size=2, min_pixels=65536, max_pixels=1 << 24)
+_GEOMETRY = Geometry(0, patch_size=16, merge_size=2, min_pixels=65536, max_pixels=1 << 24)
 
 
 @dataclass(frozen=True, slots=True)

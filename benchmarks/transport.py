@@ -28,8 +28,7 @@ import uvloop
 
 from services.common.embeddings.arena import Arena
 from services.common.embeddings.embedding import EmbeddingSpec
-from services.common.families.resized_grid import ResizedGrid
-from services.common.geometry import Unit
+from services.common.geometry import Geometry, Unit
 from services.common.images.image_key import image_key
 from services.common.pb import encoder_pb2 as pb
 from services.common.pb import encoder_pb2_grpc as pb_grpc
@@ -125,7 +124,7 @@ async def serve(num_tokens: int, link: Link) -> None:
         EncoderMetrics(),
     )
     client = EngineClient(cast(Any, InstantEngine()), metrics.observe_batch)
-    geometry = ResizedGrid(0, 16, 1, 1, 1 << 30)
+    geometry = Geometry(0, 16, 1, 1, 1 << 30)
     embeddings = Embeddings(
         like=like, geometry=geometry, memory=memory, engine=client, redis=None,
         metrics=metrics, admission=Admission(1 << 20),

@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 
 from services.common.families import qwen3_vl
-from services.common.families.resized_grid import ResizedGrid
-from services.common.geometry import Int32s, Run, Size, Unit
+from services.common.geometry import Geometry, Int32s, Run, Size, Unit
 from services.common.model_spec import ModelSpec
 
 BETWEEN = 7  # a token of text
@@ -20,9 +19,9 @@ OVERVIEW = Unit((1, 4, 4))
 
 
 @dataclass(frozen=True, slots=True)
-class TwoViews(ResizedGrid):
+class TwoViews(Geometry):
     def units(self, size: Size) -> tuple[Unit, ...]:
-        (whole,) = ResizedGrid.units(self, size)
+        (whole,) = Geometry.units(self, size)
         return OVERVIEW, whole
 
     def placeholders(self, units: Sequence[Unit]) -> tuple[Int32s, Sequence[int]]:
@@ -37,7 +36,7 @@ class TwoViews(ResizedGrid):
 def read(directory: Path, config: Mapping[str, Any]) -> ModelSpec:
     spec = qwen3_vl.read(directory, config)
     plain = spec.vision_part.geometry
-    assert isinstance(plain, ResizedGrid)
+    assert isinstance(plain, Geometry)
     geometry = TwoViews(
         plain.image_token_id, plain.patch_size, plain.merge_size, plain.min_pixels, plain.max_pixels
     )

@@ -13,9 +13,8 @@ from typing import Literal
 import numpy as np
 
 from services.common.errors import InvalidVideo
-from services.common.geometry import Int32s, Size, Unit
+from services.common.geometry import MAX_ASPECT_RATIO, Int32s, Size, Unit, grown, shrunk
 
-_MAX_ASPECT_RATIO = 200
 _UNKNOWN_RATE = 24.0  # frames per second of a video that does not say
 
 
@@ -124,21 +123,18 @@ class FramePairs:
         if height < side or width < side:
             scale = max(side / height, side / width)
             height, width = int(height * scale), int(width * scale)
-        if max(height, width) / min(height, width) > _MAX_ASPECT_RATIO:
+        if max(height, width) / min(height, width) > MAX_ASPECT_RATIO:
             raise InvalidVideo(
-                f"the video's aspect ratio is over {_MAX_ASPECT_RATIO}: {size[0]}x{size[1]}"
+                f"the video's aspect ratio is over {MAX_ASPECT_RATIO}: {size[0]}x{size[1]}"
             )
         limit = self._max_pixels(num_sampled, cap)
         new_height, new_width = round(height / side) * side, round(width / side) * side
         area = round(num_sampled / 2) * 2 * new_height * new_width  # 5 frames count as 4
+        pixels = num_sampled * height * width
         if area > limit:
-            shrink = math.sqrt(num_sampled * height * width / limit)
-            new_height = max(side, math.floor(height / shrink / side) * side)
-            new_width = max(side, math.floor(width / shrink / side) * side)
-        elif area < self.min_pixels:
-            grow = math.sqrt(self.min_pixels / (num_sampled * height * width))
-            new_height = math.ceil(height * grow / side) * side
-            new_width = math.ceil(width * grow / side) * side
+            return shrunk((height, width), math.sqrt(pixels / limit), side)
+        if area < self.min_pixels:
+            return grown((height, width), math.sqrt(self.min_pixels / pixels), side)
         return new_height, new_width
 
     def _max_pixels(self, num_sampled: int, cap: bool | None) -> int:

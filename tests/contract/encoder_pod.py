@@ -12,8 +12,7 @@ import numpy as np
 from services.common.embeddings.arena import Arena
 from services.common.embeddings.embedding import EmbeddingSpec, digest
 from services.common.embeddings.embedding_cache import RedisCache
-from services.common.families.resized_grid import ResizedGrid
-from services.common.geometry import Unit
+from services.common.geometry import Geometry, Unit
 from services.common.images.image_key import image_key
 from services.common.pb import encoder_pb2 as pb
 from services.common.pb import encoder_pb2_grpc as pb_grpc
@@ -42,7 +41,7 @@ from services.encoder.redis_tier import RedisTier
 from services.encoder.service import SERVICE, Description, EncoderServicer, add_to_server
 from tests.noise import PATIENCE_S
 
-GEOMETRY = ResizedGrid(0, 16, 2, 1, 1 << 30)
+GEOMETRY = Geometry(0, 16, 2, 1, 1 << 30)
 LIKE = EmbeddingSpec("float32", 2, 0, 64)
 PREFIX = b"p" * 32
 

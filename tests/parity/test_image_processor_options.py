@@ -13,7 +13,7 @@ from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageP
 
 from services.common.families.image_processor import read_vision_spec
 from services.common.families.qwen3_vl import DeepStackTower
-from services.common.families.resized_grid import ResizedGrid
+from services.common.geometry import Geometry
 from services.common.model_spec import ModelSpecError, UnsupportedOption
 from tests.parity.test_preprocess import encoded, noise, ours
 
@@ -107,14 +107,14 @@ def write(directory: Path, changes: dict, *, nested: bool) -> None:
     (directory / name).write_text(json.dumps(value))
 
 
-def read_geometry(directory: Path) -> ResizedGrid:
+def read_geometry(directory: Path) -> Geometry:
     vision = read_vision_spec(directory, TOWER, 0)
     assert (vision.tower.pixel_mean, vision.tower.pixel_std) == ((127.5,), (127.5,))
-    assert isinstance(vision.geometry, ResizedGrid)
+    assert isinstance(vision.geometry, Geometry)
     return vision.geometry
 
 
-def check_pixels(directory: Path) -> ResizedGrid:
+def check_pixels(directory: Path) -> Geometry:
     geometry = read_geometry(directory)
     processor = Qwen2VLImageProcessor.from_pretrained(directory)
     for size in ((224, 160), (480, 640), (64, 96), (15, 1000)):

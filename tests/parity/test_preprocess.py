@@ -12,15 +12,15 @@ import tests.parity.torchvision_ops  # noqa: F401 - before transformers
 # isort: split
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
 
-from services.common.families.resized_grid import ResizedGrid
+from services.common.geometry import Geometry
 from services.encoder.preprocess import preprocess, resize
 from tests.in_process_decoder import InProcessDecoder
 from tests.tower import pack_patches
 
 LIMITS = {
-    "the checkpoint's": ResizedGrid(0, 16, 2, 65536, 16777216),
-    "small": ResizedGrid(0, 16, 2, 4096, 40000),
-    "patch 14": ResizedGrid(0, 14, 2, 3136, 200000),
+    "the checkpoint's": Geometry(0, 16, 2, 65536, 16777216),
+    "small": Geometry(0, 16, 2, 4096, 40000),
+    "patch 14": Geometry(0, 14, 2, 3136, 200000),
 }
 SIZES = [
     (16, 16), (15, 2000), (300, 500), (480, 640), (33, 64), (1, 100), (1024, 1024),
@@ -28,7 +28,7 @@ SIZES = [
 ]  # fmt: skip
 
 
-def processor(limits: ResizedGrid) -> Qwen2VLImageProcessor:
+def processor(limits: Geometry) -> Qwen2VLImageProcessor:
     return Qwen2VLImageProcessor(
         size={"shortest_edge": limits.min_pixels, "longest_edge": limits.max_pixels},
         patch_size=limits.patch_size, merge_size=limits.merge_size, temporal_patch_size=2,
@@ -50,7 +50,7 @@ def noise(height: int, width: int, seed: int = 0) -> Image.Image:
     return Image.fromarray(values.astype(np.uint8))
 
 
-def ours(data: bytes, size: tuple[int, int], limits: ResizedGrid) -> torch.Tensor:
+def ours(data: bytes, size: tuple[int, int], limits: Geometry) -> torch.Tensor:
     """pixel_values as the tower gets them, with the time axis spelled out."""
     (unit,) = limits.units(size)
     pixels = preprocess(data, unit, limits, max_source_pixels=1 << 26, decoder=InProcessDecoder())
@@ -62,7 +62,7 @@ def ours(data: bytes, size: tuple[int, int], limits: ResizedGrid) -> torch.Tenso
 
 @pytest.mark.parametrize("limits", LIMITS.values(), ids=LIMITS)
 @pytest.mark.parametrize("size", SIZES, ids=lambda size: f"{size[0]}x{size[1]}")
-def test_pixel_values_are_equal(size: tuple[int, int], limits: ResizedGrid) -> None:
+def test_pixel_values_are_equal(size: tuple[int, int], limits: Geometry) -> None:
     image = noise(*size)
     theirs = processor(limits)(images=[image], return_tensors="pt")
     assert tuple(theirs["image_grid_thw"][0].tolist()) == limits.units(size)[0].grid

@@ -23,10 +23,9 @@ from transformers.video_utils import VideoMetadata
 from services.common.errors import InvalidVideo
 from services.common.families import read_spec
 from services.common.families.qwen3_vl import DeepStackTower
-from services.common.families.resized_grid import ResizedGrid
 from services.common.families.video_processor import with_video
 from services.common.frame_pairs import FramePairs, Sampling, time_text
-from services.common.geometry import Run, Unit
+from services.common.geometry import Geometry, Run, Unit
 from services.common.model_spec import VisionSpec
 from services.gateway.tokenizer.tokenizer import ModelTokenizer
 from tests.parity.oracle import (
@@ -155,7 +154,7 @@ def test_times_are_rounded_as_python_does():
 def vision_of(tmp_path, options: dict[str, object], **files: object) -> VisionSpec:
     for name, content in ({"video_preprocessor_config": options} | files).items():
         (tmp_path / f"{name}.json").write_text(json.dumps(content))
-    return with_video(VisionSpec(tower=TOWER, geometry=ResizedGrid(0, 16, 2, 1, 9)), tmp_path, IDS)
+    return with_video(VisionSpec(tower=TOWER, geometry=Geometry(0, 16, 2, 1, 9)), tmp_path, IDS)
 
 
 OBEYED = {

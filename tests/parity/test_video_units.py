@@ -22,9 +22,8 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
 
 from services.common.families.qwen3_vl import DeepStackTower
-from services.common.families.resized_grid import ResizedGrid
 from services.common.frame_pairs import FramePairs
-from services.common.geometry import Unit
+from services.common.geometry import Geometry, Unit
 from services.common.nn.weights import Checkpoint, load_weights
 from services.encoder import prepare
 from services.encoder.engine.messages import Source, Video
@@ -50,7 +49,7 @@ OPS = cpu_ops(TOWER)
 
 
 def preparer(**files: bytes) -> Preparer:
-    geometry = ResizedGrid(0, 16, 2, 1024, 1 << 24)
+    geometry = Geometry(0, 16, 2, 1024, 1 << 24)
     return Preparer(geometry, "bicubic", 1 << 24, InProcessDecoder(), InProcessClips(**files))
 
 

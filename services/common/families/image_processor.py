@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from services.common.families.resized_grid import ResizedGrid
+from services.common.geometry import Geometry
 from services.common.model_spec import TowerSpec, UnsupportedOption, VisionSpec, read_json
 
 _TYPES = ("Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast", "Qwen2VLImageProcessorPil")
@@ -59,7 +59,7 @@ def read_vision_spec(directory: Path, tower: TowerSpec, image_token_id: int) -> 
         min_pixels, max_pixels = pixel_limits(options)
     except UnsupportedOption as error:
         raise UnsupportedOption(str(error), name) from None
-    geometry = ResizedGrid(
+    geometry = Geometry(
         image_token_id=image_token_id,
         patch_size=tower.patch_size,
         merge_size=tower.spatial_merge_size,

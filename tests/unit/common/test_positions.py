@@ -5,10 +5,9 @@ import types
 import numpy as np
 import pytest
 
-from services.common.families.resized_grid import ResizedGrid
-from services.common.geometry import Run, Unit
+from services.common.geometry import Geometry, Run, Unit
 
-GEOMETRY = ResizedGrid(9, 16, 2, 1, 1 << 30)
+GEOMETRY = Geometry(9, 16, 2, 1, 1 << 30)
 
 
 def layout(*items):

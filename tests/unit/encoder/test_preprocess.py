@@ -10,14 +10,13 @@ import torch
 from PIL import Image, PngImagePlugin
 
 from services.common.errors import InvalidImage
-from services.common.families.resized_grid import ResizedGrid
-from services.common.geometry import Unit
+from services.common.geometry import Geometry, Unit
 from services.common.images.image_header import read_header
 from services.encoder.decode import decode, to_rgb
 from services.encoder.preprocess import preprocess
 from tests.in_process_decoder import InProcessDecoder
 
-GEOMETRY = ResizedGrid(0, 16, 2, 1024, 1 << 20)
+GEOMETRY = Geometry(0, 16, 2, 1024, 1 << 20)
 WHITE = (255, 255, 255)
 
 

@@ -12,7 +12,7 @@ from services.common.errors import (
     InvalidImage,
     InvalidRequest,
 )
-from services.common.families.resized_grid import ResizedGrid
+from services.common.geometry import Geometry
 from services.gateway.kept import MemoryKept
 from services.gateway.media.images import (
     LOW_DETAIL_PIXELS,
@@ -23,7 +23,7 @@ from services.gateway.media.images import (
 )
 from services.gateway.media.web_media import WebMedia
 
-GEOMETRY = ResizedGrid(0, 16, 2, 65536, 1 << 20)
+GEOMETRY = Geometry(0, 16, 2, 65536, 1 << 20)
 
 
 def data_url(data: bytes, kind: str = "image/png") -> str:

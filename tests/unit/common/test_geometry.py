@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 
 from services.common.errors import InvalidImage, InvalidRequest
-from services.common.families.resized_grid import ResizedGrid
-from services.common.geometry import Unit
+from services.common.geometry import Geometry, Unit
 
-GEOMETRY = ResizedGrid(0, 16, 2, 65536, 16777216)
+GEOMETRY = Geometry(0, 16, 2, 65536, 16777216)
 
 
 @pytest.mark.parametrize(
@@ -47,7 +46,7 @@ def test_smart_resize_is_hugging_faces() -> None:
     for _ in range(30_000):
         height, width = rng.randint(1, 6000), rng.randint(1, 6000)
         patch, least = rng.choice((14, 16)), rng.choice((3136, 65536))
-        geometry = ResizedGrid(0, patch, 2, least, rng.choice((200_000, 1_003_520, 16_777_216)))
+        geometry = Geometry(0, patch, 2, least, rng.choice((200_000, 1_003_520, 16_777_216)))
         try:
             expected = reference(
                 height, width, factor=patch * 2, min_pixels=least, max_pixels=geometry.max_pixels
