@@ -19,7 +19,6 @@ from services.common.families import (
     generation,
     image_processor,
     read_spec,
-    video_processor,
 )
 from services.common.families.keys import READ, WITHOUT_EFFECT, is_known, unknown_keys
 from services.common.model_spec import UnsupportedOption
@@ -159,7 +158,7 @@ class Recorded(dict[str, Any]):
 def test_what_the_families_ask_for_is_on_the_lists_of_what_is_read(tmp_path, monkeypatch):
     asked: dict[str, set[str]] = {}
     families = sys.modules["services.common.families"]
-    for module in (families, generation, image_processor, video_processor):
+    for module in (families, generation, image_processor):
         original = module.read_json
         monkeypatch.setattr(
             module, "read_json",

@@ -79,6 +79,12 @@ def text_checkpoint(prefix: str = "model.", vision_prefix: str = "") -> Checkpoi
     )
 
 
+def with_tie(section: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    """A `text_config` with what the config.json around it says of tied embeddings."""
+    tied = config.get("tie_word_embeddings", section.get("tie_word_embeddings", False))
+    return {**section, "tie_word_embeddings": tied}
+
+
 def read_text(
     config: Mapping[str, Any],
     *,
@@ -88,8 +94,8 @@ def read_text(
     mrope_section: tuple[int, int, int] | None = None,
     partial_rotary_factor: float | None = None,
     qk_norm: bool = False,
-    qkv_bias: bool = False,
-    o_bias: bool = False,
+    qkv_bias: bool | None = None,
+    o_bias: bool | None = None,
     mlp_bias: bool = False,
     sliding_window: int | None = None,
     moe: MoESpec | None = None,
@@ -103,7 +109,8 @@ def read_text(
         rope_theta: the family's default.
         mrope_section: the family's default; None: positions are 1-D.
         partial_rotary_factor: the family's default; None: heads rotate whole.
-        qk_norm, qkv_bias, o_bias, mlp_bias, sliding_window, moe: see `TextSpec`.
+        qk_norm, qkv_bias, o_bias, mlp_bias, sliding_window, moe: see `TextSpec`; biases that are
+            None are as `attention_bias` says.
 
     Raises:
         UnsupportedOption: names the option and what to do.
@@ -125,6 +132,7 @@ def read_text(
     positions = _size(config, "max_position_embeddings")
     if rope.kind == "yarn":
         positions = max(positions, int(rope.factor * rope.original_max_position_embeddings))
+    bias = bool(config.get("attention_bias", False))
     no_mlp = None if moe is None else moe.shared_intermediate_size or moe.intermediate_size
     return TextSpec(
         vocab_size=_size(config, "vocab_size"),
@@ -139,8 +147,8 @@ def read_text(
         max_position_embeddings=positions,
         tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
         qk_norm=qk_norm,
-        qkv_bias=qkv_bias,
-        o_bias=o_bias,
+        qkv_bias=bias if qkv_bias is None else qkv_bias,
+        o_bias=bias if o_bias is None else o_bias,
         mlp_bias=mlp_bias,
         sliding_window=sliding_window,
         moe=moe,

@@ -9,7 +9,7 @@ from services.common.model_spec import UnsupportedOption, read_json
 
 # generation_config.json: options that change answers and that no request can set here, by the
 # values that leave answers as they are.
-_WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
+NEUTRAL: dict[str, tuple[Any, ...]] = {
     "no_repeat_ngram_size": (0,),
     "encoder_no_repeat_ngram_size": (0,),
     "encoder_repetition_penalty": (1.0,),
@@ -52,7 +52,7 @@ def read_generation(directory: Path) -> dict[str, Any]:
     """
     path = directory / "generation_config.json"
     generation = read_json(path) if path.exists() else {}
-    for name, neutral in _WITHOUT_EFFECT.items():
+    for name, neutral in NEUTRAL.items():
         value = generation.get(name)
         if value is not None and value not in neutral:
             raise UnsupportedOption(

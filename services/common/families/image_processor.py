@@ -8,10 +8,16 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from services.common.geometry import Geometry
-from services.common.model_spec import TowerSpec, UnsupportedOption, VisionSpec, read_json
+from services.common.model_spec import (
+    ModelSpecError,
+    TowerSpec,
+    UnsupportedOption,
+    VisionSpec,
+    read_json,
+)
 
 _TYPES = ("Qwen2VLImageProcessor", "Qwen2VLImageProcessorFast", "Qwen2VLImageProcessorPil")
-_DEFAULTS: dict[str, Any] = {
+DEFAULTS: dict[str, Any] = {
     "image_processor_type": _TYPES[0],
     "do_resize": True,
     "do_convert_rgb": True,
@@ -39,22 +45,14 @@ def read_vision_spec(directory: Path, tower: TowerSpec, image_token_id: int) -> 
         ModelSpecError: there is no file, or it is malformed.
         UnsupportedOption: an option's value is not served, or does not fit the tower.
     """
-    name, given = _read(directory)
+    found = read_processor(directory, "image_processor", "preprocessor_config.json")
+    if found is None:
+        raise ModelSpecError(f"{directory / 'preprocessor_config.json'} is missing")
+    name, given = found
     present = {k: v for k, v in given.items() if v is not None or k not in _NULL_IS_ABSENT}
-    options = _DEFAULTS | present
+    options = DEFAULTS | present
     try:
-        for option, served in (
-            ("image_processor_type", _TYPES),
-            ("do_resize", (True,)),
-            ("do_convert_rgb", (True,)),
-            ("resample", tuple(FILTERS)),
-            ("patch_size", (tower.patch_size,)),
-            ("merge_size", (tower.spatial_merge_size,)),
-            ("temporal_patch_size", (tower.temporal_patch_size,)),
-            ("do_rescale", (True, False)),
-            ("do_normalize", (True, False)),
-        ):
-            check_option(option, options[option], served, is_given=option in present)
+        check_options(options, present, tower, image_processor_type=_TYPES)
         mean, std = normalization(options, tower.in_channels)
         min_pixels, max_pixels = pixel_limits(options)
     except UnsupportedOption as error:
@@ -70,27 +68,52 @@ def read_vision_spec(directory: Path, tower: TowerSpec, image_token_id: int) -> 
     return VisionSpec(tower=replace(tower, pixel_mean=mean, pixel_std=std), geometry=geometry)
 
 
-def _read(directory: Path) -> tuple[str, Mapping[str, Any]]:
-    """The file's name and its options: processor_config.json's `image_processor` comes first."""
+def read_processor(
+    directory: Path, section: str, file: str
+) -> tuple[str, Mapping[str, Any]] | None:
+    """The name of the file with a processor's options, and these: processor_config.json's section
+    comes first, then a file of its own; None: there is neither.
+    """
     path = directory / "processor_config.json"
-    if path.exists():
-        nested = read_json(path).get("image_processor")
-        if nested is not None:
-            if not isinstance(nested, dict):
-                raise UnsupportedOption("image_processor is not an object", path.name)
-            return path.name, cast("dict[str, Any]", nested)
-    path = directory / "preprocessor_config.json"
-    return path.name, read_json(path)
+    nested = read_json(path).get(section) if path.exists() else None
+    if nested is not None:
+        if not isinstance(nested, dict):
+            raise UnsupportedOption(f"{section} is not an object", path.name)
+        return path.name, cast("dict[str, Any]", nested)
+    path = directory / file
+    return (path.name, read_json(path)) if path.exists() else None
 
 
-def check_option(option: str, value: object, served: tuple[object, ...], *, is_given: bool) -> None:
-    """Raises UnsupportedOption: the value is not among those that are served."""
-    if not any(value == each and type(value) is type(each) for each in served):
-        default = "" if is_given else " (the default of an absent field)"
-        raise UnsupportedOption(
-            f"{option} {value!r}{default} is not supported; "
-            f"supported: {' or '.join(repr(each) for each in served)}"
-        )
+def check_options(
+    options: Mapping[str, Any], given: Mapping[str, Any], tower: TowerSpec,
+    **others: tuple[object, ...],
+) -> None:  # fmt: skip
+    """Raises UnsupportedOption: a value is not among those that are served.
+
+    Args:
+        options: with the defaults of absent fields.
+        given: those that the file has.
+        tower: whose patches they must be.
+        others: option → what is served, besides what images and videos share.
+    """
+    for option, served in {
+        **others,
+        "do_resize": (True,),
+        "do_convert_rgb": (True,),
+        "resample": tuple(FILTERS),
+        "patch_size": (tower.patch_size,),
+        "merge_size": (tower.spatial_merge_size,),
+        "temporal_patch_size": (tower.temporal_patch_size,),
+        "do_rescale": (True, False),
+        "do_normalize": (True, False),
+    }.items():
+        value = options[option]
+        if not any(value == each and type(value) is type(each) for each in served):
+            default = "" if option in given else " (the default of an absent field)"
+            raise UnsupportedOption(
+                f"{option} {value!r}{default} is not supported; "
+                f"supported: {' or '.join(repr(each) for each in served)}"
+            )
 
 
 def normalization(

@@ -8,6 +8,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
+from services.common.families import image_processor, video_processor
+from services.common.families.generation import NEUTRAL
 from services.common.model_spec import read_json
 
 _NAMES = "a name or a version"
@@ -49,16 +51,11 @@ READ: dict[str, frozenset[str]] = {
         rope_parameters spatial_merge_size temporal_patch_size
         """
     ),
-    "generation_config.json": _words(
+    "generation_config.json": frozenset(NEUTRAL)
+    | _words(
         """
-        bad_words_ids begin_suppress_tokens constraints do_sample dola_layers
-        encoder_no_repeat_ngram_size encoder_repetition_penalty eos_token_id
-        epsilon_cutoff eta_cutoff exponential_decay_length_penalty force_words_ids
-        forced_bos_token_id forced_eos_token_id frequency_penalty guidance_scale
-        max_new_tokens max_time min_length min_new_tokens min_p no_repeat_ngram_size
-        num_beam_groups num_beams penalty_alpha presence_penalty remove_invalid_values
-        renormalize_logits repetition_penalty sequence_bias stop_strings suppress_tokens
-        temperature token_healing top_h top_k top_p typical_p watermarking_config
+        do_sample eos_token_id frequency_penalty max_new_tokens min_p presence_penalty
+        repetition_penalty temperature top_k top_p
         """
     ),
     "tokenizer_config.json": _words(
@@ -67,21 +64,9 @@ READ: dict[str, frozenset[str]] = {
         unk_token
         """
     ),
-    "preprocessor_config.json": _words(
-        """
-        do_convert_rgb do_normalize do_rescale do_resize image_mean image_processor_type
-        image_std max_pixels merge_size min_pixels patch_size resample rescale_factor
-        size temporal_patch_size
-        """
-    ),
-    "video_preprocessor_config.json": _words(
-        """
-        cap_pixels_per_frame do_convert_rgb do_normalize do_rescale do_resize
-        do_sample_frames fps image_mean image_std max_frames max_pixels max_video_tokens
-        merge_size min_frames min_pixels num_frames patch_size resample rescale_factor size
-        temporal_patch_size video_processor_type
-        """
-    ),
+    "preprocessor_config.json": frozenset(image_processor.DEFAULTS)
+    | _words("max_pixels min_pixels"),
+    "video_preprocessor_config.json": frozenset(video_processor.DEFAULTS),
     "processor_config.json": frozenset(("image_processor", "video_processor")),
 }
 

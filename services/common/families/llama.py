@@ -9,9 +9,6 @@ from services.common.model_spec import ConversationSpec, ModelSpec
 
 
 def read(directory: Path, config: Mapping[str, Any]) -> ModelSpec:
-    bias = bool(config.get("attention_bias", False))
-    text = read_text(
-        config, qkv_bias=bias, o_bias=bias, mlp_bias=bool(config.get("mlp_bias", False))
-    )
+    text = read_text(config, mlp_bias=bool(config.get("mlp_bias", False)))
     conversation = ConversationSpec(tool_parsers=("llama3_json",), thinks=True)
     return read_model(directory, config, text, conversation=conversation)

@@ -11,4 +11,5 @@ from services.common.model_spec import ModelSpec
 def read(directory: Path, config: Mapping[str, Any]) -> ModelSpec:
     # transformers' default of an absent field; published models without a window say null.
     window = config.get("sliding_window", 4096)
-    return read_model(directory, config, read_text(config, num_kv_heads=8, sliding_window=window))
+    text = read_text(config, num_kv_heads=8, qkv_bias=False, o_bias=False, sliding_window=window)
+    return read_model(directory, config, text)

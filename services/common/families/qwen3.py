@@ -14,14 +14,8 @@ from services.common.model_spec import ModelSpec
 
 
 def read(directory: Path, config: Mapping[str, Any]) -> ModelSpec:
-    bias = bool(config.get("attention_bias", False))
     text = read_text(
-        config,
-        head_dim=128,
-        num_kv_heads=32,
-        qk_norm=True,
-        qkv_bias=bias,
-        o_bias=bias,
+        config, head_dim=128, num_kv_heads=32, qk_norm=True,
         sliding_window=qwen_sliding_window(config),
-    )
+    )  # fmt: skip
     return read_model(directory, config, text, conversation=QWEN_CONVERSATION)

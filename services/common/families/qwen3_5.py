@@ -12,6 +12,7 @@ from services.common.families.dense import (
     read_model,
     read_text,
     text_checkpoint,
+    with_tie,
 )
 from services.common.families.qwen3_vl import read_vision
 from services.common.model_spec import (
@@ -57,23 +58,14 @@ def read_hybrid_text(
     """The language model of a config.json with layers of both kinds; for the arguments see
     `read_text`.
     """
-    section: Mapping[str, Any] = config.get("text_config") or config
+    section = with_tie(config.get("text_config") or config, config)
     _refuse_unsupported(section)
     kinds = _layer_kinds(section)
-    bias = bool(section.get("attention_bias", False))
-    tied = config.get("tie_word_embeddings", section.get("tie_word_embeddings", False))
     shared = {key: value for key, value in section.items() if key != "layer_types"}
     text = read_text(
-        {**shared, "tie_word_embeddings": tied},
-        head_dim=256,
-        num_kv_heads=num_kv_heads,
-        mrope_section=(11, 11, 10),
-        partial_rotary_factor=0.25,
-        qk_norm=True,
-        qkv_bias=bias,
-        o_bias=bias,
-        moe=moe,
-    )
+        shared, head_dim=256, num_kv_heads=num_kv_heads, mrope_section=(11, 11, 10),
+        partial_rotary_factor=0.25, qk_norm=True, moe=moe,
+    )  # fmt: skip
     return replace(
         text,
         output_gate=True,

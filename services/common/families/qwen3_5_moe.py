@@ -10,8 +10,7 @@ from services.common.model_spec import ModelSpec
 
 
 def read(directory: Path, config: Mapping[str, Any]) -> ModelSpec:
-    section: Mapping[str, Any] = config.get("text_config") or config
-    moe = read_moe(section, has_shared_expert=True)
+    moe = read_moe(config.get("text_config") or config, has_shared_expert=True)
     text = read_hybrid_text(config, num_kv_heads=2, moe=moe)
     vision, checkpoint = read_parts(directory, config)
     return read_model(

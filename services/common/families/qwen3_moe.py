@@ -15,13 +15,10 @@ from services.common.model_spec import ModelSpec
 
 
 def read(directory: Path, config: Mapping[str, Any]) -> ModelSpec:
-    bias = bool(config.get("attention_bias", False))
     text = read_text(
         config,
         num_kv_heads=4,
         qk_norm=True,
-        qkv_bias=bias,
-        o_bias=bias,
         sliding_window=qwen_sliding_window(config),
         moe=read_moe(config, norm_topk_prob=bool(config.get("norm_topk_prob", False))),
     )

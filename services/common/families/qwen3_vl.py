@@ -10,13 +10,13 @@ from services.common.families.dense import (
     read_model,
     read_text,
     text_checkpoint,
+    with_tie,
 )
 from services.common.families.image_processor import read_vision_spec
 from services.common.families.video_processor import with_video
 from services.common.model_spec import (
     ModelSpec,
     MoESpec,
-    TextSpec,
     TowerSpec,
     UnsupportedOption,
     VisionSpec,
@@ -50,35 +50,16 @@ def read_vision_language(
     moe: MoESpec | None = None,
 ) -> ModelSpec:
     """Both parts; the arguments are the language model's, see `read_text`."""
-    text = _text(config, head_dim, num_kv_heads, moe)
+    text = read_text(
+        with_tie(config["text_config"], config), head_dim=head_dim, num_kv_heads=num_kv_heads,
+        rope_theta=500_000.0, mrope_section=(24, 20, 20), qk_norm=True, moe=moe,
+    )  # fmt: skip
     taps = config["vision_config"]["deepstack_visual_indexes"]
     return read_model(
-        directory,
-        config,
-        text,
-        vision=read_vision(directory, config, taps),
+        directory, config, text, vision=read_vision(directory, config, taps),
         checkpoint=text_checkpoint("model.language_model.", "model.visual."),
         conversation=QWEN_CONVERSATION,
-    )
-
-
-def _text(
-    config: Mapping[str, Any], head_dim: int | None, num_kv_heads: int, moe: MoESpec | None
-) -> TextSpec:
-    section = config["text_config"]
-    bias = bool(section.get("attention_bias", False))
-    tied = config.get("tie_word_embeddings", section.get("tie_word_embeddings", False))
-    return read_text(
-        {**section, "tie_word_embeddings": tied},
-        head_dim=head_dim,
-        num_kv_heads=num_kv_heads,
-        rope_theta=500_000.0,
-        mrope_section=(24, 20, 20),
-        qk_norm=True,
-        qkv_bias=bias,
-        o_bias=bias,
-        moe=moe,
-    )
+    )  # fmt: skip
 
 
 def read_vision(

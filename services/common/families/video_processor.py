@@ -6,18 +6,19 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from services.common.families.image_processor import (
     FILTERS,
-    check_option,
+    check_options,
     normalization,
     pixel_limits,
+    read_processor,
 )
 from services.common.frame_pairs import FramePairs
-from services.common.model_spec import ModelSpecError, UnsupportedOption, VisionSpec, read_json
+from services.common.model_spec import ModelSpecError, UnsupportedOption, VisionSpec
 
-_DEFAULTS: dict[str, Any] = {
+DEFAULTS: dict[str, Any] = {
     "video_processor_type": "Qwen3VLVideoProcessor",
     "do_resize": True,
     "do_convert_rgb": True,
@@ -47,45 +48,23 @@ _TOKENS = ("video_token_id", "vision_start_token_id", "vision_end_token_id")
 def with_video(vision: VisionSpec, directory: Path, config: Mapping[str, Any]) -> VisionSpec:
     """With how the directory's video processor divides videos, or why they are not served."""
     try:
-        options = _read(directory)
-        if options is None:
+        found = read_processor(directory, "video_processor", "video_preprocessor_config.json")
+        if found is None:
             return vision
-        return replace(vision, video=_frame_pairs(vision, options, config))
+        return replace(vision, video=_frame_pairs(vision, found[1], config))
     except ModelSpecError as error:
         return replace(vision, no_video=f"the checkpoint's video processor: {error}")
-
-
-def _read(directory: Path) -> Mapping[str, Any] | None:
-    """processor_config.json's `video_processor` comes first."""
-    nested_in = directory / "processor_config.json"
-    if nested_in.exists():
-        nested = read_json(nested_in).get("video_processor")
-        if isinstance(nested, dict):
-            return cast("dict[str, Any]", nested)
-    path = directory / "video_preprocessor_config.json"
-    return read_json(path) if path.exists() else None
 
 
 def _frame_pairs(
     vision: VisionSpec, given: Mapping[str, Any], config: Mapping[str, Any]
 ) -> FramePairs:
-    options, tower = _DEFAULTS | dict(given), vision.tower
-    for option, served in (
-        ("video_processor_type", ("Qwen3VLVideoProcessor",)),
-        ("do_resize", (True,)),
-        ("do_convert_rgb", (True,)),
-        ("do_sample_frames", (True,)),
-        ("resample", tuple(FILTERS)),
-        ("patch_size", (tower.patch_size,)),
-        ("merge_size", (tower.spatial_merge_size,)),
-        ("temporal_patch_size", (tower.temporal_patch_size,)),
-        ("do_rescale", (True, False)),
-        ("do_normalize", (True, False)),
-        ("cap_pixels_per_frame", (None, True, False)),
-        ("min_pixels", (None,)),
-        ("max_pixels", (None,)),
-    ):
-        check_option(option, options[option], served, is_given=option in given)
+    options, tower = DEFAULTS | dict(given), vision.tower
+    check_options(
+        options, given, tower,
+        video_processor_type=("Qwen3VLVideoProcessor",), do_sample_frames=(True,),
+        cap_pixels_per_frame=(None, True, False), min_pixels=(None,), max_pixels=(None,),
+    )  # fmt: skip
     if tower.temporal_patch_size != 2:
         raise UnsupportedOption("temporal_patch_size is not 2")
     if normalization(options, tower.in_channels) != (tower.pixel_mean, tower.pixel_std):
