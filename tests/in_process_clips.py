@@ -1,20 +1,20 @@
 """Frames of videos decoded in this process, in place of `ClipPool`."""
 
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 
 import numpy as np
 
 from services.common.embeddings.shared_memory import MemoryAddress
 from services.common.geometry import Size
 from services.encoder.clips.container import to_rgb, upright_size
-from services.encoder.clips.frames import opened_frames
+from services.encoder.clips.frames import Frames
 
 
 def frame_pixels(data: bytes, indices: tuple[int, ...]) -> list[np.ndarray]:
     """Upright RGB, `[height, width, 3]` uint8 each."""
     found = []
-    with opened_frames(memoryview(data)) as frames:
+    with closing(Frames(memoryview(data))) as frames:
         for index in indices:
             frame = frames.frame(index)
             out = np.empty((*upright_size(frame), 3), np.uint8)

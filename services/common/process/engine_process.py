@@ -70,8 +70,7 @@ class EngineProcess(Generic[Incoming]):
         process.stdin.write(settings_json.encode())
         process.stdin.close()
         channel = await FrontChannel[Incoming].open(front_end, incoming)
-        engine = cls(process, channel, [link for link, _ in links])
-        return engine
+        return cls(process, channel, [link for link, _ in links])
 
     async def stop(self, timeout_s: float = 5.0) -> None:
         """Closes the channel, which ends the engine's loop, and the links; kills the engine after

@@ -45,18 +45,7 @@ SettingsT = TypeVar("SettingsT", bound=EngineServiceSettings)
 Result = TypeVar("Result")
 AddServicer = Callable[[grpc.aio.Server], None]
 StopServer = Callable[[float], Awaitable[None]]  # grace for running calls, in seconds
-
-
-class HealthServicer(Protocol):
-    """`grpc_health`'s servicer, which has no types."""
-
-    async def set(self, service: str, status: int) -> None:
-        """Sets one service's status."""
-        ...
-
-    async def enter_graceful_shutdown(self) -> None:
-        """Sets all services to NOT_SERVING for good."""
-        ...
+HealthServicer = Any  # of `grpc_health`, which has no types
 
 
 class Front(Protocol):
@@ -109,9 +98,6 @@ class GpuService(Generic[SettingsT]):
         grpc_name: the full name of its gRPC service.
         engine_module: run as the engine process.
         engine_message: union of the messages that the engine sends, its ready message included.
-        shutdown_message: ends the engine.
-        callers: the services that call it.
-        settings: their type.
         arena_bytes: size of the embedding arena for this model; may refuse the model with
             ModelSpecError.
         create_front: given settings, ready message, channel, arena, the service's credentials and
@@ -170,16 +156,10 @@ async def serve(
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopping.set)
     arena = Arena(arena_bytes)
-    engine = cast(
-        "EngineProcess[Any]",
-        await EngineProcess.start(
-            service.engine_module,
-            settings.model_dump_json(),
-            arena,
-            service.engine_message,
-            service.num_links,
-        ),
-    )
+    engine = await EngineProcess[Any].start(
+        service.engine_module, settings.model_dump_json(), arena, service.engine_message,
+        service.num_links,
+    )  # fmt: skip
     try:
         ready = await _unless(stopping, engine.channel.receive())
         if ready is None:
@@ -226,10 +206,7 @@ def redis_password(settings: EngineServiceSettings) -> Path | None:
 
 
 async def create_service_server(
-    grpc_name: str,
-    add_servicer: AddServicer,
-    *,
-    check: PeerCheck | None = None,
+    grpc_name: str, add_servicer: AddServicer, *, check: PeerCheck | None = None
 ) -> tuple[grpc.aio.Server, HealthServicer]:
     """A server with its servicer and health (serving), without a port."""
     server = create_server(check)
@@ -259,9 +236,7 @@ async def _serve_front(
 ) -> int:
     check = PeerCheck(credentials, service.name, service.callers, front.registry)
     server, health_servicer = await create_service_server(
-        service.grpc_name,
-        front.add_servicer,
-        check=check if credentials else None,
+        service.grpc_name, front.add_servicer, check=check if credentials else None
     )
     if credentials.stage != "required":
         log.warning("calls without credentials are served, too, until they are required")

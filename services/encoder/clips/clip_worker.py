@@ -10,7 +10,6 @@ import ctypes
 import gc
 import os
 import time
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 # Before numpy, whose BLAS would start a thread per core.
@@ -20,12 +19,12 @@ import av.logging
 import msgspec
 import numpy as np
 
-from services.common.embeddings.shared_memory import ForeignMemory, MemoryAddress, NotReadable
+from services.common.embeddings.shared_memory import ForeignMemory, NotReadable
 from services.common.errors import InvalidVideo, VideoNotHeld
 from services.common.process.work_limits import limited, mapped_bytes
 from services.encoder.child import serve
 from services.encoder.clips.container import check_size, to_rgb, upright_size
-from services.encoder.clips.frames import Frames, opened_frames, probe
+from services.encoder.clips.frames import Frames, probe
 from services.encoder.clips.questions import CORRUPT, TOO_SLOW, Answer, Question
 
 VIDEO_CPU_S = 60.0  # of all frames of one that is open
@@ -39,7 +38,6 @@ class _Open:
 
     name: str
     frames: Frames
-    closing: AbstractContextManager[Frames]
     cpu_start_s: float
 
 
@@ -89,12 +87,9 @@ class Worker:
                 assert file is not None
                 return Answer(facts=probe(file.view(0, asked.file.size_bytes)))
             if file is not None:
-                self._keep_open(asked.file, file)
+                frames = Frames(file.view(0, asked.file.size_bytes))
+                self._open = _Open(asked.file.name, frames, time.process_time())
             return Answer(sizes=self._write(asked.frames, shared))
-
-    def _keep_open(self, address: MemoryAddress, file: ForeignMemory) -> None:
-        closing = opened_frames(file.view(0, address.size_bytes))
-        self._open = _Open(address.name, closing.__enter__(), closing, time.process_time())
 
     def _write(self, indices: tuple[int, int], shared: np.ndarray) -> list[tuple[int, int]]:
         """Decodes two frames into the shared memory; equal ones once."""
@@ -113,7 +108,7 @@ class Worker:
 
     def _close(self) -> None:
         if self._open is not None:
-            self._open.closing.__exit__(None, None, None)
+            self._open.frames.close()
             self._open = None
 
 

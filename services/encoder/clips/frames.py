@@ -5,8 +5,8 @@ child processes alone.
 """
 
 from collections import deque
-from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import closing
 
 from av.error import FFmpegError
 from av.packet import Packet
@@ -40,7 +40,7 @@ def probe(data: memoryview) -> Facts:
     with opened(data) as (container, stream):
         index = read_index(container, stream)
         codec = stream.codec_context.codec.canonical_name
-    with opened_frames(data, index) as frames:
+    with closing(Frames(data, index)) as frames:
         height, width = upright_size(frames.frame(0))
     check_amount(len(index.entries), height, width, codec)
     return Facts(
@@ -54,28 +54,13 @@ def probe(data: memoryview) -> Facts:
     )
 
 
-@contextmanager
-def opened_frames(data: memoryview, index: Index | None = None) -> "Generator[Frames]":
-    """The frames of a file, whose index is read unless it is given."""
-    if index is None:
-        with opened(data) as (container, stream):
-            index = read_index(container, stream)
-    frames = Frames(data, index)
-    try:
-        yield frames
-    finally:
-        frames.close()
-
-
 class Frames:
-    """A file that is being decoded.
+    """A file that is being decoded, until `close`. Its index is read unless it is given."""
 
-    Args:
-        data: the file.
-        index: of it.
-    """
-
-    def __init__(self, data: memoryview, index: Index) -> None:
+    def __init__(self, data: memoryview, index: Index | None = None) -> None:
+        if index is None:
+            with opened(data) as (container, stream):
+                index = read_index(container, stream)
         self._data = data
         self._index = index
         frames_s = _LONG_GONE_FRAMES / index.rate if index.rate else 0.0

@@ -1,7 +1,7 @@
 """Frames of videos by index: which there are, and that they are those which PyAV decodes."""
 
 import struct
-from contextlib import suppress
+from contextlib import closing, suppress
 from fractions import Fraction
 
 import numpy as np
@@ -10,7 +10,7 @@ import pytest
 from services.common.errors import InvalidVideo
 from services.common.images.image_key import FRAME_DIGEST_BYTES
 from services.encoder.clips.container import to_rgb, upright_size
-from services.encoder.clips.frames import Frames, opened_frames, probe
+from services.encoder.clips.frames import Frames, probe
 from services.encoder.clips.questions import Facts
 from tests.videos import KINDS, av1, box, decoded, index_first, make, patched, sound
 
@@ -43,7 +43,7 @@ def test_frames_by_index_are_those_of_a_player(kind: str) -> None:
     assert (facts.height, facts.width) == (48, 64)
     assert facts.duration_s == pytest.approx(2.0, abs=0.02)
     assert len(set(digests(data))) >= 8 and len(digests(data)) == 24
-    with opened_frames(memoryview(data)) as frames:
+    with closing(Frames(memoryview(data))) as frames:
         for index in (0, 1, 1, 5, 13, 23, 2, 22, 23):
             assert np.array_equal(pixels(frames, index), expected[index]), index
         with pytest.raises(InvalidVideo, match="has 24 frames, none of 24"):
@@ -55,7 +55,7 @@ def test_a_rotation_is_applied(turn: int) -> None:
     data = make(rotation=turn)
     facts = facts_of(data)
     assert (facts.height, facts.width) == ((48, 64) if turn == 180 else (64, 48))
-    with opened_frames(memoryview(data)) as frames:
+    with closing(Frames(memoryview(data))) as frames:
         assert np.array_equal(pixels(frames, 3), np.rot90(decoded(data)[3], turn // 90))
 
 
@@ -63,7 +63,7 @@ def test_a_mirrored_video_is_mirrored_back() -> None:
     data = make(rotation=180)
     at = data.index(struct.pack(">3i", -(1 << 16), 0, 0))
     mirrored = data[:at] + struct.pack(">i", 1 << 16) + data[at + 4 :]
-    with opened_frames(memoryview(mirrored)) as frames:
+    with closing(Frames(memoryview(mirrored))) as frames:
         assert np.array_equal(pixels(frames, 3), decoded(data)[3][::-1])
 
 
@@ -71,7 +71,7 @@ def test_alpha_is_composited_on_white() -> None:
     data = make("apng", frames=3)
     at = data.index(b"IHDR")
     assert data[at + 12 : at + 14] == b"\x08\x06"
-    with opened_frames(memoryview(data)) as frames:  # opaque
+    with closing(Frames(memoryview(data))) as frames:  # opaque
         assert np.array_equal(pixels(frames, 1), decoded(data)[1])
 
 
@@ -82,7 +82,7 @@ def test_times_vary_and_the_average_rate_is_that_of_the_frames() -> None:
     assert facts.num_frames == 10
     assert facts.rate == pytest.approx(9 / (60 / 12), rel=0.12)
     expected = decoded(data)
-    with opened_frames(memoryview(data)) as frames:
+    with closing(Frames(memoryview(data))) as frames:
         assert all(np.array_equal(pixels(frames, i), expected[i]) for i in (0, 4, 9, 5))
 
 
@@ -107,7 +107,7 @@ def test_a_truncated_file_has_the_frames_that_are_there() -> None:
     facts = facts_of(cut)
     assert 4 < facts.num_frames < 24
     expected = decoded(data)
-    with opened_frames(memoryview(cut)) as frames:
+    with closing(Frames(memoryview(cut))) as frames:
         last = facts.num_frames - 1
         assert np.array_equal(pixels(frames, last), expected[last])
 
@@ -123,7 +123,7 @@ def test_one_frame(kind: str) -> None:
     data = make(kind, frames=1)
     facts = facts_of(data)
     assert facts.num_frames == 1
-    with opened_frames(memoryview(data)) as frames:
+    with closing(Frames(memoryview(data))) as frames:
         assert np.array_equal(pixels(frames, 0), decoded(data)[0])
 
 
@@ -143,7 +143,7 @@ def test_frames_that_cannot_be_decoded_are_the_ones_before() -> None:
     at = len(data) // 2  # within some frame
     data[at : at + 4] = b"\xff\xff\xff\xff"
     assert facts_of(bytes(data)).num_frames == facts.num_frames
-    with opened_frames(memoryview(bytes(data))) as frames:
+    with closing(Frames(memoryview(bytes(data)))) as frames:
         found = [pixels(frames, index) for index in range(facts.num_frames)]
     wrong = [index for index, (a, b) in enumerate(zip(found, whole, strict=True)) if (a != b).any()]
     assert len(wrong) <= 2
