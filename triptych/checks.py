@@ -41,8 +41,6 @@ def check_devices(devices: Sequence[str], gpus: int, environment: Mapping[str, s
 
     Args:
         devices: as given: `cpu`, `cuda`, `cuda:N`, `auto`.
-        gpus: that are visible.
-        environment: says which are.
 
     Raises:
         StackError: it has not, or torch cannot use them.
@@ -157,12 +155,8 @@ def check_memory(
     """Whether each process fits its share of a card, and all of them the machine.
 
     Args:
-        spec: of the model.
         checkpoint: None: random weights.
-        encoders: places of the encoders.
-        decoders: places of the decoders.
         cards: those whose memory is known.
-        limits: as given.
 
     Raises:
         StackError: it does not, with what would fit.

@@ -31,7 +31,6 @@ class Answer:
     """One streamed answer.
 
     Attributes:
-        text: all of it.
         ttft_s: request sent to first text; None when there was no text.
         total_s: request sent to the end of the stream.
         finish_reason: `stop` or `length`.
@@ -189,9 +188,7 @@ def ask(
     """Posts a chat completion and streams the answer.
 
     Args:
-        server: that is asked.
         body: the request; `stream` and usage are set here.
-        on_text: receives each piece of text as it arrives.
 
     Raises:
         AskError: no answer, an error, or a stream that breaks off.

@@ -28,7 +28,6 @@ class Console:
         levels: least level of each service's records that is shown; of a child that is not named,
             nothing is, unless it fails.
         access_log: show the gateway's line for each request at any level.
-        stream: where to.
     """
 
     def __init__(

@@ -36,7 +36,6 @@ class Placement:
 
     @property
     def devices(self) -> Sequence[str]:
-        """Of all ranks."""
         return _neighbours(self.device, self.ranks)
 
 
@@ -104,7 +103,6 @@ def how_many(
         encoders: as given; None: by the cards.
         decoders: as given; None: by the cards.
         layout: of the cards, if no number is given; None: there are no cards to divide.
-        images: whether the model takes any.
         gpus: that both kinds are spread over; 0: they run on CPUs, or on a card that is named.
         ranks: cards of each decoder.
     """

@@ -60,10 +60,6 @@ def decoder_need(
     """Of a language model.
 
     Args:
-        text: sizes.
-        weights: bytes.
-        itemsize: bytes of a value.
-        max_num_seqs: that run at once.
         fp8_cache: keys and values have one byte.
     """
     token = 2 * text.num_kv_heads * text.head_dim * len(text.attention_layers)
@@ -138,10 +134,8 @@ def what_fits(
     """Advice where `need` exceeds the memory.
 
     Args:
-        need: of the decoder.
         have: bytes that it may use.
         wanted: tokens that were asked for; None: none in particular.
-        itemsize: of the served floats.
         quantized: the checkpoint is, so that another format saves nothing.
         fp8_cache: keys and values have one byte already.
     """

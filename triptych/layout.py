@@ -54,7 +54,6 @@ class Layout:
 
     @property
     def cards(self) -> int:
-        """All of them."""
         return self.encoder_cards + self.decoder_cards
 
     def __str__(self) -> str:
@@ -62,11 +61,7 @@ class Layout:
         return f"split:{self.encoder_cards}+{self.decoder_cards}" if self.encoder_cards else "both"
 
     def capacity(self, share: float) -> float:
-        """What it serves at most of what both stages on each card serve.
-
-        Args:
-            share: of encoding in all work.
-        """
+        """What it serves of what both stages on each card serve; `share`: of encoding in the work."""
         if not self.encoder_cards:
             return 1.0
         of_encoders = self.encoder_cards / (self.cards * share)
@@ -78,7 +73,6 @@ def read_layout(text: str, cards: int, ranks: int = 1) -> Layout | None:
 
     Args:
         text: `auto`, `both` or `split:E+D`, of E cards of encoders and D of decoders.
-        cards: that are visible.
         ranks: cards of each decoder.
 
     Raises:
@@ -111,7 +105,6 @@ def choose(share: float, cards: int, ranks: int = 1, *, beside: bool = True) -> 
     """The layout for a share of encoding.
 
     Args:
-        share: of encoding in all work.
         cards: at least as many as `ranks`.
         ranks: cards of each decoder.
         beside: a decoder fits a card beside an encoder.

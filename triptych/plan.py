@@ -83,13 +83,10 @@ class Plan:
     Attributes:
         url: of the HTTP API, for a client on this machine.
         model_name: the `model` of requests.
-        children: the processes.
         metrics_urls: Prometheus endpoint of each child that has one, by its name.
         metrics_host: where `serve` has one for all of them.
         metrics_port: of that.
         log_levels: the least level that is shown of each child's log, by its name.
-        encoders: where they run.
-        decoders: where they run.
         grace_s: how long running requests may continue after a signal.
         notes: exported variables that give way, as lines for people.
         ports: no other stack chooses them while this is kept.
@@ -156,8 +153,6 @@ def plan_stack(
     """The processes that serve `options`.
 
     Args:
-        options: of the command line.
-        spec: of the model.
         redis: None: the encoders cache in memory only.
         environment: variables of the services, and which GPUs may be used.
         cpus: divided among the processes.
@@ -335,12 +330,10 @@ class _Service:
     """One process.
 
     Attributes:
-        kind: gateway, encoder or decoder.
         variables: settings fields, upper-cased, without the prefix, which the plan decides.
         defaults: those that an exported variable replaces.
         shared_port: on which several gateways listen.
         num_threads: CPU threads for tensor work; 0: torch's own choice.
-        ranks: of an engine.
     """
 
     kind: str
@@ -361,7 +354,6 @@ class _Service:
 
     @property
     def environment(self) -> dict[str, str]:
-        """The variables with their whole names."""
         return {f"{self.kind.upper()}_{field}": value for field, value in self.variables.items()}
 
     def notes(self, environment: Mapping[str, str]) -> Iterator[str]:
@@ -383,14 +375,12 @@ class _Service:
 
     @property
     def placement(self) -> Placement:
-        """Where an engine runs."""
         fields = self.variables
         share = float(fields["MEMORY_FRACTION"])
         return Placement(fields["DEVICE"], share, self.num_threads, self.ranks)
 
     @property
     def health_address(self) -> str:
-        """The address of the health endpoint."""
         if "HEALTH_PORT" in self.variables:
             return f"{LOOPBACK}:{self.variables['HEALTH_PORT']}"
         return self.variables["ADDRESS"]
@@ -400,7 +390,6 @@ class _Service:
         return f"http://{LOOPBACK}:{self.variables['METRICS_PORT']}/metrics"
 
     def spec(self, client_host: str) -> ChildSpec:
-        """The process."""
         match self.kind:
             case "gateway":
                 port = int(self.variables["PORT"])

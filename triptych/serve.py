@@ -61,7 +61,6 @@ def serve(options: ServeOptions, revision: str | None = None) -> int:
 
     Args:
         options: of the command line; `model` may be the name of one of the hub.
-        revision: of the hub's.
     """
     with tempfile.TemporaryDirectory(prefix="triptych-") as directory:
         try:
@@ -83,9 +82,7 @@ def prepare(
     """All processes of a stack, Redis included; nothing is started.
 
     Args:
-        options: of the command line.
         directory: private, for sockets; must outlive the stack.
-        report: called with lines for people.
 
     Raises:
         StackError: the options cannot be served.

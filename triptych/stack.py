@@ -80,7 +80,6 @@ class ChildSpec:
 
     Attributes:
         name: for people, such as `encoder-0`.
-        command: argument vector.
         environment: variables set on top of the supervisor's own.
         is_ready: polled until true; must return soon.
         is_front: requests arrive here, so it stops before the services it calls.
@@ -120,7 +119,6 @@ class Stack:
     the main thread, because a child dies with the thread that started it.
 
     Args:
-        observer: hears what happens.
         grace_s: how long the gateways' running requests may continue once it stops.
     """
 
@@ -273,9 +271,7 @@ async def run_until_signal(
 
     Args:
         stack: not started.
-        specs: its children.
         timeout_s: until all must be ready.
-        on_ready: called once.
         while_ready: runs beside the stack from then on.
         while_stopping: runs while the stack stops after a signal.
     """

@@ -21,11 +21,7 @@ _STOPPING_PERIOD_S = 1.0
 
 
 class Scraper:
-    """Reads the endpoints of the processes.
-
-    Args:
-        urls: of each, by its name.
-    """
+    """Reads the endpoints of the processes."""
 
     def __init__(self, urls: Mapping[str, str]) -> None:
         self._urls = dict(urls)

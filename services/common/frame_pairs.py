@@ -91,7 +91,6 @@ class FramePairs:
         Args:
             num_frames: of the video, at least 1.
             rate: as `Clip.rate`.
-            wanted: of the request.
         """
         fps, count = wanted.fps, wanted.num_frames
         if fps is None and count is None:
@@ -170,7 +169,6 @@ class FramePairs:
         unit's run among them.
 
         Args:
-            units: of the video.
             texts: token ids of each unit's `time_text`.
         """
         ids: list[int] = []

@@ -45,8 +45,6 @@ class Run(NamedTuple):
 
     Attributes:
         offset: of the first token.
-        num_tokens: of the unit.
-        unit: what is encoded.
         image: index of the request's image that the unit is of.
     """
 
@@ -165,7 +163,6 @@ class Geometry:
         next token p + max(h, w).
 
         Args:
-            num_tokens: of the prompt.
             runs: in order of offset, not overlapping.
 
         Returns:

@@ -42,10 +42,8 @@ class RopeSpec:
         mrope_section: frequencies per axis (t, h, w) of interleaved M-RoPE; None: 1-D positions.
         factor: context extension of `llama3` and `yarn`.
         original_max_position_embeddings: context before the extension.
-        low_freq_factor: of `llama3`.
-        high_freq_factor: of `llama3`.
-        beta_fast: of `yarn`.
-        beta_slow: of `yarn`.
+        low_freq_factor, high_freq_factor: of `llama3`.
+        beta_fast, beta_slow: of `yarn`.
         truncate: of `yarn`: whether the correction range is rounded to whole dimensions.
         attention_factor: what `yarn` multiplies cos and sin by.
     """
@@ -88,7 +86,6 @@ class LinearAttentionSpec:
 
     @property
     def value_size(self) -> int:
-        """Elements of all values."""
         return self.num_value_heads * self.value_head_dim
 
     def part(self, num_ranks: int) -> "LinearAttentionSpec":
@@ -115,9 +112,7 @@ class MoESpec:
     """A mixture of experts in place of the MLP; an expert is a gated MLP (SiLU) without biases.
 
     Attributes:
-        num_experts: of a layer.
         top_k: experts that a token goes to.
-        intermediate_size: of an expert.
         norm_topk_prob: the probabilities of a token's experts are scaled to a sum of 1.
         shared_intermediate_size: of the expert that every token goes to, scaled by a sigmoid gate;
             0: there is none.
@@ -145,9 +140,6 @@ class TextSpec:
         zero_centred_norms: RMSNorms multiply by 1 + weight, but for those of linear attention.
         linear_attention: sizes of the layers of that kind; None: there are none.
         layer_kinds: by layer; empty: all are full attention.
-        qkv_bias: biases of the q, k and v projections.
-        o_bias: bias of the attention's output projection.
-        mlp_bias: biases of the MLP's projections.
         max_position_embeddings: the longest context; with `yarn`, the extended one.
         sliding_window: tokens that a layer attends to; None: the whole context. Not implemented:
             the decoder refuses to serve a longer context than this.
@@ -324,8 +316,6 @@ class CheckpointSpec:
     """Names in the safetensors files.
 
     Attributes:
-        text_prefix: of the language model's tensors.
-        vision_prefix: of the tower's.
         ignored: full names, prefixes ending in `.`, or `re:` patterns of tensors that may be
             present and are not read.
         quantization: None: weights are stored in a floating-point dtype of torch.
@@ -367,11 +357,9 @@ class ModelSpec:
     Attributes:
         directory: absolute path.
         name: last component of the path; the served name unless a setting overrides it.
-        architecture: of config.json.
         vision: None: a text model, which has no encoder.
         eos_token_ids: of generation_config.json, config.json and the tokenizer, together.
         generation: generation_config.json, for sampling defaults.
-        conversation: tool calls and reasoning.
     """
 
     directory: Path

@@ -48,7 +48,6 @@ def read_quantization(
     """The quantization of a checkpoint; None: there is none.
 
     Args:
-        config: config.json.
         directory: of the checkpoint, for files of their own.
 
     Raises:
@@ -81,7 +80,6 @@ def quantized_at_load(spec: ModelSpec, method: str) -> ModelSpec:
     """The spec of a model whose weights are quantized while they are read, as `method` says.
 
     Args:
-        spec: of the files.
         method: of `AT_LOAD`; "": none.
 
     Raises:

@@ -66,9 +66,7 @@ def span(name: str, parent: str = "", **attributes: Attribute) -> AbstractContex
     use `start_span`.
 
     Args:
-        name: what is done.
         parent: a `traceparent`; empty or malformed: the current span.
-        attributes: recorded with it.
     """
     return nullcontext(_OFF) if _recorder is None else _recorder.current(name, parent, attributes)
 
@@ -79,10 +77,8 @@ def start_span(
     """A span that the caller ends; the current one only where `as_current` says so.
 
     Args:
-        name: what is done.
         parent: as for `span`.
         start_s: when it began, as `time.time()`; None: now.
-        attributes: recorded with it.
     """
     return _OFF if _recorder is None else _recorder.start(name, parent, start_s, attributes)
 

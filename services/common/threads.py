@@ -25,12 +25,7 @@ def num_threads() -> int:
 
 
 class WorkerThreads:
-    """Threads for work that would keep an event loop for too long.
-
-    Args:
-        number: of threads.
-        name: of them.
-    """
+    """Threads for work that would keep an event loop for too long."""
 
     def __init__(self, number: int, name: str) -> None:
         self._pool = ThreadPoolExecutor(number, name)

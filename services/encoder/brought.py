@@ -24,7 +24,6 @@ class BroughtEmbeddings:
     """Puts embeddings of clients into memory and Redis.
 
     Args:
-        memory: this pod's.
         redis: shared by all pods; None: there is none.
         announce: called with the key of one that is there now, for those who wait for it.
     """

@@ -32,12 +32,7 @@ class ChildLost(Exception):
 
 
 class Child:
-    """One process and the memory that it shares; both for one thread at a time.
-
-    Args:
-        module: that the process runs.
-        size_bytes: of the memory.
-    """
+    """One process and the memory that it shares; both for one thread at a time."""
 
     def __init__(self, module: str, size_bytes: int) -> None:
         self._module = module
@@ -134,7 +129,6 @@ def serve(num_parts: int, answer: Callable[[list[bytes], np.ndarray], bytes]) ->
     """The child's main function: answers until its parent closes the socket.
 
     Args:
-        num_parts: of a question.
         answer: from a question's parts and the shared memory, uint8, to the answer.
     """
     for number in (signal.SIGINT, signal.SIGTERM):

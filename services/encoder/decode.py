@@ -59,8 +59,6 @@ def decode(data: bytes, header: ImageHeader, out: np.ndarray) -> None:
     """Decodes the first frame, transparency on white.
 
     Args:
-        data: the encoded file.
-        header: of `data`.
         out: `[height, width, 3]` uint8, contiguous, upright; written.
 
     Raises:

@@ -70,10 +70,7 @@ class DecodePool:
     """Worker processes. Its users' threads wait for a free one.
 
     Args:
-        num_workers: processes.
         memory_bytes: of all images that are being decoded.
-        max_source_pixels: of one image.
-        cpu_s: of one image.
     """
 
     def __init__(
@@ -94,7 +91,6 @@ class DecodePool:
 
     @property
     def pids(self) -> list[int]:
-        """The worker processes."""
         return [worker.pid for worker in self._workers]
 
     @contextmanager

@@ -92,9 +92,7 @@ class _Encode:
     Attributes:
         need_bytes: an entry in Redis alone is not enough: a reader waits for the bytes.
         num_queued_patches: in work when it started, its own included.
-        job: the engine's.
         entry: done when the engine starts to write the embedding.
-        flight: set when it starts.
     """
 
     key: bytes
@@ -151,7 +149,6 @@ class Embeddings:
         metrics.backlog_seconds.set_function(self._backlog_s)
 
     def spec_of(self, unit: Unit) -> EmbeddingSpec:
-        """A unit's embedding."""
         return replace(self._like, num_tokens=self._geometry.num_tokens(unit))
 
     async def encode(
@@ -200,7 +197,6 @@ class Embeddings:
                     reading.work.cancel()  # leaves the encode to its other waiters
 
     async def close(self) -> None:
-        """Cancels all encodes."""
         tasks = [encode.flight.task for encode in self._encodes.values()]
         for task in tasks:
             task.cancel()

@@ -63,7 +63,6 @@ class EngineClient:
     """Gives images to the engine.
 
     Args:
-        link: to an engine that said it is ready.
         on_stats: called with the counters the engine sends after each batch.
     """
 
@@ -79,15 +78,12 @@ class EngineClient:
 
     @property
     def is_busy(self) -> bool:
-        """Whether the engine has jobs."""
         return bool(self._jobs)
 
     def submit(self, source: Source, unit: Unit, rank: float = 0.0) -> EngineJob:
         """Starts a job: the image is decoded and then waits for `place`.
 
         Args:
-            source: what the unit is made from.
-            unit: of it.
             rank: of those that wait, the engine takes the lowest next.
 
         Raises:

@@ -28,11 +28,8 @@ class Preparer:
     """Decodes and resizes one unit. Threads share it.
 
     Attributes:
-        geometry: of the model.
         resample: of frames; None: the model takes no videos.
         max_source_pixels: larger images are refused before a pixel is decoded.
-        decoder: of images.
-        video_decoder: of videos.
         pinned: the result is in pinned memory, unless it is large.
     """
 
@@ -47,7 +44,6 @@ class Preparer:
         """Pixels of a unit.
 
         Args:
-            source: an image, two, or a video.
             unit: of it, as made from its header elsewhere.
             decoded: called if a video's decoder is free again before its frames are resized.
 

@@ -44,11 +44,8 @@ def preprocess(
     """Decodes and resizes one unit.
 
     Args:
-        data: the encoded file.
         unit: of the image, as made from the header elsewhere.
-        geometry: of the model.
         max_source_pixels: larger images are refused before a pixel is decoded.
-        decoder: of the file.
         pinned: the result is in pinned memory, unless it is large.
 
     Returns:
@@ -76,8 +73,6 @@ def resize(pixels: Tensor, height: int, width: int, mode: str = "bicubic") -> Te
 
     Args:
         pixels: `[H, W, 3]` uint8.
-        height: of the result.
-        width: of the result.
         mode: bilinear or bicubic.
 
     Returns:

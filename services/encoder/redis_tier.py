@@ -24,8 +24,6 @@ class RedisTier:
     """Redis, as one pod uses it.
 
     Args:
-        cache: shared by all pods.
-        memory: where entries are read from and written to.
         dropped: counts entries that were not written.
     """
 
@@ -42,7 +40,6 @@ class RedisTier:
         """Looks an embedding up.
 
         Args:
-            key: of the image.
             spec: what the embedding must be.
             need_bytes: read it into memory, too.
         """

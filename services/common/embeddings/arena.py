@@ -32,9 +32,6 @@ class ArenaEntry:
     """One embedding's range of the arena.
 
     Attributes:
-        key: the image key.
-        spec: shape and dtype.
-        offset: first byte in the arena.
         digest: of the bytes; empty until known.
         references: users that keep the entry from being evicted.
         committed: the bytes are complete.

@@ -45,12 +45,10 @@ class EmbeddingSpec:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """`(num_features, num_tokens, hidden)`."""
         return (self.num_features, self.num_tokens, self.hidden)
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the whole tensor."""
         return self.num_features * self.num_tokens * self.hidden * ITEM_BYTES[self.dtype]
 
 
@@ -70,11 +68,7 @@ def digest(data: bytes | memoryview) -> bytes:
 
 
 class TensorDigest:
-    """The digest of a tensor whose ranges arrive in any order. Any thread may add ranges.
-
-    Args:
-        data: the memory that the tensor's bytes are written to.
-    """
+    """The digest of a tensor whose ranges arrive in any order. Any thread may add ranges."""
 
     def __init__(self, data: memoryview) -> None:
         self._data = data

@@ -171,7 +171,6 @@ class RedisCache(Collector):
         return not self._breaker.is_open
 
     def collect(self) -> Iterable[CounterMetricFamily]:
-        """The counters, as a metric."""
         what = f"Redis lookups, writes and failures, by event: {', '.join(_EVENTS)}."
         family = CounterMetricFamily(f"{self._service}_redis_events", what, labels=["event"])
         for event, count in self.counters.items():
@@ -252,7 +251,6 @@ class RedisCache(Collector):
         return await self.write_file(name, b"", 1)  # an encoder's user of Redis may do no more
 
     async def close(self) -> None:
-        """Closes the connections."""
         self._blocking.close()
         await self._redis.aclose()
 

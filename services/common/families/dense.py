@@ -47,9 +47,6 @@ def read_model(
     """The spec of a whole directory, of which the family has read the parts.
 
     Args:
-        directory: of the checkpoint.
-        config: config.json.
-        text: the language model.
         vision: the tower; None: a text model.
         checkpoint: names; None: those of a text model (`model.`).
         conversation: tool calls and reasoning; None: neither.
@@ -103,7 +100,6 @@ def read_text(
     """The language model of a config.json, or of its `text_config`.
 
     Args:
-        config: the JSON object.
         head_dim: the family's default; None: hidden_size / heads.
         num_kv_heads: the family's default of an absent field; None: as many as heads.
         rope_theta: the family's default.
@@ -161,8 +157,6 @@ def read_moe(
     """The experts of a config.json, or of its `text_config`.
 
     Args:
-        config: the JSON object.
-        norm_topk_prob: see `MoESpec`.
         has_shared_expert: read its size.
 
     Raises:

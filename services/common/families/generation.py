@@ -65,7 +65,6 @@ def eos_token_ids(directory: Path, vocab_size: int, *sources: Mapping[str, Any])
     """The union, first named first, with the tokenizer's own: files do not always agree.
 
     Args:
-        directory: of the checkpoint.
         vocab_size: the tokenizer's id counts if it is below.
         sources: JSON objects with an `eos_token_id`.
     """

@@ -155,12 +155,7 @@ def unknown_keys(directory: Path) -> list[str]:
 
 
 def is_known(table: str, key: str) -> bool:
-    """Whether a key is on a list.
-
-    Args:
-        table: a key of `READ`.
-        key: of such a file.
-    """
+    """Whether a key is on a list."""
     return key in READ[table] or key in WITHOUT_EFFECT[table]
 
 

@@ -59,7 +59,6 @@ def check_grammar(kind: str, text: str) -> None:
     Args:
         kind: `json_schema`, `regex`, `choice` (a JSON list of strings) or `grammar` (Lark in
             llguidance's dialect, or GBNF).
-        text: of that kind.
 
     Raises:
         InvalidGrammar: it is beyond a bound, or not of that kind.

@@ -4,8 +4,8 @@ Two requests share a key only if they must get the same embedding. So the key co
 bytes and everything else that decides the result. It does not cover decoded pixels, whose bytes are
 equal for 30x100 and 100x30, and never a URL or a client's id. Fields are length-prefixed, so that
 different lists of fields have different hashes. The encoder's engine makes the prefix, the gateway
-the keys. The encoder computes each key again from what it is given, so that no caller stores an
-embedding under another image's key; the decoder only compares them.
+the keys, of `KEY_BYTES` each. The encoder computes each key again from what it is given, so that no
+caller stores an embedding under another image's key; the decoder only compares them.
 """
 
 from collections.abc import Iterable
@@ -36,9 +36,6 @@ def key_prefix(*, model: str, weights: bytes, vision_config: bytes, dtype: str) 
         weights: fingerprint of the vision weights.
         vision_config: canonical JSON of the vision config and image processor settings.
         dtype: compute and storage dtype.
-
-    Returns:
-        32 bytes.
     """
     fields = (model.encode(), weights, vision_config, dtype.encode(), PREPROCESSING_VERSION)
     return _digest(_PREFIX_DOMAIN, fields)
@@ -49,12 +46,8 @@ def image_key(prefix: bytes, image: bytes, *, unit: Unit, salt: bytes) -> bytes:
 
     Args:
         prefix: the encoder's `key_prefix`.
-        image: the encoded file.
         unit: its grid stands for min and max pixels, which decide nothing else.
         salt: the tenant's; requests with different salts never share an entry.
-
-    Returns:
-        32 bytes.
     """
     return _digest(_IMAGE_DOMAIN, (prefix, b"%d,%d,%d" % unit.grid, salt, image))
 
@@ -68,11 +61,7 @@ def frames_key(prefix: bytes, first: bytes, second: bytes, *, grid: Grid, salt: 
         first: digest of the frame, as Probe says, or of the image that it is; they differ in
             length.
         second: as `first`.
-        grid: of the unit.
         salt: the tenant's, as of images.
-
-    Returns:
-        32 bytes.
     """
     return _digest(_FRAMES_DOMAIN, (prefix, b"%d,%d,%d" % grid, salt, first, second))
 
@@ -83,9 +72,6 @@ def embedding_key(prefix: bytes, file: bytes, *, unit: Unit, salt: bytes) -> byt
     Args:
         prefix, unit, salt: as of `image_key`.
         file: with its tensor.
-
-    Returns:
-        32 bytes.
     """
     return _digest(_EMBEDDING_DOMAIN, (prefix, b"%d,%d,%d" % unit.grid, salt, file))
 

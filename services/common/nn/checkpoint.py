@@ -48,7 +48,6 @@ class Checkpoint:
     """The tensors of a model directory, by name.
 
     Attributes:
-        directory: where the files lie.
         tensors: name → what its file says of it, in name order.
     """
 

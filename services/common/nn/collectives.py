@@ -50,7 +50,6 @@ class Share:
 
     @property
     def count(self) -> int:
-        """How many are held."""
         return sum(stop - start for start, stop in self.ranges)
 
     @property
@@ -73,11 +72,6 @@ class ProcessGroup:
     """What ranks do together, on each one's current stream: by torch's default process group, which
     is gloo on CPUs, NCCL on GPUs. All call the same in the same order, with tensors of the same
     shape.
-
-    Args:
-        rank: of this process.
-        count: of ranks.
-        store: which all ranks reach.
     """
 
     def __init__(self, rank: int, count: int, store: Store) -> None:
@@ -140,7 +134,6 @@ class Ranks:
 
     Attributes:
         rank: 0 samples.
-        count: of all.
         collectives: None: the ranks do not meet, their parts are only told apart.
         peers: where ranks write terms of sums to each other; None: `collectives` sums them.
     """
@@ -154,8 +147,6 @@ class Ranks:
         """The units (heads, rows) of this rank.
 
         Args:
-            units: of the whole model.
-            name: for the error.
             replicated: where there are fewer units than ranks, several ranks hold the same one.
 
         Raises:
@@ -187,8 +178,6 @@ class Ranks:
 
         Args:
             rows: of the largest step.
-            width: of a row.
-            dtype: of terms.
             device: of this rank; the current one.
         """
         rows = min(rows, most_rows(self.count, width, dtype))
@@ -221,7 +210,6 @@ class Ranks:
         return self.shared.gather(part, out)
 
     def broadcast(self, values: Tensor) -> None:
-        """Overwrites values with those of rank 0."""
         if self.count > 1:
             dist.broadcast(values, 0)
 

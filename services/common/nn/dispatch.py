@@ -149,7 +149,6 @@ class KernelTable(Generic[FactsT]):
     """The implementations that can run here, by operation.
 
     Attributes:
-        facts: what the table was resolved for.
         rejected: (operation, implementation) → why it is not used.
         is_captured: calls are part of a CUDA graph, whose launches cost the host nothing.
         is_warming_up: failures of implementations are caught, see `call`.
@@ -176,7 +175,6 @@ class KernelTable(Generic[FactsT]):
 
         Args:
             implementations: in order of preference; each operation's last one is its specification.
-            facts: of the device and the model.
             overrides: as from `parse_overrides`; an implementation that is named there is used for
                 any number of tokens. Where weight formats have operations of their own, it is one
                 of any of them.
@@ -382,7 +380,6 @@ class KernelTable(Generic[FactsT]):
         return rows
 
     def log_rows(self) -> None:
-        """Logs a line per operation."""
         for operation, used, unused in self.rows():
             log.info("kernels of %s: %s%s", operation, used, f"; not {unused}" if unused else "")
 

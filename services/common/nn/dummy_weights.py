@@ -33,9 +33,6 @@ def load_dummy(
 
     Args:
         module: built on `meta`.
-        seed: of the random numbers.
-        device: of the parameters.
-        dtype: the model's.
         weight_map: the module's names in a checkpoint; needed with `quantization`.
         quantization: every linear layer that it applies to gets its method, as if a checkpoint
             held just what the configuration says.
@@ -80,10 +77,6 @@ def _pieces_of(
 class _Drawn:
     """Random tensors, of which ranks fill their parts: a number depends on the tensor's name and
     its place in the whole tensor alone.
-
-    Args:
-        generator: of the device.
-        seed: of all.
     """
 
     def __init__(self, generator: torch.Generator, seed: int) -> None:
@@ -94,8 +87,6 @@ class _Drawn:
 
         Args:
             target: `[..., *piece]`.
-            piece: of a tensor.
-            name: of the tensor.
             mean, deviation: of numbers; integers have all values alike.
         """
         if target.ndim > len(piece.shape):

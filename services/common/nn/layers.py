@@ -20,7 +20,6 @@ class RMSNorm(nn.Module):
     """Root mean square norm over the last axis.
 
     Args:
-        size: of the last axis.
         eps: added to the mean square.
         zero_centred: the checkpoint holds weights less 1. `weight` is 1 more, in float32.
     """

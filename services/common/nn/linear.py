@@ -136,8 +136,6 @@ def pieces_of(
     """The pieces of one module's tensor.
 
     Args:
-        part: the module.
-        layout: of the tensor.
         rows, columns: what is held of the module.
         start: where the module begins along the parameter's merged axis.
 
@@ -342,7 +340,6 @@ class Linear(nn.Module):
 
     @property
     def weight_format(self) -> str:
-        """The method's format, for dispatch tables."""
         return self.method.weight_format
 
     @property
@@ -399,7 +396,6 @@ class StoredTensor:
         shape: of the whole tensor in the file.
         module: rows and columns of the module.
         stack: the parameter's layer.
-        layout: of the parameter.
         place: index of the parameter's part that is filled.
         cut: index of the file's tensor that fills it; empty: all of it.
         transposed: the tensor's last two axes are those of the part the other way round.

@@ -109,8 +109,6 @@ def _is_plain(
     """Whether a module's weight is stored as it is; None: the files hold nothing of it.
 
     Args:
-        checkpoint: the files.
-        module: its name there.
         weight: the name of an unquantized weight.
         quantized: what follows the names of modules in the names of quantized tensors.
     """

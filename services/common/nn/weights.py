@@ -103,10 +103,6 @@ def load_weights(
 
     Args:
         module: built on `meta`.
-        checkpoint: the files.
-        weight_map: the module's names there.
-        device: of the parameters.
-        dtype: the model's.
         spec: of the checkpoint: its quantization and its ignored tensors; None: neither.
 
     Raises:
@@ -144,11 +140,6 @@ def load_weights(
 
 def check_all_claimed(checkpoint: Checkpoint, weight_map: WeightMap, spec: CheckpointSpec) -> None:
     """Checks that no tensor of the files is outside the model's parts.
-
-    Args:
-        checkpoint: the files.
-        weight_map: of the language model.
-        spec: of the checkpoint.
 
     Raises:
         CheckpointError: names tensors that are nobody's and not ignored.

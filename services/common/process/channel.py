@@ -41,7 +41,6 @@ class EngineChannel(Generic[Incoming]):
     """The engine's end: synchronous, polled once a step.
 
     Args:
-        end: one end of `create_socket_pair`.
         incoming: union of the message structs the front may send.
     """
 

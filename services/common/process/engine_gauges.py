@@ -16,7 +16,6 @@ class EngineGauges:
     """Owner of one engine's gauges; a collector of `registry`.
 
     Args:
-        service: prefix of the names.
         registry: where they are exported, with `{service}_engine_silence_seconds`.
         refresh: called at each scrape, before these and later metrics of `registry` are read.
 
@@ -51,7 +50,6 @@ class EngineGauges:
         return gauge
 
     def collect(self) -> Iterator[Metric]:
-        """Called at each scrape."""
         self._refresh()
         if not self.is_silent:
             for gauge in self._gauges:

@@ -19,13 +19,7 @@ _MIN_TICKS = 2  # of CPU time, between two looks
 
 
 class EngineWatch:
-    """Watches one engine.
-
-    Args:
-        engine: that has said it is ready.
-        is_busy: whether the engine has work.
-        on_gpu: whether the engine computes on a GPU.
-    """
+    """Watches one engine."""
 
     def __init__(
         self, engine: EngineProcess[object], is_busy: Callable[[], bool], *, on_gpu: bool

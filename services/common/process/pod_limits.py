@@ -13,11 +13,7 @@ _CGROUPS = "sys/fs/cgroup"
 
 
 def memory_limit_bytes(root: Path = Path("/")) -> int:
-    """The least memory limit that applies, or the machine's memory.
-
-    Args:
-        root: of the file system; for tests.
-    """
+    """The least memory limit that applies, or the machine's memory."""
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     for folder in _folders(root, "memory"):
         for name in ("memory.max", "memory.limit_in_bytes"):
@@ -26,11 +22,7 @@ def memory_limit_bytes(root: Path = Path("/")) -> int:
 
 
 def num_cpus(root: Path = Path("/")) -> int:
-    """The least CPU quota that applies, rounded up, or the CPUs that the process may run on.
-
-    Args:
-        root: of the file system; for tests.
-    """
+    """The least CPU quota that applies, rounded up, or the CPUs that the process may run on."""
     counts = [len(os.sched_getaffinity(0))]
     for folder in _folders(root, "cpu"):
         quota = _numbers(folder / "cpu.max")

@@ -17,8 +17,6 @@ def log_progress(stage: str, done: int = 0, total: int = 0) -> None:
     """Logs a stage when it begins and ends, and between at most twice a second.
 
     Args:
-        stage: for people.
-        done: of `total` steps.
         total: 0: not known.
     """
     global _last

@@ -117,7 +117,6 @@ class RingReader(_Ring):
     """One of the readers.
 
     Args:
-        memory: the writer's.
         number: of the reader, from 0.
     """
 

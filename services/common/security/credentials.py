@@ -41,7 +41,6 @@ class TokenFile:
 
     @property
     def sent(self) -> str:
-        """The token that this service sends."""
         return self._tokens.current()[0].decode()
 
     def accepts(self, given: str) -> bool:

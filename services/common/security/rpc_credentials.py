@@ -33,9 +33,7 @@ def dial(address: str, credentials: Credentials, peer: str, options: Options) ->
 
     Args:
         address: `host:port` or `unix:path`.
-        credentials: of the caller.
         peer: the service's name, `encoder` or `decoder`.
-        options: of gRPC.
     """
     if not credentials:
         return grpc.aio.insecure_channel(address, options=list(options))
@@ -112,10 +110,7 @@ class PeerCheck(grpc.aio.ServerInterceptor):
     """Lets a call pass if its caller has shown what the credentials ask for.
 
     Args:
-        credentials: of this service.
-        service: its name, for the metric.
         callers: the services that may call; asked only of certificates.
-        registry: for the metric.
     """
 
     def __init__(

@@ -29,7 +29,6 @@ class SealKeys:
     """The keys in a file, for the entries of one model.
 
     Args:
-        path: of the file.
         fingerprint: of the model; equal in encoder and decoder.
 
     Raises:

@@ -24,8 +24,6 @@ class FairOrder:
         """The place of a new piece of work, behind all of the same tenant.
 
         Args:
-            tenant: whose work it is.
-            weight: of the tenant's share.
             cost: of the work, in any unit that is the same for all.
         """
         start = max(self._now, self._ends.get(tenant, 0.0))

@@ -26,8 +26,6 @@ async def listen(
 
     Args:
         server: has not been started yet.
-        check: of its calls.
-        credentials: of the service.
         address: `host:port` or `unix:path`.
     """
     host, _, port = address.rpartition(":")
@@ -50,7 +48,6 @@ class BothTransports:
     async def open(
         cls, server: grpc.aio.Server, check: PeerCheck, host: str, port: int
     ) -> "BothTransports":
-        """Listens; `server` has not been started yet."""
         self = cls(tempfile.mkdtemp(prefix="triptych-"))  # of mode 0700
         server.add_insecure_port(f"unix:{self._path('plain')}")
         check.add_port(server, f"unix:{self._path('tls')}")

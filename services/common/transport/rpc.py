@@ -71,7 +71,6 @@ def create_channel(
     """A channel to `host:port` or `unix:path`, connected on first use.
 
     Args:
-        address: of the server.
         credentials: that calls show, and that the server is checked against.
         peer: the service that listens there: `encoder` or `decoder`.
     """

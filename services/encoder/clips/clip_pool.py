@@ -39,11 +39,7 @@ _BASE_BYTES = 96 << 20
 
 
 def worst_case_bytes(num_pixels: int) -> int:
-    """Memory that decoding a video may take, its file not included.
-
-    Args:
-        num_pixels: of a frame.
-    """
+    """Memory that decoding a video with such frames may take, its file not included."""
     return num_pixels * _BYTES_PER_PIXEL + _BASE_BYTES
 
 
@@ -65,7 +61,6 @@ class ClipPool:
     """Worker processes. Its users' threads wait for a free one.
 
     Args:
-        max_workers: processes.
         memory_bytes: of all videos that are open, and at least one of the largest.
     """
 
@@ -78,7 +73,6 @@ class ClipPool:
 
     @property
     def pids(self) -> list[int]:
-        """The worker processes."""
         return [slot.child.pid for slot in self._slots]
 
     def probe(self, file: MemoryAddress) -> Facts:
@@ -103,9 +97,7 @@ class ClipPool:
         indices are equal.
 
         Args:
-            file: the video.
             size: of its frames, as its facts say.
-            indices: of the frames.
 
         Raises:
             InvalidVideo: it cannot be decoded, or takes too much.

@@ -340,7 +340,6 @@ def to_rgb(frame: VideoFrame, out: np.ndarray) -> None:
     are made.
 
     Args:
-        frame: decoded.
         out: `[height, width, 3]` uint8; written.
     """
     if any(component.is_alpha for component in frame.format.components):

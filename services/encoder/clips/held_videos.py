@@ -36,7 +36,6 @@ class HeldVideo:
 
     @property
     def video(self) -> Video:
-        """For the engine."""
         return Video(self.file, (self.facts.height, self.facts.width))
 
     def frame_digest(self, index: int) -> bytes:
@@ -50,7 +49,6 @@ class HeldVideos:
     """Files by digest. One event loop owns it.
 
     Args:
-        pool: reads containers.
         max_bytes: of all files; the longest unused is dropped first.
         ttl_s: since a file's last use.
     """

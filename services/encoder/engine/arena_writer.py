@@ -20,7 +20,6 @@ class ArenaWriter:
 
     Args:
         arena: where embeddings go; pinned here on CUDA.
-        device: where they come from.
     """
 
     def __init__(self, arena: mmap.mmap, device: torch.device) -> None:
@@ -43,7 +42,6 @@ class ArenaWriter:
             rows: `[sum(counts), hidden]`, ready where the current stream is now.
             counts: tokens of each image.
             offsets: first byte of each image's `[features, num_tokens, hidden]`.
-            feature: of the rows.
 
         Returns:
             The event after which they are in the arena; None: now.

@@ -48,11 +48,6 @@ def buckets() -> list[int]:
 class TowerGraphs:
     """Captures the tower and replays it. All calls are made with one stream as the current one,
     which is not the default one.
-
-    Args:
-        model: loaded.
-        dtype: of the embeddings.
-        device: a CUDA device.
     """
 
     def __init__(self, model: "VisionTower", dtype: torch.dtype, device: torch.device) -> None:
@@ -100,7 +95,6 @@ class TowerGraphs:
 
         Args:
             pixels: flat, as for `Ops.pack_patches`.
-            grids: of the images.
         """
         size = self._size(grids)
         assert size is not None

@@ -56,9 +56,6 @@ class Runner:
     """Runs batches in the order they are launched. One thread calls it, `wait` excepted.
 
     Args:
-        model: loaded, on `device`, in `dtype`.
-        device: where it runs.
-        dtype: of the embeddings.
         arena: where embeddings go; pinned on CUDA.
         shares_device: another process uses the device, so very large batches leave it idle half
             of the time (CUDA).

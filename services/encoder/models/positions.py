@@ -57,7 +57,6 @@ class PositionCache:
     Args:
         table: the learned `[side * side, hidden]` position embeddings; its device and dtype are
             the results'.
-        head_dim: of the attention.
         merge_size: patches per image-token side.
     """
 
@@ -106,13 +105,7 @@ class PositionCache:
 
 
 class StaticLayout:
-    """A layout in static buffers of CUDA graphs: captured once, set before each replay.
-
-    Args:
-        cache: of the model.
-        max_patches: of a batch.
-        max_segments: of a batch.
-    """
+    """A layout in static buffers of CUDA graphs: captured once, set before each replay."""
 
     def __init__(self, cache: PositionCache, max_patches: int, max_segments: int) -> None:
         self._cache = cache

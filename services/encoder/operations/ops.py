@@ -17,11 +17,7 @@ from services.encoder.operations.table import TowerFacts
 
 
 class Ops:
-    """What a tower computes with.
-
-    Args:
-        table: resolved for the tower and the device.
-    """
+    """What a tower computes with."""
 
     def __init__(self, table: KernelTable[TowerFacts]) -> None:
         self.table = table
@@ -77,9 +73,6 @@ class Ops:
         Args:
             pixels: the pairs' `[2, h * patch, w * patch, channels]` uint8, flat.
             grids: of the pairs, t = 1.
-            patch_size: as of stills.
-            merge_size: as of stills.
-            dtype: of the result.
 
         Returns:
             `[N, channels * 2 * patch²]`, rows in merge-block order, channel-major, then by time.
@@ -148,13 +141,7 @@ class Ops:
         return self.table.call("linear_add", x, weight, bias, residual)
 
     def linear_gelu(self, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        """`gelu(x @ weight.T + bias)` by GELU's tanh form.
-
-        Args:
-            x: `[N, in_features]`.
-            weight: `[out_features, in_features]`.
-            bias: `[out_features]`.
-        """
+        """`gelu(x @ weight.T + bias)` by GELU's tanh form, as `linear`."""
         return self.table.call("linear_gelu", x, weight, bias)
 
     def rotary(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

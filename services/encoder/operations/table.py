@@ -27,14 +27,7 @@ _FLASH_CAPABILITY = (8, 0)
 
 @dataclass(frozen=True, slots=True)
 class TowerFacts:
-    """What implementations must know.
-
-    Attributes:
-        device: where the tower runs.
-        dtype: of weights and activations.
-        num_heads: of the attention.
-        head_dim: of the attention.
-    """
+    """What implementations must know."""
 
     device: DeviceFacts
     dtype: torch.dtype
@@ -49,12 +42,7 @@ class TowerFacts:
 def resolve(
     facts: TowerFacts, overrides: Mapping[str, str] | None = None
 ) -> KernelTable[TowerFacts]:
-    """The table for a tower on a device.
-
-    Args:
-        facts: of both.
-        overrides: operation → implementation, as for `KernelTable.resolve`.
-    """
+    """The table for a tower on a device; `overrides`: as for `KernelTable.resolve`."""
     return KernelTable.resolve(IMPLEMENTATIONS, facts, overrides)
 
 
