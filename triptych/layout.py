@@ -61,7 +61,7 @@ class Layout:
         return f"split:{self.encoder_cards}+{self.decoder_cards}" if self.encoder_cards else "both"
 
     def capacity(self, share: float) -> float:
-        """What it serves of what both stages on each card serve; `share`: of encoding in the work."""
+        """What it serves of what both stages on each card do; `share`: of encoding in all work."""
         if not self.encoder_cards:
             return 1.0
         of_encoders = self.encoder_cards / (self.cards * share)

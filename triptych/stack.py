@@ -18,9 +18,9 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from triptych import ROOT
+from triptych.console import Console
 
 # Added to the grace of running requests: for services, which stop after the gateways.
 _SERVICES_STOP_S = 1.5
@@ -31,22 +31,6 @@ _NUM_LAST_LINES = 15
 _PARENT_DEATH = str(ROOT / "services" / "common" / "process" / "parent_death.py")
 
 ReadyCheck = Callable[[], Awaitable[bool]]
-
-
-class Observer(Protocol):
-    """Hears of the children; called from several threads."""
-
-    def report(self, line: str) -> None:
-        """Takes a line for people."""
-        ...
-
-    def output(self, child: str, line: str) -> None:
-        """Takes a line that a child wrote."""
-        ...
-
-    def cause(self, child: str) -> str:
-        """Why a child ended, by what it wrote; empty: it did not say."""
-        ...
 
 
 class Quiet:
@@ -64,6 +48,9 @@ class Quiet:
 
     def cause(self, child: str) -> str:
         return "".join(f"\n  {child} | {line}" for line in self._last.get(child, ()))
+
+
+Observer = Console | Quiet  # hears of the children; called from several threads
 
 
 class StackError(Exception):

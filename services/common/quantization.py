@@ -11,13 +11,14 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 from services.common.model_spec import (
     ModelSpec,
     Packing,
     QuantizationSpec,
     UnsupportedOption,
+    WeightFormat,
     read_json,
 )
 
@@ -280,12 +281,8 @@ def _scheme(name: str, group: Mapping[str, Any], outer_format: object) -> Quanti
             return _ct_packed(where, weights, inputs)
         case "int-quantized":
             return _ct_int8(where, weights, inputs)
-        case "nvfp4-pack-quantized":
-            return _ct_float_groups(where, weights, inputs, "nvfp4")
-        case "mxfp4-pack-quantized":
-            return _ct_float_groups(where, weights, inputs, "mxfp4")
-        case "mxfp8-quantized":
-            return _ct_float_groups(where, weights, inputs, "mxfp8")
+        case "nvfp4-pack-quantized" | "mxfp4-pack-quantized" | "mxfp8-quantized" as found:
+            return _ct_float_groups(where, weights, inputs, cast("str", found).partition("-")[0])
         case found:
             raise UnsupportedOption(
                 f"quantization_config: {where}.format {found!r} is not supported; "
@@ -320,10 +317,7 @@ def _ct_int8(where: str, weights: Mapping[str, Any], inputs: Mapping[str, Any]) 
 
 
 def _ct_float_groups(
-    where: str,
-    weights: Mapping[str, Any],
-    inputs: Mapping[str, Any],
-    name: Literal["nvfp4", "mxfp4", "mxfp8"],
+    where: str, weights: Mapping[str, Any], inputs: Mapping[str, Any], name: str
 ) -> QuantizationSpec:
     """e2m1 or e4m3 in groups. Activations of as many bits are left as they are: it is weights that
     take room.
@@ -340,7 +334,9 @@ def _ct_float_groups(
     elif inputs:
         _expect(f"{where}.input_activations.num_bits", inputs.get("num_bits"), bits)
     return QuantizationSpec(
-        format=name, group_size=size, has_input_scale=name == "nvfp4" and bool(inputs)
+        format=cast("WeightFormat", name),
+        group_size=size,
+        has_input_scale=name == "nvfp4" and bool(inputs),
     )
 
 

@@ -292,9 +292,7 @@ def _yarn_attention_factor(given: Mapping[str, Any], factor: float) -> float:
 
 
 def _refuse_unsupported(config: Mapping[str, Any], *, has_experts: bool) -> None:
-    activation = config.get("hidden_act", "silu")
-    if activation not in ("silu", "swish"):
-        raise UnsupportedOption(f"hidden_act {activation!r} is not supported; supported: 'silu'")
+    expect("hidden_act", config.get("hidden_act", "silu"), "silu", "swish")
     for name in _EXPERT_FIELDS:
         if config.get(name) and not has_experts:
             raise UnsupportedOption(
@@ -305,6 +303,14 @@ def _refuse_unsupported(config: Mapping[str, Any], *, has_experts: bool) -> None
     if unknown := sorted(kinds - {"full_attention", "sliding_attention"}):
         raise UnsupportedOption(
             f"layer_types {', '.join(unknown)} is not supported; supported: full_attention"
+        )
+
+
+def expect(name: str, value: object, *served: object) -> None:
+    """Raises UnsupportedOption: an option's value is not among those that are served."""
+    if value not in served:
+        raise UnsupportedOption(
+            f"{name} {value!r} is not supported; supported: {' or '.join(map(repr, served))}"
         )
 
 

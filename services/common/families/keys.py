@@ -141,12 +141,14 @@ WITHOUT_EFFECT: dict[str, dict[str, str]] = {
     file: {key: reason for reason, keys in reasons.items() for key in keys.split()}
     for file, reasons in _REASONS.items()
 }
-# Sections that are nested in another file's.
-_PROCESSORS = {
-    "image_processor": "preprocessor_config.json",
-    "video_processor": "video_preprocessor_config.json",
+# Sections that are nested in a file → the table of their keys.
+_SECTIONS = {
+    "config.json": {"text_config": "config.json", "vision_config": "config.json: vision_config"},
+    "processor_config.json": {
+        "image_processor": "preprocessor_config.json",
+        "video_processor": "video_preprocessor_config.json",
+    },
 }
-_SECTIONS = {"text_config": "config.json", "vision_config": "config.json: vision_config"}
 
 
 def unknown_keys(directory: Path) -> list[str]:
@@ -166,13 +168,8 @@ def _keys(directory: Path) -> Iterator[tuple[str, str, str]]:
         if not path.exists():
             continue
         sections: list[tuple[str, str, Mapping[str, Any]]] = [(file, file, read_json(path))]
-        if file == "processor_config.json":
-            for name, table in _PROCESSORS.items():
-                if isinstance(nested := sections[0][2].get(name), dict):
-                    sections.append((f"{file}: {name}", table, cast("dict[str, Any]", nested)))
-        if file == "config.json":
-            for name, table in _SECTIONS.items():
-                if isinstance(nested := sections[0][2].get(name), dict):
-                    sections.append((f"{file}: {name}", table, cast("dict[str, Any]", nested)))
+        for name, table in _SECTIONS.get(file, {}).items():
+            if isinstance(nested := sections[0][2].get(name), dict):
+                sections.append((f"{file}: {name}", table, cast("dict[str, Any]", nested)))
         for where, table, found in sections:
             yield from ((where, table, key) for key, value in found.items() if value is not None)

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 from services.common.families.dense import (
     QWEN_CONVERSATION,
+    expect,
     read_model,
     read_text,
     text_checkpoint,
@@ -115,9 +116,5 @@ def _refuse_unsupported(config: Mapping[str, Any]) -> None:
         ("layer_scale", (False,)),
         ("mlp_only_layers", ([],)),
     ):
-        value = config.get(name)
-        if value is not None and value not in supported:
-            raise UnsupportedOption(
-                f"{name} {value!r} is not supported; "
-                f"supported: {' or '.join(repr(each) for each in supported)}"
-            )
+        if config.get(name) is not None:
+            expect(name, config[name], *supported)

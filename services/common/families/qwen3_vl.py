@@ -7,6 +7,7 @@ from typing import Any
 
 from services.common.families.dense import (
     QWEN_CONVERSATION,
+    expect,
     read_model,
     read_text,
     text_checkpoint,
@@ -18,7 +19,6 @@ from services.common.model_spec import (
     ModelSpec,
     MoESpec,
     TowerSpec,
-    UnsupportedOption,
     VisionSpec,
 )
 
@@ -67,18 +67,11 @@ def read_vision(
 ) -> VisionSpec:
     """The tower of a config.json, and what the directory's image processor says."""
     vision = config["vision_config"]
-    if vision.get("hidden_act", "gelu_pytorch_tanh") != "gelu_pytorch_tanh":
-        raise UnsupportedOption(
-            f"vision hidden_act {vision['hidden_act']!r} is not supported; "
-            "supported: 'gelu_pytorch_tanh'"
-        )
+    activation = "gelu_pytorch_tanh"
+    expect("vision hidden_act", vision.get("hidden_act", activation), activation)
     rotary = vision.get("rope_parameters") or {}
     for name, served in (("rope_type", ("axial", "default")), ("rope_theta", (10_000.0,))):
-        if (value := rotary.get(name, served[0])) not in served:
-            raise UnsupportedOption(
-                f"vision rope_parameters.{name} {value!r} is not supported; "
-                f"supported: {served[0]!r}"
-            )
+        expect(f"vision rope_parameters.{name}", rotary.get(name, served[0]), *served)
     tower = DeepStackTower(
         depth=vision["depth"],
         hidden_size=vision["hidden_size"],
