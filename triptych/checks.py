@@ -177,7 +177,8 @@ def check_memory(
                     wanted[device] += tower
                     continue
                 need = limits.need(spec, text, itemsize)
-                alone = place.memory_fraction + _share_of(encoders, device)
+                beside = sum(each.memory_fraction for each in encoders if each.device == device)
+                alone = place.memory_fraction + beside
                 _check_card(spec, need, place, card, limits, itemsize, len(cards), alone)
                 part = need.of_rank(place.ranks, spec.text.num_kv_heads)
                 wanted[device] += part.least(limits.max_model_len or 0)
@@ -191,10 +192,6 @@ def check_memory(
                 2,
             )
     _check_machine(spec, on_cpu, limits.dtype)
-
-
-def _share_of(encoders: Sequence[Placement], device: str) -> float:
-    return sum(place.memory_fraction for place in encoders if place.device == device)
 
 
 def _check_card(

@@ -91,7 +91,8 @@ def write_tensor(file: bytes, place: TensorPlace, spec: EmbeddingSpec, into: mem
     Raises:
         InvalidRequest: a value is not finite, or is not in the model's dtype.
     """
-    rows = _array(file, place)
+    kind = np.uint16 if place.dtype == "bfloat16" else np.dtype(place.dtype)
+    rows = np.frombuffer(file, kind, offset=place.offset).reshape(place.shape)
     size = spec.size_bytes // spec.num_features
     for feature in range(spec.num_features):
         part = rows[:, feature * spec.hidden : (feature + 1) * spec.hidden]
@@ -100,11 +101,6 @@ def write_tensor(file: bytes, place: TensorPlace, spec: EmbeddingSpec, into: mem
         np.frombuffer(target, data.dtype).reshape(part.shape)[:] = data
         if not all_finite(target, spec.dtype):
             raise InvalidRequest(f"the tensor has values that no {spec.dtype} is: NaN or infinite")
-
-
-def _array(file: bytes, place: TensorPlace) -> npt.NDArray[np.generic]:
-    kind = np.uint16 if place.dtype == "bfloat16" else np.dtype(place.dtype)
-    return np.frombuffer(file, kind, offset=place.offset).reshape(place.shape)
 
 
 def _float32(part: npt.NDArray[np.generic], dtype: str) -> Float32s:

@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from services.common.embeddings.single_flight import retrieve_exception
 from services.common.errors import EngineLost, Unavailable, from_code
 from services.common.geometry import Unit
 from services.common.process.channel import ChannelClosed, FrontChannel
@@ -92,7 +93,7 @@ class EngineClient:
         if self._died:
             raise Unavailable(_ENDED)
         job = EngineJob(next(self._ids), rank, asyncio.get_running_loop().create_future())
-        job.done.add_done_callback(_retrieve_exception)
+        job.done.add_done_callback(retrieve_exception)
         self._jobs[job.job_id] = job
         self._link.send(EncodeImage(job.job_id, source, unit, rank))
         return job
@@ -119,14 +120,11 @@ class EngineClient:
             pass
         finally:
             self._died = True
-            self._fail_all()
-
-    def _fail_all(self) -> None:
-        for job_id, job in self._jobs.items():
-            if not job.done.done():
-                in_hand = job_id in self._in_hand
-                job.done.set_exception(EngineLost(_LOST) if in_hand else Unavailable(_ENDED))
-        self._jobs.clear()
+            for job_id, job in self._jobs.items():
+                if not job.done.done():
+                    in_hand = job_id in self._in_hand
+                    job.done.set_exception(EngineLost(_LOST) if in_hand else Unavailable(_ENDED))
+            self._jobs.clear()
 
     def _take(self, message: EngineMessage) -> None:
         match message:
@@ -151,9 +149,3 @@ class EngineClient:
                 pass  # the channel notes its time
             case _:
                 raise AssertionError(f"the engine sent {type(message).__name__}")
-
-
-def _retrieve_exception(done: asyncio.Future[StageTimes]) -> None:
-    """Keeps asyncio from reporting the error of a job that no caller waits for."""
-    if not done.cancelled():
-        done.exception()

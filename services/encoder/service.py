@@ -9,7 +9,7 @@ import logging
 import math
 import time
 from collections.abc import Generator
-from contextlib import aclosing, contextmanager, suppress
+from contextlib import aclosing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, NoReturn, TypeVar, cast
@@ -281,8 +281,8 @@ class EncoderServicer(pb_grpc.EncoderServicer):
             with span("send embedding", parent, size_bytes=size_bytes, shared=shared):
                 await context.write(_header(reading.entry))
                 await (self._share if shared else self._stream)(reading, word, context)
-            if shared:
-                await _until_read()
+            if shared:  # the reader ends the call when it has copied the bytes, or dies
+                await asyncio.sleep(_MAX_READ_S)
 
     async def _stream(
         self, reading: Reading, word: Word | None, context: grpc.aio.ServicerContext
@@ -429,13 +429,6 @@ def _share(request: pb.EncodeRequest) -> Share:
 
 async def _tell_waiting(context: grpc.aio.ServicerContext, in_work: bool) -> None:
     await context.write(pb.FetchResponse(waiting=pb.FetchWaiting(in_work=in_work)))
-
-
-async def _until_read() -> None:
-    """The reader ends the call when it has copied the bytes, or dies: both cancel this."""
-    with suppress(TimeoutError):
-        async with asyncio.timeout(_MAX_READ_S):
-            await asyncio.Event().wait()
 
 
 def _seconds(encoded: Encoded) -> dict[str, float]:

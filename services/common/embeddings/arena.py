@@ -13,7 +13,7 @@ import mmap
 import os
 from collections import OrderedDict, deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from services.common.embeddings.embedding import EmbeddingSpec
@@ -53,7 +53,6 @@ class _Claim:
     granted: "asyncio.Future[Any]"
 
 
-@dataclass(slots=True)
 class Arena:
     """The pool, as its owner sees it. Not thread-safe: one event loop owns it.
 
@@ -61,22 +60,14 @@ class Arena:
     (`release`, `commit`) lets the first of them try again.
     """
 
-    size_bytes: int
-    fd: int = field(init=False)
-    name: str = field(init=False)
-    memory: mmap.mmap = field(init=False)
-    _entries: OrderedDict[bytes, ArenaEntry] = field(
-        init=False, default_factory=OrderedDict[bytes, ArenaEntry]
-    )
-    _free: list[tuple[int, int]] = field(init=False)  # (offset, size), by offset
-    _claims: deque[_Claim] = field(init=False, default_factory=deque[_Claim])
-    _serving: bool = field(init=False, default=False)
-
-    def __post_init__(self) -> None:
-        self.size_bytes = _align(self.size_bytes)
+    def __init__(self, size_bytes: int) -> None:
+        self.size_bytes = _align(size_bytes)
         self.fd, self.name = create_memory(self.size_bytes)
         self.memory = mmap.mmap(self.fd, self.size_bytes)
-        self._free = [(0, self.size_bytes)]
+        self._entries: OrderedDict[bytes, ArenaEntry] = OrderedDict()
+        self._free = [(0, self.size_bytes)]  # (offset, size), by offset
+        self._claims: deque[_Claim] = deque()
+        self._serving = False
 
     @property
     def address(self) -> MemoryAddress:

@@ -28,7 +28,7 @@ class InFlight(Generic[Result]):
         on_abandoned: Callable[[], None] = lambda: None,
     ) -> None:
         self.task = asyncio.create_task(work)
-        self.task.add_done_callback(_retrieve_exception)
+        self.task.add_done_callback(retrieve_exception)
         self.task.add_done_callback(on_end)
         self.num_waiters = 0
         self._on_abandoned = on_abandoned
@@ -41,14 +41,14 @@ class InFlight(Generic[Result]):
         return joined
 
     def _leave(self, joined: "asyncio.Future[Result]") -> None:
-        _retrieve_exception(joined)
+        retrieve_exception(joined)
         self.num_waiters -= 1
         if self.num_waiters == 0 and not self.task.done():
             self._on_abandoned()
             self.task.cancel()
 
 
-def _retrieve_exception(done: "asyncio.Future[Result]") -> None:
+def retrieve_exception(done: "asyncio.Future[Result]") -> None:
     """Keeps asyncio from reporting an exception that no waiter is left to take."""
     if not done.cancelled():
         done.exception()

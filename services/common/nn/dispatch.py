@@ -277,7 +277,8 @@ class KernelTable(Generic[FactsT]):
         """Stops using an implementation that failed; False: the error is not its own, or there is
         no other.
         """
-        if isinstance(error, torch.OutOfMemoryError) or _is_capturing():
+        captures = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+        if isinstance(error, torch.OutOfMemoryError) or captures:
             return False
         found = self._operations[entry.key]
         if entry not in found:  # dropped meanwhile, by a call that it made itself
@@ -401,7 +402,3 @@ class KernelTable(Generic[FactsT]):
 
 def _key(operation: str, weight_format: str) -> str:
     return f"{operation}[{weight_format}]" if weight_format else operation
-
-
-def _is_capturing() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()

@@ -7,7 +7,7 @@ are plain and reported.
 """
 
 import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -66,18 +66,19 @@ def set_methods(
         names = {each.name for method in methods.values() for each in method.layouts(layer)}
         # What is missing is as it should be: `_check` names it.
         is_plain = [
-            group is None or group.at_load if found is None else found
-            for group, found in zip(
+            each is None or each.at_load if found is None else found
+            for each, found in zip(
                 wanted, (_is_plain(checkpoint, *each, names) for each in named.items()), strict=True
             )
         ]
-        if all(is_plain) and (at_load := _at_load(wanted)):
-            layer.set_method(methods[at_load])
+        group = wanted[0]
+        if all(is_plain) and group is not None and group.at_load and set(wanted) == {group}:
+            layer.set_method(methods[group])
         elif all(is_plain):
             unlisted += [
                 name
-                for name, group in zip(modules, wanted, strict=True)
-                if group and not group.at_load
+                for name, each in zip(modules, wanted, strict=True)
+                if each and not each.at_load
             ]
         elif any(is_plain):
             problems.append(f"{listed(modules)} are one layer, and not all are quantized")
@@ -86,8 +87,8 @@ def set_methods(
         elif len(set(wanted)) > 1:
             problems.append(f"{listed(modules)} are one layer, in different formats")
         else:
-            assert wanted[0] is not None
-            layer.set_method(methods[wanted[0]])
+            assert group is not None
+            layer.set_method(methods[group])
     if problems:
         raise CheckpointError(f"{checkpoint.directory}: {'; '.join(problems)}")
     if unlisted:
@@ -95,12 +96,6 @@ def set_methods(
             "%s: %d modules are not quantized though quantization_config does not say so: %s",
             checkpoint.directory, len(unlisted), listed(unlisted),
         )  # fmt: skip
-
-
-def _at_load(wanted: Sequence[QuantizationSpec | None]) -> QuantizationSpec | None:
-    """What quantizes all parts of a layer while they are read."""
-    group = wanted[0]
-    return group if group is not None and group.at_load and set(wanted) == {group} else None
 
 
 def _is_plain(

@@ -84,7 +84,9 @@ def materialize(module: nn.Module, device: torch.device | str, dtype: torch.dtyp
                 memory = torch.empty(parameter.shape, dtype=kind, device=device)
                 made[parameter] = nn.Parameter(memory, requires_grad=False)
             setattr(child, name, made[parameter])
-    _reset_buffers(module, torch.device(device))
+    for child in module.modules():
+        if callable(reset := getattr(child, "reset_buffers", None)):
+            reset(torch.device(device))
 
 
 def load_weights(
@@ -132,7 +134,11 @@ def load_weights(
                     filled.append(parameters[scale].data[source.place])
                 copier.fill(filled, source)
             elif source.required is not None:
-                _require(reader.read(source.name, source.cut), source, checkpoint)
+                wanted, values = source.required(), reader.read(source.name, source.cut)
+                if not values.to(wanted.dtype).equal(wanted):
+                    raise CheckpointError(
+                        f"{checkpoint.directory}: {source.name}: {source.otherwise}"
+                    )
         copier.finish()
     log_progress("weights", len(paths), len(paths))
     process(module)
@@ -314,13 +320,6 @@ def _required(
     return None if required is None else lambda: required(*module)[cut]
 
 
-def _require(values: Tensor, source: _Source, checkpoint: Checkpoint) -> None:
-    assert source.required is not None
-    wanted = source.required()
-    if not values.to(wanted.dtype).equal(wanted):
-        raise CheckpointError(f"{checkpoint.directory}: {source.name}: {source.otherwise}")
-
-
 def _check(
     sources: list[_Source], checkpoint: Checkpoint, weight_map: WeightMap, spec: CheckpointSpec
 ) -> None:
@@ -368,10 +367,3 @@ def process(module: nn.Module) -> None:
             child.method.process_weights_after_loading(child)
         elif isinstance(child, RMSNorm):
             child.process_weights_after_loading()
-
-
-def _reset_buffers(module: nn.Module, device: torch.device) -> None:
-    for child in module.modules():
-        reset = getattr(child, "reset_buffers", None)
-        if callable(reset):
-            reset(device)

@@ -10,7 +10,6 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
@@ -209,14 +208,10 @@ class FrontChannel(Generic[Incoming]):
     def send(self, *messages: msgspec.Struct) -> None:
         """Queues messages in order; drops them once the engine has ended (`receive` says so)."""
         if not self._writer.is_closing():  # uvloop would raise
-            self._writer.write(b"".join(self._frames(messages)))
+            bodies = map(self._encoder.encode, messages)
+            frames = [part for body in bodies for part in (_LENGTH.pack(len(body)), body)]
+            self._writer.write(b"".join(frames))
 
     def close(self) -> None:
         """Closes this end; the engine's next `receive` raises `ChannelClosed`."""
         self._writer.close()
-
-    def _frames(self, messages: Iterable[msgspec.Struct]) -> Iterable[bytes]:
-        for message in messages:
-            body = self._encoder.encode(message)
-            yield _LENGTH.pack(len(body))
-            yield body

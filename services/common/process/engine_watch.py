@@ -45,18 +45,13 @@ class EngineWatch:
             is_busy = self._is_busy()
             if stood_still or not is_busy:
                 self._idle_at = now
-            if self._computes():
+            if not self._on_gpu and self._cpu.is_used():  # waiting for a device may use it, too
                 self._computed_at = now
             if min(self.silence_s, now - self._idle_at) > MAX_SILENCE_S:
                 return
             if is_busy or now - self._pinged_at >= _IDLE_PERIOD_S:
                 self._pinged_at = now
                 self._engine.channel.send(Ping())
-
-    def _computes(self) -> bool:
-        """Whether an engine on a CPU has used it since the last look."""
-        # Waiting for a device may use the CPU, too.
-        return not self._on_gpu and self._cpu.is_used()
 
 
 class CpuUse:

@@ -152,14 +152,11 @@ class RingReader(_Ring):
                     self._words[self._line + _TAIL] = self._tail
                     deadline = 0.0
                     if not more:
-                        return self._whole()
+                        pieces, self._pieces = self._pieces, []
+                        return b"".join(pieces)
                     continue
             now = time.monotonic()
             deadline = deadline or now + timeout_s
             if now > deadline:
                 raise RingError(f"a record is incomplete for {timeout_s:g} s")
         return None
-
-    def _whole(self) -> bytes:
-        pieces, self._pieces = self._pieces, []
-        return pieces[0] if len(pieces) == 1 else b"".join(pieces)

@@ -70,7 +70,10 @@ class CredentialedChannel:
         """A method, on whichever connection is the newest."""
 
         def start(*call: Any, metadata: Any = None, **options: Any) -> Any:  # noqa: ANN401 - gRPC's
-            channel = self._newest()
+            watched = self._credentials.certificates
+            if watched is not None and watched.current() is not self._shown:
+                self._dial()
+            channel = self._channel
             if start not in self._methods:
                 self._methods[start] = getattr(channel, kind)(*args, **kwargs)
             if self._credentials.token is not None:
@@ -87,12 +90,6 @@ class CredentialedChannel:
     unary_stream = partialmethod(_method, "unary_stream")
     stream_unary = partialmethod(_method, "stream_unary")
     stream_stream = partialmethod(_method, "stream_stream")
-
-    def _newest(self) -> grpc.aio.Channel:
-        watched = self._credentials.certificates
-        if watched is not None and watched.current() is not self._shown:
-            self._dial()
-        return self._channel
 
     def _dial(self) -> None:
         self._methods: dict[Callable[..., Any], Callable[..., Any]] = {}

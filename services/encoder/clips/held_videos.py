@@ -83,7 +83,7 @@ class HeldVideos:
             InvalidVideo: it is none that is decoded here.
         """
         loop = asyncio.get_running_loop()
-        digest = await loop.run_in_executor(self._threads, _digest, file)
+        digest = await loop.run_in_executor(self._threads, lambda: blake3(file).digest(KEY_BYTES))
         if digest in self._held:
             return self.get(digest)
         if (flight := self._probes.get(digest)) is None:
@@ -131,10 +131,6 @@ class HeldVideos:
         if (held := self._held.pop(digest, None)) is not None:
             self._used_bytes -= held.file.size_bytes
             os.close(held.file.fd)
-
-
-def _digest(file: bytes) -> bytes:
-    return blake3(file).digest(KEY_BYTES)
 
 
 def _copied(file: bytes) -> MemoryAddress:
