@@ -7,7 +7,6 @@ services it travels as a W3C `traceparent`, in HTTP headers, gRPC metadata and `
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
 
 TRACEPARENT = "traceparent"
 Attribute = str | int | float | bool
@@ -29,32 +28,34 @@ class Span:
         return nullcontext()
 
 
-class Recorder(Protocol):
-    """What records spans; `services.common.tracing` has one."""
+_OFF = Span()
+
+
+class Recorder:
+    """Records spans, as `services.common.tracing` does; this one none."""
 
     def start(
         self, name: str, parent: str, start_s: float | None, attributes: Mapping[str, Attribute]
     ) -> Span:
         """See `start_span`."""
-        ...
+        return _OFF
 
     def current(
         self, name: str, parent: str, attributes: Mapping[str, Attribute]
     ) -> AbstractContextManager[Span]:
         """See `span`."""
-        ...
+        return nullcontext(_OFF)
 
     def traceparent(self) -> str:
         """Of the current span; empty: there is none."""
-        ...
+        return ""
 
 
-_OFF = Span()
-_recorder: Recorder | None = None
+_recorder = Recorder()
 
 
-def record_with(recorder: Recorder | None) -> None:
-    """Spans go there from now on; None: nowhere."""
+def record_with(recorder: Recorder) -> None:
+    """Spans go there from now on."""
     global _recorder
     _recorder = recorder
 
@@ -68,7 +69,7 @@ def span(name: str, parent: str = "", **attributes: Attribute) -> AbstractContex
     Args:
         parent: a `traceparent`; empty or malformed: the current span.
     """
-    return nullcontext(_OFF) if _recorder is None else _recorder.current(name, parent, attributes)
+    return _recorder.current(name, parent, attributes)
 
 
 def start_span(
@@ -80,17 +81,16 @@ def start_span(
         parent: as for `span`.
         start_s: when it began, as `time.time()`; None: now.
     """
-    return _OFF if _recorder is None else _recorder.start(name, parent, start_s, attributes)
+    return _recorder.start(name, parent, start_s, attributes)
 
 
 def record_span(
     name: str, parent: str, start_s: float, duration_s: float, **attributes: Attribute
 ) -> None:
     """A span that is over, measured elsewhere; `start_s` as `time.time()`."""
-    if _recorder is not None:
-        start_span(name, parent, start_s=start_s, **attributes).end(start_s + duration_s)
+    start_span(name, parent, start_s=start_s, **attributes).end(start_s + duration_s)
 
 
 def traceparent() -> str:
     """The current span's `traceparent`; empty: there is none, or none is recorded."""
-    return "" if _recorder is None else _recorder.traceparent()
+    return _recorder.traceparent()

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING
 
 from services.common.settings import SettingsError, traces_endpoint
-from services.common.spans import TRACEPARENT, Attribute, Span, record_with
+from services.common.spans import TRACEPARENT, Attribute, Recorder, Span, record_with
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context
@@ -38,9 +38,7 @@ class _Recorded(Span):
         return use_span(self._span)
 
 
-class _Recorder:
-    """A `spans.Recorder`."""
-
+class _Recorder(Recorder):
     def __init__(self, tracer: "Tracer") -> None:
         self._tracer = tracer
 

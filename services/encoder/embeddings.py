@@ -24,11 +24,11 @@ from services.common.errors import (
     TriptychError,
 )
 from services.common.geometry import Geometry, Unit
+from services.encoder.admission import NOBODY, Admission, Share
 from services.encoder.engine.messages import Source
 from services.encoder.engine_client import NO_TIMES, EngineClient, EngineJob, StageTimes
 from services.encoder.memory_tier import MemoryTier, Reading, Word, first_of
 from services.encoder.metrics import EncoderMetrics
-from services.encoder.share import NOBODY, Share
 
 _MAX_RETRY_AFTER_S = 60.0  # OpenAI's clients follow no longer wait
 _MAX_SOURCES_BYTES = 256 << 20
@@ -50,27 +50,6 @@ class Encoded:
     origin: Origin
     lookup_s: float = 0.0
     times: StageTimes = NO_TIMES
-
-
-class AdmissionPolicy(Protocol):
-    """Which images are taken, and in which order the engine works on them."""
-
-    @property
-    def num_patches(self) -> int:
-        """Of the images in work, before merging."""
-        ...
-
-    def enter(self, share: Share, num_patches: int) -> float | None:
-        """An image's rank among those that wait, of which the lowest is next; None: no room."""
-        ...
-
-    def ran(self, rank: float) -> None:
-        """The engine has done with an image of this rank."""
-        ...
-
-    def leave(self, share: Share, num_patches: int) -> None:
-        """The image that has entered is in work no more."""
-        ...
 
 
 class SharedTier(Protocol):
@@ -127,7 +106,7 @@ class Embeddings:
         memory: MemoryTier,
         engine: EngineClient,
         redis: SharedTier | None,
-        admission: AdmissionPolicy,
+        admission: Admission,
         metrics: EncoderMetrics,
         max_queued_bytes: int = 1 << 30,
         min_streamed_bytes: int = 8 << 20,

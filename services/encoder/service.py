@@ -52,6 +52,7 @@ from services.common.transport.rpc import (
     adopt_metadata,
     message_bytes,
 )
+from services.encoder.admission import Share
 from services.encoder.brought import BroughtEmbeddings
 from services.encoder.clips.held_videos import HeldVideo, HeldVideos
 from services.encoder.embeddings import Embeddings, Encoded, Origin
@@ -59,7 +60,6 @@ from services.encoder.engine.messages import Source
 from services.encoder.kept_files import KEPT_S, KeptFiles
 from services.encoder.memory_tier import Reading, Word
 from services.encoder.metrics import EncoderMetrics
-from services.encoder.share import Share
 
 log = logging.getLogger(__name__)
 

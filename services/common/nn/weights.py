@@ -273,18 +273,12 @@ def _sources(
                     yield _Source(source, full, place, stored_shape, FLOATS, piece.cut)
                 continue
             assert isinstance(child, Linear)
-            layout = layouts[name]
-            if not layout.name:
-                continue
-            is_term = layout.parameter == "bias" and child.columns.ranges[0][0] > 0
-            for piece in child.pieces(layout):
-                part = f"{part_path(path, piece.part)}.{layout.name}"
-                yield _Source(
-                    weight_map.checkpoint_name(part), full, piece.place, piece.shape,
-                    layout.stored, piece.cut, is_zero=is_term, quantize=layout.quantize,
-                )  # fmt: skip
+            if layouts[name].name:
+                yield from _of_layer(child, path, layouts[name], full, weight_map)
         if isinstance(child, Linear):
-            yield from _unfilled(child, path, weight_map)
+            for layout in child.layouts():
+                if not layout.parameter:
+                    yield from _of_layer(child, path, layout, "", weight_map)
             if checkpoint is not None and not child.is_plain and child.bias is None:
                 yield from _zero_biases(child, path, weight_map, checkpoint)
 
@@ -302,15 +296,18 @@ def _zero_biases(
             )  # fmt: skip
 
 
-def _unfilled(layer: Linear, path: str, weight_map: WeightMap) -> Iterator[_Source]:
-    """The tensors of a layer's modules that fill no parameter."""
-    for layout in layer.layouts():
-        for piece in () if layout.parameter else layer.pieces(layout):
-            name = weight_map.checkpoint_name(f"{part_path(path, piece.part)}.{layout.name}")
-            yield _Source(
-                name, "", piece.place, piece.shape, layout.stored, piece.cut,
-                required=_required(layout, piece.module, piece.cut), otherwise=layout.otherwise,
-            )  # fmt: skip
+def _of_layer(
+    layer: Linear, path: str, layout: TensorLayout, parameter: str, weight_map: WeightMap
+) -> Iterator[_Source]:
+    """A tensor of each of a layer's modules, which fills a parameter, or none ("")."""
+    is_term = layout.parameter == "bias" and layer.columns.ranges[0][0] > 0
+    for piece in layer.pieces(layout):
+        name = weight_map.checkpoint_name(f"{part_path(path, piece.part)}.{layout.name}")
+        yield _Source(
+            name, parameter, piece.place, piece.shape, layout.stored, piece.cut, is_zero=is_term,
+            required=_required(layout, piece.module, piece.cut), otherwise=layout.otherwise,
+            quantize=layout.quantize,
+        )  # fmt: skip
 
 
 def _required(
