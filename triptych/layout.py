@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from services.common.model_spec import ModelSpec, TextSpec, TowerSpec
 from triptych.fit import decoder_need, text_parameters
+from triptych.stack import StackError
 
 # FLOP/s of vision towers and of prompts, bytes/s of decode steps: what the 8B reaches on one H100
 # (benchmarks/LOG.md: 80 images of 1024² and 43.8 prompts of 1,008 tokens a second, 59 with FP8
@@ -25,10 +26,6 @@ _ITEM_BYTES = 2
 # What cards of their own must at least serve of what both stages on each serve.
 _LEAST = 0.95
 _SPLIT = re.compile(r"split:([1-9]\d?)\+([1-9]\d?)")
-
-
-class LayoutError(ValueError):
-    """The cards cannot be divided so; the message says what can be done."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,19 +73,19 @@ def read_layout(text: str, cards: int, ranks: int = 1) -> Layout | None:
         ranks: cards of each decoder.
 
     Raises:
-        LayoutError: it has another form, or does not fit the cards.
+        StackError: it has another form, or does not fit the cards; says what can be done.
     """
     if text == "auto":
         return None
     split = _SPLIT.fullmatch(text)
     if text != "both" and split is None:
-        raise LayoutError(f"--layout {text} is none of auto, both and split:E+D (cards of each)")
+        raise StackError(f"--layout {text} is none of auto, both and split:E+D (cards of each)", 2)
     wanted = Layout(int(split[1]), int(split[2])) if split else Layout(0, cards)
     if wanted.cards != cards or wanted.decoder_cards % ranks or not cards:
         fitting = ", ".join(map(str, layouts(cards, ranks)))
         each = f" for decoders of {ranks} cards each" if ranks > 1 else ""
         what = f"what fits: {fitting}" if fitting else "it needs cards (--device cuda)"
-        raise LayoutError(f"--layout {text}: {_cards(cards)} visible{each}; {what}")
+        raise StackError(f"--layout {text}: {_cards(cards)} visible{each}; {what}", 2)
     return wanted
 
 

@@ -23,7 +23,6 @@ from triptych import ROOT
 from triptych.devices import Placement, count_gpus, how_many, place
 from triptych.layout import (
     Layout,
-    LayoutError,
     choose,
     layouts,
     read_layout,
@@ -288,11 +287,8 @@ def _layout(
         )
     if options.layout != "auto" and spec.vision is None:
         raise StackError("--layout is for models with images: a text model has no encoder", 2)
-    try:
-        if (layout := read_layout(options.layout, cards, ranks)) is not None:
-            return layout, ""
-    except LayoutError as error:
-        raise StackError(str(error), 2) from error
+    if (layout := read_layout(options.layout, cards, ranks)) is not None:
+        return layout, ""
     if spec.vision is None or options.encoders or options.decoders or not layouts(cards, ranks):
         return None, ""
     share = share_of_encoding(spec)

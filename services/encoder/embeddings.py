@@ -8,8 +8,8 @@ gRPC and no pixels are seen here. Errors are `TriptychError`s, and a failed enco
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Generator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Protocol
@@ -161,7 +161,7 @@ class Embeddings:
             InvalidRequest: no encoder can encode the image.
             EmbeddingUnavailable: no encode was requested in time, or it failed.
         """
-        with _failure_as_unavailable():
+        try:
             try:
                 async with asyncio.timeout(timeout_s):
                     reading = await self._hold(key, word)
@@ -174,6 +174,10 @@ class Embeddings:
                 self._memory.arena.release(reading.entry)
                 if reading.work is not None:
                     reading.work.cancel()  # leaves the encode to its other waiters
+        except (InvalidRequest, EmbeddingUnavailable):
+            raise
+        except TriptychError as error:  # another encoder may succeed, unless the image is bad
+            raise EmbeddingUnavailable(f"the image was not encoded: {error.message}") from None
 
     async def close(self) -> None:
         tasks = [encode.flight.task for encode in self._encodes.values()]
@@ -340,19 +344,6 @@ class Embeddings:
         else:
             self._memory.abort(entry)
         self._memory.arena.release(entry)
-
-
-@contextmanager
-def _failure_as_unavailable() -> Generator[None]:
-    """Turns a failed encode into what its readers get: another encoder may succeed, unless the
-    image is bad.
-    """
-    try:
-        yield
-    except (InvalidRequest, EmbeddingUnavailable):
-        raise
-    except TriptychError as error:
-        raise EmbeddingUnavailable(f"the image was not encoded: {error.message}") from None
 
 
 @dataclass(frozen=True, slots=True)

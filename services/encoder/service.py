@@ -55,7 +55,7 @@ from services.common.transport.rpc import (
 from services.encoder.admission import Share
 from services.encoder.brought import BroughtEmbeddings
 from services.encoder.clips.held_videos import HeldVideo, HeldVideos
-from services.encoder.embeddings import Embeddings, Encoded, Origin
+from services.encoder.embeddings import Embeddings, Encoded
 from services.encoder.engine.messages import Source
 from services.encoder.kept_files import KEPT_S, KeptFiles
 from services.encoder.memory_tier import Reading, Word
@@ -76,12 +76,6 @@ _MAX_READ_S = 10.0
 _QUIET_S = 2.0
 _POLL_S = 0.05
 _MESSAGE_TIMEOUT_S = 30.0
-_SOURCES = {
-    Origin.COMPUTED: pb.EncodeResponse.SOURCE_COMPUTED,
-    Origin.MEMORY: pb.EncodeResponse.SOURCE_MEMORY,
-    Origin.REDIS: pb.EncodeResponse.SOURCE_REDIS,
-    Origin.JOINED: pb.EncodeResponse.SOURCE_JOINED,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,9 +208,8 @@ class EncoderServicer(pb_grpc.EncoderServicer):
             fields = {"source": encoded.origin.value, "tokens": num_tokens}
             log.info("encoded", extra={"fields": fields})
             self._metrics.requests.labels(encoded.origin.value).inc()
-            return pb.EncodeResponse(
-                source=_SOURCES[encoded.origin], num_tokens=num_tokens, **_seconds(encoded)
-            )
+            origin = f"SOURCE_{encoded.origin.name}"
+            return pb.EncodeResponse(source=origin, num_tokens=num_tokens, **_seconds(encoded))
         except Exception as error:
             return await self._fail("encode", error, context)
 

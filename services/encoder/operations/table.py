@@ -71,12 +71,12 @@ def _varlen_attention(facts: TowerFacts) -> Kernel:
     return attend
 
 
-def _linear(facts: TowerFacts) -> Kernel:
+def _tiled(by_torch: Kernel, *, gelu: bool = False) -> Kernel:
     """A tile of our choice; the results are those of torch, bit for bit."""
 
     def linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        found = cublaslt.linear(x, weight, bias)
-        return plain.linear(x, weight, bias) if found is None else found
+        found = cublaslt.linear(x, weight, bias, gelu=gelu)
+        return by_torch(x, weight, bias) if found is None else found
 
     return linear
 
@@ -85,17 +85,6 @@ def _linear_gelu(facts: TowerFacts) -> Kernel:
     """CuBLASLt adds the bias and applies the GELU in the epilogue, before it rounds."""
     fused = torch._addmm_activation  # pyright: ignore[reportPrivateImportUsage]
     return lambda x, weight, bias: fused(bias, x, weight.t(), use_gelu=True)
-
-
-def _tiled_linear_gelu(facts: TowerFacts) -> Kernel:
-    """The same with a tile of our choice."""
-    by_torch = _linear_gelu(facts)
-
-    def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        found = cublaslt.linear(x, weight, bias, gelu=True)
-        return by_torch(x, weight, bias) if found is None else found
-
-    return linear_gelu
 
 
 def _linear_add(facts: TowerFacts) -> Kernel:
@@ -161,11 +150,16 @@ IMPLEMENTATIONS: tuple[Implementation[TowerFacts], ...] = (
     Implementation("ragged_attention", "hopper", _hopper_attention, _without_hopper_attention),
     Implementation("ragged_attention", "torch_varlen", _varlen_attention, _without_varlen),
     _plain("ragged_attention"),
-    Implementation("linear", "cublaslt", _linear, _without_hopper, _many_tokens),
+    Implementation(
+        "linear", "cublaslt", lambda _: _tiled(plain.linear), _without_hopper, _many_tokens
+    ),
     _plain("linear"),
-    Implementation("linear_gelu", "cublaslt", _tiled_linear_gelu, _without_hopper, _many_tokens),
+    Implementation(
+        "linear_gelu", "cublaslt", lambda facts: _tiled(_linear_gelu(facts), gelu=True),
+        _without_hopper, _many_tokens,
+    ),
     Implementation("linear_gelu", "cublas", _linear_gelu, _without_half_on_cuda),
     _plain("linear_gelu"),
     Implementation("linear_add", "cublaslt", _linear_add, _without_hopper, _many_tokens),
     _plain("linear_add"),
-)
+)  # fmt: skip

@@ -11,7 +11,6 @@ from triptych.layout import (
     MIXTURE,
     Ask,
     Layout,
-    LayoutError,
     choose,
     decode_bytes,
     layouts,
@@ -20,6 +19,7 @@ from triptych.layout import (
     share_of_encoding,
 )
 from triptych.options import DEMONSTRATION_MODEL
+from triptych.stack import StackError
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +101,7 @@ def test_the_reason_names_the_share_and_what_was_not_taken() -> None:
 def test_a_layout_that_does_not_fit_comes_with_those_that_do(
     text: str, cards: int, ranks: int, said: str
 ) -> None:
-    with pytest.raises(LayoutError) as caught:
+    with pytest.raises(StackError) as caught:
         read_layout(text, cards, ranks)
     assert said in str(caught.value)
 
