@@ -20,6 +20,7 @@ from services.common.images.image_header import ImageHeader, read_header
 from services.common.process.work_limits import SLACK_BYTES
 from services.encoder.decode import worst_case_bytes
 from services.encoder.decode_pool import DecodePool
+from tests.worker_pids import worker_pids
 
 MAX_CASE_S, MAX_CASE_BYTES = 0.05, 64 << 20
 _MAX_PIXELS = 4_000_000
@@ -120,7 +121,7 @@ def run(num_cases: int, num_decoded: int, first: int = 0) -> dict[str, float]:
     found: dict[str, float] = {"read": 0, "refused": 0, "decoded": 0, "damaged": 0, "longest": 0.0}
     found |= {"most": 0, "most_decoding": 0}
     pool = DecodePool(1, memory_bytes=1 << 30, max_source_pixels=_MAX_PIXELS)
-    pids = pool.pids
+    pids = worker_pids(pool)
     mine, decoders = Peak(), Peak(pids[0])
     try:
         for number in range(first, first + num_cases):
@@ -145,7 +146,7 @@ def run(num_cases: int, num_decoded: int, first: int = 0) -> dict[str, float]:
                     found["decoded"] += 1
                 except InvalidImage:
                     found["damaged"] += 1
-                assert pool.pids == pids, "it ended its decoder"
+                assert worker_pids(pool) == pids, "it ended its decoder"
                 risen = decoders.risen_bytes()
                 budget = worst_case_bytes(header, len(data)) + SLACK_BYTES
                 assert risen <= budget, f"{risen} of {budget} bytes in its decoder"

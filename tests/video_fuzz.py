@@ -17,6 +17,7 @@ from services.common.process.work_limits import SLACK_BYTES
 from services.encoder.clips.clip_pool import PROBE_BYTES, ClipPool
 from tests.image_fuzz import Peak, mutated
 from tests.videos import KINDS, av1, make
+from tests.worker_pids import worker_pids
 
 MAX_CASE_S = 5.0
 _TOKENS = (
@@ -51,7 +52,7 @@ def run(num_cases: int, first: int = 0) -> dict[str, float]:
     pool = ClipPool(1, memory_bytes=0)
     _try(pool, files[0], found)
     found["decoded"] = 0
-    (pid,) = pool.pids
+    (pid,) = worker_pids(pool)
     peak = Peak(pid)
     try:
         for number in range(first, first + num_cases):
@@ -61,10 +62,10 @@ def run(num_cases: int, first: int = 0) -> dict[str, float]:
                 data = mutated(files, number, _TOKENS, head=1024) or b"\0"
                 _try(pool, data, found)
                 taken = time.monotonic() - started
-                if pool.pids != [pid]:
+                if worker_pids(pool) != [pid]:
                     found["ended"] += 1
                     print(f"case {number} ended its decoder", flush=True)
-                    (pid,) = pool.pids
+                    (pid,) = worker_pids(pool)
                     _try(pool, files[0], {"decoded": 0})
                     peak = Peak(pid)
                     continue

@@ -42,10 +42,6 @@ class Child:
         self._used_bytes = 0
         self._start()
 
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
     def ask(self, *parts: bytes, timeout_s: float) -> bytes:
         """The child's answer to a question of some parts.
 

@@ -89,10 +89,6 @@ class DecodePool:
         for worker in self._workers:
             self._idle.put(worker)
 
-    @property
-    def pids(self) -> list[int]:
-        return [worker.pid for worker in self._workers]
-
     @contextmanager
     def decoded(self, data: bytes, header: ImageHeader) -> Generator[np.ndarray]:
         memory_bytes = worst_case_bytes(header, len(data))

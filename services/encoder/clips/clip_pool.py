@@ -71,10 +71,6 @@ class ClipPool:
         self._changed = threading.Condition()
         self._num_uses = 0
 
-    @property
-    def pids(self) -> list[int]:
-        return [slot.child.pid for slot in self._slots]
-
     def probe(self, file: MemoryAddress) -> Facts:
         """A file's facts.
 

@@ -17,6 +17,7 @@ from services.encoder.clips.clip_pool import PROBE_BYTES, ClipPool
 from tests.in_process_clips import frame_pixels
 from tests.noise import PATIENCE_S
 from tests.videos import index_first, make
+from tests.worker_pids import worker_pids
 
 SIZE = (48, 64)
 
@@ -80,11 +81,11 @@ def test_a_video_that_is_asked_for_again_is_still_open(pool: ClipPool, held: Hel
     files = [held.put(make(frames=20)), held.put(make("webm", frames=20))]
     for file in files:
         frames(pool, file, 0, 1)
-    before = pool.pids
+    before = worker_pids(pool)
     held.close()  # what is open needs its file no more
     for file in files:
         frames(pool, file, 2, 3)
-    assert pool.pids == before
+    assert worker_pids(pool) == before
     with pytest.raises(VideoNotHeld):
         pool.probe(MemoryAddress(os.getpid(), files[0].fd, "triptych-0", 100))
 
@@ -93,24 +94,26 @@ def test_a_worker_is_started_ahead_of_each_video(held: Held) -> None:
     pool = ClipPool(2, memory_bytes=4 << 30)
     try:
         frames(pool, held.put(make()), 0, 1)
-        first, spare = pool.pids
+        first, spare = worker_pids(pool)
         second = held.put(make("webm"))
         frames(pool, second, 0, 1)
-        assert pool.pids == [first, spare]  # no third: two are the most
-        assert [slot.child.pid for slot in pool._slots if slot.name == second.name] == [spare]
+        assert worker_pids(pool) == [first, spare]  # no third: two are the most
+        assert [slot.child._process.pid for slot in pool._slots if slot.name == second.name] == [
+            spare
+        ]
     finally:
         pool.close()
 
 
 def test_a_bad_video_ends_no_worker(pool: ClipPool, held: Held) -> None:
     frames(pool, held.put(make()), 0, 1)
-    before = pool.pids
+    before = worker_pids(pool)
     for data in (b"", b"#EXTM3U\nfile:///etc/passwd\n", make()[:400], os.urandom(1000)):
         with pytest.raises(InvalidVideo):
             pool.probe(held.put(data or b"\0"))
     with pytest.raises(InvalidVideo, match="none of 24"):
         frames(pool, held.put(make()), 24, 24)
-    assert set(pool.pids) & set(before)
+    assert set(worker_pids(pool)) & set(before)
 
 
 def test_a_worker_that_dies_is_replaced(held: Held) -> None:
@@ -118,7 +121,7 @@ def test_a_worker_that_dies_is_replaced(held: Held) -> None:
     try:
         file = held.put(make())
         frames(pool, file, 0, 1)
-        (pid,) = pool.pids
+        (pid,) = worker_pids(pool)
         os.kill(pid, signal.SIGKILL)
         os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
         assert len(frames(pool, file, 2, 3)) == 2
@@ -160,14 +163,14 @@ def test_memory_is_limited(held: Held, monkeypatch: pytest.MonkeyPatch) -> None:
     try:
         large = held.put(make("lossless", frames=2, size=(2300, 4000)))
         assert pool.probe(large).num_frames == 2
-        before = pool.pids
+        before = worker_pids(pool)
         with monkeypatch.context() as patch:
             patch.setattr(clip_pool, "_BASE_BYTES", 0)
             patch.setattr(clip_pool, "_BYTES_PER_PIXEL", 0)
             with pytest.raises(InvalidVideo), pool.frames(large, (2300, 4000), (0, 1)):
                 pass
         assert len(frames(pool, held.put(make()), 0, 1)) == 2
-        assert pool.pids == before
+        assert worker_pids(pool) == before
     finally:
         pool.close()
 
@@ -181,7 +184,7 @@ def test_memory_does_not_grow_with_the_frames_that_are_asked_for(held: Held) -> 
         for index in range(0, 80, 2):
             with pool.frames(file, size, (index, index + 1)):
                 pass
-            resident.append(resident_bytes(pool.pids[0]))
+            resident.append(resident_bytes(worker_pids(pool)[0]))
     finally:
         pool.close()
     assert resident[-1] - resident[9] < 20 << 20
@@ -203,9 +206,9 @@ def test_videos_that_nobody_asks_for_give_way(held: Held) -> None:
             waiting = threads.submit(count, files[1])
             while not pool._changed._waiters:
                 assert not waiting.done()
-            assert len(pool.pids) == 1
+            assert len(worker_pids(pool)) == 1
         assert waiting.result(PATIENCE_S) == 2
-        assert count(files[0]) == 2 and len(pool.pids) == 1
+        assert count(files[0]) == 2 and len(worker_pids(pool)) == 1
     pool.close()
 
 

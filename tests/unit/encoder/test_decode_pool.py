@@ -18,6 +18,7 @@ from services.encoder.decode import worst_case_bytes
 from services.encoder.decode_pool import DecodePool, MemoryBudget
 from tests.in_process_decoder import InProcessDecoder
 from tests.noise import PATIENCE_S
+from tests.worker_pids import worker_pids
 
 MAX_PIXELS = 40_000_000
 
@@ -80,10 +81,10 @@ def test_an_image_over_its_time_is_invalid_and_the_next_one_is_served() -> None:
     try:
         slow, quick = encoded(Image.new("RGB", (6000, 6000))), encoded(noise(8, 8))
         for _ in range(2):
-            before = pool.pids
+            before = worker_pids(pool)
             with pytest.raises(InvalidImage, match="more time"):
                 shape_of(pool, slow)
-            assert pool.pids != before
+            assert worker_pids(pool) != before
             assert shape_of(pool, quick) == (8, 8, 3)
     finally:
         pool.close()
@@ -93,23 +94,23 @@ def test_an_image_over_its_memory_is_invalid_and_its_decoder_lives(
     pool: DecodePool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("services.encoder.decode_pool.worst_case_bytes", lambda *_: 1)
-    before = pool.pids
+    before = worker_pids(pool)
     data = encoded(Image.new("RGB", (6000, 6000)))
     with pytest.raises(InvalidImage, match="memory"):
         shape_of(pool, data)
-    assert pool.pids == before
+    assert worker_pids(pool) == before
 
 
 def test_a_decoder_that_is_killed_costs_its_image_alone(pool: DecodePool) -> None:
     data = encoded(noise(8, 8))
     shape_of(pool, data)  # so that it has started
-    for pid in pool.pids:
+    for pid in worker_pids(pool):
         os.kill(pid, signal.SIGSTOP)
     with ThreadPoolExecutor(1) as threads:
         decoding = threads.submit(shape_of, pool, data)
         time.sleep(0.05)
         assert not decoding.done()
-        for pid in pool.pids:
+        for pid in worker_pids(pool):
             os.kill(pid, signal.SIGKILL)
         with pytest.raises(InvalidImage, match="more time or memory"):
             decoding.result(PATIENCE_S)
@@ -121,10 +122,10 @@ def test_a_decoder_that_is_killed_costs_its_image_alone(pool: DecodePool) -> Non
 def test_bad_files_are_invalid(pool: DecodePool, error: str) -> None:
     data = encoded(noise(300, 200))
     bad = data[: len(data) // 2] if error == "cut" else data[:-40] + bytes(40)
-    before = pool.pids
+    before = worker_pids(pool)
     with pytest.raises(InvalidImage, match="truncated or corrupt"):
         shape_of(pool, bad)
-    assert pool.pids == before
+    assert worker_pids(pool) == before
 
 
 LARGE = {
@@ -146,9 +147,9 @@ def test_no_format_needs_more_than_its_worst_case(pool: DecodePool, name: str) -
     if kind != "GIF":
         options = {**options, "exif": exif.tobytes()}
     data = encoded(Image.new(mode, (4000, 2500)), kind, **options)
-    before = pool.pids
+    before = worker_pids(pool)
     assert shape_of(pool, data)[2] == 3
-    assert pool.pids == before
+    assert worker_pids(pool) == before
 
 
 def test_an_image_that_never_fits_is_refused_and_others_wait_in_order() -> None:
