@@ -16,7 +16,6 @@ from services.common.errors import InvalidRequest
 from services.encoder.embeddings import Encoded, Origin, SharedTier
 from services.encoder.memory_tier import MemoryTier
 
-Float32s = npt.NDArray[np.float32]
 _HALF = 0x7FFF  # of the part of a float32 that bfloat16 has no bits for
 
 
@@ -96,21 +95,19 @@ def write_tensor(file: bytes, place: TensorPlace, spec: EmbeddingSpec, into: mem
     size = spec.size_bytes // spec.num_features
     for feature in range(spec.num_features):
         part = rows[:, feature * spec.hidden : (feature + 1) * spec.hidden]
-        data = part if place.dtype == spec.dtype else _cast(_float32(part, place.dtype), spec.dtype)
+        data = part if place.dtype == spec.dtype else _cast(part, place.dtype, spec.dtype)
         target = into[feature * size : (feature + 1) * size]
         np.frombuffer(target, data.dtype).reshape(part.shape)[:] = data
         if not all_finite(target, spec.dtype):
             raise InvalidRequest(f"the tensor has values that no {spec.dtype} is: NaN or infinite")
 
 
-def _float32(part: npt.NDArray[np.generic], dtype: str) -> Float32s:
-    if dtype == "bfloat16":
-        return (part.astype(np.uint32) << 16).view(np.float32)
-    return part.astype(np.float32)
-
-
-def _cast(values: Float32s, dtype: str) -> npt.NDArray[np.generic]:
+def _cast(part: npt.NDArray[np.generic], given: str, dtype: str) -> npt.NDArray[np.generic]:
     """Rounded half to even, as torch does; too large ones become infinite."""
+    if given == "bfloat16":
+        values = (part.astype(np.uint32) << 16).view(np.float32)
+    else:
+        values = part.astype(np.float32)
     if dtype != "bfloat16":
         with np.errstate(over="ignore"):
             return values.astype(dtype)

@@ -8,8 +8,8 @@ is a `CheckpointError` that names it.
 import json
 import logging
 import struct
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -81,14 +81,9 @@ class Checkpoint:
             )  # fmt: skip
         return cls(directory, tensors)
 
-    @contextmanager
-    def reader(self) -> Iterator["Reader"]:
+    def reader(self) -> "closing[Reader]":
         """Reads tensors, with one file open at a time."""
-        reader = Reader(self)
-        try:
-            yield reader
-        finally:
-            reader.close()
+        return closing(Reader(self))
 
 
 class Reader:
