@@ -35,8 +35,7 @@ from triptych.probes import gateway_ready, grpc_ready
 from triptych.stack import ChildSpec, StackError
 
 RedisUrls = Mapping[str, str]  # service → how it logs in to Redis; empty: it does without
-ENCODER_SERVICE = "triptych.v1.Encoder"
-DECODER_SERVICE = "triptych.v1.Decoder"
+GRPC_SERVICES = {"encoder": "triptych.v1.Encoder", "decoder": "triptych.v1.Decoder"}
 # A gateway uses one core at most; encoders need the others to decode JPEGs. See benchmarks/LOG.md.
 _CORES_PER_GATEWAY = 4
 _MAX_GATEWAYS = 4
@@ -386,18 +385,14 @@ class _Service:
         return f"http://{LOOPBACK}:{self.variables['METRICS_PORT']}/metrics"
 
     def spec(self, client_host: str) -> ChildSpec:
-        match self.kind:
-            case "gateway":
-                port = int(self.variables["PORT"])
-                is_ready = functools.partial(gateway_ready, client_host, port)
-            case "encoder":
-                is_ready = functools.partial(grpc_ready, self.health_address, ENCODER_SERVICE)
-            case _:
-                is_ready = functools.partial(grpc_ready, self.health_address, DECODER_SERVICE)
         command = [sys.executable, "-m", f"services.{self.kind}"]
         front = self.kind == "gateway"
         if front:
+            is_ready = functools.partial(gateway_ready, client_host, int(self.variables["PORT"]))
             command += ["--metrics-host", LOOPBACK]
+        else:
+            service = GRPC_SERVICES[self.kind]
+            is_ready = functools.partial(grpc_ready, self.health_address, service)
         if self.shared_port is not None:
             command += ["--shared-port", str(self.shared_port)]
         environment = self.environment | _OWN_PACKAGES

@@ -11,6 +11,7 @@ from contextlib import suppress
 import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from prometheus_client.parser import text_string_to_metric_families
 
 _TIMEOUT_S = 1.0
 
@@ -83,12 +84,9 @@ def metric_value(url: str, name: str) -> float:
         KeyError: the endpoint has no such metric.
     """
     with urllib.request.urlopen(url, timeout=5) as answer:
-        lines = answer.read().decode().splitlines()
-    found = [
-        float(line.rsplit(" ", 1)[1])
-        for line in lines
-        if line.startswith((f"{name} ", f"{name}{{"))
-    ]
+        families = text_string_to_metric_families(answer.read().decode())
+        samples = [sample for family in families for sample in family.samples]
+    found = [sample.value for sample in samples if sample.name == name]
     if not found:
         raise KeyError(name)
     return sum(found)

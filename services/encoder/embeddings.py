@@ -25,8 +25,8 @@ from services.common.errors import (
 )
 from services.common.geometry import Geometry, Unit
 from services.encoder.admission import NOBODY, Admission, Share
-from services.encoder.engine.messages import Source
-from services.encoder.engine_client import NO_TIMES, EngineClient, EngineJob, StageTimes
+from services.encoder.engine.messages import NO_TIMES, Source, StageTimes
+from services.encoder.engine_client import EngineClient, EngineJob
 from services.encoder.memory_tier import MemoryTier, Reading, Word, first_of
 from services.encoder.metrics import EncoderMetrics
 

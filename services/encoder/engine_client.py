@@ -25,22 +25,11 @@ from services.encoder.engine.messages import (
     InHand,
     PlaceImage,
     Source,
+    StageTimes,
 )
 
 _LOST = "the encoder's engine ended while it worked on the image"
 _ENDED = "the encoder's engine process ended"
-
-
-@dataclass(frozen=True, slots=True)
-class StageTimes:
-    """Seconds an image spent in the engine's stages."""
-
-    queue_s: float = 0.0
-    preprocess_s: float = 0.0
-    forward_s: float = 0.0
-
-
-NO_TIMES = StageTimes()
 
 
 @dataclass(slots=True)
@@ -133,9 +122,7 @@ class EngineClient:
                 if message.error_code:
                     job.done.set_exception(from_code(message.error_code, message.message))
                 else:
-                    job.done.set_result(
-                        StageTimes(message.queue_s, message.preprocess_s, message.forward_s)
-                    )
+                    job.done.set_result(message.times)
             case FeatureDone():
                 for job_id in message.job_ids:
                     job = self._jobs.get(job_id)  # the end of a job may overtake its features

@@ -16,6 +16,7 @@ from typing import Any, NoReturn, TypeVar, cast
 
 import grpc
 import grpc.aio
+import msgspec
 
 from services.common.embeddings.arena import ArenaEntry
 from services.common.embeddings.embedding import EmbeddingSpec
@@ -426,7 +427,7 @@ async def _tell_waiting(context: grpc.aio.ServicerContext, in_work: bool) -> Non
 
 def _seconds(encoded: Encoded) -> dict[str, float]:
     """Time per stage, under the names of EncodeResponse."""
-    return {"lookup_s": encoded.lookup_s, **asdict(encoded.times)}
+    return {"lookup_s": encoded.lookup_s, **msgspec.structs.asdict(encoded.times)}
 
 
 def _checked_key(key: bytes) -> bytes:

@@ -32,6 +32,7 @@ from services.encoder.engine.messages import (
     FrontMessage,
     ImageDone,
     PlaceImage,
+    StageTimes,
 )
 from services.encoder.engine_client import EngineClient
 from services.encoder.kept_files import KeptFiles
@@ -125,7 +126,7 @@ class FakeEngine:
             code, message = self.late_errors[job.source.image]
             self._end(ImageDone(job.job_id, error_code=code, message=message))
             return
-        self._end(ImageDone(job.job_id, 0.1, 0.2, 0.3))
+        self._end(ImageDone(job.job_id, StageTimes(0.1, 0.2, 0.3)))
 
     def _end(self, done: ImageDone) -> None:
         self.ended.add(done.job_id)

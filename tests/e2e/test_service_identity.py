@@ -21,7 +21,7 @@ from tests.certificates import Authority, mount
 from tests.e2e.cluster import Cluster, png, wait_until
 from tests.noise import PATIENCE_S
 from tests.ports import free_port
-from triptych.plan import DECODER_SERVICE, ENCODER_SERVICE
+from triptych.plan import GRPC_SERVICES
 from triptych.probes import grpc_ready
 
 pytestmark = [pytest.mark.e2e, pytest.mark.nightly]
@@ -52,7 +52,7 @@ def test_all_calls_use_certificates_and_follow_their_rotation(tmp_path: Path) ->
         assert cluster.ask("What do you see?", png(1))
         assert decoder.metric("decoder_embedding_fetch_bytes_total", path="shm") > 0
         # The kubelet speaks plaintext, to a port of its own.
-        for kind, service in (("encoder", ENCODER_SERVICE), ("decoder", DECODER_SERVICE)):
+        for kind, service in GRPC_SERVICES.items():
             assert asyncio.run(grpc_ready(f"127.0.0.1:{health[kind]}", service))
         for service in (encoder, decoder):
             assert asyncio.run(_status(service.address)) is grpc.StatusCode.UNAVAILABLE

@@ -40,6 +40,7 @@ from services.encoder.engine.messages import (
     PlaceImage,
     Shutdown,
     Source,
+    StageTimes,
 )
 from services.encoder.engine.runner import LaunchedBatch, Runner
 from services.encoder.engine.video_turns import VideoTurns
@@ -300,12 +301,11 @@ class Engine:
             self._in_hand.discard(job_id)
         now = time.monotonic()
         launched_at = job.launched_at or now
+        queue_s = max(0.0, launched_at - job.received_at - job.preprocess_s)
         self._send(
             ImageDone(
                 job_id=job_id,
-                queue_s=max(0.0, launched_at - job.received_at - job.preprocess_s),
-                preprocess_s=job.preprocess_s,
-                forward_s=now - launched_at,
+                times=StageTimes(queue_s, job.preprocess_s, forward_s=now - launched_at),
                 error_code=error.code if error else "",
                 message=error.message if error else "",
             )

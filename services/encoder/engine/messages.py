@@ -80,13 +80,22 @@ class FeatureDone(msgspec.Struct, tag="feature"):
     feature: int
 
 
+class StageTimes(msgspec.Struct, frozen=True):
+    """Seconds an image spent in the engine's stages."""
+
+    queue_s: float = 0.0
+    preprocess_s: float = 0.0
+    forward_s: float = 0.0
+
+
+NO_TIMES = StageTimes()
+
+
 class ImageDone(msgspec.Struct, tag="done"):
     """The end of a job. `error_code` is empty, or a code of services/common/errors.py."""
 
     job_id: int
-    queue_s: float = 0.0
-    preprocess_s: float = 0.0
-    forward_s: float = 0.0
+    times: StageTimes = NO_TIMES
     error_code: str = ""
     message: str = ""
 

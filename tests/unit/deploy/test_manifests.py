@@ -15,7 +15,7 @@ from services.encoder.settings import EncoderSettings
 from services.gateway.settings import GatewaySettings
 from tests.unit.deploy.kustomize import Resource, by_kubectl, by_name, render
 from tests.unit.deploy.schemas import validate
-from triptych.plan import DECODER_SERVICE, ENCODER_SERVICE
+from triptych.plan import GRPC_SERVICES
 
 ROOT = Path(__file__).resolve().parents[3]
 K8S = ROOT / "deploy" / "k8s"
@@ -28,7 +28,6 @@ SETTINGS: dict[str, type[ServiceSettings]] = {
     "encoder": EncoderSettings,
     "decoder": DecoderSettings,
 }
-GRPC_SERVICES = {"encoder": ENCODER_SERVICE, "decoder": DECODER_SERVICE}
 # (caller, callee, port)
 CALLS = {
     ("gateway", "encoder", 50051),
