@@ -6,7 +6,7 @@ layouts with it.
 """
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,8 +16,26 @@ from kernels.attention.segments import BatchSegments, Segments, StaticSegments
 from services.common.geometry import Grid
 
 ROPE_THETA = 10_000.0
+FULL = "full"  # segments of whole images, or of frames
 _CACHE_BYTES = 256 << 20
 _ROWS_AT_ONCE = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class VisionLayout:
+    """What a packed batch's shape alone decides; made before the forward, shared by all blocks.
+
+    Attributes:
+        embeddings: `[N, hidden]`, of the positions.
+        cos: `[N, head_dim / 2]` float32.
+        sin: as `cos`.
+        segments: of the attention, by what the model calls them: full, or of windows.
+    """
+
+    embeddings: Tensor
+    cos: Tensor
+    sin: Tensor
+    segments: Mapping[str, Segments]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,17 +56,6 @@ class GridPositions:
     @property
     def size_bytes(self) -> int:
         return sum(x.numel() * x.element_size() for x in (self.embeddings, self.cos, self.sin))
-
-
-@dataclass(frozen=True, slots=True)
-class VisionLayout(GridPositions):
-    """What a packed batch's shape alone decides; made before the forward, shared by all blocks.
-
-    Attributes:
-        segments: of the attention: whole images, or frames.
-    """
-
-    segments: Segments
 
 
 class PositionCache:
@@ -119,10 +126,10 @@ class StaticLayout:
 
     def rows(self, num_patches: int) -> VisionLayout:
         """The layout of a graph of `num_patches` rows: views of the buffers."""
+        embeddings, cos, sin = self._embeddings, self._cos, self._sin
         rows = slice(num_patches)
-        return VisionLayout(
-            self._embeddings[rows], self._cos[rows], self._sin[rows], self._segments
-        )
+        segments = {FULL: self._segments}
+        return VisionLayout(embeddings[rows], cos[rows], sin[rows], segments)
 
     def set(self, grids: Sequence[Grid]) -> None:
         """Enqueues the positions of a batch of at most `max_patches`. Rows behind the batch hold
@@ -145,7 +152,8 @@ def batch_layout(cache: PositionCache, grids: Sequence[Grid]) -> VisionLayout:
     """The layout of one batch."""
     frames = frames_of(grids)
     found = cache.of(frames)
-    segments = BatchSegments([height * width for height, width in frames], found.cos.device)
+    lengths = [height * width for height, width in frames]
+    segments = {FULL: BatchSegments(lengths, found.cos.device)}
     return VisionLayout(found.embeddings, found.cos, found.sin, segments)
 
 

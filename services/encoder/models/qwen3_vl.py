@@ -17,6 +17,7 @@ from services.common.nn.layers import embedding
 from services.common.nn.linear import Linear, UnquantizedLinear
 from services.common.nn.weights import WeightMap
 from services.encoder.models.positions import (
+    FULL,
     PositionCache,
     StaticLayout,
     VisionLayout,
@@ -60,7 +61,9 @@ class VisionTower(nn.Module):
     def reset_buffers(self, device: torch.device) -> None:
         """Called when the parameters have been materialized: cached positions are void."""
         self._positions = PositionCache(
-            self.pos_embed.weight, self.spec.head_dim, self.spec.spatial_merge_size
+            self.pos_embed.weight,
+            self.spec.head_dim,
+            self.spec.spatial_merge_size,
         )
 
     def layout(self, grids: Sequence[Grid]) -> VisionLayout:
@@ -169,7 +172,7 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, residual: Tensor, layout: VisionLayout) -> Tensor | None:
         """`[N, hidden]`, as `x`, see `project_back`."""
         query, key, value = self._heads(x, layout)
-        attended = self.ops.ragged_attention(query, key, value, layout.segments)
+        attended = self.ops.ragged_attention(query, key, value, layout.segments[FULL])
         return project_back(attended.flatten(1), self.proj, residual, self.ops)
 
     def _heads(self, x: Tensor, layout: VisionLayout) -> tuple[Tensor, ...]:
