@@ -25,7 +25,7 @@ from services.decoder.attention.table import DECODE, PREFILL
 class _Decodes:
     """Sequences with one query token, padded to the longest context among them."""
 
-    index: Tensor | None  # [S] int64: among the step's decodes; None: all of them
+    index: Tensor | slice  # [S] int64: among the step's decodes
     keys: Tensor  # [S * max_blocks] int64: their rows in the pool of `[block_size, KVH, D]`
     unused: Tensor  # [] int64: tokens behind a context, of the S * max_blocks * block_size
     mask: Tensor  # [S, 1, 1, max_blocks * block_size] bool
@@ -100,7 +100,7 @@ class SdpaBackend:
             alike.setdefault((counts[index] - 1).bit_length(), []).append(index)
         decodes = [
             self._decodes(
-                None if len(alike) == 1 else torch.tensor(group, device=device),
+                slice(len(group)) if len(alike) == 1 else torch.tensor(group, device=device),
                 pad_sequence([tables[i] for i in group], batch_first=True),
                 metadata.seq_lens[group],
             )
@@ -109,7 +109,7 @@ class SdpaBackend:
         return _Plan(metadata.num_decodes, decodes, prefills)
 
     def _decodes(
-        self, index: Tensor | None, keys: Tensor, seq_lens: npt.NDArray[np.int32]
+        self, index: Tensor | slice, keys: Tensor, seq_lens: npt.NDArray[np.int32]
     ) -> _Decodes:
         num_tokens = keys.shape[1] * self._sizes.block_size
         used = np.arange(num_tokens) < seq_lens[:, None]
@@ -131,14 +131,8 @@ class SdpaBackend:
         if plan.num_decodes:
             self._count(DECODE)
         for decodes in plan.decodes:
-            if decodes.index is None:
-                output[: plan.num_decodes] = self._decode(
-                    query[: plan.num_decodes], blocks, decodes, kv_scales
-                )
-            else:
-                output[decodes.index] = self._decode(
-                    query[decodes.index], blocks, decodes, kv_scales
-                )
+            part = decodes.index
+            output[part] = self._decode(query[part], blocks, decodes, kv_scales)
         if plan.prefills:
             self._count(PREFILL)
         for chunk in plan.prefills:
