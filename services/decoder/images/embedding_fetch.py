@@ -294,21 +294,17 @@ class EncoderFetcher:
         self, channel: _Channel, address: str, key: bytes, spec: EmbeddingSpec, into: memoryview,
         heard: Heard,
     ) -> Fetched:  # fmt: skip
-        now = asyncio.get_running_loop().time
-        deadline = now() + self.timeout_s
         if self.shared_memory and not channel.not_readable:
             try:
-                receiver = Receiver(key, spec, into)
-                return await self._call(channel, receiver, heard, self._host, self.timeout_s)
+                return await self._call(channel, Receiver(key, spec, into), heard, self._host)
             except NotReadable as why:
                 channel.not_readable = True
                 log.warning("encoder %s sends over gRPC from now on: %s", address, why)
-        return await self._call(channel, Receiver(key, spec, into), heard, b"", deadline - now())
+        return await self._call(channel, Receiver(key, spec, into), heard, b"")
 
     async def _call(
-        self, channel: _Channel, receiver: Receiver, heard: Heard, reader_host: bytes,
-        timeout_s: float,
-    ) -> Fetched:  # fmt: skip
+        self, channel: _Channel, receiver: Receiver, heard: Heard, reader_host: bytes
+    ) -> Fetched:
         """One Fetch.
 
         Raises:
@@ -319,7 +315,7 @@ class EncoderFetcher:
         request = pb.FetchRequest(
             image_key=receiver.key, reader_host=reader_host, tell_waiting=True
         )
-        call = channel.fetch(request, timeout=timeout_s, metadata=outgoing_metadata())
+        call = channel.fetch(request, timeout=self.timeout_s, metadata=outgoing_metadata())
         try:
             return await self._receive(call, receiver, channel, heard)
         finally:
