@@ -117,9 +117,7 @@ class Receiver:
         """
         start, end = chunk.offset, chunk.offset + len(chunk.data)
         self.into[start:end] = chunk.data
-        if not all_finite(self.into[start:end], self.spec.dtype):
-            raise WrongContent("it has values that are not finite")
-        self.digest.add(start, end)
+        self._check_values(start, end)
 
     def copy(self, shared: memoryview, ranges: list[tuple[int, int]]) -> None:
         """Copies accepted ranges from the encoder's memory, block by block, while a block is in the
@@ -134,9 +132,12 @@ class Receiver:
                 np.frombuffer(self.into[start:stop], np.uint8),
                 np.frombuffer(shared[start:stop], np.uint8),
             )
-            if not all_finite(self.into[start:stop], self.spec.dtype):
-                raise WrongContent("it has values that are not finite")
-            self.digest.add(start, stop)
+            self._check_values(start, stop)
+
+    def _check_values(self, start: int, stop: int) -> None:
+        if not all_finite(self.into[start:stop], self.spec.dtype):
+            raise WrongContent("it has values that are not finite")
+        self.digest.add(start, stop)
 
     def finish(self) -> bytes:
         """The digest, after the stream's end, once all bytes are written.
