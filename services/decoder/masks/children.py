@@ -1,11 +1,14 @@
 """Child processes of the front that compile grammars or fill masks: how they start and end."""
 
+import argparse
 import asyncio
+import signal
 import sys
 from contextlib import suppress
 
 import msgspec
 
+from services.common.telemetry import setup_logging
 from services.decoder.masks.messages import MaskSettings
 
 
@@ -28,6 +31,21 @@ async def start(
     process.stdin.write(msgspec.json.encode(settings))
     process.stdin.close()
     return process
+
+
+def begin(log_name: str, *names: str) -> tuple[MaskSettings, list[int]]:
+    """In a process that `start` runs: its settings, and the descriptors of these names. Signals are
+    the front's to handle, which lets running work end first.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    parser = argparse.ArgumentParser()
+    for name in names:
+        parser.add_argument(f"--{name}-fd", type=int, required=True)
+    given = vars(parser.parse_args())
+    settings = msgspec.json.decode(sys.stdin.buffer.read(), type=MaskSettings)
+    setup_logging(log_name, settings.log_level)
+    return settings, [given[f"{name}_fd"] for name in names]
 
 
 async def end(process: asyncio.subprocess.Process | None, grace_s: float = 0.0) -> None:

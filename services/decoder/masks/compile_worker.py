@@ -6,7 +6,6 @@ each is compiled in a fork of this process, which has read the vocabulary, and w
 fork takes milliseconds, so that many such grammars delay others little more than long ones do.
 """
 
-import argparse
 import ctypes
 import os
 import resource
@@ -18,15 +17,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-import msgspec
-
 from services.common.errors import InvalidGrammar
 from services.common.grammar.grammar_bounds import check_grammar
 from services.common.process.channel import ChannelClosed, EngineChannel, create_socket_pair
 from services.common.process.work_limits import go_first, limited, mapped_bytes
-from services.common.telemetry import setup_logging
+from services.decoder.masks.children import begin
 from services.decoder.masks.compiler import Vocabulary, compile_grammar
-from services.decoder.masks.messages import Compile, MaskSettings, Verdict
+from services.decoder.masks.messages import Compile, Verdict
 
 CPU_S = 2.0  # of one grammar
 MEMORY_BYTES = 512 << 20  # of one grammar
@@ -171,14 +168,8 @@ def _cpu_s() -> float:
 
 def main() -> int:
     """Compiles until the front closes its channel; returns the exit status."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the front handles them
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--front-fd", type=int, required=True)
-    front_fd = parser.parse_args().front_fd
-    settings = msgspec.json.decode(sys.stdin.buffer.read(), type=MaskSettings)
-    setup_logging("decoder-compiler", settings.log_level)
-    channel = EngineChannel[Compile](socket.socket(fileno=front_fd), Compile)
+    settings, (front,) = begin("decoder-compiler", "front")
+    channel = EngineChannel[Compile](socket.socket(fileno=front), Compile)
     vocabulary = Vocabulary.read(Path(settings.directory), settings.vocab_size, settings.end_ids)
     compiler = Compiler(vocabulary)
     with suppress(ChannelClosed):

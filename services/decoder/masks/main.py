@@ -5,22 +5,19 @@ whose streams would keep the masks waiting, says which sequences it has. It exit
 closed its channel.
 """
 
-import argparse
 import asyncio
-import signal
 import socket
 import sys
 import threading
 from pathlib import Path
 
-import msgspec
 import uvloop
 
 from services.common.errors import TriptychError
 from services.common.process.channel import ChannelClosed, FrontChannel
 from services.common.process.process_memory import freeze_gc
-from services.common.telemetry import setup_logging
 from services.decoder.engine.messages import NewTokens
+from services.decoder.masks.children import begin
 from services.decoder.masks.grammars import Grammars
 from services.decoder.masks.messages import (
     CannotFollow,
@@ -101,17 +98,9 @@ async def serve(
 
 def main() -> int:
     """Runs the process; returns its exit status."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the front lets running work end first
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    settings, (front, link, memory) = begin("decoder-masks", "front", "link", "memory")
     threading.stack_size(_STACK_BYTES)
-    parser = argparse.ArgumentParser()
-    for name in ("front-fd", "link-fd", "memory-fd"):
-        parser.add_argument(f"--{name}", type=int, required=True)
-    arguments = parser.parse_args()
-    settings = msgspec.json.decode(sys.stdin.buffer.read(), type=MaskSettings)
-    setup_logging("decoder-masks", settings.log_level)
-    front, link = (socket.socket(fileno=fd) for fd in (arguments.front_fd, arguments.link_fd))
-    uvloop.run(serve(settings, front, link, arguments.memory_fd))
+    uvloop.run(serve(settings, socket.socket(fileno=front), socket.socket(fileno=link), memory))
     return 0
 
 
