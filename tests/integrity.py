@@ -32,7 +32,7 @@ def check_scheduler(scheduler: Scheduler) -> None:
     rows = [s.row for s in running]
     assert len(set(rows)) == len(rows) and not set(rows) & set(scheduler._rows), "a row held twice"
     assert all(s.state is SequenceState.RUNNING for s in running)
-    idle = [*scheduler._waiting, *scheduler._parked.values()]
+    idle = [*waiting(scheduler), *scheduler._parked.values()]
     assert all(s.state is SequenceState.WAITING and s.row == -1 for s in idle)
     assert all(s.plans_ahead for s in scheduler._decoding.values())
     for sequence in (*scheduler._ready.values(), *scheduler._awaiting.values()):
@@ -70,6 +70,11 @@ def check_checkpoints(checkpoints: StateCheckpoints, registered: Container[bytes
     assert all(name in registered for name in checkpoints._slot_of), "a checkpoint without its KV"
 
 
+def waiting(scheduler: Scheduler) -> list[Sequence]:
+    """Those in the queues of tenants."""
+    return [sequence for queue in scheduler._waiting._queues.values() for sequence in queue]
+
+
 def all_sequences(scheduler: Scheduler) -> list[Sequence]:
     """Those that have not ended."""
-    return [*scheduler._all_running(), *scheduler._parked.values(), *scheduler._waiting]
+    return [*scheduler._all_running(), *scheduler._parked.values(), *waiting(scheduler)]

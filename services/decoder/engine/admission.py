@@ -8,7 +8,7 @@ of this is a plain queue. Quotas are the gateway's.
 
 from bisect import insort
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from operator import attrgetter
 
 from services.decoder.engine.sequence import Sequence
@@ -27,10 +27,6 @@ class Admission:
     def __len__(self) -> int:
         """Sequences that wait."""
         return sum([len(queue) for queue in self._queues.values()])
-
-    def __iter__(self) -> Iterator[Sequence]:
-        for queue in self._queues.values():
-            yield from queue
 
     @property
     def may_preempt(self) -> bool:

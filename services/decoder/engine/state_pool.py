@@ -33,9 +33,6 @@ class StateCheckpoints:
     def __contains__(self, block_hash: bytes) -> bool:
         return block_hash in self._slot_of
 
-    def __len__(self) -> int:
-        return len(self._slot_of)
-
     def use(self, block_hash: bytes) -> int:
         """The slot of a checkpoint, which counts as used."""
         self._slot_of.move_to_end(block_hash)

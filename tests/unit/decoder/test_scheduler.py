@@ -12,7 +12,7 @@ from services.decoder.engine.scheduler import CannotSchedule, Scheduler
 from services.decoder.engine.sequence import Sequence, SequenceState
 from services.decoder.engine.step_cost import StepCost, StepLoad
 from tests.fake_runner import add_message
-from tests.integrity import check_scheduler
+from tests.integrity import check_scheduler, waiting
 
 KEY = b"k" * 32
 
@@ -339,13 +339,13 @@ def test_lower_priorities_are_admitted_first_and_preempted_last():
     for number, priority in ((2, 5), (3, -1), (4, 0), (5, -1)):
         add(scheduler, number, 4, priority=priority)
     assert step(scheduler) == [(1, 8, 1), (3, 0, 4)]
-    waiting = [s.sequence_id for s in scheduler._waiting]
-    assert waiting == [5, 4, 2]
+    numbers = [s.sequence_id for s in waiting(scheduler)]
+    assert numbers == [5, 4, 2]
     # Eight blocks are not enough for both: the one of priority 0 gives way, though it came first.
     while scheduler.num_preemptions == 0:
         step(scheduler)
     assert 3 in {s.sequence_id for s in scheduler._all_running()}
-    assert 1 in {s.sequence_id for s in scheduler._waiting}
+    assert 1 in {s.sequence_id for s in waiting(scheduler)}
 
 
 def test_the_queue_of_a_tenant_is_one_of_priority_and_arrival():
