@@ -17,11 +17,10 @@ from typing import Any
 import torch
 from msgspec import structs
 
-from services.common.model_spec import ModelSpecError
 from services.common.nn.collectives import ALONE, Ranks
 from services.common.nn.device import resolve_device
 from services.common.process.channel import ChannelClosed, EngineChannel
-from services.common.process.engine_process import REFUSED, EngineEnd, accept
+from services.common.process.engine_process import EngineEnd, accept
 from services.common.process.heartbeat import Ping, Pong
 from services.common.process.process_memory import freeze_gc
 from services.common.process.progress import log_progress
@@ -38,7 +37,7 @@ from services.decoder.engine.messages import (
 )
 from services.decoder.engine.runner_factory import create_runner
 from services.decoder.engine.step import Runner
-from services.decoder.engine_options import AWAKE_S, out_of_memory, runner_options, set_threads
+from services.decoder.engine_options import AWAKE_S, log_failure, runner_options, set_threads
 from services.decoder.masks.links import open_link, send_tokens
 from services.decoder.ranks.joining import device_of, join, leave
 from services.decoder.ranks.processes import RankProcesses
@@ -132,16 +131,9 @@ def main() -> int:
         _serve(end, settings, device, ranks, processes)
     except ChannelClosed:
         log.info("the front has exited")
-    except (ModelSpecError, ValueError) as error:
-        log.critical("%s", error, exc_info=log.isEnabledFor(logging.DEBUG))
-        return REFUSED
-    except torch.OutOfMemoryError as error:
-        log.critical("%s", out_of_memory(error))
-        return 1
-    except Exception:
+    except Exception as error:
         # After a device error nothing in device memory can be trusted, least of all the KV cache.
-        log.critical("the engine failed", exc_info=True)
-        return 1
+        return log_failure(error, log, "the engine failed")
     finally:
         if processes is not None:
             processes.stop()

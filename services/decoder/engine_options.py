@@ -1,7 +1,11 @@
 """What the processes of an engine, rank 0 and others, make of the decoder's settings."""
 
+import logging
+
 import torch
 
+from services.common.model_spec import ModelSpecError
+from services.common.process.engine_process import REFUSED
 from services.common.process.pod_limits import num_cpus
 from services.decoder.engine.runner_factory import RunnerOptions
 from services.decoder.settings import DecoderSettings
@@ -17,9 +21,16 @@ _OUT_OF_MEMORY = (
 )
 
 
-def out_of_memory(error: torch.OutOfMemoryError) -> str:
-    """What to do about it, for people."""
-    return _OUT_OF_MEMORY % str(error).partition(". ")[0]
+def log_failure(error: Exception, log: logging.Logger, what: str) -> int:
+    """Says why a process of the engine ends, while the error is handled; its exit status."""
+    if isinstance(error, ModelSpecError | ValueError):
+        log.critical("%s", error, exc_info=log.isEnabledFor(logging.DEBUG))
+        return REFUSED
+    if isinstance(error, torch.OutOfMemoryError):
+        log.critical(_OUT_OF_MEMORY, str(error).partition(". ")[0])
+        return 1
+    log.critical("%s", what, exc_info=True)
+    return 1
 
 
 def set_threads(num_ranks: int) -> None:

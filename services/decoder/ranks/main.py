@@ -16,8 +16,6 @@ import socket
 import sys
 import time
 
-import torch
-
 from services.common.model_spec import ModelSpecError
 from services.common.process.engine_process import REFUSED
 from services.common.process.engine_watch import MAX_SILENCE_S
@@ -26,7 +24,7 @@ from services.common.process.process_memory import freeze_gc
 from services.common.process.record_ring import RingReader, ring_bytes
 from services.common.telemetry import setup_logging
 from services.decoder.engine.runner_factory import create_runner
-from services.decoder.engine_options import AWAKE_S, out_of_memory, runner_options, set_threads
+from services.decoder.engine_options import AWAKE_S, log_failure, runner_options, set_threads
 from services.decoder.ranks.joining import device_of, join, leave
 from services.decoder.ranks.steps import Follower
 from services.decoder.settings import DecoderSettings
@@ -85,16 +83,11 @@ def main() -> int:
         freeze_gc()
         awake_s = AWAKE_S if device != "cpu" else 0.0
         follow(Follower(runner), ring, link, awake_s)
-    except (ModelSpecError, ValueError) as error:
-        if not select.select([link], [], [], _REFUSAL_S)[0]:
-            log.critical("%s", error, exc_info=log.isEnabledFor(logging.DEBUG))
-        return REFUSED
-    except torch.OutOfMemoryError as error:
-        log.critical("%s", out_of_memory(error))
-        return 1
-    except Exception:
-        log.critical("the rank failed", exc_info=True)
-        return 1
+    except Exception as error:
+        is_refusal = isinstance(error, ModelSpecError | ValueError)
+        if is_refusal and select.select([link], [], [], _REFUSAL_S)[0]:
+            return REFUSED
+        return log_failure(error, log, "the rank failed")
     return 0
 
 
