@@ -42,11 +42,7 @@ class _Prefill:
     mask: Tensor | None  # [group * query, context] bool; None: plain causal from the start
 
 
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    num_decodes: int
-    decodes: list[_Decodes]
-    prefills: list[_Prefill]
+_Plan = tuple[list[_Decodes], list[_Prefill]]
 
 
 class SdpaBackend:
@@ -106,7 +102,7 @@ class SdpaBackend:
             )
             for group in alike.values()
         ]
-        return _Plan(metadata.num_decodes, decodes, prefills)
+        return decodes, prefills
 
     def _decodes(
         self, index: Tensor | slice, keys: Tensor, seq_lens: npt.NDArray[np.int32]
@@ -126,16 +122,17 @@ class SdpaBackend:
         kv_scales: Tensor | None = None,
     ) -> Tensor:
         plan: _Plan = metadata.plan
+        all_decodes, prefills = plan
         blocks = kv_cache.flatten(0, 1)  # [rows, block_size, KVH, D]
         output = torch.empty_like(query)
-        if plan.num_decodes:
+        if all_decodes:
             self._count(DECODE)
-        for decodes in plan.decodes:
+        for decodes in all_decodes:
             part = decodes.index
             output[part] = self._decode(query[part], blocks, decodes, kv_scales)
-        if plan.prefills:
+        if prefills:
             self._count(PREFILL)
-        for chunk in plan.prefills:
+        for chunk in prefills:
             output[chunk.start : chunk.stop] = self._prefill(
                 query[chunk.start : chunk.stop], blocks, chunk, kv_scales
             )

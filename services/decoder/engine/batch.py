@@ -133,7 +133,9 @@ class Batch:
                 limits=limits,
                 block_updates=block_updates,
                 block_ids=block_ids,
-                row_starts=[_row_start(sequence) for sequence in starting],
+                row_starts=[
+                    RowStart(s.row, s.sequence_id, s.position_delta, s.checkpoint) for s in starting
+                ],
                 images=images,
                 state_saves=_state_saves(known) if known else None,
                 scored=scored,
@@ -190,12 +192,6 @@ def _token_masks(sampling: list[Chunk], first: int) -> tuple[Int64Array, Int32Ar
     if not masks:
         return _NO_INDICES, _NO_MASKS
     return np.array([*masks], np.int64), np.stack([*masks.values()])
-
-
-def _row_start(sequence: Sequence) -> RowStart:
-    return RowStart(
-        sequence.row, sequence.sequence_id, sequence.position_delta, sequence.checkpoint
-    )
 
 
 def _row_sampling(sequence: Sequence) -> RowSampling:

@@ -219,7 +219,9 @@ class Engine:
                 self._measure(self._step_cost, done, now)
             self._postprocess(done, output)
         if self._delayed:
-            self._release_delayed()
+            first = self._first_in_flight()
+            self._events += [event for step, event in self._delayed if step < first]
+            self._delayed = [(step, event) for step, event in self._delayed if step >= first]
         wanted = self.scheduler.take_wanted_images()
         stats = self.stats()
         gauges = _gauges(stats)
@@ -415,11 +417,6 @@ class Engine:
             self._delayed.append((sequence.last_prefill_step, event))
         else:
             self._events.append(event)
-
-    def _release_delayed(self) -> None:
-        first = self._first_in_flight()
-        self._events += [event for step, event in self._delayed if step < first]
-        self._delayed = [(step, event) for step, event in self._delayed if step >= first]
 
     def _first_in_flight(self) -> int:
         """The oldest step that was launched and not read yet; if there is none, the next step."""

@@ -121,21 +121,18 @@ class DevicePendingStep:
 
     def put_mask(self, index: int, mask: Int32Array) -> None:
         """See `step.PendingStep`."""
-        if self.late is None:
-            raise RuntimeError("the step has no late masks")
+        assert self.late is not None
         self.late.put(index, mask)
 
     def sample(self) -> None:
         """See `step.PendingStep`."""
-        if self.late is None:
-            raise RuntimeError("the step has no late masks")
+        assert self.late is not None
         self.tokens = self.late.sample()
 
     def result(self) -> StepOutput:
         """The step's tokens and scores, once they are there."""
         if self._output is None:
-            if self.tokens is None:
-                raise RuntimeError("the step's masks have not arrived")
+            assert self.tokens is not None, "the step's masks have not arrived"
             ids = self.tokens.token_ids.numpy()
             if self.tokens.wait is not None:
                 self.tokens.wait()

@@ -249,23 +249,19 @@ class Sampler:
         """`SamplingInputs.bias`: logit biases, and -inf for stop ids before min_tokens."""
         if not self._bias and not self._stops:
             return None
-        indices: list[Int64Array] = []
-        ids: list[Int64Array] = []
-        values: list[FloatArray] = []
+        found: list[tuple[Int64Array, Int64Array, FloatArray]] = []
         early = generated < self._min_tokens[rows]
         for index, row in enumerate(rows.tolist()):
             if row in self._bias:
                 tokens, addends = self._bias[row]
-                indices.append(np.full(len(tokens), index))
-                ids.append(tokens)
-                values.append(addends)
+                found.append((np.full(len(tokens), index), tokens, addends))
             if early[index] and row in self._stops:
                 tokens = self._stops[row]
-                indices.append(np.full(len(tokens), index))
-                ids.append(tokens)
-                values.append(np.full(len(tokens), -np.inf, np.float32))
-        if not indices:
+                forbidden = np.full(len(tokens), -np.inf, np.float32)
+                found.append((np.full(len(tokens), index), tokens, forbidden))
+        if not found:
             return None
+        indices, ids, values = zip(*found, strict=True)
         return np.concatenate(indices), np.concatenate(ids), np.concatenate(values)
 
     def upload(self, values: Tensor) -> Tensor:

@@ -511,6 +511,3 @@ def _ids(live: _Live) -> dict[str, Any]:
 
 def _fields(live: _Live) -> dict[str, Any]:
     return {"fields": _ids(live)}
-
-
-__all__ = ["DecoderFront", "Stream", "num_mask_rows"]
