@@ -55,10 +55,8 @@ def launch(
 
     Args:
         kernel: its constants follow its arguments, and it is specialized for no integer.
-        grid: CTAs along each axis.
         arguments: the first is a tensor; all others always have the same types, and tensors among
             them are aligned.
-        num_warps: of a CTA.
         enable_fp_fusion: whether a multiplication and an addition may become one FMA.
         **constants: all of the kernel's.
     """

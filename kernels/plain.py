@@ -156,7 +156,6 @@ def route(logits: Tensor, top_k: int, *, normalize: bool) -> tuple[Tensor, Tenso
 
     Args:
         logits: in the model's dtype.
-        top_k: experts per token.
         normalize: scale a token's probabilities to a sum of 1.
 
     Returns:

@@ -20,7 +20,6 @@ def quantize(x: Tensor, scales: Tensor) -> Tensor:
     becomes its largest value.
 
     Args:
-        x: keys or values.
         scales: `[H]` float32, what the result is to be multiplied with.
     """
     return (x.float() / scales[:, None]).clamp(-_LARGEST, _LARGEST).to(E4M3)

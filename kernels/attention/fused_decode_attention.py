@@ -42,8 +42,6 @@ class FusedDecodeAttention:
     """The kernel and its split-KV scratch: for one device, one step at a time.
 
     Args:
-        facts: of the model and the device.
-        device: of the model.
         configure: configuration by number of sequences; default: the tuned constants.
     """
 

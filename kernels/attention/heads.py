@@ -38,7 +38,6 @@ class ProjectedHeads:
             many heads.
         norms: weights of the query's and the key's RMSNorm, `[head_dim]` each; None: the model has
             no such norms.
-        eps: of the norms.
         rope: cos and sin, `[T, rotary_dim / 2]`.
         kv_cache: `[num_blocks, 2, block_size, num_kv_heads, head_dim]`.
         rows: `[2, T]`, from `kv_rows`.
@@ -99,7 +98,6 @@ def as_stored(key: Tensor, value: Tensor, kv_cache: Tensor, scales: Tensor | Non
 
     Args:
         key, value: in the model's dtype.
-        kv_cache: of any layer.
         scales: of a pool in e4m3: `[2, num_kv_heads]` float32, what stored keys and values are to
             be multiplied with, powers of two.
     """

@@ -36,8 +36,6 @@ class PagedDecodeAttention:
     """The kernel and its scratch for split items: for one device, one step at a time.
 
     Args:
-        facts: of the model and the device.
-        device: of the model.
         config: default: the tuned constants.
     """
 

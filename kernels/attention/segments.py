@@ -90,13 +90,7 @@ class BatchSegments:
 
 
 class StaticSegments:
-    """Static buffers of a CUDA graph: captured once, set before each replay.
-
-    Args:
-        max_rows: of a batch.
-        max_segments: of a batch.
-        device: of the buffers.
-    """
+    """Static buffers of a CUDA graph: captured once, set before each replay."""
 
     def __init__(self, max_rows: int, max_segments: int, device: torch.device) -> None:
         self.lengths: Sequence[int] = ()

@@ -28,7 +28,6 @@ def decode(inputs: DeltaInputs, states: LayerStates, layout: StateLayout, out: T
     Args:
         inputs: of all of the step's tokens.
         states: of the layer; updated.
-        layout: of the step.
         out: `[T, value_heads, value_dim]`; the decodes' tokens are written.
     """
     _refuse_capture()
@@ -119,7 +118,6 @@ def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
         x: `[T, heads, value_dim]`.
         gate: `[T, heads * value_dim]`; rows may be strided.
         weight: `[value_dim]`.
-        eps: of the norm.
 
     Returns:
         `[T, heads * value_dim]`.

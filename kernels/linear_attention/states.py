@@ -119,7 +119,6 @@ class StateLayout:
     last of its seq_lens[s] tokens.
 
     Attributes:
-        cache: of all layers.
         num_decodes: the first sequences, of one token each; in a captured step with chunks, padding
             among them has none.
         cu_query_lens: `[S + 1]`, host.
@@ -163,7 +162,6 @@ class DeltaInputs:
     """What a layer's projections and parameters give the delta rule for a step's T tokens.
 
     Attributes:
-        spec: sizes.
         qkv: `[T, channels]`: queries, keys and values before the convolution; rows may be strided.
         beta: `[T, value_heads]`, before the sigmoid; strided, too.
         decay: `[T, value_heads]`, before `dt_bias` and softplus; strided, too.

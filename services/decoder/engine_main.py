@@ -64,9 +64,6 @@ def run(
     """Serves the front until it sends `Shutdown`.
 
     Args:
-        engine: of the model.
-        gate: the engine's.
-        channel: to the front.
         kernel_calls: the runner's counts, for the front's metrics.
         link: to the front, over which the descriptors of each `MaskLink` come.
         awake_s: see `EngineChannel.receive`.

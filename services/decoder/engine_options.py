@@ -42,7 +42,6 @@ def runner_options(settings: DecoderSettings, device: str) -> RunnerOptions:
     """The settings that the runner depends on.
 
     Args:
-        settings: of the service.
         device: of this rank: `cpu` or `cuda:N`.
     """
     on_gpu = device != "cpu"

@@ -28,8 +28,6 @@ def create_backend(
     """The backend for a model on a device of this machine.
 
     Args:
-        sizes: of the model and the engine.
-        device: of the model.
         dtype: of queries, and of the KV cache unless that is e4m3.
         overrides: see `dispatch.parse_overrides`; operations of other tables are ignored.
         fp8_cache: keys and values are cached in e4m3.

@@ -119,7 +119,6 @@ class AttentionBackend(Protocol):
         """Host work once per step, shared by all layers; the result becomes `metadata.plan`.
 
         Args:
-            metadata: the step's layout.
             captured: the step is a CUDA graph's: S decodes, or chunks padded to T tokens behind
                 `num_decodes` decodes, some of which may be padding without a context
                 (`slot_mapping` has the padding, `cu_query_lens` has not). Kernels must read from

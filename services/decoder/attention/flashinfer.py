@@ -99,9 +99,6 @@ class FlashInferDecode:
     """One new token of each sequence.
 
     Args:
-        facts: of the model and the device.
-        sizes: of the engine.
-        device: a GPU.
         scratch: see `make_float_workspace`.
         tensor_cores: which of its kernels; None: as tuned.
     """
@@ -132,7 +129,6 @@ class FlashInferDecode:
         """Plans the step's decodes; the wrapper runs them.
 
         Args:
-            metadata: of the step.
             captured: the plan is for a CUDA graph: what its kernels read stays in place.
         """
         count, facts = metadata.num_decodes, self._facts

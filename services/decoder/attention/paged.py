@@ -45,9 +45,6 @@ class PagedBackend:
     """A `base.AttentionBackend` that composes a step of the implementations of its table.
 
     Args:
-        facts: of the model and the device.
-        sizes: of the engine.
-        device: a GPU.
         table: has the rows of `attention.table`.
     """
 

@@ -50,7 +50,6 @@ class SdpaBackend:
     `[block_size, num_kv_heads, head_dim]`: block b has keys in row 2 * b, values in the next one.
 
     Args:
-        sizes: of the model.
         table: has this implementation alone, and counts its calls; None: they are not counted.
     """
 

@@ -75,7 +75,6 @@ def resolve(
     """The table for a model on a device.
 
     Args:
-        facts: of both.
         overrides: see `dispatch.parse_overrides`; operations of other tables are ignored.
 
     Raises:

@@ -21,7 +21,6 @@ class BlockManager:
 
     Args:
         num_blocks: blocks of the pool, ids 0 .. num_blocks - 1.
-        block_size: tokens per block.
         prefix_caching: whether blocks are shared at all.
         checkpoints: of recurrent states, without which blocks are not shared; None: the model has
             no such states.

@@ -56,7 +56,6 @@ class Engine:
     """All sequences of one device.
 
     Args:
-        runner: the device.
         overlap: launch a step before the last one's ids are read. With a runner whose `execute`
             blocks until the step is done, this only delays every token by a step.
         out_of_memory: exceptions of `Runner.execute` that end one sequence, not the engine.

@@ -123,8 +123,6 @@ class _GraphSet:
         """Captures an uploaded step; the kind that samples most must be the first.
 
         Args:
-            kind: what it is captured for.
-            step: a staged step of that kind.
             rows: of each sampled token; None: each chunk samples.
             sampled: indices of the tokens whose logits are sampled; None: all.
         """

@@ -57,7 +57,6 @@ def device_budget(device: torch.device, memory_fraction: float, forward_peak: in
     Call it after the largest step and before `allocate`.
 
     Args:
-        device: a GPU.
         memory_fraction: the process's share of the whole card.
         forward_peak: peak bytes that torch had reserved by the end of the step's forward.
     """

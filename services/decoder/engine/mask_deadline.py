@@ -39,7 +39,6 @@ class MaskDeadline:
         """The tokens of a step have arrived, so the device computes the next one.
 
         Args:
-            now: the time.
             decodes_only: of the next one.
         """
         if self._began_at and self._decodes_only and not self._has_waited:

@@ -90,7 +90,6 @@ class MaskGate(SamplingGate):
         sequence.
 
         Args:
-            sequence_id: of the sequence.
             num_generated: tokens before that one.
             mask: its words; empty: every token is allowed.
         """

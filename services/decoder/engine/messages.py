@@ -110,7 +110,6 @@ class TokenMasks(msgspec.Struct, tag="masks"):
         sequence_ids: of `AddSequence`.
         num_generated: completion tokens before the one that the mask is for.
         rows: of the `MaskLink`; bit i of word w allows token 32 * w + i; -1: all are allowed.
-        link: of the process.
     """
 
     sequence_ids: list[int]

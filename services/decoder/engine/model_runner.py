@@ -27,7 +27,6 @@ class ModelRunner:
     the rows.
 
     Attributes:
-        info: see `step.Runner`.
         computer: the half of a step that every rank has.
         sampler: the half that one rank has.
     """

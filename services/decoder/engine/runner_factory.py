@@ -99,7 +99,6 @@ def create_runner(
     """Loads the model, sizes the KV pool, warms up each kernel. Takes seconds to minutes.
 
     Args:
-        options: what to serve, and where.
         arena: the front's shared memory with the image embeddings; None: no sequence has images.
             Not used for a text model.
         ranks: that share the model; all call this together, with the same options but the device.

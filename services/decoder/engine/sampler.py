@@ -52,14 +52,7 @@ class Sampled:
 
 
 class Sampler:
-    """Sampling parameters and token counts of all rows.
-
-    Args:
-        num_rows: rows of the runner's tables.
-        vocab_size: columns of the logits.
-        device: of the logits.
-        ops: the model's.
-    """
+    """Sampling parameters and token counts of all rows."""
 
     def __init__(self, num_rows: int, vocab_size: int, device: torch.device, ops: Ops) -> None:
         self._vocab_size = vocab_size
@@ -135,7 +128,6 @@ class Sampler:
         Args:
             rows: `[B]`.
             ends: `[B]`, tokens of their sequences before this step.
-            staging: the step's.
             masked: see `SampleStep`; None: no row has a mask.
             token_masks: see `SampleStep`.
             late: see `SampleStep`; None: no mask is late.

@@ -43,7 +43,6 @@ class StateCheckpoints:
         such a checkpoint already.
 
         Args:
-            block_hash: its name.
             in_use: slots that a step which was not launched yet reads.
         """
         if block_hash in self._slot_of or block_hash in self._planned.values():
@@ -83,8 +82,6 @@ def checkpoint_boundaries(
     first token on), and at the last one before the prompt's end (the next turn).
 
     Args:
-        sequence: of the prompt.
-        block_size: tokens per block.
         start: tokens whose state is there already.
         least: tokens between it and a checkpoint, and between two.
     """

@@ -79,7 +79,6 @@ class RowSampling(msgspec.Struct, array_like=True, frozen=True):
 
     Attributes:
         row: of the same step's `RowStart`.
-        params: of the sequence.
         num_prompt_tokens: tokens behind them are the completion's: their number counts min_tokens
             and selects the seeded random numbers.
         prompt_token_ids, completion_token_ids: int32, the tokens that penalties count; empty

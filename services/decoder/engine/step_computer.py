@@ -72,12 +72,7 @@ class StepComputer:
         graphs: captured kinds of steps, see graphs.py.
 
     Args:
-        info: of the engine.
-        model: of this rank.
-        backend: the model's.
-        state: of this rank.
         images: reads embeddings; None: there is no arena.
-        ranks: that compute the same steps.
     """
 
     def __init__(

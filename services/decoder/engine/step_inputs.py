@@ -154,7 +154,6 @@ def lay_out(step: ComputeStep, max_blocks: int, *, resend: bool = False) -> Step
     """The inputs of a step.
 
     Args:
-        step: of the engine.
         max_blocks: of a row.
         resend: lengths of rows on the device may be wrong.
     """
@@ -224,7 +223,6 @@ def pad(step: StepInputs, num_chunks: int, scratch: "StepInputs") -> StepInputs:
 
     Args:
         step: of decodes alone.
-        num_chunks: of the bucket.
         scratch: `StepInputs.scratch` of at least as many decodes. Padding has one token of context
             in the scratch block.
     """
@@ -288,8 +286,6 @@ def stage(
 
     Args:
         step: laid out, and padded if a graph runs it.
-        staging: the buffer.
-        updates: of the rows.
         work: what the attention backend reads besides lengths and blocks, if anything.
         masked: the step has a mask of its visual tokens.
         with_states: the model has recurrent states.

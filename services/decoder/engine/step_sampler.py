@@ -70,11 +70,9 @@ class StepSampler:
     """Owner of the rows' sampling parameters, and of the way back to the host.
 
     Args:
-        info: of the engine.
         model: its head, for tokens of prompts, and its operations.
         rows: of the device; the last tokens are written.
         staging: of the half that computes.
-        dtype: of the logits.
         extras: late masks, and scores of prompts.
     """
 

@@ -117,7 +117,6 @@ class _Live:
         first_token_at: as `time.time()`; 0: no token yet.
         num_generated, max_generated: tokens of this decoder, so far and at most.
         reported: its last event is in the outbox.
-        tenant: whose it is.
     """
 
     number: int
@@ -139,11 +138,8 @@ class DecoderFront:
 
     Args:
         engine: the engine's ready message.
-        channel: to the engine.
-        source: obtains embeddings.
         masks: makes the owner of token masks, closed with the front, given what it calls with a
             sequence's number when it cannot go on.
-        metrics: of this service.
         room: for as many sequences as `max_live` says.
     """
 

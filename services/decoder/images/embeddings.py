@@ -90,9 +90,7 @@ class EmbeddingSource:
 
     Args:
         arena: owned by this event loop.
-        fetcher: of encoders.
         cache: Redis; None: there is none.
-        metrics: count hits, misses and failures.
         standstill_s: see `_STANDSTILL_S`.
     """
 
@@ -121,7 +119,6 @@ class EmbeddingSource:
         """Obtains distinct images. Cancelling it does not affect other callers.
 
         Args:
-            requests: the images.
             ready: called once for each, with a complete entry and a reference to it, which the
                 caller releases with `release`.
 
@@ -355,7 +352,6 @@ class SequenceImages:
     may need it again; then it is obtained as at first.
 
     Args:
-        source: obtains embeddings.
         engine: receives the sequences and the places of their images.
         on_failure: called with a sequence's number when an image cannot be obtained.
     """

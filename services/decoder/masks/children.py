@@ -18,7 +18,6 @@ async def start(
     """Runs a module of this folder.
 
     Args:
-        module: its name.
         settings: JSON on its standard input.
         **descriptors: that it inherits, as `--<name>-fd`.
     """

@@ -42,7 +42,6 @@ class CompilePool:
     """Owner of the process, and of what waits for it. Used in the event loop.
 
     Args:
-        settings: of the process.
         observe: called with the CPU seconds of a compilation.
     """
 

@@ -38,7 +38,6 @@ class Compiler:
     """Compiles one grammar after the other in a fork of this process, which may die.
 
     Args:
-        vocabulary: for which it compiles.
         cpu_s: of one grammar.
         wall_s: of one grammar.
         check: raises InvalidGrammar before a grammar is compiled that is beyond the bounds.

@@ -77,7 +77,6 @@ class Grammars:
         """A matcher at the start of a sequence's completion.
 
         Args:
-            demands: of the completion.
             during: a context in which its grammar is compiled, if it has to be.
 
         Raises:
@@ -117,7 +116,6 @@ class Grammars:
         nothing. A matcher is used by one thread at a time.
 
         Args:
-            matcher: of the sequence.
             token_ids: may be none.
             row: `[num_mask_words]`; the mask is in its first `num_words` words.
         """

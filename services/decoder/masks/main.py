@@ -41,7 +41,6 @@ async def serve(
     """Fills masks until the front closes its channel.
 
     Args:
-        settings: of the process.
         front_end, link: to the front and to the engine.
         memory: of the rows, a descriptor.
     """

@@ -55,7 +55,6 @@ class GrammarMatcher:
     """A grammar after the sequence's tokens.
 
     Attributes:
-        state: llguidance's.
         lexer: which it shares with other sequences.
         begins_after: ids after which the grammar begins; empty once it has begun.
         ends_early: end ids may be sampled where the text is complete and could be continued.

@@ -16,12 +16,10 @@ class MaskSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What such a process needs to know; JSON, on its standard input.
 
     Attributes:
-        directory: of the model.
         vocab_size: of the model's head.
         end_ids: of the model; the vocabulary is read for these at once.
         num_rows: sequences that a process may have at once.
         link: the number of a process that fills masks.
-        log_level: of its log.
     """
 
     directory: str
@@ -45,7 +43,6 @@ class Follow(msgspec.Struct, tag="follow"):
 
     Attributes:
         sequence_id: the engine's.
-        demands: of its completion.
         generated: completion tokens so far: of another decoder, or of a process that has ended.
     """
 

@@ -68,8 +68,6 @@ class _Followed:
 
     Attributes:
         number: the engine's id of it.
-        demands: of its completion.
-        generated: its completion tokens.
         process: that fills its masks; None: its grammar is being checked.
         checking: the task that does so.
         num_deaths: of processes that worked on it.
@@ -111,10 +109,7 @@ class MaskProcesses:
     """Owner of the processes; each sequence is one's.
 
     Args:
-        settings: of the processes.
         link: to the engine, takes descriptors; closed with this.
-        engine: gets messages.
-        metrics: of the service.
         failed: called with a sequence's number and an error when it cannot go on.
         count: processes that fill masks; default: by cores.
     """
@@ -145,8 +140,6 @@ class MaskProcesses:
         """Starts on a sequence that the engine was sent: its next mask follows.
 
         Args:
-            number: of the sequence.
-            demands: of its completion.
             generated: completion tokens that another decoder has sampled.
             tenant: whose turn it takes.
         """

@@ -36,11 +36,7 @@ def num_mask_words(vocab_size: int) -> int:
 
 
 class Marks:
-    """Which sequence is in work in each slot, and since when, as `time.monotonic()`.
-
-    Args:
-        fd: of the memory.
-    """
+    """Which sequence is in work in each slot, and since when, as `time.monotonic()`."""
 
     def __init__(self, fd: int) -> None:
         self._memory = mmap.mmap(fd, PAGE_BYTES)
@@ -71,11 +67,6 @@ class MaskRows:
 
     Attributes:
         array: `[num_rows, num_words]` int32.
-        marks: of the same memory.
-
-    Args:
-        fd: of the memory.
-        num_rows, num_words: of the array.
     """
 
     def __init__(self, fd: int, num_rows: int, num_words: int) -> None:

@@ -34,9 +34,6 @@ class _Masked:
 
     Attributes:
         number: the engine's id of it.
-        row: of its masks.
-        demands: of the completion.
-        generated: completion tokens.
         matcher: None: being compiled, or its first mask is filled in the thread.
         num_renewed: matchers that were made anew.
         is_begun: the thread may write to the row.
@@ -57,7 +54,6 @@ class SequenceMasks:
     """Owner of the matchers, one for each running sequence whose tokens are masked.
 
     Args:
-        grammars: compiles them.
         rows: what masks are filled in.
         link: the number of this process, see `MaskLink`.
         engine: gets the masks.
@@ -90,9 +86,7 @@ class SequenceMasks:
         """Starts on a sequence that the engine was sent: its next mask follows.
 
         Args:
-            number: of the sequence.
             demands: of its completion.
-            generated: completion tokens so far.
         """
         row = self._rows.take()
         if row is None:

@@ -100,13 +100,11 @@ class StepContext:
     """What all layers share in one forward.
 
     Attributes:
-        ops: the model's operations.
         kernels: those for the step's number of tokens.
         rope: cos and sin, `[T, rotary_dim / 2]`.
         kv_cache: `[num_layers, num_blocks, 2, block_size, num_kv_heads, head_dim]`, of full
             attention layers.
         kv_rows: `[2, T]`: where keys and values go.
-        metadata: the step's attention layout.
     """
 
     ops: Ops

@@ -23,7 +23,6 @@ class GatedDeltaNet(nn.Module):
     """The mixer of a linear attention layer, up to its output projection.
 
     Args:
-        spec: of the model.
         layer: index among the linear attention layers.
         ranks: that share the model, by heads.
         merge_gates: `in_proj` has the gates' rows, too. Quantized checkpoints leave them
@@ -65,8 +64,7 @@ class GatedDeltaNet(nn.Module):
         """`[T, value_heads * value_dim]`, before the output projection; updates the states.
 
         Args:
-            x: see `DecoderLayer`.
-            residual: see `DecoderLayer`.
+            x, residual: see `DecoderLayer`.
             norm: before the layer.
             step: shared by all layers; it has a state layout.
 

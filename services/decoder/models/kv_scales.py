@@ -88,8 +88,6 @@ def finish_scales(
     Args:
         model: with its weights.
         text: what this rank has of it.
-        device: of the model.
-        dtype: of the model.
         max_tokens: of a step.
     """
     layers = _attentions(model)

@@ -38,8 +38,6 @@ class Attention(nn.Module):
     """Grouped-query attention, up to its output projection.
 
     Args:
-        spec: of the model.
-        backend: that attends.
         layer: index among the full attention layers, whose keys and values are cached.
         ranks: that share the model, by heads.
     """
@@ -74,10 +72,8 @@ class Attention(nn.Module):
         """Writes this layer's keys and values to the cache, and attends.
 
         Args:
-            x: see `DecoderLayer`.
-            residual: see `DecoderLayer`.
+            x, residual: see `DecoderLayer`.
             norm: before the layer.
-            step: shared by all layers.
 
         Returns:
             `[T, H * D]`, before the output projection, and the hidden state `x + residual`.
@@ -234,7 +230,6 @@ class Transformer(nn.Module):
             positions: `[3, T]` integer: (t, h, w); with 1-D positions all rows are equal.
             kv_cache: `[num_layers, num_blocks, 2, block_size, num_kv_heads, head_dim]`, of full
                 attention layers.
-            metadata: the step's attention layout.
             visual: embeddings of the step's image tokens.
             rows: `[R]` int64, the tokens whose hidden states are returned; None: all.
 

@@ -19,7 +19,6 @@ class KernelFacts:
     """What decides which kernels run.
 
     Attributes:
-        device: that they run on.
         text: the model's sizes and options.
         dtype: of weights, activations and the KV cache.
         weight_format: of the linear layers, see `LinearMethod`.

@@ -47,12 +47,7 @@ def weights_of(stack: StackedLinear, dtype: torch.dtype = torch.bfloat16) -> Exp
 
 
 class MoEKernels:
-    """The implementations of `moe` for one model on one device.
-
-    Args:
-        device: that they run on.
-        spec: of the experts.
-    """
+    """The implementations of `moe` for one model on one device."""
 
     def __init__(self, device: DeviceFacts, spec: MoESpec) -> None:
         self._device = device

@@ -90,7 +90,6 @@ class Ops:
     """A model's operations.
 
     Args:
-        kernel_table: resolved for the model and the device.
         formats: weight formats of the model's layers; empty: one, that of the table.
     """
 
@@ -302,13 +301,11 @@ def create_ops(
     """The operations of a model on a device of this machine; logs the table.
 
     Args:
-        device: of the model.
         text: its sizes and options; of several ranks, this one's part.
         dtype: of weights, activations and the KV cache.
         formats: of the model's layers, see `formats.rows_of_layers`; None: unquantized.
         overrides: see `dispatch.parse_overrides`.
         attention: the attention backend's table, to be shown and counted with this one.
-        num_ranks: that share the model.
 
     Raises:
         UnknownOverride: an override names what does not exist or cannot run here.

@@ -472,9 +472,7 @@ def resolve(
     """The table for a model on a device.
 
     Args:
-        facts: that decide.
         overrides: see `dispatch.parse_overrides`.
-        rows: the table's own.
         formats: of the model's layers, with the rows that they bring; None: that of the facts.
 
     Raises:

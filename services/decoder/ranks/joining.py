@@ -27,7 +27,6 @@ def device_of(setting: str, rank: int) -> str:
 
     Args:
         setting: `auto`, `cpu`, `cuda` or `cuda:N`.
-        rank: of the process.
     """
     if setting == "cpu" or (setting == "auto" and not torch.cuda.is_available()):
         return "cpu"
@@ -39,9 +38,6 @@ def join(rank: int, count: int, device: str, store_fd: int) -> Ranks:
     """Waits for the other ranks.
 
     Args:
-        rank: of this process.
-        count: of all.
-        device: of this rank.
         store_fd: of an empty memfd, which all ranks inherit: where they meet, without a port.
 
     Raises:

@@ -39,8 +39,6 @@ def follow(follower: Follower, ring: RingReader, link: socket.socket, awake_s: f
     """Runs steps until the other end of the link is closed.
 
     Args:
-        follower: of this rank.
-        ring: of the steps.
         link: readable when there may be a new one.
         awake_s: poll this long before the thread blocks, see ADR 0015.
     """

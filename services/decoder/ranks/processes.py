@@ -45,9 +45,7 @@ class RankProcesses:
 
     Args:
         count: of ranks, this process included.
-        settings_json: of the service.
         arena_fd: see `EngineEnd`.
-        arena_bytes: the arena's size.
         end: ends this process with a status, from the thread that watches.
     """
 

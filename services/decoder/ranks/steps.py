@@ -23,7 +23,6 @@ class LeadingRunner:
     A step that raises leaves them within it, so that the engine has to end.
 
     Args:
-        runner: of this rank.
         tell: sends a record to all others.
     """
 
@@ -49,11 +48,7 @@ class LeadingRunner:
 
 
 class Follower:
-    """Runs the steps that another rank samples.
-
-    Args:
-        runner: of this rank.
-    """
+    """Runs the steps that another rank samples."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self._computer = runner.computer
