@@ -115,17 +115,14 @@ class DevicePendingStep:
     _output: StepOutput | None = field(default=None, init=False)
 
     def is_computed(self) -> bool:
-        """See `step.PendingStep`."""
         computed = None if self.late is None else self.late.computed
         return computed is None or computed.query()
 
     def put_mask(self, index: int, mask: Int32Array) -> None:
-        """See `step.PendingStep`."""
         assert self.late is not None
         self.late.put(index, mask)
 
     def sample(self) -> None:
-        """See `step.PendingStep`."""
         assert self.late is not None
         self.tokens = self.late.sample()
 

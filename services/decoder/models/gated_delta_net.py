@@ -55,22 +55,12 @@ class GatedDeltaNet(nn.Module):
 
     @property
     def output(self) -> Linear:
-        """The projection back to the residual stream."""
         return self.out_proj
 
     def forward(
         self, x: Tensor | None, residual: Tensor, norm: RMSNorm, step: StepContext
     ) -> tuple[Tensor, Tensor]:
-        """`[T, value_heads * value_dim]`, before the output projection; updates the states.
-
-        Args:
-            x, residual: see `DecoderLayer`.
-            norm: before the layer.
-            step: shared by all layers; it has a state layout.
-
-        Returns:
-            The above, and the hidden state `x + residual`.
-        """
+        """See `Mixer`: `[T, value_heads * value_dim]`, and the hidden state; updates the states."""
         layout, ops, sizes = step.metadata.states, step.ops, self.sizes
         assert layout is not None
         channels, heads = sizes.num_channels, sizes.num_value_heads

@@ -63,21 +63,12 @@ class Attention(nn.Module):
 
     @property
     def output(self) -> Linear:
-        """The projection back to the residual stream."""
         return self.o_proj
 
     def forward(
         self, x: Tensor | None, residual: Tensor, norm: RMSNorm, step: StepContext
     ) -> tuple[Tensor, Tensor]:
-        """Writes this layer's keys and values to the cache, and attends.
-
-        Args:
-            x, residual: see `DecoderLayer`.
-            norm: before the layer.
-
-        Returns:
-            `[T, H * D]`, before the output projection, and the hidden state `x + residual`.
-        """
+        """See `Mixer`: `[T, H * D]`, and the hidden state; writes this layer's keys and values."""
         qkv, residual = step.kernels.norm_linear(x, residual, norm, self.qkv_proj)
         return self._attend(qkv, step.kv_cache[self.layer], step), residual
 

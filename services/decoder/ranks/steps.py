@@ -35,13 +35,11 @@ class LeadingRunner:
         return self._runner.info
 
     def prepare(self, step: Step) -> None:
-        """See `step.Runner`."""
         self._tell(_STAGE + step.compute.to_bytes())
         self._staged = step
         self._runner.prepare(step)
 
     def execute(self, step: Step) -> PendingStep:
-        """See `step.Runner`."""
         staged, self._staged = self._staged, None
         self._tell(_RUN_STAGED if staged is step else _RUN + step.compute.to_bytes())
         return self._runner.execute(step)
