@@ -116,8 +116,8 @@ class GatewayStack:
 
     def all_healthy(self) -> bool:
         service = self.gateway.service
-        return len(service.encoders._pods.healthy()) == len(self.encoders) and len(
-            service.decoders._pods.healthy()
+        return len(service.encoders.healthy()) == len(self.encoders) and len(
+            service.decoders.healthy()
         ) == len(self.decoders)
 
     def reset(self) -> None:

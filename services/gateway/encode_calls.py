@@ -20,13 +20,9 @@ from services.common.errors import (
 )
 from services.common.geometry import Run
 from services.common.pb import decoder_pb2 as pb
+from services.common.pb.encoder_pb2 import DescribeEncoderResponse
 from services.gateway.clients.decoders import EmbeddingLost
-from services.gateway.clients.encoders import (
-    Encoded,
-    EncoderDescription,
-    EncoderPod,
-    EncoderPool,
-)
+from services.gateway.clients.encoders import Encoded, EncoderPod, EncoderPool
 from services.gateway.losses import Losses
 from services.gateway.media.images import Image
 from services.gateway.media.videos import Video
@@ -172,7 +168,7 @@ class EncodeCalls:
             if isinstance(medium, Video) and medium.file is not None:
                 medium.file.close()
 
-    def _choose(self, description: EncoderDescription, key: bytes, index: int) -> EncoderPod:
+    def _choose(self, description: DescribeEncoderResponse, key: bytes, index: int) -> EncoderPod:
         medium = self._request.images[index]
         if not isinstance(medium, Video) or medium.file is None:
             return self._choose_for(description, key, self._encoded.get(key, ""))
@@ -184,7 +180,7 @@ class EncodeCalls:
         return pod
 
     def _choose_for(
-        self, description: EncoderDescription, key: bytes, preferred: str
+        self, description: DescribeEncoderResponse, key: bytes, preferred: str
     ) -> EncoderPod:
         losses = self._losses
         # With one encoder lost, all further images go to one encoder: which of them was at fault is

@@ -22,7 +22,7 @@ class Commands:
         self._heap: list[tuple[float, int]] = []  # places and sequence ids
         self._submits: dict[int, pb.GenerateCommand] = {}  # those that wait, by sequence id
         self._cancels: list[int] = []
-        self._waiter: asyncio.Future[None] | None = None
+        self._arrived = asyncio.Event()
 
     def __len__(self) -> int:
         """Of those that wait."""
@@ -34,13 +34,13 @@ class Commands:
         place = self._order.place(submit.tenant, weight=submit.tenant_weight or 1.0, cost=cost)
         self._submits[submit.sequence_id] = pb.GenerateCommand(submit=submit)
         heapq.heappush(self._heap, (place, submit.sequence_id))
-        self._wake()
+        self._arrived.set()
 
     def cancel(self, sequence_id: int) -> None:
         """Cancels a sequence. The decoder never hears of one that still waits here."""
         if self._submits.pop(sequence_id, None) is None:
             self._cancels.append(sequence_id)
-            self._wake()
+            self._arrived.set()
 
     async def next(self) -> pb.GenerateCommand:
         """The next command, as soon as there is one."""
@@ -53,12 +53,5 @@ class Commands:
                 command = self._submits.pop(sequence_id, None)
                 if command is not None:
                     return command
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+            self._arrived.clear()
+            await self._arrived.wait()

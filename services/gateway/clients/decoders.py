@@ -304,15 +304,15 @@ class DecoderPool(Pool[DecoderPod]):
         self._served = served or ServedModel()
         super().__init__(addresses, lambda address: DecoderPod(address, self._served, dialling))
 
-    def _healthy(self) -> list[DecoderPod]:
+    def _candidates(self) -> list[DecoderPod]:
         """The decoders that accept work and serve the model, which is theirs if the gateway does
         not know better and none of the former one is left.
         """
-        fitting = self._pods.fitting()
+        fitting = self.fitting()
         pods = [pod for pod in fitting if pod.healthy]
         if not pods or not self._served.fingerprint:
-            self._served.adopt(_descriptions(self._pods.serving()))
-            fitting = self._pods.fitting()
+            self._served.adopt(_descriptions(self.serving()))
+            fitting = self.fitting()
             pods = [pod for pod in fitting if pod.healthy]
         # A decoder that is away for a while is expected back, with the context that it had.
         self._served.follow_context(_descriptions(fitting))
@@ -320,12 +320,12 @@ class DecoderPool(Pool[DecoderPod]):
 
     def description(self) -> pb.DescribeDecoderResponse | None:
         """The healthy decoder with the shortest context; None if no decoder is healthy."""
-        found = _descriptions(self._healthy())
+        found = _descriptions(self._candidates())
         return min(found, key=lambda d: d.max_model_len) if found else None
 
     def load(self) -> pb.LoadResponse | None:
         """The sum over healthy decoders; None if none says what it has to do."""
-        loads = [pod.load for pod in self._pods.healthy() if pod.load is not None]
+        loads = [pod.load for pod in self.healthy() if pod.load is not None]
         if not loads:
             return None
         return pb.LoadResponse(
@@ -341,7 +341,7 @@ class DecoderPool(Pool[DecoderPod]):
         Raises:
             TriptychError: one does not answer.
         """
-        pods = self._pods.healthy()
+        pods = self.healthy()
         await asyncio.gather(*(pod.reset_prefix_cache() for pod in pods))
         return len(pods)
 
@@ -361,7 +361,7 @@ class DecoderPool(Pool[DecoderPod]):
         """
         pods = [
             pod
-            for pod in self._healthy()
+            for pod in self._candidates()
             if pod.session not in exclude
             and pod.description is not None
             and pod.description.max_model_len >= num_tokens

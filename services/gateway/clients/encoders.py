@@ -23,7 +23,7 @@ from services.common.frame_pairs import Clip
 from services.common.geometry import Unit
 from services.common.images.image_key import FRAME_DIGEST_BYTES
 from services.common.pb import encoder_pb2 as pb
-from services.common.transport.rpc import PROTOCOL, error_from_rpc, outgoing_metadata
+from services.common.transport.rpc import error_from_rpc, outgoing_metadata
 from services.gateway.clients.pods import Dialling, Pod, Pool, pick
 from services.gateway.clients.served_model import ServedModel
 from services.gateway.media.kinds import SentPair
@@ -43,19 +43,6 @@ _SOURCES = {
 
 
 @dataclass(frozen=True, slots=True)
-class EncoderDescription:
-    """What an encoder serves. Pods with equal descriptions are interchangeable."""
-
-    key_prefix: bytes
-    dtype: int
-    num_features: int
-    hidden: int
-    max_image_patches: int
-    fingerprint: bytes = b""
-    protocol: int = PROTOCOL
-
-
-@dataclass(frozen=True, slots=True)
 class Encoded:
     """A successful encode call.
 
@@ -68,9 +55,13 @@ class Encoded:
 
 
 class EncoderPod(Pod):
-    """One encoder."""
+    """One encoder.
 
-    description: EncoderDescription | None = None
+    Attributes:
+        description: without the model's name: pods with equal ones are interchangeable.
+    """
+
+    description: pb.DescribeEncoderResponse | None = None
 
     def __init__(self, address: str, served: ServedModel, dialling: Dialling | None = None) -> None:
         super().__init__(address, "encoder", dialling)
@@ -101,18 +92,11 @@ class EncoderPod(Pod):
 
     async def connect(self) -> None:
         try:
-            answer = await self._describe(pb.DescribeEncoderRequest(), timeout=_DESCRIBE_TIMEOUT_S)
+            found = await self._describe(pb.DescribeEncoderRequest(), timeout=_DESCRIBE_TIMEOUT_S)
         except grpc.aio.AioRpcError as failure:
             raise error_from_rpc(failure, "the encoder") from None
-        self.description = EncoderDescription(
-            answer.key_prefix,
-            answer.dtype,
-            answer.num_features,
-            answer.hidden,
-            answer.max_image_patches,
-            answer.fingerprint,
-            answer.protocol,
-        )
+        found.ClearField("model_name")
+        self.description = found
         if self._lost.is_set():
             self._lost = asyncio.Event()
 
@@ -255,23 +239,22 @@ class EncoderPool(Pool[EncoderPod]):
         model = served or ServedModel()
         super().__init__(addresses, lambda address: EncoderPod(address, model, dialling))
 
-    def pods(self) -> list[EncoderPod]:
-        return self._pods.healthy()
-
-    def description(self) -> EncoderDescription | None:
+    def description(self) -> pb.DescribeEncoderResponse | None:
         """What most healthy encoders serve; None if no encoder is healthy.
 
         During a rolling update to a new model there are two descriptions; all images of a request
         go to pods of one of them.
         """
-        kinds = Counter(d for pod in self._pods.healthy() if (d := pod.description))
-        if not kinds:
+        found = [d for pod in self.healthy() if (d := pod.description)]
+        if not found:
             return None
-        return max(kinds, key=lambda kind: (kinds[kind], kind.key_prefix))
+        kind_of = pb.DescribeEncoderResponse.SerializeToString
+        counts = Counter(map(kind_of, found))
+        return max(found, key=lambda d: (counts[kind_of(d)], d.key_prefix))
 
     def choose(
         self,
-        description: EncoderDescription,
+        description: pb.DescribeEncoderResponse,
         key: bytes,
         exclude: Collection[str],
         preferred: str = "",
@@ -284,7 +267,7 @@ class EncoderPool(Pool[EncoderPod]):
         """
         pods = [
             pod
-            for pod in self._pods.healthy()
+            for pod in self.healthy()
             if pod.description == description and pod.address not in exclude
         ]
         if not pods:

@@ -222,7 +222,7 @@ def _hash(name: str, key: bytes) -> bytes:
     return blake3(name.encode() + key).digest(8)
 
 
-class PodSet(Generic[PodT]):
+class Pool(Generic[PodT]):
     """The pods behind some addresses. One task resolves names, one task per pod checks its health.
 
     Args:
@@ -269,6 +269,9 @@ class PodSet(Generic[PodT]):
         """The pods that serve another model, and how it differs."""
         return {pod.address: pod.misfit for pod in self.serving() if pod.misfit}
 
+    def num_healthy(self) -> int:
+        return len(self.healthy())
+
     async def _watch_names(self) -> None:
         while True:
             await self._update()
@@ -301,25 +304,6 @@ class PodSet(Generic[PodT]):
         await _end(task)
         await pod.close()
         del self._pods[address]  # last: if this is cancelled, `close` still finds the pod
-
-
-class Pool(Generic[PodT]):
-    """All pods of one service, watched from `start` to `close`."""
-
-    def __init__(self, addresses: Sequence[str], create: Callable[[str], PodT]) -> None:
-        self._pods = PodSet(addresses, create)
-
-    async def start(self) -> None:
-        await self._pods.start()
-
-    async def close(self) -> None:
-        await self._pods.close()
-
-    def misfits(self) -> dict[str, str]:
-        return self._pods.misfits()
-
-    def num_healthy(self) -> int:
-        return len(self._pods.healthy())
 
 
 async def _watch(pod: Pod) -> None:

@@ -7,7 +7,6 @@ no Redis, the others are asked, too. `MediaLoader` reads a handle, `UploadRoutes
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from services.common.errors import InvalidRequest, NotFound, TriptychError, Unavailable
 from services.gateway.clients.encoders import EncoderPod, EncoderPool
@@ -16,19 +15,6 @@ from services.gateway.clients.pods import rank
 SCHEME = "media:"
 _HANDLE = re.compile(r"media:([0-9a-f]{64})")
 _TIMEOUT_S = 30.0
-
-
-@dataclass(frozen=True, slots=True)
-class Upload:
-    """A file that is kept.
-
-    Attributes:
-        handle: a URL.
-        kept_s: since its last use.
-    """
-
-    handle: str
-    kept_s: int
 
 
 class Uploads:
@@ -41,8 +27,11 @@ class Uploads:
     def __init__(self, encoders: EncoderPool) -> None:
         self._encoders = encoders
 
-    async def put(self, tenant: str, data: bytes, digest: bytes) -> Upload:
+    async def put(self, tenant: str, data: bytes, digest: bytes) -> tuple[str, int]:
         """Leaves a file at an encoder; another one, if that is lost.
+
+        Returns:
+            Its handle, and for how many seconds after its last use it is kept.
 
         Raises:
             TriptychError: no encoder takes it.
@@ -54,7 +43,7 @@ class Uploads:
             except Unavailable as error:
                 cause = error.without_frames()
                 continue
-            return Upload(SCHEME + digest.hex(), kept_s)
+            return SCHEME + digest.hex(), kept_s
         raise cause or Unavailable("no encoder is available", retry_after_s=1)
 
     async def get(self, tenant: str, handle: str) -> bytes:
@@ -94,7 +83,7 @@ class Uploads:
             raise cause
 
     def _by_rank(self, digest: bytes) -> Sequence[EncoderPod]:
-        pods = sorted(self._encoders.pods(), key=lambda pod: rank(pod.address, digest))
+        pods = sorted(self._encoders.healthy(), key=lambda pod: rank(pod.address, digest))
         if not pods:
             raise Unavailable("no encoder is available", retry_after_s=1)
         return pods

@@ -78,8 +78,8 @@ class UploadRoutes:
             if not 0 < len(data) <= _MAX_BYTES:
                 raise InvalidRequest(f"an upload has 1 to {_MAX_BYTES} bytes")
             digest = await asyncio.to_thread(lambda: blake3(data).digest())
-            found = await self._uploads().put(slot.tenant.name, data, digest)
-        return JsonResponse(UploadAnswer(found.handle, len(data), found.kept_s))
+            handle, kept_s = await self._uploads().put(slot.tenant.name, data, digest)
+        return JsonResponse(UploadAnswer(handle, len(data), kept_s))
 
     async def delete(self, request: Request) -> Response:
         handle: str = request.path_params["name"]

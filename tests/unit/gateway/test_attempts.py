@@ -380,7 +380,7 @@ def test_draining_decoder_ends_its_streams_and_gets_no_new_ones(pair):
     slow.start()
     pair.wait(lambda: len(first.submits) == 2)
     pair.thread.run(first.drain())
-    pair.wait(lambda: len(pair.gateway.service.decoders._pods.healthy()) == 1)
+    pair.wait(lambda: len(pair.gateway.service.decoders.healthy()) == 1)
     answer(pair.chat())
     assert len(second.submits) == 1
     slow.join()
@@ -493,7 +493,7 @@ def test_a_decoder_of_less_memory_fits_again_after_it_was_away(pair, restart_as)
 
     def knows_both() -> bool:
         """Before it has seen the restart, the first one is well, too, with its former context."""
-        contexts = {p.address: p.description.max_model_len for p in pool._pods.healthy()}
+        contexts = {p.address: p.description.max_model_len for p in pool.healthy()}
         return len(contexts) == 2 and contexts[first.address] == 2048
 
     pair.wait(knows_both)
@@ -503,7 +503,7 @@ def test_a_decoder_of_less_memory_fits_again_after_it_was_away(pair, restart_as)
         pair.wait(lambda: pool.num_healthy() == 1)
         answer(pair.chat())  # by the decoder with the longer context, alone
         pair.thread.run(first.start(first.address))
-        pair.wait(lambda: len(pool._pods.serving()) == 2)
+        pair.wait(lambda: len(pool.serving()) == 2)
         assert not pool.misfits()
     finally:
         served.max_model_len = None

@@ -13,7 +13,7 @@ from services.common.pb import decoder_pb2 as pb
 from services.gateway.clients import pods
 from services.gateway.clients.decoders import DecoderPod, DecoderPool, EmbeddingLost
 from services.gateway.clients.encoders import EncoderPod, EncoderPool
-from services.gateway.clients.pods import Pod, PodSet, pick
+from services.gateway.clients.pods import Pod, Pool, pick
 from services.gateway.clients.sent_prompts import PromptChain
 from services.gateway.clients.served_model import ServedModel
 from services.gateway.mailbox import Mailbox
@@ -121,7 +121,7 @@ async def test_names_are_resolved_into_pods(monkeypatch):
 
     monkeypatch.setattr(pods, "RESOLVE_PERIOD_S", 0.1)
     monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", getaddrinfo)
-    known = PodSet(["dns:///encoder:50051", "fixed:1"], Known)
+    known = Pool(["dns:///encoder:50051", "fixed:1"], Known)
     await known.start()
     await until(lambda: len(answers) < 4)
     assert set(known._pods) == {"10.0.0.1:50051", "10.0.0.2:50051", "fixed:1"}
@@ -151,7 +151,7 @@ async def test_a_pod_that_left_its_name_is_closed_when_it_has_nothing_to_do(monk
 
     monkeypatch.setattr(pods, "RESOLVE_PERIOD_S", 0.01)
     monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", getaddrinfo)
-    known = PodSet(["dns:///decoder:1"], Known)
+    known = Pool(["dns:///decoder:1"], Known)
     await known.start()
     await until(lambda: known._pods)
     pod = known._pods["10.0.0.1:1"][0]
@@ -192,7 +192,7 @@ async def test_a_pod_that_is_being_removed_is_closed_with_the_rest(monkeypatch):
 
     monkeypatch.setattr(pods, "RESOLVE_PERIOD_S", 0.01)
     monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", getaddrinfo)
-    known = PodSet(["dns:encoder:50051"], Slow)
+    known = Pool(["dns:encoder:50051"], Slow)
     await known.start()
     await removing.wait()
     await known.close()
@@ -345,7 +345,7 @@ async def test_encoders_of_another_kind_are_not_mixed():
     fakes = [FakeEncoder(), FakeEncoder(), FakeEncoder(key_prefix=b"z" * 32)]
     pool = EncoderPool([await fake.start() for fake in fakes])
     await pool.start()
-    await until(lambda: len(pool._pods.healthy()) == 3)
+    await until(lambda: len(pool.healthy()) == 3)
     description = pool.description()
     assert description.key_prefix == fakes[0].description.key_prefix
     chosen = {pool.choose(description, b"%d" % i, ()).address for i in range(50)}
