@@ -29,7 +29,6 @@ from services.gateway.clients.served_model import ServedModel
 
 log = logging.getLogger(__name__)
 
-_DESCRIBE_TIMEOUT_S = 2.0
 _LOAD_TIMEOUT_S = 1.0
 
 
@@ -135,12 +134,7 @@ class DecoderPod(Pod):
         return state
 
     async def connect(self) -> None:
-        try:
-            self.description = await self._describe(
-                pb.DescribeDecoderRequest(), timeout=_DESCRIBE_TIMEOUT_S
-            )
-        except grpc.aio.AioRpcError as failure:
-            raise error_from_rpc(failure, "the decoder") from None
+        self.description = await self.ask(self._describe, pb.DescribeDecoderRequest())
         self._commands = Commands()
         self.prompts = SentPrompts(self.description.num_blocks * self.description.block_size)
         self._num_streams += 1
@@ -197,10 +191,7 @@ class DecoderPod(Pod):
         Raises:
             TriptychError: it does not answer.
         """
-        try:
-            await self._reset(pb.ResetPrefixCacheRequest(), timeout=_DESCRIBE_TIMEOUT_S)
-        except grpc.aio.AioRpcError as failure:
-            raise error_from_rpc(failure, "the decoder") from None
+        await self.ask(self._reset, pb.ResetPrefixCacheRequest())
 
     async def _write(
         self,

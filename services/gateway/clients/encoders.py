@@ -8,7 +8,6 @@ import asyncio
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
 
 import grpc.aio
 
@@ -24,15 +23,12 @@ from services.common.geometry import Unit
 from services.common.images.image_key import FRAME_DIGEST_BYTES
 from services.common.pb import encoder_pb2 as pb
 from services.common.transport.rpc import error_from_rpc, outgoing_metadata
-from services.gateway.clients.pods import Dialling, Pod, Pool, pick
+from services.gateway.clients.pods import AnswerT, Dialling, Pod, Pool, RequestT, pick
 from services.gateway.clients.served_model import ServedModel
 from services.gateway.media.kinds import SentPair
 from services.gateway.media.videos import Probed
 from services.gateway.slot import Tenant
 
-Answer = TypeVar("Answer")
-
-_DESCRIBE_TIMEOUT_S = 2.0
 _LAST_WORD_S = 0.5  # for the answer of an encoder that has failed a health check
 _SOURCES = {
     pb.EncodeResponse.SOURCE_COMPUTED: "computed",
@@ -91,10 +87,7 @@ class EncoderPod(Pod):
         return False
 
     async def connect(self) -> None:
-        try:
-            found = await self._describe(pb.DescribeEncoderRequest(), timeout=_DESCRIBE_TIMEOUT_S)
-        except grpc.aio.AioRpcError as failure:
-            raise error_from_rpc(failure, "the encoder") from None
+        found = await self.ask(self._describe, pb.DescribeEncoderRequest())
         found.ClearField("model_name")
         self.description = found
         if self._lost.is_set():
@@ -148,8 +141,7 @@ class EncoderPod(Pod):
         if pair is not None:
             request.frames.first, request.frames.second = pair.frames
             request.second_image, request.video_digest = pair.second_image, pair.video_digest
-        metadata = outgoing_metadata(request.ByteSize())
-        answer = await self._answer_of(self._encode(request, timeout=timeout_s, metadata=metadata))
+        answer = await self._call(self._encode, request, timeout_s)
         return Encoded(_SOURCES.get(answer.source, "unknown"), answer.num_tokens)
 
     async def probe(self, video: bytes, timeout_s: float) -> Probed:
@@ -160,8 +152,7 @@ class EncoderPod(Pod):
             TriptychError: as of `encode`.
         """
         request = pb.ProbeRequest(video=video)
-        metadata = outgoing_metadata(request.ByteSize())
-        found = await self._answer_of(self._probe(request, timeout=timeout_s, metadata=metadata))
+        found = await self._call(self._probe, request, timeout_s)
         clip = Clip(found.num_frames, found.rate, (found.height, found.width))
         if not clip.num_frames or len(found.frame_digests) != clip.num_frames * FRAME_DIGEST_BYTES:
             raise InternalError("an encoder returned no digest for each frame of a video")
@@ -174,9 +165,7 @@ class EncoderPod(Pod):
             TriptychError: as of `encode`.
         """
         request = pb.UploadRequest(file=file, tenant=tenant)
-        metadata = outgoing_metadata(request.ByteSize())
-        call = self._upload(request, timeout=timeout_s, metadata=metadata)
-        return (await self._answer_of(call)).kept_s
+        return (await self._call(self._upload, request, timeout_s)).kept_s
 
     async def download(
         self, digest: bytes, tenant: str, timeout_s: float, *, forget: bool = False
@@ -188,14 +177,19 @@ class EncoderPod(Pod):
             TriptychError: as of `encode`.
         """
         request = pb.DownloadRequest(digest=digest, tenant=tenant, forget=forget)
-        metadata = outgoing_metadata(request.ByteSize())
-        call = self._download(request, timeout=timeout_s, metadata=metadata)
-        return (await self._answer_of(call)).file
+        return (await self._call(self._download, request, timeout_s)).file
 
-    async def _answer_of(self, call: "grpc.aio.UnaryUnaryCall[Any, Answer]") -> "Answer":
-        """Of a call that the loss of the encoder ends, too."""
+    async def _call(
+        self,
+        method: "grpc.aio.UnaryUnaryMultiCallable[RequestT, AnswerT]",
+        request: RequestT,
+        timeout_s: float,
+    ) -> AnswerT:
+        """A call that the loss of the encoder ends, too."""
+        metadata = outgoing_metadata(request.ByteSize())
+        call = method(request, timeout=timeout_s, metadata=metadata)
         lost = asyncio.ensure_future(self._lost.wait())
-        answered = asyncio.ensure_future(_answer(call))
+        answered: asyncio.Future[AnswerT] = asyncio.ensure_future(call)
         self.num_in_flight += 1
         try:
             await asyncio.wait((answered, lost), return_when=asyncio.FIRST_COMPLETED)
@@ -221,10 +215,6 @@ class EncoderPod(Pod):
                 # Marks it as retrieved: asyncio would report it if the caller was cancelled.
                 answered.exception()
             del answered  # it holds its error, whose traceback holds this frame
-
-
-async def _answer(call: "grpc.aio.UnaryUnaryCall[Any, Answer]") -> "Answer":
-    return await call
 
 
 class EncoderPool(Pool[EncoderPod]):

@@ -24,7 +24,7 @@ from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2
 
 from services.common.errors import TriptychError
-from services.common.transport.rpc import create_channel
+from services.common.transport.rpc import create_channel, error_from_rpc
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +40,7 @@ CHECK_PERIOD_S = 1.0
 _UNHEALTHY_PERIOD_S = 0.05
 _UNHEALTHY_GROWTH = 1.2
 CHECK_TIMEOUT_S = 2.0
+_ASK_TIMEOUT_S = 2.0
 # Consecutive checks without an answer after which a pod's calls fail.
 _MAX_SILENT_CHECKS = 2
 # A pod may have this many more pieces of work than the mean before equal keys go to another one.
@@ -115,6 +116,21 @@ class Pod:
             request_serializer=request.SerializeToString,
             response_deserializer=answer.FromString,
         )
+
+    async def ask(
+        self,
+        method: "grpc.aio.UnaryUnaryMultiCallable[RequestT, AnswerT]",
+        request: RequestT,
+    ) -> AnswerT:
+        """A short call.
+
+        Raises:
+            TriptychError: the pod fails or does not answer.
+        """
+        try:
+            return await method(request, timeout=_ASK_TIMEOUT_S)
+        except grpc.aio.AioRpcError as failure:
+            raise error_from_rpc(failure, f"the {self._service}") from None
 
     @property
     def misfit(self) -> str:
