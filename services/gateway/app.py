@@ -8,6 +8,7 @@ import logging
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
@@ -37,10 +38,10 @@ from services.gateway.http.middleware import Middleware, with_cors
 from services.gateway.http.same_site import SameSite, is_loopback, served_hosts
 from services.gateway.kept import MAX_BYTES, MAX_TENANT_BYTES, Kept, MemoryKept
 from services.gateway.kept_redis import RedisKept
-from services.gateway.media.embeddings import BroughtReader
-from services.gateway.media.images import ImageReader, MediaLoader, Uploaded
+from services.gateway.media.embeddings import load_embedding
+from services.gateway.media.images import ImageReader, MediaLoader
 from services.gateway.media.kinds import VIDEO
-from services.gateway.media.videos import VideoLimits, VideoReader
+from services.gateway.media.videos import VideoReader
 from services.gateway.media.web_media import WebMedia
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.picker_gauges import PickerGauges
@@ -95,16 +96,20 @@ def create_gateway(settings: GatewaySettings, bounds: Bounds = _BOUNDS) -> Gatew
     quotas = Quotas(leases)
     kept, held_bytes = _kept(settings, max_held_bytes(bounds.process_bytes))
     admission = Admission(bounds.max_concurrent_requests, held_bytes, quotas)
-    web = WebMedia(bounds.max_image_bytes, allow_private=settings.allows_private_media)
     encoders, decoders = _pools(settings, spec, metrics)
     uploads = Uploads(encoders).get
-    loader = MediaLoader(bounds.max_image_bytes, web, settings.media_directory, uploads=uploads)
-    images = None
+    webs = _webs(settings, bounds)
+    loader, clips = (
+        MediaLoader(web.max_bytes, web.fetch, settings.media_directory, web.kind, uploads)
+        for web in webs
+    )
+    images = videos = None
     if spec.vision is not None:
         width = spec.text.hidden_size * spec.vision.tower.num_features
-        brought = BroughtReader(width, uploads).load if settings.embeddings else None
+        brought = partial(load_embedding, width, uploads) if settings.embeddings else None
         images = ImageReader(loader, spec.vision.geometry, bounds.max_source_pixels, kept, brought)
-    clips = _video_loader(settings, bounds, uploads)
+        if spec.vision.video is not None:
+            videos = VideoReader(clips, loader, spec.vision.video, bounds)
     service = ChatService(
         model_name=settings.served_model_name or spec.name,
         tokenizer=tokenizer,
@@ -118,7 +123,7 @@ def create_gateway(settings: GatewaySettings, bounds: Bounds = _BOUNDS) -> Gatew
         prompts=PromptBuilder(spec, tokenizer, template),
         answer_format=AnswerReader(spec, tokenizer, template.source).read,
         images=images,
-        videos=_video_reader(spec, clips, loader, bounds),
+        videos=videos,
         defaults=SamplingDefaults.of_model(spec),
         encoders=encoders,
         decoders=decoders,
@@ -127,14 +132,11 @@ def create_gateway(settings: GatewaySettings, bounds: Bounds = _BOUNDS) -> Gatew
         ignores_unknown_fields=settings.unknown_fields == "ignore",
     )
 
-    @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncGenerator[None]:
-        async with _running(service, leases, (loader, clips), kept):
-            yield
-
     beside = create_surfaces(service, admission, metrics, spec.directory, kept)
     routes = Routes(service, admission, metrics, beside.endpoints, beside.routes, settings.others)
-    app = _application(routes.table(), lifespan)
+    app = _application(
+        routes.table(), lambda _: _running(service, leases, webs, (loader, clips), kept)
+    )
     middleware: ASGIApp = Middleware(app, routes.endpoints, admission, keyring, quotas, scope_of)
     middleware = _same_site(middleware, settings, needs_key=not keyring.is_open)
     app_with_cors = with_cors(middleware, settings.cors_origins)
@@ -143,7 +145,11 @@ def create_gateway(settings: GatewaySettings, bounds: Bounds = _BOUNDS) -> Gatew
 
 @asynccontextmanager
 async def _running(
-    service: ChatService, leases: Leases, loaders: Sequence[MediaLoader], kept: Kept
+    service: ChatService,
+    leases: Leases,
+    webs: Sequence[WebMedia],
+    loaders: Sequence[MediaLoader],
+    kept: Kept,
 ) -> AsyncGenerator[None]:
     await service.start()
     leases.start()
@@ -152,33 +158,22 @@ async def _running(
     finally:
         await leases.close()
         await service.close()
+        for web in webs:
+            await web.close()
         for loader in loaders:
-            await loader.close()
+            loader.close()
         await kept.close()
 
 
-def _video_loader(settings: GatewaySettings, bounds: Bounds, uploads: Uploaded) -> MediaLoader:
-    web = WebMedia(
-        bounds.max_video_bytes,
-        kind=VIDEO,
-        timeout_s=_VIDEO_FETCH_S,
-        allow_private=settings.allows_private_media,
+def _webs(settings: GatewaySettings, bounds: Bounds) -> tuple[WebMedia, WebMedia]:
+    """For images and for videos."""
+    private = settings.allows_private_media
+    return (
+        WebMedia(bounds.max_image_bytes, allow_private=private),
+        WebMedia(
+            bounds.max_video_bytes, kind=VIDEO, timeout_s=_VIDEO_FETCH_S, allow_private=private
+        ),
     )
-    return MediaLoader(bounds.max_video_bytes, web, settings.media_directory, VIDEO, uploads)
-
-
-def _video_reader(
-    spec: ModelSpec, files: MediaLoader, images: MediaLoader, bounds: Bounds
-) -> VideoReader | None:
-    if spec.vision is None or spec.vision.video is None:
-        return None
-    limits = VideoLimits(
-        bounds.max_video_bytes,
-        bounds.max_video_frames,
-        bounds.max_video_seconds,
-        bounds.max_source_pixels,
-    )
-    return VideoReader(files, images, bounds.max_image_bytes, spec.vision.video, limits)
 
 
 def _same_site(app: ASGIApp, settings: GatewaySettings, *, needs_key: bool) -> ASGIApp:

@@ -146,7 +146,7 @@ def test_a_client_that_does_not_read_ends_its_request(stack, monkeypatch):
 
 
 async def test_work_on_images_leaves_with_its_caller(stack):
-    loader = stack.gateway.service.images._loader
+    loader = stack.gateway.service.images.loader
     release, begun = threading.Event(), []
 
     def slow(url: str, _: int) -> bytes:

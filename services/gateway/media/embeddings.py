@@ -14,42 +14,30 @@ from services.gateway.media.kinds import EMBEDDING
 _MOST_ITEM_BYTES = ITEM_BYTES["float32"]
 
 
-class BroughtReader:
-    """Loads embeddings.
+async def load_embedding(
+    width: int, uploads: Uploaded, url: str, num_tokens: int, hold: Hold, tenant: str
+) -> bytes:
+    """The file with a tensor of so many rows.
 
     Args:
         width: of a row: hidden size times features.
         uploads: files behind `media:` URLs.
+
+    Raises:
+        TriptychError: as of `MediaLoader.load`; or the file holds no such tensor.
     """
-
-    def __init__(self, width: int, uploads: Uploaded) -> None:
-        self._width = width
-        self._uploads = uploads
-
-    async def load(
-        self,
-        url: str,
-        num_tokens: int,
-        hold: Hold,
-        tenant: str,
-    ) -> bytes:
-        """The file with a tensor of so many rows.
-
-        Raises:
-            TriptychError: as of `MediaLoader.load`; or the file holds no such tensor.
-        """
-        most = num_tokens * self._width * _MOST_ITEM_BYTES + MAX_HEADER_BYTES + 16
-        if url.startswith("media:"):
-            data = await self._uploads(tenant, url)
-            hold(len(data))
-        elif not url.startswith("data:"):
-            raise InvalidRequest("an embedding is base64, or a media: URL")
-        else:
-            data = await asyncio.to_thread(decode_data_url, url, most, EMBEDDING)
-        place, wanted = find_tensor(data), (num_tokens, self._width)
-        if place.shape != wanted:
-            raise InvalidRequest(
-                f"the tensor has shape {list(place.shape)}; an embedding of this grid and model "
-                f"has {list(wanted)}: tokens, hidden size times (1 + DeepStack levels)"
-            )
-        return data
+    most = num_tokens * width * _MOST_ITEM_BYTES + MAX_HEADER_BYTES + 16
+    if url.startswith("media:"):
+        data = await uploads(tenant, url)
+        hold(len(data))
+    elif not url.startswith("data:"):
+        raise InvalidRequest("an embedding is base64, or a media: URL")
+    else:
+        data = await asyncio.to_thread(decode_data_url, url, most, EMBEDDING)
+    place, wanted = find_tensor(data), (num_tokens, width)
+    if place.shape != wanted:
+        raise InvalidRequest(
+            f"the tensor has shape {list(place.shape)}; an embedding of this grid and model "
+            f"has {list(wanted)}: tokens, hidden size times (1 + DeepStack levels)"
+        )
+    return data

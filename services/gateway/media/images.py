@@ -106,31 +106,22 @@ class KeptImages(Protocol):
     async def put(self, tenant: str, name: str, data: bytes) -> bool: ...
 
 
+@dataclass(frozen=True, slots=True)
 class ImageReader:
     """Loads images and divides them into units.
 
-    Args:
-        loader: URL to bytes.
-        geometry: the model's.
+    Attributes:
         max_source_pixels: larger images are refused.
         kept: where images with a `uuid` are put, and those without a URL are.
-        embeddings: loads an embedding's file, see `embeddings.BroughtReader`; None: clients may
-            not bring them.
+        embeddings: loads an embedding's file, see `load_embedding`; None: clients may not bring
+            them.
     """
 
-    def __init__(
-        self,
-        loader: "MediaLoader",
-        geometry: Geometry,
-        max_source_pixels: int,
-        kept: KeptImages,
-        embeddings: Callable[[str, int, Hold, str], Awaitable[bytes]] | None = None,
-    ) -> None:
-        self._loader = loader
-        self._geometry = geometry
-        self._max_source_pixels = max_source_pixels
-        self._kept = kept
-        self._embeddings = embeddings
+    loader: "MediaLoader"
+    geometry: Geometry
+    max_source_pixels: int
+    kept: KeptImages
+    embeddings: Callable[[str, int, Hold, str], Awaitable[bytes]] | None = None
 
     def num_pixels(self, images: Sequence[Image]) -> int:
         """Of all images, resized."""
@@ -146,7 +137,6 @@ class ImageReader:
         """All images, in order.
 
         Args:
-            sources: as the request names them.
             hold: counts the bytes now held; may refuse.
             max_patches: of one unit, before merging.
             tenant: which of several asks; each has a limit of fetches at a time.
@@ -165,10 +155,10 @@ class ImageReader:
                     if source.uuid is not None and not source.url:
                         data = await self._kept_image(source.uuid, hold, tenant)
                         return self._measure(data, source.param, geometry, max_patches)
-                    data = await self._loader.load(source.url, hold, tenant)
+                    data = await self.loader.load(source.url, hold, tenant)
                     image = self._measure(data, source.param, geometry, max_patches)
                     if source.uuid is not None:
-                        await self._kept.put(tenant, kept_name(source.uuid), data)
+                        await self.kept.put(tenant, kept_name(source.uuid), data)
                     return image
                 except TriptychError as error:
                     error.param = error.param or source.param
@@ -188,30 +178,25 @@ class ImageReader:
             tasks.clear()
 
     async def _embedding(
-        self,
-        source: ImageSource,
-        grid: Grid,
-        hold: Hold,
-        max_patches: int,
-        tenant: str,
+        self, source: ImageSource, grid: Grid, hold: Hold, max_patches: int, tenant: str
     ) -> Image:
-        if self._embeddings is None:
+        if self.embeddings is None:
             raise InvalidRequest(
                 "this gateway takes no embeddings of clients: GATEWAY_EMBEDDINGS=true allows them"
             )
         unit = Unit(grid)
-        self._geometry.check(unit)
+        self.geometry.check(unit)
         if unit.num_patches > max_patches:
             raise InvalidImage(f"the grid has {unit.num_patches} patches, more than {max_patches}")
-        num_tokens = self._geometry.num_tokens(unit)
-        data = await self._embeddings(source.url, num_tokens, hold, tenant)
+        num_tokens = self.geometry.num_tokens(unit)
+        data = await self.embeddings(source.url, num_tokens, hold, tenant)
         return Image(source.param, data, (unit,), is_embedding=True)
 
     async def _kept_image(self, uuid: str, hold: Hold, tenant: str) -> bytes:
-        data = await self._kept.get(tenant, kept_name(uuid))
+        data = await self.kept.get(tenant, kept_name(uuid))
         if data is None:
             raise InvalidRequest(
-                f"no image is kept under this uuid: send it with its URL. {self._kept.terms}"
+                f"no image is kept under this uuid: send it with its URL. {self.kept.terms}"
             )
         hold(len(data) * _MEMORY_PER_FETCHED_BYTE)
         return data
@@ -227,10 +212,10 @@ class ImageReader:
             raise InvalidRequest(f"min_pixels {lower} is above max_pixels {upper}")
         if upper is None and source.detail == "low":
             upper = LOW_DETAIL_PIXELS
-        return self._geometry.narrowed(lower, upper)
+        return self.geometry.narrowed(lower, upper)
 
     def _measure(self, data: bytes, param: str, geometry: Geometry, max_patches: int) -> Image:
-        header = read_header(data, max_source_pixels=self._max_source_pixels)
+        header = read_header(data, max_source_pixels=self.max_source_pixels)
         units = geometry.units(header.upright_size)
         for unit in units:
             if unit.num_patches > max_patches:
@@ -242,7 +227,7 @@ class ImageReader:
         return Image(param, data, units)
 
     def _area(self, unit: Unit) -> int:
-        return math.prod(self._geometry.size_of(unit))
+        return math.prod(self.geometry.size_of(unit))
 
 
 def kept_name(uuid: str) -> str:
@@ -254,26 +239,12 @@ def uncounted(num_bytes: int) -> None:
     """In place of a request's `hold`: counts nothing."""
 
 
-class WebFetcher(Protocol):
-    """Fetches images of http: and https: URLs."""
-
-    async def fetch(self, url: str, hold: Hold, tenant: str) -> bytes:
-        """The bytes behind a URL; `hold` counts them as they arrive, and may refuse.
-
-        Raises:
-            TriptychError: see `MediaLoader.load`.
-        """
-        ...
-
-    async def close(self) -> None: ...
-
-
 class MediaLoader:
     """Loads the bytes behind a URL.
 
     Args:
         max_bytes: of one image or video, encoded.
-        web: fetches http: and https: URLs; `web_media.WebMedia` is one.
+        fetch: the bytes behind an http: or https: URL, see `WebMedia.fetch`.
         allowed_directory: where file: URLs may point; None: nowhere.
         kind: of what is loaded.
         uploads: a tenant's file behind a `media:` URL; None: there are none.
@@ -282,7 +253,7 @@ class MediaLoader:
     def __init__(
         self,
         max_bytes: int,
-        web: WebFetcher,
+        fetch: Callable[[str, Hold, str], Awaitable[bytes]],
         allowed_directory: Path | None,
         kind: Kind = IMAGE,
         uploads: Uploaded | None = None,
@@ -290,16 +261,11 @@ class MediaLoader:
         self._uploads = uploads
         self._max_bytes = max_bytes
         self._kind = kind
-        self._web = web
+        self._fetch = fetch
         self._directory = None if allowed_directory is None else allowed_directory.resolve()
         self._threads = WorkerThreads(num_threads(), f"{kind.noun}s")
 
-    async def load(
-        self,
-        url: str,
-        hold: Hold = uncounted,
-        tenant: str = "",
-    ) -> bytes:
+    async def load(self, url: str, hold: Hold = uncounted, tenant: str = "") -> bytes:
         """The bytes behind a URL.
 
         Args:
@@ -322,7 +288,7 @@ class MediaLoader:
                     )
                 return decode_data_url(url, self._max_bytes, self._kind)
             case "http" | "https":
-                return await self._web.fetch(
+                return await self._fetch(
                     url, lambda count: hold(count * _MEMORY_PER_FETCHED_BYTE), tenant
                 )
             case "media" if self._uploads is not None:
@@ -338,8 +304,7 @@ class MediaLoader:
             case _:
                 raise InvalidRequest(f"{self._kind.noun} URLs must be data:, http: or https: URLs")
 
-    async def close(self) -> None:
-        await self._web.close()
+    def close(self) -> None:
         self._threads.close()
 
     def _read_file(self, url: str) -> bytes:

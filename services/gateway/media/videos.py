@@ -8,7 +8,7 @@ error's `param` names the video that caused it.
 
 import asyncio
 import math
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -23,8 +23,9 @@ from services.common.frame_pairs import Clip, FramePairs, Sampling
 from services.common.geometry import Size, Unit
 from services.common.images.image_header import read_header
 from services.common.images.image_key import FRAME_DIGEST_BYTES, frames_key, still_digest
+from services.gateway.bounds import Bounds
 from services.gateway.forms.responses import VideoUsage
-from services.gateway.media.images import MediaLoader, decode_base64
+from services.gateway.media.images import Hold, MediaLoader, decode_base64
 from services.gateway.media.kinds import SentPair
 
 _MAX_CONCURRENT_LOADS = 8
@@ -45,23 +46,6 @@ class VideoSource:
     urls: str | Sequence[str]
     param: str
     sampling: Sampling
-
-
-@dataclass(frozen=True, slots=True)
-class VideoLimits:
-    """Beyond them a request is a 400.
-
-    Attributes:
-        max_bytes: of a video, or of its frames together.
-        max_frames: sampled, of all videos of a request.
-        max_seconds: of a file.
-        max_source_pixels: of a frame as sent.
-    """
-
-    max_bytes: int
-    max_frames: int
-    max_seconds: float
-    max_source_pixels: int
 
 
 class Probed(NamedTuple):
@@ -135,6 +119,10 @@ class VideoFile:
             call.cancel()
 
 
+# Leaves a file at an encoder; also gives its address.
+Probe = Callable[[VideoFile], Awaitable[tuple[Probed, str]]]
+
+
 @dataclass(slots=True)
 class Video:
     """A video whose frames are chosen.
@@ -179,50 +167,38 @@ class Video:
         return self.stills[first], SentPair((0, 1), self.stills[second])
 
 
+@dataclass(frozen=True, slots=True)
 class VideoReader:
     """Loads videos and chooses their frames.
 
-    Args:
+    Attributes:
         files: URL to a video's bytes.
         images: URL to an image's bytes.
-        max_image_bytes: of a frame that is an image.
         pairs: the model's video processor.
-        limits: of a request.
     """
 
-    def __init__(
-        self,
-        files: MediaLoader,
-        images: MediaLoader,
-        max_image_bytes: int,
-        pairs: FramePairs,
-        limits: VideoLimits,
-    ) -> None:
-        self._files = files
-        self._images = images
-        self._max_image_bytes = max_image_bytes
-        self._pairs = pairs
-        self._limits = limits
+    files: MediaLoader
+    images: MediaLoader
+    pairs: FramePairs
+    bounds: Bounds
 
     def num_pixels(self, videos: Sequence[Video]) -> int:
         """Of all frames, resized."""
-        return sum(2 * math.prod(self._pairs.size_of(u)) for video in videos for u in video.units)
+        return sum(2 * math.prod(self.pairs.size_of(u)) for video in videos for u in video.units)
 
     async def read(
         self,
         sources: Sequence[VideoSource],
-        hold: Callable[[int], None],
+        hold: Hold,
         max_patches: int,
-        probe: Callable[[VideoFile], Coroutine[Any, Any, tuple[Probed, str]]],
+        probe: Probe,
         tenant: str = "",
     ) -> list[Video]:
         """All videos, in order.
 
         Args:
-            sources: as the request names them.
             hold: counts the bytes now held; may refuse.
             max_patches: of one unit, before merging.
-            probe: leaves a file at an encoder; also gives its address.
             tenant: which of several asks.
 
         Raises:
@@ -232,7 +208,7 @@ class VideoReader:
         for source in sources:
             try:
                 if isinstance(source.urls, str) and not source.urls.lower().startswith(_STILLS):
-                    data = await self._files.load(source.urls, hold, tenant)
+                    data = await self.files.load(source.urls, hold, tenant)
                     video = await self._of_file(source, data, probe)
                 else:
                     stills = await self._stills(source, hold, tenant)
@@ -244,36 +220,25 @@ class VideoReader:
             videos.append(video)
         return videos
 
-    async def _of_file(
-        self,
-        source: VideoSource,
-        data: bytes,
-        probe: Callable[[VideoFile], Coroutine[Any, Any, tuple[Probed, str]]],
-    ) -> Video:
+    async def _of_file(self, source: VideoSource, data: bytes, probe: Probe) -> Video:
         file = VideoFile(data, await asyncio.to_thread(still_digest, data))
         probed, address = await probe(file)
         clip = probed.clip
-        if probed.duration_s > self._limits.max_seconds:
+        if probed.duration_s > self.bounds.max_video_seconds:
             raise InvalidVideo(
                 f"the video lasts {probed.duration_s:.0f} s; at most "
-                f"{self._limits.max_seconds:.0f} s are served"
+                f"{self.bounds.max_video_seconds:.0f} s are served"
             )
-        indices = self._pairs.indices(clip.num_frames, clip.rate, source.sampling)
+        indices = self.pairs.indices(clip.num_frames, clip.rate, source.sampling)
         self._check_number(len(indices))
         video = self._video(source, indices, clip, probed.frame_digests)
         video.file, video.address = file, address
         return video
 
-    async def _stills(
-        self,
-        source: VideoSource,
-        hold: Callable[[int], None],
-        tenant: str,
-    ) -> list[bytes]:
-        """The frames' files."""
+    async def _stills(self, source: VideoSource, hold: Hold, tenant: str) -> list[bytes]:
         if isinstance(source.urls, str):
             self._check_number(source.urls.count(",", 0, 1 << 20))
-            most = (self._limits.max_frames, self._max_image_bytes)
+            most = (self.bounds.max_video_frames, self.bounds.max_image_bytes)
             stills = await asyncio.to_thread(split_stills, source.urls, *most)
             self._check_bytes(sum(map(len, stills)))
             return stills
@@ -285,7 +250,7 @@ class VideoReader:
             nonlocal num_bytes
             async with gate:
                 self._check_bytes(num_bytes)  # the others are not loaded any more
-                data = await self._images.load(url, hold, tenant)
+                data = await self.images.load(url, hold, tenant)
             num_bytes += len(data)
             self._check_bytes(num_bytes)
             return data
@@ -306,11 +271,11 @@ class VideoReader:
             raise InvalidRequest(f"the video is given as {count} frames, of which none is left out")
         sizes: set[Size] = set()
         for still in stills:
-            header = read_header(still, max_source_pixels=self._limits.max_source_pixels)
+            header = read_header(still, max_source_pixels=self.bounds.max_source_pixels)
             sizes.add(header.upright_size)
         if len(sizes) > 1:
             raise InvalidVideo("the frames of a video are of one size")
-        rate = wanted.fps or self._pairs.fps or 2.0
+        rate = wanted.fps or self.pairs.fps or 2.0
         clip = Clip(count, rate, sizes.pop() if sizes else (1, 1))
         digests = [still_digest(still) for still in stills]
         video = self._video(source, range(count), clip, digests)
@@ -324,7 +289,7 @@ class VideoReader:
         clip: Clip,
         digests: Sequence[bytes] | bytes,
     ) -> Video:
-        pairs, cap = self._pairs, source.sampling.cap_pixels_per_frame
+        pairs, cap = self.pairs, source.sampling.cap_pixels_per_frame
         units = pairs.units(indices, clip.size, cap)
         times = pairs.times(indices, clip.rate)
         usage = VideoUsage(
@@ -338,16 +303,17 @@ class VideoReader:
         return Video(source.param, units, times, usage, digests)
 
     def _check_number(self, num_frames: int) -> None:
-        if num_frames > self._limits.max_frames:
+        most = self.bounds.max_video_frames
+        if num_frames > most:
             raise InvalidRequest(
-                f"{num_frames} frames are wanted; at most {self._limits.max_frames} of all videos "
-                "of a request are served"
+                f"{num_frames} frames are wanted; at most {most} of all videos of a request are "
+                "served"
             )
 
     def _check_bytes(self, num_bytes: int) -> None:
-        if num_bytes > self._limits.max_bytes:
+        if num_bytes > self.bounds.max_video_bytes:
             raise InvalidVideo(
-                f"the frames of the video have more than {self._limits.max_bytes} bytes"
+                f"the frames of the video have more than {self.bounds.max_video_bytes} bytes"
             )
 
     def _check(self, others: Sequence[Video], video: Video, max_patches: int) -> None:
@@ -355,7 +321,7 @@ class VideoReader:
         unit = video.units[0]
         if unit.num_patches > max_patches:
             raise InvalidVideo(
-                f"a frame has {math.prod(self._pairs.size_of(unit))} pixels after resizing, more "
+                f"a frame has {math.prod(self.pairs.size_of(unit))} pixels after resizing, more "
                 "than are served: set cap_pixels_per_frame, or take more frames"
             )
 

@@ -201,8 +201,8 @@ class WebMedia:
         allow_private: bool = False,
         resolver: Resolver | None = None,
     ) -> None:
-        self._max_bytes = max_bytes
-        self._kind = kind
+        self.max_bytes = max_bytes
+        self.kind = kind
         self._timeout_s = timeout_s
         self._allow_private = allow_private
         # One slow host, or one tenant of slow hosts, leaves connections to the others.
@@ -259,7 +259,7 @@ class WebMedia:
     async def _get(self, url: httpx2.URL, hold: Callable[[int], None]) -> bytes | httpx2.URL:
         """One request: the body, or the URL of a redirect."""
         headers = [
-            (b"Host", url.netloc), (b"Accept", self._kind.accept),
+            (b"Host", url.netloc), (b"Accept", self.kind.accept),
             (b"Accept-Encoding", b"identity"), (b"User-Agent", b"triptych"),
             (b"Connection", b"close"),
         ]  # fmt: skip
@@ -279,9 +279,9 @@ class WebMedia:
             try:
                 async with asyncio.timeout(_BODY_START_S) as deadline:
                     async for chunk in answer.aiter_stream():
-                        if len(body) + len(chunk) > self._max_bytes:
-                            raise self._kind.error(
-                                f"the {self._kind.noun} has more than {self._max_bytes} bytes"
+                        if len(body) + len(chunk) > self.max_bytes:
+                            raise self.kind.error(
+                                f"the {self.kind.noun} has more than {self.max_bytes} bytes"
                             )
                         hold(len(chunk))
                         body += chunk

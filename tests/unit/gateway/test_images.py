@@ -98,7 +98,7 @@ def files(tmp_path):
 
 
 def loader(directory=None) -> MediaLoader:
-    return MediaLoader(100, WebMedia(100), directory)
+    return MediaLoader(100, WebMedia(100).fetch, directory)
 
 
 async def test_file_under_the_allowed_directory(files):
@@ -154,7 +154,7 @@ async def test_files_are_refused_by_default(files):
 
 
 def reader(**options) -> ImageReader:
-    source = MediaLoader(1 << 20, WebMedia(100), None)
+    source = MediaLoader(1 << 20, WebMedia(100).fetch, None)
     return ImageReader(source, GEOMETRY, options.get("max_source_pixels", 10**7), MemoryKept())
 
 
