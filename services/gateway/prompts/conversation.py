@@ -5,14 +5,14 @@ the model or its template does not take is an `InvalidRequest`; `param` names th
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from services.common.errors import InvalidRequest
 from services.common.model_spec import ModelSpec
 from services.gateway.answers.reasoning import CLOSE
 from services.gateway.forms.embeddings import ImageEmbedsPart
-from services.gateway.forms.openai import ChatRequest, ImagePart, Message, TextPart
+from services.gateway.forms.openai import ChatRequest, ImagePart, Message, Part, TextPart
 from services.gateway.forms.tools import check_nesting, definitions, read_arguments
 from services.gateway.forms.video import VideoPart, sampling_of
 from services.gateway.media.images import ImageSource
@@ -207,12 +207,7 @@ def read_messages(
         (ImagePart | ImageEmbedsPart, "images", max_images),
         (VideoPart, "videos", max_videos),
     ):
-        count = sum(
-            isinstance(part, kind)
-            for index, message in enumerate(request.messages)
-            if isinstance(message.content, list) and index not in cut
-            for part in message.content
-        )
+        count = sum(isinstance(part, kind) for _, part, _ in _parts(request, cut))
         if count > limit:
             raise InvalidRequest(
                 f"the request has {count} {noun}; at most {limit} are allowed", param="messages"
@@ -229,26 +224,37 @@ def read_messages(
     return messages, images, videos
 
 
-def _refuse_images(request: ChatRequest) -> None:
+def _parts(request: ChatRequest, cut: range = range(0)) -> Iterator[tuple[Message, Part, str]]:
+    """The parts of contents, with their messages and paths."""
     for index, message in enumerate(request.messages):
-        parts = message.content if isinstance(message.content, list) else ()
+        parts = message.content if isinstance(message.content, list) and index not in cut else ()
         for position, part in enumerate(parts):
-            if not isinstance(part, TextPart):
-                text = _NO_VIDEOS if isinstance(part, VideoPart) else _NO_IMAGES
-                raise InvalidRequest(text, param=f"messages[{index}].content[{position}]")
+            yield message, part, f"messages[{index}].content[{position}]"
+
+
+def _refuse_images(request: ChatRequest) -> None:
+    for _, part, path in _parts(request):
+        if not isinstance(part, TextPart):
+            text = _NO_VIDEOS if isinstance(part, VideoPart) else _NO_IMAGES
+            raise InvalidRequest(text, param=path)
     for name in ("min_pixels", "max_pixels", "mm_processor_kwargs", "media_io_kwargs"):
         if getattr(request, name) is not None:
             raise InvalidRequest(_NO_IMAGES, param=name)
 
 
 def _refuse_videos(request: ChatRequest, why: str) -> None:
-    for index, message in enumerate(request.messages):
-        parts = message.content if isinstance(message.content, list) else ()
-        for position, part in enumerate(parts):
-            if isinstance(part, VideoPart):
-                raise InvalidRequest(
-                    f"{_NO_VIDEOS}: {why}", param=f"messages[{index}].content[{position}]"
-                )
+    for _, part, path in _parts(request):
+        if isinstance(part, VideoPart):
+            raise InvalidRequest(f"{_NO_VIDEOS}: {why}", param=path)
+
+
+def _refuse_tool_images(request: ChatRequest) -> None:
+    """For a template that shows no images in tool messages."""
+    for message, part, path in _parts(request):
+        if message.role == "tool" and not isinstance(part, TextPart):
+            raise InvalidRequest(
+                "the model's chat template takes no images in tool messages", param=path
+            )
 
 
 def _refuse_late_system(messages: Sequence[Message]) -> None:
@@ -298,14 +304,14 @@ def _template_message(
     else:
         parts: list[dict[str, Any]] = []
         for position, part in enumerate(message.content):
+            place = f"{path}.content[{position}]"
             if isinstance(part, ImagePart):
-                images.append(_source(part, f"{path}.content[{position}]", request))
+                images.append(_source(part, place, request))
                 parts.append({"type": "image"})
             elif isinstance(part, ImageEmbedsPart):
-                images.append(_embedding(part, f"{path}.content[{position}]"))
+                images.append(_embedding(part, place))
                 parts.append({"type": "image"})
             elif isinstance(part, VideoPart):
-                place = f"{path}.content[{position}]"
                 videos.append(_video(part, place, request, len(videos)))
                 parts.append({"type": "video"})
             else:
@@ -365,15 +371,3 @@ def _video(part: VideoPart, param: str, request: ChatRequest, index: int) -> Vid
     if request.media_io_kwargs is not None and request.media_io_kwargs.video is not None:
         scopes.append(("media_io_kwargs.video", request.media_io_kwargs.video))
     return VideoSource(part.urls, param, sampling_of(scopes))
-
-
-def _refuse_tool_images(request: ChatRequest) -> None:
-    """For a template that shows no images in tool messages."""
-    for index, message in enumerate(request.messages):
-        if message.role == "tool" and isinstance(message.content, list):
-            for position, part in enumerate(message.content):
-                if not isinstance(part, TextPart):
-                    raise InvalidRequest(
-                        "the model's chat template takes no images in tool messages",
-                        param=f"messages[{index}].content[{position}]",
-                    )
