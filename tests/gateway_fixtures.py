@@ -9,7 +9,6 @@ import pytest
 from PIL import Image
 from starlette.routing import Route
 
-from services.gateway.endpoints.routes import Routes
 from services.gateway.endpoints.surfaces import create_surfaces
 from services.gateway.metrics import GatewayMetrics
 from tests.gateway_stack import GatewayStack, LoopThread
@@ -94,5 +93,4 @@ def asking(*urls: str, text: str = "what?") -> list[dict]:
 def all_routes(model_directory: Path | None) -> list[Route]:
     """A gateway's routes, to be looked at: what they call is not there."""
     metrics = GatewayMetrics()
-    beside = create_surfaces(None, None, metrics, model_directory, None)
-    return Routes(None, None, metrics, beside.endpoints, beside.routes).table()
+    return create_surfaces(None, None, metrics, model_directory, None)[1]

@@ -30,8 +30,6 @@ from services.gateway.clients.encoders import EncoderPool
 from services.gateway.clients.pods import Dialling
 from services.gateway.clients.served_model import ServedModel
 from services.gateway.clients.uploads import Uploads
-from services.gateway.endpoints.operations import scope_of
-from services.gateway.endpoints.routes import Routes
 from services.gateway.endpoints.surfaces import create_surfaces
 from services.gateway.http.exchange import handle_bug, handle_http_error, handle_triptych_error
 from services.gateway.http.middleware import Middleware, with_cors
@@ -132,12 +130,11 @@ def create_gateway(settings: GatewaySettings, bounds: Bounds = _BOUNDS) -> Gatew
         ignores_unknown_fields=settings.unknown_fields == "ignore",
     )
 
-    beside = create_surfaces(service, admission, metrics, spec.directory, kept)
-    routes = Routes(service, admission, metrics, beside.endpoints, beside.routes, settings.others)
-    app = _application(
-        routes.table(), lambda _: _running(service, leases, webs, (loader, clips), kept)
+    endpoints, routes = create_surfaces(
+        service, admission, metrics, spec.directory, kept, settings.others
     )
-    middleware: ASGIApp = Middleware(app, routes.endpoints, admission, keyring, quotas, scope_of)
+    app = _application(routes, lambda _: _running(service, leases, webs, (loader, clips), kept))
+    middleware: ASGIApp = Middleware(app, endpoints, admission, keyring, quotas)
     middleware = _same_site(middleware, settings, needs_key=not keyring.is_open)
     app_with_cors = with_cors(middleware, settings.cors_origins)
     return Gateway(app_with_cors, admission, keyring, service, metrics)

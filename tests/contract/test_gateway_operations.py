@@ -5,7 +5,8 @@ import json
 
 import pytest
 
-from services.gateway.endpoints.operations import Operations, scope_of
+from services.gateway.endpoints.operations import Operations
+from services.gateway.http.middleware import scope_of
 from tests.gateway_stack import GatewayStack
 
 PATHS = [(route.path, method) for route in Operations(None, None, None).table()

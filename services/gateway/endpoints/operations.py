@@ -1,10 +1,6 @@
 """What those who run the gateway ask it beside their requests: GET /metrics and /load, and
 POST /reset_prefix_cache.
-
-`scope_of` says which scope of a key each needs; the middleware checks it.
 """
-
-from collections.abc import Mapping
 
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.requests import Request
@@ -16,16 +12,6 @@ from services.gateway.chat import ChatService
 from services.gateway.http.exchange import JsonResponse
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.tenancy.admission import Admission
-from services.gateway.tenancy.tenants import KeyScope
-
-_SCOPES: Mapping[str, KeyScope] = {
-    "/metrics": "metrics", "/load": "metrics", "/reset_prefix_cache": "admin"
-}  # fmt: skip
-
-
-def scope_of(path: str) -> KeyScope:
-    """What a key must open for a request to that path."""
-    return _SCOPES.get(path, "inference")
 
 
 class Operations:

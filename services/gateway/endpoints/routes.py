@@ -1,11 +1,6 @@
-"""The routes: chat, models, health, the pages, and what `app` adds to them.
-
-`app` mounts the table. Views translate between HTTP and `ChatService`; errors they raise become
-responses in `exchange`.
-"""
+"""Health and the pages. `surfaces` has the other routes."""
 
 import time
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -17,11 +12,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from services.gateway.chat import ChatService
-from services.gateway.endpoints.chat_endpoint import ChatEndpoint
-from services.gateway.endpoints.endpoint import Endpoint
-from services.gateway.endpoints.models import ModelRoutes
 from services.gateway.http.exchange import JsonResponse
-from services.gateway.metrics import GatewayMetrics
 from services.gateway.tenancy.admission import Admission
 
 # Pages load files of this server and nothing else; no script or style stands in a page itself.
@@ -38,42 +29,17 @@ _PATIENCE_S = 10.0
 
 
 class Routes:
-    """The views of one gateway.
+    """Health and the pages of one gateway."""
 
-    Args:
-        service: that answers.
-        admission: of requests.
-        metrics: of the gateway.
-        endpoints: those that generate, beside chat, by their paths; see `surfaces`.
-        others: routes beside those of this file.
-
-    Attributes:
-        endpoints: all that generate, by their paths.
-    """
-
-    def __init__(
-        self,
-        service: ChatService,
-        admission: Admission,
-        metrics: GatewayMetrics,
-        endpoints: Mapping[str, Endpoint],
-        others: Sequence[Route],
-        other_gateways: Sequence[str] = (),
-    ) -> None:
+    def __init__(self, service: ChatService, admission: Admission) -> None:
         self._service = service
         self._admission = admission
         self._was_ready = False
         self._patient_until = time.monotonic() + _PATIENCE_S
-        self._models = ModelRoutes(service, other_gateways, int(time.time()))
         self._files = _static_files(Path(__file__).parents[1] / "static")
-        chat = ChatEndpoint(service, admission, metrics)
-        self.endpoints: dict[str, Endpoint] = {"/v1/chat/completions": chat, **endpoints}
-        self._others = others
 
     def table(self) -> list[Route]:
         return [
-            *[Route(path, found, methods=["POST"]) for path, found in self.endpoints.items()],
-            *self._models.table(),
             Route("/health", self.health, methods=["GET"]),
             Route("/ping", self.health, methods=["GET"]),
             Route("/version", self.version, methods=["GET"]),
@@ -81,7 +47,6 @@ class Routes:
             Route("/docs", self.docs, methods=["GET"]),
             Route("/", self.page, methods=["GET"]),
             Route("/static/{name}", self.static, methods=["GET"]),
-            *self._others,
         ]
 
     async def health(self, request: Request) -> Response:

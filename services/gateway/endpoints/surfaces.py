@@ -1,10 +1,11 @@
-"""What the API has beside chat: other requests that generate, and views of the tokenizer and types.
+"""All routes: requests that generate, and the views beside them.
 
-`app` makes them and hands them to `Routes`, which knows none of them. A new one is its files and a
-line here.
+A new one is its files and a line here. Views translate between HTTP and `ChatService`; errors they
+raise become responses in `exchange`.
 """
 
-from dataclasses import dataclass
+import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from starlette.requests import Request
@@ -12,13 +13,15 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from services.gateway.chat import ChatService
+from services.gateway.endpoints.chat_endpoint import ChatEndpoint
 from services.gateway.endpoints.endpoint import Endpoint
 from services.gateway.endpoints.kept_responses import KeptResponses
 from services.gateway.endpoints.messages_endpoint import MessagesEndpoint, TokenCounter
+from services.gateway.endpoints.models import ModelRoutes
 from services.gateway.endpoints.openapi import openapi_document
 from services.gateway.endpoints.operations import Operations
 from services.gateway.endpoints.responses_endpoint import ResponsesEndpoint
-from services.gateway.endpoints.routes import package_version
+from services.gateway.endpoints.routes import Routes, package_version
 from services.gateway.endpoints.text_completions_endpoint import TextCompletionEndpoint
 from services.gateway.endpoints.tokenization import TokenizationRoutes
 from services.gateway.endpoints.upload_routes import UploadRoutes
@@ -28,45 +31,35 @@ from services.gateway.metrics import GatewayMetrics
 from services.gateway.tenancy.admission import Admission
 
 
-@dataclass(frozen=True, slots=True)
-class Surfaces:
-    """For `Routes`.
-
-    Attributes:
-        endpoints: those that generate, by their paths.
-        routes: all others.
-    """
-
-    endpoints: dict[str, Endpoint]
-    routes: list[Route]
-
-
 def create_surfaces(
     service: ChatService,
     admission: Admission,
     metrics: GatewayMetrics,
     model_directory: Path,
     kept: Kept,
-) -> Surfaces:
-    """All that this gateway serves."""
+    other_gateways: Sequence[str] = (),
+) -> tuple[dict[str, Endpoint], list[Route]]:
+    """All that this gateway serves: what generates, by its paths, and all routes."""
     answers = KeptResponses(service, kept)
     parts = service, admission, metrics
+    endpoints: dict[str, Endpoint] = {
+        "/v1/chat/completions": ChatEndpoint(*parts),
+        "/v1/completions": TextCompletionEndpoint(*parts),
+        "/v1/responses": ResponsesEndpoint(*parts, answers),
+        "/v1/messages": MessagesEndpoint(*parts),
+    }
     counter = TokenCounter(service, admission)
-    return Surfaces(
-        {
-            "/v1/completions": TextCompletionEndpoint(*parts),
-            "/v1/responses": ResponsesEndpoint(*parts, answers),
-            "/v1/messages": MessagesEndpoint(*parts),
-        },
-        [
-            Route("/v1/messages/count_tokens", counter.count, methods=["POST"]),
-            *TokenizationRoutes(service, admission, model_directory).table(),
-            *answers.table(),
-            *UploadRoutes(service, admission).table(),
-            *Operations(service, admission, metrics).table(),
-            Route("/openapi.json", _openapi, methods=["GET"]),
-        ],
-    )
+    return endpoints, [
+        *[Route(path, found, methods=["POST"]) for path, found in endpoints.items()],
+        *ModelRoutes(service, other_gateways, int(time.time())).table(),
+        *Routes(service, admission).table(),
+        Route("/v1/messages/count_tokens", counter.count, methods=["POST"]),
+        *TokenizationRoutes(service, admission, model_directory).table(),
+        *answers.table(),
+        *UploadRoutes(service, admission).table(),
+        *Operations(service, admission, metrics).table(),
+        Route("/openapi.json", _openapi, methods=["GET"]),
+    ]
 
 
 async def _openapi(request: Request) -> Response:

@@ -10,8 +10,9 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
@@ -31,41 +32,31 @@ log = logging.getLogger(__name__)
 _OPEN_PATHS = frozenset(("/", "/docs", "/openapi.json", "/health", "/ready", "/ping"))
 _QUIET_PATHS = frozenset(("/health", "/ready", "/ping"))
 _PAGE_FILES = "/static/"  # open and quiet, too
+_SCOPES: Mapping[str, KeyScope] = {
+    "/metrics": "metrics", "/load": "metrics", "/reset_prefix_cache": "admin"
+}  # fmt: skip
 _PREFLIGHT_AGE_S = 600
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
+@dataclass(frozen=True, slots=True)
 class Middleware:
     """Gives each request an id and a span, checks its API key, and logs its outcome.
 
-    Args:
-        app: the routes.
+    Attributes:
         endpoints: that generate, by their paths; the routes have them, too, for other methods.
-        admission: says whether the gateway is draining.
-        keyring: knows the API keys.
         quotas: of the tenants, for the headers that tell them what is left.
-        scope_of: what a key must open for a path.
     """
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        endpoints: Mapping[str, ASGIApp],
-        admission: Admission,
-        keyring: Keyring,
-        quotas: Quotas,
-        scope_of: Callable[[str], KeyScope],
-    ) -> None:
-        self._app = app
-        self._endpoints = endpoints
-        self._admission = admission
-        self._keyring = keyring
-        self._quotas = quotas
-        self._scope_of = scope_of
+    app: ASGIApp
+    endpoints: Mapping[str, ASGIApp]
+    admission: Admission
+    keyring: Keyring
+    quotas: Quotas
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            await self._app(scope, receive, send)
+            await self.app(scope, receive, send)
             return
         headers: dict[bytes, bytes] = dict(scope["headers"])
         request_id = _request_id(headers.get(b"x-request-id", b""))
@@ -88,15 +79,15 @@ class Middleware:
         """Answers; returns the response's status, 0 if it never started, 499 after a disconnect."""
         status = 0
         request_id: str = scope["state"]["request_id"]
-        app, identity = self._app, None
+        app, identity = self.app, None
         if scope["method"] == "POST":
-            app = self._endpoints.get(scope["path"], app)
+            app = self.endpoints.get(scope["path"], app)
         if scope["path"] not in _OPEN_PATHS and not scope["path"].startswith(_PAGE_FILES):
-            identity = self._keyring.identify(_authorization(headers))
+            identity = self.keyring.identify(_authorization(headers))
             scope["state"]["identity"] = identity
             if identity is None:
                 app = _unauthorized
-            elif self._scope_of(scope["path"]) not in identity.scopes:
+            elif scope_of(scope["path"]) not in identity.scopes:
                 app = _forbidden
             else:
                 bind_tenant(identity.tenant)
@@ -111,8 +102,8 @@ class Middleware:
                 if (ignored := scope["state"].get("ignored")) and ignored.names:
                     message["headers"].append(ignored.header())
                 if identity is not None:
-                    message["headers"] += self._quotas.headers(identity.tenant)
-                if self._admission.draining:
+                    message["headers"] += self.quotas.headers(identity.tenant)
+                if self.admission.draining:
                     message["headers"].append((b"connection", b"close"))
             await send(message)
 
@@ -129,6 +120,11 @@ class Middleware:
                 answer = await handle(Request(scope), error)
                 await answer(scope, receive, send_with_id)
         return status
+
+
+def scope_of(path: str) -> KeyScope:
+    """What a key must open for a request to that path."""
+    return _SCOPES.get(path, "inference")
 
 
 def _authorization(headers: Mapping[bytes, bytes]) -> bytes:
