@@ -26,7 +26,7 @@ from services.decoder.masks.grammar import Demands, Grammar
 from services.decoder.masks.grammars import Grammars
 from services.gateway.answers.tool_grammar import answer_grammar
 from services.gateway.answers.tool_parsers import PARSERS
-from services.gateway.answers.tool_use import ToolCalls, ToolUse
+from services.gateway.answers.tool_use import ToolCalls
 from services.gateway.forms.tools import FunctionDefinition
 from services.gateway.tokenizer.tokenizer import ModelTokenizer
 
@@ -124,7 +124,7 @@ def grammar_of(kind: Kind, tokenizer: ModelTokenizer, end_id: int) -> Grammar:
     if not kind.form:
         return Grammar("json_schema", json.dumps(kind.schema), (), (end_id,), (), (end_id,))
     function = FunctionDefinition("f", parameters=kind.schema, strict=True)
-    calls = ToolCalls(PARSERS[kind.form], ToolUse({"f": 0}, {"f": function}))
+    calls = ToolCalls(PARSERS[kind.form], {"f": 0}, {"f": function})
     asked = answer_grammar(None, None, calls, tokenizer)
     assert asked is not None
     return Grammar(

@@ -3,14 +3,13 @@
 `ChatService` calls it once the prompt is rendered; nothing here knows how.
 """
 
-from services.common.errors import InvalidRequest
 from services.common.model_spec import ModelSpec
 from services.gateway.answers.answer import AnswerFormat
 from services.gateway.answers.grammar import read_grammar
 from services.gateway.answers.reasoning import CLOSE, answer_start
 from services.gateway.answers.tool_grammar import answer_grammar
-from services.gateway.answers.tool_parsers import PARSERS, CallParser
-from services.gateway.answers.tool_use import ToolCalls, read_tools
+from services.gateway.answers.tool_parsers import PARSERS
+from services.gateway.answers.tool_use import read_tools
 from services.gateway.forms.openai import ChatRequest
 from services.gateway.tokenizer.tokenizer import ModelTokenizer
 
@@ -19,8 +18,6 @@ class AnswerReader:
     """Thread-safe.
 
     Args:
-        spec: of the model.
-        tokenizer: of the model.
         template: source of the chat template, which teaches a form of calls, and whether to think.
     """
 
@@ -35,7 +32,6 @@ class AnswerReader:
         """The format of a request's answers.
 
         Args:
-            request: already checked field by field.
             tail: the prompt after its last special token; None: it is no chat's.
 
         Raises:
@@ -44,8 +40,7 @@ class AnswerReader:
         start, calls = None, None
         if tail is not None:
             start = answer_start(tail) if self._thinks else None
-            if (use := read_tools(request)) is not None:
-                calls = ToolCalls(self._parser(), use)
+            calls = read_tools(request, self._call_parser)
         grammar = answer_grammar(read_grammar(request), start, calls, self._tokenizer)
         return AnswerFormat(
             start,
@@ -54,8 +49,3 @@ class AnswerReader:
             grammar.to_proto(self._end_ids) if grammar else None,
             grammar.param if grammar else None,
         )
-
-    def _parser(self) -> type[CallParser]:
-        if self._call_parser is None:
-            raise InvalidRequest("the model's chat template has no tools", param="tools")
-        return self._call_parser

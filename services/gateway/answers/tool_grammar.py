@@ -71,7 +71,7 @@ def answer_grammar(
     if asked is not None:
         asked = _checked(asked)
     thinks = start in ("open", "optional")
-    if calls is not None and (calls.use.is_constrained or asked is not None):
+    if calls is not None and (calls.is_constrained or asked is not None):
         writer = _Writer(tokenizer, calls)
         body, rules, param = writer.body(asked), writer.rules, writer.param
         are_plain = writer.are_plain(asked)
@@ -153,21 +153,21 @@ class _Writer:
         counts = Counts()
         self._tokenizer = tokenizer
         self._parser = calls.parser
-        self._use = use = calls.use
+        self._calls = calls
         self._functions = [
-            _Function(use.functions[name], f"tools[{place}].function.parameters")
-            for name, place in use.places.items()
-            if name in use.functions
+            _Function(calls.functions[name], f"tools[{place}].function.parameters")
+            for name, place in calls.places.items()
+            if name in calls.functions
         ]
         self._schemas = [function.schema(counts) for function in self._functions]
         self.param = self._functions[0].param if len(self._functions) == 1 else "tools"
 
     def body(self, asked: Grammar | None) -> str:
         """The answer after its reasoning."""
-        single = self._parser is Llama3JsonParser or self._use.max_calls == 1
+        single = self._parser is Llama3JsonParser or self._calls.max_calls == 1
         self.rules.append(f"call: {self._call()}")
         calls = "call" if single else 'call ("\\n" call)*'
-        if self._use.required:
+        if self._calls.required:
             return calls
         if asked is not None:
             return f"{calls} | {self._answer(asked)}"
@@ -183,7 +183,7 @@ class _Writer:
         for the form without tags.
         """
         if self._parser is Qwen3CoderParser or (
-            self._parser is Llama3JsonParser and not self._use.required
+            self._parser is Llama3JsonParser and not self._calls.required
         ):
             return False
         schemas: list[object] = [_schema_of(asked)] if asked is not None else []

@@ -2,8 +2,9 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
+from services.common.errors import InvalidRequest
 from services.gateway.answers.answer import CallFormat
 from services.gateway.answers.tool_parsers import CallParser
 from services.gateway.forms.openai import ChatRequest
@@ -16,16 +17,18 @@ from services.gateway.forms.tools import (
 
 
 @dataclass(frozen=True, slots=True)
-class ToolUse:
-    """What a request says of tools.
+class ToolCalls:
+    """The calls that an answer may hold.
 
     Attributes:
+        parser: of the model's form.
         places: of each function in the request's list, by name.
         functions: those that may be called, by name.
         required: the answer has to call one.
         max_calls: None: any number.
     """
 
+    parser: type[CallParser]
     places: Mapping[str, int]
     functions: Mapping[str, FunctionDefinition]
     required: bool = False
@@ -39,38 +42,28 @@ class ToolUse:
         return self.required or restricted or strict
 
     @property
-    def schemas(self) -> dict[str, Mapping[str, Any]]:
-        """JSON schema of the parameters of each function that may be called."""
-        return {name: f.parameters or {} for name, f in self.functions.items()}
-
-
-@dataclass(frozen=True, slots=True)
-class ToolCalls:
-    """The calls that an answer may hold.
-
-    Attributes:
-        parser: of the model's form.
-        use: what the request says of its tools.
-    """
-
-    parser: type[CallParser]
-    use: ToolUse
-
-    @property
     def format(self) -> CallFormat:
         """As an answer's parser needs it."""
-        parser, use = self.parser, self.use
-        schemas = use.schemas
-        return CallFormat(
-            parser.tag, parser.head, lambda: parser(schemas, use.max_calls), use.required
-        )
+        schemas = {name: f.parameters or {} for name, f in self.functions.items()}
+        make = partial(self.parser, schemas, self.max_calls)
+        return CallFormat(self.parser.tag, self.parser.head, make, self.required)
 
 
-def read_tools(request: ChatRequest) -> ToolUse | None:
-    """A request's tools, which `check_tools` has seen; None: no call is possible."""
+def read_tools(request: ChatRequest, parser: type[CallParser] | None) -> ToolCalls | None:
+    """A request's tools, which `check_tools` has seen; None: no call is possible.
+
+    Args:
+        request: of the client.
+        parser: of the model's form of calls; None: it has none.
+
+    Raises:
+        InvalidRequest: the model takes no tools.
+    """
     tools, choice = request.tools, request.tool_choice
     if not tools or choice == "none":
         return None
+    if parser is None:
+        raise InvalidRequest("the model's chat template has no tools", param="tools")
     functions = {tool.function.name: tool.function for tool in tools}
     places = {name: index for index, name in enumerate(functions)}
     required = choice == "required"
@@ -81,4 +74,4 @@ def read_tools(request: ChatRequest) -> ToolUse | None:
         required, max_calls = True, 1
     elif isinstance(choice, AllowedTools):
         required = choice.allowed_tools.mode == "required"
-    return ToolUse(places, functions, required, max_calls)
+    return ToolCalls(parser, places, functions, required, max_calls)

@@ -12,7 +12,7 @@ import pytest
 from services.gateway.answers.answer import AnswerFormat
 from services.gateway.answers.detokenizer import create_choices
 from services.gateway.answers.tool_parsers import PARSERS
-from services.gateway.answers.tool_use import ToolCalls, ToolUse
+from services.gateway.answers.tool_use import ToolCalls
 from services.gateway.clients.decoders import TokenEvent
 from services.gateway.forms.openai import ChatRequest, Message
 from services.gateway.forms.responses import ChunkWriter, assistant_message
@@ -34,8 +34,7 @@ TOOLS = {
 
 def tool_calls(form, max_calls=None, *, required=False):
     functions = {name: FunctionDefinition(name, parameters=TOOLS[name]) for name in TOOLS}
-    use = ToolUse({}, functions, required=required, max_calls=max_calls)
-    return ToolCalls(PARSERS[form], use).format
+    return ToolCalls(PARSERS[form], {}, functions, required, max_calls).format
 
 
 THOUGHT = "<think>\nThe user asks: 中 🙂 < 5?\n</think>\n\n"

@@ -26,7 +26,7 @@ from services.gateway.answers.answer import AnswerFormat
 from services.gateway.answers.argument_values import Parameters
 from services.gateway.answers.tool_grammar import answer_grammar
 from services.gateway.answers.tool_parsers import PARSERS
-from services.gateway.answers.tool_use import ToolCalls, ToolUse
+from services.gateway.answers.tool_use import ToolCalls
 from services.gateway.forms.parts import Call, join
 from services.gateway.forms.tools import FunctionDefinition
 from tests.tiny_tokenizer import added_ids, tokenizer_json, vocab_size
@@ -137,8 +137,7 @@ def vocabulary(tmp_path_factory):
 
 def format_of(schema, *, strict=True, required=True, form="qwen3_coder"):
     function = FunctionDefinition("f", parameters=schema, strict=strict)
-    use = ToolUse({"f": 0}, {"f": function}, required=required, max_calls=1)
-    return None, ToolCalls(PARSERS[form], use)
+    return None, ToolCalls(PARSERS[form], {"f": 0}, {"f": function}, required, max_calls=1)
 
 
 def compiled(schema, tokenizer, vocabulary, *, strict=True):

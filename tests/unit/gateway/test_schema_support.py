@@ -3,6 +3,7 @@ out elsewhere, and never the end of another function.
 """
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -13,7 +14,7 @@ from services.common.errors import InvalidGrammar
 from services.gateway.answers.grammar import Grammar
 from services.gateway.answers.tool_grammar import answer_grammar
 from services.gateway.answers.tool_parsers import PARSERS
-from services.gateway.answers.tool_use import ToolCalls, ToolUse
+from services.gateway.answers.tool_use import ToolCalls
 from services.gateway.forms.tools import FunctionDefinition
 from tests.tiny_tokenizer import added_ids, tokenizer_json, vocab_size
 from tests.unit.gateway.test_answers import encode
@@ -104,11 +105,11 @@ def functions(schema, *, strict, required=True):
         "other": FunctionDefinition("other", parameters=OTHER),
         "send": FunctionDefinition("send", parameters=parameters, strict=strict),
     }
-    return ToolUse({"other": 0, "send": 1}, found, required=required)
+    return ToolCalls(PARSERS["hermes"], {"other": 0, "send": 1}, found, required=required)
 
 
 def format_of(form, use):
-    return None, ToolCalls(PARSERS[form], use)
+    return None, replace(use, parser=PARSERS[form])
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ from services.gateway.answers.answer import AnswerFormat
 from services.gateway.answers.grammar import Grammar
 from services.gateway.answers.tool_grammar import answer_grammar
 from services.gateway.answers.tool_parsers import PARSERS
-from services.gateway.answers.tool_use import ToolCalls, ToolUse
+from services.gateway.answers.tool_use import ToolCalls
 from services.gateway.forms.parts import Call, Reasoning, Text, join
 from services.gateway.forms.tools import FunctionDefinition
 from tests.tiny_tokenizer import added_ids, tokenizer_json, vocab_size
@@ -60,11 +60,11 @@ def use(functions, *, strict=False, **fields):
         for name, schema in functions.items()
     }
     places = {name: index for index, name in enumerate(functions)}
-    return ToolUse(places, found, **fields)
+    return ToolCalls(PARSERS["hermes"], places, found, **fields)
 
 
 def format_of(form, tool_use, reasoning=None):
-    return reasoning, ToolCalls(PARSERS[form], tool_use)
+    return reasoning, replace(tool_use, parser=PARSERS[form])
 
 
 @pytest.fixture(scope="module")
