@@ -10,8 +10,8 @@ import asyncio
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
-from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -96,16 +96,10 @@ class Endpoint(ABC):
         timings, tenant = Timings(), tenant_of(scope)
         work: Work | None = None
         try:
-            with self._admission.holding(tenant) as holding:
-                async with self._admission.until_ended():
-                    body = await read_body(scope, receive, holding.hold)
-                with (
-                    releasing(body),
-                    self._admission.slot(tenant, holding) as slot,
-                    self._metrics.running.track_inprogress(),
-                ):
-                    exchange = Exchange(scope, receive, send)
-                    work = Work(exchange, timings, slot)
+            async with _received(self._admission, scope, receive) as (slot, body):
+                exchange = Exchange(scope, receive, send)
+                work = Work(exchange, timings, slot)
+                with self._metrics.running.track_inprogress():
                     outcome = await exchange.while_connected(self._serve(work, body))
         except TriptychError as error:
             outcome = error.code
@@ -249,36 +243,39 @@ def renamed(param: str, paths: Mapping[str, str]) -> str:
 
 
 @asynccontextmanager
+async def _received(
+    admission: Admission, scope: Scope, receive: Receive, types: Sequence[str] = JSON_TYPES
+) -> AsyncGenerator[tuple[Slot, Body]]:
+    """A slot and the whole body, of such a type, which is freed at the end."""
+    tenant = tenant_of(scope)
+    with admission.holding(tenant) as holding:
+        async with admission.until_ended():
+            body = await read_body(scope, receive, holding.hold, types)
+        try:
+            with admission.slot(tenant, holding) as slot:
+                yield slot, body
+        finally:
+            free(body)
+
+
+@asynccontextmanager
 async def received(
     admission: Admission, request: Request, types: Sequence[str] = JSON_TYPES
 ) -> AsyncGenerator[tuple[Slot, Body]]:
     """A slot and the whole body, of such a type, of a request that needs no `Endpoint`."""
-    tenant = tenant_of(request.scope)
-    with admission.holding(tenant) as holding:
-        async with admission.until_ended():
-            body = await read_body(request.scope, request.receive, holding.hold, types)
-        with releasing(body), admission.slot(tenant, holding) as slot:
-            try:
-                await slot.usage.charge()
-                yield slot, body
-            except TriptychError as error:
-                if error.param is not None:
-                    error.param = renamed(error.param, ignored_of(request.scope).paths)
-                raise
+    async with _received(admission, request.scope, request.receive, types) as (slot, body):
+        try:
+            await slot.usage.charge()
+            yield slot, body
+        except TriptychError as error:
+            if error.param is not None:
+                error.param = renamed(error.param, ignored_of(request.scope).paths)
+            raise
 
 
 def ignored_of(scope: Scope) -> Ignored:
     """What was left out of a request's body; the middleware names it in the response's header."""
     return scope["state"].setdefault("ignored", Ignored())
-
-
-@contextmanager
-def releasing(body: Body) -> Generator[None]:
-    """Frees a request's body at its end."""
-    try:
-        yield
-    finally:
-        free(body)
 
 
 async def parse_body(

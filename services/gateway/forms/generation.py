@@ -124,18 +124,6 @@ class GenerationFields(SamplingFields, kw_only=True, forbid_unknown_fields=True)
     prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
 
 
-def num_grammar_characters(request: GenerationFields) -> int:
-    """Length of the schema or grammar that a request names."""
-    size, given = 0, request.structured_outputs
-    if isinstance(request.response_format, JsonSchemaFormat):
-        schema = request.response_format.json_schema.schema
-        size += 0 if schema is UNSET else len(schema)
-    if given is not None:
-        size += sum(map(len, (given.regex or "", given.grammar or "", *(given.choice or ()))))
-        size += 0 if given.json is UNSET else len(given.json)
-    return size
-
-
 def check_generation(request: GenerationFields) -> None:
     """Checks what a field's type does not.
 

@@ -16,15 +16,15 @@ field.
 from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import UNSET, Meta, Struct
 
 from services.common.errors import InvalidRequest
 from services.gateway.forms.embeddings import ImageEmbedsPart
 from services.gateway.forms.generation import (
     MAX_TOP_LOGPROBS,
     GenerationFields,
+    JsonSchemaFormat,
     check_generation,
-    num_grammar_characters,
 )
 from services.gateway.forms.ignored import Ignored
 from services.gateway.forms.json_body import Body, decode_json
@@ -103,10 +103,9 @@ class ImageUrlPart(ImagePart, forbid_unknown_fields=True, tag_field="type", tag=
         return ImageUrl(self.image_url)
 
 
-class InputImagePart(ImagePart, forbid_unknown_fields=True, tag_field="type", tag="input_image"):
+class InputImagePart(ImageUrlPart, forbid_unknown_fields=True, tag_field="type", tag="input_image"):
     """An image as the Responses API spells it."""
 
-    image_url: ImageUrl | str | None = None
     detail: _Detail | None = None
 
     @property
@@ -226,7 +225,13 @@ class ChatRequest(GenerationFields, forbid_unknown_fields=True):
     @property
     def num_grammar_characters(self) -> int:
         """Length of the schemas and grammars that the answer may be held to, nearly."""
-        size = num_grammar_characters(self)
+        size, given = 0, self.structured_outputs
+        if isinstance(self.response_format, JsonSchemaFormat):
+            schema = self.response_format.json_schema.schema
+            size += 0 if schema is UNSET else len(schema)
+        if given is not None:
+            size += sum(map(len, (given.regex or "", given.grammar or "", *(given.choice or ()))))
+            size += 0 if given.json is UNSET else len(given.json)
         choice, tools = self.tool_choice, self.tools or ()
         is_held = size > 0 or choice not in (None, "none", "auto")
         if tools and (is_held or any(tool.function.strict for tool in tools)):

@@ -185,13 +185,10 @@ async def read_body(
                     return body if len(body) > _LONG_BODY_BYTES else bytes(body)
                 time_s = min(BODY_START_S + len(body) / _MIN_BODY_RATE, BODY_TIMEOUT_S)
                 deadline.reschedule(start + time_s)
-    except (TimeoutError, ClientDisconnect) as error:
-        body.clear()
-        if isinstance(error, ClientDisconnect):
-            raise
-        raise DeadlineExceeded("the body did not arrive in time") from None
-    except BaseException:
+    except BaseException as error:
         body.clear()  # the error's traceback may keep the frame for long
+        if isinstance(error, TimeoutError):
+            raise DeadlineExceeded("the body did not arrive in time") from None
         raise
 
 

@@ -19,12 +19,9 @@ from services.gateway.http.exchange import JsonResponse
 
 def is_loopback(host: str) -> bool:
     """Whether a host name or address is this machine's own."""
-    if host == "localhost" or host.endswith(".localhost"):
-        return True
-    try:
+    if is_address(host):
         return ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False
+    return host == "localhost" or host.endswith(".localhost")
 
 
 # Names under these are given out by a local network or a cluster, never on the internet.

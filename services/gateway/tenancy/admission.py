@@ -10,10 +10,9 @@ a part of the slots is for tenants that have less than their share of them.
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Callable, Generator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from types import TracebackType
 
 from services.common.errors import Overloaded, Unavailable
 from services.gateway.tenancy.tenants import ANONYMOUS, Tenant
@@ -61,37 +60,6 @@ class Slot:
     tenant: Tenant
     usage: Usage
     hold: Callable[[int], None]
-
-
-class _UntilEnded:
-    """See `Admission.until_ended`; a class, because two are entered in each request."""
-
-    __slots__ = ("_block", "_blocks", "_has_ended")
-
-    def __init__(
-        self, blocks: set[asyncio.Timeout], timeout_s: float | None, has_ended: Callable[[], bool]
-    ) -> None:
-        self._blocks = blocks
-        self._block = asyncio.timeout(timeout_s)
-        self._has_ended = has_ended
-
-    async def __aenter__(self) -> None:
-        await self._block.__aenter__()
-        self._blocks.add(self._block)
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._blocks.discard(self._block)
-        try:
-            await self._block.__aexit__(kind, error, traceback)
-        except TimeoutError:
-            if not self._has_ended():
-                raise
-            raise Unavailable("the server is shutting down", retry_after_s=1) from None
 
 
 class Admission:
@@ -196,14 +164,26 @@ class Admission:
             raise Overloaded("running requests hold too much data", retry_after_s=1)
         self.held_bytes += num_bytes
 
-    def until_ended(self, timeout_s: float | None = None) -> "_UntilEnded":
+    @asynccontextmanager
+    async def until_ended(self, timeout_s: float | None = None) -> AsyncGenerator[None]:
         """Runs its block; `end_all` ends it, and so does the end of its time.
 
         Raises:
             Unavailable: `end_all` was called.
             TimeoutError: the time is over.
         """
-        return _UntilEnded(self._blocks, 0 if self._ended else timeout_s, lambda: self._ended)
+        block = asyncio.timeout(0 if self._ended else timeout_s)
+        try:
+            async with block:
+                self._blocks.add(block)
+                try:
+                    yield
+                finally:
+                    self._blocks.discard(block)
+        except TimeoutError:
+            if not (self._ended and block.expired()):
+                raise
+            raise Unavailable("the server is shutting down", retry_after_s=1) from None
 
     def end_all(self) -> None:
         """Ends all requests that still run, each with an error of its own."""
