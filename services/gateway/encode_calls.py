@@ -6,7 +6,7 @@ its end is always heard, so that a lost encoder is counted whichever message com
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from services.common.errors import (
@@ -50,42 +50,33 @@ class _Call:
     task: asyncio.Task[None]
 
 
+@dataclass(slots=True)
 class EncodeCalls:
     """All encode calls of a request.
 
-    Args:
-        request: whose images are encoded.
-        encoders: the pool.
+    Attributes:
         losses: of the request; failed calls are added.
         report: called with each call's failure, `InvalidRequest` if the image is at fault.
-        metrics: counts.
         timeout_s: of a call; a slower encoder counts as lost.
-
-    Attributes:
         keys: of each run of the prompt, for the encoders of the latest attempt.
     """
 
-    def __init__(
-        self,
-        request: PreparedRequest,
-        encoders: EncoderPool,
-        losses: Losses,
-        report: Callable[[EncodeFailed | InvalidRequest], None],
-        metrics: GatewayMetrics,
-        timeout_s: float,
-    ) -> None:
-        self._request = request
-        self._encoders = encoders
-        self._losses = losses
-        self._report = report
-        self._metrics = metrics
-        self._timeout_s = timeout_s
-        self.keys: list[bytes] = []
-        self._calls: dict[bytes, _Call] = {}  # under way, by image key
-        self._encoded: dict[bytes, str] = {}  # image key -> address of the encoder that has it
-        self._failed: set[str] = set()  # addresses at which a call of this attempt failed
-        self._of_videos: dict[int, EncoderPod] = {}  # for all units of a file, by `Run.image`
-        self._may_readmit = False
+    request: PreparedRequest
+    encoders: EncoderPool
+    losses: Losses
+    report: Callable[[EncodeFailed | InvalidRequest], None]
+    metrics: GatewayMetrics
+    timeout_s: float
+    keys: list[bytes] = field(default_factory=list[bytes])
+    # Under way, by image key.
+    _calls: dict[bytes, _Call] = field(default_factory=dict[bytes, _Call])
+    # Image key -> address of the encoder that has it.
+    _encoded: dict[bytes, str] = field(default_factory=dict[bytes, str])
+    # Addresses at which a call of this attempt failed.
+    _failed: set[str] = field(default_factory=set[str])
+    # For all units of a file, by `Run.image`.
+    _of_videos: dict[int, EncoderPod] = field(default_factory=dict[int, EncoderPod])
+    _may_readmit: bool = False
 
     async def assign(self) -> list[pb.ImageRef]:
         """Assigns an encoder to each unit and starts the calls that are missing, at most one per
@@ -94,12 +85,12 @@ class EncodeCalls:
         Raises:
             TriptychError: no encoder is left.
         """
-        request, runs = self._request, self._request.prompt.runs
+        request, runs = self.request, self.request.prompt.runs
         if not runs:
             return []
-        description = self._encoders.description()
+        description = self.encoders.description()
         if description is None:
-            raise self._losses.no_pod_left()
+            raise self.losses.no_pod_left()
         prefix, salt = description.key_prefix, request.cache_salt
         self.keys = [await request.images[run.image].key(prefix, run.unit, salt) for run in runs]
         self._failed.clear()
@@ -151,7 +142,7 @@ class EncodeCalls:
         have_ended = await self.hear(address)
         if address not in self._failed:
             self._may_readmit = have_ended and address in self._encoded.values()
-            self._losses.add("encoder", address, ProcessLost(lost.message))
+            self.losses.add("encoder", address, ProcessLost(lost.message))
         # That encoder must be called again for all its images.
         self._encoded = {k: a for k, a in self._encoded.items() if address and a != address}
 
@@ -164,12 +155,12 @@ class EncodeCalls:
         for call in self._calls.values():
             call.task.cancel()
         self._calls.clear()
-        for medium in self._request.images:
+        for medium in self.request.images:
             if isinstance(medium, Video) and medium.file is not None:
                 medium.file.close()
 
     def _choose(self, description: DescribeEncoderResponse, key: bytes, index: int) -> EncoderPod:
-        medium = self._request.images[index]
+        medium = self.request.images[index]
         if not isinstance(medium, Video) or medium.file is None:
             return self._choose_for(description, key, self._encoded.get(key, ""))
         # One encoder decodes a file, in one pass: that which was asked what is in it.
@@ -182,12 +173,12 @@ class EncodeCalls:
     def _choose_for(
         self, description: DescribeEncoderResponse, key: bytes, preferred: str
     ) -> EncoderPod:
-        losses = self._losses
+        losses = self.losses
         # With one encoder lost, all further images go to one encoder: which of them was at fault is
         # unknown, and another loss is the last.
         place = self.keys[0] if losses.num_lost("encoder") else key
         try:
-            return self._encoders.choose(description, place, losses.excluded("encoder"), preferred)
+            return self.encoders.choose(description, place, losses.excluded("encoder"), preferred)
         except Unavailable:
             if not self._may_readmit:
                 raise losses.no_pod_left() from None
@@ -197,34 +188,34 @@ class EncodeCalls:
         return self._choose_for(description, key, preferred)
 
     async def _encode(self, key: bytes, pod: EncoderPod, index: int) -> None:
-        request, run = self._request, self._request.prompt.runs[index]
+        request, run = self.request, self.request.prompt.runs[index]
         image = request.images[run.image]
         outcome = await self._outcome(pod, key, image, run)
         del self._calls[key]
         if isinstance(outcome, Encoded):
             self._encoded[key] = pod.address
-            self._metrics.encodes.labels(outcome.source).inc()
+            self.metrics.encodes.labels(outcome.source).inc()
             for other_index, other in enumerate(self.keys):
                 if other == key:
                     request.encode_sources[other_index] = outcome.source
         elif isinstance(outcome, InvalidRequest):
             outcome.param = image.param
-            self._losses.refuse(outcome)
-            self._report(outcome)
+            self.losses.refuse(outcome)
+            self.report(outcome)
         else:
             is_video = isinstance(image, Video)
-            self._losses.add("encoder", pod.address, outcome, image.param, is_video=is_video)
+            self.losses.add("encoder", pod.address, outcome, image.param, is_video=is_video)
             self._failed.add(pod.address)
             self._give_up_video(run.image, pod.address)
-            self._report(EncodeFailed(outcome, pod.address))
+            self.report(EncodeFailed(outcome, pod.address))
 
     def _give_up_video(self, index: int, address: str) -> None:
         """The other calls for a file's units fail as one has: they say nothing new."""
-        medium = self._request.images[index]
+        medium = self.request.images[index]
         if not isinstance(medium, Video) or medium.file is None:
             return
         of_video = {
-            self.keys[i] for i, r in enumerate(self._request.prompt.runs) if r.image == index
+            self.keys[i] for i, r in enumerate(self.request.prompt.runs) if r.image == index
         }
         for key in of_video & self._calls.keys():
             if self._calls[key].address == address:
@@ -234,9 +225,9 @@ class EncodeCalls:
         self, pod: EncoderPod, key: bytes, image: Medium, run: Run
     ) -> Encoded | TriptychError:
         """Of one call."""
-        request = self._request
+        request = self.request
         # A video's units are decoded one after the other.
-        limit_s = self._timeout_s * (_VIDEO_PATIENCE if isinstance(image, Video) else 1)
+        limit_s = self.timeout_s * (_VIDEO_PATIENCE if isinstance(image, Video) else 1)
         timeout_s = min(limit_s, request.remaining_s())
         attributes = {"encoder": pod.address, "patches": run.unit.num_patches}
         try:
@@ -258,8 +249,8 @@ class EncodeCalls:
         """Sends a video's file before, if the encoder has not been sent it, or has forgotten it."""
         data, pair = image.sent(run.unit)
         encode = partial(
-            pod.encode, key, data, run.unit, salt=self._request.cache_salt, timeout_s=timeout_s,
-            tenant=self._request.tenant, pair=pair,
+            pod.encode, key, data, run.unit, salt=self.request.cache_salt, timeout_s=timeout_s,
+            tenant=self.request.tenant, pair=pair,
             is_embedding=isinstance(image, Image) and image.is_embedding,
         )  # fmt: skip
         file = image.file if isinstance(image, Video) else None

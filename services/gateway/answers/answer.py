@@ -79,63 +79,55 @@ class AnswerFormat:
         )
 
 
+@dataclass(slots=True)
 class AnswerParser:
     """One choice's text to parts.
 
-    Args:
-        splitter: of the reasoning.
+    Attributes:
         calls: parser of the content; None: it is text.
         include_reasoning: false: it is left out.
         has_text: false: what was to become a call and is cut off is no text.
     """
 
-    def __init__(
-        self,
-        splitter: ReasoningSplitter,
-        calls: Calls | None,
-        include_reasoning: bool,
-        *,
-        has_text: bool = True,
-    ) -> None:
-        self._splitter = splitter
-        self._calls = calls
-        self._include_reasoning = include_reasoning
-        self._has_text = has_text
-        self._in_call = False  # within the reasoning
+    splitter: ReasoningSplitter
+    calls: Calls | None
+    include_reasoning: bool
+    has_text: bool = True
+    _in_call: bool = False  # within the reasoning
 
     @property
     def thinking(self) -> bool:
         """Whether the text up to now ends in the reasoning."""
-        return self._splitter.thinking and not self._in_call
+        return self.splitter.thinking and not self._in_call
 
     @property
     def done(self) -> bool:
         """Whether the text that follows is of no use: all calls that are allowed are complete."""
-        return self._calls is not None and self._calls.done
+        return self.calls is not None and self.calls.done
 
     def feed(self, text: str) -> list[Part]:
         """Takes more text; returns what is certain."""
         parts: list[Part] = []
         while text and not self.done:
-            if self._in_call and self._calls is not None:
-                found, text = self._calls.feed_call(text)
-                self._in_call = self._calls.in_call
+            if self._in_call and self.calls is not None:
+                found, text = self.calls.feed_call(text)
+                self._in_call = self.calls.in_call
                 parts += self._thoughts(found)
             else:
-                parts += self._parse_calls(self._splitter.feed(text))
-                text = self._splitter.take_call()
+                parts += self._parse_calls(self.splitter.feed(text))
+                text = self.splitter.take_call()
                 self._in_call = bool(text)
         return parts
 
     def finish(self) -> list[Part]:
         """What was held back, once no more text follows."""
-        if self._calls is None:
-            return self._parse_calls(self._splitter.finish())
+        if self.calls is None:
+            return self._parse_calls(self.splitter.finish())
         if self._in_call:
-            return self._thoughts(self._calls.finish())
-        parts = self._parse_calls(self._splitter.finish())
-        held = self._calls.finish()
-        return parts + [part for part in held if self._has_text or not isinstance(part, Text)]
+            return self._thoughts(self.calls.finish())
+        parts = self._parse_calls(self.splitter.finish())
+        held = self.calls.finish()
+        return parts + [part for part in held if self.has_text or not isinstance(part, Text)]
 
     def _thoughts(self, parts: list[Part]) -> list[Part]:
         """Within the reasoning, what began like a call is reasoning."""
@@ -145,15 +137,15 @@ class AnswerParser:
         return self._without_reasoning(thoughts)
 
     def _without_reasoning(self, parts: list[Part]) -> list[Part]:
-        if self._include_reasoning:
+        if self.include_reasoning:
             return parts
         return [part for part in parts if not isinstance(part, Reasoning)]
 
     def _parse_calls(self, parts: list[Part]) -> list[Part]:
         parts = self._without_reasoning(parts)
-        if self._calls is None:
+        if self.calls is None:
             return parts
         parsed: list[Part] = []
         for part in parts:
-            parsed += self._calls.feed(part.text) if isinstance(part, Text) else (part,)
+            parsed += self.calls.feed(part.text) if isinstance(part, Text) else (part,)
         return parsed

@@ -8,6 +8,7 @@ that `argument_values` would read as such a value.
 
 import json
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 from services.gateway.answers.argument_values import Parameters, Schema, listed, listed_values
@@ -28,30 +29,24 @@ _OF_STRINGS = ("pattern", "format", "minLength", "maxLength")
 _MAX_DEPTH = 64
 
 
+@dataclass(slots=True)
 class BareValues:
     """Parameters of one function.
 
-    Args:
-        parameters: of the function.
+    Attributes:
         add: gives a terminal a name; returns it.
         refuse: called with a path and what is there and cannot be enforced; it raises, or the
             grammar takes more than the schema.
         write_json: a schema's values, in Lark.
     """
 
-    def __init__(
-        self,
-        parameters: Parameters,
-        add: Callable[[str], str],
-        refuse: Callable[[str, str], None],
-        write_json: Callable[[object], str],
-    ) -> None:
-        self._parameters = parameters
-        self._add = add
-        self._refuse = refuse
-        self._write_json = write_json
-        self._found: dict[int, set[str] | None] = {}  # by the schema's id
-        self._plain: dict[int, frozenset[str]] = {}  # likewise
+    parameters: Parameters
+    add: Callable[[str], str]
+    refuse: Callable[[str, str], None]
+    write_json: Callable[[object], str]
+    # By the schema's id.
+    _found: dict[int, set[str] | None] = field(default_factory=dict[int, set[str] | None])
+    _plain: dict[int, frozenset[str]] = field(default_factory=dict[int, frozenset[str]])
 
     def parameter(self, opener: str, schema: object, path: str) -> str | None:
         """A parameter from its opening tag to its closing one, in Lark; None: it has no value.
@@ -59,9 +54,9 @@ class BareValues:
         Args:
             opener: the opening tag and a line break, as a terminal.
             schema: of the value.
-            path: of the schema, for refusals.
+            path: of the schema.
         """
-        types = self._parameters.types(schema)
+        types = self.parameters.types(schema)
         if not types:
             return None
         texts = self._texts(schema, path) if "string" in types else set[str]()
@@ -72,7 +67,7 @@ class BareValues:
         nested = others - plain
         if texts is None:
             if words := nested & {"null", "boolean"}:
-                self._refuse(path, f"{' and '.join(sorted(words))} of some values beside strings")
+                self.refuse(path, f"{' and '.join(sorted(words))} of some values beside strings")
                 nested -= words
             values = _any_text("".join(sorted({_STARTS[kind] for kind in nested})))
         else:
@@ -80,9 +75,9 @@ class BareValues:
             values = regex("|".join([*map(escaped, sorted(texts)), *written]))
             values = values if texts or plain else ""
         tail = json.dumps(f"\n{CLOSER}\n")
-        found = [self._add(f"{opener} {values} {tail}")] if values else []
+        found = [self.add(f"{opener} {values} {tail}")] if values else []
         if nested:
-            found.append(f"{self._add(opener)} {self._json(schema, nested)} {tail}")
+            found.append(f"{self.add(opener)} {self._json(schema, nested)} {tail}")
         return f"({' | '.join(found)})" if found else None
 
     def _texts(self, schema: object, path: str, depth: int = 0) -> set[str] | None:
@@ -100,18 +95,18 @@ class BareValues:
             if found is None:
                 for keyword in _OF_STRINGS:
                     if schema.get(keyword):
-                        self._refuse(f"{path}.{keyword}", f"{keyword} of a string without quotes")
+                        self.refuse(f"{path}.{keyword}", f"{keyword} of a string without quotes")
             self._found[key] = found
         return self._found[key]
 
     def _claims(self, schema: Schema, path: str, depth: int) -> Iterator[set[str] | None]:
-        if "string" not in self._parameters.types(schema):
+        if "string" not in self.parameters.types(schema):
             yield set()
             return
         if (values := listed_values(schema)) is not None:
             found = {value for value in values if isinstance(value, str)}
             if unwritable := [text for text in found if CLOSER in text]:
-                self._refuse(path, CLOSER)
+                self.refuse(path, CLOSER)
             yield found.difference(unwritable)
         for keyword in ("anyOf", "oneOf", "allOf"):
             branches = [
@@ -125,10 +120,10 @@ class BareValues:
                 union = set[str]().union(*some)
                 apart = len(union) == sum(map(len, some))
                 if keyword == "oneOf" and (not apart or (union and len(some) < len(branches))):
-                    self._refuse(f"{path}.oneOf", "oneOf of strings that are not apart")
+                    self.refuse(f"{path}.oneOf", "oneOf of strings that are not apart")
                 yield union if len(some) == len(branches) else None
         if isinstance(reference := schema.get("$ref"), str):
-            yield self._texts(self._parameters.target(reference), path, depth + 1)
+            yield self._texts(self.parameters.target(reference), path, depth + 1)
 
     def _plain_scalars(self, schema: object) -> frozenset[str]:
         """Scalar types of which any value is valid; perhaps not all such types."""
@@ -140,7 +135,7 @@ class BareValues:
             self._plain[key] = frozenset()  # of what refers to itself
             if not schema.keys() & {"const", "enum", "allOf"}:
                 claims = self._plain_claims(schema)
-                self._plain[key] = self._parameters.types(schema).intersection(_SCALARS, *claims)
+                self._plain[key] = self.parameters.types(schema).intersection(_SCALARS, *claims)
         return self._plain[key]
 
     def _plain_claims(self, schema: Schema) -> Iterator[frozenset[str]]:
@@ -150,11 +145,11 @@ class BareValues:
             if branches := listed(schema, keyword):
                 found = frozenset[str]().union(*map(self._plain_scalars, branches))
                 if keyword == "oneOf":
-                    types = list(map(self._parameters.types, branches))
+                    types = list(map(self.parameters.types, branches))
                     found = frozenset(k for k in found if sum(k in t for t in types) == 1)
                 yield found
         if isinstance(reference := schema.get("$ref"), str):
-            yield self._plain_scalars(self._parameters.target(reference))
+            yield self._plain_scalars(self.parameters.target(reference))
 
     def _json(self, schema: object, types: frozenset[str]) -> str:
         """A value of those types, in the library's grammar."""
@@ -164,13 +159,13 @@ class BareValues:
         found: dict[str, Any] = {**_copied(given, left), "type": kinds}
         for keyword in ("anyOf", "oneOf"):
             if branches := listed(given, keyword):
-                fitting = [b for b in branches if types & self._parameters.types(b)]
+                fitting = [b for b in branches if types & self.parameters.types(b)]
                 found[keyword] = _copied(fitting, left)
         definitions: dict[str, Any] = {}
         while len(definitions) < len(left):
-            target = self._parameters.target(list(left)[len(definitions)])
+            target = self.parameters.target(list(left)[len(definitions)])
             definitions[f"d{len(definitions)}"] = _copied(True if target is None else target, left)
-        return self._write_json({**found, **({"$defs": definitions} if definitions else {})})
+        return self.write_json({**found, **({"$defs": definitions} if definitions else {})})
 
 
 def _copied(schema: object, references: dict[str, int]) -> Any:  # noqa: ANN401 - any JSON

@@ -54,7 +54,8 @@ class CompletionRequest(GenerationFields, kw_only=True, forbid_unknown_fields=Tr
         for name in GenerationFields.__struct_fields__:
             setattr(chat, name, getattr(self, name))
         # The answer of `max_tokens: 0` is made and thrown away: it costs one step.
-        chat.max_tokens = max(1, _given(self.max_tokens, DEFAULT_MAX_TOKENS))
+        wanted = DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
+        chat.max_tokens = max(1, wanted)
         if self.logprobs is not None:
             chat.logprobs, chat.top_logprobs = True, self.logprobs
             if self.echo and chat.prompt_logprobs is None:
@@ -129,7 +130,3 @@ def parse_completion_request(body: Body, ignored: Ignored | None = None) -> Comp
     if request.max_tokens == 0 and not request.echo:
         raise InvalidRequest("0 needs echo: true", param="max_tokens")
     return request
-
-
-def _given(value: int | None, default: int) -> int:
-    return default if value is None else value
