@@ -66,7 +66,6 @@ class Completion:
 
     Attributes:
         cached_tokens: prompt tokens found in the prefix cache; None until the decoder has said.
-        prompt_scores: logprobs of the prompt, if they are wanted.
         ignored: fields that change no answer of this model.
     """
 
@@ -125,7 +124,6 @@ class ChatService:
     """Everything that a chat request needs, wired once.
 
     Attributes:
-        model_name: the `model` of requests.
         answer_format: of a request whose prompt ends in a text; see `AnswerReader.read`.
         images: None: the model takes text alone, and there are no encoders.
         videos: None: the model takes no videos.
@@ -166,8 +164,6 @@ class ChatService:
 
         Args:
             request: already checked field by field.
-            request_id: for logs and the other services.
-            timings: of the request.
             slot: counts the bytes of images and what the tenant uses; may refuse.
             draft: the prompt; None: the request's messages are rendered.
             truncate: the oldest turns are cut if they do not fit the context.

@@ -50,9 +50,7 @@ class Losses:
         """Excludes a pod that has failed; counts it if it was lost, however often that is said.
 
         Args:
-            error: what came of the work.
             image: `Image.param`, if the work was an image or a video.
-            is_video: it was a video.
         """
         self._cause = error
         self._excluded[service].add(pod)

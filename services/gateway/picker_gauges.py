@@ -26,7 +26,6 @@ class PickerGauges(Collector):
     """Exports the gauges.
 
     Args:
-        model_name: their label.
         load: of all decoders; None: not known.
     """
 

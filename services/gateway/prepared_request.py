@@ -21,7 +21,6 @@ class PreparedRequest:
     Attributes:
         images: in order, and videos behind them.
         sampling: of the first choice.
-        tenant: whose request it is.
         cache_salt: of the tenant and the request.
         deadline: on the monotonic clock.
         grammar: what the answer has to be; None: any text.

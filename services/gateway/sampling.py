@@ -65,8 +65,6 @@ def resolve_sampling(
     """The sampling parameters of a request's first choice; choice i uses seed + i.
 
     Args:
-        request: already checked field by field.
-        defaults: the model's.
         prompt_tokens, max_model_len: bound the answer.
         vocab_size: ids are below.
         encode: plain text to token ids, for bad words.

@@ -32,7 +32,6 @@ class CallFormat:
     Attributes:
         tag: what a call begins with; None: nothing of its own.
         head: what follows the tag, behind blanks.
-        parser: makes one for a choice.
         required: the answer has to hold one.
     """
 

@@ -27,7 +27,6 @@ class StopMatcher:
 
     Attributes:
         stops: non-empty strings.
-        include_stop: return the stop string, too.
         matched: the stop string that ended the text.
     """
 
@@ -86,9 +85,7 @@ class Choice:
         finish_reason: `stop`, `length` or `tool_calls` once the choice has ended.
 
     Args:
-        index: of the choice.
         request: what it says of stops and of the answer's fields.
-        tokenizer: of the model.
         parser: of reasoning and calls; None: everything is text.
     """
 

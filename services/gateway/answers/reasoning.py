@@ -41,7 +41,6 @@ class ReasoningSplitter:
             some models call tools before they close the block.
 
     Args:
-        start: where the answer begins.
         call_tag: what a call begins with; None: there are none.
         call_head: what follows the tag, behind blanks; without it, the tag is only mentioned.
     """

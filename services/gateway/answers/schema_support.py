@@ -69,7 +69,6 @@ def held_to(schema: Any, refuse: Refuse, *, strict: bool, path: str = "") -> Any
         refuse: called with a path and what is there and cannot be enforced; it may raise.
         strict: what may or may not be supported stays, for the library to refuse; otherwise it is
             left out.
-        path: of the schema.
     """
     return _Reader(refuse, strict).schema(schema, path)
 

@@ -63,7 +63,6 @@ def answer_grammar(
         asked: by `response_format` or `structured_outputs`: of an answer without a call.
         start: where the answer begins; None: the model does not think.
         calls: that may come; None: none.
-        tokenizer: of the model.
 
     Raises:
         InvalidRequest: a schema or an option cannot be held to; `param` names it.
@@ -142,7 +141,6 @@ class _Writer:
     """Rules of one request's calls.
 
     Attributes:
-        rules: so far.
         param: of a schema that the decoder refuses.
     """
 

@@ -24,7 +24,6 @@ class ToolCalls:
         parser: of the model's form.
         places: of each function in the request's list, by name.
         functions: those that may be called, by name.
-        required: the answer has to call one.
         max_calls: None: any number.
     """
 

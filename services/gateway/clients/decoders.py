@@ -36,7 +36,6 @@ class TokenEvent(Struct, frozen=True):
     """New tokens of one choice, or its end.
 
     Attributes:
-        choice: index of the request's choice.
         logprobs: one per token id; empty unless they are requested.
         started: with the first tokens.
         prompt_logprobs: of tokens of the prompt, before the first tokens.
@@ -83,7 +82,6 @@ class DecoderPod(Pod):
 
     Attributes:
         load: when its health was checked last; None: it does not say.
-        prompts: that its stream was sent.
     """
 
     description: pb.DescribeDecoderResponse | None = None
@@ -159,7 +157,6 @@ class DecoderPod(Pod):
             submit: without a sequence id, which is set here.
             choice: which choice of the request it is, for the events.
             sink: called in the event loop.
-            chain: of the prompt.
 
         Returns:
             The sequence's id, for `cancel`.
@@ -342,7 +339,6 @@ class DecoderPool(Pool[DecoderPod]):
         """The decoder for a prompt, see `sent_prompts.choose`.
 
         Args:
-            chain: of the prompt.
             key: of equal decoders, equal keys get the same one.
             exclude: sessions of pods that have failed.
             num_tokens: of prompt and completion, which have to fit.

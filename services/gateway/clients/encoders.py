@@ -114,13 +114,8 @@ class EncoderPod(Pod):
         The call carries the running task's request id and trace context.
 
         Args:
-            key: the image key.
             image: the encoded file; of two frames that are images, the first.
-            unit: of the image or the video.
-            salt: of the key.
             tenant: for whom; None: a caller without a key.
-            timeout_s: deadline of the call.
-            pair: of a video's unit.
             is_embedding: the file holds the unit's embedding.
 
         Raises:

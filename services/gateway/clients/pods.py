@@ -83,7 +83,6 @@ class Pod:
     Args:
         address: as above.
         service: encoder or decoder.
-        dialling: with what it is called.
 
     Attributes:
         address: host:port, or unix:path.
@@ -261,7 +260,6 @@ class Pool(Generic[PodT]):
             await self._update()
 
     async def close(self) -> None:
-        """Ends all tasks and closes all connections."""
         if self._resolver:
             await _end(self._resolver)
         for address in list(self._pods):

@@ -73,7 +73,6 @@ class Sent:
 
     Attributes:
         number: of the prompt, ascending.
-        num_tokens: of the prompt.
         found: (number of the prompt that used it last, tokens up to its end) of each link that the
             pod had computed before.
         last: the last link that the pod was sent before; empty: none.
@@ -132,7 +131,6 @@ class SentPrompts:
         """The pod is sent a prompt. Call `started` when it has its first token, then `ended`.
 
         Args:
-            chain: of the prompt.
             uses_cache: the decoder will look for the prompt in its cache.
         """
         oldest_waiting = next(iter(self._waiting), self._number + 1)

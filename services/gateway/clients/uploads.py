@@ -18,11 +18,7 @@ _TIMEOUT_S = 30.0
 
 
 class Uploads:
-    """Files of tenants at encoders.
-
-    Args:
-        encoders: the pool; empty for a model that takes text alone.
-    """
+    """Files of tenants at encoders."""
 
     def __init__(self, encoders: EncoderPool) -> None:
         self._encoders = encoders

@@ -44,7 +44,6 @@ class Work:
     """One request that is being served.
 
     Attributes:
-        timings: of the request.
         slot: that the request holds, with its tenant.
         completions: what has been prepared for it, in order: for the metrics.
         usages: of the completions, once the request has ended.
@@ -128,8 +127,6 @@ class Endpoint(ABC):
         """`ChatService.prepare` for this request.
 
         Args:
-            work: gets the completion.
-            chat: the request.
             timings: default: the request's.
             draft: the prompt, if the messages are not.
             truncate: the oldest turns are cut if they do not fit.
@@ -289,8 +286,6 @@ async def parse_body(
     Args:
         service: its one parser thread, because the parser keeps the interpreter lock, for which the
             event loop would wait behind each of several.
-        parse: makes the request's type.
-        body: of the request.
         scope: gets what was left out.
     """
     ignored = scope["state"]["ignored"] = Ignored(all_unknown=service.ignores_unknown_fields)

@@ -47,7 +47,6 @@ class KeptResponses:
 
     Args:
         service: its parser thread reads long turns.
-        kept: the store.
     """
 
     def __init__(self, service: ChatService, kept: Kept) -> None:
@@ -94,7 +93,6 @@ class KeptResponses:
         """Keeps a turn, if the request does not forbid it; the answer's `store` says whether.
 
         Args:
-            tenant: whose it is.
             request: with its own items.
             response: complete.
             images: of the request's own items, by their places.

@@ -45,7 +45,6 @@ class ModelRoutes:
     """The views.
 
     Args:
-        service: knows this gateway's model.
         others: URLs of other gateways.
         created: Unix time of this gateway's start.
     """

@@ -123,10 +123,7 @@ class _Writer:
     """Answers of one request, whole or in pieces.
 
     Args:
-        request: of the client.
-        response_id: of all answers.
         beginnings: of each prompt's answers.
-        tokenizer, model_name: of the model.
     """
 
     def __init__(
@@ -200,7 +197,6 @@ def text_logprobs(
     """Logprobs in the form of text completions.
 
     Args:
-        entries: of tokens, in order.
         offset: of the first token in the text.
         first: a token before them, which has no logprob.
     """

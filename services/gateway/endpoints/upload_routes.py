@@ -53,12 +53,7 @@ _decoder = msgspec.json.Decoder(UploadRequest)
 
 
 class UploadRoutes:
-    """The views of one gateway.
-
-    Args:
-        service: whose encoders keep files.
-        admission: of requests.
-    """
+    """The views of one gateway."""
 
     def __init__(self, service: ChatService, admission: Admission) -> None:
         self._service = service

@@ -64,7 +64,6 @@ def has_more_nodes(text: Body, limit: int) -> bool:
 
     Args:
         text: any bytes; of what is not JSON some number is compared.
-        limit: of nodes.
     """
     if b"\\" in text:  # an escaped quote ends no string
         text = text.replace(b"\\\\", b"__").replace(b'\\"', b"__")
@@ -89,8 +88,6 @@ def decode_json(
     """Decodes a JSON body.
 
     Args:
-        decoder: of the type.
-        body: of the request.
         ignored: gets the names of what changes no answer and is left out.
 
     Raises:

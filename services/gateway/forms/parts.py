@@ -26,7 +26,6 @@ class Call(Struct, frozen=True):
     Attributes:
         index: of the call in the answer.
         call_id: in the first piece of a call only, as is `name`.
-        name: of the function.
         arguments: JSON text; the pieces of a call together are its arguments.
     """
 

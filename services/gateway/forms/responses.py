@@ -328,7 +328,6 @@ class ChunkWriter:
     Args:
         response_id: `chatcmpl-...`.
         created: Unix time.
-        model: as served.
         usage_field: whether each chunk has a `usage` field; null unless `update` is given one.
     """
 

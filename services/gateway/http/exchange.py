@@ -150,8 +150,6 @@ async def read_body(
     that is declared as anything else is refused; one that is not declared at all is read.
 
     Args:
-        scope: of the request.
-        receive: the ASGI channel.
         hold: counts the memory that the request will take, as bytes arrive; may refuse.
         types: how its content type may begin.
 

@@ -67,7 +67,6 @@ class SameSite:
     """ASGI middleware.
 
     Args:
-        app: that is protected.
         is_served: whether requests for a host are answered.
         allowed_origins: of web pages that may call, as for CORS; `*`: any. None: pages of any
             origin may.

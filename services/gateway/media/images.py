@@ -46,7 +46,6 @@ class ImageSource:
 
     Attributes:
         url: of its bytes; empty: they are kept under the `uuid`.
-        param: the field of the request, for errors.
         detail: `low`, `high` or `auto`.
         min_pixels, max_pixels: of the resized image; None: the model's.
         uuid: what later requests of the tenant call it; None: nothing.
@@ -67,9 +66,7 @@ class Image:
     """A loaded image.
 
     Attributes:
-        param: the field of the request, for errors.
         data: the encoded file.
-        units: what is encoded of it.
         is_embedding: the file holds the only unit's embedding.
     """
 
@@ -246,7 +243,6 @@ class MediaLoader:
         max_bytes: of one image or video, encoded.
         fetch: the bytes behind an http: or https: URL, see `WebMedia.fetch`.
         allowed_directory: where file: URLs may point; None: nowhere.
-        kind: of what is loaded.
         uploads: a tenant's file behind a `media:` URL; None: there are none.
     """
 
@@ -269,7 +265,6 @@ class MediaLoader:
         """The bytes behind a URL.
 
         Args:
-            url: of any kind that is allowed.
             hold: counts the memory of bytes that are not in the request's body; may refuse.
             tenant: as `ImageReader.read`.
 

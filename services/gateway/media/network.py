@@ -55,7 +55,6 @@ class PacedStream(httpcore2.AsyncNetworkStream):
             raise httpcore2.WriteError from error
 
     async def aclose(self) -> None:
-        """Closes the connection at once."""
         self._writer.transport.abort()
 
     async def start_tls(

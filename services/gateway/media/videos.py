@@ -39,8 +39,6 @@ class VideoSource:
 
     Attributes:
         urls: of its file, or of its frames.
-        param: the field of the request, for errors.
-        sampling: what is looked at.
     """
 
     urls: str | Sequence[str]
@@ -79,11 +77,7 @@ def _has_failed(call: "asyncio.Task[Probed]") -> bool:
 
 @dataclass(slots=True)
 class VideoFile:
-    """A file that encoders are sent once each.
-
-    Attributes:
-        digest: of the file.
-    """
+    """A file that encoders are sent once each."""
 
     data: bytes
     digest: bytes
@@ -97,8 +91,6 @@ class VideoFile:
         """Sends the file to an encoder, unless it was.
 
         Args:
-            encoder: where.
-            timeout_s: of the call.
             again: the encoder has forgotten what that call has sent.
 
         Returns:
@@ -128,10 +120,8 @@ class Video:
     """A video whose frames are chosen.
 
     Attributes:
-        param: the field of the request, for errors.
         units: pairs of frames.
         times: seconds of each unit.
-        usage: what is said of it.
         file: None: the frames are images.
         address: of the encoder that the file was left at.
         stills: the frames' files.
@@ -337,7 +327,6 @@ def split_stills(url: str, max_stills: int, max_bytes: int) -> list[bytes]:
     """The frames of `data:video/jpeg;base64,F1,F2,…`.
 
     Args:
-        url: of all.
         max_stills: number of frames.
         max_bytes: of each.
 
@@ -361,9 +350,7 @@ async def probe_once(
     """Leaves a file at an encoder, or at another one if that is lost.
 
     Args:
-        file: to send.
         choose: an encoder for a digest, without those of some addresses.
-        timeout_s: of a call.
 
     Raises:
         InvalidVideo: the file is none, or two encoders ended over it.

@@ -189,7 +189,6 @@ class WebMedia:
         timeout_s: for lookup, connections, redirects and bytes together.
         allow_private: dial private and loopback addresses and any port, too.
         resolver: of host names; for tests.
-        kind: of what is fetched.
     """
 
     def __init__(
@@ -222,7 +221,6 @@ class WebMedia:
         """The body behind a URL.
 
         Args:
-            url: as a request has it.
             hold: counts bytes as they arrive; may refuse.
             tenant: which of several asks; empty: there is only one.
 

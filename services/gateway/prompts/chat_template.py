@@ -69,8 +69,6 @@ class Conversation:
         options: further variables of the template.
         add_generation_prompt: the prompt ends with the beginning of the model's turn.
         continue_final_message: it ends with the last message's text instead.
-        images: of the messages, in order.
-        videos: likewise.
         ignored: fields of the request that change no answer of this model.
     """
 
@@ -115,7 +113,6 @@ class ChatTemplate:
         added: the tokenizer's added tokens by content.
 
     Attributes:
-        source: the template's text.
         variables: names that a request's options may set.
         takes_tools: the template writes tools.
 

@@ -53,7 +53,6 @@ class ConversationReader:
         """What is rendered of a request.
 
         Args:
-            request: already checked field by field.
             cut: messages that are left out.
 
         Raises:
@@ -192,9 +191,7 @@ def read_messages(
     templates of text models expect strings.
 
     Args:
-        request: of the client.
         max_images, max_videos: of a request.
-        takes_images: the model does.
         cut: messages that are left out.
 
     Raises:

@@ -27,8 +27,6 @@ class Draft:
 
     Attributes:
         token_ids: one placeholder per image and video.
-        images: in order.
-        videos: in order.
         tail: the text after the last special token: the beginning of the model's turn; None: the
             prompt is not rendered.
         ignored: fields of the request that change no answer of this model.

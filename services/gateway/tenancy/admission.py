@@ -108,7 +108,6 @@ class Admission:
         """Takes a slot for the duration of a `with`.
 
         Args:
-            tenant: of the request.
             holding: counts its memory; None: the slot itself does.
 
         Raises:
@@ -153,7 +152,6 @@ class Admission:
         """Counts bytes; `Holding` returns them.
 
         Args:
-            num_bytes: more than before.
             large: for a large request.
 
         Raises:

@@ -148,7 +148,6 @@ class LeaseStore:
     Args:
         url: `redis://`, `rediss://` or `unix://`.
         gateway: a name that no other gateway has.
-        window_s: how long requests count.
         alive_s: as `ALIVE_S`.
         password_file: password of the URL's user, read at each connection; None: the URL's.
     """

@@ -97,7 +97,6 @@ class Leases:
     Args:
         url: of Redis; empty: there is none.
         gateways: among which limits are divided until Redis has told how many there are.
-        times: as above.
         clock: seconds, monotonic.
         password_file: as `LeaseStore`'s.
 
@@ -238,7 +237,6 @@ class Leases:
             raise waiter.error
 
     async def _keep(self, store: LeaseStore) -> None:
-        """Talks to Redis until it is cancelled."""
         retry_s = _FIRST_RETRY_S
         while True:
             try:
@@ -325,7 +323,6 @@ class Leases:
         self._decide(heard=True)
 
     def _apply(self, rows: Sequence[_Row], answer: Answer) -> None:
-        """Takes the leases of an answer."""
         if answer.of_others is not None:
             self._of_others = answer.of_others
             for name, quota in self._quotas.items():

@@ -54,7 +54,6 @@ class Window:
 
     @property
     def used(self) -> int:
-        """The sum of the window."""
         self._expire()
         return self._total
 
@@ -213,7 +212,6 @@ class Quota:
         """The first kind whose lease is too small; None: all amounts fit.
 
         Args:
-            amounts: of a request.
             heard: `others` is of now: what is larger than the limit fits into an empty window.
         """
         for kind, limit in enumerate(self.limits):
