@@ -13,7 +13,7 @@ from types import FrameType
 import uvicorn
 
 from services.gateway.app import Gateway
-from services.gateway.http.chunked import Chunked
+from services.gateway.http.chunked import chunked
 from services.gateway.http.protocol import GatewayProtocol
 from services.gateway.settings import GatewaySettings
 
@@ -44,7 +44,7 @@ class GatewayServer(uvicorn.Server):
     ) -> None:
         super().__init__(
             uvicorn.Config(
-                Chunked(gateway.app),
+                chunked(gateway.app),
                 host=settings.host,
                 port=settings.port,
                 loop="uvloop",

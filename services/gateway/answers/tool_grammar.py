@@ -11,7 +11,7 @@ tokens, such as a call's tags, are never part of a regular expression's text.
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -28,12 +28,7 @@ from services.gateway.answers.grammar import Grammar
 from services.gateway.answers.reasoning import CLOSE, OPEN, Start
 from services.gateway.answers.schema_support import held_to
 from services.gateway.answers.thinking_budget import end_of_reasoning
-from services.gateway.answers.tool_parsers import (
-    CallParser,
-    HermesParser,
-    Llama3JsonParser,
-    Qwen3CoderParser,
-)
+from services.gateway.answers.tool_parsers import Llama3JsonParser, Qwen3CoderParser
 from services.gateway.answers.tool_use import ToolCalls
 from services.gateway.forms.tools import FunctionDefinition, check_nesting
 from services.gateway.tokenizer.tokenizer import ModelTokenizer
@@ -196,10 +191,10 @@ class _Writer:
         return name in self._tokenizer.added
 
     def _call(self) -> str:
-        write = _FORMS[self._parser]
+        write = self._write_xml if self._parser is Qwen3CoderParser else self._write_json
         start, end = self.tag("<tool_call>"), self.tag("</tool_call>")
         functions = zip(self._functions, self._schemas, strict=True)
-        alternatives = " | ".join(f"({write(self, *function)})" for function in functions)
+        alternatives = " | ".join(f"({write(*function)})" for function in functions)
         if self._parser is Llama3JsonParser:
             return alternatives
         return f'{start} "\\n" ({alternatives}) "\\n" {end}'
@@ -228,20 +223,14 @@ class _Writer:
                 )
         return name
 
-    def _write_json(self, function: _Function, schema: Schema, key: str) -> str:
+    def _write_json(self, function: _Function, schema: Schema) -> str:
+        """`{"name": …, "arguments": …}`, or `parameters`."""
+        key = "parameters" if self._parser is Llama3JsonParser else "arguments"
         head = f'{{"name": {json.dumps(function.definition.name)}, "{key}": '
         arguments = self._name("r", _written_json(schema, function.style()))
         return f'{_literal(head)} {arguments} "}}"'
 
-    def write_hermes(self, function: _Function, schema: Schema) -> str:
-        """`{"name": …, "arguments": …}`."""
-        return self._write_json(function, schema, "arguments")
-
-    def write_llama(self, function: _Function, schema: Schema) -> str:
-        """`{"name": …, "parameters": …}`."""
-        return self._write_json(function, schema, "parameters")
-
-    def write_xml(self, function: _Function, schema: Schema) -> str:
+    def _write_xml(self, function: _Function, schema: Schema) -> str:
         """`<function=…>` and the parameters in the schema's order, each at most once."""
         parameters, style = Parameters(schema), function.style()
         values = BareValues(
@@ -313,13 +302,6 @@ def _parameters(parameters: Parameters, function: _Function) -> dict[str, tuple[
             else:
                 found[name] = (schema, f".required[{index}]", True)
     return found
-
-
-_FORMS: dict[type[CallParser], Callable[[_Writer, _Function, Schema], str]] = {
-    HermesParser: _Writer.write_hermes,
-    Llama3JsonParser: _Writer.write_llama,
-    Qwen3CoderParser: _Writer.write_xml,
-}
 
 
 def _checked(asked: Grammar) -> Grammar:

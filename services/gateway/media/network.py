@@ -7,6 +7,8 @@ asyncio's streams stop reading behind the first piece of 256 KiB.
 
 import asyncio
 import ssl
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
 
 import httpcore2
 
@@ -14,6 +16,20 @@ SocketOption = (
     tuple[int, int, int] | tuple[int, int, bytes | bytearray] | tuple[int, int, None, int]
 )
 _Timeout = float | None
+
+
+@asynccontextmanager
+async def _raising(
+    late: type[httpcore2.TimeoutException], broken: type[httpcore2.NetworkError], limit_s: _Timeout
+) -> AsyncGenerator[None]:
+    """Raises httpcore's errors in place of asyncio's, of a block that takes no longer than that."""
+    try:
+        async with asyncio.timeout(limit_s):
+            yield
+    except TimeoutError:
+        raise late from None
+    except OSError as error:  # SSLError among them
+        raise broken from error
 
 
 class PacedStream(httpcore2.AsyncNetworkStream):
@@ -30,13 +46,8 @@ class PacedStream(httpcore2.AsyncNetworkStream):
             ReadTimeout: nothing came in time.
             ReadError: the connection broke.
         """
-        try:
-            async with asyncio.timeout(timeout):
-                return await self._reader.read(max_bytes)
-        except TimeoutError:
-            raise httpcore2.ReadTimeout from None
-        except OSError as error:
-            raise httpcore2.ReadError from error
+        async with _raising(httpcore2.ReadTimeout, httpcore2.ReadError, timeout):
+            return await self._reader.read(max_bytes)
 
     async def write(self, buffer: bytes, timeout: _Timeout = None) -> None:  # noqa: ASYNC109
         """Sends bytes; waits while many have not been taken.
@@ -45,14 +56,9 @@ class PacedStream(httpcore2.AsyncNetworkStream):
             WriteTimeout: they were not taken in time.
             WriteError: the connection broke.
         """
-        try:
+        async with _raising(httpcore2.WriteTimeout, httpcore2.WriteError, timeout):
             self._writer.write(buffer)
-            async with asyncio.timeout(timeout):
-                await self._writer.drain()
-        except TimeoutError:
-            raise httpcore2.WriteTimeout from None
-        except OSError as error:
-            raise httpcore2.WriteError from error
+            await self._writer.drain()
 
     async def aclose(self) -> None:
         self._writer.transport.abort()
@@ -68,13 +74,8 @@ class PacedStream(httpcore2.AsyncNetworkStream):
         Raises:
             ConnectError: the peer's certificate is not valid, or it has none.
         """
-        try:
-            async with asyncio.timeout(timeout):
-                await self._writer.start_tls(ssl_context, server_hostname=server_hostname)
-        except TimeoutError:
-            raise httpcore2.ConnectTimeout from None
-        except OSError as error:  # SSLError among them
-            raise httpcore2.ConnectError from error
+        async with _raising(httpcore2.ConnectTimeout, httpcore2.ConnectError, timeout):
+            await self._writer.start_tls(ssl_context, server_hostname=server_hostname)
         return self
 
     def get_extra_info(self, info: str) -> object:
@@ -88,10 +89,5 @@ async def connect(address: str, port: int, timeout_s: float | None) -> PacedStre
         ConnectError: there is none.
         ConnectTimeout: it was not made in time.
     """
-    try:
-        async with asyncio.timeout(timeout_s):
-            return PacedStream(*await asyncio.open_connection(address, port))
-    except TimeoutError:
-        raise httpcore2.ConnectTimeout from None
-    except OSError as error:
-        raise httpcore2.ConnectError from error
+    async with _raising(httpcore2.ConnectTimeout, httpcore2.ConnectError, timeout_s):
+        return PacedStream(*await asyncio.open_connection(address, port))

@@ -15,11 +15,10 @@ import logging
 import math
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 from services.common.errors import RateLimited
 from services.gateway.tenancy.lease_store import ALIVE_S, Answer, Asked, LeaseStore
@@ -66,18 +65,10 @@ class Times:
     wait: float = 0.05
 
 
-class Taker(Protocol):
-    """A request that is charged."""
-
-    @property
-    def quota(self) -> Quota: ...
-
-    def take(self, amounts: Amounts) -> None: ...
-
-
 @dataclass(slots=True)
 class _Waiter:
-    taker: Taker
+    quota: Quota
+    take: Callable[[Amounts], None]
     amounts: Amounts
     done: asyncio.Future[None] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
@@ -191,21 +182,20 @@ class Leases:
         amounts[TOKENS] = 1
         quota.check_divided(amounts, self.division)
 
-    async def charge(self, taker: Taker, amounts: Amounts) -> None:
-        """Lets `taker` take amounts as soon as they fit.
+    async def charge(self, quota: Quota, take: Callable[[Amounts], None], amounts: Amounts) -> None:
+        """Takes amounts of a quota, by `take`, as soon as they fit.
 
         Raises:
             RateLimited: they do not fit; nothing is taken.
         """
-        quota = taker.quota
         if self.division is not None:
             quota.check_divided(amounts, self.division)
-            self._take(taker, amounts)
-        elif (kind := quota.lacking(amounts)) is None:
-            self._take(taker, amounts)
-        else:
+        elif (kind := quota.lacking(amounts)) is not None:
             quota.check_hold_off(kind, amounts[kind])
-            await self._wait(_Waiter(taker, amounts))
+            await self._wait(_Waiter(quota, take, amounts))
+            return
+        take(amounts)
+        self._activate(quota)
 
     def report(self, quota: Quota, amounts: Amounts) -> None:
         """Counts amounts that nobody has checked."""
@@ -214,10 +204,6 @@ class Leases:
         if quota.is_over:
             self._urgent.add(quota.tenant)
             self._wake.set()
-
-    def _take(self, taker: Taker, amounts: Amounts) -> None:
-        taker.take(amounts)
-        self._activate(taker.quota)
 
     def _activate(self, quota: Quota) -> None:
         if self._store is not None and quota.is_limited:
@@ -261,7 +247,7 @@ class Leases:
         self._asking, self._waiting = self._waiting, []
         waiting: dict[str, list[int]] = {}
         for waiter in self._asking:
-            sums = waiting.setdefault(waiter.taker.quota.tenant, [0] * len(KINDS))
+            sums = waiting.setdefault(waiter.quota.tenant, [0] * len(KINDS))
             for kind, amount in enumerate(waiter.amounts):
                 sums[kind] += amount
         names = waiting.keys() | self._urgent
@@ -375,13 +361,14 @@ class Leases:
             waiter.done.set_result(None)
 
     def _decide_one(self, waiter: _Waiter) -> None:
-        quota, amounts = waiter.taker.quota, waiter.amounts
+        quota, amounts = waiter.quota, waiter.amounts
         if self.division is not None:
             quota.check_divided(amounts, self.division)
         elif (kind := quota.lacking(amounts, heard=True)) is not None:
             quota.hold_off(kind, amounts[kind])
             raise quota.refusal(kind, amounts[kind])
-        self._take(waiter.taker, amounts)
+        waiter.take(amounts)
+        self._activate(quota)
 
 
 async def _wait_for(future: asyncio.Future[None] | asyncio.Task[Answer], timeout_s: float) -> None:
@@ -393,6 +380,3 @@ async def _wait_for(future: asyncio.Future[None] | asyncio.Task[Answer], timeout
     while not future.done() and turns < 10:
         turns += 1
         await asyncio.sleep(0)
-
-
-__all__ = ["Leases", "Taker", "Times"]

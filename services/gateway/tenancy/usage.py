@@ -34,9 +34,10 @@ class Usage:
             RateLimited: they are too many for now.
         """
         own = 0 if self.num_charges else 1
-        await self.leases.charge(self, (own, tokens, num_pixels, own, num_choices))
+        amounts = (own, tokens, num_pixels, own, num_choices)
+        await self.leases.charge(self.quota, self._take, amounts)
 
-    def take(self, amounts: Amounts) -> None:
+    def _take(self, amounts: Amounts) -> None:
         """Counts amounts that fit."""
         self._tokens.append(self.quota.take(amounts))
         if not self.num_charges:

@@ -1,4 +1,4 @@
-"""`Chunked` writes what uvicorn's own `send` does."""
+"""`chunked` writes what uvicorn's own `send` does."""
 
 import asyncio
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from starlette.types import Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
-from services.gateway.http.chunked import Chunked
+from services.gateway.http.chunked import chunked
 
 EVENTS = [b"data: {}\n\n", b"", b"x" * 70_000, "data: ü\n\n".encode()]
 STREAM = [(b"content-type", b"text/event-stream")]
@@ -102,7 +102,7 @@ def get(version: str = "1.1", method: str = "GET", headers: str = "") -> bytes:
 )
 async def test_pieces_are_framed_as_by_uvicorn(messages: list[Message], request_: bytes) -> None:
     app = answering(messages)
-    assert await answer(Chunked(app), request_) == await answer(app, request_)
+    assert await answer(chunked(app), request_) == await answer(app, request_)
 
 
 async def test_h11_sees_only_the_last_piece_of_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,11 +115,11 @@ async def test_h11_sees_only_the_last_piece_of_a_stream(monkeypatch: pytest.Monk
         return send(connection, event)
 
     monkeypatch.setattr(h11.Connection, "send", noting)
-    await answer(Chunked(answering(stream(*EVENTS))), get())
+    await answer(chunked(answering(stream(*EVENTS))), get())
     assert seen == [b"data: [DONE]\n\n"]
 
 
 async def test_nothing_is_sent_after_the_end_of_an_answer() -> None:
     messages = [*stream(b"a"), {"type": "http.response.body", "body": b"late", "more_body": True}]
-    written, _ = await answer(Chunked(answering(messages)), get())
+    written, _ = await answer(chunked(answering(messages)), get())
     assert b"late" not in written
