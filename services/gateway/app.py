@@ -228,10 +228,9 @@ def _pools(
     addresses = settings.encoders if spec.vision is not None else ()
     encoders = EncoderPool(addresses, served, dialling)
     decoders = DecoderPool(settings.decoders, served, dialling)
-    for kind, pool in (("encoder", encoders), ("decoder", decoders)):
-        if kind == "encoder" and spec.vision is None:
-            continue  # none is missing
-        metrics.healthy_pods.labels(kind).set_function(pool.num_healthy)
+    metrics.healthy_pods.labels("decoder").set_function(decoders.num_healthy)
+    if spec.vision is not None:
+        metrics.healthy_pods.labels("encoder").set_function(encoders.num_healthy)
     name = settings.served_model_name or spec.name
     metrics.registry.register(PickerGauges(name, decoders.load))
     return encoders, decoders

@@ -5,9 +5,10 @@
 `endpoint` is the HTTP side of both. Errors are `TriptychError`s.
 """
 
-from collections.abc import AsyncGenerator, Callable, Collection, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TypeVar
 
 from services.common.errors import (
@@ -25,7 +26,7 @@ from services.gateway.answers.prompt_logprobs import PromptScores
 from services.gateway.answers.thinking_budget import thinking_budget
 from services.gateway.attempts import Attempts
 from services.gateway.clients.decoders import DecoderPool
-from services.gateway.clients.encoders import EncoderPod, EncoderPool
+from services.gateway.clients.encoders import EncoderPool
 from services.gateway.forms.openai import ChatRequest
 from services.gateway.forms.responses import (
     CompletionTokensDetails,
@@ -36,13 +37,14 @@ from services.gateway.forms.responses import (
     VideoUsage,
 )
 from services.gateway.media.images import Image, ImageReader
-from services.gateway.media.videos import Probed, Video, VideoFile, VideoReader, probe_once
+from services.gateway.media.videos import Video, VideoReader, probe_once
 from services.gateway.metrics import GatewayMetrics, Timings
 from services.gateway.prepared_request import PreparedRequest
 from services.gateway.prompts.conversation import ConversationReader, oldest_turns
 from services.gateway.prompts.prompt import Draft, PromptBuilder
 from services.gateway.sampling import (
     SamplingDefaults,
+    check_ids,
     check_prompt_logprobs,
     limit_completion,
     max_completion_tokens,
@@ -353,10 +355,7 @@ class ChatService:
         Raises:
             Unavailable: no decoder is healthy.
         """
-        vocab_size = self._decoder(self.model_name).vocab_size
-        for index, token_id in enumerate(token_ids):
-            if token_id >= vocab_size:
-                raise InvalidRequest(f"ids must be below {vocab_size}", param=f"{param}[{index}]")
+        check_ids(param, token_ids, self._decoder(self.model_name).vocab_size)
 
     def max_model_len(self) -> int | None:
         """The context length of the decoders; None if no decoder is healthy."""
@@ -445,13 +444,8 @@ class ChatService:
         images = await self.images.read(draft.images, slot.hold, most, tenant)
         videos: list[Video] = []
         if self.videos is not None and draft.videos:
-
-            def choose(digest: bytes, lost: Collection[str]) -> EncoderPod:
-                return self.encoders.choose(encoder, digest, lost)
-
-            async def probe(file: VideoFile) -> tuple[Probed, str]:
-                return await probe_once(file, choose, self.encode_timeout_s)
-
+            choose = partial(self.encoders.choose, encoder)
+            probe = partial(probe_once, choose=choose, timeout_s=self.encode_timeout_s)
             videos = await self.videos.read(draft.videos, slot.hold, most, probe, tenant)
         return images, videos
 

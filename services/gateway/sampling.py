@@ -75,10 +75,10 @@ def resolve_sampling(
     """
     stop_ids = tuple(request.stop_token_ids or ())
     allowed_ids = tuple(request.allowed_token_ids or ())
-    _check_ids("stop_token_ids", stop_ids, vocab_size)
-    _check_ids("allowed_token_ids", allowed_ids, vocab_size)
+    check_ids("stop_token_ids", stop_ids, vocab_size)
+    check_ids("allowed_token_ids", allowed_ids, vocab_size)
     logprob_ids = tuple(request.logprob_token_ids or ())
-    _check_ids("logprob_token_ids", logprob_ids, vocab_size)
+    check_ids("logprob_token_ids", logprob_ids, vocab_size)
     if logprob_ids and not request.logprobs:
         raise InvalidRequest("logprob_token_ids needs logprobs", param="logprob_token_ids")
     eos = () if request.ignore_eos else defaults.eos_token_ids
@@ -128,7 +128,14 @@ def limit_completion(
         ContextLengthExceeded: the prompt leaves no room for an answer.
         InvalidRequest: `min_tokens` is above the result.
     """
-    sampling.max_tokens = _max_tokens(request, defaults, prompt_tokens, max_model_len)
+    left = max_model_len - prompt_tokens
+    if left < 1:
+        raise ContextLengthExceeded(
+            f"the model's context is {max_model_len} tokens; the prompt has {prompt_tokens} and "
+            "leaves none for the answer",
+            param="messages",
+        )
+    sampling.max_tokens = min(left, max_completion_tokens(request, defaults))
     if not sampling.min_tokens:
         return
     allowed = set(sampling.allowed_token_ids)
@@ -151,7 +158,8 @@ def bad_word_ids(word: str, encode: Callable[[str], list[int]]) -> list[list[int
     return found
 
 
-def _check_ids(name: str, ids: Sequence[int], vocab_size: int) -> None:
+def check_ids(name: str, ids: Sequence[int], vocab_size: int) -> None:
+    """Raises InvalidRequest if an id of the field is outside the vocabulary."""
     for index, token_id in enumerate(ids):
         if token_id >= vocab_size:
             raise InvalidRequest(f"ids must be below {vocab_size}", param=f"{name}[{index}]")
@@ -171,19 +179,6 @@ def check_prompt_logprobs(request: ChatRequest, prompt_tokens: int) -> None:
 def choice_seed(seed: int, choice: int) -> int:
     """The seed of one of a request's choices, as an unsigned 64-bit integer."""
     return (seed + choice) & _SEED_MASK
-
-
-def _max_tokens(
-    request: ChatRequest, defaults: SamplingDefaults, prompt_tokens: int, max_model_len: int
-) -> int:
-    left = max_model_len - prompt_tokens
-    if left < 1:
-        raise ContextLengthExceeded(
-            f"the model's context is {max_model_len} tokens; the prompt has {prompt_tokens} and "
-            "leaves none for the answer",
-            param="messages",
-        )
-    return min(left, max_completion_tokens(request, defaults))
 
 
 def max_completion_tokens(request: ChatRequest, defaults: SamplingDefaults) -> int:
