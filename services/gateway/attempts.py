@@ -61,13 +61,6 @@ class _RetryableFailure(Exception):
         self.pod = pod  # to be excluded
 
 
-class _Leaving(_RetryableFailure):
-    """Not a failure: the decoder drains, and the sequences may outlast it."""
-
-    def __init__(self, session: str) -> None:
-        super().__init__(Unavailable("the decoder is about to go"), "decoder", session)
-
-
 class _TooSlow(Overloaded):
     """More of the answer waits for the client than there is room for."""
 
@@ -145,7 +138,8 @@ class Attempts:
                         may_move = num_moves < MAX_MOVES and attempt < MAX_ATTEMPTS
                         if self._decoder_leaves and may_move and self._should_leave():
                             num_moves += 1
-                            raise _Leaving(self._session)
+                            leaving = Unavailable("the decoder is about to go")
+                            raise _RetryableFailure(leaving, "decoder", self._session)
                     if self._request.wait_for_sources:
                         await self._encodes.finish(_SOURCES_GRACE_S)
                     return

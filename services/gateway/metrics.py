@@ -107,23 +107,19 @@ class GatewayMetrics:
             "does not accept this gateway's credentials (token)",
             "reason",
         )
-        self.healthy_pods = Gauge(
-            "gateway_healthy_pods",
-            "Pods that accept work",
-            ["service"],
-            registry=self.registry,
-        )
-        self.limits_divided = Gauge(
+        gauge = self._gauge
+        self.healthy_pods = gauge("gateway_healthy_pods", "Pods that accept work", "service")
+        self.limits_divided = gauge(
             "gateway_limits_divided_by",
             "Gateways among which tenants' limits are divided: 1 while they are counted together",
-            registry=self.registry,
         )
-        self.running = Gauge(
-            "gateway_requests_running", "Requests that hold a slot", registry=self.registry
-        )
+        self.running = gauge("gateway_requests_running", "Requests that hold a slot")
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(name, text, labels, registry=self.registry)
+
+    def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
+        return Gauge(name, text, labels, registry=self.registry)
 
     def _histogram(self, name: str, text: str, *labels: str) -> Histogram:
         return Histogram(name, text, labels, buckets=LATENCY_BUCKETS, registry=self.registry)

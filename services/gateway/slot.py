@@ -1,6 +1,7 @@
 """Whose a request is and what it may hold, as its way needs to know it; `tenancy` says it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 
@@ -29,17 +30,19 @@ class Usage(Protocol):
         """Raises RateLimited: the tenant has used what it may for now."""
         ...
 
+    def correct(self, used_tokens: Sequence[int]) -> None:
+        """Gives back what was not used: prompt and completion tokens, charge by charge."""
+        ...
 
-class Slot(Protocol):
-    """A running request's.
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A running request's. Valid inside the `with` that made it.
 
     Attributes:
         hold: counts bytes before they are allocated; raises Overloaded.
     """
 
-    @property
-    def tenant(self) -> Tenant: ...
-    @property
-    def usage(self) -> Usage: ...
-    @property
-    def hold(self) -> Callable[[int], None]: ...
+    tenant: Tenant
+    usage: Usage
+    hold: Callable[[int], None]

@@ -27,7 +27,8 @@ from services.gateway.forms.responses import Update, Usage, error_event
 from services.gateway.http.exchange import JSON_TYPES, Exchange, read_body
 from services.gateway.metrics import GatewayMetrics, Timings
 from services.gateway.prompts.prompt import Draft
-from services.gateway.tenancy.admission import Admission, Slot
+from services.gateway.slot import Slot
+from services.gateway.tenancy.admission import Admission
 from services.gateway.tenancy.tenants import Tenant, key_of, tenant_of
 
 audit = logging.getLogger("triptych.audit")

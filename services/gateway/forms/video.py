@@ -6,7 +6,6 @@ names); the innermost applies. A list of frames in place of a URL is taken as it
 which rate its frames were taken.
 """
 
-from collections.abc import Callable
 from typing import Annotated
 
 from msgspec import Meta, Struct
@@ -88,13 +87,8 @@ class OptionsOfVideos(Struct, kw_only=True, forbid_unknown_fields=True):
     max_frames: _Frames | None = None
     cap_pixels_per_frame: bool | None = None
 
-    def of(self, index: int, place: str) -> VideoFields:
-        """Of one video.
-
-        Raises:
-            InvalidRequest: a list has no value for it; `place` is where the lists are.
-        """
-        self._check(place, lambda count: count > index)
+    def of(self, index: int) -> VideoFields:
+        """Of one video; `check` has seen their number."""
         fps, num_frames = self.fps, self.num_frames
         return VideoFields(
             fps=fps[index] if isinstance(fps, list) else fps,
@@ -105,11 +99,8 @@ class OptionsOfVideos(Struct, kw_only=True, forbid_unknown_fields=True):
 
     def check(self, num_videos: int, place: str) -> None:
         """Raises InvalidRequest: a list has not a value for each of that many videos."""
-        self._check(place, lambda count: count == num_videos)
-
-    def _check(self, place: str, fits: Callable[[int], bool]) -> None:
         for name, value in (("fps", self.fps), ("num_frames", self.num_frames)):
-            if isinstance(value, list) and not fits(len(value)):
+            if isinstance(value, list) and len(value) != num_videos:
                 raise InvalidRequest(
                     f"a list has a value for each video of the request, not {len(value)}",
                     param=f"{place}.{name}",

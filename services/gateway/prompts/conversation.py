@@ -200,15 +200,18 @@ def read_messages(
     """
     if not takes_images:
         _refuse_images(request)
+    counts: dict[str, int] = {}
     for kind, noun, limit in (
         (ImagePart | ImageEmbedsPart, "images", max_images),
         (VideoPart, "videos", max_videos),
     ):
-        count = sum(isinstance(part, kind) for _, part, _ in _parts(request, cut))
+        count = counts[noun] = sum(isinstance(part, kind) for _, part, _ in _parts(request, cut))
         if count > limit:
             raise InvalidRequest(
                 f"the request has {count} {noun}; at most {limit} are allowed", param="messages"
             )
+    if counts["videos"] and request.mm_processor_kwargs is not None:
+        request.mm_processor_kwargs.check(counts["videos"], _KWARGS)
     images: list[ImageSource] = []
     videos: list[VideoSource] = []
     messages = [
@@ -216,8 +219,6 @@ def read_messages(
         for index, message in enumerate(request.messages)
         if index not in cut
     ]
-    if videos and request.mm_processor_kwargs is not None:
-        request.mm_processor_kwargs.check(len(videos), _KWARGS)
     return messages, images, videos
 
 
@@ -364,7 +365,7 @@ def _video(part: VideoPart, param: str, request: ChatRequest, index: int) -> Vid
         raise InvalidRequest("a video needs a URL, or those of its frames", param=param)
     scopes = [(param, scope) for scope in part.scopes]
     if request.mm_processor_kwargs is not None:
-        scopes.append((_KWARGS, request.mm_processor_kwargs.of(index, _KWARGS)))
+        scopes.append((_KWARGS, request.mm_processor_kwargs.of(index)))
     if request.media_io_kwargs is not None and request.media_io_kwargs.video is not None:
         scopes.append(("media_io_kwargs.video", request.media_io_kwargs.video))
     return VideoSource(part.urls, param, sampling_of(scopes))

@@ -10,13 +10,14 @@ a part of the slots is for tenants that have less than their share of them.
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Generator
+from collections.abc import AsyncGenerator, Generator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 
 from services.common.errors import Overloaded, Unavailable
+from services.gateway.slot import Slot
 from services.gateway.tenancy.tenants import ANONYMOUS, Tenant
-from services.gateway.tenancy.usage import Quotas, Usage
+from services.gateway.tenancy.usage import Quotas
 
 MAX_HELD_BYTES = 4 << 30
 # Of the process without requests: tokenizer, libraries, what the allocators keep.
@@ -51,15 +52,6 @@ class Holding:
         """
         self.admission.hold(num_bytes, large=self.num_bytes + num_bytes > _SMALL_BYTES)
         self.num_bytes += num_bytes
-
-
-@dataclass(slots=True)
-class Slot:
-    """One request's slot. Valid inside the `with` that made it."""
-
-    tenant: Tenant
-    usage: Usage
-    hold: Callable[[int], None]
 
 
 class Admission:
