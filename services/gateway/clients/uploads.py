@@ -50,7 +50,7 @@ class Uploads:
             NotFound: the tenant has no such file, or has not used it for long.
             TriptychError: an encoder that may have it does not answer.
         """
-        digest = read_handle(handle)
+        digest = _read_handle(handle)
         cause: TriptychError = NotFound("no such upload is kept: upload the file again")
         for pod in self._by_rank(digest):
             try:
@@ -67,7 +67,7 @@ class Uploads:
         Raises:
             InvalidRequest, NotFound, TriptychError: as of `get`.
         """
-        digest = read_handle(handle)
+        digest = _read_handle(handle)
         cause: TriptychError | None = NotFound("no such upload is kept")
         for pod in self._by_rank(digest):
             try:
@@ -85,7 +85,7 @@ class Uploads:
         return pods
 
 
-def read_handle(handle: str) -> bytes:
+def _read_handle(handle: str) -> bytes:
     """The digest in a handle.
 
     Raises:

@@ -14,7 +14,7 @@ from services.gateway.chat import ChatService, Completion
 from services.gateway.endpoints.answer_writer import AnswerWriter, WritingEndpoint
 from services.gateway.endpoints.endpoint import ChatMessages, Work, parse_body, received, renamed
 from services.gateway.forms import messages_api as api
-from services.gateway.forms.error_answers import messages_error_of
+from services.gateway.forms.error_answers import error_of, messages_error
 from services.gateway.forms.generation import JsonSchema, JsonSchemaFormat
 from services.gateway.forms.json_body import Body
 from services.gateway.forms.openai import (
@@ -84,7 +84,8 @@ class MessagesEndpoint(WritingEndpoint):
         await work.exchange.write(writer.encode(writer.finish()), last=True)
 
     def error_event(self, work: Work, error: TriptychError) -> bytes:
-        return b"event: error\ndata: " + encode_json(messages_error_of(error)) + b"\n\n"
+        answer = messages_error(error.http_status, error_of(error))
+        return b"event: error\ndata: " + encode_json(answer) + b"\n\n"
 
 
 class TokenCounter:

@@ -1,7 +1,6 @@
 """The bodies of errors: OpenAI's shape, and Anthropic's on Anthropic's paths."""
 
 import re
-from typing import Any
 
 from msgspec import Struct
 
@@ -49,47 +48,28 @@ class MessagesErrorAnswer(Struct, tag_field="type", tag="error"):
     error: MessagesErrorDetail
 
 
-def error_body(
-    message: str, *, kind: str, param: str | None, code: str | None
-) -> dict[str, dict[str, Any]]:
+def error_body(message: str, *, kind: str, code: str, param: str | None = None) -> ErrorAnswer:
     """OpenAI's error shape. Anything that looks like a memory address is masked."""
-    return {
-        "error": {
-            "message": _ADDRESS.sub("0x...", message),
-            "type": kind,
-            "param": None if param is None else _ADDRESS.sub("0x...", param),
-            "code": code,
-        }
-    }
+    param = None if param is None else _ADDRESS.sub("0x...", param)
+    return ErrorAnswer(ErrorDetail(_ADDRESS.sub("0x...", message), kind, param, code))
 
 
-def error_of(error: TriptychError) -> dict[str, dict[str, Any]]:
+def error_of(error: TriptychError) -> ErrorAnswer:
     """`error_body` of one of our errors; the message begins with the path of the field."""
-    return error_body(
-        _message_of(error), kind=error.openai_type, param=error.param, code=error.code
-    )
+    message, param = error.message, error.param
+    if param is not None and param not in message:
+        message = f"{param}: {message}"
+    return error_body(message, kind=error.openai_type, code=error.code, param=param)
 
 
-def messages_error_of(error: TriptychError) -> MessagesErrorAnswer:
-    """Anthropic's error shape of one of our errors."""
-    message = _ADDRESS.sub("0x...", _message_of(error))
-    return MessagesErrorAnswer(MessagesErrorDetail(_anthropic_type(error.http_status), message))
+def messages_error(status: int, body: ErrorAnswer) -> MessagesErrorAnswer:
+    """The same in Anthropic's shape."""
+    kind = _ANTHROPIC_TYPES.get(status)
+    kind = kind or ("invalid_request_error" if status < 500 else "api_error")
+    return MessagesErrorAnswer(MessagesErrorDetail(kind, body.error.message))
 
 
-def shaped_for(path: str, status: int, body: dict[str, dict[str, Any]]) -> object:
+def shaped_for(path: str, status: int, body: ErrorAnswer) -> Struct:
     """OpenAI's error body in the shape that the path's clients read."""
-    if path != _MESSAGES_PATH and not path.startswith(f"{_MESSAGES_PATH}/"):
-        return body
-    detail = MessagesErrorDetail(_anthropic_type(status), body["error"]["message"])
-    return MessagesErrorAnswer(detail)
-
-
-def _message_of(error: TriptychError) -> str:
-    if error.param is not None and error.param not in error.message:
-        return f"{error.param}: {error.message}"
-    return error.message
-
-
-def _anthropic_type(status: int) -> str:
-    found = _ANTHROPIC_TYPES.get(status)
-    return found or ("invalid_request_error" if status < 500 else "api_error")
+    is_messages = path == _MESSAGES_PATH or path.startswith(f"{_MESSAGES_PATH}/")
+    return messages_error(status, body) if is_messages else body

@@ -207,12 +207,12 @@ async def handle_http_error(request: Request, error: Exception) -> Response:
     """Starlette's handler for its own errors: unknown paths and methods."""
     assert isinstance(error, HTTPException)
     code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "http_error")
-    body = error_body(str(error.detail), kind="invalid_request_error", param=None, code=code)
+    body = error_body(str(error.detail), kind="invalid_request_error", code=code)
     answer = shaped_for(request.url.path, error.status_code, body)
     return JsonResponse(answer, error.status_code, dict(error.headers or {}))
 
 
 async def handle_bug(request: Request, error: Exception) -> Response:
     """Starlette's handler for all other errors: the middleware logs them, the client sees none."""
-    body = error_body("internal error", kind="server_error", param=None, code="internal_error")
+    body = error_body("internal error", kind="server_error", code="internal_error")
     return JsonResponse(shaped_for(request.url.path, 500, body), 500)

@@ -153,13 +153,13 @@ def with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
 
 async def _forbidden(scope: Scope, receive: Receive, send: Send) -> None:
     message = f"the API key does not open {scope['path']}"
-    body = error_body(message, kind="permission_error", param=None, code="forbidden")
+    body = error_body(message, kind="permission_error", code="forbidden")
     await JsonResponse(body, 403)(scope, receive, send)
 
 
 async def _unauthorized(scope: Scope, receive: Receive, send: Send) -> None:
     message = "a valid API key is needed: Authorization: Bearer <key>"
-    body = error_body(message, kind="authentication_error", param=None, code="invalid_api_key")
+    body = error_body(message, kind="authentication_error", code="invalid_api_key")
     answer = shaped_for(scope["path"], 401, body)
     await JsonResponse(answer, 401, {"www-authenticate": "Bearer"})(scope, receive, send)
 

@@ -88,7 +88,7 @@ class SameSite:
         if not refused:
             await self._app(scope, receive, send)
             return
-        body = error_body(refused, kind="permission_error", param=None, code="forbidden")
+        body = error_body(refused, kind="permission_error", code="forbidden")
         await JsonResponse(body, 403)(scope, receive, send)
 
     def _refused(self, headers: dict[bytes, bytes]) -> str:

@@ -50,7 +50,13 @@ class Holding:
         Raises:
             Overloaded: all requests together would hold too many.
         """
-        self.admission.hold(num_bytes, large=self.num_bytes + num_bytes > _SMALL_BYTES)
+        all_requests = self.admission
+        most = all_requests.max_held_bytes
+        if self.num_bytes + num_bytes > _SMALL_BYTES:
+            most -= most // _RESERVED_BYTES
+        if all_requests.held_bytes + num_bytes > most:
+            raise Overloaded("running requests hold too much data", retry_after_s=1)
+        all_requests.held_bytes += num_bytes
         self.num_bytes += num_bytes
 
 
@@ -68,7 +74,7 @@ class Admission:
         quotas: Quotas | None = None,
     ) -> None:
         self._max_requests = max_requests
-        self._max_held_bytes = max_held_bytes
+        self.max_held_bytes = max_held_bytes
         self._quotas = quotas or Quotas()
         self.held_bytes = 0
         self._running: Counter[str] = Counter()  # by tenant
@@ -139,20 +145,6 @@ class Admission:
             del self._running[tenant.name]
         if not self.num_running:
             self._idle.set()
-
-    def hold(self, num_bytes: int, *, large: bool = False) -> None:
-        """Counts bytes; `Holding` returns them.
-
-        Args:
-            large: for a large request.
-
-        Raises:
-            Overloaded: over the bound.
-        """
-        reserved = self._max_held_bytes // _RESERVED_BYTES if large else 0
-        if self.held_bytes + num_bytes > self._max_held_bytes - reserved:
-            raise Overloaded("running requests hold too much data", retry_after_s=1)
-        self.held_bytes += num_bytes
 
     @asynccontextmanager
     async def until_ended(self, timeout_s: float | None = None) -> AsyncGenerator[None]:

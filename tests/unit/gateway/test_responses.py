@@ -77,9 +77,9 @@ def test_role_and_last_update_of_a_choice():
 
 
 def test_message_of_an_error_begins_with_the_field():
-    found = error_of(InvalidRequest("Expected `float`", param="logit_bias.1"))["error"]
-    assert found["message"] == "logit_bias.1: Expected `float`"
-    assert error_of(InvalidRequest("n is odd", param="n"))["error"]["message"] == "n is odd"
+    found = error_of(InvalidRequest("Expected `float`", param="logit_bias.1")).error
+    assert found.message == "logit_bias.1: Expected `float`"
+    assert error_of(InvalidRequest("n is odd", param="n")).error.message == "n is odd"
 
 
 def test_nothing_new_is_no_event():
