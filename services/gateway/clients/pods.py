@@ -60,10 +60,6 @@ class PodState(enum.Enum):
     REFUSED = "refused"  # does not accept the gateway's credentials
 
 
-def _plain_channel(address: str, service: str) -> grpc.aio.Channel:
-    return create_channel(address, peer=service)
-
-
 @dataclass(frozen=True, slots=True)
 class Dialling:
     """With what the gateway calls pods.
@@ -73,7 +69,9 @@ class Dialling:
         refused: called with `token` or `certificate` when a check fails for it.
     """
 
-    channel: Callable[[str, str], grpc.aio.Channel] = _plain_channel
+    channel: Callable[[str, str], grpc.aio.Channel] = lambda address, service: create_channel(
+        address, peer=service
+    )
     refused: Callable[[str], None] = lambda _: None
 
 

@@ -5,7 +5,7 @@ here; what follows for the answer is in `answers.tool_use`. All errors are `Inva
 `param` names the field.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated, Any, Literal, cast
 
 import msgspec
@@ -126,7 +126,7 @@ def definitions(tools: Sequence[Tool]) -> list[dict[str, Any]]:
 def tool_characters(tools: Sequence[Tool]) -> int:
     """Length of the strings of all definitions."""
     return sum(
-        len(tool.function.description or "") + _characters(tool.function.parameters)
+        len(tool.function.description or "") + sum(map(len, strings_of(tool.function.parameters)))
         for tool in tools
     )
 
@@ -147,17 +147,16 @@ def _children(value: object) -> Iterable[object]:
     return cast("list[object]", value) if isinstance(value, list) else ()
 
 
-def _characters(value: object) -> int:
-    """Length of all strings and keys."""
-    size, level = 0, [value]
+def strings_of(value: object) -> Iterator[str]:
+    """All strings and keys of a JSON value, in any order."""
+    level = [value]
     while level:
         for item in level:
             if isinstance(item, str):
-                size += len(item)
+                yield item
             elif isinstance(item, dict):
-                size += sum(map(len, cast("dict[str, object]", item)))
+                yield from cast("dict[str, object]", item)
         level = [child for item in level for child in _children(item)]
-    return size
 
 
 def read_arguments(call: ToolCall, param: str) -> dict[str, Any]:

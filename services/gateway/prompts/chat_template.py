@@ -30,6 +30,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from services.common.errors import InvalidRequest
 from services.common.model_spec import ModelSpecError, read_json
+from services.gateway.forms.tools import strings_of
 from services.gateway.media.images import ImageSource
 from services.gateway.media.videos import VideoSource
 from services.gateway.tokenizer.tokenizer import AddedToken
@@ -84,24 +85,7 @@ class Conversation:
     @cached_property
     def text(self) -> str:
         """Every string of the request that the template may write, with NULs between them."""
-        found: list[str] = []
-        for message in self.messages:
-            _add_strings(message, found)
-        _add_strings(self.tools, found)
-        _add_strings(self.options, found)
-        return "\0".join(found)
-
-
-def _add_strings(value: object, found: list[str]) -> None:
-    if isinstance(value, str):
-        found.append(value)
-    elif isinstance(value, Mapping):
-        for key, item in cast("Mapping[str, object]", value).items():
-            found.append(key)
-            _add_strings(item, found)
-    elif isinstance(value, list):
-        for item in cast("list[object]", value):
-            _add_strings(item, found)
+        return "\0".join(strings_of([*self.messages, *(self.tools or ()), self.options]))
 
 
 class ChatTemplate:
