@@ -334,11 +334,7 @@ class Attempts:
         self._lost_at = 0.0
 
     async def _recover(self, failure: _RetryableFailure) -> None:
-        """Ends a failed attempt, so that the next one avoids the pod.
-
-        Raises:
-            TriptychError: the request may not be tried again.
-        """
+        """Ends an attempt, so that the next one avoids the pod; raises if there may be none."""
         self._cancel_sequences()
         error = failure.error
         if failure.service == "decoder":

@@ -350,11 +350,7 @@ class ChatService:
             raise ModelNotFound(f"the model {name[:100]!r} does not exist", param="model")
 
     def check_token_ids(self, token_ids: Sequence[int], param: str) -> None:
-        """Raises InvalidRequest if an id is outside the vocabulary.
-
-        Raises:
-            Unavailable: no decoder is healthy.
-        """
+        """Raises InvalidRequest: an id is outside the vocabulary; Unavailable: no decoder."""
         check_ids(param, token_ids, self._decoder(self.model_name).vocab_size)
 
     def max_model_len(self) -> int | None:

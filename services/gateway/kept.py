@@ -25,11 +25,7 @@ class Kept(Protocol):
     terms: str
 
     async def get(self, tenant: str, name: str) -> bytes | None:
-        """An entry, whose hour begins anew.
-
-        Raises:
-            Unavailable: the store does not answer.
-        """
+        """An entry, whose hour begins anew. Raises Unavailable: the store does not answer."""
         ...
 
     async def put(self, tenant: str, name: str, data: bytes) -> bool:
@@ -37,11 +33,7 @@ class Kept(Protocol):
         ...
 
     async def delete(self, tenant: str, name: str) -> bool:
-        """Forgets an entry; returns whether there was one.
-
-        Raises:
-            Unavailable: the store does not answer.
-        """
+        """Forgets an entry; returns whether there was one. Raises as `get`."""
         ...
 
     async def close(self) -> None: ...

@@ -183,11 +183,7 @@ class DecoderPod(Pod):
         self.num_in_flight = len(self._sinks)
 
     async def reset_prefix_cache(self) -> None:
-        """Empties the decoder's prefix cache.
-
-        Raises:
-            TriptychError: it does not answer.
-        """
+        """Raises TriptychError: the decoder does not answer."""
         await self.ask(self._reset, pb.ResetPrefixCacheRequest())
 
     async def _write(
@@ -324,11 +320,7 @@ class DecoderPool(Pool[DecoderPod]):
         )
 
     async def reset_prefix_caches(self) -> int:
-        """Empties the prefix caches of all healthy decoders; returns their number.
-
-        Raises:
-            TriptychError: one does not answer.
-        """
+        """Empties those of all healthy decoders; returns their number. Raises as a pod's."""
         pods = self.healthy()
         await asyncio.gather(*(pod.reset_prefix_cache() for pod in pods))
         return len(pods)

@@ -154,11 +154,7 @@ class EncoderPod(Pod):
         return Probed(clip, found.duration_s, found.video_digest, found.frame_digests)
 
     async def upload(self, file: bytes, tenant: str, timeout_s: float) -> int:
-        """Leaves a file of a tenant at the encoder; returns for how many seconds.
-
-        Raises:
-            TriptychError: as of `encode`.
-        """
+        """Leaves a file of a tenant there; returns for how many seconds. Raises as `encode`."""
         request = pb.UploadRequest(file=file, tenant=tenant)
         return (await self._call(self._upload, request, timeout_s)).kept_s
 

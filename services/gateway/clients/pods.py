@@ -119,11 +119,7 @@ class Pod:
         method: "grpc.aio.UnaryUnaryMultiCallable[RequestT, AnswerT]",
         request: RequestT,
     ) -> AnswerT:
-        """A short call.
-
-        Raises:
-            TriptychError: the pod fails or does not answer.
-        """
+        """A short call; raises TriptychError if the pod fails or does not answer."""
         try:
             return await method(request, timeout=_ASK_TIMEOUT_S)
         except grpc.aio.AioRpcError as failure:

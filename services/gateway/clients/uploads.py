@@ -86,11 +86,7 @@ class Uploads:
 
 
 def _read_handle(handle: str) -> bytes:
-    """The digest in a handle.
-
-    Raises:
-        InvalidRequest: it is none.
-    """
+    """The digest in a handle; raises InvalidRequest if it is none."""
     if not (found := _HANDLE.fullmatch(handle)):
         raise InvalidRequest("a media: URL is one that POST /v1/media has given")
     return bytes.fromhex(found[1])

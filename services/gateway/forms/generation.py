@@ -125,11 +125,7 @@ class GenerationFields(SamplingFields, kw_only=True, forbid_unknown_fields=True)
 
 
 def check_generation(request: GenerationFields) -> None:
-    """Checks what a field's type does not.
-
-    Raises:
-        InvalidRequest: `param` names the field.
-    """
+    """Raises InvalidRequest for what a field's type does not say; `param` names the field."""
     if request.stream_options is not None and not request.stream:
         raise InvalidRequest("stream_options needs stream: true", param="stream_options")
     if request.stream and request.prompt_logprobs is not None:

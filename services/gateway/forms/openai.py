@@ -254,11 +254,7 @@ def parse_chat_request(body: Body, ignored: Ignored | None = None) -> ChatReques
 
 
 def check_chat_request(request: ChatRequest) -> None:
-    """Checks what types alone do not say.
-
-    Raises:
-        InvalidRequest: a field contradicts another, or is not served.
-    """
+    """Raises InvalidRequest if a field contradicts another, or is not served."""
     check_generation(request)
     check_tools(request.tools, request.tool_choice)
     if isinstance(request.think, str) and request.reasoning_effort is None:

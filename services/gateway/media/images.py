@@ -199,11 +199,7 @@ class ImageReader:
         return data
 
     def _geometry_for(self, source: ImageSource) -> Geometry:
-        """The model's, narrowed by the request's limits.
-
-        Raises:
-            InvalidRequest: the request's range is empty.
-        """
+        """The model's within the request's limits; raises InvalidRequest if those are empty."""
         lower, upper = source.min_pixels, source.max_pixels
         if lower is not None and upper is not None and lower > upper:
             raise InvalidRequest(f"min_pixels {lower} is above max_pixels {upper}")

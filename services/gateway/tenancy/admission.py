@@ -45,11 +45,7 @@ class Holding:
     num_bytes: int = 0
 
     def hold(self, num_bytes: int) -> None:
-        """Counts bytes, before they are allocated.
-
-        Raises:
-            Overloaded: all requests together would hold too many.
-        """
+        """Counts bytes before they are allocated; raises Overloaded if all would be too many."""
         all_requests = self.admission
         most = all_requests.max_held_bytes
         if self.num_bytes + num_bytes > _SMALL_BYTES:
@@ -174,11 +170,7 @@ class Admission:
             block.reschedule(asyncio.get_running_loop().time())
 
     async def drain(self, grace_s: float) -> bool:
-        """Refuses new requests and waits for the running ones.
-
-        Returns:
-            Whether all ended within the grace period.
-        """
+        """Refuses new requests, waits for the running ones; whether all ended within the grace."""
         self.draining = self._refuses = True
         try:
             async with asyncio.timeout(grace_s):

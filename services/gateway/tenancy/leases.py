@@ -164,11 +164,7 @@ class Leases:
         return quota
 
     def check_early(self, quota: Quota) -> None:
-        """Refuses a new request that has no chance.
-
-        Raises:
-            RateLimited: so it is.
-        """
+        """Raises RateLimited for a new request that has no chance."""
         if self.division is None:
             try:
                 quota.check_early()

@@ -227,11 +227,7 @@ class Quota:
         return None
 
     def check_early(self) -> None:
-        """Refuses a new request if what gateways have leased leaves no room for it.
-
-        Raises:
-            RateLimited: so it is.
-        """
+        """Raises RateLimited if what gateways have leased leaves no room for a new request."""
         waiting = self.early + 1
         for kind, amount in ((RUNNING, waiting), (REQUESTS, waiting), (TOKENS, 1)):
             limit = self.limits[kind]
@@ -242,11 +238,7 @@ class Quota:
                 raise self.refusal(kind, amount)
 
     def check_hold_off(self, kind: int, amount: int) -> None:
-        """Refuses what is as large as what has just been refused.
-
-        Raises:
-            RateLimited: so it is.
-        """
+        """Raises RateLimited for what is as large as what has just been refused."""
         until, refused = self._refused[kind]
         if amount >= refused and self._clock() < until:
             raise self.refusal(kind, amount)
@@ -295,11 +287,7 @@ class Quota:
         return division.share(self.limits[kind] or 0) if is_steady else self.leases[kind]
 
     def check_divided(self, amounts: Amounts, division: Division) -> None:
-        """Refuses what does not fit into this gateway's part.
-
-        Raises:
-            RateLimited: the part is used up.
-        """
+        """Raises RateLimited for what does not fit into this gateway's part."""
         for kind, limit in enumerate(self.limits):
             if limit is None or not amounts[kind]:
                 continue
