@@ -14,11 +14,7 @@ from msgspec import UNSET
 from services.common.errors import InvalidGrammar, InvalidRequest
 from services.common.grammar.grammar_bounds import MAX_GRAMMAR_CHARS
 from services.common.pb import decoder_pb2 as pb
-from services.gateway.forms.generation import (
-    JsonObjectFormat,
-    JsonSchemaFormat,
-    StructuredOutputs,
-)
+from services.gateway.forms.generation import JsonObjectFormat, JsonSchemaFormat, StructuredOutputs
 from services.gateway.forms.openai import ChatRequest
 
 _ANY_OBJECT = '{"type":"object"}'

@@ -47,10 +47,7 @@ _ROOT_REFUSED = ("anyOf", "oneOf", "allOf", "const", "enum", "patternProperties"
 
 
 def answer_grammar(
-    asked: Grammar | None,
-    start: Start | None,
-    calls: ToolCalls | None,
-    tokenizer: ModelTokenizer,
+    asked: Grammar | None, start: Start | None, calls: ToolCalls | None, tokenizer: ModelTokenizer
 ) -> Grammar | None:
     """What an answer has to be, with its calls; None: it is free.
 
@@ -204,8 +201,7 @@ class _Writer:
         if self._parser is Llama3JsonParser:
             # Without tags, an answer of JSON and a call begin alike.
             raise InvalidRequest(
-                "not supported together with tools in the model's form of calls",
-                param=asked.param,
+                "not supported together with tools in the model's form of calls", param=asked.param
             )
         return self._name("r", _answer(asked))
 

@@ -11,13 +11,7 @@ from dataclasses import dataclass
 
 import grpc.aio
 
-from services.common.errors import (
-    Cancelled,
-    InternalError,
-    Overloaded,
-    ProcessLost,
-    Unavailable,
-)
+from services.common.errors import Cancelled, InternalError, Overloaded, ProcessLost, Unavailable
 from services.common.frame_pairs import Clip
 from services.common.geometry import Unit
 from services.common.images.image_key import FRAME_DIGEST_BYTES

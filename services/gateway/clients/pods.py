@@ -115,9 +115,7 @@ class Pod:
         )
 
     async def ask(
-        self,
-        method: "grpc.aio.UnaryUnaryMultiCallable[RequestT, AnswerT]",
-        request: RequestT,
+        self, method: "grpc.aio.UnaryUnaryMultiCallable[RequestT, AnswerT]", request: RequestT
     ) -> AnswerT:
         """A short call; raises TriptychError if the pod fails or does not answer."""
         try:

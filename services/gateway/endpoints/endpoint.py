@@ -277,10 +277,7 @@ def ignored_of(scope: Scope) -> Ignored:
 
 
 async def parse_body(
-    service: ChatService,
-    parse: Callable[[Body, Ignored], Result],
-    body: Body,
-    scope: Scope,
+    service: ChatService, parse: Callable[[Body, Ignored], Result], body: Body, scope: Scope
 ) -> Result:
     """`parse(body)`; in a thread, if the body is long.
 

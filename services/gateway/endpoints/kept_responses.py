@@ -165,11 +165,7 @@ class KeptResponses:
         return items
 
     async def _with_digests(
-        self,
-        tenant: str,
-        parts: Sequence[api.InputPart],
-        place: str,
-        images: Mapping[str, bytes],
+        self, tenant: str, parts: Sequence[api.InputPart], place: str, images: Mapping[str, bytes]
     ) -> list[api.InputPart] | None:
         found: list[api.InputPart] = []
         for index, part in enumerate(parts):

@@ -30,9 +30,7 @@ from services.gateway.forms.openai import (
     TextPart,
     check_chat_request,
 )
-from services.gateway.forms.openai import (
-    Part as ContentPart,
-)
+from services.gateway.forms.openai import Part as ContentPart
 from services.gateway.forms.parts import Call, Part, Reasoning, Text
 from services.gateway.forms.responses import LogprobEntry, encode_json
 from services.gateway.forms.tools import (

@@ -347,10 +347,7 @@ class ChunkWriter:
         self._text_starts: dict[int, bytes] = {}
 
     def role(
-        self,
-        choice: int,
-        usage: Usage | None = None,
-        prompt_token_ids: Sequence[int] | None = None,
+        self, choice: int, usage: Usage | None = None, prompt_token_ids: Sequence[int] | None = None
     ) -> bytes:
         """The first event of a choice."""
         ids = b""

@@ -91,10 +91,7 @@ class Exchange:
 
     async def write_slowly(self, body: bytes) -> None:
         """Sends the whole response, a piece at a time: waits while the client reads too slowly."""
-        headers = [
-            (b"content-type", _JSON),
-            (b"content-length", str(len(body)).encode()),
-        ]
+        headers = [(b"content-type", _JSON), (b"content-length", str(len(body)).encode())]
         self.started = True
         await self.send({"type": "http.response.start", "status": 200, "headers": headers})
         for first in range(0, max(1, len(body)), _PIECE_BYTES):
@@ -139,10 +136,7 @@ async def _disconnected(receive: Receive) -> None:
 
 
 async def read_body(
-    scope: Scope,
-    receive: Receive,
-    hold: Callable[[int], None],
-    types: Sequence[str] = JSON_TYPES,
+    scope: Scope, receive: Receive, hold: Callable[[int], None], types: Sequence[str] = JSON_TYPES
 ) -> bytes | bytearray:
     """A request's whole body, which is JSON unless `types` say otherwise.
 

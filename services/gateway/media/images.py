@@ -125,11 +125,7 @@ class ImageReader:
         return sum(self._area(unit) for image in images for unit in image.units)
 
     async def read(
-        self,
-        sources: Sequence[ImageSource],
-        hold: Hold,
-        max_patches: int,
-        tenant: str = "",
+        self, sources: Sequence[ImageSource], hold: Hold, max_patches: int, tenant: str = ""
     ) -> list[Image]:
         """All images, in order.
 

@@ -343,9 +343,7 @@ def split_stills(url: str, max_stills: int, max_bytes: int) -> list[bytes]:
 
 
 async def probe_once(
-    file: VideoFile,
-    choose: Callable[[bytes, set[str]], Prober],
-    timeout_s: float,
+    file: VideoFile, choose: Callable[[bytes, set[str]], Prober], timeout_s: float
 ) -> tuple[Probed, str]:
     """Leaves a file at an encoder, or at another one if that is lost.
 

@@ -20,12 +20,7 @@ from typing import Any
 import httpcore2
 import httpx2
 
-from services.common.errors import (
-    InvalidRequest,
-    MediaFetchFailed,
-    TriptychError,
-    Unavailable,
-)
+from services.common.errors import InvalidRequest, MediaFetchFailed, TriptychError, Unavailable
 from services.gateway.media.images import uncounted
 from services.gateway.media.kinds import IMAGE, Kind
 from services.gateway.media.network import SocketOption, connect

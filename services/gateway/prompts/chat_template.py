@@ -105,10 +105,7 @@ class ChatTemplate:
     """
 
     def __init__(
-        self,
-        source: str,
-        special_tokens: Mapping[str, str],
-        added: Mapping[str, AddedToken],
+        self, source: str, special_tokens: Mapping[str, str], added: Mapping[str, AddedToken]
     ) -> None:
         environment = _environment()
         try:

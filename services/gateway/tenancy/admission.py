@@ -64,10 +64,7 @@ class Admission:
     """
 
     def __init__(
-        self,
-        max_requests: int,
-        max_held_bytes: int = MAX_HELD_BYTES,
-        quotas: Quotas | None = None,
+        self, max_requests: int, max_held_bytes: int = MAX_HELD_BYTES, quotas: Quotas | None = None
     ) -> None:
         self._max_requests = max_requests
         self.max_held_bytes = max_held_bytes

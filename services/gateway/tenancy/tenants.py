@@ -157,11 +157,7 @@ class Keyring:
     """
 
     def __init__(
-        self,
-        keys: Iterable[str] = (),
-        path: Path | None = None,
-        *,
-        is_private: bool = False,
+        self, keys: Iterable[str] = (), path: Path | None = None, *, is_private: bool = False
     ) -> None:
         self._path = path
         self._everybody = Identity(ANONYMOUS, scopes=_ALL_SCOPES if is_private else _INFERENCE)
