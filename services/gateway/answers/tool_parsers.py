@@ -290,10 +290,7 @@ class Qwen3CoderParser(_TaggedParser):
         if self._state == "value":
             held = _num_held(self._buffer, ("\n" + self._end_parameter, self._end_parameter))
             value = self._buffer[: len(self._buffer) - held]
-            is_text = self._type.is_text
-            self._add_arguments(
-                _escaped(value) + '"' if is_text else to_json(value, self._type), parts
-            )
+            self._end_value(value, parts)
         if self._state != "after":
             self._add_arguments("}" if self._num_parameters else "{}", parts)
         return parts
@@ -370,10 +367,7 @@ class Qwen3CoderParser(_TaggedParser):
         if end >= 0:
             value = self._buffer[:end].removesuffix("\n")
             self._buffer = self._buffer[end + len(self._end_parameter) :]
-            if self._type.is_text:
-                self._add_arguments(_escaped(value) + '"', parts)
-            else:
-                self._add_arguments(to_json(value, self._type), parts)
+            self._end_value(value, parts)
             self._state = "between"
             return True
         if self._type.is_text:
@@ -383,6 +377,10 @@ class Qwen3CoderParser(_TaggedParser):
             self._add_arguments(_escaped(self._buffer[:size]), parts)
             self._buffer = self._buffer[size:]
         return False
+
+    def _end_value(self, text: str, parts: list[Part]) -> None:
+        is_text = self._type.is_text
+        self._add_arguments(_escaped(text) + '"' if is_text else to_json(text, self._type), parts)
 
     def _step_after(self, parts: list[Part]) -> bool:
         """After the function: the outer tag may follow."""

@@ -12,9 +12,6 @@ from contextlib import asynccontextmanager
 
 import httpcore2
 
-SocketOption = (
-    tuple[int, int, int] | tuple[int, int, bytes | bytearray] | tuple[int, int, None, int]
-)
 _Timeout = float | None
 
 

@@ -23,7 +23,7 @@ import httpx2
 from services.common.errors import InvalidRequest, MediaFetchFailed, TriptychError, Unavailable
 from services.gateway.media.images import uncounted
 from services.gateway.media.kinds import IMAGE, Kind
-from services.gateway.media.network import SocketOption, connect
+from services.gateway.media.network import connect
 from services.gateway.tenancy.tenants import ANONYMOUS, bound_tenant
 
 Resolver = Callable[[str, int], Coroutine[Any, Any, list[str]]]
@@ -137,7 +137,7 @@ class _CheckedBackend(httpcore2.AsyncNetworkBackend):
         port: int,
         timeout: float | None = None,  # noqa: ASYNC109 - httpcore's interface
         local_address: str | None = None,
-        socket_options: Iterable[SocketOption] | None = None,
+        socket_options: Iterable[Any] | None = None,
     ) -> httpcore2.AsyncNetworkStream:
         """Resolves the host, checks its addresses, and dials the first."""
         try:

@@ -95,12 +95,9 @@ class PromptBuilder:
 
     def has_placeholder(self, token_ids: Sequence[int]) -> bool:
         """Whether one of the tokens stands for an image or a video."""
-        return any(placeholder in token_ids for placeholder in self._placeholders)
-
-    @property
-    def _placeholders(self) -> list[int]:
-        image = [] if self._geometry is None else [self._geometry.image_token_id]
-        return image if self._pairs is None else [*image, self._pairs.video_token_id]
+        geometry, pairs = self._geometry, self._pairs
+        has_image = geometry is not None and geometry.image_token_id in token_ids
+        return has_image or (pairs is not None and pairs.video_token_id in token_ids)
 
     def expand(
         self, draft: Draft, images: Sequence[Sequence[Unit]], videos: Sequence[Video] = ()
