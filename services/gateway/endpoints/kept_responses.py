@@ -20,6 +20,7 @@ from services.gateway.chat import ChatService
 from services.gateway.forms import responses_api as api
 from services.gateway.forms.openai import MAX_MESSAGES, ImageUrl
 from services.gateway.forms.responses import encode_json
+from services.gateway.forms.video import InputVideoPart
 from services.gateway.http.exchange import JsonResponse
 from services.gateway.kept import Kept
 from services.gateway.media.images import kept_name
@@ -180,10 +181,8 @@ class KeptResponses:
                 if not isinstance(given, ImageUrl):
                     given = ImageUrl(None, part.detail)
                 part = api.ResponseImage(image_url=structs.replace(given, url=None), uuid=digest)
-            elif isinstance(part, api.ResponseVideo):
-                url = part.video_url if isinstance(part.video_url, str) else part.video_url.url
-                if not url.startswith(("http:", "https:")):  # its bytes are not kept
-                    return None
+            elif isinstance(part, InputVideoPart) and not part.urls.startswith(("http:", "https:")):
+                return None  # its bytes are not kept
             found.append(part)
         return found
 

@@ -44,7 +44,6 @@ from services.gateway.forms.tools import (
     ToolCall,
     ToolChoice,
 )
-from services.gateway.forms.video import VideoFields, VideoUrlPart
 from services.gateway.media.images import Image
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.tenancy.admission import Admission
@@ -217,13 +216,12 @@ def _content(given: str | list[api.InputPart] | None, path: str) -> str | list[C
         if isinstance(part, api.ResponseImage):
             image = _image(part, f"{path}[{index}]")
             parts.append(ImageUrlPart(image_url=image, uuid=part.uuid))
-        elif isinstance(part, api.ResponseVideo):
-            fields = {name: getattr(part, name) for name in VideoFields.__struct_fields__}
-            parts.append(VideoUrlPart(video_url=part.video_url, **fields))
         elif isinstance(part, api.ResponseReasoningText):
             raise InvalidRequest("belongs to an item of reasoning", param=f"{path}[{index}].type")
-        else:
+        elif isinstance(part, api.ResponseOutputText):
             parts.append(TextPart(part.text))
+        else:
+            parts.append(part)
     return parts
 
 

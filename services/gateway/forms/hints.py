@@ -40,9 +40,7 @@ _CHAT_PARTS = (
     "TextPart", "InputTextPart", "ImageUrlPart", "InputImagePart", "NamedImagePart",
     "VideoUrlPart", "InputVideoPart", "NamedVideoPart",
 )  # fmt: skip
-_RESPONSE_PARTS = (
-    "ResponseText", "ResponseOutputText", "ResponseImage", "ResponseVideo", "ResponseReasoningText",
-)  # fmt: skip
+_RESPONSE_PARTS = ("ResponseOutputText", "ResponseImage", "ResponseReasoningText")
 _BLOCKS = (
     "TextBlock", "ImageBlock", "ThinkingBlock", "ToolUseBlock", "ToolResultBlock", "DocumentBlock",
 )  # fmt: skip

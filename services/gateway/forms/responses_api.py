@@ -24,25 +24,20 @@ from services.gateway.forms.openai import (
     MAX_PARTS,
     ImageUrl,
     ImageUuid,
+    InputTextPart,
     MultimodalOptions,
     ReasoningEffort,
     ThinkingTokens,
 )
 from services.gateway.forms.responses import LogprobEntry, VideoUsage
 from services.gateway.forms.tools import MAX_TOOLS, FunctionDefinition, ToolName
-from services.gateway.forms.video import MediaOptions, VideoFields, VideoUrl
+from services.gateway.forms.video import InputVideoPart, MediaOptions
 
 _Detail = Literal["auto", "low", "high", "original"]
 _Status = Literal["in_progress", "completed", "incomplete"]
 
 
 # Input.
-
-
-class ResponseText(Struct, forbid_unknown_fields=True, tag_field="type", tag="input_text"):
-    """Text of a user, a developer or a tool."""
-
-    text: str
 
 
 class ResponseOutputText(Struct, forbid_unknown_fields=True, tag_field="type", tag="output_text"):
@@ -62,12 +57,6 @@ class ResponseImage(Struct, forbid_unknown_fields=True, tag_field="type", tag="i
     detail: _Detail | None = None
 
 
-class ResponseVideo(VideoFields, forbid_unknown_fields=True, tag_field="type", tag="input_video"):
-    """A video, which is ours: OpenAI's Responses API has none."""
-
-    video_url: VideoUrl | str
-
-
 class ResponseReasoningText(
     Struct, forbid_unknown_fields=True, tag_field="type", tag="reasoning_text"
 ):
@@ -76,8 +65,9 @@ class ResponseReasoningText(
     text: str
 
 
+# Videos are ours: OpenAI's Responses API has none.
 InputPart = (
-    ResponseText | ResponseOutputText | ResponseImage | ResponseVideo | ResponseReasoningText
+    InputTextPart | ResponseOutputText | ResponseImage | InputVideoPart | ResponseReasoningText
 )
 _Content = str | Annotated[list[InputPart], Meta(max_length=MAX_PARTS)]
 
