@@ -76,12 +76,6 @@ class _Waiter:
     error: RateLimited | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class _Row:
-    quota: Quota
-    asked: Asked
-
-
 class Leases:
     """One gateway's leases, for one event loop.
 
@@ -147,7 +141,7 @@ class Leases:
         if self.division is None:
             with suppress(Exception):
                 async with asyncio.timeout(self._times.wait):
-                    await self._store.ask([self._row(name, NOTHING).asked for name in self._active])
+                    await self._store.ask([self._row(name, NOTHING) for name in self._active])
         await self._store.close()
 
     def quota(self, tenant: Tenant) -> Quota:
@@ -252,12 +246,13 @@ class Leases:
         if (now := self._clock()) >= self._sync_at:
             self._sync_at = now + self._times.sync
             news = (self._row(name, NOTHING) for name in self._active - names)
-            rows += [row for row in news if self._told.get(row.asked.tenant) != row.asked]
+            rows += [row for row in news if self._told.get(row.tenant) != row]
         if self.division is None:
             for row in rows:  # what is given back may not be used while the question is under way
-                row.quota.leases = list(map(min, row.quota.leases, row.asked.wanted))
+                quota = self._quotas[row.tenant]
+                quota.leases = list(map(min, quota.leases, row.wanted))
         all_tenants = now >= self._all_tenants_at
-        asking = store.ask([row.asked for row in rows], all_tenants=all_tenants)
+        asking = store.ask(rows, all_tenants=all_tenants)
         self._question = asyncio.create_task(asking)
         try:
             await _wait_for(self._question, _ASK_TIMEOUT_S)
@@ -268,10 +263,10 @@ class Leases:
             self._question.cancel()
         if all_tenants:
             self._all_tenants_at = now + min(_ALL_TENANTS_S, self._times.settle / 3)
-        self._told.update((row.asked.tenant, row.asked) for row in rows)
+        self._told.update((row.tenant, row) for row in rows)
         self._hear(rows, answer)
 
-    def _row(self, tenant: str, waiting: Amounts) -> _Row:
+    def _row(self, tenant: str, waiting: Amounts) -> Asked:
         """What is told and asked about a tenant."""
         quota = self._quotas[tenant]
         limits = [-1 if limit is None else limit for limit in quota.limits]
@@ -289,9 +284,9 @@ class Leases:
                 wanted[kind] += free // (_HEADROOM * max(1, self._gateways))
         asked = Asked(tenant, limits, held, wanted, quota.is_short)
         quota.is_busy = quota.is_short = False
-        return _Row(quota, asked)
+        return asked
 
-    def _hear(self, rows: Sequence[_Row], answer: Answer) -> None:
+    def _hear(self, rows: Sequence[Asked], answer: Answer) -> None:
         now = self._clock()
         if self._settles_at == math.inf:
             self._settles_at = now + self._times.settle
@@ -304,7 +299,7 @@ class Leases:
         self._gateways = answer.gateways
         self._decide(heard=True)
 
-    def _apply(self, rows: Sequence[_Row], answer: Answer) -> None:
+    def _apply(self, rows: Sequence[Asked], answer: Answer) -> None:
         if answer.of_others is not None:
             self._of_others = answer.of_others
             for name, quota in self._quotas.items():
@@ -315,11 +310,11 @@ class Leases:
             self.division = None
             log.info("tenants' limits are counted in Redis, for %d gateways", answer.gateways)
         for row, leases, others in zip(rows, answer.leases, answer.others, strict=True):
-            quota = row.quota
+            quota = self._quotas[row.tenant]
             quota.leases, quota.others = leases, others
-            if not any((*leases, *quota.used(), row.asked.is_short)):
-                self._active.discard(row.asked.tenant)
-                self._told.pop(row.asked.tenant, None)
+            if not any((*leases, *quota.used(), row.is_short)):
+                self._active.discard(row.tenant)
+                self._told.pop(row.tenant, None)
 
     def _lose(self, reason: str) -> None:
         """Redis is of no use now."""

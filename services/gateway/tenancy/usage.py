@@ -21,8 +21,8 @@ class Usage:
 
     quota: Quota
     leases: Leases
-    num_charges: int = 0
     num_sequences: int = 0
+    # Of each charge; None: tokens have no limit.
     _tokens: list[Entry | None] = field(default_factory=list[Entry | None])
 
     async def charge(self, tokens: int = 0, num_choices: int = 0, num_pixels: int = 0) -> None:
@@ -33,16 +33,15 @@ class Usage:
         Raises:
             RateLimited: they are too many for now.
         """
-        own = 0 if self.num_charges else 1
+        own = 0 if self._tokens else 1
         amounts = (own, tokens, num_pixels, own, num_choices)
         await self.leases.charge(self.quota, self._take, amounts)
 
     def _take(self, amounts: Amounts) -> None:
         """Counts amounts that fit."""
-        self._tokens.append(self.quota.take(amounts))
-        if not self.num_charges:
+        if not self._tokens:
             self.quota.early -= 1
-        self.num_charges += 1
+        self._tokens.append(self.quota.take(amounts))
         self.num_sequences += amounts[SEQUENCES]
 
     def correct(self, used_tokens: Sequence[int]) -> None:
@@ -55,7 +54,7 @@ class Usage:
     def end(self) -> None:
         """Gives back what counts at a time. A request that failed before its charge counts, too."""
         meters = self.quota.meters
-        if self.num_charges:
+        if self._tokens:
             meters[RUNNING].add(-1)
             meters[SEQUENCES].add(-self.num_sequences)
         else:
