@@ -31,8 +31,8 @@ from services.gateway.answers.thinking_budget import ThinkingBudget
 from services.gateway.clients.decoders import DecoderPod, DecoderPool, EmbeddingLost, TokenEvent
 from services.gateway.clients.encoders import EncoderPool
 from services.gateway.clients.sent_prompts import PromptChain
-from services.gateway.encode_calls import EncodeCalls, EncodeFailed
-from services.gateway.losses import Losses, Service
+from services.gateway.encode_calls import EncodeCalls
+from services.gateway.losses import Losses, RetryableFailure
 from services.gateway.mailbox import Mailbox
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.prepared_request import PreparedRequest
@@ -51,21 +51,8 @@ MAX_WAITING_BYTES, _WAITING_STEP_BYTES = 4 << 20, 64 << 10
 _AFFINITY_TOKENS = 256
 
 
-class _RetryableFailure(Exception):
-    """A failure that another pod may not have."""
-
-    def __init__(self, error: TriptychError, service: Service, pod: str) -> None:
-        super().__init__(error.message)
-        self.error = error
-        self.service = service
-        self.pod = pod  # to be excluded
-
-
-class _TooSlow(Overloaded):
-    """More of the answer waits for the client than there is room for."""
-
-
-_Item = TokenEvent | EncodeFailed | InvalidRequest | _TooSlow
+# Overloaded: more of the answer waits for the client than there is room for.
+_Item = TokenEvent | RetryableFailure | InvalidRequest | Overloaded
 
 
 class Attempts:
@@ -139,11 +126,11 @@ class Attempts:
                         if self._decoder_leaves and may_move and self._should_leave():
                             num_moves += 1
                             leaving = Unavailable("the decoder is about to go")
-                            raise _RetryableFailure(leaving, "decoder", self._session)
+                            raise RetryableFailure(leaving, "decoder", self._session)
                     if self._request.wait_for_sources:
                         await self._encodes.finish(_SOURCES_GRACE_S)
                     return
-                except _RetryableFailure as failure:
+                except RetryableFailure as failure:
                     if not self._generated:
                         return  # the last choices were stopped by the caller
                     if started:
@@ -281,7 +268,7 @@ class Attempts:
             self._counted_bytes += _WAITING_STEP_BYTES
         except Overloaded as error:
             mailbox.clear()
-            mailbox.put(_TooSlow(error.message, retry_after_s=1))
+            mailbox.put(Overloaded(error.message, retry_after_s=1))
             for sequence_id in self._sequences.values():
                 if self._decoder is not None:
                     self._decoder.cancel(sequence_id)
@@ -291,13 +278,9 @@ class Attempts:
         good: list[TokenEvent] = []
         for item in items:
             if not isinstance(item, TokenEvent):
-                if isinstance(item, _TooSlow):
+                if isinstance(item, Overloaded) or not (started or good):
                     return good, item
-                if started or good:
-                    continue  # the decoder got the embedding elsewhere
-                if isinstance(item, EncodeFailed):
-                    return good, _RetryableFailure(item.error, "encoder", item.address)
-                return good, item
+                continue  # the decoder got the embedding elsewhere
             if item.choice not in self._sequences:
                 continue
             if item.leaving:
@@ -320,12 +303,12 @@ class Attempts:
 
     def _decoder_failure(self, error: TriptychError) -> Exception:
         if isinstance(error, EmbeddingLost):
-            return _RetryableFailure(error, "encoder", error.encoder_address)
+            return RetryableFailure(error, "encoder", error.encoder_address)
         if isinstance(error, Cancelled):  # not by this gateway, which ignores events then
             error = Unavailable("the decoder cancelled the request")
         if isinstance(error, InvalidGrammar):
             error.param = self._request.grammar_param
-        return _RetryableFailure(error, "decoder", self._session) if error.retryable else error
+        return RetryableFailure(error, "decoder", self._session) if error.retryable else error
 
     def _record_handover(self) -> None:
         """Records how long the client has waited for another decoder."""
@@ -333,7 +316,7 @@ class Attempts:
         self._request.timings.record("handover", time.monotonic() - self._lost_at)
         self._lost_at = 0.0
 
-    async def _recover(self, failure: _RetryableFailure) -> None:
+    async def _recover(self, failure: RetryableFailure) -> None:
         """Ends an attempt, so that the next one avoids the pod; raises if there may be none."""
         self._cancel_sequences()
         error = failure.error

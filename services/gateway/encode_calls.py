@@ -23,7 +23,7 @@ from services.common.pb import decoder_pb2 as pb
 from services.common.pb.encoder_pb2 import DescribeEncoderResponse
 from services.gateway.clients.decoders import EmbeddingLost
 from services.gateway.clients.encoders import Encoded, EncoderPod, EncoderPool
-from services.gateway.losses import Losses
+from services.gateway.losses import Losses, RetryableFailure
 from services.gateway.media.images import Image
 from services.gateway.media.videos import Video
 from services.gateway.metrics import GatewayMetrics
@@ -34,14 +34,6 @@ from services.gateway.prepared_request import Medium, PreparedRequest
 VERDICT_S = 3.0
 # How many times as long as an image's call a video's may take.
 _VIDEO_PATIENCE = 4
-
-
-@dataclass(frozen=True, slots=True)
-class EncodeFailed:
-    """A call failed; another encoder may succeed."""
-
-    error: TriptychError
-    address: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +56,7 @@ class EncodeCalls:
     request: PreparedRequest
     encoders: EncoderPool
     losses: Losses
-    report: Callable[[EncodeFailed | InvalidRequest], None]
+    report: Callable[[RetryableFailure | InvalidRequest], None]
     metrics: GatewayMetrics
     timeout_s: float
     keys: list[bytes] = field(default_factory=list[bytes])
@@ -207,7 +199,7 @@ class EncodeCalls:
             self.losses.add("encoder", pod.address, outcome, image.param, is_video=is_video)
             self._failed.add(pod.address)
             self._give_up_video(run.image, pod.address)
-            self.report(EncodeFailed(outcome, pod.address))
+            self.report(RetryableFailure(outcome, "encoder", pod.address))
 
     def _give_up_video(self, index: int, address: str) -> None:
         """The other calls for a file's units fail as one has: they say nothing new."""

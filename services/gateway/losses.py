@@ -24,6 +24,16 @@ Service = Literal["encoder", "decoder"]
 MAX_LOST = 2
 
 
+class RetryableFailure(Exception):
+    """A failure that another pod may not have."""
+
+    def __init__(self, error: TriptychError, service: Service, pod: str) -> None:
+        super().__init__(error.message)
+        self.error = error
+        self.service: Service = service
+        self.pod = pod  # to be excluded
+
+
 class Losses:
     """Of one request. Encoders are named by address, decoders by session: one that has restarted
     may be the only one.
