@@ -53,8 +53,6 @@ class BareValues:
 
         Args:
             opener: the opening tag and a line break, as a terminal.
-            schema: of the value.
-            path: of the schema.
         """
         types = self.parameters.types(schema)
         if not types:

@@ -52,7 +52,6 @@ def read_tools(request: ChatRequest, parser: type[CallParser] | None) -> ToolCal
     """A request's tools, which `check_tools` has seen; None: no call is possible.
 
     Args:
-        request: of the client.
         parser: of the model's form of calls; None: it has none.
 
     Raises:

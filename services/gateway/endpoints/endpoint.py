@@ -125,13 +125,7 @@ class Endpoint(ABC):
         self, work: Work, chat: ChatRequest, timings: Timings | None = None,
         draft: Draft | None = None, *, truncate: bool = False,
     ) -> Completion:  # fmt: skip
-        """`ChatService.prepare` for this request.
-
-        Args:
-            timings: default: the request's.
-            draft: the prompt, if the messages are not.
-            truncate: the oldest turns are cut if they do not fit.
-        """
+        """`ChatService.prepare` for this request; `timings` are the request's by default."""
         completion = await self._service.prepare(
             chat, work.exchange.request_id, timings or work.timings, work.slot, draft,
             truncate=truncate,

@@ -17,7 +17,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from services.gateway.chat import ChatService
-from services.gateway.forms.responses import ModelCard, encode_json
+from services.gateway.forms.responses import ModelCard
 from services.gateway.http.exchange import JsonResponse
 
 log = logging.getLogger(__name__)
@@ -65,7 +65,7 @@ class ModelRoutes:
         """All models, this gateway's first."""
         others = await self._of_others(request)
         found = [self._own(), *(raw for name, raw in others.items() if name != self._own().id)]
-        return Response(encode_json(_AllModels(found)), media_type="application/json")
+        return JsonResponse(_AllModels(found))
 
     async def model(self, request: Request) -> Response:
         name: str = request.path_params["name"]
