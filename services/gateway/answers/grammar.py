@@ -75,18 +75,15 @@ def read_grammar(request: ChatRequest) -> Grammar | None:
     Raises:
         InvalidRequest: `response_format` and `structured_outputs` are not one grammar.
     """
-    grammar = None
-    match request.response_format:
-        case JsonObjectFormat():
-            grammar = Grammar("json_object", "", "response_format")
-        case JsonSchemaFormat(json_schema):
-            param = "response_format.json_schema.schema"
-            if json_schema.schema is UNSET:
-                grammar = Grammar("json_object", "", param)
-            else:
-                grammar = _of_schema(bytes(json_schema.schema).decode(), param)
-        case _:
-            pass
+    grammar, given = None, request.response_format
+    if isinstance(given, JsonObjectFormat):
+        grammar = Grammar("json_object", "", "response_format")
+    elif isinstance(given, JsonSchemaFormat):
+        schema, param = given.json_schema.schema, "response_format.json_schema.schema"
+        if schema is UNSET:
+            grammar = Grammar("json_object", "", param)
+        else:
+            grammar = _of_schema(bytes(schema).decode(), param)
     if request.structured_outputs is None:
         return grammar
     if grammar is not None:

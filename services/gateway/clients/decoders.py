@@ -243,14 +243,12 @@ class DecoderPod(Pod):
         if started is not None:
             self.prompts.started(sent, started.num_cached_tokens)
         finish_reason = error = None
-        match event.WhichOneof("end"):
-            case "finished":
-                stopped = event.finished.reason == pb.Finished.REASON_STOP
-                finish_reason = "stop" if stopped else "length"
-            case "failed":
-                error = _error_of(event.failed)
-            case _:
-                pass
+        end = event.WhichOneof("end")
+        if end == "finished":
+            stopped = event.finished.reason == pb.Finished.REASON_STOP
+            finish_reason = "stop" if stopped else "length"
+        elif end == "failed":
+            error = _error_of(event.failed)
         if finish_reason or error:
             self._forget(event.sequence_id)
         token_ids = list(event.token_ids)

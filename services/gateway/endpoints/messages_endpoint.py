@@ -126,17 +126,13 @@ def to_chat(request: api.CountTokensRequest, paths: dict[str, str]) -> ChatReque
             paths[f"tools[{index}].function.parameters"] = f"tools[{index}].input_schema"
     chat.tool_choice, chat.parallel_tool_calls = _tool_choice(request)
     chat.chat_template_kwargs, chat.cache_salt = request.chat_template_kwargs, request.cache_salt
-    match request.thinking:
-        case api.EnabledThinking():
-            chat.enable_thinking = True
-            chat.thinking_token_budget = request.thinking.budget_tokens
-        case api.DisabledThinking():
-            chat.enable_thinking = False
-        case api.AdaptiveThinking() | None:
-            pass
-    config = request.output_config
-    if isinstance(request.thinking, api.EnabledThinking | api.AdaptiveThinking):
-        chat.include_reasoning = request.thinking.display != "omitted"
+    thinking, config = request.thinking, request.output_config
+    if isinstance(thinking, api.EnabledThinking):
+        chat.enable_thinking, chat.thinking_token_budget = True, thinking.budget_tokens
+    elif isinstance(thinking, api.DisabledThinking):
+        chat.enable_thinking = False
+    if isinstance(thinking, api.EnabledThinking | api.AdaptiveThinking):
+        chat.include_reasoning = thinking.display != "omitted"
     if config is not None and config.effort is not None and chat.enable_thinking is not False:
         chat.reasoning_effort = config.effort
     if config is not None and config.format is not None:

@@ -15,7 +15,6 @@ from services.gateway.endpoints.kept_responses import KeptResponses
 from services.gateway.forms import responses_api as api
 from services.gateway.forms.generation import (
     JsonObjectFormat,
-    JsonSchema,
     JsonSchemaFormat,
     ResponseFormat,
     SamplingFields,
@@ -303,8 +302,7 @@ def _tool_choice(request: api.ResponsesRequest) -> ToolChoice | None:
 def _response_format(text: api.TextConfig | None) -> ResponseFormat | None:
     match text.format if text else None:
         case api.NamedJsonSchema() as given:
-            fields = {name: getattr(given, name) for name in JsonSchema.__struct_fields__}
-            return JsonSchemaFormat(JsonSchema(**fields))
+            return JsonSchemaFormat(given)
         case JsonObjectFormat() as given:
             return given
         case _:
