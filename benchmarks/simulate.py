@@ -23,14 +23,15 @@ from benchmarks.simulation.rows import compare as compare_rows
 from benchmarks.simulation.stages import H100_8B, H200_2B
 from benchmarks.simulation.traces import SYNTHETIC, Trace, recorded
 from triptych.layout import layouts, read_layout
+from triptych.stack import StackError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit status: 2 if the trace cannot be read."""
+    """Exit status: 2 if a trace or a layout cannot be read."""
     options = _parser().parse_args(arguments)
     try:
         options.action(options)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, StackError) as error:
         print(f"simulate: {error}", file=sys.stderr)
         return 2
     return 0
