@@ -128,12 +128,9 @@ def _grouped_gemm_kernel(
             row = tl.program_id(0) * HALF + index % HALF + index // HALF * (HEIGHT // 2)
         else:
             row = tl.program_id(0) * ROWS + index
-        within = tl.arange(0, TOKENS)
-        inside = (within < size)[:, None]
-        place = tl.load(tiles_ptr + num_tiles + tile) + within
-        source = place
-        if UP:
-            source = tl.load(order_ptr + place, mask=within < size, other=0) // TOP_K
+        place, source, is_row = rows_of_tile(
+            order_ptr, tiles_ptr, num_tiles, size, TOP_K, TOKENS, UP
+        )  # fmt: skip
         column = tl.arange(0, COLUMNS)
         weights = weight_ptr + (expert * HEIGHT + row)[:, None] * WIDTH + column[None, :]
         inputs = x_ptr + source.to(tl.int64)[:, None] * WIDTH + column[None, :]
@@ -146,14 +143,14 @@ def _grouped_gemm_kernel(
         acc = tl.zeros((ROWS, TOKENS), tl.float32)
         for at in tl.range(0, WIDTH, COLUMNS, num_stages=STAGES):
             weight = tl.load(weights + at)
-            x = tl.load(inputs + at, mask=inside, other=0.0)
+            x = tl.load(inputs + at, mask=is_row[:, None], other=0.0)
             if BLOCK_ROWS > 0 and X_COLUMNS == 0:
                 weight = widen(weight, dtype, PACKED, PURE)
             if X_COLUMNS > 0:  # FP8 tensor cores add few columns exactly
                 sums = tl.dot(weight, tl.trans(x))
                 if BLOCK_ROWS > 1:
                     block = at // 128
-                    x_scale = tl.load(x_scales + block * x_stride, mask=within < size, other=0.0)
+                    x_scale = tl.load(x_scales + block * x_stride, mask=is_row, other=0.0)
                     sums *= tl.load(scales + block)[:, None] * x_scale[None, :]
                 acc += sums
             elif BLOCK_ROWS > 1:
@@ -163,15 +160,42 @@ def _grouped_gemm_kernel(
         if BLOCK_ROWS == 1:
             acc *= tl.load(scales)[:, None]
             if X_COLUMNS > 0:
-                acc *= tl.load(x_scales, mask=within < size, other=0.0)[None, :]
-        out = out_ptr + place.to(tl.int64)[:, None] * (HEIGHT // 2 if UP else HEIGHT)
-        if UP:
-            halves = tl.permute(tl.reshape(acc.to(dtype), (2, HALF, TOKENS)), (2, 1, 0))
-            gate, up = tl.split(halves)  # [TOKENS, HALF] each
-            column = tl.program_id(0) * HALF + tl.arange(0, HALF)
-            tl.store(out + column[None, :], swiglu(gate, up), mask=inside)
-        else:
-            tl.store(out + row[None, :], tl.trans(acc).to(dtype), mask=inside)
+                acc *= tl.load(x_scales, mask=is_row, other=0.0)[None, :]
+        store_tile(out_ptr, acc, place, row, is_row, HEIGHT, UP)
+
+
+@triton.jit
+def rows_of_tile(  # noqa: ANN201
+    order_ptr, tiles_ptr, num_tiles, size, TOP_K: tl.constexpr, TOKENS: tl.constexpr,
+    UP: tl.constexpr,
+):  # fmt: skip
+    """The places of a tile's rows in the routing's order, where their inputs lie (UP: of the
+    tokens), and which of them there are.
+    """
+    within = tl.arange(0, TOKENS)
+    is_row = within < size
+    place = tl.load(tiles_ptr + num_tiles + tl.program_id(1)) + within
+    source = place
+    if UP:
+        source = tl.load(order_ptr + place, mask=is_row, other=0) // TOP_K
+    return place, source, is_row
+
+
+@triton.jit
+def store_tile(  # noqa: ANN201
+    out_ptr, sums, place, row, is_row, HEIGHT: tl.constexpr, UP: tl.constexpr
+):  # fmt: skip
+    """Writes `[ROWS, TOKENS]` sums to the rows' places. UP: after SwiGLU of their halves."""
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    out = out_ptr + place.to(tl.int64)[:, None] * (HEIGHT // 2 if UP else HEIGHT)
+    if UP:
+        HALF: tl.constexpr = sums.shape[0] // 2
+        halves = tl.permute(tl.reshape(sums.to(dtype), (2, HALF, sums.shape[1])), (2, 1, 0))
+        gate, up = tl.split(halves)  # [TOKENS, HALF] each
+        column = tl.program_id(0) * HALF + tl.arange(0, HALF)
+        tl.store(out + column[None, :], swiglu(gate, up), mask=is_row[:, None])
+    else:
+        tl.store(out + row[None, :], tl.trans(sums).to(dtype), mask=is_row[:, None])
 
 
 @triton.jit

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.experts.moe_gemm import combine
+from kernels.experts.moe_gemm import combine, rows_of_tile, store_tile
 from kernels.experts.moe_routing import Routing
 from kernels.gemm.packed_codes import (
     assembly,
@@ -25,7 +25,6 @@ from kernels.gemm.packed_codes import (
     term,
 )
 from kernels.gemm.packed_weight import TILE_ROWS, PackedWeight
-from kernels.gemm.silu_mul import swiglu
 from kernels.tuning import MoETilesConfig
 
 
@@ -99,12 +98,9 @@ def _grouped_kernel(
             codes = first + part.to(tl.int64) * STRIDE
             row = part * 64 + index
         group = expert * (WIDTH // GROUP * HEIGHT) + row[:, None]
-        within = tl.arange(0, TOKENS)
-        inside = (within < size)[:, None]
-        place = tl.load(tiles_ptr + num_tiles + tile) + within
-        source = place
-        if UP:
-            source = tl.load(order_ptr + place, mask=within < size, other=0) // TOP_K
+        place, source, is_row = rows_of_tile(
+            order_ptr, tiles_ptr, num_tiles, size, TOP_K, TOKENS, UP
+        )  # fmt: skip
         inputs = x_ptr + source.to(tl.int64)[:, None] * WIDTH
         sums = tl.zeros((64, TOKENS), tl.float32)
         for at in tl.range(0, WIDTH, 128, num_stages=STAGES):
@@ -112,18 +108,10 @@ def _grouped_kernel(
                 words = load_halves(codes + at * 16, HEIGHT // 128 * STRIDE)
             else:
                 words = load_words(codes + at * 16)
-            x0, x1, x2, x3 = load_inputs(inputs + at, inside, GROUP)
+            x0, x1, x2, x3 = load_inputs(inputs + at, is_row[:, None], GROUP)
             scales = load_groups(scale_ptr + group, at, HEIGHT, GROUP)
             zeros = scales
             if ZEROS:
                 zeros = load_groups(zero_ptr + group, at, HEIGHT, GROUP)
             sums += term(words, zeros, scales, x0, x1, x2, x3, GROUP, ZEROS, ASSEMBLY)
-        dtype: tl.constexpr = out_ptr.dtype.element_ty
-        out = out_ptr + place.to(tl.int64)[:, None] * (HEIGHT // 2 if UP else HEIGHT)
-        if UP:
-            halves = tl.permute(tl.reshape(sums.to(dtype), (2, 32, TOKENS)), (2, 1, 0))
-            gate, up = tl.split(halves)
-            column = part * 32 + tl.arange(0, 32)
-            tl.store(out + column[None, :], swiglu(gate, up), mask=inside)
-        else:
-            tl.store(out + row[None, :], tl.trans(sums).to(dtype), mask=inside)
+        store_tile(out_ptr, sums, place, row, is_row, HEIGHT, UP)
