@@ -37,6 +37,8 @@ const cells = (model) => {
     async tools() {
       const answer = await generateText({
         ...base, prompt: QUESTION, tools: { forecast }, toolChoice: "required", stopWhen: stepCountIs(1),
+        // The demonstration model repeats a call until it may not.
+        providerOptions: { openai: { parallelToolCalls: false } },
       });
       assert(answer.toolCalls.length > 0 && answer.toolResults.length > 0);
       for (const call of answer.toolCalls) Trip.parse(call.input);
