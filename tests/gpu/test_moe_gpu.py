@@ -12,6 +12,7 @@ import torch
 
 from tests.decoder_harness import Harness
 from tests.gpu.twins import CUDA, TOLERANCE, error, random
+from tests.quantized_experts import quantized_activations
 
 pytest.importorskip("triton")
 from benchmarks.kernels.moe import Layer
@@ -23,7 +24,6 @@ from kernels.experts import moe_routing
 from kernels.tuning import MoEGemvConfig
 from services.common.nn.dummy_weights import load_dummy
 from services.common.nn.experts import moe as plain_moe
-from services.common.nn.fp8 import w8a8_one
 from services.decoder.operations import table
 from services.decoder.operations.moe import MoEKernels
 from services.decoder.operations.table import KernelFacts
@@ -59,8 +59,8 @@ def test_every_implementation_agrees_with_its_twin(layer: Layer, name: str) -> N
         x, residual = random(count, TEXT.hidden_size), random(count, TEXT.hidden_size) * 0.01
         is_fp8 = layer.weight_format != "plain"
         config = MoEKernels(facts.device, TEXT.moe).gemm_config(count, is_fp8=is_fp8)
-        quantized = {"apply_one": w8a8_one} if name == "grouped_gemm" and config.w8a8 else {}
-        expected = residual + plain_moe(x, layer.router, layer.experts, residual, **quantized)
+        with quantized_activations(are_quantized=name == "grouped_gemm" and config.w8a8):
+            expected = residual + plain_moe(x, layer.router, layer.experts, residual)
         found = residual.clone()
         assert kernel(x, layer.router, layer.experts, found) is None
         clear = _is_clear(x, layer)

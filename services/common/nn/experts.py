@@ -11,7 +11,7 @@ the same shape in both, where H = I down has, never both. Scales of a fused tens
 (`down_proj_scale_inv`) and are transposed as it is. In memory the layout is `fused`.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Literal
 
 import torch
@@ -133,17 +133,7 @@ def _fused(
             )  # fmt: skip
 
 
-def _apply_one(stack: StackedLinear, index: int, x: Tensor) -> Tensor:
-    return stack.method.apply_one(stack, index, x)
-
-
-def moe(
-    x: Tensor,
-    router: Router,
-    experts: Experts,
-    residual: Tensor,
-    apply_one: Callable[[StackedLinear, int, Tensor], Tensor] = _apply_one,
-) -> Tensor:
+def moe(x: Tensor, router: Router, experts: Experts, residual: Tensor) -> Tensor:
     """The sum of the outputs of each token's experts, weighted by their probabilities.
 
     A token's sum is in float32 and in the order of the experts, whatever the other tokens are.
@@ -153,7 +143,6 @@ def moe(
         router: of the layer.
         experts: of the layer.
         residual: not read: implementations may add to it in place and return None instead.
-        apply_one: multiplies with one matrix of a stack.
 
     Returns:
         `[T, hidden]`.
@@ -163,7 +152,7 @@ def moe(
     up, down = experts.gate_up_proj, experts.down_proj
     for expert in chosen.unique().tolist():
         token, slot = torch.where(chosen == expert)
-        hidden = plain.silu_and_mul(apply_one(up, expert, x[token]))
-        out = apply_one(down, expert, hidden)
+        hidden = plain.silu_and_mul(up.method.apply_one(up, expert, x[token]))
+        out = down.method.apply_one(down, expert, hidden)
         total[token] += out.float() * weights[token, slot, None].float()
     return total.to(x.dtype)

@@ -23,34 +23,16 @@ from torch.nn import functional as F
 
 from kernels.device import DeviceFacts
 from kernels.gemm import fp8_weight
-from kernels.gemm.fp8_weight import (
-    BLOCK,
-    E4M3,
-    Fp8Weight,
-    quantize_activations,
-    w8a8_linear,
-    weight_only_linear,
-)
+from kernels.gemm.fp8_weight import BLOCK, E4M3, Fp8Weight, quantize_activations, weight_only_linear
 from kernels.plain import reduce_split_k
 from services.common.model_spec import QuantizationSpec
 from services.common.nn.dispatch import Implementation, Kernel, TokenRange
 from services.common.nn.layers import RMSNorm
-from services.common.nn.linear import (
-    Axis,
-    Linear,
-    QuantizedLinear,
-    StackedLinear,
-    TensorLayout,
-)
+from services.common.nn.linear import Axis, Linear, QuantizedLinear, TensorLayout
 
 # The most tokens for which they are the fastest, by `benchmarks.kernels.fp8` on an H200, 8B shapes.
 GEMV_TOKENS = 1
 SKINNY_TOKENS = 32
-
-
-def w8a8_one(stack: StackedLinear, index: int, x: Tensor) -> Tensor:
-    """`w8a8_linear` with one matrix of a stack: what many tokens of experts are multiplied by."""
-    return w8a8_linear(x, stack.method.weight(stack)[index])
 
 
 def skinny_tokens(operation: str, device: DeviceFacts) -> int:

@@ -13,11 +13,11 @@ from services.common.model_spec import MoESpec, QuantizationSpec
 from services.common.nn.experts import Experts, Router
 from services.common.nn.experts import moe as plain_moe
 from services.common.nn.formats import method_of
-from services.common.nn.fp8 import w8a8_one
 from services.common.nn.linear import Linear
 from services.common.nn.weights import materialize
 from services.decoder.operations.moe import MoEKernels, weights_of
 from tests.cases import THOROUGH
+from tests.quantized_experts import quantized_activations
 from tests.unit.kernels.interpreter import assert_close
 
 GEMV = MoEGemvConfig(up_rows=4, up_columns=64, down_rows=8, down_columns=64)
@@ -100,8 +100,8 @@ def check_experts(
         expected = residual + plain_moe(x, router, experts, residual)
         kernels.gemv(x, router, experts, residual, config=config)
     else:
-        multiply = {"apply_one": w8a8_one} if config.w8a8 else {}
-        expected = residual + plain_moe(x, router, experts, residual, **multiply)
+        with quantized_activations(are_quantized=config.w8a8):
+            expected = residual + plain_moe(x, router, experts, residual)
         assert (expected - residual).std() > 0.1
         routing = route(
             router(x), top_k, normalize=router.normalize, dtype=torch.float32, tile=config.tokens
