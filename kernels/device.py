@@ -53,9 +53,11 @@ class DeviceFacts:
     @property
     def triton_obstacle(self) -> str:
         """Why Triton's kernels do not run there, or ""; Triton supports Ampere and later."""
-        if self.kind != "cuda" or not self.has_triton:
-            return "needs a GPU and Triton"
-        return "" if self.capability >= (8, 0) else "needs compute capability 8.0"
+        if self.kind != "cuda":
+            return "needs a GPU"
+        if self.capability < (8, 0):
+            return "needs compute capability 8.0"
+        return "" if self.has_triton else "needs Triton"
 
     @property
     def is_hopper(self) -> bool:

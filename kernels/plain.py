@@ -19,39 +19,27 @@ from kernels.attention.heads import (
     read_kv,
     write_kv,
 )
-from kernels.rows import (
-    CHUNK_BLOCK,
-    CHUNK_END,
-    CHUNK_PLACE,
-    CHUNK_ROW,
-    TOKEN_ID,
-    TOKEN_INDEX,
-    TOKEN_POSITION,
-    TOKEN_ROW,
-    DeviceRows,
-    EnteredStep,
-    StepEntry,
-)
+from kernels.rows import DeviceRows, EnteredStep, OfChunk, OfToken, StepEntry
 
 # Before the first layer.
 
 
 def enter_step(step: StepEntry, rows: DeviceRows, out: EnteredStep, block_size: int) -> None:
     """Implements `Ops.enter_step`."""
-    places = step.chunks[CHUNK_PLACE]
+    places = step.chunks[OfChunk.PLACE]
     if (changes := places >= 0).any():
-        rows.blocks.view(-1)[places[changes]] = step.chunks[CHUNK_BLOCK, changes]
-    row, index = step.tokens[TOKEN_ROW], step.tokens[TOKEN_INDEX]
+        rows.blocks.view(-1)[places[changes]] = step.chunks[OfChunk.BLOCK, changes]
+    row, index = step.tokens[OfToken.ROW], step.tokens[OfToken.INDEX]
     sampled = (row >= 0) & (index < 0)
     of = row.clamp(min=0)
     index = torch.where(sampled, rows.lengths[of], index)
-    out.input_ids.copy_(torch.where(sampled, rows.last_tokens[of], step.tokens[TOKEN_ID]))
+    out.input_ids.copy_(torch.where(sampled, rows.last_tokens[of], step.tokens[OfToken.ID]))
     later = index + rows.position_deltas[of]
-    out.positions.copy_(torch.where(sampled, later, step.tokens[TOKEN_POSITION:]))
+    out.positions.copy_(torch.where(sampled, later, step.tokens[OfToken.POSITION :]))
     blocks = rows.blocks[of, index // block_size].long()
     slots = torch.add(index % block_size, blocks, alpha=block_size)
     out.slots.copy_(slots.masked_fill_(row < 0, -1))
-    owner, end = step.chunks[CHUNK_ROW], step.chunks[CHUNK_END]
+    owner, end = step.chunks[OfChunk.ROW], step.chunks[OfChunk.END]
     out.rows.copy_(owner)
     out.lengths.copy_(torch.where(end < 0, rows.lengths[owner] + 1, end))
     rows.lengths[owner] = out.lengths

@@ -5,16 +5,27 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# Of `StepEntry.tokens`: the token's row (-1: padding), its index in the sequence (-1: it is the one
-# that the row sampled last), its id, its position on each axis.
-TOKEN_ROW, TOKEN_INDEX, TOKEN_ID, TOKEN_POSITION = 0, 1, 2, 3
-NUM_TOKEN_FIELDS = 6
-# Of `StepEntry.chunks`: the chunk's row, the row's length after the step (-1: one more than
-# before), an entry of `DeviceRows.blocks`, flat, that changes before (-1: none), and its new value.
-CHUNK_ROW, CHUNK_END, CHUNK_PLACE, CHUNK_BLOCK = 0, 1, 2, 3
-NUM_CHUNK_FIELDS = 4
 # Of a step in which entries change: one program of a kernel has to see all of them.
 MAX_CHANGING_CHUNKS = 1024
+
+
+class OfToken:
+    """Rows of `StepEntry.tokens`: the token's row (-1: padding), its index in the sequence (-1: it
+    is the one that the row sampled last), its id, its position on each axis.
+    """
+
+    ROW, INDEX, ID, POSITION = 0, 1, 2, 3
+    COUNT = 6
+
+
+class OfChunk:
+    """Rows of `StepEntry.chunks`: the chunk's row, the row's length after the step (-1: one more
+    than before), an entry of `DeviceRows.blocks`, flat, that changes before (-1: none), and its new
+    value.
+    """
+
+    ROW, END, PLACE, BLOCK = 0, 1, 2, 3
+    COUNT = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +60,8 @@ class StepEntry:
     """A step of T tokens in S chunks as the host sends it; those of one token come first.
 
     Attributes:
-        tokens: `[6, T]` int32, see `TOKEN_ROW` and the others.
-        chunks: `[4, S]` int32, see `CHUNK_ROW` and the others.
+        tokens: `[6, T]` int32, see `OfToken`.
+        chunks: `[4, S]` int32, see `OfChunk`.
     """
 
     tokens: Tensor

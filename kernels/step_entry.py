@@ -8,9 +8,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.attention.heads import Rotary
+from kernels.dependent_launch import wait_for_earlier
 from kernels.rows import (
     MAX_CHANGING_CHUNKS,
     DeviceRows,
@@ -108,9 +108,7 @@ def _rope_kernel(
     inside = column < HALF
     axis = tl.load(axis_ptr + column, mask=inside, other=0)
     frequency = tl.load(frequency_ptr + column, mask=inside, other=0.0)
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    wait_for_earlier(PDL)
     position = tl.load(positions_ptr + axis * count + token)
     angle = position.to(tl.float32) * frequency
     dtype = cos_ptr.dtype.element_ty

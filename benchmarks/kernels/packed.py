@@ -114,9 +114,8 @@ def int8_calls(num_tokens: int, columns: int, swiglu: bool, facts: DeviceFacts) 
             int8_kernels.GemmConfig(64, 128, 128, 5, 4),
             int8_kernels.GemmConfig(64, 256, 128, 3, 8),
         ):  # fmt: skip
-            call = int8_kernels.gemm_swiglu if swiglu else int8_kernels.gemm
             name = f"int8 gemm {config.tokens}x{config.rows} stages {config.stages}"
-            yield name, partial(call, device=facts, config=config)
+            yield name, partial(int8_kernels.gemm, device=facts, config=config, is_swiglu=swiglu)
         if not swiglu:
             yield "int_mm", int8_weight.int_mm_linear
 

@@ -42,7 +42,7 @@ from kernels.attention.prefill_attention import PrefillAttention, PrefillChunk
 from kernels.attention.qk_rope_cache import qk_rope_cache
 from kernels.device import DeviceFacts
 from kernels.gemm import gemv
-from services.decoder.attention.base import AttentionMetadata, AttentionSizes
+from services.decoder.attention.base import AttentionMetadata
 from services.decoder.operations.table import KernelFacts, attention_facts
 
 SEQUENCES = (1, 2, 4, 8, 16, 32, 48, 64, 128, 256)
@@ -235,13 +235,14 @@ def layer_of(step: Step, case: Case) -> Callable[[int], Tensor]:
 def _flashinfer_decode(step: Step, tensor_cores: bool) -> Any:  # noqa: ANN401 - flashinfer's
     from services.decoder.attention.flashinfer import FlashInferDecode, make_float_workspace
 
-    facts, metadata = step.facts, step.metadata()
-    sizes = AttentionSizes(
-        facts.num_heads, facts.num_kv_heads, facts.head_dim, BLOCK_SIZE, metadata.num_decodes,
-        -(-int(metadata.seq_lens.max()) // BLOCK_SIZE),
-    )  # fmt: skip
+    metadata = step.metadata()
+    facts = replace(
+        step.facts,
+        max_num_sequences=metadata.num_decodes,
+        max_num_blocks=-(-int(metadata.seq_lens.max()) // BLOCK_SIZE),
+    )
     scratch = make_float_workspace(_CUDA)
-    decode = FlashInferDecode(facts, sizes, _CUDA, scratch, tensor_cores=tensor_cores)
+    decode = FlashInferDecode(facts, _CUDA, scratch, tensor_cores=tensor_cores)
     return decode.plan(metadata, captured=True)
 
 
@@ -358,8 +359,7 @@ def prefill_times(shape: str) -> dict[str, float | str]:
     if facts.has_flashinfer:
         from services.decoder.attention.flashinfer import FlashInferPrefill, make_float_workspace
 
-        sizes = AttentionSizes(heads, kv_heads, dim, BLOCK_SIZE, 1, blocks)
-        prefill = FlashInferPrefill(facts, sizes, _CUDA, make_float_workspace(_CUDA))
+        prefill = FlashInferPrefill(facts, _CUDA, make_float_workspace(_CUDA))
         lengths = np.array([PROMPT], np.int32)
         metadata = AttentionMetadata(
             num_decodes=0,
@@ -466,7 +466,7 @@ def _print_rows(
     ]  # fmt: skip
     configs = ", ".join(str(one.case.config) for one in fused)
     print(f"  ({facts.group_size}, {facts.head_dim}, {facts.num_kv_heads}): SizeClass(")
-    print(f"      measured=True,\n      fused=({configs}),")
+    print(f"      fused=({configs}),")
     print(f"      fused_max_context={tuple(longest)},  # of {CONTEXT} and {LONG_CONTEXT} timed")
     print(f"      paged={best['paged', 64, CONTEXT, False].case.config},  # of 64 sequences")
     print(f"      paged_min_sequences={at_least},  # None: flashinfer wins for 256")

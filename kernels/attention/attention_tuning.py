@@ -1,7 +1,7 @@
 """Facts that attention kernels are chosen by, and their tuned constants by size class.
 
 A size class is the number of query heads per key head (the group), the head dimension and the
-number of key heads. Classes marked `measured` were measured on an H200 (the 2B, 4B, 8B, 32B and
+number of key heads. All that are listed but one were measured on an H200 (the 2B, 4B, 8B, 32B and
 30B-A3B); others are extrapolated until `benchmarks.kernels.tune_attention` has been run for them.
 """
 
@@ -18,13 +18,14 @@ _SHARED_MEMORY_RESERVE = 8 << 10  # what a compiled kernel needs beside its tile
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionFacts:
-    """What decides which attention kernels a model can use on a device.
+    """What decides which attention kernels a model can use on a device, and their memory.
 
     Attributes:
         block_size: tokens of a KV block.
         rotary_dim: leading elements of a head that rotate; None: all.
         has_flashinfer: the package is installed.
         fp8_cache: keys and values are cached in e4m3.
+        max_num_sequences, max_num_blocks: of a step, and of one sequence.
     """
 
     device: DeviceFacts
@@ -36,6 +37,8 @@ class AttentionFacts:
     rotary_dim: int | None = None
     has_flashinfer: bool = False
     fp8_cache: bool = False
+    max_num_sequences: int = 1
+    max_num_blocks: int = 1
 
     @property
     def group_size(self) -> int:
@@ -95,7 +98,6 @@ class SizeClass:
     """Tuned constants of a size class. None: by a rule, see the functions below.
 
     Attributes:
-        measured: on an H200; else extrapolated.
         fused: by number of sequences, from one: for 132 SMs.
         fused_max_context: longest context, the new token included, for which the fused kernel is
             faster than separate ones, by number of sequences, from one.
@@ -105,7 +107,6 @@ class SizeClass:
         flashinfer_tensor_cores: whether flashinfer's decode uses its tensor-core kernel.
     """
 
-    measured: bool = False
     fused: tuple[FusedDecodeConfig, ...] | None = None
     fused_max_context: tuple[int, ...] = (4096, 2048)
     paged: PagedDecodeConfig | None = None
@@ -120,29 +121,25 @@ class SizeClass:
 # than its tensor-core one.
 _CLASSES: dict[tuple[int, int, int], SizeClass] = {
     (2, 128, 8): SizeClass(
-        measured=True,
         fused=(FusedDecodeConfig(2, 32, 64, False, 4), FusedDecodeConfig(2, 16, 64, False, 4)),
         fused_max_context=(4096, 2048),
         paged=PagedDecodeConfig(8, 64, 4, alone=(1, 5)),
         paged_min_sequences=48,
         flashinfer_tensor_cores=False,
     ),
-    (1, 128, 8): SizeClass(flashinfer_tensor_cores=False),
+    (1, 128, 8): SizeClass(flashinfer_tensor_cores=False),  # extrapolated
     (4, 128, 8): SizeClass(
-        measured=True,
         fused=(FusedDecodeConfig(2, 16, 64, False, 4), FusedDecodeConfig(4, 16, 64, True, 4)),
         fused_max_context=(2048, 4096),
         paged_min_sequences=8,
     ),
     (8, 128, 8): SizeClass(
-        measured=True,
         fused=(FusedDecodeConfig(8, 16, 64, True, 4), FusedDecodeConfig(8, 8, 64, True, 4)),
         fused_max_context=(4096, 4096),
         paged=PagedDecodeConfig(2, 64, 4, alone=(2, 3)),
         paged_min_sequences=4,
     ),
     (8, 128, 4): SizeClass(
-        measured=True,
         fused=(FusedDecodeConfig(2, 16, 64, False, 4), FusedDecodeConfig(8, 16, 64, True, 4)),
         fused_max_context=(2048, 1024),
         paged=PagedDecodeConfig(1, 64, 4, alone=(2, 3)),
@@ -162,7 +159,7 @@ def size_class(facts: AttentionFacts) -> SizeClass:
     group, dim, kv_heads = facts.group_size, facts.head_dim, facts.num_kv_heads
     if (found := _CLASSES.get((group, dim, kv_heads))) is not None:
         return found
-    return replace(_CLASSES.get((group, dim, 8), SizeClass()), measured=False, fused=None)
+    return replace(_CLASSES.get((group, dim, 8), SizeClass()), fused=None)
 
 
 def fused_decode_config(facts: AttentionFacts, num_sequences: int) -> FusedDecodeConfig:
@@ -216,34 +213,16 @@ def paged_decode_config(facts: AttentionFacts) -> PagedDecodeConfig:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class PrefillTuning:
-    """When `PrefillAttention` is faster than FA3, and how it splits; measured for the 2B (28
-    layers) on an H200.
-
-    FA3 attends to twice as many pairs of a new and a cached token in the same time, but runs in no
-    graph. It is faster once the eager step keeps the device longer than its launches take the host,
-    some 10 ms: 1,000 new tokens take 5, and a million pairs 0.8.
-
-    Attributes:
-        ctas_per_sm: that fit.
-        min_split_tiles: K/V tiles of a split, at least.
-        max_cached_share: pairs with cached tokens per pair within the chunk.
-        min_captured_pairs: pairs with cached tokens that a captured step may always have.
-        max_captured_pairs: pairs with cached tokens that a captured step may have, before
-            `pairs_per_token` is subtracted for each new token.
-        pairs_per_token: a captured step may have this many pairs fewer per new token.
-    """
-
-    ctas_per_sm: int = 2
-    min_split_tiles: int = 4
-    max_cached_share: float = 0.25
-    min_captured_pairs: int = 1_000_000
-    max_captured_pairs: int = 12_000_000
-    pairs_per_token: int = 6_000
-
-
-PREFILL = PrefillTuning()
+# When `PrefillAttention` is faster than FA3, and how it splits; measured for the 2B (28 layers) on
+# an H200. FA3 attends to twice as many pairs of a new and a cached token in the same time, but runs
+# in no graph. It is faster once the eager step keeps the device longer than its launches take the
+# host, some 10 ms: 1,000 new tokens take 5, and a million pairs 0.8.
+PREFILL_CTAS_PER_SM = 2  # that fit
+MIN_SPLIT_TILES = 4  # K/V tiles of a split, at least
+MAX_CACHED_SHARE = 0.25  # pairs with cached tokens per pair within the chunk
+# Pairs with cached tokens that a captured step may have: so many always, and at most so many, less
+# some for each new token.
+MIN_CAPTURED_PAIRS, MAX_CAPTURED_PAIRS, PAIRS_PER_TOKEN = 1_000_000, 12_000_000, 6_000
 
 
 # What the kernels need; a check returns the obstacle in words, or "".

@@ -5,6 +5,8 @@
 import triton
 import triton.language as tl
 
+from kernels.gemm.fp8_kernels import unpack
+
 
 @triton.jit
 def round_to_e4m3(x, scale):
@@ -28,32 +30,10 @@ def encode_e4m3(x):
 
 @triton.jit
 def decode_e4m3(x, dtype: tl.constexpr):
-    """Values of bytes in a float dtype, without their scale; NaN's byte becomes 480.
-
-    In 16 bits two at a time: a byte's sign and its other bits go to where the dtype has them, and a
-    multiplication corrects the exponent.
-    """
-    if dtype == tl.bfloat16:
-        return tl.inline_asm_elementwise(
-            """{ .reg .b32 a, b, s, z;
-            prmt.b32 a, $2, 0, 0x1404; prmt.b32 b, $2, 0, 0x3424;
-            and.b32 s, a, 0x80008000; shr.u32 a, a, 4; and.b32 a, a, 0x07F007F0; or.b32 a, a, s;
-            and.b32 s, b, 0x80008000; shr.u32 b, b, 4; and.b32 b, b, 0x07F007F0; or.b32 b, b, s;
-            mov.b32 s, 0x7B807B80; mov.b32 z, 0x80008000;
-            fma.rn.bf16x2 $0, a, s, z; fma.rn.bf16x2 $1, b, s, z; }""",
-            "=r,=r,r", [x], dtype=tl.bfloat16, is_pure=True, pack=4,
-        )  # fmt: skip
-    elif dtype == tl.float16:
-        return tl.inline_asm_elementwise(
-            """{ .reg .b32 a, b, s;
-            prmt.b32 a, $2, 0, 0x1404; prmt.b32 b, $2, 0, 0x3424;
-            and.b32 s, a, 0x80008000; shr.u32 a, a, 1; and.b32 a, a, 0x3F803F80; or.b32 a, a, s;
-            and.b32 s, b, 0x80008000; shr.u32 b, b, 1; and.b32 b, b, 0x3F803F80; or.b32 b, b, s;
-            mov.b32 s, 0x5C005C00;
-            mul.rn.f16x2 $0, a, s; mul.rn.f16x2 $1, b, s; }""",
-            "=r,=r,r", [x], dtype=tl.float16, is_pure=True, pack=4,
-        )  # fmt: skip
-    else:
+    """Values of bytes in a float dtype, without their scale; NaN's byte becomes 480."""
+    if dtype == tl.float32:
         wide = x.to(tl.int32)
         bits = ((wide & 128) << 24) | ((wide & 127) << 20)
         return bits.to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2^120
+    else:
+        return unpack(x, dtype, PURE=True)

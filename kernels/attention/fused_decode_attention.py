@@ -18,7 +18,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.attention.attention_tuning import (
     FUSED_MAX_SEQUENCES,
@@ -32,6 +31,7 @@ from kernels.attention.fp8_codec import decode_e4m3, encode_e4m3, round_to_e4m3
 from kernels.attention.fp8_pages import as_bytes
 from kernels.attention.heads import ProjectedHeads
 from kernels.attention.qk_rope_cache import normed, turned
+from kernels.dependent_launch import wait_for_earlier
 from kernels.gemm.skinny_gemm import load_reduced
 
 _MERGED_ELEMENTS = 8192  # of splits that a CTA holds in registers at once
@@ -152,9 +152,7 @@ def _fused_decode_kernel(
         scale *= k_scale
     q_norm = _load_norm(q_norm_ptr, HALF, COLUMNS, NORM)
     k_norm = _load_norm(k_norm_ptr, HALF, COLUMNS, NORM)
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    wait_for_earlier(PDL)
 
     token_ptr = qkv_ptr + token * (num_heads + 2 * num_kv_heads) * DIM
     cos = tl.load(cos_ptr + token * HALF + half, mask=half < HALF, other=0.0)[None, :]

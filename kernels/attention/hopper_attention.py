@@ -14,7 +14,7 @@ the output are not stored.
 """
 
 # pyright: reportAssignmentType=false, reportAttributeAccessIssue=false
-# pyright: reportFunctionMemberAccess=false, reportIndexIssue=false, reportCallIssue=false
+# pyright: reportFunctionMemberAccess=false
 # (constants of the kernel's compiler, and how a kernel is launched)
 
 from torch import Tensor

@@ -40,7 +40,15 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language import debug_barrier
 from triton.language.extra.cuda import gdc_wait
 
-from kernels.attention.attention_tuning import PREFILL, AttentionFacts
+from kernels.attention.attention_tuning import (
+    MAX_CACHED_SHARE,
+    MAX_CAPTURED_PAIRS,
+    MIN_CAPTURED_PAIRS,
+    MIN_SPLIT_TILES,
+    PAIRS_PER_TOKEN,
+    PREFILL_CTAS_PER_SM,
+    AttentionFacts,
+)
 from kernels.attention.fp8_codec import decode_e4m3
 from kernels.attention.fp8_pages import as_bytes
 from kernels.attention.paged_decode_attention import merge_softmax
@@ -87,7 +95,7 @@ class PrefillAttention:
     def __init__(self, facts: AttentionFacts, device: torch.device) -> None:
         num_heads, head_dim = facts.num_heads, facts.head_dim
         # With this many work items there are enough CTAs, and none is split.
-        ctas_per_sm = PREFILL.ctas_per_sm if head_dim <= 128 else 1
+        ctas_per_sm = PREFILL_CTAS_PER_SM if head_dim <= 128 else 1
         self._max_splits = facts.device.num_sms * ctas_per_sm // num_heads
         rows = self._max_splits * num_heads * TILE
         self._acc = torch.empty((rows, head_dim), dtype=torch.float32, device=device)
@@ -100,14 +108,14 @@ class PrefillAttention:
         n tokens has n² / 2 pairs of its own.
         """
         own = sum(chunk.length**2 for chunk in chunks) / 2
-        return _cached_pairs(chunks) <= PREFILL.max_cached_share * own
+        return _cached_pairs(chunks) <= MAX_CACHED_SHARE * own
 
     @staticmethod
     def is_faster_captured(chunks: Sequence[PrefillChunk]) -> bool:
         """Whether a captured step with this kernel is faster than an eager one with FA3."""
         tokens = sum(chunk.length for chunk in chunks)
-        most = PREFILL.max_captured_pairs - PREFILL.pairs_per_token * tokens
-        return _cached_pairs(chunks) <= max(PREFILL.min_captured_pairs, most)
+        most = MAX_CAPTURED_PAIRS - PAIRS_PER_TOKEN * tokens
+        return _cached_pairs(chunks) <= max(MIN_CAPTURED_PAIRS, most)
 
     def count_work(self, num_tokens: int, num_chunks: int) -> int:
         """The most work items of a step of this many tokens in this many chunks."""
@@ -128,7 +136,7 @@ class PrefillAttention:
         share = 0  # K/V tiles of a split; 0: no item is split
         if (spare := self._max_splits - len(tiles)) > 0:
             total = sum(-(-chunk.cached // TILE) for chunk, _ in tiles)
-            share = max(PREFILL.min_split_tiles, -(-total // spare))
+            share = max(MIN_SPLIT_TILES, -(-total // spare))
         work: list[tuple[int, int, int, PrefillChunk]] = []
         for chunk, at in tiles:
             splits = max(1, -(-chunk.cached // (share * TILE))) if share else 1

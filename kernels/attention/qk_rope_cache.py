@@ -8,11 +8,11 @@ each read and write q, k and v. This one reads them once. Its plain twin is
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.attention.fp8_codec import encode_e4m3, round_to_e4m3
 from kernels.attention.fp8_pages import as_bytes
 from kernels.attention.heads import ProjectedHeads
+from kernels.dependent_launch import wait_for_earlier
 from kernels.gemm.skinny_gemm import load_reduced
 from kernels.tuning import qk_rope_config
 
@@ -111,9 +111,7 @@ def _qk_rope_cache_kernel(
         if REST > 0:
             at = norm_ptr + 2 * HALF + rest_column
             weight_rest = tl.load(at, mask=rest_column < REST, other=0.0)
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    wait_for_earlier(PDL)
     dtype: tl.constexpr = query_ptr.dtype.element_ty
     place = (token * all_heads + head)[:, None] * DIM
     if GATED:  # each query head is followed by its gate

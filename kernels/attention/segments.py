@@ -8,7 +8,6 @@ set of CUDA graphs.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -32,32 +31,13 @@ class WorkList:
     max_blocks: int
 
 
-class Segments(Protocol):
-    """What an implementation of ragged attention reads.
+class BatchSegments:
+    """The segments of one batch. Copies to the device start at the first use of each.
 
     Attributes:
         lengths: rows of each segment, in the order they are packed; all positive. Rows behind the
             last segment belong to none; their output is undefined.
     """
-
-    lengths: Sequence[int]
-
-    @property
-    def cu_seqlens(self) -> Tensor:
-        """`[S + 1]` int32 on the device: where each segment begins; segments may be empty."""
-        ...
-
-    def max_length(self, num_rows: int) -> int:
-        """Upper bound of a segment's rows in a batch of `num_rows`."""
-        ...
-
-    def work_list(self, block_size: int, num_rows: int) -> WorkList:
-        """Blocks of `block_size` queries (of `BLOCK_SIZES`) for a batch of `num_rows`."""
-        ...
-
-
-class BatchSegments:
-    """The segments of one batch. Copies to the device start at the first use of each."""
 
     def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
         self.lengths = lengths
@@ -67,14 +47,17 @@ class BatchSegments:
 
     @property
     def cu_seqlens(self) -> Tensor:
+        """`[S + 1]` int32 on the device: where each segment begins; segments may be empty."""
         if self._cu_seqlens is None:
             self._cu_seqlens = self._upload(_cumulate(self.lengths))
         return self._cu_seqlens
 
     def max_length(self, num_rows: int) -> int:
+        """Upper bound of a segment's rows in a batch of `num_rows`."""
         return max(self.lengths)
 
     def work_list(self, block_size: int, num_rows: int) -> WorkList:
+        """Blocks of `block_size` queries (of `BLOCK_SIZES`) for a batch of `num_rows`."""
         found = self._work.get(block_size)
         if found is None:
             items = list_work(self.lengths, block_size)
@@ -138,6 +121,9 @@ class StaticSegments:
         if self._copied is not None:
             self._copied.record()
         self.lengths = lengths
+
+
+Segments = BatchSegments | StaticSegments
 
 
 def count_blocks(num_rows: int, num_segments: int, block_size: int) -> int:

@@ -5,7 +5,7 @@ Hopper.
 """
 
 # ruff: noqa: ANN201 - blocks and constants of the kernel's compiler
-# pyright: reportArgumentType=false, reportAssignmentType=false, reportGeneralTypeIssues=false
+# pyright: reportAssignmentType=false
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

@@ -8,15 +8,15 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from kernels.dependent_launch import wait_for_earlier
 from kernels.gemm.skinny_gemm import load_reduced
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, pdl: bool = False) -> Tensor:
     """`[T, hidden]` → the same."""
     out = torch.empty_like(x)
-    _launch(x, x, x, weight, out, eps, add=False, pdl=pdl)
+    _launch(x, x, weight, out, eps, add=False, pdl=pdl)
     return out
 
 
@@ -27,24 +27,16 @@ def add_rms_norm(
     sum, which takes the memory of `residual`.
     """
     out = torch.empty_like(residual)
-    _launch(x, residual, residual, weight, out, eps, add=True, pdl=pdl)
+    _launch(x, residual, weight, out, eps, add=True, pdl=pdl)
     return out, residual
 
 
 def _launch(
-    x: Tensor,
-    residual: Tensor,
-    total: Tensor,
-    weight: Tensor,
-    out: Tensor,
-    eps: float,
-    *,
-    add: bool,
-    pdl: bool,
+    x: Tensor, residual: Tensor, weight: Tensor, out: Tensor, eps: float, *, add: bool, pdl: bool
 ) -> None:
     num_tokens, width = residual.shape
     _add_norm_kernel[(num_tokens,)](
-        x, residual, total, weight, out, width, residual.numel(), eps,
+        x, residual, weight, out, width, residual.numel(), eps,
         ADD=add, SPLITS=len(x) if x.dim() == 3 else 0, BLOCK=triton.next_power_of_2(width),
         PDL=pdl, num_warps=4 if width <= 2048 else 8, launch_pdl=pdl,
     )  # fmt: skip
@@ -52,22 +44,20 @@ def _launch(
 
 @triton.jit
 def _add_norm_kernel(
-    x_ptr, residual_ptr, total_ptr, weight_ptr, out_ptr, width, stride, eps,
+    x_ptr, residual_ptr, weight_ptr, out_ptr, width, stride, eps,
     ADD: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * width
     column = tl.arange(0, BLOCK)
     inside = column < width
     weight = tl.load(weight_ptr + column, mask=inside, other=0.0)
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    wait_for_earlier(PDL)
     total = load_reduced(x_ptr, row + column, inside, stride, SPLITS, out_ptr.dtype.element_ty)
     if ADD:
         residual = tl.load(residual_ptr + row + column, mask=inside, other=0.0)
         # Rounded to the stored dtype before it is normalised, as in the plain twin.
         total = (total.to(tl.float32) + residual.to(tl.float32)).to(total.dtype)
-        tl.store(total_ptr + row + column, total, mask=inside)
+        tl.store(residual_ptr + row + column, total, mask=inside)
     wide = total.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide) / width + eps)
     normed = (wide * scale).to(weight.dtype).to(tl.float32) * weight.to(tl.float32)

@@ -13,9 +13,7 @@ columns or once, and round once. The plain twins are in `fp8`.
 """
 
 # ruff: noqa: ANN201 - blocks and constants of the kernels' compiler
-# pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
-# pyright: reportGeneralTypeIssues=false, reportPossiblyUnboundVariable=false
-# pyright: reportAssignmentType=false, reportPrivateImportUsage=false
+# pyright: reportAssignmentType=false
 
 from dataclasses import dataclass
 from typing import Any
@@ -25,8 +23,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from kernels.dependent_launch import wait_for_earlier
 from kernels.device import DeviceFacts
 from kernels.gemm.fp8_weight import BLOCK, Fp8Weight
 from kernels.gemm.skinny_gemm import reduced
@@ -360,9 +358,7 @@ def _gemv_kernel(
             up_scale = tl.load(scale_ptr + num_rows + row) * UNIT
     if NORM:
         norm = tl.load(norm_ptr + column, mask=inside, other=0.0)
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    wait_for_earlier(PDL)
     dtype = out_ptr.dtype.element_ty
     for token in tl.static_range(TOKENS):
         x = tl.load(x_ptr + token * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
@@ -413,9 +409,7 @@ def _skinny_kernel(
     if BLOCK_ROWS > 1:  # all rows are of one block
         scales = scale_ptr + tl.program_id(0) * ROWS // BLOCK_ROWS * SCALE_COLUMNS
         scales += split * SPAN // 128
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    wait_for_earlier(PDL)
     sums = tl.zeros((ROWS, TOKENS), tl.float32)
     # Tensor cores want 64 rows on one side, which tokens need not have.
     for at in tl.range(0, SPAN, COLUMNS, num_stages=STAGES):
@@ -443,9 +437,7 @@ def _quantize_kernel(
     x_ptr, values_ptr, scale_ptr, num_tokens, padded, num_columns,
     BLOCK_COLUMNS: tl.constexpr, SIZE: tl.constexpr, GROUPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    wait_for_earlier(PDL)
     token = tl.program_id(0)
     group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     within = tl.arange(0, SIZE)
@@ -484,9 +476,7 @@ def _block_gemm_kernel(
     # ROWS divides 128: one scale for all of them.
     scales = scale_ptr + (first + index % height) * ROWS // 128 * scale_columns
     x_scales = x_scale_ptr + token
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    wait_for_earlier(PDL)
     sums = tl.zeros((TOKENS, ROWS), tl.float32)
     for at in range(0, num_columns, COLUMNS):
         block = at // COLUMNS

@@ -10,8 +10,8 @@ Rounding points are the plain twins', in `kernels.plain`.
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from kernels.dependent_launch import wait_for_earlier
 from kernels.gemm.silu_mul import swiglu
 from kernels.tuning import GemvConfig, gemv_config
 
@@ -95,9 +95,7 @@ def _gemv_kernel(
     norm = column.to(tl.float32)
     if NORM:
         norm = tl.load(norm_ptr + column, mask=inside, other=0.0)
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    wait_for_earlier(PDL)
     dtype = out_ptr.dtype.element_ty
     for token in tl.static_range(TOKENS):
         tokens = x_ptr + token * WIDTH

@@ -8,7 +8,6 @@
 Sums of integers are exact; scales come last, as in the plain twin, `int8_weight.w8a8_linear`.
 """
 
-# pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
 # pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false
 
 from dataclasses import dataclass
@@ -18,9 +17,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from kernels.dependent_launch import wait_for_earlier
 from kernels.device import DeviceFacts
 from kernels.gemm.gemv import normed
 from kernels.gemm.int8_weight import Int8Weight
@@ -154,24 +153,9 @@ def _splits(num_rows: int, columns: int, device: DeviceFacts) -> int:
 
 def gemm(
     x: Tensor | Quantized, weight: Int8Weight, *, device: DeviceFacts,
-    config: GemmConfig | None = None,
+    config: GemmConfig | None = None, is_swiglu: bool = False,
 ) -> Tensor:  # fmt: skip
-    """`[T, K]` → `[T, N]`."""
-    return _gemm(x, weight, device, config, is_swiglu=False)
-
-
-def gemm_swiglu(
-    x: Tensor | Quantized, weight: Int8Weight, *, device: DeviceFacts,
-    config: GemmConfig | None = None,
-) -> Tensor:  # fmt: skip
-    """`silu_and_mul` of `[T, 2 * N]`: `[T, N]`."""
-    return _gemm(x, weight, device, config, is_swiglu=True)
-
-
-def _gemm(
-    x: Tensor | Quantized, weight: Int8Weight, device: DeviceFacts, config: GemmConfig | None, *,
-    is_swiglu: bool,
-) -> Tensor:  # fmt: skip
+    """`[T, K]` → `[T, N]`; with SwiGLU `silu_and_mul` of `[T, 2 * N]`: `[T, N]`."""
     values, scale, dtype = _quantized(x, device)
     num_tokens, columns = values.shape
     config = config or gemm_config(num_tokens, len(weight.values), device)
@@ -205,9 +189,7 @@ def _quantize_kernel(
     norm = column.to(tl.float32)
     if NORM:
         norm = tl.load(norm_ptr + column, mask=inside, other=0.0)
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    wait_for_earlier(PDL)
     x = tl.load(residual_ptr + place, mask=inside, other=0.0).to(tl.float32)
     if ADD:
         x += load_reduced(x_ptr, place, inside, stride, SPLITS, dtype).to(tl.float32)
@@ -237,9 +219,7 @@ def _skinny_kernel(
     weights = weight_ptr + row.to(tl.int64)[:, None] * num_columns + column[None, :]
     inputs = x_ptr + token[:, None] * num_columns + column[None, :]
     scale = tl.load(scale_ptr + row)
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    wait_for_earlier(PDL)
     # Tensor cores want 64 rows on one side, which tokens need not have.
     sums = tl.zeros((ROWS, TOKENS), tl.int32)
     for at in tl.range(0, SPAN, COLUMNS, num_stages=STAGES):

@@ -6,7 +6,8 @@ The plain twin is `kernels.plain.silu_and_mul`; the rounding points are the same
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from kernels.dependent_launch import wait_for_earlier
 
 _BLOCK = 1024
 _MINUS_LOG2_E = tl.constexpr(-1.4426950408889634)
@@ -39,9 +40,7 @@ def _silu_mul_kernel(gate_up_ptr, out_ptr, width, BLOCK: tl.constexpr, PDL: tl.c
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
     row = gate_up_ptr + token * 2 * width
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    wait_for_earlier(PDL)
     gate = tl.load(row + column, mask=inside, other=0.0)
     up = tl.load(row + width + column, mask=inside, other=0.0)
     tl.store(out_ptr + token * width + column, swiglu(gate, up), mask=inside)

@@ -15,8 +15,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from kernels.dependent_launch import wait_for_earlier
 from kernels.gemm.silu_mul import swiglu
 from kernels.tuning import SKINNY_TOKENS, SkinnyConfig
 
@@ -95,9 +95,7 @@ def _skinny_gemm_kernel(
     inside = (token < num_tokens)[:, None]
     weights = weight_ptr + row.to(tl.int64)[:, None] * num_columns + column[None, :]
     inputs = x_ptr + token[:, None] * num_columns + column[None, :]
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    wait_for_earlier(PDL)
     # Tensor cores want at least 64 rows on one side, which tokens need not have.
     acc = tl.zeros((ROWS, TOKENS), tl.float32)
     end = SPAN
@@ -127,9 +125,7 @@ def _reduce_kernel(
     x_ptr, out_ptr, size, SPLITS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    wait_for_earlier(PDL)
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     values = load_reduced(x_ptr, place, place < size, size, SPLITS, dtype)
     tl.store(out_ptr + place, values, mask=place < size)

@@ -10,8 +10,8 @@ step. The plain twin is `kernels.linear_attention.delta_rule.decode`.
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from kernels.dependent_launch import wait_for_earlier
 from kernels.linear_attention.states import DeltaInputs, LayerStates, StateLayout
 from kernels.tuning import DeltaDecodeConfig, delta_decode_config
 
@@ -83,9 +83,7 @@ def _decode_kernel(
     state = tl.load(state_ptr + place, mask=inside & (index > 0), other=0.0)
     a_log = tl.load(a_log_ptr + head)
     dt_bias = tl.load(dt_bias_ptr + head).to(tl.float32)
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    wait_for_earlier(PDL)
     if index >= 0:  # else it is padding of a captured step, which has no token
         token = tl.load(starts_ptr + sequence).to(tl.int64)
         dtype: tl.constexpr = out_ptr.dtype.element_ty

@@ -6,7 +6,8 @@ The plain twins are `plain.output_gate` and `delta_rule.gated_norm`; rounding po
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from kernels.dependent_launch import wait_for_earlier
 
 _BLOCK = 1024
 _HEADS = 4  # of a CTA
@@ -36,9 +37,7 @@ def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, pdl: bool
 @triton.jit
 def _output_gate_kernel(x_ptr, gate_ptr, size, BLOCK: tl.constexpr, PDL: tl.constexpr):
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    wait_for_earlier(PDL)
     x = tl.load(x_ptr + place, mask=place < size, other=0.0)
     gate = tl.load(gate_ptr + place, mask=place < size, other=0.0).to(tl.float32)
     gate = (1.0 / (1.0 + tl.exp(-gate))).to(x.dtype).to(tl.float32)
@@ -55,9 +54,7 @@ def _gated_norm_kernel(
     column = tl.arange(0, COLUMNS)[None, :]
     inside = (head < num_heads) & (column < WIDTH)
     weight = tl.load(weight_ptr + column, mask=column < WIDTH, other=0.0).to(tl.float32)
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    wait_for_earlier(PDL)
     place = head * WIDTH + column
     x = tl.load(x_ptr + token * num_heads * WIDTH + place, mask=inside, other=0.0)
     gate = tl.load(gate_ptr + token * gate_stride + place, mask=inside, other=0.0).to(tl.float32)

@@ -13,6 +13,7 @@ import json
 import subprocess
 import sys
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -20,10 +21,11 @@ import pytest
 import torch
 
 from services.decoder.attention import create_backend
-from services.decoder.attention.base import AttentionMetadata, AttentionSizes
+from services.decoder.attention.base import AttentionMetadata
 from services.decoder.engine.messages import SamplingParams
 from services.decoder.engine.sampler import Sampler
 from services.decoder.engine.staging import Staging
+from services.decoder.engine.step import RowSampling, SampleStep
 from services.decoder.operations.ops import PlainOps
 from tests.block_tables import first_blocks
 from tests.decoder_harness import Harness, write_checkpoint
@@ -39,7 +41,7 @@ from tests.gpu.decoder_2b import (
     prompts,
     relative,
 )
-from tests.gpu.twins import fused
+from tests.gpu.twins import attention_facts, fused
 from tests.image_processor import write_image_processor
 from tests.sampling_twins import mask_of
 
@@ -79,16 +81,18 @@ def layout(lengths: list[tuple[int, int]], device: torch.device) -> AttentionMet
     ids=["first", "one", "many", "prefill", "chunks", "mixed", "many mixed"],
 )  # fmt: skip
 def test_the_paged_backend_agrees_with_sdpa(head_dim, heads, kv_heads, lengths) -> None:
-    sizes = AttentionSizes(heads, kv_heads, head_dim, BLOCK_SIZE, 64, 256)
+    facts = replace(
+        attention_facts(heads, kv_heads, head_dim), max_num_sequences=64, max_num_blocks=256
+    )
     metadata = layout(lengths, GPU)
     torch.manual_seed(0)
     pool = torch.randn(len(metadata.block_ids) + 1, 2, BLOCK_SIZE, kv_heads, head_dim, device=GPU)
     query = torch.randn(int(metadata.cu_query_lens[-1]), heads, head_dim, device=GPU)
     pool, query = pool.bfloat16(), query.bfloat16()
-    plain = create_backend(sizes, GPU, torch.float32)
+    plain = create_backend(replace(facts, dtype=torch.float32), GPU)
     metadata.plan = plain.plan(metadata)
     expected = plain.forward(query.float(), pool.float(), metadata)
-    fast = create_backend(sizes, GPU, torch.bfloat16)
+    fast = create_backend(facts, GPU)
     metadata.plan = fast.plan(metadata)
     actual = fast.forward(query, pool, metadata)
     assert torch.isfinite(actual).all()
@@ -224,12 +228,13 @@ def test_sampling_agrees_with_the_cpu(penalized: bool) -> None:
         staging, sampler = Staging(1 << 20, device), Sampler(96, 8192, device, ops)
         for row, one in enumerate(params):
             seen = np.array([1, 2], np.int32), np.arange(0, 8192, 2, dtype=np.int32)
-            sampler.start_row(row, one, *seen)
+            sampler.start_row(RowSampling(row, one, 0, *(ids.tobytes() for ids in seen)))
         results.append([])
         for generated in range(3):
             staging.begin()
             rows, before = np.arange(96), np.full(96, generated)
-            inputs = sampler.prepare(rows, before, staging, masked, masks)
+            step = SampleStep(masked=masked, token_masks=masks)
+            inputs = sampler.prepare(rows, before, staging, step)
             assert inputs is not None and (inputs.seen is not None) == penalized
             staging.upload()
             sampled = sampler.sample(logits.to(device), inputs)

@@ -111,7 +111,7 @@ def test_swiglu_of_prompts_agrees_with_its_twin(num_tokens: int, rows: int) -> N
     assert error(found, plain.linear_swiglu(x, weight)) <= TOLERANCE
     if rows == 6144 and config.num_sms == 132:  # the 2B's: these lengths fill the SMs
         ops = fused()
-        with ops.for_graph():
+        with ops.table.for_graph():
             assert config.is_faster(num_tokens, 2 * rows)
             chosen = ops.for_tokens(num_tokens).linear_swiglu
             assert torch.equal(chosen(x, layer(weight)), found)

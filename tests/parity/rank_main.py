@@ -25,11 +25,11 @@ from services.common.families import read_spec
 from services.common.nn.collectives import ProcessGroup, Ranks
 from services.common.nn.weights import Checkpoint, load_weights
 from services.common.quantization import quantized_at_load
-from services.decoder.attention.base import AttentionMetadata, AttentionSizes
+from services.decoder.attention.base import AttentionMetadata
 from services.decoder.attention.sdpa import SdpaBackend
 from services.decoder.models.transformer import Transformer, rank_spec
 from services.decoder.operations import table
-from services.decoder.operations.kernel_facts import KernelFacts
+from services.decoder.operations.kernel_facts import KernelFacts, attention_facts
 from services.decoder.operations.ops import Ops
 from tests.parity.rank_answers import answers, follow, open_ring
 
@@ -40,10 +40,14 @@ BLOCKS = -(-TOKENS // BLOCK_SIZE)
 def loaded(directory: Path, ranks: Ranks, quantization: str = "") -> Transformer:
     spec = quantized_at_load(read_spec(directory), quantization)
     part = rank_spec(spec.text, ranks)
-    sizes = AttentionSizes(part.num_heads, part.num_kv_heads, part.head_dim, BLOCK_SIZE, 4, 8)
     facts = KernelFacts(DeviceFacts("cpu"), part, torch.float32, num_ranks=ranks.count)
     with torch.device("meta"):
-        model = Transformer(spec, SdpaBackend(sizes), Ops(table.resolve(facts)), ranks=ranks)
+        model = Transformer(
+            spec,
+            SdpaBackend(attention_facts(facts, block_size=BLOCK_SIZE)),
+            Ops(table.resolve(facts)),
+            ranks=ranks,
+        )
     load_weights(
         model, Checkpoint.open(directory), model.weight_map, device=CPU, dtype=torch.float32,
         spec=spec.checkpoint,

@@ -56,7 +56,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 def test_it_is_a_text_model(pair: Pair) -> None:
     assert pair.oracle.spec.vision is None
     assert pair.ours.runner.info.num_features == 0
-    assert pair.ours.runner.computer._images is None, "the arena is not used"
+    assert pair.ours.runner.computer._parts.images is None, "the arena is not used"
 
 
 @pytest.mark.parametrize("length", LENGTHS)

@@ -126,7 +126,8 @@ def _norm_swiglu(facts: Any) -> Kernel:  # noqa: ANN401
     from kernels.gemm import int8_kernels
 
     def multiply(x: int8_kernels.Quantized, layer: Linear) -> Tensor:
-        return int8_kernels.gemm_swiglu(x, layer.method.weight(layer), device=facts.device)
+        weight = layer.method.weight(layer)
+        return int8_kernels.gemm(x, weight, device=facts.device, is_swiglu=True)
 
     return _after_norm(facts, multiply, _linear_swiglu(facts), bias=False)
 
@@ -158,7 +159,7 @@ def _linear_swiglu(facts: Any) -> Kernel:  # noqa: ANN401
     def multiply(x: Tensor, layer: Linear) -> Tensor:
         weight = layer.method.weight(layer)
         if layer.bias is None and int8_kernels.has_tiles(weight):
-            return int8_kernels.gemm_swiglu(x, weight, device=facts.device)
+            return int8_kernels.gemm(x, weight, device=facts.device, is_swiglu=True)
         return silu_mul.silu_and_mul(layer(x), pdl=facts.device.supports_pdl)
 
     return multiply

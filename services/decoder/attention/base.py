@@ -16,18 +16,6 @@ from kernels.linear_attention.states import StateLayout
 from services.common.nn.dispatch import KernelTable
 
 
-@dataclass(frozen=True, slots=True)
-class AttentionSizes:
-    """Sizes of the model and the engine."""
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    block_size: int
-    max_num_sequences: int
-    max_num_blocks: int  # of one sequence
-
-
 class StepLengths(Protocol):
     """The host's part of `AttentionMetadata`, known before the step is on the device."""
 

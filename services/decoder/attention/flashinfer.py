@@ -17,7 +17,7 @@ from flashinfer import BatchDecodeWithPagedKVCacheWrapper, BatchPrefillWithPaged
 from torch import Tensor
 
 from kernels.attention.attention_tuning import AttentionFacts, size_class
-from services.decoder.attention.base import AttentionMetadata, AttentionSizes
+from services.decoder.attention.base import AttentionMetadata
 
 _FLOAT_WORKSPACE_BYTES = 256 << 20
 _INT_WORKSPACE_BYTES = 8 << 20
@@ -106,15 +106,14 @@ class FlashInferDecode:
     def __init__(
         self,
         facts: AttentionFacts,
-        sizes: AttentionSizes,
         device: torch.device,
         scratch: Tensor,
         *,
         tensor_cores: bool | None = None,
     ) -> None:
-        self._facts, self._sizes, self._device, self._scratch = facts, sizes, device, scratch
+        self._facts, self._device, self._scratch = facts, device, scratch
         # Decodes and chunks of one step are planned before either runs: a workspace each.
-        self._workspaces = _Workspaces(sizes.max_num_sequences, device)
+        self._workspaces = _Workspaces(facts.max_num_sequences, device)
         tuned = size_class(facts).flashinfer_tensor_cores
         self._tensor_cores = tuned if tensor_cores is None else tensor_cores
         self._eager = BatchDecodeWithPagedKVCacheWrapper(
@@ -165,7 +164,7 @@ class FlashInferDecode:
     def _block_ids(self) -> Tensor:
         """Where graphs read block ids; one step runs at a time, so that all share it."""
         if self._captured_block_ids is None:
-            most = self._sizes.max_num_sequences * self._sizes.max_num_blocks
+            most = self._facts.max_num_sequences * self._facts.max_num_blocks
             self._captured_block_ids = torch.zeros(most, dtype=torch.int32, device=self._device)
         return self._captured_block_ids
 
@@ -173,11 +172,9 @@ class FlashInferDecode:
 class FlashInferPrefill:
     """Chunks of prompts; not for CUDA graphs."""
 
-    def __init__(
-        self, facts: AttentionFacts, sizes: AttentionSizes, device: torch.device, scratch: Tensor
-    ) -> None:
+    def __init__(self, facts: AttentionFacts, device: torch.device, scratch: Tensor) -> None:
         self._facts = facts
-        self._workspaces = _Workspaces(sizes.max_num_sequences, device)
+        self._workspaces = _Workspaces(facts.max_num_sequences, device)
         self._wrapper = BatchPrefillWithPagedKVCacheWrapper(
             scratch, "NHD", backend="fa3" if facts.device.is_hopper else "fa2"
         )

@@ -11,6 +11,7 @@ Later failures are the caller's.
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -24,9 +25,13 @@ from kernels.attention.paged_decode_attention import PagedDecodeAttention
 from kernels.attention.prefill_attention import PrefillAttention, PrefillChunk
 from kernels.tuning import LAUNCH_HIDING_TOKENS
 from services.common.nn.dispatch import PLAIN, KernelTable
-from services.decoder.attention.base import AttentionMetadata, AttentionSizes, StepLengths
+from services.decoder.attention.base import AttentionMetadata, StepLengths
 from services.decoder.attention.sdpa import SdpaBackend
 from services.decoder.attention.table import DECODE, FLASHINFER, HOPPER, PAGED, PREFILL
+
+# Implementations other than torch's, by operation and name.
+_PAGED, _LIBRARY_DECODE = (DECODE, PAGED), (DECODE, FLASHINFER)
+_HOPPER, _LIBRARY_PREFILL = (PREFILL, HOPPER), (PREFILL, FLASHINFER)
 
 # Runs some of a step's tokens in one layer: its queries and outputs `[T, num_heads, head_dim]`, the
 # step's own keys and values, the layer's KV cache, and the cache's scales.
@@ -51,53 +56,49 @@ class PagedBackend:
     def __init__(
         self,
         facts: AttentionFacts,
-        sizes: AttentionSizes,
         device: torch.device,
         table: KernelTable[Any],
     ) -> None:
         self.table: KernelTable[Any] = table
-        self._facts = facts
-        self._plain = SdpaBackend(sizes)
-        decode, prefill = self._names(DECODE), self._names(PREFILL)
-        self._paged = PagedDecodeAttention(facts, device) if PAGED in decode else None
-        self._hopper = PrefillAttention(facts, device) if HOPPER in prefill else None
-        self._flashinfer_decode = self._flashinfer_prefill = None
-        if FLASHINFER in decode or FLASHINFER in prefill:
-            from services.decoder.attention import flashinfer
-
-            scratch = flashinfer.make_float_workspace(device)
-            if FLASHINFER in decode:
-                self._flashinfer_decode = flashinfer.FlashInferDecode(facts, sizes, device, scratch)
-            if FLASHINFER in prefill:
-                self._flashinfer_prefill = flashinfer.FlashInferPrefill(
-                    facts, sizes, device, scratch
-                )
+        self._plain = SdpaBackend(facts)
         self._entries = {
             (operation, entry.name): entry
             for operation in (DECODE, PREFILL)
             for entry in table.usable(operation)
         }
+        makers: dict[tuple[str, str], Callable[..., Any]] = {
+            _PAGED: PagedDecodeAttention,
+            _HOPPER: PrefillAttention,
+        }
+        if _LIBRARY_DECODE in self._entries or _LIBRARY_PREFILL in self._entries:
+            from services.decoder.attention import flashinfer
+
+            scratch = flashinfer.make_float_workspace(device)
+            makers[_LIBRARY_DECODE] = partial(flashinfer.FlashInferDecode, scratch=scratch)
+            makers[_LIBRARY_PREFILL] = partial(flashinfer.FlashInferPrefill, scratch=scratch)
+        # Of all implementations but torch's, until they are dropped.
+        self._kernels: dict[tuple[str, str], Any] = {
+            key: make(facts, device) for key, make in makers.items() if key in self._entries
+        }
 
     @property
     def captures(self) -> bool:
-        return self._paged is not None or self._flashinfer_decode is not None
+        return _PAGED in self._kernels or _LIBRARY_DECODE in self._kernels
 
     @property
     def captures_prompts(self) -> bool:
         """Only our own kernel needs no plan."""
-        return self._hopper is not None
+        return _HOPPER in self._kernels
 
     @property
     def captures_mixed(self) -> bool:
         """Only our own kernels need no plan."""
-        return self._paged is not None and self._hopper is not None
+        return _PAGED in self._kernels and _HOPPER in self._kernels
 
     def captures_chunks(self, step: StepLengths) -> bool:
-        if self._hopper is None:
+        if (kernel := self._kernels.get(_HOPPER)) is None:
             return False
-        if self._flashinfer_prefill is None:
-            return True
-        return self._hopper.is_faster_captured(self._chunks(step))
+        return _LIBRARY_PREFILL not in self._kernels or kernel.is_faster_captured(_chunks(step))
 
     def plans_from_blocks(self, num_decodes: int) -> bool:
         """Flashinfer's does."""
@@ -105,11 +106,11 @@ class PagedBackend:
 
     def list_work(self, step: StepLengths, *, captured: bool) -> npt.NDArray[np.int32] | None:
         """Work items of our own prefill kernel; None: it is not used."""
-        kernel = self._hopper
+        kernel = self._kernels.get(_HOPPER)
         if kernel is None or step.num_decodes == len(step.seq_lens):
             return None
-        chunks = self._chunks(step)
-        if not captured and self._flashinfer_prefill is not None:
+        chunks = _chunks(step)
+        if not captured and _LIBRARY_PREFILL in self._kernels:
             hides_launches = step.num_tokens >= LAUNCH_HIDING_TOKENS
             if not (hides_launches and kernel.is_faster_than_fa3(chunks)):
                 return None
@@ -122,7 +123,7 @@ class PagedBackend:
         decode = self._choose_decode(metadata, captured=captured) if decodes else ""
         prefill = ""
         if decodes < len(metadata.seq_lens):
-            library = PLAIN if self._flashinfer_prefill is None else FLASHINFER
+            library = FLASHINFER if _LIBRARY_PREFILL in self._kernels else PLAIN
             prefill = library if work is None else HOPPER
         assert not captured or (decode != PLAIN and prefill in ("", HOPPER)), "plans on the host"
         # Decodes are bound by memory and chunks by tensor cores: run concurrently, they take less.
@@ -155,7 +156,7 @@ class PagedBackend:
             arguments = query, output, keys_values, kv_cache, kv_scales
             self._entries[operation, name].num_calls += 1
             if not self._succeeds(operation, name, run, *arguments):
-                if self._hopper is None:
+                if _HOPPER not in self._kernels:
                     metadata.work = None
                 metadata.plan = self.plan(metadata)
                 return self.forward(query, kv_cache, metadata, keys_values, kv_scales)
@@ -171,13 +172,7 @@ class PagedBackend:
         except Exception as error:
             if not (self.table.is_warming_up and self.table.drop(entry, error)):
                 raise
-            usable = {DECODE: self._names(DECODE), PREFILL: self._names(PREFILL)}
-            self._paged = self._paged if PAGED in usable[DECODE] else None
-            self._hopper = self._hopper if HOPPER in usable[PREFILL] else None
-            if FLASHINFER not in usable[DECODE]:
-                self._flashinfer_decode = None
-            if FLASHINFER not in usable[PREFILL]:
-                self._flashinfer_prefill = None
+            self._kernels.pop((operation, name), None)
             return False
         return True
 
@@ -187,12 +182,9 @@ class PagedBackend:
         count = metadata.num_decodes
         if name == PLAIN:
             return self._plan_plain(metadata, slice(count))
+        kernel = self._kernels[DECODE, name]
         if name == FLASHINFER:
-            assert self._flashinfer_decode is not None
-            wrapper = self._flashinfer_decode.plan(metadata, captured=captured)
-            return _of_wrapper(wrapper, slice(count))
-        kernel = self._paged
-        assert kernel is not None
+            return _of_wrapper(kernel.plan(metadata, captured=captured), slice(count))
 
         def run(
             query: Tensor, output: Tensor, _: Tensor | None, cache: Tensor, scales: Tensor | None
@@ -206,19 +198,16 @@ class PagedBackend:
         return run
 
     def _plan_chunks(self, name: str, metadata: AttentionMetadata, *, concurrent: bool) -> _Run:
-        decodes = metadata.num_decodes
+        chunks, work = slice(metadata.num_decodes, None), metadata.work
         if name == PLAIN:
-            return self._plan_plain(metadata, slice(decodes, None))
+            return self._plan_plain(metadata, chunks)
+        kernel = self._kernels[PREFILL, name]
         if name == FLASHINFER:
-            assert self._flashinfer_prefill is not None
-            return _of_wrapper(self._flashinfer_prefill.plan(metadata), slice(decodes, None))
-        kernel, work = self._hopper, metadata.work
-        assert kernel is not None and work is not None
+            return _of_wrapper(kernel.plan(metadata), chunks)
 
         def run(
             query: Tensor, output: Tensor, own: Tensor | None, cache: Tensor, scales: Tensor | None
         ) -> None:
-            assert own is not None
             kernel(
                 query, own, cache, metadata.block_ids, work, out=output, kv_scales=scales,
                 beside_decode=concurrent,
@@ -241,11 +230,11 @@ class PagedBackend:
     def _choose_decode(self, metadata: AttentionMetadata, *, captured: bool) -> str:
         # Beside our own prefill kernel it costs least, however few sequences there are. The table's
         # least number is for a choice between it and flashinfer, which may have been dropped.
-        is_alone = metadata.work is not None or self._flashinfer_decode is None
-        if self._paged is not None and is_alone:
+        has_library = _LIBRARY_DECODE in self._kernels
+        if _PAGED in self._kernels and (metadata.work is not None or not has_library):
             return PAGED
         hides_launches = captured or len(metadata.slot_mapping) >= LAUNCH_HIDING_TOKENS
-        if not hides_launches and self._flashinfer_decode is not None:
+        if not hides_launches and has_library:
             return FLASHINFER
         if captured:
             return self._choose_captured_decode(metadata.num_decodes)
@@ -253,25 +242,22 @@ class PagedBackend:
 
     def _choose_captured_decode(self, num_decodes: int) -> str:
         """For a step of decodes alone."""
-        if self._paged is not None and self._flashinfer_decode is None:
+        if _PAGED in self._kernels and _LIBRARY_DECODE not in self._kernels:
             return PAGED
         with self.table.for_graph():
             return self.table.choose(DECODE, num_decodes).name
 
-    def _names(self, operation: str) -> set[str]:
-        """Implementations of an operation that can be used here."""
-        return {entry.name for entry in self.table.usable(operation)}
 
-    def _chunks(self, step: StepLengths) -> list[PrefillChunk]:
-        """The step's chunks, which follow its decodes."""
-        decodes = step.num_decodes
-        starts: list[int] = step.cu_query_lens[decodes:].tolist()
-        seq_lens: list[int] = step.seq_lens[decodes:].tolist()
-        firsts: list[int] = step.first_blocks[decodes:].tolist()
-        return [
-            PrefillChunk(start, end - start, context - (end - start), first)
-            for (start, end), context, first in zip(pairwise(starts), seq_lens, firsts, strict=True)
-        ]
+def _chunks(step: StepLengths) -> list[PrefillChunk]:
+    """The step's chunks, which follow its decodes."""
+    decodes = step.num_decodes
+    starts: list[int] = step.cu_query_lens[decodes:].tolist()
+    seq_lens: list[int] = step.seq_lens[decodes:].tolist()
+    firsts: list[int] = step.first_blocks[decodes:].tolist()
+    return [
+        PrefillChunk(start, end - start, context - (end - start), first)
+        for (start, end), context, first in zip(pairwise(starts), seq_lens, firsts, strict=True)
+    ]
 
 
 def _of_wrapper(wrapper: Any, tokens: slice) -> _Run:  # noqa: ANN401 - flashinfer's

@@ -14,10 +14,11 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 
+from kernels.attention.attention_tuning import AttentionFacts
 from kernels.attention.fp8_pages import as_bytes
 from kernels.attention.heads import read_kv
 from services.common.nn.dispatch import KernelTable
-from services.decoder.attention.base import AttentionMetadata, AttentionSizes, StepLengths
+from services.decoder.attention.base import AttentionMetadata, StepLengths
 from services.decoder.attention.table import DECODE, PREFILL
 
 
@@ -55,9 +56,9 @@ class SdpaBackend:
 
     captures = captures_prompts = captures_mixed = False
 
-    def __init__(self, sizes: AttentionSizes, table: KernelTable[Any] | None = None) -> None:
+    def __init__(self, facts: AttentionFacts, table: KernelTable[Any] | None = None) -> None:
         self.table = table
-        self._sizes = sizes
+        self._facts = facts
 
     def captures_chunks(self, step: StepLengths) -> bool:
         return False
@@ -74,11 +75,11 @@ class SdpaBackend:
         device = metadata.block_ids.device
         seq_lens: list[int] = metadata.seq_lens.tolist()
         starts: list[int] = metadata.cu_query_lens.tolist()
-        counts: list[int] = (-(-metadata.seq_lens // self._sizes.block_size)).tolist()
+        counts: list[int] = (-(-metadata.seq_lens // self._facts.block_size)).tolist()
         firsts: list[int] = metadata.first_blocks.tolist()
         keys = metadata.block_ids
         tables = [2 * keys[f : f + n].long() for f, n in zip(firsts, counts, strict=True)]
-        group = self._sizes.num_heads // self._sizes.num_kv_heads
+        group = self._facts.num_heads // self._facts.num_kv_heads
         prefills: list[_Prefill] = []
         for index in range(metadata.num_decodes, len(seq_lens)):
             context, query = seq_lens[index], starts[index + 1] - starts[index]
@@ -106,7 +107,7 @@ class SdpaBackend:
     def _decodes(
         self, index: Tensor | slice, keys: Tensor, seq_lens: npt.NDArray[np.int32]
     ) -> _Decodes:
-        num_tokens = keys.shape[1] * self._sizes.block_size
+        num_tokens = keys.shape[1] * self._facts.block_size
         used = np.arange(num_tokens) < seq_lens[:, None]
         unused = torch.from_numpy(np.flatnonzero(~used)).to(keys.device)
         mask = torch.from_numpy(used).to(keys.device)
@@ -145,7 +146,7 @@ class SdpaBackend:
         self, query: Tensor, blocks: Tensor, decodes: _Decodes, kv_scales: Tensor | None
     ) -> Tensor:
         """Query heads that share a key head become its queries: `[S, KVH, group, D]`."""
-        grouped = query.unflatten(1, (self._sizes.num_kv_heads, -1))
+        grouped = query.unflatten(1, (self._facts.num_kv_heads, -1))
         gathered: list[Tensor] = []
         for part in (0, 1):
             tokens = _tokens(blocks, decodes.keys, part, query.dtype, kv_scales)
@@ -159,7 +160,7 @@ class SdpaBackend:
         self, query: Tensor, blocks: Tensor, chunk: _Prefill, kv_scales: Tensor | None
     ) -> Tensor:
         """One sequence's chunk against all of its context."""
-        num_kv_heads, size = self._sizes.num_kv_heads, len(query)
+        num_kv_heads, size = self._facts.num_kv_heads, len(query)
         keys, values = (
             _tokens(blocks, chunk.keys, part, query.dtype, kv_scales)[: chunk.context]
             .transpose(0, 1)

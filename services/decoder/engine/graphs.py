@@ -10,7 +10,7 @@ fits no graph eagerly.
 
 from bisect import bisect_left
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -57,20 +57,64 @@ def mixed_buckets(max_num_tokens: int) -> list[int]:
     return [size for size in sizes if size <= max_num_tokens]
 
 
+@dataclass(slots=True)
+class DeviceState:
+    """Tensors that stay on the device between steps."""
+
+    kv_cache: Tensor  # [num_layers, num_blocks + 1, 2, block_size, num_kv_heads, head_dim]
+    states: StateCache | None  # of rows, and one more for padding; None: the model has none
+    checkpoints: StateCache | None
+    rows: DeviceRows  # the last one is scratch, for padding
+
+
 @dataclass(frozen=True, slots=True)
 class StepParts:
-    """What a graph runs, and how it is captured."""
+    """What runs a step, eagerly or in a graph."""
 
     model: Transformer
     backend: AttentionBackend
     images: ImageReader | None
-    rows: DeviceRows
+    state: DeviceState
     entered: EnteredStep
     staging: Staging
-    kv_cache: Tensor
-    graph_pool: Any  # memory that graphs share; torch has no type for it
-    capture_stream: torch.cuda.Stream  # one for all: torch's cached memory belongs to a stream
-    states: StateCache | None = None
+
+    def metadata(self, step: StepInputs, entered: EnteredStep) -> AttentionMetadata:
+        """An uploaded step's layout, without a plan."""
+        state = self.state
+        return step_inputs.attention_metadata(step, self.staging, state.rows, entered, state.states)
+
+    def forward(
+        self,
+        step: StepInputs,
+        rows: Tensor | None = None,
+        metadata: AttentionMetadata | None = None,
+    ) -> Tensor:
+        """Runs an uploaded step, whose images are read by another; see `Transformer.forward` for
+        `rows`. `metadata` is planned; None: it is planned now.
+        """
+        state, visual = self.state, None
+        entered = self.entered.part(step.num_tokens, len(step.seq_lens))
+        entry = step_inputs.entry(step, self.staging)
+        self.model.ops.enter_step(entry, state.rows, entered, state.kv_cache.shape[3])
+        if metadata is None:
+            metadata = self.metadata(step, entered)
+            metadata.plan = self.backend.plan(metadata)
+        if step.places.visual_mask is not None:
+            assert self.images is not None
+            visual = self.images.visual(self.staging.device(step.places.visual_mask))
+        return self.model.forward(
+            entered.input_ids, entered.positions, state.kv_cache, metadata, visual, rows
+        )
+
+
+class GraphMemory:
+    """What all graphs share: their pool, and the stream that they are captured on, to which torch's
+    cached memory belongs.
+    """
+
+    def __init__(self) -> None:
+        self.pool = torch.cuda.graph_pool_handle()
+        self.stream = torch.cuda.Stream()
 
 
 @dataclass(slots=True)
@@ -90,10 +134,22 @@ class Kind(NamedTuple):
 
 
 class _GraphSet:
-    """Captured steps by kind."""
+    """Captured steps by kind.
 
-    def __init__(self, parts: StepParts) -> None:
-        self.parts = parts
+    `pad` gives a step padded to a captured size, or None: it must run eagerly. `replay` runs an
+    uploaded one: logits `[n, vocab_size]` and greedy tokens `[n]`, a row per sampling chunk, then
+    padding, valid until the next replay.
+
+    Attributes:
+        masks_images: every step has a mask of its visual tokens.
+        runs_decodes: alone, each of which samples.
+    """
+
+    masks_images = False
+    runs_decodes = False
+
+    def __init__(self, parts: StepParts, memory: GraphMemory) -> None:
+        self.parts, self._memory = parts, memory
         self._captured: dict[Kind, _Captured] = {}
         self._sizes: list[int] = []  # of them, ascending
         self._logits: Tensor | None = None
@@ -128,34 +184,32 @@ class _GraphSet:
         """
         parts, model = self.parts, self.parts.model
         entered = parts.entered.part(step.num_tokens, len(step.seq_lens))
-        metadata = step_inputs.attention_metadata(
-            step, parts.staging, parts.rows, entered, parts.states
-        )
+        metadata = parts.metadata(step, entered)
         metadata.fused = kind.fused
         if not kind.fused:
             metadata.plan = parts.backend.plan(metadata, captured=True)
 
         def run() -> tuple[Tensor, Tensor]:
-            hidden = self._forward(step, entered, metadata, sampled)
+            hidden = parts.forward(step, sampled, metadata)
             if self._logits is None:
                 self._logits = torch.empty_like(model.logits(hidden))
             logits = model.logits(hidden, out=self._logits[: len(hidden)])
             token_ids = model.ops.greedy(logits)
             sampling = entered.rows if rows is None else rows
-            parts.rows.last_tokens.index_copy_(0, sampling, token_ids.clamp(min=0))
+            parts.state.rows.last_tokens.index_copy_(0, sampling, token_ids.clamp(min=0))
             return logits, token_ids
 
-        stream = parts.capture_stream
+        stream = self._memory.stream
         stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream), model.ops.for_graph():
+        with torch.cuda.stream(stream), model.ops.table.for_graph():
             run()  # libraries allocate and choose kernels at the first call
             if kind.fused and not self._is_fused(step):
                 return  # the fused kernel has just failed
             torch.cuda.synchronize()
             torch.cuda.empty_cache()  # so that the graph's pool can have the memory
             with (
-                model.ops.capturing() as calls,
-                launches.captured_graph(parts.graph_pool) as graph,
+                model.ops.table.capturing() as calls,
+                launches.captured_graph(self._memory.pool) as graph,
             ):
                 logits, token_ids = run()
         torch.cuda.current_stream().wait_stream(stream)
@@ -174,37 +228,14 @@ class _GraphSet:
         longest = self.parts.model.ops.max_fused_context(step.num_decodes)
         return int(step.seq_lens.max()) <= longest
 
-    def _forward(
-        self,
-        step: StepInputs,
-        entered: EnteredStep,
-        metadata: AttentionMetadata,
-        sampled: Tensor | None,
-    ) -> Tensor:
-        """The hidden states of `sampled`, see `Transformer.forward`."""
-        parts, visual = self.parts, None
-        entry, block_size = step_inputs.entry(step, parts.staging), parts.kv_cache.shape[3]
-        parts.model.ops.enter_step(entry, parts.rows, entered, block_size)
-        if step.places.visual_mask is not None and parts.images is not None:
-            visual = parts.images.visual(parts.staging.device(step.places.visual_mask))
-        return parts.model.forward(
-            entered.input_ids,
-            entered.positions,
-            parts.kv_cache,
-            metadata,
-            visual,
-            sampled,
-        )
-
 
 class DecodeGraphs(_GraphSet):
     """Steps of decodes alone."""
 
-    masks_images = False
     runs_decodes = True
 
-    def __init__(self, parts: StepParts, scratch: StepInputs) -> None:
-        super().__init__(parts)
+    def __init__(self, parts: StepParts, memory: GraphMemory, scratch: StepInputs) -> None:
+        super().__init__(parts, memory)
         self._scratch = scratch
         # Of a size, as of the first step after warm-up: the longest context of the fused kernel,
         # and whether the plan of any other reads block tables.
@@ -248,10 +279,9 @@ class DecodeGraphs(_GraphSet):
 class _ChunkGraphs(_GraphSet):
     """Steps with chunks of prompts, with or without images."""
 
-    def __init__(self, parts: StepParts) -> None:
-        super().__init__(parts)
+    def __init__(self, parts: StepParts, memory: GraphMemory) -> None:
+        super().__init__(parts, memory)
         self.masks_images = parts.images is not None
-        self.runs_decodes = False
 
     def capture(self, step: StepInputs) -> None:
         """Captures a padded step; the largest must be the first."""
@@ -290,15 +320,15 @@ class PromptGraphs(_ChunkGraphs):
 class MixedGraphs(_ChunkGraphs):
     """Steps of any chunks, and perhaps decodes before them."""
 
-    def __init__(self, parts: StepParts, scratch: StepInputs) -> None:
-        super().__init__(parts)
+    def __init__(self, parts: StepParts, memory: GraphMemory, scratch: StepInputs) -> None:
+        super().__init__(parts, memory)
         self._scratch = scratch
-        self._decodes = min(MAX_CAPTURED_DECODES, len(parts.rows.lengths) - 1)
+        self._decodes = min(MAX_CAPTURED_DECODES, len(parts.state.rows.lengths) - 1)
 
     def scratch(self, num_tokens: int) -> StepInputs:
         """A step of `num_tokens` tokens to capture, more than the most decodes."""
         lengths = [1] * (self._decodes - 1) + [num_tokens - self._decodes + 1]
-        row, max_blocks = (size - 1 for size in self.parts.rows.blocks.shape)
+        row, max_blocks = (size - 1 for size in self.parts.state.rows.blocks.shape)
         return self._padded(StepInputs.scratch(lengths, row, max_blocks + 1), num_tokens)
 
     def pad(self, step: StepInputs) -> StepInputs | None:
@@ -313,3 +343,6 @@ class MixedGraphs(_ChunkGraphs):
         return step_inputs.pad_mixed(
             step, num_tokens, self._decodes, MAX_CAPTURED_CHUNKS, self._scratch
         )
+
+
+Graphs = DecodeGraphs | PromptGraphs | MixedGraphs

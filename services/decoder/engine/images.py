@@ -16,14 +16,8 @@ from services.decoder.models.base import Transfer, VisualInput
 
 
 class ImageRun(NamedTuple):
-    """Consecutive tokens of one image in a step; see `ComputeStep.images`.
-
-    Attributes:
-        row: index in the step of the run's first token.
-        num_rows: tokens of the run.
-        arena_offset: bytes, of the image's embedding `[features, num_tokens, hidden]`.
-        num_tokens: tokens of the whole image.
-        first_token: index in the image of the run's first token.
+    """Consecutive tokens of one image in a step, see `ComputeStep.images`. The embedding is
+    `[features, num_tokens, hidden]`.
     """
 
     row: int

@@ -4,8 +4,6 @@ Plain data that crosses a socket as MessagePack; no torch and no gRPC. `common/p
 sends and checks them.
 """
 
-from typing import Protocol
-
 import msgspec
 
 from services.common.process.heartbeat import Ping, Pong
@@ -136,14 +134,6 @@ FrontMessage = (
     AddSequence | ImageReady | MaskLink | TokenMasks | AbortSequence | ResetPrefixCache | Ping
     | Shutdown
 )  # fmt: skip
-
-
-class EngineSender(Protocol):
-    """The engine's inbox."""
-
-    def send(self, *messages: FrontMessage) -> None:
-        """Queues messages."""
-        ...
 
 
 # Engine to front.

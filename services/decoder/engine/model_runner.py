@@ -9,11 +9,12 @@ import torch
 from kernels.sampling.sampling import MaskedRows, SamplingInputs
 from services.common.nn.collectives import ALONE, Ranks
 from services.decoder.attention.base import AttentionBackend
+from services.decoder.engine.graphs import DeviceState
 from services.decoder.engine.images import ImageReader
 from services.decoder.engine.messages import EngineInfo
 from services.decoder.engine.pending_step import DevicePendingStep
 from services.decoder.engine.step import Step
-from services.decoder.engine.step_computer import DeviceState, StepComputer
+from services.decoder.engine.step_computer import StepComputer
 from services.decoder.engine.step_inputs import StepInputs
 from services.decoder.engine.step_sampler import Extras, StepSampler
 from services.decoder.models.transformer import Transformer

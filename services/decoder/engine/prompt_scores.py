@@ -4,21 +4,11 @@ The head runs over few tokens at a time, so that the logits of a long prompt nev
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from kernels.sampling.sampling import by_rank
-
-
-class PromptScores(NamedTuple):
-    """Of n tokens, and of the m most likely ones in their places; see `step.Scores`."""
-
-    logprobs: Tensor  # [n] float32
-    ranks: Tensor  # [n] int32
-    top_ids: Tensor  # [n, m] int32
-    top: Tensor  # [n, m] float32
 
 
 def score_prompt(
@@ -27,7 +17,7 @@ def score_prompt(
     logits_of: Callable[[Tensor], Tensor],
     count: int,
     most_rows: int,
-) -> PromptScores:
+) -> tuple[Tensor, ...]:
     """Scores the tokens that follow.
 
     Args:
@@ -36,8 +26,11 @@ def score_prompt(
         logits_of: the head: `[rows, hidden]` → `[rows, vocab_size]`.
         count: alternatives, m.
         most_rows: of one call of the head.
+
+    Returns:
+        The fields of `step.Scores`, on the device.
     """
-    parts: list[PromptScores] = []
+    parts: list[tuple[Tensor, ...]] = []
     for start in range(0, len(hidden), most_rows):
         raw = logits_of(hidden[start : start + most_rows]).float()
         ids = followers[start : start + most_rows, None]
@@ -45,7 +38,5 @@ def score_prompt(
         own = raw.gather(-1, ids)
         ranks = (raw > own).sum(-1, dtype=torch.int32) + 1
         values, top_ids = by_rank(raw, count) if count else (raw[:, :0], ids[:, :0])
-        parts.append(
-            PromptScores((own - total)[:, 0], ranks, top_ids.to(torch.int32), values - total)
-        )
-    return PromptScores(*(torch.cat(column) for column in zip(*parts, strict=True)))
+        parts.append(((own - total)[:, 0], ranks, top_ids.to(torch.int32), values - total))
+    return tuple(torch.cat(column) for column in zip(*parts, strict=True))

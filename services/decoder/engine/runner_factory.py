@@ -4,6 +4,7 @@ The engine process calls it once. A model, device or option that cannot be serve
 before the first request.
 """
 
+import importlib.util
 import logging
 import mmap
 import time
@@ -16,7 +17,9 @@ import torch
 from msgspec import structs
 from torch import nn
 
+from kernels.attention.attention_tuning import AttentionFacts
 from kernels.attention.fp8_pages import E4M3
+from kernels.device import DeviceFacts
 from kernels.linear_attention.states import StateCache
 from kernels.rows import DeviceRows
 from services.common.families import read_spec
@@ -31,20 +34,25 @@ from services.common.nn.weights import Checkpoint, check_all_claimed, load_weigh
 from services.common.process.progress import log_progress
 from services.common.quantization import quantized_at_load
 from services.decoder.attention import create_backend
-from services.decoder.attention.base import AttentionBackend, AttentionSizes
+from services.decoder.attention.base import AttentionBackend
 from services.decoder.engine import kv_cache
-from services.decoder.engine.graphs import decode_buckets, mixed_buckets, prompt_buckets
+from services.decoder.engine.graphs import (
+    DeviceState,
+    decode_buckets,
+    mixed_buckets,
+    prompt_buckets,
+)
 from services.decoder.engine.images import ImageReader
 from services.decoder.engine.kv_cache import KVCacheShape
 from services.decoder.engine.mask_buffer import MaskBuffer
 from services.decoder.engine.messages import EngineInfo
 from services.decoder.engine.model_runner import ModelRunner
 from services.decoder.engine.prompt_scores import score_prompt
-from services.decoder.engine.step_computer import DeviceState
 from services.decoder.engine.step_sampler import Extras
 from services.decoder.models.kv_scales import finish_scales, read_scales
 from services.decoder.models.stored import as_stored
 from services.decoder.models.transformer import Transformer, rank_spec
+from services.decoder.operations.kernel_facts import KernelFacts, attention_facts
 from services.decoder.operations.ops import Ops, PlainOps, create_ops
 
 logger = logging.getLogger(__name__)
@@ -118,9 +126,10 @@ def create_runner(
         torch.cuda.set_device(device)
     ranks = ranks.with_peers(options.max_batched_tokens, spec.text.hidden_size, dtype, device)
     text = rank_spec(spec.text, ranks)
-    sizes, linear = _sizes(text, options, limit), text.linear_attention
-    fp8_cache, overrides = _caches_fp8(spec, options), parse_overrides(options.kernels)
-    backend = create_backend(sizes, device, dtype, overrides, fp8_cache=fp8_cache)
+    linear, fp8_cache = text.linear_attention, options.fp8_cache or _has_fp8_scales(spec)
+    of_model = KernelFacts(DeviceFacts.of(device), text, dtype)
+    facts = _attention_facts(of_model, options, limit, fp8_cache=fp8_cache)
+    backend = create_backend(facts, device, parse_overrides(options.kernels))
     model = _load(spec, backend, options, device, dtype, ranks)
     shape = _shape(text, options, E4M3 if fp8_cache else dtype)
     images = _image_reader(spec, options, arena, device, dtype)
@@ -137,7 +146,7 @@ def create_runner(
         if linear is not None and info.num_checkpoints:
             count = len(text.linear_layers)
             checkpoints = StateCache.allocate(linear, count, info.num_checkpoints, dtype, device)
-        state = DeviceState(device, pool, states, checkpoints, kept)
+        state = DeviceState(pool, states, checkpoints, kept)
         extras = Extras(MaskBuffer(info.max_num_sequences, info.vocab_size, device), score_prompt)
         return ModelRunner(info, model, backend, state, images, extras, ranks)
 
@@ -220,10 +229,6 @@ def _image_reader(
     return ImageReader(arena, num_features, spec.text.hidden_size, dtype, device, rows)
 
 
-def _caches_fp8(spec: ModelSpec, options: RunnerOptions) -> bool:
-    return options.fp8_cache or _has_fp8_scales(spec)
-
-
 def _has_fp8_scales(spec: ModelSpec) -> bool:
     quantization = spec.checkpoint.quantization
     return quantization is not None and quantization.fp8_cache
@@ -239,12 +244,14 @@ def _weight_bytes(model: nn.Module) -> int:
     return sum(part.nbytes for part in (*model.parameters(), *model.buffers()))
 
 
-def _sizes(text: TextSpec, options: RunnerOptions, max_model_len: int) -> AttentionSizes:
-    return AttentionSizes(
-        num_heads=text.num_heads,
-        num_kv_heads=text.num_kv_heads,
-        head_dim=text.head_dim,
+def _attention_facts(
+    facts: KernelFacts, options: RunnerOptions, max_model_len: int, *, fp8_cache: bool
+) -> AttentionFacts:
+    return attention_facts(
+        facts,
         block_size=options.block_size,
+        has_flashinfer=importlib.util.find_spec("flashinfer") is not None,
+        fp8_cache=fp8_cache,
         max_num_sequences=options.max_num_sequences,
         max_num_blocks=-(-max_model_len // options.block_size),
     )

@@ -25,9 +25,8 @@ from kernels.sampling.sampling import (
     are_finite,
     by_rank,
 )
-from services.decoder.engine.messages import SamplingParams
 from services.decoder.engine.staging import Staging
-from services.decoder.engine.step import Int32Array, Int64Array
+from services.decoder.engine.step import Int64Array, RowSampling, SampleStep
 from services.decoder.operations.ops import Ops
 
 _NO_IDS = np.empty(0, np.int64)
@@ -72,16 +71,10 @@ class Sampler:
         # See SamplingInputs. On a CPU, pages are allocated when first written.
         self._seen = torch.zeros((num_rows, vocab_size), dtype=torch.int32, device=device)
 
-    def start_row(
-        self,
-        row: int,
-        params: SamplingParams,
-        prompt_ids: Int32Array | None = None,
-        completion_ids: Int32Array | None = None,
-        num_prompt_tokens: int = 0,
-    ) -> None:
-        """Gives the row to another sequence; its token ids are read if it has penalties."""
-        self._num_prompt[row] = num_prompt_tokens
+    def start_row(self, start: RowSampling) -> None:
+        """Gives a row to another sequence."""
+        row, params = start.row, start.params
+        self._num_prompt[row] = start.num_prompt_tokens
         self._floats[:, row] = [getattr(params, name) for name in FLOATS]
         greedy = params.temperature < GREEDY_TEMPERATURE
         if greedy:
@@ -111,16 +104,14 @@ class Sampler:
             and row not in self._stops
         )
         if params.has_penalties:
-            self._count_all(row, prompt_ids, completion_ids)
+            self._count_all(start)
 
     def prepare(
         self,
         rows: Int64Array,
         ends: Int64Array,
         staging: Staging,
-        masked: Int64Array | None = None,
-        token_masks: Int32Array | None = None,
-        late: Int64Array | None = None,
+        step: SampleStep,
         late_masks: Tensor | None = None,
     ) -> SamplingInputs | MaskedRows | None:
         """The inputs of a step, its arrays in `staging`, to be uploaded.
@@ -128,11 +119,9 @@ class Sampler:
         Args:
             rows: `[B]`.
             ends: `[B]`, tokens of their sequences before this step.
-            masked: see `SampleStep`; None: no row has a mask.
-            token_masks: see `SampleStep`.
-            late: see `SampleStep`; None: no mask is late.
-            late_masks: `[M + L, words]` on the device, filled later: the masks of `masked`, then
-                those of `late`.
+            step: says which rows have masks.
+            late_masks: `[M + L, words]` on the device, filled later: the masks of `step.masked`,
+                then those of `step.late`; None: none is late.
 
         Returns:
             None: every row is greedy, without penalties, biases, masks and log-probabilities.
@@ -142,19 +131,21 @@ class Sampler:
         def put(array: npt.NDArray[np.generic]) -> Tensor:
             return staging.device(staging.add(array))
 
-        samples, masks = _joined(masked, late), late_masks
+        samples, masks = step.masked, late_masks
+        if len(step.late):
+            samples = np.concatenate((samples, step.late))
         plain = self._plain[rows].all()
-        if plain and samples is None:
+        if plain and not len(samples):
             return None
-        if samples is not None and masks is None and token_masks is not None:
-            masks = put(token_masks)
-        if plain and samples is not None and masks is not None:
+        if len(samples) and masks is None:
+            masks = put(step.token_masks)
+        if plain and masks is not None:
             return MaskedRows(put(samples), put(rows[samples]), masks)
         generated = ends - self._num_prompt[rows]
         floats, top_k = self._floats[:, rows], self._top_k[rows]
         sampled = floats[0] > 0.0
         mask_index = logprob_index = None
-        if samples is not None:
+        if len(samples):
             index = np.full(len(rows), -1)
             index[samples] = np.arange(len(samples))
             mask_index = put(index)
@@ -223,17 +214,15 @@ class Sampler:
             logprobs = _logprobs(wanted, chosen, most, inputs.logprob_ids)
         return Sampled(token_ids, logprobs)
 
-    def _count_all(
-        self, row: int, prompt_ids: Int32Array | None, completion_ids: Int32Array | None
-    ) -> None:
-        seen = self._seen[row]
+    def _count_all(self, start: RowSampling) -> None:
+        seen = self._seen[start.row]
         seen.zero_()
-        if prompt_ids is not None:
-            ids = self.upload(torch.from_numpy(prompt_ids.astype(np.int64)))
-            seen.index_fill_(0, ids, 1)
-        if completion_ids is not None:
-            ids = self.upload(torch.from_numpy(completion_ids.astype(np.int64)))
-            seen.index_add_(0, ids, torch.full_like(ids, 2, dtype=torch.int32))
+        prompt, completion = (
+            self.upload(torch.from_numpy(np.frombuffer(ids, np.int32).astype(np.int64)))
+            for ids in (start.prompt_token_ids, start.completion_token_ids)
+        )
+        seen.index_fill_(0, prompt, 1)
+        seen.index_add_(0, completion, torch.full_like(completion, 2, dtype=torch.int32))
 
     def _biases(
         self, rows: Int64Array, generated: Int64Array
@@ -262,15 +251,6 @@ class Sampler:
             return values
         # The pinned copy returns to torch's allocator, which waits for the stream.
         return values.pin_memory().to(self._device, non_blocking=True)
-
-
-def _joined(masked: Int64Array | None, late: Int64Array | None) -> Int64Array | None:
-    """All samples with masks, in the order of the masks."""
-    if masked is None or len(masked) == 0:
-        return late
-    if late is None:
-        return masked
-    return np.concatenate((masked, late))
 
 
 def uniforms(seeds: npt.NDArray[np.uint64], counters: Int64Array) -> npt.NDArray[np.float64]:

@@ -5,27 +5,33 @@
 """
 
 import logging
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import msgspec
 import torch
 from torch import Tensor
 
-from kernels.linear_attention.states import StateCache
-from kernels.rows import DeviceRows, EnteredStep
+from kernels.rows import EnteredStep
 from kernels.tuning import MAX_CAPTURED_CHUNKS
 from services.common.nn.collectives import ALONE, Ranks
 from services.common.process.progress import log_progress
 from services.decoder.attention.base import AttentionBackend
 from services.decoder.engine import step_inputs
-from services.decoder.engine.graphs import DecodeGraphs, Kind, MixedGraphs, PromptGraphs, StepParts
+from services.decoder.engine.graphs import (
+    DecodeGraphs,
+    DeviceState,
+    GraphMemory,
+    Graphs,
+    Kind,
+    MixedGraphs,
+    PromptGraphs,
+    StepParts,
+)
 from services.decoder.engine.images import ImageReader
 from services.decoder.engine.messages import EngineInfo
 from services.decoder.engine.staging import Staging
 from services.decoder.engine.step import ComputeStep
-from services.decoder.engine.step_inputs import NOTHING_NEW, RowUpdates, StepGraphs, StepInputs
-from services.decoder.models.base import VisualInput
+from services.decoder.engine.step_inputs import NOTHING_NEW, RowUpdates, StepInputs
 from services.decoder.models.transformer import Transformer
 
 logger = logging.getLogger(__name__)
@@ -33,17 +39,6 @@ logger = logging.getLogger(__name__)
 # Staging bytes that do not depend on a step's size: alignment, the attention's shortest work list.
 _MOST_ELSE_BYTES = 16 << 10
 _CAPTURE_S = 60.0  # by which ranks capture the last graphs of a kind sooner or later
-
-
-@dataclass(slots=True)
-class DeviceState:
-    """Tensors that stay on the device between steps."""
-
-    device: torch.device
-    kv_cache: Tensor  # [num_layers, num_blocks + 1, 2, block_size, num_kv_heads, head_dim]
-    states: StateCache | None  # of rows, and one more for padding; None: the model has none
-    checkpoints: StateCache | None
-    rows: DeviceRows  # the last one is scratch, for padding
 
 
 class Computed(NamedTuple):
@@ -84,22 +79,22 @@ class StepComputer:
         images: ImageReader | None,
         ranks: Ranks = ALONE,
     ) -> None:
-        self.staging = Staging(_staging_bytes(info, state.rows.blocks.shape[1]), state.device)
-        self.graphs: list[DecodeGraphs | MixedGraphs | PromptGraphs] = []
+        self.staging = Staging(
+            _staging_bytes(info, state.rows.blocks.shape[1]), state.kv_cache.device
+        )
+        self.graphs: list[Graphs] = []
         self.resend = False
         self._model = model
-        self._backend = backend
         self._state = state
-        self._images = images
         self._ranks = ranks
         self._most_scored = info.max_num_sequences
-        self._block_size = info.block_size
         self._max_blocks = state.rows.blocks.shape[1]
         self._scratch_row = info.max_num_sequences
         state.rows.blocks[self._scratch_row] = info.num_blocks
         chunks = _most_chunks(info)
         tokens = max(info.max_batched_tokens, chunks)
-        self._entered = EnteredStep.allocate(tokens, chunks, state.device)
+        entered = EnteredStep.allocate(tokens, chunks, state.kv_cache.device)
+        self._parts = StepParts(model, backend, images, state, entered, self.staging)
 
     def stage(self, step: ComputeStep) -> StepInputs:
         """Copies a step's arrays into the staging buffer, behind which others may be put."""
@@ -130,8 +125,8 @@ class StepComputer:
 
     def close(self) -> None:
         """Releases the arena; the process may go on."""
-        if self._images is not None:
-            self._images.close()
+        if self._parts.images is not None:
+            self._parts.images.close()
 
     def _run(self, step: ComputeStep, inputs: StepInputs) -> Computed:
         count = len(step.samples)
@@ -152,7 +147,7 @@ class StepComputer:
     def _sampled_rows(self, inputs: StepInputs) -> Tensor:
         place = inputs.places.sampled_rows
         if place is None:
-            return self._entered.rows[: len(inputs.seq_lens)]
+            return self._parts.entered.rows[: len(inputs.seq_lens)]
         return self.staging.device(place)
 
     @torch.inference_mode()
@@ -164,21 +159,10 @@ class StepComputer:
             torch.OutOfMemoryError: the graphs do not fit into the device's memory.
             RuntimeError: another rank waits within a step whose capture has failed here.
         """
-        parts = StepParts(
-            self._model,
-            self._backend,
-            self._images,
-            self._state.rows,
-            self._entered,
-            self.staging,
-            self._state.kv_cache,
-            torch.cuda.graph_pool_handle(),
-            torch.cuda.Stream(),
-            self._state.states,
-        )
-        scratch = self._scratch([1] * self._scratch_row)
-        mixed_graphs, decode_graphs = MixedGraphs(parts, scratch), DecodeGraphs(parts, scratch)
-        prompt_graphs = PromptGraphs(parts)
+        parts, memory, scratch = self._parts, GraphMemory(), self._scratch([1] * self._scratch_row)
+        mixed_graphs = MixedGraphs(parts, memory, scratch)
+        prompt_graphs = PromptGraphs(parts, memory)
+        decode_graphs = DecodeGraphs(parts, memory, scratch)
         # The largest first, so that the smaller ones find their memory in the pool.
         steps = (
             (mixed_graphs, (mixed_graphs.scratch(n) for n in sorted(mixed, reverse=True))),
@@ -232,7 +216,7 @@ class StepComputer:
     def _scratch(self, lengths: list[int]) -> StepInputs:
         return StepInputs.scratch(lengths, self._scratch_row, self._max_blocks)
 
-    def _graphs_for(self, step: StepInputs) -> tuple[StepGraphs | None, StepInputs]:
+    def _graphs_for(self, step: StepInputs) -> tuple[Graphs | None, StepInputs]:
         """The graphs that run the step, and the step padded for them."""
         for graphs in self.graphs:
             padded = graphs.pad(step)
@@ -243,7 +227,7 @@ class StepComputer:
     def _stage(
         self,
         step: StepInputs,
-        graphs: StepGraphs | None = None,
+        graphs: Graphs | None = None,
         updates: RowUpdates = NOTHING_NEW,
     ) -> StepInputs:
         """Copies a step, padded for `graphs` if any, into the staging buffer; returns it."""
@@ -253,7 +237,7 @@ class StepComputer:
             step,
             self.staging,
             updates,
-            work=self._backend.list_work(step, captured=graphs is not None),
+            work=self._parts.backend.list_work(step, captured=graphs is not None),
             masked=bool(step.images) if graphs is None else graphs.masks_images,
             with_states=self._state.states is not None,
             decodes=graphs is not None and graphs.runs_decodes,
@@ -277,29 +261,11 @@ class StepComputer:
 
     def _forward(self, step: StepInputs, rows: Tensor | None = None) -> Tensor:
         """Runs an uploaded step eagerly; see `Transformer.forward` for `rows`."""
-        state, staging = self._state, self.staging
-        entered = self._entered.part(step.num_tokens, len(step.seq_lens))
-        self._model.ops.enter_step(
-            step_inputs.entry(step, staging), state.rows, entered, self._block_size
-        )
-        metadata = step_inputs.attention_metadata(step, staging, state.rows, entered, state.states)
-        metadata.plan = self._backend.plan(metadata)
-        return self._model.forward(
-            entered.input_ids,
-            entered.positions,
-            state.kv_cache,
-            metadata,
-            self._visual(step),
-            rows,
-        )
-
-    def _visual(self, step: StepInputs) -> VisualInput | None:
-        if step.places.visual_mask is None:
-            return None
-        if self._images is None:
-            raise RuntimeError("a sequence has images, but the runner has no arena")
-        self._images.read(step.images)
-        return self._images.visual(self.staging.device(step.places.visual_mask))
+        if step.images:
+            if self._parts.images is None:
+                raise RuntimeError("a sequence has images, but the runner has no arena")
+            self._parts.images.read(step.images)
+        return self._parts.forward(step, rows)
 
 
 def _most_chunks(info: EngineInfo) -> int:

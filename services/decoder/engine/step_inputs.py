@@ -8,54 +8,19 @@ lengths come from the `ComputeStep`, and blocks are on the device (`kernels.rows
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import accumulate, takewhile
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from torch import Tensor
 
 from kernels.linear_attention.states import StateCache, StateLayout, prefill_pieces
-from kernels.rows import (
-    CHUNK_BLOCK,
-    CHUNK_END,
-    CHUNK_PLACE,
-    CHUNK_ROW,
-    MAX_CHANGING_CHUNKS,
-    NUM_CHUNK_FIELDS,
-    NUM_TOKEN_FIELDS,
-    TOKEN_ID,
-    TOKEN_INDEX,
-    TOKEN_POSITION,
-    TOKEN_ROW,
-    DeviceRows,
-    EnteredStep,
-    StepEntry,
-)
+from kernels.rows import MAX_CHANGING_CHUNKS, DeviceRows, EnteredStep, OfChunk, OfToken, StepEntry
 from services.decoder.attention.base import AttentionMetadata
 from services.decoder.engine.images import ImageRun
 from services.decoder.engine.staging import Staged, Staging
 from services.decoder.engine.step import ComputeStep, Int32Array
 
 IntArray = npt.NDArray[np.int64]
-_Number = TypeVar("_Number", np.int32, np.int64)
-
-
-class StepGraphs(Protocol):
-    """Graphs of one kind of step."""
-
-    masks_images: bool  # every step has a mask of its visual tokens
-    runs_decodes: bool  # alone, each of which samples
-
-    def pad(self, step: "StepInputs") -> "StepInputs | None":
-        """The step padded to a captured size, or None: it must run eagerly."""
-        ...
-
-    def replay(self, step: "StepInputs") -> tuple[Tensor, Tensor]:
-        """Runs an uploaded step: logits `[n, vocab_size]` and greedy tokens `[n]`.
-
-        Both are valid until the next replay, and have a row per sampling chunk, then padding.
-        """
-        ...
 
 
 @dataclass(slots=True)
@@ -96,8 +61,8 @@ class StepInputs:
     samples: IntArray  # [B]: chunks that sample
     images: list[ImageRun]
     places: Places = field(init=False)  # set by `stage`
-    # Set by the graphs that run it; None: it runs eagerly.
-    graphs: StepGraphs | None = None
+    # Set by the graphs that run it, see `engine.graphs`; None: it runs eagerly.
+    graphs: Any = None
     is_fused: bool = False  # see AttentionMetadata
     plans_from_blocks: bool = False  # its plan reads block tables, before the graph runs
 
@@ -106,8 +71,8 @@ class StepInputs:
         """A step of meaningless sequences, all of them in the scratch row."""
         sizes = np.array(lengths, np.int32)
         num_tokens, count = int(sizes.sum()), len(lengths)
-        tokens = np.zeros((NUM_TOKEN_FIELDS, num_tokens), np.int32)
-        tokens[TOKEN_ROW] = -1
+        tokens = np.zeros((OfToken.COUNT, num_tokens), np.int32)
+        tokens[OfToken.ROW] = -1
         rows = np.full(count, scratch_row, np.int32)
         return cls(
             num_tokens=num_tokens,
@@ -162,22 +127,22 @@ def lay_out(step: ComputeStep, max_blocks: int, *, resend: bool = False) -> Step
     # Plain Python per chunk, as in `Batch.to_step`.
     fed, lengths = step.num_from_device, step.lengths.tolist()
     *firsts, num_tokens = accumulate(lengths, initial=0)
-    tokens = np.zeros((NUM_TOKEN_FIELDS, num_tokens), np.int32)
-    tokens[TOKEN_ID, fed:] = step.token_ids
-    tokens[TOKEN_POSITION:, fed:] = step.positions
+    tokens = np.zeros((OfToken.COUNT, num_tokens), np.int32)
+    tokens[OfToken.ID, fed:] = step.token_ids
+    tokens[OfToken.POSITION :, fed:] = step.positions
     if len(lengths) == 1:
-        tokens[TOKEN_ROW] = step.rows[0]
-        tokens[TOKEN_INDEX] = np.arange(step.starts[0], step.starts[0] + num_tokens)
+        tokens[OfToken.ROW] = step.rows[0]
+        tokens[OfToken.INDEX] = np.arange(step.starts[0], step.starts[0] + num_tokens)
     else:
-        tokens[TOKEN_ROW] = step.rows.repeat(step.lengths)
-        tokens[TOKEN_INDEX] = np.arange(num_tokens) + (step.starts - firsts).repeat(step.lengths)
-    chunks = np.empty((NUM_CHUNK_FIELDS, len(lengths)), np.int32)
-    chunks[CHUNK_ROW], chunks[CHUNK_PLACE] = step.rows, -1
-    chunks[CHUNK_END] = seq_lens = (step.starts + step.lengths).astype(np.int32)
+        tokens[OfToken.ROW] = step.rows.repeat(step.lengths)
+        tokens[OfToken.INDEX] = np.arange(num_tokens) + (step.starts - firsts).repeat(step.lengths)
+    chunks = np.empty((OfChunk.COUNT, len(lengths)), np.int32)
+    chunks[OfChunk.ROW], chunks[OfChunk.PLACE] = step.rows, -1
+    chunks[OfChunk.END] = seq_lens = (step.starts + step.lengths).astype(np.int32)
     if fed:
-        tokens[TOKEN_INDEX, :fed] = -1
+        tokens[OfToken.INDEX, :fed] = -1
         if not resend:
-            chunks[CHUNK_END, :fed] = -1
+            chunks[OfChunk.END, :fed] = -1
     return StepInputs(
         num_tokens=num_tokens,
         num_decodes=_leading_ones(lengths),
@@ -185,7 +150,7 @@ def lay_out(step: ComputeStep, max_blocks: int, *, resend: bool = False) -> Step
         chunks=chunks,
         cu_query_lens=np.array([*firsts, num_tokens], np.int32),
         seq_lens=seq_lens,
-        first_blocks=chunks[CHUNK_ROW] * max_blocks,
+        first_blocks=chunks[OfChunk.ROW] * max_blocks,
         samples=step.samples,
         images=[ImageRun(*run) for run in step.images.tolist()],
     )
@@ -194,13 +159,13 @@ def lay_out(step: ComputeStep, max_blocks: int, *, resend: bool = False) -> Step
 def _decodes_from_device(step: ComputeStep, max_blocks: int, *, resend: bool) -> StepInputs:
     """`lay_out` of the most frequent kind of step, in half the time."""
     count = len(step.rows)
-    tokens = np.zeros((NUM_TOKEN_FIELDS, count), np.int32)
-    chunks = np.empty((NUM_CHUNK_FIELDS, count), np.int32)
-    tokens[TOKEN_ROW] = chunks[CHUNK_ROW] = step.rows
-    tokens[TOKEN_INDEX] = chunks[CHUNK_END : CHUNK_PLACE + 1] = -1
+    tokens = np.zeros((OfToken.COUNT, count), np.int32)
+    chunks = np.empty((OfChunk.COUNT, count), np.int32)
+    tokens[OfToken.ROW] = chunks[OfChunk.ROW] = step.rows
+    tokens[OfToken.INDEX] = chunks[OfChunk.END : OfChunk.PLACE + 1] = -1
     seq_lens = (step.starts + 1).astype(np.int32)
     if resend:
-        chunks[CHUNK_END] = seq_lens
+        chunks[OfChunk.END] = seq_lens
     return StepInputs(
         num_tokens=count,
         num_decodes=count,
@@ -208,7 +173,7 @@ def _decodes_from_device(step: ComputeStep, max_blocks: int, *, resend: bool) ->
         chunks=chunks,
         cu_query_lens=np.arange(count + 1, dtype=np.int32),
         seq_lens=seq_lens,
-        first_blocks=chunks[CHUNK_ROW] * max_blocks,
+        first_blocks=chunks[OfChunk.ROW] * max_blocks,
         samples=step.samples,
         images=[],
     )
@@ -251,9 +216,9 @@ def pad_mixed(
     total = num_decodes + num_chunks + 1  # one is always padding
     seq_lens = np.zeros(total, np.int32)
     first_blocks = np.full(total, scratch.first_blocks[0])
-    chunks = np.zeros((NUM_CHUNK_FIELDS, total), np.int32)
-    chunks[CHUNK_PLACE] = -1
-    chunks[CHUNK_ROW] = scratch.chunks[CHUNK_ROW, 0]
+    chunks = np.zeros((OfChunk.COUNT, total), np.int32)
+    chunks[OfChunk.PLACE] = -1
+    chunks[OfChunk.ROW] = scratch.chunks[OfChunk.ROW, 0]
     cu_query_lens = np.full(total + 1, used, np.int32)
     for target, source in (
         (seq_lens, step.seq_lens), (first_blocks, step.first_blocks), (chunks, step.chunks),
@@ -297,14 +262,14 @@ def stage(
     itself = decodes and not step.plans_from_blocks
     if itself and len(blocks[0]) <= num_chunks <= MAX_CHANGING_CHUNKS:
         places, block_ids = blocks
-        step.chunks[CHUNK_PLACE, : len(places)], blocks = places, _NO_UPDATES
-        step.chunks[CHUNK_BLOCK, : len(places)] = block_ids
+        step.chunks[OfChunk.PLACE, : len(places)], blocks = places, _NO_UPDATES
+        step.chunks[OfChunk.BLOCK, : len(places)] = block_ids
     tokens, chunks = staging.add(step.tokens, size=num_tokens), staging.add(step.chunks)
     if num_tokens > step.tokens.shape[1]:
-        staging.host(tokens)[TOKEN_ROW, step.tokens.shape[1] :] = -1
+        staging.host(tokens)[OfToken.ROW, step.tokens.shape[1] :] = -1
     sampled_rows = sampled_tokens = None
     if not decodes:
-        all_rows = step.chunks[CHUNK_ROW].astype(np.int64)
+        all_rows = step.chunks[OfChunk.ROW].astype(np.int64)
         last_tokens = step.cu_query_lens[1:].astype(np.int64) - 1
         if len(step.samples) < num_chunks:  # else all chunks sample, in their order
             all_rows, last_tokens = all_rows[step.samples], last_tokens[step.samples]

@@ -100,25 +100,17 @@ class StepSampler:
         ones'.
         """
         for start in starts:
-            prompt = completion = None
-            if start.params.has_penalties:
-                prompt = np.frombuffer(start.prompt_token_ids, np.int32)
-                completion = np.frombuffer(start.completion_token_ids, np.int32)
-            self._sampler.start_row(
-                start.row, start.params, prompt, completion, start.num_prompt_tokens
-            )
+            self._sampler.start_row(start)
 
     def stage(self, step: SampleStep, compute: ComputeStep) -> SamplingInputs | MaskedRows | None:
         """Adds a step's arrays to the staging buffer; returns what `Sampler.prepare` does."""
         rows, ends, samples = compute.rows, compute.starts + compute.lengths, compute.samples
         if len(samples) < len(rows):
             rows, ends = rows[samples], ends[samples]
-        late = late_masks = None
+        late_masks = None
         if len(step.late):
-            late, late_masks = step.late, self._masks.device(len(step.masked) + len(step.late))
-        return self._sampler.prepare(
-            rows, ends, self._staging, step.masked, step.token_masks, late, late_masks
-        )
+            late_masks = self._masks.device(len(step.masked) + len(step.late))
+        return self._sampler.prepare(rows, ends, self._staging, step, late_masks)
 
     def begin_masks(self, token_masks: Int32Array) -> None:
         """To be called before a step with late masks is computed: all are uploaded beside it."""
@@ -200,21 +192,21 @@ class StepSampler:
         logits = torch.zeros(
             (num_rows, self._info.vocab_size), dtype=self._dtype, device=self._last_tokens.device
         )
-        rows, one = np.zeros(num_rows, np.int64), np.zeros(1, np.int32)
+        rows, one = np.zeros(num_rows, np.int64), bytes(4)
         words = -(-self._info.vocab_size // 32)
-        masks = np.full((1, words), -1, np.int32)
+        masked = SampleStep(masked=rows[:1], token_masks=np.full((1, words), -1, np.int32))
         for params in _WARM_UP_PARAMS:
-            self._sampler.start_row(0, params, one, one)
-            for masked in (np.empty(0, np.int64), np.zeros(1, np.int64)):
+            self._sampler.start_row(RowSampling(0, params, 0, one, one))
+            for step in (SampleStep(), masked):
                 self._staging.begin()
-                inputs = self._sampler.prepare(rows, rows, self._staging, masked, masks)
+                inputs = self._sampler.prepare(rows, rows, self._staging, step)
                 self._staging.upload()
                 assert isinstance(inputs, SamplingInputs)
                 sampled = self._sampler.sample(logits, inputs)
                 DevicePendingStep(self._readback.tokens(sampled, inputs)).result()
-        self._sampler.start_row(0, SamplingParams())
+        self._sampler.start_row(RowSampling(0, SamplingParams(), 0))
         self._staging.begin()
-        inputs = self._sampler.prepare(rows[:1], rows[:1], self._staging, rows[:1], masks)
+        inputs = self._sampler.prepare(rows[:1], rows[:1], self._staging, masked)
         self._staging.upload()
         assert isinstance(inputs, MaskedRows)
         token_ids = self._model.ops.greedy(logits)

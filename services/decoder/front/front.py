@@ -25,7 +25,7 @@ from services.common.errors import (
     Unavailable,
 )
 from services.common.pb import decoder_pb2 as pb
-from services.common.process.channel import ChannelClosed
+from services.common.process.channel import ChannelClosed, FrontChannel
 from services.common.spans import Span, record_span, start_span
 from services.common.telemetry import bound_request_id
 from services.common.transport.rpc import MAX_REQUEST_ID_CHARS
@@ -35,7 +35,6 @@ from services.decoder.engine.messages import (
     EndOfSequence,
     EngineInfo,
     EngineMessage,
-    EngineSender,
     EngineStats,
     KernelCalls,
     ResetPrefixCache,
@@ -60,14 +59,6 @@ _LEAST_ROWS_ON_CPU = 256
 _SPARE_MASK_ROWS = 128
 _TOKEN_BYTES = 4
 _REASONS = {"stop": pb.Finished.REASON_STOP, "length": pb.Finished.REASON_LENGTH}
-
-
-class Channel(EngineSender, Protocol):
-    """The part of `services.common.process.channel.FrontChannel` that the front uses."""
-
-    async def receive(self) -> EngineMessage:
-        """The next message; raises ChannelClosed."""
-        ...
 
 
 class Room(Protocol):
@@ -146,7 +137,7 @@ class DecoderFront:
     def __init__(
         self,
         engine: EngineInfo,
-        channel: Channel,
+        channel: FrontChannel[EngineMessage],
         source: EmbeddingSource,
         masks: Callable[[Callable[[int, TriptychError], None]], Masks],
         metrics: DecoderMetrics,

@@ -16,7 +16,8 @@ from services.common.embeddings.arena import Arena, ArenaEntry
 from services.common.embeddings.embedding import EmbeddingSpec
 from services.common.embeddings.single_flight import InFlight
 from services.common.errors import InternalError, InvalidRequest, TriptychError
-from services.decoder.engine.messages import AddSequence, EngineSender, ImageReady, ImagesOf
+from services.common.process.channel import FrontChannel
+from services.decoder.engine.messages import AddSequence, EngineMessage, ImageReady, ImagesOf
 from services.decoder.images.embedding_fetch import EncoderFailed, EncoderFetcher
 from services.decoder.metrics import DecoderMetrics
 
@@ -359,7 +360,7 @@ class SequenceImages:
     def __init__(
         self,
         source: EmbeddingSource,
-        engine: EngineSender,
+        engine: FrontChannel[EngineMessage],
         on_failure: Callable[[int, TriptychError], None],
     ) -> None:
         self._source = source

@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
 from pathlib import Path
 from threading import Lock
 
@@ -64,7 +65,6 @@ class Grammars:
         self.compiler = ThreadPoolExecutor(1, "grammar")
         # One that is being compiled is in it, too, so that it is compiled once.
         self._cache: OrderedDict[_Key, Lexer] = OrderedDict()
-        self._without: OrderedDict[tuple[int, ...], Int32Array] = OrderedDict()
         self._first_bytes = 0  # of the process, with a vocabulary
 
     def preload(self, end_ids: tuple[int, ...]) -> None:
@@ -101,8 +101,8 @@ class Grammars:
             min_tokens=grammar.min_tokens,
             end_ids=end_ids,
             stop_ids=stop_ids,
-            without_ends=self._mask_without(end_ids),
-            without_stops=self._mask_without(stop_ids),
+            without_ends=_mask_without(end_ids, self.num_words),
+            without_stops=_mask_without(stop_ids, self.num_words),
             strings=compiled.strings and compiled.strings.copy(),
         )
         try:
@@ -189,14 +189,10 @@ class Grammars:
         compiling.add_done_callback(compiled)
         return compiling
 
-    def _mask_without(self, ids: tuple[int, ...]) -> Int32Array:
-        found = self._without.get(ids)
-        if found is None:
-            found = ~mask_of(list(ids), self.num_words)
-            self._without[ids] = found
-            if len(self._without) > _CACHE_ENTRIES:
-                self._without.popitem(last=False)
-        return found
+
+@lru_cache(_CACHE_ENTRIES)
+def _mask_without(ids: tuple[int, ...], num_words: int) -> Int32Array:
+    return ~mask_of(list(ids), num_words)
 
 
 def is_failure(error: BaseException) -> bool:

@@ -20,7 +20,7 @@ import msgspec
 from services.common.errors import InternalError, InvalidGrammar, TriptychError, from_code
 from services.common.process.channel import ChannelClosed, FrontChannel, create_socket_pair
 from services.common.process.pod_limits import num_cpus
-from services.decoder.engine.messages import EngineSender, MaskLink, NewTokens, TokenMasks
+from services.decoder.engine.messages import EngineMessage, MaskLink, NewTokens, TokenMasks
 from services.decoder.masks import children
 from services.decoder.masks.compile_pool import CompilePool
 from services.decoder.masks.grammar import Demands
@@ -118,7 +118,7 @@ class MaskProcesses:
         self,
         settings: MaskSettings,
         link: socket.socket,
-        engine: EngineSender,
+        engine: FrontChannel[EngineMessage],
         metrics: DecoderMetrics,
         failed: Failed,
         count: int | None = None,

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from services.common.errors import (
     InternalError,
@@ -14,10 +15,12 @@ from services.common.errors import (
     Overloaded,
     TriptychError,
 )
-from services.decoder.engine.messages import EngineSender, NewTokens, TokenMasks
+from services.common.process.channel import FrontChannel
+from services.decoder.engine.messages import NewTokens, TokenMasks
 from services.decoder.masks.grammar import Demands
 from services.decoder.masks.grammars import Found, Grammars, is_failure
 from services.decoder.masks.matcher import Matcher, MatcherFailed, NothingAllowed, UnexpectedToken
+from services.decoder.masks.messages import ToProcess
 from services.decoder.masks.rows import COMPILING, FILLING, MaskRows
 
 log = logging.getLogger(__name__)
@@ -67,8 +70,8 @@ class SequenceMasks:
         grammars: Grammars,
         rows: MaskRows,
         link: int,
-        engine: EngineSender,
-        first: EngineSender,
+        engine: FrontChannel[NewTokens],
+        first: FrontChannel[ToProcess],
         observe: Callable[[float], None],
         failed: Callable[[int, TriptychError], None],
     ) -> None:
@@ -182,10 +185,8 @@ class SequenceMasks:
         self._rows.marks.set(FILLING, 0)
         return found
 
-    def _send(self, sequences: list[_Masked], masks: list[Found], to: EngineSender) -> None:
-        numbers: list[int] = []
-        counts: list[int] = []
-        rows: list[int] = []
+    def _send(self, sequences: list[_Masked], masks: list[Found], to: FrontChannel[Any]) -> None:
+        found = TokenMasks([], [], [], self._link)
         for sequence, mask in zip(sequences, masks, strict=True):
             if sequence.is_removed:
                 continue
@@ -193,11 +194,11 @@ class SequenceMasks:
                 if not self._renews(sequence):
                     self._fail(sequence.number, _error_of(mask))
             else:
-                numbers.append(sequence.number)
-                counts.append(len(sequence.generated))
-                rows.append(sequence.row if mask else -1)
-        if numbers:
-            to.send(TokenMasks(numbers, counts, rows, self._link))
+                found.sequence_ids.append(sequence.number)
+                found.num_generated.append(len(sequence.generated))
+                found.rows.append(sequence.row if mask else -1)
+        if found.sequence_ids:
+            to.send(found)
 
     def _renews(self, sequence: _Masked) -> bool:
         """Whether a sequence whose matcher has failed gets another one, because others' texts may

@@ -4,6 +4,7 @@
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -55,14 +56,17 @@ class KernelFacts:
 
 
 def attention_facts(
-    facts: KernelFacts, *, block_size: int = 16, has_flashinfer: bool = False
+    facts: KernelFacts,
+    *,
+    block_size: int = 16,
+    **others: Any,  # noqa: ANN401 - of each its own type
 ) -> AttentionFacts:
-    """The facts that select attention kernels. Fused operations depend neither on `block_size` nor
-    on flashinfer.
+    """The facts that select attention kernels; `others` are those on which fused operations do not
+    depend, as they do not on `block_size`.
     """
     text = facts.text
     return AttentionFacts(
         device=facts.device, dtype=facts.dtype, num_heads=text.num_heads,
         num_kv_heads=text.num_kv_heads, head_dim=text.head_dim, block_size=block_size,
-        rotary_dim=text.rope.rotary_dim, has_flashinfer=has_flashinfer,
+        rotary_dim=text.rope.rotary_dim, **others,
     )  # fmt: skip

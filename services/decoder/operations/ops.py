@@ -5,7 +5,7 @@ warm up is replaced by the next one; a later failure is the caller's.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -18,7 +18,7 @@ from kernels.linear_attention.states import DeltaInputs, LayerStates, StateLayou
 from kernels.rows import DeviceRows, EnteredStep, StepEntry
 from kernels.sampling.sampling import MaskedRows, SamplingInputs
 from services.common.model_spec import TextSpec
-from services.common.nn.dispatch import CapturedCalls, KernelTable, Resolved, parse_overrides
+from services.common.nn.dispatch import KernelTable, Resolved, parse_overrides
 from services.common.nn.formats import Rows
 from services.common.nn.layers import RMSNorm
 from services.common.nn.linear import Linear, StoredLayers
@@ -176,14 +176,6 @@ class Ops:
         """Stops using all other implementations, see `KernelTable`."""
         self.table.keep(names)
         self._kept.clear()
-
-    def for_graph(self) -> AbstractContextManager[None]:
-        """Implementations are chosen as they are for a CUDA graph."""
-        return self.table.for_graph()
-
-    def capturing(self) -> AbstractContextManager[CapturedCalls]:
-        """Calls inside are those of one CUDA graph."""
-        return self.table.capturing()
 
     # Before the first layer.
 

@@ -22,7 +22,7 @@ from kernels.device import DeviceFacts
 from kernels.gemm import cublaslt, fp8_weight
 from kernels.linear_attention import delta_rule
 from kernels.sampling import sampling
-from kernels.tuning import SkinnyConfig, SwigluGemmConfig
+from kernels.tuning import SwigluGemmConfig
 from services.common.model_spec import RopeSpec, TextSpec
 from services.common.nn import experts
 from services.common.nn.dispatch import Implementation, Kernel, KernelTable, TokenRange
@@ -52,12 +52,7 @@ def _needs(*checks: Check) -> Check:
 
 
 def _triton(facts: KernelFacts) -> str:
-    # Triton supports Ampere and later.
-    if facts.device.kind != "cuda":
-        return "needs a GPU"
-    if facts.device.capability < (8, 0):
-        return "needs compute capability 8.0"
-    return "" if facts.device.has_triton else "needs Triton"
+    return facts.device.triton_obstacle
 
 
 def _pdl(facts: KernelFacts) -> str:
@@ -189,49 +184,31 @@ def _kernel(module: str, name: str, *, pdl: bool = False) -> Callable[[KernelFac
     return create
 
 
-def _gemv_norm_linear(facts: KernelFacts, name: str) -> Kernel:
-    from kernels.gemm import gemv
+def _gemv(facts: KernelFacts, name: str) -> Kernel:
+    return _kernel("gemm.gemv", name, pdl=True)(facts)
 
-    fused, supported = getattr(gemv, name), facts.device.supports_pdl
+
+def _gemv_norm_linear(facts: KernelFacts, name: str) -> Kernel:
+    fused = _gemv(facts, name)
 
     def norm_linear(
         x: Tensor | None, residual: Tensor, norm: RMSNorm, layer: Linear
     ) -> tuple[Tensor, Tensor]:
         if x is not None:
             residual = residual + plain.reduce_split_k(x, residual.dtype)
-        found = fused(residual, norm.weight, norm.eps, layer.weight, layer.bias, pdl=supported)
-        return found, residual
+        return fused(residual, norm.weight, norm.eps, layer.weight, layer.bias), residual
 
     return norm_linear
 
 
 def _gemv_residual(facts: KernelFacts) -> Kernel:
-    from kernels.gemm import gemv
-
-    supported = facts.device.supports_pdl
-
-    def linear_residual(x: Tensor, layer: Linear, residual: Tensor) -> None:
-        gemv.linear_residual(x, layer.weight, layer.bias, residual, pdl=supported)
-
-    return linear_residual
+    add = _gemv(facts, "linear_residual")
+    return lambda x, layer, residual: add(x, layer.weight, layer.bias, residual)
 
 
 def _gemv_project(facts: KernelFacts) -> Kernel:
-    from kernels.gemm import gemv
-
-    supported = facts.device.supports_pdl
-    return lambda x, layer: gemv.linear(x, layer.weight, layer.bias, pdl=supported)
-
-
-def _gemv_logits(facts: KernelFacts) -> Kernel:
-    from kernels.gemm import gemv
-
-    supported = facts.device.supports_pdl
-
-    def logits(hidden: Tensor, weight: Tensor, *, out: Tensor | None = None) -> Tensor:
-        return gemv.linear(hidden, weight, out=out, pdl=supported)
-
-    return logits
+    linear = _gemv(facts, "linear")
+    return lambda x, layer: linear(x, layer.weight, layer.bias)
 
 
 def _gemm_residual(facts: KernelFacts) -> Kernel:
@@ -259,39 +236,28 @@ def _cublaslt_linear(facts: KernelFacts) -> Kernel:
     return linear
 
 
+def _skinny(facts: KernelFacts, name: str) -> Kernel:
+    kernel = _kernel("gemm.skinny_gemm", name, pdl=True)(facts)
+    return partial(kernel, shared_memory_bytes=facts.device.shared_memory_bytes)
+
+
 def _skinny_project(facts: KernelFacts) -> Kernel:
-    from kernels.gemm import skinny_gemm
-
-    @cache
-    def config(rows: int, columns: int) -> SkinnyConfig | None:
-        return tuning.split_k_config(facts.device, rows, columns)
-
-    shared, supported = facts.device.shared_memory_bytes, facts.device.supports_pdl
+    gemm = _skinny(facts, "split_k_partials")
+    config = cache(partial(tuning.split_k_config, facts.device))
 
     def project(x: Tensor, layer: Linear) -> Tensor:
         chosen = config(layer.out_features, layer.in_features)
         if chosen is None:  # linear attention's may have any number of rows
             return layer(x)
-        return skinny_gemm.split_k_partials(
-            x, layer.weight, layer.bias, chosen, shared_memory_bytes=shared, pdl=supported
-        )
+        return gemm(x, layer.weight, layer.bias, chosen)
 
     return project
 
 
 def _skinny_linear_swiglu(facts: KernelFacts) -> Kernel:
-    from kernels.gemm import skinny_gemm
-
+    gemm = _skinny(facts, "linear_swiglu")
     config = tuning.skinny_swiglu_config(facts.device, *facts.gate_up_shape)
-    assert config is not None
-    shared, supported = facts.device.shared_memory_bytes, facts.device.supports_pdl
-
-    def linear_swiglu(x: Tensor, layer: Linear) -> Tensor:
-        return skinny_gemm.linear_swiglu(
-            x, layer.weight, layer.bias, config, shared_memory_bytes=shared, pdl=supported
-        )
-
-    return linear_swiglu
+    return lambda x, layer: gemm(x, layer.weight, layer.bias, config)
 
 
 def _swiglu_gemm(facts: KernelFacts) -> Kernel:
@@ -302,10 +268,8 @@ def _swiglu_gemm(facts: KernelFacts) -> Kernel:
 
 
 def _silu_mul(facts: KernelFacts) -> Kernel:
-    from kernels.gemm import silu_mul
-
-    supported = facts.device.supports_pdl
-    return lambda x, layer: silu_mul.silu_and_mul(layer(x), pdl=supported)
+    activate = _kernel("gemm.silu_mul", "silu_and_mul", pdl=True)(facts)
+    return lambda x, layer: activate(layer(x))
 
 
 def _moe(facts: KernelFacts, name: str) -> Kernel:
@@ -316,14 +280,12 @@ def _moe(facts: KernelFacts, name: str) -> Kernel:
 
 
 def _shared_gate(facts: KernelFacts) -> Kernel:
-    from kernels.experts import shared_gate
-
-    supported = facts.device.supports_pdl
+    add = _kernel("experts.shared_gate", "add", pdl=True)(facts)
 
     def gated(out: Tensor, x: Tensor, gate: Linear, residual: Tensor) -> Tensor | None:
         if not gate.is_plain:
             return plain.shared_gate(out, x, gate, residual)
-        return shared_gate.add(out, x, gate.weight, residual, pdl=supported)
+        return add(out, x, gate.weight, residual)
 
     return gated
 
@@ -440,7 +402,10 @@ ROWS: Sequence[Row] = (
     Row("delta_prefill", "plain", _plain(delta_rule.prefill)),
     Row("gated_norm", "triton", _kernel(_GATES, "gated_norm", pdl=True), _triton),
     Row("gated_norm", "plain", _plain(delta_rule.gated_norm)),
-    Row("logits", "gemv", _gemv_logits, _needs(_triton, _pdl), _tokens(1, tuning.GEMV_TOKENS)),
+    Row(
+        "logits", "gemv", _kernel("gemm.gemv", "linear", pdl=True), _needs(_triton, _pdl),
+        _tokens(1, tuning.GEMV_TOKENS),
+    ),
     Row("logits", "plain", _plain(plain.linear)),
     Row("greedy", "triton", _kernel("sampling.greedy", "greedy"), _triton),
     Row("greedy", "plain", _plain(sampling.greedy)),

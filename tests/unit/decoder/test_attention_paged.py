@@ -15,7 +15,7 @@ from kernels.attention.attention_tuning import AttentionFacts
 from kernels.device import KNOWN_DEVICES, DeviceFacts
 from services.common.nn.dispatch import KernelTable, UnknownOverride
 from services.decoder.attention import table
-from services.decoder.attention.base import AttentionMetadata, AttentionSizes
+from services.decoder.attention.base import AttentionMetadata
 from services.decoder.attention.paged import PagedBackend
 from services.decoder.attention.sdpa import SdpaBackend
 from tests.block_tables import first_blocks
@@ -42,8 +42,8 @@ def flashinfer(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     fake_decode = type("Decode", (), {"plan": staticmethod(plan_decode)})
     fake_prefill = type("Prefill", (), {"plan": staticmethod(lambda *_: "chunks")})
     monkeypatch.setattr(module, "make_float_workspace", lambda device: None)
-    monkeypatch.setattr(module, "FlashInferDecode", lambda *_: fake_decode())
-    monkeypatch.setattr(module, "FlashInferPrefill", lambda *_: fake_prefill())
+    monkeypatch.setattr(module, "FlashInferDecode", lambda *_, **__: fake_decode())
+    monkeypatch.setattr(module, "FlashInferPrefill", lambda *_, **__: fake_prefill())
     monkeypatch.setattr("services.decoder.attention.paged._of_wrapper", lambda wrapper, _: wrapper)
     yield
     sys.modules.pop(name, None)
@@ -65,10 +65,7 @@ def table_of(facts: AttentionFacts, **overrides: str) -> KernelTable[AttentionFa
 
 def backend_of(facts: AttentionFacts, **overrides: str) -> PagedBackend:
     """One that was never on a device."""
-    sizes = AttentionSizes(
-        facts.num_heads, facts.num_kv_heads, facts.head_dim, BLOCK_SIZE, 512, 1024
-    )
-    return PagedBackend(facts, sizes, CPU, table_of(facts, **overrides))
+    return PagedBackend(facts, CPU, table_of(facts, **overrides))
 
 
 @dataclass
@@ -243,7 +240,7 @@ def test_the_plain_implementation_is_sdpa(decodes: int, chunks: list[tuple[int, 
     query = torch.randn(step.num_tokens, 6, 32)
     metadata.plan = backend.plan(metadata)
     found = backend.forward(query, pool, metadata)
-    sdpa = SdpaBackend(AttentionSizes(6, 2, 32, BLOCK_SIZE, 8, 16))
+    sdpa = SdpaBackend(facts)
     twin = replace(metadata)
     twin.plan = sdpa.plan(twin)
     torch.testing.assert_close(found, sdpa.forward(query, pool, twin))

@@ -8,17 +8,21 @@ import torch
 from torch import Tensor
 
 from kernels import plain
+from kernels.attention.attention_tuning import AttentionFacts
 from kernels.attention.heads import ProjectedHeads, kv_rows, write_kv
 from kernels.device import KNOWN_DEVICES, DeviceFacts
 from services.common.nn.dispatch import UnknownOverride
 from services.decoder.attention import create_backend
-from services.decoder.attention.base import AttentionBackend, AttentionMetadata, AttentionSizes
+from services.decoder.attention.base import AttentionBackend, AttentionMetadata
 from services.decoder.attention.sdpa import SdpaBackend
 from tests.block_tables import first_blocks
 
 CPU = torch.device("cpu")
 BLOCK_SIZE, NUM_BLOCKS = 4, 40
-SIZES = AttentionSizes(6, 2, 16, BLOCK_SIZE, max_num_sequences=8, max_num_blocks=16)
+FACTS = AttentionFacts(
+    device=DeviceFacts("cpu"), dtype=torch.float32, num_heads=6, num_kv_heads=2, head_dim=16,
+    block_size=BLOCK_SIZE,
+)  # fmt: skip
 
 
 def layout(lengths: list[tuple[int, int]], seed: int = 0) -> AttentionMetadata:
@@ -65,14 +69,14 @@ def expected(query: Tensor, pool: Tensor, metadata: AttentionMetadata) -> Tensor
     return out
 
 
-def run(metadata: AttentionMetadata, sizes: AttentionSizes, dtype: torch.dtype):
+def run(metadata: AttentionMetadata, facts: AttentionFacts, dtype: torch.dtype):
     torch.manual_seed(1)
-    pool = torch.randn(NUM_BLOCKS, 2, BLOCK_SIZE, sizes.num_kv_heads, sizes.head_dim).to(dtype)
+    pool = torch.randn(NUM_BLOCKS, 2, BLOCK_SIZE, facts.num_kv_heads, facts.head_dim).to(dtype)
     num_tokens = int(metadata.cu_query_lens[-1])
-    query = torch.randn(num_tokens, sizes.num_heads, sizes.head_dim).to(dtype)
-    key, value = torch.randn(2, num_tokens, sizes.num_kv_heads, sizes.head_dim).to(dtype)
+    query = torch.randn(num_tokens, facts.num_heads, facts.head_dim).to(dtype)
+    key, value = torch.randn(2, num_tokens, facts.num_kv_heads, facts.head_dim).to(dtype)
     write_kv(pool, kv_rows(metadata.slot_mapping, BLOCK_SIZE), key, value)
-    backend = create_backend(sizes, CPU, dtype)
+    backend = create_backend(replace(facts, dtype=dtype), CPU)
     metadata.plan = backend.plan(metadata)
     return backend.forward(query, pool, metadata), query, pool, (key, value)
 
@@ -88,16 +92,16 @@ BATCHES = {
 @pytest.mark.parametrize("lengths", BATCHES.values(), ids=BATCHES)
 @pytest.mark.parametrize(("heads", "kv_heads"), [(6, 2), (3, 3), (4, 1)])
 def test_agrees_with_attention_written_out(lengths, heads: int, kv_heads: int) -> None:
-    sizes = replace(SIZES, num_heads=heads, num_kv_heads=kv_heads)
+    facts = replace(FACTS, num_heads=heads, num_kv_heads=kv_heads)
     metadata = layout(lengths)
-    actual, query, pool, _ = run(metadata, sizes, torch.float32)
+    actual, query, pool, _ = run(metadata, facts, torch.float32)
     assert (actual - expected(query, pool, metadata)).abs().max() < 2e-6
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 2e-2), (torch.float16, 3e-3)])
 def test_half_precision_agrees(dtype: torch.dtype, tolerance: float) -> None:
     metadata = layout(BATCHES["mixed"])
-    actual, query, pool, _ = run(metadata, SIZES, dtype)
+    actual, query, pool, _ = run(metadata, FACTS, dtype)
     assert actual.dtype == dtype
     assert (actual.double() - expected(query, pool, metadata)).abs().max() < tolerance
 
@@ -106,7 +110,7 @@ def test_new_keys_and_values_go_to_their_slots_and_nowhere_else() -> None:
     metadata = layout(BATCHES["mixed"])
     torch.manual_seed(1)
     before = torch.randn(NUM_BLOCKS, 2, BLOCK_SIZE, 2, 16)
-    _, _, pool, (key, value) = run(metadata, SIZES, torch.float32)
+    _, _, pool, (key, value) = run(metadata, FACTS, torch.float32)
     written = torch.zeros(NUM_BLOCKS, BLOCK_SIZE, dtype=torch.bool)
     for t, slot in enumerate(metadata.slot_mapping.tolist()):
         block, offset = divmod(slot, BLOCK_SIZE)
@@ -127,7 +131,7 @@ def test_padding_writes_to_the_last_slot_only() -> None:
 
 def test_unused_pool_contents_do_not_matter() -> None:
     metadata = layout([(6, 1), (9, 1), (5, 5)])
-    base, *_ = run(metadata, SIZES, torch.float32)
+    base, *_ = run(metadata, FACTS, torch.float32)
     torch.manual_seed(1)
     pool = torch.randn(NUM_BLOCKS, 2, BLOCK_SIZE, 2, 16)
     query = torch.randn(7, 6, 16)
@@ -136,24 +140,20 @@ def test_unused_pool_contents_do_not_matter() -> None:
     used = set(metadata.block_ids.tolist())
     unused = [b for b in range(NUM_BLOCKS) if b not in used]
     pool[unused] = 1e4
-    backend = create_backend(SIZES, CPU, torch.float32)
+    backend = create_backend(FACTS, CPU)
     metadata.plan = backend.plan(metadata)
     assert torch.equal(backend.forward(query, pool, metadata), base)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_cpu_has_attention_in_torch(dtype: torch.dtype) -> None:
-    assert isinstance(create_backend(SIZES, CPU, dtype), SdpaBackend)
+    assert isinstance(create_backend(replace(FACTS, dtype=dtype), CPU), SdpaBackend)
 
 
-def test_a_gpu_has_attention_in_torch_where_no_kernel_exists(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    gpu = torch.device("cuda", 0)
-
+def test_a_gpu_has_attention_in_torch_where_no_kernel_exists() -> None:
     def create(device: DeviceFacts, dtype: torch.dtype, **overrides: str) -> AttentionBackend:
-        monkeypatch.setattr(DeviceFacts, "of", lambda _: device)
-        return create_backend(replace(SIZES, head_dim=64), gpu, dtype, overrides)
+        facts = replace(FACTS, device=device, head_dim=64, dtype=dtype)
+        return create_backend(facts, torch.device("cuda", 0), overrides)
 
     h200 = KNOWN_DEVICES["h200"]
     assert isinstance(create(h200, torch.float32), SdpaBackend)
@@ -164,17 +164,17 @@ def test_a_gpu_has_attention_in_torch_where_no_kernel_exists(
 @pytest.mark.parametrize(("name", "reason"), [("paged", "needs Triton"), ("fancy", "fancy")])
 def test_what_cannot_run_is_refused(name: str, reason: str) -> None:
     with pytest.raises(UnknownOverride, match=reason):
-        create_backend(SIZES, CPU, torch.bfloat16, {"decode_attention": name})
+        create_backend(replace(FACTS, dtype=torch.bfloat16), CPU, {"decode_attention": name})
 
 
 def test_calls_are_counted_by_operation() -> None:
-    backend = create_backend(SIZES, CPU, torch.float32)
+    backend = create_backend(FACTS, CPU)
     assert backend.table is not None
-    pool = torch.zeros(NUM_BLOCKS, 2, BLOCK_SIZE, SIZES.num_kv_heads, SIZES.head_dim)
+    pool = torch.zeros(NUM_BLOCKS, 2, BLOCK_SIZE, FACTS.num_kv_heads, FACTS.head_dim)
     for lengths in (BATCHES["decodes"], BATCHES["chunk"], BATCHES["mixed"]):
         metadata = layout(lengths)
         metadata.plan = backend.plan(metadata)
-        query = torch.zeros(int(metadata.cu_query_lens[-1]), SIZES.num_heads, SIZES.head_dim)
+        query = torch.zeros(int(metadata.cu_query_lens[-1]), FACTS.num_heads, FACTS.head_dim)
         backend.forward(query, pool, metadata)
     assert backend.table.calls() == {
         ("decode_attention", "plain"): 2, ("prefill_attention", "plain"): 2,
@@ -184,7 +184,7 @@ def test_calls_are_counted_by_operation() -> None:
 @pytest.mark.parametrize("contexts", [[1], [4], [9, 1], [30, 17, 5]])
 def test_fused_decode_attention_is_rotation_and_then_attention(contexts: list[int]):
     metadata = layout([(context, 1) for context in contexts])
-    heads, kv_heads, dim = SIZES.num_heads, SIZES.num_kv_heads, SIZES.head_dim
+    heads, kv_heads, dim = FACTS.num_heads, FACTS.num_kv_heads, FACTS.head_dim
     count = len(contexts)
     pool = torch.randn(NUM_BLOCKS, 2, BLOCK_SIZE, kv_heads, dim)
     qkv = torch.randn(count, (heads + 2 * kv_heads) * dim)

@@ -12,11 +12,10 @@ from services.common.nn import dummy_weights
 from services.common.nn.collectives import Ranks
 from services.common.nn.dummy_weights import load_dummy
 from services.common.nn.linear import Linear
-from services.decoder.attention.base import AttentionSizes
 from services.decoder.attention.sdpa import SdpaBackend
 from services.decoder.models.transformer import Transformer, rank_spec
 from services.decoder.operations import table
-from services.decoder.operations.kernel_facts import KernelFacts
+from services.decoder.operations.kernel_facts import KernelFacts, attention_facts
 from services.decoder.operations.ops import Ops
 from tests.parity.test_ranks import MAKERS
 
@@ -24,10 +23,14 @@ from tests.parity.test_ranks import MAKERS
 def made(directory: Path, ranks: Ranks) -> Transformer:
     spec = read_spec(directory)
     part = rank_spec(spec.text, ranks)
-    sizes = AttentionSizes(part.num_heads, part.num_kv_heads, part.head_dim, 4, 4, 8)
     facts = KernelFacts(DeviceFacts("cpu"), part, torch.float32, num_ranks=ranks.count)
     with torch.device("meta"):
-        model = Transformer(spec, SdpaBackend(sizes), Ops(table.resolve(facts)), ranks=ranks)
+        model = Transformer(
+            spec,
+            SdpaBackend(attention_facts(facts, block_size=4)),
+            Ops(table.resolve(facts)),
+            ranks=ranks,
+        )
     load_dummy(
         model, 7, device="cpu", dtype=torch.float32, weight_map=model.weight_map,
         quantization=spec.checkpoint.quantization,

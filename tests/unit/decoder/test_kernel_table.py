@@ -181,7 +181,7 @@ def test_a_graph_chooses_its_own_kernels_and_counts_replays() -> None:
     x, layer = torch.randn(3, 8), Linear(8, 4)
     ops.for_tokens(3).project(x, layer)
     assert made == []
-    with ops.capturing() as calls:
+    with ops.table.capturing() as calls:
         ops.for_tokens(3).project(x, layer)
     assert made == ["many"]
     calls.num_replays += 5

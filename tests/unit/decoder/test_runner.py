@@ -19,10 +19,10 @@ from services.decoder.engine import step_inputs
 from services.decoder.engine.engine import Engine
 from services.decoder.engine.graphs import (
     DecodeGraphs,
+    Graphs,
     Kind,
     MixedGraphs,
     PromptGraphs,
-    StepParts,
 )
 from services.decoder.engine.messages import AddSequence, SamplingParams
 from services.decoder.engine.model_runner import ModelRunner
@@ -31,7 +31,7 @@ from services.decoder.engine.runner_factory import RunnerOptions, create_runner
 from services.decoder.engine.sequence import Sequence
 from services.decoder.engine.step import ComputeStep, Step
 from services.decoder.engine.step_computer import Computed
-from services.decoder.engine.step_inputs import NOTHING_NEW, RowUpdates, StepGraphs, StepInputs
+from services.decoder.engine.step_inputs import NOTHING_NEW, RowUpdates, StepInputs
 from tests.decoder_harness import Harness, completion_of, write_checkpoint
 from tests.sampling_twins import mask_of
 
@@ -422,7 +422,8 @@ def test_padding_keeps_places_and_touches_nothing_real(harness: Harness) -> None
     step = harness.inputs(chunk)
     full = runner.computer._scratch([1] * 4)
     padded = step_inputs.pad(step, 4, full)
-    graphs = DecodeGraphs(parts_of(runner), full)
+    memory: Any = None
+    graphs = DecodeGraphs(runner.computer._parts, memory, full)
     update = RowUpdates((np.array([5]), np.array([7], np.int32)), NOTHING_NEW.position_deltas)
     second, first = (
         runner.computer._stage(full, graphs).places,
@@ -489,17 +490,9 @@ def test_a_padded_mixture_has_its_tokens_together_and_its_sequences_apart(harnes
         harness.finish(sequence)
 
 
-def parts_of(runner: ModelRunner) -> StepParts:
-    computer = runner.computer
-    state = computer._state
-    return StepParts(
-        computer._model, computer._backend, computer._images, state.rows, computer._entered,
-        computer.staging, state.kv_cache, graph_pool=None, capture_stream=None,
-    )  # fmt: skip
-
-
 def mixed_graphs(runner: ModelRunner) -> MixedGraphs:
-    return MixedGraphs(parts_of(runner), runner.computer._scratch([1]))
+    memory: Any = None
+    return MixedGraphs(runner.computer._parts, memory, runner.computer._scratch([1]))
 
 
 @pytest.mark.parametrize("failing", KINDS)
@@ -507,7 +500,7 @@ def test_a_kind_of_step_whose_capture_fails_runs_eagerly(
     directory: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
-    failing: type[StepGraphs],
+    failing: type[Graphs],
 ) -> None:
     """Even if some of its sizes were captured before; the other kinds keep their graphs."""
     harness = Harness(directory)
@@ -524,7 +517,9 @@ def test_a_kind_of_step_whose_capture_fails_runs_eagerly(
     monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
     for kind in KINDS:
         monkeypatch.setattr(kind, "capture", capture)
-    monkeypatch.setattr(harness.runner.computer._backend, "captures_chunks", lambda step: True)
+    monkeypatch.setattr(
+        harness.runner.computer._parts.backend, "captures_chunks", lambda step: True
+    )
     with caplog.at_level(logging.WARNING):
         harness.runner.computer.capture_graphs([1, 2], [64, 128], [64, 128])
     assert {type(graphs) for graphs in harness.runner.computer.graphs} == set(KINDS) - {failing}
@@ -555,7 +550,7 @@ def test_what_a_graph_reads_lies_where_it_lay_at_its_capture(
     """Whatever the step: its tokens, its work and its mask."""
     runner = harness.runner
     monkeypatch.setattr(
-        runner.computer._backend,
+        runner.computer._parts.backend,
         "list_work",
         lambda step, captured: np.zeros((step.num_tokens // 64 + len(step.seq_lens), 8), np.int32),
     )
@@ -574,7 +569,7 @@ def test_a_mixture_takes_the_smallest_graph_that_holds_it(
     harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runner = harness.runner
-    monkeypatch.setattr(runner.computer._backend, "captures_chunks", lambda step: True)
+    monkeypatch.setattr(runner.computer._parts.backend, "captures_chunks", lambda step: True)
     graphs = mixed_graphs(runner)
     monkeypatch.setattr(
         graphs,
@@ -596,5 +591,5 @@ def test_a_mixture_takes_the_smallest_graph_that_holds_it(
     assert padded([513]) is None
     assert padded([1] * 8 + [9]) is None, "nine sample"
     assert padded([3] * 17) is None, "too many chunks"
-    monkeypatch.setattr(runner.computer._backend, "captures_chunks", lambda step: False)
+    monkeypatch.setattr(runner.computer._parts.backend, "captures_chunks", lambda step: False)
     assert padded([1, 200]) is None

@@ -22,13 +22,13 @@ from services.decoder.engine.messages import SamplingParams
 from services.decoder.engine.pending_step import DevicePendingStep, HostTokens
 from services.decoder.engine.sampler import Sampled, Sampler, uniforms
 from services.decoder.engine.staging import Staging
+from services.decoder.engine.step import RowSampling, SampleStep
 from services.decoder.operations.ops import PlainOps
 from tests import sampling_twins
 from tests.sampling_twins import distribution, mask_of
 
 CPU = torch.device("cpu")
 VOCAB_SIZE = 50
-NONE = np.empty(0, np.int32)
 
 
 class Bench:
@@ -38,17 +38,18 @@ class Bench:
         self.sampler = Sampler(len(params), vocab_size, CPU, PlainOps())
         self.staging = Staging(1 << 22, CPU)
         for row, one in enumerate(params):
-            self.sampler.start_row(row, one)
+            self.sampler.start_row(RowSampling(row, one, 0))
 
     def prepare(
         self, rows: list[int], generated: list[int], masks: dict[int, np.ndarray] | None = None
     ) -> SamplingInputs | MaskedRows | None:
         self.staging.begin()
         masked = np.array(sorted(masks or {}), np.int64)
-        words = np.stack([masks[i] for i in masked.tolist()]) if masks else None
-        inputs = self.sampler.prepare(
-            np.array(rows), np.array(generated), self.staging, masked, words
-        )
+        step = SampleStep()
+        if masks:
+            words = np.stack([masks[i] for i in masked.tolist()])
+            step = SampleStep(masked=masked, token_masks=words)
+        inputs = self.sampler.prepare(np.array(rows), np.array(generated), self.staging, step)
         self.staging.upload()
         return inputs
 
@@ -227,7 +228,8 @@ def test_penalties_follow_vllm() -> None:
     )
     bench = Bench([params])
     prompt, completion = [1, 2, 2], [2, 3, 3]
-    bench.sampler.start_row(0, params, np.array(prompt, np.int32), np.array(completion, np.int32))
+    seen = (np.array(ids, np.int32).tobytes() for ids in (prompt, completion))
+    bench.sampler.start_row(RowSampling(0, params, 0, *seen))
     logits = torch.zeros(1, VOCAB_SIZE)
     logits[0, 1:5] = torch.tensor([3.0, -1.0, 4.0, 2.2])
     # 1: 3 / 1.5 = 2. 2: -1 * 1.5 - 0.3 - 0.4. 3: 4 / 1.5 - 0.6 - 0.4 = 1.67. 4: untouched.
@@ -244,7 +246,7 @@ def test_counts_of_a_row_are_reset() -> None:
     logits = torch.zeros(1, VOCAB_SIZE)
     logits[0, 7] = 0.5
     for _ in range(2):
-        bench.sampler.start_row(0, params, np.array([7], np.int32), NONE)
+        bench.sampler.start_row(RowSampling(0, params, 0, np.array([7], np.int32).tobytes()))
         assert bench.draw(logits, [0], [0]).token_ids.tolist() == [7]
         assert bench.draw(logits, [0], [1]).token_ids.tolist() != [7]
 
@@ -320,7 +322,7 @@ def test_the_tokens_of_a_kernel_are_taken_as_they_are() -> None:
     for broken in (False, True):
         bench = Bench([waiting, liked, plain])
         bench.sampler._ops = ops = ArgmaxOps()
-        bench.sampler.start_row(1, liked, np.array([4], np.int32), NONE)
+        bench.sampler.start_row(RowSampling(1, liked, 0, np.array([4], np.int32).tobytes()))
         logits[2, 0] = torch.nan if broken else 0.0
         tokens = [bench.draw(logits, [0, 1, 2], [n] * 3).token_ids for n in range(2)]
         assert tokens[0].dtype == torch.int32

@@ -27,6 +27,7 @@ from services.common.model_spec import RopeSpec
 from services.decoder.engine.messages import SamplingParams
 from services.decoder.engine.sampler import Sampler
 from services.decoder.engine.staging import Staging
+from services.decoder.engine.step import RowSampling, SampleStep
 from services.decoder.models.rope import RotaryEmbedding
 from services.decoder.operations.ops import PlainOps
 from tests import sampling_twins
@@ -282,11 +283,12 @@ def check_sampler(logits: Tensor, params: list[SamplingParams]) -> None:
         staging = Staging(1 << 20, torch.device("cpu"))
         sampler = Sampler(count, vocab_size, torch.device("cpu"), ops)
         for row, one in enumerate(params):
-            sampler.start_row(row, one, np.array([1, 2], np.int32))
+            seen = np.array([1, 2], np.int32).tobytes()
+            sampler.start_row(RowSampling(row, one, 0, seen))
         found.append([])
         for step in range(2):
             staging.begin()
-            inputs = sampler.prepare(rows, np.full(count, step), staging)
+            inputs = sampler.prepare(rows, np.full(count, step), staging, SampleStep())
             staging.upload()
             assert inputs is not None
             found[-1].append(sampler.sample(logits.roll(step, 0), inputs).token_ids.tolist())

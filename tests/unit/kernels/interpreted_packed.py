@@ -110,7 +110,7 @@ def check_int8(tokens: int, rows: int, columns: int) -> None:
     partials = int8_kernels.split_k_partials(x, weight, device=DEVICE)
     assert_close(partials.view(-1, tokens, rows).sum(0), expected, atol=1e-4, rtol=1e-5)
     assert int8_kernels.gemm(x, weight, device=DEVICE, config=INT8).equal(expected)
-    found = int8_kernels.gemm_swiglu(x, weight, device=DEVICE, config=INT8)
+    found = int8_kernels.gemm(x, weight, device=DEVICE, config=INT8, is_swiglu=True)
     assert_close(found, silu_and_mul(expected), atol=1e-2, rtol=1e-4)
 
 

@@ -54,7 +54,7 @@ def test_a_layers_kernels_compile_and_fit(device: str, shape: str) -> None:
     pool = half(2, 2, 16, text.num_kv_heads, dim)
     # Attention allocates memory on the device; test_attention_compiles.py compiles it.
     ops = Ops(table.resolve(facts, {"fused_decode_attention": "plain"}))
-    with compiled_launches(gpu) as launches, ops.for_graph():
+    with compiled_launches(gpu) as launches, ops.table.for_graph():
         for count in (1, 40):
             kernels, angles = ops.for_tokens(count), half(count, dim // 2)
             residual, rows = half(count, hidden), torch.zeros(2, count, dtype=torch.int64)

@@ -95,7 +95,7 @@ def test_kernels_of_int8_compile_and_fit(device: str) -> None:
             for num_tokens in (64, 128, 1008):
                 x = torch.empty(num_tokens, 512, dtype=torch.bfloat16)
                 int8_kernels.gemm(x, weight, device=facts.device)
-                int8_kernels.gemm_swiglu(x, weight, device=facts.device)
+                int8_kernels.gemm(x, weight, device=facts.device, is_swiglu=True)
     assert len([launch for launch in found if launch.name == "_skinny_kernel"]) == 2
     for launch in found:
         assert launch.shared_bytes <= facts.device.shared_memory_bytes, launch
