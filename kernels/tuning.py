@@ -187,7 +187,7 @@ class MoEGemmConfig:
         columns: of K per pipeline stage.
         stages: of the pipeline.
         warps: per CTA.
-        w8a8: activations are quantized, for FP8 tensor cores; of FP8 experts alone.
+        w8a8: activations are quantized as weights are, for tensor cores of 8 bits.
     """
 
     tokens: int
@@ -205,7 +205,7 @@ class MoEGemmConfig:
 
 @dataclass(frozen=True, slots=True)
 class MoETilesConfig:
-    """How the grouped GEMMs of experts in 4 bits are divided.
+    """How the grouped GEMMs of experts of packed codes are divided.
 
     Attributes:
         tokens: of a tile, all of one expert.
@@ -214,6 +214,10 @@ class MoETilesConfig:
 
     tokens: int
     stages: int
+
+    def shared_bytes(self) -> int:
+        """Of the pipeline, at most: 128 columns of inputs, of 64 rows of codes, and scales."""
+        return (256 * self.tokens + 10240) * self.stages
 
 
 # Of a mixture of experts. `MoEGemvConfig`'s own are measured on an H200, the 30B-A3B's shape.
@@ -228,7 +232,7 @@ _MOE_GEMM = (
 )
 
 
-# The same of FP8 experts, whose activations are quantized for FP8 tensor cores; on an H200.
+# The same where activations are quantized, too; measured for FP8 on an H200.
 _MOE_W8A8 = (
     (12, MoEGemmConfig(16, 128, 128, 3, 4, w8a8=True)),
     (80, MoEGemmConfig(64, 128, 128, 4, 4, w8a8=True)),
@@ -247,20 +251,21 @@ def router_splits(num_tokens: int) -> int:
     return 8 if num_tokens <= 512 else 4
 
 
-def moe_gemm_config(
-    device: DeviceFacts, mean_rows: float, *, is_fp8: bool = False
-) -> MoEGemmConfig:
+def moe_gemm_config(device: DeviceFacts, mean_rows: float, *, w8a8: bool) -> MoEGemmConfig:
     """By the mean number of rows per expert; fewer stages where shared memory has no room."""
-    configs = _MOE_W8A8 if is_fp8 and device.capability >= (8, 9) else _MOE_GEMM
+    configs = _MOE_W8A8 if w8a8 else _MOE_GEMM
     found = next(config for most, config in configs if most is None or mean_rows <= most)
     while found.stages > 2 and found.shared_bytes() > device.shared_memory_bytes:
         found = replace(found, stages=found.stages - 1)
     return found
 
 
-def moe_tiles_config(mean_rows: float) -> MoETilesConfig:
-    """By the mean number of rows per expert."""
-    return next(config for most, config in _MOE_TILES if most is None or mean_rows <= most)
+def moe_tiles_config(device: DeviceFacts, mean_rows: float) -> MoETilesConfig:
+    """As `moe_gemm_config`."""
+    found = next(config for most, config in _MOE_TILES if most is None or mean_rows <= most)
+    while found.stages > 2 and found.shared_bytes() > device.shared_memory_bytes:
+        found = replace(found, stages=found.stages - 1)
+    return found
 
 
 # As `benchmarks.kernels.tune_kernels` found them on an H200, for the shapes of the 2B, 4B, 8B, 32B

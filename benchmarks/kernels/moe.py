@@ -28,6 +28,7 @@ from benchmarks.text_shapes import TEXT_SHAPES
 from kernels import plain
 from kernels.device import DeviceFacts
 from kernels.experts import moe_gemm
+from kernels.experts.moe_weights import ExpertWeights
 from kernels.tuning import MoEGemmConfig, MoEGemvConfig
 from services.common.model_spec import MoESpec, QuantizationSpec, TextSpec
 from services.common.nn.dummy_weights import load_dummy
@@ -47,6 +48,9 @@ TOKENS = (1, 2, 3, 4, 6, 8, 16, 32, 64, 128, 256, 512, 1008, 2048, 4096, 8192)
 LAYERS = 4  # of weights, used in turn
 _LAUNCH_US = 2.0  # predicted, of a kernel that follows another in a graph
 _REACHED = {"bytes": 0.75, "operations": 0.55}  # predicted, of the bandwidth and of the rate
+_WHOLE = ("plain", "fp8_block", "fp8_channel")  # formats whose kernels are timed by themselves, too
+_GROUPS = {"w4a16": 128, "w8a16": 128, "nvfp4": 16, "mxfp4": 32, "mxfp8": 32}
+_BYTES = {"plain": 2, "w4a16": 0.53, "nvfp4": 0.56, "mxfp4": 0.53}  # a weight, scales included
 Call = Callable[[Tensor, Router, Experts, Tensor], object]
 
 
@@ -62,7 +66,7 @@ class Layer(nn.Module):
         )
         self.experts = Experts(moe.num_experts, text.hidden_size, moe.intermediate_size)
         if weight_format != table.UNQUANTIZED:
-            group = 128 if weight_format == "w4a16" else 0
+            group = _GROUPS.get(weight_format, 0)
             method = method_of(QuantizationSpec(format=weight_format, group_size=group))  # pyright: ignore[reportArgumentType]
             for stack in self.experts.stacks.values():
                 stack.set_method(method)
@@ -84,6 +88,10 @@ class Bench:
             load_dummy(layer, seed, device="cuda", dtype=torch.bfloat16)
             self.layers.append(layer)
 
+    def weights(self) -> tuple[ExpertWeights, ...]:
+        """Of the first layer."""
+        return tuple(map(weights_of, self.layers[0].experts.stacks.values()))
+
     def inputs(self, num_tokens: int) -> list[Tensor]:
         """For as many calls as a graph has: more where they are short."""
         count = max(LAYERS, min(16, 2048 // num_tokens))
@@ -98,7 +106,7 @@ class Bench:
             chosen, _ = plain.route(router(x), router.top_k, normalize=router.normalize)
             touched += len(chosen.unique())
         expert = 3 * self.text.hidden_size * self.moe.intermediate_size
-        size = {table.UNQUANTIZED: 2, "w4a16": 0.53}.get(self.format, 1)  # scales included
+        size = _BYTES.get(self.format, 1)
         num_bytes = touched / len(inputs) * expert * size
         operations = 2 * len(inputs[0]) * self.moe.top_k * expert
         times = {"bytes": num_bytes / self.bandwidth, "operations": operations / self.rate}
@@ -153,7 +161,7 @@ class Bench:
         """The kernels of an implementation by themselves."""
         kernels = MoEKernels(self.device, self.moe)
         pdl = self.device.supports_pdl
-        config = kernels.gemm_config(num_tokens, is_fp8=self.format != table.UNQUANTIZED)
+        config = kernels.gemm_config(num_tokens, *self.weights())
         kept = {}
 
         def scores(x: Tensor, router: Router, experts: Experts, residual: Tensor) -> None:
@@ -196,7 +204,7 @@ class Bench:
                     cells.append("-")
                     continue
                 cells.append(self._shown(call, inputs))
-            if self.format != "w4a16":
+            if self.format in _WHOLE:
                 parts = self.parts(count).values()
                 cells += [f"{self.time_us(call, inputs):.1f}" for call in parts]
             print(f"{count:5} " + " ".join(f"{cell:>16}" for cell in cells), flush=True)
@@ -216,11 +224,12 @@ class Bench:
             inputs = self.inputs(count)
             floor, limit = self.floor_us(inputs)
             found: list[tuple[float, str]] = []
-            is_fp8 = self.format != table.UNQUANTIZED
+            weights = self.weights()
+            w8a8 = weights[0].multiplies_quantized(self.device)
             configs: list[MoEGemvConfig | MoEGemmConfig] = list(
-                _gemm_configs(self.device, count, is_fp8=is_fp8)
+                _gemm_configs(self.device, count, w8a8=w8a8)
             )
-            present = {str(kernels.gemm_config(count, is_fp8=is_fp8))}
+            present = {str(kernels.gemm_config(count, *weights))}
             if count <= 8:
                 base = MoEGemvConfig()
                 configs += _gemv_configs(base)
@@ -280,10 +289,10 @@ _W8A8 = (  # K goes by 128
 )  # fmt: skip
 
 
-def _gemm_configs(device: DeviceFacts, count: int, *, is_fp8: bool) -> Iterator[MoEGemmConfig]:
+def _gemm_configs(device: DeviceFacts, count: int, *, w8a8: bool) -> Iterator[MoEGemmConfig]:
     sizes = (16,) if count <= 64 else (16, 32) if count <= 256 else (64, 128)
     found = [MoEGemmConfig(tokens, *rest) for tokens in sizes for rest in _TILES[tokens]]
-    if is_fp8:
+    if w8a8:
         found += [MoEGemmConfig(tokens, *rest, w8a8=True) for tokens in sizes for rest in _W8A8]
     return (config for config in found if config.shared_bytes() <= device.shared_memory_bytes)
 
@@ -311,9 +320,7 @@ def main() -> None:
     """Reads the arguments."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--shape", default="30b-a3b", choices=SHAPES)
-    parser.add_argument(
-        "--format", default="plain", choices=["plain", "fp8_block", "fp8_channel", "w4a16"]
-    )
+    parser.add_argument("--format", default="plain", choices=[*_WHOLE, "int8", *_GROUPS])
     parser.add_argument("--tokens", default=",".join(map(str, TOKENS)))
     parser.add_argument("--bandwidth", type=float, default=4.8, help="TB/s")
     parser.add_argument("--rate", type=float, default=790.0, help="TFLOP/s")

@@ -3,8 +3,9 @@
 The GEMM reads its tokens where they lie, and its epilogue applies SwiGLU. It leaves the outputs
 sorted by expert, and `_combine_kernel` adds up each token's in the order of its experts.
 
-The plain twin is `services.common.nn.experts.moe`; the rounding points are the same. FP8 experts
-of many tokens multiply quantized activations (`MoEGemmConfig.w8a8`), as `fp8_weight.w8a8_linear`.
+The plain twin is `services.common.nn.experts.moe`; the rounding points are the same. Weights of 8
+bits multiply quantized activations (`MoEGemmConfig.w8a8`), as `w8a8_linear` of `fp8_weight` and
+`int8_weight`.
 """
 
 import math
@@ -16,7 +17,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.experts.moe_routing import Routing
 from kernels.experts.moe_weights import ExpertWeights, widen
-from kernels.gemm.fp8_kernels import quantize_activations
+from kernels.gemm import fp8_kernels, int8_kernels
 from kernels.gemm.fp8_weight import BLOCK, E4M3
 from kernels.gemm.silu_mul import swiglu
 from kernels.tuning import MoEGemmConfig
@@ -90,9 +91,12 @@ def launch_gemm(
     width, values, constants = x.shape[1], weight.values, weight.constants
     columns = math.gcd(BLOCK if weight.block_rows else config.columns, width)
     x_columns, x_scale = 0, None
-    if config.w8a8:
+    if config.w8a8 and weight.is_int8:
+        quantized = int8_kernels.quantize_activations(x, pdl=pdl)
+        x, x_scale, x_columns = quantized.values, quantized.scale, width
+    elif config.w8a8:
         x_columns = width if weight.block_rows == 1 else BLOCK
-        x, x_scale = quantize_activations(x, x_columns, pdl=pdl)
+        x, x_scale = fp8_kernels.quantize_activations(x, x_columns, pdl=pdl)
         values, constants["PACKED"] = values.view(E4M3), False
     _grouped_gemm_kernel[(num_rows // rows, num_tiles)](
         x, values, weight.scale, out, routing.order, routing.tiles, num_tiles, x_scale,
@@ -146,8 +150,8 @@ def _grouped_gemm_kernel(
             x = tl.load(inputs + at, mask=is_row[:, None], other=0.0)
             if BLOCK_ROWS > 0 and X_COLUMNS == 0:
                 weight = widen(weight, dtype, PACKED, PURE)
-            if X_COLUMNS > 0:  # FP8 tensor cores add few columns exactly
-                sums = tl.dot(weight, tl.trans(x))
+            if X_COLUMNS > 0:  # tensor cores of 8 bits add few columns exactly
+                sums = tl.dot(weight, tl.trans(x)).to(tl.float32)
                 if BLOCK_ROWS > 1:
                     block = at // 128
                     x_scale = tl.load(x_scales + block * x_stride, mask=is_row, other=0.0)

@@ -1,4 +1,4 @@
-"""The experts' matrices as their kernels read them: unquantized, or FP8 with scales."""
+"""The experts' matrices as their kernels read them: unquantized, or 8 bits with scales."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -8,8 +8,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.device import DeviceFacts
 from kernels.gemm.fp8_kernels import unpack
 from kernels.gemm.fp8_weight import Fp8Weight
+from kernels.gemm.int8_weight import Int8Weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +20,7 @@ class ExpertWeights:
 
     Attributes:
         values: `[E, N, K]`; FP8 on a GPU as bytes.
-        scale: of FP8, `[E, ...]` float32, else None.
+        scale: of 8 bits, `[E, ...]` float32, else None.
         block_rows: rows per scale, see `Fp8Weight`; 0: there are none.
     """
 
@@ -27,16 +29,26 @@ class ExpertWeights:
     block_rows: int = 0
 
     @classmethod
-    def of(cls, weight: Tensor | Fp8Weight) -> "ExpertWeights":
+    def of(cls, weight: Tensor | Fp8Weight | Int8Weight) -> "ExpertWeights":
         """Of a stack of matrices, `[E, N, K]`."""
         if isinstance(weight, Tensor):
             return cls(weight)
+        if isinstance(weight, Int8Weight):
+            return cls(weight.values, weight.scale, 1)
         values = weight.values.view(torch.uint8) if weight.values.is_cuda else weight.values
         return cls(values, weight.scale, weight.block_rows)
 
     @property
     def num_rows(self) -> int:
         return self.values.shape[1]
+
+    @property
+    def is_int8(self) -> bool:
+        return self.values.dtype == torch.int8
+
+    def multiplies_quantized(self, device: DeviceFacts) -> bool:
+        """Whether GEMMs multiply them with quantized activations there."""
+        return self.is_int8 or (self.block_rows > 0 and device.capability >= (8, 9))
 
     @property
     def constants(self) -> dict[str, Any]:

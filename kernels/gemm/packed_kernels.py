@@ -127,12 +127,12 @@ def _skinny_kernel(
         weight_scale = scale if GROUP < COLUMNS else tl.full((ROWS, 1), 1.0, tl.float32)
         if BITS == 4:
             even, odd = tl.split(tl.reshape(x, (TOKENS, BYTES, 2)))
-            low = _widened(packed & 15, zero, weight_scale, x.dtype, FLOAT)
-            high = _widened(packed >> 4, zero, weight_scale, x.dtype, FLOAT)
+            low = widened(packed & 15, zero, weight_scale, x.dtype, FLOAT)
+            high = widened(packed >> 4, zero, weight_scale, x.dtype, FLOAT)
             term = tl.dot(low, tl.trans(even))
             term = tl.dot(high, tl.trans(odd), term)
         else:
-            term = tl.dot(_widened(packed, zero, weight_scale, x.dtype, FLOAT), tl.trans(x))
+            term = tl.dot(widened(packed, zero, weight_scale, x.dtype, FLOAT), tl.trans(x))
         if GROUP < COLUMNS:
             sums += term
         else:
@@ -147,7 +147,7 @@ def _skinny_kernel(
 
 
 @triton.jit
-def _widened(codes, zero, scale, dtype: tl.constexpr, FLOAT: tl.constexpr):
+def widened(codes, zero, scale, dtype: tl.constexpr, FLOAT: tl.constexpr):  # noqa: ANN201
     """Codes less their zero point, or e2m1, both exact in any dtype, times a scale."""
     if FLOAT:
         bits = codes.to(tl.int32)

@@ -25,16 +25,16 @@ from kernels.tuning import MoEGemvConfig
 from services.common.nn.dummy_weights import load_dummy
 from services.common.nn.experts import moe as plain_moe
 from services.decoder.operations import table
-from services.decoder.operations.moe import MoEKernels
 from services.decoder.operations.table import KernelFacts
 
 pytestmark = pytest.mark.gpu
 TEXT = TEXT_SHAPES["30b-a3b"]
 COUNTS = [1, 2, 3, 4, 5, 16, 63, 64, 65, 200, 1008, 2500, 8192]
-FORMATS = ["plain", "fp8_block", "fp8_channel"]  # of the kernels but `tiles`
+FORMATS = ["plain", "fp8_block", "fp8_channel"]  # of the first two kernels
+OTHERS = ["w4a16", "w8a16", "nvfp4", "mxfp4", "mxfp8", "int8"]
 
 
-@pytest.fixture(scope="module", params=[*FORMATS, "w4a16"])
+@pytest.fixture(scope="module", params=[*FORMATS, *OTHERS])
 def layer(request: pytest.FixtureRequest) -> Layer:
     with torch.device("meta"):
         made = Layer(TEXT, request.param)
@@ -44,7 +44,7 @@ def layer(request: pytest.FixtureRequest) -> Layer:
     return made
 
 
-@pytest.mark.parametrize("name", ["gemv", "grouped_gemm", "tiles"])
+@pytest.mark.parametrize("name", ["gemv", "grouped_gemm", "packed", "int8"])
 @torch.inference_mode()
 def test_every_implementation_agrees_with_its_twin(layer: Layer, name: str) -> None:
     facts = KernelFacts(DeviceFacts.of(CUDA), TEXT, torch.bfloat16, str(layer.weight_format))
@@ -57,9 +57,8 @@ def test_every_implementation_agrees_with_its_twin(layer: Layer, name: str) -> N
         if name == "gemv" and count > 16:
             continue
         x, residual = random(count, TEXT.hidden_size), random(count, TEXT.hidden_size) * 0.01
-        is_fp8 = layer.weight_format != "plain"
-        config = MoEKernels(facts.device, TEXT.moe).gemm_config(count, is_fp8=is_fp8)
-        with quantized_activations(are_quantized=name == "grouped_gemm" and config.w8a8):
+        w8a8 = name == "grouped_gemm" and layer.weight_format != "plain"
+        with quantized_activations(are_quantized=w8a8):
             expected = residual + plain_moe(x, layer.router, layer.experts, residual)
         found = residual.clone()
         assert kernel(x, layer.router, layer.experts, found) is None
@@ -101,7 +100,10 @@ def test_a_tokens_output_does_not_depend_on_its_batch_mates(layer: Layer) -> Non
     facts = KernelFacts(DeviceFacts.of(CUDA), TEXT, torch.bfloat16, str(layer.weight_format))
     rows = {row.name: row for row in table.ROWS if row.operation == "moe"}
     x = random(64, TEXT.hidden_size)
-    for name, sizes in (("gemv", (1, 2, 4)), ("grouped_gemm", (5, 17, 64)), ("tiles", (1, 17, 64))):
+    some = (1, 17, 64)
+    for name, sizes in (
+        ("gemv", (1, 2, 4)), ("grouped_gemm", (5, 17, 64)), ("packed", some), ("int8", some)
+    ):  # fmt: skip
         if rows[name].obstacle(facts):
             continue
         kernel = rows[name].create(facts)

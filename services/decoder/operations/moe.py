@@ -4,7 +4,8 @@
 |--------------|--------|-----------------------------------------------------------------|
 | gemv         | 1-4    | a GEMV for each token and each of its experts                   |
 | grouped_gemm | any    | GEMMs over tiles of rows of one expert, by a kernel of ours     |
-| tiles        | any    | the same, of W4A16 in tiles                                     |
+| packed       | any    | the same, of packed codes                                       |
+| int8         | any    | the same, of int8 weights and activations                       |
 | plain        | any    | `experts.moe`                                                     |
 
 All but the last add to the residual stream in place. Their weights may be FP8, which becomes the
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from kernels import tuning
 from kernels.device import DeviceFacts
-from kernels.experts import moe_gemm, moe_gemv, moe_tiles
+from kernels.experts import moe_bytes, moe_gemm, moe_gemv, moe_tiles
 from kernels.experts.moe_routing import Routing, route
 from kernels.experts.moe_weights import ExpertWeights
 from kernels.gemm import gemv, skinny_gemm
@@ -76,25 +77,42 @@ class MoEKernels:
     def grouped_gemm(self, x: Tensor, router: Router, experts: Experts, residual: Tensor) -> None:
         """Implements `experts.moe` for any number of tokens."""
         up, down = (weights_of(stack, x.dtype) for stack in experts.stacks.values())
-        config = self.gemm_config(len(x), is_fp8=up.block_rows > 0 and down.block_rows > 0)
+        self._grouped_gemm(x, router, up, down, residual)
+
+    def int8(self, x: Tensor, router: Router, experts: Experts, residual: Tensor) -> None:
+        """Implements `experts.moe` of int8."""
+        up, down = (stack.method.weight(stack) for stack in experts.stacks.values())
+        self._grouped_gemm(x, router, ExpertWeights.of(up), ExpertWeights.of(down), residual)
+
+    def _grouped_gemm(
+        self, x: Tensor, router: Router, up: ExpertWeights, down: ExpertWeights, residual: Tensor
+    ) -> None:
+        config = self.gemm_config(len(x), up, down)
         routing = self._route(x, router, config.tokens)
         moe_gemm.grouped_experts(
             x, routing, up, down, residual, config, pure=self._pure, pdl=self._pdl
         )  # fmt: skip
 
-    def tiles(self, x: Tensor, router: Router, experts: Experts, residual: Tensor) -> None:
-        """Implements `experts.moe` of W4A16; dequantizes what is not in tiles."""
+    def packed(self, x: Tensor, router: Router, experts: Experts, residual: Tensor) -> None:
+        """Implements `experts.moe` of packed codes; dequantizes those whose sizes do not fit."""
         up, down = (stack.method.weight(stack) for stack in experts.stacks.values())
-        if not (up.is_tiled and down.is_tiled):
+        is_tiled = up.is_tiled and down.is_tiled
+        if not is_tiled and not (moe_bytes.fits(up) and moe_bytes.fits(down)):
             self.grouped_gemm(x, router, experts, residual)
             return
-        config = tuning.moe_tiles_config(self._mean_rows(len(x)))
+        config = tuning.moe_tiles_config(self._device, self._mean_rows(len(x)))
         routing = self._route(x, router, config.tokens)
-        moe_tiles.grouped_experts(x, routing, up, down, residual, config, pdl=self._pdl)
+        if is_tiled:
+            moe_tiles.grouped_experts(x, routing, up, down, residual, config, pdl=self._pdl)
+        else:
+            moe_bytes.grouped_experts(
+                x, routing, up, down, residual, config, pure=self._pure, pdl=self._pdl
+            )
 
-    def gemm_config(self, num_tokens: int, *, is_fp8: bool = False) -> MoEGemmConfig:
+    def gemm_config(self, num_tokens: int, *weights: ExpertWeights) -> MoEGemmConfig:
         """Of the grouped GEMM."""
-        return tuning.moe_gemm_config(self._device, self._mean_rows(num_tokens), is_fp8=is_fp8)
+        w8a8 = all(weight.multiplies_quantized(self._device) for weight in weights)
+        return tuning.moe_gemm_config(self._device, self._mean_rows(num_tokens), w8a8=w8a8)
 
     def _mean_rows(self, num_tokens: int) -> float:
         return num_tokens * self._spec.top_k / self._spec.num_experts

@@ -34,6 +34,7 @@ from services.decoder.operations.kernel_facts import UNQUANTIZED, KernelFacts, a
 _DELTA = "linear_attention.delta_rule"
 _GATES = "linear_attention.output_gates"
 _EXPERT_FORMATS = {UNQUANTIZED, "fp8_block", "fp8_channel"}
+_PACKED_FORMATS = {"w4a16", "w8a16", "nvfp4", "mxfp4", "mxfp8"}
 
 Row = Implementation[KernelFacts]
 Check = Callable[[KernelFacts], str]
@@ -106,9 +107,14 @@ def _expert_formats(facts: KernelFacts) -> str:
     return f"needs experts in bf16 or FP8, not {', '.join(other)}" if other else ""
 
 
-def _w4a16_experts(facts: KernelFacts) -> str:
+def _packed_experts(facts: KernelFacts) -> str:
     found = facts.weight_format
-    return "" if found == "w4a16" else f"needs experts in W4A16, not {found}"
+    return "" if found in _PACKED_FORMATS else f"needs experts of packed codes, not {found}"
+
+
+def _int8_experts(facts: KernelFacts) -> str:
+    found = facts.weight_format
+    return "" if found == "int8" else f"needs experts in INT8, not {found}"
 
 
 def _experts(facts: KernelFacts) -> str:
@@ -369,7 +375,8 @@ ROWS: Sequence[Row] = (
     Row("linear_swiglu", "plain", _plain(lambda x, layer: plain.silu_and_mul(layer(x)))),
     Row("moe", "gemv", lambda facts: _moe(facts, "gemv"), _MOE, _few_tokens),
     Row("moe", "grouped_gemm", lambda facts: _moe(facts, "grouped_gemm"), _MOE),
-    Row("moe", "tiles", lambda facts: _moe(facts, "tiles"), _needs(_w4a16_experts, _ANY_MOE)),
+    Row("moe", "packed", lambda facts: _moe(facts, "packed"), _needs(_packed_experts, _ANY_MOE)),
+    Row("moe", "int8", lambda facts: _moe(facts, "int8"), _needs(_int8_experts, _ANY_MOE)),
     Row("moe", "dequantized", lambda facts: _moe(facts, "grouped_gemm"), _ANY_MOE),
     Row("moe", "plain", _plain(experts.moe)),
     Row("shared_gate", "triton", _shared_gate, _needs(_triton, _shared_expert)),

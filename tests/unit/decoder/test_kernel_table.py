@@ -47,18 +47,19 @@ def test_every_size_has_its_kernels_on_an_h200(shape: str) -> None:
 
 
 def test_experts_that_no_kernel_reads_are_dequantized() -> None:
-    for weight_format in ("int8", "w4a16+plain", "mxfp8"):
+    for weight_format in ("int8+plain", "w4a16+plain"):
         facts = replace(facts_of("30b-a3b"), weight_format=weight_format)
         made = table.resolve(facts, formats={weight_format: ()})
         assert made.choose("moe", 1).name == "dequantized"
         assert "not " + weight_format.split("+")[0] in made.rejected["moe", "gemv"]
-    narrow = replace(facts.text.moe, intermediate_size=192)  # no whole blocks of FP8's 128
-    facts = replace(facts, text=replace(facts.text, moe=narrow))
-    assert table.resolve(facts, formats={"mxfp8": ()}).choose("moe", 1).name == "dequantized"
     facts = replace(facts_of("30b-a3b"), weight_format="fp8_block")
     assert names(facts, "moe", [1, 100], captured=True) == ["gemv", "grouped_gemm"]
-    facts = replace(facts, weight_format="w4a16")
-    assert table.resolve(facts, formats={"w4a16": ()}).choose("moe", 1).name == "tiles"
+    for weight_format in ("w4a16", "w8a16", "nvfp4", "mxfp4", "mxfp8"):
+        facts = replace(facts, weight_format=weight_format)
+        made = table.resolve(facts, formats={weight_format: ()})
+        assert made.choose("moe", 1).name == "packed"
+    facts = replace(facts, weight_format="int8")
+    assert table.resolve(facts, formats={"int8": ()}).choose("moe", 1).name == "int8"
 
 
 def test_measured_shapes_have_the_constants_that_were_measured() -> None:

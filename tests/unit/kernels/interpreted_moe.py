@@ -5,8 +5,9 @@ from torch import nn
 
 from kernels import plain
 from kernels.device import DeviceFacts
-from kernels.experts import moe_gemm, moe_tiles, shared_gate
+from kernels.experts import moe_bytes, moe_gemm, moe_tiles, shared_gate
 from kernels.experts.moe_routing import route
+from kernels.experts.moe_weights import ExpertWeights
 from kernels.gemm.fp8_weight import E4M3
 from kernels.tuning import MoEGemmConfig, MoEGemvConfig, MoETilesConfig
 from services.common.model_spec import MoESpec, QuantizationSpec
@@ -43,6 +44,14 @@ def made_experts(
             parameter.data.copy_((torch.randn(parameter.shape) * 60).clamp(-448, 448))
         elif parameter.dtype == torch.int32:  # packed
             parameter.data.random_(-(1 << 31), 1 << 31)
+        elif parameter.dtype in (torch.uint8, torch.int8):
+            least = -127 if parameter.dtype == torch.int8 else 0
+            parameter.data.random_(least, 128 if least else 256)
+        elif "row_scale" in name:  # files hold its inverse
+            parameter.data.copy_((torch.rand(parameter.shape) + 0.5) / 10)
+        elif weight_format.startswith("mx") and "scale" in name:  # exponents
+            least = 115 if weight_format == "mxfp8" else 120
+            parameter.data.copy_(torch.randint(least, least + 4, parameter.shape))
         elif "scale" in name:  # a factor of 3 apart, so that a wrong one shows
             least = 50 if weight_format == "w4a16" else 500
             parameter.data.copy_((torch.rand(parameter.shape) + 0.5) / least)
@@ -100,24 +109,28 @@ def check_experts(
         expected = residual + plain_moe(x, router, experts, residual)
         kernels.gemv(x, router, experts, residual, config=config)
     else:
-        with quantized_activations(are_quantized=config.w8a8):
+        with quantized_activations(are_quantized=config.w8a8 and weight_format != "int8"):
             expected = residual + plain_moe(x, router, experts, residual)
         assert (expected - residual).std() > 0.1
         routing = route(
             router(x), top_k, normalize=router.normalize, dtype=torch.float32, tile=config.tokens
         )
-        up, down = (weights_of(stack, torch.float32) for stack in experts.stacks.values())
+        stacks = experts.stacks.values()
+        if weight_format == "int8":
+            up, down = (ExpertWeights.of(stack.method.weight(stack)) for stack in stacks)
+        else:
+            up, down = (weights_of(stack, torch.float32) for stack in stacks)
         moe_gemm.grouped_experts(x, routing, up, down, residual, config, pdl=False)
     assert_close(residual, expected, atol=2e-5, rtol=2e-5)
 
 
-def check_tiles(
-    num_tokens: int, sizes: tuple[int, int, int, int], group: int, config: MoETilesConfig, *,
-    zeros: bool,
+def check_packed(
+    num_tokens: int, sizes: tuple[int, int, int, int], weight_format: str, group: int,
+    config: MoETilesConfig, *, zeros: bool = False,
 ) -> None:  # fmt: skip
-    """As `check_experts`, of W4A16 in tiles."""
+    """As `check_experts`, of packed codes, in tiles if they fit."""
     count, hidden, size, top_k = sizes
-    experts = made_experts(count, hidden, size, "w4a16", group, zeros)
+    experts = made_experts(count, hidden, size, weight_format, group, zeros)
     with torch.device("meta"):
         router = Router(hidden, count, top_k, normalize=True)
     router.weight = nn.Parameter(torch.randn(count, hidden) / hidden**0.5, requires_grad=False)
@@ -126,8 +139,11 @@ def check_tiles(
     assert (expected - residual).std() > 0.1
     routing = route(router(x), top_k, normalize=True, dtype=torch.float32, tile=config.tokens)
     up, down = (stack.method.weight(stack) for stack in experts.stacks.values())
-    assert up.is_tiled and down.is_tiled and (up.zero is not None) == zeros
-    moe_tiles.grouped_experts(x, routing, up, down, residual, config, pdl=False)
+    assert (up.zero is not None) == zeros
+    module = moe_tiles if up.is_tiled else moe_bytes
+    assert (weight_format == "w4a16" and group >= 32) == up.is_tiled == down.is_tiled
+    assert up.is_tiled or (moe_bytes.fits(up) and moe_bytes.fits(down))
+    module.grouped_experts(x, routing, up, down, residual, config, pdl=False)
     assert_close(residual, expected, atol=2e-4, rtol=2e-4)
 
 

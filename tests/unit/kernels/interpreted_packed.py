@@ -22,7 +22,7 @@ from kernels.gemm.packed_weight import PackedWeight
 from kernels.plain import rms_norm, silu_and_mul
 from kernels.tuning import MoEGemmConfig, MoETilesConfig
 from tests.unit.kernels.interpreted_moe import check_experts
-from tests.unit.kernels.interpreted_moe import check_tiles as check_expert_tiles
+from tests.unit.kernels.interpreted_moe import check_packed as check_packed_experts
 from tests.unit.kernels.interpreter import assert_close
 
 INT8 = int8_kernels.GemmConfig(16, 64, 64, 2, 4)
@@ -125,8 +125,15 @@ if __name__ == "__main__":
     check_e2m1(3, 48, 256, 16, True)
     check_e2m1(16, 64, 512, 32, False)
     check_experts(9, (10, 64, 96, 2), "w4a16", MoEGemmConfig(16, 32, 32, 2, 4))
-    check_expert_tiles(1, (4, 256, 128, 2), 32, MoETilesConfig(16, 2), zeros=False)
-    check_expert_tiles(20, (3, 128, 128, 2), 64, MoETilesConfig(16, 2), zeros=True)
+    check_experts(9, (5, 128, 256, 2), "int8", MoEGemmConfig(16, 32, 64, 2, 4, w8a8=True))
+    tiles = MoETilesConfig(16, 2)
+    check_packed_experts(1, (4, 256, 128, 2), "w4a16", 32, tiles)
+    check_packed_experts(20, (3, 128, 128, 2), "w4a16", 64, tiles, zeros=True)
+    check_packed_experts(20, (3, 128, 128, 2), "w4a16", 16, tiles, zeros=True)
+    check_packed_experts(5, (3, 256, 128, 2), "w8a16", 0, tiles)
+    check_packed_experts(20, (3, 256, 128, 2), "nvfp4", 16, tiles)
+    check_packed_experts(5, (3, 128, 256, 2), "mxfp4", 32, tiles)
+    check_packed_experts(5, (3, 256, 128, 2), "mxfp8", 32, tiles)
     check_tiles(1, 128, 256, 256, True)
     check_tiles(16, 256, 256, 64, True)
     check_tiles(70, 128, 128, 128, False)  # in two blocks

@@ -1,5 +1,7 @@
 """The kernels of a mixture of experts compile for each GPU, and fit its shared memory."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -8,11 +10,13 @@ from benchmarks.text_shapes import TEXT_SHAPES
 from kernels.device import KNOWN_DEVICES
 from kernels.experts import shared_gate
 from kernels.experts.moe_weights import ExpertWeights
+from kernels.gemm.packed_weight import PackedWeight
 from services.common.model_spec import QuantizationSpec
 from services.common.nn.experts import Experts, Router
 from services.common.nn.formats import method_of
 from services.common.nn.fp8 import Fp8Linear
-from services.common.nn.linear import StackedLinear
+from services.common.nn.linear import Linear, StackedLinear
+from services.common.nn.packed import PackedLinear
 from services.common.nn.weights import materialize
 from services.decoder.operations import moe, table
 from services.decoder.operations.moe import MoEKernels, weights_of
@@ -81,22 +85,42 @@ def test_what_the_table_picks_compiles_and_fits(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("device", ["h200", "l40s", "b200"])
-def test_experts_in_4_bits_compile_and_fit(device: str) -> None:
+@pytest.mark.parametrize(
+    ("weight_format", "group", "device"),
+    [
+        *(("w4a16", 128, device) for device in ("h200", "l40s", "b200")),
+        *(("nvfp4", 16, device) for device in ("a100", "h200", "l40s", "b200")),
+        ("mxfp4", 32, "l40s"), ("mxfp8", 32, "a100"), ("mxfp8", 32, "b200"), ("w8a16", 0, "h200"),
+        ("int8", 0, "a100"), ("int8", 0, "h200"),
+    ],
+)  # fmt: skip
+def test_packed_experts_compile_and_fit(
+    weight_format: str, group: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     gpu = KNOWN_DEVICES[device]
     with torch.device("meta"):
         router, experts = Router(HIDDEN, 128, 8, normalize=True), Experts(COUNT, HIDDEN, SIZE)
         for stack in experts.stacks.values():
-            stack.set_method(method_of(QuantizationSpec(format="w4a16", group_size=128)))
+            spec = QuantizationSpec(format=weight_format, group_size=group)  # type: ignore[arg-type]
+            stack.set_method(method_of(spec))
     for module in (router, experts):
         materialize(module, "cpu", torch.bfloat16)
     for stack in experts.stacks.values():
         stack.method.process_weights_after_loading(stack)
+    if weight_format == "mxfp8":  # bytes, as on a GPU
+        of_layer = PackedLinear.weight
+
+        def as_on_a_gpu(self: PackedLinear, layer: Linear) -> PackedWeight:
+            found = of_layer(self, layer)
+            return replace(found, codes=found.codes.view(torch.uint8))
+
+        monkeypatch.setattr(PackedLinear, "weight", as_on_a_gpu)
     kernels = MoEKernels(gpu, TEXT_SHAPES["30b-a3b"].moe)  # type: ignore[arg-type]
     with compiled_launches(gpu) as launches:
         for count in (1, 300, 1008):
-            kernels.tiles(half(count, HIDDEN), router, experts, half(count, HIDDEN))
-    found = [launch for launch in launches if launch.name == "_grouped_kernel"]
+            run = kernels.int8 if weight_format == "int8" else kernels.packed
+            run(half(count, HIDDEN), router, experts, half(count, HIDDEN))
+    found = [launch for launch in launches if launch.name.startswith("_grouped_")]
     assert len(found) == 6
     for launch in found:
         assert launch.shared_bytes <= gpu.shared_memory_bytes
