@@ -72,7 +72,7 @@ def _peer_sum_kernel(
     term = load_reduced(term_ptr, place, inside, stride, SPLITS, dtype)
     own = own_ptr + now + column
     bits = _sendable(term, own_ptr.dtype.element_ty, EMPTY)
-    owner = index % COUNT
+    owner = (tl.program_id(0) + tl.program_id(1)) % COUNT  # by turns in a row and from row to row
     if not TWO_SHOTS:
         _send_all(bits, peers_ptr, own_ptr, now + column, inside, RANK, COUNT, WIDTH)
     elif owner != RANK:

@@ -42,7 +42,7 @@ def check(rank: int, count: int, width: int, dtype: torch.dtype) -> None:
         two_shots = rows > peer_buffers.one_shot_rows(count, width, dtype)
 
         def owner(row: int, part: int) -> int:
-            return (row * len(parts) + part) % count
+            return (row + part) % count
 
         for row in range(rows):
             mine = memory[rank][launches[row] % BUFFERS, row]
