@@ -9,9 +9,9 @@
 | plain        | any    | `experts.moe`                                                     |
 
 All but the last add to the residual stream in place. Their weights may be FP8, which becomes the
-activations' dtype in registers (`gemv`), or multiplies quantized ones. Formats that no kernel reads
-yet are dequantized by `dequantized`, the whole layer at each call, before `grouped_gemm`: right,
-and slow.
+activations' dtype in registers (`gemv`), or multiplies quantized ones. What no kernel reads (sizes
+that no tile divides, a checkpoint of two formats) is dequantized, the whole layer at each call,
+before `grouped_gemm`: right, and slow.
 """
 
 import torch
