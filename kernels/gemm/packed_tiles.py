@@ -44,6 +44,7 @@ from kernels.gemm.skinny_gemm import reduced
 
 _PADDED = 16  # tokens: tensor cores want as many
 _BLOCK = 64  # tokens of a CTA, at most
+_MOST_SPLITS = 4  # more cost the next kernel, which adds them up, more than they gain
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +69,9 @@ def skinny_config(
 ) -> SkinnyConfig:
     """K is split while CTAs have a place on the device at once."""
     is_few = num_tokens <= 16
-    splits, most, tiles = 1, 8 if is_few else 4, num_rows // TILE_ROWS
+    splits, tiles = 1, num_rows // TILE_ROWS
     while (
-        splits < most
+        splits < _MOST_SPLITS
         and tiles * splits * 2 <= 6 * device.num_sms
         and columns % (splits * 2 * TILE_COLUMNS) == 0
     ):
