@@ -26,8 +26,9 @@ MAX_ALL_PATTERN_PROPERTIES = 512
 MAX_MULTIPLE = 20_000
 MAX_ALL_MULTIPLES = 50_000
 
-_LITERALS = frozenset(("const", "enum", "default", "examples", "example"))
-_MAPS = frozenset(
+# Keywords whose values are no schemas, and those whose values have schemas by name.
+LITERALS = frozenset(("const", "enum", "default", "examples", "example"))
+MAPS = frozenset(
     (
         "properties", "patternProperties", "$defs", "definitions", "dependentSchemas",
         "dependencies",
@@ -81,9 +82,9 @@ class Parts:
                     self.values.append(child)
                     self._parents.append(index)
                     self._depths.append(self._depths[index] + 1)
-                    self._is_schema.append(not (is_schema and key in _MAPS))
+                    self._is_schema.append(not (is_schema and key in MAPS))
                     self._is_literal.append(
-                        self._is_literal[index] or (is_schema and key in _LITERALS)
+                        self._is_literal[index] or (is_schema and key in LITERALS)
                     )
                     self._resources.append(self._resources[index])
             index += 1

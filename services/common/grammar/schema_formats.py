@@ -8,6 +8,8 @@ cannot enforce stay, so that the schema is refused by their name.
 import json
 from typing import Any, cast
 
+from services.common.grammar.schema_bounds import LITERALS, MAPS
+
 # Of the drafts from 4 on.
 STANDARD_FORMATS = frozenset(
     (
@@ -16,8 +18,6 @@ STANDARD_FORMATS = frozenset(
         "uri", "uri-reference", "uri-template", "uuid",
     )
 )  # fmt: skip
-# Values, which are no schemas.
-_LITERALS = frozenset(("const", "enum", "default", "examples", "example"))
 
 
 def without_unknown_formats(schema: str) -> str:
@@ -27,19 +27,22 @@ def without_unknown_formats(schema: str) -> str:
         ValueError: it is not JSON.
     """
     try:
-        return json.dumps(strip_unknown_formats(json.loads(schema)))
+        return json.dumps(_stripped(json.loads(schema)))
     except RecursionError:
         raise ValueError("the schema is nested too deeply") from None
 
 
-def strip_unknown_formats(part: Any) -> Any:  # noqa: ANN401 - any JSON
-    """A schema as JSON values, without unknown formats."""
+def _stripped(part: Any, *, is_map: bool = False) -> Any:  # noqa: ANN401 - any JSON
+    """A schema without unknown formats; `is_map`: its keys are names of schemas, not keywords."""
     if isinstance(part, list):
-        return [strip_unknown_formats(item) for item in cast("list[Any]", part)]
+        return [_stripped(item) for item in cast("list[Any]", part)]
     if not isinstance(part, dict):
         return part
+    items = cast("dict[str, Any]", part).items()
+    if is_map:
+        return {name: _stripped(value) for name, value in items}
     return {
-        name: value if name in _LITERALS else strip_unknown_formats(value)
-        for name, value in cast("dict[str, Any]", part).items()
+        name: value if name in LITERALS else _stripped(value, is_map=name in MAPS)
+        for name, value in items
         if not (name == "format" and isinstance(value, str) and value not in STANDARD_FORMATS)
     }

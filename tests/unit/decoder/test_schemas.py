@@ -20,6 +20,7 @@ def object_of(required: str = "", /, **properties: object) -> dict[str, object]:
 
 
 TEXT = {"type": "string", "maxLength": 6}
+ODD = TEXT | {"format": "odd"}
 TREE = {
     "$defs": {"node": object_of("v", v={"type": "integer"}, left={"$ref": "#/$defs/node"})},
     "$ref": "#/$defs/node",
@@ -45,6 +46,14 @@ SERVED = {
     "uuid": {"type": "string", "format": "uuid"},
     "ipv4": {"type": "string", "format": "ipv4"},
     "unknown format": {"type": "integer", "format": "int32"},
+    "unknown formats of properties that are named as keywords": object_of(
+        "default enum format properties",
+        default=ODD, enum={"$ref": "#/$defs/const"}, format=ODD,
+        properties=object_of("format", format=ODD),
+    ) | {"$defs": {"const": ODD}},
+    "literals that look like formats": {
+        "const": {"format": "odd", "properties": {"format": "odd"}}, "format": "odd",
+    },
     "array": {"type": "array", "items": TEXT, "minItems": 1, "maxItems": 3},
     "tuple": {"type": "array", "prefixItems": [TEXT, {"type": "null"}], "items": False},
     "enum": {"enum": ["é", 1, 1.5, None, True, ["a", {}], {"a": "b"}]},
