@@ -1,6 +1,7 @@
 """Grammars that end what compiles them: their request fails, and nothing else notices."""
 
 import asyncio
+import errno
 import json
 import os
 import signal
@@ -10,7 +11,7 @@ import jsonschema
 import pytest
 
 from services.common.pb import decoder_pb2 as pb
-from services.decoder.masks import compile_worker
+from services.decoder.masks import children, compile_worker
 from services.decoder.masks.messages import Compile
 from tests.cases import first
 from tests.compiler_process import compiler_process
@@ -173,6 +174,29 @@ async def test_a_compile_process_that_is_killed_is_replaced(decoder):
         await answer(gateway, 2, grammar("REGEX", "a{4}"))  # may be in work at that moment
         _, end = await answer(gateway, 3, grammar("REGEX", "a{5}"))
         assert end.reason == pb.Finished.REASON_STOP
+
+
+@pytest.mark.parametrize("of", ["compilers", "masks"])
+async def test_a_process_that_cannot_be_started_is_started_later(decoder, monkeypatch, of):
+    """As while the machine has no memory or file descriptors left."""
+    start, refused = children.start, []
+
+    async def start_but_once(module, settings, **descriptors):
+        if not refused:
+            refused.append(module)
+            raise OSError(errno.EMFILE, "no descriptors left")
+        return await start(module, settings, **descriptors)
+
+    (process,) = decoder.masks.processes
+    async with Gateway(decoder) as gateway:
+        await answer(gateway, 1, grammar("REGEX", "a{3}"))
+        monkeypatch.setattr(children, "start", start_but_once)
+        killed = decoder.masks.compilers.process if of == "compilers" else process.process
+        killed.kill()
+        await answer(gateway, 2, grammar("REGEX", "a{4}"))  # may be in work at that moment
+        _, end = await answer(gateway, 3, grammar("REGEX", "a{5}"))
+        assert end.reason == pb.Finished.REASON_STOP
+    assert refused
 
 
 async def test_sixteen_sequences_outlive_their_mask_process(decoder):

@@ -11,6 +11,8 @@ import msgspec
 from services.common.telemetry import setup_logging
 from services.decoder.masks.messages import MaskSettings
 
+RETRY_S = 1.0  # behind a start that the machine had no memory, processes or descriptors for
+
 
 async def start(
     module: str, settings: MaskSettings, **descriptors: int
@@ -20,6 +22,9 @@ async def start(
     Args:
         settings: JSON on its standard input.
         **descriptors: that it inherits, as `--<name>-fd`.
+
+    Raises:
+        OSError: the machine has no memory, processes or descriptors left.
     """
     options = [f"--{name}-fd={number}" for name, number in descriptors.items()]
     process = await asyncio.create_subprocess_exec(

@@ -115,7 +115,12 @@ class CompilePool:
 
     async def _work(self) -> None:
         while True:
-            channel = await self._start()
+            try:
+                channel = await self._start()
+            except OSError as error:
+                log.error("a process that compiles grammars was not started: %s", error)
+                await asyncio.sleep(children.RETRY_S)
+                continue
             try:
                 while await self._answer_next(channel):
                     pass
@@ -158,13 +163,18 @@ class CompilePool:
             self._known.popitem(last=False)
 
     async def _start(self) -> FrontChannel[Verdict]:
+        """Raises OSError, as `children.start` does."""
         await children.end(self.process)
         front_end, end = create_socket_pair()
-        with end:
-            self.process = await children.start(
-                "compile_worker", self._settings, front=end.fileno()
-            )
-        return await FrontChannel[Verdict].open(front_end, Verdict)
+        try:
+            with end:
+                self.process = await children.start(
+                    "compile_worker", self._settings, front=end.fileno()
+                )
+            return await FrontChannel[Verdict].open(front_end, Verdict)
+        except BaseException:
+            front_end.close()
+            raise
 
 
 def _task(grammar: Grammar) -> Compile:

@@ -210,17 +210,23 @@ class MaskProcesses:
             process.channel.send(Follow(sequence.number, sequence.demands, sequence.generated))
 
     async def _keep(self, process: _Process) -> None:
-        """Starts the process, again whenever it has ended."""
+        """Starts the process, again whenever it has ended or could not be started."""
         while True:
-            channel = await self._start(process)
-            with suppress(ChannelClosed):
-                while True:
-                    self._handle(await channel.receive())
-                    process.is_ready = True
-            channel.close()
-            await children.end(process.process, 0.1)
-            process.channel = None
-            self._has_ended(process)
+            try:
+                channel = await self._start(process)
+            except OSError as error:
+                log.error("a process that fills token masks was not started: %s", error)
+                process.num_failed_starts += 1
+                await asyncio.sleep(children.RETRY_S)
+            else:
+                with suppress(ChannelClosed):
+                    while True:
+                        self._handle(await channel.receive())
+                        process.is_ready = True
+                channel.close()
+                await children.end(process.process, 0.1)
+                process.channel = None
+                self._has_ended(process)
             if process.num_failed_starts >= _MAX_FAILED_STARTS:
                 for number in list(process.sequences):
                     self._failed(number, InternalError("token masks cannot be filled"))
@@ -248,28 +254,29 @@ class MaskProcesses:
         process.overdue.clear()
 
     async def _start(self, process: _Process) -> FrontChannel[FromProcess]:
+        """Raises OSError, as `children.start` does."""
         settings = self._settings
         self._num_started += 1
         process.link, process.is_ready = self._num_started, False
         process.started_at = time.monotonic()
         memory = create_mask_memory(settings.num_rows, self._num_words)
-        process.marks = Marks(memory)
-        front_end, end = create_socket_pair()
-        engine_end, link = create_socket_pair()
         try:
-            with end, link, engine_end:
-                process.process = await children.start(
-                    "main", msgspec.structs.replace(settings, link=process.link),
-                    front=end.fileno(), link=link.fileno(), memory=memory,
-                )  # fmt: skip
-                socket.send_fds(self._link, [b"l"], [engine_end.fileno(), memory])
-            self._engine.send(
-                MaskLink(process.link, ROWS_OFFSET, settings.num_rows, self._num_words)
-            )
-            channel = await FrontChannel[FromProcess].open(front_end, FromProcess)
-        except BaseException:  # closed during a start, too
-            front_end.close()
-            raise
+            process.marks = Marks(memory)
+            front_end, end, engine_end, link = create_socket_pair() + create_socket_pair()
+            try:
+                with end, link, engine_end:
+                    process.process = await children.start(
+                        "main", msgspec.structs.replace(settings, link=process.link),
+                        front=end.fileno(), link=link.fileno(), memory=memory,
+                    )  # fmt: skip
+                    socket.send_fds(self._link, [b"l"], [engine_end.fileno(), memory])
+                self._engine.send(
+                    MaskLink(process.link, ROWS_OFFSET, settings.num_rows, self._num_words)
+                )
+                channel = await FrontChannel[FromProcess].open(front_end, FromProcess)
+            except BaseException:  # closed during a start, too
+                front_end.close()
+                raise
         finally:
             os.close(memory)
         process.channel = channel
