@@ -159,7 +159,7 @@ class Harness:
     def assert_all_as_alone(self) -> None:
         for number, message in self.added.items():
             tokens, reason = expected_tokens(message, self.engine.max_model_len)
-            if self.ends[number] in ("aborted", "failed"):
+            if self.ends[number] in ("aborted", "failed", "refused"):
                 assert self.tokens.get(number, []) == tokens[: len(self.tokens.get(number, []))]
             else:
                 assert (self.tokens[number], self.ends[number]) == (tokens, reason)

@@ -10,11 +10,13 @@ import grpc.aio
 import numpy as np
 import pytest
 
+from kernels.sampling import ALL_MASKED
 from services.common.pb import decoder_pb2 as pb
 from services.common.pb import encoder_pb2
 from services.common.process.channel import ChannelClosed
 from services.decoder.engine.messages import ImageSpan
 from services.decoder.engine.step import Step
+from tests import fake_runner
 from tests.decoder_service_harness import (
     KEYS,
     Decoder,
@@ -385,6 +387,16 @@ async def test_non_finite_logits_fail_the_sequence_not_its_neighbours():
         end = await gateway.end(1)
         assert end.code == "internal_error" and "finite" in end.message
         assert isinstance(await gateway.end(2), pb.Finished)
+        await until(decoder.is_idle)
+
+
+async def test_demands_that_leave_no_token_are_the_requests_fault(monkeypatch):
+    """Such as ids that are allowed and, before `min_tokens`, stop ids or bad words."""
+    monkeypatch.setattr(fake_runner, "token_of", lambda *_: ALL_MASKED)
+    async with Decoder() as decoder, Gateway(decoder) as gateway:
+        await gateway.submit(submit_of(1, prompt_of(1)))
+        end = await gateway.end(1)
+        assert end.code == "invalid_request" and "demands leave none" in end.message
         await until(decoder.is_idle)
 
 

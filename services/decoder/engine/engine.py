@@ -47,8 +47,11 @@ from services.decoder.engine.step_cost import StepCost, StepLoad
 log = logging.getLogger(__name__)
 
 _FAILURES = {
-    NOT_FINITE: "the model's output is not finite",
-    ALL_MASKED: "every token is masked out: the token mask or the logit bias allows none",
+    NOT_FINITE: ("failed", "the model's output is not finite"),
+    ALL_MASKED: (
+        "refused",
+        "every token is masked out: the request's demands leave none that may come next",
+    ),
 }
 
 
@@ -330,7 +333,7 @@ class Engine:
                     continue
             if ids[0] < 0:
                 poisoned = ids[0] == NOT_FINITE
-                self._finish(sequence, "failed", _FAILURES[ids[0]], poisoned=poisoned)
+                self._finish(sequence, *_FAILURES[ids[0]], poisoned=poisoned)
                 continue
             if sequence.image_offsets:
                 self._release_images(sequence)

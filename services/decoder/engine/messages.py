@@ -215,7 +215,8 @@ class StartOfSequence(msgspec.Struct, array_like=True):
 class EndOfSequence(msgspec.Struct, array_like=True):
     """How a sequence ended.
 
-    `reason` is "stop", "length", "aborted" or "failed"; with "failed", `message` says why.
+    `reason` is "stop", "length", "aborted", "failed" or "refused" (what the request asks for cannot
+    be); with the last two, `message` says why.
     """
 
     reason: str

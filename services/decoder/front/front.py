@@ -359,6 +359,9 @@ class DecoderFront:
                     reason=_REASONS[end.reason], num_preemptions=end.num_preemptions
                 )
                 self._report(live, finished, end.reason)
+            elif end.reason == "refused":
+                refusal = InvalidRequest(end.message)
+                self._report(live, _failed(refusal), refusal.code)
             else:
                 # The front's own aborts are reported already, so this is the engine's failure.
                 error = InternalError(end.message or "the engine aborted the sequence")

@@ -307,7 +307,7 @@ def test_a_sequence_whose_tokens_are_all_masked_fails_alone():
     harness.engine.add(message)
     harness.gate.mask_ready(1, 0, np.zeros(32, np.int32))
     harness.run()
-    assert harness.ends == {1: "failed", 2: "length"}
+    assert harness.ends == {1: "refused", 2: "length"}
     assert "every token is masked out" in harness.messages[1]
     harness.assert_all_as_alone()
     harness.assert_empty()
