@@ -472,8 +472,9 @@ class Scheduler:
                 sequence, self.blocks.block_size, computed, self._min_checkpoint_tokens
             )
         if sequence.admission == 0:
-            sequence.num_cached_tokens = sequence.num_computed_tokens
-            self.num_prefix_hit_tokens += sequence.num_computed_tokens
+            # Of a sequence that is continued, tokens of the completion may have been found, too.
+            sequence.num_cached_tokens = min(computed, sequence.num_prompt_tokens)
+            self.num_prefix_hit_tokens += sequence.num_cached_tokens
         self._admissions += 1
         sequence.admission = self._admissions
         sequence.state = SequenceState.RUNNING

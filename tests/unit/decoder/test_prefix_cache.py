@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from services.decoder.engine.messages import ImageSpan
 from tests.engine_harness import KEYS, Harness, prompt_of
@@ -29,6 +30,19 @@ def test_the_next_turn_finds_the_completion_too(overlap):
     harness.run()
     assert harness.engine.stats().num_prefix_hit_tokens == 20
     harness.assert_all_as_alone()
+
+
+def test_a_continued_sequence_finds_its_completion_which_does_not_count_as_prompt():
+    harness = Harness()
+    message = add_message(1, prompt_of(1, 10), max_tokens=11)
+    harness.add(message)
+    harness.run()
+    known = np.array(harness.tokens[1][:8], "<i4").tobytes()
+    harness.add(structs.replace(message, sequence_id=2, generated_token_ids=known))
+    harness.run()
+    assert harness.tokens[2] == harness.tokens[1][8:]
+    assert (2, 16, 2) in [chunk for batch in harness.runner.batches for chunk in batch]
+    assert harness.engine.stats().num_prefix_hit_tokens == 10
 
 
 @pytest.mark.parametrize("overlap", [True, False])
