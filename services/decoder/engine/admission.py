@@ -78,12 +78,21 @@ class Admission:
             running = [s for s in running if s.tenant == largest]
         return max(running, key=latest)
 
-    def must_yield(self, victim: Sequence, head: Sequence) -> bool:
-        """Whether it makes room for the head: its tenant has at least twice as many rows for its
-        weight as the head's will have, so that none is preempted in turn.
+    def yielding(self, head: Sequence, running: list[Sequence]) -> Sequence | None:
+        """The running sequence that makes room for the head; None: none has to. Its tenant has at
+        least twice as many rows for its weight as the head's will have, so that none is preempted
+        in turn, and with one less still more than the head's has, so that the head is the next.
         """
-        wanted = self._use(head) + 1 / head.tenant_weight
-        return victim.tenant != head.tenant and self._use(victim) >= _MUCH * wanted
+        use = self._use(head)
+        wanted = _MUCH * (use + 1 / head.tenant_weight)
+        able = [
+            sequence
+            for sequence in running
+            if sequence.tenant != head.tenant
+            and self._use(sequence) >= wanted
+            and (self._rows[sequence.tenant] - 1) / sequence.tenant_weight > use
+        ]
+        return self.victim(able) if able else None
 
     def _use(self, sequence: Sequence) -> float:
         """A tenant's rows for its weight."""

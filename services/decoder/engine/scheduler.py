@@ -513,9 +513,9 @@ class Scheduler:
     def _make_room(self) -> None:
         """Preempts sequences that must yield to the head of the queue, until it fits."""
         head, running = self._waiting.head(), self._all_running()
-        while head is not None and running and not head.num_in_flight:
-            victim = self._waiting.victim(running)
-            if not self._waiting.must_yield(victim, head):
+        while head is not None and not head.num_in_flight:
+            victim = self._waiting.yielding(head, running)
+            if victim is None:
                 return
             prefix = self.blocks.find_prefix(head)
             if self._rows and self.blocks.can_allocate(

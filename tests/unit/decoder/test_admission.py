@@ -96,6 +96,33 @@ def test_a_tenants_only_sequence_is_not_preempted_for_another() -> None:
     assert scheduler.num_preemptions == 0
 
 
+@pytest.mark.parametrize("rows", [1, 8])
+def test_a_heavier_tenant_does_not_preempt_the_same_sequence_again_and_again(rows) -> None:
+    scheduler = scheduler_of(blocks=4096, rows=rows, budget=64)
+    light = [add(scheduler, number, f"{number}", max_tokens=60) for number in range(rows)]
+    for _ in range(5):
+        run_step(scheduler)
+    heavy = add(scheduler, 500, "heavy", weight=2.0, max_tokens=60)
+    for _ in range(55):
+        run_step(scheduler)
+    assert scheduler.num_preemptions == 0 and all(s.num_generated == 60 for s in light)
+    run_step(scheduler)
+    assert heavy.num_generated == 1
+
+
+def test_a_tenant_yields_beside_a_light_one_that_does_not() -> None:
+    scheduler = scheduler_of(blocks=4096, rows=8, budget=64)
+    light = add(scheduler, 0, "light", weight=0.1)
+    for number in range(1, 8):
+        add(scheduler, number, "many")
+    for _ in range(5):
+        run_step(scheduler)
+    head = add(scheduler, 500, "head")
+    run_step(scheduler)
+    assert head.num_generated == 1 and light.num_preemptions == 0
+    assert scheduler.num_preemptions == 1
+
+
 def test_time_without_requests_earns_nothing() -> None:
     """A tenant that was idle is served as the others from then on, not until it has caught up."""
     scheduler = scheduler_of(blocks=4096, rows=4, budget=32)
