@@ -442,11 +442,7 @@ class Scheduler:
             if self._admission_blocked:
                 return None
             prefix = self.blocks.find_prefix(sequence)
-            computed = len(prefix) * self.blocks.block_size
-            if self._chunk_limit(sequence, computed) == computed:
-                self._waiting.remove(sequence)
-                self._parked[sequence.sequence_id] = sequence
-                self._lacking_images.append(sequence)
+            if self._parks(sequence, prefix):
                 continue
             others = self._decoding or self._ready or self._awaiting or self._prefilling
             keep_free = self._watermark if others else 0
@@ -462,6 +458,16 @@ class Scheduler:
                 return None
             self._preempt(max(victims, key=latest))
         return None
+
+    def _parks(self, sequence: Sequence, prefix: list[int]) -> bool:
+        """Takes a sequence out of the queue that has nothing worth computing behind its prefix."""
+        computed = len(prefix) * self.blocks.block_size
+        if self._chunk_limit(sequence, computed) > computed:
+            return False
+        self._waiting.remove(sequence)
+        self._parked[sequence.sequence_id] = sequence
+        self._lacking_images.append(sequence)
+        return True
 
     def _admit(self, sequence: Sequence, prefix: list[int]) -> None:
         self.blocks.allocate(sequence, len(sequence.token_ids), prefix)
@@ -512,12 +518,14 @@ class Scheduler:
 
     def _make_room(self) -> None:
         """Preempts sequences that must yield to the head of the queue, until it fits."""
-        head, running = self._waiting.head(), self._all_running()
-        while head is not None and not head.num_in_flight:
+        running = self._all_running()
+        while (head := self._waiting.head()) is not None and not head.num_in_flight:
             victim = self._waiting.yielding(head, running)
             if victim is None:
                 return
             prefix = self.blocks.find_prefix(head)
+            if self._parks(head, prefix):
+                continue
             if self._rows and self.blocks.can_allocate(
                 len(head.token_ids), prefix, self._watermark
             ):

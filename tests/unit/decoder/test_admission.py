@@ -4,8 +4,9 @@ from collections import Counter
 
 import pytest
 
+from services.decoder.engine.messages import ImageSpan
 from services.decoder.engine.sequence import Sequence
-from tests.engine_harness import Harness, prompt_of
+from tests.engine_harness import KEYS, Harness, prompt_of
 from tests.fake_runner import add_message
 from tests.integrity import check_scheduler
 from tests.unit.decoder.test_scheduler import scheduler_of
@@ -52,6 +53,24 @@ def test_a_request_beside_a_flood_is_the_first_of_the_next_step(length, max_toke
     tokens = run_step(scheduler)
     assert quiet.num_generated == 1 and tokens["quiet"] == 20
     assert tokens["flood"] > 0 and scheduler.num_preemptions <= 1
+
+
+def test_nobody_yields_to_a_request_whose_image_has_not_arrived() -> None:
+    scheduler = scheduler_of(blocks=4096, rows=32, budget=64, length=2048)
+    for number in range(64):
+        add(scheduler, number, "flood")
+    for _ in range(20):
+        run_step(scheduler)
+    assert scheduler.num_running == 32
+    quiet = Sequence.from_message(
+        add_message(500, prompt_of(500, 20), tenant="quiet", images=(ImageSpan(KEYS[0], 0, 8),))
+    )
+    scheduler.add(quiet)
+    run_step(scheduler)
+    assert scheduler.num_preemptions == 0 and scheduler.num_lacking_images == 1
+    scheduler.image_ready(quiet, KEYS[0], 0)
+    run_step(scheduler)
+    assert scheduler.num_preemptions == 1 and quiet.num_generated == 1
 
 
 def test_blocks_are_shared_too() -> None:
