@@ -16,7 +16,7 @@ from services.decoder.masks.messages import Compile
 from tests.cases import first
 from tests.compiler_process import compiler_process
 from tests.contract.test_structured_output import SCHEMA, answer, ask, grammar, text_of, told
-from tests.decoder_service_harness import Decoder, Gateway, prompt_of, submit_of
+from tests.decoder_service_harness import Decoder, Gateway, prompt_of, submit_of, until
 from tests.noise import PATIENCE_S
 from tests.tiny_tokenizer import added_ids, vocab_size, write_text_model_directory
 
@@ -170,10 +170,20 @@ async def test_a_compile_process_that_is_killed_is_replaced(decoder):
     async with Gateway(decoder) as gateway:
         _, end = await answer(gateway, 1, grammar("REGEX", "a{3}"))
         assert end.reason == pb.Finished.REASON_STOP
+        process = decoder.masks.compilers.process
+        process.kill()
+        await process.wait()
+        _, end = await answer(gateway, 2, grammar("REGEX", "a{4}"))
+        assert isinstance(end, pb.Finished), end
+        decoder.masks.compilers.process.send_signal(signal.SIGSTOP)
+        await ask(gateway, 3, grammar("REGEX", "a{5}"))
+        jobs = decoder.masks.compilers._jobs
+        await until(lambda: any(job.started.is_set() for job in jobs.values()))
         decoder.masks.compilers.process.kill()
-        await answer(gateway, 2, grammar("REGEX", "a{4}"))  # may be in work at that moment
-        _, end = await answer(gateway, 3, grammar("REGEX", "a{5}"))
-        assert end.reason == pb.Finished.REASON_STOP
+        _, end = await told(gateway, 3)
+        assert end.code == "internal_error", "in work at that moment"
+        _, end = await answer(gateway, 4, grammar("REGEX", "a{6}"))
+        assert isinstance(end, pb.Finished), end
 
 
 @pytest.mark.parametrize("of", ["compilers", "masks"])

@@ -114,25 +114,25 @@ class CompilePool:
         return job
 
     async def _work(self) -> None:
-        while True:
-            try:
-                channel = await self._start()
-            except OSError as error:
-                log.error("a process that compiles grammars was not started: %s", error)
-                await asyncio.sleep(children.RETRY_S)
-                continue
-            try:
-                while await self._answer_next(channel):
-                    pass
-            finally:
-                channel.close()
+        channel = await self._started()
+        try:
+            while True:
+                job = await self._next()
+                if not job.num_waiting:  # its requests have ended
+                    del self._jobs[job.key]
+                    continue
+                assert self.process is not None
+                if self.process.returncode is not None:  # it ended while it was idle
+                    channel.close()
+                    channel = await self._started()
+                if not await self._answer(job, channel):
+                    channel.close()
+                    channel = await self._started()
+        finally:
+            channel.close()
 
-    async def _answer_next(self, channel: FrontChannel[Verdict]) -> bool:
+    async def _answer(self, job: _Job, channel: FrontChannel[Verdict]) -> bool:
         """Whether the process lives on."""
-        job = await self._next()
-        if not job.num_waiting:  # its requests have ended
-            del self._jobs[job.key]
-            return True
         job.started.set()
         try:
             channel.send(job.task)
@@ -161,6 +161,15 @@ class CompilePool:
         self._known[key] = error
         if len(self._known) > _KNOWN:
             self._known.popitem(last=False)
+
+    async def _started(self) -> FrontChannel[Verdict]:
+        """A channel to a new process, once the machine has room for one."""
+        while True:
+            try:
+                return await self._start()
+            except OSError as error:
+                log.error("a process that compiles grammars was not started: %s", error)
+                await asyncio.sleep(children.RETRY_S)
 
     async def _start(self) -> FrontChannel[Verdict]:
         """Raises OSError, as `children.start` does."""
