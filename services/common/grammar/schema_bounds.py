@@ -36,6 +36,7 @@ MAPS = frozenset(
 )  # fmt: skip
 _REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
 _ANCHORS = ("$anchor", "$dynamicAnchor")
+_TRUE_OR_FALSE = -1  # what a reference leads to, a schema that leads nowhere else
 
 
 def check_schema(schema: object, counts: Counts) -> None:
@@ -202,11 +203,11 @@ class Parts:
                     raise InvalidGrammar(
                         f"{keyword} {reference[:100]!r} refers to nothing in the schema"
                     )
-                found += targets
+                found += [target for target in targets if target != _TRUE_OR_FALSE]
         return found
 
     def _resolved(self, index: int, reference: str) -> list[int]:
-        """Where a reference may lead."""
+        """Where a reference may lead; nowhere: it is wrong."""
         uri, _, fragment = reference.partition("#")
         resources = [self._resources[index], 0]
         if uri:
@@ -232,7 +233,7 @@ class Parts:
                 value = items[int(step)] if int(step) < len(items) else None
             else:
                 return None
-        return self._indices.get(id(value))
+        return _TRUE_OR_FALSE if isinstance(value, bool) else self._indices.get(id(value))
 
 
 class _Finite:

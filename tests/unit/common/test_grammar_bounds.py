@@ -111,6 +111,11 @@ def test_a_reference_to_nothing_is_refused_by_name():
     accepted("json_schema", {"properties": {"$ref": {"type": "string"}}})
 
 
+def test_a_reference_to_true_or_false_is_taken():
+    accepted("json_schema", {"items": {"$ref": "#/$defs/any"}, "$defs": {"any": True}})
+    accepted("json_schema", {"anyOf": [{"$ref": "#/anyOf/1"}, False]})
+
+
 NODE = {"$ref": "#/$defs/n"}
 ENDLESS = {
     "itself": NODE,

@@ -67,6 +67,7 @@ SERVED = {
     "nullable reference": object_of("a", a={"anyOf": [{"$ref": "#/$defs/t"}, {"type": "null"}]})
     | {"$defs": {"t": TEXT}},
     "recursive": TREE,
+    "reference to true": object_of("a", a={"$ref": "#/$defs/any"}) | {"$defs": {"any": True}},
     "true": object_of("a", a=True),
     "annotations": {"title": "T", "description": "D", "default": 3, "examples": [1], "const": 2},
 }  # fmt: skip
