@@ -97,6 +97,22 @@ async def test_answers_are_of_their_grammars_in_one_batch_with_free_ones(decoder
     assert decoder.is_idle()
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        '?start: x y?\n?x: "a"\n!y: "::="\n',
+        '// root ::= "b"\nstart[capture]: "a" "::="?\n',
+        'root ::= "a" |\r\n  "a::="\r\n',
+        '# start: "b"\nroot ::= "a" rest?\nrest ::=\n  "::="',
+    ],
+)
+async def test_a_grammar_is_gbnf_where_a_rule_is_written_so_and_else_lark(decoder, text):
+    async with Gateway(decoder) as gateway:
+        ids, end = await answer(gateway, 1, grammar("GRAMMAR", text))
+        assert isinstance(end, pb.Finished), end
+        assert text_of(ids) in ("a", "a::=")
+
+
 async def test_cut_by_max_tokens_is_a_prefix(decoder):
     async with Gateway(decoder) as gateway:
         form = grammar("JSON_SCHEMA", SCHEMA)

@@ -50,7 +50,7 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 _DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
-_IS_LARK = re.compile(r"(?m)^\s*(%llguidance\b|start\s*:)")
+_IS_GBNF = re.compile(r"(?m)^\s*+[\w\-]++[ \t]*+::=")
 
 
 def check_grammar(kind: str, text: str) -> None:
@@ -88,14 +88,19 @@ def _parsed(text: str) -> object:
         raise InvalidGrammar("it is not JSON") from None
 
 
+def is_gbnf(text: str) -> bool:
+    """Whether a grammar is GBNF: a rule is written with `::=`. Any other is Lark."""
+    return _IS_GBNF.search(text) is not None
+
+
 def _check_rules(text: str, counts: Counts) -> None:
     refuse(max(map(len, re.findall(r"\s+", text)), default=0), MAX_BLANKS, "blanks in a row")
     rules = _Rules(counts)
-    if _IS_LARK.search(text):
-        rules.read_lark(text)
-    else:
+    if is_gbnf(text):
         refuse(len(text), MAX_GBNF_CHARS, "characters of GBNF")
         rules.read_gbnf(text)
+    else:
+        rules.read_lark(text)
     rules.check()
 
 

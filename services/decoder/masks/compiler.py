@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
+from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from services.common.errors import InvalidGrammar
+from services.common.grammar.grammar_bounds import is_gbnf
 from services.common.grammar.plain_strings import has_plain_bounds
 from services.common.grammar.schema_formats import without_unknown_formats
 from services.decoder.masks.bounded_strings import NUM_PROBES, BoundedStrings, PlainTokens
@@ -110,10 +112,22 @@ def _build(vocabulary: LLTokenizer, kind: str, text: str) -> LLMatcher:
         options = cast("JsonCompileOptions", _JSON_OPTIONS)
         source = LLMatcher.grammar_from_json_schema(text, overrides=options)
     else:
+        if kind == "grammar":  # what the library takes for Lark is not all of it, and not only it
+            kind, text = "lark", _lark_of(text)
         source = grammar_from(kind, text)  # pyright: ignore[reportArgumentType]
-    if kind == "grammar":
+    if kind == "lark":
         source += _NO_FORCING
     return LLMatcher(vocabulary, source, log_level=0, limits=limits())
+
+
+def _lark_of(text: str) -> str:
+    """A grammar in Lark; raises ValueError where GBNF cannot be converted."""
+    if not is_gbnf(text):
+        return text
+    try:
+        return gbnf_to_lark(text)
+    except Exception as error:
+        raise ValueError(f"GBNF cannot be converted to Lark: {error}") from None
 
 
 def limits() -> LLParserLimits:
