@@ -179,6 +179,9 @@ def _copied(schema: object, references: dict[str, int]) -> Any:  # noqa: ANN401 
             copy[keyword] = f"#/$defs/d{references[value]}"
         elif keyword in ("const", "enum"):
             copy[keyword] = value
+        elif keyword in ("properties", "patternProperties") and isinstance(value, Mapping):
+            named = cast(Schema, value).items()
+            copy[keyword] = {name: _copied(each, references) for name, each in named}
         elif keyword not in ("$defs", "definitions", "$id", "default", "examples"):
             copy[keyword] = _copied(value, references)
     return copy

@@ -83,6 +83,9 @@ SERVED = {
         "v", v=INT, next={"$ref": "#/$defs/N"})}}),
     "escaped pointer": of({"$ref": "#/$defs/a~1b"}, **{"$defs": {"a/b": INT}}),
     "names": object_of("", **{"é": INT, '"': TEXT, "a b": INT, "\\": NULL, "<b": INT}),
+    "names of keywords": of(object_of(
+        "default const examples", default=INT, const=object_of("enum", enum=INT),
+        examples={"$ref": "#/$defs/default"}), **{"$defs": {"default": INT}}),
     "optional alone": object_of("", a=TEXT, b=INT, c=POINT),
     "forbidden": object_of("a", a=INT, b=False),
     "unknown format": of({"type": "string", "format": "odd"}),
