@@ -453,7 +453,8 @@ class Scheduler:
             # A sequence that stalled in this step is part of its batch.
             victims = [s for s in self._stalled.values() if s.last_prefill_step != self.step]
             if not victims:
-                self._blocked = (sequence.sequence_id, num_free)
+                if self._rows:  # it is blocks that it lacks
+                    self._blocked = (sequence.sequence_id, num_free)
                 self._admission_blocked = not self._stalled
                 return None
             self._preempt(max(victims, key=latest))

@@ -73,6 +73,26 @@ def test_nobody_yields_to_a_request_whose_image_has_not_arrived() -> None:
     assert scheduler.num_preemptions == 1 and quiet.num_generated == 1
 
 
+@pytest.mark.parametrize("max_tokens", range(1, 20))
+def test_a_row_that_is_free_again_is_given_at_once(max_tokens: int) -> None:
+    """Also if as many blocks are free as when a sequence that stalled had the last row."""
+    scheduler = scheduler_of(blocks=64, rows=2, budget=64, length=256)
+    add(scheduler, 1, "", length=4)
+    run_step(scheduler)
+    image = (ImageSpan(KEYS[0], 4, 4),)
+    stalls = Sequence.from_message(
+        add_message(2, prompt_of(2, 8), images=image, max_tokens=max_tokens)
+    )
+    scheduler.add(stalls)
+    waits = add(scheduler, 3, "")
+    run_step(scheduler)
+    scheduler.image_ready(stalls, KEYS[0], 0)
+    while stalls.num_generated < max_tokens:
+        run_step(scheduler)
+    run_step(scheduler)
+    assert waits.num_generated == 1
+
+
 def test_blocks_are_shared_too() -> None:
     """One tenant's few long sequences fill the cache; another's prompt needs blocks, not rows."""
     scheduler = scheduler_of(blocks=64, rows=32, budget=64, length=256)
