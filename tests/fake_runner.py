@@ -327,12 +327,6 @@ class FakeRunner:
             counts[sample] = len(tokens)
             if starts[index].sampling.top_logprobs is not None:
                 logprobs[sample] = [Logprobs(-float(t), [t], [-1.0]) for t in tokens]
-        for row, slot in (
-            () if step.compute.state_saves is None else step.compute.state_saves.tolist()
-        ):
-            assert 0 <= slot < self.info.num_checkpoints
-            self._checkpoints[slot] = self._states[row]
-            self.num_saved += 1
         pending.output = StepOutput(found, counts, logprobs, self._scores(step))
 
     def _scores(self, step: Step) -> list[Scores]:
@@ -367,8 +361,10 @@ class FakeRunner:
     ) -> bool:
         """Writes a chunk's entries, from token `at` on; whether an image of it is poisoned."""
         known = first - step.compute.num_from_device
-        features = self._features(step, first, int(step.compute.lengths[index]))
-        for offset in range(int(step.compute.lengths[index])):
+        length, saves = int(step.compute.lengths[index]), step.compute.state_saves
+        features = self._features(step, first, length)
+        slots = {} if saves is None else dict(saves.tolist())
+        for offset in range(length):
             number = at + offset
             if index < step.compute.num_from_device:
                 token, position = self._last[start.row], (number + start.position_delta,) * 3
@@ -384,6 +380,11 @@ class FakeRunner:
                 state = self._states[start.row] if number else 0
                 self._states[start.row] = next_entry(state, token, position, feature)
                 assert self._states[start.row] == entry, "the recurrent state is another one's"
+            if (slot := slots.get(first + offset)) is not None:
+                assert 0 <= slot < self.info.num_checkpoints and length > 1
+                assert (offset + 1) % self.info.state_tokens == 0, "within a piece"
+                self._checkpoints[slot] = self._states[start.row]
+                self.num_saved += 1
         return any(key in self.poisoned for key, _ in features.values())
 
     def _features(self, step: Step, first: int, length: int) -> dict[int, tuple[bytes, int]]:

@@ -46,15 +46,31 @@ def decode(inputs: DeltaInputs, states: LayerStates, layout: StateLayout, out: T
     states.recurrent[slots] = state
 
 
-def prefill(inputs: DeltaInputs, states: LayerStates, layout: StateLayout, out: Tensor) -> None:
-    """The step's chunks, one sequence after the other; arguments as of `decode`."""
+def prefill(
+    inputs: DeltaInputs,
+    states: LayerStates,
+    layout: StateLayout,
+    out: Tensor,
+    saved: tuple[Tensor, LayerStates] | None = None,
+) -> None:
+    """The step's chunks, one sequence after the other; arguments as of `decode`.
+
+    Args:
+        saved: see `StateLayout.saved`.
+    """
     _refuse_capture()
     starts, lens = layout.cu_query_lens.tolist(), layout.seq_lens.tolist()
+    saves = {} if saved is None else {t: s for t, s in enumerate(saved[0].tolist()) if s >= 0}
     for index in range(layout.num_decodes, len(lens)):
-        tokens = slice(starts[index], starts[index + 1])
-        length, slot = tokens.stop - tokens.start, layout.slots[index : index + 1]
-        if length:
-            _prefill_chunk(inputs, states, slot, lens[index] - length, tokens, out)
+        begin, end = starts[index], starts[index + 1]
+        slot, ahead = layout.slots[index : index + 1], lens[index] - end
+        ends = [token + 1 for token in saves if begin <= token < end]
+        for stop in dict.fromkeys([*ends, end]) if begin < end else ():
+            _prefill_chunk(inputs, states, slot, ahead + begin, slice(begin, stop), out)
+            if saved is not None and (to := saves.get(stop - 1)) is not None:
+                saved[1].conv[to] = states.conv[slot[0]]
+                saved[1].recurrent[to] = states.recurrent[slot[0]]
+            begin = stop
 
 
 def _prefill_chunk(

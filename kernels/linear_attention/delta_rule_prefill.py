@@ -25,8 +25,8 @@ _BLOCK = tl.constexpr(16)  # rows of a block that is inverted by substitution
 
 
 def prefill(
-    inputs: DeltaInputs, states: LayerStates, layout: StateLayout, out: Tensor, *,
-    config: DeltaPrefillConfig | None = None,
+    inputs: DeltaInputs, states: LayerStates, layout: StateLayout, out: Tensor,
+    saved: tuple[Tensor, LayerStates] | None = None, *, config: DeltaPrefillConfig | None = None,
 ) -> None:  # fmt: skip
     """Implements `delta_rule.prefill`."""
     config = config or DeltaPrefillConfig()
@@ -44,14 +44,16 @@ def prefill(
     )
     columns = min(config.columns, columns)
     wide = out.dtype == torch.float32
+    saves, kept = saved or (work, states)
     sizes = {
         "GROUP": spec.group_size, "KEY_DIM": spec.key_head_dim, "KEY_SIZE": spec.key_size,
         "CHANNELS": spec.num_channels, "ROWS": rows, "PRECISION": "ieee" if wide else "tf32",
     }  # fmt: skip
     _convolve_kernel[(len(work), triton.cdiv(spec.num_channels, config.channels))](
-        inputs.qkv, inputs.conv, states.conv, work, layout.slots, starts, lens, mixed,
-        inputs.qkv.stride(0), CHANNELS=spec.num_channels, WIDTH=spec.conv_width,
-        BLOCK=config.channels, num_warps=4,
+        inputs.qkv, inputs.conv, states.conv, work, layout.slots, starts, lens, mixed, saves,
+        kept.conv, inputs.qkv.stride(0), CHANNELS=spec.num_channels, WIDTH=spec.conv_width,
+        TAPS=triton.next_power_of_2(spec.conv_width), BLOCK=config.channels,
+        SAVES=saved is not None, num_warps=4,
     )  # fmt: skip
     _solve_kernel[(len(work), heads)](
         mixed, inputs.beta, inputs.decay, inputs.a_log, inputs.dt_bias, work, starts, solved,
@@ -61,18 +63,21 @@ def prefill(
     grid = len(layout.slots) - decodes, heads, triton.cdiv(spec.value_head_dim, columns)
     _scan_kernel[grid](
         inputs.qkv, mixed, solved, scores, totals, states.conv, states.recurrent, layout.slots,
-        starts, lens, out, inputs.qkv.stride(0), decodes, HEADS=heads, **sizes,
-        VALUE_DIM=spec.value_head_dim, WIDTH=spec.conv_width, COLUMNS=columns,
-        num_warps=config.scan_warps, num_stages=config.scan_stages,
+        starts, lens, out, saves, kept.recurrent, inputs.qkv.stride(0), decodes, HEADS=heads,
+        **sizes, VALUE_DIM=spec.value_head_dim, WIDTH=spec.conv_width, COLUMNS=columns,
+        SAVES=saved is not None, num_warps=config.scan_warps, num_stages=config.scan_stages,
     )  # fmt: skip
 
 
 @triton.jit
 def _convolve_kernel(
     qkv_ptr, weight_ptr, conv_ptr, work_ptr, slots_ptr, starts_ptr, lens_ptr, mixed_ptr,
-    qkv_stride, CHANNELS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    saves_ptr, saved_ptr, qkv_stride, CHANNELS: tl.constexpr, WIDTH: tl.constexpr,
+    TAPS: tl.constexpr, BLOCK: tl.constexpr, SAVES: tl.constexpr,
 ):  # fmt: skip
-    """SiLU of the convolution, `[T, channels]`."""
+    """SiLU of the convolution, `[T, channels]`. SAVES: a whole piece's last inputs may go to a
+    checkpoint.
+    """
     piece = tl.program_id(0)
     sequence = tl.load(work_ptr + 2 * piece)
     if sequence >= 0:
@@ -99,6 +104,15 @@ def _convolve_kernel(
             total += values * tl.load(at, mask=channel < CHANNELS, other=0.0).to(tl.float32)
         mixed = (total / (1.0 + tl.exp(-total))).to(mixed_ptr.dtype.element_ty)
         tl.store(mixed_ptr + token.to(tl.int64) * CHANNELS + channel, mixed, mask=inside)
+        if SAVES:
+            last = tl.minimum(tl.load(work_ptr + 2 * piece + 1) + _PIECE, end) - 1
+            to = tl.load(saves_ptr + last).to(tl.int64)
+            back = tl.arange(0, TAPS)[:, None]
+            kept = (back < WIDTH) & (channel < CHANNELS) & (to >= 0)
+            own = qkv_ptr + (last - back).to(tl.int64) * qkv_stride + channel
+            column = (first + last - begin + WIDTH - back) % WIDTH
+            place = saved_ptr + (to * WIDTH + column) * CHANNELS + channel
+            tl.store(place, tl.load(own, mask=kept), mask=kept)
 
 
 @triton.jit
@@ -168,11 +182,14 @@ def _inverse(system, row, SOLVE: tl.constexpr):
 @triton.jit
 def _scan_kernel(
     qkv_ptr, mixed_ptr, solved_ptr, scores_ptr, totals_ptr, conv_ptr, state_ptr, slots_ptr,
-    starts_ptr, lens_ptr, out_ptr, qkv_stride, decodes, HEADS: tl.constexpr, GROUP: tl.constexpr,
-    KEY_DIM: tl.constexpr, KEY_SIZE: tl.constexpr, CHANNELS: tl.constexpr, ROWS: tl.constexpr,
-    PRECISION: tl.constexpr, VALUE_DIM: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
+    starts_ptr, lens_ptr, out_ptr, saves_ptr, saved_ptr, qkv_stride, decodes, HEADS: tl.constexpr,
+    GROUP: tl.constexpr, KEY_DIM: tl.constexpr, KEY_SIZE: tl.constexpr, CHANNELS: tl.constexpr,
+    ROWS: tl.constexpr, PRECISION: tl.constexpr, VALUE_DIM: tl.constexpr, WIDTH: tl.constexpr,
+    COLUMNS: tl.constexpr, SAVES: tl.constexpr,
 ):  # fmt: skip
-    """Takes some columns of a head's state through a sequence's pieces."""
+    """Takes some columns of a head's state through a sequence's pieces. SAVES: that after a piece
+    may go to a checkpoint.
+    """
     sequence, head, block = decodes + tl.program_id(0), tl.program_id(1), tl.program_id(2)
     begin, end = tl.load(starts_ptr + sequence), tl.load(starts_ptr + sequence + 1)
     if end > begin:  # else it is padding of a captured step
@@ -182,7 +199,8 @@ def _scan_kernel(
         column = block * COLUMNS + tl.arange(0, COLUMNS)
         is_column = column < VALUE_DIM
         kept = (dim < KEY_DIM)[:, None] & is_column
-        place = (slot * HEADS + head) * (KEY_DIM * VALUE_DIM) + dim[:, None] * VALUE_DIM + column
+        within = dim[:, None] * VALUE_DIM + column
+        place = (slot * HEADS + head) * (KEY_DIM * VALUE_DIM) + within
         # The first token starts from zero, whatever the slot holds.
         state = tl.load(state_ptr + place, mask=kept & (first > 0), other=0.0)
         for at in range(begin, end, _PIECE):
@@ -210,6 +228,10 @@ def _scan_kernel(
             rest = tl.where(inside, tl.exp(whole - total), 0.0)
             added = tl.dot(tl.trans(key * rest), change, input_precision=PRECISION)
             state = state * tl.exp(whole) + added
+            if SAVES:
+                to = tl.load(saves_ptr + last).to(tl.int64)
+                saved = saved_ptr + (to * HEADS + head) * (KEY_DIM * VALUE_DIM) + within
+                tl.store(saved, state, mask=kept & (to >= 0))
         tl.store(state_ptr + place, state, mask=kept)
         _keep_inputs(
             qkv_ptr, conv_ptr + slot * (WIDTH * CHANNELS), begin, end, first, qkv_stride,

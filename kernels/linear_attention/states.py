@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-PIECE = 64  # tokens of a chunk whose recurrence kernels solve at once
+PIECE = 64  # tokens of a chunk whose recurrence kernels solve at once; a state is there after each
 
 
 class LinearAttentionSizes(Protocol):
@@ -116,6 +116,10 @@ class StateLayout:
         cu_query_lens_device: `[S + 1]` int32.
         seq_lens_device: `[S]` int32.
         work: `[W, 2]` int32, device: see `prefill_pieces`; None: there are no chunks.
+        checkpoints: slots for states within chunks; None: there are none.
+        saves: `[T]` int32, device: the slot of `checkpoints` that takes the state after a token,
+            -1: none; None: there are no chunks, or no checkpoints. Kernels save after whole pieces
+            of a chunk alone, plain functions anywhere but after a chunk's only token.
     """
 
     cache: StateCache
@@ -126,6 +130,14 @@ class StateLayout:
     cu_query_lens_device: Tensor
     seq_lens_device: Tensor
     work: Tensor | None = None
+    checkpoints: StateCache | None = None
+    saves: Tensor | None = None
+
+    def saved(self, layer: int) -> tuple[Tensor, LayerStates] | None:
+        """`saves`, and a layer's states of the checkpoints; None: nothing is saved."""
+        if self.saves is None or self.checkpoints is None:
+            return None
+        return self.saves, self.checkpoints.layer(layer)
 
 
 def prefill_pieces(

@@ -98,10 +98,12 @@ def test_one_token_at_a_time(bench: Conversations, alone: dict[int, list[int]]) 
     assert bench.ask(engine, [0, 1, 3]) == {number: alone[number] for number in (0, 1, 3)}
 
 
+@pytest.mark.parametrize("state_tokens", [1, 16])
 def test_sharers_of_a_checkpoint_diverge(
-    bench: Conversations, sharers: list[int], alone: dict[int, list[int]]
+    bench: Conversations, sharers: list[int], alone: dict[int, list[int]], state_tokens: int
 ) -> None:
     engine = bench.poisoned_engine()
+    engine.scheduler._state_tokens = state_tokens
     bench.ask(engine, [0, 1, 2])
     assert hits(engine) == 0
     found = bench.ask(engine, sharers)

@@ -42,7 +42,8 @@ class Chunk(msgspec.Struct, gc=False, eq=False):
             arrived; otherwise the ids are `sequence.token_ids[start : start + length]`.
         samples: the chunk reaches the last token of the sequence, so a token is sampled.
         limit: the most tokens that the step may yield for the sequence.
-        checkpoint: slot that takes the recurrent state after the chunk; -1: none.
+        checkpoints: where its recurrent state is kept: the number of the sequence's tokens, and
+            the slot that takes the state after them.
         is_late: the sequence's mask arrives while the step is computed.
         is_void: its mask did not: the token is not the sequence's.
     """
@@ -53,7 +54,7 @@ class Chunk(msgspec.Struct, gc=False, eq=False):
     from_device: bool
     samples: bool
     limit: int = 1
-    checkpoint: int = -1
+    checkpoints: tuple[tuple[int, int], ...] = ()
     is_late: bool = False
     is_void: bool = False
 
@@ -137,7 +138,7 @@ class Batch:
                     RowStart(s.row, s.sequence_id, s.position_delta, s.checkpoint) for s in starting
                 ],
                 images=images,
-                state_saves=_state_saves(known) if known else None,
+                state_saves=_state_saves(known, num_from_device),
                 scored=scored,
                 keeps_hidden=len(scored) > 0,
             ),
@@ -205,9 +206,12 @@ def _row_sampling(sequence: Sequence) -> RowSampling:
     )
 
 
-def _state_saves(chunks: list[Chunk]) -> Int64Array | None:
-    """`ComputeStep.state_saves`."""
-    saves = [(chunk.sequence.row, chunk.checkpoint) for chunk in chunks if chunk.checkpoint >= 0]
+def _state_saves(chunks: list[Chunk], first: int) -> Int64Array | None:
+    """`ComputeStep.state_saves`; `first` is the index in the step of the first chunk's token."""
+    saves: list[tuple[int, int]] = []
+    for chunk in chunks:
+        saves += [(first + tokens - 1 - chunk.start, slot) for tokens, slot in chunk.checkpoints]
+        first += chunk.length
     return np.array(saves, np.int64) if saves else None
 
 

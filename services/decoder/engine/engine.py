@@ -108,6 +108,7 @@ class Engine:
             step_cost=step_cost,
             min_partial_tokens=min_partial_tokens,
             min_checkpoint_tokens=min_checkpoint_tokens,
+            state_tokens=info.state_tokens,
         )
         self._sequences: dict[int, Sequence] = {}
         self._pending: deque[tuple[int, Batch, PendingStep]] = deque()
@@ -273,8 +274,9 @@ class Engine:
             if chunk.from_device:
                 break
             self._blocks.register(chunk.sequence)
-            if chunk.checkpoint >= 0 and self._blocks.checkpoints is not None:
-                self._blocks.checkpoints.commit(chunk.checkpoint)
+            for _, slot in chunk.checkpoints:
+                assert self._blocks.checkpoints is not None
+                self._blocks.checkpoints.commit(slot)
 
     def _measure(self, cost: StepCost, batch: Batch, now: float) -> None:
         """Learns from a step whose result was just read, at `now`. It began when the one before it

@@ -81,7 +81,9 @@ class StepParts:
     def metadata(self, step: StepInputs, entered: EnteredStep) -> AttentionMetadata:
         """An uploaded step's layout, without a plan."""
         state = self.state
-        return step_inputs.attention_metadata(step, self.staging, state.rows, entered, state.states)
+        return step_inputs.attention_metadata(
+            step, self.staging, state.rows, entered, state.states, state.checkpoints
+        )
 
     def forward(
         self,

@@ -159,6 +159,7 @@ class EngineInfo(msgspec.Struct, tag="ready", frozen=True, kw_only=True):
         on_gpu: the engine computes on a GPU.
         has_states: rows have recurrent states, without which KV blocks cannot be shared.
         num_checkpoints: slots 0 .. num_checkpoints - 1 for states are the scheduler's.
+        state_tokens: a state can be kept after each multiple of so many tokens of a chunk.
     """
 
     model_name: str
@@ -177,6 +178,7 @@ class EngineInfo(msgspec.Struct, tag="ready", frozen=True, kw_only=True):
     on_gpu: bool = False
     has_states: bool = False
     num_checkpoints: int = 0
+    state_tokens: int = 1
 
 
 class Logprobs(msgspec.Struct, array_like=True):

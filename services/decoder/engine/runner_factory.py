@@ -20,7 +20,7 @@ from torch import nn
 from kernels.attention.attention_tuning import AttentionFacts
 from kernels.attention.fp8_pages import E4M3
 from kernels.device import DeviceFacts
-from kernels.linear_attention.states import StateCache
+from kernels.linear_attention.states import PIECE, StateCache
 from kernels.rows import DeviceRows
 from services.common.families import read_spec
 from services.common.model_spec import ModelSpec, TextSpec, longest_context
@@ -273,6 +273,7 @@ def _info(spec: ModelSpec, options: RunnerOptions, dtype: torch.dtype) -> Engine
         max_batched_tokens=options.max_batched_tokens,
         expert_share=moe.top_k / moe.num_experts if moe is not None else 0.0,
         has_states=spec.text.linear_attention is not None,
+        state_tokens=PIECE if resolve_device(options.device).type == "cuda" else 1,
     )
 
 

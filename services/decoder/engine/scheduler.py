@@ -71,6 +71,7 @@ class Scheduler:
         step_cost: how long a step lasts.
         min_partial_tokens: a chunk that ends before a missing image has at least as many tokens.
         min_checkpoint_tokens: from one checkpoint of a recurrent state to the next.
+        state_tokens: see `EngineInfo`.
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class Scheduler:
         step_cost: StepCost | None = None,
         min_partial_tokens: int = MIN_PARTIAL_TOKENS,
         min_checkpoint_tokens: int = MIN_CHECKPOINT_TOKENS,
+        state_tokens: int = 1,
     ) -> None:
         if max_batched_tokens < max_num_sequences * max_tokens_per_step:
             raise ValueError(
@@ -103,6 +105,7 @@ class Scheduler:
         self._cost = step_cost or StepCost()
         self._min_partial_tokens = min_partial_tokens
         self._min_checkpoint_tokens = min_checkpoint_tokens
+        self._state_tokens = state_tokens
         self.num_preemptions = self.num_prefix_hit_tokens = 0
         self._rows = list(range(max_num_sequences - 1, -1, -1))
         # Blocks that admissions leave free, so that running sequences are not preempted at once.
@@ -290,8 +293,8 @@ class Scheduler:
         self._extended = batch.extended + self._extended
         if (checkpoints := self.blocks.checkpoints) is not None:
             for chunk in batch.chunks:
-                if chunk.checkpoint >= 0:
-                    checkpoints.abandon(chunk.checkpoint)
+                for _, slot in chunk.checkpoints:
+                    checkpoints.abandon(slot)
                 self._preempt(chunk.sequence)
 
     # Decoding.
@@ -396,11 +399,11 @@ class Scheduler:
     def _prefill(self, sequence: Sequence, most: int, chunks: list[Chunk], load: StepLoad) -> None:
         """Appends the sequence's next chunk, of at most `most` tokens."""
         start = sequence.num_computed_tokens
-        length = min(self._chunk_limit(sequence, start) - start, most)
-        end, checkpoint = start + length, -1
+        end = min(self._chunk_limit(sequence, start), start + most)
+        checkpoints: list[tuple[int, int]] = []
         if sequence.checkpoints:
-            end, checkpoint = self._end_at_checkpoint(sequence, start, end)
-            length = end - start
+            end, checkpoints = self._plan_checkpoints(sequence, start, end)
+        length = end - start
         samples = end == len(sequence.token_ids)
         sequence.num_computed_tokens = end
         sequence.last_prefill_step = self.step
@@ -416,19 +419,28 @@ class Scheduler:
             self._lacking_images.append(sequence)
         if length:
             chunk = Chunk(sequence, start, length, False, samples)
-            chunk.checkpoint = checkpoint
+            chunk.checkpoints = tuple(checkpoints)
             chunks.append(chunk)
             load.add_chunk(start, length)
 
-    def _end_at_checkpoint(self, sequence: Sequence, start: int, end: int) -> tuple[int, int]:
-        """Where a chunk [start, end) ends so that a state can be kept, and the slot; -1: none."""
-        for boundary in sequence.checkpoints:
-            if start < boundary <= end:
+    def _plan_checkpoints(
+        self, sequence: Sequence, start: int, end: int
+    ) -> tuple[int, list[tuple[int, int]]]:
+        """Where a chunk [start, end) ends, and `Chunk.checkpoints`: at most a piece of the chunk
+        before where they are wanted. A chunk of one token is computed as a decode and keeps none.
+        """
+        if end < len(sequence.token_ids):
+            boundary = self._block_boundary(end)
+            end = boundary if boundary > start else end
+        planned: list[tuple[int, int]] = []
+        for wanted in sequence.checkpoints if end > start + 1 else ():
+            tokens = start + (wanted - start) // self._state_tokens * self._state_tokens
+            if start < tokens and wanted <= end and tokens == self._block_boundary(tokens):
                 in_use = {other.checkpoint for other in self._admitted}
-                slot = self.blocks.plan_checkpoint(sequence, boundary, in_use)
+                slot = self.blocks.plan_checkpoint(sequence, tokens, in_use)
                 if slot >= 0:
-                    return boundary, slot
-        return end, -1
+                    planned.append((tokens, slot))
+        return end, planned
 
     def _try_admit(self) -> Sequence | None:
         """Gives the head of the queue a row and blocks; None if it has to wait."""
@@ -506,8 +518,17 @@ class Scheduler:
     def _chunk_limit(self, sequence: Sequence, start: int) -> int:
         """The latest end of a chunk from `start` on; `start` if none is worth a step."""
         limit = sequence.num_ready_tokens(start)
-        whole = limit == len(sequence.token_ids)
-        return limit if whole or limit - start >= self._min_partial_tokens else start
+        if limit == len(sequence.token_ids):
+            return limit
+        if self.blocks.checkpoints is not None:
+            limit = self._block_boundary(limit)
+        return limit if limit - start >= self._min_partial_tokens else start
+
+    def _block_boundary(self, num_tokens: int) -> int:
+        """The last block boundary up to there. Chunks of prompts whose state is to be kept begin at
+        one, so that pieces of them end at others.
+        """
+        return num_tokens // self.blocks.block_size * self.blocks.block_size
 
     # Leaving.
 

@@ -11,7 +11,7 @@ from collections.abc import Container
 
 from services.decoder.engine.sequence import Sequence
 
-# A checkpoint that saves fewer tokens costs about what it saves: a step ends at it.
+# A checkpoint that saves fewer tokens takes a slot from one that saves more.
 MIN_CHECKPOINT_TOKENS = 256
 # The next turn's prompt may differ from this one's in its last tokens: templates end a prompt in an
 # empty or an open thought, which they leave out of the history.
@@ -21,7 +21,8 @@ _PROMPT_TAIL_TOKENS = 8
 class StateCheckpoints:
     """Owner of the checkpoints' slots; the least recently used checkpoint makes room.
 
-    A slot is free, or planned (the copy to it has not been launched), or holds a checkpoint.
+    A slot is free, or planned (the step that fills it has not been launched), or holds a
+    checkpoint.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -59,11 +60,11 @@ class StateCheckpoints:
         return slot
 
     def commit(self, slot: int) -> None:
-        """The copy to a planned slot was launched: later steps may read the checkpoint."""
+        """The step that fills a planned slot was launched: later ones may read the checkpoint."""
         self._slot_of[self._planned.pop(slot)] = slot
 
     def abandon(self, slot: int) -> None:
-        """The copy to a planned slot was not launched."""
+        """The step that fills a planned slot was not launched."""
         del self._planned[slot]
         self._free.append(slot)
 
@@ -77,7 +78,7 @@ class StateCheckpoints:
 def checkpoint_boundaries(
     sequence: Sequence, block_size: int, start: int, least: int
 ) -> tuple[int, ...]:
-    """After how many tokens of a prompt a checkpoint is worth a step's end: at the last block
+    """After how many tokens of a prompt a checkpoint is wanted, at the latest: at the last block
     boundary within the last image (the same image, another question, which may differ from its
     first token on), and at the last one before the prompt's end (the next turn).
 

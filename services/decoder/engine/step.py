@@ -118,8 +118,8 @@ class ComputeStep(Sendable, array_like=True):
         images: `[I, 5]`, runs of image tokens: the first one's index in the step, their number,
             the embedding's byte offset in the arena, the image's number of tokens, and the index
             of the run's first one among them. By index in the step.
-        state_saves: `[C, 2]`, rows whose recurrent states are copied after the step, each to the
-            slot of a checkpoint. None: there are none.
+        state_saves: `[C, 2]`, tokens after which recurrent states are kept: the index in the step,
+            and the slot of a checkpoint. None: there are none.
         scored: `[P, 3]`, runs of prompt tokens whose followers' logprobs are wanted: the index in
             the step of the first, their number n, and the number of alternatives. If there are
             any, `keeps_hidden`.

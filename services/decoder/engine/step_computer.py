@@ -112,9 +112,7 @@ class StepComputer:
             step_inputs.update_rows(inputs, self.staging, self._state.rows)
         if step.num_from_device:
             self._ranks.broadcast(self._state.rows.last_tokens)  # rank 0 has sampled them
-        computed = self._run(step, inputs)
-        self._save_states(step)
-        return computed
+        return self._run(step, inputs)
 
     def score(self, step: ComputeStep, computed: Computed) -> None:
         """This rank's part of what rank 0 scores prompts with, see `prompt_scores`."""
@@ -251,14 +249,6 @@ class StepComputer:
                 assert states is not None and checkpoints is not None
                 checkpoints.copy_slot(start.checkpoint, states, start.row)
 
-    def _save_states(self, step: ComputeStep) -> None:
-        """Copies states that the step has computed to checkpoints."""
-        if step.state_saves is not None:
-            states, checkpoints = self._state.states, self._state.checkpoints
-            assert states is not None and checkpoints is not None
-            for row, slot in step.state_saves.tolist():
-                states.copy_slot(row, checkpoints, slot)
-
     def _forward(self, step: StepInputs, rows: Tensor | None = None) -> Tensor:
         """Runs an uploaded step eagerly; see `Transformer.forward` for `rows`."""
         if step.images:
@@ -275,7 +265,7 @@ def _most_chunks(info: EngineInfo) -> int:
 
 def _staging_bytes(info: EngineInfo, max_blocks: int) -> int:
     """The most a step's arrays take: per token, and per chunk with its blocks and token mask."""
-    per_token, per_row = 52, 324 + 1024 + 4 * -(-info.vocab_size // 32)
+    per_token, per_row = 56, 324 + 1024 + 4 * -(-info.vocab_size // 32)
     rows = _most_chunks(info)
     tokens = max(info.max_batched_tokens, rows)
     return tokens * per_token + rows * (per_row + 12 * max_blocks) + _MOST_ELSE_BYTES

@@ -40,6 +40,7 @@ class Places:
     visual_mask: Staged | None  # [T] int32; None: no token can be an image's
     cu_query_lens: Staged | None  # [S + 1] int32, of a model with recurrent states
     pieces: Staged | None  # [W, 2] int32, of chunks of such a model
+    saves: Staged | None  # [T] int32, the same
     updates: list[tuple[Staged, Staged] | None]  # of RowUpdates, in its order
 
 
@@ -60,6 +61,7 @@ class StepInputs:
     first_blocks: Int32Array  # [S]
     samples: IntArray  # [B]: chunks that sample
     images: list[ImageRun]
+    state_saves: IntArray | None = None  # see `ComputeStep`
     places: Places = field(init=False)  # set by `stage`
     # Set by the graphs that run it, see `engine.graphs`; None: it runs eagerly.
     graphs: Any = None
@@ -153,6 +155,7 @@ def lay_out(step: ComputeStep, max_blocks: int, *, resend: bool = False) -> Step
         first_blocks=chunks[OfChunk.ROW] * max_blocks,
         samples=step.samples,
         images=[ImageRun(*run) for run in step.images.tolist()],
+        state_saves=step.state_saves,
     )
 
 
@@ -275,6 +278,7 @@ def stage(
             all_rows, last_tokens = all_rows[step.samples], last_tokens[step.samples]
         sampled_rows = staging.add(all_rows, room=num_chunks)
         sampled_tokens = staging.add(last_tokens, room=num_chunks)
+    has_pieces = with_states and step.num_decodes < num_chunks
     step.places = Places(
         tokens=tokens,
         chunks=chunks,
@@ -283,7 +287,8 @@ def stage(
         work=None if work is None else staging.add(work),
         visual_mask=_stage_visual_mask(step, staging) if masked else None,
         cu_query_lens=staging.add(step.cu_query_lens) if with_states else None,
-        pieces=_stage_pieces(step, staging) if with_states else None,
+        pieces=_stage_pieces(step, staging) if has_pieces else None,
+        saves=_stage_saves(step, staging) if has_pieces else None,
         updates=[
             (staging.add(places), staging.add(values)) if len(places) else None
             for places, values in (blocks, updates.position_deltas)
@@ -292,10 +297,15 @@ def stage(
     return step
 
 
-def _stage_pieces(step: StepInputs, staging: Staging) -> Staged | None:
-    if step.num_decodes == len(step.seq_lens):
-        return None
+def _stage_pieces(step: StepInputs, staging: Staging) -> Staged:
     return staging.add(prefill_pieces(step.cu_query_lens, step.num_decodes, step.num_tokens))
+
+
+def _stage_saves(step: StepInputs, staging: Staging) -> Staged:
+    saves = np.full(step.num_tokens, -1, np.int32)
+    if step.state_saves is not None:
+        saves[step.state_saves[:, 0]] = step.state_saves[:, 1]
+    return staging.add(saves)
 
 
 def _stage_visual_mask(step: StepInputs, staging: Staging) -> Staged:
@@ -325,6 +335,7 @@ def attention_metadata(
     rows: DeviceRows,
     entered: EnteredStep,
     states: StateCache | None,
+    checkpoints: StateCache | None,
 ) -> AttentionMetadata:
     """The uploaded step's layout; `plan` is not made yet. For a CUDA graph it serves all steps that
     are padded to the same size: their arrays are at the same places on the device.
@@ -352,5 +363,7 @@ def attention_metadata(
             cu_query_lens_device=staging.device(places.cu_query_lens),
             seq_lens_device=entered.lengths,
             work=None if places.pieces is None else staging.device(places.pieces),
+            checkpoints=checkpoints,
+            saves=None if places.saves is None else staging.device(places.saves),
         )
     return metadata

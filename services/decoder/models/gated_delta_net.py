@@ -83,6 +83,6 @@ class GatedDeltaNet(nn.Module):
         if layout.num_decodes:
             ops.delta_decode(inputs, states, layout, mixed)
         if layout.num_decodes < len(layout.slots):
-            ops.delta_prefill(inputs, states, layout, mixed)
+            ops.delta_prefill(inputs, states, layout, mixed, layout.saved(self.layer))
         gate = projected[:, channels : channels + sizes.value_size]
         return ops.gated_norm(mixed, gate, self.norm.weight, self.norm.eps), residual

@@ -219,10 +219,15 @@ class Ops:
         self.table.call("delta_decode", inputs, states, layout, out, num_tokens=count)
 
     def delta_prefill(
-        self, inputs: DeltaInputs, states: LayerStates, layout: StateLayout, out: Tensor
+        self,
+        inputs: DeltaInputs,
+        states: LayerStates,
+        layout: StateLayout,
+        out: Tensor,
+        saved: tuple[Tensor, LayerStates] | None,
     ) -> None:
         """See `delta_rule.prefill`."""
-        self.table.call("delta_prefill", inputs, states, layout, out, num_tokens=len(out))
+        self.table.call("delta_prefill", inputs, states, layout, out, saved, num_tokens=len(out))
 
     def gated_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
         """See `delta_rule.gated_norm`."""

@@ -46,17 +46,19 @@ arrivals = st.lists(
     budget=st.integers(6, 48),
     blocks=st.integers(24, 60),
     checkpoints=st.integers(0, 4),
+    state_tokens=st.sampled_from((1, 8, 16)),
     out_of_memory_at=st.none() | st.integers(0, 20),
     again_after=st.integers(0, 6),
     mask_after=st.integers(0, 6),
 )
 def test_every_sequence_has_the_state_it_has_alone(
-    arrivals, overlap, rows, budget, blocks, checkpoints, out_of_memory_at, again_after, mask_after,
+    arrivals, overlap, rows, budget, blocks, checkpoints, state_tokens, out_of_memory_at,
+    again_after, mask_after,
 ):  # fmt: skip
     harness = Harness(
         overlap=overlap, max_num_sequences=rows, max_batched_tokens=budget, num_blocks=blocks,
         again_after=again_after, mask_after=mask_after, has_states=True,
-        num_checkpoints=checkpoints,
+        num_checkpoints=checkpoints, state_tokens=state_tokens,
     )  # fmt: skip
     todo: dict[int, list] = {}
     for number, arrival in enumerate(arrivals):
@@ -119,6 +121,22 @@ def test_the_next_turn_computes_only_what_is_new() -> None:
     harness.run()
     assert hits(harness) == 40  # the last boundary before the tail of the first prompt
     assert harness.runner.num_restored == 1
+    harness.assert_all_as_alone()
+
+
+def test_a_prompt_whose_state_is_kept_takes_one_step() -> None:
+    """Kept within the image and before the end, at most a piece before where it is wanted."""
+    harness = harness_of(state_tokens=16, max_batched_tokens=100)
+    image = (ImageSpan(KEYS[0], 10, 20),)
+    harness.add(add_message(0, prompt_of(1, 70), images=image, max_tokens=1))
+    harness.run()
+    assert harness.runner.batches == [[(0, 0, 70)]] and harness.runner.num_saved == 2
+    for number, shared, found in ((1, 31, 16), (2, 62, 48)):
+        prompt = prompt_of(1, shared) + prompt_of(number, 9)
+        harness.add(add_message(number, prompt, images=image, max_tokens=3))
+        before = hits(harness)
+        harness.run()
+        assert hits(harness) - before == found
     harness.assert_all_as_alone()
 
 

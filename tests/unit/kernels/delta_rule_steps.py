@@ -58,8 +58,11 @@ def random_layout(
     dtype: torch.dtype,
     device: torch.device,
     num_tokens: int | None = None,
+    saves: tuple[int, ...] = (),
 ) -> StateLayout:
-    """Sequences of `lengths` tokens after `contexts`; slots of those without any hold NaN."""
+    """Sequences of `lengths` tokens after `contexts`; slots of those without any hold NaN. States
+    after the tokens `saves` are kept.
+    """
     count = len(lengths)
     cache = StateCache.allocate(spec, 1, count + 2, dtype, device)
     generator = torch.Generator(device).manual_seed(count)
@@ -75,15 +78,23 @@ def random_layout(
     if num_decodes < count:
         total = int(starts[-1]) if num_tokens is None else num_tokens
         work = torch.from_numpy(prefill_pieces(starts, num_decodes, total)).to(device)
-    return StateLayout(
+    layout = StateLayout(
         cache, num_decodes, starts, seq_lens, slots, torch.from_numpy(starts).to(device),
         torch.from_numpy(seq_lens).to(device), work,
     )  # fmt: skip
+    if saves:
+        layout.checkpoints = StateCache.allocate(spec, 1, len(saves) + 1, dtype, device)
+        layout.checkpoints.conv.fill_(torch.nan)
+        layout.checkpoints.recurrent.fill_(torch.nan)
+        slot_of = torch.full((num_tokens or int(starts[-1]),), -1, dtype=torch.int32)
+        slot_of[list(saves)] = torch.arange(len(saves), 0, -1, dtype=torch.int32)
+        layout.saves = slot_of.to(device)
+    return layout
 
 
 def twin_of(layout: StateLayout) -> StateLayout:
     """The layout without sequences that have no token, over a copy of the states."""
-    cache, lengths = layout.cache, np.diff(layout.cu_query_lens)
+    cache, kept, lengths = layout.cache, layout.checkpoints, np.diff(layout.cu_query_lens)
     live = np.flatnonzero(lengths)
     index = torch.from_numpy(live).to(layout.slots.device)
     starts = np.cumsum([0, *lengths[live]], dtype=np.int32)
@@ -92,6 +103,8 @@ def twin_of(layout: StateLayout) -> StateLayout:
         int((live < layout.num_decodes).sum()), starts, layout.seq_lens[live],
         layout.slots[index], torch.from_numpy(starts).to(index.device),
         layout.seq_lens_device[index],
+        checkpoints=None if kept is None else StateCache(kept.conv.clone(), kept.recurrent.clone()),
+        saves=layout.saves,
     )  # fmt: skip
 
 

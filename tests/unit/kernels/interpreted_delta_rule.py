@@ -34,11 +34,16 @@ def check_step(
     *,
     padding: int = 0,
     repeated: bool = False,
+    saves: tuple[int, ...] = (),
 ) -> None:
-    """Outputs and states of a step; sequences without a token are a captured step's padding."""
+    """Outputs and states of a step, those kept within chunks among them; sequences without a token
+    are a captured step's padding.
+    """
     used = sum(lengths)
     inputs = random_inputs(spec, used + padding, torch.float32, CPU, repeated=repeated)
-    layout = random_layout(spec, lengths, contexts, num_decodes, torch.float32, CPU, used + padding)
+    layout = random_layout(
+        spec, lengths, contexts, num_decodes, torch.float32, CPU, used + padding, saves
+    )
     twin, before = twin_of(layout), layout.cache.recurrent.clone()
     shape = used + padding, spec.num_value_heads, spec.value_head_dim
     found, expected = torch.zeros(shape), torch.zeros(shape)
@@ -46,8 +51,8 @@ def check_step(
         delta_rule_decode.decode(inputs, layout.cache.layer(0), layout, found)
         delta_rule.decode(inputs, twin.cache.layer(0), twin, expected)
     if num_decodes < len(lengths):
-        delta_rule_prefill.prefill(inputs, layout.cache.layer(0), layout, found)
-        delta_rule.prefill(inputs, twin.cache.layer(0), twin, expected)
+        delta_rule_prefill.prefill(inputs, layout.cache.layer(0), layout, found, layout.saved(0))
+        delta_rule.prefill(inputs, twin.cache.layer(0), twin, expected, twin.saved(0))
     assert difference(found, expected) < TOLERANCE
     slots = twin.slots
     for states, others in (
@@ -55,6 +60,10 @@ def check_step(
         (layout.cache.conv, twin.cache.conv),
     ):
         assert difference(states[:, slots], others[:, slots]) < TOLERANCE
+    if layout.checkpoints is not None and twin.checkpoints is not None:
+        assert difference(layout.checkpoints.recurrent, twin.checkpoints.recurrent) < TOLERANCE
+        assert difference(layout.checkpoints.conv, twin.checkpoints.conv) == 0
+        assert int(twin.checkpoints.conv.isfinite().all(-1).all(-1).sum()) == len(saves)
     idle = [slot for slot in range(before.shape[1]) if slot not in slots.tolist()]
     assert difference(layout.cache.recurrent[:, idle], before[:, idle]) == 0
 
@@ -96,8 +105,8 @@ if __name__ == "__main__":
     check_step(twice, [1, 1, 1], [5, 0, 2], 3)
     check_step(thrice, [1, 1], [1, 7], 2)
     check_step(thrice, [1, 0, 0], [5, 0, 0], 3)
-    check_step(spec_of(1, 2, 16, 16), [70, 2, 130], [0, 3, 9], 0)
-    check_step(thrice, [1, 0, 65, 0, 1], [4, 0, 1, 0, 0], 2, padding=30)
+    check_step(spec_of(1, 2, 16, 16), [70, 2, 130], [0, 3, 9], 0, saves=(63, 135, 199))
+    check_step(thrice, [1, 0, 65, 0, 1], [4, 0, 1, 0, 0], 2, padding=30, saves=(64,))
     check_step(spec_of(1, 1, 16, 16), [150], [0], 0, repeated=True)
     check_heads(5, (3, 1, 64, 16), gated=True)
     check_heads(cases(20, 130), (4, 2, 24, 8), gated=True)

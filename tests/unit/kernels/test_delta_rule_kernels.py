@@ -27,11 +27,11 @@ def test_kernels_compile_and_fit(gpu: str) -> None:
     facts, spec = KNOWN_DEVICES[gpu], spec_of(16, 32, 128, 128)
     pdl = facts.supports_pdl
     inputs = random_inputs(spec, 70, BF16, CPU)
-    layout = random_layout(spec, [1, 69], [4, 0], 1, BF16, CPU)
+    layout = random_layout(spec, [1, 69], [4, 0], 1, BF16, CPU, saves=(64,))
     out = torch.zeros(70, 32, 128, dtype=BF16)
     with compiled_launches(facts) as found:
         delta_rule_decode.decode(inputs, layout.cache.layer(0), layout, out, pdl=pdl)
-        delta_rule_prefill.prefill(inputs, layout.cache.layer(0), layout, out)
+        delta_rule_prefill.prefill(inputs, layout.cache.layer(0), layout, out, layout.saved(0))
         output_gates.output_gate(out, out.clone(), pdl=pdl)
         output_gates.gated_norm(out, inputs.qkv[:, :4096], out[0, 0], 1e-6, pdl=pdl)
         skinny_gemm.reduce_split_k(torch.zeros(3, 5, 64), BF16, pdl=pdl)
