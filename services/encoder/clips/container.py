@@ -70,12 +70,11 @@ class Entry:
     start: int
 
 
-class _Shown(NamedTuple):
-    """A packet of a frame that is shown; decoding may start with a key."""
+class _Frame(NamedTuple):
+    """A frame's time, and its packet."""
 
     pts: int
     packet: int
-    is_key: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +230,8 @@ def read_index(container: InputContainer, stream: VideoStream) -> Index:
     setup = f"{codec.name},{codec.width},{codec.height},{codec.pix_fmt},{time_base}"
     for part in (setup.encode(), codec.extradata or b""):
         hasher.update(len(part).to_bytes(8, "little") + part)
-    shown: list[_Shown] = []
+    shown: list[_Frame] = []
+    keys: list[_Frame] = []  # with which decoding may start, whether they are shown or not
     digests: list[bytes] = []
     by_order = container.format.name == "avi"
     first_pts, end = None, 0
@@ -243,15 +243,19 @@ def read_index(container: InputContainer, stream: VideoStream) -> Index:
         digests.append(hasher.digest(FRAME_DIGEST_BYTES))
         if first_pts is None and packet.is_keyframe:
             first_pts = pts
-        if first_pts is None or packet.is_discard or _is_hidden(packet, codec.name):
+        if first_pts is None:
+            continue
+        if not keys or (packet.is_keyframe and codec.name in _INDEPENDENT):
+            keys.append(_Frame(pts, number))
+        # An edit list cuts a video anywhere: what its frames need is there, but not shown.
+        if packet.is_discard or _is_hidden(packet, codec.name):
             continue
         if pts >= first_pts or by_order:
-            is_key = not shown or (packet.is_keyframe and codec.name in _INDEPENDENT)
-            shown.append(_Shown(pts, number, is_key))
+            shown.append(_Frame(pts, number))
             end = max(end, pts + max(packet.duration or 0, 0))
     if not shown:
         raise InvalidVideo("the video has no frame")
-    entries = _presented(shown, by_order)
+    entries = _presented(shown, keys, by_order)
     end = len(entries) if by_order else end
     time_base = 1 / (stream.average_rate or Fraction(24)) if by_order else time_base
     rate, duration_s = _times(entries, end, time_base, stream.average_rate)
@@ -273,19 +277,18 @@ def _is_hidden(packet: Packet, codec: str) -> bool:
     return codec == "vp8" and not memoryview(packet)[0] >> 4 & 1
 
 
-def _presented(shown: list[_Shown], by_order: bool) -> list[Entry]:
+def _presented(shown: list[_Frame], keys: list[_Frame], by_order: bool) -> list[Entry]:
     """In order of presentation. Decoding may start with the last keyframe that is both decoded and
     shown before: frames that are decoded behind a keyframe, but shown before it, may need others.
     """
     if by_order:
         last = shown[-1].packet
         return [
-            Entry(index, min(packet + _REORDERED, last), shown[0].packet)
-            for index, (_, packet, _) in enumerate(shown)
+            Entry(index, min(packet + _REORDERED, last), keys[0].packet)
+            for index, (_, packet) in enumerate(shown)
         ]
-    keys = [each for each in shown if each.is_key]
     entries: list[Entry] = []
-    for pts, packet, _ in sorted(shown):
+    for pts, packet in sorted(shown):
         at = bisect_right(keys, packet, key=lambda key: key.packet) - 1
         while keys[at].pts > pts:  # the first one's is the lowest
             at -= 1

@@ -12,7 +12,7 @@ from services.common.images.image_key import FRAME_DIGEST_BYTES
 from services.encoder.clips.container import to_rgb, upright_size
 from services.encoder.clips.frames import Frames, probe
 from services.encoder.clips.questions import Facts
-from tests.videos import KINDS, av1, box, decoded, index_first, make, patched, sound
+from tests.videos import KINDS, av1, box, cut, decoded, index_first, make, patched, sound
 
 
 def pixels(frames: Frames, index: int) -> np.ndarray:
@@ -48,6 +48,22 @@ def test_frames_by_index_are_those_of_a_player(kind: str) -> None:
             assert np.array_equal(pixels(frames, index), expected[index]), index
         with pytest.raises(InvalidVideo, match="has 24 frames, none of 24"):
             frames.frame(24)
+
+
+@pytest.mark.parametrize("kind", ["mp4", "mov", "hevc 10 bits"])
+@pytest.mark.parametrize("options", [{"g": "6", "bf": "2"}, {"g": "24", "bf": "0"}])
+@pytest.mark.parametrize("frames_cut", [1, 2, 3, 8])
+def test_a_video_may_be_cut_anywhere(kind: str, options: dict[str, str], frames_cut: int) -> None:
+    """Its first frames need some that are not shown, the keyframe among them."""
+    data = cut(make(kind, options=options), frames_cut)
+    expected = decoded(data)
+    facts = facts_of(data)
+    assert facts.num_frames == len(expected) == 24 - frames_cut
+    assert facts.rate == 12.0
+    assert facts.duration_s == pytest.approx((24 - frames_cut) / 12, abs=0.02)
+    with closing(Frames(memoryview(data))) as frames:
+        for index in (0, 1, 5, 13, 2, facts.num_frames - 1, 0):
+            assert np.array_equal(pixels(frames, index), expected[index]), index
 
 
 @pytest.mark.parametrize("turn", [90, 180, 270])
