@@ -8,7 +8,7 @@ import asyncio
 import os
 import time
 from collections import OrderedDict
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 from blake3 import blake3
@@ -68,12 +68,9 @@ class HeldVideos:
         Raises:
             VideoNotHeld: it is not.
         """
-        self._expire()
-        held = self._held.get(digest)
+        held = self._renewed(digest)
         if held is None:
             raise VideoNotHeld("the video is not held here")
-        held.expires_at = time.monotonic() + self._ttl_s
-        self._held.move_to_end(digest)
         return held
 
     async def probe(self, file: bytes) -> HeldVideo:
@@ -84,8 +81,8 @@ class HeldVideos:
         """
         loop = asyncio.get_running_loop()
         digest = await loop.run_in_executor(self._threads, lambda: blake3(file).digest(KEY_BYTES))
-        if digest in self._held:
-            return self.get(digest)
+        if (held := self._renewed(digest)) is not None:
+            return held
         if (flight := self._probes.get(digest)) is None:
             flight = self._probes[digest] = InFlight(
                 self._read(digest, file),
@@ -107,7 +104,12 @@ class HeldVideos:
 
     async def _read(self, digest: bytes, file: bytes) -> HeldVideo:
         loop = asyncio.get_running_loop()
-        address = await loop.run_in_executor(self._threads, _copied, file)
+        copying = self._threads.submit(_copied, file)
+        try:
+            address = await asyncio.wrap_future(copying)
+        except asyncio.CancelledError:
+            copying.add_done_callback(_close_copy)  # a thread that copies goes on
+            raise
         try:
             facts = await loop.run_in_executor(self._threads, self._pool.probe, address)
         except BaseException:
@@ -117,6 +119,15 @@ class HeldVideos:
         self._held[digest] = HeldVideo(digest, address, facts)
         self._used_bytes += address.size_bytes
         return self.get(digest)
+
+    def _renewed(self, digest: bytes) -> HeldVideo | None:
+        """A file that is held, for some time from now on."""
+        self._expire()
+        held = self._held.get(digest)
+        if held is not None:
+            held.expires_at = time.monotonic() + self._ttl_s
+            self._held.move_to_end(digest)
+        return held
 
     def _expire(self) -> None:
         now = time.monotonic()
@@ -143,3 +154,9 @@ def _copied(file: bytes) -> MemoryAddress:
         os.close(fd)
         raise
     return MemoryAddress(os.getpid(), fd, name, len(file))
+
+
+def _close_copy(copying: Future[MemoryAddress]) -> None:
+    """Called when a copy that nobody waits for any more has ended."""
+    if not copying.cancelled() and copying.exception() is None:
+        os.close(copying.result().fd)

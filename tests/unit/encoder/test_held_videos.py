@@ -2,12 +2,15 @@
 
 import asyncio
 import os
+import threading
+import time
 from collections.abc import AsyncIterator
 
 import pytest
 
 from services.common.embeddings.shared_memory import ForeignMemory, MemoryAddress, NotReadable
 from services.common.errors import InvalidVideo, VideoNotHeld
+from services.encoder.clips import held_videos
 from services.encoder.clips.held_videos import HeldVideos
 from services.encoder.clips.questions import Facts
 
@@ -76,6 +79,37 @@ async def test_a_file_expires(reader: Reader) -> None:
     with pytest.raises(VideoNotHeld):
         videos.get(held.digest)
     videos.close()
+
+
+async def test_a_file_that_has_expired_is_read_again(videos: HeldVideos, reader: Reader) -> None:
+    held = await videos.probe(b"clip")
+    held.expires_at = time.monotonic() - 1.0
+    again = await videos.probe(b"clip")
+    assert again is not held and videos.get(held.digest) is again
+    assert reader.read == [b"clip"] * 2
+
+
+async def test_a_copy_that_nobody_waits_for_is_closed(
+    videos: HeldVideos, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copies, go_on = threading.Event(), threading.Event()
+    copied = held_videos._copied
+
+    def slow(file: bytes) -> MemoryAddress:
+        copies.set()
+        assert go_on.wait(10)
+        return copied(file)
+
+    await videos.probe(b"clip")  # starts what is started once
+    before = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(held_videos, "_copied", slow)
+    probe = asyncio.create_task(videos.probe(b"another clip"))
+    assert await asyncio.to_thread(copies.wait, 10)
+    probe.cancel()
+    await asyncio.gather(probe, return_exceptions=True)
+    go_on.set()
+    await asyncio.to_thread(videos._threads.shutdown)
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 async def test_a_bad_file_is_not_held(videos: HeldVideos, reader: Reader) -> None:
