@@ -25,6 +25,7 @@ INTEGERS = frozenset(("int64", "int32"))
 # NumPy pads a header to 64 bytes, safetensors to 8; metadata has to fit, too.
 MAX_HEADER_BYTES = 4096
 _MAX_DIMENSIONS = 4
+_MAX_DIMENSION = 1 << 63  # Python writes no number of thousands of digits
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,13 +75,13 @@ def _in_npy(data: bytes) -> TensorPlace:
         raise InvalidRequest("the .npy file has no header that can be read")
     try:
         found = ast.literal_eval(data[8 + size : offset].decode("utf-8").strip())
-        descr, is_fortran, shape = found["descr"], found["fortran_order"], found["shape"]
+        descr, is_fortran, shape = str(found["descr"]), found["fortran_order"], found["shape"]
     except (ValueError, SyntaxError, TypeError, KeyError, MemoryError, RecursionError):
         raise InvalidRequest("the .npy file has no header that can be read") from None
-    dtype = _NPY_DTYPES.get(descr) if isinstance(descr, str) else None
+    dtype = _NPY_DTYPES.get(descr)
     if dtype is None:
         raise InvalidRequest(
-            f"an .npy file of {str(descr)[:40]!r} is not taken: use '<f4' or '<f2', or a "
+            f"an .npy file of {descr[:40]!r} is not taken: use '<f4' or '<f2', or a "
             "safetensors file for bfloat16"
         )
     if is_fortran is not False:
@@ -124,7 +125,7 @@ def _shape(value: object) -> tuple[int, ...]:
     if not isinstance(value, list | tuple):
         raise InvalidRequest("the tensor's shape is no list of numbers")
     items = cast(list[object] | tuple[object, ...], value)
-    if not all(type(item) is int for item in items):
+    if not all(type(item) is int and abs(item) < _MAX_DIMENSION for item in items):
         raise InvalidRequest("the tensor's shape is no list of numbers")
     return tuple(cast(tuple[int, ...], items))
 

@@ -84,6 +84,15 @@ REFUSED = {
     "True as a dimension": npy_of(
         "{'descr': '<f4', 'fortran_order': False, 'shape': (True, 1)}", bytes(4)
     ),
+    "a dimension of 4,700 digits": npy_of(
+        f"{{'descr': '<f4', 'fortran_order': False, 'shape': (0x{'f' * 3900},)}}", bytes(4)
+    ),
+    "dimensions of 4,000 digits": tensors_of(
+        {"a": {"dtype": "F32", "shape": [10**1000] * 4, "data_offsets": [0, 4]}}, bytes(4)
+    ),
+    "a dtype of 4,700 digits": npy_of(
+        f"{{'descr': [0x{'f' * 3900}], 'fortran_order': False, 'shape': (1,)}}", bytes(4)
+    ),
     "a truncated file": npy(np.ones((4, 4), np.float32))[:-1],
     "a byte too many": npy(np.ones((4, 4), np.float32)) + b"\0",
     "two tensors": save({"a": torch.ones(2), "b": torch.ones(2)}),
