@@ -13,6 +13,7 @@ import numpy.typing as npt
 from services.common.embeddings.embedding import EmbeddingSpec, all_finite
 from services.common.embeddings.tensor_file import TensorPlace, find_tensor
 from services.common.errors import InvalidRequest
+from services.common.threads import finished
 from services.encoder.embeddings import Encoded, Origin, SharedTier
 from services.encoder.memory_tier import MemoryTier
 
@@ -49,7 +50,8 @@ class BroughtEmbeddings:
             self._memory.begin(entry)
             try:
                 view = self._memory.arena.view(entry)
-                await asyncio.to_thread(write_tensor, file, place, spec, view)
+                loop = asyncio.get_running_loop()
+                await finished([loop.run_in_executor(None, write_tensor, file, place, spec, view)])
             except BaseException:
                 self._memory.abort(entry)
                 raise

@@ -1,6 +1,9 @@
 """Embeddings that clients bring: rounded as torch rounds, refused before they are written."""
 
+import asyncio
 import itertools
+import threading
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +12,7 @@ from safetensors.torch import save
 from services.common.embeddings.arena import Arena
 from services.common.embeddings.embedding import EmbeddingSpec
 from services.common.errors import InvalidRequest
+from services.encoder import brought
 from services.encoder.brought import BroughtEmbeddings, checked, write_tensor
 from services.encoder.embeddings import Origin
 from services.encoder.memory_tier import MemoryTier
@@ -76,19 +80,48 @@ def test_another_shape_is_refused_by_both_shapes(shape: tuple[int, ...]):
 
 async def test_an_embedding_is_there_once_and_a_bad_one_leaves_nothing():
     memory, announced = MemoryTier(Arena(1 << 20)), list[bytes]()
-    brought, spec = BroughtEmbeddings(memory, None, announced.append), spec_of("bfloat16")
+    embeddings, spec = BroughtEmbeddings(memory, None, announced.append), spec_of("bfloat16")
     file = save({"e": rows()})
     bad = save({"e": rows().fill_(float("nan"))})
     try:
         with pytest.raises(InvalidRequest):
-            await brought.bring(b"k" * 32, bad, spec)
+            await embeddings.bring(b"k" * 32, bad, spec)
         assert memory.arena.get(b"k" * 32) is None and not memory.arena.used_bytes and not announced
-        assert (await brought.bring(b"k" * 32, file, spec)).origin is Origin.COMPUTED
-        assert (await brought.bring(b"k" * 32, file, spec)).origin is Origin.MEMORY
+        assert (await embeddings.bring(b"k" * 32, file, spec)).origin is Origin.COMPUTED
+        assert (await embeddings.bring(b"k" * 32, file, spec)).origin is Origin.MEMORY
         entry = memory.arena.get(b"k" * 32)
         assert announced == [b"k" * 32] and entry is not None
         found = torch.frombuffer(bytearray(memory.arena.view(entry)), dtype=torch.bfloat16)
         expected = rows().bfloat16().reshape(TOKENS, FEATURES, HIDDEN).movedim(1, 0)
         assert torch.equal(found.reshape(spec.shape), expected)
     finally:
+        await memory.close()
+
+
+async def test_memory_is_not_given_away_while_a_thread_writes_there(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """A caller may leave at any time."""
+    memory, spec = MemoryTier(Arena(1 << 20)), spec_of("bfloat16")
+    writing, go_on = threading.Event(), threading.Event()
+
+    def slow(*arguments: Any) -> None:
+        writing.set()
+        assert go_on.wait(10)
+        write_tensor(*arguments)
+
+    monkeypatch.setattr(brought, "write_tensor", slow)
+    embeddings = BroughtEmbeddings(memory, None, lambda _: None)
+    caller = asyncio.create_task(embeddings.bring(b"k" * 32, save({"e": rows()}), spec))
+    try:
+        assert await asyncio.to_thread(writing.wait, 10)
+        caller.cancel()
+        await asyncio.wait({caller}, timeout=0.05)
+        assert memory.arena.used_bytes
+        go_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await caller
+        assert memory.arena.get(b"k" * 32) is None and not memory.arena.used_bytes
+    finally:
+        go_on.set()
         await memory.close()
