@@ -129,12 +129,15 @@ def _decode_with_pillow(data: bytes, header: ImageHeader, stored: np.ndarray) ->
 
 def to_rgb(image: Image.Image) -> Image.Image:
     """Any mode to RGB: transparency is composited on white, 16 bits keep their upper 8."""
+    if image.mode.startswith("I"):
+        # Pillow's own conversions would clip at 255, which makes such an image white.
+        values = np.asarray(image, dtype=np.int64)
+        upper = (values >> 8).astype(np.uint8)
+        upper[values == image.info.get("transparency", -1)] = 255
+        return Image.fromarray(upper).convert("RGB")
     if image.mode in _ALPHA_MODES or "transparency" in image.info:
         image = image.convert("RGBA")
         white = Image.new("RGB", image.size, (255, 255, 255))
         white.paste(image, mask=image.getchannel("A"))
         return white
-    if image.mode.startswith("I"):
-        # Pillow's own conversion would clip at 255, which makes such an image white.
-        image = Image.fromarray((np.asarray(image, dtype=np.int64) >> 8).astype(np.uint8))
     return image.convert("RGB")

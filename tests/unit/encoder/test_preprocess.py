@@ -81,6 +81,12 @@ def test_sixteen_bits_keep_their_upper_eight() -> None:
     assert np.array_equal(found[..., 0], values >> 8)
 
 
+def test_sixteen_bits_with_a_transparent_value_keep_their_upper_eight() -> None:
+    values = (np.arange(64, dtype=np.uint16) * 1000).reshape(8, 8)
+    found = pixels_of(encoded(Image.fromarray(values), transparency=7000))
+    assert np.array_equal(found[..., 0], np.where(values == 7000, 255, values >> 8))
+
+
 @pytest.mark.parametrize("after_pixels", [False, True])
 def test_texts_and_profiles_change_no_pixel_and_are_not_inflated(
     after_pixels: bool, monkeypatch: pytest.MonkeyPatch
