@@ -198,13 +198,17 @@ class EncoderServicer(pb_grpc.EncoderServicer):
         parent = adopt_metadata(context)
         try:
             with self._call(), span("encode", parent) as current:
-                num_bytes = message_bytes(context)
+                num_bytes, encoded = message_bytes(context), None
                 with self._reading(num_bytes):
                     message = await _message(context, num_bytes, pb.EncodeRequest)
                     unit = self._checked_unit(message)
                     source, key = await self._source(message, unit)
-                encoded = await self._encoded(message, key, source, unit)
-                num_tokens = self._embeddings.spec_of(unit).num_tokens
+                    spec = self._embeddings.spec_of(unit)
+                    if message.is_embedding:  # no queue counts it
+                        encoded = await self._brought.bring(key, source.image, spec)
+                if encoded is None:
+                    encoded = await self._embeddings.encode(key, source, unit, _share(message))
+                num_tokens = spec.num_tokens
                 current.set(source=encoded.origin.value, num_tokens=num_tokens, **_seconds(encoded))
             fields = {"source": encoded.origin.value, "tokens": num_tokens}
             log.info("encoded", extra={"fields": fields})
@@ -213,13 +217,6 @@ class EncoderServicer(pb_grpc.EncoderServicer):
             return pb.EncodeResponse(source=origin, num_tokens=num_tokens, **_seconds(encoded))
         except Exception as error:
             return await self._fail("encode", error, context)
-
-    async def _encoded(
-        self, message: pb.EncodeRequest, key: bytes, source: Source, unit: Unit
-    ) -> Encoded:
-        if message.is_embedding:
-            return await self._brought.bring(key, source.image, self._embeddings.spec_of(unit))
-        return await self._embeddings.encode(key, source, unit, _share(message))
 
     async def Upload(self, request: object, context: grpc.aio.ServicerContext) -> pb.UploadResponse:
         """Registered as `Encode` is."""

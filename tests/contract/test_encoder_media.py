@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -94,6 +95,21 @@ async def test_an_embedding_is_what_its_client_has_brought(pod: Pod) -> None:
     assert await early == expected == await fetched(pod, request.image_key)
     assert (await pod.stub.Encode(request)).source == pb.EncodeResponse.SOURCE_MEMORY
     assert not pod.engine.jobs
+
+
+async def test_an_embedding_is_counted_until_it_is_written() -> None:
+    async with run_pod(max_read_bytes=100 << 10) as pod:
+        spec = replace(pod.embeddings.spec_of(GRID), num_tokens=1 << 14)
+        everything = pod.memory.arena.try_reserve(b"r" * 32, spec)
+        assert everything is not None
+        request = brought(save({"e": TENSOR}))
+        size = outgoing_metadata(request.ByteSize())
+        waiting = asyncio.ensure_future(pod.stub.Encode(request, metadata=size))
+        await until(lambda: pod.memory.arena.has_claims)
+        assert pod.servicer._bytes_under_way == request.ByteSize()
+        pod.memory.arena.release(everything)
+        assert (await waiting).num_tokens == 16
+        await until(lambda: not pod.servicer._bytes_under_way)
 
 
 async def test_an_embedding_stands_under_no_images_name(pod: Pod) -> None:
