@@ -222,7 +222,7 @@ async def _serve_health(servicer: HealthServicer, host: str, port: int) -> grpc.
     """The same health on a port of its own, which asks for no credentials."""
     server = create_server()
     cast("Any", health_pb2_grpc).add_HealthServicer_to_server(servicer, server)
-    server.add_insecure_port(f"{host}:{port}")
+    server.add_insecure_port(f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
     await server.start()
     return server
 

@@ -3,8 +3,10 @@
 import gc
 import json
 import os
+import socket
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +14,11 @@ import pytest
 
 from services.common.families import read_spec
 from services.common.model_spec import ModelSpecError
-from services.common.process.service_process import serve
+from services.common.process.service_process import (
+    _serve_health,
+    create_service_server,
+    serve,
+)
 from services.decoder.__main__ import DECODER
 from services.decoder.settings import DecoderSettings
 from services.encoder.__main__ import ENCODER
@@ -76,3 +82,18 @@ async def test_an_engine_that_fails_at_start_is_status_1(text_model: Path):
     absent = replace(DECODER, engine_module="services.decoder.absent")
     assert await serve(absent, settings, 4096) == 1
     gc.collect()  # an end of a link that nobody has closed is an error here
+
+
+def has_ipv6() -> bool:
+    with socket.socket(socket.AF_INET6) as probe, suppress(OSError):
+        probe.bind(("::1", 0))
+        return True
+    return False
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6")
+async def test_health_is_served_on_an_ipv6_address(text_model: Path):
+    settings = DecoderSettings(model=text_model, address="[::1]:0")
+    _, servicer = await create_service_server("service", lambda _: None)
+    health = await _serve_health(servicer, settings.host, 0)
+    await health.stop(None)
