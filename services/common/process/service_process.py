@@ -24,6 +24,7 @@ from prometheus_client import CollectorRegistry
 
 from services.common.checkpoint_fingerprint import checkpoint_fingerprint
 from services.common.embeddings.arena import Arena
+from services.common.embeddings.embedding_cache import RedisCache
 from services.common.families import read_spec
 from services.common.model_spec import ModelSpec, ModelSpecError
 from services.common.process.channel import ChannelClosed, FrontChannel
@@ -124,7 +125,7 @@ def run_service(service: GpuService[SettingsT]) -> int:
     """Runs the process; its exit status."""
     try:
         settings = service.settings.from_environment()
-        _check_redis_files(settings)  # before a model is loaded
+        _check_redis(settings)  # before a model is loaded
         setup_logging(service.name, settings.log_level)
         setup_tracing(service.name)
         credentials = Credentials.from_settings(settings)
@@ -136,7 +137,15 @@ def run_service(service: GpuService[SettingsT]) -> int:
     return uvloop.run(serve(service, settings, arena_bytes, credentials))
 
 
-def _check_redis_files(settings: EngineServiceSettings) -> None:
+def _check_redis(settings: EngineServiceSettings) -> None:
+    if settings.redis_url:
+        try:
+            RedisCache(settings.redis_url, ttl_s=1)
+        except ValueError:  # its text may show a password
+            raise SettingsError(
+                "redis_url is no URL of Redis: redis://, rediss:// or unix://, perhaps with "
+                "?socket_timeout= in seconds"
+            ) from None
     seals_of(settings, b"")
     if (path := redis_password(settings)) is not None:
         try:

@@ -14,9 +14,11 @@ import pytest
 
 from services.common.families import read_spec
 from services.common.model_spec import ModelSpecError
+from services.common.process import service_process
 from services.common.process.service_process import (
     _serve_health,
     create_service_server,
+    run_service,
     serve,
 )
 from services.decoder.__main__ import DECODER
@@ -64,6 +66,23 @@ def test_a_refused_model_or_setting_is_status_2_and_one_line(text_model: Path):
     assert "tiny-text" in refused.stderr and "Traceback" not in refused.stderr
     unknown = start("decoder", DECODER_MODEL=str(text_model), DECODER_PROT="1")
     assert unknown.returncode == 2 and "DECODER_PROT" in unknown.stderr
+
+
+@pytest.mark.parametrize(
+    "url", ["http://localhost", "redis://localhost:port", "redis://localhost?socket_timeout=short"]
+)
+def test_a_url_of_redis_is_refused_before_a_model_is_loaded(
+    url: str, text_model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(service_process, "setup_logging", stopped)
+    monkeypatch.setenv("DECODER_MODEL", str(text_model))
+    monkeypatch.setenv("DECODER_REDIS_URL", url)
+    assert run_service(DECODER) == 2
+    assert "redis_url is no URL of Redis" in capsys.readouterr().err
+
+
+def stopped(*_: object) -> None:
+    raise AssertionError("the settings were accepted")
 
 
 def test_a_checkpoint_that_the_engine_refuses_is_status_2(tmp_path: Path, text_model: Path):
