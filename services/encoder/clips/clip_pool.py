@@ -10,7 +10,7 @@ ends its worker is an `InvalidVideo`, so that no other encoder gets it.
 import logging
 import threading
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import msgspec
@@ -126,7 +126,8 @@ class ClipPool:
             self._num_uses += 1
             slot.name, slot.memory_bytes = name, memory_bytes
             slot.is_busy, slot.last_use = True, self._num_uses
-            self._keep_spare(memory_bytes)
+            with suppress(OSError):  # as where a pod may have no more processes: later, then
+                self._keep_spare(memory_bytes)
         try:
             yield slot
         finally:

@@ -105,6 +105,23 @@ def test_a_worker_is_started_ahead_of_each_video(held: Held) -> None:
         pool.close()
 
 
+def test_a_worker_that_cannot_be_started_ahead_costs_no_video(
+    held: Held, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = ClipPool(2, memory_bytes=4 << 30)
+
+    def refused(*_: object) -> None:
+        raise BlockingIOError("no more processes")
+
+    try:
+        file = held.put(make("webm"))
+        monkeypatch.setattr(pool, "_keep_spare", refused)
+        for pair in ((0, 1), (2, 3)):
+            assert len(frames(pool, file, *pair)) == 2
+    finally:
+        pool.close()
+
+
 def test_a_bad_video_ends_no_worker(pool: ClipPool, held: Held) -> None:
     frames(pool, held.put(make()), 0, 1)
     before = worker_pids(pool)
