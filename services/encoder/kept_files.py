@@ -11,7 +11,7 @@ from collections import OrderedDict
 from blake3 import blake3
 
 from services.common.embeddings.embedding_cache import RedisCache
-from services.common.errors import NotFound
+from services.common.errors import NotFound, PayloadTooLarge
 
 DIGEST_BYTES = 32
 KEPT_S = 3600
@@ -38,11 +38,17 @@ class KeptFiles:
         self._files: OrderedDict[tuple[str, bytes], tuple[bytes, float]] = OrderedDict()
 
     async def put(self, tenant: str, data: bytes) -> bytes:
-        """Keeps a file; returns its digest."""
+        """Keeps a file; returns its digest.
+
+        Raises:
+            PayloadTooLarge: it is not held here, and Redis has not taken it.
+        """
         digest = blake3(data).digest(DIGEST_BYTES)
-        self._hold(tenant, digest, data)
+        is_kept = self._hold(tenant, digest, data)
         if self._redis is not None:
-            await self._redis.write_file(_name(tenant, digest), data, self._ttl_s)
+            is_kept |= await self._redis.write_file(_name(tenant, digest), data, self._ttl_s)
+        if not is_kept:
+            raise PayloadTooLarge(f"at most {self._max_bytes // 2} bytes of a file are kept here")
         return digest
 
     async def get(self, tenant: str, digest: bytes) -> bytes:
@@ -72,14 +78,16 @@ class KeptFiles:
         data = await self._redis.read_file(_name(tenant, digest), self._max_bytes)
         return data if data is not None and blake3(data).digest(DIGEST_BYTES) == digest else None
 
-    def _hold(self, tenant: str, digest: bytes, data: bytes) -> None:
+    def _hold(self, tenant: str, digest: bytes, data: bytes) -> bool:
+        """False: it is too large."""
         self._files.pop((tenant, digest), None)
         self._expire()
         if len(data) > self._max_bytes // 2:
-            return
+            return False
         self._make_room(len(data), self._max_bytes // 2, tenant)
         self._make_room(len(data), self._max_bytes, None)
         self._files[tenant, digest] = data, time.monotonic() + self._ttl_s
+        return True
 
     def _make_room(self, num_bytes: int, limit: int, tenant: str | None) -> None:
         """Drops the longest unused of a tenant; None: of all."""

@@ -3,7 +3,7 @@
 import pytest
 from blake3 import blake3
 
-from services.common.errors import NotFound
+from services.common.errors import NotFound, PayloadTooLarge
 from services.encoder.kept_files import KeptFiles
 
 
@@ -77,13 +77,22 @@ async def test_a_tenant_has_half_of_the_room_and_the_longest_unused_goes_first()
         await files.get("b", other)
 
 
-async def test_a_file_that_has_no_room_is_not_held_and_drops_nothing():
+async def test_a_file_that_has_no_room_is_refused_and_drops_nothing():
     files = KeptFiles(None, max_bytes=40)
     kept = await files.put("a", b"1" * 20)
-    large = await files.put("a", b"2" * 21)
+    with pytest.raises(PayloadTooLarge, match="at most 20 bytes"):
+        await files.put("a", b"2" * 21)
     assert await files.get("a", kept)
-    with pytest.raises(NotFound):
-        await files.get("a", large)
+
+
+async def test_a_file_that_has_no_room_here_lies_in_redis():
+    cache = Cache()
+    files = KeptFiles(cache, max_bytes=40)
+    large = await files.put("a", b"2" * 21)
+    assert await files.get("a", large) == b"2" * 21
+    cache.is_away = True
+    with pytest.raises(PayloadTooLarge):
+        await files.put("a", b"3" * 21)
 
 
 async def test_files_expire_after_their_last_use(monkeypatch: pytest.MonkeyPatch):
