@@ -21,9 +21,8 @@ from services.common.process.service_process import (
     AddServicer,
     GpuService,
     StopServer,
-    redis_password,
+    connect_redis,
     run_service,
-    seals_of,
     served_fingerprint,
 )
 from services.common.security.credentials import Credentials
@@ -42,8 +41,6 @@ from services.decoder.settings import DecoderSettings
 log = logging.getLogger(__name__)
 
 _MIN_ARENA_BYTES, _MAX_ARENA_BYTES = 1 << 20, 1 << 30
-# The decoder only reads, so no entry lives by this.
-_REDIS_TTL_S = 3600
 # For the last events of a stream, once they are written, to reach the gateway.
 _LINGER_S = 1.0
 
@@ -82,16 +79,8 @@ class DecoderService:
         registry = CollectorRegistry()
         cache = None
         fingerprint = await served_fingerprint(settings)
-        if settings.redis_url and ready.num_features:
-            cache = RedisCache(
-                settings.redis_url,
-                ttl_s=_REDIS_TTL_S,
-                password_file=redis_password(settings),
-                seals=seals_of(settings, fingerprint),
-                service="decoder",
-            )
-            await cache.connect()
-            registry.register(cache)
+        if ready.num_features:
+            cache = await connect_redis(settings, fingerprint, "decoder", registry)
         metrics = DecoderMetrics(registry)
         fetcher = EncoderFetcher(
             credentials=credentials,

@@ -15,7 +15,6 @@ from prometheus_client import CollectorRegistry
 
 from services.common.embeddings.arena import Arena
 from services.common.embeddings.embedding import ITEM_BYTES, EmbeddingSpec
-from services.common.embeddings.embedding_cache import RedisCache
 from services.common.families import read_spec
 from services.common.model_spec import ModelSpec, ModelSpecError, VisionSpec
 from services.common.process.channel import FrontChannel
@@ -24,9 +23,8 @@ from services.common.process.service_process import (
     AddServicer,
     GpuService,
     StopServer,
-    redis_password,
+    connect_redis,
     run_service,
-    seals_of,
     served_fingerprint,
 )
 from services.common.security.credentials import Credentials
@@ -52,7 +50,6 @@ _MAX_QUEUED_PATCHES = 1 << 21  # refused at once beyond; a clip of a minute has 
 # Files of videos that are kept for a while: a sixteenth of the pod's memory.
 _HELD_SHARE, _MAX_HELD_BYTES = 16, 512 << 20
 _PROBES = 2  # videos whose containers are read at a time
-_REDIS_TTL_S = 3600
 _WRITES_GRACE_S = 2.0
 _FAILED_CALLS_GRACE_S = 2.0  # for calls whose error is on its way when the engine has died
 
@@ -102,19 +99,9 @@ class EncoderService:
         metrics = EncoderMetrics()
         engine = EngineClient(channel, metrics.observe_batch)
         memory = MemoryTier(arena)
-        redis, cache = None, None
         fingerprint = await served_fingerprint(settings)
-        if settings.redis_url:
-            cache = RedisCache(
-                settings.redis_url,
-                ttl_s=_REDIS_TTL_S,
-                password_file=redis_password(settings),
-                seals=seals_of(settings, fingerprint),
-                service="encoder",
-            )
-            await cache.connect()
-            metrics.registry.register(cache)
-            redis = RedisTier(cache, memory, metrics.redis_writes_dropped)
+        cache = await connect_redis(settings, fingerprint, "encoder", metrics.registry)
+        redis = RedisTier(cache, memory, metrics.redis_writes_dropped) if cache else None
         vision = read_spec(settings.model).vision_part
         description = describe(ready, settings, vision, fingerprint)
         max_bytes = max(_MIN_QUEUED_BYTES, memory_limit_bytes() // _QUEUED_SHARE)

@@ -42,6 +42,8 @@ from services.common.transport.rpc import create_server
 
 log = logging.getLogger(__name__)
 
+_REDIS_TTL_S = 3600  # of what encoders write; decoders only read
+
 SettingsT = TypeVar("SettingsT", bound=EngineServiceSettings)
 Result = TypeVar("Result")
 AddServicer = Callable[[grpc.aio.Server], None]
@@ -146,8 +148,8 @@ def _check_redis(settings: EngineServiceSettings) -> None:
                 "redis_url is no URL of Redis: redis://, rediss:// or unix://, perhaps with "
                 "?socket_timeout= in seconds"
             ) from None
-    seals_of(settings, b"")
-    if (path := redis_password(settings)) is not None:
+    _seals_of(settings, b"")
+    if (path := _redis_password(settings)) is not None:
         try:
             path.read_text()
         except (OSError, UnicodeDecodeError) as error:
@@ -202,13 +204,31 @@ async def served_fingerprint(settings: EngineServiceSettings) -> bytes:
     return await asyncio.to_thread(checkpoint_fingerprint, settings.model)
 
 
-def seals_of(settings: EngineServiceSettings, fingerprint: bytes) -> SealKeys | None:
+async def connect_redis(
+    settings: EngineServiceSettings, fingerprint: bytes, service: str, registry: CollectorRegistry
+) -> RedisCache | None:
+    """Redis, with its events among a service's metrics; None: there is none."""
+    if not settings.redis_url:
+        return None
+    cache = RedisCache(
+        settings.redis_url,
+        ttl_s=_REDIS_TTL_S,
+        password_file=_redis_password(settings),
+        seals=_seals_of(settings, fingerprint),
+        service=service,
+    )
+    await cache.connect()
+    registry.register(cache)
+    return cache
+
+
+def _seals_of(settings: EngineServiceSettings, fingerprint: bytes) -> SealKeys | None:
     """What seals embeddings in Redis; None: nothing does."""
     directory = settings.redis_directory
     return None if directory is None else SealKeys(directory / "seal-keys", fingerprint)
 
 
-def redis_password(settings: EngineServiceSettings) -> Path | None:
+def _redis_password(settings: EngineServiceSettings) -> Path | None:
     """The file of Redis' password; None: there is none."""
     path = settings.redis_directory and settings.redis_directory / "password"
     return path if path is not None and path.exists() else None
