@@ -84,10 +84,7 @@ class MemoryTier:
             if entry := self.arena.get(key):
                 self.arena.acquire(entry)
                 return entry
-            try:
-                return self.arena.try_reserve(key, spec)
-            except KeyError:  # a cancelled job still writes there
-                return None
+            return self.arena.try_reserve(key, spec)  # KeyError: a cancelled job still writes there
 
         try:
             async with asyncio.timeout(_RESERVE_TIMEOUT_S):

@@ -11,7 +11,7 @@ error.
 import asyncio
 import mmap
 import os
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -66,7 +66,7 @@ class Arena:
         self.memory = mmap.mmap(self.fd, self.size_bytes)
         self._entries: OrderedDict[bytes, ArenaEntry] = OrderedDict()
         self._free = [(0, self.size_bytes)]  # (offset, size), by offset
-        self._claims: deque[_Claim] = deque()
+        self._claims: list[_Claim] = []
         self._serving = False
 
     @property
@@ -128,13 +128,13 @@ class Arena:
         granted and again whenever there may be more room.
 
         Args:
-            attempt: takes what it needs, all or nothing; an exception of it ends the claim.
+            attempt: takes what it needs, all or nothing. KeyError: another caller still writes to
+                what it needs; others need not wait for that. Another exception ends the claim.
             undo: releases a result that comes too late, because the caller is cancelled.
         """
-        if not self._claims and (result := self._try(attempt)) is not None:
-            return result
         claim = _Claim(attempt, asyncio.get_running_loop().create_future())
         self._claims.append(claim)
+        self._serve_claims()
         try:
             return await claim.granted
         except asyncio.CancelledError:
@@ -190,18 +190,21 @@ class Arena:
 
     def _serve_claims(self) -> None:
         """Grants claims in order until one needs more room than there is."""
-        while self._claims and not self._serving:
-            claim = self._claims[0]
+        if self._serving:
+            return
+        for claim in list(self._claims):
             if not claim.granted.done():
                 try:
                     result = self._try(claim.attempt)
+                except KeyError:
+                    continue
                 except Exception as error:
                     claim.granted.set_exception(error)
                 else:
                     if result is None:
                         return
                     claim.granted.set_result(result)
-            self._claims.popleft()
+            self._claims.remove(claim)
 
     def _try(self, attempt: Callable[[], Result | None]) -> Result | None:
         """An attempt that fails releases what it took: that must not serve other claims."""

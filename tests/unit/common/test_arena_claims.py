@@ -7,6 +7,7 @@ import pytest
 
 from services.common.embeddings.arena import Arena, ArenaEntry
 from services.common.embeddings.embedding import EmbeddingSpec
+from services.encoder.memory_tier import MemoryTier
 
 PAGE = 4096
 PAGES = 8
@@ -59,6 +60,25 @@ async def test_a_claim_granted_as_it_is_cancelled_is_undone():
     with pytest.raises(asyncio.CancelledError):
         await waiting
     assert arena.used_bytes == 0 and len(arena) == 0
+
+
+async def test_a_key_that_is_being_written_keeps_no_other_from_its_room():
+    """As of an image that is sent again right after its caller has left."""
+    arena = Arena(PAGES * PAGE)
+    tier = MemoryTier(arena)
+    spec = EmbeddingSpec("float16", 1, PAGE // 2, 1)
+    written = await tier.reserve(b"a", spec)
+    again = asyncio.create_task(tier.reserve(b"a", spec))
+    other = asyncio.create_task(tier.reserve(b"b", spec))
+    await turns()
+    assert other.done() and not again.done()
+    large = claim(arena, 1, PAGES - 1)  # waits for room, and the claim before it goes first
+    await turns()
+    arena.release(written)
+    assert (await again).references == 1 and not large.done()
+    arena.release(await again)
+    arena.release(await other)
+    await large
 
 
 async def test_an_error_ends_its_claim_alone():
