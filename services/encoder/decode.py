@@ -9,6 +9,7 @@ image is large. Needs neither torch nor a device. Whatever is wrong with an imag
 import io
 import warnings
 from collections.abc import Callable
+from typing import cast
 
 import numpy as np
 import simplejpeg
@@ -39,6 +40,7 @@ def _passed_over(stream: PngImagePlugin.PngStream, position: int, length: int) -
 for _kind in ("tEXt", "zTXt", "iTXt", "iCCP"):
     setattr(PngImagePlugin.PngStream, f"chunk_{_kind}", _passed_over)
 
+_PNG_DEPTH_AT = 24  # bits of a sample, in the header
 _BAND_PIXELS = 1 << 18
 _BASE_BYTES = 24 << 20  # of a band's conversions, tables
 _ALPHA_MODES = ("RGBA", "LA", "PA", "RGBa", "La")
@@ -118,6 +120,8 @@ def _decode_with_pillow(data: bytes, header: ImageHeader, stored: np.ndarray) ->
         if image.size != (header.width, header.height):
             raise InvalidImage("the image's header and pixels differ in size")
         image.load()
+        if header.format == "PNG":
+            _scale_key(image, data[_PNG_DEPTH_AT])
         if image.size != (header.width, header.height):
             raise InvalidImage("the image's header and pixels differ in size")
         num_rows = max(1, _BAND_PIXELS // image.width)
@@ -125,6 +129,17 @@ def _decode_with_pillow(data: bytes, header: ImageHeader, stored: np.ndarray) ->
             bottom = min(top + num_rows, image.height)
             band = image.crop((0, top, image.width, bottom))
             stored[top:bottom] = np.asarray(to_rgb(band))
+
+
+def _scale_key(image: Image.Image, depth: int) -> None:
+    """The transparent colour of a PNG as eight bits, which Pillow makes of its pixels and compares
+    with the colour as the file says it. Of grey with 16 bits it keeps both.
+    """
+    key = image.info.get("transparency")
+    if isinstance(key, tuple) and depth == 16:
+        image.info["transparency"] = tuple(level >> 8 for level in cast("tuple[int, ...]", key))
+    elif isinstance(key, int) and image.mode == "L" and depth < 8:
+        image.info["transparency"] = key * 255 // ((1 << depth) - 1)
 
 
 def to_rgb(image: Image.Image) -> Image.Image:

@@ -2,6 +2,8 @@
 
 import io
 import re
+import struct
+import zlib
 
 import numpy as np
 import pytest
@@ -85,6 +87,26 @@ def test_sixteen_bits_with_a_transparent_value_keep_their_upper_eight() -> None:
     values = (np.arange(64, dtype=np.uint16) * 1000).reshape(8, 8)
     found = pixels_of(encoded(Image.fromarray(values), transparency=7000))
     assert np.array_equal(found[..., 0], np.where(values == 7000, 255, values >> 8))
+
+
+def png(depth: int, color: int, key: bytes, row: bytes, width: int) -> bytes:
+    """One row, as Pillow does not write it."""
+    head = struct.pack(">IIBBBBB", width, 1, depth, color, 0, 0, 0)
+    chunks = (b"IHDR", head), (b"tRNS", key), (b"IDAT", zlib.compress(b"\0" + row)), (b"IEND", b"")
+    return b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+        for name, data in chunks
+    )
+
+
+def test_a_transparent_colour_has_the_depth_of_its_file() -> None:
+    colours = struct.pack(">9H", 0, 0, 0, 0x1200, 0x1200, 0x1200, 0x3400, 0, 0)
+    found = pixels_of(png(16, 2, struct.pack(">3H", 0x1200, 0x1200, 0x1200), colours, 3))
+    assert found[0].tolist() == [[0, 0, 0], [255, 255, 255], [0x34, 0, 0]]
+    found = pixels_of(png(4, 0, struct.pack(">H", 3), bytes([0x03, 0x4F]), 4))
+    assert found[0, :, 0].tolist() == [0, 255, 0x44, 255]
+    found = pixels_of(png(2, 0, struct.pack(">H", 1), bytes([0b00011011]), 4))
+    assert found[0, :, 0].tolist() == [0, 255, 170, 255]
 
 
 @pytest.mark.parametrize("after_pixels", [False, True])
