@@ -122,13 +122,10 @@ def _open(address: MemoryAddress) -> int:
             or os.fstat(fd).st_size != address.size_bytes
             or fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS
         ):
-            raise NotReadable(f"{path} is not a memory of that name and size")
-    except OSError as error:  # only a memfd has seals
+            raise OSError
+    except OSError:  # only a memfd has seals
         os.close(fd)
-        raise NotReadable(f"{path}: {error.strerror}") from None
-    except NotReadable:
-        os.close(fd)
-        raise
+        raise NotReadable(f"{path} is not a memory of that name and size") from None
     return fd
 
 
