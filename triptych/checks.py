@@ -258,6 +258,5 @@ def _bytes_of(spec: ModelSpec, checkpoint: Checkpoint | None, itemsize: int) -> 
 
 
 def _itemsize(dtype: str, device: str) -> int:
-    if dtype == "auto":
-        return 4 if device == "cpu" else 2
-    return _ITEM_BYTES[dtype]
+    """Bytes of a value; `auto`, and what the plan is about to refuse, is the device's own."""
+    return _ITEM_BYTES.get(dtype, 4 if device == "cpu" else 2)

@@ -11,10 +11,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from triptych.options import CARD_SHARE, DEFAULT_PORT, DEMONSTRATION_MODEL, LOOPBACK, ServeOptions
+from triptych.options import (
+    CARD_SHARE,
+    DEFAULT_PORT,
+    DEMONSTRATION_MODEL,
+    DEVICE,
+    LOOPBACK,
+    ServeOptions,
+)
 
 _LOG_LEVELS = ("debug", "info", "warning", "error")
-_DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?", re.ASCII)
 # Options of vLLM that are none here, and why.
 _ELSEWHERE = {
     "--pipeline-parallel-size": "--tensor-parallel N divides a model among N cards",
@@ -214,7 +220,7 @@ _share = _within(float, 0.05, 1.0)
 
 
 def _device(text: str) -> str:
-    if not _DEVICE.fullmatch(text):
+    if not DEVICE.fullmatch(text):
         raise argparse.ArgumentTypeError(f"{text} is none of auto, cpu, cuda and cuda:N")
     return text
 

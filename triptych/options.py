@@ -2,6 +2,7 @@
 but the standard library: the command line reads its defaults here.
 """
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from triptych import ROOT
 DEMONSTRATION_MODEL = ROOT / "demo" / "model"
 LOOPBACK = "127.0.0.1"
 DEFAULT_PORT = 8000
+DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?", re.ASCII)
 CARD_SHARE = 0.90  # of a card's memory; the rest is for CUDA contexts and the desktop
 
 

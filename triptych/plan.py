@@ -29,7 +29,7 @@ from triptych.layout import (
     reason,
     share_of_encoding,
 )
-from triptych.options import DEFAULT_PORT, DEMONSTRATION_MODEL, LOOPBACK, ServeOptions
+from triptych.options import DEFAULT_PORT, DEMONSTRATION_MODEL, DEVICE, LOOPBACK, ServeOptions
 from triptych.ports import Ports
 from triptych.probes import gateway_ready, grpc_ready
 from triptych.stack import ChildSpec, StackError
@@ -127,7 +127,11 @@ def read_model(directory: Path, quantization: str = "") -> ModelSpec:
 
 
 def devices_of(options: ServeOptions, environment: Mapping[str, str]) -> tuple[str, str]:
-    """What is asked for: of the encoders, and of the decoders."""
+    """What is asked for: of the encoders, and of the decoders.
+
+    Raises:
+        StackError: a variable names no device.
+    """
     return (
         options.encoder_device or _given(options, environment, "ENCODER_DEVICE"),
         options.decoder_device or _given(options, environment, "DECODER_DEVICE"),
@@ -135,7 +139,11 @@ def devices_of(options: ServeOptions, environment: Mapping[str, str]) -> tuple[s
 
 
 def _given(options: ServeOptions, environment: Mapping[str, str], name: str) -> str:
-    return options.device if options.device != "auto" else environment.get(name, "auto")
+    if options.device != "auto":
+        return options.device
+    if not DEVICE.fullmatch(given := environment.get(name, "auto")):
+        raise StackError(f"{name}: {given!r} is none of auto, cpu, cuda and cuda:N", 2)
+    return given
 
 
 def plan_stack(
@@ -296,9 +304,9 @@ def _layout(
 
 
 def ranks_of(options: ServeOptions, environment: Mapping[str, str]) -> int:
-    """Cards of each decoder."""
+    """Cards of each decoder; an exported number that is none is refused with all variables."""
     exported = environment.get("DECODER_TENSOR_PARALLEL", "1")
-    return options.tensor_parallel or (int(exported) if exported.isdecimal() else 1)
+    return options.tensor_parallel or (int(exported) if exported.isdecimal() else 1) or 1
 
 
 def _validate(services: "list[_Service]", environment: Mapping[str, str]) -> None:

@@ -105,6 +105,17 @@ TURNS = {
     "value": (
         "serve {model} --port 0", {"DECODER_STEP_MS": "soon"}, "DECODER_STEP_MS: Input should be",
     ),
+    "exported device": (
+        "serve {model} --port 0", {"DECODER_DEVICE": "cuda:x", "CUDA_VISIBLE_DEVICES": "0"},
+        "DECODER_DEVICE: 'cuda:x' is none of auto, cpu, cuda and cuda:N",
+    ),
+    "exported dtype": (
+        "serve {model} --port 0", {"DECODER_DTYPE": "fp16"}, "DECODER_DTYPE: Input should be",
+    ),
+    "exported ranks": (
+        "serve {model} --port 0", {"DECODER_TENSOR_PARALLEL": "0"},
+        "DECODER_TENSOR_PARALLEL: Input should be",
+    ),
     "length": ("serve {model} --port 0 --max-model-len 1", None, "1 is no whole number from 2"),
 }  # fmt: skip
 
