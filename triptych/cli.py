@@ -264,11 +264,11 @@ def _key(options: argparse.Namespace) -> int:
 
     from triptych.key import KeyFileError, add_entry, make_key
 
-    key, entry = make_key(options.tenant, options.id)
-    if options.file is None:
-        print(f'key, shown once: {key}\nentry for "keys" in the key file: {json.dumps(entry)}')
-        return 0
     try:
+        key, entry = make_key(options.tenant, options.id)
+        if options.file is None:
+            print(f'key, shown once: {key}\nentry for "keys" in the key file: {json.dumps(entry)}')
+            return 0
         add_entry(options.file, entry)
     except KeyFileError as error:
         print(f"triptych: {error}", file=sys.stderr)

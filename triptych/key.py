@@ -3,12 +3,15 @@
 import hashlib
 import json
 import os
+import re
 import secrets
+import shutil
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 _BYTES = 32
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")  # of tenants and keys, as the gateway reads them
 
 
 class KeyFileError(Exception):
@@ -16,13 +19,20 @@ class KeyFileError(Exception):
 
 
 def make_key(tenant: str, key_id: str | None = None) -> tuple[str, dict[str, str]]:
-    """A new key, which nobody can read again, and the entry that accepts it."""
+    """A new key, which nobody can read again, and the entry that accepts it.
+
+    Raises:
+        KeyFileError: no gateway takes such a name.
+    """
     key = f"sk-{secrets.token_urlsafe(_BYTES)}"
     entry = {
         "id": key_id or f"{tenant}-{datetime.now(UTC):%Y-%m-%d}",
         "tenant": tenant,
         "sha256": hashlib.sha256(key.encode()).hexdigest(),
     }
+    for name in (entry["tenant"], entry["id"]):
+        if not _NAME.fullmatch(name):
+            raise KeyFileError(f"{name!r} is none of 1 to 64 letters, digits, '.', '_' and '-'")
     return key, entry
 
 
@@ -30,7 +40,7 @@ def add_entry(path: Path, entry: dict[str, str]) -> None:
     """Adds an entry to a key file, which is made if there is none.
 
     Raises:
-        KeyFileError: the file holds something else, or a key of this id.
+        KeyFileError: the file holds something else, or a key of this id, or cannot be written.
     """
     try:
         content: Any = json.loads(path.read_text()) if path.exists() else {"keys": []}
@@ -43,5 +53,10 @@ def add_entry(path: Path, entry: dict[str, str]) -> None:
         raise KeyFileError(f"{path}: there is a key {entry['id']} already; name another with --id")
     keys.append(entry)
     beside = path.with_name(f".{path.name}.new")
-    beside.write_text(json.dumps(content, indent=1) + "\n")
-    os.replace(beside, path)
+    try:
+        beside.write_text(json.dumps(content, indent=1) + "\n")
+        if path.exists():
+            shutil.copymode(path, beside)
+        os.replace(beside, path)
+    except OSError as error:
+        raise KeyFileError(f"{path}: {error.strerror}") from None

@@ -52,3 +52,29 @@ def test_another_file_is_left_alone(
     assert main(["key", "shop", "--file", str(path)]) == 2
     assert str(path) in capsys.readouterr().err
     assert path.read_text() == text
+
+
+def test_a_file_stays_readable_for_whom_it_was(tmp_path: Path) -> None:
+    path = tmp_path / "keys.json"
+    path.write_text('{"keys": []}')
+    path.chmod(0o640)
+    assert main(["key", "shop", "--file", str(path)]) == 0
+    assert path.stat().st_mode & 0o777 == 0o640
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["shop", "--file", "{}/none/keys.json"], "No such file or directory"),
+        (["my shop"], "'my shop' is none of 1 to 64 letters"),
+        (["x" * 60], "is none of 1 to 64 letters"),  # its id, with the date
+        (["shop", "--id", "a/b", "--file", "{}/keys.json"], "'a/b' is none of 1 to 64 letters"),
+    ],
+)
+def test_what_no_gateway_reads_is_a_line(
+    words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["key", *(word.format(tmp_path) for word in words)]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1) and said in err
+    assert not (tmp_path / "keys.json").exists()
