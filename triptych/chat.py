@@ -1,4 +1,4 @@
-"""`triptych chat`: a conversation in the terminal, with images by their paths.
+"""`triptych chat`: a conversation in the terminal, with images and clips by their paths.
 
 What the server answers is streamed and kept as the history. An error ends the turn, not the chat.
 """
@@ -12,15 +12,16 @@ from typing import Any
 
 from triptych.client import AskError, Server, ask, question_message
 
-_HELP = """Write a message. A path of an image in it, or /image PATH, shows the image.
+_HELP = """Write a message. A path of an image or clip in it, or /image PATH, shows it.
 /clear begins anew, /bye or Ctrl-D ends, Ctrl-C stops an answer."""
 _IMAGES = {".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff"}
+_CLIPS = {".mp4", ".m4v", ".mov", ".webm", ".avi", ".mpg", ".mpeg"}
 
 
 def chat(options: argparse.Namespace) -> int:
     """Talks until the end of input; returns the exit status."""
-    server = Server(options.url, options.api_key)
     try:
+        server = Server(options.url, options.api_key)
         model = options.model or server.first_model()
     except AskError as error:
         print(f"triptych chat: {error}", file=sys.stderr)
@@ -70,14 +71,14 @@ class Conversation:
 
 
 def split_images(text: str) -> tuple[list[str], str]:
-    """Paths and URLs of images in a message, and the text without them."""
+    """Paths and URLs of images and clips in a message, and the text without them."""
     try:
         words = shlex.split(text)
     except ValueError:  # an apostrophe is no quote
         words = text.split()
     if words[:1] == ["/image"]:
         return words[1:], ""
-    images = [word for word in words if _is_image(word)]
+    images = [word for word in words if _is_shown(word)]
     for image in images:
         for form in (
             f'"{image}"',
@@ -92,9 +93,9 @@ def split_images(text: str) -> tuple[list[str], str]:
     return images, " ".join(text.split()) if images else text
 
 
-def _is_image(word: str) -> bool:
+def _is_shown(word: str) -> bool:
     path = Path(word)
-    if path.suffix.lower() not in _IMAGES:
+    if path.suffix.lower() not in _IMAGES | _CLIPS:
         return False
     return word.startswith(("http://", "https://")) or path.is_file()
 

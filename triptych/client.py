@@ -201,9 +201,10 @@ def ask(
         if event == "[DONE]":
             done = True
             break
-        chunk = json.loads(event)
+        chunk = _chunk(event)
         if error := chunk.get("error"):
-            raise AskError(f"the answer broke off: {error.get('message')}")
+            message = error.get("message") if isinstance(error, dict) else error
+            raise AskError(f"the answer broke off: {message}")
         answer.usage = chunk.get("usage") or answer.usage
         answer.stage_times_ms = chunk.get("stage_times_ms") or answer.stage_times_ms
         answer.images = chunk.get("images") or answer.images
@@ -219,6 +220,16 @@ def ask(
     return answer
 
 
+def _chunk(event: str) -> dict[str, Any]:
+    try:
+        chunk = json.loads(event)
+    except ValueError:
+        chunk = None
+    if not isinstance(chunk, dict):
+        raise AskError(f"the server sent what is no part of an answer: {event[:100]}")
+    return chunk
+
+
 def _events(server: Server, body: dict[str, Any]) -> Iterator[str]:
     """The `data:` payloads of a server-sent event stream."""
     with server.request("POST", "/v1/chat/completions", body) as answer:
@@ -226,7 +237,7 @@ def _events(server: Server, body: dict[str, Any]) -> Iterator[str]:
             raise AskError(_error_text(answer.status, answer.read()))
         for line in answer:
             if line.startswith(b"data:"):
-                yield line[5:].strip().decode()
+                yield line[5:].strip().decode(errors="replace")
 
 
 def _error_text(status: int, body: bytes) -> str:

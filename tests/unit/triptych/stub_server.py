@@ -97,8 +97,13 @@ class StubServer:
         if self.behaviour == "die":
             writer.close()
             return
-        if self.behaviour == "error":
-            await event(json.dumps({"error": {"message": "the decoder died"}}))
+        broken = {
+            "error": json.dumps({"error": {"message": "the decoder died"}}),
+            "error as text": json.dumps({"error": "the decoder died"}),
+            "words": "upstream went away",
+        }
+        if self.behaviour in broken:
+            await event(broken[self.behaviour])
             writer.write(b"0\r\n\r\n")
             return
         if self.behaviour == "no_done":

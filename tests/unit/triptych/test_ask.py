@@ -73,6 +73,8 @@ def test_an_answer_carries_times_and_usage(stub: StubServer) -> None:
     [
         ("refuse", "HTTP 503: full"),
         ("error", "broke off: the decoder died"),
+        ("error as text", "broke off: the decoder died"),
+        ("words", "what is no part of an answer: upstream went away"),
         ("truncate", "ended before the answer did"),
         ("die", "ended before the answer did"),
     ],

@@ -50,6 +50,17 @@ def test_images_go_by_their_paths(
     assert len(third) == 1
 
 
+def test_a_clip_goes_by_its_path(
+    stub: StubServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    clip = tmp_path / "moves.mp4"
+    clip.write_bytes(b"clip")
+    (messages,) = talk(stub, monkeypatch, [f"{clip} what happens?"])
+    part, text = messages[-1]["content"]
+    assert part["video_url"]["url"].startswith("data:video/mp4;base64,")
+    assert text["text"] == "what happens?"
+
+
 def test_a_turn_that_fails_is_said_and_forgotten(
     stub: StubServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -64,6 +75,11 @@ def test_nobody_there_is_said_in_one_line(capsys: pytest.CaptureFixture[str]) ->
     assert cli.main(["chat", "--url", "http://127.0.0.1:9"]) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert "is `triptych serve` running?" in line
+
+
+def test_what_is_no_url_is_said_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["chat", "--url", "ftp://x"]) == 1
+    assert capsys.readouterr().err == "triptych chat: not an http URL: ftp://x\n"
 
 
 def test_words_that_only_look_like_images_are_words(images: list[Path]) -> None:
