@@ -10,7 +10,8 @@ from triptych.stack import StackError
 
 _NAME = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
 _FILES = ["*.json", "*.safetensors", "*.jinja"]
-_IGNORED = ["*/*"]  # other formats and copies lie in folders
+# Other formats and copies: in folders, and Mistral's own beside the files that are read.
+_IGNORED = ["*/*", "consolidated*.safetensors"]
 
 
 def resolve_model(model: Path, revision: str | None = None) -> tuple[Path, str | None]:
