@@ -105,6 +105,8 @@ def prepare(
     if spec.vision is None:
         report("the model takes text alone: no encoder and no Redis are started")
         redis = None
+    elif redis is None and len(os.fsencode(directory)) > _MAX_SOCKET_DIRECTORY:
+        report(f"no socket of Redis fits {directory} (TMPDIR): embeddings are in memory only")
     elif redis is None:
         own_redis, redis = redis_spec(directory) or (None, None)
         if own_redis is None:

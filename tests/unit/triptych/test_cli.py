@@ -107,6 +107,17 @@ def test_bench_has_its_own_options(capsys: pytest.CaptureFixture[str]) -> None:
     assert "text_c256" in capsys.readouterr().out
 
 
+def test_where_no_socket_fits_there_is_no_redis(tmp_path: Path) -> None:
+    model = write_model_directory(tmp_path / "model")
+    directory = tmp_path / ("d" * 100)
+    directory.mkdir()
+    lines: list[str] = []
+    options = ServeOptions(model=model, port=0, load_format="dummy")
+    _, specs = serve.prepare(options, directory, lines.append)
+    assert lines[0].startswith(f"no socket of Redis fits {directory} (TMPDIR)")
+    assert [spec.name for spec in specs] == ["encoder-0", "decoder-0", "gateway"]
+
+
 def test_without_redis_the_stack_says_so_and_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
