@@ -205,7 +205,8 @@ def _check_card(
         return
     advice = what_fits(
         need, have, tokens, itemsize=itemsize,
-        quantized=spec.checkpoint.quantization is not None, fp8_cache=limits.caches_fp8(spec),
+        quantized=spec.checkpoint.quantization is not None, share=place.memory_fraction,
+        fp8_cache=limits.caches_fp8(spec),
     )  # fmt: skip
     for ranks in (2, 4, 8):
         if place.ranks < ranks <= num_cards and whole.of_rank(ranks, heads).tokens_in(have):

@@ -2,8 +2,7 @@
 
 The decoder measures its largest step and gives the KV cache what is left; here its lower bounds are
 known: weights, recurrent states, the cache of one request. What exceeds them cannot start, and is
-refused with what would fit. `checks` calls it, and scripts/sizes_table.py makes docs/cards.md of
-the same numbers.
+refused with what would fit. `checks` calls it, and `layout` divides cards by the same sizes.
 """
 
 from dataclasses import dataclass, replace
@@ -129,7 +128,7 @@ def gib(num_bytes: float) -> str:
 
 def what_fits(
     need: Need, have: float, wanted: int | None, *, itemsize: int, quantized: bool,
-    fp8_cache: bool = False,
+    share: float, fp8_cache: bool = False,
 ) -> str:  # fmt: skip
     """Advice where `need` exceeds the memory.
 
@@ -137,6 +136,7 @@ def what_fits(
         have: bytes that it may use.
         wanted: tokens that were asked for; None: none in particular.
         quantized: the checkpoint is, so that another format saves nothing.
+        share: of a card's memory that it may use.
         fp8_cache: keys and values have one byte already.
     """
     if (tokens := need.tokens_in(have)) > 0 and (wanted or 0) > tokens:
@@ -159,4 +159,5 @@ def what_fits(
             advice.append(f"an eighth of the sequences (--max-num-seqs), for {tokens:,} tokens")
     if advice:
         return "what fits: " + "; or ".join(advice)
-    return f"a card with {gib(need.least(0) + need.step)} or more is needed, or a smaller model"
+    card = gib((need.least(wanted or 0) + need.step) / share)
+    return f"a card with {card} or more is needed, or a smaller model"

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -275,8 +276,15 @@ def test_weights_that_do_not_fit_come_with_a_precision_that_does(tmp_path: Path)
     assert "weights take 15.3 GiB; what fits: its FP8 checkpoint (about 8.1 GiB), with room" in said
     said = refusal(tmp_path, Card("a card", 32 * GIB, 0), dtype="float32")
     assert "what fits: --dtype bfloat16, with room for" in said
-    said = refusal(tmp_path, Card("a card", 8 * GIB, 0))
-    assert said.endswith("or more is needed, or a smaller model")
+
+
+@pytest.mark.parametrize("tokens", [None, 40960])
+def test_a_card_that_is_said_to_do_does(tmp_path: Path, tokens: int | None) -> None:
+    said = refusal(tmp_path, Card("a card", 8 * GIB, 0), tokens, share=0.75)
+    enough = re.search(r"a card with ([\d.]+) GiB or more is needed, or a smaller model$", said)
+    assert enough is not None
+    size = int((float(enough[1]) + 0.1) * GIB)
+    assert refusal(tmp_path, Card("a card", size, 0), tokens, share=0.75) == ""
 
 
 def test_a_model_too_large_for_one_card_fits_two(tmp_path: Path) -> None:
