@@ -3,6 +3,7 @@
 `plan` calls `how_many` and `place`; which cards encode is in `layout`, what fits on one in `fit`.
 """
 
+import itertools
 import shutil
 import subprocess
 from collections import Counter
@@ -50,9 +51,9 @@ class Card:
 
 def count_gpus(environment: Mapping[str, str], dev: Path = Path("/dev")) -> int:
     """NVIDIA devices that this process may use, by the environment, else by device files."""
-    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    visible = _visible_names(environment)
     if visible is not None:
-        return sum(1 for name in visible.split(",") if name.strip() not in ("", "-1"))
+        return len(visible)
     if (dev / "dxg").exists():  # Linux on Windows, which has one file for all
         return len(visible_cards(environment))
     return sum(1 for path in dev.glob("nvidia[0-9]*") if path.name[6:].isdigit())
@@ -77,15 +78,25 @@ def visible_cards(environment: Mapping[str, str]) -> dict[str, Card]:
         ]
     except (OSError, subprocess.SubprocessError, ValueError):
         return {}
-    visible = environment.get("CUDA_VISIBLE_DEVICES")
-    names = [index for index, _, _ in found] if visible is None else visible.split(",")
+    visible = _visible_names(environment)
+    names = [index for index, _, _ in found] if visible is None else visible
     cards: dict[str, Card] = {}
     for number, name in enumerate(names):
-        wanted = name.strip()
         for index, uuid, card in found:
-            if wanted and (wanted == index or uuid.startswith(wanted)):
+            if name == index or uuid.startswith(name):
                 cards[f"cuda:{number}"] = card
     return cards
+
+
+def _visible_names(environment: Mapping[str, str]) -> list[str] | None:
+    """Indices or UUIDs that the environment names, as far as CUDA reads: to the first that is no
+    card. None: it does not say.
+    """
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return None
+    names = (name.strip() for name in visible.split(","))
+    return list(itertools.takewhile(lambda name: name not in ("", "-1"), names))
 
 
 def how_many(

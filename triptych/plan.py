@@ -264,8 +264,11 @@ def _places(
         )
     devices, images = devices_of(options, environment), spec.vision is not None
     gpus, ranks = count_gpus(environment), ranks_of(options, environment)
-    if gpus and ranks > gpus:
-        raise StackError(f"--tensor-parallel {ranks}: only {gpus} cards are visible", 2)
+    first = int(devices[1].partition(":")[2] or 0)
+    if gpus and devices[1] != "cpu" and ranks > max(1, left := gpus - first):
+        count = "1 card is" if left == 1 else f"{left} cards are"
+        where = f" from {devices[1]} on" if first else ""
+        raise StackError(f"--tensor-parallel {ranks}: only {count} visible{where}", 2)
     # A text model has no encoder, so that its decoders' device alone decides.
     wanted = devices if images else devices[1:]
     spread = gpus if all(device in ("auto", "cuda") for device in wanted) else 0

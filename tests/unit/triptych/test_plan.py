@@ -438,6 +438,8 @@ def test_gpus_are_counted_by_the_environment_first(tmp_path: Path) -> None:
     assert count_gpus({}, tmp_path) == 2
     assert count_gpus({"CUDA_VISIBLE_DEVICES": "3"}, tmp_path) == 1
     assert count_gpus({"CUDA_VISIBLE_DEVICES": ""}, tmp_path) == 0
+    # CUDA's rule: what follows the first invalid one is hidden.
+    assert count_gpus({"CUDA_VISIBLE_DEVICES": "0, 1,-1,2"}, tmp_path) == 2
     assert count_gpus({}, tmp_path / "none") == 0
 
 
@@ -492,3 +494,14 @@ def test_a_decoder_of_several_ranks_is_told_so(model: Path) -> None:
     assert [placement.ranks for placement in plan(model, exported).decoders] == [2]
     with pytest.raises(StackError, match="--tensor-parallel 4: only 2 cards are visible"):
         plan(model, {"CUDA_VISIBLE_DEVICES": "0,1"}, tensor_parallel=4)
+
+
+def test_all_ranks_of_a_decoder_on_a_named_card_exist(model: Path) -> None:
+    four = {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}
+    (place,) = plan(model, four, decoder_device="cuda:2", tensor_parallel=2).decoders
+    assert place.devices == ["cuda:2", "cuda:3"]
+    said = "--tensor-parallel 2: only 1 card is visible from cuda:3 on"
+    with pytest.raises(StackError, match=said):
+        plan(model, four, decoder_device="cuda:3", tensor_parallel=2)
+    on_cpu = plan(model, {"CUDA_VISIBLE_DEVICES": "0"}, device="cpu", tensor_parallel=2)
+    assert [place.devices for place in on_cpu.decoders] == [["cpu", "cpu"]]
