@@ -171,17 +171,17 @@ def _add_server(command: argparse.ArgumentParser) -> None:
 
 
 def _add_ask(commands: "argparse._SubParsersAction[_Parser]") -> None:
-    ask = commands.add_parser("ask", help="ask a running server, about images or without")
+    ask = commands.add_parser("ask", help="ask a running server, about images, clips or without")
     ask.add_argument(
         "words", nargs="+", metavar="IMAGE|QUESTION",
-        help="images (files or http(s) URLs) and one question, in any order",
+        help="images and clips (files or http(s) URLs) and one question, in any order",
     )  # fmt: skip
     _add_server(ask)
     ask.set_defaults(run=_ask)
 
 
 def _add_chat(commands: "argparse._SubParsersAction[_Parser]") -> None:
-    chat = commands.add_parser("chat", help="talk to a running server; images by their paths")
+    chat = commands.add_parser("chat", help="talk to a running server; images and clips by path")
     chat.add_argument("--system", metavar="TEXT", help="system message")
     _add_server(chat)
     chat.set_defaults(run=_chat)
