@@ -1,17 +1,12 @@
-"""Writes the Grafana dashboard of the component `monitoring`; `--check` only compares.
+"""The Grafana dashboard of the component `monitoring`, which `reference.py` writes.
 
 The panels are here, the layout is computed. A test checks that each metric in them is exported.
 """
 
 import json
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-DASHBOARD = (
-    Path(__file__).resolve().parents[1] / "deploy/k8s/components/monitoring/triptych-dashboard.json"
-)
 _COLUMNS, _WIDTH, _HEIGHT = 24, 8, 7
 
 
@@ -165,18 +160,3 @@ def _graph(panel: Panel, place: dict[str, int]) -> dict[str, Any]:
             for number, (legend, query) in enumerate(panel.queries.items())
         ],
     }
-
-
-def main() -> int:
-    """Writes or checks the file; the exit status."""
-    if "--check" not in sys.argv[1:]:
-        DASHBOARD.write_text(document())
-        return 0
-    if DASHBOARD.read_text() == document():
-        return 0
-    print(f"{DASHBOARD.name} is out of date: run scripts/grafana_dashboard.py", file=sys.stderr)
-    return 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,7 +1,6 @@
-"""Writes the reference pages of docs/ from the code: commands, settings, endpoints, cards, files.
+"""Writes what is made of the code: the reference pages of docs/ and the dashboard.
 
-Without arguments all are written; `--check` only compares, as a test does. The table of metrics is
-`metrics_table.py`'s.
+A test compares them. Commands, settings, endpoints and cards are made here.
 """
 
 import argparse
@@ -22,6 +21,7 @@ from pydantic.fields import FieldInfo  # noqa: E402
 from pydantic_core import PydanticUndefined  # noqa: E402
 
 from benchmarks.text_shapes import TEXT_SHAPES  # noqa: E402
+from scripts import checkpoint_keys, grafana_dashboard, hints_table, metrics_table  # noqa: E402
 from scripts.file_map import architecture_page  # noqa: E402
 from services.common.model_spec import LinearAttentionSpec, RopeSpec, TextSpec  # noqa: E402
 from services.common.settings import ServiceSettings  # noqa: E402
@@ -284,27 +284,19 @@ def _table(title: str, head: tuple[str, ...], rows: "Iterator[str] | list[str]")
     return f"## {title}\n\n{_rows(head, rows)}"
 
 
-PAGES: dict[str, Callable[[], str]] = {
-    "settings.md": settings_page, "cli.md": commands_page, "endpoints.md": endpoints_page,
-    "cards.md": cards_page, "architecture.md": architecture_page,
-}  # fmt: skip
-
-
-def main() -> int:
-    """Writes or checks the pages; the exit status."""
-    stale = [name for name, page in PAGES.items() if _read(DOCS / name) != page()]
-    if "--check" in sys.argv[1:]:
-        for name in stale:
-            print(f"docs/{name} is out of date: run scripts/reference.py", file=sys.stderr)
-        return 1 if stale else 0
-    for name in stale:
-        (DOCS / name).write_text(PAGES[name](), encoding="utf-8")
-    return 0
-
-
-def _read(path: Path) -> str:
-    return path.read_text(encoding="utf-8") if path.exists() else ""
+PAGES: dict[Path, Callable[[], str]] = {
+    DOCS / "settings.md": settings_page,
+    DOCS / "cli.md": commands_page,
+    DOCS / "endpoints.md": endpoints_page,
+    DOCS / "cards.md": cards_page,
+    DOCS / "metrics.md": metrics_table.document,
+    DOCS / "fields.md": hints_table.document,
+    DOCS / "checkpoints.md": checkpoint_keys.document,
+    DOCS / "architecture.md": architecture_page,
+    _ROOT / "deploy/k8s/components/monitoring/triptych-dashboard.json": grafana_dashboard.document,
+}
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    for path, page in PAGES.items():
+        path.write_text(page(), encoding="utf-8")

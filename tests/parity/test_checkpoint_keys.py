@@ -1,6 +1,5 @@
 """Every key of a checkpoint's files is read, or on a list with the reason why it has no effect."""
 
-import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -191,11 +190,3 @@ def test_rotary_options_of_the_tower_that_are_not_served_are_refused(tmp_path):
     config["vision_config"]["rope_parameters"] = {"rope_type": "axial", "rope_theta": 5e5}
     with pytest.raises(UnsupportedOption, match="rope_theta"):
         read_spec(write(tmp_path, config))
-
-
-def test_the_document_is_what_the_lists_say():
-    spec = importlib.util.spec_from_file_location("keys", ROOT / "scripts" / "checkpoint_keys.py")
-    assert spec is not None and spec.loader is not None
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-    assert script.TABLE.read_text() == script.document(), "run scripts/checkpoint_keys.py"

@@ -2,7 +2,7 @@
 
 A field that is not served is taken out of a request and named in the response's header if it is
 null, empty, or has a value that this table names; any other is refused by its name. `ignored`
-judges bodies by the table; docs/api.md shows it (scripts/hints_table.py).
+judges bodies by the table; docs/fields.md shows it (scripts/reference.py).
 
 A field belongs here only if an answer without it is a right answer.
 """

@@ -1,8 +1,6 @@
-"""The table of hints: its page, and what a body loses by it."""
+"""The table of hints: its names, and what a body loses by it."""
 
-import importlib.util
 import time
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -13,25 +11,12 @@ from services.gateway.forms.hints import BY_LIST, BY_OBJECT
 from services.gateway.forms.ignored import Ignored
 from services.gateway.forms.openai import ChatRequest, parse_chat_request
 
-ROOT = Path(__file__).resolve().parents[3]
 MODULES = (messages_api, openai, responses_api, text_completions, tools)
-
-
-def load_script():
-    spec = importlib.util.spec_from_file_location("table", ROOT / "scripts" / "hints_table.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def struct_of(name):
     found = [getattr(module, name) for module in MODULES if hasattr(module, name)]
     return found[0] if found else None
-
-
-def test_the_page_is_the_table():
-    script = load_script()
-    assert script.PAGE.read_text() == script.document(), "run scripts/hints_table.py"
 
 
 def test_names_are_those_of_the_forms_and_no_served_field_is_a_hint():
