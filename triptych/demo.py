@@ -19,7 +19,7 @@ from rich.table import Table
 
 from triptych import ROOT
 from triptych.client import Answer, AskError, Server, ask, question_message
-from triptych.options import ServeOptions
+from triptych.options import LOOPBACK, ServeOptions
 from triptych.plan import Plan
 from triptych.probes import metric_value
 from triptych.serve import READY_TIMEOUT_S, prepare
@@ -27,6 +27,8 @@ from triptych.stack import Quiet, Stack, StackError
 
 SAMPLES = ROOT / "demo" / "samples"
 _ENCODED = "encoder_images_encoded_total"
+# Whatever the user exported for a server: only this machine asks, and without a key.
+_OPTIONS = ServeOptions(host=LOOPBACK, port=0, api_key="")
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +99,7 @@ async def _serve_and_ask(console: Console, samples: list[Sample], directory: Pat
     def report(line: str) -> None:
         console.print(f"  [dim]{escape(line)}[/]")
 
-    plan, specs = prepare(ServeOptions(port=0), directory, report)
+    plan, specs = prepare(_OPTIONS, directory, report)
     async with Stack(Quiet(report), plan.grace_s) as stack:
         await stack.start(specs, READY_TIMEOUT_S)
         console.print(f"\nReady at [cyan]{plan.url}[/]")

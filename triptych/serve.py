@@ -132,7 +132,7 @@ def prepare(
     checks.check_memory(spec, checkpoint, plan.encoders, plan.decoders, checked, limits)
     for note in (*plan.notes, *filter(None, [plan.layout])):
         report(note)
-    if options.api_key is not None:
+    if options.api_key:
         report("users of this machine can read --api-key; GATEWAY_API_KEYS is not shown to them")
     report(_loading(plan, checkpoint, cards))
     return plan, [*([own_redis] if own_redis else []), *plan.children]

@@ -5,7 +5,6 @@
 
 import asyncio
 import time
-import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPException
@@ -14,6 +13,8 @@ from typing import NamedTuple
 from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
+
+from triptych.probes import fetch
 
 _PERIOD_S = 10.0
 _TIMEOUT_S = 2.0
@@ -62,9 +63,7 @@ class Scraper:
 
 def _fetch(process: str, url: str) -> tuple[str, str]:
     try:
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        with opener.open(url, timeout=_TIMEOUT_S) as answer:
-            return process, answer.read().decode()
+        return process, fetch(url, _TIMEOUT_S)
     except (OSError, ValueError, HTTPException):  # one that ends answers half
         return process, ""
 

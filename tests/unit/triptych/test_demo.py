@@ -55,6 +55,21 @@ def test_an_encode_too_many_is_seen(stub: StubServer, samples: list[Sample]) -> 
     assert totals.repeat_encodes == 4
 
 
+def test_questions_need_no_key_and_pass_no_proxy(
+    stub: StubServer, samples: list[Sample], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GATEWAY_API_KEYS", "sk-of-a-server")
+    monkeypatch.setenv("GATEWAY_HOST", "0.0.0.0")
+    plan, specs = demo.prepare(demo._OPTIONS, tmp_path, lambda _: None)
+    (gateway,) = (spec for spec in specs if spec.is_front)
+    assert gateway.environment["GATEWAY_API_KEYS"] == ""
+    assert plan.url.startswith("http://127.0.0.1:")
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.setattr("urllib.request._opener", None)  # made of the environment, once
+    assert ask_all(stub, samples)[0].questions == 7
+
+
 def test_the_shipped_samples_can_be_asked_about() -> None:
     found = load_samples()
     assert found
