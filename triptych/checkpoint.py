@@ -6,11 +6,10 @@ weights, a missing or cut file) is a `StackError` here.
 
 import json
 import struct
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 from services.common.model_spec import ModelSpec, QuantizationSpec
 from triptych.stack import StackError
@@ -45,6 +44,15 @@ class Weights:
         return self.floats * itemsize + self.fixed_bytes
 
 
+class _Tensor(NamedTuple):
+    """A tensor of a file: its name, dtype, number of values and size."""
+
+    name: str
+    kind: str
+    num_values: int
+    num_bytes: int
+
+
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
     """The files of a checkpoint: both parts' weights, and bytes on disk."""
@@ -66,33 +74,30 @@ def read_checkpoint(spec: ModelSpec) -> Checkpoint:
     for name in names:
         path = spec.directory / name
         num_bytes += path.stat().st_size
-        for tensor, entry in _head(path):
-            if spec.checkpoint.ignores(tensor):
+        for tensor in _head(path):
+            if spec.checkpoint.ignores(tensor.name):
                 continue
             prefix = spec.checkpoint.vision_prefix
-            part = vision if prefix and tensor.startswith(prefix) else text
-            _add(part, tensor, entry, spec.checkpoint.quantization)
+            part = vision if prefix and tensor.name.startswith(prefix) else text
+            _add(part, tensor, spec.checkpoint.quantization)
     return Checkpoint(text, vision, num_bytes, len(names))
 
 
-def _add(
-    weights: Weights, tensor: str, entry: dict[str, Any], quantization: QuantizationSpec | None
-) -> None:
-    kind, count = entry["dtype"], prod(entry["shape"])
-    start, end = entry["data_offsets"]
-    module, _, what = tensor.rpartition(".")
+def _add(weights: Weights, tensor: _Tensor, quantization: QuantizationSpec | None) -> None:
+    kind, count, num_bytes = tensor.kind, tensor.num_values, tensor.num_bytes
+    module, _, what = tensor.name.rpartition(".")
     if any(word in what for word in _BESIDE_WEIGHTS):
-        weights.fixed_bytes += end - start
+        weights.fixed_bytes += num_bytes
         return
     group = None if quantization is None else quantization.of(module)
     if group is not None and kind in _PACKED:
-        kind, count = group.format.upper(), (end - start) * 8 // group.bits
+        kind, count = group.format.upper(), num_bytes * 8 // group.bits
     weights.parameters += count
     weights.stored[kind] = weights.stored.get(kind, 0) + count
     if kind in _FLOATS:
         weights.floats += count
     else:
-        weights.fixed_bytes += end - start
+        weights.fixed_bytes += num_bytes
 
 
 def _files(directory: Path) -> list[str]:
@@ -123,8 +128,8 @@ def _files(directory: Path) -> list[str]:
     return names
 
 
-def _head(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Names and entries of a file's tensors; checks that the file holds their bytes."""
+def _head(path: Path) -> list[_Tensor]:
+    """A file's tensors; checks that the file holds their bytes."""
     try:
         with path.open("rb") as file:
             first = file.read(8)
@@ -135,11 +140,16 @@ def _head(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                 raise ValueError("its head has no sensible length")
             tensors = json.loads(file.read(length))
         tensors.pop("__metadata__", None)
-        need = 8 + length + max((entry["data_offsets"][1] for entry in tensors.values()), default=0)
+        found: list[_Tensor] = []
+        need = 8 + length
+        for name, entry in tensors.items():
+            start, end = map(int, entry["data_offsets"])
+            found.append(_Tensor(name, str(entry["dtype"]), int(prod(entry["shape"])), end - start))
+            need = max(need, 8 + length + end)
     except (OSError, ValueError, LookupError, TypeError, AttributeError, struct.error) as error:
         raise StackError(f"{path} is not a safetensors file: {error}", 2) from error
     if (have := path.stat().st_size) < need:
         raise StackError(
             f"{path} is cut short: {have:,} of {need:,} bytes; the download did not end", 2
         )
-    yield from tensors.items()
+    return found

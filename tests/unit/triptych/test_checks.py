@@ -61,6 +61,11 @@ def pointer(directory: Path) -> None:
     (directory / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n")
 
 
+def headless(directory: Path) -> None:
+    head = b'{"model.norm.weight": {"shape": [32], "data_offsets": [0, 0]}}'
+    (directory / "model.safetensors").write_bytes(len(head).to_bytes(8, "little") + head)
+
+
 def unknown(directory: Path) -> None:
     (directory / "config.json").write_text('{"architectures": ["GPT2LMHeadModel"]}')
 
@@ -82,6 +87,7 @@ TURNS = {
         "weights are missing at {model}: model-00002-of-00002.safetensors of 2 files",
     ),
     "cut": ("serve {model}", cut, "model.safetensors is cut short: "),
+    "no dtype": ("serve {model}", headless, "model.safetensors is not a safetensors file: "),
     "LFS": ("serve {model}", pointer, "is a pointer of Git LFS: run `git lfs pull` there"),
     "no tokenizer": ("serve {model}", remove("tokenizer.json"), "it has no tokenizer.json"),
     "no template": ("serve {model}", remove("chat_template.jinja"), "no chat template at {model}"),
