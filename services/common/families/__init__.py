@@ -32,8 +32,9 @@ def read_spec(directory: Path | str) -> ModelSpec:
     """
     directory = Path(directory).resolve()
     config = read_json(directory / "config.json")
-    architecture = (config.get("architectures") or ["(none)"])[0]
-    if architecture not in FAMILIES:
+    named = config.get("architectures") or ["(none)"]
+    architecture = named[0] if isinstance(named, list) else named
+    if not isinstance(architecture, str) or architecture not in FAMILIES:
         raise ModelSpecError(
             f"{directory}: architecture {architecture} is not supported; "
             f"supported: {', '.join(sorted(FAMILIES))}"

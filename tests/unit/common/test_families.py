@@ -323,6 +323,8 @@ def test_an_unsupported_option_is_refused_by_name(
         ({"rope_scaling": "llama3"}, "malformed"),
         ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel is not supported"),
         ({"architectures": None}, r"\(none\) is not supported"),
+        ({"architectures": 1.5}, "1.5 is not supported"),
+        ({"architectures": [{}]}, r"\{\} is not supported"),
     ],
 )
 def test_a_malformed_config_is_an_error_that_says_what(
