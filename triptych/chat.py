@@ -5,6 +5,7 @@ What the server answers is streamed and kept as the history. An error ends the t
 
 import argparse
 import contextlib
+import os
 import shlex
 import sys
 from pathlib import Path
@@ -94,10 +95,9 @@ def split_images(text: str) -> tuple[list[str], str]:
 
 
 def _is_shown(word: str) -> bool:
-    path = Path(word)
-    if path.suffix.lower() not in _IMAGES | _CLIPS:
+    if Path(word).suffix.lower() not in _IMAGES | _CLIPS:
         return False
-    return word.startswith(("http://", "https://")) or path.is_file()
+    return word.startswith(("http://", "https://")) or os.path.isfile(word)
 
 
 def _turn(server: Server, body: dict[str, Any], conversation: Conversation, text: str) -> None:

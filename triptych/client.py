@@ -160,7 +160,7 @@ def _names_media(word: str) -> bool:
     is_url = urlsplit(word).scheme in ("http", "https", "data") and " " not in word
     kind = mimetypes.guess_type(word)[0] or ""
     looks_like_one = kind.startswith(("image/", "video/")) and " " not in word
-    return is_url or looks_like_one or (len(word) < 4096 and Path(word).is_file())
+    return is_url or looks_like_one or os.path.isfile(word)  # pathlib raises for long names
 
 
 def ask_once(options: argparse.Namespace) -> int:

@@ -3,6 +3,7 @@
 `huggingface_hub` reads HF_HOME, HF_TOKEN, HF_HUB_OFFLINE and HF_ENDPOINT.
 """
 
+import os
 import re
 from pathlib import Path
 
@@ -21,7 +22,7 @@ def resolve_model(model: Path, revision: str | None = None) -> tuple[Path, str |
         StackError: the hub's answer, in a line.
     """
     name = str(model)
-    if model.exists() or not _NAME.fullmatch(name):
+    if os.path.exists(model) or not _NAME.fullmatch(name):
         if revision is not None:
             raise StackError("--revision needs a model of the hub, not a directory", 2)
         return model, None

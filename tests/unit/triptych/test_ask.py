@@ -111,6 +111,8 @@ def test_images_and_question_come_in_any_order(tmp_path: Path) -> None:
         assert split_words(words) == ([str(image), url], "What is it?")
     assert split_words([str(plain), "why"]) == ([str(plain)], "why")
     assert split_words(["who", "are", "you?"]) == ([], "who are you?")
+    long = "a question of more characters than a file's name may have " * 8
+    assert split_words([url, long]) == ([url], long)
     with pytest.raises(AskError, match=r"no question about .*cat\.png: triptych ask"):
         split_words([str(image)])
     with pytest.raises(AskError, match="'cat' is no file; or quote the question"):

@@ -83,6 +83,8 @@ def test_what_is_no_url_is_said_in_one_line(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_words_that_only_look_like_images_are_words(images: list[Path]) -> None:
+    long = f"{'x' * 300}.png"
+    assert split_images(long) == ([], long)
     assert split_images("what's none.png about?") == ([], "what's none.png about?")
     assert split_images(f"compare '{images[1]}' and {images[0]} now") == (
         [str(images[1]), str(images[0])], "compare and now",

@@ -80,6 +80,9 @@ def cpu_seconds() -> float:
 
 TURNS = {
     "no directory": ("serve {model}/none", None, "no model at {model}/none: it has no config.json"),
+    "no name of a directory": (
+        f"serve {{model}}/{'x' * 300}", None, f"no model at {{model}}/{'x' * 300}: "
+    ),
     "no weights": ("serve {model}", remove("model.safetensors"), "no weights at {model}: "),
     "GGUF": ("serve {model}", only_gguf, "model-Q4.gguf is of a kind that is not read"),
     "half a download": (
