@@ -65,14 +65,16 @@ class Server:
             url = f"http://{url}"
         self.url = re.sub(r"/v1(/.*)?$", "", url.rstrip("/")).rstrip("/")
         self.key = os.environ.get("OPENAI_API_KEY", "") if key is None else key
-        parts = urlsplit(self.url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise AskError(f"not an http URL: {url}")
         try:
-            self._host, self._port = parts.hostname, parts.port
+            parts = urlsplit(self.url)
+            port = parts.port
         except ValueError as error:
             raise AskError(f"not an http URL: {url} ({error})") from error
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise AskError(f"not an http URL: {url}")
         self._is_encrypted = parts.scheme == "https"
+        # Always given: http.client would look for one in an IPv6 address.
+        self._host, self._port = parts.hostname, port or (443 if self._is_encrypted else 80)
         self._path = parts.path
 
     def first_model(self) -> str:
@@ -123,7 +125,7 @@ def media_part(named: str) -> dict[str, Any]:
         AskError: the file cannot be read.
     """
     url, kind = named, mimetypes.guess_type(named)[0] or "application/octet-stream"
-    if urlsplit(named).scheme not in ("http", "https", "data"):
+    if not _is_url(named):
         try:
             data = Path(named).read_bytes()
         except OSError as error:
@@ -156,8 +158,12 @@ def split_words(words: Sequence[str]) -> tuple[list[str], str]:
     return images, questions[0]
 
 
+def _is_url(word: str) -> bool:
+    return word[:6].lower().startswith(("http:", "https:", "data:"))
+
+
 def _names_media(word: str) -> bool:
-    is_url = urlsplit(word).scheme in ("http", "https", "data") and " " not in word
+    is_url = _is_url(word) and " " not in word
     kind = mimetypes.guess_type(word)[0] or ""
     looks_like_one = kind.startswith(("image/", "video/")) and " " not in word
     return is_url or looks_like_one or os.path.isfile(word)  # pathlib raises for long names

@@ -90,8 +90,10 @@ def test_a_broken_answer_is_never_taken_for_a_whole_one(
 def test_nobody_there_is_said_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["ask", "hello", "--url", "http://127.0.0.1:9"]) == 1
     assert "is `triptych serve` running?" in capsys.readouterr().err
-    with pytest.raises(AskError, match="not an http URL"):
-        Server("ftp://x")
+    for url in ("ftp://x", "http://[::1", "http://h:port"):
+        with pytest.raises(AskError, match="not an http URL"):
+            Server(url)
+    assert Server("http://[::1]")._port == 80
 
 
 @pytest.mark.parametrize("end", ["", "/", "/v1", "/v1/", "/v1/chat/completions"])
@@ -111,6 +113,8 @@ def test_images_and_question_come_in_any_order(tmp_path: Path) -> None:
         assert split_words(words) == ([str(image), url], "What is it?")
     assert split_words([str(plain), "why"]) == ([str(plain)], "why")
     assert split_words(["who", "are", "you?"]) == ([], "who are you?")
+    assert split_words(["HTTPS://h/a", "why"]) == (["HTTPS://h/a"], "why")
+    assert split_words(["//[ is what?"]) == ([], "//[ is what?")
     long = "a question of more characters than a file's name may have " * 8
     assert split_words([url, long]) == ([url], long)
     with pytest.raises(AskError, match=r"no question about .*cat\.png: triptych ask"):
