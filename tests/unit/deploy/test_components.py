@@ -268,7 +268,7 @@ def test_the_download_fills_the_claim_and_alone_reaches_the_hub(tmp_path: Path) 
     )
     mounts = {m["name"]: m["mountPath"] for m in container["volumeMounts"]}
     (script,) = container["args"]
-    assert f"--local-dir {mounts['model']}\n" in script
+    assert f"--local-dir {mounts['model']} " in script
     mark = f"{mounts['model']}/.complete"
     assert script.strip().splitlines()[-1] == f"touch {mark}"  # and `-e` ends it before
     for service in ("gateway", "encoder", "decoder"):

@@ -11,6 +11,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+import yaml
+
+from triptych import ROOT
 
 SHA = {"main": "a" * 40, "v2": "b" * 40}
 # The weights are more than two of the pieces that the client writes.
@@ -117,6 +120,22 @@ def test_download_then_cache_then_offline(hub: _Hub, tmp_path: Path) -> None:
     assert resolve(hub, tmp_path).split()[0] == directory
     assert resolve(hub, tmp_path, HF_HUB_OFFLINE="1").split()[0] == directory
     assert len(hub.gets) == count
+
+
+def test_the_job_that_fills_a_volume_downloads_the_same(hub: _Hub, tmp_path: Path) -> None:
+    documents = yaml.safe_load_all((ROOT / "deploy/k8s/components/model-job/job.yaml").read_text())
+    (job,) = (document for document in documents if document["kind"] == "Job")
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    (tmp_path / "checkpoint").mkdir()
+    script = container["args"][0].replace("/models", str(tmp_path))
+    environment = os.environ | {
+        "HF_HOME": str(tmp_path / "home"), "HF_ENDPOINT": f"http://127.0.0.1:{hub.server_address[1]}",
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "MODEL": "org/tiny", "REVISION": "main",
+    }  # fmt: skip
+    subprocess.run([*container["command"], script], env=environment, check=True, timeout=100)
+    names = {path.name for path in (tmp_path / "checkpoint").iterdir()}
+    assert names - {".cache"} == {".complete", "config.json", "model.safetensors"}
 
 
 def test_a_revision_is_served_or_refused(hub: _Hub, tmp_path: Path) -> None:
