@@ -3,10 +3,9 @@
 `tool_parsers` feeds it; nothing here fails.
 """
 
-import json
 from typing import Literal
 
-from services.gateway.answers.json_arguments import ArgumentsReader, object_of
+from services.gateway.answers.json_arguments import ArgumentsReader, object_of, parse_string
 
 SPACE = " \t\r\n"
 _ARGUMENT_KEYS = ("arguments", "parameters")
@@ -81,7 +80,7 @@ class CallObject:
             self._token += character
             self._follow_string(character)
             if not self._in_string:
-                self._key, self._state = _string(self._token), "colon"
+                self._key, self._state = parse_string(self._token), "colon"
             return True
         if character in SPACE:
             return True
@@ -152,7 +151,7 @@ class CallObject:
         elif self._key == "name" and not self.name:
             self._token += character
             if not self._in_string:
-                self.name = _string(self._token)
+                self.name = parse_string(self._token)
                 self.begun = bool(self.name) and self._has_arguments
                 return bool(self.name)
         return True
@@ -162,7 +161,7 @@ class CallObject:
         if not self._value_begun:
             return False
         if self._is_arguments and self._reader is None:
-            text = "{}" if self._token == "null" else object_of(_string(self._token))
+            text = "{}" if self._token == "null" else object_of(parse_string(self._token))
             if not text:
                 return False
             self._arguments.append(text)
@@ -184,12 +183,3 @@ class CallObject:
             self._escaped = True
         elif character == '"':
             self._in_string = False
-
-
-def _string(token: str) -> str:
-    """The value of a JSON string; empty if it is none."""
-    try:
-        value = json.loads(token, strict=False)
-    except ValueError:
-        return ""
-    return value if isinstance(value, str) else ""

@@ -5,6 +5,8 @@ the text of a JSON object.
 """
 
 import json
+import math
+import re
 from typing import Any, Literal, NoReturn
 
 PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}  # as templates write them back
@@ -13,14 +15,17 @@ _CLOSERS = {"{": "}", "[": "]"}
 _ESCAPES = frozenset('"\\/bfnrt')
 _HEX = frozenset("0123456789abcdefABCDEF")
 _ENDS_SCALAR = frozenset(" \t\r\n,]}")
+# In place of half a surrogate pair, which is JSON that most readers refuse, ours among them.
+_REPLACEMENT = "\ufffd"
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class ArgumentsReader:
     """Reads the object from its first brace on.
 
     A comma, a key, and a number or word that may go on are handed on with what follows them. Line
-    breaks and the like within strings become escapes, unknown escapes backslashes; a comma too many
-    and Python's words are mended.
+    breaks and the like within strings become escapes, unknown escapes backslashes, and half a
+    surrogate pair U+FFFD; a comma too many and Python's words are mended.
 
     Attributes:
         ended: the last brace has been read, or the text was closed.
@@ -32,6 +37,7 @@ class ArgumentsReader:
         self._open: list[str] = []  # braces and brackets
         self._is_key = False  # the string
         self._escape = ""
+        self._high = ""  # the first half of a surrogate pair, as an escape
         self._scalar = ""
         self._held = ""  # what the next value needs before it
         self._new: list[str] = []
@@ -145,14 +151,27 @@ class ArgumentsReader:
             self._write(escape)
         elif escape == "\\u" or (len(escape) > 2 and character in _HEX):
             if len(escape) == 6:
-                self._write(escape)
+                self._write_unit(escape)
             else:
                 self._escape = escape
         else:  # none: a backslash, and what follows it
             self._write("\\" + escape[:-1])
             self._read_string(character)
 
+    def _write_unit(self, escape: str) -> None:
+        """One of UTF-16."""
+        unit = int(escape[2:], 16)
+        if 0xD800 <= unit < 0xDC00:
+            self._write("")  # ends a half before it
+            self._high = escape
+            return
+        if 0xDC00 <= unit < 0xE000:
+            escape, self._high = (self._high + escape if self._high else _REPLACEMENT), ""
+        self._write(escape)
+
     def _write(self, text: str) -> None:
+        if self._high:
+            self._high, text = "", _REPLACEMENT + text
         if self._is_key:
             self._held += text
         else:
@@ -181,9 +200,28 @@ def parse_json(text: str) -> Any:  # noqa: ANN401 - any JSON
     refuses thousands of digits.
 
     Raises:
-        ValueError: it is none, or one of Python's constants.
+        ValueError: it is none, or one of Python's constants, a number that no float holds, or a
+            string with half a surrogate pair.
     """
-    return json.loads(text, parse_constant=_refuse, parse_int=lambda _: 0)
+    value = json.loads(
+        text, parse_constant=_refuse, parse_int=lambda _: 0, parse_float=_parse_float
+    )
+    json.dumps(value, ensure_ascii=False).encode()
+    return value
+
+
+def parse_string(text: str) -> str:
+    """The value of a JSON string, in which line breaks may stand; empty if it is none."""
+    try:
+        value = json.loads(text, strict=False)
+    except ValueError:
+        return ""
+    return _SURROGATE.sub(_REPLACEMENT, value) if isinstance(value, str) else ""
+
+
+def _parse_float(text: str) -> float:
+    value = float(text)
+    return value if math.isfinite(value) else _refuse(text)
 
 
 def _refuse(name: str) -> NoReturn:

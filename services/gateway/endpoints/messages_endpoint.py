@@ -5,7 +5,7 @@ A stream has Anthropic's events in Anthropic's order.
 
 from collections.abc import Sequence
 
-import msgspec
+from msgspec import Raw
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -238,9 +238,8 @@ def blocks(pieces: Sequence[Part]) -> list[api.AnswerBlock]:
             case Reasoning(text):
                 blocks.append(api.ThinkingAnswer(text))
             case Call():
-                blocks.append(
-                    api.ToolUseAnswer(part.call_id, part.name, msgspec.json.decode(part.arguments))
-                )
+                given = Raw(part.arguments.encode())
+                blocks.append(api.ToolUseAnswer(part.call_id, part.name, given))
             case _:
                 blocks.append(api.TextAnswer(part.text))
     return blocks
@@ -277,7 +276,7 @@ class MessageWriter(AnswerWriter[api.MessageEvent]):
             case Reasoning():
                 block = api.ThinkingAnswer("")
             case Call():
-                block = api.ToolUseAnswer(part.call_id, part.name, {})
+                block = api.ToolUseAnswer(part.call_id, part.name, Raw(b"{}"))
             case Text():
                 block = api.TextAnswer("")
         return [api.BlockStart(self._index, block)]

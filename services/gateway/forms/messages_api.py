@@ -253,11 +253,11 @@ class ThinkingAnswer(Struct, tag_field="type", tag="thinking"):
 
 
 class ToolUseAnswer(Struct, tag_field="type", tag="tool_use"):
-    """A call of a tool."""
+    """A call of a tool. The input is the text of an object."""
 
     id: str
     name: str
-    input: dict[str, Any]
+    input: Annotated[Raw, Meta(extra_json_schema={"type": "object"})]
 
 
 AnswerBlock = TextAnswer | ThinkingAnswer | ToolUseAnswer

@@ -40,7 +40,10 @@ NUM_NIGHTLY_SEEDS = 10_000
 _STARTS = ("open", "optional", "closed", None)
 _STRINGS = ("a.py", "5", "null", "{", '"', "\\", "\n", "</think>", "<tool_call>", "ü中", "")
 _SPECIAL = "<|im_start|>"
-_VALUES = ("5", "-", "1e", "true", "None", "[1, {", '{"b": "c"}', '"x', "NaN", "null", '"\\u12"')
+_VALUES = (
+    "5", "-", "1e", "true", "None", "[1, {", '{"b": "c"}', '"x', "NaN", "null", '"\\u12"',
+    '"\\ud83d"', '["\\ude00", "\\ud83d\\ude00"]', '{"\\ud83d\\ud83d": 1}', "1e999", "-1e999",
+)  # fmt: skip
 _PIECES = (
     "<think>", "</think>", "<tool_call>", "</tool_call>", "<function=", "<function=now>",
     "</function>", "<parameter=city>", "</parameter>", "<|python_tag|>", _SPECIAL,
@@ -62,7 +65,7 @@ def arguments(rng):
 
 
 def call(rng, form):
-    name = rng.choice(("weather", "now", "other", ""))
+    name = rng.choice(("weather", "now", "other", "", "\\ud83d"))
     if form == "qwen3_coder":
         parameters = "".join(
             f"<parameter={rng.choice(('city', 'days', 'x'))}>\n"

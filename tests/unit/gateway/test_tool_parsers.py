@@ -3,6 +3,7 @@
 import json
 import random
 
+import msgspec
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -241,6 +242,42 @@ def test_cost_does_not_grow_with_the_arguments():
         for _ in range(2000):
             assert parser.feed("abcdefgh")
         assert len(parser._buffer) < 32
+
+
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [
+        ('"\\ud83d\\ude00"', "\U0001f600"),
+        ('"\\uD83D"', "\ufffd"),
+        ('"a\\ude00b"', "a\ufffdb"),
+        ('"\\ud83d\\ud83d\\ude00\\n"', "\ufffd\U0001f600\n"),
+        ('"\\ud83d\\u12"', "\ufffd\\u12"),
+        ('"\\ud83d', ""),  # cut within a pair
+        ('"\\ud83d\\ude', ""),
+    ],
+)
+def test_half_a_surrogate_pair_is_replaced(written, expected):
+    """msgspec, jiter and others refuse it: an answer could not be sent back."""
+    text = f'<tool_call>{{"name": "look", "arguments": {{"text": {written}'
+    for chunks in ([text], list(text)):
+        ((_, arguments),) = parse("hermes", chunks)
+        assert json.loads(arguments) == {"text": expected}
+    assert msgspec.json.decode(arguments)
+
+
+def test_what_a_string_of_json_holds_can_be_sent():
+    inner = json.dumps('{"text": "\ud83d"}', ensure_ascii=True)
+    call = f'<tool_call>{{"name": "\\ud83d", "arguments": {inner}}}</tool_call>'
+    assert msgspec.json.encode(parse("hermes", [call])) == (
+        '[["\ufffd","{\\"text\\": \\"\ufffd\\"}"]]'.encode()
+    )
+
+
+def test_a_number_that_no_float_holds_is_no_value():
+    bare = "<tool_call><function=look><parameter=any>\n1e999\n</parameter></function></tool_call>"
+    assert parse("qwen3_coder", [bare]) == [("look", '{"any": "1e999"}')]
+    call = '<tool_call>{"name": "look", "arguments": {"a": 1, "count": 1e999}}</tool_call>'
+    assert parse("hermes", [call]) == [("look", '{"a": 1}')]
 
 
 def test_parts_join():
