@@ -47,6 +47,32 @@ def test_hostile_input(stack, given, status, param):
     assert stack.chat(max_tokens=1).status_code == 200
 
 
+_ASKED = '"model": "tiny", "messages": [{"role": "user", "content": "x"}]'
+_OUTPUTS = '"response_format": {"type": "json_schema", "json_schema": {"schema": {"x": "HERE"}}}'
+_USED = '{"type": "tool_use", "id": "1", "name": "f", "input": {"x": "HERE"}}'
+_FORMAT = '"output_config": {"format": {"type": "json_schema", "schema": {"x": "HERE"}}}'
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("chat/completions", f"{_ASKED}, {_OUTPUTS}"),
+        ("chat/completions", f'{_ASKED}, "structured_outputs": {{"json": "HERE"}}'),
+        ("completions", f'"prompt": "x", {_OUTPUTS}'),
+        ("messages", f'{_ASKED}, "max_tokens": 9, {_FORMAT}'),
+        ("messages/count_tokens", f'"messages": [{{"role": "assistant", "content": [{_USED}]}}]'),
+        ("responses", '"input": "x", "metadata": {"x": "HERE"}'),
+    ],
+)
+def test_what_is_parsed_later_is_utf8_too(stack, path, body):
+    raw = f"{{{body}}}".encode().replace(b"HERE", b"\xff")
+    with stack.client() as client:
+        headers = {"content-type": "application/json"}
+        response = client.post(f"/v1/{path}", content=raw, headers=headers)
+    assert response.status_code == 400, response.text
+    assert "not valid JSON" in response.json()["error"]["message"]
+
+
 # What looks hostile and is not
 
 

@@ -15,6 +15,7 @@ from services.common.errors import InvalidGrammar, InvalidRequest
 from services.common.grammar.grammar_bounds import MAX_GRAMMAR_CHARS
 from services.common.pb import decoder_pb2 as pb
 from services.gateway.forms.generation import JsonObjectFormat, JsonSchemaFormat, StructuredOutputs
+from services.gateway.forms.json_body import text_of
 from services.gateway.forms.openai import ChatRequest
 
 _ANY_OBJECT = '{"type":"object"}'
@@ -83,7 +84,7 @@ def read_grammar(request: ChatRequest) -> Grammar | None:
         if schema is UNSET:
             grammar = Grammar("json_object", "", param)
         else:
-            grammar = _of_schema(bytes(schema).decode(), param)
+            grammar = _of_schema(text_of(schema, param), param)
     if request.structured_outputs is None:
         return grammar
     if grammar is not None:
@@ -94,7 +95,8 @@ def read_grammar(request: ChatRequest) -> Grammar | None:
 def _of_structured_outputs(given: StructuredOutputs) -> Grammar:
     found: list[Grammar] = []
     if given.json is not UNSET and bytes(given.json) != b"null":
-        param, text = "structured_outputs.json", bytes(given.json).decode()
+        param = "structured_outputs.json"
+        text = text_of(given.json, param)
         if text.startswith('"'):  # JSON within JSON
             text = msgspec.json.decode(text, type=str)
         found.append(_of_schema(text, param))

@@ -17,6 +17,7 @@ from services.gateway.forms.ignored import Ignored
 Decoded = TypeVar("Decoded")
 Body = bytes | bytearray
 
+_NO_JSON = "the body is not valid JSON"
 _WHERE = re.compile(r" - at (?:`key` in )?`\$(?:\.)?(.*)`$", re.DOTALL)
 _FIELD = re.compile(r"(?:unknown|required) field `(.*)`$", re.DOTALL)
 _STEP = re.compile(r"\[(\d+|\.\.\.)\]|\.?([^.\[]+)")
@@ -118,9 +119,21 @@ def decode_json(
             param = f"{param}.{field[1]}" if param else field[1]
         raise InvalidRequest(message[:300], param=param[:200] or None) from None
     except (msgspec.DecodeError, UnicodeDecodeError):
-        raise InvalidRequest("the body is not valid JSON") from None
+        raise InvalidRequest(_NO_JSON) from None
     except RecursionError:
         raise InvalidRequest("the body is nested too deeply") from None
+
+
+def text_of(raw: msgspec.Raw, param: str) -> str:
+    """The text of a field that is parsed later: msgspec has not looked at its encoding.
+
+    Raises:
+        InvalidRequest: it is not UTF-8.
+    """
+    try:
+        return bytes(raw).decode()
+    except UnicodeDecodeError:
+        raise InvalidRequest(_NO_JSON, param=param) from None
 
 
 def _read(error: msgspec.ValidationError) -> tuple[str, str]:

@@ -11,7 +11,7 @@ from msgspec import Meta, Raw, Struct
 from services.common.errors import InvalidRequest
 from services.gateway.forms.generation import MAX_STOPS, StopString
 from services.gateway.forms.ignored import Ignored
-from services.gateway.forms.json_body import Body, decode_json
+from services.gateway.forms.json_body import Body, decode_json, text_of
 from services.gateway.forms.openai import MAX_MESSAGES, MAX_PARTS
 from services.gateway.forms.tools import MAX_TOOLS
 
@@ -227,12 +227,12 @@ def _check_turns(turns: list[Turn]) -> None:
     for index, turn in enumerate(turns):
         blocks = turn.content if isinstance(turn.content, list) else ()
         for position, block in enumerate(blocks):
+            path = f"messages[{index}].content[{position}]"
             if not isinstance(block, _ROLES[turn.role]):
                 kind = block.__struct_config__.tag
-                raise InvalidRequest(
-                    f"a turn of the {turn.role} has no {kind}",
-                    param=f"messages[{index}].content[{position}]",
-                )
+                raise InvalidRequest(f"a turn of the {turn.role} has no {kind}", param=path)
+            if isinstance(block, ToolUseBlock):
+                text_of(block.input, f"{path}.input")
 
 
 # Output.

@@ -18,7 +18,7 @@ from services.gateway.forms.generation import (
     TextFormat,
 )
 from services.gateway.forms.ignored import Ignored
-from services.gateway.forms.json_body import Body, decode_json
+from services.gateway.forms.json_body import Body, decode_json, text_of
 from services.gateway.forms.openai import (
     MAX_MESSAGES,
     MAX_PARTS,
@@ -198,6 +198,8 @@ def parse_responses_request(body: Body, ignored: Ignored | None = None) -> Respo
     if isinstance(request.input, list):
         for index, item in enumerate(request.input):
             _check_item(item, f"input[{index}]")
+    if request.metadata is not UNSET:
+        text_of(request.metadata, "metadata")
     return request
 
 
