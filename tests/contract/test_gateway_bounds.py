@@ -94,6 +94,26 @@ def test_images_do_not_count_as_json(stack):
     assert post(stack, escaped.encode()).status_code == 400
 
 
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("chat/completions", {"messages": [HELLO], "logprobs": True}),
+        ("completions", {"prompt": ["a", "b"], "logprobs": 0}),
+        ("responses", {"input": "x", "include": ["message.output_text.logprobs"]}),
+    ],
+)
+def test_an_answer_that_is_collected_counts_as_memory(stack, monkeypatch, path, fields):
+    stack.decoder.reply = stack.tokenizer.encode_text("hello") * 1000
+    monkeypatch.setattr(stack.gateway.admission, "max_held_bytes", 2 << 20)
+    for max_tokens, status in ((9, 200), (1000, 503)):
+        limit = "max_output_tokens" if path == "responses" else "max_tokens"
+        with stack.client() as client:
+            response = client.post(f"/v1/{path}", json={**fields, limit: max_tokens})
+        assert response.status_code == status, response.text[:200]
+    assert response.json()["error"]["code"] == "overloaded"
+    stack.wait(lambda: stack.gateway.admission.held_bytes == 0)
+
+
 def silent(stack, count: int, sent: bytes = b"") -> list[socket.socket]:
     head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: [::1]\r\nContent-Length: 1000000\r\n\r\n"
     found = []
