@@ -223,6 +223,24 @@ def test_logprobs(client):
     assert len(found[0].top_logprobs) == 2
 
 
+@pytest.mark.parametrize("tokens_per_event", [1, 2])
+def test_logprobs_of_text_that_waits_for_its_rest(stack, tokens_per_event):
+    """A character of several tokens, and what may become a stop string."""
+    text = "Ein 🙂 中文 ünd stop ste."
+    say(stack, text, tokens_per_event)
+    fields = {"include": ["message.output_text.logprobs"], "stop": ["stopped"]}
+    whole = post(stack, **fields).json()
+    events = events_of(post(stack, stream=True, **fields))
+    deltas = [e for e in events if e["type"] == "response.output_text.delta"]
+    streamed = [entry for event in deltas for entry in event["logprobs"]]
+    (part,) = whole["output"][0]["content"]
+    for entries in (streamed, part["logprobs"]):
+        assert bytes(b for entry in entries for b in entry["bytes"]).decode() == text
+    say(stack, "a stopped", tokens_per_event)
+    (part,) = post(stack, **fields).json()["output"][0]["content"]
+    assert part["text"] == "a "
+
+
 def test_failure_in_mid_stream(client, stack):
     stack.decoder.fail_after = (2, "internal_error")
     events = list(client.responses.create(model=MODEL, input="x", stream=True))

@@ -27,12 +27,13 @@ class AnswerWriter(ABC, Generic[Event]):
         self._completion = completion
         self._open: Part | None = None  # its first piece
         self._last: Update | None = None
+        self._logprobs: list[LogprobEntry] = []  # of tokens whose text is still held back
 
     def update(self, update: Update) -> list[Event]:
         """Takes an update of the choice."""
         events = self._start()
         self._last = update
-        logprobs = update.logprobs or []
+        logprobs = [*self._logprobs, *(update.logprobs or ())]
         for part in update.parts:
             if self._open is None or not continues(self._open, part):
                 events += [*self._leave(), *self.open(part)]
@@ -40,6 +41,8 @@ class AnswerWriter(ABC, Generic[Event]):
             is_text = isinstance(part, Text)
             events.append(self.delta(part, logprobs if is_text else []))
             logprobs = [] if is_text else logprobs
+        is_held = not update.parts and (self._open is None or isinstance(self._open, Text))
+        self._logprobs = logprobs if is_held else []
         return events
 
     def finish(self) -> list[Event]:
