@@ -59,21 +59,34 @@ def to_json(text: str, parameter: ParameterType) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def ends_in_string(text: str) -> bool:
-    """Whether JSON text that begins so is inside a string, in which no line ends."""
-    if not text.lstrip(SPACE).startswith(("{", "[")):
-        return False
-    is_inside, is_escaped = False, False
-    for character in text:
-        if is_inside and character == "\n":
+class StringScan:
+    """Whether a value that arrives is inside a string of JSON. Each character is read once.
+
+    Attributes:
+        at: how many characters have been read.
+    """
+
+    def __init__(self) -> None:
+        self.at = 0
+        self._is_inside = self._is_escaped = False
+
+    def ends_in_string(self, text: str, end: int) -> bool:
+        """Whether the value up to `end`, which never goes back, ends inside a string, in which no
+        line ends. After a no there is no further question.
+        """
+        if not self.at and not text[:end].lstrip(SPACE).startswith(("{", "[")):
             return False
-        if is_escaped:
-            is_escaped = False
-        elif character == "\\":
-            is_escaped = is_inside
-        elif character == '"':
-            is_inside = not is_inside
-    return is_inside
+        for character in text[self.at : end]:
+            if self._is_inside and character == "\n":
+                return False
+            if self._is_escaped:
+                self._is_escaped = False
+            elif character == "\\":
+                self._is_escaped = self._is_inside
+            elif character == '"':
+                self._is_inside = not self._is_inside
+        self.at = end
+        return self._is_inside
 
 
 def types_of_value(value: object) -> frozenset[str]:

@@ -10,7 +10,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import ClassVar, Literal
 
-from services.gateway.answers.argument_values import Parameters, Schema, ends_in_string, to_json
+from services.gateway.answers.argument_values import Parameters, Schema, StringScan, to_json
 from services.gateway.answers.call_object import SPACE, CallObject
 from services.gateway.forms.parts import Call, Part, Text
 
@@ -341,7 +341,7 @@ class Qwen3CoderParser(_TaggedParser):
             self._buffer = self._buffer[end + 1 :].removeprefix("\n")
             separator = ", " if self._num_parameters else "{"
             self._num_parameters += 1
-            self._state = "value"
+            self._state, self._scan = "value", StringScan()
             self._type = self._parameters.type_of(name)
             self._add_arguments(f"{separator}{json.dumps(name, ensure_ascii=False)}: ", parts)
             if self._type.is_text:
@@ -360,9 +360,9 @@ class Qwen3CoderParser(_TaggedParser):
         return True
 
     def _step_value(self, parts: list[Part]) -> bool:
-        end = self._buffer.find(self._end_parameter)
+        end = self._buffer.find(self._end_parameter, self._scan.at)
         if self._type.may_be_nested:
-            while end >= 0 and ends_in_string(self._buffer[:end]):
+            while end >= 0 and self._scan.ends_in_string(self._buffer, end):
                 end = self._buffer.find(self._end_parameter, end + 1)
         if end >= 0:
             value = self._buffer[:end].removesuffix("\n")

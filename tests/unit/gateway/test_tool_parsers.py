@@ -2,6 +2,7 @@
 
 import json
 import random
+import time
 
 import msgspec
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from services.gateway.answers.tool_parsers import PARSERS
 from services.gateway.forms.parts import Call, Reasoning, Text, join
+from tests.noise import least
 
 TOOLS = {
     "look": {
@@ -242,6 +244,21 @@ def test_cost_does_not_grow_with_the_arguments():
         for _ in range(2000):
             assert parser.feed("abcdefgh")
         assert len(parser._buffer) < 32
+
+
+def test_closing_tags_within_a_string_are_read_once():
+    def read() -> float:
+        parser = PARSERS["qwen3_coder"](TOOLS)
+        parts = parser.feed('<tool_call><function=look><parameter=size>{"a": "')
+        start = time.process_time()
+        for _ in range(1000):
+            parts += parser.feed("</parameter>")
+        taken = time.process_time() - start
+        parts += parser.feed('"}\n</parameter></function></tool_call>') + parser.finish()
+        assert plain(parts) == [("look", '{"size": {"a": "%s"}}' % ("</parameter>" * 1000))]
+        return taken
+
+    assert least(read, 0.5) <= 0.5  # seconds; each time from the start, it takes minutes
 
 
 @pytest.mark.parametrize(
