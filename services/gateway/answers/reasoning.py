@@ -131,6 +131,4 @@ def _certain(text: str, tags: Sequence[str]) -> int:
     at = text.rfind("<", max(0, size - max(map(len, tags)) + 1))
     if at >= 0 and any(tag.startswith(text[at:]) for tag in tags):
         size = at
-    while size and text[size - 1] == "\n":
-        size -= 1
-    return size
+    return len(text[:size].rstrip("\n"))

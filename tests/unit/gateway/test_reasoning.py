@@ -1,6 +1,7 @@
 """Reasoning apart from content: whole and in pieces, from wherever the prompt leaves off."""
 
 import random
+import time
 
 import pytest
 from hypothesis import given, settings
@@ -8,6 +9,7 @@ from hypothesis import strategies as st
 
 from services.gateway.answers.reasoning import ReasoningSplitter, answer_start
 from services.gateway.forms.parts import Reasoning, Text, join
+from tests.noise import least
 
 
 def split(start, chunks):
@@ -47,6 +49,20 @@ def test_any_text_gives_the_same_parts_in_any_pieces(start, pieces, seed):
     places = sorted(rng.choices(range(len(text) + 1), k=4))
     cut = [text[a:b] for a, b in zip([0, *places], [*places, len(text)], strict=True)]
     assert split(start, cut) == split(start, list(text)) == split(start, [text])
+
+
+def test_line_breaks_that_do_not_end_cost_little():
+    def read() -> float:
+        splitter = ReasoningSplitter("open")
+        start = time.process_time()
+        parts = splitter.feed("x")
+        for _ in range(4000):
+            parts += splitter.feed("\n" * 16)
+        taken = time.process_time() - start
+        assert join(parts + splitter.finish()) == [Reasoning("x" + "\n" * 64_000)]
+        return taken
+
+    assert least(read, 4) <= 4  # seconds; looked at one by one, ten
 
 
 def test_a_call_within_the_block_is_given_back():
