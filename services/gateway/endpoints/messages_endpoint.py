@@ -184,10 +184,10 @@ class _Messages(ChatMessages):
 
     def _result(self, block: api.ToolResultBlock, path: str) -> None:
         content: str | list[ContentPart]
-        if isinstance(block.content, str):
-            content = block.content
-        else:
+        if isinstance(block.content, list):
             content = [_part(part) for part in block.content]
+        else:
+            content = block.content or ""
         self.add(Message("tool", content, tool_call_id=block.tool_use_id), path)
 
 

@@ -47,7 +47,7 @@ class TextSource(Struct, forbid_unknown_fields=True, tag_field="type", tag="text
     """A document's text."""
 
     data: str
-    media_type: Literal["text/plain"] = "text/plain"
+    media_type: Literal["text/plain"] | None = None
 
 
 class ContentSource(Struct, forbid_unknown_fields=True, tag_field="type", tag="content"):
@@ -91,8 +91,10 @@ class ToolResultBlock(Struct, forbid_unknown_fields=True, tag_field="type", tag=
 
     tool_use_id: str
     content: (
-        str | Annotated[list[TextBlock | ImageBlock | DocumentBlock], Meta(max_length=MAX_PARTS)]
-    ) = ""
+        str
+        | Annotated[list[TextBlock | ImageBlock | DocumentBlock], Meta(max_length=MAX_PARTS)]
+        | None
+    ) = None
 
 
 Block = TextBlock | ImageBlock | DocumentBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock
@@ -118,20 +120,20 @@ class ToolDefinition(Struct, kw_only=True, forbid_unknown_fields=True):
 class AutoChoice(Struct, forbid_unknown_fields=True, tag_field="type", tag="auto"):
     """The model may call tools."""
 
-    disable_parallel_tool_use: bool = False
+    disable_parallel_tool_use: bool | None = None
 
 
 class AnyChoice(Struct, forbid_unknown_fields=True, tag_field="type", tag="any"):
     """The model has to call a tool."""
 
-    disable_parallel_tool_use: bool = False
+    disable_parallel_tool_use: bool | None = None
 
 
 class ToolNameChoice(Struct, forbid_unknown_fields=True, tag_field="type", tag="tool"):
     """The model has to call this tool."""
 
     name: str
-    disable_parallel_tool_use: bool = False
+    disable_parallel_tool_use: bool | None = None
 
 
 class NoChoice(Struct, forbid_unknown_fields=True, tag_field="type", tag="none"):

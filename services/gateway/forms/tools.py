@@ -75,7 +75,7 @@ class ToolCall(Struct, forbid_unknown_fields=True):
 
     id: str
     function: FunctionCall
-    type: Literal["function"] = "function"
+    type: Literal["function"] | None = None
 
 
 def check_tools(tools: Sequence[Tool] | None, choice: ToolChoice | None) -> None:
