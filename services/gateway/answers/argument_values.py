@@ -12,7 +12,7 @@ from typing import Any, cast
 from urllib.parse import unquote
 
 from services.gateway.answers.call_object import SPACE
-from services.gateway.answers.json_arguments import PYTHON_WORDS, parse_json
+from services.gateway.answers.json_arguments import PYTHON_WORDS, parse_json, readable
 
 Schema = Mapping[str, Any]
 TYPES = frozenset(("null", "boolean", "integer", "number", "string", "array", "object"))
@@ -55,7 +55,7 @@ def to_json(text: str, parameter: ParameterType) -> str:
             types = parameter.types
             fits = "string" not in types or not types.isdisjoint(types_of_value(value))
             if fits and not isinstance(value, str):
-                return token
+                return readable(token, value)
     return json.dumps(text, ensure_ascii=False)
 
 

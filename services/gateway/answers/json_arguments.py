@@ -7,6 +7,8 @@ the text of a JSON object.
 import json
 import math
 import re
+import sys
+from contextlib import suppress
 from typing import Any, Literal, NoReturn
 
 PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}  # as templates write them back
@@ -25,7 +27,8 @@ class ArgumentsReader:
 
     A comma, a key, and a number or word that may go on are handed on with what follows them. Line
     breaks and the like within strings become escapes, unknown escapes backslashes, and half a
-    surrogate pair U+FFFD; a comma too many and Python's words are mended.
+    surrogate pair U+FFFD; a comma too many, Python's words and numbers that no float holds are
+    mended.
 
     Attributes:
         ended: the last brace has been read, or the text was closed.
@@ -128,9 +131,11 @@ class ArgumentsReader:
         word = PYTHON_WORDS.get(self._scalar, self._scalar)
         self._scalar, self._state = "", "next"
         try:
-            parse_json(word)
+            value = parse_json(word)
         except ValueError:
             return False
+        if isinstance(value, float) and math.isinf(value):
+            word = repr(math.copysign(sys.float_info.max, value))
         self._flush(word)
         return True
 
@@ -200,14 +205,24 @@ def parse_json(text: str) -> Any:  # noqa: ANN401 - any JSON
     refuses thousands of digits.
 
     Raises:
-        ValueError: it is none, or one of Python's constants, a number that no float holds, or a
-            string with half a surrogate pair.
+        ValueError: it is none, or one of Python's constants.
     """
-    value = json.loads(
-        text, parse_constant=_refuse, parse_int=lambda _: 0, parse_float=_parse_float
-    )
-    json.dumps(value, ensure_ascii=False).encode()
-    return value
+    return json.loads(text, parse_constant=_refuse, parse_int=lambda _: 0)
+
+
+def readable(text: str, value: object) -> str:
+    """JSON text, without what most readers refuse, as `ArgumentsReader` mends it; `value` is what
+    `parse_json` made of it.
+    """
+    with suppress(ValueError, RecursionError):
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+        return text
+    reader = ArgumentsReader()
+    for character in text:
+        if not reader.read(character):
+            break
+    reader.close()
+    return reader.take()
 
 
 def parse_string(text: str) -> str:
@@ -217,11 +232,6 @@ def parse_string(text: str) -> str:
     except ValueError:
         return ""
     return _SURROGATE.sub(_REPLACEMENT, value) if isinstance(value, str) else ""
-
-
-def _parse_float(text: str) -> float:
-    value = float(text)
-    return value if math.isfinite(value) else _refuse(text)
 
 
 def _refuse(name: str) -> NoReturn:

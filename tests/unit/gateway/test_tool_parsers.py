@@ -290,11 +290,16 @@ def test_what_a_string_of_json_holds_can_be_sent():
     )
 
 
-def test_a_number_that_no_float_holds_is_no_value():
-    bare = "<tool_call><function=look><parameter=any>\n1e999\n</parameter></function></tool_call>"
-    assert parse("qwen3_coder", [bare]) == [("look", '{"any": "1e999"}')]
-    call = '<tool_call>{"name": "look", "arguments": {"a": 1, "count": 1e999}}</tool_call>'
-    assert parse("hermes", [call]) == [("look", '{"a": 1}')]
+def test_a_number_that_no_float_holds_is_the_nearest():
+    largest = "1.7976931348623157e+308"
+    bare = "<function=look><parameter=any>\n%s\n</parameter></function>"
+    assert parse("qwen3_coder", [bare % "1e999"]) == [("look", f'{{"any": {largest}}}')]
+    nested = '{"a": [1e999, "\\ud83d"], "b": 2}'
+    assert parse("qwen3_coder", [bare % nested]) == [
+        ("look", f'{{"any": {{"a": [{largest}, "\ufffd"], "b": 2}}}}')
+    ]
+    call = '<tool_call>{"name": "look", "arguments": {"a": [-1e999], "count": 1e308}}</tool_call>'
+    assert parse("hermes", [call]) == [("look", f'{{"a": [-{largest}], "count": 1e308}}')]
 
 
 def test_parts_join():
