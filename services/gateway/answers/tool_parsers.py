@@ -197,6 +197,7 @@ class Llama3JsonParser(CallParser):
 
     marker = '"parameters"'
     _prefix = "<|python_tag|>"
+    _separators = SPACE + ";,"  # between calls
 
     def __init__(self, tools: Mapping[str, Schema], max_calls: int | None = None) -> None:
         super().__init__(tools, max_calls)
@@ -227,7 +228,7 @@ class Llama3JsonParser(CallParser):
     def finish(self) -> list[Part]:
         parts: list[Part] = []
         if self._object is None:
-            if not self.done and (self._num_calls == 0 or self._buffer.strip()):
+            if not self.done and (self._num_calls == 0 or self._buffer.strip(self._separators)):
                 self._give_up("", parts)
         elif not self._object.begun:
             self._give_up(self._object.raw, parts)
@@ -238,8 +239,7 @@ class Llama3JsonParser(CallParser):
 
     def _step_between(self, parts: list[Part]) -> bool:
         """Before the first call, or after one."""
-        separators = SPACE + (";," if self._num_calls else "")
-        head = self._buffer.lstrip(separators)
+        head = self._buffer.lstrip(self._separators if self._num_calls else SPACE)
         if head.startswith(self._prefix):
             head = head[len(self._prefix) :].lstrip(SPACE)
         elif self._prefix.startswith(head):

@@ -127,6 +127,8 @@ LLAMA = {
     '<|python_tag|>{"name": "look", "parameters": {"a": {}}}; {"name":"stop","parameters":{}}': [
         ("look", '{"a": {}}'), ("stop", "{}"),
     ],
+    '{"name": "stop", "parameters": {}};\n': [("stop", "{}")],
+    '{"name": "stop", "parameters": {}}; x': [("stop", "{}"), "; x"],
     ' {"a": 1} x': [' {"a": 1} x'],
     '{"name": "Bob", "parameters": {"a": 1}} x': ['{"name": "Bob", "parameters": {"a": 1}} x'],
     'I call {"name": "look"}': ['I call {"name": "look"}'],
