@@ -39,9 +39,9 @@ class SamplingDefaults:
     def of_model(cls, spec: ModelSpec) -> "SamplingDefaults":
         """The model's; `do_sample: false` means greedy."""
         given: Mapping[str, Any] = spec.generation
-        greedy = given.get("do_sample") is False
+        is_greedy = given.get("do_sample") is False
         return cls(
-            temperature=0.0 if greedy else float(given.get("temperature") or 1.0),
+            temperature=0.0 if is_greedy else float(_given(given.get("temperature"), 1.0)),
             top_p=float(given.get("top_p") or 1.0),
             top_k=int(given.get("top_k") or 0),
             min_p=float(given.get("min_p") or 0.0),

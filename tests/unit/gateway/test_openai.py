@@ -106,6 +106,8 @@ def test_greedy_model_stays_greedy(spec):
 
     greedy = dataclasses.replace(spec, generation={"do_sample": False, "temperature": 0.9})
     assert SamplingDefaults.of_model(greedy).temperature == 0.0
+    greedy = dataclasses.replace(spec, generation={"temperature": 0.0})
+    assert SamplingDefaults.of_model(greedy).temperature == 0.0
 
 
 def test_context_bounds():
