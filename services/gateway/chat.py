@@ -281,7 +281,7 @@ class ChatService:
             TriptychError: the text is longer than the model's context.
         """
         decoder = self._decoder(self.model_name)
-        self.tokenizer.check_length(text, decoder.max_model_len)
+        self.tokenizer.check_length(text, decoder.max_model_len, "prompt")
         tokenizer = self.tokenizer
         if add_special_tokens is None:
             return await self._off_loop(len(text), lambda: tokenizer.encode_text(text))
@@ -300,7 +300,7 @@ class ChatService:
         decoder = self._decoder(self.model_name)
         if isinstance(prompt, str):
             max_tokens = decoder.max_model_len * (MAX_TRUNCATED if is_cut else 1)
-            self.tokenizer.check_length(prompt, max_tokens)
+            self.tokenizer.check_length(prompt, max_tokens, param)
             ids = await self._off_loop(
                 len(prompt), lambda: self.tokenizer.encode_prompt(prompt, add_special_tokens)
             )

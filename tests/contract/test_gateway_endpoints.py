@@ -112,6 +112,17 @@ def test_text_is_tokenized_as_a_prompt_of_completions_if_special_tokens_are_ment
         )
 
 
+def test_a_text_that_is_too_long_is_named_by_its_field(stack):
+    text = "x " * (stack.gateway.service.max_model_len() * stack.tokenizer.max_token_bytes)
+    for path, prompt, param in (
+        ("/tokenize", text, "prompt"),
+        ("/v1/completions", text, "prompt"),
+        ("/v1/completions", ["x", text], "prompt[1]"),
+    ):
+        error = post(stack, path, {"prompt": prompt}).json()["error"]
+        assert (error["code"], error["param"]) == ("context_length_exceeded", param)
+
+
 def test_tokenizer_info_has_the_template(stack):
     found = get(stack, "/tokenizer_info").json()
     assert "<|im_start|>" in found["chat_template"]

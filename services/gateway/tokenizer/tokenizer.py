@@ -88,8 +88,8 @@ class ModelTokenizer:
             json.dumps({**self._definition, "truncation": None, "padding": None})
         )
 
-    def check_length(self, text: str, max_tokens: int) -> None:
-        """Refuses text that cannot fit, without tokenizing it.
+    def check_length(self, text: str, max_tokens: int, param: str = "messages") -> None:
+        """Refuses text that cannot fit, without tokenizing it; `param` is its field.
 
         Raises:
             ContextLengthExceeded: the text has more bytes than `max_tokens` of the longest token.
@@ -102,7 +102,7 @@ class ModelTokenizer:
         if len(text.encode()) > bound:
             raise ContextLengthExceeded(
                 f"the prompt is longer than the model's context of {max_tokens} tokens",
-                param="messages",
+                param=param,
             )
 
     def token_bytes(self, token_id: int) -> bytes:
