@@ -175,7 +175,8 @@ class _Reader:
         properties, required = found.get("properties"), found.get("required")
         if isinstance(properties, Mapping) and properties:
             names = cast("list[Any]", required) if isinstance(required, list) else []
-            if any(name not in names for name in cast("Mapping[str, Any]", properties)):
+            known = {name for name in names if isinstance(name, str)}
+            if not cast("Mapping[str, Any]", properties).keys() <= known:
                 for keyword in ("minProperties", "maxProperties"):
                     if keyword in found:
                         self._refuse(f"{path}.{keyword}", f"{keyword} beside optional properties")

@@ -280,6 +280,7 @@ def _parameters(parameters: Parameters, function: _Function) -> dict[str, tuple[
     """Each parameter's schema, its path, and whether it is required."""
     root = parameters.root
     properties, required = named(root, "properties"), listed(root, "required")
+    known = set(_names(root, "required"))
     for keyword in _ROOT_REFUSED:
         if keyword in root:
             function.refuse(f".{keyword}", f"{keyword} of parameters without quotes")
@@ -287,7 +288,7 @@ def _parameters(parameters: Parameters, function: _Function) -> dict[str, tuple[
     if not isinstance(fewest, int) or fewest > len(required):
         function.refuse(".minProperties", "minProperties")
     found = {
-        name: (parameters.schema_of(name), f".properties.{name}", name in required)
+        name: (parameters.schema_of(name), f".properties.{name}", name in known)
         for name in properties
     }
     for index, name in enumerate(required):

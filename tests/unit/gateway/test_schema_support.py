@@ -3,6 +3,7 @@ out elsewhere, and never the end of another function.
 """
 
 import json
+import time
 from dataclasses import replace
 
 import pytest
@@ -16,6 +17,7 @@ from services.gateway.answers.tool_grammar import answer_grammar
 from services.gateway.answers.tool_parsers import PARSERS
 from services.gateway.answers.tool_use import ToolCalls
 from services.gateway.forms.tools import FunctionDefinition
+from tests.noise import least
 from tests.tiny_tokenizer import added_ids, tokenizer_json, vocab_size
 from tests.unit.gateway.test_answers import encode
 
@@ -194,6 +196,19 @@ def test_a_schema_without_an_end_names_its_function(strict, tokenizer):
         answer_grammar(None, *format_of("hermes", functions(schema, strict=strict)), tokenizer)
     assert caught.value.param == "tools[1].function.parameters"
     assert "in function send, $ref #/properties/a leads back" in caught.value.message
+
+
+def test_many_required_names_take_linear_time(tokenizer):
+    names = [f"p{number}" for number in range(10_000)]
+    schema = {"type": "object", "properties": {name: {} for name in names}, "required": names}
+
+    def refuse() -> float:
+        start = time.process_time()
+        with pytest.raises(InvalidGrammar, match="more than 1000 properties"):
+            answer_grammar(Grammar("json_schema", json.dumps(schema), "s"), None, None, tokenizer)
+        return time.process_time() - start
+
+    assert least(refuse, 0.5) <= 0.5  # seconds; each name compared with each, one
 
 
 def test_a_bound_names_its_function(tokenizer):
