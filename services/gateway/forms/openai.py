@@ -35,6 +35,7 @@ from services.gateway.forms.tools import (
     ToolCall,
     ToolChoice,
     check_tools,
+    json_characters,
     tool_characters,
 )
 from services.gateway.forms.video import (
@@ -208,8 +209,9 @@ class ChatRequest(GenerationFields, forbid_unknown_fields=True):
 
     @property
     def num_characters(self) -> int:
-        """Length of the text in messages and tools, nearly; empty parts are work, too."""
+        """Length of what is rendered, nearly; empty parts are work, too."""
         size = tool_characters(self.tools) if self.tools else 0
+        size += json_characters(self.chat_template_kwargs) if self.chat_template_kwargs else 0
         size += _CHARACTERS_OF_A_TURN * len(self.messages)
         for message in self.messages:
             content = message.content or ""
@@ -218,8 +220,9 @@ class ChatRequest(GenerationFields, forbid_unknown_fields=True):
             else:
                 size += _CHARACTERS_OF_A_TURN * len(content)
                 size += sum(len(part.text) for part in content if isinstance(part, TextPart))
+            size += len(message.reasoning_content or message.reasoning or "")
             for call in message.tool_calls or ():
-                size += len(call.function.arguments)
+                size += len(call.id) + len(call.function.name) + len(call.function.arguments)
         return size
 
     @property

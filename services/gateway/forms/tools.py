@@ -16,6 +16,7 @@ from services.common.errors import InvalidRequest
 MAX_TOOLS = 128
 MAX_CALLS = 128
 MAX_NESTING = 100
+_CHARACTERS_OF_A_VALUE = 4
 ToolName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.:-]{1,128}$")]
 
 
@@ -124,21 +125,31 @@ def definitions(tools: Sequence[Tool]) -> list[dict[str, Any]]:
 
 
 def tool_characters(tools: Sequence[Tool]) -> int:
-    """Length of the strings of all definitions."""
+    """Length of all definitions, nearly."""
     return sum(
-        len(tool.function.description or "") + sum(map(len, strings_of(tool.function.parameters)))
+        len(tool.function.description or "") + json_characters(tool.function.parameters)
         for tool in tools
     )
 
 
+def json_characters(value: object) -> int:
+    """Length of a JSON value, nearly: each value is work, too."""
+    num_values = sum(map(len, _levels(value)))
+    return sum(map(len, strings_of(value))) + _CHARACTERS_OF_A_VALUE * num_values
+
+
 def check_nesting(value: object, param: str) -> None:
     """Refuses JSON values that are nested more than `MAX_NESTING` deep."""
+    if any(depth == MAX_NESTING for depth, _ in enumerate(_levels(value))):
+        raise InvalidRequest(f"nested more than {MAX_NESTING} deep", param=param)
+
+
+def _levels(value: object) -> Iterator[list[object]]:
+    """All values within a JSON value, by their depth; itself alone first."""
     level = [value]
-    for _ in range(MAX_NESTING):
+    while level:
+        yield level
         level = [child for item in level for child in _children(item)]
-        if not level:
-            return
-    raise InvalidRequest(f"nested more than {MAX_NESTING} deep", param=param)
 
 
 def _children(value: object) -> Iterable[object]:
@@ -149,14 +160,12 @@ def _children(value: object) -> Iterable[object]:
 
 def strings_of(value: object) -> Iterator[str]:
     """All strings and keys of a JSON value, in any order."""
-    level = [value]
-    while level:
+    for level in _levels(value):
         for item in level:
             if isinstance(item, str):
                 yield item
             elif isinstance(item, dict):
                 yield from cast("dict[str, object]", item)
-        level = [child for item in level for child in _children(item)]
 
 
 def read_arguments(call: ToolCall, param: str) -> dict[str, Any]:

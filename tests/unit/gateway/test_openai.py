@@ -70,6 +70,31 @@ def test_our_own_answer_can_be_sent_back():
     assert [message.role for message in found.messages] == ["user", "assistant", "user"]
 
 
+LONG, LISTS = "a" * 9000, [[]] * 9000
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"messages": [{"role": "user", "content": LONG}]},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": LONG}]}]},
+        {"messages": [{"role": "assistant", "content": "x", "reasoning_content": LONG}]},
+        {"messages": [{"role": "assistant", "content": "x", "reasoning": LONG}]},
+        {"messages": [{"role": "assistant", "tool_calls": [
+            {"id": "1", "function": {"name": LONG, "arguments": "{}"}}]}]},
+        {"messages": [{"role": "assistant", "tool_calls": [
+            {"id": "1", "function": {"name": "f", "arguments": json.dumps({"a": LISTS})}}]}]},
+        {"chat_template_kwargs": {"enable_thinking": LONG}},
+        {"chat_template_kwargs": {"enable_thinking": LISTS}},
+        {"tools": [{"type": "function", "function": {"name": "f", "description": LONG}}]},
+        {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"a": LISTS}}}]},
+    ],
+)  # fmt: skip
+def test_what_is_long_to_render_counts_as_such(fields):
+    """And is rendered in a thread, not in the event loop."""
+    assert parse(**fields).num_characters > 8192
+
+
 def test_defaults_are_the_models():
     found = sampling()
     assert (found.temperature, found.top_p, found.top_k) == pytest.approx((0.7, 0.8, 20))
