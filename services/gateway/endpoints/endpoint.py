@@ -226,10 +226,12 @@ class ChatMessages:
 
 def renamed(param: str, paths: Mapping[str, str]) -> str:
     """The path of a field with its longest beginning replaced that `paths` has."""
-    end = len(param)
+    end, longest = len(param), max(map(len, paths), default=0)
     while end > 0:
-        if param[:end] in paths:
+        if end <= longest and param[:end] in paths:
             return paths[param[:end]] + param[end:]
+        # A key of a schema may have any length, and nothing but dots.
+        end = min(end, longest + 1)
         end = max(param.rfind(".", 0, end), param.rfind("[", 0, end))
     return param
 
