@@ -1,14 +1,18 @@
 """POST /v1/responses, as the official client sends and reads it."""
 
 import json
+import time
 
 import numpy as np
 import openai
 import pydantic
 import pytest
 
+from services.gateway.endpoints.responses_endpoint import to_chat
+from services.gateway.forms.responses_api import parse_responses_request
 from tests.gateway_fixtures import image_url
 from tests.gateway_stack import MODEL
+from tests.noise import least
 from tests.unit.gateway.test_answers import CALLS, encode
 
 TOOLS = [
@@ -163,6 +167,22 @@ def test_answer_can_be_sent_back(thinking):
     results = [{"role": "tool", "tool_call_id": c.call_id, "content": "7"} for c in calls]
     messages = [{"role": "user", "content": "x"}, assistant, *results]
     assert found == chat_prompt(thinking, messages=messages, tools=tools)
+
+
+def test_many_system_messages_are_joined_in_linear_time():
+    items = [{"role": "system", "content": "a" * 2000}] * 2000
+    items += [{"role": "user", "content": "x"}, *items[:2]]
+    request = parse_responses_request(json.dumps({"input": items}).encode())
+
+    def join() -> float:
+        start = time.process_time()
+        first, _, last = to_chat(request, {}).messages
+        taken = time.process_time() - start
+        assert first.content == "\n\n".join(["a" * 2000] * 2000)
+        assert last.content == "\n\n".join(["a" * 2000] * 2)
+        return taken
+
+    assert least(join, 0.1) <= 0.1
 
 
 def test_images(client, stack):

@@ -131,6 +131,7 @@ def to_chat(
     else:
         for index, item in enumerate(request.input):
             messages.item(item, f"input[{index}]")
+    messages.join_systems()
     reasoning = request.reasoning
     logprobs = bool(request.top_logprobs) or (
         "message.output_text.logprobs" in (request.include or ())
@@ -152,13 +153,25 @@ def to_chat(
 class _Messages(ChatMessages):
     """Made of items."""
 
+    def __init__(self, paths: dict[str, str]) -> None:
+        super().__init__(paths)
+        self._systems: list[str] = []  # texts of the last message, if it is of the system
+
     def system(self, text: str, path: str) -> None:
         """A system message; joined to the one before."""
-        last = self.found[-1] if self.found else None
-        if last is not None and last.role == "system" and isinstance(last.content, str):
-            last.content += f"\n\n{text}"
-        else:
+        if not self._systems:
             self.add(Message("system", text), path)
+        self._systems.append(text)
+
+    def add(self, message: Message, path: str) -> None:
+        self.join_systems()
+        super().add(message, path)
+
+    def join_systems(self) -> None:
+        """Of many, at once: text that grows is copied each time."""
+        if len(self._systems) > 1:
+            self.found[-1].content = "\n\n".join(self._systems)
+        self._systems = []
 
     def item(self, item: api.InputItem, path: str) -> None:
         """Reasoning, text and calls of one turn are one assistant message."""
