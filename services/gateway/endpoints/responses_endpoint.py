@@ -338,6 +338,7 @@ class ResponseWriter(AnswerWriter[api.ResponseEvent]):
     ) -> None:
         super().__init__(completion)
         self._number = 0
+        self._pieces: list[str] = []  # of the open item
         self._id = response_id.removeprefix("resp-")
         self._namespaces = _namespaces(request)
         sampling, text = completion.prepared.sampling, request.text
@@ -395,6 +396,7 @@ class ResponseWriter(AnswerWriter[api.ResponseEvent]):
             code = "invalid_image" if isinstance(error, InvalidImage) else "invalid_prompt"
         response = self.response
         if self._open is not None:
+            self._fill_item()
             self._item.status = "incomplete"
         response.status, response.error = "failed", api.ResponseFailure(code, error.message)
         return [
@@ -432,14 +434,14 @@ class ResponseWriter(AnswerWriter[api.ResponseEvent]):
 
     def delta(self, part: Part, logprobs: list[LogprobEntry]) -> api.ResponseEvent:
         match self._item, part:
-            case api.OutputCall() as item, Call(arguments=text):
-                item.arguments += text
+            case api.OutputCall(), Call(arguments=text):
+                self._pieces.append(text)
                 return self._item_event("response.function_call_arguments.delta", delta=text)
-            case api.OutputReasoning() as item, Reasoning(text):
-                item.content[0].text += text
+            case api.OutputReasoning(), Reasoning(text):
+                self._pieces.append(text)
                 return self._content_event("response.reasoning_text.delta", delta=text)
             case api.OutputMessage() as item, Text(text):
-                item.content[0].text += text
+                self._pieces.append(text)
                 item.content[0].logprobs += logprobs
                 kind = "response.output_text.delta"
                 return self._content_event(kind, delta=text, logprobs=logprobs)
@@ -447,6 +449,7 @@ class ResponseWriter(AnswerWriter[api.ResponseEvent]):
                 raise AssertionError("a piece of another part than the open one")
 
     def close(self, part: Part, *, is_last: bool) -> list[api.ResponseEvent]:
+        self._fill_item()
         item, index = self._item, len(self.response.output) - 1
         item.status = "incomplete" if is_last and self._is_cut else "completed"
         if isinstance(item, api.OutputCall):
@@ -463,6 +466,15 @@ class ResponseWriter(AnswerWriter[api.ResponseEvent]):
             if is_text:
                 told[0].logprobs = content.logprobs
         return [*told, self._event("response.output_item.done", item=item, output_index=index)]
+
+    def _fill_item(self) -> None:
+        """Gives the open item its text, at once: text that grows is copied each time."""
+        text, item = "".join(self._pieces), self._item
+        self._pieces = []
+        if isinstance(item, api.OutputCall):
+            item.arguments = text
+        else:
+            item.content[0].text = text
 
     def _content_event(self, kind: str, **fields: object) -> api.ResponseEvent:
         return self._item_event(kind, content_index=0, **fields)

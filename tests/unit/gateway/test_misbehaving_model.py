@@ -6,6 +6,7 @@ taken back as history.
 
 import json
 import random
+import time
 from types import SimpleNamespace
 
 import msgspec
@@ -22,9 +23,11 @@ from services.gateway.forms.messages_api import (
     parse_messages_request,
 )
 from services.gateway.forms.openai import parse_chat_request
-from services.gateway.forms.responses import PromptTokensDetails, Usage
+from services.gateway.forms.parts import Text
+from services.gateway.forms.responses import PromptTokensDetails, Update, Usage
 from services.gateway.forms.responses_api import parse_responses_request
 from services.gateway.prompts.conversation import read_messages
+from tests.noise import least
 from tests.unit.gateway.test_answers import (
     answer,
     encode,
@@ -208,6 +211,27 @@ def check_responses(updates, choice, text):
     turns = [{"role": "user", "content": "x"}, *items, *results, {"role": "user", "content": "y"}]
     back = parse_responses_request(json.dumps({"model": "m", "input": turns}).encode())
     read_messages(responses_endpoint.to_chat(back, {}), max_images=0, takes_images=False)
+
+
+def test_a_long_response_takes_linear_time():
+    completion = SimpleNamespace(
+        usage=lambda: Usage(1, 1, 2, PromptTokensDetails(0, 0)), cached_tokens=0,
+        choices=[SimpleNamespace(finish_reason="stop")],
+        prepared=SimpleNamespace(sampling=SimpleNamespace(temperature=1.0, top_p=1.0)),
+    )  # fmt: skip
+    request = parse_responses_request(b'{"model": "m", "input": "x"}')
+
+    def write() -> float:
+        writer = ResponseWriter(request, "resp-1", completion, "m")
+        start = time.process_time()
+        for _ in range(100_000):
+            writer.update(Update(0, [Text(" word")], None, None))
+        writer.finish()
+        taken = time.process_time() - start
+        assert writer.response.output[0].content[0].text == " word" * 100_000
+        return taken
+
+    assert least(write, 2) <= 2  # seconds; a text that is copied for each token, four
 
 
 @pytest.mark.parametrize("form", PARSERS)
