@@ -224,14 +224,14 @@ def test_a_long_response_takes_linear_time():
     def write() -> float:
         writer = ResponseWriter(request, "resp-1", completion, "m")
         start = time.process_time()
-        for _ in range(100_000):
+        for _ in range(200_000):
             writer.update(Update(0, [Text(" word")], None, None))
         writer.finish()
         taken = time.process_time() - start
-        assert writer.response.output[0].content[0].text == " word" * 100_000
+        assert writer.response.output[0].content[0].text == " word" * 200_000
         return taken
 
-    assert least(write, 2) <= 2  # seconds; a text that is copied for each token, four
+    assert least(write, 4) <= 4  # seconds; a text that is copied for each token, more than ten
 
 
 @pytest.mark.parametrize("form", PARSERS)
