@@ -95,13 +95,22 @@ class SameSite:
         """Why a request is not answered, or ""."""
         host = headers.get(b"host", b"").decode("latin-1")
         if host != self._last_host:
-            name = urlsplit(f"//{host}").hostname or ""
-            if host and not self._is_served(name):
-                return f"the host {name[:100]!r} is not served: see GATEWAY_ALLOWED_SITES"
+            name = _name_in(host)
+            if host and not (name and self._is_served(name)):
+                shown = (name or host)[:100]
+                return f"the host {shown!r} is not served: see GATEWAY_ALLOWED_SITES"
             self._last_host = host
         origin = headers.get(b"origin", b"").decode("latin-1")
         if not origin or origin in self._allowed or "*" in self._allowed:
             return ""
-        if urlsplit(origin).netloc == host:
+        if origin.partition("://")[2] == host:
             return ""
         return f"pages of {origin[:100]!r} may not call: GATEWAY_ALLOWED_SITES does not name it"
+
+
+def _name_in(host: str) -> str:
+    """Of a `Host` header, without the port; empty: it is malformed."""
+    try:
+        return urlsplit(f"//{host}").hostname or ""
+    except ValueError:
+        return ""

@@ -19,13 +19,15 @@ def test_loopback(host: str, expected: bool) -> None:
     assert is_loopback(host) is expected
 
 
-async def status(host: str, origin: str | None = None, allowed: tuple[str, ...] = ()) -> int:
+async def ask(
+    host: str, origin: str | None = None, allowed: tuple[str, ...] = (), path: str = "/"
+) -> httpx.Response:
     is_served = served_hosts("127.0.0.1", (), needs_key=False)
     assert is_served is not None
     app = SameSite(PlainTextResponse("x"), is_served, allowed)
     headers = {"host": host} | ({} if origin is None else {"origin": origin})
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app)) as client:
-        return (await client.post("http://x/", headers=headers)).status_code
+        return await client.post(f"http://x{path}", headers=headers)
 
 
 @pytest.mark.parametrize(
@@ -41,10 +43,14 @@ async def status(host: str, origin: str | None = None, allowed: tuple[str, ...] 
         ("localhost:8000", "http://localhost:3000", (), 403),
         ("localhost:8000", "http://localhost:3000", ("http://localhost:3000",), 200),
         ("localhost:8000", "https://evil.example", ("*",), 200),
+        ("[", None, (), 403),
+        ("[::1", None, (), 403),
+        (":8000", None, (), 403),
+        ("localhost:8000", "http://[", (), 403),
     ],
 )
 async def test_foreign_hosts_and_sites_are_refused(host, origin, allowed, expected) -> None:
-    assert await status(host, origin, allowed) == expected
+    assert (await ask(host, origin, allowed)).status_code == expected
 
 
 @pytest.mark.parametrize(
