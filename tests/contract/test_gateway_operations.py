@@ -72,6 +72,14 @@ def test_a_key_opens_what_its_scope_says(keyed, path, method):
     assert ask(keyed, path, method).status_code == 401
 
 
+def test_what_a_key_does_not_open_is_told_in_the_shape_of_the_path(keyed):
+    answer = ask(keyed, "/v1/messages", "POST", "metrics")
+    assert answer.status_code == 403
+    assert answer.json()["type"] == "error"
+    assert answer.json()["error"]["type"] == "permission_error"
+    assert "type" not in ask(keyed, "/v1/chat/completions", "POST", "metrics").json()
+
+
 def test_without_keys_only_a_gateway_of_this_machine_opens_them(loop_thread, tmp_path):
     stack = GatewayStack(loop_thread, tmp_path, host="0.0.0.0", api_keys="none", log_level="ERROR")
     try:

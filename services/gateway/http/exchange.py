@@ -7,7 +7,7 @@ end with errors of endpoints that have not started a response.
 import asyncio
 import logging
 import math
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
@@ -23,7 +23,7 @@ from services.common.errors import (
     TriptychError,
     UnsupportedMediaType,
 )
-from services.gateway.forms.error_answers import error_body, error_of, shaped_for
+from services.gateway.forms.error_answers import ErrorAnswer, error_body, error_of, shaped_for
 from services.gateway.forms.responses import encode_json
 
 log = logging.getLogger(__name__)
@@ -184,6 +184,13 @@ async def read_body(
         raise
 
 
+def error_response(
+    path: str, status: int, body: ErrorAnswer, headers: Mapping[str, str] | None = None
+) -> JsonResponse:
+    """An error in the shape that the path's clients read."""
+    return JsonResponse(shaped_for(path, status, body), status, headers)
+
+
 async def handle_triptych_error(request: Request, error: Exception) -> Response:
     """The answer to our errors; every 503 has a Retry-After header. Nothing of the request is held
     by the error afterwards.
@@ -193,8 +200,7 @@ async def handle_triptych_error(request: Request, error: Exception) -> Response:
     headers: dict[str, str] = {}
     if error.http_status == 503 or error.retry_after_s is not None:
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s or 1)))
-    status = error.http_status
-    return JsonResponse(shaped_for(request.url.path, status, error_of(error)), status, headers)
+    return error_response(request.url.path, error.http_status, error_of(error), headers)
 
 
 async def handle_http_error(request: Request, error: Exception) -> Response:
@@ -202,11 +208,10 @@ async def handle_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "http_error")
     body = error_body(str(error.detail), kind="invalid_request_error", code=code)
-    answer = shaped_for(request.url.path, error.status_code, body)
-    return JsonResponse(answer, error.status_code, dict(error.headers or {}))
+    return error_response(request.url.path, error.status_code, body, error.headers)
 
 
 async def handle_bug(request: Request, error: Exception) -> Response:
     """Starlette's handler for all other errors: the middleware logs them, the client sees none."""
     body = error_body("internal error", kind="server_error", code="internal_error")
-    return JsonResponse(shaped_for(request.url.path, 500, body), 500)
+    return error_response(request.url.path, 500, body)

@@ -21,8 +21,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from services.common.errors import TriptychError
 from services.common.spans import TRACEPARENT, Span, span
 from services.common.telemetry import bind_request_id
-from services.gateway.forms.error_answers import error_body, shaped_for
-from services.gateway.http.exchange import JsonResponse, handle_bug, handle_triptych_error
+from services.gateway.forms.error_answers import error_body
+from services.gateway.http.exchange import error_response, handle_bug, handle_triptych_error
 from services.gateway.tenancy.admission import Admission
 from services.gateway.tenancy.tenants import Keyring, KeyScope, bind_tenant
 from services.gateway.tenancy.usage import Quotas
@@ -154,14 +154,14 @@ def with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
 async def _forbidden(scope: Scope, receive: Receive, send: Send) -> None:
     message = f"the API key does not open {scope['path']}"
     body = error_body(message, kind="permission_error", code="forbidden")
-    await JsonResponse(body, 403)(scope, receive, send)
+    await error_response(scope["path"], 403, body)(scope, receive, send)
 
 
 async def _unauthorized(scope: Scope, receive: Receive, send: Send) -> None:
     message = "a valid API key is needed: Authorization: Bearer <key>"
     body = error_body(message, kind="authentication_error", code="invalid_api_key")
-    answer = shaped_for(scope["path"], 401, body)
-    await JsonResponse(answer, 401, {"www-authenticate": "Bearer"})(scope, receive, send)
+    answer = error_response(scope["path"], 401, body, {"www-authenticate": "Bearer"})
+    await answer(scope, receive, send)
 
 
 def _request_span(scope: Scope, headers: Mapping[bytes, bytes]) -> AbstractContextManager[Span]:

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from services.gateway.forms.error_answers import error_body
-from services.gateway.http.exchange import JsonResponse
+from services.gateway.http.exchange import error_response
 
 
 def is_loopback(host: str) -> bool:
@@ -89,7 +89,7 @@ class SameSite:
             await self._app(scope, receive, send)
             return
         body = error_body(refused, kind="permission_error", code="forbidden")
-        await JsonResponse(body, 403)(scope, receive, send)
+        await error_response(scope["path"], 403, body)(scope, receive, send)
 
     def _refused(self, headers: dict[bytes, bytes]) -> str:
         """Why a request is not answered, or ""."""

@@ -53,6 +53,11 @@ async def test_foreign_hosts_and_sites_are_refused(host, origin, allowed, expect
     assert (await ask(host, origin, allowed)).status_code == expected
 
 
+async def test_a_refusal_has_the_shape_of_the_path() -> None:
+    assert (await ask("evil.example", path="/v1/messages")).json()["type"] == "error"
+    assert "type" not in (await ask("evil.example", path="/v1/models")).json()
+
+
 @pytest.mark.parametrize(
     ("listens_on", "allowed", "needs_key", "served", "refused"),
     [
