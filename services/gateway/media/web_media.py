@@ -324,7 +324,10 @@ def _plain_host(host: str) -> bool:
 def _redirect(url: httpx2.URL, location: bytes) -> httpx2.URL:
     if not location:
         raise MediaFetchFailed("the URL redirects without a location")
-    text = location.decode("latin-1")
+    try:
+        text = location.decode()  # clients send on the bytes that a path is written in
+    except UnicodeDecodeError:
+        text = location.decode("latin-1")
     if _BAD_CHARACTERS.search(text):
         raise InvalidRequest("the URL redirects to a malformed URL")
     try:

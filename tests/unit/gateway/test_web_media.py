@@ -219,6 +219,12 @@ async def test_redirects_are_followed_a_few_times():
         assert len(requests) == 4
 
 
+async def test_a_redirect_may_be_written_in_utf_8():
+    async with origin(redirect("/dir/bücher.png"), ok(b"x")) as (port, requests), web() as (m, _):
+        assert await m.fetch(f"http://images.example:{port}/") == b"x"
+        assert requests[1].startswith(b"GET /dir/b%C3%BCcher.png ")
+
+
 async def test_each_redirect_is_checked():
     """The first host is public, the redirect's is not."""
     async with origin(redirect("http://inner.example/")) as (port, requests):
