@@ -36,6 +36,8 @@ _MAX_CONCURRENT_LOADS = 8
 _LEAST_BASE64 = 0.96
 _STANDARD_ALPHABET = bytes.maketrans(b"-_", b"+/")
 _MAX_DATA_HEADER = 256
+# Linux opens no longer one, and to resolve it takes the square of its length.
+_MAX_PATH_CHARS = 4095
 # Of an image that is not in the request's body: as received, and in the call to an encoder.
 _MEMORY_PER_FETCHED_BYTE = 3
 
@@ -303,6 +305,8 @@ class MediaLoader:
         path = unquote(rest)
         if not path.startswith("/") or "\0" in path:
             raise InvalidRequest("a file: URL must name an absolute path")
+        if len(path) > _MAX_PATH_CHARS:
+            raise InvalidRequest("the file: URL names no readable file")
         real = Path(os.path.realpath(path))
         if not real.is_relative_to(self._directory):
             raise InvalidRequest("the file is outside the allowed directory")

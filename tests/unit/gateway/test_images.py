@@ -4,6 +4,7 @@ import base64
 import io
 import os
 import random
+import time
 
 import pytest
 from PIL import Image
@@ -113,6 +114,13 @@ async def test_file_under_the_allowed_directory(files):
 async def test_file_elsewhere_is_refused(files, path):
     with pytest.raises(InvalidRequest):
         await loader(files).load(f"file://{files}/{path}")
+
+
+async def test_a_path_that_is_too_long_is_refused_at_once(files):
+    start = time.process_time()
+    with pytest.raises(InvalidRequest):
+        await loader(files).load(f"file://{files}/{'a/' * 100_000}")
+    assert time.process_time() - start < 0.5
 
 
 @pytest.mark.parametrize("swapped", ["folder", "folder/inner"])
