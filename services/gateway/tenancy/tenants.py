@@ -19,7 +19,7 @@ import time
 from collections.abc import Iterable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -237,7 +237,7 @@ class Keyring:
             digest = bytes.fromhex(key.sha256)
             if digest in by_digest:
                 raise ValueError(f"{path}: two keys are equal, the second is {key.id!r}")
-            expires = None if key.expires is None else key.expires.astimezone(UTC).timestamp()
+            expires = None if key.expires is None else key.expires.timestamp()
             by_digest[digest] = Identity(tenant, key.id, key.scopes, expires)
         self._by_digest, self._state = by_digest, state
 

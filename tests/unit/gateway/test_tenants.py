@@ -64,10 +64,12 @@ def test_an_expired_key_opens_nothing(tmp_path: Path):
         tmp_path / "keys",
         entry("a", "old", expires="2020-01-01T00:00:00Z"),
         entry("b", "new", expires="2999-01-01T00:00:00Z"),
+        entry("c", "last", expires="9999-12-31T23:59:59-05:00"),
     )
     keyring = Keyring((), path)
     assert keyring.identify(b"Bearer old") is None
     assert keyring.identify(b"Bearer new") is not None
+    assert keyring.identify(b"Bearer last") is not None
 
 
 def test_the_file_is_read_again_and_a_bad_one_changes_nothing(
