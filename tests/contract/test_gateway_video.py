@@ -9,6 +9,7 @@ import json
 import threading
 from collections.abc import Iterator
 
+import httpx2
 import numpy as np
 import pytest
 from PIL import Image
@@ -18,6 +19,7 @@ from services.gateway.app import create_gateway
 from tests.fakes import clip_file
 from tests.gateway_fixtures import image_url
 from tests.gateway_stack import GatewayStack
+from tests.noise import PATIENCE_S
 from tests.tiny_tokenizer import added_ids
 
 VIDEO, START, END = (
@@ -93,6 +95,23 @@ def test_a_file_is_probed_and_its_pairs_encoded(stack):
         }
     ]  # fmt: skip
     assert len(memoryview(submit.positions).cast("i")) == 3 * usage["prompt_tokens"]
+
+
+def test_a_client_that_leaves_while_its_file_is_looked_at_ends_the_call(stack):
+    ended: list[BaseException] = []
+
+    async def before_probe(_: bytes) -> None:
+        try:
+            await asyncio.sleep(PATIENCE_S)
+        except asyncio.CancelledError as error:
+            ended.append(error)
+            raise
+
+    stack.encoder.before_probe = before_probe
+    with stack.client() as client, pytest.raises(httpx2.ReadTimeout):
+        client.post("/v1/chat/completions", json={"messages": asking(video(clip()))}, timeout=0.5)
+    assert stack.encoder.probes
+    stack.wait(lambda: bool(ended), 5.0)
 
 
 def test_another_question_and_a_longer_cut_share_what_is_equal(stack):

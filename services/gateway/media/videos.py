@@ -212,7 +212,11 @@ class VideoReader:
 
     async def _of_file(self, source: VideoSource, data: bytes, probe: Probe) -> Video:
         file = VideoFile(data, await asyncio.to_thread(still_digest, data))
-        probed, address = await probe(file)
+        try:
+            probed, address = await probe(file)
+        except BaseException:
+            file.close()  # a call that goes on without the request would keep the file
+            raise
         clip = probed.clip
         if probed.duration_s > self.bounds.max_video_seconds:
             raise InvalidVideo(
