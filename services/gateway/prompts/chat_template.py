@@ -26,6 +26,7 @@ import jinja2
 import jinja2.ext
 import jinja2.meta
 import jinja2.nodes
+import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from services.common.errors import InvalidRequest
@@ -337,10 +338,23 @@ _REFUSALS = (
 )  # fmt: skip
 
 
+class _Generation(jinja2.ext.Extension):
+    """`{% generation %}` … `{% endgeneration %}`, around what the model writes: trainers look for
+    it, and it is rendered as if the tags were not there.
+    """
+
+    tags = {"generation"}  # noqa: RUF012 - Jinja's interface
+
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.Scope(body, lineno=line)
+
+
 def _environment() -> ImmutableSandboxedEnvironment:
     """Jinja as transformers configures it for chat templates."""
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
     )
     filters: dict[str, Any] = cast(Any, environment).filters
     filters["tojson"] = _to_json

@@ -268,6 +268,25 @@ def test_template_has_hf_semantics(spec, tokenizer):
     assert isinstance(jinja2.__version__, str)
 
 
+def test_template_may_mark_what_the_model_writes(spec, tokenizer, hf):
+    """As templates of trainers do."""
+    template = (
+        "{%- for m in messages %}<|im_start|>{{ m.role }}\n{% set text = 'outer' %}"
+        "{%- if m.role == 'assistant' %}{%- generation -%}\n  {% set text = m.content %}"
+        "{{ text }}<|im_end|>{{ '\n' }}\n{%- endgeneration -%}{{ text }}"
+        "{%- else %}{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}{% generation %} x {% endgeneration %}{% endif %}"
+    )
+    messages = [
+        {"role": "user", "content": "one?"}, {"role": "assistant", "content": "Two."},
+        {"role": "user", "content": "three"},
+    ]  # fmt: skip
+    expected = hf.apply_chat_template(messages, chat_template=template, add_generation_prompt=True)[
+        "input_ids"
+    ]
+    assert render(builder_of(spec, tokenizer, template), messages, {}, MANY) == expected
+
+
 def test_template_is_found_in_each_place(tmp_path):
     with pytest.raises(ModelSpecError):
         read_template(tmp_path)
