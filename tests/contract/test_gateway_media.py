@@ -204,6 +204,15 @@ def test_a_bare_tensor_needs_its_grid(media):
     assert "image_grid_thw" in message
 
 
+@pytest.mark.parametrize("role", ["system", "assistant"])
+def test_embeddings_stand_where_images_may(media, role):
+    messages = [{"role": role, "content": [embeds()]}, {"role": "user", "content": "what?"}]
+    answer = call(media, "/v1/chat/completions", "one", json={"messages": messages})
+    status, param, message = error_of(answer)
+    assert (status, param) == (400, "messages[0].content[0]")
+    assert f"images are not allowed in a {role} message" in message
+
+
 def test_embeddings_are_off_unless_they_are_allowed(stack):
     answer = stack.chat(messages=[{"role": "user", "content": [embeds()]}])
     status, param, message = error_of(answer)

@@ -297,8 +297,8 @@ def _check_message(message: Message, index: int) -> None:
         raise InvalidRequest(f"tool_call_id {missing}", param=f"{path}.tool_call_id")
     if role not in ("user", "tool") and isinstance(message.content, list):
         for position, part in enumerate(message.content):
-            if isinstance(part, ImagePart | VideoPart):
-                noun = "images" if isinstance(part, ImagePart) else "videos"
+            if not isinstance(part, TextPart):
+                noun = "videos" if isinstance(part, VideoPart) else "images"
                 raise InvalidRequest(
                     f"{noun} are not allowed in a {role} message",
                     param=f"{path}.content[{position}]",
