@@ -43,6 +43,15 @@ def test_half_closed_client_gets_its_answer(stack, stream, delay_s):
         assert b"data: [DONE]" in answer
 
 
+def test_half_closed_client_of_http_1_0_gets_its_answer_alone(stack):
+    stack.decoder.delay_s = 0.05
+    with connect(stack) as connection:
+        connection.sendall(request().replace(b" HTTP/1.1", b" HTTP/1.0", 1))
+        connection.shutdown(socket.SHUT_WR)
+        answer = read_all(connection)
+    assert answer.startswith(b"HTTP/1.1 200") and answer.count(b"circle") == 1
+
+
 def test_half_closed_body_gets_nothing(stack):
     with connect(stack) as connection:
         connection.sendall(request()[:-5])

@@ -19,7 +19,7 @@ HEAD_TIMEOUT_S = 10.0
 _TIMEOUT_RESPONSE = (
     b"HTTP/1.1 408 Request Timeout\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 )
-# An interim response, which every client skips.
+# An interim response, which every client of HTTP/1.1 skips.
 _PROBE = b"HTTP/1.1 100 Continue\r\n\r\n"
 # Seconds between probes. The first draws the reset, the next finds it; some clients accept five.
 _PROBE_DELAYS_S = (0.02, 0.2, 2.0)
@@ -107,7 +107,8 @@ class GatewayProtocol(H11Protocol):
         if cycle is None or cycle.response_complete or cycle.more_body:
             return None
         cycle.keep_alive = False
-        self._probe(cycle, _PROBE_DELAYS_S)
+        if cycle.scope["http_version"] != "1.0":  # which has no interim responses
+            self._probe(cycle, _PROBE_DELAYS_S)
         return True
 
     def _probe(self, cycle: RequestResponseCycle, delays_s: Sequence[float]) -> None:
