@@ -68,9 +68,8 @@ def is_public(address: str) -> bool:
         parsed = ipaddress.ip_address(address)
     except ValueError:
         return False
-    return parsed.is_global and not any(
-        parsed in block for block in _REFUSED if block.version == parsed.version
-    )
+    is_refused = any(parsed in block for block in _REFUSED if block.version == parsed.version)
+    return parsed.is_global and "%" not in address and not is_refused
 
 
 class SystemResolver:
