@@ -231,7 +231,7 @@ class WebMedia:
                 for _ in range(_MAX_REDIRECTS + 1):
                     if not self._allow_private and target.port not in (None, *_PORTS):
                         raise _Refused
-                    async with self._hosts.turn(target.host):
+                    async with self._hosts.turn(target.raw_host.decode()):
                         answer = await self._get(target, hold)
                     if isinstance(answer, bytes):
                         return answer

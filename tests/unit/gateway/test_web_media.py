@@ -322,6 +322,14 @@ async def test_slow_drip_ends_at_the_deadline():
         assert asyncio.get_running_loop().time() - start < 2
 
 
+@pytest.mark.parametrize("host", ["a" * 300, "xn--" + "9" * 300, "xn--a." * 50 + "example"])
+async def test_a_name_that_is_too_long_has_no_address(host):
+    media = WebMedia(1000)
+    with pytest.raises(Unavailable):
+        await media.fetch(f"http://{host}/")
+    await media.close()
+
+
 async def test_a_refused_connection_is_retryable():
     async with origin(b"") as (port, _):
         pass
