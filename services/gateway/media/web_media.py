@@ -29,6 +29,7 @@ from services.gateway.tenancy.tenants import ANONYMOUS, bound_tenant
 Resolver = Callable[[str, int], Coroutine[Any, Any, list[str]]]
 _MAX_URL_LENGTH = 8192
 _MAX_REDIRECTS = 3
+_MAX_ADDRESSES = 4  # of a host, that are tried
 _MAX_CONNECTIONS = 64
 _MAX_FETCHES_PER_HOST, _MAX_FETCHES_PER_TENANT = 8, 16
 # A body has this long to begin to arrive at the least rate, in bytes a second.
@@ -138,17 +139,22 @@ class _CheckedBackend(httpcore2.AsyncNetworkBackend):
         local_address: str | None = None,
         socket_options: Iterable[Any] | None = None,
     ) -> httpcore2.AsyncNetworkStream:
-        """Resolves the host, checks its addresses, and dials the first."""
+        """Resolves the host, checks its addresses, and dials the first that takes the call."""
         try:
             addresses = await self._resolve(host, port)
         except (OSError, UnicodeError) as error:
             raise httpcore2.ConnectError("the host has no address") from error
-        if not addresses:
-            raise httpcore2.ConnectError("the host has no address")
         # One private address refuses the host: an image server has public addresses only.
         if not self._allow_private and not all(map(is_public, addresses)):
             raise _Refused
-        return await self._dial(addresses[0], port, timeout)
+        dialled = addresses[:_MAX_ADDRESSES]
+        for number, address in enumerate(dialled, 1):
+            try:
+                return await self._dial(address, port, timeout)
+            except httpcore2.ConnectError:
+                if number == len(dialled):
+                    raise
+        raise httpcore2.ConnectError("the host has no address")
 
 
 class _Turns:

@@ -322,6 +322,11 @@ async def test_slow_drip_ends_at_the_deadline():
         assert asyncio.get_running_loop().time() - start < 2
 
 
+async def test_a_host_is_reached_by_another_of_its_addresses():
+    async with origin(ok(b"x")) as (port, _), web(("127.0.0.2", "127.0.0.1")) as (media, _):
+        assert await media.fetch(f"http://images.example:{port}/") == b"x"
+
+
 @pytest.mark.parametrize("host", ["a" * 300, "xn--" + "9" * 300, "xn--a." * 50 + "example"])
 async def test_a_name_that_is_too_long_has_no_address(host):
     media = WebMedia(1000)
