@@ -16,7 +16,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from services.common.errors import ContextLengthExceeded
-from services.common.model_spec import ModelSpecError
+from services.common.model_spec import ModelSpecError, read_json
 from services.gateway.tokenizer.byte_pairs import BYTE_OF_CHARACTER, BytePairs
 
 
@@ -50,7 +50,10 @@ class ModelTokenizer:
         self._added_bytes = {t.token_id: t.content.encode() for t in self.added.values()}
         _check_kind(definition)
         bare: dict[str, Any] = {"added_tokens": [], "truncation": None, "padding": None}
-        self._plain = Tokenizer.from_str(json.dumps({**definition, **bare}))
+        try:
+            self._plain = Tokenizer.from_str(json.dumps({**definition, **bare}))
+        except Exception as error:  # it has no type of its own
+            raise ModelSpecError(f"tokenizer.json: {error}") from None
         self._definition = definition
         self._fast = BytePairs.of(definition)
         vocabulary = self._plain.get_vocab()
@@ -63,12 +66,9 @@ class ModelTokenizer:
         """Reads `directory`/tokenizer.json.
 
         Raises:
-            ModelSpecError: it is missing or of an unsupported kind.
+            ModelSpecError: it is missing, malformed or of an unsupported kind.
         """
-        try:
-            return cls(json.loads((directory / "tokenizer.json").read_text(encoding="utf-8")))
-        except FileNotFoundError:
-            raise ModelSpecError(f"{directory / 'tokenizer.json'} is missing") from None
+        return cls(read_json(directory / "tokenizer.json"))
 
     def encode_text(self, text: str) -> list[int]:
         """Ids of plain text, without BOS; the name of an added token is plain text, too."""

@@ -298,6 +298,17 @@ def test_template_is_found_in_each_place(tmp_path):
     assert read_template(tmp_path) == "three"
 
 
+@pytest.mark.parametrize(
+    "content",
+    ["version https://git-lfs.github.com/spec/v1\n", "[]", '{"decoder": {"type": "ByteLevel"}}'],
+    ids=["not fetched", "no object", "no model"],
+)
+def test_a_malformed_tokenizer_is_named(tmp_path, content):
+    (tmp_path / "tokenizer.json").write_text(content)
+    with pytest.raises(ModelSpecError, match=r"tokenizer\.json"):
+        ModelTokenizer.from_directory(tmp_path)
+
+
 def test_unsupported_tokenizers_are_named():
     definition = json.loads(tokenizer_json())
     with pytest.raises(ModelSpecError, match="Metaspace"):
