@@ -13,6 +13,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import NoScriptError
 
 from services.common.security.redis_login import login
+from services.common.settings import SettingsError
 
 
 class RedisScript:
@@ -22,18 +23,26 @@ class RedisScript:
         url, password_file: of Redis, see `redis_login`.
         text: of the script; it is given one key.
         connect_timeout_s, timeout_s: of a connection, of an answer; None: the caller bounds it.
+
+    Raises:
+        SettingsError: the URL is none of Redis.
     """
 
     def __init__(
         self, url: str, password_file: Path | None, text: str,
         *, connect_timeout_s: float, timeout_s: float | None,
     ) -> None:  # fmt: skip
-        url, options = login(url, password_file)
         client: Any = Redis  # redis-py's types are partly unknown
-        self._redis = client.from_url(
-            url, protocol=2, retry=Retry(NoBackoff(), 0),
-            socket_connect_timeout=connect_timeout_s, socket_timeout=timeout_s, **options,
-        )  # fmt: skip
+        try:
+            url, options = login(url, password_file)
+            self._redis = client.from_url(
+                url, protocol=2, retry=Retry(NoBackoff(), 0),
+                socket_connect_timeout=connect_timeout_s, socket_timeout=timeout_s, **options,
+            )  # fmt: skip
+        except ValueError:  # its text may show a password
+            raise SettingsError(
+                "GATEWAY_REDIS_URL is no URL of Redis: redis://, rediss:// or unix://"
+            ) from None
         self._text = text
         self._sha = hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
         self._is_known = False

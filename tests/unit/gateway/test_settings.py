@@ -7,6 +7,7 @@ import pytest
 from services.common.model_spec import ModelSpecError
 from services.common.settings import SettingsError
 from services.gateway.app import create_gateway
+from services.gateway.redis_script import RedisScript
 from services.gateway.settings import GatewaySettings
 
 GOOD = {
@@ -93,3 +94,13 @@ def test_off_loopback_a_gateway_needs_keys_or_is_told_to_serve_everybody(host, t
         # The next thing that is wrong is the model, of which there is none.
         with pytest.raises(ModelSpecError):
             create_gateway(GatewaySettings.from_environment(given | more))
+
+
+@pytest.mark.parametrize(
+    "url", ["localhost:6379", "http://h", "redis://:se/cret@h", "redis://[::1"]
+)
+@pytest.mark.parametrize("password_file", [None, Path("/password")])
+def test_what_is_no_url_of_redis_is_named_without_its_password(url, password_file):
+    with pytest.raises(SettingsError, match="GATEWAY_REDIS_URL") as refused:
+        RedisScript(url, password_file, "", connect_timeout_s=1, timeout_s=1)
+    assert "se/cret" not in str(refused.value)
