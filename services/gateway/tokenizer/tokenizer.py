@@ -6,14 +6,13 @@ it. A tokenizer.json of another kind than byte-level BPE is a `ModelSpecError` a
 """
 
 import json
-import unicodedata
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, normalizers
 
 from services.common.errors import ContextLengthExceeded
 from services.common.model_spec import ModelSpecError, read_json
@@ -58,7 +57,9 @@ class ModelTokenizer:
         self._fast = BytePairs.of(definition)
         vocabulary = self._plain.get_vocab()
         self.max_token_bytes = max(map(len, vocabulary))
-        self._nfc = _kind(definition, "normalizer") == "NFC"
+        is_nfc = _kind(definition, "normalizer") == "NFC"
+        # Not `unicodedata`'s, which takes the square of a run of combining characters.
+        self._nfc = normalizers.NFC() if is_nfc else None
         self._bytes: dict[int, bytes] = {}
 
     @classmethod
@@ -97,8 +98,8 @@ class ModelTokenizer:
         bound = max_tokens * self.max_token_bytes
         if len(text) * 4 <= bound:
             return
-        if self._nfc:
-            text = unicodedata.normalize("NFC", text)
+        if self._nfc is not None:
+            text = self._nfc.normalize_str(text)
         if len(text.encode()) > bound:
             raise ContextLengthExceeded(
                 f"the prompt is longer than the model's context of {max_tokens} tokens",

@@ -3,6 +3,7 @@
 
 import json
 import random
+import time
 
 import jinja2
 import pytest
@@ -237,6 +238,13 @@ def test_text_that_cannot_fit_is_refused_untokenized(prompts, tokenizer):
         render(prompts, [{"role": "user", "content": content}], {}, 100)
     # Composed, this is a third as long and fits.
     tokenizer.check_length("e\u0301" * 100, 200 // tokenizer.max_token_bytes + 1)
+
+
+def test_a_long_run_of_combining_characters_is_measured_at_once(tokenizer):
+    start = time.process_time()
+    with pytest.raises(ContextLengthExceeded):
+        tokenizer.check_length("a" + "\u0300\u0327" * 50_000, 100)
+    assert time.process_time() - start < 0.5
 
 
 def test_template_refusal_is_a_400(spec, tokenizer):
