@@ -148,9 +148,11 @@ def test_a_head_size_that_is_null_agrees(tmp_path: Path) -> None:
     assert Pair(oracle).error(oracle.prompt(23)) < TOLERANCE
 
 
-def test_a_window_as_long_as_the_served_context_agrees(tmp_path: Path) -> None:
-    config = CONFIGS["mistral-wide-heads"]()
+@pytest.mark.parametrize("name", ["mistral-wide-heads", "qwen3-moe-biases-tied"])
+def test_a_window_as_long_as_the_served_context_agrees(name: str, tmp_path: Path) -> None:
+    config = CONFIGS[name]()
     config.sliding_window = 64
+    config.use_sliding_window = True
     oracle = make_text_oracle(config, tmp_path)
     pair = Pair(oracle, max_model_len=64)
     assert pair.error(oracle.prompt(64)) < TOLERANCE
@@ -160,9 +162,10 @@ def test_a_window_as_long_as_the_served_context_agrees(tmp_path: Path) -> None:
         Harness(tmp_path, max_model_len=None)
 
 
-def test_control_a_window_is_not_the_whole_context(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["mistral-wide-heads", "qwen3-moe-biases-tied"])
+def test_control_a_window_is_not_the_whole_context(name: str, tmp_path: Path) -> None:
     """If it were, refusing it would be needless."""
-    config = CONFIGS["mistral-wide-heads"]()
+    config = CONFIGS[name]()
     config.sliding_window = 16
     oracle = make_text_oracle(config, tmp_path)
     rewritten(oracle, lambda fields: fields.update(sliding_window=None))

@@ -234,11 +234,15 @@ def read_rope(
     return unscaled if kind == "default" else _scaled(unscaled, kind, given, config)
 
 
-def qwen_sliding_window(config: Mapping[str, Any]) -> int | None:
-    """The window of a Qwen config's layers; None: `use_sliding_window` is off, or none has it."""
-    window = config.get("sliding_window", 4096)
-    if not config.get("use_sliding_window", False) or window is None:
-        return None
+def qwen_sliding_window(config: Mapping[str, Any], *, by_layer: bool = True) -> int | None:
+    """The window of a Qwen config's layers; None: `use_sliding_window` is off, or none has it.
+
+    Args:
+        by_layer: `layer_types` or `max_window_layers` say which layers have it; else all do.
+    """
+    window = config.get("sliding_window", 4096) if config.get("use_sliding_window") else None
+    if window is None or not by_layer:
+        return window
     layers = config.get("layer_types")
     if layers is None:
         has_window = config.get("max_window_layers", 28) < config["num_hidden_layers"]

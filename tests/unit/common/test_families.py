@@ -255,6 +255,14 @@ def test_a_qwen_sliding_window_counts_where_a_layer_has_it(
         assert read(tmp_path, config, **changes).text.sliding_window == expected
 
 
+def test_a_window_of_qwen3_moe_is_that_of_all_layers(tmp_path: Path) -> None:
+    window = {"use_sliding_window": True, "sliding_window": 64}
+    for changes in (window, window | {"max_window_layers": 48}):
+        assert read(tmp_path, QWEN3_MOE, **changes).text.sliding_window == 64
+    for off in ({"use_sliding_window": False}, {"sliding_window": None}):
+        assert read(tmp_path, QWEN3_MOE, **window | off).text.sliding_window is None
+
+
 def test_eos_ids_of_both_files(tmp_path: Path) -> None:
     assert read(tmp_path, LLAMA).eos_token_ids == (128001, 128008, 128009)
     assert read(tmp_path, QWEN2, {"eos_token_id": [151645, 151643]}).eos_token_ids == (
