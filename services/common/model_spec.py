@@ -259,7 +259,7 @@ class QuantizationSpec:
         packing: how files hold integers and e2m1.
         group_size: columns that share a scale; 0: all of them.
         symmetric: files hold no zero points, or those of the middle alone.
-        has_input_scale: files hold a scale for activations, too, which is not needed.
+        has_input_scale: files may hold a scale for activations, too, which is not needed.
         at_load: files hold floats, which are quantized while they are read.
         ignored: modules that stay unquantized: checkpoint names of modules or of their parents,
             or `re:` patterns.

@@ -147,7 +147,7 @@ def _read(config: Mapping[str, Any]) -> QuantizationSpec:
 
 def _modelopt(config: Mapping[str, Any]) -> QuantizationSpec:
     """NVFP4 as NVIDIA's ModelOpt writes it, of which the weights are used."""
-    _expect("quant_algo", config.get("quant_algo"), "NVFP4")
+    _expect("quant_algo", config.get("quant_algo"), "NVFP4", "W4A16_NVFP4")
     _expect("group_size", config.get("group_size", 16), 16)
     ignored = _names("ignore", config.get("ignore") or ())
     return QuantizationSpec(

@@ -23,6 +23,8 @@ from tests.parity.test_moe_fp8 import is_quantized
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
+_OF_INPUTS = ("input_scale", "input_global_scale")
+
 
 model, text = fixtures(write)
 
@@ -30,6 +32,17 @@ model, text = fixtures(write)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_logits_are_those_of_the_dequantized_checkpoint(model: Quantized, name: str) -> None:
     model.check(name)
+
+
+@pytest.mark.parametrize("name", ["nvfp4-inputs", "modelopt", "weights alone"])
+def test_scales_of_activations_may_be_missing(text: Quantized, name: str) -> None:
+    """As in files for kernels that leave activations as they are."""
+    directory, meant = text.write(
+        "modelopt" if name == "weights alone" else name,
+        change=lambda key, tensor: None if key.endswith(_OF_INPUTS) else tensor,
+        config=MODELOPT | {"quant_algo": "W4A16_NVFP4"} if name == "weights alone" else None,
+    )
+    assert error(text.ours(directory), text.expected(meant)) < TOLERANCE
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

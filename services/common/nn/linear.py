@@ -51,7 +51,7 @@ class TensorLayout:
         name: what follows the module's name in the files, such as `weight_scale_inv`; "": the
             files hold none, and another's `quantize` fills the parameter.
         parameter: of the layer; "": the tensor fills none, and is what `required` says, or of no
-            use.
+            use, and may be missing.
         axes: of the tensor; a number is a size that does not depend on the matrix; None: 1.
         stored: dtypes that the files may hold.
         dtype: of the parameter; None: the model's.

@@ -67,6 +67,11 @@ class _Source:
     otherwise: str = ""  # what it means if it does not
     quantize: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None  # see `TensorLayout`
 
+    @property
+    def is_read(self) -> bool:
+        """Whether the tensor is needed; one that is not may be missing."""
+        return bool(self.parameter) or self.required is not None
+
 
 def materialize(module: nn.Module, device: torch.device | str, dtype: torch.dtype) -> None:
     """Gives a `meta` module memory: float32 parameters become `dtype`, others keep theirs, as do
@@ -122,6 +127,7 @@ def load_weights(
     _check(sources, checkpoint, weight_map, spec)
     materialize(module, device, dtype)
     parameters = dict(module.named_parameters())
+    sources = [source for source in sources if source.is_read]
     with checkpoint.reader() as reader:
         copier = _Copier(reader, torch.device(device))
         paths = sorted({checkpoint.tensors[source.name].path for source in sources})
@@ -133,7 +139,8 @@ def load_weights(
                     scale = source.parameter.rpartition(".")[0] + ".weight_scale"
                     filled.append(parameters[scale].data[source.place])
                 copier.fill(filled, source)
-            elif source.required is not None:
+            else:
+                assert source.required is not None
                 wanted, values = source.required(), reader.read(source.name, source.cut)
                 if not values.to(wanted.dtype).equal(wanted):
                     raise CheckpointError(
@@ -322,7 +329,7 @@ def _check(
 ) -> None:
     wanted = {source.name: source for source in sources}
     present = checkpoint.tensors
-    missing = sorted(set(wanted) - set(present))
+    missing = sorted(name for name in wanted if wanted[name].is_read and name not in present)
     unexpected = [
         name
         for name in present
