@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar, Literal, cast
 
@@ -303,12 +304,20 @@ class QuantizationSpec:
 
 
 def _names_module(patterns: tuple[str, ...], module: str) -> bool:
-    return any(
-        re.match(pattern[3:], module) is not None
-        if pattern.startswith("re:")
-        else f".{pattern}." in f".{module}."
-        for pattern in patterns
-    )
+    """Whether a name is the module's, or consecutive parts of it; or a `re:` pattern fits."""
+    names, expressions = _split(patterns)
+    if any(expression.match(module) for expression in expressions):
+        return True
+    parts = module.split(".")
+    ends = range(1, len(parts) + 1)
+    return any(".".join(parts[start:end]) in names for end in ends for start in range(end))
+
+
+@cache
+def _split(patterns: tuple[str, ...]) -> tuple[frozenset[str], list[re.Pattern[str]]]:
+    """Names, and `re:` patterns. Files with experts have 10^5 modules, and lists of hundreds."""
+    expressions = [re.compile(each[3:]) for each in patterns if each.startswith("re:")]
+    return frozenset(each for each in patterns if not each.startswith("re:")), expressions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
