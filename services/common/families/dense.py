@@ -129,6 +129,9 @@ def read_text(
     if rope.kind == "yarn":
         positions = max(positions, int(rope.factor * rope.original_max_position_embeddings))
     bias = bool(config.get("attention_bias", False))
+    qkv_bias = bias if qkv_bias is None else qkv_bias
+    expect_given(config, "use_qk_norm", qk_norm)  # transformers does so, whatever they say
+    expect_given(config, "qkv_bias", qkv_bias)
     no_mlp = None if moe is None else moe.shared_intermediate_size or moe.intermediate_size
     return TextSpec(
         vocab_size=_size(config, "vocab_size"),
@@ -143,7 +146,7 @@ def read_text(
         max_position_embeddings=positions,
         tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
         qk_norm=qk_norm,
-        qkv_bias=bias if qkv_bias is None else qkv_bias,
+        qkv_bias=qkv_bias,
         o_bias=bias if o_bias is None else o_bias,
         mlp_bias=mlp_bias,
         sliding_window=sliding_window,
@@ -308,6 +311,12 @@ def _refuse_unsupported(config: Mapping[str, Any], *, has_experts: bool) -> None
         raise UnsupportedOption(
             f"layer_types {', '.join(unknown)} is not supported; supported: full_attention"
         )
+
+
+def expect_given(config: Mapping[str, Any], name: str, *served: object) -> None:
+    """`expect` of an option that may be absent or null."""
+    if config.get(name) is not None:
+        expect(name, config[name], *served)
 
 
 def expect(name: str, value: object, *served: object) -> None:

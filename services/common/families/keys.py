@@ -31,16 +31,18 @@ READ: dict[str, frozenset[str]] = {
         """
         architectures attention_bias attn_output_gate compression_config
         decoder_sparse_step eos_token_id full_attention_interval head_dim hidden_act
-        hidden_size image_token_id intermediate_size layer_scale layer_types
+        hidden_size image_token_id intermediate_size language_model_only layer_scale
+        layer_types
         linear_conv_kernel_dim linear_key_head_dim linear_num_key_heads
         linear_num_value_heads linear_value_head_dim mamba_ssm_dtype
         max_position_embeddings max_window_layers mlp_bias mlp_only_layers
         moe_intermediate_size n_routed_experts norm_topk_prob num_attention_heads
         num_experts num_experts_per_tok num_hidden_layers num_key_value_heads
         num_local_experts original_max_position_embeddings output_gate_type
-        partial_rotary_factor quantization_config rms_norm_eps rope_parameters
+        partial_rotary_factor qkv_bias quantization_config rms_norm_eps rope_parameters
         rope_scaling rope_theta shared_expert_intermediate_size sliding_window
-        text_config tie_word_embeddings use_sliding_window video_token_id vision_config
+        text_config tie_word_embeddings use_qk_norm use_sliding_window video_token_id
+        vision_config
         vision_end_token_id vision_start_token_id vocab_size
         """
     ),

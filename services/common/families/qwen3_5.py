@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from services.common.families.dense import (
     QWEN_CONVERSATION,
-    expect,
+    expect_given,
     read_model,
     read_text,
     text_checkpoint,
@@ -47,6 +47,7 @@ def read_parts(
     if "text_config" not in config:
         names = text_checkpoint()
         return None, replace(names, ignored=(*names.ignored, _MTP, "model.visual."))
+    expect_given(config, "language_model_only", False)
     if config["vision_config"].get("deepstack_visual_indexes"):
         raise UnsupportedOption("deepstack_visual_indexes is not supported; supported: none")
     names = text_checkpoint("model.language_model.", "model.visual.")
@@ -116,5 +117,4 @@ def _refuse_unsupported(config: Mapping[str, Any]) -> None:
         ("layer_scale", (False,)),
         ("mlp_only_layers", ([],)),
     ):
-        if config.get(name) is not None:
-            expect(name, config[name], *supported)
+        expect_given(config, name, *supported)

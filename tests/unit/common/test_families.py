@@ -306,6 +306,8 @@ SCALING = {"factor": 2.0, "original_max_position_embeddings": 4096}
         (LLAMA, {"rope_scaling": LLAMA["rope_scaling"] | {"high_freq_factor": 1}},
          "high_freq_factor 1"),
         (LLAMA, {"head_dim": 63}, "head_dim 63"),
+        (QWEN3_MOE, {"use_qk_norm": False}, "use_qk_norm False"),
+        (QWEN3_MOE, {"qkv_bias": True}, "qkv_bias True"),
         (QWEN2, {"quantization_config": {"quant_method": "aqlm"}}, "quant_method 'aqlm'"),
     ],
 )  # fmt: skip
@@ -442,6 +444,15 @@ def test_qwen3_5_defaults_are_those_of_transformers(tmp_path: Path) -> None:
 def test_qwen3_5_refuses_by_name(tmp_path: Path, changes: dict, named: str) -> None:
     with pytest.raises(UnsupportedOption, match=named):
         read_qwen3_5(tmp_path, **changes)
+
+
+def test_qwen3_5_that_is_to_do_without_its_tower_is_refused(tmp_path: Path) -> None:
+    read_qwen3_5(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    for value in (None, False):  # as published
+        assert read(tmp_path, config, language_model_only=value).vision is not None
+    with pytest.raises(UnsupportedOption, match="language_model_only True"):
+        read(tmp_path, config, language_model_only=True)
 
 
 def test_qwen3_5_serves_the_other_name_of_its_gate(tmp_path: Path) -> None:
