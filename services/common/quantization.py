@@ -36,10 +36,11 @@ _OTHER_NAMES = {"w_bit": "bits", "q_group_size": "group_size", "exclude_modules"
 AT_LOAD = ("fp8",)
 # Few weights, on which much depends: the head, routers, and gates of linear attention.
 _LEFT_AT_LOAD = ("lm_head", "mlp.gate", "shared_expert_gate", "in_proj_a", "in_proj_b")
+_PACKINGS = ("version", "checkpoint_format", "format")  # options that name one
 # Decide how weights are read: what two files say of them must be equal.
 _DECISIVE = (
-    "quant_method", "bits", "group_size", "desc_act", "sym", "checkpoint_format", "zero_point",
-    "version", "dynamic", "lm_head", "modules_to_not_convert", "quant_algo", "kv_cache_quant_algo",
+    *_PACKINGS, "quant_method", "bits", "group_size", "desc_act", "sym", "zero_point", "dynamic",
+    "lm_head", "modules_to_not_convert", "quant_algo", "kv_cache_quant_algo",
 )  # fmt: skip
 
 
@@ -122,8 +123,9 @@ def _sources(
 
 
 def _normalised(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    version = config.get("version")
-    return {**config, "version": version.lower() if isinstance(version, str) else version}
+    """Names of packings in lower case."""
+    packings = {key: config[key] for key in _PACKINGS if isinstance(config.get(key), str)}
+    return {**config, **{key: name.lower() for key, name in packings.items()}}
 
 
 def _read(config: Mapping[str, Any]) -> QuantizationSpec:
@@ -161,7 +163,9 @@ def _modelopt(config: Mapping[str, Any]) -> QuantizationSpec:
 
 def _awq(config: Mapping[str, Any]) -> QuantizationSpec:
     """Four bits as AutoAWQ packs them for its `gemm` kernels."""
-    _expect("version", config.get("version", "gemm"), "gemm")
+    _expect_packing(config, ("version", "format", "checkpoint_format"), "gemm")
+    if config.get("backend") == "llm-awq":  # another packing, as transformers reads it
+        raise UnsupportedOption("quantization_config: backend 'llm-awq' is not supported")
     _expect("bits", config.get("bits"), 4)
     return QuantizationSpec(
         format="w4a16",
@@ -192,8 +196,7 @@ def _gptq(config: Mapping[str, Any]) -> QuantizationSpec:
 
 
 def _gptq_options(config: Mapping[str, Any]) -> QuantizationSpec:
-    checkpoint_format = config.get("checkpoint_format", "gptq")
-    _expect("checkpoint_format", checkpoint_format, "gptq", "gptq_v2")
+    packing = _expect_packing(config, ("checkpoint_format", "format"), "gptq", "gptq_v2")
     _expect("bits", config.get("bits"), 4, 8)
     _expect("desc_act", config.get("desc_act", False), False)
     _expect("sym", config.get("sym", True), True)
@@ -201,9 +204,21 @@ def _gptq_options(config: Mapping[str, Any]) -> QuantizationSpec:
     _expect("is_marlin_format", config.get("is_marlin_format", False), False)
     return QuantizationSpec(
         format="w4a16" if config.get("bits") == 4 else "w8a16",
-        packing=cast("Packing", checkpoint_format),
+        packing=cast("Packing", packing),
         group_size=_group_size(config.get("group_size")),
     )
+
+
+def _expect_packing(config: Mapping[str, Any], names: tuple[str, ...], *served: str) -> str:
+    """How the files are packed; the first of `served` if they do not say.
+
+    Args:
+        names: of the option; the older ones come first, as in transformers.
+    """
+    name = next((name for name in names if config.get(name) is not None), "")
+    packing = config.get(name, served[0])
+    _expect(name, packing, *served)
+    return packing
 
 
 def _group_size(value: object) -> int:

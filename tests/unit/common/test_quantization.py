@@ -271,6 +271,10 @@ def test_packed_integers_are_read(name: str) -> None:
         (gptq(128, desc_act=True), "desc_act True"),
         (gptq(128, sym=False), "sym False"),
         (gptq(128, checkpoint_format="marlin"), "checkpoint_format 'marlin'"),
+        (gptq(128, checkpoint_format=None, format="marlin"), "format 'marlin'"),
+        (awq(128, version=None, format="gemv_fast"), "format 'gemv_fast'"),
+        (awq(128, version=None, checkpoint_format="gemv"), "checkpoint_format 'gemv'"),
+        (awq(128, backend="llm-awq"), "backend 'llm-awq'"),
         (gptq(128, pack_dtype="int16"), "pack_dtype 'int16'"),
         (gptq(128, dynamic={"+:.*up_proj": {"desc_act": True}}), "desc_act True"),
         (gptq(128, dynamic={"-:(": {}}), r"dynamic '-:\('"),
@@ -284,6 +288,23 @@ def test_packed_integers_are_read(name: str) -> None:
 def test_other_packed_integers_are_refused_by_name(config: dict, named: str) -> None:
     with pytest.raises(ModelSpecError, match=named):
         read_quantization({"quantization_config": config})
+
+
+@pytest.mark.parametrize(
+    ("names", "packing"),
+    [
+        ({"format": "gptq_v2"}, "gptq_v2"),
+        ({"format": "GPTQ_V2"}, "gptq_v2"),
+        ({"format": "gptq", "checkpoint_format": "gptq_v2"}, "gptq_v2"),
+        ({"format": "gptq"}, "gptq"),
+        ({}, "gptq"),
+    ],
+)
+def test_either_name_of_a_packing_is_read(names: dict, packing: str) -> None:
+    """GPTQModel writes the newer name; transformers writes both and reads the older one first."""
+    config = gptq(128, checkpoint_format=None) | names
+    spec = read_quantization({"quantization_config": config})
+    assert spec is not None and spec.packing == packing
 
 
 def test_gptq_rules_are_read_in_order() -> None:
