@@ -266,7 +266,7 @@ class QuantizationSpec:
             or `re:` patterns.
         targets: modules that are quantized, in the same words; empty: every linear layer.
         others: of further groups of modules, where a checkpoint mixes formats.
-        fp8_cache: the files hold scales for a KV cache in e4m3, which they ask for.
+        fp8_cache: the files ask for a KV cache in e4m3, and may hold its scales.
     """
 
     format: WeightFormat

@@ -180,6 +180,21 @@ def test_a_measured_scale_follows_the_values(model: Quantized) -> None:
     assert distance(model.run(second), exact) > 2 * distance(found, exact)
 
 
+@pytest.mark.parametrize("kind", ["tensor", "modelopt"])
+def test_scales_that_the_files_ask_for_and_do_not_hold_are_measured(
+    model: Quantized, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As ModelOpt writes them where it casts keys and values, and has not calibrated."""
+    directory, weights, _ = written(model, kind)
+    path = directory / "model.safetensors"
+    tensors = load_file(path)
+    save_file({k: v for k, v in tensors.items() if not k.endswith(("k_scale", "v_scale"))}, path)
+    harness = Harness(directory)
+    assert "hold no scales" in caplog.text
+    assert harness.runner.computer._state.kv_cache.dtype == E4M3
+    assert distance(model.run(harness), model.expected(weights)) < STATED_ERROR
+
+
 def test_twice_as_many_tokens_fit(model: Quantized) -> None:
     directory, budget = model.directory / "source", {"kv_cache_bytes": 1 << 20, "max_model_len": 64}
     wide = Harness(directory, dtype="bfloat16", **budget).runner.info

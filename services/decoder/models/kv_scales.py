@@ -5,6 +5,7 @@ one forward of random tokens, with room above the largest value: e4m3 has 15 oct
 and values need fewer.
 """
 
+import logging
 from dataclasses import replace
 from typing import Any
 
@@ -27,12 +28,16 @@ _HEADROOM = 8.0  # above the largest measured value
 _LARGEST = 448.0  # of e4m3
 _LEAST = 2.0**-40  # of a head that is always zero
 
+log = logging.getLogger(__name__)
+
 
 def read_scales(model: Transformer, spec: ModelSpec, checkpoint: Checkpoint) -> None:
-    """Reads the scales of all layers, which the loader of weights then ignores.
+    """Reads the scales of all layers, which the loader of weights then ignores. Some producers ask
+    for a cache in e4m3 and write no scales at all: these are left to be measured.
 
     Raises:
-        CheckpointError: names those that are missing, or that are no scales of this model.
+        CheckpointError: names those that are missing beside others, or that are no scales of this
+            model.
     """
     prefix = spec.checkpoint.text_prefix
     read: set[str] = set()
@@ -52,6 +57,13 @@ def read_scales(model: Transformer, spec: ModelSpec, checkpoint: Checkpoint) -> 
                          for name in names]  # fmt: skip
                 attention.kv_scales = _power_of_two(torch.stack(parts))
             read.update(names)
+    if len(missing) == len(read):
+        log.warning(
+            "%s: quantization_config asks for a KV cache in e4m3, and the files hold no scales of "
+            "it; they are measured",
+            checkpoint.directory,
+        )
+        return
     if missing:
         raise CheckpointError(
             f"{checkpoint.directory}: scales of the KV cache that quantization_config promises are "
