@@ -264,6 +264,8 @@ class QuantizationSpec:
         at_load: files hold floats, which are quantized while they are read.
         ignored: modules that stay unquantized: checkpoint names of modules or of their parents,
             or `re:` patterns.
+        has_whole_names: names are those of modules, not of their parents: some files name a parent
+            for its own parameters, and quantize modules in it.
         targets: modules that are quantized, in the same words; empty: every linear layer.
         others: of further groups of modules, where a checkpoint mixes formats.
         fp8_cache: the files ask for a KV cache in e4m3, and may hold its scales.
@@ -278,6 +280,7 @@ class QuantizationSpec:
     has_input_scale: bool = False
     at_load: bool = False
     ignored: tuple[str, ...] = ()
+    has_whole_names: bool = False
     targets: tuple[str, ...] = ()
     others: tuple["QuantizationSpec", ...] = ()
     fp8_cache: bool = False
@@ -298,16 +301,19 @@ class QuantizationSpec:
 
     def applies_to(self, module: str) -> bool:
         """Whether a linear layer of that checkpoint name should be quantized."""
-        if self.targets and not _names_module(self.targets, module):
+        if self.targets and not self._is_named(self.targets, module):
             return False
-        return not _names_module(self.ignored, module)
+        return not self._is_named(self.ignored, module)
+
+    def _is_named(self, patterns: tuple[str, ...], module: str) -> bool:
+        names, expressions = _split(patterns)
+        if any(expression.match(module) for expression in expressions):
+            return True
+        return module in names if self.has_whole_names else _has_part(module, names)
 
 
-def _names_module(patterns: tuple[str, ...], module: str) -> bool:
-    """Whether a name is the module's, or consecutive parts of it; or a `re:` pattern fits."""
-    names, expressions = _split(patterns)
-    if any(expression.match(module) for expression in expressions):
-        return True
+def _has_part(module: str, names: frozenset[str]) -> bool:
+    """Whether consecutive parts of a module's name are one of the names."""
     parts = module.split(".")
     ends = range(1, len(parts) + 1)
     return any(".".join(parts[start:end]) in names for end in ends for start in range(end))

@@ -259,7 +259,12 @@ def _compressed_tensors(config: Mapping[str, Any]) -> QuantizationSpec:
         targets.setdefault(_scheme(name, group, config.get("format")), []).extend(given)
     ignored = _names("ignore", config.get("ignore") or ())
     found = [
-        replace(scheme, ignored=ignored, targets=() if "Linear" in names else tuple(names))
+        replace(
+            scheme,
+            ignored=ignored,
+            has_whole_names=True,
+            targets=() if "Linear" in names else tuple(names),
+        )
         for scheme, names in targets.items()
     ]
     if sum(not group.targets for group in found) > 1:

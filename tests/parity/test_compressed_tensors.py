@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from services.common.quantization import read_quantization
 from tests.parity.oracle import largest_difference as error
 from tests.parity.quantized import SHAPES, Quantized
 from tests.parity.test_int8 import weight_only
@@ -26,8 +27,11 @@ from compressed_tensors.quantization import (
 from compressed_tensors.quantization.lifecycle.forward import dequantize
 from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES
 from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
+from compressed_tensors.utils.match import is_match
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+
+METHOD = "compressed-tensors"
 
 
 def scheme(file_format: str, weights: dict, inputs: dict | None = None) -> QuantizationScheme:
@@ -82,7 +86,7 @@ def write(source: Path, directory: Path, name: str) -> dict[str, Tensor]:
         return compressor.decompress(made, chosen)["weight"].float(), made
 
     return write_quantized(
-        source, directory, {"quant_method": "compressed-tensors"} | config, quantized, is_of_layers
+        source, directory, {"quant_method": METHOD} | config, quantized, is_of_layers
     )
 
 
@@ -115,3 +119,26 @@ def test_logits_are_those_of_the_librarys_weights(
     assert error(model.ours(directory), expected) < TOLERANCE
     differs = error(model.expected(model.original), expected)
     assert differs > (0.02 if name.startswith(("w8", "int8")) else CLEARLY_WRONG)
+
+
+@pytest.mark.parametrize(
+    "ignored",
+    [
+        # A module's own parameters are not quantized, and projections in it are.
+        ["model.layers.0.linear_attn", "model.layers.0.linear_attn.norm"],
+        ["model.layers.0.linear_attn.out_proj", "lm_head"],
+        ["re:.*linear_attn.*"],
+        ["model.layers.0"],
+    ],
+)
+def test_ignored_names_are_those_that_the_library_means(ignored: list[str]) -> None:
+    chosen = SCHEMES["w4a16-64"]
+    config = QuantizationConfig(
+        config_groups={"group_0": chosen}, format=chosen.format, ignore=ignored
+    ).model_dump(mode="json")
+    spec = read_quantization({"quantization_config": {"quant_method": METHOD} | config})
+    assert spec is not None
+    for name in ("linear_attn.out_proj", "linear_attn.in_proj_qkv", "mlp.up_proj"):
+        module = f"model.layers.0.{name}"
+        meant = is_match(module, torch.nn.Linear(1, 1), ["Linear"], ignored)
+        assert spec.applies_to(module) == meant

@@ -63,6 +63,11 @@ def test_names_and_patterns_say_what_is_quantized() -> None:
     assert spec is not None
     assert not spec.applies_to("x.q_proj") and spec.applies_to("x.k_proj")
     assert not spec.applies_to("a.b") and spec.applies_to("a.bc")
+    # The library names linear attention for its own parameters, beside what it quantizes in it.
+    spec = read_quantization({"quantization_config": compressed(ignore=["layers.0.linear_attn"])})
+    assert spec is not None
+    assert spec.applies_to("layers.0.linear_attn.in_proj_qkv")
+    assert not spec.applies_to("layers.0.linear_attn")
 
 
 def test_targets_other_than_linear_are_patterns() -> None:
