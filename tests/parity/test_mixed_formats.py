@@ -3,7 +3,9 @@ model with dequantized weights, and each layer gets the kernels of its own forma
 tolerance as in test_fp8.py.
 """
 
+import re
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -12,12 +14,13 @@ import torch
 from torch import Tensor
 
 from services.common.nn.checkpoint import CheckpointError
-from tests import int8_checkpoints, packed_checkpoints
+from tests import fp4_checkpoints, int8_checkpoints, packed_checkpoints
 from tests.decoder_harness import Harness
 from tests.fp8_checkpoints import FP8_BLOCK, compressed, write
 from tests.int8_checkpoints import INT8
 from tests.parity.oracle import EOS_ID, VOCAB_SIZE, Oracle
 from tests.parity.oracle import largest_difference as error
+from tests.parity.qwen3_5_oracle import CONFIGS, make_qwen3_5
 from tests.parity.test_int8 import weight_only
 from tests.parity.test_language_model import CLEARLY_WRONG, TOLERANCE
 from tests.parity.test_moe_fp8 import Model as ExpertsModel
@@ -165,6 +168,51 @@ def test_experts_in_4_bit_beside_attention_in_another_format(
     if rest == "int8":  # the weights alone: test_int8.py has quantized inputs
         weight_only(monkeypatch)
     assert error(model.ours(), model.expected(meant)) < TOLERANCE
+
+
+def test_qwen3_5_as_its_nvfp4_builds_are_published(tmp_path: Path) -> None:
+    """MLPs in e2m1 but for the last one's, which two groups name; the rest and the head in FP8; and
+    linear attention on the list of what is ignored, for its own parameters.
+    """
+    tiny = replace(CONFIGS["odd-heads-repeated-thrice"], hidden=192, layers=4)
+    oracle = make_qwen3_5(tiny, tmp_path / "source")
+    part = r"re:.*(self_attn\.[qkvo]_proj|linear_attn\.(in_proj_qkv|in_proj_z|out_proj))$"
+    packed = fp4_checkpoints.compressed("nvfp4", inputs=True)["config_groups"]["group_0"]
+    targets = [part, "re:.*lm_head", r"re:.*layers\.3\.mlp\..*"]
+    groups = {
+        "group_0": compressed()["config_groups"]["group_0"]
+        | {"targets": targets, "format": "float-quantized"},
+        "group_1": packed | {"targets": [r"re:.*mlp\..*"], "format": "nvfp4-pack-quantized"},
+    }
+    linear = [f"model.language_model.layers.{index}.linear_attn" for index in range(3)]
+    ignored = [*linear, *(f"{name}.{part}" for name in linear for part in ("norm", "in_proj_a"))]
+    ignored += ["re:.*visual.*", "re:.*in_proj_b$", "re:^mtp.*"]
+    config = compressed() | {
+        "format": "mixed-precision", "config_groups": groups, "ignore": ignored
+    }  # fmt: skip
+
+    def is_e2m1(module: str) -> bool:
+        return "language_model" in module and ".mlp." in module and "layers.3" not in module
+
+    def is_fp8(module: str) -> bool:
+        return any(re.match(target[3:], module) for target in targets)
+
+    first, second = tmp_path / "first", tmp_path / "second"
+    meant = fp4_checkpoints.write(
+        oracle.directory, first, "nvfp4-inputs", modules=is_e2m1, config=config
+    )
+    again = write(first, second, "compressed-channel", modules=is_fp8, config=config)
+    meant |= {key: again[key] for key in meant if is_fp8(key.removesuffix(".weight"))}
+    meant = {key: tensor for key, tensor in meant.items() if not key.startswith("mtp.")}
+    original = oracle.answer(oracle.prompt(40)).logits
+    oracle.model.load_state_dict(meant)
+    logits = oracle.answer(oracle.prompt(40)).logits
+    assert error(original, logits) > CLEARLY_WRONG
+    harness = Harness(second)
+    formats = [x.mlp.down_proj.weight_format for x in harness.runner.computer._model.layers]
+    assert formats == ["nvfp4", "nvfp4", "nvfp4", "fp8_channel"]
+    found = harness.prompt_logits(harness.start(oracle.prompt(40).token_ids), None)
+    assert error(found, logits) < TOLERANCE
 
 
 def test_a_group_whose_files_are_of_another_is_an_error(tmp_path: Path) -> None:
