@@ -17,6 +17,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -127,28 +128,38 @@ def load_weights(
     _check(sources, checkpoint, weight_map, spec)
     materialize(module, device, dtype)
     parameters = dict(module.named_parameters())
-    sources = [source for source in sources if source.is_read]
+    by_file: dict[Path, list[_Source]] = {}
+    for source in sources:
+        if source.is_read:
+            by_file.setdefault(checkpoint.tensors[source.name].path, []).append(source)
     with checkpoint.reader() as reader:
         copier = _Copier(reader, torch.device(device))
-        paths = sorted({checkpoint.tensors[source.name].path for source in sources})
-        for source in sorted(sources, key=lambda each: checkpoint.tensors[each.name].path):
-            log_progress("weights", paths.index(checkpoint.tensors[source.name].path), len(paths))
-            if source.parameter:
-                filled = [parameters[source.parameter].data[source.place]]
-                if source.quantize is not None:
-                    scale = source.parameter.rpartition(".")[0] + ".weight_scale"
-                    filled.append(parameters[scale].data[source.place])
-                copier.fill(filled, source)
-            else:
-                assert source.required is not None
-                wanted, values = source.required(), reader.read(source.name, source.cut)
-                if not values.to(wanted.dtype).equal(wanted):
-                    raise CheckpointError(
-                        f"{checkpoint.directory}: {source.name}: {source.otherwise}"
-                    )
+        for done, path in enumerate(sorted(by_file)):
+            for source in by_file[path]:
+                log_progress("weights", done, len(by_file))
+                if source.parameter:
+                    copier.fill(_filled_by(source, parameters), source)
+                elif not _is_as_required(source, reader):
+                    what = f"{source.name}: {source.otherwise}"
+                    raise CheckpointError(f"{checkpoint.directory}: {what}")
         copier.finish()
-    log_progress("weights", len(paths), len(paths))
+    log_progress("weights", len(by_file), len(by_file))
     process(module)
+
+
+def _filled_by(source: _Source, parameters: Mapping[str, nn.Parameter]) -> list[Tensor]:
+    """The part of a parameter, and that of its scales if it is quantized on the way."""
+    names = [source.parameter]
+    if source.quantize is not None:
+        names.append(source.parameter.rpartition(".")[0] + ".weight_scale")
+    return [parameters[name].data[source.place] for name in names]
+
+
+def _is_as_required(source: _Source, reader: Reader) -> bool:
+    """Whether the file holds the one value that is supported."""
+    assert source.required is not None
+    wanted = source.required()
+    return reader.read(source.name, source.cut).to(wanted.dtype).equal(wanted)
 
 
 def check_all_claimed(checkpoint: Checkpoint, weight_map: WeightMap, spec: CheckpointSpec) -> None:
