@@ -22,13 +22,17 @@ FP8_BLOCK = {
 
 
 def compressed(strategy: str = "channel", **changes: object) -> dict:
-    """compressed-tensors' configuration of FP8_DYNAMIC ("channel") or FP8_BLOCK ("block")."""
+    """compressed-tensors' configuration of FP8_DYNAMIC ("channel"), FP8_BLOCK ("block") or FP8
+    ("tensor").
+    """
     numbers = {"num_bits": 8, "type": "float", "symmetric": True}
     weights = numbers | {"dynamic": False, "strategy": strategy}
     inputs = numbers | {"dynamic": True, "strategy": "token"}
     if strategy == "block":
         weights |= {"block_structure": [128, 128]}
         inputs |= {"strategy": "group", "group_size": 128}
+    if strategy == "tensor":
+        inputs |= {"strategy": "tensor", "dynamic": False}
     group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
     return {
         "quant_method": "compressed-tensors", "format": "float-quantized",
@@ -37,31 +41,38 @@ def compressed(strategy: str = "channel", **changes: object) -> dict:
     } | changes  # fmt: skip
 
 
+MODELOPT = {
+    "quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head", "model.visual*"],
+    "producer": {"name": "modelopt", "version": "0.40"},
+}  # fmt: skip
 FORMATS = {
     "fp8-block": (FP8_BLOCK, "weight_scale_inv", (128, 128)),
     "compressed-block": (compressed("block"), "weight_scale", (128, 128)),
     "compressed-channel": (compressed(), "weight_scale", (1, None)),
+    "compressed-tensor": (compressed("tensor"), "weight_scale", (None, None)),
+    "modelopt": (MODELOPT, "weight_scale", (None, None)),
 }
+Block = tuple[int | None, int | None]
 
 
-def quantize(weight: Tensor, block: tuple[int, int | None]) -> tuple[Tensor, Tensor]:
-    """e4m3 values and float32 scales, one per block (None: of a whole row)."""
+def quantize(weight: Tensor, block: Block) -> tuple[Tensor, Tensor]:
+    """e4m3 values and float32 scales, one per block (None: of a whole row or column)."""
     rows, columns = weight.shape
-    high, wide = block[0], block[1] or columns
+    high, wide = block[0] or rows, block[1] or columns
     padded = F.pad(weight, (0, -columns % wide, 0, -rows % high))
     scale = padded.unflatten(1, (-1, wide)).unflatten(0, (-1, high)).abs().amax((1, 3)) / 448
     return (weight / _of_each(scale, weight.shape, block)).to(E4M3), scale
 
 
-def unpack(values: Tensor, scale: Tensor, block: tuple[int, int | None]) -> Tensor:
+def unpack(values: Tensor, scale: Tensor, block: Block) -> Tensor:
     """The float32 matrix that values and scales stand for."""
     return values.float() * _of_each(scale, values.shape, block)
 
 
-def _of_each(scale: Tensor, shape: torch.Size, block: tuple[int, int | None]) -> Tensor:
+def _of_each(scale: Tensor, shape: torch.Size, block: Block) -> Tensor:
     """Each element's scale."""
     rows, columns = torch.arange(shape[0]), torch.arange(shape[1])
-    return scale[rows[:, None] // block[0], columns // (block[1] or shape[1])]
+    return scale[rows[:, None] // (block[0] or shape[0]), columns // (block[1] or shape[1])]
 
 
 def write(
@@ -93,6 +104,11 @@ def write(
     def quantized(_: str, weight: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         values, scale = quantize(weight, block)
         scale = scale.to(scale_dtype)
-        return unpack(values, scale.float(), block), {"weight": values, suffix: scale}
+        meant = unpack(values, scale.float(), block)
+        if block[0] is not None:
+            return meant, {"weight": values, suffix: scale}
+        # A number, or a tensor of one; and a scale of activations, as far as they were seen.
+        scale = scale.flatten() if name == "compressed-tensor" else scale[0, 0]
+        return meant, {"weight": values, suffix: scale, "input_scale": torch.tensor(0.01)}
 
     return write_quantized(source, directory, config or standard, quantized, modules, change)

@@ -257,6 +257,7 @@ class QuantizationSpec:
             Activations of these stay as they are.
         block_size: (rows, columns) of an FP8 block.
         scale_name: of an FP8 scales' tensor, after the module's name.
+        one_scale: files hold one for a module of `fp8_channel`, which its channels share.
         packing: how files hold integers and e2m1.
         group_size: columns that share a scale; 0: all of them.
         symmetric: files hold no zero points, or those of the middle alone.
@@ -274,6 +275,7 @@ class QuantizationSpec:
     format: WeightFormat
     block_size: tuple[int, int] = (128, 128)
     scale_name: str = "weight_scale_inv"
+    one_scale: bool = False
     packing: Packing = "compressed-tensors"
     group_size: int = 0
     symmetric: bool = True

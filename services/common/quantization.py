@@ -148,17 +148,33 @@ def _read(config: Mapping[str, Any]) -> QuantizationSpec:
 
 
 def _modelopt(config: Mapping[str, Any]) -> QuantizationSpec:
-    """NVFP4 as NVIDIA's ModelOpt writes it, of which the weights are used."""
-    _expect("quant_algo", config.get("quant_algo"), "NVFP4", "W4A16_NVFP4")
-    _expect("group_size", config.get("group_size", 16), 16)
+    """FP8 and NVFP4 as NVIDIA's ModelOpt writes them, of which the weights are used."""
     ignored = _names("ignore", config.get("ignore") or ())
-    return QuantizationSpec(
-        format="nvfp4",
-        packing="modelopt",
-        group_size=16,
-        has_input_scale=True,
-        ignored=tuple("re:" + fnmatch.translate(x) if "*" in x else x for x in ignored),
-    )
+    ignored = tuple("re:" + fnmatch.translate(x) if "*" in x else x for x in ignored)
+    if config.get("quant_algo") != "MIXED_PRECISION":
+        return replace(_modelopt_scheme("", config), ignored=ignored)
+    targets: dict[QuantizationSpec, list[str]] = {}
+    layers = cast("Mapping[str, Mapping[str, Any]]", config.get("quantized_layers") or {})
+    for name, options in layers.items():
+        targets.setdefault(_modelopt_scheme(f"quantized_layers.{name}.", options), []).append(name)
+    if not targets:
+        raise UnsupportedOption("quantization_config: quantized_layers is empty")
+    first, *others = [
+        replace(scheme, ignored=ignored, targets=_names("quantized_layers", names))
+        for scheme, names in targets.items()
+    ]
+    return replace(first, others=tuple(others))
+
+
+def _modelopt_scheme(where: str, options: Mapping[str, Any]) -> QuantizationSpec:
+    algorithm = options.get("quant_algo")
+    _expect(f"{where}quant_algo", algorithm, "FP8", "NVFP4", "W4A16_NVFP4")
+    if algorithm == "FP8":
+        return QuantizationSpec(
+            format="fp8_channel", scale_name="weight_scale", one_scale=True, has_input_scale=True
+        )
+    _expect(f"{where}group_size", options.get("group_size", 16), 16)
+    return QuantizationSpec(format="nvfp4", packing="modelopt", group_size=16, has_input_scale=True)
 
 
 def _awq(config: Mapping[str, Any]) -> QuantizationSpec:
@@ -313,11 +329,21 @@ def _scheme(name: str, group: Mapping[str, Any], outer_format: object) -> Quanti
 def _ct_float(
     where: str, weights: Mapping[str, Any], inputs: Mapping[str, Any]
 ) -> QuantizationSpec:
-    """FP8 per output channel, or per 128 x 128 block."""
+    """FP8 per output channel, per matrix, or per 128 x 128 block. Activations have scales of their
+    own: those in files, of what was seen while the checkpoint was made, are not used.
+    """
     _numbers(f"{where}.weights", weights, "float", 8)
-    _numbers(f"{where}.input_activations", inputs, "float", 8, is_dynamic=True)
     strategy = weights.get("strategy")
-    _expect(f"{where}.weights.strategy", strategy, "channel", "block")
+    _expect(f"{where}.weights.strategy", strategy, "channel", "tensor", "block")
+    if strategy == "tensor":
+        is_dynamic = bool(inputs.get("dynamic", False))
+        _numbers(f"{where}.input_activations", inputs, "float", 8, is_dynamic=is_dynamic)
+        _expect(f"{where}.input_activations.strategy", inputs.get("strategy"), "tensor", "token")
+        return QuantizationSpec(
+            format="fp8_channel", scale_name="weight_scale", one_scale=True,
+            has_input_scale=not is_dynamic,
+        )  # fmt: skip
+    _numbers(f"{where}.input_activations", inputs, "float", 8, is_dynamic=True)
     if strategy == "channel":
         _expect(f"{where}.input_activations.strategy", inputs.get("strategy"), "token")
         return QuantizationSpec(format="fp8_channel", scale_name="weight_scale")

@@ -59,6 +59,9 @@ SCHEMES = {
         "mxfp8-quantized",
         *(args.model_dump() for args in PRESET_SCHEMES["MXFP8"].values()),
     ),
+    "fp8-tensor": scheme(
+        "float-quantized", *(args.model_dump() for args in PRESET_SCHEMES["FP8"].values())
+    ),
     "int8": scheme(
         "int-quantized",
         {"num_bits": 8, "type": "int", "strategy": "channel"},
@@ -93,6 +96,8 @@ def write(source: Path, directory: Path, name: str) -> dict[str, Tensor]:
 def scales(weight: Tensor, args: QuantizationArgs) -> dict[str, Tensor]:
     """Scales and zero points, as the library computes them of the extremes."""
     groups = weight.unflatten(1, (-1, args.group_size or weight.shape[1]))
+    if args.strategy == "tensor":
+        groups = weight.flatten()
     if args.type == "float":
         whole = None
         if args.strategy == "tensor_group":

@@ -25,7 +25,7 @@ from services.decoder.operations import table
 from services.decoder.operations.ops import Ops
 from services.decoder.operations.table import KernelFacts, Row
 from tests.decoder_harness import Harness
-from tests.fp8_checkpoints import FORMATS, FP8_BLOCK, compressed, write
+from tests.fp8_checkpoints import FORMATS, FP8_BLOCK, MODELOPT, compressed, write
 from tests.parity.oracle import largest_difference as error
 from tests.parity.quantized import SHAPES, TEXTS, Quantized, fixtures
 from tests.parity.test_language_model import CLEARLY_WRONG, TOLERANCE
@@ -36,6 +36,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 # rounding alone, it may become either of two neighbours, up to 1/8 apart. The difference here is 0,
 # and a few such roundings are less than this; leaving quantization out makes a difference of 3.
 W8A8_TOLERANCE = 0.5
+PARTS = ("q_proj", "k_proj", "v_proj")  # of the largest merged layer
 
 model, _ = fixtures(write, tuple(SHAPES))
 
@@ -74,7 +75,9 @@ def test_text_families_agree(family: str, name: str, tmp_path: Path) -> None:
 def test_a_quantized_lm_head_agrees(untied: Quantized, name: str) -> None:
     model = untied
     config = FP8_BLOCK | {"modules_to_not_convert": ["model.visual"]}
-    if name != "fp8-block":
+    if name == "modelopt":
+        config = MODELOPT | {"ignore": ["model.visual*"]}
+    elif name != "fp8-block":
         config = compressed(name.removeprefix("compressed-"), ignore=["re:.*visual.*"])
     directory, meant = model.write(
         name, modules=lambda module: "visual" not in module, config=config
@@ -150,7 +153,7 @@ def test_fused_operations_agree(
         KNOWN_DEVICES["h200"],
         text,
         torch.bfloat16,
-        "fp8_channel" if "channel" in name else "fp8_block",
+        "fp8_block" if "block" in name else "fp8_channel",
     )
     fused = [
         row
@@ -207,7 +210,7 @@ def test_quantized_activations_agree(
     assert len(linears) == 7 * len(layers)
     for part in linears:
         part.__class__ = QuantizingLinear
-        part.columns = 0 if name == "compressed-channel" else 128  # type: ignore[assignment]
+        part.columns = 128 if "block" in name else 0  # type: ignore[assignment]
     try:
         expected = model.oracle.answer(model.prompt).logits
     finally:
@@ -231,7 +234,9 @@ def test_control_scales(
 
     def faulty(weight: fp8_weight.Fp8Weight, dtype: torch.dtype) -> Tensor:
         scale = weight.scale
-        if fault == "dropped":
+        if len(scale.unique()) <= len(PARTS):  # of whole matrices
+            scale = torch.ones_like(scale) if fault == "dropped" else scale * 1.5
+        elif fault == "dropped":
             scale = torch.full_like(scale, scale.mean())
         elif scale.shape[1] > 1:
             scale = scale.t().reshape(scale.shape)
@@ -241,6 +246,21 @@ def test_control_scales(
 
     monkeypatch.setattr(fp8_weight, "dequantize", faulty)
     assert error(model.ours(directory), expected) > CLEARLY_WRONG
+
+
+@pytest.mark.parametrize("name", ["compressed-tensor", "modelopt"])
+def test_each_matrix_of_a_merged_layer_has_its_scale(untied: Quantized, name: str) -> None:
+    directory, meant = untied.write(
+        name, change=lambda key, tensor: tensor * 4 if "k_proj.weight_scale" in key else tensor
+    )
+    for key in meant:
+        if key.endswith("k_proj.weight"):
+            meant[key] = meant[key] * 4
+    harness, expected = Harness(directory), untied.expected(meant)
+    assert error(untied.run(harness), expected) < TOLERANCE
+    layer = harness.runner.computer._model.layers[0].self_attn.qkv_proj  # type: ignore[attr-defined]
+    of_parts = layer.weight_scale[:, 0].split(list(layer.parts.values()))
+    assert [len(scale.unique()) for scale in of_parts] == [1] * len(PARTS)
 
 
 LAYER = "model.language_model.layers.1."

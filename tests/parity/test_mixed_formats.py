@@ -170,6 +170,36 @@ def test_experts_in_4_bit_beside_attention_in_another_format(
     assert error(model.ours(), model.expected(meant)) < TOLERANCE
 
 
+@pytest.mark.parametrize("has_experts", [False, True])
+def test_modelopts_mixed_precision(tmp_path: Path, has_experts: bool) -> None:
+    """Attention in FP8 with one scale a matrix, MLPs in e2m1, the head and routers as they were;
+    experts are named as one.
+    """
+    model = ExpertsModel(tmp_path, 96)
+    layers = range(model.oracle.spec.text.num_layers)
+    named = {f"model.layers.{index}.self_attn.{part}": {"quant_algo": "FP8"}
+             for index in layers for part in ATTENTION}  # fmt: skip
+    whole = [f"model.layers.{index}.mlp.experts" for index in layers] if has_experts else []
+    named |= {name: {"quant_algo": "NVFP4", "group_size": 16} for name in whole}
+    config = fp4_checkpoints.MODELOPT | {
+        "quant_algo": "MIXED_PRECISION", "quantized_layers": named, "ignore": ["lm_head"]
+    }  # fmt: skip
+    first = tmp_path / "first"
+    meant = write(model.source, first, "modelopt", modules=among(*ATTENTION), config=config)
+    if has_experts:
+        again = fp4_checkpoints.write(
+            first, model.directory, "modelopt", config=config,
+            modules=lambda module: ".experts." in module,
+        )  # fmt: skip
+        meant |= {key: tensor for key, tensor in again.items() if ".experts." in key}
+    else:
+        first.rename(model.directory)
+    layer = Harness(model.directory).runner.computer._model.layers[0]
+    assert layer.self_attn.qkv_proj.weight_format == "fp8_channel"
+    assert layer.mlp.experts.weight_format == ("nvfp4" if has_experts else "plain")
+    assert error(model.ours(), model.expected(meant)) < TOLERANCE
+
+
 def test_qwen3_5_as_its_nvfp4_builds_are_published(tmp_path: Path) -> None:
     """MLPs in e2m1 but for the last one's, which two groups name; the rest and the head in FP8; and
     linear attention on the list of what is ignored, for its own parameters.

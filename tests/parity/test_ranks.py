@@ -123,6 +123,7 @@ MAKERS |= {
     "fp8-channel-experts": lambda path: make_fp8(path, "compressed-channel", WIDE_MOE),
     "fp8-block": lambda path: make_fp8(path, "fp8-block", WIDE),
     "fp8-channel": lambda path: make_fp8(path, "compressed-channel", WIDE),
+    "fp8-tensor": lambda path: make_fp8(path, "modelopt", WIDE),
     "fp8-block-experts": lambda path: make_fp8(path, "fp8-block", WIDE_MOE),
     "int8": lambda path: made_by(int8_checkpoints.write, path, "int8"),
     "nvfp4": lambda path: made_by(fp4_checkpoints.write, path, "nvfp4-inputs"),

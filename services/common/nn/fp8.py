@@ -185,7 +185,9 @@ class Fp8Linear(QuantizedLinear):
     def __init__(self, spec: QuantizationSpec) -> None:
         super().__init__(spec.format)
         rows, columns = spec.block_size
-        if spec.format == "fp8_channel":
+        if spec.one_scale:
+            scale_axes = (1,)
+        elif spec.format == "fp8_channel":
             scale_axes = (Axis("out"), None)
         else:
             scale_axes = (Axis("out", rows), Axis("in", columns))
@@ -213,12 +215,21 @@ class Fp8Linear(QuantizedLinear):
                 dtype=torch.float32, dummy=(2e-4, 0.0),
             ),
         )  # fmt: skip
+        if spec.has_input_scale:
+            self._layouts += (TensorLayout(name="input_scale", axes=(1,)),)
 
     def layouts(self, layer: Linear) -> tuple[TensorLayout, ...]:
         return self._layouts
 
     def process_weights_after_loading(self, layer: Linear) -> None:
-        """Repeats block scales so that a scale covers rows of one part only."""
+        """Repeats block scales so that a scale covers rows of one part only, and the one scale of a
+        part for its channels.
+        """
+        if self._spec.one_scale:
+            rows = torch.tensor(list(layer.parts.values()), device=layer.weight_scale.device)
+            scale = layer.weight_scale.data.repeat_interleave(rows, -1).unsqueeze(-1)
+            layer.weight_scale = nn.Parameter(scale, requires_grad=False)
+            return
         if self._block_rows(layer) == self._spec.block_size[0] or self._spec.format != "fp8_block":
             return
         block_rows, scales = self._block_rows(layer), []

@@ -34,10 +34,12 @@ def test_block_wise_fp8_is_read(ignored: str) -> None:
     assert spec.ignored == ("a.b",) and spec.targets == ()
 
 
-@pytest.mark.parametrize("strategy", ["channel", "block"])
+@pytest.mark.parametrize("strategy", ["channel", "block", "tensor"])
 def test_compressed_tensors_fp8_is_read(strategy: str) -> None:
     spec = read_quantization({"quantization_config": compressed(strategy)})
-    assert spec is not None and spec.format == f"fp8_{strategy}"
+    assert spec is not None
+    assert spec.format == ("fp8_block" if strategy == "block" else "fp8_channel")
+    assert spec.one_scale == spec.has_input_scale == (strategy == "tensor")
     assert spec.scale_name == "weight_scale" and spec.ignored == ("lm_head", r"re:.*visual\..*")
 
 
@@ -113,7 +115,15 @@ def _changed(path: str, value: object, strategy: str = "channel") -> dict:
         (compressed(ignore=["re:("]), r"ignore 're:\('"),
         (_changed("weights.num_bits", 4), r"weights\.num_bits 4"),
         (_changed("weights.type", "int"), r"weights\.type 'int'"),
-        (_changed("weights.strategy", "tensor"), "strategy 'tensor'"),
+        (_changed("weights.strategy", "group"), "strategy 'group'"),
+        (_changed("input_activations.strategy", "group", "tensor"), "strategy 'group'"),
+        (MODELOPT | {"quant_algo": "FP8_PB_WO"}, "quant_algo 'FP8_PB_WO'"),
+        (MODELOPT | {"quant_algo": "MIXED_PRECISION"}, "quantized_layers is empty"),
+        (
+            MODELOPT | {"quant_algo": "MIXED_PRECISION",
+                        "quantized_layers": {"a.b": {"quant_algo": "MXFP8"}}},
+            r"quantized_layers\.a\.b\.quant_algo 'MXFP8'",
+        ),
         (_changed("weights.symmetric", False), "symmetric False"),
         (_changed("weights.block_structure", [64, 64], "block"), "block_structure"),
         (_changed("input_activations", None), r"input_activations\.num_bits"),
@@ -163,7 +173,7 @@ def e2m1_weights(kind: str, **changes: object) -> dict:
 @pytest.mark.parametrize(
     ("config", "named"),
     [
-        (MODELOPT | {"quant_algo": "FP8"}, "quant_algo 'FP8'"),
+        (MODELOPT | {"quant_algo": "MXFP8"}, "quant_algo 'MXFP8'"),
         (MODELOPT | {"group_size": 32}, "group_size 32"),
         (MODELOPT | {"kv_cache_quant_algo": "NVFP4"}, "kv_cache_quant_algo 'NVFP4'"),
         (MODELOPT | {"ignore": "lm_head"}, "ignore is not a list"),
