@@ -41,18 +41,25 @@ def compressed(strategy: str = "channel", **changes: object) -> dict:
     } | changes  # fmt: skip
 
 
+Block = tuple[int | None, int | None]
 MODELOPT = {
     "quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head", "model.visual*"],
     "producer": {"name": "modelopt", "version": "0.40"},
 }  # fmt: skip
-FORMATS = {
+FORMATS: dict[str, tuple[dict, str, Block]] = {
     "fp8-block": (FP8_BLOCK, "weight_scale_inv", (128, 128)),
     "compressed-block": (compressed("block"), "weight_scale", (128, 128)),
     "compressed-channel": (compressed(), "weight_scale", (1, None)),
     "compressed-tensor": (compressed("tensor"), "weight_scale", (None, None)),
     "modelopt": (MODELOPT, "weight_scale", (None, None)),
-}
-Block = tuple[int | None, int | None]
+    "modelopt-block": (MODELOPT | {"quant_algo": "FP8_PB_WO"}, "weight_scale", (128, 128)),
+    "modelopt-block-inv": (  # as MTP layers of NVIDIA's builds have it
+        MODELOPT | {"quant_algo": "fp8_pb_wo"}, "weight_scale_inv", (128, 128)
+    ),
+    "modelopt-channel": (
+        MODELOPT | {"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}, "weight_scale", (1, None)
+    ),
+}  # fmt: skip
 
 
 def quantize(weight: Tensor, block: Block) -> tuple[Tensor, Tensor]:
@@ -105,6 +112,10 @@ def write(
         values, scale = quantize(weight, block)
         scale = scale.to(scale_dtype)
         meant = unpack(values, scale.float(), block)
+        if name == "modelopt-block":
+            scale = scale[:, None, :, None]
+        elif name == "modelopt-channel":
+            scale = scale[:, 0]
         if block[0] is not None:
             return meant, {"weight": values, suffix: scale}
         # A number, or a tensor of one; and a scale of activations, as far as they were seen.

@@ -29,7 +29,12 @@ def compressed(inputs: bool = False, **changes: object) -> dict:
     } | changes  # fmt: skip
 
 
-LAYOUTS = {"mxfp8": compressed(), "mxfp8-inputs": compressed(inputs=True)}
+MODELOPT = {
+    "quant_method": "modelopt", "quant_algo": "MXFP8", "ignore": ["lm_head", "model.visual*"],
+}  # fmt: skip
+LAYOUTS = {
+    "mxfp8": compressed(), "mxfp8-inputs": compressed(inputs=True), "modelopt": MODELOPT
+}  # fmt: skip
 
 
 def tensors(weight: Tensor, _: str) -> tuple[Tensor, dict[str, Tensor]]:

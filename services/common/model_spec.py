@@ -258,7 +258,8 @@ class QuantizationSpec:
         block_size: (rows, columns) of an FP8 block.
         scale_name: of an FP8 scales' tensor, after the module's name.
         one_scale: files hold one for a module of `fp8_channel`, which its channels share.
-        packing: how files hold integers and e2m1.
+        packing: how files hold integers and e2m1; of e4m3 in blocks, `modelopt` may add `_inv` to
+            the scales' name.
         group_size: columns that share a scale; 0: all of them.
         symmetric: files hold no zero points, or those of the middle alone.
         has_input_scale: files may hold a scale for activations, too, which is not needed.

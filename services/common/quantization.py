@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from services.common.model_spec import (
+    CheckpointSpec,
     ModelSpec,
     Packing,
     QuantizationSpec,
@@ -33,6 +34,19 @@ _FILES = {
     "quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt",
 }  # fmt: skip
 _OTHER_NAMES = {"w_bit": "bits", "q_group_size": "group_size", "exclude_modules": "ignore"}
+_BLOCKS = QuantizationSpec(format="fp8_block", scale_name="weight_scale", packing="modelopt")
+_E2M1 = QuantizationSpec(format="nvfp4", packing="modelopt", group_size=16, has_input_scale=True)
+_MODELOPT = {  # algorithm → what it is here
+    "FP8": QuantizationSpec(
+        format="fp8_channel", scale_name="weight_scale", one_scale=True, has_input_scale=True
+    ),
+    "FP8_PER_CHANNEL_PER_TOKEN": QuantizationSpec(format="fp8_channel", scale_name="weight_scale"),
+    "FP8_PB_WO": _BLOCKS,
+    "FP8_BLOCK_SCALES": _BLOCKS,  # TensorRT-LLM's name
+    "MXFP8": QuantizationSpec(format="mxfp8", packing="modelopt", group_size=32),
+    "NVFP4": _E2M1,
+    "W4A16_NVFP4": _E2M1,
+}
 AT_LOAD = ("fp8",)
 # Few weights, on which much depends: the head, routers, and gates of linear attention.
 _LEFT_AT_LOAD = ("lm_head", "mlp.gate", "shared_expert_gate", "in_proj_a", "in_proj_b")
@@ -45,12 +59,15 @@ _DECISIVE = (
 
 
 def read_quantization(
-    config: Mapping[str, Any], directory: Path | None = None
+    config: Mapping[str, Any],
+    directory: Path | None = None,
+    names: CheckpointSpec | None = None,
 ) -> QuantizationSpec | None:
     """The quantization of a checkpoint; None: there is none.
 
     Args:
         directory: of the checkpoint, for files of their own.
+        names: of its tensors: what is said of modules that are not read does not count.
 
     Raises:
         UnsupportedOption: a format or a variant that is not supported, by name; or two files that
@@ -73,7 +90,7 @@ def read_quantization(
     for source in reversed(found.values()):
         stated |= {key: value for key, value in source.items() if value is not None}
     try:
-        return replace(_read(stated), fp8_cache=_has_fp8_cache(stated))
+        return replace(_read(stated, names), fp8_cache=_has_fp8_cache(stated))
     except UnsupportedOption as error:
         raise UnsupportedOption(str(error), first) from None
 
@@ -123,12 +140,15 @@ def _sources(
 
 
 def _normalised(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Names of packings in lower case."""
-    packings = {key: config[key] for key in _PACKINGS if isinstance(config.get(key), str)}
-    return {**config, **{key: name.lower() for key, name in packings.items()}}
+    """Names of packings in lower case, and those of algorithms in upper case."""
+    named = {key: config[key] for key in _PACKINGS if isinstance(config.get(key), str)}
+    made = {key: name.lower() for key, name in named.items()}
+    if isinstance(algorithm := config.get("quant_algo"), str):
+        made["quant_algo"] = algorithm.upper()
+    return {**config, **made}
 
 
-def _read(config: Mapping[str, Any]) -> QuantizationSpec:
+def _read(config: Mapping[str, Any], names: CheckpointSpec | None) -> QuantizationSpec:
     match config.get("quant_method"):
         case "fp8":
             return _fp8(config)
@@ -139,7 +159,7 @@ def _read(config: Mapping[str, Any]) -> QuantizationSpec:
         case "gptq":
             return _gptq(config)
         case "modelopt":
-            return _modelopt(config)
+            return _modelopt(config, names)
         case method:
             raise UnsupportedOption(
                 f"quantization_config: quant_method {method!r} is not supported; "
@@ -147,7 +167,7 @@ def _read(config: Mapping[str, Any]) -> QuantizationSpec:
             )
 
 
-def _modelopt(config: Mapping[str, Any]) -> QuantizationSpec:
+def _modelopt(config: Mapping[str, Any], names: CheckpointSpec | None) -> QuantizationSpec:
     """FP8 and NVFP4 as NVIDIA's ModelOpt writes them, of which the weights are used."""
     ignored = _names("ignore", config.get("ignore") or ())
     ignored = tuple("re:" + fnmatch.translate(x) if "*" in x else x for x in ignored)
@@ -156,25 +176,25 @@ def _modelopt(config: Mapping[str, Any]) -> QuantizationSpec:
     targets: dict[QuantizationSpec, list[str]] = {}
     layers = cast("Mapping[str, Mapping[str, Any]]", config.get("quantized_layers") or {})
     for name, options in layers.items():
+        if names is not None and names.ignores(f"{name}.weight"):
+            continue
         targets.setdefault(_modelopt_scheme(f"quantized_layers.{name}.", options), []).append(name)
     if not targets:
         raise UnsupportedOption("quantization_config: quantized_layers is empty")
     first, *others = [
-        replace(scheme, ignored=ignored, targets=_names("quantized_layers", names))
-        for scheme, names in targets.items()
+        replace(scheme, ignored=ignored, targets=_names("quantized_layers", modules))
+        for scheme, modules in targets.items()
     ]
     return replace(first, others=tuple(others))
 
 
 def _modelopt_scheme(where: str, options: Mapping[str, Any]) -> QuantizationSpec:
-    algorithm = options.get("quant_algo")
-    _expect(f"{where}quant_algo", algorithm, "FP8", "NVFP4", "W4A16_NVFP4")
-    if algorithm == "FP8":
-        return QuantizationSpec(
-            format="fp8_channel", scale_name="weight_scale", one_scale=True, has_input_scale=True
-        )
-    _expect(f"{where}group_size", options.get("group_size", 16), 16)
-    return QuantizationSpec(format="nvfp4", packing="modelopt", group_size=16, has_input_scale=True)
+    algorithm = str(_normalised(options).get("quant_algo"))
+    _expect(f"{where}quant_algo", algorithm, *_MODELOPT)
+    spec = _MODELOPT[algorithm]
+    if size := spec.group_size or (spec.format == "fp8_block" and spec.block_size[1]):
+        _expect(f"{where}group_size", options.get("group_size") or size, size)
+    return spec
 
 
 def _awq(config: Mapping[str, Any]) -> QuantizationSpec:

@@ -170,14 +170,17 @@ def test_experts_in_4_bit_beside_attention_in_another_format(
     assert error(model.ours(), model.expected(meant)) < TOLERANCE
 
 
-@pytest.mark.parametrize("has_experts", [False, True])
-def test_modelopts_mixed_precision(tmp_path: Path, has_experts: bool) -> None:
-    """Attention in FP8 with one scale a matrix, MLPs in e2m1, the head and routers as they were;
+@pytest.mark.parametrize(
+    ("has_experts", "algorithm"),
+    [(False, "FP8"), (True, "FP8"), (True, "FP8_PB_WO"), (True, "FP8_PER_CHANNEL_PER_TOKEN")],
+)
+def test_modelopts_mixed_precision(tmp_path: Path, has_experts: bool, algorithm: str) -> None:
+    """Attention in FP8 of one of ModelOpt's kinds, MLPs in e2m1, the head and routers as they were;
     experts are named as one.
     """
     model = ExpertsModel(tmp_path, 96)
     layers = range(model.oracle.spec.text.num_layers)
-    named = {f"model.layers.{index}.self_attn.{part}": {"quant_algo": "FP8"}
+    named = {f"model.layers.{index}.self_attn.{part}": {"quant_algo": algorithm}
              for index in layers for part in ATTENTION}  # fmt: skip
     whole = [f"model.layers.{index}.mlp.experts" for index in layers] if has_experts else []
     named |= {name: {"quant_algo": "NVFP4", "group_size": 16} for name in whole}
@@ -185,7 +188,9 @@ def test_modelopts_mixed_precision(tmp_path: Path, has_experts: bool) -> None:
         "quant_algo": "MIXED_PRECISION", "quantized_layers": named, "ignore": ["lm_head"]
     }  # fmt: skip
     first = tmp_path / "first"
-    meant = write(model.source, first, "modelopt", modules=among(*ATTENTION), config=config)
+    kind = {"FP8_PB_WO": "modelopt-block", "FP8_PER_CHANNEL_PER_TOKEN": "modelopt-channel"}
+    name = kind.get(algorithm, "modelopt")
+    meant = write(model.source, first, name, modules=among(*ATTENTION), config=config)
     if has_experts:
         again = fp4_checkpoints.write(
             first, model.directory, "modelopt", config=config,
@@ -195,7 +200,8 @@ def test_modelopts_mixed_precision(tmp_path: Path, has_experts: bool) -> None:
     else:
         first.rename(model.directory)
     layer = Harness(model.directory).runner.computer._model.layers[0]
-    assert layer.self_attn.qkv_proj.weight_format == "fp8_channel"
+    found = "fp8_block" if algorithm == "FP8_PB_WO" else "fp8_channel"
+    assert layer.self_attn.qkv_proj.weight_format == found
     assert layer.mlp.experts.weight_format == ("nvfp4" if has_experts else "plain")
     assert error(model.ours(), model.expected(meant)) < TOLERANCE
 

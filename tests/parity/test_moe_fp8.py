@@ -16,7 +16,7 @@ from kernels.gemm import fp8_weight
 from services.common.nn import fp8
 from services.common.nn.checkpoint import CheckpointError
 from tests.decoder_harness import Harness
-from tests.fp8_checkpoints import FP8_BLOCK, compressed, write
+from tests.fp8_checkpoints import FORMATS, FP8_BLOCK, compressed, write
 from tests.parity.oracle import EOS_ID, VOCAB_SIZE, Oracle
 from tests.parity.oracle import largest_difference as error
 from tests.parity.test_language_model import CLEARLY_WRONG, TOLERANCE
@@ -95,6 +95,13 @@ def test_experts_with_a_scale_per_channel_agree(tmp_path: Path) -> None:
     model = Model(tmp_path, 160)
     config = compressed(ignore=["lm_head", "re:.*mlp.gate$"])
     expected = model.expected(model.write("compressed-channel", config=config))
+    assert error(model.ours(), expected) < TOLERANCE
+
+
+def test_experts_in_modelopts_blocks_agree(tmp_path: Path) -> None:
+    model = Model(tmp_path, 160)
+    config = FORMATS["modelopt-block"][0] | {"ignore": ["lm_head", "*mlp.gate"]}
+    expected = model.expected(model.write("modelopt-block", config=config))
     assert error(model.ours(), expected) < TOLERANCE
 
 

@@ -124,6 +124,9 @@ MAKERS |= {
     "fp8-block": lambda path: make_fp8(path, "fp8-block", WIDE),
     "fp8-channel": lambda path: make_fp8(path, "compressed-channel", WIDE),
     "fp8-tensor": lambda path: make_fp8(path, "modelopt", WIDE),
+    "modelopt-block": lambda path: make_fp8(path, "modelopt-block", WIDE),
+    "modelopt-channel": lambda path: make_fp8(path, "modelopt-channel", WIDE),
+    "modelopt-block-experts": lambda path: make_fp8(path, "modelopt-block", WIDE_MOE),
     "fp8-block-experts": lambda path: make_fp8(path, "fp8-block", WIDE_MOE),
     "int8": lambda path: made_by(int8_checkpoints.write, path, "int8"),
     "nvfp4": lambda path: made_by(fp4_checkpoints.write, path, "nvfp4-inputs"),
@@ -147,6 +150,7 @@ FOUR = ["qwen3-one-kv-head-tied"]  # more ranks than key heads
 # What is cut in the same way as one of the others is cut every night.
 _NIGHTLY = {
     "qwen2-biases", "qwen3-vl-moe-transposed", "qwen3.5-one-kv-head", "fp8-channel",
+    "modelopt-channel", "modelopt-block-experts",
     "fp8-channel-experts", "fp8-block-experts", "nvfp4", "mxfp8", "packed-awq",
     "packed-gptq", "packed-ct-experts",
 }  # fmt: skip

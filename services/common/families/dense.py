@@ -60,7 +60,7 @@ def read_model(
         architecture=config["architectures"][0],
         text=text,
         vision=vision,
-        checkpoint=replace(names, quantization=read_quantization(config, directory)),
+        checkpoint=replace(names, quantization=read_quantization(config, directory, names)),
         eos_token_ids=eos_token_ids(directory, text.vocab_size, generation, config, section),
         generation=generation,
         conversation=conversation or ConversationSpec(),

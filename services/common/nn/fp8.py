@@ -212,6 +212,7 @@ class Fp8Linear(QuantizedLinear):
             ),
             TensorLayout(
                 name=spec.scale_name, parameter="weight_scale", axes=scale_axes,
+                other_ending="_inv" if spec.packing == "modelopt" else "",
                 dtype=torch.float32, dummy=(2e-4, 0.0),
             ),
         )  # fmt: skip

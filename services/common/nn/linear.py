@@ -50,6 +50,7 @@ class TensorLayout:
     Attributes:
         name: what follows the module's name in the files, such as `weight_scale_inv`; "": the
             files hold none, and another's `quantize` fills the parameter.
+        other_ending: what some producers add to the name.
         parameter: of the layer; "": the tensor fills none, and is what `required` says, or of no
             use, and may be missing.
         axes: of the tensor; a number is a size that does not depend on the matrix; None: 1.
@@ -63,6 +64,7 @@ class TensorLayout:
     """
 
     name: str
+    other_ending: str = ""
     parameter: str = ""
     axes: tuple[Axis | int | None, ...]
     stored: tuple[torch.dtype, ...] = FLOATS

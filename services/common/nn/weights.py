@@ -15,15 +15,23 @@ dtype it gives them (rope frequencies must stay float32 in a bf16 model).
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from services.common.model_spec import CheckpointSpec
-from services.common.nn.checkpoint import Checkpoint, CheckpointError, Reader, fingerprint, listed
+from services.common.nn.checkpoint import (
+    Checkpoint,
+    CheckpointError,
+    Reader,
+    TensorInfo,
+    fingerprint,
+    listed,
+)
 from services.common.nn.collectives import Share
 from services.common.nn.layers import RMSNorm
 from services.common.nn.linear import (
@@ -66,6 +74,7 @@ class _Source:
     is_zero: bool = False  # the part is zeros: the first rank has the tensor
     required: Callable[[], Tensor] | None = None  # what the cut must hold
     otherwise: str = ""  # what it means if it does not
+    other_ending: str = ""  # that the name may have in the file
     quantize: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None  # see `TensorLayout`
 
     @property
@@ -122,7 +131,8 @@ def load_weights(
     if quantization is not None:
         set_methods(module, checkpoint, weight_map, quantization)
     try:
-        sources = list(_sources(module, weight_map, checkpoint))
+        found = _sources(module, weight_map, checkpoint)
+        sources = [_as_stored(source, checkpoint.tensors) for source in found]
     except ValueError as error:  # ranks would cut through a block
         raise CheckpointError(f"{checkpoint.directory}: {error}") from None
     _check(sources, checkpoint, weight_map, spec)
@@ -145,6 +155,23 @@ def load_weights(
         copier.finish()
     log_progress("weights", len(by_file), len(by_file))
     process(module)
+
+
+def _as_stored(source: _Source, tensors: Mapping[str, TensorInfo]) -> _Source:
+    """The source by its name in the files, whose tensor may have more or fewer axes of one element:
+    producers write scales as a number, `[N]`, `[N, 1]`, or `[N / 128, 1, K / 128, 1]`.
+    """
+    if source.name not in tensors and source.name + source.other_ending in tensors:
+        source = replace(source, name=source.name + source.other_ending)
+    info = tensors.get(source.name)
+    if info is None or source.required or len(info.shape) == len(source.shape):
+        return source
+    if [size for size in info.shape if size > 1] != [size for size in source.shape if size > 1]:
+        return source
+    pairs = zip_longest(source.shape, source.cut, fillvalue=slice(None))
+    cuts = iter([cut for size, cut in pairs if size != 1])
+    cut = tuple(next(cuts) if size > 1 else slice(None) for size in info.shape)
+    return replace(source, shape=info.shape, cut=cut if source.cut else ())
 
 
 def _filled_by(source: _Source, parameters: Mapping[str, nn.Parameter]) -> list[Tensor]:
@@ -202,7 +229,7 @@ class _Copier:
         values = self._reader.read(source.name, source.cut)
         if source.transposed:
             target = target.mT
-        values = values.view(target.shape) if values.is_contiguous() else values
+        values = values.reshape(target.shape)
         if self._device.type != "cuda":
             _put(values, target, targets, source)
             return
@@ -264,6 +291,7 @@ def _sources(
                     tensor.layout.stored, tensor.cut, tensor.transposed,
                     required=_required(tensor.layout, tensor.module, tensor.cut),
                     otherwise=tensor.layout.otherwise, quantize=tensor.layout.quantize,
+                    other_ending=tensor.layout.other_ending,
                 )  # fmt: skip
             continue
         if isinstance(child, StackedLinear):
@@ -324,7 +352,7 @@ def _of_layer(
         yield _Source(
             name, parameter, piece.place, piece.shape, layout.stored, piece.cut, is_zero=is_term,
             required=_required(layout, piece.module, piece.cut), otherwise=layout.otherwise,
-            quantize=layout.quantize,
+            quantize=layout.quantize, other_ending=layout.other_ending,
         )  # fmt: skip
 
 
@@ -350,7 +378,7 @@ def _check(
     misshapen = [
         f"{name} is {list(info.shape)}, the model wants {list(source.shape)}"
         for name, info, source in found
-        if (info.shape or (1,)) != source.shape  # a number is a tensor of one
+        if info.shape != source.shape
     ]
     mistyped = [
         f"{name} is {_name(info.dtype)}, the model wants {' or '.join(map(_name, source.stored))}"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from services.common.model_spec import ModelSpecError, UnsupportedOption
+from services.common.model_spec import CheckpointSpec, ModelSpecError, UnsupportedOption
 from services.common.quantization import read_quantization
 from tests import fp4_checkpoints, mxfp8_checkpoints
 from tests.fp4_checkpoints import MODELOPT
@@ -117,12 +117,13 @@ def _changed(path: str, value: object, strategy: str = "channel") -> dict:
         (_changed("weights.type", "int"), r"weights\.type 'int'"),
         (_changed("weights.strategy", "group"), "strategy 'group'"),
         (_changed("input_activations.strategy", "group", "tensor"), "strategy 'group'"),
-        (MODELOPT | {"quant_algo": "FP8_PB_WO"}, "quant_algo 'FP8_PB_WO'"),
+        (MODELOPT | {"quant_algo": "W4A16_AWQ"}, "quant_algo 'W4A16_AWQ'"),
+        (MODELOPT | {"quant_algo": "FP8_PB_WO", "group_size": 64}, "group_size 64"),
         (MODELOPT | {"quant_algo": "MIXED_PRECISION"}, "quantized_layers is empty"),
         (
             MODELOPT | {"quant_algo": "MIXED_PRECISION",
-                        "quantized_layers": {"a.b": {"quant_algo": "MXFP8"}}},
-            r"quantized_layers\.a\.b\.quant_algo 'MXFP8'",
+                        "quantized_layers": {"a.b": {"quant_algo": "W4A8_AWQ"}}},
+            r"quantized_layers\.a\.b\.quant_algo 'W4A8_AWQ'",
         ),
         (_changed("weights.symmetric", False), "symmetric False"),
         (_changed("weights.block_structure", [64, 64], "block"), "block_structure"),
@@ -173,7 +174,6 @@ def e2m1_weights(kind: str, **changes: object) -> dict:
 @pytest.mark.parametrize(
     ("config", "named"),
     [
-        (MODELOPT | {"quant_algo": "MXFP8"}, "quant_algo 'MXFP8'"),
         (MODELOPT | {"group_size": 32}, "group_size 32"),
         (MODELOPT | {"kv_cache_quant_algo": "NVFP4"}, "kv_cache_quant_algo 'NVFP4'"),
         (MODELOPT | {"ignore": "lm_head"}, "ignore is not a list"),
@@ -191,7 +191,7 @@ def test_other_e2m1_is_refused_by_name(config: dict, named: str) -> None:
 def test_mxfp8_is_read(name: str) -> None:
     spec = read_quantization({"quantization_config": mxfp8_checkpoints.LAYOUTS[name]})
     assert spec is not None and (spec.format, spec.bits, spec.group_size) == ("mxfp8", 8, 32)
-    assert not spec.has_input_scale and spec.packing == "compressed-tensors"
+    assert not spec.has_input_scale
     assert not spec.applies_to("lm_head") and spec.applies_to("model.layers.0.mlp.up_proj")
 
 
@@ -215,6 +215,7 @@ def mxfp8_part(part: str, **changes: object) -> dict:
         (mxfp8_part("input_activations", type="int"), r"input_activations\.type 'int'"),
         (mxfp8_part("input_activations", dynamic=False), r"input_activations\.dynamic False"),
         (mxfp8_checkpoints.compressed(format="mxfp6-quantized"), "format 'mxfp6-quantized'"),
+        (mxfp8_checkpoints.MODELOPT | {"group_size": 64}, "group_size 64"),
     ],
 )
 def test_other_mxfp8_is_refused_by_name(config: dict, named: str) -> None:
@@ -230,6 +231,37 @@ def test_modelopts_own_file_must_agree(tmp_path: Path) -> None:
     assert not spec.applies_to("a.mlp.gate") and spec.applies_to("a.gate_proj")
     with pytest.raises(UnsupportedOption, match="quant_algo is 'NVFP4' and 'FP8'"):
         read_quantization({"quantization_config": MODELOPT | {"quant_algo": "FP8"}}, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "found"),
+    [
+        ("FP8_PB_WO", "fp8_block"),
+        ("fp8_pb_wo", "fp8_block"),
+        ("FP8_BLOCK_SCALES", "fp8_block"),
+        ("FP8_PER_CHANNEL_PER_TOKEN", "fp8_channel"),
+        ("MXFP8", "mxfp8"),
+    ],
+)
+def test_modelopts_other_algorithms_are_read(algorithm: str, found: str, tmp_path: Path) -> None:
+    """Files may name a size of groups or null; one in lower case says the same."""
+    config = MODELOPT | {"quant_algo": algorithm, "group_size": None}
+    write(tmp_path, hf_quant_config={"quantization": {"quant_algo": algorithm.upper()}})
+    spec = read_quantization({"quantization_config": config}, tmp_path)
+    assert spec is not None and spec.format == found and not spec.has_input_scale
+
+
+def test_layers_that_are_not_read_may_be_of_any_format() -> None:
+    layers = {
+        "model.layers.0.mlp.experts": {"quant_algo": "NVFP4", "group_size": 16},
+        "mtp.layers.0.mlp.experts": {"quant_algo": "W4A8_AWQ"},
+    }
+    config = MODELOPT | {"quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
+    names = CheckpointSpec(text_prefix="model.", ignored=("mtp.",))
+    spec = read_quantization({"quantization_config": config}, names=names)
+    assert spec is not None and spec.format == "nvfp4" and not spec.others
+    with pytest.raises(UnsupportedOption, match=r"mtp\.layers\.0.* 'W4A8_AWQ'"):
+        read_quantization({"quantization_config": config})
 
 
 def packed_weights(**changes: object) -> dict:
