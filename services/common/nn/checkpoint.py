@@ -37,10 +37,12 @@ class CheckpointError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """What a file's header says of one tensor."""
+    """What a file's header says of one tensor; a dtype that no weight here has is the file's name
+    for it.
+    """
 
     path: Path
-    dtype: torch.dtype
+    dtype: torch.dtype | str
     shape: tuple[int, ...]
 
 
@@ -163,8 +165,6 @@ def _read_header(path: Path) -> dict[str, TensorInfo]:
     file, found = _opened(path), dict[str, TensorInfo]()
     for name in file.keys():  # noqa: SIM118 - not a mapping
         header = file.get_slice(name)
-        kind = header.get_dtype()
-        if kind not in DTYPES:
-            raise CheckpointError(f"{path}: tensor {name} has dtype {kind}, which is not supported")
-        found[name] = TensorInfo(path, DTYPES[kind], tuple(header.get_shape()))
+        kind: str = header.get_dtype()
+        found[name] = TensorInfo(path, DTYPES.get(kind, kind), tuple(header.get_shape()))
     return found

@@ -399,7 +399,7 @@ def _check(
         raise CheckpointError(f"{checkpoint.directory}: {'; '.join(problems)}")
 
 
-def _name(dtype: torch.dtype) -> str:
+def _name(dtype: torch.dtype | str) -> str:
     return str(dtype).removeprefix("torch.")
 
 

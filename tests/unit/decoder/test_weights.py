@@ -126,6 +126,19 @@ def test_all_problems_are_named_at_once(tmp_path: Path) -> None:
     assert "other.weight" not in message and "unused" not in message
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e8m0fnu, torch.uint16])
+def test_a_dtype_that_no_tensor_of_ours_has_matters_where_it_is_read(
+    tmp_path: Path, dtype: torch.dtype
+) -> None:
+    made, odd = tensors(), torch.ones(5, 8).to(dtype)
+    save(tmp_path, made | {"model.unused": odd, "other.weight": odd.clone()})
+    check(load(tmp_path), made, torch.float32)
+    save(tmp_path, made | {"head.weight": odd})
+    kind = {torch.uint16: "U16"}.get(dtype, "F8_E8M0")
+    with pytest.raises(CheckpointError, match=rf"head\.weight is {kind}, the model wants float32"):
+        load(tmp_path)
+
+
 def test_long_lists_of_names_are_capped(tmp_path: Path) -> None:
     save(tmp_path, tensors() | {f"model.x{n:03}": torch.zeros(1) for n in range(100)})
     with pytest.raises(CheckpointError, match=r"model\.x019 and 80 more"):
@@ -145,7 +158,6 @@ BAD_HEADERS: dict[str, dict] = {
     "overlap": {"data_offsets": [4, 164]},
     "no dtype": {"dtype": None},
     "unknown dtype": {"dtype": "Q4"},
-    "unsupported dtype": {"dtype": "C64", "shape": [5, 4]},
 }
 
 
