@@ -109,9 +109,14 @@ def check_length(spec: ModelSpec, max_model_len: int | None) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What is asked of a decoder; `dtype` may be `auto`, None is the decoder's own choice."""
+    """What is asked of a decoder; `dtype` may be `auto`, None is the decoder's own choice.
+
+    Attributes:
+        tower_dtype: of the encoders.
+    """
 
     dtype: str
+    tower_dtype: str = "auto"
     max_model_len: int | None = None
     max_num_seqs: int | None = None
     fp8_cache: bool = False
@@ -165,7 +170,8 @@ def check_memory(
     wanted: dict[str, int] = defaultdict(int)
     for places, is_decoder in ((decoders, True), (encoders, False)):
         for place in places:
-            itemsize = _itemsize(limits.dtype, place.device)
+            dtype = limits.dtype if is_decoder else limits.tower_dtype
+            itemsize = _itemsize(dtype, place.device)
             text, tower = _bytes_of(spec, checkpoint, itemsize)
             if place.device == "cpu":
                 on_cpu += text if is_decoder else tower

@@ -118,6 +118,7 @@ def prepare(
     checked = {} if "DECODER_KV_CACHE_BYTES" in environment else cards
     limits = checks.Limits(
         dtype=options.dtype or environment.get("DECODER_DTYPE", "auto"),
+        tower_dtype=options.dtype or environment.get("ENCODER_DTYPE", "auto"),
         max_model_len=max_model_len,
         max_num_seqs=options.max_num_seqs or _number(environment, "DECODER_MAX_NUM_SEQUENCES"),
         fp8_cache=(options.kv_cache_dtype or environment.get("DECODER_KV_CACHE_DTYPE", "auto"))

@@ -368,6 +368,42 @@ def test_a_machine_without_the_memory_is_told(
         check("auto")
 
 
+@pytest.mark.parametrize(("dtype", "taken"), [("auto", "20.5"), ("float32", "41.0")])
+def test_a_towers_own_dtype_counts(tmp_path: Path, dtype: str, taken: str) -> None:
+    spec, checkpoint = large(tmp_path)
+    checkpoint.vision.floats = 11_000_000_000
+    limits = checks.Limits(dtype="bfloat16", tower_dtype=dtype)
+    with pytest.raises(StackError, match=f"needs {taken} GiB of cuda:0"):
+        checks.check_memory(
+            spec, checkpoint, [Placement("cuda:0", 0.9, 0)], [],
+            {"cuda:0": Card("a card", 16 * GIB, 0)}, limits,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("option", "exported", "expected"),
+    [(None, {"DECODER_DTYPE": "float16", "ENCODER_DTYPE": "float32"}, ("float16", "float32")),
+     ("bfloat16", {"ENCODER_DTYPE": "float32"}, ("bfloat16", "bfloat16")),
+     (None, {"ENCODER_DTYPE": "float32"}, ("auto", "float32"))],
+)  # fmt: skip
+def test_each_stage_is_checked_with_its_dtype(
+    option: str | None, exported: dict[str, str], expected: tuple[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    found: list[checks.Limits] = []
+
+    def check(*arguments: object) -> None:
+        found.append(arguments[-1])  # type: ignore[arg-type]
+        raise StackError("enough", 2)
+
+    monkeypatch.setattr(checks, "check_memory", check)
+    for name, value in exported.items():
+        monkeypatch.setenv(name, value)
+    words = ["--dtype", option] if option else []
+    assert cli.main(["serve", "--port", "0", "--device", "cpu", *words]) == 2
+    assert [(each.dtype, each.tower_dtype) for each in found] == [expected]
+
+
 def test_sizes_are_those_of_the_files() -> None:
     spec = read_spec(DEMONSTRATION_MODEL)
     found = read_checkpoint(spec)
