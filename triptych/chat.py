@@ -59,9 +59,11 @@ class Conversation:
         """Adds a user's message; False: it only shows an image, which goes with the next one.
 
         Raises:
-            AskError: an image cannot be read.
+            AskError: an image cannot be read, or none is named.
         """
         images, rest = split_images(text)
+        if not rest and not images:
+            raise AskError("which one? /image PATH")
         message = question_message([*self._images, *images], rest)
         if not rest:
             self._images += images
@@ -78,7 +80,7 @@ def split_images(text: str) -> tuple[list[str], str]:
     except ValueError:  # an apostrophe is no quote
         words = text.split()
     if words[:1] == ["/image"]:
-        return words[1:], ""
+        return [os.path.expanduser(word) for word in words[1:]], ""
     images = [word for word in words if _is_shown(word)]
     for image in images:
         for form in (
@@ -91,13 +93,14 @@ def split_images(text: str) -> tuple[list[str], str]:
             if form in text:
                 text = text.replace(form, "", 1)
                 break
-    return images, " ".join(text.split()) if images else text
+    shown = [os.path.expanduser(image) for image in images]
+    return shown, " ".join(text.split()) if images else text
 
 
 def _is_shown(word: str) -> bool:
     if Path(word).suffix.lower() not in _IMAGES | _CLIPS:
         return False
-    return word.startswith(("http://", "https://")) or os.path.isfile(word)
+    return word.startswith(("http://", "https://")) or os.path.isfile(os.path.expanduser(word))
 
 
 def _turn(server: Server, body: dict[str, Any], conversation: Conversation, text: str) -> None:

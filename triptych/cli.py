@@ -5,7 +5,9 @@ takes no time. Bad arguments are one line and exit status 2.
 """
 
 import argparse
+import os
 import re
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -48,8 +50,20 @@ _ELSEWHERE = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command; returns its exit status."""
-    argv = list(sys.argv[1:] if arguments is None else arguments)
+    """Runs one command; returns its exit status. If nobody reads what it writes, as after
+    `| head`, it ends as programs of the shell do, without a word.
+    """
+    try:
+        status = _run(list(sys.argv[1:] if arguments is None else arguments))
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Python writes what is left when it ends, and would report the same error then.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+    return status
+
+
+def _run(argv: list[str]) -> int:
     if argv[:1] == ["bench"]:  # the load generator parses its own options
         from benchmarks.serve import main as bench_main
 

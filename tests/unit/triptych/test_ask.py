@@ -1,6 +1,9 @@
 """`triptych ask` and its client."""
 
 import base64
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -29,6 +32,16 @@ def test_ask_streams_the_answer(
 def test_ask_without_an_image(stub: StubServer, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["ask", "Who are you?", "--url", stub.url]) == 0
     assert capsys.readouterr().out == "xxx\n"
+
+
+def test_a_reader_that_leaves_ends_it_without_a_word(stub: StubServer) -> None:
+    """As `| head` does."""
+    words = [sys.executable, "-m", "triptych", "ask", "Who?", "--url", stub.url]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as asking:
+        assert asking.stdout is not None and asking.stderr is not None
+        asking.stdout.close()
+        assert asking.stderr.read() == b""
+    assert asking.returncode == 128 + signal.SIGPIPE
 
 
 def test_a_key_is_sent_with_each_request(stub: StubServer) -> None:

@@ -50,6 +50,25 @@ def test_images_go_by_their_paths(
     assert len(third) == 1
 
 
+def test_a_home_is_expanded(
+    stub: StubServer, monkeypatch: pytest.MonkeyPatch, images: list[Path]
+) -> None:
+    monkeypatch.setenv("HOME", str(images[0].parent))
+    first, second = talk(stub, monkeypatch, ["what is ~/cat.png ?", "/image ~/cat.png", "and?"])
+    for messages, said in ((first, "what is ?"), (second, "and?")):
+        image, text = messages[-1]["content"]
+        assert image["type"] == "image_url" and text["text"] == said
+
+
+def test_image_without_a_path_shows_none(
+    stub: StubServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (messages,) = talk(stub, monkeypatch, ["/image", "hello"])
+    assert messages[-1]["content"] == [{"type": "text", "text": "hello"}]
+    said = capsys.readouterr()
+    assert "shown with" not in said.out and said.err == "which one? /image PATH\n"
+
+
 def test_a_clip_goes_by_its_path(
     stub: StubServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
