@@ -7,7 +7,8 @@ _HEAD = """# Options of a checkpoint
 What each key of a checkpoint's JSON files does here. A key that is read is obeyed, or its value \
 is refused by name at the start, in a line that says which values are served. A key that is on no \
 list is named in a warning of the decoder when a model is loaded; null is as absent. \
-`text_config` has the keys of config.json; `image_processor` and `video_processor` of \
+`text_config` has the keys of config.json, and `compression_config` those of \
+`quantization_config`; `image_processor` and `video_processor` of \
 processor_config.json, which come first, have those of preprocessor_config.json and \
 video_preprocessor_config.json. What is refused of the video processor refuses videos alone.
 

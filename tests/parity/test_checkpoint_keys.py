@@ -1,5 +1,6 @@
 """Every key of a checkpoint's files is read, or on a list with the reason why it has no effect."""
 
+import inspect
 import json
 import sys
 from pathlib import Path
@@ -21,6 +22,10 @@ from services.common.families import (
 )
 from services.common.families.keys import READ, WITHOUT_EFFECT, is_known, unknown_keys
 from services.common.model_spec import UnsupportedOption
+from services.common.quantization import _DECISIVE
+from tests import fp4_checkpoints, fp8_checkpoints, mxfp8_checkpoints, packed_checkpoints
+from tests.fp8_checkpoints import FP8_BLOCK
+from tests.int8_checkpoints import INT8
 from tests.tiny_tokenizer import write_text_model_directory
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -69,6 +74,20 @@ def test_no_key_of_a_generation_config_is_unknown():
     assert not [key for key in found if not is_known("generation_config.json", key)]
 
 
+def test_no_option_of_a_published_quantization_is_unknown():
+    published = [
+        *(config for config, *_ in fp8_checkpoints.FORMATS.values()),
+        *fp4_checkpoints.LAYOUTS.values(), *mxfp8_checkpoints.LAYOUTS.values(), INT8,
+        *(layout.config for layout in packed_checkpoints.LAYOUTS.values()),
+        transformers.GPTQConfig(bits=4).to_dict(), transformers.AwqConfig().to_dict(),
+        transformers.FineGrainedFP8Config().to_dict(),
+        dict.fromkeys(inspect.signature(transformers.CompressedTensorsConfig).parameters),
+    ]  # fmt: skip
+    found = {key for config in published for key in config} - {"kwargs"}
+    table = "config.json: quantization_config"
+    assert not [key for key in (*found, *_DECISIVE) if not is_known(table, key)]
+
+
 def test_no_key_of_a_video_processor_is_unknown():
     found = Qwen3VLVideoProcessor(size={"shortest_edge": 1, "longest_edge": 2}).to_dict()
     found |= Qwen3VLVideoProcessor.valid_kwargs.__annotations__
@@ -112,6 +131,7 @@ def test_a_key_on_no_list_is_named(tmp_path):
     config |= {"new_norm": 1, "old_norm": None}
     config["text_config"]["logit_scale"] = 2.0
     config["vision_config"]["window_size"] = 112
+    config["quantization_config"] = FP8_BLOCK | {"weight_rotation": "hadamard"}
     directory = write(
         tmp_path, config, generation_config={"contrast": 1},
         processor_config={
@@ -120,7 +140,8 @@ def test_a_key_on_no_list_is_named(tmp_path):
     )  # fmt: skip
     assert unknown_keys(directory) == [
         "config.json: new_norm", "config.json: text_config: logit_scale",
-        "config.json: vision_config: window_size", "generation_config.json: contrast",
+        "config.json: vision_config: window_size",
+        "config.json: quantization_config: weight_rotation", "generation_config.json: contrast",
         "processor_config.json: image_processor: sharpen",
         "processor_config.json: video_processor: blur",
     ]  # fmt: skip

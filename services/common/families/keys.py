@@ -53,6 +53,15 @@ READ: dict[str, frozenset[str]] = {
         rope_parameters spatial_merge_size temporal_patch_size
         """
     ),
+    "config.json: quantization_config": _words(
+        """
+        activation_scheme backend bits checkpoint_format config_groups desc_act dynamic fmt
+        format group_size ignore ignored_layers is_marlin_format kv_cache_quant_algo
+        kv_cache_scheme lm_head modules_to_not_convert pack_dtype quant_algo quant_method
+        quantized_layers scale_fmt sparsity_config sym transform_config version
+        weight_block_size zero_point
+        """
+    ),
     "generation_config.json": frozenset(NEUTRAL)
     | _words(
         """
@@ -93,6 +102,18 @@ _REASONS: dict[str, dict[str, str]] = {
         _RETURNED: """chunk_size_feed_forward id2label is_encoder_decoder label2id
                 output_attentions output_hidden_states problem_type return_dict""",
         "`--dtype` decides": "dtype torch_dtype",
+    },
+    "config.json: quantization_config": {
+        _NAMES: "meta model_file_base_name model_name_or_path producer quantizer",
+        "how the files were made": """act_group_aware batch_size block_name_to_quantize
+                cache_block_outputs damp_auto_increment damp_percent dataset
+                global_compression_ratio max_input_length model_seqlen
+                module_name_preceding_first_block mse pad_token_id quantization_status
+                static_groups tokenizer true_sequential""",
+        "the files say which modules are quantized": """modules_in_block_to_quantize
+                modules_to_convert""",
+        _MEMORY: """dequantize do_fuse exllama_config fuse_max_seq_len modules_to_fuse
+                run_compressed use_cuda_fp16 use_exllama use_optimized_inference""",
     },
     "generation_config.json": {
         _NAMES: "_commit_hash _from_model_config transformers_version",
@@ -145,7 +166,12 @@ WITHOUT_EFFECT: dict[str, dict[str, str]] = {
 }
 # Sections that are nested in a file → the table of their keys.
 _SECTIONS = {
-    "config.json": {"text_config": "config.json", "vision_config": "config.json: vision_config"},
+    "config.json": {
+        "text_config": "config.json",
+        "vision_config": "config.json: vision_config",
+        "quantization_config": "config.json: quantization_config",
+        "compression_config": "config.json: quantization_config",
+    },
     "processor_config.json": {
         "image_processor": "preprocessor_config.json",
         "video_processor": "video_preprocessor_config.json",
