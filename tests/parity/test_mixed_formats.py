@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from services.common.nn.checkpoint import CheckpointError
-from tests import fp4_checkpoints, int8_checkpoints, packed_checkpoints
+from tests import fp4_checkpoints, int8_checkpoints, mxfp8_checkpoints, packed_checkpoints
 from tests.decoder_harness import Harness
 from tests.fp8_checkpoints import FP8_BLOCK, compressed, write
 from tests.int8_checkpoints import INT8
@@ -172,10 +172,11 @@ def test_experts_in_4_bit_beside_attention_in_another_format(
 
 @pytest.mark.parametrize(
     ("has_experts", "algorithm"),
-    [(False, "FP8"), (True, "FP8"), (True, "FP8_PB_WO"), (True, "FP8_PER_CHANNEL_PER_TOKEN")],
-)
+    [(False, "FP8"), (True, "FP8"), (True, "FP8_PB_WO"), (True, "FP8_PER_CHANNEL_PER_TOKEN"),
+     (True, "MXFP8")],
+)  # fmt: skip
 def test_modelopts_mixed_precision(tmp_path: Path, has_experts: bool, algorithm: str) -> None:
-    """Attention in FP8 of one of ModelOpt's kinds, MLPs in e2m1, the head and routers as they were;
+    """Attention in one of ModelOpt's kinds of FP8, MLPs in e2m1, the head and routers as they were;
     experts are named as one.
     """
     model = ExpertsModel(tmp_path, 96)
@@ -188,9 +189,12 @@ def test_modelopts_mixed_precision(tmp_path: Path, has_experts: bool, algorithm:
         "quant_algo": "MIXED_PRECISION", "quantized_layers": named, "ignore": ["lm_head"]
     }  # fmt: skip
     first = tmp_path / "first"
-    kind = {"FP8_PB_WO": "modelopt-block", "FP8_PER_CHANNEL_PER_TOKEN": "modelopt-channel"}
-    name = kind.get(algorithm, "modelopt")
-    meant = write(model.source, first, name, modules=among(*ATTENTION), config=config)
+    name = {"FP8_PB_WO": "modelopt-block", "FP8_PER_CHANNEL_PER_TOKEN": "modelopt-channel"}
+    writer = mxfp8_checkpoints.write if algorithm == "MXFP8" else write
+    meant = writer(
+        model.source, first, name.get(algorithm, "modelopt"), modules=among(*ATTENTION),
+        config=config,
+    )  # fmt: skip
     if has_experts:
         again = fp4_checkpoints.write(
             first, model.directory, "modelopt", config=config,
@@ -200,7 +204,7 @@ def test_modelopts_mixed_precision(tmp_path: Path, has_experts: bool, algorithm:
     else:
         first.rename(model.directory)
     layer = Harness(model.directory).runner.computer._model.layers[0]
-    found = "fp8_block" if algorithm == "FP8_PB_WO" else "fp8_channel"
+    found = {"FP8_PB_WO": "fp8_block", "MXFP8": "mxfp8"}.get(algorithm, "fp8_channel")
     assert layer.self_attn.qkv_proj.weight_format == found
     assert layer.mlp.experts.weight_format == ("nvfp4" if has_experts else "plain")
     assert error(model.ours(), model.expected(meant)) < TOLERANCE
