@@ -146,7 +146,7 @@ def test_a_models_kernels_agree_with_plain_ones(
     (source / "config.json").write_text(json.dumps(CONFIG))
     write(write_tensors(source), tmp_path / name, name)
     found, calls = run(tmp_path / name, length)
-    operation = "fp8_channel_linear" if "channel" in name else "fp8_block_linear"
+    operation = "fp8_block_linear" if "block" in name else "fp8_channel_linear"
     if length > fp8.skinny_tokens(operation, DeviceFacts.of(CUDA)):
         if calls[operation, "scaled_mm"] + calls[operation, "triton_gemm"]:
             monkeypatch.setattr(fp8, "weight_only_linear", fp8_weight.w8a8_linear)

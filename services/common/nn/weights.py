@@ -166,11 +166,11 @@ def _as_stored(source: _Source, tensors: Mapping[str, TensorInfo]) -> _Source:
     info = tensors.get(source.name)
     if info is None or source.required or len(info.shape) == len(source.shape):
         return source
-    if [size for size in info.shape if size > 1] != [size for size in source.shape if size > 1]:
+    if [size for size in info.shape if size != 1] != [size for size in source.shape if size != 1]:
         return source
     pairs = zip_longest(source.shape, source.cut, fillvalue=slice(None))
     cuts = iter([cut for size, cut in pairs if size != 1])
-    cut = tuple(next(cuts) if size > 1 else slice(None) for size in info.shape)
+    cut = tuple(next(cuts) if size != 1 else slice(None) for size in info.shape)
     return replace(source, shape=info.shape, cut=cut if source.cut else ())
 
 

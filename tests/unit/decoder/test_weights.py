@@ -111,6 +111,17 @@ def test_sharded_checkpoints_load(tmp_path: Path) -> None:
     check(load(tmp_path), made, torch.float32)
 
 
+@pytest.mark.parametrize("shape", [(8, 1), (1, 8), (1, 8, 1)])
+def test_axes_of_one_element_are_no_difference(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    made = tensors()
+    name = "model.layers.0.norm.weight"
+    save(tmp_path, made | {name: made[name].view(shape)})
+    assert torch.equal(load(tmp_path).layers[0].norm.weight, made[name])
+    save(tmp_path, made | {name: torch.zeros(8, 0)})
+    with pytest.raises(CheckpointError, match=r"norm\.weight is \[8, 0\], the model wants \[8\]"):
+        load(tmp_path)
+
+
 def test_all_problems_are_named_at_once(tmp_path: Path) -> None:
     made = tensors()
     del made["model.layers.1.v.bias"], made["head.weight"]
