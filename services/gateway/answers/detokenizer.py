@@ -41,10 +41,13 @@ class StopMatcher:
         self._prefixes = frozenset(stop[:n] for stop in self.stops for n in range(1, len(stop)))
         self._max_prefix = max(map(len, self._prefixes), default=0)
 
-    def feed(self, text: str) -> str:
-        """Takes more text and returns what is certain; sets `matched` when a stop completes."""
+    def feed(self, text: str, *, matching: bool = True) -> str:
+        """Takes more text and returns what is certain; sets `matched` when a stop completes, unless
+        that is not `matching` yet.
+        """
+        num_known = len(self._held)
         text = self._held + text
-        if found := self._first_completed(text):
+        if matching and (found := self._first_completed(text, num_known)):
             start, end = found
             self.matched = text[start:end]
             self._held = ""
@@ -58,11 +61,13 @@ class StopMatcher:
         held, self._held = self._held, ""
         return held
 
-    def _first_completed(self, text: str) -> tuple[int, int] | None:
-        """(start, end) of the match with the smallest end; of several, the longest."""
+    def _first_completed(self, text: str, num_known: int) -> tuple[int, int] | None:
+        """(start, end) of the match with the smallest end, of those that end behind the text that
+        is known already; of several, the longest.
+        """
         best: tuple[int, int] | None = None
         for stop in self.stops:
-            start = text.find(stop)
+            start = text.find(stop, max(0, num_known + 1 - len(stop)))
             if start >= 0:
                 match = (start + len(stop), start)
                 best = match if best is None else min(best, match)
@@ -135,7 +140,10 @@ class Choice:
                 self.finish_reason = event.finish_reason
                 parts += self._finish()
                 stop_ids = self._request.stop_token_ids or ()
-                if event.finish_reason == "stop" and ids and ids[-1] in stop_ids:
+                if self._stops is not None and self._stops.matched is not None:
+                    # In what the parser had held back.
+                    self.finish_reason, stop_reason = "stop", self._stops.matched
+                elif event.finish_reason == "stop" and ids and ids[-1] in stop_ids:
                     stop_reason = ids[-1]
         if self._parser is not None:
             self._has_calls = self._has_calls or any(isinstance(part, Call) for part in parts)
@@ -196,7 +204,7 @@ class Choice:
         kept: list[Part] = []
         for part in parts:
             if isinstance(part, Text):
-                text = stops.feed(part.text) if matching else part.text
+                text = stops.feed(part.text, matching=matching)
             else:
                 text = stops.flush()
             if text:

@@ -220,6 +220,20 @@ def test_stop_strings_match_in_content_alone(tokenizer):
         assert choice.num_tokens < len(ids)
 
 
+@pytest.mark.parametrize("reason", ["stop", "length"])
+@pytest.mark.parametrize("stop", ["\n", "<", "lo<tool"])
+def test_a_stop_string_at_the_end_is_the_reason_although_it_could_have_begun_a_call(
+    tokenizer, stop, reason
+):
+    answer_format = AnswerFormat(None, tool_calls("hermes"))
+    ids = encode(tokenizer, f"hello{stop.removeprefix('lo')}")
+    for sizes in ([ids], [[i] for i in ids]):
+        updates, choice = answer(tokenizer, ids, answer_format, sizes, reason, stop=[stop])
+        assert "hello".removesuffix("lo") in (content := whole(updates).content)
+        assert stop not in content
+        assert (choice.finish_reason, updates[-1].stop_reason) == ("stop", stop)
+
+
 def test_parallel_calls_can_be_switched_off(tokenizer):
     answer_format = AnswerFormat(None, tool_calls("hermes", 1))
     ids = encode(tokenizer, CALLS["hermes"])

@@ -129,6 +129,24 @@ def test_no_stop_before_min_tokens(tokenizer):
     assert choice.num_tokens == 6
 
 
+@pytest.mark.parametrize("size", [1, 2, 3, 100])
+@pytest.mark.parametrize(
+    ("stop", "min_tokens", "expected"),
+    [
+        (["bcd"], 2, "a"),  # begins before, ends behind, as in vLLM
+        (["abcdef"], 5, ""),
+        (["abcd"], 4, "abcdefgh"),
+        (["bc", "abcde"], 3, ""),  # the shorter one was complete before
+        (["zz", "h"], 8, "abcdefgh"),
+    ],
+)
+def test_a_stop_string_counts_from_where_it_ends(tokenizer, size, stop, min_tokens, expected):
+    ids = [tokenizer.encode_text(letter)[0] for letter in "abcdefgh"]
+    found, choice, _, _ = run(tokenizer, ids, iter([size] * 9), stop=stop, min_tokens=min_tokens)
+    assert found == expected
+    assert choice.finish_reason == ("length" if expected == "abcdefgh" else "stop")
+
+
 def test_cost_does_not_grow_with_the_text(tokenizer):
     choice = choice_of(tokenizer, stop=["\n\n"])
     assert choice._stops is not None
