@@ -109,6 +109,22 @@ def test_echo_alone(stack):
     assert stack.decoder.submits[0].sampling.max_tokens == 1
 
 
+@pytest.mark.parametrize("n", [1, 2])
+def test_an_echo_alone_has_no_completion_tokens(stack, n):
+    """The token that is made and thrown away is not the client's, whatever it is."""
+    fields = {"echo": True, "max_tokens": 0, "n": n, "logprobs": 0 if n == 1 else None}
+    stopping = {"stop_token_ids": stack.decoder.reply[:1], "return_token_ids": True}
+    whole = post(stack, **fields, **stopping).json()
+    assert whole["usage"]["completion_tokens"] == 0
+    assert whole["usage"]["total_tokens"] == whole["usage"]["prompt_tokens"]
+    for choice in whole["choices"]:
+        assert (choice["finish_reason"], choice["stop_reason"]) == ("length", None)
+        assert (choice["text"], choice["token_ids"]) == ("hello", [])
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    last = post(stack, **fields, **options).text.split("\n\n")[-3]
+    assert json.loads(last.removeprefix("data: "))["usage"] == whole["usage"]
+
+
 def test_stop(stack):
     choice = post(stack, stop=[" circle"]).json()["choices"][0]
     assert (choice["text"], choice["stop_reason"]) == ("A red", " circle")

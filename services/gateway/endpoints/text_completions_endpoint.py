@@ -87,13 +87,13 @@ class TextCompletionEndpoint(Endpoint):
                 ]
                 if include_usage:
                     for chunk in chunks:
-                        chunk.usage = _usage(completions) if continuous else None
+                        chunk.usage = writer.usage(completions) if continuous else None
                 if data := b"".join(map(_event, chunks)):
                     await work.exchange.write(data)
         last = b""
         if include_usage:
             chunk = writer.answer([])
-            chunk.usage = _usage(completions)
+            chunk.usage = writer.usage(completions)
             last = _event(chunk)
         await work.exchange.write(last + DONE, last=True)
 
@@ -115,7 +115,7 @@ class TextCompletionEndpoint(Endpoint):
         answer = writer.answer([choice for choice in found if choice is not None])
         for choice in answer.choices:
             choice.fill()
-        answer.usage = _usage(work.completions)
+        answer.usage = writer.usage(work.completions)
         await work.exchange.write_json(answer)
 
 
@@ -135,6 +135,7 @@ class _Writer:
         model_name: str,
     ) -> None:
         self.request = request
+        self._generates = request.max_tokens != 0
         self._model_name = model_name
         self._id = response_id
         self._created = now()
@@ -145,6 +146,16 @@ class _Writer:
 
     def answer(self, choices: list[TextChoice]) -> TextCompletion:
         return TextCompletion(self._id, self._created, self._model_name, choices)
+
+    def usage(self, completions: Sequence[Completion]) -> Usage:
+        """Of all prompts together. A token that is thrown away is none of the client's."""
+        found = [completion.usage() for completion in completions]
+        prompt = sum(usage.prompt_tokens for usage in found)
+        generated = sum(usage.completion_tokens for usage in found) if self._generates else 0
+        cached = [usage.prompt_tokens_details.cached_tokens for usage in found]
+        known = [count for count in cached if count is not None]
+        details = PromptTokensDetails(None, sum(known) if known else None)
+        return Usage(prompt, generated, prompt + generated, details)
 
     def choice(
         self, completion: Completion, prompt: int, updates: Sequence[Update]
@@ -157,7 +168,7 @@ class _Writer:
         beginning = self._beginnings[prompt] if is_first else ""
         entries: list[LogprobEntry] = []
         text, ids = beginning, list[int]()
-        if request.max_tokens != 0:
+        if self._generates:
             entries = [entry for update in updates for entry in update.logprobs or ()]
             text += "".join(
                 part.text for u in updates for part in u.parts if isinstance(part, Text)
@@ -165,10 +176,9 @@ class _Writer:
             ids = [token for update in updates for token in update.token_ids]
         if not (text or entries or ids or last.finish_reason):
             return None
-        finish_reason = last.finish_reason
-        if finish_reason and request.max_tokens == 0:
-            finish_reason = "length"
-        choice = TextChoice(index, text, None, finish_reason, last.stop_reason)
+        choice = TextChoice(index, text, None, last.finish_reason, last.stop_reason)
+        if last.finish_reason and not self._generates:
+            choice.finish_reason, choice.stop_reason = "length", None
         if request.logprobs is not None:
             first, as_ids = None, bool(request.return_tokens_as_token_ids)
             if is_first and request.echo:
@@ -212,17 +222,6 @@ def text_logprobs(
         found.text_offset.append(offset)
         offset += len(entry.token)
     return found
-
-
-def _usage(completions: Sequence[Completion]) -> Usage:
-    """Of all prompts together."""
-    found = [completion.usage() for completion in completions]
-    prompt = sum(usage.prompt_tokens for usage in found)
-    generated = sum(usage.completion_tokens for usage in found)
-    cached = [usage.prompt_tokens_details.cached_tokens for usage in found]
-    known = [count for count in cached if count is not None]
-    details = PromptTokensDetails(None, sum(known) if known else None)
-    return Usage(prompt, generated, prompt + generated, details)
 
 
 def _event(chunk: TextCompletion) -> bytes:
