@@ -185,7 +185,7 @@ class ChatService:
             prompt_tokens=len(draft.token_ids),
             max_model_len=decoder.max_model_len,
             vocab_size=decoder.vocab_size,
-            encode=self.tokenizer.encode_text,
+            encode=self.tokenizer.encode_written,
         )  # fmt: skip
         images: list[Image] = []
         videos: list[Video] = []

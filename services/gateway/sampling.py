@@ -67,7 +67,7 @@ def resolve_sampling(
     Args:
         prompt_tokens, max_model_len: bound the answer.
         vocab_size: ids are below.
-        encode: plain text to token ids, for bad words.
+        encode: text as the model writes it to token ids, for bad words.
 
     Raises:
         ContextLengthExceeded: the prompt leaves no room for an answer.

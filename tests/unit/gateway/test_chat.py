@@ -1,6 +1,7 @@
 """What the gateway sends to the services, and how choices end."""
 
 from tests.gateway_fixtures import asking, image_url
+from tests.tiny_tokenizer import added_ids
 
 # Requests to the services
 
@@ -28,6 +29,18 @@ def test_the_decoder_gets_every_field(stack):
     # n choices and a repeated image: each image is encoded once.
     assert len(stack.encoder.requests) == 2
     assert stack.encoder.request_ids == [one.request_id] * 2
+
+
+def test_bad_words_may_name_added_tokens(stack):
+    """As transformers encodes them."""
+    words = ["<think>", "<tool_call>\n", "a<|im_end|>b</think></think>", "<thin", "<|im_end|"]
+    assert stack.chat(bad_words=words).status_code == 200
+    found = [list(word.ids) for word in stack.decoder.submits[0].sampling.bad_words]
+    assert found[0] == [added_ids()["<think>"]]
+    for word in words:
+        expected = stack.tokenizer.encode_prompt(word, False)
+        assert expected in found
+        assert stack.tokenizer.encode_written(word) == expected
 
 
 def test_text_calls_no_encoder(stack):
