@@ -6,6 +6,7 @@ import numpy as np
 import openai
 import pytest
 
+from services.gateway.tokenizer.tokenizer import ModelTokenizer
 from tests.gateway_stack import MODEL
 from tests.tiny_tokenizer import added_ids
 
@@ -194,6 +195,39 @@ def test_echo_with_logprobs_scores_the_prompt(client, stack, stream):
     assert all(text[o:].startswith(t) for o, t in zip(offsets, tokens, strict=True))
     assert tops[0] is None and all(t in top for t, top in zip(tokens[1:], tops[1:], strict=True))
     assert stack.decoder.submits[0].sampling.prompt_logprobs == 2
+
+
+@pytest.mark.parametrize("as_ids", [False, True])
+@pytest.mark.parametrize("stream", [False, True])
+def test_offsets_are_places_in_the_text(client, stack, stream, as_ids):
+    """Where characters have several tokens, where special tokens are skipped, and by ids."""
+    skipped = added_ids()["<|im_end|>"]
+    prompt, encode = "a 🙂 é", stack.tokenizer.encode_text
+    stack.decoder.reply = [*encode("中x"), skipped, *encode("yz"), *encode("🙂!")]
+    answer = client.completions.create(
+        model=MODEL, prompt=prompt, echo=True, logprobs=0, max_tokens=100, stream=stream,
+        extra_body={"return_token_ids": True, "return_tokens_as_token_ids": as_ids},
+    )  # fmt: skip
+    choices = [c for chunk in answer for c in chunk.choices] if stream else answer.choices
+    text = "".join(choice.text for choice in choices)
+    assert text == prompt + "中xyz🙂!"
+    offsets = [offset for choice in choices for offset in choice.logprobs.text_offset]
+    ids = [*encode(prompt), *stack.decoder.reply]
+    assert len(offsets) == len(ids) > len(text) + 1
+    for at, (offset, token) in enumerate(zip(offsets, ids, strict=True)):
+        data = b"".join(map(stack.tokenizer.token_bytes, [t for t in ids[:at] if t != skipped]))
+        assert offset == len(data.decode(errors="ignore")), token
+
+
+def test_a_bos_before_the_prompt_has_no_place_in_its_text(stack, monkeypatch):
+    encode = ModelTokenizer.encode_text
+    bos = added_ids()["<|im_start|>"]
+    monkeypatch.setattr(ModelTokenizer, "encode_prompt", lambda t, text, _: [bos, *encode(t, text)])
+    choice = post(stack, echo=True, logprobs=0, max_tokens=1, prompt="abc").json()["choices"][0]
+    logprobs = choice["logprobs"]
+    places = zip(logprobs["tokens"], logprobs["text_offset"], strict=True)
+    assert [*places] == [("<|im_start|>", 0), ("a", 0), ("b", 1), ("c", 2), ("A", 3)]
+    assert choice["text"] == "abcA"
 
 
 def test_prompt_logprobs_of_completions_and_chat(stack):

@@ -3,7 +3,8 @@
 Each prompt is a request of its own to `ChatService`, with a prompt that is not rendered.
 """
 
-from collections.abc import Mapping, Sequence
+import codecs
+from collections.abc import Mapping, Sequence, Set
 from contextlib import aclosing
 from dataclasses import replace
 
@@ -142,7 +143,10 @@ class _Writer:
         self._beginnings = beginnings
         self._tokenizer = tokenizer
         self._started: set[int] = set()
-        self._lengths: dict[int, int] = {}
+        self._places: dict[int, _Places] = {}  # where logprobs are wanted
+        is_skipping = request.skip_special_tokens is not False
+        added = tokenizer.added.values() if is_skipping else ()
+        self._hidden = frozenset(token.content.encode() for token in added if token.special)
 
     def answer(self, choices: list[TextChoice]) -> TextCompletion:
         return TextCompletion(self._id, self._created, self._model_name, choices)
@@ -180,17 +184,11 @@ class _Writer:
         if last.finish_reason and not self._generates:
             choice.finish_reason, choice.stop_reason = "length", None
         if request.logprobs is not None:
-            first, as_ids = None, bool(request.return_tokens_as_token_ids)
+            places = self._places.setdefault(index, _Places())
+            choice.logprobs = found = TextLogprobs([], [], [], [])
             if is_first and request.echo:
-                prompt_ids = completion.prompt_token_ids()
-                first, _ = token_name(self._tokenizer, prompt_ids[0], as_ids)
-                entries = (
-                    completion.prompt_scores.entries(prompt_ids, self._tokenizer, as_ids=as_ids)
-                    + entries
-                )
-            offset = self._lengths.get(index, 0)
-            choice.logprobs = text_logprobs(entries, offset, first)
-            self._lengths[index] = offset + sum(map(len, choice.logprobs.tokens))
+                self._add_prompt(found, completion, beginning, places)
+            _add_logprobs(found, entries, places, self._hidden)
         if is_first and request.prompt_logprobs is not None:
             prompt_ids = completion.prompt_token_ids()
             choice.prompt_logprobs = completion.prompt_scores.by_id(prompt_ids, self._tokenizer)
@@ -200,28 +198,48 @@ class _Writer:
                 choice.prompt_token_ids = completion.prompt_token_ids()
         return choice
 
+    def _add_prompt(
+        self, found: TextLogprobs, completion: Completion, text: str, places: "_Places"
+    ) -> None:
+        """Adds the tokens of a prompt that is echoed as that text."""
+        tokenizer, as_ids = self._tokenizer, bool(self.request.return_tokens_as_token_ids)
+        token_ids = completion.prompt_token_ids()
+        name, numbers = token_name(tokenizer, token_ids[0], as_ids)
+        # A BOS that was put before the prompt is not in its text.
+        data = bytes(numbers) if text.encode().startswith(bytes(numbers)) else b""
+        found.tokens.append(name)
+        found.token_logprobs.append(None)
+        found.top_logprobs.append(None)
+        found.text_offset.append(places.next(data))
+        entries = completion.prompt_scores.entries(token_ids, tokenizer, as_ids=as_ids)
+        _add_logprobs(found, entries, places, frozenset())
 
-def text_logprobs(
-    entries: Sequence[LogprobEntry], offset: int, first: str | None = None
-) -> TextLogprobs:
-    """Logprobs in the form of text completions.
 
-    Args:
-        offset: of the first token in the text.
-        first: a token before them, which has no logprob.
-    """
-    found = TextLogprobs([], [], [], [])
-    if first is not None:
-        found = TextLogprobs([first], [None], [None], [offset])
-        offset += len(first)
+class _Places:
+    """Where tokens begin in a text. All tokens of one character begin where it does."""
+
+    def __init__(self) -> None:
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._num_characters = 0
+
+    def next(self, data: bytes) -> int:
+        """Of the next token, whose bytes these are; none: it is not in the text."""
+        place = self._num_characters
+        self._num_characters += len(self._utf8.decode(data))
+        return place
+
+
+def _add_logprobs(
+    found: TextLogprobs, entries: Sequence[LogprobEntry], places: _Places, hidden: Set[bytes]
+) -> None:
+    """Adds tokens; the text has none of `hidden`."""
     for entry in entries:
+        data = bytes(entry.bytes)
         found.tokens.append(entry.token)
         found.token_logprobs.append(entry.logprob)
         top = {other.token: other.logprob for other in entry.top_logprobs}
         found.top_logprobs.append({entry.token: entry.logprob, **top})
-        found.text_offset.append(offset)
-        offset += len(entry.token)
-    return found
+        found.text_offset.append(places.next(b"" if data in hidden else data))
 
 
 def _event(chunk: TextCompletion) -> bytes:

@@ -66,7 +66,8 @@ class CompletionRequest(GenerationFields, kw_only=True, forbid_unknown_fields=Tr
 class TextLogprobs(Struct):
     """One entry per token of the text, a prompt that is echoed included.
 
-    The first token of a prompt has no logprob. `top_logprobs` are by the token's text.
+    The first token of a prompt has no logprob. `top_logprobs` are by the token's text,
+    `text_offset` counts characters of the choice's text.
     """
 
     tokens: list[str]
