@@ -94,6 +94,22 @@ def test_ends(client, stack):
     assert client.messages.create(model=MODEL, max_tokens=9, messages=HELLO).content == []
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_calls_before_a_stop_sequence_are_to_be_answered(stack, stream):
+    say(stack, CALLS["hermes"] + " then STOP and more")
+    with client_of(stack) as client:
+        fields = {"model": MODEL, "max_tokens": 300, "messages": HELLO, "tools": TOOLS}
+        fields["stop_sequences"] = ["STOP"]
+        if stream:
+            with client.messages.stream(**fields) as events:
+                answer = events.get_final_message()
+        else:
+            answer = client.messages.create(**fields)
+    assert [block.type for block in answer.content].count("tool_use") == 2
+    assert answer.content[-1].text == "then "
+    assert (answer.stop_reason, answer.stop_sequence) == ("tool_use", None)
+
+
 def test_events_in_the_order_of_anthropic(stack):
     text = post(stack, stream=True).text
     blocks = [block.split("\n") for block in text.strip().split("\n\n")]

@@ -246,8 +246,10 @@ def blocks(pieces: Sequence[Part]) -> list[api.AnswerBlock]:
 
 
 def _stop(update: Update) -> tuple[api.StopReason, str | None]:
-    """`stop_reason` and `stop_sequence` of an answer that ended with the update."""
-    if isinstance(update.stop_reason, str):
+    """`stop_reason` and `stop_sequence` of an answer that ended with the update. Calls come first:
+    agents answer them if the reason is theirs.
+    """
+    if isinstance(update.stop_reason, str) and update.finish_reason != "tool_calls":
         return "stop_sequence", update.stop_reason
     return _STOP_REASONS[update.finish_reason], None
 
