@@ -145,6 +145,7 @@ class Embeddings:
             self._sources.put(key, source, unit, share)
             return Encoded(Origin.MEMORY)
         if encode := self._encodes.get(key):
+            del source  # which the encode has, and nothing counts here
             await encode.flight.join()
             return Encoded(Origin.JOINED)
         return await self._start(key, source, unit, share, need_bytes=False).flight.join()

@@ -198,17 +198,7 @@ class EncoderServicer(pb_grpc.EncoderServicer):
         parent = adopt_metadata(context)
         try:
             with self._call(), span("encode", parent) as current:
-                num_bytes, encoded = message_bytes(context), None
-                with self._reading(num_bytes):
-                    message = await _message(context, num_bytes, pb.EncodeRequest)
-                    unit = self._checked_unit(message)
-                    source, key = await self._source(message, unit)
-                    spec = self._embeddings.spec_of(unit)
-                    if message.is_embedding:  # no queue counts it
-                        encoded = await self._brought.bring(key, source.image, spec)
-                if encoded is None:
-                    encoded = await self._embeddings.encode(key, source, unit, _share(message))
-                num_tokens = spec.num_tokens
+                encoded, num_tokens = await self._encoded(context)
                 current.set(source=encoded.origin.value, num_tokens=num_tokens, **_seconds(encoded))
             fields = {"source": encoded.origin.value, "tokens": num_tokens}
             log.info("encoded", extra={"fields": fields})
@@ -217,6 +207,22 @@ class EncoderServicer(pb_grpc.EncoderServicer):
             return pb.EncodeResponse(source=origin, num_tokens=num_tokens, **_seconds(encoded))
         except Exception as error:
             return await self._fail("encode", error, context)
+
+    async def _encoded(self, context: grpc.aio.ServicerContext) -> tuple[Encoded, int]:
+        """What became of a call's image, and its tokens. While the call waits, only what is queued
+        keeps the file: nothing counts the copies of calls that join.
+        """
+        num_bytes = message_bytes(context)
+        with self._reading(num_bytes):
+            message = await _message(context, num_bytes, pb.EncodeRequest)
+            unit, share = self._checked_unit(message), _share(message)
+            source, key = await self._source(message, unit)
+            spec = self._embeddings.spec_of(unit)
+            if message.is_embedding:  # no queue counts it
+                return await self._brought.bring(key, source.image, spec), spec.num_tokens
+        encoding = self._embeddings.encode(key, source, unit, share)
+        del message, source
+        return await encoding, spec.num_tokens
 
     async def Upload(self, request: object, context: grpc.aio.ServicerContext) -> pb.UploadResponse:
         """Registered as `Encode` is."""

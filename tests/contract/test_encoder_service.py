@@ -1,7 +1,9 @@
 """The encoder's contract over real gRPC, with a real Redis and a fake engine."""
 
 import asyncio
+import gc
 import itertools
+import tracemalloc
 from collections.abc import AsyncIterator, Awaitable
 
 import grpc
@@ -289,6 +291,34 @@ async def test_overload_is_refused_before_any_work() -> None:
         pod.engine.gate.set()
         await asyncio.gather(*running, joined)
         assert (await pod.encode(b"fourth")).source == Response.SOURCE_COMPUTED
+
+
+async def test_calls_that_wait_for_an_encode_keep_no_message(pod: Pod) -> None:
+    """Neither the first nor those who join: nothing would count them."""
+
+    def messages() -> int:
+        return sum(isinstance(each, pb.EncodeRequest) for each in gc.get_objects())
+
+    image, joins = bytes(1 << 20), 5
+    gc.collect()
+    others = messages()  # of earlier tests
+    pod.engine.gate.clear()
+    first = asyncio.ensure_future(pod.encode(image))
+    await until(lambda: pod.engine.jobs)
+    tracemalloc.start()
+    try:
+        joined = [asyncio.ensure_future(pod.encode(image)) for _ in range(joins)]
+        (encode,) = pod.embeddings._encodes.values()
+        await until(lambda: encode.flight.num_waiters == 1 + joins)
+        # The clients keep what they have sent.
+        assert tracemalloc.get_traced_memory()[0] < (1 + joins) * len(image)
+    finally:
+        tracemalloc.stop()
+    assert not pod.servicer._bytes_under_way
+    assert messages() - others <= 1 + joins  # the clients', which are in this process, too
+    pod.engine.gate.set()
+    assert (await first).source == Response.SOURCE_COMPUTED
+    assert {(await call).source for call in joined} == {Response.SOURCE_JOINED}
 
 
 async def test_a_message_is_counted_before_it_is_read() -> None:
