@@ -40,7 +40,11 @@ class Child:
         os.ftruncate(self._fd, size_bytes)
         self._memory = mmap.mmap(self._fd, size_bytes)
         self._used_bytes = 0
-        self._start()
+        try:
+            self._start()
+        except BaseException:  # as where the pod may have no more processes
+            os.close(self._fd)
+            raise
 
     def ask(self, *parts: bytes, timeout_s: float) -> bytes:
         """The child's answer to a question of some parts.
@@ -102,11 +106,15 @@ class Child:
         """Starts the process, which is ready some time later."""
         mine, theirs = socket.socketpair()
         with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", self._module,
-                 str(theirs.fileno()), str(self._fd), str(len(self._memory))],
-                pass_fds=(theirs.fileno(), self._fd), stdin=subprocess.DEVNULL,
-            )  # fmt: skip
+            try:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", self._module,
+                     str(theirs.fileno()), str(self._fd), str(len(self._memory))],
+                    pass_fds=(theirs.fileno(), self._fd), stdin=subprocess.DEVNULL,
+                )  # fmt: skip
+            except BaseException:
+                mine.close()
+                raise
         self._socket, self._ready = mine, False
 
     def _restart(self) -> str:

@@ -14,6 +14,7 @@ from PIL import Image
 
 from services.common.errors import InvalidImage
 from services.common.images.image_header import ImageHeader, read_header
+from services.encoder.child import Child
 from services.encoder.decode import worst_case_bytes
 from services.encoder.decode_pool import DecodePool, MemoryBudget
 from tests.in_process_decoder import InProcessDecoder
@@ -178,3 +179,17 @@ def test_the_worst_case_is_bytes_a_pixel() -> None:
     header = ImageHeader("WEBP", 5000, 8000)
     assert 0.9e9 < worst_case_bytes(header, 0) < 1e9
     assert worst_case_bytes(ImageHeader("JPEG", 4000, 3000), 3 << 20) < 130e6
+
+
+def test_a_process_that_cannot_be_started_leaves_no_file_open(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refused(*_: object, **__: object) -> None:
+        raise BlockingIOError("no more processes")
+
+    before = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr("services.encoder.child.subprocess.Popen", refused)
+    for _ in range(3):
+        with pytest.raises(BlockingIOError):
+            Child("services.encoder.decode_worker", 1 << 20)
+    assert len(os.listdir("/proc/self/fd")) == before
