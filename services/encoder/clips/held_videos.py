@@ -83,12 +83,7 @@ class HeldVideos:
         digest = await loop.run_in_executor(self._threads, lambda: blake3(file).digest(KEY_BYTES))
         if (held := self._renewed(digest)) is not None:
             return held
-        if (flight := self._probes.get(digest)) is None:
-            flight = self._probes[digest] = InFlight(
-                self._read(digest, file),
-                on_end=lambda _: self._forget(digest),
-                on_abandoned=lambda: self._forget(digest),
-            )
+        flight = self._probes.get(digest) or self._started(digest, file)
         return await flight.join()
 
     def close(self) -> None:
@@ -99,8 +94,14 @@ class HeldVideos:
             os.close(held.file.fd)
         self._held.clear()
 
-    def _forget(self, digest: bytes) -> None:
-        self._probes.pop(digest, None)
+    def _started(self, digest: bytes, file: bytes) -> InFlight[HeldVideo]:
+        def forget() -> None:
+            if self._probes.get(digest) is flight:  # not one that began after this was given up
+                del self._probes[digest]
+
+        flight = InFlight(self._read(digest, file), on_end=lambda _: forget(), on_abandoned=forget)
+        self._probes[digest] = flight
+        return flight
 
     async def _read(self, digest: bytes, file: bytes) -> HeldVideo:
         loop = asyncio.get_running_loop()

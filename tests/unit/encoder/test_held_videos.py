@@ -11,7 +11,7 @@ import pytest
 from services.common.embeddings.shared_memory import ForeignMemory, MemoryAddress, NotReadable
 from services.common.errors import InvalidVideo, VideoNotHeld
 from services.encoder.clips import held_videos
-from services.encoder.clips.held_videos import HeldVideos
+from services.encoder.clips.held_videos import HeldVideo, HeldVideos
 from services.encoder.clips.questions import Facts
 
 
@@ -87,6 +87,37 @@ async def test_a_file_that_has_expired_is_read_again(videos: HeldVideos, reader:
     again = await videos.probe(b"clip")
     assert again is not held and videos.get(held.digest) is again
     assert reader.read == [b"clip"] * 2
+
+
+async def test_the_end_of_a_probe_that_was_given_up_is_not_that_of_the_next(
+    videos: HeldVideos, reader: Reader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which begins before the first one's task has ended, and which others join."""
+    begun, cancelled, go_on, read = asyncio.Event(), asyncio.Event(), asyncio.Event(), videos._read
+
+    async def slow(digest: bytes, file: bytes) -> HeldVideo:
+        begun.set()
+        try:
+            await go_on.wait()
+        except asyncio.CancelledError:
+            await cancelled.wait()
+            raise
+        return await read(digest, file)
+
+    monkeypatch.setattr(videos, "_read", slow)
+    given_up = asyncio.create_task(videos.probe(b"clip"))
+    await begun.wait()
+    (first,) = videos._probes.values()
+    given_up.cancel()
+    begun.clear()
+    second = asyncio.create_task(videos.probe(b"clip"))
+    await begun.wait()
+    cancelled.set()
+    await asyncio.wait({first.task})
+    third = asyncio.create_task(videos.probe(b"clip"))
+    await asyncio.sleep(0.05)
+    go_on.set()
+    assert await third is await second and reader.read == [b"clip"]
 
 
 async def test_a_copy_that_nobody_waits_for_is_closed(
