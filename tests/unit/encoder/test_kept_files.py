@@ -1,9 +1,12 @@
 """Files that clients upload: by tenant and digest, bounded, in Redis for other encoders."""
 
+import threading
+
 import pytest
 from blake3 import blake3
 
 from services.common.errors import NotFound, PayloadTooLarge
+from services.encoder import kept_files
 from services.encoder.kept_files import KeptFiles
 
 
@@ -116,3 +119,37 @@ async def test_delete_forgets_a_file_here_and_in_redis():
     assert await files.delete("a", digest) and not await files.delete("a", digest)
     with pytest.raises(NotFound):
         await files.get("a", digest)
+
+
+@pytest.mark.parametrize("known", [False, True])
+async def test_a_long_file_is_digested_beside_the_event_loop(
+    known: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """Of an upload, and of what Redis returns."""
+    threads: list[bool] = []
+
+    class Hasher:
+        def __init__(self, data: bytes = b"", **options: object) -> None:
+            self._hasher = blake3(**options)
+            self.update(data)
+
+        def update(self, data: bytes) -> "Hasher":
+            if len(data) > 1 << 20:
+                threads.append(threading.current_thread() is threading.main_thread())
+            self._hasher.update(data)
+            return self
+
+        def digest(self, size: int) -> bytes:
+            return self._hasher.digest(size)
+
+        def hexdigest(self) -> str:
+            return self._hasher.hexdigest()
+
+    file, cache = bytes(3 << 20), Cache()
+    digest = await KeptFiles(cache).put("a", file)
+    monkeypatch.setattr(kept_files, "blake3", Hasher)
+    if known:
+        assert await KeptFiles(cache).get("a", digest) == file
+    else:
+        assert await KeptFiles(cache).put("a", file) == digest
+    assert threads == [False]
