@@ -139,7 +139,8 @@ def _scale_key(image: Image.Image, depth: int) -> None:
     if isinstance(key, tuple) and depth == 16:
         image.info["transparency"] = tuple(level >> 8 for level in cast("tuple[int, ...]", key))
     elif isinstance(key, int) and image.mode == "L" and depth < 8:
-        image.info["transparency"] = key * 255 // ((1 << depth) - 1)
+        most = (1 << depth) - 1
+        image.info["transparency"] = (key & most) * 255 // most  # PNG: upper bits do not count
 
 
 def to_rgb(image: Image.Image) -> Image.Image:

@@ -25,7 +25,7 @@ _FRAMES_DOMAIN = b"triptych/frames/v1"
 FRAME_DIGEST_BYTES = 16  # as ProbeResponse's
 
 # Bump when decode, orientation, alpha, resize or normalization changes its output.
-PREPROCESSING_VERSION = b"exif-transpose/alpha-on-white/bicubic-aa-u8/2"
+PREPROCESSING_VERSION = b"exif-transpose/alpha-on-white/bicubic-aa-u8/3"
 
 
 def key_prefix(*, model: str, weights: bytes, vision_config: bytes, dtype: str) -> bytes:

@@ -105,6 +105,10 @@ def test_a_transparent_colour_has_the_depth_of_its_file() -> None:
     assert found[0].tolist() == [[0, 0, 0], [255, 255, 255], [0x34, 0, 0]]
     found = pixels_of(png(4, 0, struct.pack(">H", 3), bytes([0x03, 0x4F]), 4))
     assert found[0, :, 0].tolist() == [0, 255, 0x44, 255]
+    found = pixels_of(png(4, 0, struct.pack(">H", 0x13), bytes([0x03, 0x4F]), 4))
+    assert found[0, :, 0].tolist() == [0, 255, 0x44, 255]  # of which no more than the depth counts
+    found = pixels_of(png(8, 0, struct.pack(">H", 0x10A), bytes([9, 10, 11]), 3))
+    assert found[0, :, 0].tolist() == [9, 255, 11]
     found = pixels_of(png(2, 0, struct.pack(">H", 1), bytes([0b00011011]), 4))
     assert found[0, :, 0].tolist() == [0, 255, 170, 255]
 
