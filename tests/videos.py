@@ -146,3 +146,20 @@ def cut(data: bytes, frames: int) -> bytes:
     assert (version, count) == (0, 1)
     later = struct.pack(">II", duration - frames * 1000 // 12, start + frames * 1024)
     return data[: at + 8] + later + data[at + 16 :]
+
+
+def segments(data: bytes, *edits: tuple[int, int]) -> bytes:
+    """An MP4 of ours, 12 frames a second, whose edit list has these segments.
+
+    Args:
+        edits: milliseconds of each, and where it begins: a frame.
+    """
+    at, out = box(data, b"elst"), bytearray(data)
+    _, count = struct.unpack_from(">2I", data, at)
+    entries = [struct.pack(">IIHH", ms, 1024 * (1 + frame), 1, 0) for ms, frame in edits]
+    for name in (b"elst", b"edts", b"trak", b"moov"):
+        place = box(data, name) - 8
+        (size,) = struct.unpack_from(">I", data, place)
+        struct.pack_into(">I", out, place, size + 12 * (len(edits) - count))
+    out[at : at + 8 + 12 * count] = struct.pack(">2I", 0, len(edits)) + b"".join(entries)
+    return bytes(out)

@@ -7,6 +7,7 @@ child processes alone.
 from collections import deque
 from collections.abc import Iterator
 from contextlib import closing
+from typing import NamedTuple
 
 from av.error import FFmpegError
 from av.packet import Packet
@@ -54,6 +55,14 @@ def probe(data: memoryview) -> Facts:
     )
 
 
+class _Given(NamedTuple):
+    """A frame that the decoder has given, its time, and its packet; -1: not known."""
+
+    pts: int
+    packet: int
+    frame: VideoFrame
+
+
 class Frames:
     """A file that is being decoded, until `close`. Its index is read unless it is given."""
 
@@ -89,30 +98,36 @@ class Frames:
             self._opened = None
 
     def _found(self, entry: Entry) -> VideoFrame | None:
-        if self._shown is not None and self._shown[0] > entry.pts:
+        place = entry.pts, -1 if self._index.by_order else entry.packet
+        if self._shown is not None and self._shown[:2] > place:
             self._rewind()
         if entry.start > self._num_read:
             self._skip(entry.start)
-        while self._shown is None or self._shown[0] < entry.pts:
+        while self._shown is None or self._shown[:2] < place:
             following = self._peek()
-            if following is None or following[0] > entry.pts:
+            if following is None or following.pts > entry.pts:
+                break
+            # Edit lists may show two frames at one time, which their packets tell apart.
+            is_second = self._shown is not None and self._shown.pts == following.pts
+            if is_second and following.packet > entry.packet:
                 break
             self._shown = self._decoded.popleft()
         if self._shown is None:
             return None
-        behind_s = float((entry.pts - self._shown[0]) * self._index.time_base)
-        return self._shown[1] if behind_s <= self._most_s else None
+        behind_s = float((entry.pts - self._shown.pts) * self._index.time_base)
+        return self._shown.frame if behind_s <= self._most_s else None
 
     def _rewind(self) -> None:
         self.close()
         self._opened = opened(self._data)
         container, stream = self._opened.__enter__()
         self._stream: VideoStream = stream
+        stream.codec_context.copy_opaque = True
         self._packets: Iterator[Packet] = packets_of(container, stream)
         self._num_read = 0  # packets
         self._num_given = 0  # frames, by the decoder
-        self._decoded: deque[tuple[int, VideoFrame]] = deque()  # not shown yet
-        self._shown: tuple[int, VideoFrame] | None = None  # its time, and the frame
+        self._decoded: deque[_Given] = deque()  # not shown yet
+        self._shown: _Given | None = None
         self._is_over = False
 
     def _skip(self, packet: int) -> None:
@@ -123,10 +138,12 @@ class Frames:
         self._decoded.clear()
         self._shown = None
 
-    def _peek(self) -> tuple[int, VideoFrame] | None:
+    def _peek(self) -> _Given | None:
         """The frame that the decoder gives next; None: there is none."""
         while not self._decoded and not self._is_over:
             packet = next(self._packets, None)
+            if packet is not None:
+                packet.opaque = self._num_read
             self._num_read += 1
             self._is_over = packet is None
             self._decode(packet)
@@ -141,8 +158,8 @@ class Frames:
                 raise MemoryError from None
             return
         for frame in given:
-            pts = frame.dts if frame.pts is None else frame.pts
+            pts, packet = frame.dts if frame.pts is None else frame.pts, frame.opaque
             if self._index.by_order or pts is None:
-                pts = self._num_given
+                pts, packet = self._num_given, None
             self._num_given += 1
-            self._decoded.append((pts, frame))
+            self._decoded.append(_Given(pts, -1 if packet is None else packet, frame))

@@ -12,7 +12,7 @@ from services.common.images.image_key import FRAME_DIGEST_BYTES
 from services.encoder.clips.container import to_rgb, upright_size
 from services.encoder.clips.frames import Frames, probe
 from services.encoder.clips.questions import Facts
-from tests.videos import KINDS, av1, box, cut, decoded, index_first, make, patched, sound
+from tests.videos import KINDS, av1, box, cut, decoded, index_first, make, patched, segments, sound
 
 
 def pixels(frames: Frames, index: int) -> np.ndarray:
@@ -64,6 +64,19 @@ def test_a_video_may_be_cut_anywhere(kind: str, options: dict[str, str], frames_
     with closing(Frames(memoryview(data))) as frames:
         for index in (0, 1, 5, 13, 2, facts.num_frames - 1, 0):
             assert np.array_equal(pixels(frames, index), expected[index]), index
+
+
+@pytest.mark.parametrize(
+    "edits", [((500, 6), (500, 0)), ((500, 0), (500, 6)), ((900, 0), (900, 5))]
+)
+def test_segments_of_an_edit_list_may_overlap(edits: tuple[tuple[int, int], ...]) -> None:
+    """The first ones' join shows two frames at one time."""
+    data = segments(make(options={"g": "6"}), *edits)
+    shown = decoded(data)
+    assert facts_of(data).num_frames == len(shown)
+    with closing(Frames(memoryview(data))) as frames:
+        for index in [*range(len(shown)), *reversed(range(len(shown)))]:
+            assert np.array_equal(pixels(frames, index), shown[index])
 
 
 @pytest.mark.parametrize("turn", [90, 180, 270])
