@@ -3,15 +3,18 @@
 The gateway places an image in the prompt by this, and the encoder decodes by this, so that the two
 cannot differ. Nothing is inflated, no chunk is copied but Exif and XMP of bounded size, and the
 work is bounded: at most `MAX_HEADER_BYTES` and `MAX_SEGMENTS` before a JPEG's first scan, as many
-blocks before a GIF's first frame, `MAX_CHUNKS` of a PNG or WebP, which are skipped by their
-lengths. What takes a decoder long, as a JPEG of many scans does, its limit of CPU time ends.
+blocks before a GIF's first frame, `MAX_CHUNKS` of a WebP or before a PNG's pixels, which are
+skipped by their lengths, as a PNG's pixels are: its Exif may be behind them. What takes a decoder
+long, as a JPEG of many scans does, its limit of CPU time ends.
 
-Sizes and orientations are those of Pillow 13 for every file that it decodes; where a file is so
-odd that they differ, the encoder refuses it.
+Sizes and orientations are those of Pillow 13 for every file that it decodes, but for what a PNG
+says of its orientation in compressed text or in hexadecimal; where a file is so odd that sizes
+differ, the encoder refuses it.
 """
 
 import re
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -24,11 +27,13 @@ MAX_SOURCE_PIXELS = 40_000_000  # an encoder decodes no larger image
 MAX_HEADER_BYTES = 1 << 20
 MAX_SEGMENTS = 256
 MAX_CHUNKS = 4096
+_MAX_PNG_CHUNKS = 16_384  # of 8 KiB, as libpng writes pixels: 128 MiB
 _MAX_GIF_BLOCKS = 16_384  # of at most 255 bytes
 
 _PNG = b"\x89PNG\r\n\x1a\n"
 _EXIF = b"Exif\0\0"
 _XMP = b"http://ns.adobe.com/xap/1.0/\0"
+_PNG_XMP = b"XML:com.adobe.xmp\0\0"  # as text that is not compressed; a language may follow
 _XMP_ORIENTATION = re.compile(rb'tiff:Orientation(?:="|>)([0-9])')
 _ORIENTATION = 0x0112
 _MAX_IFD_ENTRIES = 4096
@@ -111,17 +116,38 @@ def _read_png(data: bytes) -> ImageHeader:
         raise _Unreadable
     width, height, _, color = struct.unpack_from(">IIBB", data, 16)
     channels = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}.get(color, 4)
-    exif, position = b"", 8 + 12 + 13
-    for _ in range(MAX_CHUNKS):
-        length, kind = struct.unpack_from(">I4s", data, position)
+    exif = xmp = b""
+    has_pixels = False
+    for number, (kind, start, length) in enumerate(_png_chunks(data, 8 + 12 + 13)):
+        if not has_pixels and number >= MAX_CHUNKS:
+            raise InvalidImage(f"the image has more than {MAX_CHUNKS} chunks before its pixels")
         if kind in (b"IDAT", b"fdAT"):
-            return ImageHeader("PNG", width, height, _orientation(exif, b""), channels)
-        if kind in (b"IHDR", b"IEND"):
+            has_pixels = True
+        elif has_pixels and kind in (b"IEND", b"fcTL"):  # the latter: another frame begins
+            break
+        elif not has_pixels and kind in (b"IHDR", b"IEND"):
             raise _Unreadable
-        if kind == b"eXIf" and length <= MAX_HEADER_BYTES:
-            exif = data[position + 8 : position + 8 + length]
+        elif length > MAX_HEADER_BYTES:
+            continue
+        elif kind == b"eXIf":
+            exif = data[start : start + length]
+        elif kind == b"iTXt" and data.startswith(_PNG_XMP, start):
+            xmp = data[start + len(_PNG_XMP) : start + length]
+    if not has_pixels:
+        raise _Unreadable
+    return ImageHeader("PNG", width, height, _orientation(exif, xmp), channels)
+
+
+def _png_chunks(data: bytes, position: int) -> Iterator[tuple[bytes, int, int]]:
+    """Kinds, where their data begin, and lengths: of the first chunks, those of the pixels
+    included, which may be many.
+    """
+    for _ in range(_MAX_PNG_CHUNKS):
+        if position + 8 > len(data):
+            return
+        length, kind = struct.unpack_from(">I4s", data, position)
+        yield kind, position + 8, length
         position += 12 + length
-    raise InvalidImage(f"the image has more than {MAX_CHUNKS} chunks before its pixels")
 
 
 def _read_jpeg(data: bytes) -> ImageHeader:

@@ -237,3 +237,34 @@ def test_segments_before_the_pixels_are_counted() -> None:
 def test_it_needs_neither_pillow_nor_torch() -> None:
     module = sys.modules["services.common.images.image_header"]
     assert not {"PIL", "torch", "numpy"} & set(vars(module))
+
+
+@pytest.mark.parametrize("name", ["exif", "xmp", "both"])
+@pytest.mark.parametrize("is_before", [False, True])
+@pytest.mark.parametrize("is_animated", [False, True])
+def test_a_png_says_its_orientation_before_or_behind_its_pixels(
+    name: str, is_before: bool, is_animated: bool
+) -> None:
+    """As Exif or as XMP; Pillow reads both, and no more once another frame begins."""
+
+    def chunk(kind: bytes, body: bytes) -> bytes:
+        return (
+            struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+        )
+
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    said = chunk(b"eXIf", exif.tobytes().removeprefix(b"Exif\0\0"))
+    xmp = b'<rdf:Description tiff:Orientation="8"/>'
+    text = chunk(b"iTXt", b"XML:com.adobe.xmp\0\0\0en\0\0" + xmp)
+    extra = {"exif": said, "xmp": text, "both": text + said}[name]
+    first, second = (Image.new("RGB", (40, 30), colour) for colour in ("red", "blue"))
+    frames = {"save_all": True, "append_images": [second]} if is_animated else {}
+    data = encoded(first, **frames)
+    at = data.index(b"IDAT") - 4 if is_before else data.index(b"IEND") - 4
+    data = data[:at] + extra + data[at:]
+    expected = 8 if name == "xmp" else 6
+    assert read(data).orientation == (1 if is_animated and not is_before else expected)
+    if name == "exif":  # the encoder's decoder has Pillow pass over texts, in this process, too
+        turned = ImageOps.exif_transpose(Image.open(io.BytesIO(data)))
+        assert read(data).upright_size == (turned.height, turned.width)
