@@ -18,6 +18,7 @@ from services.common.threads import INLINE_BYTES
 DIGEST_BYTES = 32
 KEPT_S = 3600
 MAX_BYTES = 256 << 20
+_MAX_READS = 2  # of Redis at a time: how large a file is, and so its memory, is known afterwards
 _DOMAIN = "triptych 2026 kept file: name in Redis"
 
 
@@ -36,6 +37,7 @@ class KeptFiles:
         self._redis = redis
         self._max_bytes = max_bytes
         self._ttl_s = ttl_s
+        self._reads = asyncio.Semaphore(_MAX_READS)
         # By last use: bytes and when they expire.
         self._files: OrderedDict[tuple[str, bytes], tuple[bytes, float]] = OrderedDict()
 
@@ -77,8 +79,14 @@ class KeptFiles:
     async def _in_redis(self, tenant: str, digest: bytes) -> bytes | None:
         if self._redis is None:
             return None
-        data = await self._redis.read_file(_name(tenant, digest), self._max_bytes)
-        return data if data is not None and await _digest(data) == digest else None
+        async with self._reads:
+            if found := self._files.get((tenant, digest)):  # another call has read it meanwhile
+                return found[0]
+            data = await self._redis.read_file(_name(tenant, digest), self._max_bytes)
+            if data is None or await _digest(data) != digest:
+                return None
+            self._hold(tenant, digest, data)
+            return data
 
     def _hold(self, tenant: str, digest: bytes, data: bytes) -> bool:
         """False: it is too large."""

@@ -1,5 +1,6 @@
 """Files that clients upload: by tenant and digest, bounded, in Redis for other encoders."""
 
+import asyncio
 import threading
 
 import pytest
@@ -57,6 +58,28 @@ async def test_what_redis_returns_is_checked():
     cache.files = dict.fromkeys(cache.files, b"another")
     with pytest.raises(NotFound):
         await KeptFiles(cache).get("a", digest)
+
+
+async def test_few_files_are_read_from_redis_at_a_time_and_one_file_once():
+    """Nothing counts their bytes until they are there."""
+    going, most, names = 0, 0, []
+
+    class Slow(Cache):
+        async def read_file(self, name: bytes, max_bytes: int) -> bytes | None:
+            nonlocal going, most
+            names.append(name)
+            going += 1
+            most = max(most, going)
+            await asyncio.sleep(0.01)
+            going -= 1
+            return await super().read_file(name, max_bytes)
+
+    cache = Slow()
+    kept = {await KeptFiles(cache).put("a", b"clip %d" % n): n for n in range(4)}
+    other = KeptFiles(cache)
+    found = await asyncio.gather(*(other.get("a", digest) for digest in [*kept] * 3))
+    assert found == [b"clip %d" % n for n in kept.values()] * 3
+    assert most == 2 and len(names) == len(set(names)) == 4
 
 
 async def test_names_in_redis_say_nothing_of_tenants():
