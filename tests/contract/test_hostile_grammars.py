@@ -175,14 +175,25 @@ async def test_a_compile_process_that_is_killed_is_replaced(decoder):
         await process.wait()
         _, end = await answer(gateway, 2, grammar("REGEX", "a{4}"))
         assert isinstance(end, pb.Finished), end
-        decoder.masks.compilers.process.send_signal(signal.SIGSTOP)
-        await ask(gateway, 3, grammar("REGEX", "a{5}"))
-        jobs = decoder.masks.compilers._jobs
-        await until(lambda: any(job.started.is_set() for job in jobs.values()))
-        decoder.masks.compilers.process.kill()
-        _, end = await told(gateway, 3)
-        assert end.code == "internal_error", "in work at that moment"
-        _, end = await answer(gateway, 4, grammar("REGEX", "a{6}"))
+
+
+@pytest.mark.parametrize("num_deaths", [1, 2])
+async def test_a_grammar_whose_process_is_killed_is_tried_once_more(decoder, num_deaths):
+    compilers = decoder.masks.compilers
+    async with Gateway(decoder) as gateway:
+        await answer(gateway, 1, grammar("REGEX", "a{3}"))
+        compilers.process.send_signal(signal.SIGSTOP)
+        await ask(gateway, 2, grammar("REGEX", "a{5}"))
+        for deaths in range(num_deaths):
+            await until(lambda: any(j.started.is_set() for j in compilers._jobs.values()))
+            killed = compilers.process
+            killed.kill()
+            await until(lambda killed=killed: compilers.process is not killed)
+            if deaths + 1 < num_deaths:
+                compilers.process.send_signal(signal.SIGSTOP)
+        _, end = await told(gateway, 2)
+        assert isinstance(end, pb.Finished) if num_deaths == 1 else end.code == "internal_error"
+        _, end = await answer(gateway, 3, grammar("REGEX", "a{6}"))
         assert isinstance(end, pb.Finished), end
 
 

@@ -26,6 +26,7 @@ _MAX_WAITING_OF_TENANT = 64
 _MAX_WAIT_S = 10.0
 # Of the process, which limits each grammar itself; a vocabulary is read first.
 _PATIENCE_S = 60.0
+_MAX_DEATHS = 2
 _KNOWN = 4096  # grammars whose verdicts are kept
 
 
@@ -36,6 +37,7 @@ class _Job:
     done: "asyncio.Future[Verdict]"
     started: asyncio.Event = field(default_factory=asyncio.Event)
     num_waiting: int = 0
+    num_deaths: int = 0  # of processes, while they worked on it
 
 
 class CompilePool:
@@ -125,21 +127,26 @@ class CompilePool:
                 if self.process.returncode is not None:  # it ended while it was idle
                     channel.close()
                     channel = await self._started()
-                if not await self._answer(job, channel):
+                job.started.set()
+                while not await self._answer(job, channel):
                     channel.close()
                     channel = await self._started()
         finally:
             channel.close()
 
     async def _answer(self, job: _Job, channel: FrontChannel[Verdict]) -> bool:
-        """Whether the process lives on."""
-        job.started.set()
+        """Whether the job has ended; if not, its process has, of something else than a grammar:
+        in another one it is tried once more.
+        """
+        if job.num_deaths == _MAX_DEATHS:
+            self._finish(job, InternalError("the grammar was not compiled"))
+            return True
         try:
             channel.send(job.task)
             verdict = await asyncio.wait_for(channel.receive(), _PATIENCE_S)
         except (ChannelClosed, TimeoutError):
             log.error("a process that compiles grammars has ended")
-            self._finish(job, InternalError("the grammar was not compiled"))
+            job.num_deaths += 1
             return False
         self._observe(verdict.cpu_s)
         self._finish(job, verdict)
