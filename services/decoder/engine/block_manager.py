@@ -24,6 +24,10 @@ class BlockManager:
         prefix_caching: whether blocks are shared at all.
         checkpoints: of recurrent states, without which blocks are not shared; None: the model has
             no such states.
+
+    Attributes:
+        num_registrations: blocks that were registered so far. As long as it stays, no longer prefix
+            of any sequence is found.
     """
 
     def __init__(
@@ -37,6 +41,7 @@ class BlockManager:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.checkpoints = checkpoints
+        self.num_registrations = 0
         self._prefix_caching = prefix_caching
         self._references = [0] * num_blocks
         self._blank = list(range(num_blocks - 1, -1, -1))  # free and not registered
@@ -123,6 +128,7 @@ class BlockManager:
                 block = sequence.block_table[index]
                 self._block_of[block_hash] = block
                 self._hash_of[block] = block_hash
+                self.num_registrations += 1
         sequence.num_registered_blocks = num_full
 
     def use_checkpoint(self, sequence: Sequence, num_tokens: int) -> int:

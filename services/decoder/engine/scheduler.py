@@ -126,8 +126,8 @@ class Scheduler:
         self._extended: list[Sequence] = []
         self._lacking_images: list[Sequence] = []
         self.step = self._arrivals = self._admissions = 0
-        # The head of the queue when it last did not fit, and the number of free blocks then.
-        self._blocked: tuple[int, int] = (-1, 0)
+        # The head of the queue when it last did not fit, and what its blocks depended on then.
+        self._blocked: tuple[int, int, int] = (-1, 0, 0)
         # The head of the queue cannot be admitted before a message or a token arrives.
         self._admission_blocked = False
 
@@ -447,10 +447,9 @@ class Scheduler:
         while (sequence := self._waiting.head()) is not None:
             if sequence.num_in_flight:
                 return None  # preempted, and its last token has not arrived
-            num_free = self.blocks.num_free
-            self._admission_blocked = not self._stalled and (
-                not self._rows or self._blocked == (sequence.sequence_id, num_free)
-            )
+            blocks = self.blocks
+            now = (sequence.sequence_id, blocks.num_free, blocks.num_registrations)
+            self._admission_blocked = not self._stalled and (not self._rows or self._blocked == now)
             if self._admission_blocked:
                 return None
             prefix = self.blocks.find_prefix(sequence)
@@ -466,7 +465,7 @@ class Scheduler:
             victims = [s for s in self._stalled.values() if s.last_prefill_step != self.step]
             if not victims:
                 if self._rows:  # it is blocks that it lacks
-                    self._blocked = (sequence.sequence_id, num_free)
+                    self._blocked = now
                 self._admission_blocked = not self._stalled
                 return None
             self._preempt(max(victims, key=latest))

@@ -93,6 +93,22 @@ def test_a_row_that_is_free_again_is_given_at_once(max_tokens: int) -> None:
     assert waits.num_generated == 1
 
 
+def test_a_prompt_whose_beginning_is_being_computed_is_admitted_once_it_is() -> None:
+    """Of two equal prompts that come together, the second needs few blocks behind the first."""
+    scheduler = scheduler_of(blocks=12, rows=2, budget=64, length=256)
+    first, second = [
+        Sequence.from_message(add_message(number, prompt_of(1, 30), max_tokens=9))
+        for number in (1, 2)
+    ]
+    scheduler.add(first)
+    scheduler.add(second)
+    run_step(scheduler)
+    assert (first.num_generated, second.num_generated) == (1, 0)  # there are four blocks left
+    scheduler.blocks.register(first)  # as the engine does behind a launch
+    run_step(scheduler)
+    assert (second.num_generated, second.num_cached_tokens) == (1, 28)
+
+
 def test_blocks_are_shared_too() -> None:
     """One tenant's few long sequences fill the cache; another's prompt needs blocks, not rows."""
     scheduler = scheduler_of(blocks=64, rows=32, budget=64, length=256)
