@@ -112,6 +112,7 @@ class Scheduler:
         self._watermark = blocks.num_blocks // 100
         self._waiting = Admission()
         self._parked: dict[int, Sequence] = {}
+        self._parked_for_images: set[int] = set()  # the others wait for masks
         self._prefilling: dict[int, Sequence] = {}  # in order of admission
         self._stalled: dict[int, Sequence] = {}
         self._decoding: dict[int, Sequence] = {}  # planned ahead
@@ -143,8 +144,8 @@ class Scheduler:
 
     @property
     def num_lacking_images(self) -> int:
-        """Sequences without a row that wait for an image, not for rows or blocks."""
-        return len(self._parked)
+        """Sequences without a row that wait for an image, not for a mask, rows or blocks."""
+        return len(self._parked_for_images)
 
     @property
     def has_work(self) -> bool:
@@ -477,9 +478,19 @@ class Scheduler:
         if self._chunk_limit(sequence, computed) > computed:
             return False
         self._waiting.remove(sequence)
-        self._parked[sequence.sequence_id] = sequence
+        self._park(sequence, computed)
         self._lacking_images.append(sequence)
         return True
+
+    def _park(self, sequence: Sequence, computed: int) -> None:
+        self._parked[sequence.sequence_id] = sequence
+        if sequence.missing_image(computed) is not None:
+            self._parked_for_images.add(sequence.sequence_id)
+
+    def _unpark(self, sequence: Sequence) -> bool:
+        """Whether it was parked."""
+        self._parked_for_images.discard(sequence.sequence_id)
+        return self._parked.pop(sequence.sequence_id, None) is not None
 
     def _admit(self, sequence: Sequence, prefix: list[int]) -> None:
         self.blocks.allocate(sequence, len(sequence.token_ids), prefix)
@@ -505,8 +516,8 @@ class Scheduler:
         """Plans the sequence again if it waited for what arrived, and for nothing else."""
         number = sequence.sequence_id
         self._admission_blocked = False
-        if number in self._parked:
-            self._wait(self._parked.pop(number))
+        if self._unpark(sequence):
+            self._wait(sequence)
         elif number in self._stalled:
             start = sequence.num_computed_tokens
             if self._chunk_limit(sequence, start) > start:
@@ -561,12 +572,12 @@ class Scheduler:
         stalled = sequence.sequence_id in self._stalled
         self.blocks.register(sequence)
         self._leave(sequence)
-        sequence.num_computed_tokens = 0
+        computed, sequence.num_computed_tokens = sequence.num_computed_tokens, 0
         sequence.num_preemptions += 1
         self.num_preemptions += 1
         sequence.state = SequenceState.WAITING
         if stalled:
-            self._parked[sequence.sequence_id] = sequence
+            self._park(sequence, computed)
         else:
             self._wait(sequence)
 
@@ -578,7 +589,7 @@ class Scheduler:
         number = sequence.sequence_id
         self._admission_blocked = False
         if sequence.state is SequenceState.WAITING:
-            if self._parked.pop(number, None) is None:
+            if not self._unpark(sequence):
                 self._waiting.remove(sequence)
             return
         for group in self._running:

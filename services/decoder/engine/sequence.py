@@ -147,15 +147,21 @@ class Sequence:
         """Whether the next token cannot be sampled before a mask arrives."""
         return self.token_masks and self.token_mask is None
 
+    def missing_image(self, start: int) -> ImageSpan | None:
+        """The first image at or after `start`, or across it, that has not arrived."""
+        for span in self.images:
+            if span.offset + span.num_tokens > start and span.key not in self.image_offsets:
+                return span
+        return None
+
     def num_ready_tokens(self, start: int) -> int:
         """The index before which all tokens can be computed, given that those before `start` are.
 
         It is that of the first placeholder, at or after `start`, of an image that has not arrived,
         or that of the last token if the mask for the next one has not.
         """
-        for span in self.images:
-            if span.offset + span.num_tokens > start and span.key not in self.image_offsets:
-                return max(span.offset, start)
+        if (span := self.missing_image(start)) is not None:
+            return max(span.offset, start)
         if self.awaits_mask:
             return max(len(self.token_ids) - 1, start)
         return len(self.token_ids)

@@ -501,6 +501,20 @@ def test_gauges_are_sent_when_they_change_without_a_step(overlap):
     harness.assert_empty()
 
 
+def test_a_sequence_that_waits_for_its_mask_alone_lacks_no_image():
+    harness = Harness(overlap=True)
+    span = ImageSpan(KEYS[0], 0, 4)
+    waits = {"token_masks": True, "max_tokens": 3}
+    harness.add(add_message(1, prompt_of(1, 1), **waits))
+    harness.add(add_message(2, prompt_of(2, 9), images=(span,), **waits), images_ready=False)
+    harness.engine.step()
+    stats = harness.engine.stats()
+    assert (stats.num_running, stats.num_waiting, stats.num_lacking_images) == (0, 2, 1)
+    harness.image(2, span.key)
+    harness.engine.step()
+    assert harness.engine.stats().num_lacking_images == 0
+
+
 @pytest.mark.parametrize("overlap", [True, False])
 def test_an_engine_is_busy_while_a_step_is_in_flight(overlap, monkeypatch):
     clock = [0.0]
