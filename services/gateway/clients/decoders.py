@@ -144,11 +144,12 @@ class DecoderPod(Pod):
 
     async def disconnect(self, reason: str) -> None:
         tasks, self._tasks = self._tasks, []
+        # Before `_read` ends, which would say something else.
+        self._fail_all(ProcessLost(f"the decoder was lost: {reason}"))
         for task in tasks:
             task.cancel()
         if tasks:
             await asyncio.gather(*tasks, return_exceptions=True)
-        self._fail_all(ProcessLost(f"the decoder was lost: {reason}"))
 
     def submit(self, submit: pb.Submit, choice: int, sink: Sink, chain: PromptChain) -> int:
         """Starts a sequence; its events go to `sink`, up to and including the last one.

@@ -271,6 +271,23 @@ async def test_broken_stream_fails_its_sequences_and_comes_back():
 
 
 @in_loop
+async def test_sequences_of_a_decoder_that_falls_silent_are_lost_with_it():
+    """As those of a stream that breaks: what it hangs of may be one of them."""
+    fake = FakeDecoder()
+    pod = DecoderPod(await fake.start(), ServedModel())
+    await pod.connect()
+    fake.delay_s, fake.reply = 10, [1] * 10
+    mailbox = Mailbox()
+    pod.submit(submit(), 0, mailbox.put, NOTHING)
+    await until(lambda: fake.running)
+    await pod.disconnect("it does not answer")
+    error = (await take_all(mailbox))[-1].error
+    assert type(error) is ProcessLost and "it does not answer" in error.message
+    await pod.close()
+    await fake.stop()
+
+
+@in_loop
 async def test_submission_on_a_broken_stream_fails_at_once():
     fake = FakeDecoder()
     pool = DecoderPool([await fake.start()])
