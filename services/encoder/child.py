@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 _LENGTH = struct.Struct("<I")
 _KEPT_BYTES = 48 << 20  # of the memory between two questions
 _START_S, _STOP_S = 30.0, 2.0
+_KILLED = signal.SIGKILL.name
 
 
 class ChildLost(Exception):
@@ -47,12 +48,22 @@ class Child:
             raise
 
     def ask(self, *parts: bytes, timeout_s: float) -> bytes:
-        """The child's answer to a question of some parts.
+        """The child's answer to a question of some parts. Of a child that is killed the question is
+        asked once more: under memory pressure it goes first (`go_first`), whatever caused that, and
+        its own limits end it by other signals.
 
         Raises:
             ChildLost: there is none, and what the child knew is lost.
             InternalError: no child can be started.
         """
+        try:
+            return self._ask(parts, timeout_s)
+        except ChildLost as lost:
+            if str(lost) != _KILLED:
+                raise
+            return self._ask(parts, timeout_s)
+
+    def _ask(self, parts: tuple[bytes, ...], timeout_s: float) -> bytes:
         if self._process.poll() is not None:  # ended while it was idle
             self._restart()
         self._wait_until_ready()
@@ -86,15 +97,17 @@ class Child:
         os.close(self._fd)
 
     def _wait_until_ready(self) -> None:
-        if self._ready:
-            return
-        try:
-            self._socket.settimeout(_START_S)
-            self._receive()
-        except OSError:
-            log.error("a decoder did not start: %s", self._restart())
-            raise InternalError("a decoder cannot be started") from None
-        self._ready = True
+        num_tries = 0
+        while not self._ready:
+            try:
+                self._socket.settimeout(_START_S)
+                self._receive()
+                self._ready = True
+            except OSError:
+                how, num_tries = self._restart(), num_tries + 1
+                log.error("a decoder did not start: %s", how)
+                if how != _KILLED or num_tries == 2:
+                    raise InternalError("a decoder cannot be started") from None
 
     def _receive(self) -> bytes:
         answer = _read_part(self._socket)
@@ -120,11 +133,13 @@ class Child:
     def _restart(self) -> str:
         """Replaces the process; says how the old one ended."""
         self._socket.close()
-        if self._process.poll() is None:
-            with suppress(subprocess.TimeoutExpired):
-                self._process.wait(0.1)  # its end of the socket closes a little earlier
-        self._process.kill()
-        status = self._process.wait()
+        try:
+            status = self._process.wait(0.1)  # its end of the socket closes a little earlier
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+            self._start()
+            return "no answer in time"
         self._start()
         return signal.Signals(-status).name if status < 0 else f"status {status}"
 
