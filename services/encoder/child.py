@@ -17,7 +17,7 @@ from contextlib import suppress
 
 import numpy as np
 
-from services.common.errors import InternalError
+from services.common.errors import InternalError, Overloaded
 from services.common.process.work_limits import go_first
 
 log = logging.getLogger(__name__)
@@ -32,8 +32,16 @@ class ChildLost(Exception):
     """The child has ended, or takes too long; another one has been started."""
 
 
+def not_started(error: OSError) -> Overloaded:
+    """A child could not be started: another encoder may, or this one later."""
+    log.error("a decoder was not started: %s", error)
+    return Overloaded("no process can be started here now", retry_after_s=1)
+
+
 class Child:
-    """One process and the memory that it shares; both for one thread at a time."""
+    """One process and the memory that it shares; both for one thread at a time. Making one raises
+    OSError if the machine has no memory, processes or descriptors left.
+    """
 
     def __init__(self, module: str, size_bytes: int) -> None:
         self._module = module
@@ -54,14 +62,18 @@ class Child:
 
         Raises:
             ChildLost: there is none, and what the child knew is lost.
-            InternalError: no child can be started.
+            InternalError: a child does not start.
+            Overloaded: the machine has no memory, processes or descriptors for one.
         """
         try:
-            return self._ask(parts, timeout_s)
-        except ChildLost as lost:
-            if str(lost) != _KILLED:
-                raise
-            return self._ask(parts, timeout_s)
+            try:
+                return self._ask(parts, timeout_s)
+            except ChildLost as lost:
+                if str(lost) != _KILLED:
+                    raise
+                return self._ask(parts, timeout_s)
+        except OSError as error:
+            raise not_started(error) from None
 
     def _ask(self, parts: tuple[bytes, ...], timeout_s: float) -> bytes:
         if self._process.poll() is not None:  # ended while it was idle

@@ -19,7 +19,7 @@ import numpy as np
 from services.common.embeddings.shared_memory import MemoryAddress
 from services.common.errors import InvalidVideo, from_code
 from services.common.geometry import Size
-from services.encoder.child import Child, ChildLost
+from services.encoder.child import Child, ChildLost, not_started
 from services.encoder.clips.questions import (
     MAX_FRAME_PIXELS,
     TOO_SLOW,
@@ -77,6 +77,7 @@ class ClipPool:
         Raises:
             InvalidVideo: it is none that is decoded here.
             VideoNotHeld: the file is gone.
+            Overloaded: no worker can be started.
         """
         with self._taken(file.name, PROBE_BYTES) as slot:
             question = Question(file, None, PROBE_BYTES, _PROBE_CPU_S)
@@ -98,6 +99,7 @@ class ClipPool:
         Raises:
             InvalidVideo: it cannot be decoded, or takes too much.
             VideoNotHeld: the file is gone.
+            Overloaded: no worker can be started.
         """
         memory_bytes = worst_case_bytes(size[0] * size[1])
         with self._taken(file.name, memory_bytes) as slot:
@@ -121,8 +123,11 @@ class ClipPool:
     @contextmanager
     def _taken(self, name: str, memory_bytes: int) -> Generator[_Slot]:
         with self._changed:
-            while (slot := self._choose(name, memory_bytes)) is None:
-                self._changed.wait()
+            try:
+                while (slot := self._choose(name, memory_bytes)) is None:
+                    self._changed.wait()
+            except OSError as error:
+                raise not_started(error) from None
             self._num_uses += 1
             slot.name, slot.memory_bytes = name, memory_bytes
             slot.is_busy, slot.last_use = True, self._num_uses

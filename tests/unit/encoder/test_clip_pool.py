@@ -3,6 +3,7 @@
 import os
 import resource
 import signal
+import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 
 from services.common.embeddings.shared_memory import MemoryAddress, create_memory
-from services.common.errors import InvalidVideo, VideoNotHeld
+from services.common.errors import InvalidVideo, Overloaded, VideoNotHeld
 from services.encoder.clips import clip_pool
 from services.encoder.clips.clip_pool import PROBE_BYTES, ClipPool
 from tests.in_process_clips import frame_pixels
@@ -118,6 +119,30 @@ def test_a_worker_that_cannot_be_started_ahead_costs_no_video(
         monkeypatch.setattr(pool, "_keep_spare", refused)
         for pair in ((0, 1), (2, 3)):
             assert len(frames(pool, file, *pair)) == 2
+    finally:
+        pool.close()
+
+
+def test_a_video_whose_worker_cannot_be_started_is_for_another_encoder(
+    held: Held, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = ClipPool(1, memory_bytes=0)
+
+    def refused(*_: object, **__: object) -> None:
+        raise BlockingIOError("no more processes")
+
+    try:
+        file = held.put(make())
+        with monkeypatch.context() as patched, pytest.raises(Overloaded):
+            patched.setattr(subprocess, "Popen", refused)
+            frames(pool, file, 0, 1)
+        assert len(frames(pool, file, 0, 1)) == 2
+        (pid,) = worker_pids(pool)
+        os.kill(pid, signal.SIGKILL)
+        with monkeypatch.context() as patched, pytest.raises(Overloaded):
+            patched.setattr(subprocess, "Popen", refused)
+            frames(pool, file, 2, 3)
+        assert len(frames(pool, file, 2, 3)) == 2
     finally:
         pool.close()
 
