@@ -10,6 +10,7 @@ import time
 import jsonschema
 import pytest
 
+from services.common.errors import from_code
 from services.common.pb import decoder_pb2 as pb
 from services.decoder.masks import children, compile_worker
 from services.decoder.masks.messages import Compile
@@ -192,7 +193,7 @@ async def test_a_grammar_whose_process_is_killed_is_tried_once_more(decoder, num
             if deaths + 1 < num_deaths:
                 compilers.process.send_signal(signal.SIGSTOP)
         _, end = await told(gateway, 2)
-        assert isinstance(end, pb.Finished) if num_deaths == 1 else end.code == "internal_error"
+        assert isinstance(end, pb.Finished) if num_deaths == 1 else end.code == "process_lost"
         _, end = await answer(gateway, 3, grammar("REGEX", "a{6}"))
         assert isinstance(end, pb.Finished), end
 
@@ -218,6 +219,24 @@ async def test_a_process_that_cannot_be_started_is_started_later(decoder, monkey
         _, end = await answer(gateway, 3, grammar("REGEX", "a{5}"))
         assert end.reason == pb.Finished.REASON_STOP
     assert refused
+
+
+async def test_where_no_mask_process_can_be_started_another_decoder_is_tried(decoder, monkeypatch):
+    async def refused(*_, **__):
+        raise OSError(errno.EMFILE, "no descriptors left")
+
+    monkeypatch.setattr(children, "RETRY_S", 0.01)
+    (process,) = decoder.masks.processes
+    async with Gateway(decoder) as gateway:
+        await ask(gateway, 1, grammar("JSON_SCHEMA", {"type": "string", "minLength": 300}))
+        await gateway.until(lambda: len(gateway.tokens.get(1, ())) > 2)
+        with monkeypatch.context() as patched:
+            patched.setattr(children, "start", refused)
+            process.process.kill()
+            _, end = await told(gateway, 1)
+        assert end.code == "unavailable" and from_code(end.code, "").retryable
+        _, end = await answer(gateway, 2, grammar("REGEX", "a{5}"))
+        assert isinstance(end, pb.Finished), end
 
 
 async def test_sixteen_sequences_outlive_their_mask_process(decoder):

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import msgspec
 from blake3 import blake3
 
-from services.common.errors import InternalError, InvalidGrammar, Overloaded, TriptychError
+from services.common.errors import InvalidGrammar, Overloaded, ProcessLost, TriptychError
 from services.common.process.channel import ChannelClosed, FrontChannel, create_socket_pair
 from services.decoder.masks import children
 from services.decoder.masks.grammar import Grammar
@@ -64,6 +64,7 @@ class CompilePool:
         Raises:
             InvalidGrammar: it cannot.
             Overloaded: too many wait, or it has waited too long.
+            ProcessLost: two processes ended while they compiled it.
         """
         task = _task(grammar)
         key = _key(task)
@@ -139,7 +140,7 @@ class CompilePool:
         in another one it is tried once more.
         """
         if job.num_deaths == _MAX_DEATHS:
-            self._finish(job, InternalError("the grammar was not compiled"))
+            self._finish(job, ProcessLost("the grammar was not compiled"))
             return True
         try:
             channel.send(job.task)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from services.common.errors import InternalError, InvalidGrammar, TriptychError, from_code
+from services.common.errors import InvalidGrammar, TriptychError, Unavailable, from_code
 from services.common.process.channel import ChannelClosed, FrontChannel, create_socket_pair
 from services.common.process.pod_limits import num_cpus
 from services.decoder.engine.messages import EngineMessage, MaskLink, NewTokens, TokenMasks
@@ -229,7 +229,7 @@ class MaskProcesses:
                 self._has_ended(process)
             if process.num_failed_starts >= _MAX_FAILED_STARTS:
                 for number in list(process.sequences):
-                    self._failed(number, InternalError("token masks cannot be filled"))
+                    self._failed(number, Unavailable("token masks cannot be filled"))
                 await asyncio.sleep(_PAUSE_S)
 
     def _has_ended(self, process: _Process) -> None:
