@@ -34,6 +34,7 @@ def check_scheduler(scheduler: Scheduler) -> None:
     assert all(s.state is SequenceState.RUNNING for s in running)
     idle = [*waiting(scheduler), *scheduler._parked.values()]
     assert all(s.state is SequenceState.WAITING and s.row == -1 for s in idle)
+    assert scheduler._parked_for_images <= scheduler._parked.keys()
     assert all(s.plans_ahead for s in scheduler._decoding.values())
     for sequence in (*scheduler._ready.values(), *scheduler._awaiting.values()):
         waits = sequence.num_in_flight > 0 or sequence.awaits_mask
