@@ -178,8 +178,9 @@ class Attempts:
         """
         if resumed is None:
             self._mailbox.clear()  # of the attempt before
+        request, prompt = self._request, self._request.prompt
         refs = await self._encodes.assign()
-        self._chain = PromptChain(self._request.prompt.token_ids, refs, self._request.cache_salt)
+        self._chain = PromptChain(prompt.token_ids, refs, request.cache_salt)
         if refs:  # the encode calls go out first: the prompt waits for the images
             await asyncio.sleep(0)
         decoder = self._decoder if self._sequences else None
@@ -187,10 +188,10 @@ class Attempts:
             decoder = decoder or self._choose_decoder(self._losses.excluded("decoder"))
         except Unavailable:
             raise self._losses.no_pod_left() from None
-        # What has begun with one checkpoint is not continued with another.
+        # What has begun with one checkpoint is not continued with another, nor by other choices.
         fingerprint = decoder.description.fingerprint if decoder.description else b""
-        has_begun = self._fingerprint is not None and any(self._generated.values())
-        if has_begun and fingerprint != self._fingerprint:
+        has_begun = any(self._generated.values()) or len(self._generated) < request.num_choices
+        if has_begun and self._fingerprint not in (None, fingerprint):
             raise self._losses.no_pod_left()
         self._fingerprint = fingerprint
         self._decoder, self._session = decoder, decoder.session
@@ -202,7 +203,6 @@ class Attempts:
             num_choices=len(self._generated),
             num_generated=sum(map(len, self._generated.values())),
         )
-        request, prompt = self._request, self._request.prompt
         positions = b""
         if prompt.positions is not None:
             positions = prompt.positions.astype("<i4", copy=False).tobytes()

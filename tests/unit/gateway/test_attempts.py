@@ -544,6 +544,34 @@ def test_services_of_another_protocol_get_no_work_and_are_named(pair, restart_as
     assert not first.submits
 
 
+def test_choices_of_an_answer_are_of_one_checkpoint(pair, restart_as):
+    """Also if those that have begun have ended, too."""
+    decoders = pair.gateway.service.decoders
+    served = decoders._served
+    first, second = pair.decoders
+
+    async def lose_the_last_choice(submit):
+        if len(first.submits) < 2 or submit.sequence_id != first.submits[1].sequence_id:
+            return
+        while len(first.running) > 1:  # noqa: ASYNC110 - tasks of a fake
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)  # the gateway has heard of the other's end
+        for pod in decoders.healthy():
+            pod.healthy = False  # until its next check
+        raise Unavailable("shutting down")
+
+    try:
+        restart_as(first, fingerprint=b"old" * 4)
+        pair.wait(lambda: pair.gateway.service.ready() and served.fingerprint == b"old" * 4)
+        restart_as(second, fingerprint=b"new" * 4)
+        pair.wait(lambda: second.address in decoders.misfits())
+        first.before = lose_the_last_choice
+        assert error(pair.chat(n=2), 503)
+        assert len(first.submits) == 2 and not second.submits
+    finally:
+        served.fingerprint = b""
+
+
 def test_without_weights_of_its_own_a_gateway_serves_what_its_decoders_do(pair, restart_as):
     served = pair.gateway.service.decoders._served
     assert not served.fingerprint
