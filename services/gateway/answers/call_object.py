@@ -26,7 +26,7 @@ class CallObject:
         self.begun = self.ended = self.complete = False
         self._state: Literal["start", "key", "colon", "value", "next"] = "start"
         self._key = ""
-        self._token = ""  # of a key, or of the name
+        self._token: list[str] = []  # of a key, or of a value
         self._in_string = self._escaped = self._value_begun = False
         self._depth = 0
         self._arguments: list[str] = []  # not yet taken
@@ -77,10 +77,10 @@ class CallObject:
         if self._state == "value":
             return self._read_value(character)
         if self._in_string:
-            self._token += character
+            self._token.append(character)
             self._follow_string(character)
             if not self._in_string:
-                self._key, self._state = parse_string(self._token), "colon"
+                self._key, self._state = parse_string("".join(self._token)), "colon"
             return True
         if character in SPACE:
             return True
@@ -88,10 +88,10 @@ class CallObject:
             self._state = "key"
             return character == "{"
         if self._state == "key" and character == '"':
-            self._in_string, self._token = True, '"'
+            self._in_string, self._token = True, ['"']
             return True
         if self._state == "colon" and character == ":":
-            self._state, self._token, self._value_begun = "value", "", False
+            self._state, self._token, self._value_begun = "value", [], False
             return True
         if self._state == "next" and character == ",":
             self._state = "key"
@@ -147,11 +147,11 @@ class CallObject:
         """One more character of a value; False: it makes the name none."""
         self._value_begun = True
         if self._is_arguments:
-            self._token += character
+            self._token.append(character)
         elif self._key == "name" and not self.name:
-            self._token += character
+            self._token.append(character)
             if not self._in_string:
-                self.name = parse_string(self._token)
+                self.name = parse_string("".join(self._token))
                 self.begun = bool(self.name) and self._has_arguments
                 return bool(self.name)
         return True
@@ -161,7 +161,8 @@ class CallObject:
         if not self._value_begun:
             return False
         if self._is_arguments and self._reader is None:
-            text = "{}" if self._token == "null" else object_of(parse_string(self._token))
+            token = "".join(self._token)
+            text = "{}" if token == "null" else object_of(parse_string(token))
             if not text:
                 return False
             self._arguments.append(text)

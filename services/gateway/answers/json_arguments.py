@@ -41,8 +41,8 @@ class ArgumentsReader:
         self._is_key = False  # the string
         self._escape = ""
         self._high = ""  # the first half of a surrogate pair, as an escape
-        self._scalar = ""
-        self._held = ""  # what the next value needs before it
+        self._scalar: list[str] = []
+        self._held: list[str] = []  # what the next value needs before it
         self._new: list[str] = []
 
     def read(self, character: str) -> bool:
@@ -52,22 +52,22 @@ class ArgumentsReader:
             return True
         if self._state == "scalar":
             if character not in _ENDS_SCALAR:
-                self._scalar += character
+                self._scalar.append(character)
                 return True
             if not self._end_scalar():
                 return False
         if character in " \t\r\n":
-            self._held += character
+            self._held.append(character)
             return True
         if self._open and character == _CLOSERS[self._open[-1]] and self._state != "colon":
             return self._close_one(character)
         match self._state:
             case "next":
-                self._held += character
+                self._held.append(character)
                 self._state = "key" if self._open[-1] == "{" else "value"
                 return character == ","
             case "colon":
-                self._held += character
+                self._held.append(character)
                 self._state = "value"
                 return character == ":"
             case "key":
@@ -97,7 +97,7 @@ class ArgumentsReader:
     def _begin_key(self, character: str) -> bool:
         if character != '"':
             return False
-        self._held += character
+        self._held.append(character)
         self._state, self._is_key = "string", True
         return True
 
@@ -112,7 +112,7 @@ class ArgumentsReader:
             self._open.append(character)
             self._state = "first"
         else:
-            self._state, self._scalar = "scalar", character
+            self._state, self._scalar = "scalar", [character]
             return character not in ",:]}"
         return True
 
@@ -120,7 +120,7 @@ class ArgumentsReader:
         if self._state == "value" and self._open[-1] == "{":
             return False  # a key without a value
         if self._state in ("key", "value"):
-            self._held = ""  # a comma
+            self._held.clear()  # a comma
         self._flush(character)
         self._open.pop()
         self._state = "next"
@@ -128,8 +128,9 @@ class ArgumentsReader:
         return True
 
     def _end_scalar(self) -> bool:
-        word = PYTHON_WORDS.get(self._scalar, self._scalar)
-        self._scalar, self._state = "", "next"
+        word = "".join(self._scalar)
+        word = PYTHON_WORDS.get(word, word)
+        self._state = "next"
         try:
             value = parse_json(word)
         except ValueError:
@@ -178,13 +179,13 @@ class ArgumentsReader:
         if self._high:
             self._high, text = "", _REPLACEMENT + text
         if self._is_key:
-            self._held += text
+            self._held.append(text)
         else:
             self._new.append(text)
 
     def _flush(self, text: str) -> None:
-        self._new += (self._held, text)
-        self._held = ""
+        self._new += (*self._held, text)
+        self._held.clear()
 
 
 def object_of(text: str) -> str:

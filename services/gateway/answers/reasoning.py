@@ -53,12 +53,33 @@ class ReasoningSplitter:
         self._undecided = start == "optional"
         self._strip = start == "open"  # line breaks that come next
         self._held: str = ""
+        # Text behind it that decides nothing, joined once: a model may write nothing else.
+        self._idle: list[str] = []
+        self._idle_characters: str | None = ""  # None: white space
 
     def feed(self, text: str) -> list[Part]:
         """Takes more text; returns what is certain."""
         if not (self.thinking or self._undecided or self._strip):
             return [Text(text)] if text else []
-        text = self._held + text
+        if not text.strip(self._idle_characters):
+            self._idle.append(text)
+            return []
+        text = self._held + "".join(self._idle) + text
+        self._idle.clear()
+        parts = self._read(text)
+        self._idle_characters = self._deciding_nothing()
+        return parts
+
+    def _deciding_nothing(self) -> str | None:
+        """Characters of which any number may follow what is held back; None: white space."""
+        if not self._held:
+            return ""
+        held = self._held.rstrip()
+        if (self._undecided and not held) or (self._call_head and held.endswith(self._tags[-1])):
+            return None
+        return "" if self._undecided or self._held.strip("\n") else "\n"
+
+    def _read(self, text: str) -> list[Part]:
         self._held: str = ""
         if self._undecided:
             head = text.lstrip()
@@ -111,7 +132,8 @@ class ReasoningSplitter:
 
     def finish(self) -> list[Part]:
         """The text held back, once no more follows."""
-        held, self._held = self._held, ""
+        held, self._held = self._held + "".join(self._idle), ""
+        self._idle.clear()
         if not held:
             return []
         return [Reasoning(held) if self.thinking else Text(held)]

@@ -93,11 +93,13 @@ class _TaggedParser(CallParser):
     def __init__(self, tools: Mapping[str, Schema], max_calls: int | None = None) -> None:
         super().__init__(tools, max_calls)
         self._after_call = False
+        # Between the text and what follows. Joined once: a model may write nothing else.
+        self._blanks: list[str] = []
 
     def finish(self) -> list[Part]:
         if self.done or self.in_call:
             return []
-        text, self._buffer = self._buffer, ""
+        text, self._buffer = "".join(self._blanks) + self._buffer, ""
         if self._after_call:
             text = text.lstrip()
         return [Text(text)] if text else []
@@ -125,23 +127,26 @@ class _TaggedParser(CallParser):
         found = [(at, o) for o in self.openers if (at := self._buffer.find(o)) >= 0]
         if found:
             at, opener = min(found)
-            self._text(self._buffer[:at].rstrip(SPACE), parts)
+            self._text(self._buffer[:at], parts)
+            self._blanks.clear()
             self._buffer = self._buffer[at + len(opener) :]
             self.in_call = True
             self._open(opener)
             return True
         size = len(self._buffer) - _num_held(self._buffer, self.openers)
-        size = len(self._buffer[:size].rstrip(SPACE))
         text, self._buffer = self._buffer[:size], self._buffer[size:]
         self._text(text, parts)
         return False
 
     def _text(self, text: str, parts: list[Part]) -> None:
-        if self._after_call:
-            text = text.lstrip(SPACE)
-        if text:
-            parts.append(Text(text))
+        """Blanks at the end wait for what follows."""
+        words = text.rstrip(SPACE)
+        if words:
+            found = "".join(self._blanks) + words
+            parts.append(Text(found.lstrip(SPACE) if self._after_call else found))
+            self._blanks.clear()
             self._after_call = False
+        self._blanks.append(text[len(words) :])
 
 
 class HermesParser(_TaggedParser):
@@ -201,7 +206,8 @@ class Llama3JsonParser(CallParser):
 
     def __init__(self, tools: Mapping[str, Schema], max_calls: int | None = None) -> None:
         super().__init__(tools, max_calls)
-        self._raw = ""  # since the last call
+        self._raw: list[str] = []  # since the last call
+        self._is_tagged = False
         self._object: CallObject | None = None
         self._is_text = False
 
@@ -221,14 +227,16 @@ class Llama3JsonParser(CallParser):
             return True
         self._add_arguments(call.take_arguments(), parts)
         if call.ended:
-            self._object, self._raw = None, ""
+            self._object, self._is_tagged = None, False
+            self._raw.clear()
             self._end_call()
         return call.ended
 
     def finish(self) -> list[Part]:
         parts: list[Part] = []
         if self._object is None:
-            if not self.done and (self._num_calls == 0 or self._buffer.strip(self._separators)):
+            rest = "".join(self._raw) + self._buffer
+            if not self.done and (self._num_calls == 0 or rest.strip(self._separators)):
                 self._give_up("", parts)
         elif not self._object.begun:
             self._give_up(self._object.raw, parts)
@@ -239,23 +247,32 @@ class Llama3JsonParser(CallParser):
 
     def _step_between(self, parts: list[Part]) -> bool:
         """Before the first call, or after one."""
-        head = self._buffer.lstrip(self._separators if self._num_calls else SPACE)
-        if head.startswith(self._prefix):
-            head = head[len(self._prefix) :].lstrip(SPACE)
-        elif self._prefix.startswith(head):
+        if not self._is_tagged:
+            self._skip(self._buffer.lstrip(self._separators if self._num_calls else SPACE))
+            if self._buffer.startswith(self._prefix):
+                self._skip(self._buffer[len(self._prefix) :])
+                self._is_tagged = True
+            elif self._prefix.startswith(self._buffer):
+                return False
+        if self._is_tagged:
+            self._skip(self._buffer.lstrip(SPACE))
+        if not self._buffer:
             return False
-        if not head:
-            return False
-        if head[0] != "{":
+        if self._buffer[0] != "{":
             self._give_up("", parts)
             return False
-        self._raw = self._buffer[: len(self._buffer) - len(head)]
-        self._buffer, self._object = head, CallObject()
+        self._object = CallObject()
         return True
 
+    def _skip(self, rest: str) -> None:
+        """The buffer up to `rest` is text only if no call follows."""
+        self._raw.append(self._buffer[: len(self._buffer) - len(rest)])
+        self._buffer = rest
+
     def _give_up(self, raw: str, parts: list[Part]) -> None:
-        text = self._raw + raw + self._buffer
-        self._buffer, self._raw, self._object, self._is_text = "", "", None, True
+        text = "".join(self._raw) + raw + self._buffer
+        self._buffer, self._object, self._is_text = "", None, True
+        self._raw.clear()
         if text:
             parts.append(Text(text))
 
@@ -275,7 +292,7 @@ class Qwen3CoderParser(_TaggedParser):
     _end_tag = "</tool_call>"
 
     def _open(self, opener: str) -> None:
-        self._raw = opener  # until the call is certain
+        self._raw = [opener]  # until the call is certain
         self._state: Literal["tag", "name", "between", "value", "after"]
         self._state = "tag" if opener == self.openers[0] else "name"
         self._num_parameters = 0
@@ -285,7 +302,7 @@ class Qwen3CoderParser(_TaggedParser):
         if not self.in_call:
             return super().finish()
         if self._state in ("tag", "name"):
-            return [Text(self._raw + self._buffer)]
+            return [Text("".join(self._raw) + self._buffer)]
         parts: list[Part] = []
         if self._state == "value":
             held = _num_held(self._buffer, ("\n" + self._end_parameter, self._end_parameter))
@@ -307,20 +324,22 @@ class Qwen3CoderParser(_TaggedParser):
 
     def _step_tag(self, parts: list[Part]) -> bool:
         head = self._buffer.lstrip(SPACE)
+        self._raw.append(self._buffer[: len(self._buffer) - len(head)])
+        self._buffer = head
         if head.startswith(self.openers[1]):
-            self._raw += self._buffer[: len(self._buffer) - len(head)] + self.openers[1]
+            self._raw.append(self.openers[1])
             self._buffer, self._state = head[len(self.openers[1]) :], "name"
             return True
         if self.openers[1].startswith(head):
             return False
-        self._give_up(self._raw, parts)
+        self._give_up("".join(self._raw), parts)
         return True
 
     def _step_name(self, parts: list[Part]) -> bool:
         end = self._buffer.find(">")
         name = self._buffer[:end] if end >= 0 else self._buffer
         if "\n" in name or "<" in name or (end >= 0 and not name.strip()):
-            self._give_up(self._raw, parts)
+            self._give_up("".join(self._raw), parts)
             return True
         if end < 0:
             return False
@@ -341,7 +360,7 @@ class Qwen3CoderParser(_TaggedParser):
             self._buffer = self._buffer[end + 1 :].removeprefix("\n")
             separator = ", " if self._num_parameters else "{"
             self._num_parameters += 1
-            self._state, self._scan = "value", StringScan()
+            self._state, self._scan, self._num_searched = "value", StringScan(), 0
             self._type = self._parameters.type_of(name)
             self._add_arguments(f"{separator}{json.dumps(name, ensure_ascii=False)}: ", parts)
             if self._type.is_text:
@@ -360,7 +379,7 @@ class Qwen3CoderParser(_TaggedParser):
         return True
 
     def _step_value(self, parts: list[Part]) -> bool:
-        end = self._buffer.find(self._end_parameter, self._scan.at)
+        end = self._buffer.find(self._end_parameter, max(self._scan.at, self._num_searched))
         if self._type.may_be_nested:
             while end >= 0 and self._scan.ends_in_string(self._buffer, end):
                 end = self._buffer.find(self._end_parameter, end + 1)
@@ -376,6 +395,8 @@ class Qwen3CoderParser(_TaggedParser):
                 size -= _num_held(self._buffer, (self._end_parameter,))
             self._add_arguments(_escaped(self._buffer[:size]), parts)
             self._buffer = self._buffer[size:]
+        else:
+            self._num_searched = max(0, len(self._buffer) - len(self._end_parameter) + 1)
         return False
 
     def _end_value(self, text: str, parts: list[Part]) -> None:
@@ -384,7 +405,7 @@ class Qwen3CoderParser(_TaggedParser):
 
     def _step_after(self, parts: list[Part]) -> bool:
         """After the function: the outer tag may follow."""
-        head = self._buffer.lstrip(SPACE)
+        head = self._buffer = self._buffer.lstrip(SPACE)
         if len(head) < len(self._end_tag) and self._end_tag.startswith(head):
             return False
         self._buffer = head.removeprefix(self._end_tag)

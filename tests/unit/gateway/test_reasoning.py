@@ -51,6 +51,26 @@ def test_any_text_gives_the_same_parts_in_any_pieces(start, pieces, seed):
     assert split(start, cut) == split(start, list(text)) == split(start, [text])
 
 
+@settings(max_examples=300, deadline=None)
+@given(
+    st.sampled_from(["open", "optional"]),
+    st.lists(st.sampled_from(["<c>", "{", "\n", "<think>", "</think>", "a", " "]), max_size=12),
+)
+def test_calls_are_found_in_any_pieces(start, pieces):
+    def read(chunks):
+        splitter, parts, call = ReasoningSplitter(start, "<c>", "{"), [], ""
+        for chunk in chunks:
+            if call:
+                call += chunk
+            else:
+                parts += splitter.feed(chunk)
+                call = splitter.take_call()
+        return join(parts + splitter.finish()), call
+
+    text = "".join(pieces)
+    assert read(pieces) == read(list(text)) == read([text])
+
+
 def test_line_breaks_that_do_not_end_cost_little():
     def read() -> float:
         splitter = ReasoningSplitter("open")
@@ -63,6 +83,26 @@ def test_line_breaks_that_do_not_end_cost_little():
         return taken
 
     assert least(read, 4) <= 4  # seconds; looked at one by one, ten
+
+
+@pytest.mark.parametrize(
+    ("start", "before", "piece"),
+    [
+        ("optional", "", " " * 64),
+        ("open", "thought", "\n" * 64),
+        ("open", "thought<tool_call>", " " * 64),
+    ],
+)
+def test_long_blanks_that_do_not_end_cost_little(start, before, piece):
+    def read():
+        splitter = ReasoningSplitter(start, "<tool_call>", "{")
+        begun = time.process_time()
+        for text in [before, *(piece for _ in range(8000))]:
+            splitter.feed(text)
+        splitter.finish()
+        return time.process_time() - begun
+
+    assert least(read, 0.25) <= 0.25  # seconds; read again with each token, 1 to 20
 
 
 def test_a_call_within_the_block_is_given_back():

@@ -304,6 +304,36 @@ def test_a_number_that_no_float_holds_is_the_nearest():
     assert parse("hermes", [call]) == [("look", f'{{"a": [-{largest}], "count": 1e308}}')]
 
 
+@pytest.mark.parametrize(
+    ("form", "before"),
+    [
+        *((form, before) for form in PARSERS for before in ("", "text")),
+        ("hermes", '<tool_call>{"name": "stop"}</tool_call>'),
+        ("hermes", "<tool_call>"),
+        ("hermes", '<tool_call>{"name": "look", "arguments": {"any": 1,'),
+        ("hermes", '<tool_call>{"name": "look", "arguments": {"'),
+        ("hermes", '<tool_call>{"name": "'),
+        ("qwen3_coder", "<tool_call>"),
+        ("qwen3_coder", "<function=look>"),
+        ("qwen3_coder", "<function=look><parameter=size>"),
+        ("qwen3_coder", "<function=look></function>"),
+        ("llama3_json", "<|python_tag|>"),
+        ("llama3_json", '{"name": "look", "parameters": {}}'),
+        ("llama3_json", '{"name": "look", "parameters": {}};'),
+    ],
+)
+def test_blanks_that_do_not_end_cost_little(form, before):
+    def read():
+        parser = PARSERS[form](TOOLS)
+        start = time.process_time()
+        for piece in [before, *(" " * 64 for _ in range(4000))]:
+            parser.feed(piece)
+        parser.finish()
+        return time.process_time() - start
+
+    assert least(read, 0.5) <= 0.5  # seconds; gone through again with each token, up to 5
+
+
 def test_parts_join():
     pieces = [
         Reasoning("a"), Reasoning("b"), Text("c"), Call(0, "i", "f", ""), Call(0, "", "", "{"),
