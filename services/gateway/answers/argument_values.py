@@ -175,7 +175,7 @@ class Parameters:
 
     def target(self, reference: str) -> object:
         """What a reference within the document stands for; None: nothing."""
-        if not reference.startswith("#"):
+        if reference.partition("#")[0] not in ("", own_id(self.given)):
             return None
         target: object = self.given
         for step in steps_of(reference):
@@ -218,9 +218,15 @@ class Parameters:
         return root if found is root else beside
 
 
+def own_id(schema: object) -> str:
+    """The URI by which a schema may refer to itself; empty: it has none."""
+    found = cast(Schema, schema).get("$id") if isinstance(schema, Mapping) else None
+    return found.removesuffix("#") if isinstance(found, str) else ""
+
+
 def steps_of(reference: str) -> list[str]:
     """The keys of a JSON pointer in a fragment."""
-    steps = unquote(reference).split("/")[1:]
+    steps = unquote(reference.partition("#")[2]).split("/")[1:]
     return [step.replace("~1", "/").replace("~0", "~") for step in steps]
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 from services.common.grammar.schema_formats import STANDARD_FORMATS
-from services.gateway.answers.argument_values import TYPES
+from services.gateway.answers.argument_values import TYPES, own_id
 
 # Keywords of the standards that the library does not enforce.
 UNSUPPORTED = frozenset(
@@ -31,6 +31,9 @@ _IDLE = {"uniqueItems": False, "unevaluatedItems": True, "unevaluatedProperties"
 _IDLE_KEYWORDS = frozenset(("$dynamicAnchor", "$recursiveAnchor", "minContains", "maxContains"))
 _LITERALS = frozenset(("const", "enum", "default", "examples", "example", "x-guidance"))
 _MAPS = frozenset(("properties", "patternProperties", "$defs", "definitions"))
+_COUNTS = frozenset(
+    ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties")
+)
 _BESIDE_REFERENCES = frozenset(
     ("$ref", "$defs", "definitions", "$schema", "$id", "$anchor", "title", "description", "default")
 )
@@ -70,7 +73,7 @@ def held_to(schema: Any, refuse: Refuse, *, strict: bool, path: str = "") -> Any
         strict: what may or may not be supported stays, for the library to refuse; otherwise it is
             left out.
     """
-    return _Reader(refuse, strict).schema(schema, path)
+    return _Reader(refuse, strict, own_id(schema)).schema(schema, path)
 
 
 def pattern_fault(pattern: str) -> str:
@@ -105,9 +108,10 @@ def _is_surely_supported(pattern: str) -> bool:
 class _Reader:
     """Reads the schemas of one function or answer."""
 
-    def __init__(self, refuse: Refuse, strict: bool) -> None:
+    def __init__(self, refuse: Refuse, strict: bool, own_id: str) -> None:
         self._refuse = refuse
         self._strict = strict
+        self._own_id = own_id
 
     def schema(self, schema: Any, path: str) -> Any:  # noqa: ANN401 - any JSON
         """The schema, or list of schemas, without what cannot be enforced."""
@@ -124,6 +128,8 @@ class _Reader:
             elif keyword in _MAPS and isinstance(value, dict):
                 named = cast("dict[str, Any]", value).items()
                 found[keyword] = {name: self.schema(v, f"{place}.{name}") for name, v in named}
+            elif keyword in _COUNTS and isinstance(value, float) and value.is_integer():
+                found[keyword] = int(value)
             elif not (fault := self._fault(keyword, value)):
                 found[keyword] = self.schema(value, place)
             elif fault != "idle":
@@ -148,7 +154,7 @@ class _Reader:
             return f"format {value}" if value in STANDARD_FORMATS else "idle"
         if keyword == "pattern":
             return self._pattern_fault(value)
-        if keyword == "$ref" and not value.startswith("#"):
+        if keyword == "$ref" and value.partition("#")[0] not in ("", self._own_id):
             return "$ref to another document"
         if keyword == "$schema" and "json-schema.org" not in value:
             return "idle"

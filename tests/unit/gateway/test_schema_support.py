@@ -198,6 +198,28 @@ def test_a_schema_without_an_end_names_its_function(strict, tokenizer):
     assert "in function send, $ref #/properties/a leads back" in caught.value.message
 
 
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("form", PARSERS)
+def test_a_schema_may_name_itself_by_its_id(form, strict, tokenizer, vocabulary):
+    use = functions({"$ref": "https://example.com/s#/$defs/A"}, strict=strict)
+    parameters = use.functions["send"].parameters
+    parameters |= {"$id": "https://example.com/s", "$defs": {"A": {"enum": [12, 34]}}}
+    grammar = answer_grammar(None, *format_of(form, use), tokenizer)
+    assert grammar is not None
+    assert accepts(vocabulary, tokenizer, grammar, call(form, "send", a=12, other=1))
+    assert not accepts(vocabulary, tokenizer, grammar, call(form, "send", a=13, other=1))
+
+
+@pytest.mark.parametrize("form", PARSERS)
+def test_a_count_may_be_written_with_a_point(form, tokenizer, vocabulary):
+    schema = {"type": "array", "items": INT, "minItems": 1.0, "maxItems": 2.0}
+    grammar = answer_grammar(None, *format_of(form, functions(schema, strict=True)), tokenizer)
+    assert grammar is not None
+    for items in ([], [1], [1, 2], [1, 2, 3]):
+        accepted = accepts(vocabulary, tokenizer, grammar, call(form, "send", a=items, other=1))
+        assert accepted == (1 <= len(items) <= 2)
+
+
 def test_many_required_names_take_linear_time(tokenizer):
     names = [f"p{number}" for number in range(10_000)]
     schema = {"type": "object", "properties": {name: {} for name in names}, "required": names}
