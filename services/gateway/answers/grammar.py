@@ -81,7 +81,7 @@ def read_grammar(request: ChatRequest) -> Grammar | None:
         grammar = Grammar("json_object", "", "response_format")
     elif isinstance(given, JsonSchemaFormat):
         schema, param = given.json_schema.schema, "response_format.json_schema.schema"
-        if schema is UNSET:
+        if schema is UNSET or bytes(schema) == b"null":
             grammar = Grammar("json_object", "", param)
         else:
             grammar = _of_schema(text_of(schema, param), param)

@@ -35,7 +35,10 @@ def test_no_grammar(value):
             {"response_format": schema_format(schema=SCHEMA, strict=True)},
             "json_schema", json.dumps(SCHEMA), "response_format.json_schema.schema",
         ),
-        ({"response_format": schema_format()}, "json_object", "", "response_format.json_schema"),
+        *(
+            ({"response_format": given}, "json_object", "", "response_format.json_schema.schema")
+            for given in (schema_format(), schema_format(schema=None))
+        ),
         (
             {"structured_outputs": {"json": SCHEMA}},
             "json_schema", json.dumps(SCHEMA), "structured_outputs.json",
@@ -70,7 +73,6 @@ def test_grammar(fields, kind, text, param):
             {"response_format": schema_format(schema=[1])},
             "response_format.json_schema.schema",
         ),
-        ({"response_format": schema_format(schema=None)}, "response_format.json_schema.schema"),
         ({"structured_outputs": {}}, "structured_outputs"),
         ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs"),
         ({"structured_outputs": {"choice": []}}, "structured_outputs.choice"),
