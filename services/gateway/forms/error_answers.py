@@ -55,9 +55,9 @@ def error_body(message: str, *, kind: str, code: str, param: str | None = None) 
 
 
 def error_of(error: TriptychError) -> ErrorAnswer:
-    """`error_body` of one of our errors; the message begins with the path of the field."""
+    """`error_body` of one of our errors; a message that does not name the field begins with it."""
     message, param = error.message, error.param
-    if param is not None and param not in message:
+    if param is not None and not re.search(rf"(?<!\w){re.escape(param)}(?!\w)", message):
         message = f"{param}: {message}"
     return error_body(message, kind=error.openai_type, code=error.code, param=param)
 

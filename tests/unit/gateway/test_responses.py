@@ -80,6 +80,9 @@ def test_message_of_an_error_begins_with_the_field():
     found = error_of(InvalidRequest("Expected `float`", param="logit_bias.1")).error
     assert found.message == "logit_bias.1: Expected `float`"
     assert error_of(InvalidRequest("n is odd", param="n")).error.message == "n is odd"
+    assert error_of(InvalidRequest("at most 8", param="n")).error.message == "n: at most 8"
+    found = error_of(InvalidRequest("no answer has it", param="n")).error
+    assert found.message == "n: no answer has it"
 
 
 def test_nothing_new_is_no_event():
