@@ -434,6 +434,24 @@ def test_a_file_that_an_encoder_has_forgotten_is_sent_again(stack):
     assert len({r.image_key for r in stack.encoder.requests}) == 3
 
 
+@pytest.mark.parametrize(("num_late", "status"), [(1, 200), (2, 503)])
+def test_a_file_goes_to_another_encoder_if_one_is_late(pair, monkeypatch, num_late, status):
+    """As an image does whose encoder does not answer in time."""
+    late = []
+
+    async def hang(_: bytes) -> None:
+        if len(late) < num_late:
+            late.append(1)
+            await asyncio.sleep(60)
+
+    monkeypatch.setattr(pair.gateway.service, "encode_timeout_s", 0.5)
+    for encoder in pair.encoders:
+        encoder.before_probe = hang
+    answer = pair.chat(messages=asking(video(clip(num_frames=75))))
+    assert answer.status_code == status, answer.text
+    assert sum(len(encoder.probes) for encoder in pair.encoders) == 2
+
+
 def test_an_encoder_that_dies_of_a_probe_is_not_the_last(pair):
     died = []
 

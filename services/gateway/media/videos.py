@@ -13,9 +13,11 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from services.common.errors import (
+    DeadlineExceeded,
     InvalidRequest,
     InvalidVideo,
     Overloaded,
+    ProcessLost,
     TriptychError,
     Unavailable,
 )
@@ -349,7 +351,7 @@ def split_stills(url: str, max_stills: int, max_bytes: int) -> list[bytes]:
 async def probe_once(
     file: VideoFile, choose: Callable[[bytes, set[str]], Prober], timeout_s: float
 ) -> tuple[Probed, str]:
-    """Leaves a file at an encoder, or at another one if that is lost.
+    """Leaves a file at an encoder, or at another one if that is lost or late.
 
     Args:
         choose: an encoder for a digest, without those of some addresses.
@@ -367,9 +369,10 @@ async def probe_once(
             raise cause or none_left from None
         try:
             call = await file.leave_at(encoder, timeout_s)
-        except Unavailable as error:
+        except (Unavailable, DeadlineExceeded) as error:
             lost.add(encoder.address)
-            cause = error
+            late = ProcessLost("the encoder did not answer in time")
+            cause = late if isinstance(error, DeadlineExceeded) else error
             continue
         return call.result(), encoder.address
     if isinstance(cause, Overloaded):
