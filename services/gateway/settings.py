@@ -4,6 +4,7 @@
 `SettingsError`.
 """
 
+import re
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -16,6 +17,9 @@ from services.common.settings import PeerSettings, Port, split_list
 NO_KEYS = "none"
 _PRIVATE = "private"
 _FILE = "file:"
+_ORIGIN = re.compile(r"\*|[A-Za-z][\w+.-]*://[^/?#@\s]+/?")
+_NAME = re.compile(r"[^/?#@:\s]+|\[?[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*\]?")
+_OWN_PORTS = {"http": ":80", "https": ":443"}
 
 
 class GatewaySettings(PeerSettings):
@@ -48,7 +52,7 @@ class GatewaySettings(PeerSettings):
         allowed_sites: comma-separated. Names under which requests are answered, besides addresses;
             `.example.com`: all names under it; without names: any where keys are needed, else those
             of this machine (on loopback) or of a local network. Origins of web pages that may call,
-            such as `https://example.com`, or `*`: any.
+            such as `https://example.com:8443`, or `*`: any.
         embeddings: clients may bring embeddings of images (`image_embeds`).
         unknown_fields: of requests: refuse them, or ignore them as the hints of docs/api.md.
         shutdown_grace_s: how long running requests may continue after SIGTERM.
@@ -110,7 +114,7 @@ class GatewaySettings(PeerSettings):
 
     @property
     def cors_origins(self) -> tuple[str, ...]:
-        return tuple(site for site in self._sites if _is_origin(site))
+        return tuple(_as_sent(site) for site in self._sites if _is_origin(site))
 
     @property
     def _sites(self) -> tuple[str, ...]:
@@ -132,6 +136,14 @@ class GatewaySettings(PeerSettings):
             raise ValueError(f"has more than one `{_FILE}`")
         return value
 
+    @field_validator("allowed_sites")
+    @classmethod
+    def _are_names_and_origins(cls, value: str) -> str:
+        for site in split_list(value):
+            if not (_ORIGIN if _is_origin(site) else _NAME).fullmatch(site):
+                raise ValueError(f"{site!r} is neither a name, without a port, nor an origin")
+        return value
+
     @field_validator("allowed_media")
     @classmethod
     def _is_one_directory(cls, value: str) -> str:
@@ -143,3 +155,10 @@ class GatewaySettings(PeerSettings):
 
 def _is_origin(site: str) -> bool:
     return site == "*" or "://" in site
+
+
+def _as_sent(origin: str) -> str:
+    """As browsers write it: in lower case, without a slash or the scheme's own port."""
+    origin = origin.lower().removesuffix("/")
+    scheme, _, _ = origin.partition("://")
+    return origin.removesuffix(_OWN_PORTS.get(scheme, "/"))

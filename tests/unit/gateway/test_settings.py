@@ -46,10 +46,36 @@ def test_sites_are_names_and_origins_and_media_a_directory_and_private_hosts():
             "GATEWAY_ALLOWED_MEDIA": "private, /srv/images"}  # fmt: skip
     settings = GatewaySettings.from_environment(GOOD | more)
     assert settings.served_hosts == ("example.com", ".lan")
-    assert settings.cors_origins == ("https://App.example.com", "*")
+    assert settings.cors_origins == ("https://app.example.com", "*")
     assert (settings.media_directory, settings.allows_private_media) == (Path("/srv/images"), True)
     none = GatewaySettings.from_environment(GOOD)
     assert (none.media_directory, none.allows_private_media) == (None, False)
+
+
+@pytest.mark.parametrize(
+    ("written", "sent"),
+    [
+        ("https://app.example.com/", "https://app.example.com"),
+        ("https://app.example.com:443", "https://app.example.com"),
+        ("http://App.example.com:80/", "http://app.example.com"),
+        ("http://localhost:8443", "http://localhost:8443"),
+        ("http://[::1]:3000", "http://[::1]:3000"),
+        ("chrome-extension://abc", "chrome-extension://abc"),
+    ],
+)
+def test_origins_are_compared_as_browsers_write_them(written, sent):
+    settings = GatewaySettings.from_environment({**GOOD, "GATEWAY_ALLOWED_SITES": written})
+    assert settings.cors_origins == (sent,)
+
+
+@pytest.mark.parametrize(
+    "site", ["https://example.com/page", "example.com:8000", "example.com/", "https://", "a@b.c"]
+)
+def test_a_site_that_no_request_can_have_is_named(site):
+    with pytest.raises(SettingsError, match="GATEWAY_ALLOWED_SITES"):
+        GatewaySettings.from_environment({**GOOD, "GATEWAY_ALLOWED_SITES": f"good.example,{site}"})
+    for good in ("example.com", ".example.com", "10.0.0.1", "::1", "[fd00::1]"):
+        GatewaySettings.from_environment({**GOOD, "GATEWAY_ALLOWED_SITES": good})
 
 
 def test_no_keys_are_no_key_of_that_name():
