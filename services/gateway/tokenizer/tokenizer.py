@@ -9,7 +9,6 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -49,12 +48,12 @@ class ModelTokenizer:
         self.special_ids = frozenset(t.token_id for t in self.added.values() if t.special)
         self._added_bytes = {t.token_id: t.content.encode() for t in self.added.values()}
         _check_kind(definition)
-        bare: dict[str, Any] = {"added_tokens": [], "truncation": None, "padding": None}
+        whole: dict[str, Any] = {**definition, "truncation": None, "padding": None}
         try:
-            self._plain = Tokenizer.from_str(json.dumps({**definition, **bare}))
+            self._plain = Tokenizer.from_str(json.dumps({**whole, "added_tokens": []}))
+            self._whole = Tokenizer.from_str(json.dumps(whole))
         except Exception as error:  # it has no type of its own
             raise ModelSpecError(f"tokenizer.json: {error}") from None
-        self._definition = definition
         self._fast = BytePairs.of(definition)
         vocabulary = self._plain.get_vocab()
         self.max_token_bytes = max(map(len, vocabulary))
@@ -98,12 +97,6 @@ class ModelTokenizer:
         `add_special_tokens`: with BOS and the like, where tokenizer.json adds them.
         """
         return self._whole.encode(text, add_special_tokens=add_special_tokens).ids
-
-    @cached_property
-    def _whole(self) -> Tokenizer:
-        return Tokenizer.from_str(
-            json.dumps({**self._definition, "truncation": None, "padding": None})
-        )
 
     def check_length(self, text: str, max_tokens: int, param: str = "messages") -> None:
         """Refuses text that cannot fit, without tokenizing it; `param` is its field.

@@ -273,3 +273,10 @@ LLAMA2_DECODER = {
 def test_other_tokenizers_are_refused_by_name(parts, named):
     with pytest.raises(ModelSpecError, match=named):
         ModelTokenizer(changed(**parts))
+
+
+def test_prompts_are_encoded_without_more_to_build(monkeypatch):
+    """0.7 s for a vocabulary of 150,000, which the event loop would have waited for."""
+    tokenizer = ModelTokenizer(json.loads(tokenizer_json()))
+    monkeypatch.setattr("services.gateway.tokenizer.tokenizer.Tokenizer", None)
+    assert tokenizer.encode_prompt("hello", True) == tokenizer.encode_text("hello")
