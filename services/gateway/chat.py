@@ -46,6 +46,7 @@ from services.gateway.sampling import (
     SamplingDefaults,
     check_ids,
     check_prompt_logprobs,
+    check_room,
     limit_completion,
     max_completion_tokens,
     resolve_sampling,
@@ -306,7 +307,9 @@ class ChatService:
             )
         else:
             ids = prompt
-            self.check_token_ids(ids, param)
+            if not is_cut:
+                check_room(len(ids), decoder.max_model_len, param)
+            await self._off_loop(len(ids), lambda: self.check_token_ids(ids, param))
         if not ids:
             raise InvalidRequest("the prompt is empty", param=param)
         if self.prompts.has_placeholder(ids):

@@ -128,13 +128,7 @@ def limit_completion(
         ContextLengthExceeded: the prompt leaves no room for an answer.
         InvalidRequest: `min_tokens` is above the result.
     """
-    left = max_model_len - prompt_tokens
-    if left < 1:
-        raise ContextLengthExceeded(
-            f"the model's context is {max_model_len} tokens; the prompt has {prompt_tokens} and "
-            "leaves none for the answer",
-            param="messages",
-        )
+    left = check_room(prompt_tokens, max_model_len)
     sampling.max_tokens = min(left, max_completion_tokens(request, defaults))
     if not sampling.min_tokens:
         return
@@ -146,6 +140,22 @@ def limit_completion(
             f"min_tokens {sampling.min_tokens} is above the {sampling.max_tokens} tokens allowed",
             param="min_tokens",
         )
+
+
+def check_room(prompt_tokens: int, max_model_len: int, param: str = "messages") -> int:
+    """What a prompt leaves for the answer.
+
+    Raises:
+        ContextLengthExceeded: nothing.
+    """
+    left = max_model_len - prompt_tokens
+    if left < 1:
+        raise ContextLengthExceeded(
+            f"the model's context is {max_model_len} tokens; the prompt has {prompt_tokens} and "
+            "leaves none for the answer",
+            param=param,
+        )
+    return left
 
 
 def bad_word_ids(word: str, encode: Callable[[str], list[int]]) -> list[list[int]]:
