@@ -346,6 +346,40 @@ def test_prompts_are_cut(stack, side, kept):
     )
 
 
+@pytest.mark.parametrize("prompt", ["abcdefg", None])
+def test_the_echo_of_a_prompt_that_is_cut_is_what_is_left(stack, prompt):
+    fields = {"truncate_prompt_tokens": 4, "echo": True, "logprobs": 0, "max_tokens": 2}
+    prompt = prompt or stack.tokenizer.encode_text("abcdefg")
+    choice = post(stack, prompt=prompt, **fields).json()["choices"][0]
+    assert choice["text"].startswith("defg")
+    assert "".join(choice["logprobs"]["tokens"]) == choice["text"]
+    short = post(stack, prompt="abc", **fields).json()["choices"][0]
+    assert short["text"].startswith("abc")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_no_token_is_no_token_of_the_usage(stack, stream):
+    first = stack.tokenizer.encode_text("A red circle.")[0]
+    fields = {"max_tokens": 0, "echo": True, "stop_token_ids": [first], "stream": stream}
+    stack.decoder.end_token = first
+    more = {"stream_options": {"include_usage": True}} if stream else {}
+    response = post(stack, **fields, **more)
+    events = response.text.splitlines() if stream else [f"data: {response.text}"]
+    parsed = [json.loads(e[6:]) for e in events if e.startswith("data: {")]
+    choices = [choice for event in parsed for choice in event["choices"]]
+    assert "".join(choice["text"] for choice in choices) == "hello"
+    assert choices[-1]["finish_reason"] == "length" and choices[-1]["stop_reason"] is None
+    usage = parsed[-1]["usage"]
+    assert usage["completion_tokens"] == 0
+    assert usage["total_tokens"] == usage["prompt_tokens"] > 0
+
+
+def test_more_ids_than_the_context_has_are_counted_before_they_are_looked_at(stack):
+    for ids in ([1 << 31] * 200_000, [1] * 200_000):
+        error = post(stack, prompt=ids).json()["error"]
+        assert (error["code"], error["param"]) == ("context_length_exceeded", "prompt")
+
+
 def test_whole_answers_have_every_key_that_clients_read(stack):
     choice = post(stack).json()["choices"][0]
     assert {choice[name] for name in ("prompt_logprobs", "prompt_token_ids", "token_ids")} == {None}

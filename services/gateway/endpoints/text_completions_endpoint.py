@@ -28,6 +28,7 @@ from services.gateway.forms.text_completions import (
     TextLogprobs,
     parse_completion_request,
 )
+from services.gateway.prompts.prompt import Draft
 from services.gateway.tokenizer.tokenizer import ModelTokenizer, token_name
 
 _PATHS: Mapping[str, str] = {"messages": "prompt"}
@@ -41,6 +42,7 @@ class TextCompletionEndpoint(Endpoint):
         work.paths = _PATHS
         self._service.check_model(request.model)
         prompts, chat = request.prompts, request.to_chat()
+        beginnings: list[str] = []
         for index, prompt in enumerate(prompts):
             timings = replace(work.timings, seconds={}) if index else work.timings
             with timings.measure("tokenize"):
@@ -50,8 +52,8 @@ class TextCompletionEndpoint(Endpoint):
                     add_special_tokens=request.add_special_tokens is not False,
                     is_cut=request.truncate_prompt_tokens is not None,
                 )
-            await self.prepare(work, chat, timings, draft)
-        beginnings = self._texts(request, work.completions)
+            completion = await self.prepare(work, chat, timings, draft)
+            beginnings.append(self._echoed(prompt, draft, completion) if request.echo else "")
         tokenizer = self._service.tokenizer
         writer = _Writer(
             request, work.response_id("cmpl"), beginnings, tokenizer, self._service.model_name
@@ -61,17 +63,13 @@ class TextCompletionEndpoint(Endpoint):
         else:
             await self._whole(work, writer)
 
-    def _texts(self, request: CompletionRequest, completions: Sequence[Completion]) -> list[str]:
-        """What each answer begins with: the prompt, if it is echoed."""
-        if not request.echo:
-            return [""] * len(completions)
+    def _echoed(self, prompt: str | list[int], draft: Draft, completion: Completion) -> str:
+        """A prompt's text, without what `truncate_prompt_tokens` has cut."""
+        ids = completion.prompt_token_ids()
+        if isinstance(prompt, str) and len(ids) == len(draft.token_ids):
+            return prompt
         token_bytes = self._service.tokenizer.token_bytes
-        return [
-            prompt
-            if isinstance(prompt, str)
-            else b"".join([token_bytes(token) for token in prompt]).decode(errors="replace")
-            for prompt in request.prompts
-        ]
+        return b"".join([token_bytes(token) for token in ids]).decode(errors="replace")
 
     async def _stream(self, work: Work, writer: "_Writer") -> None:
         request, completions = writer.request, work.completions
