@@ -114,13 +114,19 @@ class _TaggedParser(CallParser):
         """A call begins; the opener is no longer in the buffer."""
         raise NotImplementedError
 
+    def _begin_call(self, name: str, parts: list[Part]) -> None:
+        self._blanks.clear()
+        super()._begin_call(name, parts)
+
     def _end_call(self) -> None:
         super()._end_call()
         self.in_call, self._after_call = False, True
 
     def _give_up(self, text: str, parts: list[Part]) -> None:
-        """What began like a call is text."""
-        parts.append(Text(text))
+        """What began like a call is text, and so are blanks before it that are behind no call."""
+        blanks = "" if self._after_call else "".join(self._blanks)
+        self._blanks.clear()
+        parts.append(Text(blanks + text))
         self.in_call = self._after_call = False
 
     def _step_text(self, parts: list[Part]) -> bool:
@@ -128,7 +134,6 @@ class _TaggedParser(CallParser):
         if found:
             at, opener = min(found)
             self._text(self._buffer[:at], parts)
-            self._blanks.clear()
             self._buffer = self._buffer[at + len(opener) :]
             self.in_call = True
             self._open(opener)
@@ -186,9 +191,10 @@ class HermesParser(_TaggedParser):
     def finish(self) -> list[Part]:
         if not self.in_call:
             return super().finish()
-        if not self._object.begun:
-            return [Text(self.openers[0] + self._object.raw)]
         parts: list[Part] = []
+        if not self._object.begun:
+            self._give_up(self.openers[0] + self._object.raw, parts)
+            return parts
         self._object.close()
         self._add_arguments(self._object.take_arguments(), parts)
         return parts
@@ -301,9 +307,10 @@ class Qwen3CoderParser(_TaggedParser):
     def finish(self) -> list[Part]:
         if not self.in_call:
             return super().finish()
-        if self._state in ("tag", "name"):
-            return [Text("".join(self._raw) + self._buffer)]
         parts: list[Part] = []
+        if self._state in ("tag", "name"):
+            self._give_up("".join(self._raw) + self._buffer, parts)
+            return parts
         if self._state == "value":
             held = _num_held(self._buffer, ("\n" + self._end_parameter, self._end_parameter))
             value = self._buffer[: len(self._buffer) - held]

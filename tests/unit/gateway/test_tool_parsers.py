@@ -119,6 +119,10 @@ HERMES = {
         '<tool_call>{"name": 5, "arguments": {}}</tool_call>',
     ],
     "x < y <tool": ["x < y <tool"],
+    # A tag that is only mentioned takes no blanks away.
+    "Use the tag <tool_call> here": ["Use the tag <tool_call> here"],
+    "Write\n\n<tool_call>{": ["Write\n\n<tool_call>{"],
+    '<tool_call>{"name": "stop"}</tool_call>\n<tool_call>no': [("stop", "{}"), "<tool_call>no"],
     "text alone \n": ["text alone \n"],
     "": [],
 }  # fmt: skip
@@ -165,6 +169,8 @@ XML = {
     ],
     '<tool_call>{"name": "look"}': ['<tool_call>{"name": "look"}'],
     "<function=a b\n c": ["<function=a b\n c"],
+    "Use <tool_call> tags, or <function=\n> ones": ["Use <tool_call> tags, or <function=\n> ones"],
+    "so \n<function=": ["so \n<function="],
     "1 < 2 <function": ["1 < 2 <function"],
 }  # fmt: skip
 CASES = [
