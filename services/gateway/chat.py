@@ -186,7 +186,7 @@ class ChatService:
             prompt_tokens=len(draft.token_ids),
             max_model_len=decoder.max_model_len,
             vocab_size=decoder.vocab_size,
-            encode=self.tokenizer.encode_written,
+            encode=lambda text: self.tokenizer.encode_prompt(text, add_special_tokens=False),
         )  # fmt: skip
         images: list[Image] = []
         videos: list[Video] = []

@@ -158,8 +158,9 @@ class Frames:
                 raise MemoryError from None
             return
         for frame in given:
-            pts, packet = frame.dts if frame.pts is None else frame.pts, frame.opaque
+            pts = frame.dts if frame.pts is None else frame.pts
+            number = frame.opaque if isinstance(frame.opaque, int) else -1
             if self._index.by_order or pts is None:
-                pts, packet = self._num_given, None
+                pts, number = self._num_given, -1
             self._num_given += 1
-            self._decoded.append(_Given(pts, -1 if packet is None else packet, frame))
+            self._decoded.append(_Given(pts, number, frame))

@@ -6,7 +6,6 @@ it. A tokenizer.json of another kind than byte-level BPE is a `ModelSpecError` a
 """
 
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,21 +74,6 @@ class ModelTokenizer:
         """Ids of plain text, without BOS; the name of an added token is plain text, too."""
         ids = self._fast.encode(text) if self._fast is not None else None
         return self._plain.encode(text, add_special_tokens=False).ids if ids is None else ids
-
-    def encode_written(self, text: str) -> list[int]:
-        """Ids of text as a model writes it: names of added tokens are those tokens. For short
-        text: unlike `encode_prompt` it needs no second tokenizer.
-        """
-        ids: list[int] = []
-        for piece in self._added_names.split(text) if self.added else (text,):
-            token = self.added.get(piece)
-            ids += self.encode_text(piece) if token is None else (token.token_id,)
-        return ids
-
-    @cached_property
-    def _added_names(self) -> "re.Pattern[str]":
-        names = sorted(self.added, key=len, reverse=True)  # the longest of those that match
-        return re.compile(f"({'|'.join(map(re.escape, names))})")
 
     def encode_prompt(self, text: str, add_special_tokens: bool) -> list[int]:
         """Ids of a prompt as transformers encodes it: names of added tokens are those tokens.
