@@ -401,7 +401,7 @@ class Scheduler:
         """Appends the sequence's next chunk, of at most `most` tokens."""
         start = sequence.num_computed_tokens
         end = min(self._chunk_limit(sequence, start), start + most)
-        checkpoints: list[tuple[int, int]] = []
+        checkpoints: tuple[tuple[int, int], ...] = ()
         if sequence.checkpoints:
             end, checkpoints = self._plan_checkpoints(sequence, start, end)
         length = end - start
@@ -419,14 +419,12 @@ class Scheduler:
             self._admission_blocked = False
             self._lacking_images.append(sequence)
         if length:
-            chunk = Chunk(sequence, start, length, False, samples)
-            chunk.checkpoints = tuple(checkpoints)
-            chunks.append(chunk)
+            chunks.append(Chunk(sequence, start, length, False, samples, checkpoints=checkpoints))
             load.add_chunk(start, length)
 
     def _plan_checkpoints(
         self, sequence: Sequence, start: int, end: int
-    ) -> tuple[int, list[tuple[int, int]]]:
+    ) -> tuple[int, tuple[tuple[int, int], ...]]:
         """Where a chunk [start, end) ends, and `Chunk.checkpoints`: at most a piece of the chunk
         before where they are wanted. A chunk of one token is computed as a decode and keeps none.
         """
@@ -434,14 +432,14 @@ class Scheduler:
             boundary = self._block_boundary(end)
             end = boundary if boundary > start else end
         planned: list[tuple[int, int]] = []
+        in_use = {other.checkpoint for other in self._admitted}
         for wanted in sequence.checkpoints if end > start + 1 else ():
             tokens = start + (wanted - start) // self._state_tokens * self._state_tokens
             if start < tokens and wanted <= end and tokens == self._block_boundary(tokens):
-                in_use = {other.checkpoint for other in self._admitted}
                 slot = self.blocks.plan_checkpoint(sequence, tokens, in_use)
                 if slot >= 0:
                     planned.append((tokens, slot))
-        return end, planned
+        return end, tuple(planned)
 
     def _try_admit(self) -> Sequence | None:
         """Gives the head of the queue a row and blocks; None if it has to wait."""
