@@ -14,8 +14,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from kernels.dependent_launch import wait_for_earlier
 from kernels.experts.moe_gemm import combine, rows_of_tile, store_tile
 from kernels.experts.moe_routing import Routing
 from kernels.experts.moe_weights import widen
@@ -101,9 +101,7 @@ def _grouped_kernel(
     PER: tl.constexpr = 8 // BITS  # codes in a byte
     BYTES: tl.constexpr = COLUMNS // PER
     MIDDLE: tl.constexpr = 1 << (BITS - 1)
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    wait_for_earlier(PDL)
     part, tile = tl.program_id(0), tl.program_id(1)
     size = tl.load(tiles_ptr + 2 * num_tiles + tile)
     if size > 0:

@@ -13,8 +13,8 @@ import math
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from kernels.dependent_launch import wait_for_earlier
 from kernels.experts.moe_routing import Routing
 from kernels.experts.moe_weights import ExpertWeights, widen
 from kernels.gemm import fp8_kernels, int8_kernels
@@ -120,9 +120,7 @@ def _grouped_gemm_kernel(
     lie, half of the matrix' rows are the gate's and half the same rows of up, and SwiGLU follows.
     """
     HALF: tl.constexpr = ROWS // 2
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    wait_for_earlier(PDL)
     tile = tl.program_id(1)
     size = tl.load(tiles_ptr + 2 * num_tiles + tile)
     if size > 0:
@@ -210,9 +208,7 @@ def _combine_kernel(
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < WIDTH
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    wait_for_earlier(PDL)
     total = tl.zeros((COLUMNS,), tl.float32)
     for j in tl.static_range(TOP_K):
         place = tl.load(places_ptr + token * TOP_K + j).to(tl.int64)

@@ -13,8 +13,8 @@ import math
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from kernels.dependent_launch import wait_for_earlier
 from kernels.experts.moe_routing import Routing
 from kernels.experts.moe_weights import ExpertWeights, widen
 from kernels.gemm.silu_mul import swiglu
@@ -75,9 +75,7 @@ def _gate_up_kernel(
 ):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     number = tl.program_id(1)  # of the token with one of its experts
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    wait_for_earlier(PDL)
     expert = tl.load(experts_ptr + number).to(tl.int64)
     x_row = x_ptr + number // TOP_K * WIDTH
     gates = weight_ptr + (expert * 2 * HEIGHT + row)[:, None] * WIDTH
@@ -124,9 +122,7 @@ def _down_kernel(
     index = tl.arange(0, PADDED_K * ROWS)
     place, row = index // ROWS, first + index % ROWS
     is_row = place < TOP_K
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    wait_for_earlier(PDL)
     expert = tl.load(experts_ptr + token * TOP_K + place, mask=is_row, other=0).to(tl.int64)
     share = tl.load(weights_ptr + token * TOP_K + place, mask=is_row, other=0.0)
     x_rows = x_ptr + (token * TOP_K + place).to(tl.int64)[:, None] * WIDTH

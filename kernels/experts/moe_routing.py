@@ -13,8 +13,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from kernels.dependent_launch import wait_for_earlier
 from kernels.gemm.skinny_gemm import load_reduced
 
 _SORTED_TOKENS = 1024  # that a CTA holds at once
@@ -110,9 +110,7 @@ def _route_kernel(
     token = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, EXPERTS)
     inside = expert < num_experts
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    wait_for_earlier(PDL)
     place, stride = token * num_experts + expert, num_tokens * num_experts
     logits = load_reduced(logits_ptr, place, inside, stride, SPLITS, HALF).to(tl.float32)
     logits = tl.where(inside, logits, float("-inf"))
@@ -144,9 +142,7 @@ def _sort_kernel(
 ):  # fmt: skip
     """The rows of one expert: their places are behind all rows of lower experts."""
     expert, num_experts = tl.program_id(0), tl.num_programs(0)
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    wait_for_earlier(PDL)
     first, count = 0, 0
     for at in range(0, num_tokens, TOKENS):
         of_rows = _experts_of(experts_ptr, at, num_tokens, TOP_K, PADDED_K, TOKENS)

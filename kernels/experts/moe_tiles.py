@@ -12,8 +12,8 @@ The plain twin is `services.common.nn.experts.moe`; the rounding points are the 
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from kernels.dependent_launch import wait_for_earlier
 from kernels.experts.moe_gemm import combine, rows_of_tile, store_tile
 from kernels.experts.moe_routing import Routing
 from kernels.gemm.packed_codes import (
@@ -82,9 +82,7 @@ def _grouped_kernel(
     where the inputs are read where their tokens lie, and SwiGLU follows.
     """
     STRIDE: tl.constexpr = WIDTH // 128 * 2048  # words of a row of tiles
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    wait_for_earlier(PDL)
     part, tile = tl.program_id(0), tl.program_id(1)
     size = tl.load(tiles_ptr + 2 * num_tiles + tile)
     if size > 0:

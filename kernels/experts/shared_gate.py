@@ -6,8 +6,8 @@ The plain twin is `kernels.plain.shared_gate`; the rounding points are the same.
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from kernels.dependent_launch import wait_for_earlier
 from kernels.gemm.skinny_gemm import load_reduced
 
 
@@ -38,9 +38,7 @@ def _shared_gate_kernel(
     column = tl.arange(0, BLOCK)
     inside = column < width
     gate = tl.load(gate_ptr + column, mask=inside, other=0.0).to(tl.float32)
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    wait_for_earlier(PDL)
     dtype: tl.constexpr = residual_ptr.dtype.element_ty
     x = tl.load(x_ptr + row + column, mask=inside, other=0.0).to(tl.float32)
     score = tl.sum(x * gate).to(dtype).to(tl.float32)

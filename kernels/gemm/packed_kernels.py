@@ -15,8 +15,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from kernels.dependent_launch import wait_for_earlier
 from kernels.device import DeviceFacts
 from kernels.gemm.packed_weight import PackedWeight
 from kernels.gemm.skinny_gemm import reduced
@@ -108,9 +108,7 @@ def _skinny_kernel(
     first = split * SPAN
     codes = codes_ptr + row[:, None] * (num_columns // PER) + first // PER + byte[None, :]
     inputs = x_ptr + token[:, None] * num_columns + first + tl.arange(0, COLUMNS)[None, :]
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    wait_for_earlier(PDL)
     # Tensor cores want 64 rows on one side, which tokens need not have.
     sums = tl.zeros((ROWS, TOKENS), tl.float32)
     for at in tl.range(0, SPAN, COLUMNS, num_stages=STAGES):

@@ -24,8 +24,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from torch.nn import functional as F
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from kernels.dependent_launch import wait_for_earlier
 from kernels.device import DeviceFacts
 from kernels.gemm import cublaslt
 from kernels.gemm.packed_codes import (
@@ -217,9 +217,7 @@ def _skinny_kernel(
             _fetch_early(other_codes, PREFETCHED)
     token = tl.program_id(2) * TOKENS + tl.arange(0, TOKENS)
     inside = (token < num_tokens)[:, None]
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    wait_for_earlier(PDL)
     sums = tl.zeros((64, TOKENS), tl.float32)
     other_sums = tl.zeros((64, TOKENS), tl.float32)
     inputs = x_ptr + token[:, None] * num_columns + first
@@ -284,9 +282,7 @@ def _dequantize_kernel(
     zeros = scales
     if ZEROS:
         zeros = load_groups(zero_ptr + row[:, None], column, num_rows, GROUP)
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    wait_for_earlier(PDL)
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     a, b, c, d = widen(words, zeros, dtype, ZEROS, ASSEMBLY)
     s0, s1, s2, s3 = scales

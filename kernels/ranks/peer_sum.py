@@ -24,8 +24,8 @@ in one shot and in two. The plain twin is `plain.add_terms`.
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from kernels.dependent_launch import wait_for_earlier
 from kernels.gemm.skinny_gemm import load_reduced
 from kernels.ranks.peer_buffers import PART, PeerBuffers, one_shot_rows
 
@@ -62,9 +62,7 @@ def _peer_sum_kernel(
     column = tl.program_id(1) * PART + tl.arange(0, PART)
     inside = column < WIDTH
     place = row * WIDTH + column
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
+    wait_for_earlier(PDL)
     dtype: tl.constexpr = residual_ptr.dtype.element_ty
     turn = tl.load(turns_ptr + index)
     now = (turn * rows + row) * ((COUNT - 1) * WIDTH)
