@@ -115,24 +115,47 @@ def test_experts_that_files_leave_unquantized_agree(
     assert f"{3 * COUNT} modules" in record.message
 
 
-def fused(directory: Path, *, transposed: bool, drops_scales: bool = False) -> None:
+def fused(
+    directory: Path,
+    *,
+    transposed: bool,
+    drops_scales: bool = False,
+    scale: str = "weight_scale_inv",
+) -> None:
     """Writes the experts of a quantized checkpoint as two tensors, and as many of scales."""
     path = directory / "model.safetensors"
     made = load_file(path)
     prefixes = {name.partition(".experts.")[0] + ".experts" for name in made if ".experts." in name}
     for prefix in prefixes:
-        for kind, suffix in (("weight", ""), ("weight_scale_inv", "_scale_inv")):
+        for kind in ("weight", scale):
+            suffix = kind.removeprefix("weight")
             gate, up, down = (
                 torch.stack([made.pop(f"{prefix}.{i}.{part}_proj.{kind}") for i in range(COUNT)])
                 for part in ("gate", "up", "down")
             )
             if drops_scales and suffix:
                 continue
-            tensors = {"gate_up_proj": torch.cat((gate, up), 1), "down_proj": down}
+            both = torch.cat((gate, up), 1) if gate.dim() > 1 else gate
+            tensors = {"gate_up_proj": both, "down_proj": down}
             for name, tensor in tensors.items():
                 found = tensor.mT.contiguous() if transposed else tensor
                 made[f"{prefix}.{name}{suffix}"] = found
     save_file(made, path)
+
+
+def test_fused_experts_with_one_scale_each_agree(tmp_path: Path) -> None:
+    """That of a fused tensor is the gate's and up's."""
+    model, path = Model(tmp_path, 160), tmp_path / "quantized" / "model.safetensors"
+    config = FORMATS["modelopt"][0] | {"ignore": ["lm_head", "*mlp.gate"]}
+    meant, prefix = model.write("modelopt", config=config), "model.layers.0.mlp.experts"
+    made = load_file(path)
+    for index in range(COUNT):
+        gate, up = (f"{prefix}.{index}.{part}_proj.weight" for part in ("gate", "up"))
+        made[f"{up}_scale"] = made[f"{gate}_scale"].clone()
+        meant[up] = made[up].float() * made[f"{gate}_scale"]
+    save_file({name: x for name, x in made.items() if "input_scale" not in name}, path)
+    fused(model.directory, transposed=False, scale="weight_scale")
+    assert error(model.ours(), model.expected(meant)) < TOLERANCE
 
 
 @pytest.mark.parametrize("size", [128, 256])  # H = 2 * I, H = I

@@ -123,7 +123,10 @@ def _fused(
         )
     source = f"{name}{layout.name.removeprefix('weight')}"
     way = -1 if transposed else 1
-    for piece in pieces_of("", layout, Share.joined([*stack.rows.values()]), stack.columns):
+    pieces = pieces_of("", layout, Share.joined([*stack.rows.values()]), stack.columns)
+    if layout.parameter and not axes:  # one number, which is that of gate and of up
+        pieces = stack.pieces(layout)
+    for piece in pieces:
         shape = (count, *piece.shape[::way])
         for expert in range(count):
             cut = (expert, *piece.cut[::way])
