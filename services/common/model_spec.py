@@ -282,9 +282,9 @@ class QuantizationSpec:
     symmetric: bool = True
     has_input_scale: bool = False
     at_load: bool = False
-    ignored: tuple[str, ...] = ()
+    ignored: frozenset[str] = frozenset()
     has_whole_names: bool = False
-    targets: tuple[str, ...] = ()
+    targets: frozenset[str] = frozenset()
     others: tuple["QuantizationSpec", ...] = ()
     fp8_cache: bool = False
 
@@ -308,7 +308,7 @@ class QuantizationSpec:
             return False
         return not self._is_named(self.ignored, module)
 
-    def _is_named(self, patterns: tuple[str, ...], module: str) -> bool:
+    def _is_named(self, patterns: frozenset[str], module: str) -> bool:
         names, expressions = _split(patterns)
         if any(expression.match(module) for expression in expressions):
             return True
@@ -323,8 +323,10 @@ def _has_part(module: str, names: frozenset[str]) -> bool:
 
 
 @cache
-def _split(patterns: tuple[str, ...]) -> tuple[frozenset[str], list[re.Pattern[str]]]:
-    """Names, and `re:` patterns. Files with experts have 10^5 modules, and lists of hundreds."""
+def _split(patterns: frozenset[str]) -> tuple[frozenset[str], list[re.Pattern[str]]]:
+    """Names, and `re:` patterns. Files with experts have 10^5 modules, and lists may name each: of
+    a frozenset the hash is known.
+    """
     expressions = [re.compile(each[3:]) for each in patterns if each.startswith("re:")]
     return frozenset(each for each in patterns if not each.startswith("re:")), expressions
 

@@ -49,7 +49,7 @@ _MODELOPT = {  # algorithm → what it is here
 }
 AT_LOAD = ("fp8",)
 # Few weights, on which much depends: the head, routers, and gates of linear attention.
-_LEFT_AT_LOAD = ("lm_head", "mlp.gate", "shared_expert_gate", "in_proj_a", "in_proj_b")
+_LEFT_AT_LOAD = frozenset(("lm_head", "mlp.gate", "shared_expert_gate", "in_proj_a", "in_proj_b"))
 _PACKINGS = ("version", "checkpoint_format", "format")  # options that name one
 # Decide how weights are read: what two files say of them must be equal.
 _DECISIVE = (
@@ -170,7 +170,7 @@ def _read(config: Mapping[str, Any], names: CheckpointSpec | None) -> Quantizati
 def _modelopt(config: Mapping[str, Any], names: CheckpointSpec | None) -> QuantizationSpec:
     """FP8 and NVFP4 as NVIDIA's ModelOpt writes them, of which the weights are used."""
     ignored = _names("ignore", config.get("ignore") or ())
-    ignored = tuple("re:" + fnmatch.translate(x) if "*" in x else x for x in ignored)
+    ignored = frozenset("re:" + fnmatch.translate(x) if "*" in x else x for x in ignored)
     if config.get("quant_algo") != "MIXED_PRECISION":
         return replace(_modelopt_scheme("", config), ignored=ignored)
     targets: dict[QuantizationSpec, list[str]] = {}
@@ -216,17 +216,17 @@ def _gptq(config: Mapping[str, Any]) -> QuantizationSpec:
     """AutoGPTQ's and GPTQModel's files. `dynamic` has rules for modules by pattern, of which the
     first that fits counts: `-:` leaves them unquantized, any other changes options.
     """
-    left: tuple[str, ...] = () if config.get("lm_head") else ("lm_head",)
+    left: frozenset[str] = frozenset(() if config.get("lm_head") else ("lm_head",))
     groups: list[QuantizationSpec] = []
     rules = cast("Mapping[str, Mapping[str, Any]]", config.get("dynamic") or {})
     for rule, changes in rules.items():
         pattern = "re:" + rule.removeprefix("-:").removeprefix("+:")
-        _names(f"dynamic {rule!r}", [pattern])
+        targets = _names(f"dynamic {rule!r}", [pattern])
         if rule.startswith("-:"):
-            left = (*left, pattern)
+            left |= targets
         else:
             options = {**config, **changes}
-            groups.append(replace(_gptq_options(options), targets=(pattern,), ignored=left))
+            groups.append(replace(_gptq_options(options), targets=targets, ignored=left))
     first, *others = [*groups, replace(_gptq_options(config), ignored=left)]
     return replace(first, others=tuple(others))
 
@@ -299,7 +299,7 @@ def _compressed_tensors(config: Mapping[str, Any]) -> QuantizationSpec:
             scheme,
             ignored=ignored,
             has_whole_names=True,
-            targets=() if "Linear" in names else tuple(names),
+            targets=frozenset(() if "Linear" in names else names),
         )
         for scheme, names in targets.items()
     ]
@@ -456,11 +456,11 @@ def _pair(value: object) -> object:
     return tuple(cast("list[object]", value)) if isinstance(value, list) else value
 
 
-def _names(name: str, value: object) -> tuple[str, ...]:
+def _names(name: str, value: object) -> frozenset[str]:
     values = cast("list[object]", value)
     if not isinstance(value, (list, tuple)) or not all(isinstance(one, str) for one in values):
         raise UnsupportedOption(f"quantization_config: {name} is not a list of names")
-    names = tuple(cast("list[str]", value))
+    names = frozenset(cast("list[str]", value))
     for one in names:
         try:
             re.compile(one.removeprefix("re:") if one.startswith("re:") else "")

@@ -1,6 +1,7 @@
 """`quantization_config` is understood, or refused by name."""
 
 import json
+import timeit
 from copy import deepcopy
 from pathlib import Path
 
@@ -31,7 +32,7 @@ def test_block_wise_fp8_is_read(ignored: str) -> None:
     spec = read_quantization({"text_config": {"quantization_config": config | {ignored: ["a.b"]}}})
     assert spec is not None and spec.format == "fp8_block"
     assert spec.scale_name == "weight_scale_inv" and spec.block_size == (128, 128)
-    assert spec.ignored == ("a.b",) and spec.targets == ()
+    assert spec.ignored == {"a.b"} and not spec.targets
 
 
 @pytest.mark.parametrize("strategy", ["channel", "block", "tensor"])
@@ -40,7 +41,7 @@ def test_compressed_tensors_fp8_is_read(strategy: str) -> None:
     assert spec is not None
     assert spec.format == ("fp8_block" if strategy == "block" else "fp8_channel")
     assert spec.one_scale == spec.has_input_scale == (strategy == "tensor")
-    assert spec.scale_name == "weight_scale" and spec.ignored == ("lm_head", r"re:.*visual\..*")
+    assert spec.scale_name == "weight_scale" and spec.ignored == {"lm_head", r"re:.*visual\..*"}
 
 
 def test_a_groups_own_format_counts() -> None:
@@ -262,6 +263,20 @@ def test_layers_that_are_not_read_may_be_of_any_format() -> None:
     assert spec is not None and spec.format == "nvfp4" and not spec.others
     with pytest.raises(UnsupportedOption, match=r"mtp\.layers\.0.* 'W4A8_AWQ'"):
         read_quantization({"quantization_config": config})
+
+
+def test_layers_that_are_named_one_by_one_are_looked_up() -> None:
+    """As ModelOpt names the 30,000 modules of a large mixture's experts."""
+
+    def seconds(num_experts: int) -> float:
+        names = [f"model.layers.0.mlp.experts.{index}.up_proj" for index in range(num_experts)]
+        layers = {name: {"quant_algo": "NVFP4", "group_size": 16} for name in names}
+        config = MODELOPT | {"quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
+        spec = read_quantization({"quantization_config": config})
+        assert spec is not None and spec.of(names[0]) == spec
+        return min(timeit.repeat(lambda: {spec.of(names[0])}, number=10, repeat=5))
+
+    assert seconds(30_000) < 3 * seconds(10)
 
 
 def packed_weights(**changes: object) -> dict:
