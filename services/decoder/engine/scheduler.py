@@ -429,8 +429,10 @@ class Scheduler:
         before where they are wanted. A chunk of one token is computed as a decode and keeps none.
         """
         if end < len(sequence.token_ids):
-            boundary = self._block_boundary(end)
-            end = boundary if boundary > start else end
+            # A chunk that began within a piece before a wanted state would be too late for it.
+            early = [w - self._state_tokens for w in sequence.checkpoints if w > end]
+            ends = map(self._block_boundary, (end, *early))
+            end = min((each for each in ends if start < each <= end), default=end)
         planned: list[tuple[int, int]] = []
         in_use = {other.checkpoint for other in self._admitted}
         for wanted in sequence.checkpoints if end > start + 1 else ():

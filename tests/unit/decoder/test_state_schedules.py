@@ -140,6 +140,17 @@ def test_a_prompt_whose_state_is_kept_takes_one_step() -> None:
     harness.assert_all_as_alone()
 
 
+@pytest.mark.parametrize("budget", range(20, 71, 2))
+def test_wherever_a_prompt_is_cut_the_state_before_its_end_is_kept(budget: int) -> None:
+    harness = harness_of(state_tokens=16, max_batched_tokens=budget)
+    harness.add(add_message(0, prompt_of(1, 70), max_tokens=1))
+    harness.run()
+    harness.add(add_message(1, prompt_of(1, 62) + prompt_of(2, 9), max_tokens=3))
+    harness.run()
+    assert 60 - 16 < hits(harness) <= 60
+    harness.assert_all_as_alone()
+
+
 def test_another_question_about_the_same_image_begins_after_the_image() -> None:
     harness = harness_of()
     image = (ImageSpan(KEYS[0], 10, 22),)
