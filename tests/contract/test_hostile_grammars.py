@@ -221,10 +221,29 @@ async def test_a_process_that_cannot_be_started_is_started_later(decoder, monkey
     assert refused
 
 
-async def test_where_no_mask_process_can_be_started_another_decoder_is_tried(decoder, monkeypatch):
-    async def refused(*_, **__):
-        raise OSError(errno.EMFILE, "no descriptors left")
+async def refused(*_, **__):
+    raise OSError(errno.EMFILE, "no descriptors left")
 
+
+async def test_a_grammar_whose_process_is_killed_where_no_other_can_be_started(
+    decoder, monkeypatch
+):
+    compilers = decoder.masks.compilers
+    async with Gateway(decoder) as gateway:
+        await answer(gateway, 1, grammar("REGEX", "a{3}"))
+        compilers.process.send_signal(signal.SIGSTOP)
+        await ask(gateway, 2, grammar("REGEX", "a{5}"))
+        await until(lambda: any(job.started.is_set() for job in compilers._jobs.values()))
+        with monkeypatch.context() as patched:
+            patched.setattr(children, "start", refused)
+            compilers.process.kill()
+            _, end = await told(gateway, 2)
+        assert end.code == "process_lost" and from_code(end.code, "").retryable
+        _, end = await answer(gateway, 3, grammar("REGEX", "a{5}"))
+        assert isinstance(end, pb.Finished), end
+
+
+async def test_where_no_mask_process_can_be_started_another_decoder_is_tried(decoder, monkeypatch):
     monkeypatch.setattr(children, "RETRY_S", 0.01)
     (process,) = decoder.masks.processes
     async with Gateway(decoder) as gateway:
@@ -237,6 +256,25 @@ async def test_where_no_mask_process_can_be_started_another_decoder_is_tried(dec
         assert end.code == "unavailable" and from_code(end.code, "").retryable
         _, end = await answer(gateway, 2, grammar("REGEX", "a{5}"))
         assert isinstance(end, pb.Finished), end
+
+
+async def test_where_one_mask_process_cannot_be_started_the_others_get_what_comes(
+    model, monkeypatch
+):
+    async with Decoder(
+        model_directory=model, num_blocks=512, max_model_len=512, num_processes=2
+    ) as decoder, Gateway(decoder) as gateway:  # fmt: skip
+        ended, other = decoder.masks.processes
+        await until(lambda: ended.is_ready and other.is_ready)
+        with monkeypatch.context() as patched:
+            patched.setattr(children, "start", refused)
+            ended.process.kill()
+            await until(lambda: ended.num_failed_starts)
+            for number in range(1, 4):
+                _, end = await answer(gateway, number, grammar("REGEX", "a{5}"))
+                assert isinstance(end, pb.Finished), end
+        await until(lambda: ended.is_ready)
+        assert not ended.num_failed_starts
 
 
 async def test_sixteen_sequences_outlive_their_mask_process(decoder):

@@ -129,25 +129,25 @@ class CompilePool:
                     channel.close()
                     channel = await self._started()
                 job.started.set()
-                while not await self._answer(job, channel):
-                    channel.close()
-                    channel = await self._started()
+                while not job.done.done():
+                    if not await self._answer(job, channel):
+                        channel.close()
+                        channel = await self._started(job)
         finally:
             channel.close()
 
     async def _answer(self, job: _Job, channel: FrontChannel[Verdict]) -> bool:
-        """Whether the job has ended; if not, its process has, of something else than a grammar:
-        in another one it is tried once more.
+        """Whether the process lives on. If not, it has ended of something else than a grammar: in
+        another one the job is tried once more.
         """
-        if job.num_deaths == _MAX_DEATHS:
-            self._finish(job, ProcessLost("the grammar was not compiled"))
-            return True
         try:
             channel.send(job.task)
             verdict = await asyncio.wait_for(channel.receive(), _PATIENCE_S)
         except (ChannelClosed, TimeoutError):
             log.error("a process that compiles grammars has ended")
             job.num_deaths += 1
+            if job.num_deaths == _MAX_DEATHS:
+                self._finish(job, ProcessLost("the grammar was not compiled"))
             return False
         self._observe(verdict.cpu_s)
         self._finish(job, verdict)
@@ -170,13 +170,15 @@ class CompilePool:
         if len(self._known) > _KNOWN:
             self._known.popitem(last=False)
 
-    async def _started(self) -> FrontChannel[Verdict]:
-        """A channel to a new process, once the machine has room for one."""
+    async def _started(self, job: _Job | None = None) -> FrontChannel[Verdict]:
+        """A channel to a new process, once the machine has room for one; `job` does not wait."""
         while True:
             try:
                 return await self._start()
             except OSError as error:
                 log.error("a process that compiles grammars was not started: %s", error)
+                if job is not None and not job.done.done():
+                    self._finish(job, ProcessLost("the grammar was not compiled"))
                 await asyncio.sleep(children.RETRY_S)
 
     async def _start(self) -> FrontChannel[Verdict]:

@@ -91,6 +91,7 @@ class _Process:
         sequences: whose masks it fills.
         link: its number, see `MaskLink`.
         channel: None: it is being started.
+        num_failed_starts: since it last ran; one with fewer gets what comes.
         overdue: sequences for whose work it was ended.
     """
 
@@ -203,7 +204,9 @@ class MaskProcesses:
             sequence.checking = None
 
     def _follow(self, sequence: _Followed) -> None:
-        process = min(self.processes, key=lambda process: len(process.sequences))
+        process = min(
+            self.processes, key=lambda each: (each.num_failed_starts, len(each.sequences))
+        )
         process.sequences[sequence.number] = sequence
         sequence.process = process
         if process.channel is not None:
@@ -222,7 +225,7 @@ class MaskProcesses:
                 with suppress(ChannelClosed):
                     while True:
                         self._handle(await channel.receive())
-                        process.is_ready = True
+                        process.is_ready, process.num_failed_starts = True, 0
                 channel.close()
                 await children.end(process.process, 0.1)
                 process.channel = None
@@ -233,7 +236,7 @@ class MaskProcesses:
                 await asyncio.sleep(_PAUSE_S)
 
     def _has_ended(self, process: _Process) -> None:
-        process.num_failed_starts = 0 if process.is_ready else process.num_failed_starts + 1
+        process.num_failed_starts += not process.is_ready
         assert process.marks is not None and process.process is not None
         in_work = [number for number, _ in process.marks.get()]
         log.error(
