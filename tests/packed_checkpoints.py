@@ -45,6 +45,14 @@ def gptq(group: int, bits: int = 4, v2: bool = False, **changes: object) -> dict
     } | changes  # fmt: skip
 
 
+def auto_round(group: int, bits: int = 4, **changes: object) -> dict:
+    return {
+        "quant_method": "auto-round", "packing_format": "auto_round:auto_gptq", "bits": bits,
+        "group_size": group or -1, "sym": True, "data_type": "int", "autoround_version": "0.14.2",
+        "iters": 200,
+    } | changes  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Layout:
     """How a checkpoint holds integers; `kind`: of the packing."""
@@ -72,6 +80,7 @@ LAYOUTS = {
     "gptq-channel": Layout("gptq", gptq(0), 0),
     "gptq-64-8bit": Layout("gptq", gptq(64, 8), 64, 8),
     "gptq-v2-32-8bit": Layout("gptq_v2", gptq(32, 8, v2=True), 32, 8),
+    "auto-round-64": Layout("auto-round", auto_round(64), 64),
 }
 
 
@@ -135,10 +144,11 @@ def tensors(weight: Tensor, layout: Layout, scale_dtype: torch.dtype):
         made["scales"] = scale.t()
     else:
         made["qweight"] = words(codes.T, 0, bits)
-        made["qzeros"] = words(zeros.T - (layout.kind == "gptq"), 1, bits)
+        made["qzeros"] = words(zeros.T - (layout.kind != "gptq_v2"), 1, bits)
         made["scales"] = scale.t()
         columns = np.arange(weight.shape[1]) // (layout.group or weight.shape[1])
-        made["g_idx"] = torch.from_numpy(columns.astype(np.int32))
+        if layout.kind != "auto-round":
+            made["g_idx"] = torch.from_numpy(columns.astype(np.int32))
     return meant(codes, scales, zeros, layout.group), made
 
 

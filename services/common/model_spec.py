@@ -240,7 +240,7 @@ class VisionSpec:
 WeightFormat = Literal[
     "fp8_block", "fp8_channel", "int8", "w4a16", "w8a16", "nvfp4", "mxfp4", "mxfp8"
 ]  # fmt: skip
-Packing = Literal["compressed-tensors", "awq", "gptq", "gptq_v2", "modelopt"]
+Packing = Literal["compressed-tensors", "awq", "gptq", "gptq_v2", "auto-round", "modelopt"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,7 +28,7 @@ _CT_FORMATS = (
     "float-quantized", "pack-quantized", "int-quantized", "nvfp4-pack-quantized",
     "mxfp4-pack-quantized", "mxfp8-quantized",
 )  # fmt: skip
-_METHODS = ("fp8", "compressed-tensors", "awq", "gptq", "modelopt")
+_METHODS = ("fp8", "compressed-tensors", "awq", "gptq", "auto-round", "modelopt")
 # Files of their own, in order of precedence → the producer's method, which older ones leave out.
 _FILES = {
     "quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt",
@@ -47,6 +47,7 @@ _MODELOPT = {  # algorithm → what it is here
     "NVFP4": _E2M1,
     "W4A16_NVFP4": _E2M1,
 }
+_AUTO_GPTQ = "auto_round:auto_gptq"
 AT_LOAD = ("fp8",)
 # Few weights, on which much depends: the head, routers, and gates of linear attention.
 _LEFT_AT_LOAD = frozenset(("lm_head", "mlp.gate", "shared_expert_gate", "in_proj_a", "in_proj_b"))
@@ -158,6 +159,8 @@ def _read(config: Mapping[str, Any], names: CheckpointSpec | None) -> Quantizati
             return _awq(config)
         case "gptq":
             return _gptq(config)
+        case "auto-round":
+            return _auto_round(config)
         case "modelopt":
             return _modelopt(config, names)
         case method:
@@ -228,6 +231,34 @@ def _gptq(config: Mapping[str, Any]) -> QuantizationSpec:
             options = {**config, **changes}
             groups.append(replace(_gptq_options(options), targets=targets, ignored=left))
     first, *others = [*groups, replace(_gptq_options(config), ignored=left)]
+    return replace(first, others=tuple(others))
+
+
+def _auto_round(config: Mapping[str, Any]) -> QuantizationSpec:
+    """Intel's AutoRound: GPTQ's files without `g_idx`. `extra_config` has options of modules, by
+    name or by pattern; those of 16 bits are not quantized.
+    """
+    _expect("packing_format", config.get("packing_format") or _AUTO_GPTQ, _AUTO_GPTQ)
+    _expect("act_bits", config.get("act_bits") or 16, 16, 32)
+    modules: dict[str, Mapping[str, Any]] = {**(config.get("extra_config") or {}), "": {}}
+    left = [] if "lm_head" in modules else ["lm_head"]
+    targets: dict[QuantizationSpec, list[str]] = {}
+    for name, changes in modules.items():  # the last are all others
+        options = {**config, **{key: x for key, x in changes.items() if x is not None}}
+        pattern = name if re.fullmatch(r"[\w.]*", name) else f"re:.*(?:{name})"
+        if options.get("bits") in (16, 32):
+            left.append(pattern)
+            continue
+        _expect(f"{name} data_type".lstrip(), options.get("data_type", "int"), "int")
+        targets.setdefault(_gptq_options(options), []).append(pattern)
+    ignored = _names("extra_config", left)
+    first, *others = [
+        replace(
+            group, packing="auto-round", ignored=ignored, has_whole_names=True,
+            targets=frozenset() if "" in names else _names("extra_config", names),
+        )
+        for group, names in sorted(targets.items(), key=lambda group: "" in group[1])
+    ]  # fmt: skip
     return replace(first, others=tuple(others))
 
 

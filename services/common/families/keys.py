@@ -55,11 +55,11 @@ READ: dict[str, frozenset[str]] = {
     ),
     "config.json: quantization_config": _words(
         """
-        activation_scheme backend bits checkpoint_format config_groups desc_act dynamic fmt
-        format group_size ignore ignored_layers is_marlin_format kv_cache_quant_algo
-        kv_cache_scheme lm_head modules_to_not_convert pack_dtype quant_algo quant_method
-        quantized_layers scale_fmt sparsity_config sym transform_config version
-        weight_block_size zero_point
+        act_bits activation_scheme backend bits checkpoint_format config_groups data_type
+        desc_act dynamic extra_config fmt format group_size ignore ignored_layers
+        is_marlin_format kv_cache_quant_algo kv_cache_scheme lm_head modules_to_not_convert
+        pack_dtype packing_format quant_algo quant_method quantized_layers scale_fmt
+        sparsity_config sym transform_config version weight_block_size zero_point
         """
     ),
     "generation_config.json": frozenset(NEUTRAL)
@@ -105,11 +105,12 @@ _REASONS: dict[str, dict[str, str]] = {
     },
     "config.json: quantization_config": {
         _NAMES: "meta model_file_base_name model_name_or_path producer quantizer",
-        "how the files were made": """act_group_aware batch_size block_name_to_quantize
-                cache_block_outputs damp_auto_increment damp_percent dataset
-                global_compression_ratio max_input_length model_seqlen
-                module_name_preceding_first_block mse pad_token_id quantization_status
-                static_groups tokenizer true_sequential""",
+        "how the files were made": """act_group_aware autoround_version batch_size
+                block_name_to_quantize cache_block_outputs damp_auto_increment damp_percent
+                dataset enable_quanted_input global_compression_ratio iters low_gpu_mem_usage lr
+                max_input_length minmax_lr model_free model_seqlen
+                module_name_preceding_first_block mse nsamples pad_token_id quantization_status
+                seqlen static_groups tokenizer true_sequential""",
         "the files say which modules are quantized": """modules_in_block_to_quantize
                 modules_to_convert""",
         _MEMORY: """dequantize do_fuse exllama_config fuse_max_seq_len modules_to_fuse

@@ -5,9 +5,10 @@ layers' method.
 |--------------------|---------------------------------|-----------------|
 | compressed-tensors | `weight_packed` `[out, in / 8]` | `[out, in / g]` |
 | awq                | `qweight` `[in, out / 8]`       | `[in / g, out]` |
-| gptq, gptq_v2      | `qweight` `[in / 8, out]`       | `[in / g, out]` |
+| gptq, auto-round   | `qweight` `[in / 8, out]`       | `[in / g, out]` |
 
-Zero points are packed along the outputs. GPTQ's are those of the middle, of which v1 stores 1 less.
+Zero points are packed along the outputs. GPTQ's are those of the middle, of which all but gptq_v2
+store 1 less.
 e2m1 lies in bytes `[out, in / 2]`, low half first: `weight_packed` of compressed-tensors, `weight`
 of ModelOpt. A scale of the whole module divides in the former and multiplies in the latter.
 e4m3 of MXFP8 is `weight` `[out, in]`. Scales of MX formats are exponents e of 2^(e - 127).
@@ -54,7 +55,7 @@ class PackedLinear(QuantizedLinear):
         self._is_mx = spec.format in ("mxfp4", "mxfp8")
         of_integers = {
             "compressed-tensors": self._compressed_tensors, "awq": self._awq,
-            "gptq": self._gptq, "gptq_v2": self._gptq,
+            "gptq": self._gptq, "gptq_v2": self._gptq, "auto-round": self._gptq,
         }  # fmt: skip
         self._layouts = self._floats() if self._is_float else of_integers[spec.packing]()
 
@@ -201,7 +202,7 @@ class PackedLinear(QuantizedLinear):
 
     def _gptq(self) -> tuple[TensorLayout, ...]:
         spec, per = self._spec, self._per_word
-        middle = (1 << (spec.bits - 1)) - (spec.packing == "gptq")
+        middle = (1 << (spec.bits - 1)) - (spec.packing != "gptq_v2")
         word = int.from_bytes(bytes([middle if spec.bits == 8 else 17 * middle] * 4), "little")
         zero = word - (1 << 32) if word >> 31 else word
 
@@ -212,7 +213,7 @@ class PackedLinear(QuantizedLinear):
         def groups(rows: int, columns: int) -> Tensor:
             return torch.arange(columns) // (spec.group_size or columns)
 
-        return (
+        layouts = (
             _words("qweight", "weight", Axis("in", per), Axis("out")),
             _scales("scales", self._groups, Axis("out")),
             TensorLayout(
@@ -228,6 +229,7 @@ class PackedLinear(QuantizedLinear):
                 "not supported",
             ),
         )  # fmt: skip
+        return layouts[:-1] if spec.packing == "auto-round" else layouts
 
     @property
     def _groups(self) -> Axis | None:

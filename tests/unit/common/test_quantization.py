@@ -13,7 +13,7 @@ from tests import fp4_checkpoints, mxfp8_checkpoints
 from tests.fp4_checkpoints import MODELOPT
 from tests.fp8_checkpoints import FP8_BLOCK, compressed
 from tests.int8_checkpoints import INT8
-from tests.packed_checkpoints import LAYOUTS, awq, gptq
+from tests.packed_checkpoints import LAYOUTS, auto_round, awq, gptq
 from tests.packed_checkpoints import compressed as packed
 
 KV_SCHEME = {
@@ -340,6 +340,15 @@ def test_packed_integers_are_read(name: str) -> None:
         (gptq(128, pack_dtype="int16"), "pack_dtype 'int16'"),
         (gptq(128, dynamic={"+:.*up_proj": {"desc_act": True}}), "desc_act True"),
         (gptq(128, dynamic={"-:(": {}}), r"dynamic '-:\('"),
+        (auto_round(128, sym=False), "sym False"),
+        (
+            auto_round(128, packing_format="auto_round:auto_awq"),
+            "packing_format 'auto_round:auto_awq'",
+        ),
+        (auto_round(128, act_bits=8), "act_bits 8"),
+        (auto_round(128, data_type="mx_fp"), "data_type 'mx_fp'"),
+        (auto_round(128, extra_config={"a.b": {"bits": 3}}), "bits 3"),
+        (auto_round(128, extra_config={"(a": {"bits": 16}}), "extra_config"),
         (packed(96 * 8 + 1), "group_size 769"),
         (packed(32, bits=2), r"weights\.num_bits 2"),
         (packed_weights(actorder="group"), r"weights\.actorder 'group'"),
@@ -387,6 +396,23 @@ def test_gptq_rules_are_read_in_order() -> None:
     assert spec is not None and spec.bits == 8
     assert (group := spec.of("xab")) is not None and group.format == "w8a16"
     assert spec.of("xa") is None
+
+
+def test_auto_rounds_options_of_modules_are_read() -> None:
+    extra = {
+        "x.norm": {"bits": 16, "data_type": "float"}, r"layers\.\d+\.gate": {"bits": 16},
+        "x.up": {"bits": 8, "group_size": None}, "x.same": {"bits": 4},
+    }  # fmt: skip
+    spec = read_quantization({"quantization_config": auto_round(64, extra_config=extra)})
+    assert spec is not None and spec.bits == 8
+    left = [name for name in ("x.norm", "layers.3.gate", "lm_head") if spec.of(name) is None]
+    assert len(left) == 3
+    found = {name: spec.of(name) for name in ("x.up", "x.same", "x.norm.a", "x.other")}
+    formats = {name: group and (group.format, group.group_size) for name, group in found.items()}
+    assert formats.pop("x.up") == ("w8a16", 64) and set(formats.values()) == {("w4a16", 64)}
+    extra = {"lm_head": {"bits": 8}}
+    spec = read_quantization({"quantization_config": auto_round(64, extra_config=extra)})
+    assert spec is not None and (head := spec.of("lm_head")) and head.format == "w8a16"
 
 
 # Files of their own.
