@@ -207,7 +207,7 @@ def test_control_the_gate_after_the_norm(fresh: Pair, monkeypatch: pytest.Monkey
         gated = x * torch.nn.functional.silu(gate).unflatten(1, x.shape[1:])
         return torch.nn.functional.rms_norm(gated, (x.shape[-1],), weight, eps).flatten(1)
 
-    monkeypatch.setattr(ops, "gated_norm", gate_first)
+    monkeypatch.setattr(ops.table.choose("gated_norm", 60), "kernel", gate_first)
     assert fresh.error(fresh.oracle.prompt(60)) > CLEARLY_WRONG
 
 

@@ -6,9 +6,11 @@ from torch import Tensor, nn
 from kernels.linear_attention.states import DeltaInputs
 from services.common.model_spec import TextSpec
 from services.common.nn.collectives import Ranks, Share
+from services.common.nn.dispatch import KernelTable
 from services.common.nn.layers import RMSNorm
 from services.common.nn.linear import Linear, MergedLinear
 from services.decoder.models.base import StepContext
+from services.decoder.operations.kernel_facts import KernelFacts
 
 
 class _Convolution(nn.Conv1d):
@@ -60,29 +62,38 @@ class GatedDeltaNet(nn.Module):
     def forward(
         self, x: Tensor | None, residual: Tensor, norm: RMSNorm, step: StepContext
     ) -> tuple[Tensor, Tensor]:
-        """See `Mixer`: `[T, value_heads * value_dim]`, and the hidden state; updates the states."""
-        layout, ops, sizes = step.metadata.states, step.ops, self.sizes
+        """See `Mixer`: `[T, value_heads * value_dim]`, and the hidden state; updates the states.
+        `delta_rule` has what the table's kernels compute.
+        """
+        layout, table, sizes = step.metadata.states, step.ops.table, self.sizes
         assert layout is not None
         channels, heads = sizes.num_channels, sizes.num_value_heads
         if self.gate_proj is None:
             projected, residual = step.kernels.norm_linear(x, residual, norm, self.in_proj)
-            projected = ops.reduce_split_k(projected, residual.dtype)
+            projected = _whole(projected, residual.dtype, table)
             gates = projected[:, channels + sizes.value_size :]
         else:
             hidden, residual = step.kernels.add_norm(x, residual, norm)
             gates = self.gate_proj(hidden)
-            projected = ops.reduce_split_k(
-                step.kernels.project(hidden, self.in_proj), residual.dtype
-            )
+            projected = step.kernels.project(hidden, self.in_proj)
+            projected = _whole(projected, residual.dtype, table)
         inputs = DeltaInputs(
             sizes, projected[:, :channels], gates[:, :heads], gates[:, heads:],
             self.conv1d.weight[:, 0], self.A_log, self.dt_bias,
         )  # fmt: skip
         mixed = projected.new_empty(len(projected), heads, sizes.value_head_dim)
-        states = layout.cache.layer(self.layer)
-        if layout.num_decodes:
-            ops.delta_decode(inputs, states, layout, mixed)
-        if layout.num_decodes < len(layout.slots):
-            ops.delta_prefill(inputs, states, layout, mixed, layout.saved(self.layer))
+        states, count = layout.cache.layer(self.layer), layout.num_decodes
+        if count:
+            table.call("delta_decode", inputs, states, layout, mixed, num_tokens=count)
+        if count < len(layout.slots):
+            saved = layout.saved(self.layer)
+            table.call("delta_prefill", inputs, states, layout, mixed, saved, num_tokens=len(mixed))
         gate = projected[:, channels : channels + sizes.value_size]
-        return ops.gated_norm(mixed, gate, self.norm.weight, self.norm.eps), residual
+        return table.call("gated_norm", mixed, gate, self.norm.weight, self.norm.eps), residual
+
+
+def _whole(x: Tensor, dtype: torch.dtype, table: KernelTable[KernelFacts]) -> Tensor:
+    """A GEMM's output `[T, N]`, of split-K partials their sum."""
+    if x.dim() == 2:
+        return x
+    return table.call("reduce_split_k", x, dtype, num_tokens=x.shape[1])

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from kernels.attention.heads import ProjectedHeads, Rotary
 from kernels.device import DeviceFacts
-from kernels.linear_attention.states import DeltaInputs, LayerStates, StateLayout
 from kernels.rows import DeviceRows, EnteredStep, StepEntry
 from kernels.sampling.sampling import MaskedRows, SamplingInputs
 from services.common.model_spec import TextSpec
@@ -202,36 +201,6 @@ class Ops:
         entry = self.table.choose("fused_decode_attention", num_tokens)
         longest = getattr(entry.implementation, "max_context", None)
         return 0 if longest is None else longest(num_tokens)
-
-    # Linear attention.
-
-    def reduce_split_k(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """See `plain.reduce_split_k`."""
-        if x.dim() == 2:
-            return x
-        return self.table.call("reduce_split_k", x, dtype, num_tokens=x.shape[1])
-
-    def delta_decode(
-        self, inputs: DeltaInputs, states: LayerStates, layout: StateLayout, out: Tensor
-    ) -> None:
-        """See `delta_rule.decode`."""
-        count = layout.num_decodes
-        self.table.call("delta_decode", inputs, states, layout, out, num_tokens=count)
-
-    def delta_prefill(
-        self,
-        inputs: DeltaInputs,
-        states: LayerStates,
-        layout: StateLayout,
-        out: Tensor,
-        saved: tuple[Tensor, LayerStates] | None,
-    ) -> None:
-        """See `delta_rule.prefill`."""
-        self.table.call("delta_prefill", inputs, states, layout, out, saved, num_tokens=len(out))
-
-    def gated_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """See `delta_rule.gated_norm`."""
-        return self.table.call("gated_norm", x, gate, weight, eps)
 
     # The head.
 
