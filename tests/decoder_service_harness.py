@@ -14,12 +14,14 @@ from services.common.pb import decoder_pb2_grpc as pb_grpc
 from services.common.tenancy.tenant_room import TenantRoom
 from services.common.transport.rpc import create_channel, create_server
 from services.decoder.engine.messages import ImageSpan
-from services.decoder.front.front import DecoderFront, max_live, num_mask_rows
+from services.decoder.front.front import DecoderFront, max_live
 from services.decoder.front.service import DecoderServicer
 from services.decoder.images.embedding_fetch import EncoderFetcher
 from services.decoder.images.embeddings import EmbeddingSource
+from services.decoder.masks.demands import read_demands
 from services.decoder.masks.messages import MaskSettings
 from services.decoder.masks.processes import MaskProcesses
+from services.decoder.masks.rows import SPARE_ROWS
 from services.decoder.metrics import DecoderMetrics
 from tests.fake_fetch import FakeFetchServicer, serve_fetch
 from tests.fake_runner import VOCAB_SIZE, FakeRunner, add_message, expected_tokens, runner_info
@@ -32,6 +34,8 @@ KEYS = [bytes([n]) * 32 for n in range(1, 9)]
 
 class NoMasks:
     """Of a decoder whose sequences have none."""
+
+    read_demands = staticmethod(read_demands)
 
     def __init__(self, failed: object) -> None:
         pass
@@ -71,7 +75,8 @@ class Decoder:
             vocab_size = self.engine.ready.vocab_size
             settings = MaskSettings(
                 directory=str(model_directory), vocab_size=vocab_size,
-                end_ids=(added_ids()["<|im_end|>"],), num_rows=num_mask_rows(self.engine.ready),
+                end_ids=(added_ids()["<|im_end|>"],),
+                num_rows=max_live(self.engine.ready) + SPARE_ROWS,
             )  # fmt: skip
             masks = partial(
                 MaskProcesses, settings, self.engine.link, self.engine, metrics, count=num_processes

@@ -28,13 +28,14 @@ from services.common.process.service_process import (
 from services.common.security.credentials import Credentials
 from services.common.tenancy.tenant_room import TenantRoom
 from services.decoder.engine.messages import EngineInfo, EngineMessage, Shutdown
-from services.decoder.front.front import DecoderFront, max_live, num_mask_rows
+from services.decoder.front.front import DecoderFront, max_live
 from services.decoder.front.service import SERVICE_NAME, DecoderServicer
 from services.decoder.images.embedding_fetch import EncoderFetcher
 from services.decoder.images.embeddings import EmbeddingSource
 from services.decoder.images.known_encoders import KnownEncoders
 from services.decoder.masks.messages import MaskSettings
 from services.decoder.masks.processes import MaskProcesses
+from services.decoder.masks.rows import SPARE_ROWS
 from services.decoder.metrics import DecoderMetrics
 from services.decoder.settings import DecoderSettings
 
@@ -93,7 +94,7 @@ class DecoderService:
             directory=str(settings.model),
             vocab_size=ready.vocab_size,
             end_ids=read_spec(settings.model).eos_token_ids,
-            num_rows=num_mask_rows(ready),
+            num_rows=max_live(ready) + SPARE_ROWS,
             log_level=settings.log_level,
         )
         masks = partial(MaskProcesses, mask_settings, links[0], channel, metrics)

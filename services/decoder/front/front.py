@@ -43,10 +43,9 @@ from services.decoder.engine.messages import (
 )
 from services.decoder.front.departure import Departure
 from services.decoder.front.outbox import Outbox
-from services.decoder.front.submission import read_submit
+from services.decoder.front.submission import ReadDemands, read_submit
 from services.decoder.images.embedding_fetch import EncoderFailed
 from services.decoder.images.embeddings import EmbeddingSource, ImageRequest, SequenceImages
-from services.decoder.masks.grammar import Demands
 from services.decoder.metrics import DecoderMetrics
 
 log = logging.getLogger(__name__)
@@ -55,8 +54,6 @@ log = logging.getLogger(__name__)
 QUEUE_FACTOR = 3
 # A CPU runs fewer at once by default, and accepts as many as a GPU.
 _LEAST_ROWS_ON_CPU = 256
-# For sequences that have ended, and whose masks are still being filled.
-_SPARE_MASK_ROWS = 128
 _TOKEN_BYTES = 4
 _REASONS = {"stop": pb.Finished.REASON_STOP, "length": pb.Finished.REASON_LENGTH}
 
@@ -74,18 +71,22 @@ class Room(Protocol):
 class Masks(Protocol):
     """The part of `masks.processes.MaskProcesses` that the front uses."""
 
-    def add(self, number: int, demands: Demands, generated: list[int], tenant: str) -> None: ...
+    @property
+    def read_demands(self) -> ReadDemands: ...
+
+    def add(
+        self,
+        number: int,
+        demands: Any,  # noqa: ANN401 - as they were read
+        generated: list[int],
+        tenant: str,
+    ) -> None: ...
 
     def tokens_arrived(self, tokens: Iterable[tuple[int, list[int]]]) -> None: ...
 
     def remove(self, number: int) -> None: ...
 
     async def close(self) -> None: ...
-
-
-def num_mask_rows(engine: EngineInfo) -> int:
-    """The most sequences whose masks may be filled at once."""
-    return max_live(engine) + _SPARE_MASK_ROWS
 
 
 @dataclass(slots=True, eq=False)
@@ -209,7 +210,9 @@ class DecoderFront:
                 raise Overloaded(self._refusal)
             if not self._room.has_room(submit.tenant, 1):
                 raise Overloaded(f"{len(self._live)} sequences run or wait here already")
-            message, images, demands = read_submit(submit, live.number, self.engine)
+            message, images, demands = read_submit(
+                submit, live.number, self.engine, self._masks.read_demands
+            )
         except TriptychError as error:
             self._report(live, _failed(error), error.code)
         except Exception:

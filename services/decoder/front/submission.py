@@ -5,19 +5,17 @@ would harm the others of its batch.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
-from msgspec import structs
 
 from services.common.embeddings.embedding import EmbeddingSpec
-from services.common.errors import ContextLengthExceeded, InvalidGrammar, InvalidRequest
-from services.common.grammar.grammar_bounds import MAX_GRAMMAR_CHARS
+from services.common.errors import ContextLengthExceeded, InvalidRequest
 from services.common.images.image_key import KEY_BYTES, MAX_SALT_BYTES
 from services.common.pb import decoder_pb2 as pb
 from services.decoder.engine.messages import AddSequence, EngineInfo, ImageSpan, SamplingParams
 from services.decoder.images.embeddings import ImageRequest
-from services.decoder.masks.grammar import Demands, Grammar
 
 MAX_TOP_LOGPROBS = 20
 MAX_LOGPROB_TOKEN_IDS = 128
@@ -25,24 +23,19 @@ MAX_PROMPT_LOGPROBS = 1 << 18  # tokens times logprobs of each
 MAX_LOGIT_BIAS = 1024
 MAX_STOP_TOKEN_IDS = 1024
 MAX_TENANT_CHARS = 128
-MAX_BEGINS_AFTER = 64
-MAX_BAD_WORDS = 512
-MAX_BAD_WORD_TOKENS = 1024
-_GRAMMAR_KINDS = {
-    pb.Grammar.KIND_JSON_SCHEMA: "json_schema",
-    pb.Grammar.KIND_REGEX: "regex",
-    pb.Grammar.KIND_CHOICE: "choice",
-    pb.Grammar.KIND_GRAMMAR: "grammar",
-}
-_INT_BYTES = 4
+INT_BYTES = 4
 _FEW_IDS = 256
+
+# `masks.demands.read_demands`: the sampling parameters, and what masks have to see to beside them,
+# which is handed on as it is; None: no token is masked.
+ReadDemands = Callable[[pb.Submit, SamplingParams, EngineInfo], tuple[SamplingParams, Any]]
 
 
 def read_submit(
-    submit: pb.Submit, sequence_id: int, engine: EngineInfo
-) -> tuple[AddSequence, list[ImageRequest], Demands | None]:
+    submit: pb.Submit, sequence_id: int, engine: EngineInfo, read_demands: ReadDemands
+) -> tuple[AddSequence, list[ImageRequest], Any]:
     """The engine's message, under the front's `sequence_id`, the images it needs, and what masks
-    have to see to; None: no token is masked.
+    have to see to.
 
     Raises:
         InvalidRequest: the message says which field and why.
@@ -58,14 +51,9 @@ def read_submit(
         raise InvalidRequest(f"tenant has more than {MAX_TENANT_CHARS} characters")
     if not (math.isfinite(submit.timeout_s) and submit.timeout_s >= 0):
         raise InvalidRequest("timeout_s is not a time")
-    sampling, grammar = _sampling(submit.sampling, engine), None
+    sampling = _sampling(submit.sampling, engine)
     _check_generated(submit, num_tokens, sampling, engine)
-    if submit.HasField("grammar"):
-        grammar = _grammar(submit.grammar, sampling, submit.prompt_token_ids, engine)
-        # The grammar decides when the sequence may end.
-        stop_ids = tuple(dict.fromkeys((*sampling.stop_token_ids, *grammar.end_ids)))
-        sampling = structs.replace(sampling, stop_token_ids=stop_ids, min_tokens=0)
-    demands = _demands(submit.sampling, grammar, engine)
+    sampling, demands = read_demands(submit, sampling, engine)
     wanted = sampling.prompt_logprobs
     if wanted is not None and num_tokens * (wanted + 1) > MAX_PROMPT_LOGPROBS:
         raise InvalidRequest(f"prompt_logprobs are more than {MAX_PROMPT_LOGPROBS}")
@@ -89,14 +77,14 @@ def read_submit(
 def _num_ids(name: str, data: bytes, engine: EngineInfo) -> int:
     if not data:
         return 0
-    if len(data) % _INT_BYTES:
+    if len(data) % INT_BYTES:
         raise InvalidRequest(f"{name} is not a list of int32")
     # Unsigned, a negative id is larger than all others. For a few ids numpy's calls take longer.
-    few = len(data) <= _FEW_IDS * _INT_BYTES
+    few = len(data) <= _FEW_IDS * INT_BYTES
     most = max(memoryview(data).cast("I")) if few else int(np.frombuffer(data, "<u4").max())
     if most >= engine.vocab_size:
         raise InvalidRequest(f"{name} has ids outside [0, {engine.vocab_size})")
-    return len(data) // _INT_BYTES
+    return len(data) // INT_BYTES
 
 
 def _check_generated(
@@ -125,7 +113,7 @@ def _check_positions(submit: pb.Submit, num_tokens: int, engine: EngineInfo) -> 
         raise InvalidRequest(f"position_delta is outside [-{num_tokens}, 0]")
     if not submit.positions:
         return
-    if len(submit.positions) != 3 * num_tokens * _INT_BYTES:
+    if len(submit.positions) != 3 * num_tokens * INT_BYTES:
         raise InvalidRequest(f"positions is not int32 [3, {num_tokens}]")
     positions = np.frombuffer(submit.positions, "<i4")
     if int(positions.min()) < 0 or int(positions.max()) >= engine.max_model_len:
@@ -174,10 +162,10 @@ def _sampling(given: pb.SamplingParams, engine: EngineInfo) -> SamplingParams:
         raise InvalidRequest(f"stop_token_ids has more than {MAX_STOP_TOKEN_IDS} entries")
     if len(given.logprob_token_ids) > MAX_LOGPROB_TOKEN_IDS:
         raise InvalidRequest(f"logprob_token_ids has more than {MAX_LOGPROB_TOKEN_IDS} entries")
-    _check_ids("logprob_token_ids", given.logprob_token_ids, engine)
+    check_ids("logprob_token_ids", given.logprob_token_ids, engine)
     logit_bias = dict(given.logit_bias)
-    _check_ids("logit_bias", list(logit_bias), engine)
-    _check_ids("stop_token_ids", given.stop_token_ids, engine)
+    check_ids("logit_bias", list(logit_bias), engine)
+    check_ids("stop_token_ids", given.stop_token_ids, engine)
     for bias in logit_bias.values():
         _check_range("logit_bias", bias, -1e4, 1e4)
     top_logprobs = given.top_logprobs if given.HasField("top_logprobs") else None
@@ -205,49 +193,6 @@ def _sampling(given: pb.SamplingParams, engine: EngineInfo) -> SamplingParams:
     )
 
 
-def _demands(
-    given: pb.SamplingParams, grammar: Grammar | None, engine: EngineInfo
-) -> Demands | None:
-    if not (grammar or given.allowed_token_ids or given.bad_words):
-        return None
-    if len(given.bad_words) > MAX_BAD_WORDS:
-        raise InvalidRequest(f"bad_words has more than {MAX_BAD_WORDS} entries")
-    bad_words = tuple(tuple(word.ids) for word in given.bad_words)
-    for word in bad_words:
-        if not 1 <= len(word) <= MAX_BAD_WORD_TOKENS:
-            raise InvalidRequest(f"a bad word has not 1 to {MAX_BAD_WORD_TOKENS} tokens")
-        _check_ids("bad_words", word, engine)
-    _check_ids("allowed_token_ids", given.allowed_token_ids, engine)
-    return Demands(grammar, tuple(given.allowed_token_ids), bad_words)
-
-
-def _grammar(
-    given: pb.Grammar,
-    sampling: SamplingParams,
-    prompt: bytes,
-    engine: EngineInfo,
-) -> Grammar:
-    kind = _GRAMMAR_KINDS.get(given.kind)
-    if kind is None:
-        raise InvalidRequest(f"grammar has the unknown kind {given.kind}")
-    if len(given.text) > MAX_GRAMMAR_CHARS:
-        raise InvalidGrammar(f"has more than {MAX_GRAMMAR_CHARS} characters")
-    if not 1 <= len(given.end_token_ids) <= MAX_STOP_TOKEN_IDS:
-        raise InvalidRequest(f"grammar.end_token_ids has not 1 to {MAX_STOP_TOKEN_IDS} entries")
-    if len(given.begins_after) > MAX_BEGINS_AFTER:
-        raise InvalidRequest(f"grammar.begins_after has more than {MAX_BEGINS_AFTER} entries")
-    _check_ids("grammar.end_token_ids", given.end_token_ids, engine)
-    _check_ids("grammar.begins_after", given.begins_after, engine)
-    count, num_prompt = given.num_continued_tokens, len(prompt) // _INT_BYTES
-    if count > num_prompt:
-        raise InvalidRequest("grammar.num_continued_tokens is more than the prompt has")
-    continued = np.frombuffer(prompt, "<i4")[num_prompt - count :].tolist()
-    return Grammar(
-        kind, given.text, tuple(given.begins_after), tuple(given.end_token_ids), tuple(continued),
-        sampling.stop_token_ids, sampling.min_tokens, given.plain_strings,
-    )  # fmt: skip
-
-
 def _weight(given: float) -> float:
     if given == 0.0:
         return 1.0
@@ -265,6 +210,7 @@ def _check_range(
         raise InvalidRequest(f"{name} is {value:g}, outside {bracket}{low:g}, {high:g}]")
 
 
-def _check_ids(name: str, ids: Sequence[int], engine: EngineInfo) -> None:
+def check_ids(name: str, ids: Sequence[int], engine: EngineInfo) -> None:
+    """Raises InvalidRequest: the vocabulary has not all of these."""
     if ids and max(ids) >= engine.vocab_size:
         raise InvalidRequest(f"{name} has ids outside [0, {engine.vocab_size})")

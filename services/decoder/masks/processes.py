@@ -23,6 +23,7 @@ from services.common.process.pod_limits import num_cpus
 from services.decoder.engine.messages import EngineMessage, MaskLink, NewTokens, TokenMasks
 from services.decoder.masks import children
 from services.decoder.masks.compile_pool import CompilePool
+from services.decoder.masks.demands import read_demands
 from services.decoder.masks.grammar import Demands
 from services.decoder.masks.messages import (
     CannotFollow,
@@ -114,6 +115,8 @@ class MaskProcesses:
         failed: called with a sequence's number and an error when it cannot go on.
         count: processes that fill masks; default: by cores.
     """
+
+    read_demands = staticmethod(read_demands)
 
     def __init__(
         self,

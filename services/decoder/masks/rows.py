@@ -19,6 +19,8 @@ from services.common.embeddings.shared_memory import PAGE_BYTES, create_memory
 Int32Array = npt.NDArray[np.int32]
 
 ROWS_OFFSET = PAGE_BYTES
+# For sequences that have ended, and whose masks are still being filled.
+SPARE_ROWS = 128
 PROBE_WORDS = 2  # behind each mask, see `bounded_strings`
 # What a process may work on at once.
 FILLING, COMPILING = 0, 1

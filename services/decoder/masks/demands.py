@@ -1,0 +1,84 @@
+"""What a gateway's Submit demands of the completion's tokens, checked.
+
+The front's `read_submit` calls it: a grammar, the only tokens that are allowed, bad words.
+"""
+
+import numpy as np
+from msgspec import structs
+
+from services.common.errors import InvalidGrammar, InvalidRequest
+from services.common.grammar.grammar_bounds import MAX_GRAMMAR_CHARS
+from services.common.pb import decoder_pb2 as pb
+from services.decoder.engine.messages import EngineInfo, SamplingParams
+from services.decoder.front.submission import INT_BYTES, MAX_STOP_TOKEN_IDS, check_ids
+from services.decoder.masks.grammar import Demands, Grammar
+
+MAX_BEGINS_AFTER = 64
+MAX_BAD_WORDS = 512
+MAX_BAD_WORD_TOKENS = 1024
+_GRAMMAR_KINDS = {
+    pb.Grammar.KIND_JSON_SCHEMA: "json_schema",
+    pb.Grammar.KIND_REGEX: "regex",
+    pb.Grammar.KIND_CHOICE: "choice",
+    pb.Grammar.KIND_GRAMMAR: "grammar",
+}
+
+
+def read_demands(
+    submit: pb.Submit, sampling: SamplingParams, engine: EngineInfo
+) -> tuple[SamplingParams, Demands | None]:
+    """The demands (None: no token is masked), and the sampling parameters beside them.
+
+    Raises:
+        InvalidRequest: the message says which field and why.
+    """
+    grammar = None
+    if submit.HasField("grammar"):
+        grammar = _grammar(submit.grammar, sampling, submit.prompt_token_ids, engine)
+        # The grammar decides when the sequence may end.
+        stop_ids = tuple(dict.fromkeys((*sampling.stop_token_ids, *grammar.end_ids)))
+        sampling = structs.replace(sampling, stop_token_ids=stop_ids, min_tokens=0)
+    return sampling, _demands(submit.sampling, grammar, engine)
+
+
+def _demands(
+    given: pb.SamplingParams, grammar: Grammar | None, engine: EngineInfo
+) -> Demands | None:
+    if not (grammar or given.allowed_token_ids or given.bad_words):
+        return None
+    if len(given.bad_words) > MAX_BAD_WORDS:
+        raise InvalidRequest(f"bad_words has more than {MAX_BAD_WORDS} entries")
+    bad_words = tuple(tuple(word.ids) for word in given.bad_words)
+    for word in bad_words:
+        if not 1 <= len(word) <= MAX_BAD_WORD_TOKENS:
+            raise InvalidRequest(f"a bad word has not 1 to {MAX_BAD_WORD_TOKENS} tokens")
+        check_ids("bad_words", word, engine)
+    check_ids("allowed_token_ids", given.allowed_token_ids, engine)
+    return Demands(grammar, tuple(given.allowed_token_ids), bad_words)
+
+
+def _grammar(
+    given: pb.Grammar,
+    sampling: SamplingParams,
+    prompt: bytes,
+    engine: EngineInfo,
+) -> Grammar:
+    kind = _GRAMMAR_KINDS.get(given.kind)
+    if kind is None:
+        raise InvalidRequest(f"grammar has the unknown kind {given.kind}")
+    if len(given.text) > MAX_GRAMMAR_CHARS:
+        raise InvalidGrammar(f"has more than {MAX_GRAMMAR_CHARS} characters")
+    if not 1 <= len(given.end_token_ids) <= MAX_STOP_TOKEN_IDS:
+        raise InvalidRequest(f"grammar.end_token_ids has not 1 to {MAX_STOP_TOKEN_IDS} entries")
+    if len(given.begins_after) > MAX_BEGINS_AFTER:
+        raise InvalidRequest(f"grammar.begins_after has more than {MAX_BEGINS_AFTER} entries")
+    check_ids("grammar.end_token_ids", given.end_token_ids, engine)
+    check_ids("grammar.begins_after", given.begins_after, engine)
+    count, num_prompt = given.num_continued_tokens, len(prompt) // INT_BYTES
+    if count > num_prompt:
+        raise InvalidRequest("grammar.num_continued_tokens is more than the prompt has")
+    continued = np.frombuffer(prompt, "<i4")[num_prompt - count :].tolist()
+    return Grammar(
+        kind, given.text, tuple(given.begins_after), tuple(given.end_token_ids), tuple(continued),
+        sampling.stop_token_ids, sampling.min_tokens, given.plain_strings,
+    )  # fmt: skip
