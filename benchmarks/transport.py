@@ -40,9 +40,6 @@ from services.common.transport.rpc import create_channel
 from services.decoder.images.embedding_fetch import EncoderFetcher
 from services.decoder.images.known_encoders import KnownEncoders
 from services.encoder.admission import Admission
-from services.encoder.brought import BroughtEmbeddings
-from services.encoder.clips.clip_pool import ClipPool
-from services.encoder.clips.held_videos import HeldVideos
 from services.encoder.embeddings import Embeddings
 from services.encoder.engine.messages import (
     EncodeImage,
@@ -53,10 +50,9 @@ from services.encoder.engine.messages import (
     PlaceImage,
 )
 from services.encoder.engine_client import EngineClient
-from services.encoder.kept_files import KeptFiles
 from services.encoder.memory_tier import MemoryTier
 from services.encoder.metrics import EncoderMetrics
-from services.encoder.service import SERVICE, Description, EncoderServicer, add_to_server
+from services.encoder.service import SERVICE, EncoderServicer, add_to_server
 
 _FEATURES, _HIDDEN = 4, 2048  # of the 2B model
 _TOKEN_BYTES = 2 * _FEATURES * _HIDDEN
@@ -130,10 +126,8 @@ async def serve(num_tokens: int, link: Link) -> None:
         metrics=metrics, admission=Admission(1 << 20),
     )  # fmt: skip
     running = asyncio.create_task(client.run())
-    description = Description("transport", _PREFIX, like, geometry, max_image_patches=1 << 20)
-    videos = HeldVideos(ClipPool(1, memory_bytes=0), max_bytes=1 << 30)
-    brought = BroughtEmbeddings(memory, None, embeddings.announce)
-    servicer = EncoderServicer(description, embeddings, metrics, videos, brought, KeptFiles(None))
+    description = pb.DescribeEncoderResponse(key_prefix=_PREFIX, max_image_patches=1 << 20)
+    servicer = EncoderServicer(description, embeddings, metrics)
     check = PeerCheck(link.credentials, "encoder", ("decoder",), metrics.registry)
     server, _ = await create_service_server(
         SERVICE, partial(add_to_server, servicer), check=check if link.credentials else None

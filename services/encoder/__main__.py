@@ -15,8 +15,10 @@ from prometheus_client import CollectorRegistry
 
 from services.common.embeddings.arena import Arena
 from services.common.embeddings.embedding import ITEM_BYTES, EmbeddingSpec
+from services.common.embeddings.fetch_wire import DTYPES
 from services.common.families import read_spec
 from services.common.model_spec import ModelSpec, ModelSpecError, VisionSpec
+from services.common.pb import encoder_pb2 as pb
 from services.common.process.channel import FrontChannel
 from services.common.process.pod_limits import memory_limit_bytes
 from services.common.process.service_process import (
@@ -28,6 +30,7 @@ from services.common.process.service_process import (
     served_fingerprint,
 )
 from services.common.security.credentials import Credentials
+from services.common.transport.rpc import PROTOCOL
 from services.encoder.admission import Admission
 from services.encoder.brought import BroughtEmbeddings
 from services.encoder.clips.clip_pool import PROBE_BYTES, ClipPool
@@ -36,10 +39,11 @@ from services.encoder.embeddings import Embeddings
 from services.encoder.engine.messages import EngineMessage, EngineReady, Shutdown
 from services.encoder.engine_client import EngineClient
 from services.encoder.kept_files import MAX_BYTES, KeptFiles
+from services.encoder.media_service import MediaServicer
 from services.encoder.memory_tier import MemoryTier
 from services.encoder.metrics import EncoderMetrics
 from services.encoder.redis_tier import RedisTier
-from services.encoder.service import SERVICE, Description, EncoderServicer, add_to_server
+from services.encoder.service import SERVICE, add_to_server
 from services.encoder.settings import EncoderSettings
 
 # Files of images in work, which front and engine both hold, and as many that arrive: a sixteenth of
@@ -77,7 +81,7 @@ class EncoderService:
     redis: RedisTier | None
     embeddings: Embeddings
     videos: HeldVideos
-    servicer: EncoderServicer
+    servicer: MediaServicer
     add_servicer: AddServicer
     metrics: EncoderMetrics
 
@@ -103,10 +107,10 @@ class EncoderService:
         cache = await connect_redis(settings, fingerprint, "encoder", metrics.registry)
         redis = RedisTier(cache, memory, metrics.redis_writes_dropped) if cache else None
         vision = read_spec(settings.model).vision_part
-        description = describe(ready, settings, vision, fingerprint)
+        like = EmbeddingSpec(ready.dtype, ready.num_features, 0, ready.hidden)
         max_bytes = max(_MIN_QUEUED_BYTES, memory_limit_bytes() // _QUEUED_SHARE)
         embeddings = Embeddings(
-            like=description.like, geometry=vision.geometry, memory=memory, engine=engine,
+            like=like, geometry=vision.geometry, memory=memory, engine=engine,
             redis=redis, admission=Admission(_MAX_QUEUED_PATCHES), metrics=metrics,
             max_queued_bytes=max_bytes,
         )  # fmt: skip
@@ -115,9 +119,10 @@ class EncoderService:
         videos = HeldVideos(pool, min(_MAX_HELD_BYTES, max_held))
         brought = BroughtEmbeddings(memory, redis, embeddings.announce)
         files = KeptFiles(cache, min(MAX_BYTES, max_held))
-        servicer = EncoderServicer(
-            description, embeddings, metrics, videos, brought, files, max_bytes
-        )
+        servicer = MediaServicer(
+            describe(ready, settings, vision, fingerprint), embeddings, metrics, videos, brought,
+            files, takes_videos=vision.video is not None, max_read_bytes=max_bytes,
+        )  # fmt: skip
         add_servicer = partial(add_to_server, servicer)
         return cls(engine, memory, redis, embeddings, videos, servicer, add_servicer, metrics)
 
@@ -146,18 +151,19 @@ class EncoderService:
 
 def describe(
     ready: EngineReady, settings: EncoderSettings, vision: VisionSpec, fingerprint: bytes
-) -> Description:
+) -> pb.DescribeEncoderResponse:
     """What this encoder serves. Arena and queue bound the largest image."""
     row_bytes = ready.num_features * ready.hidden * ITEM_BYTES[ready.dtype]
     arena_patches = settings.cache_bytes // row_bytes * vision.geometry.patches_per_token
-    return Description(
+    return pb.DescribeEncoderResponse(
         model_name=ready.model_name,
         key_prefix=ready.key_prefix,
-        like=EmbeddingSpec(ready.dtype, ready.num_features, 0, ready.hidden),
-        geometry=vision.geometry,
+        dtype=DTYPES[ready.dtype],
+        num_features=ready.num_features,
+        hidden=ready.hidden,
         max_image_patches=min(arena_patches, _MAX_IMAGE_PATCHES),
-        takes_videos=vision.video is not None,
         fingerprint=fingerprint,
+        protocol=PROTOCOL,
     )
 
 

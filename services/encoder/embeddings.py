@@ -112,7 +112,7 @@ class Embeddings:
         min_streamed_bytes: int = 8 << 20,
     ) -> None:
         self._like = like
-        self._geometry = geometry
+        self.geometry = geometry
         self._memory = memory
         self._engine = engine
         self._redis = redis
@@ -128,7 +128,7 @@ class Embeddings:
         metrics.backlog_seconds.set_function(self._backlog_s)
 
     def spec_of(self, unit: Unit) -> EmbeddingSpec:
-        return replace(self._like, num_tokens=self._geometry.num_tokens(unit))
+        return replace(self._like, num_tokens=self.geometry.num_tokens(unit))
 
     async def encode(
         self, key: bytes, source: Source, unit: Unit, share: Share = NOBODY

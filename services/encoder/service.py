@@ -1,22 +1,23 @@
-"""The encoder's gRPC methods: proto ↔ embeddings. The only file of the encoder that knows gRPC.
+"""The encoder's gRPC methods of an image: proto ↔ embeddings.
 
-Gateways call `Probe` and `Encode`, decoders `Fetch`. Requests are checked here; every failure ends
-its call with an error of `services.common.errors`.
+Gateways call `Encode`, decoders `Fetch`; `media_service` has what else there is. Requests are
+checked here; every failure ends its call with an error of `services.common.errors`.
 """
 
 import asyncio
 import logging
 import math
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import aclosing, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict
 from functools import partial
-from typing import Any, NoReturn, TypeVar, cast
+from typing import Any, ClassVar, NoReturn, TypeVar, cast
 
 import grpc
 import grpc.aio
 import msgspec
+from google.protobuf.message import Message
 
 from services.common.embeddings.arena import ArenaEntry
 from services.common.embeddings.embedding import EmbeddingSpec
@@ -27,44 +28,31 @@ from services.common.errors import (
     InternalError,
     InvalidImage,
     InvalidRequest,
-    InvalidVideo,
-    NotFound,
     Overloaded,
     TriptychError,
     WrongImageKey,
 )
-from services.common.geometry import Geometry, Unit
-from services.common.images.image_key import (
-    KEY_BYTES,
-    MAX_SALT_BYTES,
-    embedding_key,
-    frames_key,
-    image_key,
-    still_digest,
-)
+from services.common.geometry import Unit
+from services.common.images.image_key import KEY_BYTES, MAX_SALT_BYTES, image_key
 from services.common.pb import encoder_pb2 as pb
 from services.common.pb import encoder_pb2_grpc as pb_grpc
 from services.common.spans import span
 from services.common.threads import INLINE_BYTES
 from services.common.transport.rpc import (
     MAX_MESSAGE_BYTES,
-    PROTOCOL,
     abort,
     adopt_metadata,
     message_bytes,
 )
 from services.encoder.admission import Share
-from services.encoder.brought import BroughtEmbeddings
-from services.encoder.clips.held_videos import HeldVideo, HeldVideos
 from services.encoder.embeddings import Embeddings, Encoded
 from services.encoder.engine.messages import Source
-from services.encoder.kept_files import KEPT_S, KeptFiles
 from services.encoder.memory_tier import Reading, Word
 from services.encoder.metrics import EncoderMetrics
 
 log = logging.getLogger(__name__)
 
-Request = TypeVar("Request", pb.EncodeRequest, pb.ProbeRequest, pb.UploadRequest)
+Request = TypeVar("Request", bound=Message)
 
 SERVICE = "triptych.v1.Encoder"
 _CHUNK_BYTES = 1 << 20
@@ -79,40 +67,34 @@ _POLL_S = 0.05
 _MESSAGE_TIMEOUT_S = 30.0
 
 
-@dataclass(frozen=True, slots=True)
-class Description:
-    """What this encoder serves: the fields of DescribeEncoderResponse, before they are encoded."""
-
-    model_name: str
-    key_prefix: bytes
-    like: EmbeddingSpec
-    geometry: Geometry
-    max_image_patches: int
-    takes_videos: bool = False
-    fingerprint: bytes = b""
-
-
 class EncoderServicer(pb_grpc.EncoderServicer):
-    """Translates and delegates."""
+    """Translates and delegates.
+
+    Attributes:
+        READING: the calls that read their one message themselves, so that its bytes are counted
+            before gRPC takes them from the connection: name, request, response.
+
+    Args:
+        description: what this encoder serves.
+        max_read_bytes: of messages that arrive, and of files that leave, at a time.
+    """
+
+    READING: ClassVar[list[tuple[str, Any, Any]]] = [
+        ("Encode", pb.EncodeRequest, pb.EncodeResponse)
+    ]
 
     def __init__(
         self,
-        description: Description,
+        description: pb.DescribeEncoderResponse,
         embeddings: Embeddings,
         metrics: EncoderMetrics,
-        videos: HeldVideos,
-        brought: BroughtEmbeddings,
-        files: KeptFiles,
         max_read_bytes: int = 4 * MAX_MESSAGE_BYTES,
     ) -> None:
         self._max_read_bytes = max_read_bytes
-        self._bytes_under_way = 0  # of messages that arrive, and of files that leave
+        self._bytes_under_way = 0
         self._description = description
         self._embeddings = embeddings
         self._metrics = metrics
-        self._videos = videos
-        self._brought = brought
-        self._files = files
         self._host = host_identity()
         self._num_calls = 0
         self._last_call_at = -math.inf
@@ -156,45 +138,10 @@ class EncoderServicer(pb_grpc.EncoderServicer):
     async def Describe(
         self, request: pb.DescribeEncoderRequest, context: grpc.aio.ServicerContext
     ) -> pb.DescribeEncoderResponse:
-        known = self._description
-        return pb.DescribeEncoderResponse(
-            model_name=known.model_name,
-            key_prefix=known.key_prefix,
-            dtype=DTYPES[known.like.dtype],
-            num_features=known.like.num_features,
-            hidden=known.like.hidden,
-            max_image_patches=known.max_image_patches,
-            fingerprint=known.fingerprint,
-            protocol=PROTOCOL,
-        )
-
-    async def Probe(self, request: object, context: grpc.aio.ServicerContext) -> pb.ProbeResponse:
-        """Registered as `Encode` is."""
-        parent = adopt_metadata(context)
-        try:
-            with self._call(), span("probe", parent) as current:
-                num_bytes = message_bytes(context)
-                with self._reading(num_bytes):
-                    message = await _message(context, num_bytes, pb.ProbeRequest)
-                    held = await self._probed(message)
-                current.set(num_frames=held.facts.num_frames, size_bytes=held.file.size_bytes)
-            return pb.ProbeResponse(video_digest=held.digest, **asdict(held.facts))
-        except Exception as error:
-            return await self._fail("probe", error, context)
-
-    async def _probed(self, message: pb.ProbeRequest) -> HeldVideo:
-        if not self._description.takes_videos:
-            raise InvalidVideo("this model takes no videos")
-        if bool(message.video) == bool(message.video_digest):
-            raise InvalidRequest("a probe has either a video or a video_digest")
-        if message.video:
-            return await self._videos.probe(message.video)
-        return self._videos.get(message.video_digest)
+        return self._description
 
     async def Encode(self, request: object, context: grpc.aio.ServicerContext) -> pb.EncodeResponse:
-        """On the wire a call with one message; registered as one that reads its messages itself,
-        so that the message's bytes are counted before gRPC takes them from the connection.
-        """
+        """On the wire a call with one message, see `READING`."""
         parent = adopt_metadata(context)
         try:
             with self._call(), span("encode", parent) as current:
@@ -214,48 +161,23 @@ class EncoderServicer(pb_grpc.EncoderServicer):
         """
         num_bytes = message_bytes(context)
         with self._reading(num_bytes):
-            message = await _message(context, num_bytes, pb.EncodeRequest)
+            message = await read_message(context, num_bytes, pb.EncodeRequest)
             unit, share = self._checked_unit(message), _share(message)
             source, key = await self._source(message, unit)
             spec = self._embeddings.spec_of(unit)
-            if message.is_embedding:  # no queue counts it
-                return await self._brought.bring(key, source.image, spec), spec.num_tokens
+            if (brought := await self._bring(message, key, spec)) is not None:
+                return brought, spec.num_tokens
         encoding = self._embeddings.encode(key, source, unit, share)
         del message, source
         return await encoding, spec.num_tokens
 
-    async def Upload(self, request: object, context: grpc.aio.ServicerContext) -> pb.UploadResponse:
-        """Registered as `Encode` is."""
-        adopt_metadata(context)
-        try:
-            with self._call():
-                num_bytes = message_bytes(context)
-                with self._reading(num_bytes):
-                    message = await _message(context, num_bytes, pb.UploadRequest)
-                    digest = await self._files.put(message.tenant, message.file)
-            return pb.UploadResponse(digest=digest, kept_s=KEPT_S)
-        except Exception as error:
-            return await self._fail("upload", error, context)
-
-    async def Download(
-        self, request: pb.DownloadRequest, context: grpc.aio.ServicerContext
-    ) -> pb.DownloadResponse:
-        adopt_metadata(context)
-        try:
-            with self._call():
-                if request.forget:
-                    if not await self._files.delete(request.tenant, request.digest):
-                        raise NotFound("no such file is kept")
-                    return pb.DownloadResponse()
-                file = await self._files.get(request.tenant, request.digest)
-                self._count(len(file))
-                cast("Any", context).add_done_callback(lambda _: self._sent(len(file)))
-                return pb.DownloadResponse(file=file)
-        except Exception as error:
-            return await self._fail("download", error, context)
-
-    def _sent(self, num_bytes: int) -> None:
-        self._bytes_under_way -= num_bytes
+    async def _bring(
+        self, request: pb.EncodeRequest, key: bytes, spec: EmbeddingSpec
+    ) -> Encoded | None:
+        """What became of a call that brings its embedding, which no queue counts; None: it does
+        not.
+        """
+        return None
 
     async def Fetch(self, request: pb.FetchRequest, context: grpc.aio.ServicerContext) -> None:
         parent = adopt_metadata(context)
@@ -320,36 +242,29 @@ class EncoderServicer(pb_grpc.EncoderServicer):
         given = _checked_key(request.image_key)
         if len(request.cache_salt) > MAX_SALT_BYTES:
             raise InvalidRequest(f"cache_salt has more than {MAX_SALT_BYTES} bytes")
-        held = self._videos.get(request.video_digest) if request.video_digest else None
-        source = Source(request.image, request.second_image, held.video if held else None)
-        if unit.frames is None and (held or source.second):
-            raise InvalidRequest("an image has neither a video nor a second image")
-        if held and source.num_bytes:
-            raise InvalidRequest("frames are of a video or images, not both")
-        prefix, salt = self._description.key_prefix, request.cache_salt
-        key_of = partial(_key, prefix, salt, unit, source, held)
-        if request.is_embedding:
-            if unit.frames is not None:
-                raise InvalidRequest("an embedding is no pair of frames")
-            key_of = partial(embedding_key, prefix, source.image, unit=unit, salt=salt)
+        source, key_of = self._made_from(request, unit)
         key = key_of() if source.num_bytes <= INLINE_BYTES else await asyncio.to_thread(key_of)
         if key != given:
             raise WrongImageKey("the image key is not that of this image")
         return source, key
 
+    def _made_from(
+        self, request: pb.EncodeRequest, unit: Unit
+    ) -> tuple[Source, Callable[[], bytes]]:
+        """What the unit is made from, and what computes its key: those of a still image."""
+        source, salt = Source(request.image), request.cache_salt
+        prefix = self._description.key_prefix
+        return source, partial(image_key, prefix, source.image, unit=unit, salt=salt)
+
     def _checked_unit(self, request: pb.EncodeRequest) -> Unit:
         grid, most = request.grid, self._description.max_image_patches
         unit = Unit((grid.t, grid.h, grid.w))
-        self._description.geometry.check(unit)
+        self._embeddings.geometry.check(unit)
         if unit.num_patches > most:
             raise InvalidImage(
                 f"the image has {unit.num_patches} patches; at most {most} are encoded here"
             )
-        if not request.HasField("frames"):
-            return unit
-        if not self._description.takes_videos:
-            raise InvalidVideo("this model takes no videos")
-        return replace(unit, frames=(request.frames.first, request.frames.second))
+        return unit
 
     async def _fail(
         self, method: str, error: Exception, context: grpc.aio.ServicerContext
@@ -370,9 +285,9 @@ class EncoderServicer(pb_grpc.EncoderServicer):
         await abort(context, error)
 
 
-async def _message(
-    context: grpc.aio.ServicerContext, max_bytes: int, kind: "type[Request]"
-) -> "Request":
+async def read_message(
+    context: grpc.aio.ServicerContext, max_bytes: int, kind: type[Request]
+) -> Request:
     """A call's message.
 
     Raises:
@@ -389,27 +304,6 @@ async def _message(
     if request.ByteSize() > max_bytes:
         raise InvalidRequest("the message is longer than its caller said")
     return request
-
-
-def _key(prefix: bytes, salt: bytes, unit: Unit, source: Source, held: HeldVideo | None) -> bytes:
-    """The key of a unit.
-
-    Raises:
-        InvalidRequest: the video has no such frames.
-    """
-    if unit.frames is None:
-        return image_key(prefix, source.image, unit=unit, salt=salt)
-    if held is None:
-        first = still_digest(source.image)
-        second = still_digest(source.second) if source.second else first
-    else:
-        try:
-            first, second = map(held.frame_digest, unit.frames)
-        except IndexError:
-            raise InvalidRequest(
-                f"the video has {held.facts.num_frames} frames, not all of {unit.frames}"
-            ) from None
-    return frames_key(prefix, first, second, grid=unit.grid, salt=salt)
 
 
 def _share(request: pb.EncodeRequest) -> Share:
@@ -453,19 +347,14 @@ def _header(entry: ArenaEntry) -> pb.FetchResponse:
 
 
 def add_to_server(servicer: EncoderServicer, server: grpc.aio.Server) -> None:
-    """Registers the servicer as the generated function does, but Probe, Encode and Upload read
-    their messages themselves, and Fetch has our serializer.
+    """Registers the servicer as the generated function does, but calls of `READING` read their
+    messages themselves, and Fetch has our serializer.
     """
-    reading: list[tuple[Any, Any, Any]] = [
-        (servicer.Encode, pb.EncodeRequest, pb.EncodeResponse),
-        (servicer.Probe, pb.ProbeRequest, pb.ProbeResponse),
-        (servicer.Upload, pb.UploadRequest, pb.UploadResponse),
-    ]
     handlers: dict[str, Any] = {
-        method.__name__: grpc.stream_unary_rpc_method_handler(
-            method, request.FromString, response.SerializeToString
+        name: grpc.stream_unary_rpc_method_handler(
+            getattr(servicer, name), request.FromString, response.SerializeToString
         )
-        for method, request, response in reading
+        for name, request, response in servicer.READING
     }
     handlers["Fetch"] = grpc.unary_stream_rpc_method_handler(
         servicer.Fetch, pb.FetchRequest.FromString, serialize

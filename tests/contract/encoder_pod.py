@@ -12,6 +12,7 @@ import numpy as np
 from services.common.embeddings.arena import Arena
 from services.common.embeddings.embedding import EmbeddingSpec, digest
 from services.common.embeddings.embedding_cache import RedisCache
+from services.common.embeddings.fetch_wire import DTYPES
 from services.common.geometry import Geometry, Unit
 from services.common.images.image_key import image_key
 from services.common.pb import encoder_pb2 as pb
@@ -36,10 +37,11 @@ from services.encoder.engine.messages import (
 )
 from services.encoder.engine_client import EngineClient
 from services.encoder.kept_files import KeptFiles
+from services.encoder.media_service import MediaServicer
 from services.encoder.memory_tier import MemoryTier
 from services.encoder.metrics import EncoderMetrics
 from services.encoder.redis_tier import RedisTier
-from services.encoder.service import SERVICE, Description, EncoderServicer, add_to_server
+from services.encoder.service import SERVICE, EncoderServicer, add_to_server
 from tests.noise import PATIENCE_S
 
 GEOMETRY = Geometry(0, 16, 2, 1, 1 << 30)
@@ -227,12 +229,16 @@ async def run_pod(
         metrics=metrics, admission=Admission(max_queued_patches), min_streamed_bytes=1 << 20,
     )  # fmt: skip
     running = asyncio.create_task(client.run())
-    description = Description("tiny", PREFIX, LIKE, GEOMETRY, max_image_patches, takes_videos)
+    description = pb.DescribeEncoderResponse(
+        model_name="tiny", key_prefix=PREFIX, dtype=DTYPES[LIKE.dtype],
+        num_features=LIKE.num_features, hidden=LIKE.hidden, max_image_patches=max_image_patches,
+    )  # fmt: skip
     videos = HeldVideos(ClipPool(1, memory_bytes=0), max_bytes=1 << 30)
     brought = BroughtEmbeddings(memory, redis, embeddings.announce)
-    servicer = EncoderServicer(
-        description, embeddings, metrics, videos, brought, KeptFiles(cache), max_read_bytes
-    )
+    servicer = MediaServicer(
+        description, embeddings, metrics, videos, brought, KeptFiles(cache),
+        takes_videos=takes_videos, max_read_bytes=max_read_bytes,
+    )  # fmt: skip
     server, _ = await create_service_server(SERVICE, partial(add_to_server, servicer))
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     await server.start()
