@@ -60,8 +60,8 @@ def check_blocks(blocks: BlockManager, sequences: Iterable[Sequence]) -> None:
     assert not any(block in blocks._hash_of for block in blocks._blank)
     assert all(block in blocks._hash_of for block in blocks._reusable)
     assert blocks._block_of == {name: block for block, name in blocks._hash_of.items()}
-    if blocks.checkpoints is not None:
-        check_checkpoints(blocks.checkpoints, blocks._block_of)
+    if isinstance(blocks.states, StateCheckpoints):
+        check_checkpoints(blocks.states, blocks._block_of)
 
 
 def check_checkpoints(checkpoints: StateCheckpoints, registered: Container[bytes]) -> None:

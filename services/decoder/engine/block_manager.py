@@ -9,11 +9,10 @@ block reads it in a later step, and the device runs steps in order, so nothing h
 """
 
 from collections import OrderedDict
-from collections.abc import Container
 
 from services.decoder.engine.prefix_hash import extend_hashes
+from services.decoder.engine.row_states import RowStates
 from services.decoder.engine.sequence import Sequence
-from services.decoder.engine.state_pool import StateCheckpoints
 
 
 class BlockManager:
@@ -22,8 +21,7 @@ class BlockManager:
     Args:
         num_blocks: blocks of the pool, ids 0 .. num_blocks - 1.
         prefix_caching: whether blocks are shared at all.
-        checkpoints: of recurrent states, without which blocks are not shared; None: the model has
-            no such states.
+        states: recurrent ones, without which blocks are not shared; None: the model has none.
 
     Attributes:
         num_registrations: blocks that were registered so far. As long as it stays, no longer prefix
@@ -36,11 +34,11 @@ class BlockManager:
         block_size: int,
         *,
         prefix_caching: bool = True,
-        checkpoints: StateCheckpoints | None = None,
+        states: RowStates | None = None,
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.checkpoints = checkpoints
+        self.states = states or RowStates()
         self.num_registrations = 0
         self._prefix_caching = prefix_caching
         self._references = [0] * num_blocks
@@ -79,10 +77,8 @@ class BlockManager:
             if block is None:
                 break
             prefix.append(block)
-        if self.checkpoints is not None:
-            hashes = sequence.block_hashes
-            while prefix and hashes[len(prefix) - 1] not in self.checkpoints:
-                prefix.pop()
+        while prefix and sequence.block_hashes[len(prefix) - 1] not in self.states:
+            prefix.pop()
         return prefix
 
     def can_allocate(self, num_tokens: int, prefix: list[int], keep_free: int = 0) -> bool:
@@ -131,22 +127,6 @@ class BlockManager:
                 self.num_registrations += 1
         sequence.num_registered_blocks = num_full
 
-    def use_checkpoint(self, sequence: Sequence, num_tokens: int) -> int:
-        """The slot of the state after a prefix that `find_prefix` found; -1: there is no prefix."""
-        if self.checkpoints is None or num_tokens == 0:
-            return -1
-        return self.checkpoints.use(sequence.block_hashes[num_tokens // self.block_size - 1])
-
-    def plan_checkpoint(self, sequence: Sequence, num_tokens: int, in_use: Container[int]) -> int:
-        """A slot for the state after `num_tokens` tokens, whose ids are known; -1: it is not worth
-        one, see `StateCheckpoints.plan`.
-        """
-        if self.checkpoints is None or not self._prefix_caching:
-            return -1
-        extend_hashes(sequence, self.block_size, num_tokens // self.block_size)
-        block_hash = sequence.block_hashes[num_tokens // self.block_size - 1]
-        return self.checkpoints.plan(block_hash, in_use)
-
     def free(self, sequence: Sequence) -> None:
         """Takes the sequence's blocks back; registered ones can be found until they are reused."""
         # The last block first, so that it is also reused first: a block is found only if all blocks
@@ -167,9 +147,8 @@ class BlockManager:
         """Removes the sequence's blocks and states from the prefix cache: they are wrong."""
         for block in sequence.block_table:
             self._unregister(block)
-        if self.checkpoints is not None:
-            for block_hash in sequence.block_hashes:
-                self.checkpoints.drop(block_hash)
+        for block_hash in sequence.block_hashes:
+            self.states.drop(block_hash)
 
     def reset(self) -> None:
         """Empties the prefix cache; sequences keep their blocks."""
@@ -189,8 +168,7 @@ class BlockManager:
         block_hash = self._hash_of.pop(block, None)
         if block_hash is not None:
             del self._block_of[block_hash]
-            if self.checkpoints is not None:
-                self.checkpoints.drop(block_hash)
+            self.states.drop(block_hash)
             if block in self._reusable:
                 del self._reusable[block]
                 self._blank.append(block)

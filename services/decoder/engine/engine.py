@@ -31,10 +31,10 @@ from services.decoder.engine.messages import (
     StepDone,
     TokenMasks,
 )
+from services.decoder.engine.row_states import row_states
 from services.decoder.engine.sampling_gate import SamplingGate
 from services.decoder.engine.scheduler import MIN_PARTIAL_TOKENS, CannotSchedule, Scheduler
 from services.decoder.engine.sequence import Sequence, SequenceState
-from services.decoder.engine.state_pool import MIN_CHECKPOINT_TOKENS, StateCheckpoints
 from services.decoder.engine.step import (
     PendingStep,
     Runner,
@@ -66,7 +66,8 @@ class Engine:
         gate: what sampling waits for; None: nothing.
         step_ms: how long a step may last, see `Scheduler`.
         step_cost: learns how long steps last; None: they are bounded by their tokens alone.
-        min_partial_tokens, min_checkpoint_tokens: see `Scheduler`.
+        min_partial_tokens: see `Scheduler`.
+        min_checkpoint_tokens: see `StateCheckpoints`.
     """
 
     def __init__(
@@ -80,20 +81,18 @@ class Engine:
         step_ms: float = math.inf,
         step_cost: StepCost | None = None,
         min_partial_tokens: int = MIN_PARTIAL_TOKENS,
-        min_checkpoint_tokens: int = MIN_CHECKPOINT_TOKENS,
+        min_checkpoint_tokens: int | None = None,
     ) -> None:
         info = runner.info
         self._info = info
         self._runner = runner
         self._overlap = overlap
         self._out_of_memory = out_of_memory
-        if info.has_states and info.max_tokens_per_step > 1:
-            raise ValueError("recurrent states cannot be taken back: max_tokens_per_step must be 1")
         self._blocks = BlockManager(
             info.num_blocks,
             info.block_size,
             prefix_caching=prefix_caching,
-            checkpoints=StateCheckpoints(info.num_checkpoints) if info.has_states else None,
+            states=row_states(info, prefix_caching=prefix_caching, least=min_checkpoint_tokens),
         )
         self.scheduler = Scheduler(
             self._blocks,
@@ -107,8 +106,6 @@ class Engine:
             step_ms=step_ms,
             step_cost=step_cost,
             min_partial_tokens=min_partial_tokens,
-            min_checkpoint_tokens=min_checkpoint_tokens,
-            state_tokens=info.state_tokens,
         )
         self._sequences: dict[int, Sequence] = {}
         self._pending: deque[tuple[int, Batch, PendingStep]] = deque()
@@ -274,9 +271,8 @@ class Engine:
             if chunk.from_device:
                 break
             self._blocks.register(chunk.sequence)
-            for _, slot in chunk.checkpoints:
-                assert self._blocks.checkpoints is not None
-                self._blocks.checkpoints.commit(slot)
+            if chunk.checkpoints:
+                self._blocks.states.commit(chunk.checkpoints)
 
     def _measure(self, cost: StepCost, batch: Batch, now: float) -> None:
         """Learns from a step whose result was just read, at `now`. It began when the one before it

@@ -40,7 +40,6 @@ from services.decoder.engine.batch import Batch, Chunk
 from services.decoder.engine.block_manager import BlockManager
 from services.decoder.engine.messages import ImagesOf
 from services.decoder.engine.sequence import Sequence, SequenceState
-from services.decoder.engine.state_pool import MIN_CHECKPOINT_TOKENS, checkpoint_boundaries
 from services.decoder.engine.step_cost import Limit, StepCost, StepLoad
 
 # Below this many tokens a step's time is dominated by kernel launches and weight reads, so a
@@ -70,8 +69,6 @@ class Scheduler:
             times as long.
         step_cost: how long a step lasts.
         min_partial_tokens: a chunk that ends before a missing image has at least as many tokens.
-        min_checkpoint_tokens: from one checkpoint of a recurrent state to the next.
-        state_tokens: see `EngineInfo`.
     """
 
     def __init__(
@@ -86,8 +83,6 @@ class Scheduler:
         step_ms: float = math.inf,
         step_cost: StepCost | None = None,
         min_partial_tokens: int = MIN_PARTIAL_TOKENS,
-        min_checkpoint_tokens: int = MIN_CHECKPOINT_TOKENS,
-        state_tokens: int = 1,
     ) -> None:
         if max_batched_tokens < max_num_sequences * max_tokens_per_step:
             raise ValueError(
@@ -104,8 +99,6 @@ class Scheduler:
         self._step_ms = step_ms
         self._cost = step_cost or StepCost()
         self._min_partial_tokens = min_partial_tokens
-        self._min_checkpoint_tokens = min_checkpoint_tokens
-        self._state_tokens = state_tokens
         self.num_preemptions = self.num_prefix_hit_tokens = 0
         self._rows = list(range(max_num_sequences - 1, -1, -1))
         # Blocks that admissions leave free, so that running sequences are not preempted at once.
@@ -292,10 +285,9 @@ class Scheduler:
             sequence.num_sent_blocks = 0
         self._admitted = batch.admitted + self._admitted
         self._extended = batch.extended + self._extended
-        if (checkpoints := self.blocks.checkpoints) is not None:
+        if self.blocks.states.exist:
             for chunk in batch.chunks:
-                for _, slot in chunk.checkpoints:
-                    checkpoints.abandon(slot)
+                self.blocks.states.abandon(chunk.checkpoints)
                 self._preempt(chunk.sequence)
 
     # Decoding.
@@ -401,9 +393,7 @@ class Scheduler:
         """Appends the sequence's next chunk, of at most `most` tokens."""
         start = sequence.num_computed_tokens
         end = min(self._chunk_limit(sequence, start), start + most)
-        checkpoints: tuple[tuple[int, int], ...] = ()
-        if sequence.checkpoints:
-            end, checkpoints = self._plan_checkpoints(sequence, start, end)
+        end, checkpoints = self.blocks.states.plan(sequence, start, end, self._admitted)
         length = end - start
         samples = end == len(sequence.token_ids)
         sequence.num_computed_tokens = end
@@ -421,27 +411,6 @@ class Scheduler:
         if length:
             chunks.append(Chunk(sequence, start, length, False, samples, checkpoints=checkpoints))
             load.add_chunk(start, length)
-
-    def _plan_checkpoints(
-        self, sequence: Sequence, start: int, end: int
-    ) -> tuple[int, tuple[tuple[int, int], ...]]:
-        """Where a chunk [start, end) ends, and `Chunk.checkpoints`: at most a piece of the chunk
-        before where they are wanted. A chunk of one token is computed as a decode and keeps none.
-        """
-        if end < len(sequence.token_ids):
-            # A chunk that began within a piece before a wanted state would be too late for it.
-            early = [w - self._state_tokens for w in sequence.checkpoints if w > end]
-            ends = map(self._block_boundary, (end, *early))
-            end = min((each for each in ends if start < each <= end), default=end)
-        planned: list[tuple[int, int]] = []
-        in_use = {other.checkpoint for other in self._admitted}
-        for wanted in sequence.checkpoints if end > start + 1 else ():
-            tokens = start + (wanted - start) // self._state_tokens * self._state_tokens
-            if start < tokens and wanted <= end and tokens == self._block_boundary(tokens):
-                slot = self.blocks.plan_checkpoint(sequence, tokens, in_use)
-                if slot >= 0:
-                    planned.append((tokens, slot))
-        return end, tuple(planned)
 
     def _try_admit(self) -> Sequence | None:
         """Gives the head of the queue a row and blocks; None if it has to wait."""
@@ -495,11 +464,7 @@ class Scheduler:
     def _admit(self, sequence: Sequence, prefix: list[int]) -> None:
         self.blocks.allocate(sequence, len(sequence.token_ids), prefix)
         computed = sequence.num_computed_tokens = len(prefix) * self.blocks.block_size
-        if self.blocks.checkpoints is not None:
-            sequence.checkpoint = self.blocks.use_checkpoint(sequence, computed)
-            sequence.checkpoints = checkpoint_boundaries(
-                sequence, self.blocks.block_size, computed, self._min_checkpoint_tokens
-            )
+        self.blocks.states.admitted(sequence)
         if sequence.admission == 0:
             # Of a sequence that is continued, tokens of the completion may have been found, too.
             sequence.num_cached_tokens = min(computed, sequence.num_prompt_tokens)
@@ -530,15 +495,8 @@ class Scheduler:
         limit = sequence.num_ready_tokens(start)
         if limit == len(sequence.token_ids):
             return limit
-        if self.blocks.checkpoints is not None:
-            limit = self._block_boundary(limit)
+        limit = self.blocks.states.boundary(limit)
         return limit if limit - start >= self._min_partial_tokens else start
-
-    def _block_boundary(self, num_tokens: int) -> int:
-        """The last block boundary up to there. Chunks of prompts whose state is to be kept begin at
-        one, so that pieces of them end at others.
-        """
-        return num_tokens // self.blocks.block_size * self.blocks.block_size
 
     # Leaving.
 

@@ -3,12 +3,15 @@
 A sequence's running state has the slot of its row, so rows need no owner but the scheduler. A
 checkpoint is a copy of it at a block boundary, named by the hash of the block that ends there. A
 prefix can be reused only where both are there: the KV blocks up to a boundary, and the state at it.
-`BlockManager` owns the one instance and drops a checkpoint with its block.
+An engine of a model with such states makes the one instance; the scheduler asks it and obeys.
 """
 
 from collections import OrderedDict
-from collections.abc import Container
+from collections.abc import Container, Iterable
 
+from services.decoder.engine.messages import EngineInfo
+from services.decoder.engine.prefix_hash import extend_hashes
+from services.decoder.engine.row_states import Checkpoints, RowStates
 from services.decoder.engine.sequence import Sequence
 
 # A checkpoint that saves fewer tokens takes a slot from one that saves more.
@@ -18,16 +21,31 @@ MIN_CHECKPOINT_TOKENS = 256
 _PROMPT_TAIL_TOKENS = 8
 
 
-class StateCheckpoints:
+class StateCheckpoints(RowStates):
     """Owner of the checkpoints' slots; the least recently used checkpoint makes room.
 
     A slot is free, or planned (the step that fills it has not been launched), or holds a
     checkpoint.
+
+    Args:
+        prefix_caching: whether there are any.
+        least: tokens from one checkpoint to the next; None: `MIN_CHECKPOINT_TOKENS`.
+
+    Raises:
+        ValueError: steps may yield several tokens.
     """
 
-    def __init__(self, num_slots: int) -> None:
-        self.num_slots = num_slots
-        self._free = list(range(num_slots - 1, -1, -1))
+    exist = True
+
+    def __init__(
+        self, info: EngineInfo, *, prefix_caching: bool = True, least: int | None = None
+    ) -> None:
+        if info.max_tokens_per_step > 1:
+            raise ValueError("recurrent states cannot be taken back: max_tokens_per_step must be 1")
+        self.num_slots = info.num_checkpoints if prefix_caching else 0
+        self._block_size, self._state_tokens = info.block_size, info.state_tokens
+        self._least = MIN_CHECKPOINT_TOKENS if least is None else least
+        self._free = list(range(self.num_slots - 1, -1, -1))
         self._slot_of: OrderedDict[bytes, int] = OrderedDict()  # least recently used first
         self._planned: dict[int, bytes] = {}
 
@@ -39,7 +57,7 @@ class StateCheckpoints:
         self._slot_of.move_to_end(block_hash)
         return self._slot_of[block_hash]
 
-    def plan(self, block_hash: bytes, in_use: Container[int]) -> int:
+    def reserve(self, block_hash: bytes, in_use: Container[int]) -> int:
         """A slot for a new checkpoint, to be committed or abandoned; -1: there is none, or there is
         such a checkpoint already.
 
@@ -59,20 +77,55 @@ class StateCheckpoints:
         self._planned[slot] = block_hash
         return slot
 
-    def commit(self, slot: int) -> None:
-        """The step that fills a planned slot was launched: later ones may read the checkpoint."""
-        self._slot_of[self._planned.pop(slot)] = slot
+    def commit(self, planned: Checkpoints) -> None:
+        for _, slot in planned:
+            self._slot_of[self._planned.pop(slot)] = slot
 
-    def abandon(self, slot: int) -> None:
-        """The step that fills a planned slot was not launched."""
-        del self._planned[slot]
-        self._free.append(slot)
+    def abandon(self, planned: Checkpoints) -> None:
+        for _, slot in planned:
+            del self._planned[slot]
+            self._free.append(slot)
 
     def drop(self, block_hash: bytes) -> None:
-        """Removes a checkpoint, if there is one."""
         slot = self._slot_of.pop(block_hash, None)
         if slot is not None:
             self._free.append(slot)
+
+    def admitted(self, sequence: Sequence) -> None:
+        start, size, sequence.checkpoint = sequence.num_computed_tokens, self._block_size, -1
+        if start:
+            sequence.checkpoint = self.use(sequence.block_hashes[start // size - 1])
+        sequence.checkpoints = checkpoint_boundaries(sequence, size, start, self._least)
+
+    def boundary(self, num_tokens: int) -> int:
+        """Chunks of prompts begin at block boundaries, so that pieces of them end at others."""
+        return num_tokens // self._block_size * self._block_size
+
+    def plan(
+        self, sequence: Sequence, start: int, end: int, admitted: Iterable[Sequence]
+    ) -> tuple[int, Checkpoints]:
+        """States are kept at most a piece of the chunk before where they are wanted. A chunk of one
+        token is computed as a decode and keeps none.
+        """
+        if not sequence.checkpoints:
+            return end, ()
+        if end < len(sequence.token_ids):
+            # A chunk that began within a piece before a wanted state would be too late for it.
+            early = [w - self._state_tokens for w in sequence.checkpoints if w > end]
+            ends = map(self.boundary, (end, *early))
+            end = min((each for each in ends if start < each <= end), default=end)
+        planned: list[tuple[int, int]] = []
+        in_use = {other.checkpoint for other in admitted}
+        keeps = self.num_slots > 0 and end > start + 1
+        for wanted in sequence.checkpoints if keeps else ():
+            tokens = start + (wanted - start) // self._state_tokens * self._state_tokens
+            if start < tokens and wanted <= end and tokens == self.boundary(tokens):
+                count = tokens // self._block_size
+                extend_hashes(sequence, self._block_size, count)
+                slot = self.reserve(sequence.block_hashes[count - 1], in_use)
+                if slot >= 0:
+                    planned.append((tokens, slot))
+        return end, tuple(planned)
 
 
 def checkpoint_boundaries(

@@ -15,7 +15,7 @@ from services.decoder.engine.sequence import Sequence
 from services.decoder.engine.state_pool import StateCheckpoints, checkpoint_boundaries
 from services.decoder.engine.step import Step
 from tests.engine_harness import KEYS, Harness, prompt_of
-from tests.fake_runner import FakeRunner, add_message
+from tests.fake_runner import FakeRunner, add_message, runner_info
 from tests.integrity import check_checkpoints
 
 arrivals = st.lists(
@@ -272,16 +272,16 @@ def test_control_a_state_that_is_not_the_prefixs(
 
 
 def test_the_least_recently_used_checkpoint_makes_room() -> None:
-    pool = StateCheckpoints(2)
+    pool = StateCheckpoints(runner_info(has_states=True, num_checkpoints=2))
     for name in (b"a", b"b"):
-        pool.commit(pool.plan(name, ()))
+        pool.commit(((1, pool.reserve(name, ())),))
     pool.use(b"a")
-    slot = pool.plan(b"c", ())
+    slot = pool.reserve(b"c", ())
     assert b"b" not in pool and b"a" in pool
-    assert pool.plan(b"c", ()) == pool.plan(b"a", ()) == -1, "there already"
-    pool.abandon(slot)
-    assert pool.plan(b"d", ()) == slot
-    assert pool.plan(b"e", {pool.use(b"a")}) == -1, "no slot that may be used"
+    assert pool.reserve(b"c", ()) == pool.reserve(b"a", ()) == -1, "there already"
+    pool.abandon(((1, slot),))
+    assert pool.reserve(b"d", ()) == slot
+    assert pool.reserve(b"e", {pool.use(b"a")}) == -1, "no slot that may be used"
     check_checkpoints(pool, {b"a"})
     with pytest.raises(AssertionError, match="without its KV"):
         check_checkpoints(pool, ())
