@@ -18,6 +18,7 @@ import json
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -176,15 +177,13 @@ class Bench:
                 kept[x.data_ptr()] = kernels._route(x, router, config.tokens)
             routing = kept[x.data_ptr()]
             out = x.new_empty(len(routing.order), self.moe.intermediate_size)
-            moe_gemm.launch_gemm(x, routing, weights, out, config, is_up=True, pure=False, pdl=pdl)
+            moe_gemm.launch_gemm(x, routing, weights, out, config=config, is_up=True, pdl=pdl)
 
         def down(x: Tensor, router: Router, experts: Experts, residual: Tensor) -> None:
             weights, routing = weights_of(experts.down_proj), kept[x.data_ptr()]
             inner = x.new_empty(len(routing.order), self.moe.intermediate_size)
             out = x.new_empty(len(routing.order), self.text.hidden_size)
-            moe_gemm.launch_gemm(
-                inner, routing, weights, out, config, is_up=False, pure=False, pdl=pdl
-            )
+            moe_gemm.launch_gemm(inner, routing, weights, out, config=config, is_up=False, pdl=pdl)
 
         return {"scores": scores, "scores+route": route, "up": up, "down": down}
 
@@ -248,9 +247,8 @@ class Bench:
                         kernels.gemv(x, router, experts, residual, config=config)
                     else:
                         routing = kernels._route(x, router, config.tokens)
-                        moe_gemm.grouped_experts(
-                            x, routing, up, down, residual, config, pdl=pdl
-                        )  # fmt: skip
+                        gemm = partial(moe_gemm.launch_gemm, config=config, pdl=pdl)
+                        moe_gemm.grouped_experts(x, routing, up, down, residual, gemm, pdl=pdl)
 
                 try:
                     found.append((self.time_us(call, inputs), str(config)))

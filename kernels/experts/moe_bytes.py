@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.dependent_launch import wait_for_earlier
-from kernels.experts.moe_gemm import combine, rows_of_tile, store_tile
+from kernels.experts.moe_gemm import rows_of_tile, store_tile
 from kernels.experts.moe_routing import Routing
 from kernels.experts.moe_weights import widen
 from kernels.gemm.packed_kernels import TILE, widened
@@ -24,37 +24,6 @@ from kernels.gemm.packed_weight import PackedWeight
 from kernels.tuning import MoETilesConfig
 
 _ROWS = 64
-
-
-def grouped_experts(
-    x: Tensor,
-    routing: Routing,
-    gate_up: PackedWeight,
-    down: PackedWeight,
-    residual: Tensor,
-    config: MoETilesConfig,
-    *,
-    pure: bool = False,
-    pdl: bool,
-) -> None:
-    """Adds the experts' weighted outputs to the residual stream, in place.
-
-    Args:
-        x: `[T, hidden]`.
-        routing: of the tokens, with tiles of `config.tokens`.
-        gate_up: a stack of `[E, 2 * I, hidden]`, sizes as `fits` wants them.
-        down: the same, of `[E, hidden, I]`.
-        residual: `[T, hidden]`.
-        config: of the kernels.
-        pure: see `fp8_kernels.unpack`.
-        pdl: see `DeviceFacts.supports_pdl`.
-    """
-    num_rows = len(routing.order)
-    inner = x.new_empty(num_rows, gate_up.rows // 2)
-    _launch(x, routing, gate_up, inner, config, is_up=True, pure=pure, pdl=pdl)
-    out = x.new_empty(num_rows, down.rows)
-    _launch(inner, routing, down, out, config, is_up=False, pure=pure, pdl=pdl)
-    combine(out, routing, residual, pdl=pdl)
 
 
 def fits(weight: PackedWeight) -> bool:
@@ -66,10 +35,11 @@ def fits(weight: PackedWeight) -> bool:
     return whole and not weight.is_tiled and (group % TILE == 0 or TILE % group == 0)
 
 
-def _launch(
-    x: Tensor, routing: Routing, weight: PackedWeight, out: Tensor, config: MoETilesConfig, *,
-    is_up: bool, pure: bool, pdl: bool,
+def launch_gemm(
+    x: Tensor, routing: Routing, weight: PackedWeight, out: Tensor, *, config: MoETilesConfig,
+    is_up: bool, pure: bool = False, pdl: bool,
 ) -> None:  # fmt: skip
+    """One of the two GEMMs, of sizes as `fits` wants them; see `moe_gemm.grouped_experts`."""
     num_tiles = routing.tiles.shape[1]
     codes, is_e4m3 = weight.codes, weight.is_float and weight.bits == 8
     if is_e4m3 and codes.is_cuda:  # the interpreter has no assembly

@@ -9,6 +9,7 @@ bits multiply quantized activations (`MoEGemmConfig.w8a8`), as `w8a8_linear` of 
 """
 
 import math
+from collections.abc import Callable
 
 import triton
 import triton.language as tl
@@ -19,6 +20,7 @@ from kernels.experts.moe_routing import Routing
 from kernels.experts.moe_weights import ExpertWeights, widen
 from kernels.gemm import fp8_kernels, int8_kernels
 from kernels.gemm.fp8_weight import BLOCK, E4M3
+from kernels.gemm.packed_weight import PackedWeight
 from kernels.gemm.silu_mul import swiglu
 from kernels.tuning import MoEGemmConfig
 
@@ -28,31 +30,29 @@ _COMBINE_COLUMNS = 1024
 def grouped_experts(
     x: Tensor,
     routing: Routing,
-    gate_up: ExpertWeights,
-    down: ExpertWeights,
+    gate_up: ExpertWeights | PackedWeight,
+    down: ExpertWeights | PackedWeight,
     residual: Tensor,
-    config: MoEGemmConfig,
+    gemm: Callable[..., None],
     *,
-    pure: bool = False,
     pdl: bool,
 ) -> None:
     """Adds the experts' weighted outputs to the residual stream, in place.
 
     Args:
         x: `[T, hidden]`.
-        routing: of the tokens, with tiles of `config.tokens`.
-        gate_up: `[E, 2 * I, hidden]`.
-        down: `[E, hidden, I]`.
+        routing: of the tokens, with tiles of the GEMMs' `config.tokens`.
+        gate_up: a stack of `[E, 2 * I, hidden]`.
+        down: the same, of `[E, hidden, I]`.
         residual: `[T, hidden]`.
-        config: of the tiles.
-        pure: see `fp8_kernels.unpack`.
+        gemm: the `launch_gemm` that reads such matrices, with its keyword arguments but `is_up`.
         pdl: see `DeviceFacts.supports_pdl`.
     """
     num_rows = len(routing.order)
-    inner = x.new_empty(num_rows, gate_up.num_rows // 2)
-    launch_gemm(x, routing, gate_up, inner, config, is_up=True, pure=pure, pdl=pdl)
-    out = x.new_empty(num_rows, down.num_rows)
-    launch_gemm(inner, routing, down, out, config, is_up=False, pure=pure, pdl=pdl)
+    inner = x.new_empty(num_rows, gate_up.rows // 2)
+    gemm(x, routing, gate_up, inner, is_up=True)
+    out = x.new_empty(num_rows, down.rows)
+    gemm(inner, routing, down, out, is_up=False)
     combine(out, routing, residual, pdl=pdl)
 
 
@@ -78,15 +78,17 @@ def launch_gemm(
     routing: Routing,
     weight: ExpertWeights,
     out: Tensor,
-    config: MoEGemmConfig,
     *,
+    config: MoEGemmConfig,
     is_up: bool,
-    pure: bool,
+    pure: bool = False,
     pdl: bool,
 ) -> None:
-    """One of the two GEMMs, the quantization of its activations included."""
+    """One of the two GEMMs, the quantization of its activations included; `pure`: see
+    `fp8_kernels.unpack`.
+    """
     num_tiles = routing.tiles.shape[1]
-    num_rows = weight.num_rows // 2 if is_up else weight.num_rows
+    num_rows = weight.rows // 2 if is_up else weight.rows
     rows = math.gcd(config.rows // 2 if is_up else config.rows, num_rows)
     width, values, constants = x.shape[1], weight.values, weight.constants
     columns = math.gcd(BLOCK if weight.block_rows else config.columns, width)
@@ -101,7 +103,7 @@ def launch_gemm(
     _grouped_gemm_kernel[(num_rows // rows, num_tiles)](
         x, values, weight.scale, out, routing.order, routing.tiles, num_tiles, x_scale,
         0 if x_scale is None else x_scale.stride(1), X_COLUMNS=x_columns, WIDTH=width,
-        HEIGHT=weight.num_rows, TOP_K=routing.experts.shape[1], TOKENS=config.tokens,
+        HEIGHT=weight.rows, TOP_K=routing.experts.shape[1], TOKENS=config.tokens,
         ROWS=2 * rows if is_up else rows, COLUMNS=columns, STAGES=config.stages, UP=is_up,
         **constants, PURE=pure, PDL=pdl, num_warps=config.warps, launch_pdl=pdl,
     )  # fmt: skip

@@ -45,7 +45,7 @@ def experts(
         pdl: see `DeviceFacts.supports_pdl`.
     """
     num_tokens, hidden = x.shape
-    top_k, size = routing.experts.shape[1], gate_up.num_rows // 2
+    top_k, size = routing.experts.shape[1], gate_up.rows // 2
     inner = x.new_empty(num_tokens * top_k, size)
     up_rows, down_rows = math.gcd(config.up_rows, size), math.gcd(config.down_rows, hidden)
     _gate_up_kernel[(size // up_rows, num_tokens * top_k)](

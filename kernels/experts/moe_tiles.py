@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.dependent_launch import wait_for_earlier
-from kernels.experts.moe_gemm import combine, rows_of_tile, store_tile
+from kernels.experts.moe_gemm import rows_of_tile, store_tile
 from kernels.experts.moe_routing import Routing
 from kernels.gemm.packed_codes import (
     assembly,
@@ -28,39 +28,11 @@ from kernels.gemm.packed_weight import TILE_ROWS, PackedWeight
 from kernels.tuning import MoETilesConfig
 
 
-def grouped_experts(
-    x: Tensor,
-    routing: Routing,
-    gate_up: PackedWeight,
-    down: PackedWeight,
-    residual: Tensor,
-    config: MoETilesConfig,
-    *,
-    pdl: bool,
-) -> None:
-    """Adds the experts' weighted outputs to the residual stream, in place.
-
-    Args:
-        x: `[T, hidden]`.
-        routing: of the tokens, with tiles of `config.tokens`.
-        gate_up: a stack in tiles, of `[E, 2 * I, hidden]`.
-        down: the same, of `[E, hidden, I]`.
-        residual: `[T, hidden]`.
-        config: of the kernels.
-        pdl: see `DeviceFacts.supports_pdl`.
-    """
-    num_rows = len(routing.order)
-    inner = x.new_empty(num_rows, gate_up.rows // 2)
-    _launch(x, routing, gate_up, inner, config, is_up=True, pdl=pdl)
-    out = x.new_empty(num_rows, down.rows)
-    _launch(inner, routing, down, out, config, is_up=False, pdl=pdl)
-    combine(out, routing, residual, pdl=pdl)
-
-
-def _launch(
-    x: Tensor, routing: Routing, weight: PackedWeight, out: Tensor, config: MoETilesConfig, *,
+def launch_gemm(
+    x: Tensor, routing: Routing, weight: PackedWeight, out: Tensor, *, config: MoETilesConfig,
     is_up: bool, pdl: bool,
 ) -> None:  # fmt: skip
+    """One of the two GEMMs, of a stack in tiles; see `moe_gemm.grouped_experts`."""
     num_tiles = routing.tiles.shape[1]
     has_zeros = weight.zero is not None
     _grouped_kernel[(weight.rows // TILE_ROWS, num_tiles)](

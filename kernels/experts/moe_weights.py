@@ -39,7 +39,7 @@ class ExpertWeights:
         return cls(values, weight.scale, weight.block_rows)
 
     @property
-    def num_rows(self) -> int:
+    def rows(self) -> int:
         return self.values.shape[1]
 
     @property

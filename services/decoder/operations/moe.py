@@ -14,6 +14,8 @@ that no tile divides, a checkpoint of two formats) is dequantized, the whole lay
 before `grouped_gemm`: right, and slow.
 """
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -88,10 +90,9 @@ class MoEKernels:
         self, x: Tensor, router: Router, up: ExpertWeights, down: ExpertWeights, residual: Tensor
     ) -> None:
         config = self.gemm_config(len(x), up, down)
+        gemm = partial(moe_gemm.launch_gemm, config=config, pure=self._pure, pdl=self._pdl)
         routing = self._route(x, router, config.tokens)
-        moe_gemm.grouped_experts(
-            x, routing, up, down, residual, config, pure=self._pure, pdl=self._pdl
-        )  # fmt: skip
+        moe_gemm.grouped_experts(x, routing, up, down, residual, gemm, pdl=self._pdl)
 
     def packed(self, x: Tensor, router: Router, experts: Experts, residual: Tensor) -> None:
         """Implements `experts.moe` of packed codes; dequantizes those whose sizes do not fit."""
@@ -101,13 +102,11 @@ class MoEKernels:
             self.grouped_gemm(x, router, experts, residual)
             return
         config = tuning.moe_tiles_config(self._device, self._mean_rows(len(x)))
+        gemm = partial(moe_tiles.launch_gemm, config=config, pdl=self._pdl)
+        if not is_tiled:
+            gemm = partial(moe_bytes.launch_gemm, config=config, pure=self._pure, pdl=self._pdl)
         routing = self._route(x, router, config.tokens)
-        if is_tiled:
-            moe_tiles.grouped_experts(x, routing, up, down, residual, config, pdl=self._pdl)
-        else:
-            moe_bytes.grouped_experts(
-                x, routing, up, down, residual, config, pure=self._pure, pdl=self._pdl
-            )
+        moe_gemm.grouped_experts(x, routing, up, down, residual, gemm, pdl=self._pdl)
 
     def gemm_config(self, num_tokens: int, *weights: ExpertWeights) -> MoEGemmConfig:
         """Of the grouped GEMM."""
