@@ -32,9 +32,8 @@ def check_scheduler(scheduler: Scheduler) -> None:
     rows = [s.row for s in running]
     assert len(set(rows)) == len(rows) and not set(rows) & set(scheduler._rows), "a row held twice"
     assert all(s.state is SequenceState.RUNNING for s in running)
-    idle = [*waiting(scheduler), *scheduler._parked.values()]
+    idle = [*waiting(scheduler), *parked(scheduler)]
     assert all(s.state is SequenceState.WAITING and s.row == -1 for s in idle)
-    assert scheduler._parked_for_images <= scheduler._parked.keys()
     assert all(s.plans_ahead for s in scheduler._decoding.values())
     for sequence in (*scheduler._ready.values(), *scheduler._awaiting.values()):
         waits = sequence.num_in_flight > 0 or sequence.awaits_mask
@@ -76,6 +75,11 @@ def waiting(scheduler: Scheduler) -> list[Sequence]:
     return [sequence for queue in scheduler._waiting._queues.values() for sequence in queue]
 
 
+def parked(scheduler: Scheduler) -> list[Sequence]:
+    """Those that wait for an image or a mask."""
+    return [*scheduler._parked_for_images.values(), *scheduler._parked_for_masks.values()]
+
+
 def all_sequences(scheduler: Scheduler) -> list[Sequence]:
     """Those that have not ended."""
-    return [*scheduler._all_running(), *scheduler._parked.values(), *waiting(scheduler)]
+    return [*scheduler._all_running(), *parked(scheduler), *waiting(scheduler)]

@@ -104,8 +104,8 @@ class Scheduler:
         # Blocks that admissions leave free, so that running sequences are not preempted at once.
         self._watermark = blocks.num_blocks // 100
         self._waiting = Admission()
-        self._parked: dict[int, Sequence] = {}
-        self._parked_for_images: set[int] = set()  # the others wait for masks
+        self._parked_for_images: dict[int, Sequence] = {}
+        self._parked_for_masks: dict[int, Sequence] = {}
         self._prefilling: dict[int, Sequence] = {}  # in order of admission
         self._stalled: dict[int, Sequence] = {}
         self._decoding: dict[int, Sequence] = {}  # planned ahead
@@ -133,7 +133,7 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Sequences that hold no row."""
-        return len(self._waiting) + len(self._parked)
+        return len(self._waiting) + len(self._parked_for_images) + len(self._parked_for_masks)
 
     @property
     def num_lacking_images(self) -> int:
@@ -452,14 +452,14 @@ class Scheduler:
         return True
 
     def _park(self, sequence: Sequence, computed: int) -> None:
-        self._parked[sequence.sequence_id] = sequence
-        if sequence.missing_image(computed) is not None:
-            self._parked_for_images.add(sequence.sequence_id)
+        lacks_image = sequence.missing_image(computed) is not None
+        group = self._parked_for_images if lacks_image else self._parked_for_masks
+        group[sequence.sequence_id] = sequence
 
     def _unpark(self, sequence: Sequence) -> bool:
         """Whether it was parked."""
-        self._parked_for_images.discard(sequence.sequence_id)
-        return self._parked.pop(sequence.sequence_id, None) is not None
+        groups = self._parked_for_images, self._parked_for_masks
+        return any(group.pop(sequence.sequence_id, None) for group in groups)
 
     def _admit(self, sequence: Sequence, prefix: list[int]) -> None:
         self.blocks.allocate(sequence, len(sequence.token_ids), prefix)
