@@ -17,14 +17,13 @@ from services.common.geometry import Unit
 from services.common.images.image_key import embedding_key, frames_key, still_digest
 from services.common.pb import encoder_pb2 as pb
 from services.common.spans import span
-from services.common.transport.rpc import adopt_metadata, message_bytes
 from services.encoder.brought import BroughtEmbeddings
 from services.encoder.clips.held_videos import HeldVideo, HeldVideos
 from services.encoder.embeddings import Embeddings, Encoded
 from services.encoder.engine.messages import Source
 from services.encoder.kept_files import KEPT_S, KeptFiles
 from services.encoder.metrics import EncoderMetrics
-from services.encoder.service import EncoderServicer, read_message
+from services.encoder.service import EncoderServicer
 
 
 class MediaServicer(EncoderServicer):
@@ -60,17 +59,12 @@ class MediaServicer(EncoderServicer):
         self._takes_videos = takes_videos
 
     async def Probe(self, request: object, context: grpc.aio.ServicerContext) -> pb.ProbeResponse:
-        parent = adopt_metadata(context)
-        try:
-            with self._call(), span("probe", parent) as current:
-                num_bytes = message_bytes(context)
-                with self._reading(num_bytes):
-                    message = await read_message(context, num_bytes, pb.ProbeRequest)
+        async with self._call("probe", context) as parent:
+            with span("probe", parent) as current:
+                async with self._message(context, pb.ProbeRequest) as message:
                     held = await self._probed(message)
                 current.set(num_frames=held.facts.num_frames, size_bytes=held.file.size_bytes)
             return pb.ProbeResponse(video_digest=held.digest, **asdict(held.facts))
-        except Exception as error:
-            return await self._fail("probe", error, context)
 
     async def _probed(self, message: pb.ProbeRequest) -> HeldVideo:
         if not self._takes_videos:
@@ -82,33 +76,23 @@ class MediaServicer(EncoderServicer):
         return self._videos.get(message.video_digest)
 
     async def Upload(self, request: object, context: grpc.aio.ServicerContext) -> pb.UploadResponse:
-        adopt_metadata(context)
-        try:
-            with self._call():
-                num_bytes = message_bytes(context)
-                with self._reading(num_bytes):
-                    message = await read_message(context, num_bytes, pb.UploadRequest)
-                    digest = await self._files.put(message.tenant, message.file)
+        async with self._call("upload", context):
+            async with self._message(context, pb.UploadRequest) as message:
+                digest = await self._files.put(message.tenant, message.file)
             return pb.UploadResponse(digest=digest, kept_s=KEPT_S)
-        except Exception as error:
-            return await self._fail("upload", error, context)
 
     async def Download(
         self, request: pb.DownloadRequest, context: grpc.aio.ServicerContext
     ) -> pb.DownloadResponse:
-        adopt_metadata(context)
-        try:
-            with self._call():
-                if request.forget:
-                    if not await self._files.delete(request.tenant, request.digest):
-                        raise NotFound("no such file is kept")
-                    return pb.DownloadResponse()
-                file = await self._files.get(request.tenant, request.digest)
-                self._count(len(file))
-                cast("Any", context).add_done_callback(lambda _: self._sent(len(file)))
-                return pb.DownloadResponse(file=file)
-        except Exception as error:
-            return await self._fail("download", error, context)
+        async with self._call("download", context):
+            if request.forget:
+                if not await self._files.delete(request.tenant, request.digest):
+                    raise NotFound("no such file is kept")
+                return pb.DownloadResponse()
+            file = await self._files.get(request.tenant, request.digest)
+            self._count(len(file))
+            cast("Any", context).add_done_callback(lambda _: self._sent(len(file)))
+            return pb.DownloadResponse(file=file)
 
     def _sent(self, num_bytes: int) -> None:
         self._bytes_under_way -= num_bytes

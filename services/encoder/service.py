@@ -8,8 +8,8 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable, Generator
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import asdict
 from functools import partial
 from typing import Any, ClassVar, NoReturn, TypeVar, cast
@@ -111,12 +111,22 @@ class EncoderServicer(pb_grpc.EncoderServicer):
                 return
             await asyncio.sleep(min(deadline, max(quiet_at, now + _POLL_S)) - now)
 
-    @contextmanager
-    def _reading(self, num_bytes: int) -> Generator[None]:
-        """Counts a message while it is read and hashed; then the embeddings' queue counts it."""
+    @asynccontextmanager
+    async def _message(
+        self, context: grpc.aio.ServicerContext, kind: type[Request]
+    ) -> AsyncGenerator[Request]:
+        """A call's message, counted while it is read and hashed; then the embeddings' queue counts
+        it.
+
+        Raises:
+            Overloaded: calls under way have too many bytes.
+            DeadlineExceeded: it does not arrive.
+            InvalidRequest: there is none, or it is longer than its caller said.
+        """
+        num_bytes = message_bytes(context)
         self._count(num_bytes)
         try:
-            yield
+            yield await _read(context, num_bytes, kind)
         finally:
             self._bytes_under_way -= num_bytes
 
@@ -126,11 +136,17 @@ class EncoderServicer(pb_grpc.EncoderServicer):
             raise Overloaded("calls under way have too many bytes", retry_after_s=1)
         self._bytes_under_way += num_bytes
 
-    @contextmanager
-    def _call(self) -> Generator[None]:
+    @asynccontextmanager
+    async def _call(self, method: str, context: grpc.aio.ServicerContext) -> AsyncGenerator[str]:
+        """A call, whose failure ends it with an error of our tree; gives the caller's
+        `traceparent`.
+        """
+        parent = adopt_metadata(context)
         self._num_calls += 1
         try:
-            yield
+            yield parent
+        except Exception as error:
+            await self._fail(method, error, context)
         finally:
             self._num_calls -= 1
             self._last_call_at = time.monotonic()
@@ -142,9 +158,8 @@ class EncoderServicer(pb_grpc.EncoderServicer):
 
     async def Encode(self, request: object, context: grpc.aio.ServicerContext) -> pb.EncodeResponse:
         """On the wire a call with one message, see `READING`."""
-        parent = adopt_metadata(context)
-        try:
-            with self._call(), span("encode", parent) as current:
+        async with self._call("encode", context) as parent:
+            with span("encode", parent) as current:
                 encoded, num_tokens = await self._encoded(context)
                 current.set(source=encoded.origin.value, num_tokens=num_tokens, **_seconds(encoded))
             fields = {"source": encoded.origin.value, "tokens": num_tokens}
@@ -152,16 +167,12 @@ class EncoderServicer(pb_grpc.EncoderServicer):
             self._metrics.requests.labels(encoded.origin.value).inc()
             origin = f"SOURCE_{encoded.origin.name}"
             return pb.EncodeResponse(source=origin, num_tokens=num_tokens, **_seconds(encoded))
-        except Exception as error:
-            return await self._fail("encode", error, context)
 
     async def _encoded(self, context: grpc.aio.ServicerContext) -> tuple[Encoded, int]:
         """What became of a call's image, and its tokens. While the call waits, only what is queued
         keeps the file: nothing counts the copies of calls that join.
         """
-        num_bytes = message_bytes(context)
-        with self._reading(num_bytes):
-            message = await read_message(context, num_bytes, pb.EncodeRequest)
+        async with self._message(context, pb.EncodeRequest) as message:
             unit, share = self._checked_unit(message), _share(message)
             source, key = await self._source(message, unit)
             spec = self._embeddings.spec_of(unit)
@@ -180,12 +191,8 @@ class EncoderServicer(pb_grpc.EncoderServicer):
         return None
 
     async def Fetch(self, request: pb.FetchRequest, context: grpc.aio.ServicerContext) -> None:
-        parent = adopt_metadata(context)
-        try:
-            with self._call():
-                await self._fetch(request, parent, context)
-        except Exception as error:
-            await self._fail("fetch", error, context)
+        async with self._call("fetch", context) as parent:
+            await self._fetch(request, parent, context)
 
     async def _fetch(
         self, request: pb.FetchRequest, parent: str, context: grpc.aio.ServicerContext
@@ -285,15 +292,7 @@ class EncoderServicer(pb_grpc.EncoderServicer):
         await abort(context, error)
 
 
-async def read_message(
-    context: grpc.aio.ServicerContext, max_bytes: int, kind: type[Request]
-) -> Request:
-    """A call's message.
-
-    Raises:
-        DeadlineExceeded: it does not arrive.
-        InvalidRequest: there is none, or it is longer than `max_bytes`.
-    """
+async def _read(context: grpc.aio.ServicerContext, max_bytes: int, kind: type[Request]) -> Request:
     try:
         async with asyncio.timeout(_MESSAGE_TIMEOUT_S):
             request = cast("object", await context.read())

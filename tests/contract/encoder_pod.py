@@ -41,7 +41,7 @@ from services.encoder.media_service import MediaServicer
 from services.encoder.memory_tier import MemoryTier
 from services.encoder.metrics import EncoderMetrics
 from services.encoder.redis_tier import RedisTier
-from services.encoder.service import SERVICE, EncoderServicer, add_to_server
+from services.encoder.service import SERVICE, add_to_server
 from tests.noise import PATIENCE_S
 
 GEOMETRY = Geometry(0, 16, 2, 1, 1 << 30)
@@ -145,7 +145,7 @@ class Pod:
     metrics: EncoderMetrics
     cache: RedisCache | None
     redis: RedisTier | None
-    servicer: EncoderServicer
+    servicer: MediaServicer
     stub: pb_grpc.EncoderStub
     channel: grpc.aio.Channel
     address: str

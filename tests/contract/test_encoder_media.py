@@ -70,12 +70,13 @@ async def test_a_file_that_leaves_is_counted_until_it_has_left() -> None:
     async with run_pod(max_read_bytes=100 << 10) as pod:
         file = bytes(60 << 10)
         digest = await upload(pod, file, "one")
-        with pod.servicer._reading(60 << 10):
-            assert isinstance(await failure(download(pod, digest, "one")), errors.Overloaded)
+        pod.servicer._count(60 << 10)
+        assert isinstance(await failure(download(pod, digest, "one")), errors.Overloaded)
+        pod.servicer._sent(60 << 10)
         assert await download(pod, digest, "one") == file
         await until(lambda: not pod.servicer._bytes_under_way)
-        with pod.servicer._reading(100 << 10):
-            assert isinstance(await failure(download(pod, digest, "one")), errors.Overloaded)
+        pod.servicer._count(100 << 10)
+        assert isinstance(await failure(download(pod, digest, "one")), errors.Overloaded)
 
 
 async def test_files_outlive_their_encoder_in_redis(redis_server: RedisServer) -> None:  # noqa: F811
