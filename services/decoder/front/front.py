@@ -43,7 +43,7 @@ from services.decoder.engine.messages import (
 )
 from services.decoder.front.departure import Departure
 from services.decoder.front.outbox import Outbox
-from services.decoder.front.submission import ReadDemands, read_submit
+from services.decoder.front.submission import Demands, ReadDemands, read_submit
 from services.decoder.images.embedding_fetch import EncoderFailed
 from services.decoder.images.embeddings import EmbeddingSource, ImageRequest, SequenceImages
 from services.decoder.metrics import DecoderMetrics
@@ -74,13 +74,7 @@ class Masks(Protocol):
     @property
     def read_demands(self) -> ReadDemands: ...
 
-    def add(
-        self,
-        number: int,
-        demands: Any,  # noqa: ANN401 - as they were read
-        generated: list[int],
-        tenant: str,
-    ) -> None: ...
+    def add(self, number: int, demands: Demands, generated: list[int], tenant: str) -> None: ...
 
     def tokens_arrived(self, tokens: Iterable[tuple[int, list[int]]]) -> None: ...
 

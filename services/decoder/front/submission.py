@@ -26,16 +26,15 @@ MAX_TENANT_CHARS = 128
 INT_BYTES = 4
 _FEW_IDS = 256
 
-# `masks.demands.read_demands`: the sampling parameters, and what masks have to see to beside them,
-# which is handed on as it is; None: no token is masked.
-ReadDemands = Callable[[pb.Submit, SamplingParams, EngineInfo], tuple[SamplingParams, Any]]
+Demands = Any  # what masks have to see to, handed on as `masks.demands` has read it
+ReadDemands = Callable[[pb.Submit, SamplingParams, EngineInfo], tuple[SamplingParams, Demands]]
 
 
 def read_submit(
     submit: pb.Submit, sequence_id: int, engine: EngineInfo, read_demands: ReadDemands
-) -> tuple[AddSequence, list[ImageRequest], Any]:
+) -> tuple[AddSequence, list[ImageRequest], Demands]:
     """The engine's message, under the front's `sequence_id`, the images it needs, and what masks
-    have to see to.
+    have to see to; None: no token is masked.
 
     Raises:
         InvalidRequest: the message says which field and why.

@@ -27,25 +27,19 @@ _GRAMMAR_KINDS = {
 def read_demands(
     submit: pb.Submit, sampling: SamplingParams, engine: EngineInfo
 ) -> tuple[SamplingParams, Demands | None]:
-    """The demands (None: no token is masked), and the sampling parameters beside them.
+    """The sampling parameters, and the demands beside them; None: no token is masked.
 
     Raises:
         InvalidRequest: the message says which field and why.
     """
-    grammar = None
+    given, grammar = submit.sampling, None
     if submit.HasField("grammar"):
-        grammar = _grammar(submit.grammar, sampling, submit.prompt_token_ids, engine)
+        grammar = _grammar(submit, sampling, engine)
         # The grammar decides when the sequence may end.
         stop_ids = tuple(dict.fromkeys((*sampling.stop_token_ids, *grammar.end_ids)))
         sampling = structs.replace(sampling, stop_token_ids=stop_ids, min_tokens=0)
-    return sampling, _demands(submit.sampling, grammar, engine)
-
-
-def _demands(
-    given: pb.SamplingParams, grammar: Grammar | None, engine: EngineInfo
-) -> Demands | None:
-    if not (grammar or given.allowed_token_ids or given.bad_words):
-        return None
+    elif not (given.allowed_token_ids or given.bad_words):
+        return sampling, None
     if len(given.bad_words) > MAX_BAD_WORDS:
         raise InvalidRequest(f"bad_words has more than {MAX_BAD_WORDS} entries")
     bad_words = tuple(tuple(word.ids) for word in given.bad_words)
@@ -54,15 +48,11 @@ def _demands(
             raise InvalidRequest(f"a bad word has not 1 to {MAX_BAD_WORD_TOKENS} tokens")
         check_ids("bad_words", word, engine)
     check_ids("allowed_token_ids", given.allowed_token_ids, engine)
-    return Demands(grammar, tuple(given.allowed_token_ids), bad_words)
+    return sampling, Demands(grammar, tuple(given.allowed_token_ids), bad_words)
 
 
-def _grammar(
-    given: pb.Grammar,
-    sampling: SamplingParams,
-    prompt: bytes,
-    engine: EngineInfo,
-) -> Grammar:
+def _grammar(submit: pb.Submit, sampling: SamplingParams, engine: EngineInfo) -> Grammar:
+    given, prompt = submit.grammar, submit.prompt_token_ids
     kind = _GRAMMAR_KINDS.get(given.kind)
     if kind is None:
         raise InvalidRequest(f"grammar has the unknown kind {given.kind}")
