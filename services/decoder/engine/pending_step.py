@@ -85,46 +85,35 @@ class Readback:
         return buffer, torch.cuda.Event()
 
 
-class LateSampling(NamedTuple):
-    """The sampling of a step whose masks arrive while it is computed.
-
-    Attributes:
-        computed: happens when the logits are there; None: they are.
-        put: takes the place of a mask in `SampleStep.late`, and the mask.
-        sample: launches the sampling; its logits are valid until the next step.
-    """
-
-    computed: torch.cuda.Event | None
-    put: Callable[[int, Int32Array], None]
-    sample: Callable[[], HostTokens]
-
-
 @dataclass(slots=True)
 class DevicePendingStep:
     """A launched step.
 
     Attributes:
-        tokens: its samples; None: not sampled yet.
-        late: samples it; None: it was sampled when it was launched.
+        tokens: its samples; None: not sampled yet, because masks arrive while it is computed.
         scores: the parts of `Scores`, on the host when `tokens` are.
+        put: of a step without samples: takes a mask and its place in `SampleStep.late`.
+        launch: launches its sampling; its logits are valid until the next step.
+        computed: happens when they are there; None: they are.
     """
 
     tokens: HostTokens | None
-    late: LateSampling | None = None
     scores: Sequence[tuple[Tensor, ...]] = ()
+    put: Callable[[int, Int32Array], None] | None = None
+    launch: Callable[[], HostTokens] | None = None
+    computed: torch.cuda.Event | None = None
     _output: StepOutput | None = field(default=None, init=False)
 
     def is_computed(self) -> bool:
-        computed = None if self.late is None else self.late.computed
-        return computed is None or computed.query()
+        return self.computed is None or self.computed.query()
 
     def put_mask(self, index: int, mask: Int32Array) -> None:
-        assert self.late is not None
-        self.late.put(index, mask)
+        assert self.put is not None
+        self.put(index, mask)
 
     def sample(self) -> None:
-        assert self.late is not None
-        self.tokens = self.late.sample()
+        assert self.launch is not None
+        self.tokens = self.launch()
 
     def result(self) -> StepOutput:
         """The step's tokens and scores, once they are there."""

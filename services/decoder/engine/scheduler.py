@@ -29,7 +29,6 @@ Any running sequence can be preempted: it loses its blocks and computes all its 
 that were released after they were read are requested again unless the prefix cache holds them.
 """
 
-import math
 from collections.abc import Iterator
 
 import numpy as np
@@ -80,9 +79,9 @@ class Scheduler:
         max_model_len: int,
         max_tokens_per_step: int = 1,
         late_masks: bool = False,
-        step_ms: float = math.inf,
-        step_cost: StepCost | None = None,
-        min_partial_tokens: int = MIN_PARTIAL_TOKENS,
+        step_ms: float,
+        step_cost: StepCost | None,
+        min_partial_tokens: int,
     ) -> None:
         if max_batched_tokens < max_num_sequences * max_tokens_per_step:
             raise ValueError(

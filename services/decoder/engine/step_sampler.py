@@ -15,12 +15,7 @@ from torch import Tensor
 from kernels.rows import DeviceRows
 from kernels.sampling.sampling import MaskedRows, SamplingInputs
 from services.decoder.engine.messages import EngineInfo, SamplingParams
-from services.decoder.engine.pending_step import (
-    DevicePendingStep,
-    HostTokens,
-    LateSampling,
-    Readback,
-)
+from services.decoder.engine.pending_step import DevicePendingStep, HostTokens, Readback
 from services.decoder.engine.sampler import Sampled, Sampler
 from services.decoder.engine.staging import Staging
 from services.decoder.engine.step import ComputeStep, Int32Array, RowSampling, SampleStep, Step
@@ -127,17 +122,18 @@ class StepSampler:
         scores = self._score(step, computed.hidden) if len(step.compute.scored) else []
         if computed.logits is None:
             # The step still reads the arena, which may be reused once its result is there.
-            return DevicePendingStep(self._readback.tokens(None), None, scores)
+            return DevicePendingStep(self._readback.tokens(None), scores)
         late, masks = step.sample.late, step.sample.token_masks
         if len(late) == 0:
-            return DevicePendingStep(self._sample(computed, sampling), None, scores)
+            return DevicePendingStep(self._sample(computed, sampling), scores)
         first, count = len(masks), len(masks) + len(late)
-        sampling_late = LateSampling(
-            computed=self._readback.mark(),
+        return DevicePendingStep(
+            None,
+            scores,
             put=lambda index, mask: self._masks.put(first + index, mask),
-            sample=partial(self._sample_late, computed, sampling, count),
+            launch=partial(self._sample_late, computed, sampling, count),
+            computed=self._readback.mark(),
         )
-        return DevicePendingStep(None, sampling_late, scores)
 
     def _score(self, step: Step, hidden: Tensor | None) -> list[tuple[Tensor, ...]]:
         """Logprobs of the prompt tokens that a step names, on their way to the host."""

@@ -22,23 +22,6 @@ _ROWS_AT_ONCE = 8192
 
 
 @dataclass(frozen=True, slots=True)
-class VisionLayout:
-    """What a packed batch's shape alone decides; made before the forward, shared by all blocks.
-
-    Attributes:
-        embeddings: `[N, hidden]`, of the positions.
-        cos: `[N, head_dim / 2]` float32.
-        sin: as `cos`.
-        segments: of the attention, by what the model calls them: full, or of windows.
-    """
-
-    embeddings: Tensor
-    cos: Tensor
-    sin: Tensor
-    segments: Mapping[str, Segments]
-
-
-@dataclass(frozen=True, slots=True)
 class GridPositions:
     """Positions of the patches of one h x w frame, or of several frames, concatenated.
 
@@ -56,6 +39,17 @@ class GridPositions:
     @property
     def size_bytes(self) -> int:
         return sum(x.numel() * x.element_size() for x in (self.embeddings, self.cos, self.sin))
+
+
+@dataclass(frozen=True, slots=True)
+class VisionLayout(GridPositions):
+    """What a packed batch's shape alone decides; made before the forward, shared by all blocks.
+
+    Attributes:
+        segments: of the attention, by what the model calls them: full, or of windows.
+    """
+
+    segments: Mapping[str, Segments]
 
 
 class PositionCache:
