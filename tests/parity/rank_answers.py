@@ -15,7 +15,7 @@ from services.decoder.engine.kv_cache import KVCacheShape
 from services.decoder.engine.messages import AddSequence, SamplingParams
 from services.decoder.engine.model_runner import ModelRunner
 from services.decoder.engine.runner_factory import RunnerOptions, create_runner
-from services.decoder.models.transformer import rank_spec
+from services.decoder.models.rank_spec import rank_spec
 from services.decoder.ranks.steps import Follower, LeadingRunner
 
 END = b"end"

@@ -27,7 +27,8 @@ from services.common.nn.weights import Checkpoint, load_weights
 from services.common.quantization import quantized_at_load
 from services.decoder.attention.base import AttentionMetadata
 from services.decoder.attention.sdpa import SdpaBackend
-from services.decoder.models.transformer import Transformer, rank_spec
+from services.decoder.models.rank_spec import rank_spec
+from services.decoder.models.transformer import Transformer
 from services.decoder.operations import table
 from services.decoder.operations.kernel_facts import KernelFacts, attention_facts
 from services.decoder.operations.ops import Ops

@@ -50,8 +50,9 @@ from services.decoder.engine.model_runner import ModelRunner
 from services.decoder.engine.prompt_scores import score_prompt
 from services.decoder.engine.step_sampler import Extras
 from services.decoder.models.kv_scales import finish_scales, read_scales
+from services.decoder.models.rank_spec import rank_spec
 from services.decoder.models.stored import as_stored
-from services.decoder.models.transformer import Transformer, rank_spec
+from services.decoder.models.transformer import Transformer
 from services.decoder.operations.kernel_facts import KernelFacts, attention_facts
 from services.decoder.operations.ops import Ops, PlainOps, create_ops
 

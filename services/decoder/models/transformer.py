@@ -10,10 +10,10 @@ Tensor parallelism. A rank holds heads (of attention and of linear attention), a
 and expert's intermediate size, and a part of the vocabulary; norms, routers and the embedding table
 are whole on each. Layers say which rows or columns of the files they hold (`collectives.Share`). A
 rank's `o_proj` and `down_proj` give a term of a sum, and `row_parallel` is where the all-reduce
-belongs: between the GEMM and the residual addition. Rank 0 gets the logits of all.
+belongs: between the GEMM and the residual addition. Rank 0 gets the logits of all. `rank_spec` has
+the sizes that are left.
 """
 
-from dataclasses import replace
 from typing import cast
 
 from torch import Tensor, nn
@@ -177,7 +177,6 @@ class Transformer(nn.Module):
     ) -> None:
         super().__init__()
         text = spec.text
-        rank_spec(text, ranks)  # or refuses
         self.ops, self.ranks = ops, ranks
         self.embed_tokens = embedding(text.vocab_size, text.hidden_size)
         self.rope = RotaryEmbedding(text.rope)
@@ -270,33 +269,3 @@ class Transformer(nn.Module):
             return self.ops.logits(hidden, head.weight, out=out)
         found = head(hidden)
         return found if out is None else out.copy_(found)
-
-
-def rank_spec(text: TextSpec, ranks: Ranks) -> TextSpec:
-    """What one of several ranks has of the layers: the sizes of its kernels and caches.
-
-    Raises:
-        ValueError: heads, MLP, experts or vocabulary cannot be divided equally.
-    """
-    if ranks.count == 1:
-        return text
-
-    def share(of: object, name: str, *, replicated: bool = False) -> int:
-        return len(ranks.part(getattr(of, name), name, replicated=replicated))
-
-    share(text, "vocab_size")
-    moe, linear = text.moe, text.linear_attention
-    if moe is not None:
-        sizes = ("intermediate_size", "shared_intermediate_size")
-        moe = replace(moe, **{name: share(moe, name) for name in sizes})
-    if linear is not None:
-        share(linear, "num_key_heads")
-        linear = linear.part(ranks.count)
-    return replace(
-        text,
-        moe=moe,
-        linear_attention=linear,
-        num_heads=share(text, "num_heads"),
-        num_kv_heads=share(text, "num_kv_heads", replicated=True),
-        intermediate_size=share(text, "intermediate_size"),
-    )

@@ -13,7 +13,8 @@ from services.common.nn.collectives import Ranks
 from services.common.nn.dummy_weights import load_dummy
 from services.common.nn.linear import Linear
 from services.decoder.attention.sdpa import SdpaBackend
-from services.decoder.models.transformer import Transformer, rank_spec
+from services.decoder.models.rank_spec import rank_spec
+from services.decoder.models.transformer import Transformer
 from services.decoder.operations import table
 from services.decoder.operations.kernel_facts import KernelFacts, attention_facts
 from services.decoder.operations.ops import Ops
