@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kernels import launches
 from kernels.linear_attention.states import StateCache
-from kernels.rows import DeviceRows, EnteredStep
+from kernels.rows import DeviceRows, EnteredStep, OfChunk
 from kernels.tuning import (
     MAX_CAPTURED_CHUNKS,
     MAX_CAPTURED_DECODES,
@@ -55,6 +55,60 @@ def mixed_buckets(max_num_tokens: int) -> list[int]:
     """Numbers of tokens, decodes among them, to capture mixed steps for."""
     sizes = [*range(256, 1408, 64), *range(1408, MAX_CAPTURED_TOKENS + 1, 128)]
     return [size for size in sizes if size <= max_num_tokens]
+
+
+def pad_decodes(step: StepInputs, num_chunks: int, scratch: StepInputs) -> StepInputs:
+    """Pads a step of decodes to a bucket; returns it.
+
+    Args:
+        step: of decodes alone.
+        scratch: `StepInputs.scratch` of at least as many decodes. Padding has one token of context
+            in the scratch block.
+    """
+    count = len(step.seq_lens)
+    if num_chunks > count:
+        padding = slice(count, num_chunks)
+        step.num_tokens = step.num_decodes = num_chunks
+        step.chunks = np.concatenate((step.chunks, scratch.chunks[:, padding]), axis=1)
+        step.cu_query_lens = scratch.cu_query_lens[: num_chunks + 1]
+        step.seq_lens = np.concatenate((step.seq_lens, scratch.seq_lens[padding]))
+        step.first_blocks = np.concatenate((step.first_blocks, scratch.first_blocks[padding]))
+    return step
+
+
+def pad_mixed(
+    step: StepInputs, num_tokens: int, num_decodes: int, num_chunks: int, scratch: StepInputs
+) -> StepInputs:
+    """Pads a step of decodes and chunks to these numbers of tokens, decodes and chunks; returns it.
+
+    Padding chunks have no context. Tokens stay contiguous, decodes first, so that padding tokens
+    are the last ones. `num_decodes` tokens are sampled: the step's own, then the step's last token
+    repeatedly, for the scratch row.
+    """
+    decodes, count = step.num_decodes, len(step.seq_lens)
+    used, end = step.tokens.shape[1], num_decodes + count - decodes
+    total = num_decodes + num_chunks + 1  # one is always padding
+    seq_lens = np.zeros(total, np.int32)
+    first_blocks = np.full(total, scratch.first_blocks[0])
+    chunks = np.zeros((OfChunk.COUNT, total), np.int32)
+    chunks[OfChunk.PLACE] = -1
+    chunks[OfChunk.ROW] = scratch.chunks[OfChunk.ROW, 0]
+    cu_query_lens = np.full(total + 1, used, np.int32)
+    for target, source in (
+        (seq_lens, step.seq_lens), (first_blocks, step.first_blocks), (chunks, step.chunks),
+    ):  # fmt: skip
+        target[..., :decodes] = source[..., :decodes]
+        target[..., num_decodes:end] = source[..., decodes:]
+    cu_query_lens[: decodes + 1] = step.cu_query_lens[: decodes + 1]
+    cu_query_lens[decodes : num_decodes + 1] = decodes
+    cu_query_lens[num_decodes : end + 1] = step.cu_query_lens[decodes:]
+    samples = np.full(num_decodes, total - 1)
+    chosen = step.samples
+    samples[: len(chosen)] = np.where(chosen < decodes, chosen, chosen + num_decodes - decodes)
+    step.num_tokens, step.num_decodes = num_tokens, num_decodes
+    step.chunks, step.cu_query_lens, step.samples = chunks, cu_query_lens, samples
+    step.seq_lens, step.first_blocks = seq_lens, first_blocks
+    return step
 
 
 @dataclass(slots=True)
@@ -249,7 +303,7 @@ class DecodeGraphs(_GraphSet):
             return None
         if (size := self._size(count)) is None:
             return None
-        step_inputs.pad(step, size, self._scratch)
+        pad_decodes(step, size, self._scratch)
         if size not in self._choices:
             backend, ops = self.parts.backend, self.parts.model.ops
             self._choices[size] = ops.max_fused_context(size), backend.plans_from_blocks(size)
@@ -342,9 +396,7 @@ class MixedGraphs(_ChunkGraphs):
         return self._padded(step, size) if size else None
 
     def _padded(self, step: StepInputs, num_tokens: int) -> StepInputs:
-        return step_inputs.pad_mixed(
-            step, num_tokens, self._decodes, MAX_CAPTURED_CHUNKS, self._scratch
-        )
+        return pad_mixed(step, num_tokens, self._decodes, MAX_CAPTURED_CHUNKS, self._scratch)
 
 
 Graphs = DecodeGraphs | PromptGraphs | MixedGraphs

@@ -259,7 +259,7 @@ class StepComputer:
 
 
 def _most_chunks(info: EngineInfo) -> int:
-    """Chunks of the largest step, see `step_inputs.pad_mixed`."""
+    """Chunks of the largest step, see `graphs.pad_mixed`."""
     return info.max_num_sequences + MAX_CAPTURED_CHUNKS + 1
 
 

@@ -15,7 +15,6 @@ import torch
 
 from kernels.sampling import ALL_MASKED
 from services.common.nn.device import resolve_device
-from services.decoder.engine import step_inputs
 from services.decoder.engine.engine import Engine
 from services.decoder.engine.graphs import (
     DecodeGraphs,
@@ -23,6 +22,8 @@ from services.decoder.engine.graphs import (
     Kind,
     MixedGraphs,
     PromptGraphs,
+    pad_decodes,
+    pad_mixed,
 )
 from services.decoder.engine.messages import AddSequence, SamplingParams
 from services.decoder.engine.model_runner import ModelRunner
@@ -421,7 +422,7 @@ def test_padding_keeps_places_and_touches_nothing_real(harness: Harness) -> None
     chunk = harness.chunk(sequences[0])
     step = harness.inputs(chunk)
     full = runner.computer._scratch([1] * 4)
-    padded = step_inputs.pad(step, 4, full)
+    padded = pad_decodes(step, 4, full)
     memory: Any = None
     graphs = DecodeGraphs(runner.computer._parts, memory, full)
     update = RowUpdates((np.array([5]), np.array([7], np.int32)), NOTHING_NEW.position_deltas)
@@ -453,7 +454,7 @@ def test_a_padded_mixture_has_its_tokens_together_and_its_sequences_apart(harnes
     used = sum(chunk.length for chunk in chunks)
     step = harness.inputs(*chunks)
     padded = dataclasses.replace(step)
-    step_inputs.pad_mixed(padded, 64, 4, 3, runner.computer._scratch([1]))
+    pad_mixed(padded, 64, 4, 3, runner.computer._scratch([1]))
     assert padded.num_decodes == 4
     assert padded.num_tokens == 64
     assert np.diff(padded.cu_query_lens).tolist() == [1, 1, 0, 0, 5, 10, 0, 0]
