@@ -76,13 +76,8 @@ class _Filling:
             self.worked_at = self.heard_at
 
 
-@dataclass(slots=True, eq=False)
-class _Hold:
-    """A reference to an entry; `filling` is None where the entry is complete."""
-
-    request: ImageRequest
-    entry: ArenaEntry
-    filling: _Filling | None
+# References to entries, one for each image. Those that are not complete are being filled.
+_Held = dict[ImageRequest, ArenaEntry]
 
 
 @dataclass(slots=True)
@@ -133,9 +128,9 @@ class EmbeddingSource:
                 f"the images' embeddings need {needed} bytes; this decoder has room for "
                 f"{self.arena.size_bytes}"
             )
-        holds = await self.arena.when_room(lambda: self._try_hold_all(requests), self._release_all)
-        not_ready = set(holds)
-        fillings = [hold.filling for hold in holds if hold.filling]
+        held = await self.arena.when_room(lambda: self._try_hold_all(requests), self._release_all)
+        not_ready = dict(held)
+        fillings = [self._filling[e.key] for e in held.values() if not e.committed]
         began_at = asyncio.get_running_loop().time()
 
         def worked_at() -> float:
@@ -143,13 +138,14 @@ class EmbeddingSource:
 
         tasks: list[asyncio.Task[None]] = []
         try:
-            for hold in holds:
-                if hold.entry.committed:
-                    not_ready.discard(hold)
-                    ready(hold.entry)
+            for request, entry in held.items():
+                if entry.committed:
+                    ready(not_ready.pop(request))
             tasks = [
-                asyncio.create_task(self._wait(hold, not_ready, ready, worked_at))
-                for hold in not_ready
+                asyncio.create_task(
+                    self._wait(request, self._filling[request.key], not_ready, ready, worked_at)
+                )
+                for request in not_ready
             ]
             await asyncio.gather(*tasks)
         finally:
@@ -175,66 +171,68 @@ class EmbeddingSource:
 
     # Room.
 
-    def _try_hold_all(self, requests: Sequence[ImageRequest]) -> list[_Hold] | None:
+    def _try_hold_all(self, requests: Sequence[ImageRequest]) -> _Held | None:
         """A reference to each image's entry, reserved where there is none; None: no room."""
-        holds = self._try_hold_each(requests)
-        if holds is None:
+        held = self._try_hold_each(requests)
+        if held is None:
             # Unreferenced entries, even of these images, may fragment the room for the others.
             self.arena.evict_unreferenced()
-            holds = self._try_hold_each(requests)
-        for hold in holds or ():
-            if hold.filling is None:
+            held = self._try_hold_each(requests)
+        for entry in (held or {}).values():
+            if entry.committed:
                 self.metrics.embedding_found("memory")
             else:
                 self.metrics.embedding_missed("memory")
-        return holds
+        return held
 
-    def _try_hold_each(self, requests: Sequence[ImageRequest]) -> list[_Hold] | None:
-        holds: list[_Hold] = []
+    def _try_hold_each(self, requests: Sequence[ImageRequest]) -> _Held | None:
+        held: _Held = {}
         try:
             for request in requests:
-                hold = self._try_hold(request)
-                if hold is None:
-                    self._release_all(holds)
+                if (entry := self._try_hold(request)) is None:
+                    self._release_all(held)
                     return None
-                holds.append(hold)
+                held[request] = entry
         except InvalidRequest:
-            self._release_all(holds)
+            self._release_all(held)
             raise
-        return holds
+        return held
 
-    def _try_hold(self, request: ImageRequest) -> _Hold | None:
+    def _try_hold(self, request: ImageRequest) -> ArenaEntry | None:
         filling = self._filling.get(request.key)
         entry = filling.entry if filling else self.arena.get(request.key)
         if entry is None:
             entry = self.arena.try_reserve(request.key, request.spec)
-            if entry is None:
-                return None
-            filling = self._filling[request.key] = _Filling(entry)
-            return _Hold(request, entry, filling)
+            if entry is not None:
+                self._filling[request.key] = _Filling(entry)
+            return entry
         if entry.spec != request.spec:
             raise InvalidRequest(
                 f"an image has {entry.spec.num_tokens} tokens, not {request.spec.num_tokens}"
             )
         self.arena.acquire(entry)
-        return _Hold(request, entry, filling)
+        return entry
 
-    def _release_all(self, holds: Sequence[_Hold] | set[_Hold]) -> None:
-        for hold in holds:
-            self.release(hold.entry)
+    def _release_all(self, held: _Held) -> None:
+        for entry in held.values():
+            self.release(entry)
 
     # Bytes.
 
     async def _wait(
-        self, hold: _Hold, not_ready: set[_Hold], ready: Ready, worked_at: Callable[[], float]
+        self,
+        request: ImageRequest,
+        filling: _Filling,
+        not_ready: _Held,
+        ready: Ready,
+        worked_at: Callable[[], float],
     ) -> None:
         """Waits until the entry is filled, at any sequence's request, and passes it to `ready`;
         `worked_at`: when an encoder last worked on an image of this sequence.
         """
-        filling, address = hold.filling, hold.request.encoder_address
-        assert filling is not None
+        address = request.encoder_address
         joined, has_taken_over = filling.flight is not None, False
-        while not hold.entry.committed:
+        while not filling.entry.committed:
             flight = filling.flight
             if flight is None or flight.task.done():
                 flight = self._start(filling, address)
@@ -263,8 +261,7 @@ class EmbeddingSource:
                 raise _copy_of(error, address)
         if joined:
             self.metrics.embedding_found("joined")
-        not_ready.discard(hold)
-        ready(hold.entry)
+        ready(not_ready.pop(request))
 
     def _start(
         self, filling: _Filling, address: str, instead_of: asyncio.Task[None] | None = None
