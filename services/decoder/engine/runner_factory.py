@@ -70,7 +70,7 @@ class RunnerOptions:
             JSON files are read.
         device: "cpu", "cuda" or "cuda:N" ("auto": cuda if there is one).
         dtype: "float32", "bfloat16", "float16" ("auto": bfloat16 on a GPU, float32 on a CPU).
-        load_format: "auto" (safetensors) or "dummy" (random weights from `seed`).
+        load_format: "auto" (safetensors) or "dummy" (random weights).
         quantization: of weights while they are read, see `quantized_at_load`; "": none.
         fp8_cache: keys and values are cached in e4m3, as they are, too, where the checkpoint says
             so.
@@ -99,7 +99,6 @@ class RunnerOptions:
     checkpoint_bytes: int | None = None
     cuda_graphs: bool = True
     kernels: str = ""
-    seed: int = 0
 
 
 def create_runner(
@@ -192,7 +191,7 @@ def _load(
         model = Transformer(spec, backend, PlainOps(), ranks=ranks)
     if checkpoint is None:
         load_dummy(
-            model, options.seed, device=device, dtype=dtype,
+            model, device=device, dtype=dtype,
             weight_map=model.weight_map, quantization=spec.checkpoint.quantization,
         )  # fmt: skip
     else:
