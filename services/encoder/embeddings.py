@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from services.common.embeddings.arena import ArenaEntry
 from services.common.embeddings.embedding import EmbeddingSpec
@@ -64,6 +64,14 @@ class SharedTier(Protocol):
         ...
 
 
+class Work(NamedTuple):
+    """What an embedding is made from, and for whom."""
+
+    source: Source
+    unit: Unit
+    share: Share = NOBODY
+
+
 @dataclass(slots=True, eq=False)
 class _Encode:
     """An encode in flight.
@@ -75,9 +83,7 @@ class _Encode:
     """
 
     key: bytes
-    source: Source
-    unit: Unit
-    share: Share
+    work: Work
     spec: EmbeddingSpec
     need_bytes: bool
     num_queued_patches: int
@@ -130,10 +136,8 @@ class Embeddings:
     def spec_of(self, unit: Unit) -> EmbeddingSpec:
         return replace(self._like, num_tokens=self.geometry.num_tokens(unit))
 
-    async def encode(
-        self, key: bytes, source: Source, unit: Unit, share: Share = NOBODY
-    ) -> Encoded:
-        """Makes the embedding available here or in Redis; `share`: for whom.
+    async def encode(self, key: bytes, work: Work) -> Encoded:
+        """Makes the embedding available here or in Redis.
 
         Raises:
             Overloaded: too much is in work already; says how long that will take.
@@ -142,13 +146,13 @@ class Embeddings:
         entry = self._memory.arena.get(key)
         self._metrics.memory_lookups.labels("hit" if entry else "miss").inc()
         if entry:
-            self._sources.put(key, source, unit, share)
+            self._sources.put(key, work)
             return Encoded(Origin.MEMORY)
         if encode := self._encodes.get(key):
-            del source  # which the encode has, and nothing counts here
+            del work  # which the encode has, and nothing counts here
             await encode.flight.join()
             return Encoded(Origin.JOINED)
-        return await self._start(key, source, unit, share, need_bytes=False).flight.join()
+        return await self._start(key, work, need_bytes=False).flight.join()
 
     @asynccontextmanager
     async def reading(
@@ -196,7 +200,7 @@ class Embeddings:
             encode = self._encodes.get(key)
             if encode is None and (kept := self._sources.get(key)):
                 # Answered from Redis, or evicted since: now the bytes are needed here.
-                encode = self._start(key, kept.source, kept.unit, kept.share, need_bytes=True)
+                encode = self._start(key, kept, need_bytes=True)
             if encode is None:
                 await self._until_requested(key, word)
             elif reading := await self._hold_when_written(encode, word):
@@ -233,9 +237,8 @@ class Embeddings:
 
     # Encoding.
 
-    def _start(
-        self, key: bytes, source: Source, unit: Unit, share: Share, *, need_bytes: bool
-    ) -> _Encode:
+    def _start(self, key: bytes, work: Work, *, need_bytes: bool) -> _Encode:
+        source, unit, share = work
         is_full = self._queued_bytes + source.num_bytes > self._max_queued_bytes
         rank = None if is_full else self._admission.enter(share, unit.num_patches)
         if rank is None:
@@ -249,8 +252,8 @@ class Embeddings:
             raise
         self._queued_bytes += source.num_bytes
         encode = _Encode(
-            key, source, unit, share, self.spec_of(unit), need_bytes,
-            self._admission.num_patches, job, asyncio.get_running_loop().create_future(),
+            key, work, self.spec_of(unit), need_bytes, self._admission.num_patches, job,
+            asyncio.get_running_loop().create_future(),
         )  # fmt: skip
         self._encodes[key] = encode
         encode.flight = InFlight(
@@ -275,12 +278,13 @@ class Embeddings:
 
     def _complete(self, encode: _Encode, task: "asyncio.Task[Encoded]") -> None:
         self._engine.cancel(encode.job)  # unless it has ended
-        self._admission.leave(encode.share, encode.unit.num_patches)
-        self._queued_bytes -= encode.source.num_bytes
+        source, unit, share = encode.work
+        self._admission.leave(share, unit.num_patches)
+        self._queued_bytes -= source.num_bytes
         self._remove(encode)
         self._update_gauges()
         if not task.cancelled() and task.exception() is None:
-            self._sources.put(encode.key, encode.source, encode.unit, encode.share)
+            self._sources.put(encode.key, encode.work)
 
     def _remove(self, encode: _Encode) -> None:
         if self._encodes.get(encode.key) is encode:
@@ -347,16 +351,6 @@ class Embeddings:
         self._memory.arena.release(entry)
 
 
-@dataclass(frozen=True, slots=True)
-class Kept:
-    """What a unit is encoded from."""
-
-    source: Source
-    unit: Unit
-    share: Share
-    expires_at: float  # time.monotonic()
-
-
 class SourceStore:
     """The files of images answered lately, in case their embedding is needed again.
 
@@ -367,34 +361,34 @@ class SourceStore:
     def __init__(self, max_bytes: int = _MAX_SOURCES_BYTES, ttl_s: float = 120.0) -> None:
         self._max_bytes = max_bytes
         self._ttl_s = ttl_s
-        self._sources: OrderedDict[bytes, Kept] = OrderedDict()  # by time of `put`
+        # By time of `put`: each and when it expires, as time.monotonic().
+        self._sources: OrderedDict[bytes, tuple[Work, float]] = OrderedDict()
         self._used_bytes = 0
 
     def __len__(self) -> int:
         return len(self._sources)
 
-    def get(self, key: bytes) -> Kept | None:
+    def get(self, key: bytes) -> Work | None:
         self._expire()
-        return self._sources.get(key)
+        return self._sources[key][0] if key in self._sources else None
 
-    def put(self, key: bytes, source: Source, unit: Unit, share: Share = NOBODY) -> None:
+    def put(self, key: bytes, work: Work) -> None:
         """Keeps a file, unless it is larger than the whole store."""
         self._drop(key)
-        if source.num_bytes > self._max_bytes:
+        if work.source.num_bytes > self._max_bytes:
             return
-        self._sources[key] = Kept(source, unit, share, time.monotonic() + self._ttl_s)
-        self._used_bytes += source.num_bytes
+        self._sources[key] = work, time.monotonic() + self._ttl_s
+        self._used_bytes += work.source.num_bytes
         self._expire()
 
     def _expire(self) -> None:
         now = time.monotonic()
         while self._sources:
-            key, oldest = next(iter(self._sources.items()))
-            if self._used_bytes <= self._max_bytes and oldest.expires_at > now:
+            key, (_, expires_at) = next(iter(self._sources.items()))
+            if self._used_bytes <= self._max_bytes and expires_at > now:
                 break
             self._drop(key)
 
     def _drop(self, key: bytes) -> None:
-        kept = self._sources.pop(key, None)
-        if kept is not None:
-            self._used_bytes -= kept.source.num_bytes
+        if (kept := self._sources.pop(key, None)) is not None:
+            self._used_bytes -= kept[0].source.num_bytes

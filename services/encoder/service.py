@@ -45,7 +45,7 @@ from services.common.transport.rpc import (
     message_bytes,
 )
 from services.encoder.admission import Share
-from services.encoder.embeddings import Embeddings, Encoded
+from services.encoder.embeddings import Embeddings, Encoded, Work
 from services.encoder.engine.messages import Source
 from services.encoder.memory_tier import Reading, Word
 from services.encoder.metrics import EncoderMetrics
@@ -178,7 +178,7 @@ class EncoderServicer(pb_grpc.EncoderServicer):
             spec = self._embeddings.spec_of(unit)
             if (brought := await self._bring(message, key, spec)) is not None:
                 return brought, spec.num_tokens
-        encoding = self._embeddings.encode(key, source, unit, share)
+        encoding = self._embeddings.encode(key, Work(source, unit, share))
         del message, source
         return await encoding, spec.num_tokens
 
@@ -192,23 +192,18 @@ class EncoderServicer(pb_grpc.EncoderServicer):
 
     async def Fetch(self, request: pb.FetchRequest, context: grpc.aio.ServicerContext) -> None:
         async with self._call("fetch", context) as parent:
-            await self._fetch(request, parent, context)
-
-    async def _fetch(
-        self, request: pb.FetchRequest, parent: str, context: grpc.aio.ServicerContext
-    ) -> None:
-        key = _checked_key(request.image_key)
-        left_s = context.time_remaining()
-        wait_s = _FETCH_DEADLINE_S if left_s is None else left_s
-        word = partial(_tell_waiting, context) if request.tell_waiting else None
-        async with self._embeddings.reading(key, wait_s, word) as reading:
-            shared = bool(self._host) and request.reader_host == self._host
-            size_bytes = reading.entry.spec.size_bytes
-            with span("send embedding", parent, size_bytes=size_bytes, shared=shared):
-                await context.write(_header(reading.entry))
-                await (self._share if shared else self._stream)(reading, word, context)
-            if shared:  # the reader ends the call when it has copied the bytes, or dies
-                await asyncio.sleep(_MAX_READ_S)
+            key = _checked_key(request.image_key)
+            left_s = context.time_remaining()
+            wait_s = _FETCH_DEADLINE_S if left_s is None else left_s
+            word = partial(_tell_waiting, context) if request.tell_waiting else None
+            async with self._embeddings.reading(key, wait_s, word) as reading:
+                shared = bool(self._host) and request.reader_host == self._host
+                size_bytes = reading.entry.spec.size_bytes
+                with span("send embedding", parent, size_bytes=size_bytes, shared=shared):
+                    await context.write(_header(reading.entry))
+                    await (self._share if shared else self._stream)(reading, word, context)
+                if shared:  # the reader ends the call when it has copied the bytes, or dies
+                    await asyncio.sleep(_MAX_READ_S)
 
     async def _stream(
         self, reading: Reading, word: Word | None, context: grpc.aio.ServicerContext

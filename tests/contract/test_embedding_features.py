@@ -10,6 +10,7 @@ from services.common.errors import EmbeddingUnavailable, TriptychError
 from services.common.geometry import Unit
 from services.common.pb import encoder_pb2 as pb
 from services.decoder.images.embedding_fetch import EncoderFailed
+from services.encoder.embeddings import Work
 from services.encoder.engine.messages import Source
 from tests.cases import cases
 from tests.contract.encoder_pod import Pod, key_of
@@ -143,7 +144,7 @@ async def test_a_reader_that_comes_as_the_work_fails_holds_nothing(
     arena = pod.memory.arena
     pod.engine.feature_gate.clear()
     pod.engine.late_errors[b"image"] = ("internal_error", "made to fail")
-    encoding = asyncio.ensure_future(pod.embeddings.encode(KEY, Source(b"image"), Unit(GRID)))
+    encoding = asyncio.ensure_future(pod.embeddings.encode(KEY, Work(Source(b"image"), Unit(GRID))))
     await until(lambda: bool(pod.memory._partials))
 
     async def read() -> None:

@@ -3,7 +3,7 @@ import time
 import pytest
 
 from services.common.geometry import Unit
-from services.encoder.embeddings import SourceStore
+from services.encoder.embeddings import SourceStore, Work
 from services.encoder.engine.messages import Source
 
 UNIT = Unit((1, 2, 2))
@@ -13,9 +13,9 @@ def test_a_file_is_kept_until_its_time_is_over(monkeypatch: pytest.MonkeyPatch) 
     now = 100.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
     store = SourceStore(max_bytes=100, ttl_s=10.0)
-    store.put(b"a", Source(b"x" * 10), UNIT)
+    store.put(b"a", Work(Source(b"x" * 10), UNIT))
     now = 105.0
-    store.put(b"b", Source(b"y" * 10), UNIT)
+    store.put(b"b", Work(Source(b"y" * 10), UNIT))
     found = store.get(b"a")
     assert found is not None and (found.source.image, found.unit) == (b"x" * 10, UNIT)
     now = 110.5
@@ -27,11 +27,11 @@ def test_a_file_is_kept_until_its_time_is_over(monkeypatch: pytest.MonkeyPatch) 
 def test_the_oldest_make_room() -> None:
     store = SourceStore(max_bytes=30)
     for key in (b"a", b"b", b"c"):
-        store.put(key, Source(b"x" * 10), UNIT)
-    store.put(b"a", Source(b"x" * 10), UNIT)  # asked for again: the youngest now
-    store.put(b"d", Source(b"x" * 15), UNIT)
+        store.put(key, Work(Source(b"x" * 10), UNIT))
+    store.put(b"a", Work(Source(b"x" * 10), UNIT))  # asked for again: the youngest now
+    store.put(b"d", Work(Source(b"x" * 15), UNIT))
     assert [store.get(key) is not None for key in (b"a", b"b", b"c", b"d")] == [
         True, False, False, True,
     ]  # fmt: skip
-    store.put(b"e", Source(b"x" * 31), UNIT)
+    store.put(b"e", Work(Source(b"x" * 31), UNIT))
     assert store.get(b"e") is None and store.get(b"d") is not None
