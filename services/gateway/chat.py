@@ -6,13 +6,12 @@
 """
 
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar
 
 from services.common.errors import (
-    ContextLengthExceeded,
     InternalError,
     InvalidRequest,
     ModelNotFound,
@@ -34,19 +33,16 @@ from services.gateway.forms.responses import (
     PromptTokensDetails,
     Update,
     Usage,
-    VideoUsage,
 )
 from services.gateway.media.images import Image, ImageReader
 from services.gateway.media.videos import Video, VideoReader, probe_once
 from services.gateway.metrics import GatewayMetrics, Timings
 from services.gateway.prepared_request import PreparedRequest
-from services.gateway.prompts.conversation import ConversationReader, oldest_turns
+from services.gateway.prompts.conversation import ConversationReader
 from services.gateway.prompts.prompt import Draft, PromptBuilder
 from services.gateway.sampling import (
     SamplingDefaults,
-    check_ids,
     check_prompt_logprobs,
-    check_room,
     limit_completion,
     max_completion_tokens,
     resolve_sampling,
@@ -160,8 +156,6 @@ class ChatService:
         timings: Timings,
         slot: Slot,
         draft: Draft | None = None,
-        *,
-        truncate: bool = False,
     ) -> Completion:
         """Everything that happens before the services are called.
 
@@ -169,15 +163,14 @@ class ChatService:
             request: already checked field by field.
             slot: counts the bytes of images and what the tenant uses; may refuse.
             draft: the prompt; None: the request's messages are rendered.
-            truncate: the oldest turns are cut if they do not fit the context.
 
         Raises:
             TriptychError: the request cannot be served.
         """
-        decoder = self._decoder(request.model)
+        decoder = self.decoder(request.model)
         if draft is None:
             with timings.measure("tokenize"):
-                draft = await self._whole_draft(request, decoder.max_model_len, truncate)
+                draft = await self.draft(request, decoder.max_model_len)
         draft = self._with_tokens_cut(draft, request, decoder.max_model_len)
         answer_format = await self._answer_format(request, draft.tail)
         # Before images are loaded. Each has at least one token, as its placeholder here.
@@ -192,7 +185,7 @@ class ChatService:
         videos: list[Video] = []
         if draft.images or draft.videos:
             with timings.measure("fetch"):
-                images, videos = await self._read_media(draft, slot)
+                images, videos = await self.read_media(draft, slot)
         prompt = self.prompts.expand(draft, [image.units for image in images], videos)
         if images or videos:
             limit_completion(
@@ -259,63 +252,6 @@ class ChatService:
             raise InternalError("a choice ended without a finish reason")
         timings.record("total", timings.since_arrival())
 
-    async def tokenize(
-        self, request: ChatRequest, slot: Slot
-    ) -> tuple[list[int], list[VideoUsage]]:
-        """Token ids of a request's messages, those of images and videos included, as for
-        `prepare`, and what is looked at of its videos.
-
-        Raises:
-            TriptychError: the messages do not fit the template or the context, or an image or a
-                video is unreadable.
-        """
-        decoder = self._decoder(request.model)
-        draft = await self._draft(request, decoder.max_model_len)
-        images, videos = await self._read_media(draft, slot)
-        prompt = self.prompts.expand(draft, [image.units for image in images], videos)
-        return prompt.token_ids.tolist(), [video.usage for video in videos]
-
-    async def tokenize_text(self, text: str, add_special_tokens: bool | None = None) -> list[int]:
-        """Token ids of plain text; with `add_special_tokens` given, of a prompt as `draft_text`'s.
-
-        Raises:
-            TriptychError: the text is longer than the model's context.
-        """
-        decoder = self._decoder(self.model_name)
-        self.tokenizer.check_length(text, decoder.max_model_len, "prompt")
-        tokenizer = self.tokenizer
-        if add_special_tokens is None:
-            return await self._off_loop(len(text), lambda: tokenizer.encode_text(text))
-        encode = tokenizer.encode_prompt
-        return await self._off_loop(len(text), lambda: encode(text, add_special_tokens))
-
-    async def draft_text(
-        self, prompt: str | list[int], param: str, *, add_special_tokens: bool, is_cut: bool = False
-    ) -> Draft:
-        """A prompt that is not rendered: text, in which special tokens are recognised, or ids.
-
-        Raises:
-            TriptychError: it is empty, longer than the model's context, or holds the placeholder of
-                an image; `param` is the field.
-        """
-        decoder = self._decoder(self.model_name)
-        if isinstance(prompt, str):
-            max_tokens = decoder.max_model_len * (MAX_TRUNCATED if is_cut else 1)
-            self.tokenizer.check_length(prompt, max_tokens, param)
-            ids = await self._off_loop(
-                len(prompt), lambda: self.tokenizer.encode_prompt(prompt, add_special_tokens)
-            )
-        else:
-            ids = prompt
-            if not is_cut:
-                check_room(len(ids), decoder.max_model_len, param)
-            await self._off_loop(len(ids), lambda: self.check_token_ids(ids, param))
-        if not ids:
-            raise InvalidRequest("the prompt is empty", param=param)
-        if self.prompts.has_placeholder(ids):
-            raise InvalidRequest("a prompt of text has no images", param=param)
-        return Draft(ids)
-
     def ready(self) -> bool:
         """Whether a decoder is healthy and, for a model with vision, an encoder that fits it."""
         decoder = self.decoders.description()
@@ -352,26 +288,33 @@ class ChatService:
         if name is not None and name != self.model_name:
             raise ModelNotFound(f"the model {name[:100]!r} does not exist", param="model")
 
-    def check_token_ids(self, token_ids: Sequence[int], param: str) -> None:
-        """Raises InvalidRequest: an id is outside the vocabulary; Unavailable: no decoder."""
-        check_ids(param, token_ids, self._decoder(self.model_name).vocab_size)
-
     def max_model_len(self) -> int | None:
         """The context length of the decoders; None if no decoder is healthy."""
         found = self.decoders.description()
         return found.max_model_len if found else None
 
-    def _decoder(self, model: str | None) -> pb.DescribeDecoderResponse:
+    def decoder(self, model: str | None = None) -> pb.DescribeDecoderResponse:
+        """What all decoders serve, in the shortest context.
+
+        Raises:
+            ModelNotFound: `model` is another.
+            Unavailable: no decoder is healthy.
+        """
         self.check_model(model)
         found = self.decoders.description()
         if found is None:
             raise Unavailable("no decoder is available", retry_after_s=1)
         return found
 
-    async def _draft(self, request: ChatRequest, max_tokens: int, cut: range = range(0)) -> Draft:
+    async def draft(self, request: ChatRequest, max_tokens: int, cut: range = range(0)) -> Draft:
+        """The prompt of a request's messages, but those of `cut`.
+
+        Raises:
+            TriptychError: they do not fit the template, or a context of `max_tokens`.
+        """
         if request.truncate_prompt_tokens is not None:
             max_tokens *= MAX_TRUNCATED
-        return await self._off_loop(
+        return await self.off_loop(
             request.num_characters,
             lambda: self.prompts.draft(self.conversations.read(request, cut), max_tokens),
         )
@@ -392,36 +335,6 @@ class ChatService:
         ids = draft.token_ids[:limit] if is_right else draft.token_ids[-limit:]
         return replace(draft, token_ids=ids)
 
-    async def _whole_draft(self, request: ChatRequest, max_tokens: int, truncate: bool) -> Draft:
-        """Of all messages. With `truncate`, of a prompt that does not fit as few of the oldest
-        turns are cut as leave room for the answer that is wanted, or for a quarter of the context
-        if that is less.
-
-        Raises:
-            ContextLengthExceeded: the last turn alone does not fit.
-        """
-        if not truncate:
-            return await self._draft(request, max_tokens)
-        room = min(max_completion_tokens(request, self.defaults), max_tokens // 4)
-        found: Draft | None = None
-        with suppress(ContextLengthExceeded):
-            found = await self._draft(request, max_tokens)
-            if len(found.token_ids) < max_tokens:
-                return found
-        turns = oldest_turns(request.messages)
-        low, high, found = 0, len(turns) - 1, None
-        while low <= high:  # fewer messages never have more tokens
-            middle = (low + high) // 2
-            try:
-                draft = await self._draft(request, max_tokens, turns[middle])
-            except ContextLengthExceeded:
-                draft = None
-            if draft is not None and len(draft.token_ids) + room <= max_tokens:
-                found, high = draft, middle - 1
-            else:
-                low = middle + 1
-        return found or await self._draft(request, max_tokens, turns[-1] if turns else range(0))
-
     async def _answer_format(self, request: ChatRequest, tail: str | None) -> AnswerFormat:
         if request.num_grammar_characters <= _INLINE_TOKENIZE_CHARS:
             return self.answer_format(request, tail)
@@ -432,7 +345,12 @@ class ChatService:
         num_pixels = 0 if self.images is None else self.images.num_pixels(images)
         return num_pixels + (0 if self.videos is None else self.videos.num_pixels(videos))
 
-    async def _read_media(self, draft: Draft, slot: Slot) -> tuple[list[Image], list[Video]]:
+    async def read_media(self, draft: Draft, slot: Slot) -> tuple[list[Image], list[Video]]:
+        """A draft's images and videos, in order.
+
+        Raises:
+            TriptychError: one is unreadable, or there is no encoder.
+        """
         if self.images is None or not (draft.images or draft.videos):
             return [], []
         encoder = self.encoders.description()
@@ -448,7 +366,8 @@ class ChatService:
             videos = await self.videos.read(draft.videos, slot.hold, most, probe, tenant)
         return images, videos
 
-    async def _off_loop(self, num_characters: int, call: Callable[[], Result]) -> Result:
+    async def off_loop(self, num_characters: int, call: Callable[[], Result]) -> Result:
+        """`call()`; in a thread, if it is about long text."""
         if num_characters <= _INLINE_TOKENIZE_CHARS:
             return call()
         return await self.threads.run(call)

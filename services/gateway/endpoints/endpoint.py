@@ -22,7 +22,7 @@ from services.common.errors import DeadlineExceeded, Overloaded, TriptychError
 from services.gateway.chat import ChatService, Completion
 from services.gateway.forms.ignored import Ignored
 from services.gateway.forms.json_body import Body, free
-from services.gateway.forms.openai import ChatRequest, Message
+from services.gateway.forms.openai import ChatRequest
 from services.gateway.forms.responses import Update, Usage, error_event
 from services.gateway.http.exchange import JSON_TYPES, Exchange, read_body
 from services.gateway.metrics import GatewayMetrics, Timings
@@ -123,13 +123,12 @@ class Endpoint(ABC):
 
     async def prepare(
         self, work: Work, chat: ChatRequest, timings: Timings | None = None,
-        draft: Draft | None = None, *, truncate: bool = False,
+        draft: Draft | None = None,
     ) -> Completion:  # fmt: skip
         """`ChatService.prepare` for this request; `timings` are the request's by default."""
         completion = await self._service.prepare(
-            chat, work.exchange.request_id, timings or work.timings, work.slot, draft,
-            truncate=truncate,
-        )  # fmt: skip
+            chat, work.exchange.request_id, timings or work.timings, work.slot, draft
+        )
         work.completions.append(completion)
         for name in completion.ignored:
             ignored_of(work.exchange.scope).add(renamed(name, work.paths))
@@ -203,25 +202,6 @@ class Endpoint(ABC):
             num_later = usage.completion_tokens - len(completion.choices)
             if "total" in seconds and num_later > 0:
                 metrics.tpot.observe((seconds["total"] - seconds["first_token"]) / num_later)
-
-
-class ChatMessages:
-    """The chat messages that another form of the API is made into, and where they come from.
-
-    Attributes:
-        found: in order.
-
-    Args:
-        paths: gets the client's path of each message, for `Work.paths`.
-    """
-
-    def __init__(self, paths: dict[str, str]) -> None:
-        self.found: list[Message] = []
-        self._paths = paths
-
-    def add(self, message: Message, path: str) -> None:
-        self._paths[f"messages[{len(self.found)}]"] = path
-        self.found.append(message)
 
 
 def renamed(param: str, paths: Mapping[str, str]) -> str:

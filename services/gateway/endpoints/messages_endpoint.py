@@ -12,7 +12,9 @@ from starlette.responses import Response
 from services.common.errors import TriptychError
 from services.gateway.chat import ChatService, Completion
 from services.gateway.endpoints.answer_writer import AnswerWriter, WritingEndpoint
-from services.gateway.endpoints.endpoint import ChatMessages, Work, parse_body, received, renamed
+from services.gateway.endpoints.chat_messages import ChatMessages
+from services.gateway.endpoints.endpoint import Work, parse_body, received, renamed
+from services.gateway.endpoints.tokenization import tokenize
 from services.gateway.forms import messages_api as api
 from services.gateway.forms.error_answers import error_of, messages_error
 from services.gateway.forms.generation import JsonSchema, JsonSchemaFormat
@@ -101,7 +103,7 @@ class TokenCounter:
             try:
                 chat = to_chat(given, paths)
                 check_chat_request(chat)
-                tokens, _ = await self._service.tokenize(chat, slot)
+                tokens, _ = await tokenize(self._service, chat, slot)
             except TriptychError as error:
                 error.param = error.param and renamed(error.param, paths)
                 raise

@@ -10,8 +10,10 @@ from msgspec import UNSET, UnsetType, structs
 from services.common.errors import InvalidImage, InvalidRequest, TriptychError
 from services.gateway.chat import ChatService, Completion
 from services.gateway.endpoints.answer_writer import AnswerWriter, WritingEndpoint
-from services.gateway.endpoints.endpoint import ChatMessages, Work, now, renamed
+from services.gateway.endpoints.chat_messages import ChatMessages
+from services.gateway.endpoints.endpoint import Work, now, renamed
 from services.gateway.endpoints.kept_responses import KeptResponses
+from services.gateway.endpoints.truncation import draft_with_room
 from services.gateway.forms import responses_api as api
 from services.gateway.forms.generation import (
     JsonObjectFormat,
@@ -77,7 +79,11 @@ class ResponsesEndpoint(WritingEndpoint):
         before = await self._kept.items_until(work.slot.tenant.name, request.previous_response_id)
         chat = to_chat(request, paths, before)
         check_chat_request(chat)
-        completion = await self.prepare(work, chat, truncate=request.truncation == "auto")
+        draft = None
+        if request.truncation == "auto":
+            with work.timings.measure("tokenize"):
+                draft = await draft_with_room(self._service, chat)
+        completion = await self.prepare(work, chat, draft=draft)
         writer = work.writer = ResponseWriter(
             request, work.response_id("resp"), completion, self._service.model_name
         )

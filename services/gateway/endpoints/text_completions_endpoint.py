@@ -8,8 +8,9 @@ from collections.abc import Mapping, Sequence, Set
 from contextlib import aclosing
 from dataclasses import replace
 
+from services.common.errors import InvalidRequest
 from services.gateway.answers.merging import merge
-from services.gateway.chat import Completion
+from services.gateway.chat import MAX_TRUNCATED, Completion
 from services.gateway.endpoints.endpoint import Endpoint, Work, now
 from services.gateway.forms.json_body import Body
 from services.gateway.forms.parts import Text
@@ -29,6 +30,7 @@ from services.gateway.forms.text_completions import (
     parse_completion_request,
 )
 from services.gateway.prompts.prompt import Draft
+from services.gateway.sampling import check_ids, check_room
 from services.gateway.tokenizer.tokenizer import ModelTokenizer, token_name
 
 _PATHS: Mapping[str, str] = {"messages": "prompt"}
@@ -46,7 +48,7 @@ class TextCompletionEndpoint(Endpoint):
         for index, prompt in enumerate(prompts):
             timings = replace(work.timings, seconds={}) if index else work.timings
             with timings.measure("tokenize"):
-                draft = await self._service.draft_text(
+                draft = await self._draft(
                     prompt,
                     f"prompt[{index}]" if len(prompts) > 1 else "prompt",
                     add_special_tokens=request.add_special_tokens is not False,
@@ -62,6 +64,33 @@ class TextCompletionEndpoint(Endpoint):
             await self._stream(work, writer)
         else:
             await self._whole(work, writer)
+
+    async def _draft(
+        self, prompt: str | list[int], param: str, *, add_special_tokens: bool, is_cut: bool
+    ) -> Draft:
+        """A prompt that is not rendered: text, in which special tokens are recognised, or ids.
+
+        Raises:
+            TriptychError: it is empty, longer than the model's context, or holds the placeholder of
+                an image; `param` is the field.
+        """
+        service, decoder = self._service, self._service.decoder()
+        if isinstance(prompt, str):
+            max_tokens = decoder.max_model_len * (MAX_TRUNCATED if is_cut else 1)
+            service.tokenizer.check_length(prompt, max_tokens, param)
+            ids = await service.off_loop(
+                len(prompt), lambda: service.tokenizer.encode_prompt(prompt, add_special_tokens)
+            )
+        else:
+            ids = prompt
+            if not is_cut:
+                check_room(len(ids), decoder.max_model_len, param)
+            await service.off_loop(len(ids), lambda: check_ids(param, ids, decoder.vocab_size))
+        if not ids:
+            raise InvalidRequest("the prompt is empty", param=param)
+        if service.prompts.has_placeholder(ids):
+            raise InvalidRequest("a prompt of text has no images", param=param)
+        return Draft(ids)
 
     def _echoed(self, prompt: str | list[int], draft: Draft, completion: Completion) -> str:
         """A prompt's text, without what `truncate_prompt_tokens` has cut."""

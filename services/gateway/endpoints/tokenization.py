@@ -31,6 +31,8 @@ from services.gateway.forms.tools import MAX_TOOLS, Tool
 from services.gateway.forms.video import MediaOptions
 from services.gateway.http.exchange import Exchange, JsonResponse
 from services.gateway.prompts.chat_template import read_template
+from services.gateway.sampling import check_ids
+from services.gateway.slot import Slot
 from services.gateway.tenancy.admission import Admission
 
 # Also where no decoder has said yet how long a text may be.
@@ -86,6 +88,38 @@ _tokenize_decoder = msgspec.json.Decoder(TokenizeRequest)
 _detokenize_decoder = msgspec.json.Decoder(DetokenizeRequest)
 
 
+async def tokenize(
+    service: ChatService, request: ChatRequest, slot: Slot
+) -> tuple[list[int], list[VideoUsage]]:
+    """Token ids of a request's messages, those of images and videos included, as for
+    `ChatService.prepare`, and what is looked at of its videos.
+
+    Raises:
+        TriptychError: the messages do not fit the template or the context, or an image or a
+            video is unreadable.
+    """
+    draft = await service.draft(request, service.decoder(request.model).max_model_len)
+    images, videos = await service.read_media(draft, slot)
+    prompt = service.prompts.expand(draft, [image.units for image in images], videos)
+    return prompt.token_ids.tolist(), [video.usage for video in videos]
+
+
+async def _ids_of_text(
+    service: ChatService, text: str, add_special_tokens: bool | None
+) -> list[int]:
+    """Token ids of plain text; with `add_special_tokens` given, of a prompt of completions.
+
+    Raises:
+        TriptychError: the text is longer than the model's context.
+    """
+    tokenizer = service.tokenizer
+    tokenizer.check_length(text, service.decoder().max_model_len, "prompt")
+    if add_special_tokens is None:
+        return await service.off_loop(len(text), lambda: tokenizer.encode_text(text))
+    encode = tokenizer.encode_prompt
+    return await service.off_loop(len(text), lambda: encode(text, add_special_tokens))
+
+
 class TokenizationRoutes:
     """The views of one gateway."""
 
@@ -114,7 +148,7 @@ class TokenizationRoutes:
             service.check_model(parsed.model)
             videos: list[VideoUsage] = []
             if parsed.prompt is not None:
-                tokens = await service.tokenize_text(parsed.prompt, parsed.add_special_tokens)
+                tokens = await _ids_of_text(service, parsed.prompt, parsed.add_special_tokens)
             elif parsed.add_special_tokens and service.tokenizer.encode_prompt("", True):
                 raise InvalidRequest("chat templates add them", param="add_special_tokens")
             else:
@@ -129,7 +163,7 @@ class TokenizationRoutes:
                     media_io_kwargs=parsed.media_io_kwargs,
                 )
                 check_chat_request(chat)
-                tokens, videos = await service.tokenize(chat, slot)
+                tokens, videos = await tokenize(service, chat, slot)
         answer = TokenizeResponse(len(tokens), service.max_model_len(), tokens)
         if videos:
             answer.videos = videos
@@ -169,7 +203,7 @@ class Detokenizer:
                     f"more than {service.max_model_len()} tokens, the model's context",
                     param="tokens",
                 )
-            service.check_token_ids(parsed.tokens, "tokens")
+            check_ids("tokens", parsed.tokens, service.decoder().vocab_size)
             text = await service.parsers.run(self._text_of, parsed.tokens)
             slot.hold(_TEXT_COPIES * len(text))
             answer = await service.parsers.run(_detokenized, text)

@@ -165,17 +165,6 @@ class ConversationReader:
         return image_token_id in added
 
 
-def oldest_turns(messages: Sequence[Message]) -> list[range]:
-    """What may be cut of a conversation that is too long, the least first: its oldest turns. A turn
-    is a user's message and what follows it; system messages at the beginning and the last turn
-    stay.
-    """
-    roles = ["system" if m.role == "developer" else m.role for m in messages]
-    first = next((i for i, role in enumerate(roles) if role != "system"), len(roles))
-    starts = [i for i, role in enumerate(roles) if role == "user" and i > first]
-    return [range(first, start) for start in starts]
-
-
 def read_messages(
     request: ChatRequest,
     *,

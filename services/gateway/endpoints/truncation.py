@@ -1,0 +1,51 @@
+"""`truncation: auto` of the Responses API: what is too long loses its oldest turns."""
+
+from collections.abc import Sequence
+from contextlib import suppress
+
+from services.common.errors import ContextLengthExceeded
+from services.gateway.chat import ChatService
+from services.gateway.forms.openai import ChatRequest, Message
+from services.gateway.prompts.prompt import Draft
+from services.gateway.sampling import max_completion_tokens
+
+
+async def draft_with_room(service: ChatService, request: ChatRequest) -> Draft:
+    """The prompt of a request's messages. Of one that does not fit the context as few of the oldest
+    turns are cut as leave room for the answer that is wanted, or for a quarter of the context if
+    that is less.
+
+    Raises:
+        ContextLengthExceeded: the last turn alone does not fit.
+    """
+    max_tokens = service.decoder().max_model_len
+    room = min(max_completion_tokens(request, service.defaults), max_tokens // 4)
+    with suppress(ContextLengthExceeded):
+        whole = await service.draft(request, max_tokens)
+        if len(whole.token_ids) < max_tokens:
+            return whole
+    turns = _oldest_turns(request.messages)
+    found: Draft | None = None
+    low, high = 0, len(turns) - 1
+    while low <= high:  # fewer messages never have more tokens
+        middle = (low + high) // 2
+        try:
+            draft = await service.draft(request, max_tokens, turns[middle])
+        except ContextLengthExceeded:
+            draft = None
+        if draft is not None and len(draft.token_ids) + room <= max_tokens:
+            found, high = draft, middle - 1
+        else:
+            low = middle + 1
+    return found or await service.draft(request, max_tokens, turns[-1] if turns else range(0))
+
+
+def _oldest_turns(messages: Sequence[Message]) -> list[range]:
+    """What may be cut of a conversation that is too long, the least first: its oldest turns. A turn
+    is a user's message and what follows it; system messages at the beginning and the last turn
+    stay.
+    """
+    roles = ["system" if m.role == "developer" else m.role for m in messages]
+    first = next((i for i, role in enumerate(roles) if role != "system"), len(roles))
+    starts = [i for i, role in enumerate(roles) if role == "user" and i > first]
+    return [range(first, start) for start in starts]
