@@ -21,6 +21,7 @@ from services.common.families import read_spec
 from services.common.model_spec import ModelSpec
 from services.common.security.credentials import Credentials
 from services.common.settings import SettingsError
+from services.common.threads import WorkerThreads
 from services.common.transport.rpc import create_channel
 from services.gateway.answers.answer_reader import AnswerReader
 from services.gateway.bounds import Bounds
@@ -108,6 +109,7 @@ def create_gateway(settings: GatewaySettings, bounds: Bounds = _BOUNDS) -> Gatew
         images = ImageReader(loader, spec.vision.geometry, bounds.max_source_pixels, kept, brought)
         if spec.vision.video is not None:
             videos = VideoReader(clips, loader, spec.vision.video, bounds)
+    parsers = WorkerThreads(1, "parse")
     service = ChatService(
         model_name=settings.served_model_name or spec.name,
         tokenizer=tokenizer,
@@ -119,13 +121,14 @@ def create_gateway(settings: GatewaySettings, bounds: Bounds = _BOUNDS) -> Gatew
             max_videos=bounds.max_videos_per_request,
         ),
         prompts=PromptBuilder(spec, tokenizer, template),
-        answer_format=AnswerReader(spec, tokenizer, template.source).read,
+        answer_format=AnswerReader(spec, tokenizer, template.source, parsers).format_of,
         images=images,
         videos=videos,
         defaults=SamplingDefaults.of_model(spec),
         encoders=encoders,
         decoders=decoders,
         metrics=metrics,
+        parsers=parsers,
         request_timeout_s=settings.request_timeout_s,
         ignores_unknown_fields=settings.unknown_fields == "ignore",
     )

@@ -5,7 +5,7 @@
 `endpoint` is the HTTP side of both. Errors are `TriptychError`s.
 """
 
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -123,7 +123,7 @@ class ChatService:
     """Everything that a chat request needs, wired once.
 
     Attributes:
-        answer_format: of a request whose prompt ends in a text; see `AnswerReader.read`.
+        answer_format: of a request whose prompt ends in a text; see `AnswerReader`.
         images: None: the model takes text alone, and there are no encoders.
         videos: None: the model takes no videos.
         threads: tokenize what is long.
@@ -136,18 +136,18 @@ class ChatService:
     tokenizer: ModelTokenizer
     conversations: ConversationReader
     prompts: PromptBuilder
-    answer_format: Callable[[ChatRequest, str | None], AnswerFormat]
+    answer_format: Callable[[ChatRequest, str | None], Awaitable[AnswerFormat]]
     images: ImageReader | None
     videos: VideoReader | None
     defaults: SamplingDefaults
     encoders: EncoderPool
     decoders: DecoderPool
     metrics: GatewayMetrics
+    parsers: WorkerThreads
     request_timeout_s: float
     encode_timeout_s: float = 60.0
     ignores_unknown_fields: bool = False
     threads: WorkerThreads = field(default_factory=lambda: WorkerThreads(_TEXT_THREADS, "text"))
-    parsers: WorkerThreads = field(default_factory=lambda: WorkerThreads(1, "parse"))
 
     async def prepare(
         self,
@@ -172,7 +172,7 @@ class ChatService:
             with timings.measure("tokenize"):
                 draft = await self.draft(request, decoder.max_model_len)
         draft = self._with_tokens_cut(draft, request, decoder.max_model_len)
-        answer_format = await self._answer_format(request, draft.tail)
+        answer_format = await self.answer_format(request, draft.tail)
         # Before images are loaded. Each has at least one token, as its placeholder here.
         sampling = resolve_sampling(
             request, self.defaults,
@@ -334,11 +334,6 @@ class ChatService:
         is_right = request.truncation_side == "right"
         ids = draft.token_ids[:limit] if is_right else draft.token_ids[-limit:]
         return replace(draft, token_ids=ids)
-
-    async def _answer_format(self, request: ChatRequest, tail: str | None) -> AnswerFormat:
-        if request.num_grammar_characters <= _INLINE_TOKENIZE_CHARS:
-            return self.answer_format(request, tail)
-        return await self.parsers.run(self.answer_format, request, tail)
 
     def _num_pixels(self, images: Sequence[Image], videos: Sequence[Video]) -> int:
         """Of all units, resized."""

@@ -3,30 +3,48 @@
 `ChatService` calls it once the prompt is rendered; nothing here knows how.
 """
 
+from msgspec import UNSET
+
 from services.common.model_spec import ModelSpec
+from services.common.threads import WorkerThreads
 from services.gateway.answers.answer import AnswerFormat
 from services.gateway.answers.grammar import read_grammar
 from services.gateway.answers.reasoning import CLOSE, answer_start
 from services.gateway.answers.tool_grammar import answer_grammar
 from services.gateway.answers.tool_parsers import PARSERS
 from services.gateway.answers.tool_use import read_tools
+from services.gateway.forms.generation import JsonSchemaFormat
 from services.gateway.forms.openai import ChatRequest
+from services.gateway.forms.tools import tool_characters
 from services.gateway.tokenizer.tokenizer import ModelTokenizer
+
+# Schemas and grammars up to this many characters are read in the event loop; longer in a thread.
+_INLINE_CHARS = 8192
 
 
 class AnswerReader:
     """Thread-safe.
 
     Args:
+        threads: read what is long.
         template: source of the chat template, which teaches a form of calls, and whether to think.
     """
 
-    def __init__(self, spec: ModelSpec, tokenizer: ModelTokenizer, template: str) -> None:
+    def __init__(
+        self, spec: ModelSpec, tokenizer: ModelTokenizer, template: str, threads: WorkerThreads
+    ) -> None:
+        self._threads = threads
         self._tokenizer = tokenizer
         self._end_ids = spec.eos_token_ids
         self._thinks = spec.conversation.thinks and CLOSE in template
         parsers = (PARSERS[name] for name in spec.conversation.tool_parsers)
         self._call_parser = next((p for p in parsers if p.marker in template), None)
+
+    async def format_of(self, request: ChatRequest, tail: str | None) -> AnswerFormat:
+        """`read`, in a thread where it takes long."""
+        if _num_characters(request) <= _INLINE_CHARS:
+            return self.read(request, tail)
+        return await self._threads.run(self.read, request, tail)
 
     def read(self, request: ChatRequest, tail: str | None) -> AnswerFormat:
         """The format of a request's answers.
@@ -49,3 +67,19 @@ class AnswerReader:
             grammar.to_proto(self._end_ids) if grammar else None,
             grammar.param if grammar else None,
         )
+
+
+def _num_characters(request: ChatRequest) -> int:
+    """Length of the schemas and grammars that the answer may be held to, nearly."""
+    size, given = 0, request.structured_outputs
+    if isinstance(request.response_format, JsonSchemaFormat):
+        schema = request.response_format.json_schema.schema
+        size += 0 if schema is UNSET else len(schema)
+    if given is not None:
+        size += sum(map(len, (given.regex or "", given.grammar or "", *(given.choice or ()))))
+        size += 0 if given.json is UNSET else len(given.json)
+    choice, tools = request.tool_choice, request.tools or ()
+    is_held = size > 0 or choice not in (None, "none", "auto")
+    if tools and (is_held or any(tool.function.strict for tool in tools)):
+        size += 4 * tool_characters(tools)  # a schema is punctuation, too
+    return size

@@ -16,14 +16,13 @@ field.
 from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import UNSET, Meta, Struct
+from msgspec import Meta, Struct
 
 from services.common.errors import InvalidRequest
 from services.gateway.forms.embeddings import ImageEmbedsPart
 from services.gateway.forms.generation import (
     MAX_TOP_LOGPROBS,
     GenerationFields,
-    JsonSchemaFormat,
     check_generation,
 )
 from services.gateway.forms.ignored import Ignored
@@ -223,22 +222,6 @@ class ChatRequest(GenerationFields, forbid_unknown_fields=True):
             size += len(message.reasoning_content or message.reasoning or "")
             for call in message.tool_calls or ():
                 size += len(call.id) + len(call.function.name) + len(call.function.arguments)
-        return size
-
-    @property
-    def num_grammar_characters(self) -> int:
-        """Length of the schemas and grammars that the answer may be held to, nearly."""
-        size, given = 0, self.structured_outputs
-        if isinstance(self.response_format, JsonSchemaFormat):
-            schema = self.response_format.json_schema.schema
-            size += 0 if schema is UNSET else len(schema)
-        if given is not None:
-            size += sum(map(len, (given.regex or "", given.grammar or "", *(given.choice or ()))))
-            size += 0 if given.json is UNSET else len(given.json)
-        choice, tools = self.tool_choice, self.tools or ()
-        is_held = size > 0 or choice not in (None, "none", "auto")
-        if tools and (is_held or any(tool.function.strict for tool in tools)):
-            size += 4 * tool_characters(tools)  # a schema is punctuation, too
         return size
 
 

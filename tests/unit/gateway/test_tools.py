@@ -7,6 +7,7 @@ import pytest
 
 from services.common.errors import InvalidRequest
 from services.common.families import read_spec
+from services.common.threads import WorkerThreads
 from services.gateway.answers.answer_reader import AnswerReader
 from services.gateway.answers.tool_parsers import HermesParser, Llama3JsonParser, Qwen3CoderParser
 from services.gateway.forms.openai import parse_chat_request
@@ -69,7 +70,7 @@ class Model:
         return cls(
             ConversationReader(spec, tokenizer, template, max_images=4),
             PromptBuilder(spec, tokenizer, template),
-            AnswerReader(spec, tokenizer, template.source),
+            AnswerReader(spec, tokenizer, template.source, WorkerThreads(1, "parse")),
             hf,
         )
 
