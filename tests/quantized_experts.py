@@ -7,12 +7,11 @@ from unittest.mock import patch
 from torch import Tensor
 
 from kernels.gemm.fp8_weight import w8a8_linear
-from services.common.nn.fp8 import Fp8Linear
-from services.common.nn.linear import StackedLinear
+from services.common.nn import experts
 
 
-def _apply_one(method: Fp8Linear, stack: StackedLinear, index: int, x: Tensor) -> Tensor:
-    return w8a8_linear(x, method.weight(stack)[index])
+def _apply_one(stack: experts.StackedLinear, index: int, x: Tensor) -> Tensor:
+    return w8a8_linear(x, stack.method.weight(stack)[index])
 
 
 @contextmanager
@@ -21,5 +20,5 @@ def quantized_activations(*, are_quantized: bool) -> Generator[None]:
     if not are_quantized:
         yield
         return
-    with patch.object(Fp8Linear, "apply_one", _apply_one):
+    with patch.object(experts, "apply_one", _apply_one):
         yield

@@ -16,6 +16,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from kernels import plain
 from services.common.nn.checkpoint import CheckpointError, TensorInfo
@@ -23,7 +24,8 @@ from services.common.nn.collectives import Share
 from services.common.nn.linear import (
     Axis,
     Linear,
-    StackedLinear,
+    MergedLinear,
+    QuantizedLinear,
     StoredLayers,
     StoredTensor,
     TensorLayout,
@@ -47,6 +49,22 @@ class Router(Linear):
         super().__init__(hidden_size, num_experts)
         self.top_k = top_k
         self.normalize = normalize
+
+
+class StackedLinear(MergedLinear):
+    """Merged layers of one shape as one, with a leading axis: what the experts of a mixture have.
+
+    It is not called: an operation reads the matrices that its tokens need.
+    """
+
+    def __init__(
+        self, count: int, in_features: int | Share, parts: Mapping[str, int | Share]
+    ) -> None:
+        self.stack = (count,)
+        super().__init__(in_features, parts)
+
+    def forward(self, x: Tensor) -> Tensor:
+        raise TypeError("a stack of layers is not called as one")
 
 
 class Experts(StoredLayers):
@@ -107,7 +125,8 @@ def _of_experts(
             source = f"{expert}.{piece.part}.{layout.name}"
             place = (expert, *piece.place)
             yield StoredTensor(
-                source, piece.shape, piece.module, name, layout, place, piece.cut
+                source, _parameter(name, layout), layout, piece.shape, piece.module, place,
+                piece.cut,
             )  # fmt: skip
 
 
@@ -132,8 +151,21 @@ def _fused(
             cut = (expert, *piece.cut[::way])
             place = (expert, *piece.place)
             yield StoredTensor(
-                source, shape, piece.module, name, layout, place, cut, transposed
+                source, _parameter(name, layout), layout, shape, piece.module, place, cut,
+                transposed,
             )  # fmt: skip
+
+
+def _parameter(stack: str, layout: TensorLayout) -> str:
+    return f"{stack}.{layout.parameter}" if layout.parameter else ""
+
+
+def apply_one(stack: StackedLinear, index: int, x: Tensor) -> Tensor:
+    """One of a stack's matrices, in plain torch: `[T, K]` → `[T, N]`."""
+    weight = stack.method.weight(stack)[index]
+    if isinstance(stack.method, QuantizedLinear):
+        return stack.method.multiply(x, weight)
+    return F.linear(x, weight)
 
 
 def moe(x: Tensor, router: Router, experts: Experts, residual: Tensor) -> Tensor:
@@ -155,7 +187,7 @@ def moe(x: Tensor, router: Router, experts: Experts, residual: Tensor) -> Tensor
     up, down = experts.gate_up_proj, experts.down_proj
     for expert in chosen.unique().tolist():
         token, slot = torch.where(chosen == expert)
-        hidden = plain.silu_and_mul(up.method.apply_one(up, expert, x[token]))
-        out = down.method.apply_one(down, expert, hidden)
+        hidden = plain.silu_and_mul(apply_one(up, expert, x[token]))
+        out = apply_one(down, expert, hidden)
         total[token] += out.float() * weights[token, slot, None].float()
     return total.to(x.dtype)

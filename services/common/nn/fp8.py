@@ -234,7 +234,7 @@ class Fp8Linear(QuantizedLinear):
         if self._block_rows(layer) == self._spec.block_size[0] or self._spec.format != "fp8_block":
             return
         block_rows, scales = self._block_rows(layer), []
-        for part, _, (start, stop) in layer.regions(self._layouts[1]):
+        for part, start, stop in layer.regions(self._layouts[1]):
             repeats = self._spec.block_size[0] // block_rows
             scale = layer.weight_scale.narrow(-2, start, stop - start)
             rows = -(-layer.parts[part] // block_rows)

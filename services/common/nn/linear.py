@@ -178,10 +178,6 @@ class LinearMethod(ABC):
         """`[..., in_features]` → `[..., out_features]`, with the bias, if there is one."""
 
     @abstractmethod
-    def apply_one(self, stack: "StackedLinear", index: int, x: Tensor) -> Tensor:
-        """`apply` with one matrix of a stack, in plain torch."""
-
-    @abstractmethod
     def weight(self, layer: "Linear") -> Any:  # noqa: ANN401 - the format's
         """The layer's matrix as its kernels take it; an index gives one of a stack."""
 
@@ -210,9 +206,6 @@ class UnquantizedLinear(LinearMethod):
         if self.kernels is None or x.dim() != 2:
             return F.linear(x, layer.weight, layer.bias)
         return self.kernels.call(self.operation, x, layer.weight, layer.bias)
-
-    def apply_one(self, stack: "StackedLinear", index: int, x: Tensor) -> Tensor:
-        return F.linear(x, stack.weight[index])
 
     def weight(self, layer: "Linear") -> Tensor:
         return layer.weight
@@ -249,9 +242,6 @@ class QuantizedLinear(LinearMethod):
         if layer.bias is not None:
             found = found + layer.bias
         return found.view(*x.shape[:-1], layer.out_features)
-
-    def apply_one(self, stack: "StackedLinear", index: int, x: Tensor) -> Tensor:
-        return self.multiply(x, self.weight(stack)[index])
 
 
 class Linear(nn.Module):
@@ -300,9 +290,7 @@ class Linear(nn.Module):
             if not layout.parameter:
                 continue
             shape = list(layout.shape(self.out_features, self.in_features))
-            shape[layout.merged_axis] = sum(
-                stop - start for _, _, (start, stop) in self.regions(layout)
-            )
+            shape[layout.merged_axis] = max(stop for _, _, stop in self.regions(layout))
             shape = [*self.stack, *shape]
             made = torch.empty(shape, dtype=layout.dtype or torch.float32)
             self.register_parameter(layout.parameter, nn.Parameter(made, requires_grad=False))
@@ -313,17 +301,14 @@ class Linear(nn.Module):
         """The tensors of each module, with the bias."""
         return self.method.layouts(self) + ((_BIAS,) if self._has_bias else ())
 
-    def regions(
-        self, layout: TensorLayout
-    ) -> Iterator[tuple[str, tuple[int, ...], tuple[int, int]]]:
-        """Yields each part's name, its tensor's shape, and the first and last + 1 index that it
-        fills along the parameter's merged axis.
+    def regions(self, layout: TensorLayout) -> Iterator[tuple[str, int, int]]:
+        """Yields each part's name, and the first and last + 1 index that it fills along the
+        parameter's merged axis.
         """
         start = 0
         for part, rows in self.parts.items():
-            shape = layout.shape(rows, self.in_features)
-            stop = start + shape[layout.merged_axis]
-            yield part, shape, (start, stop)
+            stop = start + layout.shape(rows, self.in_features)[layout.merged_axis]
+            yield part, start, stop
             start = stop
 
     def pieces(self, layout: TensorLayout) -> Iterator[Piece]:
@@ -332,7 +317,7 @@ class Linear(nn.Module):
         Raises:
             ValueError: a piece would cut through a block.
         """
-        for part, _, (start, _) in self.regions(layout):
+        for part, start, _ in self.regions(layout):
             yield from pieces_of(part, layout, self.rows[part], self.columns, start)
 
     @property
@@ -373,44 +358,36 @@ class MergedLinear(Linear):
         super().__init__(in_features, 0, bias, method, parts)
 
 
-class StackedLinear(MergedLinear):
-    """Merged layers of one shape as one, with a leading axis: what the experts of a mixture have.
-
-    It is not called: an operation reads the matrices that its tokens need.
-    """
-
-    def __init__(
-        self, count: int, in_features: int | Share, parts: Mapping[str, int | Share]
-    ) -> None:
-        self.stack = (count,)
-        super().__init__(in_features, parts)
-
-    def forward(self, x: Tensor) -> Tensor:
-        raise TypeError("a stack of layers is not called as one")
-
-
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """What the files hold of a parameter of `StoredLayers`, or of a part of it.
+    """What the files hold of a parameter, or of a part of it.
 
     Attributes:
-        name: of the tensor, without the prefix of the layers.
+        name: of the tensor.
+        parameter: "": the tensor fills none, and must hold what its layout requires, if that is
+            anything.
         shape: of the whole tensor in the file.
         module: rows and columns of the module.
-        stack: the parameter's layer.
         place: index of the parameter's part that is filled.
         cut: index of the file's tensor that fills it; empty: all of it.
         transposed: the tensor's last two axes are those of the part the other way round.
+        is_zero: the part is zeros instead: the first rank has the tensor.
     """
 
     name: str
+    parameter: str
+    layout: TensorLayout
     shape: tuple[int, ...]
     module: tuple[int, int]
-    stack: str
-    layout: TensorLayout
     place: tuple[int | slice, ...]
     cut: tuple[int | slice, ...] = ()
     transposed: bool = False
+    is_zero: bool = False
+
+    @property
+    def is_read(self) -> bool:
+        """Whether the tensor is needed; one that is not may be missing."""
+        return bool(self.parameter) or self.layout.required is not None
 
 
 class StoredLayers(nn.Module, ABC):
@@ -431,7 +408,9 @@ class StoredLayers(nn.Module, ABC):
 
     @abstractmethod
     def tensors(self, layout: str) -> Iterator[StoredTensor]:
-        """All that the files hold, once the layers have their methods."""
+        """All that the files hold, once the layers have their methods; names without the prefix,
+        and parameters as this module calls them.
+        """
 
 
 def half_obstacle(facts: Any) -> str:  # noqa: ANN401 - the decoder's

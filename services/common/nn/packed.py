@@ -140,7 +140,7 @@ class PackedLinear(QuantizedLinear):
         (layout,) = (each for each in self._layouts if each.parameter == parameter)
         words, axis, found = layer.get_parameter(parameter).data, layout.merged_axis, list[Tensor]()
         unpack = _awq_rows if self._spec.packing == "awq" else partial(_rows, self._spec.bits)
-        for part, _, (start, stop) in layer.regions(layout):
+        for part, start, stop in layer.regions(layout):
             of_part = words.narrow(axis - len(layout.axes), start, stop - start)
             found.append(_each(of_part, unpack)[..., : layer.parts[part], :])
         return torch.cat(found, -2)

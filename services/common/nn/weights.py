@@ -14,9 +14,8 @@ dtype it gives them (rope frequencies must stay float32 in a bf16 model).
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
 
@@ -35,11 +34,10 @@ from services.common.nn.checkpoint import (
 from services.common.nn.collectives import Share
 from services.common.nn.layers import RMSNorm
 from services.common.nn.linear import (
-    FLOATS,
     Axis,
     Linear,
-    StackedLinear,
     StoredLayers,
+    StoredTensor,
     TensorLayout,
     pieces_of,
 )
@@ -58,29 +56,12 @@ __all__ = [
 
 DUMMY_FINGERPRINT = "dummy"
 _WIDE = 1 << 22  # elements at a time, where they are quantized
-
-
-@dataclass(frozen=True, slots=True)
-class _Source:
-    """One checkpoint tensor, or one item of it, and the part of the parameter that it fills."""
-
-    name: str
-    parameter: str  # "": it fills none, and must hold what is required
-    place: tuple[int | slice, ...]  # index of the parameter
-    shape: tuple[int, ...]  # in the file
-    stored: tuple[torch.dtype, ...]  # dtypes that the file may hold
-    cut: tuple[int | slice, ...] = ()  # index of the file's tensor; empty: all of it
-    transposed: bool = False  # the last two axes are swapped in the file
-    is_zero: bool = False  # the part is zeros: the first rank has the tensor
-    required: Callable[[], Tensor] | None = None  # what the cut must hold
-    otherwise: str = ""  # what it means if it does not
-    other_ending: str = ""  # that the name may have in the file
-    quantize: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None  # see `TensorLayout`
-
-    @property
-    def is_read(self) -> bool:
-        """Whether the tensor is needed; one that is not may be missing."""
-        return bool(self.parameter) or self.required is not None
+_NO_BIAS = TensorLayout(
+    name="bias",
+    axes=(Axis("out"),),
+    required=lambda rows, _: torch.zeros(rows),
+    otherwise="the model has no such bias, and this one is not zero",
+)
 
 
 def materialize(module: nn.Module, device: torch.device | str, dtype: torch.dtype) -> None:
@@ -138,7 +119,7 @@ def load_weights(
     _check(sources, checkpoint, weight_map, spec)
     materialize(module, device, dtype)
     parameters = dict(module.named_parameters())
-    by_file: dict[Path, list[_Source]] = {}
+    by_file: dict[Path, list[StoredTensor]] = {}
     for source in sources:
         if source.is_read:
             by_file.setdefault(checkpoint.tensors[source.name].path, []).append(source)
@@ -150,21 +131,22 @@ def load_weights(
                 if source.parameter:
                     copier.fill(_filled_by(source, parameters), source)
                 elif not _is_as_required(source, reader):
-                    what = f"{source.name}: {source.otherwise}"
+                    what = f"{source.name}: {source.layout.otherwise}"
                     raise CheckpointError(f"{checkpoint.directory}: {what}")
         copier.finish()
     log_progress("weights", len(by_file), len(by_file))
     process(module)
 
 
-def _as_stored(source: _Source, tensors: Mapping[str, TensorInfo]) -> _Source:
+def _as_stored(source: StoredTensor, tensors: Mapping[str, TensorInfo]) -> StoredTensor:
     """The source by its name in the files, whose tensor may have more or fewer axes of one element:
     producers write scales as a number, `[N]`, `[N, 1]`, or `[N / 128, 1, K / 128, 1]`.
     """
-    if source.name not in tensors and source.name + source.other_ending in tensors:
-        source = replace(source, name=source.name + source.other_ending)
+    other_name = source.name + source.layout.other_ending
+    if source.name not in tensors and other_name in tensors:
+        source = replace(source, name=other_name)
     info = tensors.get(source.name)
-    if info is None or source.required or len(info.shape) == len(source.shape):
+    if info is None or source.layout.required or len(info.shape) == len(source.shape):
         return source
     if [size for size in info.shape if size != 1] != [size for size in source.shape if size != 1]:
         return source
@@ -174,18 +156,18 @@ def _as_stored(source: _Source, tensors: Mapping[str, TensorInfo]) -> _Source:
     return replace(source, shape=info.shape, cut=cut if source.cut else ())
 
 
-def _filled_by(source: _Source, parameters: Mapping[str, nn.Parameter]) -> list[Tensor]:
+def _filled_by(source: StoredTensor, parameters: Mapping[str, nn.Parameter]) -> list[Tensor]:
     """The part of a parameter, and that of its scales if it is quantized on the way."""
     names = [source.parameter]
-    if source.quantize is not None:
+    if source.layout.quantize is not None:
         names.append(source.parameter.rpartition(".")[0] + ".weight_scale")
     return [parameters[name].data[source.place] for name in names]
 
 
-def _is_as_required(source: _Source, reader: Reader) -> bool:
+def _is_as_required(source: StoredTensor, reader: Reader) -> bool:
     """Whether the file holds the one value that is supported."""
-    assert source.required is not None
-    wanted = source.required()
+    assert source.layout.required is not None
+    wanted = source.layout.required(*source.module)[source.cut]
     return reader.read(source.name, source.cut).to(wanted.dtype).equal(wanted)
 
 
@@ -218,7 +200,7 @@ class _Copier:
         self._events: list[torch.cuda.Event | None] = [None, None]
         self._turn = 0
 
-    def fill(self, targets: list[Tensor], source: _Source) -> None:
+    def fill(self, targets: list[Tensor], source: StoredTensor) -> None:
         """Fills a part of a parameter with its tensor, or a part of it; and of its scales, if it is
         quantized on the way.
         """
@@ -262,9 +244,9 @@ class _Copier:
         return staged.copy_(values)
 
 
-def _put(values: Tensor, target: Tensor, targets: list[Tensor], source: _Source) -> None:
+def _put(values: Tensor, target: Tensor, targets: list[Tensor], source: StoredTensor) -> None:
     """Copies, or quantizes some rows at a time: they are float32 on the way."""
-    if source.quantize is None:
+    if source.layout.quantize is None:
         target.copy_(values, non_blocking=True)
         return
     quantized, scales = targets
@@ -272,29 +254,22 @@ def _put(values: Tensor, target: Tensor, targets: list[Tensor], source: _Source)
     count = max(1, _WIDE // values.shape[1])
     for first in range(0, len(values), count):
         rows = slice(first, first + count)
-        quantized[rows], scales[rows] = source.quantize(values[rows])
+        quantized[rows], scales[rows] = source.layout.quantize(values[rows])
 
 
 def _sources(
     module: nn.Module, weight_map: WeightMap, checkpoint: Checkpoint | None = None
-) -> Iterator[_Source]:
+) -> Iterator[StoredTensor]:
     """What each parameter is filled from. A parameter shared by two modules appears once."""
     seen: set[int] = set()
     for path, child in module.named_modules():
         if isinstance(child, StoredLayers):
             prefix, layout = stored_files(child, path, weight_map, checkpoint)
             for tensor in child.tensors(layout):
-                filled = tensor.layout.parameter
-                parameter = f"{path}.{tensor.stack}.{filled}" if filled else ""
-                yield _Source(
-                    f"{prefix}.{tensor.name}", parameter, tensor.place, tensor.shape,
-                    tensor.layout.stored, tensor.cut, tensor.transposed,
-                    required=_required(tensor.layout, tensor.module, tensor.cut),
-                    otherwise=tensor.layout.otherwise, quantize=tensor.layout.quantize,
-                    other_ending=tensor.layout.other_ending,
-                )  # fmt: skip
+                parameter = f"{path}.{tensor.parameter}" if tensor.parameter else ""
+                yield replace(tensor, name=f"{prefix}.{tensor.name}", parameter=parameter)
             continue
-        if isinstance(child, StackedLinear):
+        if isinstance(child, Linear) and child.stack:
             continue  # of the stored layers above
         layouts = (
             {layout.parameter: layout for layout in child.layouts()}
@@ -316,7 +291,9 @@ def _sources(
                 source = weight_map.checkpoint_name(full)
                 for piece in pieces_of("", layout, rows, Share.of(1)):
                     place = piece.place if piece.cut else ()
-                    yield _Source(source, full, place, stored_shape, FLOATS, piece.cut)
+                    yield StoredTensor(
+                        source, full, layout, stored_shape, piece.module, place, piece.cut
+                    )
                 continue
             assert isinstance(child, Linear)
             if layouts[name].name:
@@ -331,40 +308,31 @@ def _sources(
 
 def _zero_biases(
     layer: Linear, path: str, weight_map: WeightMap, checkpoint: Checkpoint
-) -> Iterator[_Source]:
+) -> Iterator[StoredTensor]:
     """Biases that the model has not: some producers of GPTQ files write zeros for each module."""
     for part, rows in layer.rows.items():
         name = weight_map.checkpoint_name(f"{part_path(path, part)}.bias")
         if name in checkpoint.tensors:
-            yield _Source(
-                name, "", (), (rows.size,), FLOATS, required=partial(torch.zeros, rows.size),
-                otherwise="the model has no such bias, and this one is not zero",
-            )  # fmt: skip
+            yield StoredTensor(
+                name, "", _NO_BIAS, (rows.size,), (rows.size, layer.columns.size), ()
+            )
 
 
 def _of_layer(
     layer: Linear, path: str, layout: TensorLayout, parameter: str, weight_map: WeightMap
-) -> Iterator[_Source]:
+) -> Iterator[StoredTensor]:
     """A tensor of each of a layer's modules, which fills a parameter, or none ("")."""
     is_term = layout.parameter == "bias" and layer.columns.ranges[0][0] > 0
     for piece in layer.pieces(layout):
         name = weight_map.checkpoint_name(f"{part_path(path, piece.part)}.{layout.name}")
-        yield _Source(
-            name, parameter, piece.place, piece.shape, layout.stored, piece.cut, is_zero=is_term,
-            required=_required(layout, piece.module, piece.cut), otherwise=layout.otherwise,
-            quantize=layout.quantize, other_ending=layout.other_ending,
+        yield StoredTensor(
+            name, parameter, layout, piece.shape, piece.module, piece.place, piece.cut,
+            is_zero=is_term,
         )  # fmt: skip
 
 
-def _required(
-    layout: TensorLayout, module: tuple[int, int], cut: tuple[int | slice, ...]
-) -> Callable[[], Tensor] | None:
-    required = layout.required
-    return None if required is None else lambda: required(*module)[cut]
-
-
 def _check(
-    sources: list[_Source], checkpoint: Checkpoint, weight_map: WeightMap, spec: CheckpointSpec
+    sources: list[StoredTensor], checkpoint: Checkpoint, weight_map: WeightMap, spec: CheckpointSpec
 ) -> None:
     wanted = {source.name: source for source in sources}
     present = checkpoint.tensors
@@ -381,9 +349,9 @@ def _check(
         if info.shape != source.shape
     ]
     mistyped = [
-        f"{name} is {_name(info.dtype)}, the model wants {' or '.join(map(_name, source.stored))}"
+        f"{name} is {_name(info.dtype)}, the model wants {' or '.join(map(_name, kinds))}"
         for name, info, source in found
-        if info.dtype not in source.stored
+        if info.dtype not in (kinds := source.layout.stored)
     ]
     problems = [
         f"{what}: {listed(names)}"

@@ -28,8 +28,8 @@ from kernels.gemm import gemv, skinny_gemm
 from kernels.gemm.fp8_weight import Fp8Weight
 from kernels.tuning import MoEGemmConfig, MoEGemvConfig, SkinnyConfig
 from services.common.model_spec import MoESpec
-from services.common.nn.experts import Experts, Router
-from services.common.nn.linear import QuantizedLinear, StackedLinear
+from services.common.nn.experts import Experts, Router, StackedLinear
+from services.common.nn.linear import QuantizedLinear
 
 _SCORE_ROWS, _SCORE_COLUMNS = 64, 128  # of a CTA of the router's skinny GEMM
 _EXPERTS = 8  # dequantized at a time: float32 on the way takes memory

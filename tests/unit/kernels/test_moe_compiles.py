@@ -12,10 +12,10 @@ from kernels.experts import shared_gate
 from kernels.experts.moe_weights import ExpertWeights
 from kernels.gemm.packed_weight import PackedWeight
 from services.common.model_spec import QuantizationSpec
-from services.common.nn.experts import Experts, Router
+from services.common.nn.experts import Experts, Router, StackedLinear
 from services.common.nn.formats import method_of
 from services.common.nn.fp8 import Fp8Linear
-from services.common.nn.linear import Linear, StackedLinear
+from services.common.nn.linear import Linear
 from services.common.nn.packed import PackedLinear
 from services.common.nn.weights import materialize
 from services.decoder.operations import moe, table
