@@ -25,12 +25,12 @@ from services.common.nn.linear import (
     Axis,
     Linear,
     MergedLinear,
-    QuantizedLinear,
     StoredLayers,
     StoredTensor,
     TensorLayout,
     pieces_of,
 )
+from services.common.nn.quantized import QuantizedLinear
 
 FileLayout = Literal["per expert", "fused", "transposed"]
 

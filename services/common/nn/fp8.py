@@ -28,7 +28,8 @@ from kernels.plain import reduce_split_k
 from services.common.model_spec import QuantizationSpec
 from services.common.nn.dispatch import Implementation, Kernel, TokenRange
 from services.common.nn.layers import RMSNorm
-from services.common.nn.linear import Axis, Linear, QuantizedLinear, TensorLayout
+from services.common.nn.linear import Axis, Linear, TensorLayout
+from services.common.nn.quantized import QuantizedLinear
 
 # The most tokens for which they are the fastest, by `benchmarks.kernels.fp8` on an H200, 8B shapes.
 GEMV_TOKENS = 1

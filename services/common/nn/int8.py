@@ -15,7 +15,8 @@ from kernels.gemm.int8_weight import Int8Weight
 from services.common.model_spec import QuantizationSpec
 from services.common.nn.dispatch import Implementation, Kernel, TokenRange
 from services.common.nn.layers import RMSNorm
-from services.common.nn.linear import Axis, Linear, QuantizedLinear, TensorLayout, half_obstacle
+from services.common.nn.linear import Axis, Linear, TensorLayout
+from services.common.nn.quantized import QuantizedLinear, half_obstacle
 
 SKINNY_TOKENS = 64  # the most for which K is split
 _LAYOUTS = (

@@ -214,36 +214,6 @@ class UnquantizedLinear(LinearMethod):
         return ()  # the table's own
 
 
-class QuantizedLinear(LinearMethod):
-    """What the methods of quantized weights share. They hold no state but the format's."""
-
-    def __init__(self, weight_format: str) -> None:
-        self.weight_format = weight_format
-        self.operation = f"{weight_format}_linear"
-
-    @abstractmethod
-    def multiply(self, x: Tensor, weight: Any) -> Tensor:  # noqa: ANN401 - the format's
-        """The plain twin: `[T, K]` → `[T, N]`."""
-
-    @abstractmethod
-    def dequantize(self, weight: Any, dtype: torch.dtype) -> Tensor:  # noqa: ANN401 - the format's
-        """`[..., N, K]`."""
-
-    @abstractmethod
-    def has_kernels(self, weight: Any) -> bool:  # noqa: ANN401 - the format's
-        """Whether all rows of the dispatch table take the matrix."""
-
-    def apply(self, layer: "Linear", x: Tensor) -> Tensor:
-        weight, rows = self.weight(layer), x.reshape(-1, layer.in_features)
-        if self.kernels is None or not self.has_kernels(weight):
-            found = self.multiply(rows, weight)
-        else:
-            found = self.kernels.call(self.operation, rows, weight)
-        if layer.bias is not None:
-            found = found + layer.bias
-        return found.view(*x.shape[:-1], layer.out_features)
-
-
 class Linear(nn.Module):
     """`y = x @ W.T + b`.
 
@@ -411,12 +381,6 @@ class StoredLayers(nn.Module, ABC):
         """All that the files hold, once the layers have their methods; names without the prefix,
         and parameters as this module calls them.
         """
-
-
-def half_obstacle(facts: Any) -> str:  # noqa: ANN401 - the decoder's
-    """Why a Triton kernel of half precision cannot run; empty: it can."""
-    half = "" if facts.dtype.itemsize == 2 else f"needs bfloat16 or float16, not {facts.dtype}"
-    return facts.device.triton_obstacle or half
 
 
 def set_kernels(module: nn.Module, kernels: KernelTable) -> None:

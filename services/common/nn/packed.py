@@ -36,7 +36,8 @@ from kernels.gemm.packed_weight import (
 from services.common.model_spec import QuantizationSpec
 from services.common.nn import tiled_rows
 from services.common.nn.dispatch import Implementation, Kernel, TokenRange
-from services.common.nn.linear import Axis, Linear, QuantizedLinear, TensorLayout, half_obstacle
+from services.common.nn.linear import Axis, Linear, TensorLayout
+from services.common.nn.quantized import QuantizedLinear, half_obstacle
 
 _WORDS = (torch.int32,)
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # columns of a word's codes, the lowest bits first

@@ -29,7 +29,7 @@ from kernels.gemm.fp8_weight import Fp8Weight
 from kernels.tuning import MoEGemmConfig, MoEGemvConfig, SkinnyConfig
 from services.common.model_spec import MoESpec
 from services.common.nn.experts import Experts, Router, StackedLinear
-from services.common.nn.linear import QuantizedLinear
+from services.common.nn.quantized import QuantizedLinear
 
 _SCORE_ROWS, _SCORE_COLUMNS = 64, 128  # of a CTA of the router's skinny GEMM
 _EXPERTS = 8  # dequantized at a time: float32 on the way takes memory
