@@ -9,12 +9,12 @@ a part of the slots is for tenants that have less than their share of them.
 """
 
 import asyncio
-from collections import Counter
 from collections.abc import AsyncGenerator, Generator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 
 from services.common.errors import Overloaded, Unavailable
+from services.common.tenancy.tenant_room import TenantRoom
 from services.gateway.slot import Slot
 from services.gateway.tenancy.tenants import ANONYMOUS, Tenant
 from services.gateway.tenancy.usage import Quotas
@@ -27,7 +27,6 @@ _CONNECTION_BYTES = 64 << 10
 # Of a small request. A part of the memory is for such alone: large ones refuse none of them.
 _SMALL_BYTES = 4 << 20
 _RESERVED_BYTES = 16  # a sixteenth of the bytes
-_RESERVED = 4  # a quarter of the slots is for tenants with less than their share
 
 
 def max_held_bytes(memory_bytes: int) -> int:
@@ -66,18 +65,20 @@ class Admission:
     def __init__(
         self, max_requests: int, max_held_bytes: int = MAX_HELD_BYTES, quotas: Quotas | None = None
     ) -> None:
-        self._max_requests = max_requests
         self.max_held_bytes = max_held_bytes
         self._quotas = quotas or Quotas()
         self.held_bytes = 0
-        self._running: Counter[str] = Counter()  # by tenant
+        self._running = TenantRoom(max_requests)
         self._idle = asyncio.Event()
         self._idle.set()
         self._blocks: set[asyncio.Timeout] = set()  # those of `until_ended`
         self._ended = False
-        self.num_running = 0
         self.draining = False
         self._refuses = False
+
+    @property
+    def num_running(self) -> int:
+        return self._running.held
 
     @contextmanager
     def holding(self, tenant: Tenant = ANONYMOUS) -> Generator[Holding]:
@@ -107,37 +108,22 @@ class Admission:
         """
         self._check_room(tenant)
         with self._quotas.request(tenant) as usage:
-            self.num_running += 1
-            self._running[tenant.name] += 1
+            self._running.take(tenant.name, 1)
             self._idle.clear()
             own = Holding(self)
             try:
                 yield Slot(tenant, usage, (holding or own).hold)
             finally:
                 self.held_bytes -= own.num_bytes
-                self._leave(tenant)
+                self._running.give_back(tenant.name, 1)
+                if not self.num_running:
+                    self._idle.set()
 
     def _check_room(self, tenant: Tenant) -> None:
         if self._refuses:
             raise Overloaded("the server is shutting down", retry_after_s=1)
-        if self.num_running >= self._room(tenant):
+        if not self._running.has_room(tenant.name, 1):
             raise Overloaded("too many requests are running", retry_after_s=1)
-
-    def _room(self, tenant: Tenant) -> int:
-        """Slots that may be taken in all when this tenant takes one."""
-        if tenant.name == ANONYMOUS.name:
-            return self._max_requests
-        active = len(self._running) + (tenant.name not in self._running)
-        has_share = self._running[tenant.name] < self._max_requests / max(2, active)
-        return self._max_requests - (0 if has_share else self._max_requests // _RESERVED)
-
-    def _leave(self, tenant: Tenant) -> None:
-        self.num_running -= 1
-        self._running[tenant.name] -= 1
-        if not self._running[tenant.name]:
-            del self._running[tenant.name]
-        if not self.num_running:
-            self._idle.set()
 
     @asynccontextmanager
     async def until_ended(self, timeout_s: float | None = None) -> AsyncGenerator[None]:

@@ -65,7 +65,7 @@ async def test_drain_refuses_new_and_waits_for_running():
 def test_full_gateway_refuses_before_image_work(stack):
     stack.decoder.delay_s = 0.3
     admission = stack.gateway.admission
-    admission._max_requests = 2
+    admission._running._most = 2
     try:
         threads = [threading.Thread(target=stack.chat) for _ in range(2)]
         for thread in threads:
@@ -80,7 +80,7 @@ def test_full_gateway_refuses_before_image_work(stack):
             thread.join()
         assert stack.chat(messages=asking(image_url())).status_code == 200
     finally:
-        admission._max_requests = 512
+        admission._running._most = 512
 
 
 def test_large_requests_leave_memory_to_small_ones():
