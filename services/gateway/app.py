@@ -137,7 +137,9 @@ def create_gateway(settings: GatewaySettings, bounds: Bounds = _BOUNDS) -> Gatew
         service, admission, metrics, spec.directory, kept, settings.others
     )
     app = _application(routes, lambda _: _running(service, leases, webs, (loader, clips), kept))
-    middleware: ASGIApp = Middleware(app, endpoints, admission, keyring, quotas)
+    middleware: ASGIApp = Middleware(
+        app, endpoints, admission, keyring, quotas, metrics, service.model_name
+    )
     middleware = _same_site(middleware, settings, needs_key=not keyring.is_open)
     app_with_cors = with_cors(middleware, settings.cors_origins)
     return Gateway(app_with_cors, admission, keyring, service, metrics)

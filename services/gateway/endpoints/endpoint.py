@@ -7,7 +7,6 @@ subclass's: `chat_endpoint` for chat completions, one more for each other surfac
 """
 
 import asyncio
-import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
@@ -29,9 +28,6 @@ from services.gateway.metrics import GatewayMetrics, Timings
 from services.gateway.prompts.prompt import Draft
 from services.gateway.slot import Slot
 from services.gateway.tenancy.admission import Admission
-from services.gateway.tenancy.tenants import Tenant, key_of, tenant_of
-
-audit = logging.getLogger("triptych.audit")
 
 # How long a client may take to accept the error event of a stream that failed.
 _ERROR_EVENT_TIMEOUT_S = 5.0
@@ -93,7 +89,7 @@ class Endpoint(ABC):
             TriptychError: before the response has started; becomes an HTTP error.
         """
         outcome = "internal_error"
-        timings, tenant = Timings(), tenant_of(scope)
+        timings = Timings()
         work: Work | None = None
         try:
             async with _received(self._admission, scope, receive) as (slot, body):
@@ -111,8 +107,7 @@ class Endpoint(ABC):
             outcome = "cancelled"
             raise
         finally:
-            scope["state"]["outcome"] = outcome
-            self._audit(scope, tenant, outcome, work)
+            scope["state"] |= {"outcome": outcome, "used": _used(work)}
             self._metrics.request_ended(outcome).inc()
             self._metrics.request.observe(timings.since_arrival())
 
@@ -172,21 +167,6 @@ class Endpoint(ABC):
                 self._observe(completion, usage)
             work.slot.usage.correct([u.prompt_tokens + u.completion_tokens for u in work.usages])
 
-    def _audit(self, scope: Scope, tenant: Tenant, outcome: str, work: Work | None) -> None:
-        """One line and the tenant's counters: who asked for how much, and nothing of what."""
-        completions, usages = (work.completions, work.usages) if work else ([], [])
-        amounts = {
-            "prompt_tokens": sum(usage.prompt_tokens for usage in usages),
-            "completion_tokens": sum(usage.completion_tokens for usage in usages),
-            "images": sum(len(completion.prepared.images) for completion in completions),
-        }
-        self._metrics.tenant_request(tenant.name, outcome).inc()
-        for kind, amount in amounts.items():
-            if amount:
-                self._metrics.used_by_tenant(tenant.name, kind).inc(amount)
-        who = {"tenant": tenant.name, "key": key_of(scope), "model": self._service.model_name}
-        audit.info("%s", scope["path"], extra={"fields": {**who, **amounts, "outcome": outcome}})
-
     def _observe(self, completion: Completion, usage: Usage) -> None:
         metrics, seconds = self._metrics, completion.timings.seconds
         for stage, value in seconds.items():
@@ -202,6 +182,16 @@ class Endpoint(ABC):
             num_later = usage.completion_tokens - len(completion.choices)
             if "total" in seconds and num_later > 0:
                 metrics.tpot.observe((seconds["total"] - seconds["first_token"]) / num_later)
+
+
+def _used(work: Work | None) -> dict[str, int]:
+    """How much a request has used, for the audit log; the middleware writes it."""
+    completions, usages = (work.completions, work.usages) if work else ([], [])
+    return {
+        "prompt_tokens": sum(usage.prompt_tokens for usage in usages),
+        "completion_tokens": sum(usage.completion_tokens for usage in usages),
+        "images": sum(len(completion.prepared.images) for completion in completions),
+    }
 
 
 def renamed(param: str, paths: Mapping[str, str]) -> str:
@@ -221,12 +211,11 @@ async def _received(
     admission: Admission, scope: Scope, receive: Receive, types: Sequence[str] = JSON_TYPES
 ) -> AsyncGenerator[tuple[Slot, Body]]:
     """A slot and the whole body, of such a type, which is freed at the end."""
-    tenant = tenant_of(scope)
-    with admission.holding(tenant) as holding:
+    with admission.holding() as holding:
         async with admission.until_ended():
             body = await read_body(scope, receive, holding.hold, types)
         try:
-            with admission.slot(tenant, holding) as slot:
+            with admission.slot(holding) as slot:
                 yield slot, body
         finally:
             free(body)

@@ -24,7 +24,7 @@ from services.gateway.forms.video import InputVideoPart
 from services.gateway.http.exchange import JsonResponse
 from services.gateway.kept import Kept
 from services.gateway.media.images import kept_name
-from services.gateway.tenancy.tenants import tenant_of
+from services.gateway.tenancy.tenants import bound_tenant
 
 # Of the turns before one, without images.
 _MAX_BYTES = 4 << 20
@@ -111,19 +111,19 @@ class KeptResponses:
 
     async def retrieve(self, request: Request) -> Response:
         """GET: the answer again."""
-        turn, _ = await self._turn(tenant_of(request.scope).name, request.path_params["name"])
+        turn, _ = await self._turn(bound_tenant().name, request.path_params["name"])
         return Response(bytes(turn.response), media_type="application/json")
 
     async def delete(self, request: Request) -> Response:
         """DELETE: the turn is forgotten, so what followed it cannot be continued."""
         response_id = request.path_params["name"]
-        if not await self._kept.delete(tenant_of(request.scope).name, _name(response_id)):
+        if not await self._kept.delete(bound_tenant().name, _name(response_id)):
             raise self._not_found(response_id, None)
         return JsonResponse(api.DeletedResponse(response_id))
 
     async def cancel(self, request: Request) -> Response:
         """POST …/cancel: an answer that is kept is complete."""
-        await self._turn(tenant_of(request.scope).name, request.path_params["name"])
+        await self._turn(bound_tenant().name, request.path_params["name"])
         raise InvalidRequest("Cannot cancel a synchronous response.")
 
     async def _turn(

@@ -23,11 +23,13 @@ from services.common.spans import TRACEPARENT, Span, span
 from services.common.telemetry import bind_request_id
 from services.gateway.forms.error_answers import error_body
 from services.gateway.http.exchange import error_response, handle_bug, handle_triptych_error
+from services.gateway.metrics import GatewayMetrics
 from services.gateway.tenancy.admission import Admission
-from services.gateway.tenancy.tenants import Keyring, KeyScope, bind_tenant
+from services.gateway.tenancy.tenants import Identity, Keyring, KeyScope, bind_identity
 from services.gateway.tenancy.usage import Quotas
 
 log = logging.getLogger(__name__)
+audit = logging.getLogger("triptych.audit")
 
 _OPEN_PATHS = frozenset(("/", "/docs", "/openapi.json", "/health", "/ready", "/ping"))
 _QUIET_PATHS = frozenset(("/health", "/ready", "/ping"))
@@ -46,6 +48,7 @@ class Middleware:
     Attributes:
         endpoints: that generate, by their paths; the routes have them, too, for other methods.
         quotas: of the tenants, for the headers that tell them what is left.
+        model: its name, for the audit log.
     """
 
     app: ASGIApp
@@ -53,6 +56,8 @@ class Middleware:
     admission: Admission
     keyring: Keyring
     quotas: Quotas
+    metrics: GatewayMetrics
+    model: str
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -84,13 +89,12 @@ class Middleware:
             app = self.endpoints.get(scope["path"], app)
         if scope["path"] not in _OPEN_PATHS and not scope["path"].startswith(_PAGE_FILES):
             identity = self.keyring.identify(_authorization(headers))
-            scope["state"]["identity"] = identity
             if identity is None:
                 app = _unauthorized
             elif scope_of(scope["path"]) not in identity.scopes:
                 app = _forbidden
             else:
-                bind_tenant(identity.tenant)
+                bind_identity(identity)
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
@@ -108,7 +112,11 @@ class Middleware:
             await send(message)
 
         try:
-            await app(scope, receive, send_with_id)
+            try:
+                await app(scope, receive, send_with_id)
+            finally:
+                if identity is not None and "used" in scope["state"]:
+                    self._audit(identity, scope)
         except ClientDisconnect:
             status = 499
         except Exception as error:
@@ -120,6 +128,17 @@ class Middleware:
                 answer = await handle(Request(scope), error)
                 await answer(scope, receive, send_with_id)
         return status
+
+    def _audit(self, identity: Identity, scope: Scope) -> None:
+        """One line and the tenant's counters: who asked for how much, and nothing of what."""
+        tenant, outcome = identity.tenant.name, scope["state"]["outcome"]
+        used: Mapping[str, int] = scope["state"]["used"]
+        self.metrics.tenant_request(tenant, outcome).inc()
+        for kind, amount in used.items():
+            if amount:
+                self.metrics.used_by_tenant(tenant, kind).inc(amount)
+        who = {"tenant": tenant, "key": identity.key_id, "model": self.model}
+        audit.info("%s", scope["path"], extra={"fields": {**who, **used, "outcome": outcome}})
 
 
 def scope_of(path: str) -> KeyScope:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from services.common.errors import Overloaded, Unavailable
 from services.common.tenancy.tenant_room import TenantRoom
 from services.gateway.slot import Slot
-from services.gateway.tenancy.tenants import ANONYMOUS, Tenant
+from services.gateway.tenancy.tenants import Tenant, bound_tenant
 from services.gateway.tenancy.usage import Quotas
 
 MAX_HELD_BYTES = 4 << 30
@@ -81,13 +81,13 @@ class Admission:
         return self._running.held
 
     @contextmanager
-    def holding(self, tenant: Tenant = ANONYMOUS) -> Generator[Holding]:
+    def holding(self) -> Generator[Holding]:
         """Counts a request's memory for the duration of a `with`.
 
         Raises:
             Overloaded: no slot is free for it, too much is held, or new requests are refused.
         """
-        self._check_room(tenant)
+        self._check_room(bound_tenant())
         holding = Holding(self)
         try:
             holding.hold(_CONNECTION_BYTES)
@@ -96,8 +96,8 @@ class Admission:
             self.held_bytes -= holding.num_bytes
 
     @contextmanager
-    def slot(self, tenant: Tenant = ANONYMOUS, holding: Holding | None = None) -> Generator[Slot]:
-        """Takes a slot for the duration of a `with`.
+    def slot(self, holding: Holding | None = None) -> Generator[Slot]:
+        """Takes a slot of the bound tenant for the duration of a `with`.
 
         Args:
             holding: counts its memory; None: the slot itself does.
@@ -106,6 +106,7 @@ class Admission:
             Overloaded: no slot is free, or new requests are refused.
             RateLimited: the tenant has as many requests as it may have.
         """
+        tenant = bound_tenant()
         self._check_room(tenant)
         with self._quotas.request(tenant) as usage:
             self._running.take(tenant.name, 1)

@@ -16,13 +16,13 @@ import hmac
 import logging
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
@@ -132,18 +132,6 @@ class Identity:
     expires_at: float | None = None
 
 
-def tenant_of(scope: Mapping[str, Any]) -> Tenant:
-    """The tenant of a request that the middleware has identified."""
-    identity: Identity | None = scope["state"].get("identity")
-    return ANONYMOUS if identity is None else identity.tenant
-
-
-def key_of(scope: Mapping[str, Any]) -> str:
-    """The id of the request's key; empty: it needed none."""
-    identity: Identity | None = scope["state"].get("identity")
-    return "" if identity is None else identity.key_id
-
-
 class Keyring:
     """Owner of the keys.
 
@@ -242,14 +230,15 @@ class Keyring:
         self._by_digest, self._state = by_digest, state
 
 
-_bound: ContextVar[Tenant] = ContextVar("tenant", default=ANONYMOUS)
+_NOBODY = Identity(ANONYMOUS)
+_bound: ContextVar[Identity] = ContextVar("identity", default=_NOBODY)
 
 
-def bind_tenant(tenant: Tenant) -> None:
+def bind_identity(identity: Identity) -> None:
     """Sets whose work the running task does, and the tasks that it creates from now on."""
-    _bound.set(tenant)
+    _bound.set(identity)
 
 
 def bound_tenant() -> Tenant:
     """Whose work the running task does."""
-    return _bound.get()
+    return _bound.get().tenant

@@ -12,7 +12,7 @@ import pytest
 from services.common.errors import Overloaded, RateLimited
 from services.common.settings import SettingsError
 from services.gateway.tenancy.admission import Admission
-from services.gateway.tenancy.tenants import Keyring, Limits, Tenant
+from services.gateway.tenancy.tenants import Identity, Keyring, Limits, Tenant, bind_identity
 from services.gateway.tenancy.usage import Quotas
 
 
@@ -188,13 +188,17 @@ async def test_headers_say_what_is_left():
     assert not quotas.headers(Tenant("free", Limits(), shares_caches=False))
 
 
-def test_one_tenant_cannot_take_all_slots():
+async def test_one_tenant_cannot_take_all_slots():
     admission = Admission(8)
-    flood, other = (Tenant(name, Limits(), shares_caches=False) for name in ("flood", "other"))
-    held = [admission.slot(flood) for _ in range(6)]
+    flood, other = (
+        Identity(Tenant(name, Limits(), shares_caches=False)) for name in ("flood", "other")
+    )
+    bind_identity(flood)
+    held = [admission.slot() for _ in range(6)]
     for slot in held:
         slot.__enter__()
-    with pytest.raises(Overloaded), admission.slot(flood):
+    with pytest.raises(Overloaded), admission.slot():
         pass
-    with admission.slot(other), admission.slot(other):
+    bind_identity(other)
+    with admission.slot(), admission.slot():
         assert admission.num_running == 8

@@ -20,7 +20,7 @@ from services.common.errors import (
 from services.gateway.media import web_media
 from services.gateway.media.network import PacedStream, connect
 from services.gateway.media.web_media import WebMedia, is_public, parse_url
-from services.gateway.tenancy.tenants import Limits, Tenant, bind_tenant
+from services.gateway.tenancy.tenants import Identity, Limits, Tenant, bind_identity
 from tests.noise import PATIENCE_S
 
 
@@ -459,7 +459,7 @@ async def test_a_tenant_of_silent_names_leaves_threads_to_others(monkeypatch):
     resolver = web_media.SystemResolver(timeout_s=0.5)
 
     async def ask(tenant, host):
-        bind_tenant(Tenant(tenant, Limits(), shares_caches=False))
+        bind_identity(Identity(Tenant(tenant, Limits(), shares_caches=False)))
         return await resolver(host, 80)
 
     failed: list[BaseException] = []
