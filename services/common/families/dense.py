@@ -112,20 +112,20 @@ def read_text(
         UnsupportedOption: names the option and what to do.
     """
     _refuse_unsupported(config, has_experts=moe is not None)
-    num_heads = _size(config, "num_attention_heads")
-    kv_heads = _size(config, "num_key_value_heads", num_kv_heads or num_heads, num_heads)
+    num_heads = read_size(config, "num_attention_heads")
+    kv_heads = read_size(config, "num_key_value_heads", num_kv_heads or num_heads, num_heads)
     if num_heads % kv_heads:
         raise UnsupportedOption(
             f"num_key_value_heads {kv_heads} is not supported: "
             f"num_attention_heads {num_heads} is not a multiple of it"
         )
-    hidden_size = _size(config, "hidden_size")
+    hidden_size = read_size(config, "hidden_size")
     per_head = hidden_size // num_heads
-    size = _size(config, "head_dim", head_dim or per_head, per_head)
+    size = read_size(config, "head_dim", head_dim or per_head, per_head)
     if size % 2:
         raise UnsupportedOption(f"head_dim {size} is not supported: it must be even")
     rope = read_rope(config, size, rope_theta, mrope_section, partial_rotary_factor)
-    positions = _size(config, "max_position_embeddings")
+    positions = read_size(config, "max_position_embeddings")
     if rope.kind == "yarn":
         positions = max(positions, int(rope.factor * rope.original_max_position_embeddings))
     bias = bool(config.get("attention_bias", False))
@@ -134,10 +134,10 @@ def read_text(
     expect_given(config, "qkv_bias", qkv_bias)
     no_mlp = None if moe is None else moe.shared_intermediate_size or moe.intermediate_size
     return TextSpec(
-        vocab_size=_size(config, "vocab_size"),
+        vocab_size=read_size(config, "vocab_size"),
         hidden_size=hidden_size,
-        intermediate_size=_size(config, "intermediate_size", no_mlp),
-        num_layers=_size(config, "num_hidden_layers"),
+        intermediate_size=read_size(config, "intermediate_size", no_mlp),
+        num_layers=read_size(config, "num_hidden_layers"),
         num_heads=num_heads,
         num_kv_heads=kv_heads,
         head_dim=size,
@@ -151,37 +151,6 @@ def read_text(
         mlp_bias=mlp_bias,
         sliding_window=sliding_window,
         moe=moe,
-    )
-
-
-def read_moe(
-    config: Mapping[str, Any], *, norm_topk_prob: bool = True, has_shared_expert: bool = False
-) -> MoESpec:
-    """The experts of a config.json, or of its `text_config`.
-
-    Args:
-        has_shared_expert: read its size.
-
-    Raises:
-        UnsupportedOption: names the option and what to do.
-    """
-    count = "num_experts" if "num_experts" in config else "num_local_experts"
-    num_experts, top_k = _size(config, count), _size(config, "num_experts_per_tok")
-    if top_k > num_experts:
-        raise UnsupportedOption(
-            f"num_experts_per_tok {top_k} is not supported: there are {num_experts} experts"
-        )
-    shared = _size(config, "shared_expert_intermediate_size") if has_shared_expert else 0
-    step = _size(config, "decoder_sparse_step", 1)
-    layers = range(_size(config, "num_hidden_layers"))
-    mlp_only = cast("list[int]", config.get("mlp_only_layers") or [])
-    return MoESpec(
-        num_experts=num_experts,
-        top_k=top_k,
-        intermediate_size=_size(config, "moe_intermediate_size"),
-        norm_topk_prob=norm_topk_prob,
-        shared_intermediate_size=shared,
-        dense_layers=frozenset(i for i in layers if i in mlp_only or (i + 1) % step),
     )
 
 
@@ -327,7 +296,7 @@ def expect(name: str, value: object, *served: object) -> None:
         )
 
 
-def _size(
+def read_size(
     config: Mapping[str, Any], name: str, absent: int | None = None, null: int | None = None
 ) -> int:
     """A positive integer; `absent` and `null` stand for a missing field and for null.

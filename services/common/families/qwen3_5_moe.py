@@ -4,8 +4,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from services.common.families.dense import QWEN_CONVERSATION, read_model, read_moe
+from services.common.families.dense import QWEN_CONVERSATION, read_model
 from services.common.families.qwen3_5 import read_hybrid_text, read_parts
+from services.common.families.qwen3_moe import read_moe
 from services.common.model_spec import ModelSpec
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from services.common.families import qwen3_vl
-from services.common.families.dense import read_moe
+from services.common.families.qwen3_moe import read_moe
 from services.common.model_spec import ModelSpec
 
 
