@@ -20,7 +20,7 @@ from services.common.errors import (
 from services.common.pb import decoder_pb2 as pb
 from services.common.threads import WorkerThreads
 from services.gateway.answers.answer import AnswerFormat
-from services.gateway.answers.detokenizer import Choice, create_choices
+from services.gateway.answers.detokenizer import Choice
 from services.gateway.answers.prompt_logprobs import PromptScores
 from services.gateway.answers.thinking_budget import thinking_budget
 from services.gateway.attempts import Attempts
@@ -210,7 +210,10 @@ class ChatService:
             wait_for_sources=bool(request.include_stage_times),
             encode_sources=[None] * len(prompt.runs),
         )  # fmt: skip
-        choices = create_choices(request, self.tokenizer, answer_format)
+        choices = [
+            Choice(index, request, self.tokenizer, answer_format.parser())
+            for index in range(num_choices)
+        ]
         return Completion(request, prepared, answer_format, choices, ignored=draft.ignored)
 
     async def answer(self, completion: Completion) -> AsyncGenerator[list[Update]]:
@@ -220,9 +223,8 @@ class ChatService:
             TriptychError: the request failed.
         """
         budget = thinking_budget(
-            completion.request, completion.answer_format, completion.choices, self.tokenizer,
-            is_held=completion.prepared.grammar is not None,
-        )  # fmt: skip
+            completion.request, completion.answer_format, completion.choices, self.tokenizer
+        )
         attempts = Attempts(
             completion.prepared, self.encoders, self.decoders, self.metrics, self.encode_timeout_s,
             budget,

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from services.common.pb import decoder_pb2 as pb
-from services.gateway.answers.answer import AnswerFormat, AnswerParser
+from services.gateway.answers.answer import AnswerParser
 from services.gateway.clients.decoders import TokenEvent
 from services.gateway.forms.openai import ChatRequest
 from services.gateway.forms.parts import Call, Part, Text
@@ -228,12 +228,3 @@ class Choice:
 
     def _token(self, token_id: int) -> tuple[str, list[int]]:
         return token_name(self._tokenizer, token_id, bool(self._request.return_tokens_as_token_ids))
-
-
-def create_choices(
-    request: ChatRequest, tokenizer: ModelTokenizer, answer_format: AnswerFormat
-) -> list[Choice]:
-    """A request's choices, before their first token."""
-    return [
-        Choice(index, request, tokenizer, answer_format.parser()) for index in range(request.n or 1)
-    ]

@@ -47,8 +47,6 @@ def thinking_budget(
     answer_format: AnswerFormat,
     choices: Sequence[Choice],
     tokenizer: ModelTokenizer,
-    *,
-    is_held: bool,
 ) -> ThinkingBudget | None:
     """The budget that a request names, if its answers may think."""
     num_tokens = request.thinking_token_budget
@@ -56,7 +54,7 @@ def thinking_budget(
         return None
     if num_tokens and answer_format.reasoning == "optional":
         num_tokens += len(_tag(tokenizer, OPEN))
-    return ThinkingBudget(num_tokens, is_held, choices, tokenizer)
+    return ThinkingBudget(num_tokens, answer_format.grammar is not None, choices, tokenizer)
 
 
 def end_of_reasoning(tokenizer: ModelTokenizer) -> tuple[int, ...]:

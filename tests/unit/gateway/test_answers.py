@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from services.gateway.answers.answer import AnswerFormat
-from services.gateway.answers.detokenizer import create_choices
+from services.gateway.answers.detokenizer import Choice
 from services.gateway.answers.tool_parsers import PARSERS
 from services.gateway.answers.tool_use import ToolCalls
 from services.gateway.clients.decoders import TokenEvent
@@ -77,7 +77,7 @@ def request(**fields):
 
 def answer(tokenizer, ids, answer_format, sizes, reason="stop", **fields):
     """All updates of one choice, and the choice."""
-    (choice,) = create_choices(request(**fields), tokenizer, answer_format)
+    choice = Choice(0, request(**fields), tokenizer, answer_format.parser())
     updates = []
     grouped = [*sizes, []]
     for index, group in enumerate(grouped):

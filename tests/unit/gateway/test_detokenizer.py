@@ -4,8 +4,7 @@ import random
 
 import pytest
 
-from services.gateway.answers.answer import AnswerFormat
-from services.gateway.answers.detokenizer import StopMatcher, create_choices
+from services.gateway.answers.detokenizer import Choice, StopMatcher
 from services.gateway.clients.decoders import TokenEvent
 from services.gateway.forms.openai import ChatRequest
 from services.gateway.forms.parts import Text
@@ -15,7 +14,7 @@ TEXTS = ["hello world", "中文 naïve über", "🙂👩‍👩‍👧 mixed é 
 
 
 def choice_of(tokenizer, **options):
-    return create_choices(ChatRequest([], **options), tokenizer, AnswerFormat())[0]
+    return Choice(0, ChatRequest([], **options), tokenizer, None)
 
 
 def run(tokenizer, ids, sizes, **options):
