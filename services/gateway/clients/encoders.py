@@ -61,8 +61,6 @@ class EncoderPod(Pod):
         )
         self._encode = self.unary("Encode", pb.EncodeRequest, pb.EncodeResponse)
         self._probe = self.unary("Probe", pb.ProbeRequest, pb.ProbeResponse)
-        self._upload = self.unary("Upload", pb.UploadRequest, pb.UploadResponse)
-        self._download = self.unary("Download", pb.DownloadRequest, pb.DownloadResponse)
         self._lost = asyncio.Event()
 
     @property
@@ -130,7 +128,7 @@ class EncoderPod(Pod):
         if pair is not None:
             request.frames.first, request.frames.second = pair.frames
             request.second_image, request.video_digest = pair.second_image, pair.video_digest
-        answer = await self._call(self._encode, request, timeout_s)
+        answer = await self.call(self._encode, request, timeout_s)
         return Encoded(_SOURCES.get(answer.source, "unknown"), answer.num_tokens)
 
     async def probe(self, video: bytes, timeout_s: float) -> Probed:
@@ -141,36 +139,19 @@ class EncoderPod(Pod):
             TriptychError: as of `encode`.
         """
         request = pb.ProbeRequest(video=video)
-        found = await self._call(self._probe, request, timeout_s)
+        found = await self.call(self._probe, request, timeout_s)
         clip = Clip(found.num_frames, found.rate, (found.height, found.width))
         if not clip.num_frames or len(found.frame_digests) != clip.num_frames * FRAME_DIGEST_BYTES:
             raise InternalError("an encoder returned no digest for each frame of a video")
         return Probed(clip, found.duration_s, found.video_digest, found.frame_digests)
 
-    async def upload(self, file: bytes, tenant: str, timeout_s: float) -> int:
-        """Leaves a file of a tenant there; returns for how many seconds. Raises as `encode`."""
-        request = pb.UploadRequest(file=file, tenant=tenant)
-        return (await self._call(self._upload, request, timeout_s)).kept_s
-
-    async def download(
-        self, digest: bytes, tenant: str, timeout_s: float, *, forget: bool = False
-    ) -> bytes:
-        """A file of a tenant; with `forget`, no bytes, and the file is gone.
-
-        Raises:
-            NotFound: the tenant has left none of that digest there.
-            TriptychError: as of `encode`.
-        """
-        request = pb.DownloadRequest(digest=digest, tenant=tenant, forget=forget)
-        return (await self._call(self._download, request, timeout_s)).file
-
-    async def _call(
+    async def call(
         self,
         method: "grpc.aio.UnaryUnaryMultiCallable[RequestT, AnswerT]",
         request: RequestT,
         timeout_s: float,
     ) -> AnswerT:
-        """A call that the loss of the encoder ends, too."""
+        """A call that the loss of the encoder ends, too; raises as `encode`."""
         metadata = outgoing_metadata(request.ByteSize())
         call = method(request, timeout=timeout_s, metadata=metadata)
         lost = asyncio.ensure_future(self._lost.wait())

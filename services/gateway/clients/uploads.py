@@ -9,6 +9,7 @@ import re
 from collections.abc import Sequence
 
 from services.common.errors import InvalidRequest, NotFound, TriptychError, Unavailable
+from services.common.pb import encoder_pb2 as pb
 from services.gateway.clients.encoders import EncoderPod, EncoderPool
 from services.gateway.clients.pods import rank
 
@@ -35,7 +36,9 @@ class Uploads:
         cause: TriptychError | None = None
         for pod in self._by_rank(digest)[:2]:
             try:
-                kept_s = await pod.upload(data, tenant, _TIMEOUT_S)
+                upload = pod.unary("Upload", pb.UploadRequest, pb.UploadResponse)
+                request = pb.UploadRequest(file=data, tenant=tenant)
+                kept_s = (await pod.call(upload, request, _TIMEOUT_S)).kept_s
             except Unavailable as error:
                 cause = error.without_frames()
                 continue
@@ -54,7 +57,7 @@ class Uploads:
         cause: TriptychError = NotFound("no such upload is kept: upload the file again")
         for pod in self._by_rank(digest):
             try:
-                return await pod.download(digest, tenant, _TIMEOUT_S)
+                return await _download(pod, digest, tenant)
             except NotFound:
                 continue
             except Unavailable as error:
@@ -71,7 +74,7 @@ class Uploads:
         cause: TriptychError | None = NotFound("no such upload is kept")
         for pod in self._by_rank(digest):
             try:
-                await pod.download(digest, tenant, _TIMEOUT_S, forget=True)
+                await _download(pod, digest, tenant, forget=True)
                 cause = None
             except NotFound:
                 continue
@@ -83,6 +86,18 @@ class Uploads:
         if not pods:
             raise Unavailable("no encoder is available", retry_after_s=1)
         return pods
+
+
+async def _download(pod: EncoderPod, digest: bytes, tenant: str, *, forget: bool = False) -> bytes:
+    """A file of a tenant; with `forget`, no bytes, and the file is gone.
+
+    Raises:
+        NotFound: the tenant has left none of that digest there.
+        TriptychError: as of `EncoderPod.encode`.
+    """
+    download = pod.unary("Download", pb.DownloadRequest, pb.DownloadResponse)
+    request = pb.DownloadRequest(digest=digest, tenant=tenant, forget=forget)
+    return (await pod.call(download, request, _TIMEOUT_S)).file
 
 
 def _read_handle(handle: str) -> bytes:

@@ -8,6 +8,7 @@ models that its key opens. A gateway that does not answer is left out.
 import asyncio
 import logging
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
 import httpx2
 import msgspec
@@ -17,7 +18,6 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from services.gateway.chat import ChatService
-from services.gateway.forms.responses import ModelCard
 from services.gateway.http.exchange import JsonResponse
 
 log = logging.getLogger(__name__)
@@ -26,6 +26,26 @@ log = logging.getLogger(__name__)
 _ASKED_BY_A_GATEWAY = "x-triptych-own-models"
 _PASSED_ON = ("authorization", "x-api-key", "x-request-id")
 _TIMEOUT_S = 2.0
+
+
+class ModelCard(Struct):
+    """The served model."""
+
+    id: str
+    created: int
+    max_model_len: int | None
+    input_modalities: list[str]
+    root: str
+    object: Literal["model"] = "model"
+    owned_by: str = "triptych"
+    parent: None = None
+
+
+class ModelList(Struct):
+    """All served models: one."""
+
+    data: list[ModelCard]
+    object: Literal["list"] = "list"
 
 
 class _Model(Struct):

@@ -13,6 +13,7 @@ import msgspec
 from msgspec import Struct
 
 from services.gateway.endpoints.examples import BODIES, curls
+from services.gateway.endpoints.models import ModelCard, ModelList
 from services.gateway.endpoints.tokenization import (
     DetokenizeRequest,
     DetokenizeResponse,
@@ -80,8 +81,8 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
         "Tokens of a message's prompt", messages.CountTokensRequest, messages.TokenCount,
         error=MessagesErrorAnswer,
     ),
-    ("GET", "/v1/models"): Operation("The served models", None, chat.ModelList),
-    ("GET", "/v1/models/{name}"): Operation("A served model", None, chat.ModelCard),
+    ("GET", "/v1/models"): Operation("The served models", None, ModelList),
+    ("GET", "/v1/models/{name}"): Operation("A served model", None, ModelCard),
     ("POST", "/v1/media"): Operation(
         "Keeps a file that requests name", UploadRequest, UploadAnswer
     ),

@@ -233,26 +233,6 @@ class ChatCompletionChunk(Struct):
     metrics: RequestMetrics | UnsetType = UNSET
 
 
-class ModelCard(Struct):
-    """The served model."""
-
-    id: str
-    created: int
-    max_model_len: int | None
-    input_modalities: list[str]
-    root: str
-    object: Literal["model"] = "model"
-    owned_by: str = "triptych"
-    parent: None = None
-
-
-class ModelList(Struct):
-    """All served models: one."""
-
-    data: list[ModelCard]
-    object: Literal["list"] = "list"
-
-
 class Update(Struct, frozen=True):
     """New parts of one choice.
 
