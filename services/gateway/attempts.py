@@ -82,7 +82,7 @@ class Attempts:
         self._chain = PromptChain(request.prompt.token_ids, (), request.cache_salt)
         self._sequences: dict[int, int] = {}  # of this attempt: running choice -> sequence id
         # Of the choices that have not ended: the token ids so far.
-        self._generated = {choice: array("i") for choice in range(request.num_choices)}
+        self._generated = {choice: array("i") for choice in range(request.chat.num_choices)}
         # Choices that run up to the budget of their reasoning, and those that have come to it.
         self._budget = budget = thinking_budget
         is_bounded = budget is not None and budget.num_tokens < request.sampling.max_tokens
@@ -127,7 +127,7 @@ class Attempts:
                             num_moves += 1
                             leaving = Unavailable("the decoder is about to go")
                             raise RetryableFailure(leaving, "decoder", self._session)
-                    if self._request.wait_for_sources:
+                    if self._request.chat.include_stage_times:
                         await self._encodes.finish(_SOURCES_GRACE_S)
                     return
                 except RetryableFailure as failure:
@@ -190,7 +190,7 @@ class Attempts:
             raise self._losses.no_pod_left() from None
         # What has begun with one checkpoint is not continued with another, nor by other choices.
         fingerprint = decoder.description.fingerprint if decoder.description else b""
-        has_begun = any(self._generated.values()) or len(self._generated) < request.num_choices
+        has_begun = any(self._generated.values()) or len(self._generated) < request.chat.num_choices
         if has_begun and self._fingerprint not in (None, fingerprint):
             raise self._losses.no_pod_left()
         self._fingerprint = fingerprint
@@ -214,12 +214,12 @@ class Attempts:
             images=refs,
             sampling=request.sampling,
             cache_salt=request.cache_salt,
-            tenant=request.tenant.name,
-            tenant_weight=request.tenant.weight,
+            tenant=request.slot.tenant.name,
+            tenant_weight=request.slot.tenant.weight,
             timeout_s=request.remaining_s(),
             traceparent=self._span.traceparent,
-            grammar=request.grammar,
-            priority=request.priority,
+            grammar=request.answer_format.grammar,
+            priority=request.chat.priority or 0,
         )
         for choice, generated in self._generated.items():
             if resumed is not None and choice not in resumed:
@@ -264,7 +264,7 @@ class Attempts:
         try:
             if mailbox.num_bytes > MAX_WAITING_BYTES:
                 raise Overloaded("the answer is read too slowly")
-            self._request.hold(_WAITING_STEP_BYTES)
+            self._request.slot.hold(_WAITING_STEP_BYTES)
             self._counted_bytes += _WAITING_STEP_BYTES
         except Overloaded as error:
             mailbox.clear()
@@ -307,7 +307,7 @@ class Attempts:
         if isinstance(error, Cancelled):  # not by this gateway, which ignores events then
             error = Unavailable("the decoder cancelled the request")
         if isinstance(error, InvalidGrammar):
-            error.param = self._request.grammar_param
+            error.param = self._request.answer_format.grammar_param
         return RetryableFailure(error, "decoder", self._session) if error.retryable else error
 
     def _record_handover(self) -> None:

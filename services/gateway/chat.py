@@ -68,9 +68,7 @@ class Completion:
         ignored: fields that change no answer of this model.
     """
 
-    request: ChatRequest
     prepared: PreparedRequest
-    answer_format: AnswerFormat
     choices: list[Choice]
     cached_tokens: int | None = None
     prompt_scores: PromptScores = field(default_factory=PromptScores)
@@ -100,7 +98,7 @@ class Completion:
             details.video_tokens = sum(video.tokens for video in videos)
         total_tokens = prompt_tokens + completion_tokens
         usage = Usage(prompt_tokens, completion_tokens, total_tokens, details)
-        if self.answer_format.reasoning is not None:
+        if self.prepared.answer_format.reasoning is not None:
             reasoning_tokens = sum(choice.num_reasoning_tokens for choice in self.choices)
             usage.completion_tokens_details = CompletionTokensDetails(reasoning_tokens)
         return usage
@@ -173,48 +171,38 @@ class ChatService:
                 draft = await self.draft(request, decoder.max_model_len)
         draft = self._with_tokens_cut(draft, request, decoder.max_model_len)
         answer_format = await self.answer_format(request, draft.tail)
-        # Before images are loaded. Each has at least one token, as its placeholder here.
         sampling = resolve_sampling(
             request, self.defaults,
-            prompt_tokens=len(draft.token_ids),
-            max_model_len=decoder.max_model_len,
             vocab_size=decoder.vocab_size,
             encode=lambda text: self.tokenizer.encode_prompt(text, add_special_tokens=False),
         )  # fmt: skip
+        limit = partial(
+            limit_completion, sampling, request, self.defaults, max_model_len=decoder.max_model_len
+        )
+        # Before images are loaded. Each has at least one token, as its placeholder here.
+        limit(len(draft.token_ids))
         images: list[Image] = []
         videos: list[Video] = []
         if draft.images or draft.videos:
             with timings.measure("fetch"):
                 images, videos = await self.read_media(draft, slot)
         prompt = self.prompts.expand(draft, [image.units for image in images], videos)
-        if images or videos:
-            limit_completion(
-                sampling, request, self.defaults,
-                prompt_tokens=len(prompt.token_ids), max_model_len=decoder.max_model_len,
-            )  # fmt: skip
+        limit(len(prompt.token_ids))
         check_prompt_logprobs(request, len(prompt.token_ids))
-        num_choices = request.n or 1
-        num_tokens = len(prompt.token_ids) + num_choices * sampling.max_tokens
-        await slot.usage.charge(num_tokens, num_choices, self._num_pixels(images, videos))
+        num_tokens = len(prompt.token_ids) + request.num_choices * sampling.max_tokens
+        await slot.usage.charge(num_tokens, request.num_choices, self._num_pixels(images, videos))
         prepared = PreparedRequest(
-            request_id, prompt, [*images, *videos], sampling,
-            num_choices=num_choices,
-            tenant=slot.tenant,
+            request_id, request, prompt, [*images, *videos], sampling, slot, answer_format,
             cache_salt=slot.tenant.cache_salt(request.cache_salt or ""),
             deadline=timings.arrived + self.request_timeout_s,
             timings=timings,
-            hold=slot.hold,
-            grammar=answer_format.grammar,
-            grammar_param=answer_format.grammar_param,
-            priority=request.priority or 0,
-            wait_for_sources=bool(request.include_stage_times),
             encode_sources=[None] * len(prompt.runs),
         )  # fmt: skip
         choices = [
             Choice(index, request, self.tokenizer, answer_format.parser())
-            for index in range(num_choices)
+            for index in range(request.num_choices)
         ]
-        return Completion(request, prepared, answer_format, choices, ignored=draft.ignored)
+        return Completion(prepared, choices, ignored=draft.ignored)
 
     async def answer(self, completion: Completion) -> AsyncGenerator[list[Update]]:
         """Runs a prepared request; yields updates until every choice has a finish reason.
@@ -222,11 +210,12 @@ class ChatService:
         Raises:
             TriptychError: the request failed.
         """
+        prepared = completion.prepared
         budget = thinking_budget(
-            completion.request, completion.answer_format, completion.choices, self.tokenizer
+            prepared.chat, prepared.answer_format, completion.choices, self.tokenizer
         )
         attempts = Attempts(
-            completion.prepared, self.encoders, self.decoders, self.metrics, self.encode_timeout_s,
+            prepared, self.encoders, self.decoders, self.metrics, self.encode_timeout_s,
             budget,
         )  # fmt: skip
         timings, started = completion.timings, False

@@ -242,7 +242,7 @@ class EncodeCalls:
         data, pair = image.sent(run.unit)
         encode = partial(
             pod.encode, key, data, run.unit, salt=self.request.cache_salt, timeout_s=timeout_s,
-            tenant=self.request.tenant, pair=pair,
+            tenant=self.request.slot.tenant, pair=pair,
             is_embedding=isinstance(image, Image) and image.is_embedding,
         )  # fmt: skip
         file = image.file if isinstance(image, Video) else None

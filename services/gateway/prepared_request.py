@@ -1,15 +1,17 @@
 """What `ChatService.prepare` makes of a request, and `Attempts` carries out."""
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from services.common.pb import decoder_pb2 as pb
-from services.gateway.media.images import Image, uncounted
+from services.gateway.answers.answer import AnswerFormat
+from services.gateway.forms.openai import ChatRequest
+from services.gateway.media.images import Image
 from services.gateway.media.videos import Video
 from services.gateway.metrics import Timings
 from services.gateway.prompts.prompt import Prompt
-from services.gateway.slot import Tenant
+from services.gateway.slot import Slot
 
 Medium = Image | Video
 
@@ -21,32 +23,24 @@ class PreparedRequest:
     Attributes:
         images: in order, and videos behind them.
         sampling: of the first choice.
+        slot: counts memory that the answer takes while it waits for the client, too.
         cache_salt: of the tenant and the request.
         deadline: on the monotonic clock.
-        grammar: what the answer has to be; None: any text.
-        grammar_param: the field that an error of the grammar names.
-        priority: lower ones run first.
-        hold: counts memory that the answer takes while it waits for the client; may refuse.
-        wait_for_sources: the response has `encode_sources`, so wait briefly for late encode calls.
         encode_sources: per run of the prompt, the `Source` of its EncodeResponse in lower case;
             None: unknown.
     """
 
     request_id: str
+    chat: ChatRequest
     prompt: Prompt
     images: Sequence[Medium]
     sampling: pb.SamplingParams
-    num_choices: int
-    tenant: Tenant
+    slot: Slot
+    answer_format: AnswerFormat
     cache_salt: bytes
     deadline: float
     timings: Timings
-    hold: Callable[[int], None] = uncounted
-    grammar: pb.Grammar | None = None
-    grammar_param: str | None = None
-    priority: int = 0
-    wait_for_sources: bool = False
-    encode_sources: list[str | None] = field(default_factory=list[str | None])
+    encode_sources: list[str | None]
 
     def remaining_s(self) -> float:
         """Time left; always positive, so that it can be a timeout."""

@@ -57,20 +57,17 @@ def resolve_sampling(
     request: ChatRequest,
     defaults: SamplingDefaults,
     *,
-    prompt_tokens: int,
-    max_model_len: int,
     vocab_size: int,
     encode: Callable[[str], list[int]],
 ) -> SamplingParams:
-    """The sampling parameters of a request's first choice; choice i uses seed + i.
+    """The sampling parameters of a request's first choice; choice i uses seed + i. `max_tokens` is
+    for `limit_completion` to set.
 
     Args:
-        prompt_tokens, max_model_len: bound the answer.
         vocab_size: ids are below.
         encode: text as the model writes it to token ids, for bad words.
 
     Raises:
-        ContextLengthExceeded: the prompt leaves no room for an answer.
         InvalidRequest: an id outside the vocabulary, or bounds that contradict each other.
     """
     stop_ids = tuple(request.stop_token_ids or ())
@@ -101,9 +98,6 @@ def resolve_sampling(
     sampling.allowed_token_ids.extend(allowed_ids)
     for word in request.bad_words or ():
         sampling.bad_words.extend(TokenIds(ids=ids) for ids in bad_word_ids(word, encode))
-    limit_completion(
-        sampling, request, defaults, prompt_tokens=prompt_tokens, max_model_len=max_model_len
-    )
     return sampling
 
 
@@ -118,8 +112,8 @@ def limit_completion(
     sampling: SamplingParams,
     request: ChatRequest,
     defaults: SamplingDefaults,
-    *,
     prompt_tokens: int,
+    *,
     max_model_len: int,
 ) -> None:
     """Sets `max_tokens`: what the request wants, at most what a prompt of that length leaves.

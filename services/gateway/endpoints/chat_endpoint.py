@@ -33,7 +33,7 @@ class ChatEndpoint(Endpoint):
             await self._whole(work, completion)
 
     async def _stream(self, work: Work, completion: Completion) -> None:
-        request, exchange = completion.request, work.exchange
+        request, exchange = completion.prepared.chat, work.exchange
         options = request.stream_options
         continuous = bool(options and options.continuous)
         include_usage = bool(options and options.include_usage) or continuous
@@ -71,7 +71,7 @@ class ChatEndpoint(Endpoint):
         await exchange.write(b"".join((*pieces, DONE)), last=True)
 
     async def _whole(self, work: Work, completion: Completion) -> None:
-        request = completion.request
+        request = completion.prepared.chat
         updates_of = await self.collect(completion)
         response = ChatCompletion(
             id=work.response_id("chatcmpl"),

@@ -137,7 +137,7 @@ class Endpoint(ABC):
             async for updates in answer:
                 for update in updates:
                     updates_of[update.choice].append(update)
-                completion.prepared.hold(sum(update.num_bytes for update in updates))
+                completion.prepared.slot.hold(sum(update.num_bytes for update in updates))
         return updates_of
 
     async def _serve(self, work: Work, body: Body) -> str:

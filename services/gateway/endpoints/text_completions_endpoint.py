@@ -193,7 +193,7 @@ class _Writer:
     ) -> TextChoice | None:
         """What updates of one choice add to it; None: nothing."""
         request, last = self.request, updates[-1]
-        index = prompt * (request.n or 1) + last.choice
+        index = prompt * request.num_choices + last.choice
         is_first = index not in self._started
         self._started.add(index)
         beginning = self._beginnings[prompt] if is_first else ""

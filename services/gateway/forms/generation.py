@@ -123,6 +123,10 @@ class GenerationFields(SamplingFields, kw_only=True, forbid_unknown_fields=True)
     )
     prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
 
+    @property
+    def num_choices(self) -> int:
+        return self.n or 1
+
 
 def check_generation(request: GenerationFields) -> None:
     """Raises InvalidRequest for what a field's type does not say; `param` names the field."""

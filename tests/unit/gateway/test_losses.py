@@ -28,13 +28,16 @@ from services.common.errors import (
 from services.common.geometry import Run, Unit
 from services.common.pb import decoder_pb2 as pb
 from services.gateway import encode_calls
+from services.gateway.answers.answer import AnswerFormat
 from services.gateway.attempts import MAX_ATTEMPTS, Attempts
 from services.gateway.clients.decoders import EmbeddingLost, TokenEvent
 from services.gateway.clients.encoders import Encoded
-from services.gateway.media.images import Image
+from services.gateway.forms.openai import ChatRequest
+from services.gateway.media.images import Image, uncounted
 from services.gateway.metrics import GatewayMetrics, Timings
 from services.gateway.prepared_request import PreparedRequest
 from services.gateway.prompts.prompt import Prompt
+from services.gateway.slot import Slot
 from services.gateway.tenancy.tenants import ANONYMOUS
 from tests.cases import cases
 
@@ -44,6 +47,7 @@ NUM_RUNS = cases(100, 1000)
 NUM_PODS = 6
 ANSWER = [5, 6, 7, 8]
 METRICS = GatewayMetrics()
+UNUSED: Any = None
 # How an encoder dies of an image, as the gateway's client of it says.
 DEATHS: dict[str, Callable[[], TriptychError]] = {
     "engine": lambda: EngineLost("the engine ended while it worked on the image"),
@@ -205,11 +209,12 @@ async def ask(world: World, num_images: int = 1) -> list[int] | TriptychError:
     images = [Image(f"image {i}", bytes([i]), [unit]) for i in range(num_images)]
     request = PreparedRequest(
         "id",
+        ChatRequest([]),
         Prompt(np.zeros(8, np.int32), None, 0, [Run(i, 1, unit, i) for i in range(num_images)]),
         images,
         pb.SamplingParams(max_tokens=8),
-        num_choices=1,
-        tenant=ANONYMOUS,
+        Slot(ANONYMOUS, UNUSED, uncounted),
+        AnswerFormat(),
         cache_salt=b"",
         deadline=1e12,
         timings=Timings(),

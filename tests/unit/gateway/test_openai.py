@@ -7,13 +7,15 @@ import pytest
 from services.common.errors import ContextLengthExceeded, InvalidRequest
 from services.gateway.forms.openai import MAX_PARTS, parse_chat_request
 from services.gateway.prompts.conversation import read_messages
-from services.gateway.sampling import SamplingDefaults, bad_word_ids, choice_seed, resolve_sampling
+from services.gateway.sampling import (
+    SamplingDefaults,
+    bad_word_ids,
+    choice_seed,
+    limit_completion,
+    resolve_sampling,
+)
 
 HELLO = [{"role": "user", "content": "hello"}]
-LIMITS = {
-    "prompt_tokens": 10, "max_model_len": 100, "vocab_size": 1000,
-    "encode": lambda text: [ord(c) for c in text],
-}  # fmt: skip
 DEFAULTS = SamplingDefaults(0.7, 0.8, 20, 0.0, 1.05, eos_token_ids=(7, 8))
 
 
@@ -21,8 +23,13 @@ def parse(**fields):
     return parse_chat_request(json.dumps({"model": "m", "messages": HELLO, **fields}).encode())
 
 
-def sampling(**fields):
-    return resolve_sampling(parse(**fields), DEFAULTS, **LIMITS)
+def sampling(prompt_tokens=10, **fields):
+    request = parse(**fields)
+    found = resolve_sampling(
+        request, DEFAULTS, vocab_size=1000, encode=lambda text: [ord(c) for c in text]
+    )
+    limit_completion(found, request, DEFAULTS, prompt_tokens, max_model_len=100)
+    return found
 
 
 def test_fields_without_effect_are_accepted():
@@ -145,7 +152,7 @@ def test_context_bounds():
         ]
     for length in (100, 101):
         with pytest.raises(ContextLengthExceeded):
-            resolve_sampling(parse(), DEFAULTS, **{**LIMITS, "prompt_tokens": length})
+            sampling(length)
     with pytest.raises(InvalidRequest) as refused:
         sampling(max_tokens=1000, min_tokens=91)
     assert refused.value.param == "min_tokens"
