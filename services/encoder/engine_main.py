@@ -28,6 +28,7 @@ from services.common.model_spec import ModelSpec, ModelSpecError, TowerSpec
 from services.common.nn.device import resolve_device, resolve_dtype
 from services.common.nn.dispatch import UnknownOverride, parse_overrides
 from services.common.nn.dummy_weights import load_dummy
+from services.common.nn.layer_formats import set_methods
 from services.common.nn.weights import (
     DUMMY_FINGERPRINT,
     Checkpoint,
@@ -206,6 +207,7 @@ def load_model(
         weights = DUMMY_FINGERPRINT.encode()
     else:
         checkpoint = Checkpoint.open(spec.directory)
+        set_methods(model, checkpoint, model.weight_map, spec.checkpoint.quantization)
         load_weights(
             model, checkpoint, model.weight_map, device=device, dtype=dtype, spec=spec.checkpoint
         )

@@ -23,6 +23,7 @@ from kernels.device import DeviceFacts
 from kernels.linear_attention.states import StateCache, StateLayout
 from services.common.families import read_spec
 from services.common.nn.collectives import ProcessGroup, Ranks
+from services.common.nn.layer_formats import set_methods
 from services.common.nn.weights import Checkpoint, load_weights
 from services.common.quantization import quantized_at_load
 from services.decoder.attention.base import AttentionMetadata
@@ -49,10 +50,11 @@ def loaded(directory: Path, ranks: Ranks, quantization: str = "") -> Transformer
             Ops(table.resolve(facts)),
             ranks=ranks,
         )
+    checkpoint = Checkpoint.open(directory)
+    set_methods(model, checkpoint, model.weight_map, spec.checkpoint.quantization)
     load_weights(
-        model, Checkpoint.open(directory), model.weight_map, device=CPU, dtype=torch.float32,
-        spec=spec.checkpoint,
-    )  # fmt: skip
+        model, checkpoint, model.weight_map, device=CPU, dtype=torch.float32, spec=spec.checkpoint
+    )
     return model
 
 

@@ -9,8 +9,9 @@ from torch import Tensor, nn
 
 from services.common.model_spec import QuantizationSpec
 from services.common.nn.collectives import Share
+from services.common.nn.layer_formats import set_configured_methods
 from services.common.nn.linear import FLOATS, Axis, Linear, Piece, TensorLayout, pieces_of
-from services.common.nn.weight_map import WeightMap, set_configured_methods
+from services.common.nn.weight_map import WeightMap
 from services.common.nn.weights import materialize, process
 from services.common.process.progress import log_progress
 

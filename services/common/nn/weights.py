@@ -5,7 +5,7 @@
     load_weights(model, Checkpoint.open(directory), model.weight_map, device=..., dtype=...)
 
 Each tensor is read, ignored by name, or an error: scales that are left out would give fluent
-nonsense. `weight_map` says which format each layer has.
+nonsense. `layer_formats` says before which format each layer has.
 
 Parameters get the model's dtype where they were made in float32, unless the module demands float32
 (`float32_parameters`, as scales do). Buffers are computed, not loaded: a module that has some
@@ -44,7 +44,6 @@ from services.common.nn.linear import (
 from services.common.nn.weight_map import (
     WeightMap,
     part_path,
-    set_methods,
     stored_files,
 )
 from services.common.process.progress import log_progress
@@ -100,17 +99,13 @@ def load_weights(
     tensor of experts one expert's part; on a GPU two tensors.
 
     Args:
-        module: built on `meta`.
-        spec: of the checkpoint: its quantization and its ignored tensors; None: neither.
+        module: built on `meta`; its layers have their methods, see `layer_formats`.
+        spec: of the checkpoint, for its ignored tensors; None: there are none.
 
     Raises:
-        CheckpointError: names every missing, unexpected or wrong-shaped tensor, or the modules
-            whose files and configuration disagree.
+        CheckpointError: names every missing, unexpected or wrong-shaped tensor.
     """
     spec = spec or CheckpointSpec(text_prefix="")
-    quantization = spec.quantization
-    if quantization is not None:
-        set_methods(module, checkpoint, weight_map, quantization)
     try:
         found = _sources(module, weight_map, checkpoint)
         sources = [_as_stored(source, checkpoint.tensors) for source in found]

@@ -29,6 +29,7 @@ from services.common.nn.device import resolve_device, resolve_dtype
 from services.common.nn.dispatch import parse_overrides
 from services.common.nn.dummy_weights import load_dummy
 from services.common.nn.formats import rows_of_layers
+from services.common.nn.layer_formats import set_methods
 from services.common.nn.linear import set_kernels
 from services.common.nn.weights import Checkpoint, check_all_claimed, load_weights
 from services.common.process.progress import log_progress
@@ -198,6 +199,7 @@ def _load(
         if _has_fp8_scales(spec):
             read_scales(model, spec, checkpoint)
         check_all_claimed(checkpoint, model.weight_map, spec.checkpoint)
+        set_methods(model, checkpoint, model.weight_map, spec.checkpoint.quantization)
         load_weights(
             model, checkpoint, model.weight_map, device=device, dtype=dtype, spec=spec.checkpoint
         )

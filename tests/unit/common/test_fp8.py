@@ -10,10 +10,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kernels.gemm import fp8_weight
-from services.common.model_spec import CheckpointSpec, QuantizationSpec
+from services.common.model_spec import QuantizationSpec
 from services.common.nn.checkpoint import Checkpoint, CheckpointError
 from services.common.nn.collectives import Ranks, Share
 from services.common.nn.dummy_weights import load_dummy
+from services.common.nn.layer_formats import set_methods
 from services.common.nn.linear import Axis, Linear, MergedLinear, TensorLayout, UnquantizedLinear
 from services.common.nn.weights import WeightMap, load_weights
 from tests.fp8_checkpoints import E4M3, quantize, unpack
@@ -52,10 +53,9 @@ def load(
 ):  # fmt: skip
     with torch.device("meta"):
         model = Model(rows, columns, bias=True)
-    spec = CheckpointSpec(text_prefix="", quantization=FORMATS[name][0])
-    load_weights(
-        model, Checkpoint.open(directory), WeightMap({"": ""}), device="cpu", dtype=dtype, spec=spec
-    )
+    checkpoint, weight_map = Checkpoint.open(directory), WeightMap({"": ""})
+    set_methods(model, checkpoint, weight_map, FORMATS[name][0])
+    load_weights(model, checkpoint, weight_map, device="cpu", dtype=dtype)
     return model.merged
 
 

@@ -303,7 +303,8 @@ _MEMORY_PROBE = """
 import sys, torch
 from torch import nn
 from kernels.gemm.fp8_weight import quantize_activations
-from services.common.model_spec import CheckpointSpec, QuantizationSpec
+from services.common.model_spec import QuantizationSpec
+from services.common.nn.layer_formats import set_methods
 from services.common.nn.linear import MergedLinear
 from services.common.nn.weights import Checkpoint, WeightMap, load_weights
 
@@ -317,20 +318,19 @@ def memory(field):
     return int(next(line for line in lines if line.startswith(field)).split()[1]) << 10
 
 torch.set_num_threads(1)
-dtype, spec = getattr(torch, sys.argv[2].removeprefix("fp8 ")), None
+dtype, fp8 = getattr(torch, sys.argv[2].removeprefix("fp8 ")), None
 if sys.argv[2].startswith("fp8 "):
     fp8 = QuantizationSpec(format="fp8_channel", at_load=True)
-    spec = CheckpointSpec(text_prefix="", quantization=fp8)
 with torch.device("meta"):
     model = nn.ModuleList([Block() for _ in range(6)])
 quantize_activations(torch.ones(1 << 20, 1).to(dtype), 1)  # first casts are not the loader's costs
 before = memory("VmRSS")
-load_weights(
-    model, Checkpoint.open(sys.argv[1]), WeightMap({"": ""}), device="cpu", dtype=dtype, spec=spec
-)
+checkpoint, weight_map = Checkpoint.open(sys.argv[1]), WeightMap({"": ""})
+set_methods(model, checkpoint, weight_map, fp8)
+load_weights(model, checkpoint, weight_map, device="cpu", dtype=dtype)
 peak = memory("VmHWM") - before
 for p in model.parameters():
-    one = 448.0 if p.dtype == torch.float8_e4m3fn else 1.0 if spec is None else 1 / 448
+    one = 448.0 if p.dtype == torch.float8_e4m3fn else 1.0 if fp8 is None else 1 / 448
     assert abs(float(p.data[0, 0]) - one) < 1e-6 and abs(float(p.data[-1, -1]) - one) < 1e-6
 print(peak, sum(p.nbytes for p in model.parameters()))
 """

@@ -1,0 +1,134 @@
+"""The format that each linear layer of a quantized checkpoint has.
+
+For each linear layer the files decide how its weights are stored: a floating-point `weight` makes
+it plain, anything else gets the method of the checkpoint's quantization. The two must agree, with
+one exception: producers leave modules unquantized that their configuration does not list; these
+are plain and reported.
+"""
+
+import logging
+from collections.abc import Collection, Iterator
+
+from torch import nn
+
+from services.common.model_spec import QuantizationSpec
+from services.common.nn.checkpoint import Checkpoint, CheckpointError, listed
+from services.common.nn.formats import methods_of
+from services.common.nn.linear import FLOATS, Linear, StoredLayers, UnquantizedLinear
+from services.common.nn.weight_map import WeightMap, part_path, stored_files
+
+log = logging.getLogger(__name__)
+
+
+def set_methods(
+    module: nn.Module,
+    checkpoint: Checkpoint,
+    weight_map: WeightMap,
+    quantization: QuantizationSpec | None,
+) -> None:
+    """Gives each linear layer the method that its tensors in the files call for; before they are
+    read. None: all stay plain.
+
+    Raises:
+        CheckpointError: names the modules whose files and configuration disagree.
+    """
+    if quantization is None:
+        return
+    methods = methods_of(quantization)
+    unlisted: list[str] = []
+    problems: list[str] = []
+    for path, layer in _replaceable(module):
+        named = _checkpoint_modules(module, path, layer, weight_map, checkpoint)
+        modules = list(named)
+        wanted = [quantization.of(name) for name in modules]
+        names = {each.name for method in methods.values() for each in method.layouts(layer)}
+        # What is missing is as it should be: `_check` names it.
+        is_plain = [
+            each is None or each.at_load if found is None else found
+            for each, found in zip(
+                wanted, (_is_plain(checkpoint, *each, names) for each in named.items()), strict=True
+            )
+        ]
+        group = wanted[0]
+        if all(is_plain) and group is not None and group.at_load and set(wanted) == {group}:
+            layer.set_method(methods[group])
+        elif all(is_plain):
+            unlisted += [
+                name
+                for name, each in zip(modules, wanted, strict=True)
+                if each and not each.at_load
+            ]
+        elif any(is_plain):
+            problems.append(f"{listed(modules)} are one layer, and not all are quantized")
+        elif None in wanted:
+            problems.append(f"{listed(modules)}: quantized, which the configuration denies")
+        elif len(set(wanted)) > 1:
+            problems.append(f"{listed(modules)} are one layer, in different formats")
+        else:
+            assert group is not None
+            layer.set_method(methods[group])
+    if problems:
+        raise CheckpointError(f"{checkpoint.directory}: {'; '.join(problems)}")
+    if unlisted:
+        log.warning(
+            "%s: %d modules are not quantized though quantization_config does not say so: %s",
+            checkpoint.directory, len(unlisted), listed(unlisted),
+        )  # fmt: skip
+
+
+def _is_plain(
+    checkpoint: Checkpoint, module: str, weight: str, quantized: Collection[str]
+) -> bool | None:
+    """Whether a module's weight is stored as it is; None: the files hold nothing of it.
+
+    Args:
+        weight: the name of an unquantized weight.
+        quantized: what follows the names of modules in the names of quantized tensors.
+    """
+    info = checkpoint.tensors.get(weight)
+    if info is not None:
+        return info.dtype in FLOATS
+    # Scales of a fused tensor of experts follow its name, see `experts`.
+    fused = weight == module
+    found = (
+        module + name.removeprefix("weight") if fused else f"{module}.{name}" for name in quantized
+    )
+    return False if any(name in checkpoint.tensors for name in found) else None
+
+
+def set_configured_methods(
+    module: nn.Module, weight_map: WeightMap, quantization: QuantizationSpec
+) -> None:
+    """Gives each linear layer its method as if the files held what the configuration says."""
+    methods = methods_of(quantization)
+    for path, layer in _replaceable(module):
+        modules = _checkpoint_modules(module, path, layer, weight_map)
+        group = quantization.of(next(iter(modules)))
+        if group is not None and all(quantization.of(name) == group for name in modules):
+            layer.set_method(methods[group])
+
+
+def _replaceable(module: nn.Module) -> Iterator[tuple[str, Linear]]:
+    """Linear layers, but those with a method of the model's own."""
+    for path, child in module.named_modules():
+        if isinstance(child, Linear) and type(child.method) is UnquantizedLinear:
+            yield path, child
+
+
+def _checkpoint_modules(
+    module: nn.Module,
+    path: str,
+    layer: Linear,
+    weight_map: WeightMap,
+    checkpoint: Checkpoint | None = None,
+) -> dict[str, str]:
+    """The checkpoint's modules of a layer → their weights' tensors."""
+    parent, _, stack = path.rpartition(".")
+    stored = module.get_submodule(parent)
+    if not isinstance(stored, StoredLayers):
+        parts = [part_path(path, part) + ".weight" for part in layer.parts]
+        weights = map(weight_map.checkpoint_name, parts)
+        return {weight.removesuffix(".weight"): weight for weight in weights}
+    prefix, layout = stored_files(stored, parent, weight_map, checkpoint)
+    named = stored.modules_of(stack, layout)
+    return {f"{prefix}.{name}": f"{prefix}.{weight}" for name, weight in named.items()}
