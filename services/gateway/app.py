@@ -40,6 +40,7 @@ from services.gateway.kept_redis import RedisKept
 from services.gateway.media.embeddings import load_embedding
 from services.gateway.media.images import ImageReader, MediaLoader
 from services.gateway.media.kinds import VIDEO
+from services.gateway.media.local_files import read_local_file
 from services.gateway.media.videos import VideoReader
 from services.gateway.media.web_media import WebMedia
 from services.gateway.metrics import GatewayMetrics
@@ -98,9 +99,10 @@ def create_gateway(settings: GatewaySettings, bounds: Bounds = _BOUNDS) -> Gatew
     encoders, decoders = _pools(settings, spec, metrics)
     uploads = Uploads(encoders).get
     webs = _webs(settings, bounds)
+    directory = settings.media_directory
+    read_file = None if directory is None else partial(read_local_file, directory.resolve())
     loader, clips = (
-        MediaLoader(web.max_bytes, web.fetch, settings.media_directory, web.kind, uploads)
-        for web in webs
+        MediaLoader(web.max_bytes, web.fetch, read_file, web.kind, uploads) for web in webs
     )
     images = videos = None
     if spec.vision is not None:

@@ -7,14 +7,10 @@ for URLs. Each kind of URL has its own bound on bytes, checked before the bytes 
 
 import asyncio
 import math
-import os
-import stat
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Protocol
-from urllib.parse import unquote
 
 import pybase64
 
@@ -36,8 +32,6 @@ _MAX_CONCURRENT_LOADS = 8
 _LEAST_BASE64 = 0.96
 _STANDARD_ALPHABET = bytes.maketrans(b"-_", b"+/")
 _MAX_DATA_HEADER = 256
-# Linux opens no longer one, and to resolve it takes the square of its length.
-_MAX_PATH_CHARS = 4095
 # Of an image that is not in the request's body: as received, and in the call to an encoder.
 _MEMORY_PER_FETCHED_BYTE = 3
 
@@ -236,7 +230,7 @@ class MediaLoader:
     Args:
         max_bytes: of one image or video, encoded.
         fetch: the bytes behind an http: or https: URL, see `WebMedia.fetch`.
-        allowed_directory: where file: URLs may point; None: nowhere.
+        read_file: the file behind a file: URL, see `read_local_file`; None: they are refused.
         uploads: a tenant's file behind a `media:` URL; None: there are none.
     """
 
@@ -244,7 +238,7 @@ class MediaLoader:
         self,
         max_bytes: int,
         fetch: Callable[[str, Hold, str], Awaitable[bytes]],
-        allowed_directory: Path | None,
+        read_file: Callable[[str, int, Kind], bytes] | None,
         kind: Kind = IMAGE,
         uploads: Uploaded | None = None,
     ) -> None:
@@ -252,7 +246,7 @@ class MediaLoader:
         self._max_bytes = max_bytes
         self._kind = kind
         self._fetch = fetch
-        self._directory = None if allowed_directory is None else allowed_directory.resolve()
+        self._read_file = read_file
         self._threads = WorkerThreads(num_threads(), f"{kind.noun}s")
 
     async def load(self, url: str, hold: Hold = uncounted, tenant: str = "") -> bytes:
@@ -283,11 +277,13 @@ class MediaLoader:
             case "media" if self._uploads is not None:
                 data = await self._uploads(tenant, url)
                 if len(data) > self._max_bytes:
-                    raise _too_large(self._max_bytes, self._kind)
+                    raise self._kind.too_large(self._max_bytes)
                 hold(len(data) * _MEMORY_PER_FETCHED_BYTE)
                 return data
             case "file":
-                data = await self._threads.run(self._read_file, url)
+                if self._read_file is None:
+                    raise InvalidRequest("file: URLs are not allowed here")
+                data = await self._threads.run(self._read_file, url, self._max_bytes, self._kind)
                 hold(len(data) * _MEMORY_PER_FETCHED_BYTE)
                 return data
             case _:
@@ -295,37 +291,6 @@ class MediaLoader:
 
     def close(self) -> None:
         self._threads.close()
-
-    def _read_file(self, url: str) -> bytes:
-        if self._directory is None:
-            raise InvalidRequest("file: URLs are not allowed here")
-        rest = url[len("file:") :]
-        if rest.startswith("//"):
-            rest = rest[2:]
-        path = unquote(rest)
-        if not path.startswith("/") or "\0" in path:
-            raise InvalidRequest("a file: URL must name an absolute path")
-        if len(path) > _MAX_PATH_CHARS:
-            raise InvalidRequest("the file: URL names no readable file")
-        real = Path(os.path.realpath(path))
-        if not real.is_relative_to(self._directory):
-            raise InvalidRequest("the file is outside the allowed directory")
-        try:
-            descriptor = os.open(real, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-            with open(descriptor, "rb") as file:
-                # Of what is open: a folder of the path may be a link by now.
-                real = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
-                if not real.is_relative_to(self._directory):
-                    raise InvalidRequest("the file is outside the allowed directory")
-                status = os.fstat(descriptor)
-                if not stat.S_ISREG(status.st_mode):
-                    raise InvalidRequest("the file: URL names no regular file")
-                data = file.read(self._max_bytes + 1)
-        except OSError:
-            raise InvalidRequest("the file: URL names no readable file") from None
-        if len(data) > self._max_bytes:
-            raise _too_large(self._max_bytes, self._kind)
-        return data
 
 
 def decode_data_url(url: str, max_bytes: int, kind: Kind = IMAGE) -> bytes:
@@ -351,7 +316,7 @@ def decode_data_url(url: str, max_bytes: int, kind: Kind = IMAGE) -> bytes:
 def decode_base64(text: str, max_bytes: int, kind: Kind = IMAGE) -> bytes:
     """Raises as `decode_data_url`."""
     if int(len(text) * _LEAST_BASE64) // 4 * 3 - 2 > max_bytes:
-        raise _too_large(max_bytes, kind)
+        raise kind.too_large(max_bytes)
     try:
         data = pybase64.b64decode(text, validate=True)
     except ValueError:
@@ -359,7 +324,7 @@ def decode_base64(text: str, max_bytes: int, kind: Kind = IMAGE) -> bytes:
     if not data:
         raise kind.error("the data: URL is empty")
     if len(data) > max_bytes:
-        raise _too_large(max_bytes, kind)
+        raise kind.too_large(max_bytes)
     return data
 
 
@@ -372,7 +337,3 @@ def _decode_variant(text: str) -> bytes:
         return pybase64.b64decode(encoded, validate=True)
     except ValueError:
         raise InvalidRequest("the data: URL is not valid base64") from None
-
-
-def _too_large(max_bytes: int, kind: Kind) -> TriptychError:
-    return kind.error(f"the {kind.noun} has more than {max_bytes} bytes")

@@ -5,7 +5,7 @@ of frames is sent.
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from services.common.errors import InvalidImage, InvalidVideo
+from services.common.errors import InvalidImage, InvalidRequest, InvalidVideo
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +25,10 @@ class Kind:
     listed: str
     accept: bytes
     error: type[InvalidImage] | type[InvalidVideo]
+
+    def too_large(self, max_bytes: int) -> InvalidRequest:
+        """The error for more than so many bytes."""
+        return self.error(f"the {self.noun} has more than {max_bytes} bytes")
 
 
 class SentPair(NamedTuple):

@@ -278,9 +278,7 @@ class WebMedia:
                 async with asyncio.timeout(_BODY_START_S) as deadline:
                     async for chunk in answer.aiter_stream():
                         if len(body) + len(chunk) > self.max_bytes:
-                            raise self.kind.error(
-                                f"the {self.kind.noun} has more than {self.max_bytes} bytes"
-                            )
+                            raise self.kind.too_large(self.max_bytes)
                         hold(len(chunk))
                         body += chunk
                         deadline.reschedule(start + _BODY_START_S + len(body) / _MIN_BODY_RATE)

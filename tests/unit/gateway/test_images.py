@@ -5,6 +5,7 @@ import io
 import os
 import random
 import time
+from functools import partial
 
 import pytest
 from PIL import Image
@@ -22,6 +23,7 @@ from services.gateway.media.images import (
     MediaLoader,
     decode_data_url,
 )
+from services.gateway.media.local_files import read_local_file
 from services.gateway.media.web_media import WebMedia
 
 GEOMETRY = Geometry(0, 16, 2, 65536, 1 << 20)
@@ -99,7 +101,8 @@ def files(tmp_path):
 
 
 def loader(directory=None) -> MediaLoader:
-    return MediaLoader(100, WebMedia(100).fetch, directory)
+    read_file = None if directory is None else partial(read_local_file, directory.resolve())
+    return MediaLoader(100, WebMedia(100).fetch, read_file)
 
 
 async def test_file_under_the_allowed_directory(files):
