@@ -21,7 +21,7 @@ from services.common.pb import decoder_pb2 as pb
 from services.common.threads import WorkerThreads
 from services.gateway.answers.answer import AnswerFormat
 from services.gateway.answers.detokenizer import Choice
-from services.gateway.answers.prompt_logprobs import PromptScores
+from services.gateway.answers.prompt_logprobs import PromptScores, check_prompt_logprobs
 from services.gateway.answers.thinking_budget import thinking_budget
 from services.gateway.attempts import Attempts
 from services.gateway.clients.decoders import DecoderPool
@@ -42,7 +42,6 @@ from services.gateway.prompts.conversation import ConversationReader
 from services.gateway.prompts.prompt import Draft, PromptBuilder
 from services.gateway.sampling import (
     SamplingDefaults,
-    check_prompt_logprobs,
     limit_completion,
     max_completion_tokens,
     resolve_sampling,

@@ -17,7 +17,6 @@ from services.gateway.forms.openai import ChatRequest
 
 # Completion tokens where neither the request nor generation_config.json names a number.
 DEFAULT_MAX_TOKENS = 4096
-MAX_PROMPT_LOGPROBS = 1 << 18  # of a request, alternatives included
 _SEED_MASK = (1 << 64) - 1
 
 
@@ -167,17 +166,6 @@ def check_ids(name: str, ids: Sequence[int], vocab_size: int) -> None:
     for index, token_id in enumerate(ids):
         if token_id >= vocab_size:
             raise InvalidRequest(f"ids must be below {vocab_size}", param=f"{name}[{index}]")
-
-
-def check_prompt_logprobs(request: ChatRequest, prompt_tokens: int) -> None:
-    """Raises InvalidRequest if a prompt is too long for the logprobs that are wanted of it."""
-    wanted = request.prompt_logprobs
-    if wanted is not None and prompt_tokens * (wanted + 1) > MAX_PROMPT_LOGPROBS:
-        most = MAX_PROMPT_LOGPROBS // (wanted + 1)
-        raise InvalidRequest(
-            f"with {wanted} alternatives a prompt may have {most} tokens; it has {prompt_tokens}",
-            param="prompt_logprobs",
-        )
 
 
 def choice_seed(seed: int, choice: int) -> int:

@@ -5,10 +5,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from services.common.errors import InvalidRequest
 from services.common.pb import decoder_pb2 as pb
+from services.gateway.forms.openai import ChatRequest
 from services.gateway.forms.responses import MIN_LOGPROB, LogprobEntry, PromptLogprob, TopLogprob
 from services.gateway.tokenizer.tokenizer import ModelTokenizer, token_name
 
+MAX_PROMPT_LOGPROBS = 1 << 18  # of a request, alternatives included
 # vLLM's form: by token id; None for the first token, which nothing precedes.
 PromptLogprobs = list[dict[int, PromptLogprob] | None]
 
@@ -72,6 +75,17 @@ class PromptScores:
                 token_ids[1:], self.rows(), strict=True
             )
         ]
+
+
+def check_prompt_logprobs(request: ChatRequest, prompt_tokens: int) -> None:
+    """Raises InvalidRequest if a prompt is too long for the logprobs that are wanted of it."""
+    wanted = request.prompt_logprobs
+    if wanted is not None and prompt_tokens * (wanted + 1) > MAX_PROMPT_LOGPROBS:
+        most = MAX_PROMPT_LOGPROBS // (wanted + 1)
+        raise InvalidRequest(
+            f"with {wanted} alternatives a prompt may have {most} tokens; it has {prompt_tokens}",
+            param="prompt_logprobs",
+        )
 
 
 def _floats(data: bytes) -> "np.ndarray[tuple[int], np.dtype[np.float32]]":
