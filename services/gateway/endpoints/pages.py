@@ -15,34 +15,8 @@ _PAGE_POLICY = (
     "img-src 'self' data: blob:; media-src data:; connect-src 'self'; base-uri 'none'; "
     "form-action 'none'; frame-ancestors 'none'"
 )
+_PAGES = {"/": "index.html", "/docs": "docs.html"}
 _MEDIA_TYPES = {".css": "text/css", ".html": "text/html", ".js": "text/javascript"}
-
-
-class Pages:
-    """The views."""
-
-    def __init__(self) -> None:
-        self._files = _static_files(Path(__file__).parents[1] / "static")
-
-    def table(self) -> list[Route]:
-        return [
-            Route("/docs", self.docs, methods=["GET"]),
-            Route("/", self.page, methods=["GET"]),
-            Route("/static/{name}", self.static, methods=["GET"]),
-        ]
-
-    async def page(self, request: Request) -> Response:
-        return self._files["index.html"].response(request)
-
-    async def docs(self, request: Request) -> Response:
-        """A page that shows the OpenAPI document."""
-        return self._files["docs.html"].response(request)
-
-    async def static(self, request: Request) -> Response:
-        found = self._files.get(request.path_params["name"])
-        if found is None:
-            raise HTTPException(404)
-        return found.response(request)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +40,18 @@ class _StaticFile:
         return Response(self.content, media_type=self.media_type, headers=headers)
 
 
-def _static_files(folder: Path) -> dict[str, _StaticFile]:
-    found: dict[str, _StaticFile] = {}
-    for path in folder.iterdir():
+def page_routes() -> list[Route]:
+    """The pages, and the files that they load."""
+    files: dict[str, _StaticFile] = {}
+    for path in (Path(__file__).parents[1] / "static").iterdir():
         content = path.read_bytes()
         etag = f'"{blake3(content).hexdigest(8)}"'
-        found[path.name] = _StaticFile(content, _MEDIA_TYPES[path.suffix], etag)
-    return found
+        files[path.name] = _StaticFile(content, _MEDIA_TYPES[path.suffix], etag)
+
+    async def file(request: Request) -> Response:
+        found = files.get(_PAGES.get(request.scope["path"]) or request.path_params["name"])
+        if found is None:
+            raise HTTPException(404)
+        return found.response(request)
+
+    return [Route(path, file, methods=["GET"]) for path in (*_PAGES, "/static/{name}")]

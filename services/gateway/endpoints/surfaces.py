@@ -20,7 +20,7 @@ from services.gateway.endpoints.messages_endpoint import MessagesEndpoint, Token
 from services.gateway.endpoints.models import ModelRoutes
 from services.gateway.endpoints.openapi import openapi_document
 from services.gateway.endpoints.operations import Operations
-from services.gateway.endpoints.pages import Pages
+from services.gateway.endpoints.pages import page_routes
 from services.gateway.endpoints.responses_endpoint import ResponsesEndpoint
 from services.gateway.endpoints.routes import Routes, package_version
 from services.gateway.endpoints.text_completions_endpoint import TextCompletionEndpoint
@@ -54,7 +54,7 @@ def create_surfaces(
         *[Route(path, found, methods=["POST"]) for path, found in endpoints.items()],
         *ModelRoutes(service, other_gateways, int(time.time())).table(),
         *Routes(service, lambda: admission.draining).table(),
-        *Pages().table(),
+        *page_routes(),
         Route("/v1/messages/count_tokens", counter.count, methods=["POST"]),
         *TokenizationRoutes(service, admission, model_directory).table(),
         *answers.table(),
