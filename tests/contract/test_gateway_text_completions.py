@@ -358,10 +358,10 @@ def test_the_echo_of_a_prompt_that_is_cut_is_what_is_left(stack, prompt):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_no_token_is_no_token_of_the_usage(stack, stream):
+def test_no_token_is_no_token_of_the_usage(stack, stream, monkeypatch):
     first = stack.tokenizer.encode_text("A red circle.")[0]
     fields = {"max_tokens": 0, "echo": True, "stop_token_ids": [first], "stream": stream}
-    stack.decoder.end_token = first
+    monkeypatch.setattr(stack.decoder, "end_token", first)
     more = {"stream_options": {"include_usage": True}} if stream else {}
     response = post(stack, **fields, **more)
     events = response.text.splitlines() if stream else [f"data: {response.text}"]
