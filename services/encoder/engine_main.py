@@ -36,7 +36,8 @@ from services.common.nn.weights import (
     fingerprint,
     load_weights,
 )
-from services.common.process.engine_process import REFUSED, ChannelClosed, EngineEnd, accept
+from services.common.process.channel import ChannelClosed
+from services.common.process.engine_process import REFUSED, EngineEnd, accept
 from services.common.process.pod_limits import memory_limit_bytes, num_cpus
 from services.common.process.process_memory import freeze_gc
 from services.common.process.progress import log_progress

@@ -18,12 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from services.common.embeddings.arena import Arena
-from services.common.process.channel import (
-    ChannelClosed,
-    EngineChannel,
-    FrontChannel,
-    create_socket_pair,
-)
+from services.common.process.channel import EngineChannel, FrontChannel, create_socket_pair
 
 REFUSED = 2  # exit status
 
@@ -120,6 +115,3 @@ def accept() -> EngineEnd:
         arena_fd=arguments.arena_fd,
         links=[socket.socket(fileno=int(fd)) for fd in arguments.link_fds.split(",") if fd],
     )
-
-
-__all__ = ["REFUSED", "ChannelClosed", "EngineEnd", "EngineProcess", "accept"]

@@ -101,6 +101,3 @@ def kill(engine: EngineProcess[object]) -> None:
     if engine.process.returncode is None:
         engine.process.kill()
     engine.channel.close()
-
-
-__all__ = ["MAX_SILENCE_S", "CpuUse", "EngineWatch", "is_stopped", "kill"]
