@@ -24,7 +24,6 @@ from services.common.pb.encoder_pb2 import DescribeEncoderResponse
 from services.gateway.clients.decoders import EmbeddingLost
 from services.gateway.clients.encoders import Encoded, EncoderPod, EncoderPool
 from services.gateway.losses import Losses, RetryableFailure
-from services.gateway.media.images import Image
 from services.gateway.media.videos import Video
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.prepared_request import Medium, PreparedRequest
@@ -148,12 +147,12 @@ class EncodeCalls:
             call.task.cancel()
         self._calls.clear()
         for medium in self.request.images:
-            if isinstance(medium, Video) and medium.file is not None:
+            if medium.file is not None:
                 medium.file.close()
 
     def _choose(self, description: DescribeEncoderResponse, key: bytes, index: int) -> EncoderPod:
         medium = self.request.images[index]
-        if not isinstance(medium, Video) or medium.file is None:
+        if medium.file is None:
             return self._choose_for(description, key, self._encoded.get(key, ""))
         # One encoder decodes a file, in one pass: that which was asked what is in it.
         pod = self._of_videos.get(index)
@@ -204,7 +203,7 @@ class EncodeCalls:
     def _give_up_video(self, index: int, address: str) -> None:
         """The other calls for a file's units fail as one has: they say nothing new."""
         medium = self.request.images[index]
-        if not isinstance(medium, Video) or medium.file is None:
+        if medium.file is None:
             return
         of_video = {
             self.keys[i] for i, r in enumerate(self.request.prompt.runs) if r.image == index
@@ -242,15 +241,13 @@ class EncodeCalls:
         data, pair = image.sent(run.unit)
         encode = partial(
             pod.encode, key, data, run.unit, salt=self.request.cache_salt, timeout_s=timeout_s,
-            tenant=self.request.slot.tenant, pair=pair,
-            is_embedding=isinstance(image, Image) and image.is_embedding,
+            tenant=self.request.slot.tenant, pair=pair, is_embedding=image.is_embedding,
         )  # fmt: skip
-        file = image.file if isinstance(image, Video) else None
-        if file is None:
+        if image.file is None:
             return await encode()
-        sent = await file.leave_at(pod, timeout_s)
+        sent = await image.file.leave_at(pod, timeout_s)
         try:
             return await encode()
         except VideoNotHeld:
-            await file.leave_at(pod, timeout_s, again=sent)
+            await image.file.leave_at(pod, timeout_s, again=sent)
             return await encode()

@@ -10,7 +10,7 @@ import math
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import pybase64
 
@@ -70,6 +70,7 @@ class Image:
     data: bytes
     units: Sequence[Unit]
     is_embedding: bool = False
+    file: ClassVar[None] = None  # a video's may lie with an encoder
     _keys: dict[tuple[bytes, Unit, bytes], bytes] = field(
         default_factory=dict[tuple[bytes, Unit, bytes], bytes]
     )

@@ -10,7 +10,7 @@ import asyncio
 import math
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 from services.common.errors import (
     DeadlineExceeded,
@@ -137,6 +137,7 @@ class Video:
     file: VideoFile | None = None
     address: str = ""
     stills: Sequence[bytes] = ()
+    is_embedding: ClassVar[bool] = False
 
     async def key(self, prefix: bytes, unit: Unit, salt: bytes) -> bytes:
         """A unit's image key for encoders of that prefix and a tenant's salt."""
