@@ -3,13 +3,13 @@
 Each prompt is a request of its own to `ChatService`, with a prompt that is not rendered.
 """
 
+import asyncio
 import codecs
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import AsyncGenerator, Mapping, Sequence, Set
 from contextlib import aclosing
 from dataclasses import replace
 
 from services.common.errors import InvalidRequest
-from services.gateway.answers.merging import merge
 from services.gateway.chat import MAX_TRUNCATED, Completion
 from services.gateway.endpoints.endpoint import Endpoint, Work, now
 from services.gateway.forms.json_body import Body
@@ -106,7 +106,7 @@ class TextCompletionEndpoint(Endpoint):
         continuous = bool(options and options.continuous)
         include_usage = bool(options and options.include_usage) or continuous
         answers = [self._service.answer(completion) for completion in completions]
-        async with aclosing(merge(answers)) as merged:
+        async with aclosing(_merged(answers)) as merged:
             async for index, updates in merged:
                 chunks = [
                     writer.answer([choice])
@@ -130,7 +130,7 @@ class TextCompletionEndpoint(Endpoint):
             [[] for _ in completion.choices] for completion in work.completions
         ]
         answers = [self._service.answer(completion) for completion in work.completions]
-        async with aclosing(merge(answers)) as merged:
+        async with aclosing(_merged(answers)) as merged:
             async for index, updates in merged:
                 for update in updates:
                     updates_of[index][update.choice].append(update)
@@ -267,6 +267,43 @@ def _add_logprobs(
         top = {other.token: other.logprob for other in entry.top_logprobs}
         found.top_logprobs.append({entry.token: entry.logprob, **top})
         found.text_offset.append(places.next(b"" if data in hidden else data))
+
+
+async def _merged(
+    answers: Sequence[AsyncGenerator[list[Update]]],
+) -> AsyncGenerator[tuple[int, list[Update]]]:
+    """Yields (index of the answer, updates) as they come; ends with the last answer.
+
+    Raises:
+        Exception: the first that an answer raises; the others are closed then.
+    """
+    queue: asyncio.Queue[tuple[int, list[Update]] | Exception | None] = asyncio.Queue(len(answers))
+
+    async def drain(index: int, answer: AsyncGenerator[list[Update]]) -> None:
+        try:
+            async with aclosing(answer) as updates:
+                async for each in updates:
+                    await queue.put((index, each))
+        except Exception as error:
+            await queue.put(error)
+        else:
+            await queue.put(None)
+
+    tasks = [asyncio.create_task(drain(i, answer)) for i, answer in enumerate(answers)]
+    try:
+        num_left = len(tasks)
+        while num_left:
+            match await queue.get():
+                case None:
+                    num_left -= 1
+                case Exception() as error:
+                    raise error
+                case found:
+                    yield found
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _event(chunk: TextCompletion) -> bytes:
