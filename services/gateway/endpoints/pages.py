@@ -1,6 +1,5 @@
 """The chat page and the page of the OpenAPI document, with the files that they load."""
 
-from dataclasses import dataclass
 from pathlib import Path
 
 from blake3 import blake3
@@ -15,43 +14,31 @@ _PAGE_POLICY = (
     "img-src 'self' data: blob:; media-src data:; connect-src 'self'; base-uri 'none'; "
     "form-action 'none'; frame-ancestors 'none'"
 )
+_HEADERS = {
+    "content-security-policy": _PAGE_POLICY,
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-cache",
+}
 _PAGES = {"/": "index.html", "/docs": "docs.html"}
 _MEDIA_TYPES = {".css": "text/css", ".html": "text/html", ".js": "text/javascript"}
 
 
-@dataclass(frozen=True, slots=True)
-class _StaticFile:
-    """A file of the pages, in memory; a browser that has it already gets 304."""
-
-    content: bytes
-    media_type: str
-    etag: str
-
-    def response(self, request: Request) -> Response:
-        headers = {
-            "content-security-policy": _PAGE_POLICY,
-            "x-content-type-options": "nosniff",
-            "referrer-policy": "no-referrer",
-            "cache-control": "no-cache",
-            "etag": self.etag,
-        }
-        if self.etag in request.headers.get("if-none-match", ""):
-            return Response(status_code=304, headers=headers)
-        return Response(self.content, media_type=self.media_type, headers=headers)
-
-
 def page_routes() -> list[Route]:
-    """The pages, and the files that they load."""
-    files: dict[str, _StaticFile] = {}
+    """The pages, and the files that they load: from memory; a browser that has one gets 304."""
+    files: dict[str, tuple[bytes, dict[str, str]]] = {}
     for path in (Path(__file__).parents[1] / "static").iterdir():
         content = path.read_bytes()
-        etag = f'"{blake3(content).hexdigest(8)}"'
-        files[path.name] = _StaticFile(content, _MEDIA_TYPES[path.suffix], etag)
+        files[path.name] = content, {**_HEADERS, "etag": f'"{blake3(content).hexdigest(8)}"'}
 
     async def file(request: Request) -> Response:
-        found = files.get(_PAGES.get(request.scope["path"]) or request.path_params["name"])
-        if found is None:
+        name: str = _PAGES.get(request.scope["path"]) or request.path_params["name"]
+        if name not in files:
             raise HTTPException(404)
-        return found.response(request)
+        content, headers = files[name]
+        if headers["etag"] in request.headers.get("if-none-match", ""):
+            return Response(status_code=304, headers=headers)
+        media_type = _MEDIA_TYPES[Path(name).suffix]
+        return Response(content, media_type=media_type, headers=headers)
 
     return [Route(path, file, methods=["GET"]) for path in (*_PAGES, "/static/{name}")]
