@@ -202,13 +202,13 @@ def object_of(text: str) -> str:
 
 
 def parse_json(text: str) -> Any:  # noqa: ANN401 - any JSON
-    """The value of JSON text. Integers are 0: their type is all that is asked for, and Python
-    refuses thousands of digits.
+    """The value of JSON text. Integers are 0, and as floats where those may not hold them: no more
+    is asked for, and Python refuses thousands of digits.
 
     Raises:
         ValueError: it is none, or one of Python's constants.
     """
-    return json.loads(text, parse_constant=_refuse, parse_int=lambda _: 0)
+    return json.loads(text, parse_constant=_refuse, parse_int=_integer)
 
 
 def readable(text: str, value: object) -> str:
@@ -230,9 +230,13 @@ def parse_string(text: str) -> str:
     """The value of a JSON string, in which line breaks may stand; empty if it is none."""
     try:
         value = json.loads(text, strict=False)
-    except ValueError:
+    except (ValueError, RecursionError):
         return ""
     return _SURROGATE.sub(_REPLACEMENT, value) if isinstance(value, str) else ""
+
+
+def _integer(digits: str) -> float:
+    return 0 if len(digits) <= sys.float_info.max_10_exp else float(digits)
 
 
 def _refuse(name: str) -> NoReturn:

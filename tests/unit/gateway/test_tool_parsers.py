@@ -310,6 +310,27 @@ def test_a_number_that_no_float_holds_is_the_nearest():
     assert parse("hermes", [call]) == [("look", f'{{"a": [-{largest}], "count": 1e308}}')]
 
 
+@pytest.mark.parametrize("digits", ["9" * 5000, "-" + "9" * 5000, "1" * 400])
+def test_digits_that_a_model_does_not_stop_writing_are_a_number_that_can_be_read(digits):
+    """Python's readers, our own among them, take 4,300."""
+    sign = digits.removesuffix(digits.lstrip("-"))
+    expected = {"any": float(f"{sign}1.7976931348623157e+308")}
+    for form, call in (
+        ("hermes", '<tool_call>{"name": "look", "arguments": {"any": %s'),
+        ("llama3_json", '{"name": "look", "parameters": {"any": %s'),
+        ("qwen3_coder", "<function=look><parameter=any>\n%s"),
+    ):
+        ((_, arguments),) = parse(form, [call % digits])
+        assert json.loads(arguments) == msgspec.json.decode(arguments) == expected
+    ((_, arguments),) = parse("qwen3_coder", [f"<function=look><parameter=any>\n[{digits}]"])
+    assert json.loads(arguments) == {"any": [expected["any"]]}
+
+
+def test_a_value_that_is_nested_without_end_is_no_arguments():
+    call = '<tool_call>{"name": "look", "arguments": ' + "[" * 100_000 + "]" * 100_000 + "}"
+    assert parse("hermes", [call]) == [call]
+
+
 @pytest.mark.parametrize(
     ("form", "before"),
     [
