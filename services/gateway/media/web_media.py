@@ -335,7 +335,7 @@ def _redirect(url: httpx2.URL, location: bytes) -> httpx2.URL:
         raise InvalidRequest("the URL redirects to a malformed URL")
     try:
         return parse_url(str(url.join(text)))
-    except httpx2.InvalidURL:
+    except (httpx2.InvalidURL, ValueError):
         raise InvalidRequest("the URL redirects to a malformed URL") from None
 
 

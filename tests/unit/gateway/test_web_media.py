@@ -272,7 +272,15 @@ async def test_second_look_up_cannot_rebind():
 
 @pytest.mark.parametrize(
     "location",
-    ["file:///etc/passwd", "ftp://x/", "http://u@h/", "http://127.1/", "gopher://x", "\\\\x"],
+    [
+        "file:///etc/passwd",
+        "ftp://x/",
+        "http://u@h/",
+        "http://127.1/",
+        "gopher://x",
+        "\\\\x",
+        "http:////[",
+    ],
 )
 async def test_redirect_to_an_odd_url_is_refused(location):
     async with origin(redirect(location)) as (port, _), web() as (media, _):
