@@ -94,7 +94,7 @@ class Parts:
         for keyword in ("$id", "id"):
             uri = value.get(keyword)
             if isinstance(uri, str):
-                full = urljoin(self._uris[self._resources[index]], uri).removesuffix("#")
+                full = _joined(self._uris[self._resources[index]], uri).removesuffix("#")
                 self._resources[index] = index
                 self._uris[index] = full
                 self._targets.setdefault(full, []).append(index)
@@ -211,7 +211,7 @@ class Parts:
         uri, _, fragment = reference.partition("#")
         resources = [self._resources[index], 0]
         if uri:
-            full = urljoin(self._uris[resources[0]], uri)
+            full = _joined(self._uris[resources[0]], uri)
             resources = self._targets.get(full, [])
         if not fragment:
             return list(dict.fromkeys(resources))
@@ -234,6 +234,14 @@ class Parts:
             else:
                 return None
         return _TRUE_OR_FALSE if isinstance(value, bool) else self._indices.get(id(value))
+
+
+def _joined(base: str, uri: str) -> str:
+    """A URI in a document of that base; what is none stays as it is."""
+    try:
+        return urljoin(base, uri)
+    except ValueError:
+        return uri
 
 
 class _Finite:

@@ -111,6 +111,15 @@ def test_a_reference_to_nothing_is_refused_by_name():
     accepted("json_schema", {"properties": {"$ref": {"type": "string"}}})
 
 
+def test_what_is_no_uri_names_itself():
+    """`urljoin` raises."""
+    document = {"$id": "http://x.y/z", "$defs": {"a": {"$id": "http://["}}}
+    accepted("json_schema", document)
+    accepted("json_schema", {**document, "items": {"$ref": "http://["}})
+    accepted("json_schema", {"$id": "http://[", "items": {"$ref": "http://["}})
+    refused("json_schema", {**document, "items": {"$ref": "//]["}}, "'//]['")
+
+
 def test_a_reference_to_true_or_false_is_taken():
     accepted("json_schema", {"items": {"$ref": "#/$defs/any"}, "$defs": {"any": True}})
     accepted("json_schema", {"anyOf": [{"$ref": "#/anyOf/1"}, False]})
