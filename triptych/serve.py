@@ -194,7 +194,13 @@ def _given_redis(url: str | None, environment: Mapping[str, str]) -> RedisUrls |
     if url is None:
         urls = {kind: environment.get(f"{kind.upper()}_REDIS_URL", "") for kind in REDIS_RULES}
         return urls if urls["encoder"] or urls["decoder"] else None
-    if urlsplit(url).password is not None or "password=" in url:
+    try:
+        password = urlsplit(url).password
+    except ValueError:  # its text may show a password
+        raise StackError(
+            "--redis-url is no URL of Redis: redis://, rediss:// or unix://", 2
+        ) from None
+    if password is not None or "password=" in url:
         raise StackError(
             "all users of this machine see a password in --redis-url: export ENCODER_REDIS_URL "
             "and DECODER_REDIS_URL (and GATEWAY_REDIS_URL) instead",
