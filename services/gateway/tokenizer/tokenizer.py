@@ -43,9 +43,6 @@ class ModelTokenizer:
     """
 
     def __init__(self, definition: Mapping[str, Any]) -> None:
-        self.added = _added_tokens(definition)
-        self.special_ids = frozenset(t.token_id for t in self.added.values() if t.special)
-        self._added_bytes = {t.token_id: t.content.encode() for t in self.added.values()}
         _check_kind(definition)
         whole: dict[str, Any] = {**definition, "truncation": None, "padding": None}
         try:
@@ -53,6 +50,9 @@ class ModelTokenizer:
             self._whole = Tokenizer.from_str(json.dumps(whole))
         except Exception as error:  # it has no type of its own
             raise ModelSpecError(f"tokenizer.json: {error}") from None
+        self.added = _added_tokens(definition)
+        self.special_ids = frozenset(t.token_id for t in self.added.values() if t.special)
+        self._added_bytes = {t.token_id: t.content.encode() for t in self.added.values()}
         self._fast = BytePairs.of(definition)
         vocabulary = self._plain.get_vocab()
         self.max_token_bytes = max(map(len, vocabulary))

@@ -308,9 +308,13 @@ def test_template_is_found_in_each_place(tmp_path):
 
 @pytest.mark.parametrize(
     "content",
-    ["version https://git-lfs.github.com/spec/v1\n", "[]", '{"decoder": {"type": "ByteLevel"}}'],
-    ids=["not fetched", "no object", "no model"],
-)
+    [
+        "version https://git-lfs.github.com/spec/v1\n", "[]", '{"decoder": {"type": "ByteLevel"}}',
+        json.dumps({**json.loads(tokenizer_json()), "added_tokens": [{"id": 5}]}),
+        json.dumps({**json.loads(tokenizer_json()), "added_tokens": 5}),
+    ],
+    ids=["not fetched", "no object", "no model", "no token", "no tokens"],
+)  # fmt: skip
 def test_a_malformed_tokenizer_is_named(tmp_path, content):
     (tmp_path / "tokenizer.json").write_text(content)
     with pytest.raises(ModelSpecError, match=r"tokenizer\.json"):
