@@ -380,6 +380,15 @@ def test_more_ids_than_the_context_has_are_counted_before_they_are_looked_at(sta
         assert (error["code"], error["param"]) == ("context_length_exceeded", "prompt")
 
 
+def test_a_prompt_without_room_is_named_by_its_place(stack):
+    """Also one whose tokens have to be counted."""
+    for prompts in (["a", "b " * 5000], ["a", "b " * 500_000], [[1], [1] * 4096]):
+        error = post(stack, prompt=prompts).json()["error"]
+        assert (error["code"], error["param"]) == ("context_length_exceeded", "prompt[1]")
+    error = post(stack, prompt=["a", "b"], min_tokens=99).json()["error"]
+    assert error["param"] == "min_tokens"
+
+
 def test_whole_answers_have_every_key_that_clients_read(stack):
     choice = post(stack).json()["choices"][0]
     assert {choice[name] for name in ("prompt_logprobs", "prompt_token_ids", "token_ids")} == {None}

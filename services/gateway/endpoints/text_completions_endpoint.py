@@ -5,7 +5,7 @@ Each prompt is a request of its own to `ChatService`, with a prompt that is not 
 
 import asyncio
 import codecs
-from collections.abc import AsyncGenerator, Mapping, Sequence, Set
+from collections.abc import AsyncGenerator, Sequence, Set
 from contextlib import aclosing
 from dataclasses import replace
 
@@ -33,24 +33,23 @@ from services.gateway.prompts.prompt import Draft
 from services.gateway.sampling import check_ids, check_room
 from services.gateway.tokenizer.tokenizer import ModelTokenizer, token_name
 
-_PATHS: Mapping[str, str] = {"messages": "prompt"}
-
 
 class TextCompletionEndpoint(Endpoint):
     """The endpoint."""
 
     async def answer(self, work: Work, body: Body) -> None:
         request = await self.parse(work, parse_completion_request, body)
-        work.paths = _PATHS
         self._service.check_model(request.model)
         prompts, chat = request.prompts, request.to_chat()
         beginnings: list[str] = []
         for index, prompt in enumerate(prompts):
+            param = f"prompt[{index}]" if len(prompts) > 1 else "prompt"
+            work.paths = {"messages": param}
             timings = replace(work.timings, seconds={}) if index else work.timings
             with timings.measure("tokenize"):
                 draft = await self._draft(
                     prompt,
-                    f"prompt[{index}]" if len(prompts) > 1 else "prompt",
+                    param,
                     add_special_tokens=request.add_special_tokens is not False,
                     is_cut=request.truncate_prompt_tokens is not None,
                 )
