@@ -252,6 +252,8 @@ def test_logprobs_of_text_that_waits_for_its_rest(stack, tokens_per_event):
     whole = post(stack, **fields).json()
     events = events_of(post(stack, stream=True, **fields))
     deltas = [e for e in events if e["type"] == "response.output_text.delta"]
+    (added,) = (e for e in events if e["type"] == "response.content_part.added")
+    assert (added["part"]["text"], added["part"]["logprobs"]) == ("", [])
     streamed = [entry for event in deltas for entry in event["logprobs"]]
     (part,) = whole["output"][0]["content"]
     for entries in (streamed, part["logprobs"]):

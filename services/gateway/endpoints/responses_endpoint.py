@@ -4,6 +4,7 @@ A stream has OpenAI's events in OpenAI's order, numbered from 0.
 """
 
 from collections.abc import Sequence
+from copy import deepcopy
 
 from msgspec import UNSET, UnsetType, structs
 
@@ -435,7 +436,7 @@ class ResponseWriter(AnswerWriter[api.ResponseEvent]):
                 item.content.append(api.ReasoningText(""))
             case api.OutputMessage():
                 item.content.append(api.OutputText("", [], []))
-        content = structs.replace(item.content[0])
+        content = deepcopy(item.content[0])  # whose lists do not grow
         return [added, self._content_event("response.content_part.added", part=content)]
 
     def delta(self, part: Part, logprobs: list[LogprobEntry]) -> api.ResponseEvent:
