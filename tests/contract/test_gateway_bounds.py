@@ -114,6 +114,20 @@ def test_an_answer_that_is_collected_counts_as_memory(stack, monkeypatch, path, 
     stack.wait(lambda: stack.gateway.admission.held_bytes == 0)
 
 
+def test_a_stream_whose_end_has_the_whole_answer_counts_as_memory(stack, monkeypatch):
+    stack.decoder.reply = stack.tokenizer.encode_text("hello") * 1000
+    monkeypatch.setattr(stack.gateway.admission, "max_held_bytes", 2 << 20)
+    body = {"input": "x", "include": ["message.output_text.logprobs"], "stream": True}
+    with stack.client() as client:
+        for max_tokens, end in ((9, "response.incomplete"), (1000, "response.failed")):
+            text = client.post("/v1/responses", json={**body, "max_output_tokens": max_tokens}).text
+            last = json.loads(text.rstrip().rpartition("\ndata: ")[2])
+            assert last["type"] == end, last
+    assert last["response"]["error"]["code"] == "server_error"
+    assert '"code":"overloaded"' in text
+    stack.wait(lambda: stack.gateway.admission.held_bytes == 0)
+
+
 def silent(stack, count: int, sent: bytes = b"") -> list[socket.socket]:
     head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: [::1]\r\nContent-Length: 1000000\r\n\r\n"
     found = []

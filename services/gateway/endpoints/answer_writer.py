@@ -90,10 +90,21 @@ class WritingEndpoint(Endpoint):
     """An endpoint whose streams are a writer's events."""
 
     async def stream(
-        self, completion: Completion, writer: AnswerWriter[Any], exchange: Exchange
+        self,
+        completion: Completion,
+        writer: AnswerWriter[Any],
+        exchange: Exchange,
+        *,
+        keeps: bool = False,
     ) -> None:
-        """Sends all events but the last ones, which are the writer's `finish`."""
+        """Sends all events but the last ones, which are the writer's `finish`.
+
+        Args:
+            keeps: the writer keeps the answer, which counts as memory.
+        """
         async with aclosing(self._service.answer(completion)) as answer:
             async for updates in answer:
+                if keeps:
+                    completion.prepared.hold(sum(update.num_bytes for update in updates))
                 if events := [event for update in updates for event in writer.update(update)]:
                     await exchange.write(writer.encode(events))
