@@ -17,8 +17,9 @@ from services.common.settings import PeerSettings, Port, split_list
 NO_KEYS = "none"
 _PRIVATE = "private"
 _FILE = "file:"
-_ORIGIN = re.compile(r"\*|[A-Za-z][\w+.-]*://[^/?#@\s]+/?")
-_NAME = re.compile(r"[^/?#@:\s]+|\[?[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*\]?")
+# As requests have them: a name of other letters comes in Punycode.
+_ORIGIN = re.compile(r"\*|[A-Za-z][\w+.-]*://[^/?#@*\s\x7F-\U0010FFFF]+/?")
+_NAME = re.compile(r"[^/?#@*:\s\x7F-\U0010FFFF]+|\[?(?:[0-9A-Fa-f.]*:){2}[0-9A-Fa-f:.]*\]?")
 _OWN_PORTS = {"http": ":80", "https": ":443"}
 
 
@@ -106,7 +107,7 @@ class GatewaySettings(PeerSettings):
 
     @property
     def served_hosts(self) -> tuple[str, ...]:
-        return tuple(site.lower() for site in self._sites if not _is_origin(site))
+        return tuple(site.lower().strip("[]") for site in self._sites if not _is_origin(site))
 
     @property
     def others(self) -> tuple[str, ...]:

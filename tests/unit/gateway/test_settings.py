@@ -42,10 +42,10 @@ def test_bad_variable_is_named(name, value):
 
 
 def test_sites_are_names_and_origins_and_media_a_directory_and_private_hosts():
-    more = {"GATEWAY_ALLOWED_SITES": "Example.com, .lan,https://App.example.com,*",
+    more = {"GATEWAY_ALLOWED_SITES": "Example.com, .lan,[FD00::1],https://App.example.com,*",
             "GATEWAY_ALLOWED_MEDIA": "private, /srv/images"}  # fmt: skip
     settings = GatewaySettings.from_environment(GOOD | more)
-    assert settings.served_hosts == ("example.com", ".lan")
+    assert settings.served_hosts == ("example.com", ".lan", "fd00::1")
     assert settings.cors_origins == ("https://app.example.com", "*")
     assert (settings.media_directory, settings.allows_private_media) == (Path("/srv/images"), True)
     none = GatewaySettings.from_environment(GOOD)
@@ -69,8 +69,12 @@ def test_origins_are_compared_as_browsers_write_them(written, sent):
 
 
 @pytest.mark.parametrize(
-    "site", ["https://example.com/page", "example.com:8000", "example.com/", "https://", "a@b.c"]
-)
+    "site",
+    [
+        "https://example.com/page", "example.com:8000", "example.com/", "https://", "a@b.c",
+        "*.example.com", "https://*.example.com", "bücher.example", "https://bücher.example",
+    ],
+)  # fmt: skip
 def test_a_site_that_no_request_can_have_is_named(site):
     with pytest.raises(SettingsError, match="GATEWAY_ALLOWED_SITES"):
         GatewaySettings.from_environment({**GOOD, "GATEWAY_ALLOWED_SITES": f"good.example,{site}"})
