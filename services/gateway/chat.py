@@ -203,8 +203,13 @@ class ChatService:
         ]
         return Completion(prepared, choices, ignored=draft.ignored)
 
-    async def answer(self, completion: Completion) -> AsyncGenerator[list[Update]]:
+    async def answer(
+        self, completion: Completion, *, is_kept: bool = False
+    ) -> AsyncGenerator[list[Update]]:
         """Runs a prepared request; yields updates until every choice has a finish reason.
+
+        Args:
+            is_kept: the caller keeps the updates, or what they say: they count as memory.
 
         Raises:
             TriptychError: the request failed.
@@ -237,6 +242,8 @@ class ChatService:
                     updates.append(choice.feed(event))
                     if choice.finish_reason is not None and not event.is_last:
                         attempts.stop(event.choice)
+                if is_kept:
+                    completion.prepared.slot.hold(sum(update.num_bytes for update in updates))
                 yield updates
         if any(choice.finish_reason is None for choice in completion.choices):
             raise InternalError("a choice ended without a finish reason")

@@ -95,16 +95,14 @@ class WritingEndpoint(Endpoint):
         writer: AnswerWriter[Any],
         exchange: Exchange,
         *,
-        keeps: bool = False,
+        is_kept: bool = False,
     ) -> None:
         """Sends all events but the last ones, which are the writer's `finish`.
 
         Args:
-            keeps: the writer keeps the answer, which counts as memory.
+            is_kept: see `ChatService.answer`.
         """
-        async with aclosing(self._service.answer(completion)) as answer:
+        async with aclosing(self._service.answer(completion, is_kept=is_kept)) as answer:
             async for updates in answer:
-                if keeps:
-                    completion.prepared.hold(sum(update.num_bytes for update in updates))
                 if events := [event for update in updates for event in writer.update(update)]:
                     await exchange.write(writer.encode(events))

@@ -133,11 +133,10 @@ class Endpoint(ABC):
     async def collect(self, completion: Completion) -> list[list[Update]]:
         """Runs a completion to its end; returns the updates of each choice."""
         updates_of: list[list[Update]] = [[] for _ in completion.choices]
-        async with aclosing(self._service.answer(completion)) as answer:
+        async with aclosing(self._service.answer(completion, is_kept=True)) as answer:
             async for updates in answer:
                 for update in updates:
                     updates_of[update.choice].append(update)
-                completion.prepared.slot.hold(sum(update.num_bytes for update in updates))
         return updates_of
 
     async def _serve(self, work: Work, body: Body) -> str:

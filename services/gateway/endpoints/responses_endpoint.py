@@ -95,7 +95,7 @@ class ResponsesEndpoint(WritingEndpoint):
             await self._keep(work, request, completion, writer.response)
             await work.exchange.write_json(writer.response)
             return
-        await self.stream(completion, writer, work.exchange, keeps=True)
+        await self.stream(completion, writer, work.exchange, is_kept=True)
         events = writer.finish()
         await self._keep(work, request, completion, writer.response)
         await work.exchange.write(writer.encode(events), last=True)

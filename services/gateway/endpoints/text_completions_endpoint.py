@@ -128,12 +128,11 @@ class TextCompletionEndpoint(Endpoint):
         updates_of: list[list[list[Update]]] = [
             [[] for _ in completion.choices] for completion in work.completions
         ]
-        answers = [self._service.answer(completion) for completion in work.completions]
+        answers = [self._service.answer(each, is_kept=True) for each in work.completions]
         async with aclosing(_merged(answers)) as merged:
             async for index, updates in merged:
                 for update in updates:
                     updates_of[index][update.choice].append(update)
-                work.slot.hold(sum(update.num_bytes for update in updates))
         found = [
             writer.choice(completion, index, updates)
             for index, completion in enumerate(work.completions)
