@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer, normalizers
+from tokenizers import Tokenizer
 
 from services.common.errors import ContextLengthExceeded
 from services.common.model_spec import ModelSpecError, read_json
@@ -56,9 +56,7 @@ class ModelTokenizer:
         self._fast = BytePairs.of(definition)
         vocabulary = self._plain.get_vocab()
         self.max_token_bytes = max(map(len, vocabulary))
-        is_nfc = _kind(definition, "normalizer") == "NFC"
-        # Not `unicodedata`'s, which takes the square of a run of combining characters.
-        self._nfc = normalizers.NFC() if is_nfc else None
+        self._is_nfc = _kind(definition, "normalizer") == "NFC"
         self._bytes: dict[int, bytes] = {}
 
     @classmethod
@@ -89,10 +87,8 @@ class ModelTokenizer:
             ContextLengthExceeded: the text has more bytes than `max_tokens` of the longest token.
         """
         bound = max_tokens * self.max_token_bytes
-        if len(text) * 4 <= bound:
-            return
-        if self._nfc is not None:
-            text = self._nfc.normalize_str(text)
+        if self._is_nfc and not text.isascii():
+            bound *= 4  # it leaves 2 bytes of 7, in the worst case; to try it takes long
         if len(text.encode()) > bound:
             raise ContextLengthExceeded(
                 f"the prompt is longer than the model's context of {max_tokens} tokens",
