@@ -6,6 +6,7 @@ here; what follows for the answer is in `answers.tool_use`. All errors are `Inva
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 from typing import Annotated, Any, Literal, cast
 
 import msgspec
@@ -17,6 +18,8 @@ MAX_TOOLS = 128
 MAX_CALLS = 128
 MAX_NESTING = 100
 _CHARACTERS_OF_A_VALUE = 4
+_CONTAINERS = (dict, list)
+_MAX_COUNTED = 1 << 14  # of a value, which is long then
 ToolName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.:-]{1,128}$")]
 
 
@@ -125,31 +128,31 @@ def definitions(tools: Sequence[Tool]) -> list[dict[str, Any]]:
 
 
 def tool_characters(tools: Sequence[Tool]) -> int:
-    """Length of all definitions, nearly."""
-    return sum(
-        len(tool.function.description or "") + json_characters(tool.function.parameters)
-        for tool in tools
-    )
+    """Length of all definitions, as `json_characters`."""
+    functions = [tool.function for tool in tools]
+    return json_characters([[each.description, each.parameters] for each in functions])
 
 
 def json_characters(value: object) -> int:
-    """Length of a JSON value, nearly: each value is work, too."""
-    num_values = sum(map(len, _levels(value)))
-    return sum(map(len, strings_of(value))) + _CHARACTERS_OF_A_VALUE * num_values
+    """Length of a JSON value, nearly: each value is work, too. Of a long one it is no more than
+    that of some part, as to count takes time.
+    """
+    size, left = 0, [value]
+    while left and size < _MAX_COUNTED:
+        item = left.pop()
+        size += _CHARACTERS_OF_A_VALUE + sum(map(len, _own_strings(item)))
+        left += islice(_children(item), _MAX_COUNTED)
+    return size
 
 
 def check_nesting(value: object, param: str) -> None:
     """Refuses JSON values that are nested more than `MAX_NESTING` deep."""
-    if any(depth == MAX_NESTING for depth, _ in enumerate(_levels(value))):
-        raise InvalidRequest(f"nested more than {MAX_NESTING} deep", param=param)
-
-
-def _levels(value: object) -> Iterator[list[object]]:
-    """All values within a JSON value, by their depth; itself alone first."""
     level = [value]
-    while level:
-        yield level
-        level = [child for item in level for child in _children(item)]
+    for _ in range(MAX_NESTING):
+        level = [c for item in level for c in _children(item) if isinstance(c, _CONTAINERS)]
+        if not level:
+            return
+    raise InvalidRequest(f"nested more than {MAX_NESTING} deep", param=param)
 
 
 def _children(value: object) -> Iterable[object]:
@@ -158,14 +161,20 @@ def _children(value: object) -> Iterable[object]:
     return cast("list[object]", value) if isinstance(value, list) else ()
 
 
+def _own_strings(value: object) -> Iterable[str]:
+    """A string itself, or the keys of an object."""
+    if isinstance(value, dict):
+        return cast("dict[str, object]", value)
+    return (value,) if isinstance(value, str) else ()
+
+
 def strings_of(value: object) -> Iterator[str]:
     """All strings and keys of a JSON value, in any order."""
-    for level in _levels(value):
-        for item in level:
-            if isinstance(item, str):
-                yield item
-            elif isinstance(item, dict):
-                yield from cast("dict[str, object]", item)
+    left = [value]
+    while left:
+        item = left.pop()
+        yield from _own_strings(item)
+        left += _children(item)
 
 
 def read_arguments(call: ToolCall, param: str) -> dict[str, Any]:

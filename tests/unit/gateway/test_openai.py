@@ -1,6 +1,7 @@
 """Requests: accepted fields, refused fields by name, and the resulting sampling parameters."""
 
 import json
+import time
 
 import pytest
 
@@ -14,6 +15,7 @@ from services.gateway.sampling import (
     limit_completion,
     resolve_sampling,
 )
+from tests.noise import least
 
 HELLO = [{"role": "user", "content": "hello"}]
 DEFAULTS = SamplingDefaults(0.7, 0.8, 20, 0.0, 1.05, eos_token_ids=(7, 8))
@@ -100,6 +102,23 @@ LONG, LISTS = "a" * 9000, [[]] * 9000
 def test_what_is_long_to_render_counts_as_such(fields):
     """And is rendered in a thread, not in the event loop."""
     assert parse(**fields).num_characters > 8192
+
+
+@pytest.mark.parametrize("numbers", [[0] * 600_000, [[0] * 10] * 10_000], ids=["flat", "nested"])
+def test_numbers_without_end_are_long_at_once(numbers):
+    """The event loop asks, and a body may have two million."""
+    function = {"name": "f", "strict": True, "parameters": {"a": numbers}}
+    request = parse(
+        tools=[{"type": "function", "function": function}],
+        chat_template_kwargs={"enable_thinking": numbers},
+    )
+
+    def ask() -> float:
+        start = time.process_time()
+        assert request.num_characters > 8192 and request.num_grammar_characters > 8192
+        return time.process_time() - start
+
+    assert least(ask, 0.05) <= 0.05
 
 
 def test_defaults_are_the_models():
