@@ -8,7 +8,7 @@
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import TypeVar
 
 from services.common.errors import (
@@ -52,6 +52,7 @@ from services.gateway.tokenizer.tokenizer import ModelTokenizer
 # Text up to this many characters is tokenized in the event loop; longer text in a thread.
 _INLINE_TOKENIZE_CHARS = 8192
 _TEXT_THREADS = 4
+_MAX_KEPT_WORDS = 1024
 # A prompt that `truncate_prompt_tokens` cuts may be as many times as long as the context.
 MAX_TRUNCATED = 8
 
@@ -145,6 +146,12 @@ class ChatService:
     encode_timeout_s: float = 60.0
     ignores_unknown_fields: bool = False
     threads: WorkerThreads = field(default_factory=lambda: WorkerThreads(_TEXT_THREADS, "text"))
+    # Of words that must not be sampled, which many prompts of one request share.
+    _encode_word: Callable[[str], list[int]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        encode = partial(self.tokenizer.encode_prompt, add_special_tokens=False)
+        self._encode_word = lru_cache(_MAX_KEPT_WORDS)(encode)
 
     async def prepare(
         self,
@@ -173,7 +180,7 @@ class ChatService:
         sampling = resolve_sampling(
             request, self.defaults,
             vocab_size=decoder.vocab_size,
-            encode=lambda text: self.tokenizer.encode_prompt(text, add_special_tokens=False),
+            encode=self._encode_word,
         )  # fmt: skip
         limit = partial(
             limit_completion, sampling, request, self.defaults, max_model_len=decoder.max_model_len

@@ -128,6 +128,37 @@ def test_a_stream_whose_end_has_the_whole_answer_counts_as_memory(stack, monkeyp
     stack.wait(lambda: stack.gateway.admission.held_bytes == 0)
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"prompt": ["x"] * 128, "bad_words": ["ab cd ef gh " * 21] * 32},
+        {"prompt": [[5] * 1000] * 128, "echo": True, "logprobs": 1, "max_tokens": 0},
+    ],
+    ids=["bad words", "logprobs of prompts"],
+)
+def test_many_prompts_leave_other_requests_their_turn(stack, fields):
+    longest = 0.0
+
+    async def watch() -> None:
+        nonlocal longest
+        last = time.process_time()
+        while True:
+            await asyncio.sleep(0)
+            last, before = time.process_time(), last
+            longest = max(longest, last - before)
+
+    def answer() -> float:
+        nonlocal longest
+        longest = 0.0
+        watching = asyncio.run_coroutine_threadsafe(watch(), stack.thread.loop)
+        with stack.client() as client:
+            assert client.post("/v1/completions", json=fields).status_code == 200
+        watching.cancel()
+        return longest
+
+    assert least(answer, 0.4) <= 0.4  # one prompt behind the other, 1.5 s
+
+
 def silent(stack, count: int, sent: bytes = b"") -> list[socket.socket]:
     head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: [::1]\r\nContent-Length: 1000000\r\n\r\n"
     found = []

@@ -55,6 +55,7 @@ class TextCompletionEndpoint(Endpoint):
                 )
             completion = await self.prepare(work, chat, timings, draft)
             beginnings.append(self._echoed(prompt, draft, completion) if request.echo else "")
+            await asyncio.sleep(0)  # other requests' turn: each prompt may take some ms
         tokenizer = self._service.tokenizer
         writer = _Writer(
             request, work.response_id("cmpl"), beginnings, tokenizer, self._service.model_name
@@ -133,12 +134,13 @@ class TextCompletionEndpoint(Endpoint):
             async for index, updates in merged:
                 for update in updates:
                     updates_of[index][update.choice].append(update)
-        found = [
-            writer.choice(completion, index, updates)
-            for index, completion in enumerate(work.completions)
-            for updates in updates_of[index]
-        ]
-        answer = writer.answer([choice for choice in found if choice is not None])
+        choices: list[TextChoice] = []
+        for index, completion in enumerate(work.completions):
+            for updates in updates_of[index]:
+                if (choice := writer.choice(completion, index, updates)) is not None:
+                    choices.append(choice)
+                await asyncio.sleep(0)  # log-probabilities of a prompt take some ms, too
+        answer = writer.answer(choices)
         for choice in answer.choices:
             choice.fill()
         answer.usage = writer.usage(work.completions)
