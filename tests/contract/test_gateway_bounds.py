@@ -129,6 +129,27 @@ def test_a_stream_whose_end_has_the_whole_answer_counts_as_memory(stack, monkeyp
 
 
 @pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("completions", {"echo": True, "logprobs": 5, "max_tokens": 0}),
+        ("completions", {"prompt_logprobs": 5}),
+        ("chat/completions", {"prompt_logprobs": 5}),
+    ],
+)
+def test_logprobs_of_prompts_count_as_memory(stack, monkeypatch, path, fields):
+    monkeypatch.setattr(stack.gateway.admission, "max_held_bytes", 2 << 20)
+    for length, status in ((9, 200), (2000, 503)):
+        prompts = {"prompt": [[5] * length] * 2}
+        if path == "chat/completions":
+            prompts = {"messages": [{**HELLO, "content": "ab " * length}]}
+        with stack.client() as client:
+            response = client.post(f"/v1/{path}", json={**prompts, **fields})
+        assert response.status_code == status, response.text[:200]
+    assert response.json()["error"]["code"] == "overloaded"
+    stack.wait(lambda: stack.gateway.admission.held_bytes == 0)
+
+
+@pytest.mark.parametrize(
     "fields",
     [
         {"prompt": ["x"] * 128, "bad_words": ["ab cd ef gh " * 21] * 32},

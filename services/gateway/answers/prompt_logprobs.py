@@ -11,9 +11,10 @@ from services.gateway.forms.openai import ChatRequest
 from services.gateway.forms.responses import MIN_LOGPROB, LogprobEntry, PromptLogprob, TopLogprob
 from services.gateway.tokenizer.tokenizer import ModelTokenizer, token_name
 
-MAX_PROMPT_LOGPROBS = 1 << 18  # of a request, alternatives included
+MAX_PROMPT_LOGPROBS = 1 << 18  # of a prompt, alternatives included
 # vLLM's form: by token id; None for the first token, which nothing precedes.
 PromptLogprobs = list[dict[int, PromptLogprob] | None]
+_BYTES_OF_A_LOGPROB = 256  # with its token
 
 
 @dataclass(slots=True)
@@ -21,6 +22,12 @@ class PromptScores:
     """What has arrived for one prompt."""
 
     parts: list[pb.PromptLogprobs] = field(default_factory=list[pb.PromptLogprobs])
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that they take in an answer, nearly."""
+        num_values = sum(len(part.logprobs) + len(part.top_logprobs) for part in self.parts) // 4
+        return num_values * _BYTES_OF_A_LOGPROB
 
     def add(self, parts: Sequence[pb.PromptLogprobs]) -> None:
         """Takes the next part; a decoder that takes a prompt over begins it again."""

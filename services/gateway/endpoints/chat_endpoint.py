@@ -84,6 +84,7 @@ class ChatEndpoint(Endpoint):
             usage=completion.usage(),
         )
         if request.prompt_logprobs is not None:
+            work.slot.hold(completion.prompt_scores.num_bytes)
             response.prompt_logprobs = completion.prompt_scores.by_id(
                 completion.prompt_token_ids(), self._service.tokenizer
             )

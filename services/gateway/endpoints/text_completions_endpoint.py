@@ -137,6 +137,7 @@ class TextCompletionEndpoint(Endpoint):
         choices: list[TextChoice] = []
         for index, completion in enumerate(work.completions):
             for updates in updates_of[index]:
+                work.slot.hold(completion.prompt_scores.num_bytes)
                 if (choice := writer.choice(completion, index, updates)) is not None:
                     choices.append(choice)
                 await asyncio.sleep(0)  # log-probabilities of a prompt take some ms, too
