@@ -3,13 +3,13 @@
 The gateway places an image in the prompt by this, and the encoder decodes by this, so that the two
 cannot differ. Nothing is inflated, no chunk is copied but Exif and XMP of bounded size, and the
 work is bounded: at most `MAX_HEADER_BYTES` and `MAX_SEGMENTS` before a JPEG's first scan, as many
-blocks before a GIF's first frame, `MAX_CHUNKS` of a WebP or before a PNG's pixels, which are
-skipped by their lengths, as a PNG's pixels are: its Exif may be behind them. What takes a decoder
-long, as a JPEG of many scans does, its limit of CPU time ends.
+blocks before a GIF's first frame, `MAX_CHUNKS` of a PNG or WebP, which are skipped by their
+lengths, as a PNG's pixels are: its Exif may be behind them. What takes a decoder long, as a JPEG of
+many scans does, its limit of CPU time ends.
 
 Sizes and orientations are those of Pillow 13 for every file that it decodes, but for what a PNG
-says of its orientation in compressed text or in hexadecimal; where a file is so odd that sizes
-differ, the encoder refuses it.
+says of its orientation in compressed text, in hexadecimal or behind so many chunks; where a file is
+so odd that sizes differ, the encoder refuses it.
 """
 
 import re
@@ -26,8 +26,7 @@ ALLOWED_FORMATS: tuple[Format, ...] = ("JPEG", "PNG", "WEBP", "GIF")
 MAX_SOURCE_PIXELS = 40_000_000  # an encoder decodes no larger image
 MAX_HEADER_BYTES = 1 << 20
 MAX_SEGMENTS = 256
-MAX_CHUNKS = 4096
-_MAX_PNG_CHUNKS = 16_384  # of 8 KiB, as libpng writes pixels: 128 MiB
+MAX_CHUNKS = 4096  # of 8 KiB, as libpng writes pixels: 32 MiB
 _MAX_GIF_BLOCKS = 16_384  # of at most 255 bytes
 
 _PNG = b"\x89PNG\r\n\x1a\n"
@@ -139,10 +138,8 @@ def _read_png(data: bytes) -> ImageHeader:
 
 
 def _png_chunks(data: bytes, position: int) -> Iterator[tuple[bytes, int, int]]:
-    """Kinds, where their data begin, and lengths: of the first chunks, those of the pixels
-    included, which may be many.
-    """
-    for _ in range(_MAX_PNG_CHUNKS):
+    """Kinds, where their data begin, and lengths: of the first chunks, those of pixels included."""
+    for _ in range(MAX_CHUNKS + 1):
         if position + 8 > len(data):
             return
         length, kind = struct.unpack_from(">I4s", data, position)

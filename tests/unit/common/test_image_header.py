@@ -17,6 +17,7 @@ from PIL import Image, ImageOps
 from services.common.errors import InvalidImage
 from services.common.images.image_header import (
     ALLOWED_FORMATS,
+    MAX_CHUNKS,
     MAX_SEGMENTS,
     ImageHeader,
     read_header,
@@ -237,6 +238,14 @@ def test_segments_before_the_pixels_are_counted() -> None:
 def test_it_needs_neither_pillow_nor_torch() -> None:
     module = sys.modules["services.common.images.image_header"]
     assert not {"PIL", "torch", "numpy"} & set(vars(module))
+
+
+def test_chunks_of_pixels_are_counted_too() -> None:
+    """A gateway reads headers in its event loop. Of 8 KiB, 2,560 make 20 MiB."""
+    said = chunk(b"eXIf", b"MM\0*\0\0\0\x08\0\x01\x01\x12\0\x03\0\0\0\x01\0\x06\0\0")
+    for num_chunks, orientation in ((2560, 6), (MAX_CHUNKS + 1, 1)):
+        data = png(8, 8, *[chunk(b"IDAT", b"")] * num_chunks, said)
+        assert read(data).orientation == orientation
 
 
 @pytest.mark.parametrize("name", ["exif", "xmp", "both"])
