@@ -5,6 +5,8 @@ import json
 import random
 import time
 import unicodedata
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 
 import jinja2
 import pytest
@@ -255,6 +257,23 @@ def test_a_long_text_is_measured_at_once(tokenizer, text):
         return time.process_time() - start
 
     assert least(measure, 0.1) <= 0.1
+
+
+def test_a_long_prompt_leaves_other_threads_their_turn(tokenizer):
+    text = "The quick brown fox jumps over the lazy dog. " * 40_000
+
+    def longest() -> float:
+        with ThreadPoolExecutor(1) as threads:
+            times = [time.monotonic()]
+            encoding = threads.submit(tokenizer.encode_prompt, text, True)
+            while not encoding.done():
+                times.append(time.monotonic())
+                time.sleep(0.001)
+            times.append(time.monotonic())
+        assert len(encoding.result()) > 100_000
+        return max(after - before for before, after in pairwise(times))
+
+    assert least(longest, 0.3) <= 0.3  # all of its 1.4 s, while it keeps the interpreter lock
 
 
 def test_text_that_fits_once_it_is_normalized_is_not_refused(tokenizer):
