@@ -33,16 +33,17 @@ class AnswerWriter(ABC, Generic[Event]):
         """Takes an update of the choice."""
         events = self._start()
         self._last = update
-        logprobs = [*self._logprobs, *(update.logprobs or ())]
+        self._logprobs += update.logprobs or ()
         for part in update.parts:
             if self._open is None or not continues(self._open, part):
                 events += [*self._leave(), *self.open(part)]
                 self._open = part
-            is_text = isinstance(part, Text)
-            events.append(self.delta(part, logprobs if is_text else []))
-            logprobs = [] if is_text else logprobs
-        is_held = not update.parts and (self._open is None or isinstance(self._open, Text))
-        self._logprobs = logprobs if is_held else []
+            logprobs: list[LogprobEntry] = []
+            if isinstance(part, Text):
+                logprobs, self._logprobs = self._logprobs, logprobs
+            events.append(self.delta(part, logprobs))
+        if update.parts or not (self._open is None or isinstance(self._open, Text)):
+            self._logprobs = []
         return events
 
     def finish(self) -> list[Event]:

@@ -24,7 +24,7 @@ from services.gateway.forms.messages_api import (
 )
 from services.gateway.forms.openai import parse_chat_request
 from services.gateway.forms.parts import Text
-from services.gateway.forms.responses import PromptTokensDetails, Update, Usage
+from services.gateway.forms.responses import LogprobEntry, PromptTokensDetails, Update, Usage
 from services.gateway.forms.responses_api import parse_responses_request
 from services.gateway.prompts.conversation import read_messages
 from tests.noise import least
@@ -231,7 +231,19 @@ def test_a_long_response_takes_linear_time():
         assert writer.response.output[0].content[0].text == " word" * 200_000
         return taken
 
+    def wait() -> float:
+        """Blanks whose end decides whether they are text."""
+        writer = ResponseWriter(request, "resp-1", completion, "m")
+        start = time.process_time()
+        for _ in range(30_000):
+            writer.update(Update(0, [], [LogprobEntry(" ", [32], 0.0, [])], None))
+        writer.update(Update(0, [Text(" " * 30_000)], None, None))
+        taken = time.process_time() - start
+        assert len(writer.response.output[0].content[0].logprobs) == 30_000
+        return taken
+
     assert least(write, 4) <= 4  # seconds; a text that is copied for each token, more than ten
+    assert least(wait, 0.5) <= 0.5  # log-probabilities that are, two
 
 
 @pytest.mark.parametrize("form", PARSERS)
