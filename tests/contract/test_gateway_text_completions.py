@@ -1,13 +1,16 @@
 """POST /v1/completions, by the official client, and token ids in answers."""
 
 import json
+import time
 
 import numpy as np
 import openai
 import pytest
 
+from services.gateway.forms.text_completions import parse_completion_request
 from services.gateway.tokenizer.tokenizer import ModelTokenizer
 from tests.gateway_stack import MODEL
+from tests.noise import least
 from tests.tiny_tokenizer import added_ids
 
 
@@ -378,6 +381,18 @@ def test_more_ids_than_the_context_has_are_counted_before_they_are_looked_at(sta
     for ids in ([1 << 31] * 200_000, [1] * 200_000):
         error = post(stack, prompt=ids).json()["error"]
         assert (error["code"], error["param"]) == ("context_length_exceeded", "prompt")
+
+
+def test_many_ids_are_a_prompt_at_once():
+    """The event loop asks."""
+    request = parse_completion_request(json.dumps({"prompt": [5] * 500_000}).encode())
+
+    def ask() -> float:
+        start = time.process_time()
+        assert request.prompts == [request.prompt]
+        return time.process_time() - start
+
+    assert least(ask, 0.02) <= 0.02
 
 
 def test_a_prompt_without_room_is_named_by_its_place(stack):

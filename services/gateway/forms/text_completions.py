@@ -4,7 +4,7 @@ A prompt is the model's whole input, so the names of special tokens in it are th
 transformers; nothing is rendered around it.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, cast
 
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
@@ -40,13 +40,13 @@ class CompletionRequest(GenerationFields, kw_only=True, forbid_unknown_fields=Tr
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """Each prompt, as text or as token ids."""
+        """Each prompt, as text or as token ids; they are of one kind."""
         given = self.prompt
         if isinstance(given, str):
             return [given]
-        if given and all(isinstance(item, int) for item in given):
-            return [[item for item in given if isinstance(item, int)]]
-        return [item for item in given if not isinstance(item, int)]
+        if given and isinstance(given[0], int):
+            return [cast("list[int]", given)]
+        return cast("list[str | list[int]]", given)
 
     def to_chat(self) -> ChatRequest:
         """How its answers are generated, as a chat request without messages."""
