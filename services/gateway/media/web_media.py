@@ -148,10 +148,12 @@ class _CheckedBackend(httpcore2.AsyncNetworkBackend):
         if not self._allow_private and not all(map(is_public, addresses)):
             raise _Refused
         dialled = addresses[:_MAX_ADDRESSES]
+        # A share for each: an address that never answers (IPv6, often) leaves time for the others.
+        share = None if timeout is None else timeout / max(1, len(dialled))
         for number, address in enumerate(dialled, 1):
             try:
-                return await self._dial(address, port, timeout)
-            except httpcore2.ConnectError:
+                return await self._dial(address, port, share)
+            except (httpcore2.ConnectError, httpcore2.ConnectTimeout):
                 if number == len(dialled):
                     raise
         raise httpcore2.ConnectError("the host has no address")

@@ -6,6 +6,7 @@ import ssl
 import subprocess
 import threading
 
+import httpcore2
 import pytest
 import uvloop
 
@@ -332,6 +333,19 @@ async def test_slow_drip_ends_at_the_deadline():
 
 async def test_a_host_is_reached_by_another_of_its_addresses():
     async with origin(ok(b"x")) as (port, _), web(("127.0.0.2", "127.0.0.1")) as (media, _):
+        assert await media.fetch(f"http://images.example:{port}/") == b"x"
+
+
+async def test_an_address_that_never_answers_leaves_time_for_the_next():
+    async with origin(ok(b"x")) as (port, _), web(("2001:db8::1", "127.0.0.1")) as (media, _):
+
+        async def dial(address, port, timeout_s):
+            if address != "127.0.0.1":
+                await asyncio.sleep(timeout_s)
+                raise httpcore2.ConnectTimeout
+            return await connect(address, port, timeout_s)
+
+        media._pool._network_backend._dial = dial
         assert await media.fetch(f"http://images.example:{port}/") == b"x"
 
 
