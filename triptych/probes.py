@@ -1,4 +1,4 @@
-"""Readiness checks and metrics of the stack's processes.
+"""What is asked of the stack's processes: whether they are ready, and their metrics.
 
 `plan` and `serve` attach the checks to the processes, `stack` polls them. A check never raises.
 """

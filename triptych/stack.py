@@ -1,4 +1,4 @@
-"""A process supervisor for one machine.
+"""A process supervisor for one machine: starts, asks until all are ready, watches, ends.
 
 It starts separate processes, waits until each is ready, and then watches them. It restarts nothing:
 when a child ends, the stack ends with the child's exit status. What a child writes goes line by

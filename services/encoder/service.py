@@ -1,4 +1,4 @@
-"""The encoder's gRPC methods of an image: proto ↔ embeddings.
+"""The encoder's gRPC methods of an image, proto ↔ embeddings, until they are drained.
 
 Gateways call `Encode`, decoders `Fetch`; `media_service` has what else there is. Requests are
 checked here; every failure ends its call with an error of `services.common.errors`.

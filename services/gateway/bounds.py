@@ -1,5 +1,5 @@
-"""What requests may take. These are no settings: they fit any model, and what a smaller machine can
-bear follows from its memory.
+"""What requests may take: images, pixels, places; bytes of a body are `json_body`'s. These are no
+settings: they fit any model, and what a smaller machine can bear follows from its memory.
 """
 
 from dataclasses import dataclass

@@ -1,4 +1,5 @@
-"""The use case of all endpoints that generate: from a checked request to text, as it arrives.
+"""The use case of all endpoints that generate: from a checked request to text, as it arrives; what
+of it takes long runs in threads.
 
 `ChatService.prepare` does everything that can refuse a request: limits, images, prompt, sampling.
 `ChatService.answer` then runs it on an encoder and a decoder and yields text as it arrives.

@@ -1,4 +1,4 @@
-"""JSON bodies of requests, decoded into the types that check them.
+"""JSON bodies of requests: how long they may be, and how they become the types that check them.
 
 Every endpoint's types are msgspec structs; a body that does not fit is an `InvalidRequest` whose
 `param` is the path of the field, such as `messages[0].content[1].text` or `logit_bias.50256`.
