@@ -8,6 +8,7 @@ linear time.
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, cast
 from urllib.parse import unquote
 
@@ -17,6 +18,8 @@ from services.gateway.answers.json_arguments import PYTHON_WORDS, parse_json, re
 Schema = Mapping[str, Any]
 TYPES = frozenset(("null", "boolean", "integer", "number", "string", "array", "object"))
 _MAX_DEPTH = 64  # of references and alternatives
+_MAX_SEARCHED = 20_000  # values of a schema, for anchors: some 10 ms, at each call
+_LITERALS = frozenset(("const", "enum", "default", "examples"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,8 +178,11 @@ class Parameters:
 
     def target(self, reference: str) -> object:
         """What a reference within the document stands for; None: nothing."""
-        if reference.partition("#")[0] not in ("", own_id(self.given)):
+        uri, _, fragment = reference.partition("#")
+        if uri not in ("", own_id(self.given)):
             return None
+        if fragment and not fragment.startswith("/"):
+            return self._anchored.get(unquote(fragment))
         target: object = self.given
         for step in steps_of(reference):
             if isinstance(target, Mapping):
@@ -187,6 +193,27 @@ class Parameters:
             else:
                 return None
         return target
+
+    @cached_property
+    def _anchored(self) -> Mapping[str, object]:
+        """Schemas by their anchors. One that several have means none of them, and so does each in a
+        document that takes long to look through.
+        """
+        found: dict[str, object] = {}
+        left: list[object] = [self.given]
+        for _ in range(_MAX_SEARCHED):
+            if not left:
+                return found
+            current = left.pop()
+            if isinstance(current, list):
+                left += cast("list[object]", current)
+            elif isinstance(current, Mapping):
+                schema = cast(Schema, current)
+                left += [value for key, value in schema.items() if key not in _LITERALS]
+                name = schema.get("$anchor")
+                if isinstance(name, str):
+                    found[name] = None if name in found else schema
+        return {}
 
     def _claims(self, schema: Schema, depth: int) -> Iterable[frozenset[str]]:
         given = schema.get("type")

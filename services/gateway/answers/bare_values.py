@@ -25,6 +25,7 @@ _SCALARS = {
 }
 _STARTS = {"object": r"\{", "array": r"\[", "number": r"0-9\x2D", "integer": r"0-9\x2D"}
 _LIMITS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
+_LEFT_OUT = frozenset(("$defs", "definitions", "$id", "$anchor", "default", "examples"))
 _OF_STRINGS = ("pattern", "format", "minLength", "maxLength")
 _MAX_DEPTH = 64
 
@@ -182,7 +183,7 @@ def _copied(schema: object, references: dict[str, int]) -> Any:  # noqa: ANN401 
         elif keyword in ("properties", "patternProperties") and isinstance(value, Mapping):
             named = cast(Schema, value).items()
             copy[keyword] = {name: _copied(each, references) for name, each in named}
-        elif keyword not in ("$defs", "definitions", "$id", "default", "examples"):
+        elif keyword not in _LEFT_OUT:
             copy[keyword] = _copied(value, references)
     return copy
 

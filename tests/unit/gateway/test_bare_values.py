@@ -76,6 +76,8 @@ SERVED = {
     "anything": of({}),
     "true": of(True),
     "reference": of({"$ref": "#/$defs/P"}, **{"$defs": {"P": POINT}}),
+    "anchor": object_of("a", a={"$ref": "#p"}, b={"type": "array", "items": {"$ref": "#p"}})
+        | {"$defs": {"P": {"$anchor": "p", **POINT}}},
     "reference into properties": object_of(
         "a", a={"type": "array", "items": {"$ref": "#/properties/b"}, "maxItems": 2}, b=POINT),
     "root reference": {"$ref": "#/$defs/R", "$defs": {"R": object_of("p", p=POINT, q=INT)}},

@@ -23,8 +23,15 @@ TOOLS = {
             "kind": {"enum": ["a", "b"]},
             "size": {"$ref": "#/$defs/Size"},
             "any": {},
+            "code": {"$ref": "#code"},
+            "codes": {"anyOf": [{"$ref": "#code"}, {"$ref": "#twice"}]},
         },
-        "$defs": {"Size": {"type": "object"}},
+        "$defs": {
+            "Size": {"type": "object"},
+            "Code": {"$anchor": "code", "type": "string"},
+            "A": {"$anchor": "twice", "type": "null"},
+            "B": {"$anchor": "twice"},
+        },
     },
     "stop": {},
 }
@@ -159,6 +166,9 @@ XML = {
     # What is no value of the type is a string; a word of a union with string stays one.
     "<tool_call><function=look><parameter=count>\nfive\n</parameter><parameter=maybe>\n5\n"
     "</parameter></function></tool_call>": [("look", '{"count": "five", "maybe": "5"}')],
+    # An anchor is no place from the root; what several have is any value.
+    "<tool_call><function=look><parameter=code>\n5\n</parameter><parameter=codes>\n5\n"
+    "</parameter></function></tool_call>": [("look", '{"code": "5", "codes": 5}')],
     "<tool_call>\n<function=look>\n<parameter=text>\nabc": [("look", '{"text": "abc"}')],
     "<tool_call>\n<function=look>\n<parameter=text>\nab\n</param": [("look", '{"text": "ab"}')],
     "<tool_call>\n<function=look>\n<parameter=count>\n1": [("look", '{"count": 1}')],
@@ -239,6 +249,18 @@ def test_xml_values_come_back_as_they_were(text, count, size):
         return
     assert name == "look"
     assert json.loads(arguments) == {"text": text, "count": count, "size": size}
+
+
+def test_anchors_of_a_huge_schema_take_no_time():
+    schema = {"properties": {"a": {"$ref": "#x"}}, "$defs": {str(n): {} for n in range(1_000_000)}}
+
+    def read() -> float:
+        start = time.process_time()
+        parser = PARSERS["qwen3_coder"]({"f": schema})
+        parser.feed("<tool_call><function=f><parameter=a>\n5\n</parameter>")
+        return time.process_time() - start
+
+    assert least(read, 0.2) <= 0.2  # seconds; the whole schema takes more than one
 
 
 def test_cost_does_not_grow_with_the_arguments():
