@@ -121,6 +121,7 @@ class FakeEncoder(_FakeServer, encoder_pb2_grpc.EncoderServicer):
         self.any_clip: Clip | None = None  # what every file is, if it is set
         self.probes: list[bytes] = []
         self.uploads: dict[tuple[str, bytes], bytes] = {}  # by tenant and digest
+        self.download_error: TriptychError | None = None
         self.before_probe: Callable[[bytes], Awaitable[None]] | None = None
         self.num_tokens_error = 0
         self.num_cancelled = 0
@@ -156,6 +157,8 @@ class FakeEncoder(_FakeServer, encoder_pb2_grpc.EncoderServicer):
 
     async def Download(self, request, context):
         place = request.tenant, request.digest
+        if self.download_error is not None:
+            await rpc.abort(context, self.download_error)
         if place not in self.uploads:
             await rpc.abort(context, NotFound("no such file is kept"))
         file = self.uploads.pop(place) if request.forget else self.uploads[place]

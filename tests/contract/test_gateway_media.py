@@ -3,6 +3,7 @@
 import base64
 import io
 import json
+import time
 from collections.abc import Iterator
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save
 
+from services.common.errors import InternalError, TriptychError, Unavailable
 from services.common.geometry import Unit
 from services.common.images.image_key import embedding_key
 from tests.fakes import clip_file
@@ -111,6 +113,36 @@ def test_another_tenants_handle_is_a_404(media):
     assert deleted.json() == {"id": handle, "object": "media", "deleted": True}
     assert ask(media, part).status_code == 404
     assert call(media, f"/v1/media/{handle}", "one", "DELETE").status_code == 404
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("error", [InternalError("the disk is full"), Unavailable("Redis is not")])
+def test_a_file_is_gone_only_where_all_encoders_say_so(
+    loop_thread: LoopThread, tmp_path, failing: int, error: TriptychError
+):
+    stack = GatewayStack(loop_thread, tmp_path, api_keys="one", num_encoders=2)
+    try:
+        handle = upload(stack, picture()).json()["id"]
+        (kept,) = [encoder.uploads for encoder in stack.encoders if encoder.uploads]
+        for encoder in stack.encoders:
+            encoder.uploads = dict(kept)
+        stack.encoders[failing].download_error = error
+        answer = call(stack, f"/v1/media/{handle}", method="DELETE")
+        assert answer.status_code == error.http_status, answer.text
+        assert not stack.encoders[1 - failing].uploads
+        stack.encoders[failing].download_error = None
+        assert call(stack, f"/v1/media/{handle}", method="DELETE").status_code == 200
+        assert not stack.encoders[failing].uploads
+        stack.wait(stack.all_healthy)
+        assert call(stack, f"/v1/media/{handle}", method="DELETE").status_code == 404
+        stack.thread.run(stack.encoders[failing].stop())
+        started = time.monotonic()
+        assert call(stack, f"/v1/media/{handle}", method="DELETE").status_code == 503
+        stack.wait(lambda: not stack.all_healthy())
+        assert call(stack, f"/v1/media/{handle}", method="DELETE").status_code == 503
+        assert time.monotonic() - started < 10
+    finally:
+        stack.close()
 
 
 @pytest.mark.parametrize(

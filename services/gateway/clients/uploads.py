@@ -65,21 +65,26 @@ class Uploads:
         raise cause
 
     async def delete(self, tenant: str, handle: str) -> None:
-        """Forgets a file.
+        """Forgets a file, at all encoders, those that are unwell included.
 
         Raises:
-            InvalidRequest, NotFound, TriptychError: as of `get`.
+            InvalidRequest, NotFound, TriptychError: as of `get`; others have forgotten it then.
         """
-        digest = _read_handle(handle)
-        cause: TriptychError | None = NotFound("no such upload is kept")
-        for pod in self._by_rank(digest):
+        digest, was_kept = _read_handle(handle), False
+        pods = self._encoders.fitting()
+        cause = None if pods else Unavailable("no encoder is available", retry_after_s=1)
+        for pod in pods:
             try:
                 await _download(pod, digest, tenant, forget=True)
-                cause = None
+                was_kept = True
             except NotFound:
                 continue
+            except TriptychError as error:
+                cause = error.without_frames()
         if cause is not None:
             raise cause
+        if not was_kept:
+            raise NotFound("no such upload is kept")
 
     def _by_rank(self, digest: bytes) -> Sequence[EncoderPod]:
         pods = sorted(self._encoders.healthy(), key=lambda pod: rank(pod.address, digest))
