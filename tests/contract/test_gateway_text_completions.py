@@ -360,6 +360,22 @@ def test_the_echo_of_a_prompt_that_is_cut_is_what_is_left(stack, prompt):
     assert short["text"].startswith("abc")
 
 
+@pytest.mark.parametrize(("side", "kept"), [("left", "cdef"), ("right", "abc")])
+def test_the_echo_of_a_prompt_that_is_cut_has_no_bos_that_was_put_before_it(
+    stack, monkeypatch, side, kept
+):
+    encode, bos = ModelTokenizer.encode_text, added_ids()["<|im_start|>"]
+    monkeypatch.setattr(ModelTokenizer, "encode_prompt", lambda t, text, _: [bos, *encode(t, text)])
+    fields = {"truncate_prompt_tokens": 4, "truncation_side": side, "echo": True, "logprobs": 0}
+    choice = post(stack, prompt="abcdef", max_tokens=1, **fields).json()["choices"][0]
+    assert choice["text"] == kept + "A"
+    places = [*range(4)] if side == "left" else [0, *range(3)]
+    assert choice["logprobs"]["text_offset"] == [*places, len(kept)]
+    monkeypatch.undo()  # one that the client wrote stays
+    choice = post(stack, prompt="<|im_start|>abcdef", max_tokens=1, **fields).json()["choices"][0]
+    assert choice["text"] == ("cdef" if side == "left" else "<|im_start|>abc") + "A"
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_no_token_is_no_token_of_the_usage(stack, stream, monkeypatch):
     first = stack.tokenizer.encode_text("A red circle.")[0]

@@ -94,11 +94,14 @@ class TextCompletionEndpoint(Endpoint):
 
     def _echoed(self, prompt: str | list[int], draft: Draft, completion: Completion) -> str:
         """A prompt's text, without what `truncate_prompt_tokens` has cut."""
-        ids = completion.prompt_token_ids()
-        if isinstance(prompt, str) and len(ids) == len(draft.token_ids):
-            return prompt
-        token_bytes = self._service.tokenizer.token_bytes
-        return b"".join([token_bytes(token) for token in ids]).decode(errors="replace")
+        ids, tokenizer = completion.prompt_token_ids(), self._service.tokenizer
+        if isinstance(prompt, str):
+            if len(ids) == len(draft.token_ids):
+                return prompt
+            is_first = ids == draft.token_ids[: len(ids)] and ids[0] in tokenizer.special_ids
+            if is_first and not prompt.startswith(tokenizer.token_string(ids[0])):
+                ids = ids[1:]  # a BOS that was put before the text
+        return b"".join(map(tokenizer.token_bytes, ids)).decode(errors="replace")
 
     async def _stream(self, work: Work, writer: "_Writer") -> None:
         request, completions = writer.request, work.completions
