@@ -143,10 +143,17 @@ def _head(path: Path) -> list[_Tensor]:
         found: list[_Tensor] = []
         need = 8 + length
         for name, entry in tensors.items():
-            start, end = map(int, entry["data_offsets"])
-            found.append(_Tensor(name, str(entry["dtype"]), int(prod(entry["shape"])), end - start))
+            start, end = entry["data_offsets"]
+            if not all(type(n) is int and n >= 0 for n in (start, end, *entry["shape"])):
+                raise ValueError(f"{name} has a size that is no whole number")
+            num_values, num_bytes = prod(entry["shape"]), end - start
+            if num_values > 8 * num_bytes:
+                raise ValueError(f"{name} has fewer bytes than its shape takes")
+            found.append(_Tensor(name, str(entry["dtype"]), num_values, num_bytes))
             need = max(need, 8 + length + end)
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, struct.error) as error:
+    except (
+        OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, struct.error,
+    ) as error:  # fmt: skip
         raise StackError(f"{path} is not a safetensors file: {error}", 2) from error
     if (have := path.stat().st_size) < need:
         raise StackError(

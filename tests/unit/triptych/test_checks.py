@@ -61,9 +61,14 @@ def pointer(directory: Path) -> None:
     (directory / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n")
 
 
-def headless(directory: Path) -> None:
-    head = b'{"model.norm.weight": {"shape": [32], "data_offsets": [0, 0]}}'
-    (directory / "model.safetensors").write_bytes(len(head).to_bytes(8, "little") + head)
+def headed(head: str) -> Callable[[Path], object]:
+    data = head.encode()
+    data = len(data).to_bytes(8, "little") + data
+    return lambda directory: (directory / "model.safetensors").write_bytes(data)
+
+
+def sized(shape: str, offsets: str) -> Callable[[Path], object]:
+    return headed(f'{{"norm": {{"dtype": "F32", "shape": {shape}, "data_offsets": {offsets}}}}}')
 
 
 def unknown(directory: Path) -> None:
@@ -90,7 +95,24 @@ TURNS = {
         "weights are missing at {model}: model-00002-of-00002.safetensors of 2 files",
     ),
     "cut": ("serve {model}", cut, "model.safetensors is cut short: "),
-    "no dtype": ("serve {model}", headless, "model.safetensors is not a safetensors file: "),
+    "no dtype": (
+        "serve {model}", headed('{"model.norm.weight": {"shape": [0], "data_offsets": [0, 0]}}'),
+        "model.safetensors is not a safetensors file: ",
+    ),
+    "offsets": (
+        "serve {model}", sized("[32]", "[0, 1e999]"), "norm has a size that is no whole number",
+    ),
+    "half offsets": (
+        "serve {model}", sized("[1]", "[0, 4.5]"), "norm has a size that is no whole number",
+    ),
+    "shape": (
+        "serve {model}", sized("[1e999]", "[0, 4]"), "norm has a size that is no whole number",
+    ),
+    "huge shape": (
+        "serve {model}", sized(f"[1{'0' * 999}]", "[0, 4]"),
+        "norm has fewer bytes than its shape takes",
+    ),
+    "nested head": ("serve {model}", headed("[" * 200_000), "is not a safetensors file: "),
     "LFS": ("serve {model}", pointer, "is a pointer of Git LFS: run `git lfs pull` there"),
     "no tokenizer": ("serve {model}", remove("tokenizer.json"), "it has no tokenizer.json"),
     "no template": ("serve {model}", remove("chat_template.jinja"), "no chat template at {model}"),
