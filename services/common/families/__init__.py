@@ -39,6 +39,7 @@ def read_spec(directory: Path | str) -> ModelSpec:
             f"{directory}: architecture {architecture} is not supported; "
             f"supported: {', '.join(sorted(FAMILIES))}"
         )
+    config["architectures"] = [architecture]
     family = importlib.import_module(FAMILIES[architecture])
     try:
         return family.read(directory, config)

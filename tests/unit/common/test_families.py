@@ -344,6 +344,11 @@ def test_a_malformed_config_is_an_error_that_says_what(
         read(tmp_path, LLAMA, **changes)
 
 
+def test_an_architecture_alone_is_a_list_of_one(tmp_path: Path) -> None:
+    spec = read(tmp_path, LLAMA, architectures="LlamaForCausalLM")
+    assert spec.architecture == "LlamaForCausalLM"
+
+
 def test_every_family_of_the_registry_reads(tmp_path: Path) -> None:
     """A registry line whose module is missing would show only when such a model is started."""
     tested = {config["architectures"][0] for config in CONFIGS.values()}
