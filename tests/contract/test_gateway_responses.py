@@ -10,6 +10,7 @@ import pytest
 
 from services.gateway.endpoints.responses_endpoint import to_chat
 from services.gateway.forms.responses_api import parse_responses_request
+from services.gateway.prompts.prompt import PromptBuilder
 from tests.gateway_fixtures import image_url
 from tests.gateway_stack import MODEL
 from tests.noise import least
@@ -345,6 +346,36 @@ def test_truncation_cuts_the_oldest_turns(stack):
     # The last turn is never cut.
     refused = post(stack, input="x " * limit, truncation="auto")
     assert refused.json()["error"]["code"] == "context_length_exceeded"
+
+
+@pytest.mark.parametrize("num_turns", [4, 60])
+def test_truncation_renders_tools_three_times_at_most(stack, monkeypatch, num_turns):
+    draft, num_rendered = PromptBuilder.draft, []
+
+    def counting(builder, conversation, max_tokens):
+        num_rendered.append("y y" in str(conversation.tools))
+        return draft(builder, conversation, max_tokens)
+
+    monkeypatch.setattr(PromptBuilder, "draft", counting)
+    limit = stack.decoder.description.max_model_len
+    size = limit // num_turns  # two tokens each: about half of them fit
+    turns = [item for number in range(num_turns) for item in (
+        {"role": "user", "content": f"question {number} " + "x " * size},
+        {"role": "assistant", "content": "ok"})]  # fmt: skip
+    tool = {"type": "function", "name": "g", "description": "y " * (limit // 8)}
+    fields = {"input": [*turns, {"role": "user", "content": "?"}], "tools": [tool],
+              "max_output_tokens": 8, "truncation": "auto"}  # fmt: skip
+    response = post(stack, **fields)
+    assert response.status_code == 200, response.text
+    assert sum(num_rendered) <= 3
+    assert "y y" in prompt(stack) and "question 0" not in prompt(stack)
+    used = response.json()["usage"]["input_tokens"]
+    assert limit - 8 - (2 * size + 40) < used <= limit - 8
+    # Tools that leave no room are found at once.
+    del num_rendered[:]
+    fields["tools"] = [tool | {"description": "y " * limit}]
+    assert post(stack, **fields).json()["error"]["code"] == "context_length_exceeded"
+    assert len(num_rendered) <= 2
 
 
 def test_functions_of_namespaces(stack):

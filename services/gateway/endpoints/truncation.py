@@ -3,11 +3,16 @@
 from collections.abc import Sequence
 from contextlib import suppress
 
+from msgspec import structs
+
 from services.common.errors import ContextLengthExceeded
 from services.gateway.chat import ChatService
 from services.gateway.forms.openai import ChatRequest, Message
+from services.gateway.forms.tools import FunctionDefinition, Tool
 from services.gateway.prompts.prompt import Draft
 from services.gateway.sampling import max_completion_tokens
+
+_TOOL = Tool("function", FunctionDefinition("f"))
 
 
 async def draft_with_room(service: ChatService, request: ChatRequest) -> Draft:
@@ -25,19 +30,25 @@ async def draft_with_room(service: ChatService, request: ChatRequest) -> Draft:
         if len(whole.token_ids) < max_tokens:
             return whole
     turns = _oldest_turns(request.messages)
-    found: Draft | None = None
+    last = await service.draft(request, max_tokens, turns[-1] if turns else range(0))
+    if not turns or len(last.token_ids) + room > max_tokens:
+        return last
+    # Tools take as many tokens beside few messages as beside many, and long to render.
+    light = structs.replace(request, tools=[_TOOL]) if request.tools else request
+    lightest = await service.draft(light, max_tokens, turns[-1])
+    room += len(last.token_ids) - len(lightest.token_ids)
     low, high = 0, len(turns) - 1
-    while low <= high:  # fewer messages never have more tokens
+    while low < high:  # fewer messages never have more tokens
         middle = (low + high) // 2
         try:
-            draft = await service.draft(request, max_tokens, turns[middle])
+            num_tokens = len((await service.draft(light, max_tokens, turns[middle])).token_ids)
         except ContextLengthExceeded:
-            draft = None
-        if draft is not None and len(draft.token_ids) + room <= max_tokens:
-            found, high = draft, middle - 1
+            num_tokens = max_tokens
+        if num_tokens + room <= max_tokens:
+            high = middle
         else:
             low = middle + 1
-    return found or await service.draft(request, max_tokens, turns[-1] if turns else range(0))
+    return last if high == len(turns) - 1 else await service.draft(request, max_tokens, turns[high])
 
 
 def _oldest_turns(messages: Sequence[Message]) -> list[range]:
