@@ -40,6 +40,19 @@ def _passed_over(stream: PngImagePlugin.PngStream, position: int, length: int) -
 for _kind in ("tEXt", "zTXt", "iTXt", "iCCP"):
     setattr(PngImagePlugin.PngStream, f"chunk_{_kind}", _passed_over)
 
+_read_key = PngImagePlugin.PngStream.chunk_tRNS
+
+
+def _key_of_one_bit(self: PngImagePlugin.PngStream, pos: int, length: int) -> bytes:
+    """Pillow takes any bit of the colour for white; PNG: upper bits do not count."""
+    data = _read_key(self, pos, length)
+    if self.im_mode == "1":
+        self.im_info["transparency"] = 255 * (data[1] & 1)
+    return data
+
+
+PngImagePlugin.PngStream.chunk_tRNS = _key_of_one_bit
+
 _PNG_DEPTH_AT = 24  # bits of a sample, in the header
 _BAND_PIXELS = 1 << 18
 _BASE_BYTES = 24 << 20  # of a band's conversions, tables

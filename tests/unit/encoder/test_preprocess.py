@@ -111,6 +111,16 @@ def test_a_transparent_colour_has_the_depth_of_its_file() -> None:
     assert found[0, :, 0].tolist() == [9, 255, 11]
     found = pixels_of(png(2, 0, struct.pack(">H", 1), bytes([0b00011011]), 4))
     assert found[0, :, 0].tolist() == [0, 255, 170, 255]
+    colours = bytes([10, 11, 12, 13, 14, 15])
+    found = pixels_of(png(8, 2, struct.pack(">3H", 0x10A, 0x20B, 12), colours, 2))
+    assert found[0].tolist() == [[255, 255, 255], [13, 14, 15]]
+
+
+@pytest.mark.parametrize(("key", "transparent"), [(0, 0), (1, 1), (0x100, 0), (0x101, 1), (2, 0)])
+def test_of_one_bits_transparent_colour_one_bit_counts(key: int, transparent: int) -> None:
+    """Black is white where it is transparent, and white stays white."""
+    found = pixels_of(png(1, 0, struct.pack(">H", key), bytes([0b01000000]), 2))
+    assert found[0, :, 0].tolist() == ([255, 255] if transparent == 0 else [0, 255])
 
 
 @pytest.mark.parametrize("after_pixels", [False, True])
