@@ -277,6 +277,31 @@ async def test_where_one_mask_process_cannot_be_started_the_others_get_what_come
         assert not ended.num_failed_starts
 
 
+async def test_sequences_of_a_mask_process_that_cannot_be_started_go_on_in_another(
+    model, monkeypatch
+):
+    monkeypatch.setattr(children, "RETRY_S", 0.01)
+    schema = {"type": "string", "minLength": 60, "maxLength": 80}
+    async with Decoder(
+        model_directory=model, num_blocks=512, max_model_len=512, num_processes=2
+    ) as decoder, Gateway(decoder) as gateway:  # fmt: skip
+        await until(lambda: all(process.is_ready for process in decoder.masks.processes))
+        numbers = range(1, 5)
+        for number in numbers:
+            await ask(gateway, number, grammar("JSON_SCHEMA", schema), temperature=1.0)
+        await gateway.until(lambda: all(len(gateway.tokens.get(n, ())) > 2 for n in numbers))
+        ended, other = decoder.masks.processes
+        assert len(ended.sequences) == len(other.sequences) == 2
+        with monkeypatch.context() as patched:
+            patched.setattr(children, "start", refused)
+            ended.process.kill()
+            for number in numbers:
+                ids, end = await told(gateway, number)
+                assert isinstance(end, pb.Finished), end
+                jsonschema.validate(json.loads(text_of(ids)), schema)
+        assert ended.num_failed_starts >= 3 and not ended.sequences
+
+
 async def test_sixteen_sequences_outlive_their_mask_process(decoder):
     """Killed three times, wherever it happens to be: at most the one in work twice may fail."""
     schema = {"type": "array", "items": SCHEMA, "minItems": 3, "maxItems": 3}

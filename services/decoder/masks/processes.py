@@ -234,9 +234,21 @@ class MaskProcesses:
                 process.channel = None
                 self._has_ended(process)
             if process.num_failed_starts >= _MAX_FAILED_STARTS:
-                for number in list(process.sequences):
-                    self._failed(number, Unavailable("token masks cannot be filled"))
+                self._hand_over(process)
                 await asyncio.sleep(_PAUSE_S)
+
+    def _hand_over(self, process: _Process) -> None:
+        """The sequences of one that cannot be started go on in another; where none runs or may be
+        started, they fail.
+        """
+        can_go_on = any(p.num_failed_starts < _MAX_FAILED_STARTS for p in self.processes)
+        for sequence in list(process.sequences.values()):
+            if can_go_on:
+                del process.sequences[sequence.number]
+                sequence.is_renewed = True
+                self._follow(sequence)
+            else:
+                self._failed(sequence.number, Unavailable("token masks cannot be filled"))
 
     def _has_ended(self, process: _Process) -> None:
         process.num_failed_starts += not process.is_ready
