@@ -41,6 +41,19 @@ def compressed(strategy: str = "channel", **changes: object) -> dict:
     } | changes  # fmt: skip
 
 
+AUTO_FP8 = {
+    "quant_method": "fp8", "activation_scheme": "static",
+    "ignored_layers": ["lm_head", "model.visual"],
+}  # fmt: skip
+
+
+def weights_alone(strategy: str) -> dict:
+    """compressed-tensors' configuration without that of activations."""
+    config = compressed(strategy, format="naive-quantized")
+    config["config_groups"]["group_0"]["input_activations"] = None
+    return config
+
+
 Block = tuple[int | None, int | None]
 MODELOPT = {
     "quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head", "model.visual*"],
@@ -51,6 +64,11 @@ FORMATS: dict[str, tuple[dict, str, Block]] = {
     "compressed-block": (compressed("block"), "weight_scale", (128, 128)),
     "compressed-channel": (compressed(), "weight_scale", (1, None)),
     "compressed-tensor": (compressed("tensor"), "weight_scale", (None, None)),
+    "compressed-weights": (weights_alone("tensor"), "weight_scale", (None, None)),
+    "auto-fp8": (AUTO_FP8, "weight_scale", (None, None)),
+    "auto-fp8-dynamic": (
+        AUTO_FP8 | {"activation_scheme": "dynamic"}, "weight_scale", (None, None)
+    ),
     "modelopt": (MODELOPT, "weight_scale", (None, None)),
     "modelopt-block": (MODELOPT | {"quant_algo": "FP8_PB_WO"}, "weight_scale", (128, 128)),
     "modelopt-block-inv": (  # as MTP layers of NVIDIA's builds have it
@@ -60,6 +78,7 @@ FORMATS: dict[str, tuple[dict, str, Block]] = {
         MODELOPT | {"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}, "weight_scale", (1, None)
     ),
 }  # fmt: skip
+_UNSEEN = ("compressed-weights", "auto-fp8-dynamic")
 
 
 def quantize(weight: Tensor, block: Block) -> tuple[Tensor, Tensor]:
@@ -120,6 +139,7 @@ def write(
             return meant, {"weight": values, suffix: scale}
         # A number, or a tensor of one; and a scale of activations, as far as they were seen.
         scale = scale.flatten() if name == "compressed-tensor" else scale[0, 0]
-        return meant, {"weight": values, suffix: scale, "input_scale": torch.tensor(0.01)}
+        seen = {} if name in _UNSEEN else {"input_scale": torch.tensor(0.01)}
+        return meant, {"weight": values, suffix: scale} | seen
 
     return write_quantized(source, directory, config or standard, quantized, modules, change)

@@ -25,9 +25,11 @@ from services.common.model_spec import (
 
 _BLOCK = (128, 128)
 _CT_FORMATS = (
-    "float-quantized", "pack-quantized", "int-quantized", "nvfp4-pack-quantized",
+    "float-quantized", "naive-quantized", "pack-quantized", "int-quantized", "nvfp4-pack-quantized",
     "mxfp4-pack-quantized", "mxfp8-quantized",
 )  # fmt: skip
+# Strategies of weights of 8 bits → of activations beside them.
+_CT_INPUTS = {"channel": ("token",), "tensor": ("tensor", "token"), "block": ("group",)}
 _METHODS = ("fp8", "compressed-tensors", "awq", "gptq", "auto-round", "modelopt")
 # Files of their own, in order of precedence → the producer's method, which older ones leave out.
 _FILES = {
@@ -128,16 +130,24 @@ def _sources(
     """The files that say something of quantization, the one that counts first."""
     for name, method in _FILES.items():
         if directory is not None and (directory / name).is_file():
-            raw = read_json(directory / name)
-            inner: Mapping[str, Any] = raw.get("quantization") or raw  # ModelOpt's
-            renamed = {_OTHER_NAMES.get(key, key): value for key, value in inner.items()}
+            raw = _unfolded(read_json(directory / name))
+            renamed = {_OTHER_NAMES.get(key, key): value for key, value in raw.items()}
             yield name, _normalised({"quant_method": method} | renamed)
     text: Mapping[str, Any] = config.get("text_config") or {}
     for place in (config, text):
         found = place.get("quantization_config") or place.get("compression_config")
         if found:
-            yield "config.json", _normalised(found)
+            yield "config.json", _normalised(_unfolded(found))
             return
+
+
+def _unfolded(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What ModelOpt writes below `quantization`, in a file of its own or in config.json."""
+    inner: Mapping[str, Any] | None = config.get("quantization")
+    if not inner:
+        return config
+    ignored = {"ignore": inner["exclude_modules"]} if "exclude_modules" in inner else {}
+    return {**config, **inner, **ignored}
 
 
 def _normalised(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -299,17 +309,19 @@ def _group_size(value: object) -> int:
 
 
 def _fp8(config: Mapping[str, Any]) -> QuantizationSpec:
-    """Block-wise FP8 as Qwen and DeepSeek publish it."""
-    _expect("activation_scheme", config.get("activation_scheme", "dynamic"), "dynamic")
-    _expect("weight_block_size", _pair(config.get("weight_block_size")), _BLOCK)
+    """Block-wise FP8 as Qwen and DeepSeek publish it; without blocks, AutoFP8's: one scale for a
+    matrix.
+    """
+    scheme, blocks = config.get("activation_scheme", "dynamic"), config.get("weight_block_size")
+    _expect("activation_scheme", scheme, "dynamic", *(() if blocks else ("static",)))
+    _expect("weight_block_size", _pair(blocks), _BLOCK, None)
     _expect("fmt", config.get("fmt", "e4m3"), "e4m3")
     _expect("scale_fmt", config.get("scale_fmt") or "float", "float")
     ignored = config.get("modules_to_not_convert") or config.get("ignored_layers") or ()
-    return QuantizationSpec(
-        format="fp8_block",
-        scale_name="weight_scale_inv",
-        ignored=_names("modules_to_not_convert", ignored),
-    )
+    names = _names("modules_to_not_convert", ignored)
+    if blocks:
+        return QuantizationSpec(format="fp8_block", scale_name="weight_scale_inv", ignored=names)
+    return replace(_MODELOPT["FP8"], has_input_scale=scheme == "static", ignored=names)
 
 
 def _compressed_tensors(config: Mapping[str, Any]) -> QuantizationSpec:
@@ -362,7 +374,7 @@ def _scheme(name: str, group: Mapping[str, Any], outer_format: object) -> Quanti
     weights: Mapping[str, Any] = group.get("weights") or {}
     inputs: Mapping[str, Any] = group.get("input_activations") or {}
     match group.get("format") or outer_format:
-        case "float-quantized":
+        case "float-quantized" | "naive-quantized":  # the same files
             return _ct_float(where, weights, inputs)
         case "pack-quantized":
             return _ct_packed(where, weights, inputs)
@@ -381,26 +393,25 @@ def _ct_float(
     where: str, weights: Mapping[str, Any], inputs: Mapping[str, Any]
 ) -> QuantizationSpec:
     """FP8 per output channel, per matrix, or per 128 x 128 block. Activations have scales of their
-    own: those in files, of what was seen while the checkpoint was made, are not used.
+    own: those in files, of what was seen while the checkpoint was made, are not used. Where only
+    weights are meant to be of 8 bits, the files are the same.
     """
     _numbers(f"{where}.weights", weights, "float", 8)
     strategy = weights.get("strategy")
     _expect(f"{where}.weights.strategy", strategy, "channel", "tensor", "block")
-    if strategy == "tensor":
-        is_dynamic = bool(inputs.get("dynamic", False))
+    is_dynamic = strategy != "tensor" or bool(inputs.get("dynamic", not inputs))
+    if inputs:
         _numbers(f"{where}.input_activations", inputs, "float", 8, is_dynamic=is_dynamic)
-        _expect(f"{where}.input_activations.strategy", inputs.get("strategy"), "tensor", "token")
+        found, wanted = inputs.get("strategy"), _CT_INPUTS[cast("str", strategy)]
+        _expect(f"{where}.input_activations.strategy", found, *wanted)
+    if strategy != "block":
         return QuantizationSpec(
-            format="fp8_channel", scale_name="weight_scale", one_scale=True,
+            format="fp8_channel", scale_name="weight_scale", one_scale=strategy == "tensor",
             has_input_scale=not is_dynamic,
         )  # fmt: skip
-    _numbers(f"{where}.input_activations", inputs, "float", 8, is_dynamic=True)
-    if strategy == "channel":
-        _expect(f"{where}.input_activations.strategy", inputs.get("strategy"), "token")
-        return QuantizationSpec(format="fp8_channel", scale_name="weight_scale")
     _expect(f"{where}.weights.block_structure", _pair(weights.get("block_structure")), _BLOCK)
-    _expect(f"{where}.input_activations.strategy", inputs.get("strategy"), "group")
-    _expect(f"{where}.input_activations.group_size", inputs.get("group_size"), _BLOCK[1])
+    if inputs:
+        _expect(f"{where}.input_activations.group_size", inputs.get("group_size"), _BLOCK[1])
     return QuantizationSpec(format="fp8_block", scale_name="weight_scale")
 
 

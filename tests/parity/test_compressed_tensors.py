@@ -62,6 +62,7 @@ SCHEMES = {
     "fp8-tensor": scheme(
         "float-quantized", *(args.model_dump() for args in PRESET_SCHEMES["FP8"].values())
     ),
+    "fp8-weights": scheme("naive-quantized", PRESET_SCHEMES["FP8"]["weights"].model_dump()),
     "int8": scheme(
         "int-quantized",
         {"num_bits": 8, "type": "int", "strategy": "channel"},

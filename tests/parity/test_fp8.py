@@ -25,7 +25,7 @@ from services.decoder.operations import table
 from services.decoder.operations.ops import Ops
 from services.decoder.operations.table import KernelFacts, Row
 from tests.decoder_harness import Harness
-from tests.fp8_checkpoints import FORMATS, FP8_BLOCK, compressed, write
+from tests.fp8_checkpoints import FORMATS, FP8_BLOCK, write
 from tests.parity.oracle import largest_difference as error
 from tests.parity.quantized import SHAPES, TEXTS, Quantized, fixtures
 from tests.parity.test_language_model import CLEARLY_WRONG, TOLERANCE
@@ -74,11 +74,9 @@ def test_text_families_agree(family: str, name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_quantized_lm_head_agrees(untied: Quantized, name: str) -> None:
     model = untied
-    config = FP8_BLOCK | {"modules_to_not_convert": ["model.visual"]}
-    if name.startswith("modelopt"):
-        config = FORMATS[name][0] | {"ignore": ["model.visual*"]}
-    elif name != "fp8-block":
-        config = compressed(name.removeprefix("compressed-"), ignore=["re:.*visual.*"])
+    config = FORMATS[name][0]
+    (key,) = config.keys() & {"ignore", "ignored_layers", "modules_to_not_convert"}
+    config = config | {key: [module for module in config[key] if module != "lm_head"]}
     directory, meant = model.write(
         name, modules=lambda module: "visual" not in module, config=config
     )

@@ -58,7 +58,7 @@ READ: dict[str, frozenset[str]] = {
         act_bits activation_scheme backend bits checkpoint_format config_groups data_type
         desc_act dynamic extra_config fmt format group_size ignore ignored_layers
         is_marlin_format kv_cache_quant_algo kv_cache_scheme lm_head modules_to_not_convert
-        pack_dtype packing_format quant_algo quant_method quantized_layers scale_fmt
+        pack_dtype packing_format quant_algo quant_method quantization quantized_layers scale_fmt
         sparsity_config sym transform_config version weight_block_size zero_point
         """
     ),

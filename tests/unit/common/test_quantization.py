@@ -3,6 +3,7 @@
 import json
 import timeit
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from services.common.model_spec import CheckpointSpec, ModelSpecError, Unsupport
 from services.common.quantization import read_quantization
 from tests import fp4_checkpoints, mxfp8_checkpoints
 from tests.fp4_checkpoints import MODELOPT
-from tests.fp8_checkpoints import FP8_BLOCK, compressed
+from tests.fp8_checkpoints import AUTO_FP8, FP8_BLOCK, compressed, weights_alone
 from tests.int8_checkpoints import INT8
 from tests.packed_checkpoints import LAYOUTS, auto_round, awq, gptq
 from tests.packed_checkpoints import compressed as packed
@@ -42,6 +43,33 @@ def test_compressed_tensors_fp8_is_read(strategy: str) -> None:
     assert spec.format == ("fp8_block" if strategy == "block" else "fp8_channel")
     assert spec.one_scale == spec.has_input_scale == (strategy == "tensor")
     assert spec.scale_name == "weight_scale" and spec.ignored == {"lm_head", r"re:.*visual\..*"}
+
+
+@pytest.mark.parametrize("strategy", ["channel", "block", "tensor"])
+@pytest.mark.parametrize("file_format", ["float-quantized", "naive-quantized"])
+def test_weights_alone_are_in_the_same_files(strategy: str, file_format: str) -> None:
+    spec = read_quantization({"quantization_config": weights_alone(strategy) | {
+        "format": file_format}})  # fmt: skip
+    both = read_quantization({"quantization_config": compressed(strategy)})
+    assert spec is not None and both is not None
+    assert spec == replace(both, has_input_scale=False)
+
+
+@pytest.mark.parametrize("scheme", ["static", "dynamic"])
+def test_fp8_without_blocks_has_one_scale_for_a_matrix(scheme: str) -> None:
+    spec = read_quantization({"quantization_config": AUTO_FP8 | {"activation_scheme": scheme}})
+    assert spec is not None and spec.format == "fp8_channel" and spec.one_scale
+    assert spec.scale_name == "weight_scale" and spec.has_input_scale == (scheme == "static")
+    assert spec.ignored == {"lm_head", "model.visual"}
+
+
+def test_what_modelopt_nests_in_config_json_is_read() -> None:
+    inner = {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head"]}
+    nested = {"quant_method": "modelopt", "producer": {}, "quantization": inner}
+    flat = MODELOPT | {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8", "ignore": ["lm_head"]}
+    spec = read_quantization({"quantization_config": nested})
+    assert spec is not None and spec.fp8_cache
+    assert spec == read_quantization({"quantization_config": flat})
 
 
 def test_a_groups_own_format_counts() -> None:
@@ -101,7 +129,8 @@ def _changed(path: str, value: object, strategy: str = "channel") -> dict:
         ({"bits": 4}, "None"),
         (FP8_BLOCK | {"activation_scheme": "static"}, "activation_scheme 'static'"),
         (FP8_BLOCK | {"weight_block_size": [64, 128]}, r"weight_block_size \(64, 128\)"),
-        (FP8_BLOCK | {"weight_block_size": None}, "weight_block_size None"),
+        (AUTO_FP8 | {"activation_scheme": "token"}, "activation_scheme 'token'"),
+        (AUTO_FP8 | {"fmt": "e5m2"}, "fmt 'e5m2'"),
         (FP8_BLOCK | {"fmt": "e5m2"}, "fmt 'e5m2'"),
         (FP8_BLOCK | {"scale_fmt": "ue8m0"}, "scale_fmt 'ue8m0'"),
         (FP8_BLOCK | {"modules_to_not_convert": "lm_head"}, "modules_to_not_convert"),
@@ -128,7 +157,7 @@ def _changed(path: str, value: object, strategy: str = "channel") -> dict:
         ),
         (_changed("weights.symmetric", False), "symmetric False"),
         (_changed("weights.block_structure", [64, 64], "block"), "block_structure"),
-        (_changed("input_activations", None), r"input_activations\.num_bits"),
+        (_changed("input_activations", {"num_bits": 4}), r"input_activations\.num_bits 4"),
         (_changed("input_activations.dynamic", False), r"input_activations\.dynamic False"),
         (_changed("input_activations.strategy", "tensor"), r"input_activations\.strategy 'tensor'"),
         (_changed("output_activations", {"num_bits": 8}), "output_activations"),
