@@ -112,11 +112,9 @@ class PromptBuilder:
         if geometry is None:
             return Prompt(compact, None, 0)
         is_image = compact == geometry.image_token_id
-        is_video = np.zeros_like(is_image)
-        if self._pairs is not None:
-            is_video = compact == self._pairs.video_token_id
+        is_video = compact == (-1 if self._pairs is None else self._pairs.video_token_id)
         for found, given, noun in ((is_image, images, "images"), (is_video, videos, "videos")):
-            if (num_places := int(found.sum())) != len(given):
+            if (num_places := np.count_nonzero(found)) != len(given):
                 raise InvalidRequest(
                     f"the chat template placed {num_places} {noun} of {len(given)}",
                     param="messages",
