@@ -116,11 +116,11 @@ class Attempts:
                                 self._record_handover()
                             yield good
                         resumed = self._at_budget
-                        if closing := self._close_thoughts():
+                        if resumed and (closing := self._close_thoughts()):
                             yield closing
                         if failure is not None:
                             raise failure
-                        if resumed := [c for c in resumed if c in self._generated]:
+                        if resumed and (resumed := [c for c in resumed if c in self._generated]):
                             await self._start(resumed)
                         may_move = num_moves < MAX_MOVES and attempt < MAX_ATTEMPTS
                         if self._decoder_leaves and may_move and self._should_leave():
