@@ -143,9 +143,10 @@ def _sources(
 
 def _unfolded(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """What ModelOpt writes below `quantization`, in a file of its own or in config.json."""
-    inner: Mapping[str, Any] | None = config.get("quantization")
-    if not inner:
+    inner: object = config.get("quantization")
+    if not isinstance(inner, dict):
         return config
+    inner = cast("dict[str, Any]", inner)
     ignored = {"ignore": inner["exclude_modules"]} if "exclude_modules" in inner else {}
     return {**config, **inner, **ignored}
 
