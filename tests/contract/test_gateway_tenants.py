@@ -58,3 +58,17 @@ def test_a_request_is_not_behind_the_flood_that_came_with_it(stack: GatewayStack
     (quiet,) = (tenant for tenant, count in counts.items() if count == 1)
     assert counts.total() == NUM_FLOOD + 1
     assert tenants.index(quiet) < NUM_FLOOD // 10
+
+
+def test_requests_that_follow_each_other_unasked_are_their_own_keys(stack: GatewayStack) -> None:
+    """A server may begin a pipelined request in what is left of the one before."""
+    keys = ["flooding", "quiet", "unknown", "flooding"]
+    with socket.create_connection(("127.0.0.1", stack.port), PATIENCE_S) as connection:
+        connection.sendall(b"".join(map(request, keys)))
+        answers = b""
+        while answers.count(b"HTTP/1.1 ") < 4 or not answers.endswith(b"}"):
+            answers += connection.recv(1 << 16)
+    statuses = [answer[:3] for answer in answers.split(b"HTTP/1.1 ")[1:]]
+    assert statuses == [b"200", b"200", b"401", b"200"]
+    first, second, third = (submit.tenant for submit in stack.decoder.submits)
+    assert first == third != second
