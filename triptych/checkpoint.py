@@ -115,7 +115,9 @@ def _files(directory: Path) -> list[str]:
         )
     try:
         names = sorted({str(name) for name in json.loads(index.read_text())["weight_map"].values()})
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+    except (
+        OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError,
+    ) as error:  # fmt: skip
         raise StackError(f"{index} is no index of weights: {error}", 2) from error
     missing = [name for name in names if not (directory / name).is_file()]
     if missing:

@@ -427,13 +427,15 @@ def read_json(path: Path) -> dict[str, Any]:
     """A JSON object of a checkpoint directory.
 
     Raises:
-        ModelSpecError: it is missing or malformed.
+        ModelSpecError: it is missing, unreadable or malformed.
     """
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ModelSpecError(f"{path} is missing") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise ModelSpecError(f"{path} cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
         raise ModelSpecError(f"{path} is not JSON: {error}") from None
     if not isinstance(value, dict):
         raise ModelSpecError(f"{path} is not a JSON object")

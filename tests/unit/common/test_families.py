@@ -344,6 +344,21 @@ def test_a_malformed_config_is_an_error_that_says_what(
         read(tmp_path, LLAMA, **changes)
 
 
+@pytest.mark.parametrize(
+    "text", ["{", "[" * 100_000, '{"a": ' + "9" * 5000 + "}", "\ud800"], ids=lambda text: text[:8]
+)
+def test_a_file_that_is_no_json_is_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_bytes(text.encode(errors="surrogatepass"))
+    with pytest.raises(ModelSpecError, match=r"config\.json is not JSON"):
+        read_spec(tmp_path)
+
+
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    (tmp_path / "config.json").mkdir()
+    with pytest.raises(ModelSpecError, match=r"config\.json cannot be read: Is a directory"):
+        read_spec(tmp_path)
+
+
 def test_an_architecture_alone_is_a_list_of_one(tmp_path: Path) -> None:
     spec = read(tmp_path, LLAMA, architectures="LlamaForCausalLM")
     assert spec.architecture == "LlamaForCausalLM"
