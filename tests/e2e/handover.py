@@ -203,7 +203,8 @@ def run(
     report: Callable[[Result], None] = lambda _: None,
 ) -> Result:
     """Kills a decoder in mid-stream, again and again. With three decoders or more, the others
-    serve while one starts again.
+    serve while one starts again. A kill that came when all answers of the decoder had ended does
+    not count.
     """
     asker, result, rng = Asker(lambda: cluster.url, max_tokens), Result(), random.Random(7)
     undisturbed = undisturbed or asker.ask_alone(seeds)
@@ -223,10 +224,10 @@ def run(
             victim = max(running, key=lambda d: running[d])
             if running[victim]:
                 victim.kill()
-                result.num_kills += 1
                 starting = [t for t in starting if t.is_alive()]
                 starting.append(threading.Thread(target=victim.start))
                 starting[-1].start()
+            num_gaps = len(result.gaps_ms)
             for seed, future in asked.items():
                 answer = future.result()
                 result.num_answers += 1
@@ -234,6 +235,7 @@ def run(
                     result.gaps_ms.append(answer.handover_ms)
                 if difference := answer.differs_from(undisturbed[seed]):
                     result.mistakes.append(f"seed {seed}: {difference}")
+            result.num_kills += len(result.gaps_ms) > num_gaps
             report(result)
     for thread in starting:
         thread.join()
