@@ -79,7 +79,7 @@ class Attempts:
         self._decoder: DecoderPod | None = None
         self._session = ""  # of the decoder
         self._fingerprint: bytes | None = None  # of what it serves
-        self._chain = PromptChain(request.prompt.token_ids, (), request.cache_salt)
+        self._chain: PromptChain  # of this attempt
         self._sequences: dict[int, int] = {}  # of this attempt: running choice -> sequence id
         # Of the choices that have not ended: the token ids so far.
         self._generated = {choice: array("i") for choice in range(request.chat.num_choices)}
