@@ -2,7 +2,7 @@
 
     python -m benchmarks.kernels.fp8                 # 8B shapes; about a minute on an H200
     python -m benchmarks.kernels.fp8 --shapes 2b
-    python -m benchmarks.kernels.fp8 --tune          # configurations of `gemv` and `skinny_gemm`
+    python -m benchmarks.kernels.fp8 --tune          # configurations of `gemv` and skinny GEMMs
 
 For each shape and number of tokens: microseconds per call in a replayed CUDA graph, with weights
 that are not in the L2, and the relative error against the plain twin. `bf16` is `F.linear` with
@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kernels.device import DeviceFacts
-from kernels.gemm import fp8_kernels, fp8_weight
+from kernels.gemm import fp8_kernels, fp8_w8a8, fp8_weight
 from kernels.gemm.fp8_kernels import GemvConfig, SkinnyConfig
 from kernels.gemm.fp8_weight import E4M3, Fp8Weight
 from services.common.nn import fp8
@@ -37,6 +37,7 @@ _COLD_BYTES = 256 << 20  # several times the L2
 _REPLAYS = 3
 
 Call = Callable[[Tensor, Fp8Weight], Tensor]
+_Config = GemvConfig | SkinnyConfig | fp8_w8a8.SkinnyConfig
 
 
 def make(rows: int, columns: int, block: bool) -> Fp8Weight:
@@ -118,7 +119,7 @@ def compare(
                 for name, (call, most) in calls.items():
                     if num_tokens > most:
                         continue
-                    is_w8a8 = name in ("scaled_mm", "triton_gemm")
+                    is_w8a8 = name in ("skinny_w8a8", "scaled_mm", "triton_gemm")
                     try:
                         found = call(x, weight)
                         times[name] = time_us(partial(call, x), cold)
@@ -149,10 +150,13 @@ def tune(shapes: list[tuple[int, int]], facts: DeviceFacts) -> None:
             x = torch.randn(num_tokens, columns, device="cuda").bfloat16()
             found: list[tuple[float, object]] = []
             for config in _configs(rows, columns, num_tokens):
-                if isinstance(config, GemvConfig):
-                    call = partial(fp8_kernels.gemv, x, pdl=facts.supports_pdl, config=config)
-                else:
-                    call = partial(fp8_kernels.skinny_gemm, x, device=facts, config=config)
+                match config:
+                    case GemvConfig():
+                        call = partial(fp8_kernels.gemv, x, pdl=facts.supports_pdl, config=config)
+                    case SkinnyConfig():
+                        call = partial(fp8_kernels.skinny_gemm, x, device=facts, config=config)
+                    case fp8_w8a8.SkinnyConfig():
+                        call = partial(fp8_w8a8.split_k_partials, x, device=facts, config=config)
                 try:
                     found.append((time_us(call, cold), config))
                 except Exception as problem:  # out of shared memory
@@ -162,8 +166,8 @@ def tune(shapes: list[tuple[int, int]], facts: DeviceFacts) -> None:
             print(f"{rows}x{columns} T={num_tokens}: {text}", flush=True)
 
 
-def _configs(rows: int, columns: int, num_tokens: int) -> list[GemvConfig | SkinnyConfig]:
-    found: list[GemvConfig | SkinnyConfig] = []
+def _configs(rows: int, columns: int, num_tokens: int) -> list[_Config]:
+    found: list[_Config] = []
     if num_tokens <= 2:
         found += [GemvConfig(high, warps) for high in (2, 4, 8) for warps in (4, 8)]
     if num_tokens != 1:
@@ -171,6 +175,11 @@ def _configs(rows: int, columns: int, num_tokens: int) -> list[GemvConfig | Skin
             SkinnyConfig(high, splits, stages)
             for high in (64, 128) for splits in (1, 2, 4, 8) for stages in (4, 6)
             if columns % (splits * 128) == 0 and rows // high * splits <= 1200
+        ]  # fmt: skip
+        found += [
+            fp8_w8a8.SkinnyConfig(splits, stages)
+            for splits in (1, 2, 4, 8) for stages in (3, 4, 6, 8)
+            if columns % (splits * 128) == 0 and rows // 64 * splits <= 1200
         ]  # fmt: skip
     return found
 

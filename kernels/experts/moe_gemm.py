@@ -18,7 +18,7 @@ from torch import Tensor
 from kernels.dependent_launch import wait_for_earlier
 from kernels.experts.moe_routing import Routing
 from kernels.experts.moe_weights import ExpertWeights, widen
-from kernels.gemm import fp8_kernels, int8_kernels
+from kernels.gemm import fp8_w8a8, int8_kernels
 from kernels.gemm.fp8_weight import BLOCK, E4M3
 from kernels.gemm.packed_weight import PackedWeight
 from kernels.gemm.silu_mul import swiglu
@@ -98,7 +98,8 @@ def launch_gemm(
         x, x_scale, x_columns = quantized.values, quantized.scale, width
     elif config.w8a8:
         x_columns = width if weight.block_rows == 1 else BLOCK
-        x, x_scale = fp8_kernels.quantize_activations(x, x_columns, pdl=pdl)
+        quantized = fp8_w8a8.quantize_activations(x, x_columns, pdl=pdl)
+        x, x_scale = quantized.values, quantized.scale
         values, constants["PACKED"] = values.view(E4M3), False
     _grouped_gemm_kernel[(num_rows // rows, num_tiles)](
         x, values, weight.scale, out, routing.order, routing.tiles, num_tiles, x_scale,

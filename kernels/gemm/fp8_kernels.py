@@ -1,28 +1,24 @@
-"""FP8 linear layers on a GPU: the dispatch table's rows, and the Triton kernels behind them.
+"""FP8 linear layers on a GPU for few tokens, whose activations stay as they are (weight-only).
 
-| name         | tokens | computes    | how                                                        |
-|--------------|--------|-------------|------------------------------------------------------------|
-| gemv         | 1      | weight-only | a CTA holds whole rows in registers                        |
-| skinny_gemm  | 2-32   | weight-only | split-K; values become bf16 in registers, for tensor cores |
-| scaled_mm    | any    | W8A8        | activations are quantized, then cuBLAS or CUTLASS          |
-| triton_gemm  | any    | W8A8        | the same by a kernel of ours, where cuBLAS has no blocks   |
-| plain        | any    | weight-only | dequantizes the whole weight, then `F.linear`              |
+| name        | tokens | how                                                        |
+|-------------|--------|------------------------------------------------------------|
+| gemv        | 1      | a CTA holds whole rows in registers                        |
+| skinny_gemm | 2-32   | split-K; values become bf16 in registers, for tensor cores |
 
-A weight's value is exact in bf16, so weight-only kernels apply scales to sums in float32, per 128
-columns or once, and round once. The plain twins are in `fp8`.
+A weight's value is exact in bf16, so scales apply to sums in float32, per 128 columns or once,
+which round once. The plain twin is `fp8_weight.weight_only_linear`; `fp8_w8a8` has what quantizes
+activations.
 """
 
 # ruff: noqa: ANN201 - blocks and constants of the kernels' compiler
 # pyright: reportAssignmentType=false
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.nn import functional as F
 
 from kernels.dependent_launch import wait_for_earlier
 from kernels.device import DeviceFacts
@@ -30,7 +26,6 @@ from kernels.gemm.fp8_weight import BLOCK, Fp8Weight
 from kernels.gemm.skinny_gemm import reduced
 
 _MAX_SPLITS = 8
-_TRITON_TILE = {16: (16, 64, 4), 64: (64, 128, 4), 128: (128, 128, 8)}  # tokens, rows, warps
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,73 +177,6 @@ def split_k_partials(
         SCALE_COLUMNS=weight.scale.shape[1], BIAS=bias is not None, PACKED=is_packed,
         PURE=device.capability[0] == 10, PDL=device.supports_pdl,
         num_warps=config.warps, launch_pdl=device.supports_pdl,
-    )  # fmt: skip
-    return out
-
-
-def quantize_activations(
-    x: Tensor, block_columns: int, *, pdl: bool, token_multiple: int = 1
-) -> tuple[Tensor, Tensor]:
-    """As `fp8.quantize_activations`, as one kernel.
-
-    Args:
-        x: `[T, K]`.
-        block_columns: columns per scale: 128, or K for a scale per token.
-        pdl: see `DeviceFacts.supports_pdl`.
-        token_multiple: the results have T rounded up to a multiple of this, filled with zeros.
-
-    Returns:
-        `[T, K]` e4m3, and scales `[T, K / block_columns]` float32, whose columns are contiguous, as
-        cuBLAS wants them.
-    """
-    num_tokens, columns = x.shape
-    padded = triton.cdiv(num_tokens, token_multiple) * token_multiple
-    groups = -(-columns // block_columns)
-    values = torch.empty(padded, columns, dtype=torch.float8_e4m3fn, device=x.device)
-    scale = torch.empty(groups, padded, dtype=torch.float32, device=x.device).t()
-    size = triton.next_power_of_2(block_columns)
-    per_cta = 1 << (min(groups, 8).bit_length() - 1)
-    _quantize_kernel[(padded, triton.cdiv(groups, per_cta))](
-        x, values, scale, num_tokens, padded, columns,
-        BLOCK_COLUMNS=block_columns, SIZE=size, GROUPS=per_cta, PDL=pdl,
-        num_warps=4 if size * per_cta <= 4096 else 8, launch_pdl=pdl,
-    )  # fmt: skip
-    return values, scale
-
-
-def scaled_mm(x: Tensor, weight: Fp8Weight, *, pdl: bool) -> Tensor:
-    """`[T, K]` → `[T, N]`, W8A8: torch's scaled GEMM, with slow accumulation (the exact one)."""
-    num_tokens, columns = x.shape
-    if weight.block_columns == columns:  # per channel
-        values, scale = quantize_activations(x, columns, pdl=pdl)
-        return torch._scaled_mm(
-            values, weight.values.t(), scale, weight.scale.t(), out_dtype=x.dtype
-        )
-    if weight.scale.shape[1] % 4:
-        return triton_gemm(x, weight, pdl=pdl)
-    # cuBLAS wants scales whose tokens are contiguous, and both scales in multiples of 4.
-    values, scale = quantize_activations(x, BLOCK, pdl=pdl, token_multiple=4)
-    kinds: Any = F.ScalingType
-    return F.scaled_mm(
-        values, weight.values.t(), scale, kinds.BlockWise1x128, weight.scale.t(),
-        kinds.BlockWise128x128, output_dtype=x.dtype,
-    )[:num_tokens]  # fmt: skip
-
-
-def triton_gemm(x: Tensor, weight: Fp8Weight, *, pdl: bool) -> Tensor:
-    """`[T, K]` → `[T, N]`, W8A8 with block scales; sums of 128 columns are scaled in float32."""
-    num_tokens, columns = x.shape
-    num_rows = len(weight.values)
-    values, scale = quantize_activations(x, BLOCK, pdl=pdl)
-    out = x.new_empty(num_tokens, num_rows)
-    limit = next((size for size in _TRITON_TILE if num_tokens <= size), 128)
-    tokens, rows, warps = _TRITON_TILE[limit]
-    grid = (triton.cdiv(num_tokens, tokens) * triton.cdiv(num_rows, rows),)
-    _block_gemm_kernel[grid](
-        values, scale, weight.values, weight.scale, out, num_tokens, num_rows, columns,
-        scale.stride(1), weight.scale.shape[1],
-        TOKENS=tokens, ROWS=rows, COLUMNS=BLOCK, GROUP=16, PDL=pdl,
-        num_warps=warps, num_stages=3, launch_pdl=pdl,
     )  # fmt: skip
     return out
 
@@ -430,60 +358,3 @@ def _skinny_kernel(
     place = (split * num_tokens + token).to(tl.int64)[:, None] * num_rows + row[None, :]
     result = tl.trans(sums).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + place, result, mask=is_token & is_row[None, :])
-
-
-@triton.jit(do_not_specialize=["num_tokens", "padded"])
-def _quantize_kernel(
-    x_ptr, values_ptr, scale_ptr, num_tokens, padded, num_columns,
-    BLOCK_COLUMNS: tl.constexpr, SIZE: tl.constexpr, GROUPS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    wait_for_earlier(PDL)
-    token = tl.program_id(0)
-    group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
-    within = tl.arange(0, SIZE)
-    column = group[:, None] * BLOCK_COLUMNS + within[None, :]
-    inside = (column < num_columns) & (within < BLOCK_COLUMNS)[None, :]
-    place = token.to(tl.int64) * num_columns + column
-    x = tl.load(x_ptr + place, mask=inside & (token < num_tokens), other=0.0).to(tl.float32)
-    amax = tl.max(tl.abs(x), axis=1)
-    scale = tl.where(amax > 0, tl.div_rn(amax, 448.0), 1.0)
-    quotient = tl.div_rn(x, tl.broadcast_to(scale[:, None], (GROUPS, SIZE)))
-    values = tl.clamp(quotient, -448.0, 448.0).to(tl.float8e4nv)
-    tl.store(values_ptr + place, values, mask=inside)
-    is_group = group * BLOCK_COLUMNS < num_columns
-    tl.store(scale_ptr + group * padded + token, scale, mask=is_group)
-
-
-@triton.jit(do_not_specialize=["num_tokens", "scale_stride"])
-def _block_gemm_kernel(
-    x_ptr, x_scale_ptr, weight_ptr, scale_ptr, out_ptr, num_tokens, num_rows, num_columns,
-    scale_stride, scale_columns,
-    TOKENS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr,
-    PDL: tl.constexpr,
-):  # fmt: skip
-    # GROUP tiles of rows for all tokens before the next ones: their weights stay in the L2.
-    token_tiles, row_tiles = tl.cdiv(num_tokens, TOKENS), tl.cdiv(num_rows, ROWS)
-    index = tl.program_id(0)
-    first = index // (GROUP * token_tiles) * GROUP
-    height = min(row_tiles - first, GROUP)
-    index = index % (GROUP * token_tiles)
-    row = (first + index % height) * ROWS + tl.arange(0, ROWS)
-    token = index // height * TOKENS + tl.arange(0, TOKENS)
-    column = tl.arange(0, COLUMNS)
-    is_token, is_row = token < num_tokens, row < num_rows
-    inputs = x_ptr + token.to(tl.int64)[:, None] * num_columns + column[None, :]
-    weights = weight_ptr + row.to(tl.int64)[None, :] * num_columns + column[:, None]
-    # ROWS divides 128: one scale for all of them.
-    scales = scale_ptr + (first + index % height) * ROWS // 128 * scale_columns
-    x_scales = x_scale_ptr + token
-    wait_for_earlier(PDL)
-    sums = tl.zeros((TOKENS, ROWS), tl.float32)
-    for at in range(0, num_columns, COLUMNS):
-        block = at // COLUMNS
-        x = tl.load(inputs + at, mask=is_token[:, None], other=0.0)
-        weight = tl.load(weights + at, mask=is_row[None, :], other=0.0)
-        x_scale = tl.load(x_scales + block * scale_stride, mask=is_token, other=0.0)
-        sums += tl.dot(x, weight) * (x_scale * tl.load(scales + block))[:, None]
-    place = token.to(tl.int64)[:, None] * num_rows + row[None, :]
-    result = sums.to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + place, result, mask=is_token[:, None] & is_row[None, :])

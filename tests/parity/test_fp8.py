@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from kernels.device import KNOWN_DEVICES, DeviceFacts
 from kernels.gemm import fp8_weight
-from kernels.plain import rms_norm, silu_and_mul
+from kernels.plain import reduce_split_k, rms_norm, silu_and_mul
 from services.common.families import read_spec
 from services.common.nn import fp8
 from services.common.nn.checkpoint import CheckpointError
@@ -107,6 +107,50 @@ def test_layers_call_the_dispatch_table(untied: Quantized) -> None:
     assert calls["fp8_block_linear", "plain"] == 4 * untied.oracle.spec.text.num_layers
 
 
+def kernels_as_twins(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Weight-only twins in place of kernels; the names of those that are called."""
+    from kernels.gemm import fp8_kernels, fp8_w8a8
+
+    called = []
+
+    def twin(module: object, function: Callable) -> None:
+        def counted(*arguments: object, **_: object) -> object:
+            called.append(function.__name__)
+            return function(*arguments)
+
+        monkeypatch.setattr(module, function.__name__, counted)
+
+    def split_k_partials(x, weight, bias):
+        values = x.values if isinstance(x, fp8_w8a8.Quantized) else x
+        found = fp8.weight_only_linear(values, weight)
+        return (found if bias is None else found + bias)[None].float()
+
+    def norm_gemv(x, norm, eps, weight, bias):
+        return split_k_partials(rms_norm(x, norm, eps), weight, bias)[0]
+
+    def norm_swiglu_gemv(x, norm, eps, weight, bias):
+        return silu_and_mul(norm_gemv(x, norm, eps, weight, bias))
+
+    def gemv_add(x, weight, bias, residual):
+        residual += split_k_partials(x, weight, bias)[0]
+
+    def norm_quantize(x, residual, norm, eps, block_columns):
+        assert residual.shape[1] % block_columns == 0
+        if x is not None:
+            residual += reduce_split_k(x, residual.dtype)
+        normed = rms_norm(residual, norm, eps)
+        return fp8_w8a8.Quantized(normed, normed, len(normed), normed.dtype)
+
+    def linear_swiglu(x, weight, bias):
+        return silu_and_mul(split_k_partials(x, weight, bias)[0])
+
+    for function in (norm_gemv, norm_swiglu_gemv, gemv_add, split_k_partials):
+        twin(fp8_kernels, function)
+    for function in (norm_quantize, split_k_partials, linear_swiglu):
+        twin(fp8_w8a8, function)
+    return called
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_fused_operations_agree(
     untied: Quantized, name: str, monkeypatch: pytest.MonkeyPatch
@@ -115,32 +159,7 @@ def test_fused_operations_agree(
     quantized: the unquantized operation has to take it.
     """
     pytest.importorskip("triton")
-    from kernels.gemm import fp8_kernels
-
-    called = []
-
-    def twin(module: object, kernel: str, function: Callable) -> None:
-        def counted(*arguments: object, **_: object) -> object:
-            called.append(kernel)
-            return function(*arguments)
-
-        monkeypatch.setattr(module, kernel, counted)
-
-    def norm_gemv(x, norm, eps, weight, bias):
-        return fp8.weight_only_linear(rms_norm(x, norm, eps), weight) + (
-            0 if bias is None else bias
-        )
-
-    def add(x, weight, bias, residual):
-        residual += fp8.weight_only_linear(x, weight)
-
-    twin(fp8_kernels, "norm_gemv", norm_gemv)
-    twin(fp8_kernels, "norm_swiglu_gemv", lambda *args: silu_and_mul(norm_gemv(*args)))
-    twin(fp8_kernels, "gemv_add", add)
-    twin(
-        fp8_kernels, "split_k_partials",
-        lambda x, weight, bias: fp8.weight_only_linear(x, weight)[None].float(),
-    )  # fmt: skip
+    called = kernels_as_twins(monkeypatch)
     directory, meant = untied.write(
         name, modules=lambda module: "layers" in module and "visual" not in module
         and "layers.1.mlp.down_proj" not in module,
@@ -162,11 +181,15 @@ def test_fused_operations_agree(
         "norm_linear", "norm_swiglu", "linear_residual", "project"
     }  # fmt: skip
     assert not any(row.obstacle(facts) for row in fused)
-    for chosen in (["norm_linear", "norm_swiglu", "linear_residual"], ["project"]):
+    for chosen, kernels in (
+        (["fp8_gemv"], {"norm_gemv", "norm_swiglu_gemv", "gemv_add"}),
+        (["fp8_skinny_gemm"], {"split_k_partials"}),
+        (["fp8_norm", "fp8_skinny_w8a8"], {"norm_quantize", "split_k_partials", "linear_swiglu"}),
+    ):
         rows = [
             Row(row.operation, "test", lambda _, create=row.create: create(facts))
             for row in fused
-            if row.operation in chosen
+            if row.name in chosen
         ]
         on_cpu = replace(facts, device=DeviceFacts("cpu"), dtype=torch.float32)
         formats = {"plain": (), facts.weight_format: rows}  # a layer is unquantized
@@ -174,7 +197,7 @@ def test_fused_operations_agree(
         harness.runner.computer._model.ops = ops
         called.clear()
         assert error(untied.run(harness), expected) < TOLERANCE
-        assert len(set(called)) == len(chosen)
+        assert set(called) == kernels
 
 
 # With activations quantized, as a GPU does for many tokens.

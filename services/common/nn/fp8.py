@@ -8,8 +8,8 @@ Two computations of a layer are in use, both of an `Fp8Weight`:
   (`fp8_block`) or per token (`fp8_channel`), so that FP8 tensor cores can multiply them.
 
 The functions here are the specification of both; `implementations` are the rows of a dispatch
-table, whose kernels are in `fp8_kernels`. `weights` gives layers the method where the files hold
-FP8.
+table, whose kernels are in `fp8_kernels` and `fp8_w8a8`. `weights` gives layers the method where
+the files hold FP8.
 """
 
 import math
@@ -29,21 +29,13 @@ from services.common.model_spec import QuantizationSpec
 from services.common.nn.dispatch import Implementation, Kernel, TokenRange
 from services.common.nn.layers import RMSNorm
 from services.common.nn.linear import Axis, Linear, TensorLayout
-from services.common.nn.quantized import QuantizedLinear
+from services.common.nn.quantized import QuantizedLinear, after_norm, half_obstacle
 
-# The most tokens for which they are the fastest, by `benchmarks.kernels.fp8` on an H200, 8B shapes.
+# The most tokens for which they are the fastest, by `benchmarks.kernels.fp8` on an H200, 8B shapes:
+# weight-only, and with quantized activations, which only Hopper is known to be faster with.
 GEMV_TOKENS = 1
 SKINNY_TOKENS = 32
-
-
-def skinny_tokens(operation: str, device: DeviceFacts) -> int:
-    """Most tokens for which the skinny GEMM serves an operation.
-
-    With scales per block, Hopper's cuBLAS is faster from two tokens on: 89 µs for the four GEMMs of
-    an 8B layer and 16 tokens, 113 by the skinny GEMM.
-    """
-    has_block_gemm = device.is_hopper and hasattr(F, "scaled_mm")
-    return GEMV_TOKENS if operation == "fp8_block_linear" and has_block_gemm else SKINNY_TOKENS
+SKINNY_W8A8_TOKENS = 64
 
 
 def has_kernels(weight: Fp8Weight) -> bool:
@@ -70,51 +62,56 @@ def implementations(device_of: Callable[[Any], DeviceFacts]) -> Sequence[Impleme
             "" if device_of(facts).capability >= (8, 9) else "needs FP8 tensor cores"
         )
 
-    def hopper(facts: Any) -> str:  # noqa: ANN401
-        found = triton(facts) or ("" if device_of(facts).is_hopper else "needs Hopper")
-        return found or ("" if hasattr(F, "scaled_mm") else "needs torch.nn.functional.scaled_mm")
+    def blocks(facts: Any) -> str:  # noqa: ANN401
+        return _hopper(device_of(facts)) or (
+            "" if hasattr(F, "scaled_mm") else "needs torch.nn.functional.scaled_mm"
+        )
 
     def kernel(name: str, facts: Any) -> Kernel:  # noqa: ANN401
-        from kernels.gemm import fp8_kernels
+        from kernels.gemm import fp8_kernels, fp8_w8a8
 
         device = device_of(facts)
         if name == "skinny_gemm":
             return partial(fp8_kernels.skinny_gemm, device=device)
-        return partial(getattr(fp8_kernels, name), pdl=device.supports_pdl)
-
-    few = TokenRange(1, GEMV_TOKENS)
-
-    def several(operation: str, facts: Any) -> TokenRange:  # noqa: ANN401
-        return TokenRange(1, skinny_tokens(operation, device_of(facts)))
+        if name == "skinny_w8a8":
+            return partial(fp8_w8a8.skinny_gemm, device=device)
+        module = fp8_kernels if name == "gemv" else fp8_w8a8
+        return partial(getattr(module, name), pdl=device.supports_pdl)
 
     rows: list[Implementation[Any]] = []
-    for operation, scaled_mm in (("fp8_block_linear", hopper), ("fp8_channel_linear", fp8_cores)):
-        rows += [
-            Implementation(operation, "gemv", partial(kernel, "gemv"), triton, lambda _: few),
-            Implementation(
-                operation,
-                "skinny_gemm",
-                partial(kernel, "skinny_gemm"),
-                triton,
-                partial(several, operation),
+    for operation, scaled_mm in (("fp8_block_linear", blocks), ("fp8_channel_linear", fp8_cores)):
+        choices: list[tuple[str, Callable[[Any], str], TokenRange]] = [
+            ("gemv", triton, TokenRange(1, GEMV_TOKENS)),
+            (
+                "skinny_w8a8",
+                lambda facts: _hopper(device_of(facts)),
+                TokenRange(1, SKINNY_W8A8_TOKENS),
             ),
-            Implementation(operation, "scaled_mm", partial(kernel, "scaled_mm"), scaled_mm),
+            ("skinny_gemm", triton, TokenRange(1, SKINNY_TOKENS)),
+            ("scaled_mm", scaled_mm, TokenRange()),
         ]
         if operation == "fp8_block_linear":
-            create = partial(kernel, "triton_gemm")
-            rows.append(Implementation(operation, "triton_gemm", create, fp8_cores))
+            choices.append(("triton_gemm", fp8_cores, TokenRange()))
+        rows += [
+            Implementation(
+                operation, name, partial(kernel, name), obstacle, lambda _, tokens=tokens: tokens
+            )
+            for name, obstacle, tokens in choices
+        ]
         rows.append(Implementation(operation, "plain", lambda _: weight_only_linear))
     return rows
+
+
+def _hopper(device: DeviceFacts) -> str:
+    return device.triton_obstacle or ("" if device.is_hopper else "needs Hopper")
 
 
 def _fused_rows(weight_format: str) -> Sequence[Implementation[Any]]:
     """Rows of the operations of the decoder's layers, whose facts these are."""
 
     def fits(facts: Any) -> str:  # noqa: ANN401 - the decoder's
-        if why := facts.device.triton_obstacle:
+        if why := half_obstacle(facts):
             return why
-        if facts.dtype.itemsize != 2:  # tensor cores would round float32
-            return f"needs bfloat16 or float16, not {facts.dtype}"
         text = facts.text
         sizes = [text.hidden_size, facts.query_size, text.intermediate_size]
         if weight_format == "fp8_block":  # rows, too; of q, k, v, gate and up one by one
@@ -126,19 +123,23 @@ def _fused_rows(weight_format: str) -> Sequence[Implementation[Any]]:
         alone = "" if facts.num_ranks == 1 else "needs all of the layer on one rank"
         return fits(facts) or alone
 
-    def few(facts: Any) -> TokenRange:  # noqa: ANN401
-        return TokenRange(1, GEMV_TOKENS)
+    def hopper(facts: Any) -> str:  # noqa: ANN401
+        return half_obstacle(facts) or _hopper(facts.device)
 
-    def several(facts: Any) -> TokenRange:  # noqa: ANN401
-        return TokenRange(1, skinny_tokens(f"{weight_format}_linear", facts.device))
+    def most(num_tokens: int) -> Callable[[Any], TokenRange]:
+        return lambda _: TokenRange(1, num_tokens)
 
+    few = most(GEMV_TOKENS)
     return (
         Implementation("norm_linear", "fp8_gemv", partial(_norm_gemv, "norm_gemv"), fits, few),
+        Implementation("norm_linear", "fp8_norm", _norm_linear, hopper),
         Implementation(
             "norm_swiglu", "fp8_gemv", partial(_norm_gemv, "norm_swiglu_gemv"), fits, few
         ),
+        Implementation("norm_swiglu", "fp8_norm", _norm_swiglu, hopper),
         Implementation("linear_residual", "fp8_gemv", _gemv_add, adds, few),
-        Implementation("project", "fp8_skinny_gemm", _split_k, fits, several),
+        Implementation("project", "fp8_skinny_w8a8", _project, hopper, most(SKINNY_W8A8_TOKENS)),
+        Implementation("project", "fp8_skinny_gemm", _split_k, fits, most(SKINNY_TOKENS)),
     )
 
 
@@ -158,6 +159,50 @@ def _norm_gemv(name: str, facts: Any) -> Kernel:  # noqa: ANN401
     return norm_linear
 
 
+def _norm_linear(facts: Any) -> Kernel:  # noqa: ANN401
+    from kernels.gemm import fp8_w8a8
+
+    def multiply(x: fp8_w8a8.Quantized, layer: Linear) -> Tensor:
+        weight, device = layer.method.weight(layer), facts.device
+        if x.num_tokens <= SKINNY_W8A8_TOKENS:
+            return fp8_w8a8.split_k_partials(x, weight, layer.bias, device=device)
+        found = fp8_w8a8.scaled_mm(x, weight, pdl=device.supports_pdl)
+        return found if layer.bias is None else found + layer.bias
+
+    return _after_norm(facts, multiply, lambda x, layer: layer(x))
+
+
+def _norm_swiglu(facts: Any) -> Kernel:  # noqa: ANN401
+    from kernels.gemm import fp8_w8a8, silu_mul
+
+    activate = partial(silu_mul.silu_and_mul, pdl=facts.device.supports_pdl)
+
+    def multiply(x: fp8_w8a8.Quantized, layer: Linear) -> Tensor:
+        weight, device = layer.method.weight(layer), facts.device
+        if x.num_tokens <= SKINNY_W8A8_TOKENS:
+            return fp8_w8a8.linear_swiglu(x, weight, layer.bias, device=device)
+        found = fp8_w8a8.scaled_mm(x, weight, pdl=device.supports_pdl)
+        return activate(found if layer.bias is None else found + layer.bias)
+
+    return _after_norm(facts, multiply, lambda x, layer: activate(layer(x)))
+
+
+def _after_norm(facts: Any, multiply: Any, other: Kernel) -> Kernel:  # noqa: ANN401
+    from kernels.gemm import fp8_w8a8
+
+    pdl = facts.device.supports_pdl
+
+    def quantize(x: Tensor | None, residual: Tensor, norm: RMSNorm, layer: Linear) -> Any:  # noqa: ANN401
+        columns = layer.method.weight(layer).block_columns
+        return fp8_w8a8.norm_quantize(x, residual, norm.weight, norm.eps, columns, pdl=pdl)
+
+    return after_norm(facts, quantize, multiply, _takes, other)
+
+
+def _takes(layer: Linear) -> bool:
+    return has_kernels(layer.method.weight(layer))
+
+
 def _gemv_add(facts: Any) -> Kernel:  # noqa: ANN401
     from kernels.gemm import fp8_kernels
 
@@ -168,6 +213,18 @@ def _gemv_add(facts: Any) -> Kernel:  # noqa: ANN401
         return fp8_kernels.gemv_add(x, weight, layer.bias, residual, pdl=pdl)
 
     return linear_residual
+
+
+def _project(facts: Any) -> Kernel:  # noqa: ANN401
+    from kernels.gemm import fp8_w8a8
+
+    def project(x: Tensor, layer: Linear) -> Tensor:
+        if not _takes(layer):
+            return layer(x)
+        weight = layer.method.weight(layer)
+        return fp8_w8a8.split_k_partials(x, weight, layer.bias, device=facts.device)
+
+    return project
 
 
 def _split_k(facts: Any) -> Kernel:  # noqa: ANN401

@@ -16,7 +16,7 @@ from services.common.model_spec import QuantizationSpec
 from services.common.nn.dispatch import Implementation, Kernel, TokenRange
 from services.common.nn.layers import RMSNorm
 from services.common.nn.linear import Axis, Linear, TensorLayout
-from services.common.nn.quantized import QuantizedLinear, half_obstacle
+from services.common.nn.quantized import QuantizedLinear, after_norm, half_obstacle
 
 SKINNY_TOKENS = 64  # the most for which K is split
 _LAYOUTS = (
@@ -134,24 +134,18 @@ def _norm_swiglu(facts: Any) -> Kernel:  # noqa: ANN401
 
 
 def _after_norm(facts: Any, multiply: Any, other: Kernel, bias: bool = True) -> Kernel:  # noqa: ANN401
-    """A norm that quantizes; of layers that `multiply` does not take, one that does not."""
-    from kernels.gemm import add_norm, int8_kernels
+    from kernels.gemm import int8_kernels
 
     pdl = facts.device.supports_pdl
 
-    def fused(
-        x: Tensor | None, residual: Tensor, norm: RMSNorm, layer: Linear
-    ) -> tuple[Tensor, Tensor]:
-        if int8_kernels.has_tiles(layer.method.weight(layer)) and (bias or layer.bias is None):
-            quantized = int8_kernels.norm_quantize(x, residual, norm.weight, norm.eps, pdl=pdl)
-            return multiply(quantized, layer), residual
-        if x is None:
-            normed = add_norm.rms_norm(residual, norm.weight, norm.eps, pdl=pdl)
-        else:
-            normed, residual = add_norm.add_rms_norm(x, residual, norm.weight, norm.eps, pdl=pdl)
-        return other(normed, layer), residual
+    def quantize(x: Tensor | None, residual: Tensor, norm: RMSNorm, _: Linear) -> Any:  # noqa: ANN401
+        return int8_kernels.norm_quantize(x, residual, norm.weight, norm.eps, pdl=pdl)
 
-    return fused
+    def takes(layer: Linear) -> bool:
+        has_tiles = int8_kernels.has_tiles(layer.method.weight(layer))
+        return has_tiles and (bias or layer.bias is None)
+
+    return after_norm(facts, quantize, multiply, takes, other)
 
 
 def _linear_swiglu(facts: Any) -> Kernel:  # noqa: ANN401

@@ -1,11 +1,14 @@
 """What the methods of quantized linear layers share; a format is a file beside this one."""
 
 from abc import abstractmethod
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from services.common.nn.dispatch import Kernel
+from services.common.nn.layers import RMSNorm
 from services.common.nn.linear import Linear, LinearMethod
 
 
@@ -43,3 +46,31 @@ def half_obstacle(facts: Any) -> str:  # noqa: ANN401 - the decoder's
     """Why a Triton kernel of half precision cannot run; empty: it can."""
     half = "" if facts.dtype.itemsize == 2 else f"needs bfloat16 or float16, not {facts.dtype}"
     return facts.device.triton_obstacle or half
+
+
+def after_norm(
+    facts: Any,  # noqa: ANN401 - the decoder's
+    quantize: Callable[[Tensor | None, Tensor, RMSNorm, Linear], Any],
+    multiply: Callable[[Any, Linear], Tensor],
+    takes: Callable[[Linear], bool],
+    other: Kernel,
+) -> Kernel:
+    """`norm_linear` by a norm that quantizes; of layers that `multiply` does not take, by one that
+    does not, and `other`.
+    """
+    from kernels.gemm import add_norm
+
+    pdl = facts.device.supports_pdl
+
+    def fused(
+        x: Tensor | None, residual: Tensor, norm: RMSNorm, layer: Linear
+    ) -> tuple[Tensor, Tensor]:
+        if takes(layer):
+            return multiply(quantize(x, residual, norm, layer), layer), residual
+        if x is None:
+            normed = add_norm.rms_norm(residual, norm.weight, norm.eps, pdl=pdl)
+        else:
+            normed, residual = add_norm.add_rms_norm(x, residual, norm.weight, norm.eps, pdl=pdl)
+        return other(normed, layer), residual
+
+    return fused

@@ -213,7 +213,7 @@ def test_an_override_holds_for_the_formats_that_have_it() -> None:
     names = {
         each: [entry.name for entry in made.usable(f"norm_linear[{each}]")] for each in formats
     }
-    assert names == {"plain": ["gemv"], "fp8_block": ["fp8_gemv", "unfused"]}
+    assert names == {"plain": ["gemv"], "fp8_block": ["fp8_gemv", "fp8_norm", "unfused"]}
     with pytest.raises(UnknownOverride, match="norm_linear=fast: there is no such"):
         table.resolve(facts_of("8b"), {"norm_linear": "fast"}, formats=formats)
 

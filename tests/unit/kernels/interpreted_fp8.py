@@ -10,11 +10,12 @@ from torch import Tensor
 from triton.runtime import interpreter
 
 from kernels.device import DeviceFacts
-from kernels.gemm import fp8_kernels, fp8_weight
+from kernels.gemm import fp8_kernels, fp8_w8a8, fp8_weight
 from kernels.gemm.fp8_weight import Fp8Weight
 from kernels.plain import rms_norm, silu_and_mul
 from kernels.tuning import MoEGemmConfig
 from services.common.nn import fp8
+from services.common.nn.fp8 import SKINNY_W8A8_TOKENS
 from tests.cases import THOROUGH
 from tests.fp8_checkpoints import quantize
 from tests.unit.kernels.interpreted_moe import check_experts
@@ -69,18 +70,45 @@ def check_quantization(num_tokens: int, columns: int, block_columns: int) -> Non
     x = torch.randn(num_tokens, columns) * torch.logspace(-20, 20, num_tokens)[:, None]
     x[0, :block_columns] = 0
     values, scale = fp8_weight.quantize_activations(x, block_columns)
-    found, found_scale = fp8_kernels.quantize_activations(
-        x, block_columns, pdl=False, token_multiple=4
-    )
-    assert found_scale[:num_tokens].equal(scale)
-    assert found[:num_tokens].float().equal(values.float())
-    assert len(found) % 4 == 0 and not found[num_tokens:].float().any()
-    assert (found_scale[num_tokens:] == 1).all()
+    found = fp8_w8a8.quantize_activations(x, block_columns, pdl=False)
+    assert found.num_tokens == num_tokens and len(found.values) % 4 == 0
+    assert found.scale[:num_tokens].equal(scale)
+    assert found.values[:num_tokens].float().equal(values.float())
+    assert not found.values[num_tokens:].float().any()
+    assert (found.scale[num_tokens:] == 1).all()
 
 
-def check_w8a8(num_tokens: int, rows: int, columns: int) -> None:
-    weight, x = make(rows, columns, block=True), torch.randn(num_tokens, columns)
-    close(fp8_kernels.triton_gemm(x, weight, pdl=False), fp8_weight.w8a8_linear(x, weight))
+def check_norm(num_tokens: int, columns: int, block_columns: int) -> None:
+    """Scales differ by the order of the norm's sum, values by a step of e4m3 where it decides."""
+    residual, norm = torch.randn(num_tokens, columns), torch.randn(columns)
+    partials = torch.randn(2, num_tokens, columns)
+    for x in (None, partials[0], partials):
+        total = residual if x is None else residual + x.view(-1, num_tokens, columns).sum(0)
+        expected, scale = fp8_weight.quantize_activations(rms_norm(total, norm, EPS), block_columns)
+        memory = residual.clone()
+        found = fp8_w8a8.norm_quantize(x, memory, norm, EPS, block_columns, pdl=False)
+        close(memory, total)
+        assert_close(found.scale[:num_tokens], scale, atol=0, rtol=1e-5)
+        values, expected = found.values[:num_tokens].float(), expected.float()
+        assert (values != expected).float().mean() < 0.01
+        assert_close(values, expected, atol=1e-2, rtol=0.13)
+        assert not found.values[num_tokens:].float().any()
+
+
+def check_w8a8(num_tokens: int, rows: int, columns: int, block: bool) -> None:
+    weight, x = make(rows, columns, block), torch.randn(num_tokens, columns)
+    expected = fp8_weight.w8a8_linear(x, weight)
+    if block:
+        close(fp8_w8a8.triton_gemm(x, weight, pdl=False), expected)
+    if num_tokens > SKINNY_W8A8_TOKENS:
+        return
+    close(fp8_w8a8.skinny_gemm(x, weight, device=DEVICE), expected)
+    bias = torch.randn(rows)
+    for config in (None, fp8_w8a8.SkinnyConfig(1, 3), fp8_w8a8.SkinnyConfig(columns // 128, 2)):
+        partials = fp8_w8a8.split_k_partials(x, weight, bias, device=DEVICE, config=config)
+        close(partials.view(-1, num_tokens, rows).sum(0), expected + bias)
+    found = fp8_w8a8.linear_swiglu(x, weight, bias, device=DEVICE)
+    assert_close(found, silu_and_mul(expected + bias), atol=1e-2, rtol=1e-4)
 
 
 if __name__ == "__main__":
@@ -99,8 +127,12 @@ if __name__ == "__main__":
     check_quantization(3, 512, 128)
     check_quantization(5, 1152, 128)
     check_quantization(2, 640, 640)
-    check_w8a8(3, 256, 384)
-    check_w8a8(70, 192, 256)
+    check_norm(3, 512, 128)
+    check_norm(2, 640, 640)
+    check_w8a8(3, 256, 384, block=True)
+    check_w8a8(2, 144, 256, block=False)
+    check_w8a8(35, 512, 128, block=True)  # gate and up of two blocks each
+    check_w8a8(70, 192, 256, block=True)
     for weight_format in ("fp8_block", "fp8_channel"):
         gemm = MoEGemmConfig(16, 64, 64, 2, 4, w8a8=True)
         check_experts(20, (3, 256, 128, 2), weight_format, gemm)

@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("triton")
 from kernels.device import KNOWN_DEVICES, DeviceFacts
-from kernels.gemm import fp8_kernels
+from kernels.gemm import fp8_kernels, fp8_w8a8
 from kernels.gemm.fp8_weight import E4M3, Fp8Weight
 from services.common.nn import fp8
 from services.common.nn.dispatch import KernelTable
@@ -52,16 +52,14 @@ def test_what_the_table_picks_compiles_and_fits(device: DeviceFacts, block: bool
     with compiled_launches(device) as found:
         for num_tokens in (1, 2, fp8.SKINNY_TOKENS):
             x = torch.empty(num_tokens, columns, dtype=torch.bfloat16)
-            if table.choose(operation, num_tokens).name == "scaled_mm":
-                fp8_kernels.skinny_gemm(x, weight, device=device)  # by an override
-            else:
-                table.call(operation, x, weight)
+            table.call(operation, x, weight)
+            fp8_kernels.skinny_gemm(x, weight, device=device)  # by an override, where not by that
         x = torch.empty(1008, columns, dtype=torch.bfloat16)
         match table.choose(operation, 1008).name:
             case "scaled_mm":  # torch's own, after this
-                fp8_kernels.quantize_activations(x, 128 if block else columns, **options)
+                fp8_w8a8.quantize_activations(x, 128 if block else columns, **options)
             case "triton_gemm":
-                fp8_kernels.triton_gemm(x, weight, **options)
+                fp8_w8a8.triton_gemm(x, weight, **options)
             case name:
                 assert name == "plain" and device.capability == (8, 0)
         launches += found
@@ -82,6 +80,26 @@ def test_fused_gemvs_compile(device: DeviceFacts) -> None:
             fp8_kernels.norm_swiglu_gemv(x, norm, 1e-6, weight, None, pdl=True)
             fp8_kernels.gemv_add(x, weight, None, torch.empty(1, 24576).bfloat16(), pdl=True)
         assert len(found) == 3
+
+
+@pytest.mark.parametrize("device", ["h200"], indirect=True)
+@pytest.mark.parametrize("block", [True, False])
+@pytest.mark.parametrize("num_tokens", [2, 33, 64])
+def test_gemms_of_quantized_activations_compile(
+    device: DeviceFacts, block: bool, num_tokens: int
+) -> None:
+    """On FP8 tensor cores, without a conversion of the weight."""
+    residual, norm = torch.empty(num_tokens, 4096).bfloat16(), torch.empty(4096).bfloat16()
+    weight = weight_of(24576, 4096, block)
+    with compiled_launches(device) as found:
+        x = fp8_w8a8.norm_quantize(residual, residual, norm, 1e-6, weight.block_columns, pdl=True)
+        fp8_w8a8.split_k_partials(x, weight_of(6144, 4096, block), device=device)
+        fp8_w8a8.linear_swiglu(x, weight, device=device)
+    assert [launch.name for launch in found] == ["_quantize_kernel", *["_skinny_kernel"] * 2]
+    for launch in found[1:]:
+        assert "wgmma.mma_async" in launch.ptx and ".e4m3.e4m3" in launch.ptx
+        assert "cvt.rn.f16x2.e4m3x2" not in launch.ptx
+        assert 3 * launch.shared_bytes <= device.shared_memory_bytes
 
 
 @pytest.mark.parametrize(
@@ -140,7 +158,7 @@ def run_assembly(text: str, word: int, dtype: torch.dtype) -> list[float]:
 @pytest.mark.parametrize(
     ("name", "block", "channel"),
     [
-        ("h200", ["gemv", "scaled_mm", "scaled_mm"], ["gemv", "skinny_gemm", "scaled_mm"]),
+        ("h200", ["gemv", "skinny_w8a8", "scaled_mm"], ["gemv", "skinny_w8a8", "scaled_mm"]),
         ("l40s", ["gemv", "skinny_gemm", "triton_gemm"], ["gemv", "skinny_gemm", "scaled_mm"]),
         ("b200", ["gemv", "skinny_gemm", "triton_gemm"], ["gemv", "skinny_gemm", "scaled_mm"]),
         ("a100", ["gemv", "skinny_gemm", "plain"], ["gemv", "skinny_gemm", "plain"]),

@@ -1,0 +1,350 @@
+"""FP8 linear layers on a GPU whose activations are quantized, too (W8A8), for FP8 tensor cores.
+
+| name        | tokens | how                                                                     |
+|-------------|--------|-------------------------------------------------------------------------|
+| skinny_w8a8 | 2-64   | split-K, for reading the weights fast; partials are scaled, in float32  |
+| scaled_mm   | any    | cuBLAS or CUTLASS                                                       |
+| triton_gemm | any    | by a kernel of ours, where cuBLAS has no blocks                         |
+
+Activations are quantized by a kernel before the GEMM, which may compute the norm, too. Tensor cores
+add up 128 columns, whose sums are scaled and added in float32. The plain twin is
+`fp8_weight.w8a8_linear`.
+"""
+
+# pyright: reportAssignmentType=false
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn import functional as F
+
+from kernels.dependent_launch import wait_for_earlier
+from kernels.device import DeviceFacts
+from kernels.gemm.fp8_weight import BLOCK, E4M3, Fp8Weight
+from kernels.gemm.gemv import normed
+from kernels.gemm.silu_mul import swiglu
+from kernels.gemm.skinny_gemm import load_reduced, reduced
+
+_ROWS = 64  # of the weight, of a CTA of the skinny GEMM
+_MAX_SPLITS = 8
+_TOKEN_MULTIPLE = 4  # cuBLAS wants scales in multiples of it
+_TRITON_TILE = {16: (16, 64, 4), 64: (64, 128, 4), 128: (128, 128, 8)}  # tokens, rows, warps
+
+
+class Quantized(NamedTuple):
+    """Activations of T tokens, and the dtype that they were of.
+
+    Attributes:
+        values: `[P, K]` e4m3; P is T rounded up to a multiple of 4, and what is more is zero.
+        scale: `[P, groups]` float32, whose columns are contiguous, as cuBLAS wants them.
+    """
+
+    values: Tensor
+    scale: Tensor
+    num_tokens: int
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class SkinnyConfig:
+    """Parts that K is split into, and buffers of the pipeline."""
+
+    splits: int
+    stages: int
+
+
+def skinny_config(
+    num_tokens: int, num_rows: int, columns: int, device: DeviceFacts, *, is_split: bool = True
+) -> SkinnyConfig:
+    """K is split while CTAs have a place on the device at once."""
+    splits, tiles = 1, -(-num_rows // _ROWS)
+    while (
+        is_split
+        and splits < _MAX_SPLITS
+        and tiles * splits * 2 <= 3 * device.num_sms
+        and columns % (splits * 2 * BLOCK) == 0
+    ):
+        splits *= 2
+    return SkinnyConfig(splits, stages=6 if num_tokens <= 32 else 4)
+
+
+def quantize_activations(x: Tensor, block_columns: int, *, pdl: bool) -> Quantized:
+    """Implements `fp8_weight.quantize_activations`.
+
+    Args:
+        x: `[T, K]`.
+        block_columns: columns per scale: 128, or K for a scale per token.
+        pdl: see `DeviceFacts.supports_pdl`.
+    """
+    return _quantize(x, x, None, 0.0, block_columns, pdl=pdl)
+
+
+def norm_quantize(
+    x: Tensor | None, residual: Tensor, norm: Tensor, eps: float, block_columns: int, *, pdl: bool
+) -> Quantized:
+    """`quantize_activations` of the RMSNorm, with weight `norm` `[K]`, of `x + residual`, rounded
+    as by `add_norm`; the sum takes the memory of `residual`. x `[T, K]` may be split-K partials.
+    """
+    return _quantize(x, residual, norm, eps, block_columns, pdl=pdl)
+
+
+def _quantize(
+    x: Tensor | None, residual: Tensor, norm: Tensor | None, eps: float, block_columns: int, *,
+    pdl: bool,
+) -> Quantized:  # fmt: skip
+    num_tokens, columns = residual.shape
+    padded = triton.cdiv(num_tokens, _TOKEN_MULTIPLE) * _TOKEN_MULTIPLE
+    groups = -(-columns // block_columns)
+    values = torch.empty(padded, columns, dtype=E4M3, device=residual.device)
+    scale = torch.empty(groups, padded, dtype=torch.float32, device=residual.device).t()
+    size = triton.next_power_of_2(block_columns)
+    if norm is None:
+        per_cta = 1 << (min(groups, 8).bit_length() - 1)
+    else:  # a CTA has the whole row
+        per_cta = triton.next_power_of_2(groups)
+    _quantize_kernel[(padded, triton.cdiv(groups, per_cta))](
+        x, residual, norm, values, scale, num_tokens, padded, columns, num_tokens * columns, eps,
+        BLOCK_COLUMNS=block_columns, SIZE=size, GROUPS=per_cta, NORM=norm is not None,
+        ADD=norm is not None and x is not None,
+        SPLITS=len(x) if x is not None and x.dim() == 3 else 0, PDL=pdl,
+        num_warps=4 if size * per_cta < 4096 else 8, launch_pdl=pdl,
+    )  # fmt: skip
+    return Quantized(values, scale, num_tokens, residual.dtype)
+
+
+def _quantized(x: Tensor | Quantized, weight: Fp8Weight, pdl: bool) -> Quantized:
+    if isinstance(x, Quantized):
+        return x
+    return quantize_activations(x, weight.block_columns, pdl=pdl)
+
+
+def skinny_gemm(x: Tensor, weight: Fp8Weight, *, device: DeviceFacts) -> Tensor:
+    """`[T, K]` → `[T, N]` for few tokens."""
+    found = split_k_partials(x, weight, device=device)
+    return reduced(found, x.dtype, pdl=device.supports_pdl)
+
+
+def split_k_partials(
+    x: Tensor | Quantized,
+    weight: Fp8Weight,
+    bias: Tensor | None = None,
+    *,
+    device: DeviceFacts,
+    config: SkinnyConfig | None = None,
+) -> Tensor:
+    """Split-K partials `[S, T, N]` float32, whose sum is `w8a8_linear(x) + bias`; or, where K is
+    not split, the result `[T, N]` in x's dtype.
+    """
+    found, num_rows = _quantized(x, weight, device.supports_pdl), len(weight.values)
+    columns = found.values.shape[1]
+    config = config or skinny_config(found.num_tokens, num_rows, columns, device)
+    size = (found.num_tokens, num_rows)
+    if config.splits == 1:
+        out = torch.empty(size, dtype=found.dtype, device=found.values.device)
+    else:
+        size = (config.splits, *size)
+        out = torch.empty(size, dtype=torch.float32, device=found.values.device)
+    _launch_skinny(found, weight, bias, out, config, device, is_swiglu=False)
+    return out
+
+
+def linear_swiglu(
+    x: Tensor | Quantized,
+    weight: Fp8Weight,
+    bias: Tensor | None = None,
+    *,
+    device: DeviceFacts,
+    config: SkinnyConfig | None = None,
+) -> Tensor:
+    """`silu_and_mul(w8a8_linear(x) + bias)` for few tokens: `[T, K]`, `[2 * N, K]` → `[T, N]`."""
+    found, num_rows = _quantized(x, weight, device.supports_pdl), len(weight.values)
+    columns = found.values.shape[1]
+    config = config or skinny_config(found.num_tokens, num_rows, columns, device, is_split=False)
+    out = torch.empty(
+        found.num_tokens, num_rows // 2, dtype=found.dtype, device=found.values.device
+    )
+    _launch_skinny(found, weight, bias, out, config, device, is_swiglu=True)
+    return out
+
+
+def _launch_skinny(
+    x: Quantized, weight: Fp8Weight, bias: Tensor | None, out: Tensor, config: SkinnyConfig,
+    device: DeviceFacts, *, is_swiglu: bool,
+) -> None:  # fmt: skip
+    num_rows, columns = weight.values.shape
+    _skinny_kernel[(triton.cdiv(num_rows, _ROWS), config.splits)](
+        x.values, x.scale, weight.values, weight.scale, bias, out, x.num_tokens, len(x.values),
+        num_rows, columns, TOKENS=max(16, triton.next_power_of_2(x.num_tokens)), ROWS=_ROWS,
+        SPAN=columns // config.splits, BLOCK_ROWS=weight.block_rows,
+        SCALE_COLUMNS=weight.scale.shape[1], BIAS=bias is not None, SWIGLU=is_swiglu,
+        STAGES=config.stages, PDL=device.supports_pdl,
+        num_warps=4, launch_pdl=device.supports_pdl,
+    )  # fmt: skip
+
+
+def scaled_mm(x: Tensor | Quantized, weight: Fp8Weight, *, pdl: bool) -> Tensor:
+    """`[T, K]` → `[T, N]`: torch's scaled GEMM, with slow accumulation (the exact one)."""
+    found = _quantized(x, weight, pdl)
+    if weight.block_columns == found.values.shape[1]:  # per channel
+        return torch._scaled_mm(
+            found.values, weight.values.t(), found.scale, weight.scale.t(), out_dtype=found.dtype
+        )[: found.num_tokens]
+    if weight.scale.shape[1] % 4:  # which cuBLAS does not take
+        return triton_gemm(found, weight, pdl=pdl)
+    kinds: Any = F.ScalingType
+    return F.scaled_mm(
+        found.values, weight.values.t(), found.scale, kinds.BlockWise1x128, weight.scale.t(),
+        kinds.BlockWise128x128, output_dtype=found.dtype,
+    )[: found.num_tokens]  # fmt: skip
+
+
+def triton_gemm(x: Tensor | Quantized, weight: Fp8Weight, *, pdl: bool) -> Tensor:
+    """`[T, K]` → `[T, N]` with block scales."""
+    found, num_rows = _quantized(x, weight, pdl), len(weight.values)
+    num_tokens, columns = found.num_tokens, found.values.shape[1]
+    out = torch.empty(num_tokens, num_rows, dtype=found.dtype, device=found.values.device)
+    limit = next((size for size in _TRITON_TILE if num_tokens <= size), 128)
+    tokens, rows, warps = _TRITON_TILE[limit]
+    grid = (triton.cdiv(num_tokens, tokens) * triton.cdiv(num_rows, rows),)
+    _block_gemm_kernel[grid](
+        found.values, found.scale, weight.values, weight.scale, out, num_tokens, num_rows, columns,
+        found.scale.stride(1), weight.scale.shape[1],
+        TOKENS=tokens, ROWS=rows, COLUMNS=BLOCK, GROUP=16, PDL=pdl,
+        num_warps=warps, num_stages=3, launch_pdl=pdl,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit(do_not_specialize=["num_tokens", "padded"])
+def _quantize_kernel(
+    x_ptr, residual_ptr, norm_ptr, values_ptr, scale_ptr, num_tokens, padded, num_columns, stride,
+    eps, BLOCK_COLUMNS: tl.constexpr, SIZE: tl.constexpr, GROUPS: tl.constexpr,
+    NORM: tl.constexpr, ADD: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0)
+    group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
+    within = tl.arange(0, SIZE)
+    column = group[:, None] * BLOCK_COLUMNS + within[None, :]
+    inside = (column < num_columns) & (within < BLOCK_COLUMNS)[None, :]
+    is_read = inside & (token < num_tokens)
+    place = token.to(tl.int64) * num_columns + column
+    dtype: tl.constexpr = residual_ptr.dtype.element_ty
+    norm = column.to(tl.float32)
+    if NORM:
+        norm = tl.load(norm_ptr + column, mask=inside, other=0.0)
+    wait_for_earlier(PDL)
+    x = tl.load(residual_ptr + place, mask=is_read, other=0.0).to(tl.float32)
+    if ADD:
+        x += load_reduced(x_ptr, place, is_read, stride, SPLITS, dtype).to(tl.float32)
+        tl.store(residual_ptr + place, x.to(dtype), mask=is_read)
+        x = x.to(dtype).to(tl.float32)
+    if NORM:
+        x = normed(x, norm, tl.rsqrt(tl.sum(x * x) / num_columns + eps), dtype)
+    amax = tl.max(tl.abs(x), axis=1)
+    scale = tl.where(amax > 0, tl.div_rn(amax, 448.0), 1.0)
+    quotient = tl.div_rn(x, tl.broadcast_to(scale[:, None], (GROUPS, SIZE)))
+    values = tl.clamp(quotient, -448.0, 448.0).to(tl.float8e4nv)
+    tl.store(values_ptr + place, values, mask=inside)
+    is_group = group * BLOCK_COLUMNS < num_columns
+    tl.store(scale_ptr + group * padded + token, scale, mask=is_group)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "padded"])
+def _skinny_kernel(
+    x_ptr, x_scale_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr, num_tokens, padded, num_rows,
+    num_columns, TOKENS: tl.constexpr, ROWS: tl.constexpr, SPAN: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, SCALE_COLUMNS: tl.constexpr, BIAS: tl.constexpr,
+    SWIGLU: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    HALF: tl.constexpr = ROWS // 2
+    index = tl.arange(0, ROWS)
+    if SWIGLU:  # half of them the gate's, half the same rows of up
+        row = tl.program_id(0) * HALF + index % HALF + index // HALF * (num_rows // 2)
+        is_row = index % HALF < num_rows // 2 - tl.program_id(0) * HALF
+    else:
+        row = tl.program_id(0) * ROWS + index
+        is_row = row < num_rows
+    split = tl.program_id(1)
+    token, column = tl.arange(0, TOKENS), split * SPAN + tl.arange(0, 128)
+    is_token = token < num_tokens
+    weights = weight_ptr + row.to(tl.int64)[:, None] * num_columns + column[None, :]
+    inputs = x_ptr + token[:, None] * num_columns + column[None, :]
+    scales = scale_ptr + row // BLOCK_ROWS * SCALE_COLUMNS
+    x_scales = x_scale_ptr + token
+    if BLOCK_ROWS > 1:
+        scales += split * (SPAN // 128)
+        x_scales += split * (SPAN // 128) * padded
+    # Scales are read an iteration ahead: only what the tensor cores take is read in a pipeline.
+    scale = tl.load(scales, mask=is_row, other=0.0)
+    wait_for_earlier(PDL)
+    x_scale = tl.load(x_scales, mask=is_token, other=0.0)
+    # Tensor cores want 64 rows on one side, which tokens need not have.
+    sums = tl.zeros((ROWS, TOKENS), tl.float32)
+    for at in tl.range(0, SPAN, 128, num_stages=STAGES):
+        weight = tl.load(weights + at, mask=is_row[:, None], other=0.0)
+        x = tl.load(inputs + at, mask=is_token[:, None], other=0.0)
+        if BLOCK_ROWS > 1:
+            factor, is_more = scale[:, None] * x_scale[None, :], at + 128 < SPAN
+            scales += 1
+            x_scales += padded
+            scale = tl.load(scales, mask=is_row & is_more, other=0.0)
+            x_scale = tl.load(x_scales, mask=is_token & is_more, other=0.0)
+            sums += tl.dot(weight, tl.trans(x)) * factor
+        else:
+            sums += tl.dot(weight, tl.trans(x))
+    if BLOCK_ROWS == 1:
+        sums *= scale[:, None] * x_scale[None, :]
+    if BIAS:
+        bias = tl.load(bias_ptr + row, mask=is_row, other=0.0).to(tl.float32)
+        sums += tl.where(split == 0, bias, 0.0)[:, None]
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    if SWIGLU:
+        halves = tl.permute(tl.reshape(sums.to(dtype), (2, HALF, TOKENS)), (2, 1, 0))
+        gate, up = tl.split(halves)
+        of_out = tl.program_id(0) * HALF + tl.arange(0, HALF)
+        inside = is_token[:, None] & (of_out < num_rows // 2)[None, :]
+        place = token[:, None] * (num_rows // 2) + of_out[None, :]
+        tl.store(out_ptr + place, swiglu(gate, up), mask=inside)
+    else:
+        place = (split * num_tokens + token).to(tl.int64)[:, None] * num_rows + row[None, :]
+        inside = is_token[:, None] & is_row[None, :]
+        tl.store(out_ptr + place, tl.trans(sums).to(dtype), mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "scale_stride"])
+def _block_gemm_kernel(
+    x_ptr, x_scale_ptr, weight_ptr, scale_ptr, out_ptr, num_tokens, num_rows, num_columns,
+    scale_stride, scale_columns,
+    TOKENS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    # GROUP tiles of rows for all tokens before the next ones: their weights stay in the L2.
+    token_tiles, row_tiles = tl.cdiv(num_tokens, TOKENS), tl.cdiv(num_rows, ROWS)
+    index = tl.program_id(0)
+    first = index // (GROUP * token_tiles) * GROUP
+    height = min(row_tiles - first, GROUP)
+    index = index % (GROUP * token_tiles)
+    row = (first + index % height) * ROWS + tl.arange(0, ROWS)
+    token = index // height * TOKENS + tl.arange(0, TOKENS)
+    column = tl.arange(0, COLUMNS)
+    is_token, is_row = token < num_tokens, row < num_rows
+    inputs = x_ptr + token.to(tl.int64)[:, None] * num_columns + column[None, :]
+    weights = weight_ptr + row.to(tl.int64)[None, :] * num_columns + column[:, None]
+    # ROWS divides 128: one scale for all of them.
+    scales = scale_ptr + (first + index % height) * ROWS // 128 * scale_columns
+    x_scales = x_scale_ptr + token
+    wait_for_earlier(PDL)
+    sums = tl.zeros((TOKENS, ROWS), tl.float32)
+    for at in range(0, num_columns, COLUMNS):
+        block = at // COLUMNS
+        x = tl.load(inputs + at, mask=is_token[:, None], other=0.0)
+        weight = tl.load(weights + at, mask=is_row[None, :], other=0.0)
+        x_scale = tl.load(x_scales + block * scale_stride, mask=is_token, other=0.0)
+        sums += tl.dot(x, weight) * (x_scale * tl.load(scales + block))[:, None]
+    place = token.to(tl.int64)[:, None] * num_rows + row[None, :]
+    result = sums.to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + place, result, mask=is_token[:, None] & is_row[None, :])
