@@ -26,6 +26,7 @@ from kernels.dependent_launch import wait_for_earlier
 from kernels.device import DeviceFacts
 from kernels.gemm.fp8_weight import BLOCK, E4M3, Fp8Weight
 from kernels.gemm.gemv import normed
+from kernels.gemm.quantizing import quotient, scale_of
 from kernels.gemm.silu_mul import swiglu
 from kernels.gemm.skinny_gemm import load_reduced, reduced
 
@@ -244,10 +245,8 @@ def _quantize_kernel(
         x = x.to(dtype).to(tl.float32)
     if NORM:
         x = normed(x, norm, tl.rsqrt(tl.sum(x * x) / num_columns + eps), dtype)
-    amax = tl.max(tl.abs(x), axis=1)
-    scale = tl.where(amax > 0, tl.div_rn(amax, 448.0), 1.0)
-    quotient = tl.div_rn(x, tl.broadcast_to(scale[:, None], (GROUPS, SIZE)))
-    values = tl.clamp(quotient, -448.0, 448.0).to(tl.float8e4nv)
+    scale = scale_of(x, 1, 448.0)
+    values = tl.clamp(quotient(x, scale[:, None]), -448.0, 448.0).to(tl.float8e4nv)
     tl.store(values_ptr + place, values, mask=inside)
     is_group = group * BLOCK_COLUMNS < num_columns
     tl.store(scale_ptr + group * padded + token, scale, mask=is_group)

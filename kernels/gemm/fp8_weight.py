@@ -47,7 +47,8 @@ def dequantize(weight: Fp8Weight, dtype: torch.dtype) -> Tensor:
 
 
 def quantize_activations(x: Tensor, block_columns: int) -> tuple[Tensor, Tensor]:
-    """Quantizes each token's blocks of columns with scale `amax / 448`, 1 where all are zero.
+    """Quantizes each token's blocks of columns with scale `amax / 448`, a normal number at least, 1
+    where all are zero, none where one is no number.
 
     Args:
         x: `[T, K]`.
@@ -61,7 +62,8 @@ def quantize_activations(x: Tensor, block_columns: int) -> tuple[Tensor, Tensor]
     blocks = F.pad(x.float(), (0, padding)).view(num_tokens, -1, block_columns)
     amax = blocks.abs().amax(-1, keepdim=True)
     # Not by a Python number: CUDA would multiply by its rounded reciprocal.
-    scale = torch.where(amax > 0, amax / torch.full_like(amax, E4M3_MAX), 1.0)
+    scale = (amax / torch.full_like(amax, E4M3_MAX)).clamp(min=torch.finfo(amax.dtype).tiny)
+    scale = torch.where(amax == 0, 1.0, scale)
     values = (blocks / scale).clamp(-E4M3_MAX, E4M3_MAX).to(E4M3)
     return values.view(num_tokens, -1)[:, :columns], scale[..., 0]
 

@@ -23,6 +23,7 @@ from kernels.dependent_launch import wait_for_earlier
 from kernels.device import DeviceFacts
 from kernels.gemm.gemv import normed
 from kernels.gemm.int8_weight import Int8Weight
+from kernels.gemm.quantizing import quotient, scale_of
 from kernels.gemm.silu_mul import swiglu
 from kernels.gemm.skinny_gemm import load_reduced, reduced
 
@@ -197,11 +198,10 @@ def _quantize_kernel(
         x = x.to(dtype).to(tl.float32)
     if NORM:
         x = normed(x, norm, tl.rsqrt(tl.sum(x * x) / num_columns + eps), dtype)
-    amax = tl.max(tl.abs(x))
-    scale = tl.where(amax > 0, tl.div_rn(amax, 127.0), 1.0)
-    quotient = tl.div_rn(x, tl.broadcast_to(scale, (SIZE,)))
-    rounded = (quotient + _HALF) - _HALF  # to the nearest, of two to the even one
-    values = tl.clamp(rounded, -127.0, 127.0).to(tl.int8)
+    scale = scale_of(x, 0, 127.0)
+    # To the nearest, of two to the even one: the lowest bits of the sum are the integer's.
+    rounded = tl.clamp(quotient(x, scale), -127.0, 127.0) + _HALF
+    values = rounded.to(tl.int32, bitcast=True).to(tl.int8)
     tl.store(values_ptr + place, values, mask=inside)
     tl.store(scale_ptr + token, scale)
 

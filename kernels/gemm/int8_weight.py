@@ -33,13 +33,14 @@ def dequantize(weight: Int8Weight, dtype: torch.dtype) -> Tensor:
 
 
 def quantize_activations(x: Tensor) -> tuple[Tensor, Tensor]:
-    """`[T, K]` → int8 of the same shape, and each token's scale `[T, 1]` float32: amax / 127, 1
-    where all are zero.
+    """`[T, K]` → int8 of the same shape, and each token's scale `[T, 1]` float32: amax / 127, a
+    normal number at least, 1 where all are zero, none where one is no number.
     """
     wide = x.float()
     amax = wide.abs().amax(-1, keepdim=True)
     # Not by a Python number: CUDA would multiply by its rounded reciprocal.
-    scale = torch.where(amax > 0, amax / torch.full_like(amax, INT8_MAX), 1.0)
+    scale = (amax / torch.full_like(amax, INT8_MAX)).clamp(min=torch.finfo(amax.dtype).tiny)
+    scale = torch.where(amax == 0, 1.0, scale)
     return (wide / scale).round().clamp(-INT8_MAX, INT8_MAX).to(torch.int8), scale
 
 

@@ -78,6 +78,17 @@ def check_quantization(num_tokens: int, columns: int, block_columns: int) -> Non
     assert (found.scale[num_tokens:] == 1).all()
 
 
+def check_what_is_no_number() -> None:
+    """It is not hidden, and does not reach other tokens."""
+    weight, x = make(256, 256, block=True), torch.randn(3, 256)
+    x[0, 3], x[2, 130] = float("nan"), float("inf")
+    for found in (
+        fp8_weight.w8a8_linear(x, weight),
+        fp8_w8a8.skinny_gemm(x, weight, device=DEVICE),
+    ):
+        assert found.isfinite().all(1).tolist() == [False, True, False]
+
+
 def check_norm(num_tokens: int, columns: int, block_columns: int) -> None:
     """Scales differ by the order of the norm's sum, values by a step of e4m3 where it decides."""
     residual, norm = torch.randn(num_tokens, columns), torch.randn(columns)
@@ -127,6 +138,7 @@ if __name__ == "__main__":
     check_quantization(3, 512, 128)
     check_quantization(5, 1152, 128)
     check_quantization(2, 640, 640)
+    check_what_is_no_number()
     check_norm(3, 512, 128)
     check_norm(2, 640, 640)
     check_w8a8(3, 256, 384, block=True)

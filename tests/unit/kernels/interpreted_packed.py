@@ -112,6 +112,12 @@ def check_int8(tokens: int, rows: int, columns: int) -> None:
     assert int8_kernels.gemm(x, weight, device=DEVICE, config=INT8).equal(expected)
     found = int8_kernels.gemm(x, weight, device=DEVICE, config=INT8, is_swiglu=True)
     assert_close(found, silu_and_mul(expected), atol=1e-2, rtol=1e-4)
+    x[0, 3] = float("nan")  # integers have none: the scale tells
+    for found in (
+        int8_weight.w8a8_linear(x, weight),
+        int8_kernels.gemm(x, weight, device=DEVICE, config=INT8),
+    ):
+        assert found.isfinite().all(1).tolist() == [False] + [True] * (tokens - 1)
 
 
 if __name__ == "__main__":
