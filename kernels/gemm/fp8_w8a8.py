@@ -61,16 +61,19 @@ class SkinnyConfig:
 def skinny_config(
     num_tokens: int, num_rows: int, columns: int, device: DeviceFacts, *, is_split: bool = True
 ) -> SkinnyConfig:
-    """K is split while CTAs have a place on the device at once."""
+    """K is split while CTAs have a place on the device at once; by `benchmarks.kernels.fp8 --tune`
+    on an H200, 8B shapes.
+    """
+    is_few = num_tokens <= 32
     splits, tiles = 1, -(-num_rows // _ROWS)
     while (
         is_split
         and splits < _MAX_SPLITS
-        and tiles * splits * 2 <= 3 * device.num_sms
+        and tiles * splits * 2 <= (4 if is_few else 3) * device.num_sms
         and columns % (splits * 2 * BLOCK) == 0
     ):
         splits *= 2
-    return SkinnyConfig(splits, stages=6 if num_tokens <= 32 else 4)
+    return SkinnyConfig(splits, stages=4 if is_few and splits < _MAX_SPLITS else 3)
 
 
 def quantize_activations(x: Tensor, block_columns: int, *, pdl: bool) -> Quantized:
