@@ -12,7 +12,7 @@ from kernels.launches import LAUNCH_HIDING_TOKENS as LAUNCH_HIDING_TOKENS
 # From this many tokens a GEMM that adds to the residual stream beats a GEMM and a fused norm
 # (H200: cuBLAS' own choice is better below).
 RESIDUAL_GEMM_TOKENS = 832
-GEMV_TOKENS = 2  # above, tensor cores are faster
+GEMV_TOKENS = 1  # above, tensor cores are faster
 SKINNY_TOKENS = 64  # above, cuBLAS is faster
 # Steps are captured as CUDA graphs up to these sizes: above, the device takes longer than the
 # launches; alone (prompts), or while an encoder shares it (mixed steps).
@@ -270,46 +270,46 @@ def moe_tiles_config(device: DeviceFacts, mean_rows: float) -> MoETilesConfig:
 
 # As `benchmarks.kernels.tune_kernels` found them on an H200, for the shapes of the 2B, 4B, 8B, 32B
 # and 30B-A3B.
-# (kind, rows N, columns K) → for one token, for two.
+# (kind, rows N, columns K)
 _GEMV = {
-    ("norm_linear", 4096, 2048): (GemvConfig(4, 1024, 0, 4), GemvConfig(8, 1024, 0, 2)),
-    ("linear_residual", 2048, 2048): (GemvConfig(4, 2048, 0, 4), GemvConfig(4, 2048, 0, 4)),
-    ("norm_swiglu", 12288, 2048): (GemvConfig(4, 512, 0, 2), GemvConfig(4, 2048, 0, 4)),
-    ("linear_residual", 2048, 6144): (GemvConfig(8, 2048, 0, 4), GemvConfig(4, 1024, 0, 4)),
-    ("linear", 151936, 2048): (GemvConfig(4, 1024, 0, 4), GemvConfig(2, 2048, 0, 2)),
-    ("norm_linear", 6144, 2560): (GemvConfig(4, 4096, 0, 4), GemvConfig(8, 512, 0, 4)),
-    ("linear_residual", 2560, 4096): (GemvConfig(4, 1024, 0, 4), GemvConfig(4, 4096, 0, 4)),
-    ("norm_swiglu", 19456, 2560): (GemvConfig(1, 4096, 0, 2), GemvConfig(2, 512, 0, 2)),
-    ("linear_residual", 2560, 9728): (GemvConfig(4, 2048, 3, 8), GemvConfig(4, 1024, 0, 4)),
-    ("linear", 151936, 2560): (GemvConfig(8, 512, 3, 4), GemvConfig(2, 4096, 0, 2)),
-    ("norm_linear", 6144, 4096): (GemvConfig(4, 4096, 0, 4), GemvConfig(4, 512, 0, 2)),
-    ("linear_residual", 4096, 4096): (GemvConfig(8, 1024, 0, 2), GemvConfig(8, 512, 0, 2)),
-    ("norm_swiglu", 24576, 4096): (GemvConfig(1, 4096, 0, 4), GemvConfig(2, 1024, 0, 4)),
-    ("linear_residual", 4096, 12288): (GemvConfig(4, 2048, 0, 2), GemvConfig(4, 2048, 0, 8)),
-    ("linear", 151936, 4096): (GemvConfig(4, 2048, 0, 8), GemvConfig(2, 4096, 0, 4)),
-    ("norm_linear", 10240, 5120): (GemvConfig(2, 8192, 0, 4), GemvConfig(4, 1024, 0, 2)),
-    ("linear_residual", 5120, 8192): (GemvConfig(4, 1024, 3, 4), GemvConfig(2, 2048, 0, 4)),
-    ("norm_swiglu", 51200, 5120): (GemvConfig(1, 8192, 0, 4), GemvConfig(2, 1024, 0, 4)),
-    ("linear_residual", 5120, 25600): (GemvConfig(4, 1024, 0, 2), GemvConfig(2, 2048, 0, 4)),
-    ("linear", 151936, 5120): (GemvConfig(2, 8192, 0, 8), GemvConfig(1, 8192, 0, 4)),
-    ("norm_linear", 5120, 2048): (GemvConfig(8, 512, 0, 4), GemvConfig(8, 2048, 0, 4)),
-    ("linear_residual", 2048, 4096): (GemvConfig(4, 2048, 0, 8), GemvConfig(4, 1024, 0, 4)),
+    ("norm_linear", 4096, 2048): GemvConfig(4, 1024, 0, 4),
+    ("linear_residual", 2048, 2048): GemvConfig(4, 2048, 0, 4),
+    ("norm_swiglu", 12288, 2048): GemvConfig(4, 512, 0, 2),
+    ("linear_residual", 2048, 6144): GemvConfig(8, 2048, 0, 4),
+    ("linear", 151936, 2048): GemvConfig(4, 1024, 0, 4),
+    ("norm_linear", 6144, 2560): GemvConfig(4, 4096, 0, 4),
+    ("linear_residual", 2560, 4096): GemvConfig(4, 1024, 0, 4),
+    ("norm_swiglu", 19456, 2560): GemvConfig(1, 4096, 0, 2),
+    ("linear_residual", 2560, 9728): GemvConfig(4, 2048, 3, 8),
+    ("linear", 151936, 2560): GemvConfig(8, 512, 3, 4),
+    ("norm_linear", 6144, 4096): GemvConfig(4, 4096, 0, 4),
+    ("linear_residual", 4096, 4096): GemvConfig(8, 1024, 0, 2),
+    ("norm_swiglu", 24576, 4096): GemvConfig(1, 4096, 0, 4),
+    ("linear_residual", 4096, 12288): GemvConfig(4, 2048, 0, 2),
+    ("linear", 151936, 4096): GemvConfig(4, 2048, 0, 8),
+    ("norm_linear", 10240, 5120): GemvConfig(2, 8192, 0, 4),
+    ("linear_residual", 5120, 8192): GemvConfig(4, 1024, 3, 4),
+    ("norm_swiglu", 51200, 5120): GemvConfig(1, 8192, 0, 4),
+    ("linear_residual", 5120, 25600): GemvConfig(4, 1024, 0, 2),
+    ("linear", 151936, 5120): GemvConfig(2, 8192, 0, 8),
+    ("norm_linear", 5120, 2048): GemvConfig(8, 512, 0, 4),
+    ("linear_residual", 2048, 4096): GemvConfig(4, 2048, 0, 8),
     # A rank's part of the 32B and 8B, of two, and of the 32B, of four.
-    ("norm_linear", 5120, 5120): (GemvConfig(4, 1024, 3, 4), GemvConfig(2, 8192, 0, 4)),
-    ("linear", 5120, 4096): (GemvConfig(2, 1024, 3, 2), GemvConfig(2, 4096, 0, 4)),
-    ("norm_swiglu", 25600, 5120): (GemvConfig(1, 8192, 0, 4), GemvConfig(2, 1024, 0, 4)),
-    ("linear", 5120, 12800): (GemvConfig(1, 16384, 0, 8), GemvConfig(1, 16384, 0, 4)),
-    ("linear", 75968, 5120): (GemvConfig(4, 1024, 3, 4), GemvConfig(1, 8192, 0, 4)),
-    ("norm_linear", 3072, 4096): (GemvConfig(8, 1024, 0, 4), GemvConfig(4, 512, 0, 2)),
-    ("linear", 4096, 2048): (GemvConfig(2, 1024, 0, 2), GemvConfig(4, 512, 0, 2)),
-    ("norm_swiglu", 12288, 4096): (GemvConfig(1, 4096, 0, 4), GemvConfig(2, 1024, 0, 4)),
-    ("linear", 4096, 6144): (GemvConfig(8, 1024, 0, 2), GemvConfig(4, 8192, 0, 8)),
-    ("linear", 75968, 4096): (GemvConfig(4, 2048, 0, 8), GemvConfig(2, 4096, 0, 4)),
-    ("norm_linear", 2560, 5120): (GemvConfig(2, 1024, 0, 2), GemvConfig(2, 8192, 0, 4)),
-    ("linear", 5120, 2048): (GemvConfig(4, 512, 0, 2), GemvConfig(2, 1024, 0, 2)),
-    ("norm_swiglu", 12800, 5120): (GemvConfig(1, 8192, 0, 4), GemvConfig(2, 1024, 0, 4)),
-    ("linear", 5120, 6400): (GemvConfig(2, 8192, 0, 8), GemvConfig(2, 8192, 0, 4)),
-    ("linear", 37984, 5120): (GemvConfig(4, 1024, 3, 4), GemvConfig(2, 8192, 0, 4)),
+    ("norm_linear", 5120, 5120): GemvConfig(4, 1024, 3, 4),
+    ("linear", 5120, 4096): GemvConfig(2, 1024, 3, 2),
+    ("norm_swiglu", 25600, 5120): GemvConfig(1, 8192, 0, 4),
+    ("linear", 5120, 12800): GemvConfig(1, 16384, 0, 8),
+    ("linear", 75968, 5120): GemvConfig(4, 1024, 3, 4),
+    ("norm_linear", 3072, 4096): GemvConfig(8, 1024, 0, 4),
+    ("linear", 4096, 2048): GemvConfig(2, 1024, 0, 2),
+    ("norm_swiglu", 12288, 4096): GemvConfig(1, 4096, 0, 4),
+    ("linear", 4096, 6144): GemvConfig(8, 1024, 0, 2),
+    ("linear", 75968, 4096): GemvConfig(4, 2048, 0, 8),
+    ("norm_linear", 2560, 5120): GemvConfig(2, 1024, 0, 2),
+    ("linear", 5120, 2048): GemvConfig(4, 512, 0, 2),
+    ("norm_swiglu", 12800, 5120): GemvConfig(1, 8192, 0, 4),
+    ("linear", 5120, 6400): GemvConfig(2, 8192, 0, 8),
+    ("linear", 37984, 5120): GemvConfig(4, 1024, 3, 4),
 }
 _MEASURED_SMS = 132  # splits and CTAs per SM are those of a device with this many SMs
 # (N, K) → configuration of `split_k_partials`, the best sum of 16 and 64 tokens.
@@ -335,25 +335,22 @@ _SKINNY_SWIGLU = {
     (51200, 5120): SkinnyConfig(128, 64, 8, 2, 6),
 }
 
-_ROWS = {  # per CTA, by kind, for one token and for two
-    "norm_linear": (4, 2), "linear": (4, 2), "norm_swiglu": (2, 2), "linear_residual": (4, 4),
-}  # fmt: skip
+_ROWS = {"norm_linear": 4, "linear": 4, "norm_swiglu": 2, "linear_residual": 4}  # per CTA, by kind
 
 
-def gemv_config(kind: str, num_rows: int, num_columns: int, num_tokens: int) -> GemvConfig:
-    """The configuration of a GEMV `[num_rows, num_columns]` for one or two tokens.
+def gemv_config(kind: str, num_rows: int, num_columns: int) -> GemvConfig:
+    """The configuration of a GEMV `[num_rows, num_columns]`.
 
     Args:
         kind: `linear`, `norm_linear`, `norm_swiglu` or `linear_residual`.
         num_rows: N; of `norm_swiglu`, gate and up together.
         num_columns: K.
-        num_tokens: 1 or 2.
     """
     found = _GEMV.get((kind, num_rows, num_columns))
     if found is not None:
-        return found[num_tokens - 1]
+        return found
     tile = _gemv_tile(num_columns)
-    rows = _ROWS[kind][num_tokens - 1] * (2 if tile <= 1024 else 1)
+    rows = _ROWS[kind] * (2 if tile <= 1024 else 1)
     held = rows * tile * (2 if kind == "norm_swiglu" else 1)
     warps = min(8, max(1, held // (_GEMV_ELEMENTS * _WARP)))
     num_tiles = -(-num_columns // tile)

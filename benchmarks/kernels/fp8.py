@@ -168,9 +168,9 @@ def tune(shapes: list[tuple[int, int]], facts: DeviceFacts) -> None:
 
 def _configs(rows: int, columns: int, num_tokens: int) -> list[_Config]:
     found: list[_Config] = []
-    if num_tokens <= 2:
+    if num_tokens == 1:
         found += [GemvConfig(high, warps) for high in (2, 4, 8) for warps in (4, 8)]
-    if num_tokens != 1:
+    else:
         found += [
             SkinnyConfig(high, splits, stages)
             for high in (64, 128) for splits in (1, 2, 4, 8) for stages in (4, 6)

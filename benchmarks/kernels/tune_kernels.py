@@ -98,7 +98,7 @@ def gemms_of(shape: str, kernels: list[str], ranks: int) -> Iterator[Gemm]:
 
 def tokens_of(kind: str) -> tuple[int, ...]:
     """Numbers of tokens to time."""
-    return {"split_k": (16, 64), "swiglu": (16, 64), "swiglu_gemm": (2112, 8192)}.get(kind, (1, 2))
+    return {"split_k": (16, 64), "swiglu": (16, 64), "swiglu_gemm": (2112, 8192)}.get(kind, (1,))
 
 
 def candidates(gemm: Gemm, device: DeviceFacts) -> list[Config]:
@@ -115,7 +115,7 @@ def candidates(gemm: Gemm, device: DeviceFacts) -> list[Config]:
         present = find(device, rows, columns)
         found = [] if present is None else [present]
         return [*found, *(c for c in _skinny(gemm, device) if c not in found)]
-    return list(dict.fromkeys([tuning.gemv_config(kind, rows, columns, 1), *_gemv(gemm)]))
+    return list(dict.fromkeys([tuning.gemv_config(kind, rows, columns), *_gemv(gemm)]))
 
 
 def _gemv(gemm: Gemm) -> Iterator[GemvConfig]:

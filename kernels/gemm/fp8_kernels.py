@@ -46,10 +46,8 @@ class SkinnyConfig:
     warps: int = 4
 
 
-def gemv_config(columns: int, num_tokens: int) -> GemvConfig:
+def gemv_config(columns: int) -> GemvConfig:
     """By `benchmarks/kernels/fp8.py --tune` on an H200, 8B shapes."""
-    if num_tokens > 2:
-        return GemvConfig(4 if columns <= 8192 else 2, 8)
     return GemvConfig(8, 4) if columns <= 4096 else GemvConfig(4, 8)
 
 
@@ -80,7 +78,7 @@ def _padded(num_tokens: int) -> int:
 
 
 def gemv(x: Tensor, weight: Fp8Weight, *, pdl: bool, config: GemvConfig | None = None) -> Tensor:
-    """`[T, K]` → `[T, N]`, weight-only, for a few tokens; a CTA holds whole rows in registers."""
+    """`[1, K]` → `[1, N]`, weight-only; a CTA holds whole rows in registers."""
     out = x.new_empty(len(x), len(weight.values))
     _launch_gemv(x, weight, out, pdl=pdl, config=config)
     return out
@@ -98,7 +96,7 @@ def norm_gemv(
 def norm_swiglu_gemv(
     x: Tensor, norm: Tensor, eps: float, weight: Fp8Weight, bias: Tensor | None, *, pdl: bool
 ) -> Tensor:
-    """`norm_gemv` to gate and up, `[2 * N, K]`, then `silu(gate) * up`: `[T, N]`."""
+    """`norm_gemv` to gate and up, `[2 * N, K]`, then `silu(gate) * up`: `[1, N]`."""
     out = x.new_empty(len(x), len(weight.values) // 2)
     _launch_gemv(x, weight, out, bias=bias, norm=norm, eps=eps, pdl=pdl, swiglu=True)
     return out
@@ -124,9 +122,8 @@ def _launch_gemv(
     add: bool = False,
     config: GemvConfig | None = None,
 ) -> None:
-    num_tokens, columns = x.shape
-    num_rows = out.shape[1]
-    config = config or gemv_config(columns, num_tokens)
+    columns, num_rows = x.shape[1], out.shape[1]
+    config = config or gemv_config(columns)
     rows = config.rows
     if swiglu:
         rows = max(1, rows // 2)
@@ -135,7 +132,7 @@ def _launch_gemv(
     is_native, values = _values(weight)
     _gemv_kernel[(num_rows // rows,)](
         x, values, weight.scale, out, norm, bias, num_rows, eps,
-        WIDTH=columns, TOKENS=num_tokens, ROWS=rows, COLUMNS=triton.next_power_of_2(columns),
+        WIDTH=columns, ROWS=rows, COLUMNS=triton.next_power_of_2(columns),
         BLOCK_ROWS=weight.block_rows, SCALE_COLUMNS=weight.scale.shape[1],
         NORM=norm is not None, BIAS=bias is not None, SWIGLU=swiglu, ADD=add, NATIVE=is_native,
         PDL=pdl, num_warps=config.warps, launch_pdl=pdl,
@@ -258,7 +255,7 @@ def unpack(values, dtype: tl.constexpr, PURE: tl.constexpr):
 @triton.jit
 def _gemv_kernel(
     x_ptr, weight_ptr, scale_ptr, out_ptr, norm_ptr, bias_ptr, num_rows, eps,
-    WIDTH: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, SCALE_COLUMNS: tl.constexpr,
     NORM: tl.constexpr, BIAS: tl.constexpr, SWIGLU: tl.constexpr, ADD: tl.constexpr,
     NATIVE: tl.constexpr, PDL: tl.constexpr,
@@ -288,27 +285,26 @@ def _gemv_kernel(
         norm = tl.load(norm_ptr + column, mask=inside, other=0.0)
     wait_for_earlier(PDL)
     dtype = out_ptr.dtype.element_ty
-    for token in tl.static_range(TOKENS):
-        x = tl.load(x_ptr + token * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
-        if NORM:
-            factor = tl.rsqrt(tl.sum(x * x) / WIDTH + eps)
-            x = (x * factor).to(norm.dtype).to(tl.float32) * norm.to(tl.float32)
-            x = x.to(dtype).to(tl.float32)
-        result = _dot_rows(weight, x, scale, BLOCK_ROWS, NATIVE)
+    x = tl.load(x_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    if NORM:
+        factor = tl.rsqrt(tl.sum(x * x) / WIDTH + eps)
+        x = (x * factor).to(norm.dtype).to(tl.float32) * norm.to(tl.float32)
+        x = x.to(dtype).to(tl.float32)
+    result = _dot_rows(weight, x, scale, BLOCK_ROWS, NATIVE)
+    if BIAS:
+        result += tl.load(bias_ptr + row).to(tl.float32)
+    result = result.to(dtype).to(tl.float32)
+    if SWIGLU:
+        up = _dot_rows(up_weight, x, up_scale, BLOCK_ROWS, NATIVE)
         if BIAS:
-            result += tl.load(bias_ptr + row).to(tl.float32)
-        result = result.to(dtype).to(tl.float32)
-        if SWIGLU:
-            up = _dot_rows(up_weight, x, up_scale, BLOCK_ROWS, NATIVE)
-            if BIAS:
-                up += tl.load(bias_ptr + num_rows + row).to(tl.float32)
-            up = up.to(dtype).to(tl.float32)
-            gate = (result / (1.0 + tl.exp(-result))).to(dtype).to(tl.float32)
-            result = gate * up
-        out = out_ptr + token * num_rows + row
-        if ADD:
-            result += tl.load(out).to(tl.float32)
-        tl.store(out, result.to(dtype))
+            up += tl.load(bias_ptr + num_rows + row).to(tl.float32)
+        up = up.to(dtype).to(tl.float32)
+        gate = (result / (1.0 + tl.exp(-result))).to(dtype).to(tl.float32)
+        result = gate * up
+    out = out_ptr + row
+    if ADD:
+        result += tl.load(out).to(tl.float32)
+    tl.store(out, result.to(dtype))
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Linear layers for one or two tokens, where a decode step is nothing but reading weights.
+"""Linear layers for one token, where a decode step is nothing but reading weights.
 
 cuBLAS reaches two thirds of the memory bandwidth on a GEMV. Here a CTA takes a few rows of the
 weight, and fuses the operations around the GEMV: the RMSNorm before it, the SwiGLU or the residual
@@ -20,7 +20,7 @@ def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor | None = None,
     pdl: bool = False, config: GemvConfig | None = None,
 ) -> Tensor:  # fmt: skip
-    """`x @ weight.T + bias`: `[T, K]`, `[N, K]` → `[T, N]`; to `out`, if there is one."""
+    """`x @ weight.T + bias`: `[1, K]`, `[N, K]` → `[1, N]`; to `out`, if there is one."""
     if out is None:
         out = x.new_empty(x.shape[0], weight.shape[0])
     _launch(x, weight, out, "linear", bias, None, 0.0, pdl, config)
@@ -41,7 +41,7 @@ def norm_swiglu(
     x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None, *,
     pdl: bool = False, config: GemvConfig | None = None,
 ) -> Tensor:  # fmt: skip
-    """`silu_and_mul(rms_norm(x) @ weight.T + bias)`: `[T, K]`, `[2 * N, K]` → `[T, N]`."""
+    """`silu_and_mul(rms_norm(x) @ weight.T + bias)`: `[1, K]`, `[2 * N, K]` → `[1, N]`."""
     out = x.new_empty(x.shape[0], weight.shape[0] // 2)
     _launch(x, weight, out, "norm_swiglu", bias, norm, eps, pdl, config)
     return out
@@ -59,16 +59,15 @@ def _launch(
     x: Tensor, weight: Tensor, out: Tensor, kind: str, bias: Tensor | None, norm: Tensor | None,
     eps: float, pdl: bool, config: GemvConfig | None,
 ) -> None:  # fmt: skip
-    num_tokens, num_columns = x.shape
-    num_rows = out.shape[1]
+    num_columns, num_rows = x.shape[1], out.shape[1]
     if config is None:
-        config = gemv_config(kind, len(weight), num_columns, num_tokens)
+        config = gemv_config(kind, len(weight), num_columns)
     rows = config.rows
     while num_rows % rows:
         rows //= 2
     _gemv_kernel[(num_rows // rows,)](
         x, weight, out, norm, bias, num_rows, eps,
-        WIDTH=num_columns, TOKENS=num_tokens, ROWS=rows, TILE=config.tile,
+        WIDTH=num_columns, ROWS=rows, TILE=config.tile,
         NUM_TILES=triton.cdiv(num_columns, config.tile), STAGES=config.stages,
         NORM=norm is not None, BIAS=bias is not None, SWIGLU=kind == "norm_swiglu",
         ADD=kind == "linear_residual", PDL=pdl, num_warps=config.warps, launch_pdl=pdl,
@@ -78,7 +77,7 @@ def _launch(
 @triton.jit
 def _gemv_kernel(
     x_ptr, weight_ptr, out_ptr, norm_ptr, bias_ptr, num_rows, eps,
-    WIDTH: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
     NUM_TILES: tl.constexpr, STAGES: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr,
     SWIGLU: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -97,46 +96,44 @@ def _gemv_kernel(
         norm = tl.load(norm_ptr + column, mask=inside, other=0.0)
     wait_for_earlier(PDL)
     dtype = out_ptr.dtype.element_ty
-    for token in tl.static_range(TOKENS):
-        tokens = x_ptr + token * WIDTH
-        x = tl.load(tokens + column, mask=inside, other=0.0).to(tl.float32)
-        scale = 1.0
-        if NORM:
-            squares = x * x
+    x = tl.load(x_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    scale = 1.0
+    if NORM:
+        squares = x * x
+        for index in tl.static_range(1, NUM_TILES):
+            at = index * TILE + column
+            other = tl.load(x_ptr + at, mask=at < WIDTH, other=0.0).to(tl.float32)
+            squares += other * other
+        scale = tl.rsqrt(tl.sum(squares) / WIDTH + eps)
+        x = normed(x, norm, scale, dtype)
+    acc = weight.to(tl.float32) * x[None, :]
+    up_acc = up_weight.to(tl.float32) * x[None, :]
+    if NUM_TILES > 1:
+        if STAGES == 0:
             for index in tl.static_range(1, NUM_TILES):
-                at = index * TILE + column
-                other = tl.load(tokens + at, mask=at < WIDTH, other=0.0).to(tl.float32)
-                squares += other * other
-            scale = tl.rsqrt(tl.sum(squares) / WIDTH + eps)
-            x = normed(x, norm, scale, dtype)
-        acc = weight.to(tl.float32) * x[None, :]
-        up_acc = up_weight.to(tl.float32) * x[None, :]
-        if NUM_TILES > 1:
-            if STAGES == 0:
-                for index in tl.static_range(1, NUM_TILES):
-                    acc, up_acc = _add_tile(
-                        acc, up_acc, tokens, weights, up_weights, norm_ptr, scale, index, dtype,
-                        column, WIDTH, TILE, NORM, SWIGLU,
-                    )  # fmt: skip
-            else:
-                for index in tl.range(1, NUM_TILES, num_stages=STAGES):
-                    acc, up_acc = _add_tile(
-                        acc, up_acc, tokens, weights, up_weights, norm_ptr, scale, index, dtype,
-                        column, WIDTH, TILE, NORM, SWIGLU,
-                    )  # fmt: skip
-        result = tl.sum(acc, axis=1)
+                acc, up_acc = _add_tile(
+                    acc, up_acc, x_ptr, weights, up_weights, norm_ptr, scale, index, dtype,
+                    column, WIDTH, TILE, NORM, SWIGLU,
+                )  # fmt: skip
+        else:
+            for index in tl.range(1, NUM_TILES, num_stages=STAGES):
+                acc, up_acc = _add_tile(
+                    acc, up_acc, x_ptr, weights, up_weights, norm_ptr, scale, index, dtype,
+                    column, WIDTH, TILE, NORM, SWIGLU,
+                )  # fmt: skip
+    result = tl.sum(acc, axis=1)
+    if BIAS:
+        result += tl.load(bias_ptr + row).to(tl.float32)
+    result = result.to(dtype).to(tl.float32)
+    if SWIGLU:
+        up = tl.sum(up_acc, axis=1)
         if BIAS:
-            result += tl.load(bias_ptr + row).to(tl.float32)
-        result = result.to(dtype).to(tl.float32)
-        if SWIGLU:
-            up = tl.sum(up_acc, axis=1)
-            if BIAS:
-                up += tl.load(bias_ptr + num_rows + row).to(tl.float32)
-            result = swiglu(result.to(dtype), up.to(dtype)).to(tl.float32)
-        out = out_ptr + token * num_rows + row
-        if ADD:
-            result += tl.load(out).to(tl.float32)
-        tl.store(out, result.to(dtype))
+            up += tl.load(bias_ptr + num_rows + row).to(tl.float32)
+        result = swiglu(result.to(dtype), up.to(dtype)).to(tl.float32)
+    out = out_ptr + row
+    if ADD:
+        result += tl.load(out).to(tl.float32)
+    tl.store(out, result.to(dtype))
 
 
 @triton.jit
@@ -148,14 +145,14 @@ def normed(x, norm, scale, dtype: tl.constexpr):  # noqa: ANN201 - as x
 
 @triton.jit
 def _add_tile(
-    acc, up_acc, tokens, weights, up_weights, norm_ptr, scale, index, dtype: tl.constexpr, column,
+    acc, up_acc, x_ptr, weights, up_weights, norm_ptr, scale, index, dtype: tl.constexpr, column,
     WIDTH: tl.constexpr, TILE: tl.constexpr, NORM: tl.constexpr, SWIGLU: tl.constexpr,
 ):  # fmt: skip
     """One tile of K more, element by element: the sum over columns comes last."""
     at = index * TILE
     inside = at + column < WIDTH
     weight = tl.load(weights + at, mask=inside[None, :], other=0.0)
-    x = tl.load(tokens + at + column, mask=inside, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + at + column, mask=inside, other=0.0).to(tl.float32)
     if NORM:
         norm = tl.load(norm_ptr + at + column, mask=inside, other=0.0)
         x = normed(x, norm, scale, dtype)

@@ -102,11 +102,10 @@ def test_fused_skinny_gemms_agree_with_their_twins(num_tokens: int, block: bool)
     assert error(found, silu_and_mul(expected)) <= 4 * TOLERANCE
 
 
-@pytest.mark.parametrize("num_tokens", [1, 2, 4])
 @pytest.mark.parametrize("block", [True, False])
-def test_fused_gemvs_agree_with_their_twins(num_tokens: int, block: bool) -> None:
+def test_fused_gemvs_agree_with_their_twins(block: bool) -> None:
     weight, norm = make(24576, 4096, block), random(4096)
-    x = random(num_tokens, 4096)
+    x = random(1, 4096)
     normed = fp8.weight_only_linear(rms_norm(x, norm, EPS), weight)
     assert (
         error(fp8_kernels.norm_gemv(x, norm, EPS, weight, None, **options()), normed) <= TOLERANCE
@@ -115,8 +114,8 @@ def test_fused_gemvs_agree_with_their_twins(num_tokens: int, block: bool) -> Non
     assert error(found, silu_and_mul(normed)) <= 2 * TOLERANCE
     weight, x, residual = (
         make(4096, 12288, block),
-        random(num_tokens, 12288),
-        random(num_tokens, 4096),
+        random(1, 12288),
+        random(1, 4096),
     )
     expected = residual + fp8.weight_only_linear(x, weight)
     fp8_kernels.gemv_add(x, weight, None, residual, **options())

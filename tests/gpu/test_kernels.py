@@ -233,7 +233,6 @@ def test_skinny_gemms_agree_with_their_twins(num_tokens: int, size: str, biased:
     assert error(found, plain.linear_swiglu(x, weight, bias)) <= 2 * TOLERANCE
 
 
-@pytest.mark.parametrize("num_tokens", [1, 2])
 @pytest.mark.parametrize(
     ("width", "rows"),
     [
@@ -242,9 +241,9 @@ def test_skinny_gemms_agree_with_their_twins(num_tokens: int, size: str, biased:
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("biased", [False, True])
-def test_gemvs_agree_with_their_twins(num_tokens: int, width: int, rows: int, biased: bool) -> None:
+def test_gemvs_agree_with_their_twins(width: int, rows: int, biased: bool) -> None:
     pdl = {"pdl": DeviceFacts.of(CUDA).supports_pdl}
-    x, norm, residual = random(num_tokens, width), random(width), random(num_tokens, rows)
+    x, norm, residual = random(1, width), random(width), random(1, rows)
     weight = (torch.randn(2 * rows, width, device="cuda") * 0.02).bfloat16()
     both = random(2 * rows) if biased else None
     half, one = weight[:rows], None if both is None else both[:rows]

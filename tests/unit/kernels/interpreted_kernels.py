@@ -182,9 +182,9 @@ def check_rows(count: int, width: int) -> None:
     sampling_twins.check_greedy_masked(greedy.greedy_masked, torch.randn(9, width))
 
 
-def check_gemv(count: int, width: int, rows: int, config: GemvConfig | None) -> None:
+def check_gemv(width: int, rows: int, config: GemvConfig | None) -> None:
     """GEMVs with their neighbours, with biases and without."""
-    x, norm, residual = torch.randn(count, width), torch.randn(width), torch.randn(count, rows)
+    x, norm, residual = torch.randn(1, width), torch.randn(width), torch.randn(1, rows)
     weight, bias = torch.randn(2 * rows, width) * 0.02, torch.randn(2 * rows)
     half = weight[:rows]
     close(gemv.linear(x, half, config=config), plain.linear(x, half))
@@ -313,14 +313,13 @@ if __name__ == "__main__":
     if THOROUGH:
         check_sampler(torch.randn(3, 60).half() * 3, [rare, *many[1:]])
     check_swiglu_gemm(130, 128, 256)
-    for count in (1, 2):
-        check_gemv(count, 100, 24, None)
-        check_gemv(count, 100, 24, GemvConfig(4, 32, 0, 1))  # tiles, the last one not full
-        check_gemv(count, 96, 24, GemvConfig(4, 32, 2, 1))  # in a pipelined loop
-        for kind in ("linear", "norm_linear", "norm_swiglu", "linear_residual"):
-            for columns in (2048, 2560, 5120, 9728, 12288, 25600):
-                tuned = tuning.gemv_config(kind, 4096, columns, count)
-                assert tuning.pads_little(columns, tuned.tile) or tuned.tile >= columns
+    check_gemv(100, 24, None)
+    check_gemv(100, 24, GemvConfig(4, 32, 0, 1))  # tiles, the last one not full
+    check_gemv(96, 24, GemvConfig(4, 32, 2, 1))  # in a pipelined loop
+    for kind in ("linear", "norm_linear", "norm_swiglu", "linear_residual"):
+        for columns in (2048, 2560, 5120, 9728, 12288, 25600):
+            tuned = tuning.gemv_config(kind, 4096, columns)
+            assert tuning.pads_little(columns, tuned.tile) or tuned.tile >= columns
     for size in ((1, 96), (3, 1100)) if THOROUGH else ((3, 1100),):
         check_rows(*size)
     for size in ((1, 16), (300, 32)):
