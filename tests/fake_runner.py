@@ -251,7 +251,7 @@ class FakeRunner:
             try:
                 self.on_execute(step)
             except BaseException:
-                self._damage_states(step)
+                self._damage_rows(step)
                 raise
         for start, sampling in zip(step.compute.row_starts, step.sample.row_starts, strict=True):
             assert 0 <= start.row == sampling.row < self.info.max_num_sequences
@@ -348,11 +348,14 @@ class FakeRunner:
             self._states[start.row] = self._checkpoints[start.checkpoint]
             self.num_restored += 1
 
-    def _damage_states(self, step: Step) -> None:
-        """A step that raises has changed its rows' states, and perhaps copied them."""
-        while self.info.has_states and self._queue:
+    def _damage_rows(self, step: Step) -> None:
+        """A step that raises may have run and sampled: what its rows keep is undefined, and their
+        states are perhaps copied.
+        """
+        while self._queue:
             self.run_oldest()
-        self._states |= dict.fromkeys(step.compute.rows.tolist(), _GARBAGE)
+        for of_row in (self._last, self._lengths, self._states):
+            of_row |= dict.fromkeys(step.compute.rows.tolist(), _GARBAGE)
         if step.compute.state_saves is not None:
             self._checkpoints |= dict.fromkeys(step.compute.state_saves[:, 1].tolist(), _GARBAGE)
 

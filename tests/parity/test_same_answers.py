@@ -5,6 +5,7 @@ The real engine over the real runner, float32 on the CPU, token for token. Greed
 sequences alike: a sample depends on the sequence's own seed and place, not on its neighbours.
 """
 
+import itertools
 import mmap
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
@@ -110,13 +111,14 @@ class Bench:
         return Engine(
             runner,
             overlap=overlap,
+            out_of_memory=(torch.OutOfMemoryError,),
             prefix_caching=prefix_caching,
             min_partial_tokens=1,
             min_checkpoint_tokens=1,
         )
 
-    def ask(self, engine: Engine, numbers: Seq[int]) -> dict[int, list[int]]:
-        """All at once; the tokens of each."""
+    def ask(self, engine: Engine, numbers: Seq[int], *, failures: int = 0) -> dict[int, list[int]]:
+        """All at once; the tokens of each that does not fail."""
         answers: dict[int, list[int]] = {number: [] for number in numbers}
         for number in numbers:
             question = self.questions[number]
@@ -135,13 +137,18 @@ class Bench:
             for event in done.events:
                 answers[event.sequence_id] += event.token_ids
                 if event.end is not None:
-                    assert event.end.reason == "length", event.end
                     ended.add(event.sequence_id)
+                    if event.end.reason == "failed":
+                        failures -= 1
+                        del answers[event.sequence_id]
+                    else:
+                        assert event.end.reason == "length", event.end
             for wanted in done.images_wanted:
                 for key in wanted.keys:
                     offset = self.questions[wanted.sequence_id].offsets[key]
                     engine.image_ready(wanted.sequence_id, key, offset)
         check_engine(engine)
+        assert failures == 0
         return answers
 
 
@@ -208,3 +215,24 @@ def test_prefix_hit(bench: Bench, alone: dict[int, list[int]]) -> None:
     hits = engine.stats().num_prefix_hit_tokens
     assert bench.ask(engine, range(NUM_REQUESTS)) == alone
     assert engine.stats().num_prefix_hit_tokens > hits + 16 * NUM_REQUESTS // 2
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_beside_one_that_the_device_has_no_memory_for(
+    bench: Bench, alone: dict[int, list[int]], overlap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step that has sampled fails where its tokens are copied: those of its batch are sampled
+    once, from the tokens before.
+    """
+    engine = bench.engine(overlap=overlap)
+    readback = engine._runner.sampler._readback
+    copy, calls = readback.tokens, itertools.count()
+
+    def tokens(*arguments):
+        if next(calls) in (1, 2, 4, 5, 7, 8):
+            raise torch.OutOfMemoryError
+        return copy(*arguments)
+
+    monkeypatch.setattr(readback, "tokens", tokens)
+    answers = bench.ask(engine, range(NUM_REQUESTS), failures=6)
+    assert answers == {number: alone[number] for number in answers}

@@ -298,7 +298,7 @@ class Engine:
     def _fail_largest(self, batch: Batch, error: BaseException) -> None:
         """Fails one sequence of a step that did not fit into the device's memory."""
         largest = max(batch.chunks, key=lambda chunk: (chunk.length, chunk.sequence.admission))
-        self.scheduler.roll_back(batch)
+        self.scheduler.abandon(batch)
         log.warning(
             "the device is out of memory: the longest sequence of a step ends; lower "
             "DECODER_MAX_NUM_SEQUENCES, DECODER_MAX_MODEL_LEN or DECODER_MEMORY_FRACTION"

@@ -73,14 +73,10 @@ class ModelRunner:
                 self.sampler.start_rows(step.sample.row_starts)
             prepared = self._stage(step)
         _, inputs, sampling = prepared
-        try:
-            if len(step.sample.late):
-                self.sampler.begin_masks(step.sample.token_masks)
-            computed = self.computer.run(step.compute, inputs)
-            return self.sampler.sample(step, computed, sampling)
-        except Exception:
-            self.computer.resend = True
-            raise
+        if len(step.sample.late):
+            self.sampler.begin_masks(step.sample.token_masks)
+        computed = self.computer.run(step.compute, inputs)
+        return self.sampler.sample(step, computed, sampling)
 
     def close(self) -> None:
         """Releases the arena; the process may go on without the runner."""

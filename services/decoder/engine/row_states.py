@@ -10,13 +10,7 @@ Checkpoints = tuple[tuple[int, int], ...]  # of a chunk, see `Chunk.checkpoints`
 
 
 class RowStates:
-    """Of a model without recurrent states: a prefix is its blocks, and a chunk ends anywhere.
-
-    Attributes:
-        exist: a step changes them, which cannot be taken back.
-    """
-
-    exist = False
+    """Of a model without recurrent states: a prefix is its blocks, and a chunk ends anywhere."""
 
     def __contains__(self, block_hash: bytes) -> bool:
         """Whether a sequence can go on behind a prefix that ends with this block."""

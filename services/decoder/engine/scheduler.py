@@ -268,9 +268,7 @@ class Scheduler:
         return wanted
 
     def roll_back(self, batch: Batch) -> None:
-        """Reverts a batch that was not launched: its chunks are scheduled again, or its sequences
-        begin again if they have recurrent states, which may have been changed.
-        """
+        """Reverts a batch that was not launched: its chunks are scheduled again."""
         for chunk in batch.chunks:
             sequence, number = chunk.sequence, chunk.sequence.sequence_id
             sequence.num_computed_tokens = chunk.start
@@ -284,10 +282,15 @@ class Scheduler:
             sequence.num_sent_blocks = 0
         self._admitted = batch.admitted + self._admitted
         self._extended = batch.extended + self._extended
-        if self.blocks.states.exist:
-            for chunk in batch.chunks:
-                self.blocks.states.abandon(chunk.checkpoints)
-                self._preempt(chunk.sequence)
+
+    def abandon(self, batch: Batch) -> None:
+        """Reverts a batch whose launch has failed: its sequences begin again, because their rows
+        on the device are undefined.
+        """
+        self.roll_back(batch)
+        for chunk in batch.chunks:
+            self.blocks.states.abandon(chunk.checkpoints)
+            self._preempt(chunk.sequence)
 
     # Decoding.
 

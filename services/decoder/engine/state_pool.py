@@ -35,8 +35,6 @@ class StateCheckpoints(RowStates):
         ValueError: steps may yield several tokens.
     """
 
-    exist = True
-
     def __init__(
         self, info: EngineInfo, *, prefix_caching: bool = True, least: int | None = None
     ) -> None:

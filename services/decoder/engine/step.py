@@ -241,8 +241,7 @@ class Runner(Protocol):
     def execute(self, step: Step) -> PendingStep:
         """Launches one step and returns without waiting for the device.
 
-        A step that raised may be sent again, in whole or in part: updates of rows and block tables
-        can be applied twice. Recurrent states cannot: those of its rows are undefined, and a row of
-        such a model starts again.
+        A step that raised may have computed and sampled: the rows of its chunks are undefined and
+        start again. Updates of other rows and their block tables are sent again.
         """
         ...

@@ -62,7 +62,6 @@ class StepComputer:
     """Owner of what the device keeps, of the staging buffer, and of the graphs.
 
     Attributes:
-        resend: a step has failed, so that lengths on the device may be wrong.
         staging: begun by `stage`.
         graphs: captured kinds of steps, see graphs.py.
 
@@ -83,7 +82,6 @@ class StepComputer:
             _staging_bytes(info, state.rows.blocks.shape[1]), state.kv_cache.device
         )
         self.graphs: list[Graphs] = []
-        self.resend = False
         self._model = model
         self._state = state
         self._ranks = ranks
@@ -98,7 +96,7 @@ class StepComputer:
 
     def stage(self, step: ComputeStep) -> StepInputs:
         """Copies a step's arrays into the staging buffer, behind which others may be put."""
-        inputs = step_inputs.lay_out(step, self._max_blocks, resend=self.resend)
+        inputs = step_inputs.lay_out(step, self._max_blocks)
         graphs = None
         if not step.keeps_hidden:
             graphs, inputs = self._graphs_for(inputs)

@@ -117,15 +117,10 @@ _NO_UPDATES = np.empty(0, np.int64), np.empty(0, np.int32)
 NOTHING_NEW = RowUpdates(_NO_UPDATES, _NO_UPDATES)
 
 
-def lay_out(step: ComputeStep, max_blocks: int, *, resend: bool = False) -> StepInputs:
-    """The inputs of a step.
-
-    Args:
-        max_blocks: of a row.
-        resend: lengths of rows on the device may be wrong.
-    """
+def lay_out(step: ComputeStep, max_blocks: int) -> StepInputs:
+    """The inputs of a step; `max_blocks`: of a row."""
     if step.num_from_device == len(step.rows):
-        return _decodes_from_device(step, max_blocks, resend=resend)
+        return _decodes_from_device(step, max_blocks)
     # Plain Python per chunk, as in `Batch.to_step`.
     fed, lengths = step.num_from_device, step.lengths.tolist()
     *firsts, num_tokens = accumulate(lengths, initial=0)
@@ -142,9 +137,7 @@ def lay_out(step: ComputeStep, max_blocks: int, *, resend: bool = False) -> Step
     chunks[OfChunk.ROW], chunks[OfChunk.PLACE] = step.rows, -1
     chunks[OfChunk.END] = seq_lens = (step.starts + step.lengths).astype(np.int32)
     if fed:
-        tokens[OfToken.INDEX, :fed] = -1
-        if not resend:
-            chunks[OfChunk.END, :fed] = -1
+        tokens[OfToken.INDEX, :fed] = chunks[OfChunk.END, :fed] = -1
     return StepInputs(
         num_tokens=num_tokens,
         num_decodes=_leading_ones(lengths),
@@ -159,23 +152,20 @@ def lay_out(step: ComputeStep, max_blocks: int, *, resend: bool = False) -> Step
     )
 
 
-def _decodes_from_device(step: ComputeStep, max_blocks: int, *, resend: bool) -> StepInputs:
+def _decodes_from_device(step: ComputeStep, max_blocks: int) -> StepInputs:
     """`lay_out` of the most frequent kind of step, in half the time."""
     count = len(step.rows)
     tokens = np.zeros((OfToken.COUNT, count), np.int32)
     chunks = np.empty((OfChunk.COUNT, count), np.int32)
     tokens[OfToken.ROW] = chunks[OfChunk.ROW] = step.rows
     tokens[OfToken.INDEX] = chunks[OfChunk.END : OfChunk.PLACE + 1] = -1
-    seq_lens = (step.starts + 1).astype(np.int32)
-    if resend:
-        chunks[OfChunk.END] = seq_lens
     return StepInputs(
         num_tokens=count,
         num_decodes=count,
         tokens=tokens,
         chunks=chunks,
         cu_query_lens=np.arange(count + 1, dtype=np.int32),
-        seq_lens=seq_lens,
+        seq_lens=(step.starts + 1).astype(np.int32),
         first_blocks=chunks[OfChunk.ROW] * max_blocks,
         samples=step.samples,
         images=[],
