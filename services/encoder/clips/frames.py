@@ -75,6 +75,7 @@ class Frames:
         frames_s = _LONG_GONE_FRAMES / index.rate if index.rate else 0.0
         self._most_s = max(frames_s, _LONG_GONE_S)
         self._opened = None
+        self._skips = True
         self._rewind()
 
     def frame(self, index: int) -> VideoFrame:
@@ -101,7 +102,7 @@ class Frames:
         place = entry.pts, -1 if self._index.by_order else entry.packet
         if self._shown is not None and self._shown[:2] > place:
             self._rewind()
-        if entry.start > self._num_read:
+        if self._skips and entry.start > self._num_read:
             self._skip(entry.start)
         while self._shown is None or self._shown[:2] < place:
             following = self._peek()
@@ -131,12 +132,18 @@ class Frames:
         self._is_over = False
 
     def _skip(self, packet: int) -> None:
-        """What is before a packet is not decoded."""
+        """What is before a keyframe is not decoded, unless its packet only begins a gradual refresh
+        of the picture: a decoder gives later frames alone, and some of them wrong.
+        """
         while self._num_read < packet and next(self._packets, None) is not None:
             self._num_read += 1
         self._stream.codec_context.flush_buffers()
         self._decoded.clear()
         self._shown = None
+        first = self._peek()
+        if first is None or first.packet not in (packet, -1):
+            self._skips = False
+            self._rewind()
 
     def _peek(self) -> _Given | None:
         """The frame that the decoder gives next; None: there is none."""

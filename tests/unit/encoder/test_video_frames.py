@@ -66,6 +66,20 @@ def test_a_video_may_be_cut_anywhere(kind: str, options: dict[str, str], frames_
             assert np.array_equal(pixels(frames, index), expected[index]), index
 
 
+@pytest.mark.parametrize("kind", ["mp4", "transport stream"])
+@pytest.mark.parametrize("frames_apart", [1, 5, 19])
+def test_keyframes_of_a_gradual_refresh_are_no_pictures(kind: str, frames_apart: int) -> None:
+    """As live encoders and cameras make them: a decoder that starts there gives nothing until the
+    picture is whole.
+    """
+    options = {"x264-params": "log-level=-1:intra-refresh=1:keyint=6:bframes=0"}
+    data = make(kind, frames=60, options=options)
+    expected = decoded(data)
+    with closing(Frames(memoryview(data))) as frames:
+        for index in (*range(0, 60, frames_apart), 2, 58, 31):
+            assert np.array_equal(pixels(frames, index), expected[index]), index
+
+
 @pytest.mark.parametrize(
     "edits", [((500, 6), (500, 0)), ((500, 0), (500, 6)), ((900, 0), (900, 5))]
 )
