@@ -95,6 +95,9 @@ class Frames:
 
     def close(self) -> None:
         if self._opened is not None:
+            # A decoder's thread that lets a packet go (`copy_opaque`) waits for the interpreter,
+            # which keeps still while a decoder is freed.
+            self._stream.codec_context.flush_buffers()
             self._opened.__exit__(None, None, None)
             self._opened = None
 

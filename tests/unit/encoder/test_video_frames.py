@@ -1,6 +1,8 @@
 """Frames of videos by index: which there are, and that they are those which PyAV decodes."""
 
 import struct
+import subprocess
+import sys
 from contextlib import closing, suppress
 from fractions import Fraction
 
@@ -12,6 +14,7 @@ from services.common.images.image_key import FRAME_DIGEST_BYTES
 from services.encoder.clips.container import to_rgb, upright_size
 from services.encoder.clips.frames import Frames, probe
 from services.encoder.clips.questions import Facts
+from tests.noise import PATIENCE_S
 from tests.videos import KINDS, av1, box, cut, decoded, index_first, make, patched, segments, sound
 
 
@@ -78,6 +81,18 @@ def test_keyframes_of_a_gradual_refresh_are_no_pictures(kind: str, frames_apart:
     with closing(Frames(memoryview(data))) as frames:
         for index in (*range(0, 60, frames_apart), 2, 58, 31):
             assert np.array_equal(pixels(frames, index), expected[index]), index
+
+
+def test_a_decoder_is_freed_while_its_threads_work() -> None:
+    """In a process of its own: one of some hundreds hung, its threads and the interpreter waiting
+    for each other.
+    """
+    rewind = (
+        "from services.encoder.clips.frames import Frames; from tests.videos import av1\n"
+        "frames = Frames(memoryview(av1()))\n"
+        "for index in (4, 0) * 1000: frames.frame(index)\n"
+    )
+    subprocess.run([sys.executable, "-c", rewind], check=True, timeout=PATIENCE_S)
 
 
 @pytest.mark.parametrize(
