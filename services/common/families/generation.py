@@ -65,21 +65,19 @@ def eos_token_ids(directory: Path, vocab_size: int, *sources: Mapping[str, Any])
     """The union, first named first, with the tokenizer's own: files do not always agree.
 
     Args:
-        vocab_size: the tokenizer's id counts if it is below.
+        vocab_size: ids that are below can be sampled; no others count.
         sources: JSON objects with an `eos_token_id`.
     """
-    found: list[int] = []
+    found: list[int | None] = []
     for source in sources:
         given = source.get("eos_token_id")
         found += [given] if isinstance(given, int) else given or ()
-    token = _eos_token(directory)
-    if token is not None:
-        token_id = _token_id(directory, token)
-        if token_id is not None and token_id < vocab_size:
-            found.append(token_id)
-        else:
-            log.warning("eos_token %r of the tokenizer is not in its vocabulary", token)
-    return tuple(dict.fromkeys(found))
+    if (token := _eos_token(directory)) is not None:
+        found.append(_token_id(directory, token))
+    known = tuple(i for i in dict.fromkeys(found) if i is not None and 0 <= i < vocab_size)
+    if len(known) < len(set(found)):
+        log.warning("%s: not all tokens that end answers are in the vocabulary", directory)
+    return known
 
 
 def _eos_token(directory: Path) -> str | None:

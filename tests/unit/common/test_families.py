@@ -272,6 +272,14 @@ def test_eos_ids_of_both_files(tmp_path: Path) -> None:
     assert read(tmp_path, QWEN2, {}, eos_token_id=None).eos_token_ids == ()
 
 
+def test_eos_ids_beyond_the_vocabulary_end_nothing(tmp_path: Path) -> None:
+    """As where somebody has left tokens out of it: each request would be refused for them."""
+    size = read(tmp_path, QWEN2).text.vocab_size
+    stale = {"eos_token_id": [size, 151645, size + 5, -1]}
+    assert read(tmp_path, QWEN2, stale).eos_token_ids == (151645,)
+    assert read(tmp_path, QWEN2, stale, vocab_size=1000).eos_token_ids == ()
+
+
 def test_quantization_is_read_for_text_models_too(tmp_path: Path) -> None:
     given = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     quantization = read(tmp_path, QWEN3, quantization_config=given).checkpoint.quantization
