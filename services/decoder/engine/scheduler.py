@@ -268,16 +268,13 @@ class Scheduler:
         return wanted
 
     def roll_back(self, batch: Batch) -> None:
-        """Reverts a batch that was not launched: its chunks are scheduled again."""
+        """Reverts a batch that was not launched. One of decodes from the device alone is scheduled
+        again as it was.
+        """
         for chunk in batch.chunks:
-            sequence, number = chunk.sequence, chunk.sequence.sequence_id
-            sequence.num_computed_tokens = chunk.start
+            chunk.sequence.num_computed_tokens = chunk.start
             if chunk.samples:
-                sequence.num_in_flight -= 1
-            if not chunk.from_device:  # its ids are known: as good as the rest of a prompt
-                for group in (self._decoding, self._awaiting, self._stalled):
-                    group.pop(number, None)
-                self._prefilling[number] = sequence
+                chunk.sequence.num_in_flight -= 1
         for sequence in (*batch.admitted, *batch.extended):
             sequence.num_sent_blocks = 0
         self._admitted = batch.admitted + self._admitted

@@ -189,14 +189,28 @@ def test_what_a_small_budget_leaves_before_a_missing_image_waits():
 def test_rolling_back_leaves_no_trace():
     scheduler = scheduler_of(budget=16)
     add(scheduler, 1, 4)
+    add(scheduler, 2, 3)
     step(scheduler)
-    add(scheduler, 2, 8, ImageSpan(KEY, 4, 4))
-    add(scheduler, 3, 4)
     batch = scheduler.schedule()
+    assert all(chunk.from_device for chunk in batch.chunks)
     before = [(c.sequence.sequence_id, c.start, c.length) for c in batch.chunks]
     scheduler.roll_back(batch)
     check_scheduler(scheduler)
     assert step(scheduler) == before
+
+
+def test_sequences_of_a_batch_that_was_abandoned_begin_again():
+    scheduler = scheduler_of(budget=16)
+    add(scheduler, 1, 4)
+    step(scheduler)
+    waiting = add(scheduler, 2, 8, ImageSpan(KEY, 4, 4))
+    add(scheduler, 3, 4)
+    scheduler.abandon(scheduler.schedule())
+    check_scheduler(scheduler)
+    assert scheduler.num_running == 0 and scheduler.num_waiting == 3
+    assert step(scheduler) == [(1, 4, 1), (3, 0, 4)]  # behind a block that is known
+    scheduler.image_ready(waiting, KEY, 0)
+    assert step(scheduler)[-1] == (2, 0, 8)
 
 
 @pytest.mark.parametrize(
