@@ -75,6 +75,20 @@ def test_thoughts_and_calls_are_part_of_it(thinking):
         assert found == prompt(thinking)
 
 
+def test_answers_to_requests_of_one_id_are_kept_apart(client, stack):
+    """As a caller has one that passes its own request's id on."""
+    same = {"x-request-id": "mine"}
+    first = client.responses.create(model=MODEL, input="one", extra_headers=same)
+    second = client.responses.create(
+        model=MODEL, input="two", previous_response_id=first.id, extra_headers=same
+    )
+    client.responses.create(model=MODEL, input="three", previous_response_id=second.id)
+    answer = {"role": "assistant", "content": "A red circle."}
+    one, two, three = ({"role": "user", "content": text} for text in ("one", "two", "three"))
+    assert prompt(stack) == chat_prompt(stack, messages=[one, answer, two, answer, three])
+    assert first.id.startswith("resp_mine") and client.responses.retrieve(first.id) == first
+
+
 def test_long_turns_are_kept_too(stack):
     metadata = {"note": "x" * 90_000}
     first = post(stack, input="one", metadata=metadata).json()

@@ -38,7 +38,7 @@ class ChatEndpoint(Endpoint):
         continuous = bool(options and options.continuous)
         include_usage = bool(options and options.include_usage) or continuous
         writer = ChunkWriter(
-            work.response_id("chatcmpl"), now(), self._service.model_name, include_usage
+            f"chatcmpl-{work.answer_id}", now(), self._service.model_name, include_usage
         )
         usage = completion.usage() if continuous else None
         prompt_ids = completion.prompt_token_ids() if request.return_token_ids else None
@@ -74,7 +74,7 @@ class ChatEndpoint(Endpoint):
         request = completion.prepared.chat
         updates_of = await self.collect(completion)
         response = ChatCompletion(
-            id=work.response_id("chatcmpl"),
+            id=f"chatcmpl-{work.answer_id}",
             created=now(),
             model=self._service.model_name,
             choices=[

@@ -57,9 +57,10 @@ class Work:
     paths: Mapping[str, str] = field(default_factory=dict[str, str])
     writer: object = None
 
-    def response_id(self, prefix: str) -> str:
-        """The answer's id, from the request's."""
-        return f"{prefix}-{self.exchange.request_id.removeprefix('req-')}"
+    @property
+    def answer_id(self) -> str:
+        """What the answer's id holds of the request's."""
+        return self.exchange.request_id.removeprefix("req-")
 
 
 class Endpoint(ABC):

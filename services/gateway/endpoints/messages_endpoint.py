@@ -70,8 +70,9 @@ class MessagesEndpoint(WritingEndpoint):
         chat.top_k = request.top_k
         check_chat_request(chat)
         completion = await self.prepare(work, chat)
-        message_id = f"msg_{work.response_id('').removeprefix('-')}"
-        answer = api.MessageAnswer(message_id, self._service.model_name, [], api.MessageUsage(0, 0))
+        answer = api.MessageAnswer(
+            f"msg_{work.answer_id}", self._service.model_name, [], api.MessageUsage(0, 0)
+        )
         if not request.stream:
             updates = (await self.collect(completion))[0]
             answer.content = blocks([part for update in updates for part in update.parts])

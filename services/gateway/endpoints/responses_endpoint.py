@@ -5,6 +5,7 @@ A stream has OpenAI's events in OpenAI's order, numbered from 0.
 
 from collections.abc import Sequence
 from copy import deepcopy
+from secrets import token_hex
 
 from msgspec import UNSET, UnsetType, structs
 
@@ -85,9 +86,9 @@ class ResponsesEndpoint(WritingEndpoint):
             with work.timings.measure("tokenize"):
                 draft = await draft_with_room(self._service, chat)
         completion = await self.prepare(work, chat, draft=draft)
-        writer = work.writer = ResponseWriter(
-            request, work.response_id("resp"), completion, self._service.model_name
-        )
+        # Its own: a client's id may be that of several requests.
+        name = f"{work.answer_id}-{token_hex(4)}"
+        writer = work.writer = ResponseWriter(request, name, completion, self._service.model_name)
         if not request.stream:
             for update in (await self.collect(completion))[0]:
                 writer.update(update)
@@ -339,14 +340,14 @@ class ResponseWriter(AnswerWriter[api.ResponseEvent]):
     def __init__(
         self,
         request: api.ResponsesRequest,
-        response_id: str,
+        response_id: str,  # what the ids of its items hold, too
         completion: Completion,
         model_name: str,
     ) -> None:
         super().__init__(completion)
         self._number = 0
         self._pieces: list[str] = []  # of the open item
-        self._id = response_id.removeprefix("resp-")
+        self._id = response_id
         self._namespaces = _namespaces(request)
         sampling, text = completion.prepared.sampling, request.text
         self.response = api.ResponseObject(

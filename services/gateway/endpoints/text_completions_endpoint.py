@@ -58,7 +58,7 @@ class TextCompletionEndpoint(Endpoint):
             await asyncio.sleep(0)  # other requests' turn: each prompt may take some ms
         tokenizer = self._service.tokenizer
         writer = _Writer(
-            request, work.response_id("cmpl"), beginnings, tokenizer, self._service.model_name
+            request, f"cmpl-{work.answer_id}", beginnings, tokenizer, self._service.model_name
         )
         if request.stream:
             await self._stream(work, writer)
