@@ -21,7 +21,12 @@ const cells = (model) => {
   const base = { model, maxRetries: 0, maxOutputTokens: 200 };
   return {
     async text() {
-      assert((await generateText({ ...base, prompt: QUESTION })).text);
+      const asked = { role: "user", content: QUESTION };
+      const first = await generateText({ ...base, messages: [asked] });
+      assert(first.text);
+      // Responses: the answer is not sent again, but named.
+      const messages = [asked, ...first.response.messages, asked];
+      assert((await generateText({ ...base, messages })).text);
     },
     async image() {
       assert((await generateText({ ...base, messages: imageMessages })).text.includes("red"));

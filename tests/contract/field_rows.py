@@ -277,7 +277,6 @@ _RESPONSE_ROWS = [
         "input.encrypted_content"),
     Row(RESPONSES, {"previous_response_id": None}, SERVED),
     Row(RESPONSES, {"store": True}, SERVED),
-    Row(RESPONSES, items({"type": "item_reference", "id": "x"}), Refused("input[1].type")),
     Row(RESPONSES, items({"type": "computer_call_output"}), Refused("input[1].type")),
 ]  # fmt: skip
 

@@ -75,6 +75,33 @@ def test_thoughts_and_calls_are_part_of_it(thinking):
         assert found == prompt(thinking)
 
 
+def test_items_of_answers_are_named_instead_of_sent(thinking):
+    with client_of(thinking) as client:
+        say(thinking, THOUGHT + "Text. " + CALLS["hermes"])
+        first = client.responses.create(model=MODEL, input="one", tools=TOOLS)
+        call = first.output[-1]
+        result = {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}
+        one = {"role": "user", "content": "one"}
+        client.responses.create(model=MODEL, input=[one, *first.output, result], tools=TOOLS)
+        found = prompt(thinking)
+        named = [{"type": "item_reference", "id": item.id} for item in first.output]
+        second = client.responses.create(model=MODEL, input=[one, *named, result], tools=TOOLS)
+        assert len(named) == 4 and prompt(thinking) == found
+        # What is kept has the items themselves.
+        client.responses.delete(first.id)
+        client.responses.create(model=MODEL, input="two", previous_response_id=second.id)
+        for wrong in (named[0], {"type": "item_reference"}, {**named[0], "id": "x"}):
+            refused = post(thinking, input=[one, wrong])
+            assert refused.status_code == 404 and refused.json()["error"]["param"] == "input[1].id"
+
+
+def test_an_item_is_named_once(stack):
+    item = post(stack).json()["output"][0]
+    named = {"type": "item_reference", "id": item["id"]}
+    refused = post(stack, input=[named, named])
+    assert refused.status_code == 404 and refused.json()["error"]["param"] == "input[1].id"
+
+
 def test_answers_to_requests_of_one_id_are_kept_apart(client, stack):
     """As a caller has one that passes its own request's id on."""
     same = {"x-request-id": "mine"}

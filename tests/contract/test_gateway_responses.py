@@ -279,7 +279,6 @@ def test_failure_in_mid_stream(client, stack):
         ({"input": None}, "input"),
         ({"input": [{"role": "user"}]}, "input[0].content"),
         ({"input": [{"role": "user", "content": "x", "call_id": "1"}]}, "input[0].call_id"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
         ({"input": [{"type": "function_call", "call_id": "1", "name": "f"}]}, "input[0].arguments"),
         (
             {"input": [{"type": "function_call", "call_id": "1", "name": "f", "arguments": "["}]},

@@ -76,13 +76,31 @@ class KeptResponses:
             turns.append(turn.items)
             num_items += len(turn.items)
             num_bytes += size
-            if num_items > MAX_MESSAGES or num_bytes > _MAX_BYTES:
-                raise InvalidRequest(
-                    f"the conversation has more than {MAX_MESSAGES} items or {_MAX_BYTES} bytes",
-                    param="previous_response_id",
-                )
+            _check_length(num_items, num_bytes, "previous_response_id")
             response_id = turn.previous
         return [item for items in reversed(turns) for item in items]
+
+    async def resolve(self, tenant: str, items: list[api.InputItem]) -> None:
+        """Puts items of earlier answers in the places of references to them.
+
+        Raises:
+            NotFound: one is not kept, or is named twice.
+            InvalidRequest: their turns are too long.
+        """
+        found: dict[str | None, api.InputItem] = {}
+        sizes: dict[str, int] = {}
+        for index, item in enumerate(items):
+            if item.type != "item_reference":
+                continue
+            name, param = item.id or "", f"input[{index}].id"
+            response_id = f"resp_{name.partition('_')[2].rpartition('_')[0]}"
+            if response_id not in sizes:
+                turn, sizes[response_id] = await self._turn(tenant, response_id, param)
+                _check_length(len(items), sum(sizes.values()), param)
+                found |= {each.id: each for each in turn.items}
+            if name not in found:
+                raise self._not_found(name, param)
+            items[index] = found.pop(name)
 
     async def keep(
         self,
@@ -187,6 +205,14 @@ class KeptResponses:
         return found
 
 
+def _check_length(num_items: int, num_bytes: int, param: str) -> None:
+    if num_items > MAX_MESSAGES or num_bytes > _MAX_BYTES:
+        raise InvalidRequest(
+            f"the conversation has more than {MAX_MESSAGES} items or {_MAX_BYTES} bytes",
+            param=param,
+        )
+
+
 def _name(response_id: str) -> str:
     return f"response:{response_id[:_MAX_ID_LENGTH]}"
 
@@ -198,15 +224,15 @@ def _as_input(item: api.OutputItem) -> api.InputItem:
             texts: list[api.InputPart] = [
                 api.ResponseOutputText(part.text) for part in item.content
             ]
-            return api.InputItem(role="assistant", content=texts)
+            return api.InputItem(id=item.id, role="assistant", content=texts)
         case api.OutputReasoning():
             thoughts: list[api.InputPart] = [
                 api.ResponseReasoningText(p.text) for p in item.content
             ]
-            return api.InputItem(type="reasoning", content=thoughts)
+            return api.InputItem(type="reasoning", id=item.id, content=thoughts)
         case api.OutputCall():
             namespace = item.namespace if isinstance(item.namespace, str) else None
             return api.InputItem(
-                type="function_call", call_id=item.call_id, name=item.name, namespace=namespace,
-                arguments=item.arguments,
+                type="function_call", id=item.id, call_id=item.call_id, name=item.name,
+                namespace=namespace, arguments=item.arguments,
             )  # fmt: skip

@@ -78,7 +78,10 @@ class ResponsesEndpoint(WritingEndpoint):
         self._service.check_model(request.model)
         paths = dict(_PATHS)
         work.paths = paths
-        before = await self._kept.items_until(work.slot.tenant.name, request.previous_response_id)
+        tenant = work.slot.tenant.name
+        before = await self._kept.items_until(tenant, request.previous_response_id)
+        if isinstance(request.input, list):
+            await self._kept.resolve(tenant, request.input)
         chat = to_chat(request, paths, before)
         check_chat_request(chat)
         draft = None

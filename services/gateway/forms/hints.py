@@ -130,7 +130,7 @@ TABLE: Sequence[Hints] = (
     Hints(("ImageUrl",), _all("format"), "guess what the bytes decide"),
     Hints(
         ("InputItem",),
-        _all("id status phase summary encrypted_content created_by cache_control execution"),
+        _all("status phase summary encrypted_content created_by cache_control execution"),
         "come back with an earlier answer",
     ),
     Hints(

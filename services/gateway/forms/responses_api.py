@@ -78,10 +78,11 @@ class InputItem(Struct, kw_only=True, forbid_unknown_fields=True):
     type: (
         Literal[
             "message", "function_call", "function_call_output", "custom_tool_call",
-            "custom_tool_call_output", "reasoning",
+            "custom_tool_call_output", "reasoning", "item_reference",
         ]
         | None
     ) = None  # fmt: skip
+    id: str | None = None  # of an item of an earlier answer: what a reference names
     # Of a message, and `content` of reasoning.
     role: Literal["user", "assistant", "system", "developer"] | None = None
     content: _Content | None = None
@@ -210,6 +211,7 @@ _NEEDED: Mapping[str, Sequence[str]] = {
     "custom_tool_call": ("call_id", "name", "input"),
     "custom_tool_call_output": ("call_id", "output"),
     "reasoning": (),
+    "item_reference": (),
 }
 _CALL = ("call_id", "name", "namespace")
 _ALLOWED: Mapping[str, Sequence[str]] = {
