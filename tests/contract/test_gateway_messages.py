@@ -83,6 +83,12 @@ def test_answer(client, stack):
     assert found == chat_prompt(stack, messages=messages)
 
 
+def test_text_has_no_citations(stack):
+    """Clients that know them as a list refuse null: @ai-sdk/anthropic 3."""
+    assert post(stack).json()["content"] == [{"type": "text", "text": "A red circle."}]
+    assert "citations" not in post(stack, stream=True).text
+
+
 def test_ends(client, stack):
     cut = client.messages.create(model=MODEL, max_tokens=2, messages=HELLO)
     assert cut.stop_reason == "max_tokens"

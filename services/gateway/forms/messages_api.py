@@ -244,7 +244,6 @@ class TextAnswer(Struct, tag_field="type", tag="text"):
     """Text of the answer."""
 
     text: str
-    citations: None = None
 
 
 class ThinkingAnswer(Struct, tag_field="type", tag="thinking"):
