@@ -103,7 +103,8 @@ class Ignored:
         return HEADER, ", ".join(self.names).encode("latin-1")
 
     def without(self, kind: object, body: bytes | bytearray) -> bytes | None:
-        """A body's JSON without what changes no answer; None: nothing was taken out.
+        """A body's JSON without what changes no answer, and with `1` for `1.0`, as programs without
+        whole numbers write them; None: its type's error stands.
 
         Raises:
             InvalidRequest: a field that is not served has a value that would change the answer.
@@ -116,9 +117,8 @@ class Ignored:
             value = msgspec.json.decode(body)
         except msgspec.ValidationError:  # a number out of range, which the type's error names
             return None
-        before = len(self.names)
         self._walk(value, shape, "", "")
-        return None if len(self.names) == before else msgspec.json.encode(value)
+        return msgspec.json.encode(value)
 
     def _walk(self, value: object, shape: _Shape, path: str, name: str) -> None:
         if isinstance(value, dict):
@@ -135,16 +135,17 @@ class Ignored:
 
     def _object(self, members: dict[str, object], kind: _Object, path: str, name: str) -> None:
         hints = BY_OBJECT.get(kind.name, {})
-        for key in list(members):
+        for key, value in list(members.items()):
             below = f"{path}.{key}" if path else key
             named = f"{name}.{key}" if name else key
             if key in kind.fields:
                 if (shape := kind.fields[key]) is not None:
-                    self._walk(members[key], shape, below, named)
+                    self._walk(value, shape, below, named)
+                elif isinstance(value, float) and value.is_integer():
+                    members[key] = int(value)
                 continue
             if key == kind.tag_field:
                 continue
-            value = members[key]
             is_empty = value is None or value in ("", [], {})
             taken = hints.get(key, _MISSING)
             if taken is _MISSING:

@@ -45,6 +45,18 @@ def test_fields_without_effect_are_accepted():
     assert found.stream
 
 
+def test_whole_numbers_may_be_written_as_floats():
+    """JSON knows one kind of numbers: Java and Lua write all of them with a point."""
+    image = {"type": "image_url", "image_url": {"url": "data:,", "max_pixels": 65536.0}}
+    found = parse(max_tokens=1e3, n=2.0, messages=[{"role": "user", "content": [image]}])
+    assert (found.max_tokens, found.n) == (1000, 2)
+    assert found.messages[0].content[0].image.max_pixels == 65536
+    for field, value in (("max_tokens", 1.5), ("max_tokens", True), ("n", 0.0)):
+        with pytest.raises(InvalidRequest) as refused:
+            parse(**{field: value})
+        assert refused.value.param == field
+
+
 def test_unserved_fields_may_have_their_default_values():
     found = parse(
         tools=None, tool_choice="none", response_format={"type": "text"}, modalities=["text"],
