@@ -6,6 +6,7 @@
     │   ├── InvalidImage               400
     │   ├── InvalidVideo               400
     │   ├── InvalidGrammar             400
+    │   ├── ThreadUnsupported          400
     │   ├── ModelNotFound              404
     │   └── NotFound                   404  what an earlier request made, or another tenant's did
     ├── PayloadTooLarge                413
@@ -95,6 +96,12 @@ class InvalidGrammar(InvalidRequest):
     """A schema, expression or grammar that an answer cannot be held to."""
 
     code = "invalid_grammar"
+
+
+class ThreadUnsupported(InvalidRequest):
+    """Anthropic's clients send the whole conversation then."""
+
+    code = "thread_unsupported_request"
 
 
 class ModelNotFound(InvalidRequest):

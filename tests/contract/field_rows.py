@@ -291,7 +291,7 @@ _MESSAGE_ROWS = [
         "fast", "diagnostics": {}, "user_profile_id": "x", "workspace_id": "x", "betas": ["x"],
         "cache_control": {"type": "ephemeral"}, "context_management": {"edits": [{"type": "x"}]},
         "container": None, "mcp_servers": [], "compaction": None, "fallbacks": None,
-        "billing_policy": None, "fallback_credit_token": None, "thread": None,
+        "billing_policy": None, "fallback_credit_token": None,
         "ec_transfer_params": None, "kv_transfer_params": {}, "mm_payload": "", "vllm_xargs": None,
         "return_mm_kwargs": None, "watermarking": None,
     }, hint=True),

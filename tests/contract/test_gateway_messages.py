@@ -270,7 +270,28 @@ def test_errors_are_the_clients_own(anthropic, client, stack):
         client.messages.create(model=MODEL, max_tokens=0, messages=HELLO)
     assert bad.value.body["error"]["type"] == "invalid_request_error"
     assert bad.value.body["error"]["message"].startswith("max_tokens: ")
+    assert bad.value.body["error"]["details"] == {"error_code": "invalid_request"}
     assert post(stack, path="/v1/messages/x").json()["error"]["type"] == "not_found_error"
+
+
+def test_a_tool_runner_sends_the_whole_conversation(anthropic, client, stack):
+    """It asks the server to keep the conversation, until that is refused in Anthropic's words."""
+
+    @anthropic.beta_tool
+    def weather(city: str) -> str:
+        """The weather."""
+        return f"sunny in {city}"
+
+    say(stack, '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>')
+    answers = list(
+        client.beta.messages.tool_runner(
+            model=MODEL, max_tokens=300, messages=HELLO, tools=[weather], max_iterations=2
+        )
+    )
+    assert len(answers) == len(stack.decoder.submits) == 2
+    assert "hello" in prompt(stack) and "sunny in Rome" in prompt(stack)
+    refused = post(stack, thread={"type": "continue", "previous_message_id": answers[0].id})
+    assert refused.json()["error"]["message"].startswith("thread: ")
 
 
 def test_key_is_taken_from_either_header(anthropic, loop_thread, tmp_path):

@@ -36,10 +36,11 @@ class ErrorAnswer(Struct):
 
 
 class MessagesErrorDetail(Struct):
-    """What is wrong."""
+    """What is wrong; `details` has the `error_code`."""
 
     type: str
     message: str
+    details: dict[str, str | None]
 
 
 class MessagesErrorAnswer(Struct, tag_field="type", tag="error"):
@@ -66,7 +67,8 @@ def messages_error(status: int, body: ErrorAnswer) -> MessagesErrorAnswer:
     """The same in Anthropic's shape."""
     kind = _ANTHROPIC_TYPES.get(status)
     kind = kind or ("invalid_request_error" if status < 500 else "api_error")
-    return MessagesErrorAnswer(MessagesErrorDetail(kind, body.error.message))
+    details = {"error_code": body.error.code}
+    return MessagesErrorAnswer(MessagesErrorDetail(kind, body.error.message, details))
 
 
 def shaped_for(path: str, status: int, body: ErrorAnswer) -> Struct:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Raw, Struct
 
-from services.common.errors import InvalidRequest
+from services.common.errors import InvalidRequest, ThreadUnsupported
 from services.gateway.forms.generation import MAX_STOPS, StopString
 from services.gateway.forms.ignored import Ignored
 from services.gateway.forms.json_body import Body, decode_json, text_of
@@ -194,6 +194,7 @@ class MessagesRequest(CountTokensRequest, kw_only=True, forbid_unknown_fields=Tr
     temperature: Annotated[float, Meta(ge=0, le=1)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     top_k: Annotated[int, Meta(ge=0, le=1 << 31)] | None = None
+    thread: Any = None  # not served
 
 
 _messages_decoder = msgspec.json.Decoder(MessagesRequest)
@@ -207,6 +208,8 @@ def parse_messages_request(body: Body, ignored: Ignored | None = None) -> Messag
         InvalidRequest: a field is of a wrong type or does not belong there; `param` names it.
     """
     request = decode_json(_messages_decoder, body, ignored)
+    if request.thread is not None:
+        raise ThreadUnsupported("no conversation is kept: send all of it", param="thread")
     _check_turns(request.messages)
     return request
 
