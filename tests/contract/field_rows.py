@@ -183,6 +183,10 @@ _CHAT_ROWS = [
     Row(CHAT, part("input_text", text="x"), SERVED),
     Row(CHAT, part("text", text="x", cache_control={"type": "ephemeral"}),
         "messages.content.cache_control"),
+    # As @openai/agents sends an answer back.
+    Row(CHAT, assistant(tool_calls=[CALL], reasoning="r", content=[{
+        "type": "text", "text": "x", "role": "assistant", "refusal": None, "tool_calls": [CALL],
+        "reasoning": "r", "reasoning_content": "r"}]), "messages.content.tool_calls"),
     Row(CHAT, part("input_audio", input_audio={}), Refused("messages[0].content[1].type")),
     Row(CHAT, part("file", file={}), Refused("messages[0].content[1].type")),
     Row(CHAT, part("video_url", video_url={}), Refused("messages[0].content[1].video_url.url")),

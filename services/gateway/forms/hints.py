@@ -123,8 +123,8 @@ TABLE: Sequence[Hints] = (
     ),
     Hints(
         _CHAT_PARTS + _RESPONSE_PARTS,
-        _all("cache_control prompt_cache_breakpoint annotations citations logprobs id index "
-             "provider_specific_fields"),
+        _all("cache_control prompt_cache_breakpoint annotations citations logprobs id index role "
+             "reasoning reasoning_content tool_calls provider_specific_fields"),
         "end a cached prefix, or come back with an earlier answer",
     ),
     Hints(("ImageUrl",), _all("format"), "guess what the bytes decide"),
