@@ -199,9 +199,7 @@ def _system(given: str | list[api.TextBlock]) -> str | list[ContentPart]:
 
 
 def _part(block: api.TextBlock | api.ImageBlock | api.DocumentBlock) -> ContentPart:
-    if isinstance(block, api.TextBlock):
-        return TextPart(block.text)
-    if isinstance(block, api.DocumentBlock):
+    if isinstance(block, api.TextBlock | api.DocumentBlock):
         return TextPart(block.text)
     source = block.source
     if isinstance(source, api.Base64Source):

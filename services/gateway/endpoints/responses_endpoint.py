@@ -241,8 +241,6 @@ def _content(given: str | list[api.InputPart] | None, path: str) -> str | list[C
             parts.append(ImageUrlPart(image_url=image, uuid=part.uuid))
         elif isinstance(part, api.ResponseReasoningText):
             raise InvalidRequest("belongs to an item of reasoning", param=f"{path}[{index}].type")
-        elif isinstance(part, api.ResponseOutputText):
-            parts.append(TextPart(part.text))
         else:
             parts.append(part)
     return parts
@@ -253,11 +251,10 @@ def _image(part: api.ResponseImage, path: str) -> ImageUrl:
         raise InvalidRequest("files are not kept here; give image_url", param=f"{path}.file_id")
     if part.image_url is None and part.uuid is None:
         raise InvalidRequest("is required", param=f"{path}.image_url")
-    detail = "high" if part.detail == "original" else part.detail
     if not isinstance(part.image_url, ImageUrl):
-        return ImageUrl(part.image_url, detail)
+        return ImageUrl(part.image_url, part.detail)
     if part.image_url.detail is None:
-        part.image_url.detail = detail
+        part.image_url.detail = part.detail
     return part.image_url
 
 

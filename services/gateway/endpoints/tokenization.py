@@ -18,6 +18,7 @@ from services.common.errors import InvalidRequest
 from services.common.model_spec import read_json
 from services.gateway.chat import ChatService
 from services.gateway.endpoints.endpoint import parse_body, received
+from services.gateway.forms.generation import TokenId
 from services.gateway.forms.json_body import decode_json
 from services.gateway.forms.openai import (
     MAX_MESSAGES,
@@ -40,7 +41,6 @@ MAX_TOKENS = 1 << 20
 # A text takes this many times its bytes: as bytes, as characters and as JSON.
 _TEXT_COPIES = 3
 _SEND_TIMEOUT_S = 30.0
-_TokenId = Annotated[int, Meta(ge=0, le=(1 << 32) - 1)]
 
 
 class TokenizeRequest(Struct, forbid_unknown_fields=True):
@@ -74,7 +74,7 @@ class TokenizeResponse(Struct):
 class DetokenizeRequest(Struct, forbid_unknown_fields=True):
     """POST /detokenize."""
 
-    tokens: Annotated[list[_TokenId], Meta(max_length=MAX_TOKENS)]
+    tokens: Annotated[list[TokenId], Meta(max_length=MAX_TOKENS)]
     model: str | None = None
 
 

@@ -48,8 +48,10 @@ class _Shape:
 
 
 @cache
-def _shape(kind: Any, place: str = "") -> _Shape | None:  # noqa: ANN401 - of any type
-    return _shape_of(inspect.type_info(kind), place)
+def _shape(kind: Any) -> _Shape:  # noqa: ANN401 - a body's struct
+    shape = _shape_of(inspect.type_info(kind), "")
+    assert shape is not None
+    return shape
 
 
 def _shape_of(info: inspect.Type, place: str) -> _Shape | None:
@@ -110,14 +112,11 @@ class Ignored:
             InvalidRequest: a field that is not served has a value that would change the answer.
             msgspec.DecodeError: the body is not JSON.
         """
-        shape = _shape(kind)
-        if shape is None:
-            return None
         try:
             value = msgspec.json.decode(body)
         except msgspec.ValidationError:  # a number out of range, which the type's error names
             return None
-        self._walk(value, shape, "", "")
+        self._walk(value, _shape(kind), "", "")
         return msgspec.json.encode(value)
 
     def _walk(self, value: object, shape: _Shape, path: str, name: str) -> None:

@@ -49,7 +49,7 @@ from services.gateway.forms.video import (
 MAX_MESSAGES = 2048
 MAX_PARTS = 1024
 
-_Detail = Literal["auto", "low", "high", "original"]
+Detail = Literal["auto", "low", "high", "original"]
 _Pixels = Annotated[int, Meta(ge=1, le=1 << 32)]
 ImageUuid = Annotated[str, Meta(min_length=1, max_length=256)]
 ThinkingTokens = Annotated[int, Meta(ge=-1, le=1 << 31)]
@@ -73,7 +73,7 @@ class ImageUrl(Struct, forbid_unknown_fields=True):
     """
 
     url: str | None = None
-    detail: _Detail | None = None
+    detail: Detail | None = None
     min_pixels: _Pixels | None = None
     max_pixels: _Pixels | None = None
 
@@ -106,7 +106,7 @@ class ImageUrlPart(ImagePart, forbid_unknown_fields=True, tag_field="type", tag=
 class InputImagePart(ImageUrlPart, forbid_unknown_fields=True, tag_field="type", tag="input_image"):
     """An image as the Responses API spells it."""
 
-    detail: _Detail | None = None
+    detail: Detail | None = None
 
     @property
     def image(self) -> ImageUrl:

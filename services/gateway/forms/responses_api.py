@@ -22,28 +22,27 @@ from services.gateway.forms.json_body import Body, decode_json, text_of
 from services.gateway.forms.openai import (
     MAX_MESSAGES,
     MAX_PARTS,
+    Detail,
     ImageUrl,
     ImageUuid,
     InputTextPart,
     MultimodalOptions,
     ReasoningEffort,
+    TextPart,
     ThinkingTokens,
 )
 from services.gateway.forms.responses import LogprobEntry, VideoUsage
 from services.gateway.forms.tools import MAX_TOOLS, FunctionDefinition, ToolName
 from services.gateway.forms.video import InputVideoPart, MediaOptions
 
-_Detail = Literal["auto", "low", "high", "original"]
 _Status = Literal["in_progress", "completed", "incomplete"]
 
 
 # Input.
 
 
-class ResponseOutputText(Struct, forbid_unknown_fields=True, tag_field="type", tag="output_text"):
+class ResponseOutputText(TextPart, forbid_unknown_fields=True, tag_field="type", tag="output_text"):
     """Text of an earlier answer."""
-
-    text: str
 
 
 class ResponseImage(Struct, forbid_unknown_fields=True, tag_field="type", tag="input_image"):
@@ -54,7 +53,7 @@ class ResponseImage(Struct, forbid_unknown_fields=True, tag_field="type", tag="i
     image_url: ImageUrl | str | None = None
     uuid: ImageUuid | None = None
     file_id: str | None = None
-    detail: _Detail | None = None
+    detail: Detail | None = None
 
 
 class ResponseReasoningText(
