@@ -63,9 +63,9 @@ class ConversationReader:
         messages, images, videos = read_messages(
             request, takes_images=self._takes_images, cut=cut, **self._limits
         )
-        if not self._template.takes_late_system:
-            _refuse_late_system(request.messages)
-            _join_systems(messages)
+        ignored = [*self._unused(request), *(("messages",) if cut else ())]
+        if not self._template.takes_late_system and _join_systems(messages):
+            ignored.append("messages.role")
         self._refuse_unseen_calls(request.messages)
         if (images or videos) and not self._takes_tool_images:
             _refuse_tool_images(request)
@@ -83,7 +83,7 @@ class ConversationReader:
             continue_final_message=continues,
             images=images,
             videos=videos,
-            ignored=[*self._unused(request), *(("messages",) if cut else ())],
+            ignored=ignored,
         )
 
     def _options(self, request: ChatRequest) -> dict[str, object]:
@@ -244,33 +244,25 @@ def _refuse_tool_images(request: ChatRequest) -> None:
             )
 
 
-def _refuse_late_system(messages: Sequence[Message]) -> None:
-    """For a template that takes system messages at the beginning alone."""
-    has_turned = False
-    for index, message in enumerate(messages):
-        is_system = message.role in ("system", "developer")
-        has_turned = has_turned or not is_system
-        if is_system and has_turned:
-            raise InvalidRequest(
-                "the model's chat template takes system messages only at the beginning",
-                param=f"messages[{index}].role",
-            )
-
-
-def _join_systems(messages: list[dict[str, Any]]) -> None:
-    """Makes one message of the system messages at the beginning, with an empty line between them:
-    for a template that takes one.
+def _join_systems(messages: list[dict[str, Any]]) -> bool:
+    """Makes one message of all system messages, at the beginning, with an empty line between them:
+    for a template that takes one there. Whether one stood later.
     """
     texts: list[str] = []
+    others: list[dict[str, Any]] = []
+    has_moved = False
     for message in messages:
         if message["role"] != "system":
-            break
+            others.append(message)
+            continue
+        has_moved = has_moved or bool(others)
         content: str | list[dict[str, Any]] = message["content"]
         if not isinstance(content, str):
             content = "\n".join(part["text"] for part in content)
         texts.append(content)
-    if len(texts) > 1:
-        messages[: len(texts)] = [{"role": "system", "content": "\n\n".join(texts)}]
+    if has_moved or len(texts) > 1:
+        messages[:] = [{"role": "system", "content": "\n\n".join(texts)}, *others]
+    return has_moved
 
 
 def _template_message(
