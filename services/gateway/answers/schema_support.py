@@ -26,8 +26,9 @@ _FORMATS = frozenset(
         "date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid",
     )
 )  # fmt: skip
-# What forbids nothing.
-_IDLE = {"uniqueItems": False, "unevaluatedItems": True, "unevaluatedProperties": True}
+# What forbids nothing; zod writes names of records so.
+_IDLE = {"uniqueItems": False, "unevaluatedItems": True, "unevaluatedProperties": True,
+         "propertyNames": {"type": "string"}}  # fmt: skip
 _IDLE_KEYWORDS = frozenset(("$dynamicAnchor", "$recursiveAnchor", "minContains", "maxContains"))
 _LITERALS = frozenset(("const", "enum", "default", "examples", "example", "x-guidance"))
 _MAPS = frozenset(("properties", "patternProperties", "$defs", "definitions"))
@@ -142,7 +143,7 @@ class _Reader:
     def _fault(self, keyword: str, value: object) -> str:
         """What cannot be enforced; empty: nothing; `idle`: it forbids nothing."""
         if keyword in UNSUPPORTED:
-            idle = keyword in _IDLE_KEYWORDS or _IDLE.get(keyword) is value
+            idle = keyword in _IDLE_KEYWORDS or _IDLE.get(keyword) == value
             return "idle" if idle else keyword
         if keyword == "type":
             names = cast("list[object]", value) if isinstance(value, list) else [value]

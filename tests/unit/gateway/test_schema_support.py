@@ -91,6 +91,11 @@ SERVED = {
     "alternatives": {"type": "string", "pattern": "^(foo|bar)?\\u0041\\x41[\\w\\s.+-]*"},
     "unknown format": {"type": "string", "format": "int32"},
     "idle": {"type": "array", "items": INT, "uniqueItems": False, "unevaluatedItems": True},
+    "zod's record": {
+        "type": "object",
+        "propertyNames": {"type": "string"},
+        "additionalProperties": INT,
+    },
 }
 OTHER = {
     "type": "object", "properties": {"n": {"type": "integer", "maximum": 9}}, "required": ["n"],
