@@ -34,9 +34,7 @@ class ChatEndpoint(Endpoint):
 
     async def _stream(self, work: Work, completion: Completion) -> None:
         request, exchange = completion.prepared.chat, work.exchange
-        options = request.stream_options
-        continuous = bool(options and options.continuous)
-        include_usage = bool(options and options.include_usage) or continuous
+        include_usage, continuous = request.stream_usage
         writer = ChunkWriter(
             f"chatcmpl-{work.answer_id}", now(), self._service.model_name, include_usage
         )

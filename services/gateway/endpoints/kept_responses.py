@@ -18,7 +18,7 @@ from starlette.routing import Route
 from services.common.errors import InvalidRequest, NotFound
 from services.gateway.chat import ChatService
 from services.gateway.forms import responses_api as api
-from services.gateway.forms.openai import MAX_MESSAGES, ImageUrl
+from services.gateway.forms.openai import MAX_MESSAGES
 from services.gateway.forms.responses import encode_json
 from services.gateway.forms.video import InputVideoPart
 from services.gateway.http.exchange import JsonResponse
@@ -195,10 +195,8 @@ class KeptResponses:
                 digest = f"blake3:{blake3(data).hexdigest()}"
                 if not await self._kept.put(tenant, kept_name(digest), data):
                     return None
-                given = part.image_url
-                if not isinstance(given, ImageUrl):
-                    given = ImageUrl(None, part.detail)
-                part = api.ResponseImage(image_url=structs.replace(given, url=None), uuid=digest)
+                image = structs.replace(part.image, url=None)
+                part = structs.replace(part, image_url=image, uuid=digest)
             elif isinstance(part, InputVideoPart) and not part.urls.startswith(("http:", "https:")):
                 return None  # its bytes are not kept
             found.append(part)

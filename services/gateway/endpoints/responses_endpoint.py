@@ -27,8 +27,6 @@ from services.gateway.forms.generation import (
 from services.gateway.forms.json_body import Body
 from services.gateway.forms.openai import (
     ChatRequest,
-    ImageUrl,
-    ImageUrlPart,
     Message,
     TextPart,
     check_chat_request,
@@ -236,26 +234,17 @@ def _content(given: str | list[api.InputPart] | None, path: str) -> str | list[C
         return given or ""
     parts: list[ContentPart] = []
     for index, part in enumerate(given):
+        place = f"{path}[{index}]"
+        if isinstance(part, api.ResponseReasoningText):
+            raise InvalidRequest("belongs to an item of reasoning", param=f"{place}.type")
         if isinstance(part, api.ResponseImage):
-            image = _image(part, f"{path}[{index}]")
-            parts.append(ImageUrlPart(image_url=image, uuid=part.uuid))
-        elif isinstance(part, api.ResponseReasoningText):
-            raise InvalidRequest("belongs to an item of reasoning", param=f"{path}[{index}].type")
-        else:
-            parts.append(part)
+            if part.file_id is not None:
+                message = "files are not kept here; give image_url"
+                raise InvalidRequest(message, param=f"{place}.file_id")
+            if part.image_url is None and part.uuid is None:
+                raise InvalidRequest("is required", param=f"{place}.image_url")
+        parts.append(part)
     return parts
-
-
-def _image(part: api.ResponseImage, path: str) -> ImageUrl:
-    if part.file_id is not None:
-        raise InvalidRequest("files are not kept here; give image_url", param=f"{path}.file_id")
-    if part.image_url is None and part.uuid is None:
-        raise InvalidRequest("is required", param=f"{path}.image_url")
-    if not isinstance(part.image_url, ImageUrl):
-        return ImageUrl(part.image_url, part.detail)
-    if part.image_url.detail is None:
-        part.image_url.detail = part.detail
-    return part.image_url
 
 
 def _only_text(content: str | list[ContentPart]) -> str | None:

@@ -105,9 +105,7 @@ class TextCompletionEndpoint(Endpoint):
 
     async def _stream(self, work: Work, writer: "_Writer") -> None:
         request, completions = writer.request, work.completions
-        options = request.stream_options
-        continuous = bool(options and options.continuous)
-        include_usage = bool(options and options.include_usage) or continuous
+        include_usage, continuous = request.stream_usage
         answers = [self._service.answer(completion) for completion in completions]
         async with aclosing(_merged(answers)) as merged:
             async for index, updates in merged:

@@ -40,11 +40,6 @@ class StreamOptions(Struct, forbid_unknown_fields=True):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
-    @property
-    def continuous(self) -> bool:
-        """Whether each chunk has the usage so far."""
-        return bool(self.continuous_usage_stats) and self.include_usage is not False
-
 
 class TextFormat(Struct, forbid_unknown_fields=True, tag_field="type", tag="text"):
     """Any text."""
@@ -126,6 +121,13 @@ class GenerationFields(SamplingFields, kw_only=True, forbid_unknown_fields=True)
     @property
     def num_choices(self) -> int:
         return self.n or 1
+
+    @property
+    def stream_usage(self) -> tuple[bool, bool]:
+        """Whether a stream has its usage, and whether each chunk has that so far."""
+        options = self.stream_options or StreamOptions()
+        continuous = bool(options.continuous_usage_stats) and options.include_usage is not False
+        return bool(options.include_usage) or continuous, continuous
 
 
 def check_generation(request: GenerationFields) -> None:

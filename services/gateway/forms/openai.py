@@ -16,7 +16,7 @@ field.
 from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, structs
 
 from services.common.errors import InvalidRequest
 from services.gateway.forms.embeddings import ImageEmbedsPart
@@ -110,9 +110,8 @@ class InputImagePart(ImageUrlPart, forbid_unknown_fields=True, tag_field="type",
 
     @property
     def image(self) -> ImageUrl:
-        if isinstance(self.image_url, ImageUrl):
-            return self.image_url
-        return ImageUrl(self.image_url, self.detail)
+        image = super().image
+        return structs.replace(image, detail=image.detail or self.detail)
 
 
 class NamedImagePart(ImagePart, forbid_unknown_fields=True, tag_field="type", tag="image"):
@@ -188,13 +187,6 @@ class ChatRequest(GenerationFields, forbid_unknown_fields=True):
     include_stage_times: bool | None = None
 
     @property
-    def wants_thinking(self) -> bool | None:
-        """Alibaba's and Ollama's switches; None: the model's default."""
-        if self.enable_thinking is None and isinstance(self.think, bool):
-            return self.think
-        return self.enable_thinking
-
-    @property
     def echoed(self) -> str:
         """What answers begin with beside their own text: the last message, if it is an assistant's
         and `echo` is true.
@@ -243,8 +235,10 @@ def check_chat_request(request: ChatRequest) -> None:
     """Raises InvalidRequest if a field contradicts another, or is not served."""
     check_generation(request)
     check_tools(request.tools, request.tool_choice)
-    if isinstance(request.think, str) and request.reasoning_effort is None:
-        request.reasoning_effort = request.think
+    if isinstance(request.think, str):
+        request.reasoning_effort = request.reasoning_effort or request.think
+    elif request.enable_thinking is None:
+        request.enable_thinking = request.think
     for index, message in enumerate(request.messages):
         _check_message(message, index)
     if request.top_logprobs and not request.logprobs:

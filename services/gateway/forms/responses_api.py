@@ -22,9 +22,7 @@ from services.gateway.forms.json_body import Body, decode_json, text_of
 from services.gateway.forms.openai import (
     MAX_MESSAGES,
     MAX_PARTS,
-    Detail,
-    ImageUrl,
-    ImageUuid,
+    InputImagePart,
     InputTextPart,
     MultimodalOptions,
     ReasoningEffort,
@@ -45,15 +43,12 @@ class ResponseOutputText(TextPart, forbid_unknown_fields=True, tag_field="type",
     """Text of an earlier answer."""
 
 
-class ResponseImage(Struct, forbid_unknown_fields=True, tag_field="type", tag="input_image"):
-    """An image; `original` and `high` mean the model's own limits. Files are not kept here: a
-    `file_id` is null.
-    """
+class ResponseImage(
+    InputImagePart, forbid_unknown_fields=True, tag_field="type", tag="input_image"
+):
+    """An image. Files are not kept here: a `file_id` is null."""
 
-    image_url: ImageUrl | str | None = None
-    uuid: ImageUuid | None = None
     file_id: str | None = None
-    detail: Detail | None = None
 
 
 class ResponseReasoningText(

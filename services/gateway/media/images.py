@@ -42,7 +42,7 @@ class ImageSource:
 
     Attributes:
         url: of its bytes; empty: they are kept under the `uuid`.
-        detail: `low`, `high` or `auto`.
+        detail: `low`, or one that means the model's limits.
         min_pixels, max_pixels: of the resized image; None: the model's.
         uuid: what later requests of the tenant call it; None: nothing.
         grid: of an embedding that the client brings, behind the URL; None: an image.

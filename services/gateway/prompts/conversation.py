@@ -100,7 +100,7 @@ class ConversationReader:
                 raise InvalidRequest(f"the model's chat template has no {name[:100]}", param=param)
             check_nesting(value, param)
             options[name] = value
-        thinks = request.wants_thinking
+        thinks = request.enable_thinking
         if thinks is not None and "enable_thinking" in variables:
             options.setdefault("enable_thinking", thinks)
         elif thinks is False:
@@ -125,7 +125,7 @@ class ConversationReader:
     def _unused(self, request: ChatRequest) -> Sequence[str]:
         """Fields that change no answer of this model."""
         variables, found = self._template.variables, list[str]()
-        if request.wants_thinking is not None and "enable_thinking" not in variables:
+        if request.enable_thinking is not None and "enable_thinking" not in variables:
             found.append("enable_thinking")
         if request.thinking_token_budget is not None and not self._thinks:
             found.append("thinking_token_budget")
@@ -327,8 +327,7 @@ def _source(part: ImagePart, param: str, request: ChatRequest) -> ImageSource:
         name: next((v for s in scopes if s and (v := getattr(s, name)) is not None), None)
         for name in ("min_pixels", "max_pixels")
     }
-    detail = "high" if image.detail == "original" else image.detail or "auto"
-    return ImageSource(image.url or "", param, detail, uuid=part.uuid, **found)
+    return ImageSource(image.url or "", param, image.detail or "auto", uuid=part.uuid, **found)
 
 
 def _embedding(part: ImageEmbedsPart, param: str) -> ImageSource:

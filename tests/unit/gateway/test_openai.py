@@ -228,6 +228,12 @@ def test_spellings_of_an_image(part):
     assert (found.url, found.detail) == ("data:,", "auto")
 
 
+def test_detail_beside_an_image_is_that_of_the_image():
+    for inner, expected in ({}, "low"), ({"detail": "high"}, "high"):
+        part = {"type": "input_image", "image_url": {"url": "data:,", **inner}, "detail": "low"}
+        assert conversation([part])[1][0].detail == expected
+
+
 def test_spellings_of_text():
     parts = [{"type": "input_text", "text": "a"}, {"type": "text", "text": "b", "cache_control": 1}]
     assert conversation(parts)[0] == [
