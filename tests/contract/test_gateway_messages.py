@@ -70,6 +70,7 @@ def test_answer(client, stack):
         model=MODEL, max_tokens=9, messages=HELLO, system="Be brief.",
         metadata={"user_id": "u"}, extra_body={"temperature": 0.5, "top_k": 5},
     )  # fmt: skip
+    assert answer._request_id.startswith("req-")
     assert answer.id.startswith("msg_") and (answer.type, answer.role) == ("message", "assistant")
     (block,) = answer.content
     assert (block.type, block.text) == ("text", "A red circle.")
@@ -266,6 +267,7 @@ def test_errors_are_the_clients_own(anthropic, client, stack):
     with pytest.raises(anthropic.NotFoundError) as missing:
         client.messages.create(model="other", max_tokens=1, messages=HELLO)
     assert missing.value.body["error"]["type"] == "not_found_error"
+    assert missing.value.request_id.startswith("req-")
     with pytest.raises(anthropic.BadRequestError) as bad:
         client.messages.create(model=MODEL, max_tokens=0, messages=HELLO)
     assert bad.value.body["error"]["type"] == "invalid_request_error"

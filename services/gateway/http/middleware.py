@@ -21,7 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from services.common.errors import TriptychError
 from services.common.spans import TRACEPARENT, Span, span
 from services.common.telemetry import bind_request_id
-from services.gateway.forms.error_answers import error_body
+from services.gateway.forms.error_answers import error_body, is_anthropics
 from services.gateway.http.exchange import error_response, handle_bug, handle_triptych_error
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.tenancy.admission import Admission
@@ -100,9 +100,10 @@ class Middleware:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [
-                    *message.get("headers", ()), (b"x-request-id", request_id.encode())
-                ]  # fmt: skip
+                ids = [(b"x-request-id", request_id.encode())]
+                if is_anthropics(scope["path"]):
+                    ids.append((b"request-id", request_id.encode()))
+                message["headers"] = [*message.get("headers", ()), *ids]
                 if (ignored := scope["state"].get("ignored")) and ignored.names:
                     message["headers"].append(ignored.header())
                 if identity is not None:
