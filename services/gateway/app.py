@@ -70,7 +70,6 @@ class Gateway:
 
     app: ASGIApp
     admission: Admission
-    keyring: Keyring
     service: ChatService
     metrics: GatewayMetrics
 
@@ -144,7 +143,7 @@ def create_gateway(settings: GatewaySettings, bounds: Bounds = _BOUNDS) -> Gatew
     )
     middleware = _same_site(middleware, settings, needs_key=not keyring.is_open)
     app_with_cors = with_cors(middleware, settings.cors_origins)
-    return Gateway(app_with_cors, admission, keyring, service, metrics)
+    return Gateway(app_with_cors, admission, service, metrics)
 
 
 @asynccontextmanager

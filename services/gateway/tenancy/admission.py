@@ -96,11 +96,11 @@ class Admission:
             self.held_bytes -= holding.num_bytes
 
     @contextmanager
-    def slot(self, holding: Holding | None = None) -> Generator[Slot]:
+    def slot(self, holding: Holding) -> Generator[Slot]:
         """Takes a slot of the bound tenant for the duration of a `with`.
 
         Args:
-            holding: counts its memory; None: the slot itself does.
+            holding: counts its memory.
 
         Raises:
             Overloaded: no slot is free, or new requests are refused.
@@ -111,11 +111,9 @@ class Admission:
         with self._quotas.request(tenant) as usage:
             self._running.take(tenant.name, 1)
             self._idle.clear()
-            own = Holding(self)
             try:
-                yield Slot(tenant, usage, (holding or own).hold)
+                yield Slot(tenant, usage, holding.hold)
             finally:
-                self.held_bytes -= own.num_bytes
                 self._running.give_back(tenant.name, 1)
                 if not self.num_running:
                     self._idle.set()

@@ -170,11 +170,6 @@ class Keyring:
     def is_open(self) -> bool:
         return not self._fixed and self._path is None
 
-    @property
-    def tenants(self) -> list[Tenant]:
-        """All that have keys."""
-        return list({i.tenant.name: i.tenant for i in self._by_digest.values()}.values())
-
     def identify(self, authorization: bytes) -> Identity | None:
         """Whose request it is, by its `Authorization` header; None: a key is needed, or it is not
         valid, or it has expired.

@@ -2,22 +2,29 @@
 
 import asyncio
 import threading
+from contextlib import contextmanager
 
 import pytest
 
 from services.common.errors import Overloaded
-from services.gateway.tenancy.admission import Admission
+from services.gateway.tenancy.admission import _CONNECTION_BYTES, Admission
 from tests.gateway_fixtures import asking, image_url
+
+
+@contextmanager
+def slot_of(admission):
+    with admission.holding() as holding, admission.slot(holding) as slot:
+        yield slot
 
 
 async def test_full_refuses_at_once_and_recovers():
     admission = Admission(2)
-    with admission.slot():
-        with admission.slot():
-            with pytest.raises(Overloaded) as refused, admission.slot():
+    with slot_of(admission):
+        with slot_of(admission):
+            with pytest.raises(Overloaded) as refused, slot_of(admission):
                 pass
             assert refused.value.retry_after_s == 1
-        with admission.slot():
+        with slot_of(admission):
             assert admission.num_running == 2
     assert admission.num_running == 0
 
@@ -25,7 +32,7 @@ async def test_full_refuses_at_once_and_recovers():
 async def test_slot_is_returned_after_an_error():
     admission = Admission(1)
     for _ in range(3):
-        with pytest.raises(ValueError, match="x"), admission.slot() as slot:
+        with pytest.raises(ValueError, match="x"), slot_of(admission) as slot:
             slot.hold(5)
             raise ValueError("x")
     assert admission.num_running == 0
@@ -33,14 +40,14 @@ async def test_slot_is_returned_after_an_error():
 
 
 async def test_bytes_are_bounded_over_all_requests():
-    admission = Admission(10, max_held_bytes=100)
-    with admission.slot() as first, admission.slot() as second:
+    admission = Admission(10, max_held_bytes=2 * _CONNECTION_BYTES + 100)
+    with slot_of(admission) as first, slot_of(admission) as second:
         first.hold(60)
         with pytest.raises(Overloaded):
             second.hold(41)
         second.hold(40)
-    with admission.slot() as third:
-        third.hold(100)
+    with slot_of(admission) as third:
+        third.hold(_CONNECTION_BYTES + 100)
 
 
 async def test_drain_refuses_new_and_waits_for_running():
@@ -48,14 +55,14 @@ async def test_drain_refuses_new_and_waits_for_running():
     entered, leave = asyncio.Event(), asyncio.Event()
 
     async def request():
-        with admission.slot():
+        with slot_of(admission):
             entered.set()
             await leave.wait()
 
     task = asyncio.create_task(request())
     await entered.wait()
     assert not await admission.drain(0.01)
-    with pytest.raises(Overloaded), admission.slot():
+    with pytest.raises(Overloaded), slot_of(admission):
         pass
     leave.set()
     assert await admission.drain(5)

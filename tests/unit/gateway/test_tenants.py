@@ -14,6 +14,7 @@ from services.common.settings import SettingsError
 from services.gateway.tenancy.admission import Admission
 from services.gateway.tenancy.tenants import Identity, Keyring, Limits, Tenant, bind_identity
 from services.gateway.tenancy.usage import Quotas
+from tests.unit.gateway.test_admission import slot_of
 
 
 def entry(name: str, key: str, **more: object) -> dict[str, object]:
@@ -113,10 +114,10 @@ def test_caches_are_apart_unless_they_are_shared():
     assert len(salts) == 4 and b"" not in salts
     shared = Tenant("a", Limits(), shares_caches=True)
     assert shared.cache_salt("") == b""
-    one, two = Keyring(["x", "y"]).tenants
-    assert one.cache_salt("") != two.cache_salt("")
-    (alone,) = Keyring(["x"]).tenants
-    assert alone.cache_salt("") == b""
+    ring = Keyring(["x", "y"])
+    one, two = (ring.identify(b"Bearer " + key) for key in (b"x", b"y"))
+    assert one.tenant.cache_salt("") != two.tenant.cache_salt("")
+    assert Keyring(["x"]).identify(b"Bearer x").tenant.cache_salt("") == b""
 
 
 async def test_tokens_per_minute_are_exact():
@@ -194,11 +195,11 @@ async def test_one_tenant_cannot_take_all_slots():
         Identity(Tenant(name, Limits(), shares_caches=False)) for name in ("flood", "other")
     )
     bind_identity(flood)
-    held = [admission.slot() for _ in range(6)]
+    held = [slot_of(admission) for _ in range(6)]
     for slot in held:
         slot.__enter__()
-    with pytest.raises(Overloaded), admission.slot():
+    with pytest.raises(Overloaded), slot_of(admission):
         pass
     bind_identity(other)
-    with admission.slot(), admission.slot():
+    with slot_of(admission), slot_of(admission):
         assert admission.num_running == 8
