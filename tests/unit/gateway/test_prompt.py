@@ -63,12 +63,13 @@ DROPS_LATE_SYSTEM = (
     ("template", "taken"),
     [
         ((FIXTURES / "qwen3_vl_chat_template.jinja").read_text(), False),
+        ((FIXTURES / "qwen3_5_chat_template.jinja").read_text(), False),
         ((FIXTURES / "qwen3_chat_template.jinja").read_text(), True),
         ((FIXTURES / "llama3_chat_template.jinja").read_text(), True),
         ((FIXTURES / "mistral_chat_template.jinja").read_text(), False),
         (DROPS_LATE_SYSTEM, False),
     ],
-    ids=["qwen3_vl", "qwen3", "llama3", "mistral", "drops"],
+    ids=["qwen3_vl", "qwen3_5", "qwen3", "llama3", "mistral", "drops"],
 )
 @pytest.mark.parametrize("role", ["system", "developer"])
 def test_late_system_messages_as_the_template_takes_them(spec, tokenizer, template, taken, role):
