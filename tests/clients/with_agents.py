@@ -55,6 +55,7 @@ CLAUDE = {
             {"type": "text", "text": "<system-reminder>x</system-reminder>"},
             {"type": "text", "text": QUESTION, "cache_control": {"type": "ephemeral"}},
         ]},
+        {"role": "system", "content": "Available agent types for the Agent tool: none"},
     ],
 }  # fmt: skip
 
