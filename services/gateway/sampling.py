@@ -143,9 +143,10 @@ def check_room(prompt_tokens: int, max_model_len: int, param: str = "messages") 
     """
     left = max_model_len - prompt_tokens
     if left < 1:
+        # In Anthropic's words and in OpenAI's, by which agents know when to shorten a conversation.
         raise ContextLengthExceeded(
-            f"the model's context is {max_model_len} tokens; the prompt has {prompt_tokens} and "
-            "leaves none for the answer",
+            f"prompt is too long: {prompt_tokens} tokens > {max_model_len - 1} maximum: "
+            f"the maximum context length is {max_model_len} tokens, and an answer has at least one",
             param=param,
         )
     return left

@@ -3,6 +3,7 @@
 import base64
 import importlib
 import json
+import re
 
 import numpy as np
 import pytest
@@ -274,6 +275,20 @@ def test_errors_are_the_clients_own(anthropic, client, stack):
     assert bad.value.body["error"]["message"].startswith("max_tokens: ")
     assert bad.value.body["error"]["details"] == {"error_code": "invalid_request"}
     assert post(stack, path="/v1/messages/x").json()["error"]["type"] == "not_found_error"
+
+
+@pytest.mark.parametrize("length", [3000, 300_000])
+def test_a_long_prompt_is_told_in_words_that_agents_look_for(stack, length):
+    """Claude Code, LangChain, LiteLLM and others then shorten the conversation."""
+    messages = [{"role": "user", "content": "ab " * length}]
+    for answer in (post(stack, messages=messages), stack.chat(messages=messages)):
+        error = answer.json()["error"]
+        assert answer.status_code == 400 and error["type"] == "invalid_request_error"
+        assert "prompt is too long: " in error["message"]
+        assert "maximum context length is 4096 tokens" in error["message"]
+        if length < 10_000:
+            ((count, most),) = re.findall(r"too long: (\d+) tokens > (\d+) ", error["message"])
+            assert int(count) > int(most) == 4095
 
 
 def test_a_tool_runner_sends_the_whole_conversation(anthropic, client, stack):

@@ -91,7 +91,7 @@ class ModelTokenizer:
             bound *= 4  # it leaves 2 bytes of 7, in the worst case; to try it takes long
         if len(text.encode()) > bound:
             raise ContextLengthExceeded(
-                f"the prompt is longer than the model's context of {max_tokens} tokens",
+                f"prompt is too long: the maximum context length is {max_tokens} tokens",
                 param=param,
             )
 
