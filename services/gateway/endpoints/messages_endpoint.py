@@ -134,7 +134,7 @@ def to_chat(request: api.CountTokensRequest, paths: dict[str, str]) -> ChatReque
         chat.enable_thinking, chat.thinking_token_budget = True, thinking.budget_tokens
     elif isinstance(thinking, api.DisabledThinking):
         chat.enable_thinking = False
-    if isinstance(thinking, api.EnabledThinking | api.AdaptiveThinking):
+    if isinstance(thinking, api.AdaptiveThinking):
         chat.include_reasoning = thinking.display != "omitted"
     if config is not None and config.effort is not None and chat.enable_thinking is not False:
         chat.reasoning_effort = config.effort
@@ -222,12 +222,12 @@ def _tool_choice(request: api.CountTokensRequest) -> tuple[ToolChoice | None, bo
             return None, None
         case api.NoChoice():
             return "none", None
-        case api.AutoChoice():
-            found: ToolChoice = "auto"
         case api.AnyChoice():
-            found = "required"
+            found: ToolChoice = "required"
         case api.ToolNameChoice():
             found = FunctionChoice(FunctionName(choice.name))
+        case api.AutoChoice():
+            found = "auto"
     return found, False if choice.disable_parallel_tool_use else None
 
 

@@ -123,34 +123,30 @@ class AutoChoice(Struct, forbid_unknown_fields=True, tag_field="type", tag="auto
     disable_parallel_tool_use: bool | None = None
 
 
-class AnyChoice(Struct, forbid_unknown_fields=True, tag_field="type", tag="any"):
+class AnyChoice(AutoChoice, forbid_unknown_fields=True, tag_field="type", tag="any"):
     """The model has to call a tool."""
 
-    disable_parallel_tool_use: bool | None = None
 
-
-class ToolNameChoice(Struct, forbid_unknown_fields=True, tag_field="type", tag="tool"):
+class ToolNameChoice(AutoChoice, kw_only=True, forbid_unknown_fields=True, tag="tool"):
     """The model has to call this tool."""
 
     name: str
-    disable_parallel_tool_use: bool | None = None
 
 
 class NoChoice(Struct, forbid_unknown_fields=True, tag_field="type", tag="none"):
     """The model must not call tools."""
 
 
-class EnabledThinking(Struct, forbid_unknown_fields=True, tag_field="type", tag="enabled"):
-    """The model thinks before it answers, for so many tokens at most."""
-
-    budget_tokens: Annotated[int, Meta(ge=0, le=1 << 31)] | None = None
-    display: Literal["summarized", "omitted"] | None = None
-
-
 class AdaptiveThinking(Struct, forbid_unknown_fields=True, tag_field="type", tag="adaptive"):
     """The model thinks if its template makes it think by default."""
 
     display: Literal["summarized", "omitted"] | None = None
+
+
+class EnabledThinking(AdaptiveThinking, forbid_unknown_fields=True, tag="enabled"):
+    """The model thinks before it answers, for so many tokens at most."""
+
+    budget_tokens: Annotated[int, Meta(ge=0, le=1 << 31)] | None = None
 
 
 class DisabledThinking(Struct, forbid_unknown_fields=True, tag_field="type", tag="disabled"):
