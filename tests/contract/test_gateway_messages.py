@@ -291,6 +291,16 @@ def test_a_long_prompt_is_told_in_words_that_agents_look_for(stack, length):
             assert int(count) > int(most) == 4095
 
 
+def test_an_image_that_is_not_taken_is_told_in_words_that_agents_look_for(stack, thinking):
+    """Claude Code then goes on without it; else its session would end there."""
+    for each, data in ((stack, "AAAA"), (thinking, image_url().partition(",")[2])):
+        source = {"type": "base64", "media_type": "image/png", "data": data}
+        content = [{"type": "image", "source": source}]
+        error = post(each, messages=[{"role": "user", "content": content}]).json()["error"]
+        assert error["message"].startswith("Could not process image: messages[0].content[0]: ")
+        assert error["details"] == {"error_code": "invalid_image"}
+
+
 def test_a_tool_runner_sends_the_whole_conversation(anthropic, client, stack):
     """It asks the server to keep the conversation, until that is refused in Anthropic's words."""
 

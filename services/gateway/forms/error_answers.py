@@ -4,7 +4,7 @@ import re
 
 from msgspec import Struct
 
-from services.common.errors import TriptychError
+from services.common.errors import InvalidImage, TriptychError
 
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]{6,}")
 _MESSAGES_PATH = "/v1/messages"
@@ -67,8 +67,10 @@ def messages_error(status: int, body: ErrorAnswer) -> MessagesErrorAnswer:
     """The same in Anthropic's shape."""
     kind = _ANTHROPIC_TYPES.get(status)
     kind = kind or ("invalid_request_error" if status < 500 else "api_error")
-    details = {"error_code": body.error.code}
-    return MessagesErrorAnswer(MessagesErrorDetail(kind, body.error.message, details))
+    message, code = body.error.message, body.error.code
+    if code == InvalidImage.code:  # the words by which Claude Code goes on without the image
+        message = f"Could not process image: {message}"
+    return MessagesErrorAnswer(MessagesErrorDetail(kind, message, {"error_code": code}))
 
 
 def shaped_for(path: str, status: int, body: ErrorAnswer) -> Struct:

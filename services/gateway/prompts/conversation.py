@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from services.common.errors import InvalidRequest
+from services.common.errors import InvalidImage, InvalidRequest, InvalidVideo
 from services.common.model_spec import ModelSpec
 from services.gateway.answers.reasoning import CLOSE
 from services.gateway.forms.embeddings import ImageEmbedsPart
@@ -221,9 +221,10 @@ def _parts(request: ChatRequest, cut: range = range(0)) -> Iterator[tuple[Messag
 
 def _refuse_images(request: ChatRequest) -> None:
     for _, part, path in _parts(request):
+        if isinstance(part, VideoPart):
+            raise InvalidVideo(_NO_VIDEOS, param=path)
         if not isinstance(part, TextPart):
-            text = _NO_VIDEOS if isinstance(part, VideoPart) else _NO_IMAGES
-            raise InvalidRequest(text, param=path)
+            raise InvalidImage(_NO_IMAGES, param=path)
     for name in ("min_pixels", "max_pixels", "mm_processor_kwargs", "media_io_kwargs"):
         if getattr(request, name) is not None:
             raise InvalidRequest(_NO_IMAGES, param=name)
@@ -239,7 +240,7 @@ def _refuse_tool_images(request: ChatRequest) -> None:
     """For a template that shows no images in tool messages."""
     for message, part, path in _parts(request):
         if message.role == "tool" and not isinstance(part, TextPart):
-            raise InvalidRequest(
+            raise InvalidImage(
                 "the model's chat template takes no images in tool messages", param=path
             )
 
