@@ -330,7 +330,7 @@ _MESSAGE_ROWS = [
         "citations": {"enabled": True}}), "messages.content.citations"),
     Row(MESSAGES, blocks("user", {"type": "document", "source": {
         "type": "base64", "media_type": "application/pdf", "data": "x"}}),
-        Refused("messages[0].content[1].source.type")),
+        Refused("messages[0].content[1]")),
     Row(MESSAGES, blocks("user", {"type": "search_result"}),
         Refused("messages[0].content[1].type")),
 ]  # fmt: skip

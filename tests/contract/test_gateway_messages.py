@@ -291,7 +291,7 @@ def test_a_long_prompt_is_told_in_words_that_agents_look_for(stack, length):
             assert int(count) > int(most) == 4095
 
 
-def test_an_image_that_is_not_taken_is_told_in_words_that_agents_look_for(stack, thinking):
+def test_an_image_or_a_pdf_that_is_not_taken_is_told_in_words_that_agents_look_for(stack, thinking):
     """Claude Code then goes on without it; else its session would end there."""
     for each, data in ((stack, "AAAA"), (thinking, image_url().partition(",")[2])):
         source = {"type": "base64", "media_type": "image/png", "data": data}
@@ -299,6 +299,13 @@ def test_an_image_that_is_not_taken_is_told_in_words_that_agents_look_for(stack,
         error = post(each, messages=[{"role": "user", "content": content}]).json()["error"]
         assert error["message"].startswith("Could not process image: messages[0].content[0]: ")
         assert error["details"] == {"error_code": "invalid_image"}
+    pdf = {"type": "base64", "media_type": "application/pdf", "data": "AAAA"}
+    document = {"type": "document", "source": pdf}
+    result = {"type": "tool_result", "tool_use_id": "1", "content": [document]}
+    for block, place in ((document, ""), (result, ".content[0]")):
+        error = post(stack, messages=[{"role": "user", "content": [block]}]).json()["error"]
+        told = f"messages[0].content[0]{place}: Could not process PDF: the model reads none"
+        assert error["message"] == told
 
 
 def test_a_tool_runner_sends_the_whole_conversation(anthropic, client, stack):

@@ -9,7 +9,7 @@ from msgspec import Raw
 from starlette.requests import Request
 from starlette.responses import Response
 
-from services.common.errors import TriptychError
+from services.common.errors import InvalidRequest, TriptychError
 from services.gateway.chat import ChatService, Completion
 from services.gateway.endpoints.answer_writer import AnswerWriter, WritingEndpoint
 from services.gateway.endpoints.chat_messages import ChatMessages
@@ -167,7 +167,7 @@ class _Messages(ChatMessages):
                     calls.append(ToolCall(block.id, function))
                     call_places.append(position)
                 case api.TextBlock() | api.ImageBlock() | api.DocumentBlock():
-                    parts.append(_part(block))
+                    parts.append(_part(block, f"{path}.content[{position}]"))
                     places.append(position)
         is_left = turn.content or turn.role == "assistant"
         if not (parts or thoughts or calls) and is_left:
@@ -188,7 +188,8 @@ class _Messages(ChatMessages):
     def _result(self, block: api.ToolResultBlock, path: str) -> None:
         content: str | list[ContentPart]
         if isinstance(block.content, list):
-            content = [_part(part) for part in block.content]
+            parts = enumerate(block.content)
+            content = [_part(part, f"{path}.content[{index}]") for index, part in parts]
         else:
             content = block.content or ""
         self.add(Message("tool", content, tool_call_id=block.tool_use_id), path)
@@ -198,7 +199,10 @@ def _system(given: str | list[api.TextBlock]) -> str | list[ContentPart]:
     return given if isinstance(given, str) else [TextPart(block.text) for block in given]
 
 
-def _part(block: api.TextBlock | api.ImageBlock | api.DocumentBlock) -> ContentPart:
+def _part(block: api.TextBlock | api.ImageBlock | api.DocumentBlock, path: str) -> ContentPart:
+    if isinstance(block, api.DocumentBlock) and isinstance(block.source, api.Base64Source):
+        # The words by which Claude Code goes on without it.
+        raise InvalidRequest("Could not process PDF: the model reads none", param=path)
     if isinstance(block, api.TextBlock | api.DocumentBlock):
         return TextPart(block.text)
     source = block.source

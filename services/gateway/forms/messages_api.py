@@ -25,10 +25,10 @@ class TextBlock(Struct, forbid_unknown_fields=True, tag_field="type", tag="text"
 
 
 class Base64Source(Struct, forbid_unknown_fields=True, tag_field="type", tag="base64"):
-    """An image's bytes."""
+    """An image's bytes, or a PDF's."""
 
     data: str
-    media_type: Literal["image/jpeg", "image/png", "image/gif", "image/webp"]
+    media_type: Literal["image/jpeg", "image/png", "image/gif", "image/webp", "application/pdf"]
 
 
 class UrlSource(Struct, forbid_unknown_fields=True, tag_field="type", tag="url"):
@@ -59,7 +59,7 @@ class ContentSource(Struct, forbid_unknown_fields=True, tag_field="type", tag="c
 class DocumentBlock(Struct, forbid_unknown_fields=True, tag_field="type", tag="document"):
     """A document of text; the model reads no PDF."""
 
-    source: TextSource | ContentSource
+    source: TextSource | ContentSource | Base64Source
     title: str | None = None
     context: str | None = None
 
@@ -67,7 +67,7 @@ class DocumentBlock(Struct, forbid_unknown_fields=True, tag_field="type", tag="d
     def text(self) -> str:
         """Title, context and text, in lines."""
         source = self.source
-        found = source.data if isinstance(source, TextSource) else source.content
+        found = source.content if isinstance(source, ContentSource) else source.data
         text = found if isinstance(found, str) else "\n".join(block.text for block in found)
         return "\n".join(line for line in (self.title, self.context, text) if line)
 

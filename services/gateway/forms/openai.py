@@ -79,16 +79,11 @@ class ImageUrl(Struct, forbid_unknown_fields=True):
 
 
 class ImagePart(Struct, kw_only=True, forbid_unknown_fields=True):
-    """An image, in one of its spellings."""
+    """An image, in one of its spellings; `image` of each is the same."""
 
     min_pixels: _Pixels | None = None
     max_pixels: _Pixels | None = None
     uuid: ImageUuid | None = None
-
-    @property
-    def image(self) -> ImageUrl:
-        """The image, however the part spells it."""
-        raise NotImplementedError
 
 
 class ImageUrlPart(ImagePart, forbid_unknown_fields=True, tag_field="type", tag="image_url"):
@@ -124,6 +119,7 @@ class NamedImagePart(ImagePart, forbid_unknown_fields=True, tag_field="type", ta
         return ImageUrl(self.url)
 
 
+AnyImage = ImageUrlPart | NamedImagePart
 Part = (
     TextPart
     | InputTextPart

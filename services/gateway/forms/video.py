@@ -38,12 +38,7 @@ class VideoUrl(VideoFields, forbid_unknown_fields=True):
 
 
 class VideoPart(VideoFields, forbid_unknown_fields=True):
-    """A video, in one of its spellings."""
-
-    @property
-    def urls(self) -> str | list[str]:
-        """Of the file, or of each frame."""
-        raise NotImplementedError
+    """A video, in one of its spellings; `urls` of each are the file's, or those of frames."""
 
     @property
     def scopes(self) -> tuple[VideoFields, ...]:
@@ -77,6 +72,9 @@ class NamedVideoPart(VideoPart, forbid_unknown_fields=True, tag_field="type", ta
     @property
     def urls(self) -> str | list[str]:
         return self.video
+
+
+AnyVideo = VideoUrlPart | NamedVideoPart
 
 
 class OptionsOfVideos(Struct, kw_only=True, forbid_unknown_fields=True):

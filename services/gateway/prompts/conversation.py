@@ -12,9 +12,9 @@ from services.common.errors import InvalidImage, InvalidRequest, InvalidVideo
 from services.common.model_spec import ModelSpec
 from services.gateway.answers.reasoning import CLOSE
 from services.gateway.forms.embeddings import ImageEmbedsPart
-from services.gateway.forms.openai import ChatRequest, ImagePart, Message, Part, TextPart
+from services.gateway.forms.openai import AnyImage, ChatRequest, Message, Part, TextPart
 from services.gateway.forms.tools import check_nesting, definitions, read_arguments
-from services.gateway.forms.video import VideoPart, sampling_of
+from services.gateway.forms.video import AnyVideo, sampling_of
 from services.gateway.media.images import ImageSource
 from services.gateway.media.videos import VideoSource
 from services.gateway.prompts.chat_template import RESERVED, ChatTemplate, Conversation
@@ -191,8 +191,8 @@ def read_messages(
         _refuse_images(request)
     counts: dict[str, int] = {}
     for kind, noun, limit in (
-        (ImagePart | ImageEmbedsPart, "images", max_images),
-        (VideoPart, "videos", max_videos),
+        (AnyImage | ImageEmbedsPart, "images", max_images),
+        (AnyVideo, "videos", max_videos),
     ):
         count = counts[noun] = sum(isinstance(part, kind) for _, part, _ in _parts(request, cut))
         if count > limit:
@@ -221,7 +221,7 @@ def _parts(request: ChatRequest, cut: range = range(0)) -> Iterator[tuple[Messag
 
 def _refuse_images(request: ChatRequest) -> None:
     for _, part, path in _parts(request):
-        if isinstance(part, VideoPart):
+        if isinstance(part, AnyVideo):
             raise InvalidVideo(_NO_VIDEOS, param=path)
         if not isinstance(part, TextPart):
             raise InvalidImage(_NO_IMAGES, param=path)
@@ -232,7 +232,7 @@ def _refuse_images(request: ChatRequest) -> None:
 
 def _refuse_videos(request: ChatRequest, why: str) -> None:
     for _, part, path in _parts(request):
-        if isinstance(part, VideoPart):
+        if isinstance(part, AnyVideo):
             raise InvalidRequest(f"{_NO_VIDEOS}: {why}", param=path)
 
 
@@ -285,13 +285,13 @@ def _template_message(
         parts: list[dict[str, Any]] = []
         for position, part in enumerate(message.content):
             place = f"{path}.content[{position}]"
-            if isinstance(part, ImagePart):
+            if isinstance(part, AnyImage):
                 images.append(_source(part, place, request))
                 parts.append({"type": "image"})
             elif isinstance(part, ImageEmbedsPart):
                 images.append(_embedding(part, place))
                 parts.append({"type": "image"})
-            elif isinstance(part, VideoPart):
+            elif isinstance(part, AnyVideo):
                 videos.append(_video(part, place, request, len(videos)))
                 parts.append({"type": "video"})
             else:
@@ -318,7 +318,7 @@ def _template_message(
     return found
 
 
-def _source(part: ImagePart, param: str, request: ChatRequest) -> ImageSource:
+def _source(part: AnyImage, param: str, request: ChatRequest) -> ImageSource:
     """The image with its pixel limits; the innermost limit that is given applies."""
     image = part.image
     if not image.url and part.uuid is None:
@@ -340,7 +340,7 @@ def _embedding(part: ImageEmbedsPart, param: str) -> ImageSource:
         raise
 
 
-def _video(part: VideoPart, param: str, request: ChatRequest, index: int) -> VideoSource:
+def _video(part: AnyVideo, param: str, request: ChatRequest, index: int) -> VideoSource:
     """The video with what is looked at of it; `index`: among the request's."""
     if not part.urls:
         raise InvalidRequest("a video needs a URL, or those of its frames", param=param)
