@@ -11,6 +11,7 @@ bits multiply quantized activations (`MoEGemmConfig.w8a8`), as `w8a8_linear` of 
 import math
 from collections.abc import Callable
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -18,9 +19,9 @@ from torch import Tensor
 from kernels.dependent_launch import wait_for_earlier
 from kernels.experts.moe_routing import Routing
 from kernels.experts.moe_weights import ExpertWeights, widen
-from kernels.gemm import fp8_w8a8, int8_kernels
 from kernels.gemm.fp8_weight import BLOCK, E4M3
 from kernels.gemm.packed_weight import PackedWeight
+from kernels.gemm.quantizing import quantize_activations
 from kernels.gemm.silu_mul import swiglu
 from kernels.tuning import MoEGemmConfig
 
@@ -93,14 +94,13 @@ def launch_gemm(
     width, values, constants = x.shape[1], weight.values, weight.constants
     columns = math.gcd(BLOCK if weight.block_rows else config.columns, width)
     x_columns, x_scale = 0, None
-    if config.w8a8 and weight.is_int8:
-        quantized = int8_kernels.quantize_activations(x, pdl=pdl)
-        x, x_scale, x_columns = quantized.values, quantized.scale, width
-    elif config.w8a8:
-        x_columns = width if weight.block_rows == 1 else BLOCK
-        quantized = fp8_w8a8.quantize_activations(x, x_columns, pdl=pdl)
+    if config.w8a8:
+        kind = torch.int8 if weight.is_int8 else E4M3
+        x_columns = width if weight.is_int8 or weight.block_rows == 1 else BLOCK
+        quantized = quantize_activations(x, kind, x_columns, pdl=pdl)
         x, x_scale = quantized.values, quantized.scale
-        values, constants["PACKED"] = values.view(E4M3), False
+        if not weight.is_int8:
+            values, constants["PACKED"] = values.view(E4M3), False
     _grouped_gemm_kernel[(num_rows // rows, num_tiles)](
         x, values, weight.scale, out, routing.order, routing.tiles, num_tiles, x_scale,
         0 if x_scale is None else x_scale.stride(1), X_COLUMNS=x_columns, WIDTH=width,

@@ -14,7 +14,7 @@ add up 128 columns, whose sums are scaled and added in float32. The plain twin i
 # pyright: reportAssignmentType=false
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -25,29 +25,13 @@ from torch.nn import functional as F
 from kernels.dependent_launch import wait_for_earlier
 from kernels.device import DeviceFacts
 from kernels.gemm.fp8_weight import BLOCK, E4M3, Fp8Weight
-from kernels.gemm.gemv import normed
-from kernels.gemm.quantizing import quotient, scale_of
+from kernels.gemm.quantizing import Quantized, quantize_activations
 from kernels.gemm.silu_mul import swiglu
-from kernels.gemm.skinny_gemm import load_reduced, reduced
+from kernels.gemm.skinny_gemm import reduced
 
 _ROWS = 64  # of the weight, of a CTA of the skinny GEMM
 _MAX_SPLITS = 8
-_TOKEN_MULTIPLE = 4  # cuBLAS wants scales in multiples of it
 _TRITON_TILE = {16: (16, 64, 4), 64: (64, 128, 4), 128: (128, 128, 8)}  # tokens, rows, warps
-
-
-class Quantized(NamedTuple):
-    """Activations of T tokens, and the dtype that they were of.
-
-    Attributes:
-        values: `[P, K]` e4m3; P is T rounded up to a multiple of 4, and what is more is zero.
-        scale: `[P, groups]` float32, whose columns are contiguous, as cuBLAS wants them.
-    """
-
-    values: Tensor
-    scale: Tensor
-    num_tokens: int
-    dtype: torch.dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,54 +60,10 @@ def skinny_config(
     return SkinnyConfig(splits, stages=4 if is_few and splits < _MAX_SPLITS else 3)
 
 
-def quantize_activations(x: Tensor, block_columns: int, *, pdl: bool) -> Quantized:
-    """Implements `fp8_weight.quantize_activations`.
-
-    Args:
-        x: `[T, K]`.
-        block_columns: columns per scale: 128, or K for a scale per token.
-        pdl: see `DeviceFacts.supports_pdl`.
-    """
-    return _quantize(x, x, None, 0.0, block_columns, pdl=pdl)
-
-
-def norm_quantize(
-    x: Tensor | None, residual: Tensor, norm: Tensor, eps: float, block_columns: int, *, pdl: bool
-) -> Quantized:
-    """`quantize_activations` of the RMSNorm, with weight `norm` `[K]`, of `x + residual`, rounded
-    as by `add_norm`; the sum takes the memory of `residual`. x `[T, K]` may be split-K partials.
-    """
-    return _quantize(x, residual, norm, eps, block_columns, pdl=pdl)
-
-
-def _quantize(
-    x: Tensor | None, residual: Tensor, norm: Tensor | None, eps: float, block_columns: int, *,
-    pdl: bool,
-) -> Quantized:  # fmt: skip
-    num_tokens, columns = residual.shape
-    padded = triton.cdiv(num_tokens, _TOKEN_MULTIPLE) * _TOKEN_MULTIPLE
-    groups = -(-columns // block_columns)
-    values = torch.empty(padded, columns, dtype=E4M3, device=residual.device)
-    scale = torch.empty(groups, padded, dtype=torch.float32, device=residual.device).t()
-    size = triton.next_power_of_2(block_columns)
-    if norm is None:
-        per_cta = 1 << (min(groups, 8).bit_length() - 1)
-    else:  # a CTA has the whole row
-        per_cta = triton.next_power_of_2(groups)
-    _quantize_kernel[(padded, triton.cdiv(groups, per_cta))](
-        x, residual, norm, values, scale, num_tokens, padded, columns, num_tokens * columns, eps,
-        BLOCK_COLUMNS=block_columns, SIZE=size, GROUPS=per_cta, NORM=norm is not None,
-        ADD=norm is not None and x is not None,
-        SPLITS=len(x) if x is not None and x.dim() == 3 else 0, PDL=pdl,
-        num_warps=4 if size * per_cta < 4096 else 8, launch_pdl=pdl,
-    )  # fmt: skip
-    return Quantized(values, scale, num_tokens, residual.dtype)
-
-
 def _quantized(x: Tensor | Quantized, weight: Fp8Weight, pdl: bool) -> Quantized:
     if isinstance(x, Quantized):
         return x
-    return quantize_activations(x, weight.block_columns, pdl=pdl)
+    return quantize_activations(x, E4M3, weight.block_columns, pdl=pdl)
 
 
 def skinny_gemm(x: Tensor, weight: Fp8Weight, *, device: DeviceFacts) -> Tensor:
@@ -221,38 +161,6 @@ def triton_gemm(x: Tensor | Quantized, weight: Fp8Weight, *, pdl: bool) -> Tenso
         num_warps=warps, num_stages=3, launch_pdl=pdl,
     )  # fmt: skip
     return out
-
-
-@triton.jit(do_not_specialize=["num_tokens", "padded"])
-def _quantize_kernel(
-    x_ptr, residual_ptr, norm_ptr, values_ptr, scale_ptr, num_tokens, padded, num_columns, stride,
-    eps, BLOCK_COLUMNS: tl.constexpr, SIZE: tl.constexpr, GROUPS: tl.constexpr,
-    NORM: tl.constexpr, ADD: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    token = tl.program_id(0)
-    group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
-    within = tl.arange(0, SIZE)
-    column = group[:, None] * BLOCK_COLUMNS + within[None, :]
-    inside = (column < num_columns) & (within < BLOCK_COLUMNS)[None, :]
-    is_read = inside & (token < num_tokens)
-    place = token.to(tl.int64) * num_columns + column
-    dtype: tl.constexpr = residual_ptr.dtype.element_ty
-    norm = column.to(tl.float32)
-    if NORM:
-        norm = tl.load(norm_ptr + column, mask=inside, other=0.0)
-    wait_for_earlier(PDL)
-    x = tl.load(residual_ptr + place, mask=is_read, other=0.0).to(tl.float32)
-    if ADD:
-        x += load_reduced(x_ptr, place, is_read, stride, SPLITS, dtype).to(tl.float32)
-        tl.store(residual_ptr + place, x.to(dtype), mask=is_read)
-        x = x.to(dtype).to(tl.float32)
-    if NORM:
-        x = normed(x, norm, tl.rsqrt(tl.sum(x * x) / num_columns + eps), dtype)
-    scale = scale_of(x, 1, 448.0)
-    values = tl.clamp(quotient(x, scale[:, None]), -448.0, 448.0).to(tl.float8e4nv)
-    tl.store(values_ptr + place, values, mask=inside)
-    is_group = group * BLOCK_COLUMNS < num_columns
-    tl.store(scale_ptr + group * padded + token, scale, mask=is_group)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "padded"])

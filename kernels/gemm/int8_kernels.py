@@ -11,7 +11,6 @@ Sums of integers are exact; scales come last, as in the plain twin, `int8_weight
 # pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 import triton
@@ -21,15 +20,13 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.dependent_launch import wait_for_earlier
 from kernels.device import DeviceFacts
-from kernels.gemm.gemv import normed
 from kernels.gemm.int8_weight import Int8Weight
-from kernels.gemm.quantizing import quotient, scale_of
+from kernels.gemm.quantizing import Quantized, quantize_activations
 from kernels.gemm.silu_mul import swiglu
-from kernels.gemm.skinny_gemm import load_reduced, reduced
+from kernels.gemm.skinny_gemm import reduced
 
 _ROWS, _COLUMNS = 64, 256  # of the weight, of a stage of a CTA of `skinny`
 _MAX_SPLITS = 8
-_HALF = tl.constexpr(12582912.0)  # 1.5 * 2^23: a float32 of this size has a unit of 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,44 +65,6 @@ def has_tiles(weight: Int8Weight) -> bool:
     return rows % _ROWS == 0 and columns % _COLUMNS == 0
 
 
-class Quantized(NamedTuple):
-    """Activations: `[T, K]` int8, scales `[T, 1]` float32, and the dtype that they were of."""
-
-    values: Tensor
-    scale: Tensor
-    dtype: torch.dtype
-
-
-def quantize_activations(x: Tensor, *, pdl: bool) -> Quantized:
-    """Implements `int8_weight.quantize_activations`."""
-    return _quantize(x, x, None, 0.0, pdl=pdl)
-
-
-def norm_quantize(
-    x: Tensor | None, residual: Tensor, norm: Tensor, eps: float, *, pdl: bool
-) -> Quantized:
-    """`quantize_activations` of the RMSNorm, with weight `norm` `[K]`, of `x + residual`, rounded
-    as by `add_norm`; the sum takes the memory of `residual`. x `[T, K]` may be split-K partials.
-    """
-    return _quantize(x, residual, norm, eps, pdl=pdl)
-
-
-def _quantize(
-    x: Tensor | None, residual: Tensor, norm: Tensor | None, eps: float, *, pdl: bool
-) -> Quantized:
-    num_tokens, columns = residual.shape
-    values = torch.empty(num_tokens, columns, dtype=torch.int8, device=residual.device)
-    scale = torch.empty(num_tokens, 1, dtype=torch.float32, device=residual.device)
-    _quantize_kernel[(num_tokens,)](
-        x, residual, norm, values, scale, columns, residual.numel(), eps,
-        ADD=norm is not None and x is not None, NORM=norm is not None,
-        SPLITS=len(x) if x is not None and x.dim() == 3 else 0,
-        SIZE=triton.next_power_of_2(columns), PDL=pdl,
-        num_warps=min(16, max(4, triton.next_power_of_2(columns) // 512)), launch_pdl=pdl,
-    )  # fmt: skip
-    return Quantized(values, scale, residual.dtype)
-
-
 def skinny_gemm(x: Tensor, weight: Int8Weight, *, device: DeviceFacts) -> Tensor:
     """`[T, K]` → `[T, N]` for up to 64 tokens."""
     found = split_k_partials(x, weight, device=device)
@@ -119,8 +78,8 @@ def split_k_partials(
     """Split-K partials `[S, T, N]` float32, whose sum is `w8a8_linear(x) + bias`; or, where K is
     not split, the result `[T, N]` in x's dtype.
     """
-    values, scale, dtype = _quantized(x, device)
-    num_tokens, columns = values.shape
+    values, scale, num_tokens, dtype = _quantized(x, device)
+    columns = values.shape[1]
     num_rows = len(weight.values)
     count = splits or _splits(num_rows, columns, device)
     size = (num_tokens, num_rows)
@@ -138,7 +97,9 @@ def split_k_partials(
 
 
 def _quantized(x: Tensor | Quantized, device: DeviceFacts) -> Quantized:
-    return x if isinstance(x, Quantized) else quantize_activations(x, pdl=device.supports_pdl)
+    if isinstance(x, Quantized):
+        return x
+    return quantize_activations(x, torch.int8, x.shape[1], pdl=device.supports_pdl)
 
 
 def _splits(num_rows: int, columns: int, device: DeviceFacts) -> int:
@@ -157,8 +118,8 @@ def gemm(
     config: GemmConfig | None = None, is_swiglu: bool = False,
 ) -> Tensor:  # fmt: skip
     """`[T, K]` → `[T, N]`; with SwiGLU `silu_and_mul` of `[T, 2 * N]`: `[T, N]`."""
-    values, scale, dtype = _quantized(x, device)
-    num_tokens, columns = values.shape
+    values, scale, num_tokens, dtype = _quantized(x, device)
+    columns = values.shape[1]
     config = config or gemm_config(num_tokens, len(weight.values), device)
     height = len(weight.values) // (2 if is_swiglu else 1)
     out = torch.empty(num_tokens, height, dtype=dtype, device=values.device)
@@ -174,36 +135,6 @@ def gemm(
         STAGES=config.stages, num_warps=config.warps,
     )  # fmt: skip
     return out
-
-
-@triton.jit
-def _quantize_kernel(
-    x_ptr, residual_ptr, norm_ptr, values_ptr, scale_ptr, num_columns, stride, eps,
-    ADD: tl.constexpr, NORM: tl.constexpr, SPLITS: tl.constexpr, SIZE: tl.constexpr,
-    PDL: tl.constexpr,
-):  # fmt: skip
-    token = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, SIZE)
-    inside = column < num_columns
-    place = token * num_columns + column
-    dtype: tl.constexpr = residual_ptr.dtype.element_ty
-    norm = column.to(tl.float32)
-    if NORM:
-        norm = tl.load(norm_ptr + column, mask=inside, other=0.0)
-    wait_for_earlier(PDL)
-    x = tl.load(residual_ptr + place, mask=inside, other=0.0).to(tl.float32)
-    if ADD:
-        x += load_reduced(x_ptr, place, inside, stride, SPLITS, dtype).to(tl.float32)
-        tl.store(residual_ptr + place, x.to(dtype), mask=inside)
-        x = x.to(dtype).to(tl.float32)
-    if NORM:
-        x = normed(x, norm, tl.rsqrt(tl.sum(x * x) / num_columns + eps), dtype)
-    scale = scale_of(x, 0, 127.0)
-    # To the nearest, of two to the even one: the lowest bits of the sum are the integer's.
-    rounded = tl.clamp(quotient(x, scale), -127.0, 127.0) + _HALF
-    values = rounded.to(tl.int32, bitcast=True).to(tl.int8)
-    tl.store(values_ptr + place, values, mask=inside)
-    tl.store(scale_ptr + token, scale)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])

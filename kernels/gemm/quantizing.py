@@ -1,11 +1,88 @@
-"""Device code that quantizes activations: scales, and quotients that are divisions' to the bit."""
+"""Activations become e4m3 or int8, with scales of their own, for tensor cores of 8 bits; the norm
+before may be computed by the same kernel.
 
-# ruff: noqa: ANN201 - blocks of the kernels' compiler
+The plain twins are `quantize_activations` of `fp8_weight` and `int8_weight`: quotients are
+divisions' to the bit.
+"""
 
+from typing import NamedTuple
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from kernels.dependent_launch import wait_for_earlier
+from kernels.gemm.fp8_weight import E4M3_MAX
+from kernels.gemm.gemv import normed
+from kernels.gemm.int8_weight import INT8_MAX
+from kernels.gemm.skinny_gemm import load_reduced
+
+_TOKEN_MULTIPLE = 4  # cuBLAS wants scales in multiples of it
 _LEAST = tl.constexpr(2.0**-126)  # of what has a reciprocal
+_HALF = tl.constexpr(12582912.0)  # 1.5 * 2^23: a float32 of this size has a unit of 1
+
+
+class Quantized(NamedTuple):
+    """Activations of T tokens, and the dtype that they were of.
+
+    Attributes:
+        values: `[P, K]` e4m3 or int8; P is T rounded up to a multiple of 4, and what is more is 0.
+        scale: `[P, groups]` float32, whose columns are contiguous, as cuBLAS wants them.
+    """
+
+    values: Tensor
+    scale: Tensor
+    num_tokens: int
+    dtype: torch.dtype
+
+
+def quantize_activations(
+    x: Tensor, kind: torch.dtype, block_columns: int, *, pdl: bool
+) -> Quantized:
+    """`[T, K]` quantized.
+
+    Args:
+        kind: e4m3 or int8.
+        block_columns: columns per scale: 128, or K for a scale per token.
+        pdl: see `DeviceFacts.supports_pdl`.
+    """
+    return _quantize(x, x, None, 0.0, kind, block_columns, pdl=pdl)
+
+
+def norm_quantize(
+    x: Tensor | None, residual: Tensor, norm: Tensor, eps: float, kind: torch.dtype,
+    block_columns: int, *, pdl: bool,
+) -> Quantized:  # fmt: skip
+    """`quantize_activations` of the RMSNorm, with weight `norm` `[K]`, of `x + residual`, rounded
+    as by `add_norm`; the sum takes the memory of `residual`. x `[T, K]` may be split-K partials.
+    """
+    return _quantize(x, residual, norm, eps, kind, block_columns, pdl=pdl)
+
+
+def _quantize(
+    x: Tensor | None, residual: Tensor, norm: Tensor | None, eps: float, kind: torch.dtype,
+    block_columns: int, *, pdl: bool,
+) -> Quantized:  # fmt: skip
+    num_tokens, columns = residual.shape
+    padded = triton.cdiv(num_tokens, _TOKEN_MULTIPLE) * _TOKEN_MULTIPLE
+    groups = -(-columns // block_columns)
+    values = torch.empty(padded, columns, dtype=kind, device=residual.device)
+    scale = torch.empty(groups, padded, dtype=torch.float32, device=residual.device).t()
+    size = triton.next_power_of_2(block_columns)
+    if norm is None:
+        per_cta = 1 << (min(groups, 8).bit_length() - 1)
+    else:  # a CTA has the whole row
+        per_cta = triton.next_power_of_2(groups)
+    _quantize_kernel[(padded, triton.cdiv(groups, per_cta))](
+        x, residual, norm, values, scale, num_tokens, padded, columns, num_tokens * columns, eps,
+        BLOCK_COLUMNS=block_columns, SIZE=size, GROUPS=per_cta,
+        LARGEST=INT8_MAX if kind == torch.int8 else E4M3_MAX, NORM=norm is not None,
+        ADD=norm is not None and x is not None,
+        SPLITS=len(x) if x is not None and x.dim() == 3 else 0, PDL=pdl,
+        num_warps=4 if size * per_cta < 4096 else 8, launch_pdl=pdl,
+    )  # fmt: skip
+    return Quantized(values, scale, num_tokens, residual.dtype)
 
 
 @triton.jit
@@ -14,19 +91,56 @@ def _larger(one, other):
 
 
 @triton.jit
-def scale_of(x, axis: tl.constexpr, LARGEST: tl.constexpr):
-    """The largest magnitude over LARGEST, at least the smallest normal number; 1 for zeros. What is
-    no number stays none: integers would hide it.
+def _scale_of(x, LARGEST: tl.constexpr):
+    """Of each row: the largest magnitude over LARGEST, at least the smallest normal number; 1 for
+    zeros. What is no number stays none: integers would hide it.
     """
-    amax = tl.reduce(tl.abs(x), axis, _larger)
+    amax = tl.reduce(tl.abs(x), 1, _larger)
     return tl.where(amax == 0, 1.0, _larger(tl.div_rn(amax, LARGEST), _LEAST))
 
 
 @triton.jit
-def quotient(x, scale):
+def _quotient(x, scale):
     """`x / scale`, rounded once: three instructions an element, where a division takes ten. What
     the product with the reciprocal lacks is known exactly (Markstein, 1990).
     """
     inverse = tl.div_rn(1.0, scale)
     near = x * inverse
     return tl.fma(tl.fma(-near, scale, x), inverse, near)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "padded"])
+def _quantize_kernel(
+    x_ptr, residual_ptr, norm_ptr, values_ptr, scale_ptr, num_tokens, padded, num_columns, stride,
+    eps, BLOCK_COLUMNS: tl.constexpr, SIZE: tl.constexpr, GROUPS: tl.constexpr,
+    LARGEST: tl.constexpr, NORM: tl.constexpr, ADD: tl.constexpr, SPLITS: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0)
+    group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
+    within = tl.arange(0, SIZE)
+    column = group[:, None] * BLOCK_COLUMNS + within[None, :]
+    inside = (column < num_columns) & (within < BLOCK_COLUMNS)[None, :]
+    is_read = inside & (token < num_tokens)
+    place = token.to(tl.int64) * num_columns + column
+    dtype: tl.constexpr = residual_ptr.dtype.element_ty
+    norm = column.to(tl.float32)
+    if NORM:
+        norm = tl.load(norm_ptr + column, mask=inside, other=0.0)
+    wait_for_earlier(PDL)
+    x = tl.load(residual_ptr + place, mask=is_read, other=0.0).to(tl.float32)
+    if ADD:
+        x += load_reduced(x_ptr, place, is_read, stride, SPLITS, dtype).to(tl.float32)
+        tl.store(residual_ptr + place, x.to(dtype), mask=is_read)
+        x = x.to(dtype).to(tl.float32)
+    if NORM:
+        x = normed(x, norm, tl.rsqrt(tl.sum(x * x) / num_columns + eps), dtype)
+    scale = _scale_of(x, LARGEST)
+    values = tl.clamp(_quotient(x, scale[:, None]), -LARGEST, LARGEST)
+    if values_ptr.dtype.element_ty == tl.int8:
+        # To the nearest, of two to the even one: the lowest bits of the sum are the integer's.
+        values = (values + _HALF).to(tl.int32, bitcast=True)
+    values = values.to(values_ptr.dtype.element_ty)
+    tl.store(values_ptr + place, values, mask=inside)
+    is_group = group * BLOCK_COLUMNS < num_columns
+    tl.store(scale_ptr + group * padded + token, scale, mask=is_group)

@@ -18,7 +18,7 @@ from tests.gpu.twins import CUDA, TOLERANCE, error, random
 
 pytest.importorskip("triton")
 from kernels.device import DeviceFacts
-from kernels.gemm import fp8_kernels, fp8_w8a8, fp8_weight
+from kernels.gemm import fp8_kernels, fp8_w8a8, fp8_weight, quantizing
 from kernels.gemm.fp8_weight import E4M3, Fp8Weight
 from kernels.plain import rms_norm, silu_and_mul
 from services.common.nn import fp8
@@ -77,7 +77,7 @@ def test_activations_are_quantized_exactly(columns: int, num_tokens: int) -> Non
     x[0, :128] = 0
     for block_columns in (128, columns):
         values, scale = fp8_weight.quantize_activations(x, block_columns)
-        found = fp8_w8a8.quantize_activations(x, block_columns, **options())
+        found = quantizing.quantize_activations(x, E4M3, block_columns, **options())
         assert found.scale[:num_tokens].equal(scale)
         assert found.values[:num_tokens].float().equal(values.float())
 
@@ -92,7 +92,9 @@ def test_fused_skinny_gemms_agree_with_their_twins(num_tokens: int, block: bool)
     x, residual = random(num_tokens, 4096), random(num_tokens, 4096)
     total = x + residual
     normed = rms_norm(total, norm, EPS)
-    quantized = fp8_w8a8.norm_quantize(x, residual, norm, EPS, weight.block_columns, **options())
+    quantized = quantizing.norm_quantize(
+        x, residual, norm, EPS, E4M3, weight.block_columns, **options()
+    )
     assert residual.equal(total)
     # A sum in another order may move an activation to a neighbour in bf16, then in e4m3.
     expected = fp8_weight.w8a8_linear(normed, weight)

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from kernels.device import KNOWN_DEVICES, DeviceFacts
 from kernels.gemm import fp8_weight
+from kernels.gemm.fp8_weight import E4M3
 from kernels.plain import reduce_split_k, rms_norm, silu_and_mul
 from services.common.families import read_spec
 from services.common.nn import fp8
@@ -109,7 +110,7 @@ def test_layers_call_the_dispatch_table(untied: Quantized) -> None:
 
 def kernels_as_twins(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Weight-only twins in place of kernels; the names of those that are called."""
-    from kernels.gemm import fp8_kernels, fp8_w8a8
+    from kernels.gemm import fp8_kernels, fp8_w8a8, quantizing
 
     called = []
 
@@ -121,7 +122,7 @@ def kernels_as_twins(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         monkeypatch.setattr(module, function.__name__, counted)
 
     def split_k_partials(x, weight, bias):
-        values = x.values if isinstance(x, fp8_w8a8.Quantized) else x
+        values = x.values if isinstance(x, quantizing.Quantized) else x
         found = fp8.weight_only_linear(values, weight)
         return (found if bias is None else found + bias)[None].float()
 
@@ -134,20 +135,21 @@ def kernels_as_twins(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     def gemv_add(x, weight, bias, residual):
         residual += split_k_partials(x, weight, bias)[0]
 
-    def norm_quantize(x, residual, norm, eps, block_columns):
-        assert residual.shape[1] % block_columns == 0
+    def norm_quantize(x, residual, norm, eps, kind, block_columns):
+        assert kind == E4M3 and residual.shape[1] % block_columns == 0
         if x is not None:
             residual += reduce_split_k(x, residual.dtype)
         normed = rms_norm(residual, norm, eps)
-        return fp8_w8a8.Quantized(normed, normed, len(normed), normed.dtype)
+        return quantizing.Quantized(normed, normed, len(normed), normed.dtype)
 
     def linear_swiglu(x, weight, bias):
         return silu_and_mul(split_k_partials(x, weight, bias)[0])
 
     for function in (norm_gemv, norm_swiglu_gemv, gemv_add, split_k_partials):
         twin(fp8_kernels, function)
-    for function in (norm_quantize, split_k_partials, linear_swiglu):
+    for function in (split_k_partials, linear_swiglu):
         twin(fp8_w8a8, function)
+    twin(quantizing, norm_quantize)
     return called
 
 

@@ -161,46 +161,37 @@ def _norm_gemv(name: str, facts: Any) -> Kernel:  # noqa: ANN401
 
 def _norm_linear(facts: Any) -> Kernel:  # noqa: ANN401
     from kernels.gemm import fp8_w8a8
+    from kernels.gemm.quantizing import Quantized
 
-    def multiply(x: fp8_w8a8.Quantized, layer: Linear) -> Tensor:
+    def multiply(x: Quantized, layer: Linear) -> Tensor:
         weight, device = layer.method.weight(layer), facts.device
         if x.num_tokens <= SKINNY_W8A8_TOKENS:
             return fp8_w8a8.split_k_partials(x, weight, layer.bias, device=device)
         found = fp8_w8a8.scaled_mm(x, weight, pdl=device.supports_pdl)
         return found if layer.bias is None else found + layer.bias
 
-    return _after_norm(facts, multiply, lambda x, layer: layer(x))
+    return after_norm(facts, E4M3, _block_columns, multiply, lambda x, layer: layer(x))
 
 
 def _norm_swiglu(facts: Any) -> Kernel:  # noqa: ANN401
     from kernels.gemm import fp8_w8a8, silu_mul
+    from kernels.gemm.quantizing import Quantized
 
     activate = partial(silu_mul.silu_and_mul, pdl=facts.device.supports_pdl)
 
-    def multiply(x: fp8_w8a8.Quantized, layer: Linear) -> Tensor:
+    def multiply(x: Quantized, layer: Linear) -> Tensor:
         weight, device = layer.method.weight(layer), facts.device
         if x.num_tokens <= SKINNY_W8A8_TOKENS:
             return fp8_w8a8.linear_swiglu(x, weight, layer.bias, device=device)
         found = fp8_w8a8.scaled_mm(x, weight, pdl=device.supports_pdl)
         return activate(found if layer.bias is None else found + layer.bias)
 
-    return _after_norm(facts, multiply, lambda x, layer: activate(layer(x)))
+    return after_norm(facts, E4M3, _block_columns, multiply, lambda x, layer: activate(layer(x)))
 
 
-def _after_norm(facts: Any, multiply: Any, other: Kernel) -> Kernel:  # noqa: ANN401
-    from kernels.gemm import fp8_w8a8
-
-    pdl = facts.device.supports_pdl
-
-    def quantize(x: Tensor | None, residual: Tensor, norm: RMSNorm, layer: Linear) -> Any:  # noqa: ANN401
-        columns = layer.method.weight(layer).block_columns
-        return fp8_w8a8.norm_quantize(x, residual, norm.weight, norm.eps, columns, pdl=pdl)
-
-    return after_norm(facts, quantize, multiply, _takes, other)
-
-
-def _takes(layer: Linear) -> bool:
-    return has_kernels(layer.method.weight(layer))
+def _block_columns(layer: Linear) -> int:
+    weight = layer.method.weight(layer)
+    return weight.block_columns if has_kernels(weight) else 0
 
 
 def _gemv_add(facts: Any) -> Kernel:  # noqa: ANN401
@@ -219,9 +210,9 @@ def _project(facts: Any) -> Kernel:  # noqa: ANN401
     from kernels.gemm import fp8_w8a8
 
     def project(x: Tensor, layer: Linear) -> Tensor:
-        if not _takes(layer):
-            return layer(x)
         weight = layer.method.weight(layer)
+        if not has_kernels(weight):
+            return layer(x)
         return fp8_w8a8.split_k_partials(x, weight, layer.bias, device=facts.device)
 
     return project

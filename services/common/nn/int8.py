@@ -14,7 +14,6 @@ from kernels.gemm import int8_weight
 from kernels.gemm.int8_weight import Int8Weight
 from services.common.model_spec import QuantizationSpec
 from services.common.nn.dispatch import Implementation, Kernel, TokenRange
-from services.common.nn.layers import RMSNorm
 from services.common.nn.linear import Axis, Linear, TensorLayout
 from services.common.nn.quantized import QuantizedLinear, after_norm, half_obstacle
 
@@ -112,40 +111,38 @@ def _gemm(facts: Any, name: str) -> Kernel:  # noqa: ANN401
 
 def _norm_linear(facts: Any) -> Kernel:  # noqa: ANN401
     from kernels.gemm import int8_kernels
+    from kernels.gemm.quantizing import Quantized
 
-    def multiply(x: int8_kernels.Quantized, layer: Linear) -> Tensor:
+    def multiply(x: Quantized, layer: Linear) -> Tensor:
         weight, device = layer.method.weight(layer), facts.device
-        if len(x.values) <= SKINNY_TOKENS:
+        if x.num_tokens <= SKINNY_TOKENS:
             return int8_kernels.split_k_partials(x, weight, layer.bias, device=device)
         found = int8_kernels.gemm(x, weight, device=device)
         return found if layer.bias is None else found + layer.bias
 
-    return _after_norm(facts, multiply, _project(facts))
+    return after_norm(facts, torch.int8, _columns, multiply, _project(facts))
 
 
 def _norm_swiglu(facts: Any) -> Kernel:  # noqa: ANN401
     from kernels.gemm import int8_kernels
+    from kernels.gemm.quantizing import Quantized
 
-    def multiply(x: int8_kernels.Quantized, layer: Linear) -> Tensor:
+    def multiply(x: Quantized, layer: Linear) -> Tensor:
         weight = layer.method.weight(layer)
         return int8_kernels.gemm(x, weight, device=facts.device, is_swiglu=True)
 
-    return _after_norm(facts, multiply, _linear_swiglu(facts), bias=False)
+    def columns(layer: Linear) -> int:
+        return _columns(layer) if layer.bias is None else 0
+
+    return after_norm(facts, torch.int8, columns, multiply, _linear_swiglu(facts))
 
 
-def _after_norm(facts: Any, multiply: Any, other: Kernel, bias: bool = True) -> Kernel:  # noqa: ANN401
+def _columns(layer: Linear) -> int:
+    """Of the input, which has one scale; 0 where tiles do not divide the weight."""
     from kernels.gemm import int8_kernels
 
-    pdl = facts.device.supports_pdl
-
-    def quantize(x: Tensor | None, residual: Tensor, norm: RMSNorm, _: Linear) -> Any:  # noqa: ANN401
-        return int8_kernels.norm_quantize(x, residual, norm.weight, norm.eps, pdl=pdl)
-
-    def takes(layer: Linear) -> bool:
-        has_tiles = int8_kernels.has_tiles(layer.method.weight(layer))
-        return has_tiles and (bias or layer.bias is None)
-
-    return after_norm(facts, quantize, multiply, takes, other)
+    has_tiles = int8_kernels.has_tiles(layer.method.weight(layer))
+    return layer.in_features if has_tiles else 0
 
 
 def _linear_swiglu(facts: Any) -> Kernel:  # noqa: ANN401

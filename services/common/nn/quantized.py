@@ -50,23 +50,30 @@ def half_obstacle(facts: Any) -> str:  # noqa: ANN401 - the decoder's
 
 def after_norm(
     facts: Any,  # noqa: ANN401 - the decoder's
-    quantize: Callable[[Tensor | None, Tensor, RMSNorm, Linear], Any],
+    kind: torch.dtype,
+    columns: Callable[[Linear], int],
     multiply: Callable[[Any, Linear], Tensor],
-    takes: Callable[[Linear], bool],
     other: Kernel,
 ) -> Kernel:
-    """`norm_linear` by a norm that quantizes; of layers that `multiply` does not take, by one that
-    does not, and `other`.
+    """`norm_linear` by a norm that quantizes.
+
+    Args:
+        kind: that activations become.
+        columns: per scale of a layer's input; 0: `multiply` does not take the layer, which a plain
+            norm and `other` compute.
     """
-    from kernels.gemm import add_norm
+    from kernels.gemm import add_norm, quantizing
 
     pdl = facts.device.supports_pdl
 
     def fused(
         x: Tensor | None, residual: Tensor, norm: RMSNorm, layer: Linear
     ) -> tuple[Tensor, Tensor]:
-        if takes(layer):
-            return multiply(quantize(x, residual, norm, layer), layer), residual
+        if block := columns(layer):
+            quantized = quantizing.norm_quantize(
+                x, residual, norm.weight, norm.eps, kind, block, pdl=pdl
+            )
+            return multiply(quantized, layer), residual
         if x is None:
             normed = add_norm.rms_norm(residual, norm.weight, norm.eps, pdl=pdl)
         else:

@@ -10,8 +10,8 @@ from torch import Tensor
 from triton.runtime import interpreter
 
 from kernels.device import DeviceFacts
-from kernels.gemm import fp8_kernels, fp8_w8a8, fp8_weight
-from kernels.gemm.fp8_weight import Fp8Weight
+from kernels.gemm import fp8_kernels, fp8_w8a8, fp8_weight, quantizing
+from kernels.gemm.fp8_weight import E4M3, Fp8Weight
 from kernels.plain import rms_norm, silu_and_mul
 from kernels.tuning import MoEGemmConfig
 from services.common.nn import fp8
@@ -70,7 +70,7 @@ def check_quantization(num_tokens: int, columns: int, block_columns: int) -> Non
     x = torch.randn(num_tokens, columns) * torch.logspace(-20, 20, num_tokens)[:, None]
     x[0, :block_columns] = 0
     values, scale = fp8_weight.quantize_activations(x, block_columns)
-    found = fp8_w8a8.quantize_activations(x, block_columns, pdl=False)
+    found = quantizing.quantize_activations(x, E4M3, block_columns, pdl=False)
     assert found.num_tokens == num_tokens and len(found.values) % 4 == 0
     assert found.scale[:num_tokens].equal(scale)
     assert found.values[:num_tokens].float().equal(values.float())
@@ -97,7 +97,7 @@ def check_norm(num_tokens: int, columns: int, block_columns: int) -> None:
         total = residual if x is None else residual + x.view(-1, num_tokens, columns).sum(0)
         expected, scale = fp8_weight.quantize_activations(rms_norm(total, norm, EPS), block_columns)
         memory = residual.clone()
-        found = fp8_w8a8.norm_quantize(x, memory, norm, EPS, block_columns, pdl=False)
+        found = quantizing.norm_quantize(x, memory, norm, EPS, E4M3, block_columns, pdl=False)
         close(memory, total)
         assert_close(found.scale[:num_tokens], scale, atol=0, rtol=1e-5)
         values, expected = found.values[:num_tokens].float(), expected.float()

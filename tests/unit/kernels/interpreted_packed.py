@@ -14,6 +14,7 @@ from kernels.gemm import (
     packed_kernels,
     packed_tiles,
     packed_weight,
+    quantizing,
 )
 from kernels.gemm.int8_weight import Int8Weight
 from kernels.gemm.packed_kernels import packed_config
@@ -95,17 +96,19 @@ def check_int8(tokens: int, rows: int, columns: int) -> None:
     values = torch.randint(-128, 128, (rows, columns)).to(torch.int8)
     weight, x = Int8Weight(values, torch.rand(rows, 1) * 3e-3 + 1e-3), torch.randn(tokens, columns)
     x[0] = 0
-    found = int8_kernels.quantize_activations(x, pdl=False)
-    assert all(map(torch.equal, found, int8_weight.quantize_activations(x)))
+    found = quantizing.quantize_activations(x, torch.int8, columns, pdl=False)
+    wanted = int8_weight.quantize_activations(x)
+    assert found.values[:tokens].equal(wanted[0]) and found.scale[:tokens].equal(wanted[1])
     norm, added = torch.randn(columns), torch.randn(3, tokens, columns)
     for term in (None, added[0], added):
         residual = x.clone()
-        *found, _ = int8_kernels.norm_quantize(term, residual, norm, 1e-6, pdl=False)
+        found = quantizing.norm_quantize(term, residual, norm, 1e-6, torch.int8, columns, pdl=False)
         total = x if term is None else x + term.view(-1, tokens, columns).sum(0)
         assert_close(residual, total, atol=1e-6, rtol=1e-6)
         wanted = int8_weight.quantize_activations(rms_norm(residual, norm, 1e-6))
-        assert_close(found[1], wanted[1], atol=1e-7, rtol=1e-6)
-        assert (found[0].int() - wanted[0].int()).abs().max() <= 1  # at a half
+        assert_close(found.scale[:tokens], wanted[1], atol=1e-7, rtol=1e-6)
+        far = (found.values[:tokens].int() - wanted[0].int()).abs()
+        assert far.max() <= 1  # at a half
     expected = int8_weight.w8a8_linear(x, weight)
     partials = int8_kernels.split_k_partials(x, weight, device=DEVICE)
     assert_close(partials.view(-1, tokens, rows).sum(0), expected, atol=1e-4, rtol=1e-5)

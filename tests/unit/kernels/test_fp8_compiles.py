@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("triton")
 from kernels.device import KNOWN_DEVICES, DeviceFacts
-from kernels.gemm import fp8_kernels, fp8_w8a8
+from kernels.gemm import fp8_kernels, fp8_w8a8, quantizing
 from kernels.gemm.fp8_weight import E4M3, Fp8Weight
 from services.common.nn import fp8
 from services.common.nn.dispatch import KernelTable
@@ -57,7 +57,8 @@ def test_what_the_table_picks_compiles_and_fits(device: DeviceFacts, block: bool
         x = torch.empty(1008, columns, dtype=torch.bfloat16)
         match table.choose(operation, 1008).name:
             case "scaled_mm":  # torch's own, after this
-                fp8_w8a8.quantize_activations(x, 128 if block else columns, **options)
+                wide = 128 if block else columns
+                quantizing.quantize_activations(x, E4M3, wide, **options)
             case "triton_gemm":
                 fp8_w8a8.triton_gemm(x, weight, **options)
             case name:
@@ -92,7 +93,9 @@ def test_gemms_of_quantized_activations_compile(
     residual, norm = torch.empty(num_tokens, 4096).bfloat16(), torch.empty(4096).bfloat16()
     weight = weight_of(24576, 4096, block)
     with compiled_launches(device) as found:
-        x = fp8_w8a8.norm_quantize(residual, residual, norm, 1e-6, weight.block_columns, pdl=True)
+        x = quantizing.norm_quantize(
+            residual, residual, norm, 1e-6, E4M3, weight.block_columns, pdl=True
+        )
         fp8_w8a8.split_k_partials(x, weight_of(6144, 4096, block), device=device)
         fp8_w8a8.linear_swiglu(x, weight, device=device)
     assert [launch.name for launch in found] == ["_quantize_kernel", *["_skinny_kernel"] * 2]
