@@ -330,9 +330,10 @@ def decode_base64(text: str, max_bytes: int, kind: Kind = IMAGE) -> bytes:
 
 
 def _decode_variant(text: str) -> bytes:
-    """Base64 in lines or with blanks, of the URL-safe alphabet, or without padding."""
+    """Base64 in lines or with blanks, escaped, of the URL-safe alphabet, or without padding."""
     try:
         encoded = text.encode("ascii").translate(_STANDARD_ALPHABET, b" \t\r\n")
+        encoded = encoded.replace(b"%2B", b"+").replace(b"%2F", b"/").replace(b"%3D", b"=")
         if not encoded.endswith(b"="):
             encoded += b"=" * (-len(encoded) % 4)
         return pybase64.b64decode(encoded, validate=True)

@@ -39,7 +39,7 @@ LOOKUP_TIMEOUT_S = 2.0
 _LOOKUP_THREADS, _MAX_LOOKUPS, _MAX_LOOKUPS_PER_TENANT = 64, 256, 16
 _REDIRECTS = (301, 302, 303, 307, 308)
 _RETRYABLE = (408, 429)
-_BAD_CHARACTERS = re.compile(r"[\x00-\x20\x7f\\]")
+_BAD_CHARACTERS = re.compile(r"[\x00-\x1f\x7f\\]")
 # Hosts that "end in a number" (WHATWG): 127.1, 0x7f000001, 2130706433, 0177.0.0.1.
 _NUMBER = re.compile(r"(0x[0-9a-f]*|[0-9]+)", re.IGNORECASE)
 
@@ -300,7 +300,7 @@ def parse_url(url: str) -> httpx2.URL:
     if len(url) > _MAX_URL_LENGTH or _BAD_CHARACTERS.search(url):
         raise InvalidRequest("the URL is malformed")
     try:
-        parsed = httpx2.URL(url)
+        parsed = httpx2.URL(url.rstrip(" "))  # which escapes other blanks
         host, _ = parsed.raw_host.decode("ascii"), parsed.netloc
     except (httpx2.InvalidURL, UnicodeError, ValueError, TypeError):
         raise InvalidRequest("the URL is malformed") from None

@@ -6,6 +6,7 @@ import os
 import random
 import time
 from functools import partial
+from urllib.parse import quote
 
 import pytest
 from PIL import Image
@@ -65,7 +66,7 @@ def test_bad_data_url_is_the_callers_fault(url):
 
 @pytest.mark.parametrize("size", [1, 2, 3, 200, 70_000])
 def test_base64_is_read_as_encoders_write_it(size):
-    """In lines, with blanks, of the URL-safe alphabet, without padding."""
+    """In lines, with blanks, escaped, of the URL-safe alphabet, without padding."""
     file = random.Random(size).randbytes(size)
     text = base64.b64encode(file).decode()
     lines = [text[at : at + 64] for at in range(0, len(text), 64)]
@@ -75,6 +76,7 @@ def test_base64_is_read_as_encoders_write_it(size):
     ]  # fmt: skip
     for variant in variants:
         assert decode_data_url(f"data:image/png;base64,{variant}", size) == file
+    assert decode_data_url(f"data:image/png;base64,{quote(text, safe='')}", 3 * size) == file
 
 
 def test_data_url_size_is_checked_before_decoding():
