@@ -13,7 +13,7 @@ from typing import Any, cast
 from urllib.parse import unquote
 
 from services.gateway.answers.call_object import SPACE
-from services.gateway.answers.json_arguments import PYTHON_WORDS, parse_json, readable
+from services.gateway.answers.json_arguments import PYTHON_WORDS, nested_of, parse_json, readable
 
 Schema = Mapping[str, Any]
 TYPES = frozenset(("null", "boolean", "integer", "number", "string", "array", "object"))
@@ -53,7 +53,8 @@ def to_json(text: str, parameter: ParameterType) -> str:
         try:
             value = parse_json(token)
         except (ValueError, RecursionError):
-            pass
+            if "string" not in parameter.types and (mended := nested_of(token)):
+                return mended
         else:
             types = parameter.types
             fits = "string" not in types or not types.isdisjoint(types_of_value(value))

@@ -84,9 +84,9 @@ class CallObject:
             return True
         if character in SPACE:
             return True
-        if self._state == "start":
-            self._state = "key"
-            return character == "{"
+        if character == "{" and self._state in ("start", "key") and not self._key:
+            self._state = "key"  # twice, where a template shows calls in two pairs of braces
+            return True
         if self._state == "key" and character == '"':
             self._in_string, self._token = True, ['"']
             return True

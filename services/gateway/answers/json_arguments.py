@@ -13,6 +13,7 @@ from typing import Any, Literal, NoReturn
 
 PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}  # as templates write them back
 _MAX_DEPTH = 100
+_QUOTES = "\"'"
 _CLOSERS = {"{": "}", "[": "]"}
 _ESCAPES = frozenset('"\\/bfnrt')
 _HEX = frozenset("0123456789abcdefABCDEF")
@@ -27,8 +28,8 @@ class ArgumentsReader:
 
     A comma, a key, and a number or word that may go on are handed on with what follows them. Line
     breaks and the like within strings become escapes, unknown escapes backslashes, and half a
-    surrogate pair U+FFFD; a comma too many, Python's words and numbers that no float holds are
-    mended.
+    surrogate pair U+FFFD; a comma too many, Python's words and quotes, and numbers that no float
+    holds are mended.
 
     Attributes:
         ended: the last brace has been read, or the text was closed.
@@ -39,6 +40,7 @@ class ArgumentsReader:
         self._state: Literal["value", "first", "key", "colon", "next", "string", "scalar"] = "value"
         self._open: list[str] = []  # braces and brackets
         self._is_key = False  # the string
+        self._quote = '"'  # that ends it
         self._escape = ""
         self._high = ""  # the first half of a surrogate pair, as an escape
         self._scalar: list[str] = []
@@ -70,12 +72,10 @@ class ArgumentsReader:
                 self._held.append(character)
                 self._state = "value"
                 return character == ":"
-            case "key":
-                return self._begin_key(character)
-            case "first" if self._open[-1] == "{":
-                return self._begin_key(character)
             case _:
-                return self._begin_value(character)
+                in_object = self._state == "first" and self._open[-1] == "{"
+                self._is_key = self._state == "key" or in_object
+                return self._begin(character)
 
     def take(self) -> str:
         """What is new and certain."""
@@ -94,17 +94,13 @@ class ArgumentsReader:
         self._new += [_CLOSERS[opened] for opened in reversed(self._open)]
         self.ended = True
 
-    def _begin_key(self, character: str) -> bool:
-        if character != '"':
+    def _begin(self, character: str) -> bool:
+        """A key, or a value."""
+        if character in _QUOTES:
+            self._write('"')
+            self._state, self._quote = "string", character
+        elif self._is_key:
             return False
-        self._held.append(character)
-        self._state, self._is_key = "string", True
-        return True
-
-    def _begin_value(self, character: str) -> bool:
-        if character == '"':
-            self._flush(character)
-            self._state, self._is_key = "string", False
         elif character in _CLOSERS:
             if len(self._open) == _MAX_DEPTH:
                 return False
@@ -145,9 +141,11 @@ class ArgumentsReader:
             self._read_escape(character)
         elif character == "\\":
             self._escape = character
-        elif character == '"':
-            self._write(character)
+        elif character == self._quote:
+            self._write('"')
             self._state = "colon" if self._is_key else "next"
+        elif character == '"':
+            self._write('\\"')
         else:
             self._write(character if character >= " " else json.dumps(character)[1:-1])
 
@@ -155,6 +153,8 @@ class ArgumentsReader:
         escape, self._escape = self._escape + character, ""
         if len(escape) == 2 and character in _ESCAPES:
             self._write(escape)
+        elif escape == "\\" + self._quote:
+            self._write(self._quote)
         elif escape == "\\u" or (len(escape) > 2 and character in _HEX):
             if len(escape) == 6:
                 self._write_unit(escape)
@@ -181,7 +181,7 @@ class ArgumentsReader:
         if self._is_key:
             self._held.append(text)
         else:
-            self._new.append(text)
+            self._flush(text)
 
     def _flush(self, text: str) -> None:
         self._new += (*self._held, text)
@@ -190,15 +190,14 @@ class ArgumentsReader:
 
 def object_of(text: str) -> str:
     """The JSON object that a string holds; empty if it holds none."""
-    reader = ArgumentsReader()
     text = text.strip()
-    if not text.startswith("{"):
-        return ""
-    for character in text:
-        if reader.ended or not reader.read(character):
-            break
-    reader.close()
-    return reader.take()
+    return _mended(text)[0] if text.startswith("{") else ""
+
+
+def nested_of(text: str) -> str:
+    """The JSON object or array that a text is, mended; empty if it is none."""
+    mended, is_whole = _mended(text) if text.startswith(("{", "[")) else ("", False)
+    return mended if is_whole else ""
 
 
 def parse_json(text: str) -> Any:  # noqa: ANN401 - any JSON
@@ -218,12 +217,16 @@ def readable(text: str, value: object) -> str:
     with suppress(ValueError, RecursionError):
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
         return text
+    return _mended(text)[0]
+
+
+def _mended(text: str) -> tuple[str, bool]:
+    """A value as `ArgumentsReader` reads it, closed, and whether it is the whole text."""
     reader = ArgumentsReader()
-    for character in text:
-        if not reader.read(character):
-            break
+    is_read = all(not reader.ended and reader.read(character) for character in text)
+    is_whole = is_read and reader.ended
     reader.close()
-    return reader.take()
+    return reader.take(), is_whole
 
 
 def parse_string(text: str) -> str:

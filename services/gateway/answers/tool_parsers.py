@@ -6,6 +6,7 @@ nothing here fails, and no text of the model is evaluated.
 """
 
 import json
+import re
 import secrets
 from collections.abc import Mapping, Sequence
 from typing import ClassVar, Literal
@@ -31,18 +32,24 @@ class CallParser:
     Args:
         tools: JSON schema of each function's parameters, by name.
         max_calls: None: any number.
+        is_held: by a grammar, to the form.
     """
 
     marker: ClassVar[str]
     tag: ClassVar[str | None] = None
     head: ClassVar[str] = ""
 
-    def __init__(self, tools: Mapping[str, Schema], max_calls: int | None = None) -> None:
+    def __init__(
+        self, tools: Mapping[str, Schema], max_calls: int | None = None, *, is_held: bool = False
+    ) -> None:
         self.tools = tools
         self.done = self.in_call = False
         self._max_calls = max_calls
+        self._is_held = is_held
         self._num_calls = 0
         self._buffer: str = ""
+        # Text that what follows decides about. Joined once: a model may write nothing else.
+        self._pending: list[str] = []
 
     def feed(self, text: str) -> list[Part]:
         """Takes more text; returns what is certain."""
@@ -87,19 +94,14 @@ class CallParser:
 class _TaggedParser(CallParser):
     """Calls between tags in free text. Blanks between text and calls belong to neither."""
 
-    tag = "<tool_call>"
-    openers: ClassVar[Sequence[str]]
-
-    def __init__(self, tools: Mapping[str, Schema], max_calls: int | None = None) -> None:
-        super().__init__(tools, max_calls)
-        self._after_call = False
-        # Between the text and what follows. Joined once: a model may write nothing else.
-        self._blanks: list[str] = []
+    tag, _closer = "<tool_call>", "</tool_call>"
+    openers: ClassVar[Sequence[str]] = (tag,)
+    _after_call = False
 
     def finish(self) -> list[Part]:
         if self.done or self.in_call:
             return []
-        text, self._buffer = "".join(self._blanks) + self._buffer, ""
+        text, self._buffer = "".join(self._pending) + self._buffer, ""
         if self._after_call:
             text = text.lstrip()
         return [Text(text)] if text else []
@@ -115,7 +117,7 @@ class _TaggedParser(CallParser):
         raise NotImplementedError
 
     def _begin_call(self, name: str, parts: list[Part]) -> None:
-        self._blanks.clear()
+        self._pending.clear()
         super()._begin_call(name, parts)
 
     def _end_call(self) -> None:
@@ -124,8 +126,8 @@ class _TaggedParser(CallParser):
 
     def _give_up(self, text: str, parts: list[Part]) -> None:
         """What began like a call is text, and so are blanks before it that are behind no call."""
-        blanks = "" if self._after_call else "".join(self._blanks)
-        self._blanks.clear()
+        blanks = "" if self._after_call else "".join(self._pending)
+        self._pending.clear()
         parts.append(Text(blanks + text))
         self.in_call = self._after_call = False
 
@@ -138,7 +140,7 @@ class _TaggedParser(CallParser):
             self.in_call = True
             self._open(opener)
             return True
-        size = len(self._buffer) - _num_held(self._buffer, self.openers)
+        size = _certain(self._buffer, self.openers)
         text, self._buffer = self._buffer[:size], self._buffer[size:]
         self._text(text, parts)
         return False
@@ -147,20 +149,18 @@ class _TaggedParser(CallParser):
         """Blanks at the end wait for what follows."""
         words = text.rstrip(SPACE)
         if words:
-            found = "".join(self._blanks) + words
+            found = "".join(self._pending) + words
             parts.append(Text(found.lstrip(SPACE) if self._after_call else found))
-            self._blanks.clear()
+            self._pending.clear()
             self._after_call = False
-        self._blanks.append(text[len(words) :])
+        self._pending.append(text[len(words) :])
 
 
 class HermesParser(_TaggedParser):
     """`<tool_call>{"name": …, "arguments": {…}}</tool_call>`: `hermes`."""
 
     marker = "<tool_call>"
-    openers = ("<tool_call>",)
     head = "{"
-    _closer = "</tool_call>"
 
     def _open(self, opener: str) -> None:
         self._object = CallObject()
@@ -180,7 +180,7 @@ class HermesParser(_TaggedParser):
         at = len(self._buffer) - len(self._buffer.lstrip(SPACE + "}"))
         if not call.complete:
             at = self._buffer.find(self._closer)
-            at = len(self._buffer) - _num_held(self._buffer, (self._closer,)) if at < 0 else at
+            at = _certain(self._buffer, (self._closer,)) if at < 0 else at
         self._buffer = self._buffer[at:]
         if self._closer.startswith(self._buffer) and self._buffer != self._closer:
             return False
@@ -209,13 +209,8 @@ class Llama3JsonParser(CallParser):
     marker = '"parameters"'
     _prefix = "<|python_tag|>"
     _separators = SPACE + ";,"  # between calls
-
-    def __init__(self, tools: Mapping[str, Schema], max_calls: int | None = None) -> None:
-        super().__init__(tools, max_calls)
-        self._raw: list[str] = []  # since the last call
-        self._is_tagged = False
-        self._object: CallObject | None = None
-        self._is_text = False
+    _object: CallObject | None = None
+    _is_tagged = _is_text = False
 
     def _step(self, parts: list[Part]) -> bool:
         if self._is_text:
@@ -234,14 +229,14 @@ class Llama3JsonParser(CallParser):
         self._add_arguments(call.take_arguments(), parts)
         if call.ended:
             self._object, self._is_tagged = None, False
-            self._raw.clear()
+            self._pending.clear()
             self._end_call()
         return call.ended
 
     def finish(self) -> list[Part]:
         parts: list[Part] = []
         if self._object is None:
-            rest = "".join(self._raw) + self._buffer
+            rest = "".join(self._pending) + self._buffer
             if not self.done and (self._num_calls == 0 or rest.strip(self._separators)):
                 self._give_up("", parts)
         elif not self._object.begun:
@@ -272,13 +267,13 @@ class Llama3JsonParser(CallParser):
 
     def _skip(self, rest: str) -> None:
         """The buffer up to `rest` is text only if no call follows."""
-        self._raw.append(self._buffer[: len(self._buffer) - len(rest)])
+        self._pending.append(self._buffer[: len(self._buffer) - len(rest)])
         self._buffer = rest
 
     def _give_up(self, raw: str, parts: list[Part]) -> None:
-        text = "".join(self._raw) + raw + self._buffer
+        text = "".join(self._pending) + raw + self._buffer
         self._buffer, self._object, self._is_text = "", None, True
-        self._raw.clear()
+        self._pending.clear()
         if text:
             parts.append(Text(text))
 
@@ -295,7 +290,16 @@ class Qwen3CoderParser(_TaggedParser):
     openers = ("<tool_call>", "<function=")
     head = "<function="
     _parameter, _end_parameter, _end_function = "<parameter=", "</parameter>", "</function>"
-    _end_tag = "</tool_call>"
+    _named = re.compile(r"([^<>\n]*)([<>\n])")
+    # One line break after the tag belongs to it; models forget the bracket before that.
+    _opened = re.compile(rf"{_parameter}([^>\n]*)(?:>\n?|\n)")
+    _opened_as_held = re.compile(rf"{_parameter}([^>]*)>\n?")
+    # A value ends with the last two as well: models forget its closing tag.
+    _enders = (
+        f"\n{_end_parameter}", _end_parameter,
+        f"\n{_parameter}", f"\n{_end_function}\n{_TaggedParser._closer}",
+    )  # fmt: skip
+    _end = re.compile("|".join(_enders))
 
     def _open(self, opener: str) -> None:
         self._raw = [opener]  # until the call is certain
@@ -312,21 +316,16 @@ class Qwen3CoderParser(_TaggedParser):
             self._give_up("".join(self._raw) + self._buffer, parts)
             return parts
         if self._state == "value":
-            held = _num_held(self._buffer, ("\n" + self._end_parameter, self._end_parameter))
-            value = self._buffer[: len(self._buffer) - held]
-            self._end_value(value, parts)
+            self._end_value(self._buffer[: _certain(self._buffer, self._enders)], parts)
         if self._state != "after":
             self._add_arguments("}" if self._num_parameters else "{}", parts)
         return parts
 
     def _step_call(self, parts: list[Part]) -> bool:
         steps = {
-            "tag": self._step_tag,
-            "name": self._step_name,
-            "between": self._step_between,
-            "value": self._step_value,
-            "after": self._step_after,
-        }
+            "tag": self._step_tag, "name": self._step_name, "between": self._step_between,
+            "value": self._step_value, "after": self._step_after,
+        }  # fmt: skip
         return steps[self._state](parts)
 
     def _step_tag(self, parts: list[Part]) -> bool:
@@ -343,28 +342,29 @@ class Qwen3CoderParser(_TaggedParser):
         return True
 
     def _step_name(self, parts: list[Part]) -> bool:
-        end = self._buffer.find(">")
-        name = self._buffer[:end] if end >= 0 else self._buffer
-        if "\n" in name or "<" in name or (end >= 0 and not name.strip()):
-            self._give_up("".join(self._raw), parts)
-            return True
-        if end < 0:
+        written = self._named.match(self._buffer)
+        if written is None:
             return False
-        self._buffer, self._state = self._buffer[end + 1 :], "between"
-        self._begin_call(name.strip(), parts)
-        self._parameters = Parameters(self.tools.get(name.strip(), {}))
+        name = written[1].strip()
+        # The bracket may be forgotten behind a name that is known.
+        if (name and written[2] == ">") or (name in self.tools and written[2] == "\n"):
+            self._buffer, self._state = self._buffer[written.end() :], "between"
+            self._begin_call(name, parts)
+            self._parameters = Parameters(self.tools.get(name, {}))
+        else:
+            self._give_up("".join(self._raw), parts)
         return True
 
     def _step_between(self, parts: list[Part]) -> bool:
         """Before a parameter or the function's end."""
         self._buffer = self._buffer.lstrip(SPACE)
         if self._buffer.startswith(self._parameter):
-            end = self._buffer.find(">")
-            # One line break after the tag belongs to it.
-            if end < 0 or end + 1 == len(self._buffer):
+            pattern = self._opened_as_held if self._is_held else self._opened
+            opened = pattern.match(self._buffer)
+            if opened is None or opened.end() == len(self._buffer):
                 return False
-            name = self._buffer[len(self._parameter) : end].strip()
-            self._buffer = self._buffer[end + 1 :].removeprefix("\n")
+            name = opened[1].strip()
+            self._buffer = self._buffer[opened.end() :]
             separator = ", " if self._num_parameters else "{"
             self._num_parameters += 1
             self._state, self._scan, self._num_searched = "value", StringScan(), 0
@@ -373,7 +373,7 @@ class Qwen3CoderParser(_TaggedParser):
             if self._type.is_text:
                 self._add_arguments('"', parts)
             return True
-        ends = (self._end_function, self._end_tag)
+        ends = (self._end_function, self._closer)
         if self._buffer.startswith(ends):
             self._add_arguments("}" if self._num_parameters else "{}", parts)
             self._buffer = self._buffer.removeprefix(self._end_function)
@@ -386,24 +386,24 @@ class Qwen3CoderParser(_TaggedParser):
         return True
 
     def _step_value(self, parts: list[Part]) -> bool:
-        end = self._buffer.find(self._end_parameter, max(self._scan.at, self._num_searched))
-        if self._type.may_be_nested:
-            while end >= 0 and self._scan.ends_in_string(self._buffer, end):
-                end = self._buffer.find(self._end_parameter, end + 1)
-        if end >= 0:
-            value = self._buffer[:end].removesuffix("\n")
-            self._buffer = self._buffer[end + len(self._end_parameter) :]
+        while found := self._end.search(self._buffer, self._num_searched):
+            tag = found[0].lstrip("\n")
+            at = found.end() - len(tag)
+            self._num_searched = found.end()
+            if tag != self._end_parameter and self._is_held:
+                continue
+            if self._type.may_be_nested and self._scan.ends_in_string(self._buffer, at):
+                continue
+            value = self._buffer[:at].removesuffix("\n")
+            self._buffer = self._buffer[at:].removeprefix(self._end_parameter)
             self._end_value(value, parts)
             self._state = "between"
             return True
+        size = _certain(self._buffer, self._enders)
         if self._type.is_text:
-            size = len(self._buffer) - _num_held(self._buffer, ("\n" + self._end_parameter,))
-            if size == len(self._buffer):
-                size -= _num_held(self._buffer, (self._end_parameter,))
             self._add_arguments(_escaped(self._buffer[:size]), parts)
-            self._buffer = self._buffer[size:]
-        else:
-            self._num_searched = max(0, len(self._buffer) - len(self._end_parameter) + 1)
+            self._buffer, size = self._buffer[size:], 0
+        self._num_searched = size
         return False
 
     def _end_value(self, text: str, parts: list[Part]) -> None:
@@ -413,9 +413,9 @@ class Qwen3CoderParser(_TaggedParser):
     def _step_after(self, parts: list[Part]) -> bool:
         """After the function: the outer tag may follow."""
         head = self._buffer = self._buffer.lstrip(SPACE)
-        if len(head) < len(self._end_tag) and self._end_tag.startswith(head):
+        if len(head) < len(self._closer) and self._closer.startswith(head):
             return False
-        self._buffer = head.removeprefix(self._end_tag)
+        self._buffer = head.removeprefix(self._closer)
         self._end_call()
         return True
 
@@ -427,16 +427,15 @@ PARSERS: dict[str, type[CallParser]] = {
 }
 
 
-def _num_held(text: str, tags: Sequence[str]) -> int:
-    """Length of the longest suffix of `text` that begins one of the tags."""
-    held = 0
+def _certain(text: str, tags: Sequence[str]) -> int:
+    """Length of the text before what may begin one of the tags."""
+    size = len(text)
     for tag in tags:
         at = text.find(tag[0], max(0, len(text) - len(tag) + 1))
         while at >= 0 and not tag.startswith(text[at:]):
             at = text.find(tag[0], at + 1)
-        if at >= 0:
-            held = max(held, len(text) - at)
-    return held
+        size = min(size, at) if at >= 0 else size
+    return size
 
 
 def _escaped(text: str) -> str:

@@ -40,11 +40,10 @@ class ToolCalls:
         strict = any(function.strict for function in self.functions.values())
         return self.required or restricted or strict
 
-    @property
-    def format(self) -> CallFormat:
-        """As an answer's parser needs it."""
+    def format(self, *, is_held: bool) -> CallFormat:
+        """As an answer's parser needs it; `is_held`: by a grammar."""
         schemas = {name: f.parameters or {} for name, f in self.functions.items()}
-        make = partial(self.parser, schemas, self.max_calls)
+        make = partial(self.parser, schemas, self.max_calls, is_held=is_held)
         return CallFormat(self.parser.tag, self.parser.head, make, self.required)
 
 

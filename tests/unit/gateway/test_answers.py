@@ -34,7 +34,7 @@ TOOLS = {
 
 def tool_calls(form, max_calls=None, *, required=False):
     functions = {name: FunctionDefinition(name, parameters=TOOLS[name]) for name in TOOLS}
-    return ToolCalls(PARSERS[form], {}, functions, required, max_calls).format
+    return ToolCalls(PARSERS[form], {}, functions, required, max_calls).format(is_held=False)
 
 
 THOUGHT = "<think>\nThe user asks: 中 🙂 < 5?\n</think>\n\n"

@@ -112,6 +112,13 @@ HERMES = {
     '<tool_call>{"name": "look", "arguments": {"a": True, "b": [None,], }}</tool_call>': [
         ("look", '{"a": true, "b": [null]}'),
     ],
+    '<tool_call>{"name": "look", "arguments": {\'a"b\': \'it\\\'s "\', "c": "\\\'"}}</tool_call>': [
+        ("look", '{"a\\"b": "it\'s \\"", "c": "\\\\\'"}'),
+    ],
+    # As Qwen2.5-Coder's template shows it.
+    '<tool_call>\n{{"name": "look", "arguments": {"a": {"b": 1}}}}\n</tool_call>ok': [
+        ("look", '{"a": {"b": 1}}'), "ok",
+    ],
     '<tool_call>{"name": "look", "arguments": {"a": 1, "b": NaN}}</tool_call>ok': [
         ("look", '{"a": 1}'), "ok",
     ],
@@ -162,6 +169,23 @@ XML = {
     ],
     '<function=look><parameter=size>\n{"a": "</parameter>\\""}\n</parameter></function>': [
         ("look", '{"size": {"a": "</parameter>\\""}}'),
+    ],
+    # Of objects and lists, what models write of them: Python's quotes, a comma, a line break.
+    "<tool_call><function=look><parameter=size>\n{'a': True, \"b\": [None,], 'c': 'x\ny'}\n"
+    "</parameter><parameter=any>\n{'a': 1}\n</parameter></function></tool_call>": [
+        ("look", '{"size": {"a": true, "b": [null], "c": "x\\ny"}, "any": "{\'a\': 1}"}'),
+    ],
+    "<tool_call><function=look><parameter=size>\n{'a': 1} x\n</parameter></function>": [
+        ("look", '{"size": "{\'a\': 1} x"}'),
+    ],
+    # Without a parameter's closing tag, or the bracket of an opening one.
+    "<tool_call>\n<function=look>\n<parameter=text>\na </function>\nb\n<parameter=count>\n5\n"
+    "</function>\n</tool_call>\n<tool_call>\n<function=stop>\n</function>\n</tool_call>": [
+        ("look", '{"text": "a </function>\\nb", "count": 5}'), ("stop", "{}"),
+    ],
+    "<tool_call>\n<function=look>\n<parameter=text>\na\n</function>": [("look", '{"text": "a"}')],
+    "<tool_call>\n<function=look\n<parameter=text\na > b\n</parameter>\n</function>": [
+        ("look", '{"text": "a > b"}'),
     ],
     # What is no value of the type is a string; a word of a union with string stays one.
     "<tool_call><function=look><parameter=count>\nfive\n</parameter><parameter=maybe>\n5\n"
@@ -230,6 +254,14 @@ def test_only_as_many_calls_as_are_allowed(form):
     pieces = [piece for character in two for piece in parser.feed(character)]
     assert plain(pieces + parser.finish()) == [("stop", "{}")]
     assert parser.done
+
+
+def test_a_grammar_closes_each_parameter_so_that_a_value_may_hold_the_other_tags():
+    text = "a\n<parameter=count>\n5\n</function>\n</tool_call>"
+    call = f"<tool_call>\n<function=look>\n<parameter=text>\n{text}\n</parameter>\n</function>"
+    for chunks in ([call], list(call)):
+        ((_, arguments),) = parse("qwen3_coder", chunks, is_held=True)
+        assert json.loads(arguments) == {"text": text}
 
 
 @settings(max_examples=200, deadline=None)
