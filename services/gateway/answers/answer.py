@@ -7,7 +7,7 @@ call.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from services.common.pb import decoder_pb2 as pb
 from services.gateway.answers.reasoning import ReasoningSplitter, Start
@@ -17,6 +17,8 @@ from services.gateway.forms.parts import Part, Reasoning, Text
 class Calls(Protocol):
     """Tool calls of one choice: text in, parts out; see `tool_parsers.CallParser`."""
 
+    tag: ClassVar[str | None]
+    head: ClassVar[str]
     in_call: bool
     done: bool
 
@@ -30,13 +32,10 @@ class CallFormat:
     """How tool calls are written.
 
     Attributes:
-        tag: what a call begins with; None: nothing of its own.
-        head: what follows the tag, behind blanks.
+        parser: makes one for a choice.
         required: the answer has to hold one.
     """
 
-    tag: str | None
-    head: str
     parser: Callable[[], Calls]
     required: bool = False
 
@@ -66,15 +65,15 @@ class AnswerFormat:
 
     def parser(self) -> "AnswerParser | None":
         """A parser for one choice; None: everything is text."""
-        calls = self.calls
-        if calls is None and not self.thinks:
+        if self.calls is None and not self.thinks:
             return None
+        calls = self.calls.parser() if self.calls else None
         tag, head = (calls.tag, calls.head) if calls else (None, "")
         return AnswerParser(
             ReasoningSplitter(self.reasoning or "closed", tag, head),
-            calls.parser() if calls else None,
+            calls,
             self.include_reasoning,
-            has_text=calls is None or not calls.required,
+            has_text=self.calls is None or not self.calls.required,
         )
 
 

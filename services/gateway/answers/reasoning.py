@@ -98,7 +98,7 @@ class ReasoningSplitter:
             self._strip = not text
         end, tag = self._end(text)
         if not tag:
-            size = min(end, _certain(text[:end], self._tags))
+            size = len(text[: certain(text[:end], self._tags)].rstrip("\n"))
             self._held = text[size:]
             return [Reasoning(text[:size])] if size else []
         reasoning = text[:end].rstrip("\n")
@@ -147,10 +147,12 @@ class ReasoningSplitter:
         return [Text(text)]
 
 
-def _certain(text: str, tags: Sequence[str]) -> int:
-    """Length of the text before what may be one of the tags, and its line breaks."""
+def certain(text: str, tags: Sequence[str]) -> int:
+    """Length of the text before what may begin one of the tags."""
     size = len(text)
-    at = text.rfind("<", max(0, size - max(map(len, tags)) + 1))
-    if at >= 0 and any(tag.startswith(text[at:]) for tag in tags):
-        size = at
-    return len(text[:size].rstrip("\n"))
+    for tag in tags:
+        at = text.find(tag[0], max(0, len(text) - len(tag) + 1))
+        while at >= 0 and not tag.startswith(text[at:]):
+            at = text.find(tag[0], at + 1)
+        size = min(size, at) if at >= 0 else size
+    return size

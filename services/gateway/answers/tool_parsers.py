@@ -13,6 +13,7 @@ from typing import ClassVar, Literal
 
 from services.gateway.answers.argument_values import Parameters, Schema, StringScan, to_json
 from services.gateway.answers.call_object import SPACE, CallObject
+from services.gateway.answers.reasoning import certain
 from services.gateway.forms.parts import Call, Part, Text
 
 
@@ -140,7 +141,7 @@ class _TaggedParser(CallParser):
             self.in_call = True
             self._open(opener)
             return True
-        size = _certain(self._buffer, self.openers)
+        size = certain(self._buffer, self.openers)
         text, self._buffer = self._buffer[:size], self._buffer[size:]
         self._text(text, parts)
         return False
@@ -180,7 +181,7 @@ class HermesParser(_TaggedParser):
         at = len(self._buffer) - len(self._buffer.lstrip(SPACE + "}"))
         if not call.complete:
             at = self._buffer.find(self._closer)
-            at = _certain(self._buffer, (self._closer,)) if at < 0 else at
+            at = certain(self._buffer, (self._closer,)) if at < 0 else at
         self._buffer = self._buffer[at:]
         if self._closer.startswith(self._buffer) and self._buffer != self._closer:
             return False
@@ -316,7 +317,7 @@ class Qwen3CoderParser(_TaggedParser):
             self._give_up("".join(self._raw) + self._buffer, parts)
             return parts
         if self._state == "value":
-            self._end_value(self._buffer[: _certain(self._buffer, self._enders)], parts)
+            self._end_value(self._buffer[: certain(self._buffer, self._enders)], parts)
         if self._state != "after":
             self._add_arguments("}" if self._num_parameters else "{}", parts)
         return parts
@@ -399,7 +400,7 @@ class Qwen3CoderParser(_TaggedParser):
             self._end_value(value, parts)
             self._state = "between"
             return True
-        size = _certain(self._buffer, self._enders)
+        size = certain(self._buffer, self._enders)
         if self._type.is_text:
             self._add_arguments(_escaped(self._buffer[:size]), parts)
             self._buffer, size = self._buffer[size:], 0
@@ -425,17 +426,6 @@ PARSERS: dict[str, type[CallParser]] = {
     "llama3_json": Llama3JsonParser,
     "qwen3_coder": Qwen3CoderParser,
 }
-
-
-def _certain(text: str, tags: Sequence[str]) -> int:
-    """Length of the text before what may begin one of the tags."""
-    size = len(text)
-    for tag in tags:
-        at = text.find(tag[0], max(0, len(text) - len(tag) + 1))
-        while at >= 0 and not tag.startswith(text[at:]):
-            at = text.find(tag[0], at + 1)
-        size = min(size, at) if at >= 0 else size
-    return size
 
 
 def _escaped(text: str) -> str:

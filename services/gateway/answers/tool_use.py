@@ -44,7 +44,7 @@ class ToolCalls:
         """As an answer's parser needs it; `is_held`: by a grammar."""
         schemas = {name: f.parameters or {} for name, f in self.functions.items()}
         make = partial(self.parser, schemas, self.max_calls, is_held=is_held)
-        return CallFormat(self.parser.tag, self.parser.head, make, self.required)
+        return CallFormat(make, self.required)
 
 
 def read_tools(request: ChatRequest, parser: type[CallParser] | None) -> ToolCalls | None:
