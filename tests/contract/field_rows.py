@@ -56,6 +56,7 @@ TOOL = {"type": "function", "function": FUNCTION}
 FLAT = {"type": "function", **FUNCTION}
 SCHEMA = {"type": "object", "properties": {"a": {"enum": [1]}}, "additionalProperties": False}
 CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+CUT = {**CALL, "function": {"name": "f", "arguments": '{"a": "'}}
 VIDEO = "data:video/mp4;base64,AAAA"
 IMAGE = "data:image/png;base64,iVBORw0KGgo="
 
@@ -171,6 +172,9 @@ _CHAT_ROWS = [
         }.items()
     ],
     Row(CHAT, assistant(tool_calls=[]), SERVED),
+    Row(CHAT, assistant(tool_calls=[CUT]), "messages.tool_calls"),
+    Row(CHAT, {"messages": [user(), {"role": "tool", "tool_call_id": "c", "content": None}]},
+        SERVED),
     Row(CHAT, assistant(reasoning="x", reasoning_content=None), SERVED),
     Row(CHAT, assistant(content=[{"type": "thinking", "thinking": "x"}]),
         "messages.content.thinking"),

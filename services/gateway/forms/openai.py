@@ -209,7 +209,7 @@ class ChatRequest(GenerationFields, forbid_unknown_fields=True):
                 size += sum(len(part.text) for part in content if isinstance(part, TextPart))
             size += len(message.reasoning_content or message.reasoning or "")
             for call in message.tool_calls or ():
-                size += len(call.id) + len(call.function.name) + len(call.function.arguments)
+                size += len(call.id) + len(call.function.name) + len(call.function.arguments or "")
         return size
 
 
@@ -260,7 +260,7 @@ def _check_message(message: Message, index: int) -> None:
     role = message.role
     if role == "function":
         raise InvalidRequest(f"role {role} is not supported", param=f"{path}.role")
-    if message.content is None and role != "assistant":
+    if message.content is None and role not in ("assistant", "tool"):
         raise InvalidRequest("content is missing", param=f"{path}.content")
     for name in ("tool_calls", "reasoning", "reasoning_content"):
         if getattr(message, name) and role != "assistant":

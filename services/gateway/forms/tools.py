@@ -17,6 +17,7 @@ from services.common.errors import InvalidRequest
 MAX_TOOLS = 128
 MAX_CALLS = 128
 MAX_NESTING = 100
+UNREADABLE: dict[str, Any] = {}
 _CHARACTERS_OF_A_VALUE = 4
 _CONTAINERS = (dict, list)
 _MAX_COUNTED = 1 << 14  # of a value, which is long then
@@ -68,10 +69,10 @@ ToolChoice = Literal["none", "auto", "required"] | FunctionChoice | AllowedTools
 
 
 class FunctionCall(Struct, forbid_unknown_fields=True):
-    """What was called. `arguments` is the JSON text of an object; empty text means `{}`."""
+    """What was called. `arguments` is the JSON text of an object; none means `{}`."""
 
     name: str
-    arguments: str
+    arguments: str | None = None
 
 
 class ToolCall(Struct, forbid_unknown_fields=True):
@@ -178,14 +179,12 @@ def strings_of(value: object) -> Iterator[str]:
 
 
 def read_arguments(call: ToolCall, param: str) -> dict[str, Any]:
-    """A call's arguments, as templates take them.
-
-    Raises:
-        InvalidRequest: they are not the JSON text of an object, or nested too deeply.
+    """A call's arguments, as templates take them; `UNREADABLE`: they are not the JSON text of an
+    object, as clients keep them of a call that they interrupted. Refuses deep nesting.
     """
     try:
         arguments = msgspec.json.decode(call.function.arguments or "{}", type=dict[str, Any])
     except (msgspec.MsgspecError, UnicodeEncodeError, RecursionError):
-        raise InvalidRequest("not the JSON text of an object", param=param) from None
+        return UNREADABLE
     check_nesting(arguments, param)
     return arguments

@@ -13,7 +13,7 @@ from services.common.model_spec import ModelSpec
 from services.gateway.answers.reasoning import CLOSE
 from services.gateway.forms.embeddings import ImageEmbedsPart
 from services.gateway.forms.openai import AnyImage, ChatRequest, Message, Part, TextPart
-from services.gateway.forms.tools import check_nesting, definitions, read_arguments
+from services.gateway.forms.tools import UNREADABLE, check_nesting, definitions, read_arguments
 from services.gateway.forms.video import AnyVideo, sampling_of
 from services.gateway.media.images import ImageSource
 from services.gateway.media.videos import VideoSource
@@ -66,6 +66,9 @@ class ConversationReader:
         ignored = [*self._unused(request), *(("messages",) if cut else ())]
         if not self._template.takes_late_system and _join_systems(messages):
             ignored.append("messages.role")
+        calls = (call["function"] for each in messages for call in each.get("tool_calls", ()))
+        if any(function["arguments"] is UNREADABLE for function in calls):
+            ignored.append("messages.tool_calls")
         self._refuse_unseen_calls(request.messages)
         if (images or videos) and not self._takes_tool_images:
             _refuse_tool_images(request)
@@ -185,7 +188,7 @@ def read_messages(
 
     Raises:
         InvalidRequest: more images or videos than allowed, or any field about them if the model
-            takes none; arguments of a tool call that are no JSON object.
+            takes none.
     """
     if not takes_images:
         _refuse_images(request)
