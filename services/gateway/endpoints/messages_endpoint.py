@@ -132,6 +132,8 @@ def to_chat(request: api.CountTokensRequest, paths: dict[str, str]) -> ChatReque
     thinking, config = request.thinking, request.output_config
     if isinstance(thinking, api.EnabledThinking):
         chat.enable_thinking, chat.thinking_token_budget = True, thinking.budget_tokens
+    elif isinstance(thinking, api.AdaptiveThinking):
+        chat.thinking_token_budget = thinking.budget_tokens or None
     elif isinstance(thinking, api.DisabledThinking):
         chat.enable_thinking = False
     if isinstance(thinking, api.AdaptiveThinking):

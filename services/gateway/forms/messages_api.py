@@ -138,15 +138,16 @@ class NoChoice(Struct, forbid_unknown_fields=True, tag_field="type", tag="none")
 
 
 class AdaptiveThinking(Struct, forbid_unknown_fields=True, tag_field="type", tag="adaptive"):
-    """The model thinks if its template makes it think by default."""
+    """The model thinks if its template makes it think by default, for so many tokens at most; some
+    proxies write 0 where nothing is said.
+    """
 
     display: Literal["summarized", "omitted"] | None = None
+    budget_tokens: Annotated[int, Meta(ge=0, le=1 << 31)] | None = None
 
 
 class EnabledThinking(AdaptiveThinking, forbid_unknown_fields=True, tag="enabled"):
     """The model thinks before it answers, for so many tokens at most."""
-
-    budget_tokens: Annotated[int, Meta(ge=0, le=1 << 31)] | None = None
 
 
 class DisabledThinking(Struct, forbid_unknown_fields=True, tag_field="type", tag="disabled"):
