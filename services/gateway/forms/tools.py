@@ -14,7 +14,7 @@ from msgspec import Meta, Struct
 
 from services.common.errors import InvalidRequest
 
-MAX_TOOLS = 128
+MAX_TOOLS = 512
 MAX_CALLS = 128
 MAX_NESTING = 100
 UNREADABLE: dict[str, Any] = {}

@@ -403,6 +403,17 @@ def test_refused_by_name(models, fields, param):
     assert refused.value.param == param
 
 
+def test_agents_with_several_servers_have_hundreds_of_tools(models):
+    def tools(count):
+        return [{"type": "function", "function": {"name": f"f{i}"}} for i in range(count)]
+
+    draft = models["qwen3"].draft([user()], tools=tools(512))
+    assert draft.token_ids == models["qwen3"].expected([user()], tools=tools(512))
+    with pytest.raises(InvalidRequest, match="512") as refused:
+        models["qwen3"].draft([user()], tools=tools(513))
+    assert refused.value.param == "tools"
+
+
 def test_allowed_tools_keep_the_prompt(models):
     choice = {
         "type": "allowed_tools",
