@@ -291,7 +291,9 @@ class Qwen3CoderParser(_TaggedParser):
     openers = ("<tool_call>", "<function=")
     head = "<function="
     _parameter, _end_parameter, _end_function = "<parameter=", "</parameter>", "</function>"
-    _named = re.compile(r"([^<>\n]*)([<>\n])")
+    _inner = (_parameter, _end_function, _TaggedParser._closer)
+    _stray = re.compile(rf"(?!{_TaggedParser._closer})</\w{{1,64}}>|(?:</?\w{{0,64}})?\Z")
+    _named = re.compile(r"([^<>\n]*)([<>\n])\s{0,64}")
     # One line break after the tag belongs to it; models forget the bracket before that.
     _opened = re.compile(rf"{_parameter}([^>\n]*)(?:>\n?|\n)")
     _opened_as_held = re.compile(rf"{_parameter}([^>]*)>\n?")
@@ -346,13 +348,16 @@ class Qwen3CoderParser(_TaggedParser):
         written = self._named.match(self._buffer)
         if written is None:
             return False
-        name = written[1].strip()
+        name, rest = written[1].strip(), self._buffer[written.end() :]
         # The bracket may be forgotten behind a name that is known.
-        if (name and written[2] == ">") or (name in self.tools and written[2] == "\n"):
-            self._buffer, self._state = self._buffer[written.end() :], "between"
+        is_name = (name and written[2] == ">") or (name in self.tools and written[2] == "\n")
+        if is_name and rest.startswith(self._inner):
+            self._buffer, self._state = rest, "between"
             self._begin_call(name, parts)
             self._parameters = Parameters(self.tools.get(name, {}))
-        else:
+        elif is_name and any(tag.startswith(rest) for tag in self._inner):
+            return False
+        else:  # a mention
             self._give_up("".join(self._raw), parts)
         return True
 
@@ -360,12 +365,10 @@ class Qwen3CoderParser(_TaggedParser):
         """Before a parameter or the function's end."""
         self._buffer = self._buffer.lstrip(SPACE)
         if self._buffer.startswith(self._parameter):
-            pattern = self._opened_as_held if self._is_held else self._opened
-            opened = pattern.match(self._buffer)
+            opened = (self._opened_as_held if self._is_held else self._opened).match(self._buffer)
             if opened is None or opened.end() == len(self._buffer):
                 return False
-            name = opened[1].strip()
-            self._buffer = self._buffer[opened.end() :]
+            name, self._buffer = opened[1].strip(), self._buffer[opened.end() :]
             separator = ", " if self._num_parameters else "{"
             self._num_parameters += 1
             self._state, self._scan, self._num_searched = "value", StringScan(), 0
@@ -374,13 +377,12 @@ class Qwen3CoderParser(_TaggedParser):
             if self._type.is_text:
                 self._add_arguments('"', parts)
             return True
-        ends = (self._end_function, self._closer)
-        if self._buffer.startswith(ends):
+        if self._buffer.startswith(self._inner[1:]):
             self._add_arguments("}" if self._num_parameters else "{}", parts)
             self._buffer = self._buffer.removeprefix(self._end_function)
             self._state = "after"
             return True
-        if any(tag.startswith(self._buffer) for tag in (self._parameter, *ends)):
+        if any(tag.startswith(self._buffer) for tag in self._inner):
             return False
         # Neither: drop what no call can hold, up to the next tag.
         self._buffer = self._buffer[1:]
@@ -412,10 +414,12 @@ class Qwen3CoderParser(_TaggedParser):
         self._add_arguments(_escaped(text) + '"' if is_text else to_json(text, self._type), parts)
 
     def _step_after(self, parts: list[Part]) -> bool:
-        """After the function: the outer tag may follow."""
+        """After the function: the outer tag may follow, and before it closing tags of nothing."""
         head = self._buffer = self._buffer.lstrip(SPACE)
-        if len(head) < len(self._closer) and self._closer.startswith(head):
-            return False
+        if self._stray.match(head):
+            tag, end, self._buffer = head.partition(">")
+            self._buffer = self._buffer if end else tag
+            return bool(end)
         self._buffer = head.removeprefix(self._closer)
         self._end_call()
         return True

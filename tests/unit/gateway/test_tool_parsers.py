@@ -184,6 +184,12 @@ XML = {
         ("look", '{"text": "a </function>\\nb", "count": 5}'), ("stop", "{}"),
     ],
     "<tool_call>\n<function=look>\n<parameter=text>\na\n</function>": [("look", '{"text": "a"}')],
+    # Closing tags of nothing, and tags that are only mentioned.
+    "<tool_call>\n<function=stop>\n</function>\n</function>\n</function_invocation>\n"
+    "</tool_call>x": [("stop", "{}"), "x"],
+    "Write `<function=look>`, or <function=stop> \nas I do in <tool_call>\n<function=look> .": [
+        "Write `<function=look>`, or <function=stop> \nas I do in <tool_call>\n<function=look> .",
+    ],
     "<tool_call>\n<function=look\n<parameter=text\na > b\n</parameter>\n</function>": [
         ("look", '{"text": "a > b"}'),
     ],
