@@ -358,9 +358,6 @@ def test_key_is_taken_from_either_header(anthropic, loop_thread, tmp_path):
          "messages[0].content[0].source"),
         ({"messages": [{"role": "user", "content": [{"type": "text", "text": 5}]}]},
          "messages[0].content[0].text"),
-        ({"messages": [*HELLO, {"role": "assistant", "content": [
-            {"type": "tool_use", "id": "1", "name": "f", "input": []}]}, *HELLO]},
-         "messages[1].content[0].input"),
         ({"tools": [TOOLS[0], TOOLS[0]]}, "tools[1].name"),
         ({"container": "x"}, "container"),
         ({"stop_sequences": [""]}, "stop_sequences[0]"),

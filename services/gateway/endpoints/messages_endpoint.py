@@ -131,13 +131,12 @@ def to_chat(request: api.CountTokensRequest, paths: dict[str, str]) -> ChatReque
     chat.chat_template_kwargs, chat.cache_salt = request.chat_template_kwargs, request.cache_salt
     thinking, config = request.thinking, request.output_config
     if isinstance(thinking, api.EnabledThinking):
-        chat.enable_thinking, chat.thinking_token_budget = True, thinking.budget_tokens
-    elif isinstance(thinking, api.AdaptiveThinking):
-        chat.thinking_token_budget = thinking.budget_tokens or None
+        chat.enable_thinking = True
     elif isinstance(thinking, api.DisabledThinking):
         chat.enable_thinking = False
     if isinstance(thinking, api.AdaptiveThinking):
         chat.include_reasoning = thinking.display != "omitted"
+        chat.thinking_token_budget = thinking.budget_tokens or None  # proxies write 0
     if config is not None and config.effort is not None and chat.enable_thinking is not False:
         chat.reasoning_effort = config.effort
     if config is not None and config.format is not None:

@@ -138,9 +138,7 @@ class NoChoice(Struct, forbid_unknown_fields=True, tag_field="type", tag="none")
 
 
 class AdaptiveThinking(Struct, forbid_unknown_fields=True, tag_field="type", tag="adaptive"):
-    """The model thinks if its template makes it think by default, for so many tokens at most; some
-    proxies write 0 where nothing is said.
-    """
+    """The model thinks if its template makes it think by default, for so many tokens at most."""
 
     display: Literal["summarized", "omitted"] | None = None
     budget_tokens: Annotated[int, Meta(ge=0, le=1 << 31)] | None = None
