@@ -38,8 +38,8 @@ async def _get(host: str, port: int, path: str) -> tuple[bytes, bytes]:
         async with asyncio.timeout(_TIMEOUT_S):
             reader, writer = await asyncio.open_connection(host, port)
             try:
-                head = f"GET {path} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n"
-                writer.write(head.encode())
+                # 1.0 needs no `Host`, of which a gateway may refuse the name that it listens on.
+                writer.write(f"GET {path} HTTP/1.0\r\n\r\n".encode())
                 found, _, body = (await reader.read()).partition(b"\r\n\r\n")
                 return found, body
             finally:

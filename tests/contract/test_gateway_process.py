@@ -1,8 +1,10 @@
 """`python -m services.gateway` as a process: start, keys, SIGTERM."""
 
+import asyncio
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -18,6 +20,7 @@ from tests.gateway_stack import MODEL
 from tests.noise import PATIENCE_S, least
 from tests.ports import free_port
 from tests.tiny_tokenizer import vocab_size, write_model_directory
+from triptych.probes import gateway_ready
 
 BODY = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}]}
 
@@ -49,7 +52,8 @@ def gateway(fakes, directory, **settings):
         [sys.executable, "-m", "services.gateway"], env=environment, stderr=subprocess.PIPE
     )
     try:
-        with httpx2.Client(base_url=f"http://127.0.0.1:{port}", timeout=PATIENCE_S) as client:
+        url = f"http://{settings.get('GATEWAY_HOST', '127.0.0.1')}:{port}".replace("::1", "[::1]")
+        with httpx2.Client(base_url=url, timeout=PATIENCE_S) as client:
             deadline = time.monotonic() + PATIENCE_S
             while True:
                 try:
@@ -188,6 +192,15 @@ def seconds_to_end(process, signum: int) -> float:
     process.send_signal(signum)
     assert process.wait(PATIENCE_S) == 0
     return time.monotonic() - start
+
+
+def test_gateway_on_an_ipv6_address_is_found_ready(fakes, tmp_path):
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("this machine has no IPv6")
+    with gateway(fakes, tmp_path, GATEWAY_HOST="::1") as (_, client):
+        assert asyncio.run(gateway_ready("::1", client.base_url.port))
 
 
 def test_api_keys_guard_all_but_probes_and_page(fakes, tmp_path):
