@@ -42,7 +42,7 @@ _MAX_GATEWAYS = 4
 # Running requests may continue this long after a signal, if no variable says otherwise.
 _GRACE_S = 2.5
 _PREFIXES = ("GATEWAY_", "ENCODER_", "DECODER_")
-_WILDCARDS = ("0.0.0.0", "::", "")
+_WILDCARDS = {"0.0.0.0": LOOPBACK, "": LOOPBACK, "::": "::1"}  # what reaches each: :: has no IPv4
 # The option that decides a variable; the other variables that give way are the plan's alone.
 _OPTIONS = {
     "SERVED_MODEL_NAME": "--served-model-name", "API_KEYS": "--api-key", "DTYPE": "--dtype",
@@ -108,7 +108,7 @@ class Plan:
     @property
     def metrics_url(self) -> str:
         """Of all processes, for a client on this machine."""
-        host = LOOPBACK if self.metrics_host in _WILDCARDS else self.metrics_host
+        host = _WILDCARDS.get(self.metrics_host, self.metrics_host)
         return f"http://{_bracketed(host)}:{self.metrics_port}/metrics"
 
 
@@ -192,7 +192,7 @@ def plan_stack(
     services = [service.resolved(environment) for service in (*engines, *gateways)]
     if options.redis_url or any(name.startswith(_PREFIXES) for name in environment):
         _validate(services, environment)
-    client_host = LOOPBACK if host in _WILDCARDS else host
+    client_host = _WILDCARDS.get(host, host)
     notes = dict.fromkeys(note for service in services for note in service.notes(environment))
     return Plan(
         url=f"http://{_bracketed(client_host)}:{port}",

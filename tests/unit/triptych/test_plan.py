@@ -277,6 +277,7 @@ def test_an_address_that_others_reach_needs_a_key(model: Path) -> None:
             plan(model, none, host=host)
     assert plan(model, none | {"GATEWAY_API_KEYS": "none"}, host="0.0.0.0").children
     assert plan(model, none, host="::1").url.startswith("http://[::1]:")
+    assert plan(model, none, host="::", api_key="k").url.startswith("http://[::1]:")  # no IPv4
 
 
 def test_metrics_of_all_have_one_port(model: Path) -> None:
