@@ -61,19 +61,12 @@ def check_devices(devices: Sequence[str], gpus: int, environment: Mapping[str, s
             last = "only cuda:0 is" if gpus == 1 else f"cuda:0 to cuda:{gpus - 1} are"
             raise StackError(f"--device {device}: {last} visible", 2)
     on_gpu = any(d.startswith("cuda") or (d == "auto" and gpus) for d in devices)
-    if on_gpu and (build := _torch_version()).endswith("+cpu"):
+    if on_gpu and (build := importlib.metadata.version("torch")).endswith("+cpu"):
         raise StackError(
             f"torch {build} is built for CPUs: install its build for CUDA, "
             "or serve with --device cpu",
             2,
         )
-
-
-def _torch_version() -> str:
-    try:
-        return importlib.metadata.version("torch")
-    except importlib.metadata.PackageNotFoundError:
-        return ""
 
 
 def check_files(spec: ModelSpec, load_format: str) -> Checkpoint | None:

@@ -146,4 +146,6 @@ def test_a_dead_engine_ends_the_stack_and_is_named(command: ServeCommand) -> Non
     """The last of these tests."""
     command.services()["services.decoder.engine_main"].kill()
     assert command.process.wait(PATIENCE_S) != 0
-    assert "decoder-0 ended while serving" in command.log_path.read_text()
+    log = command.log_path.read_text()
+    assert "the engine process ended (SIGKILL)" in log
+    assert "decoder-0 ended while serving" in log

@@ -13,7 +13,7 @@ import mmap
 import signal
 import socket
 import sys
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -67,16 +67,20 @@ class EngineProcess(Generic[Incoming]):
         channel = await FrontChannel[Incoming].open(front_end, incoming)
         return cls(process, channel, [link for link, _ in links])
 
-    async def stop(self, timeout_s: float = 5.0) -> None:
-        """Closes the channel, which ends the engine's loop, and the links; kills the engine after
-        `timeout_s`.
-        """
+    async def ended(self) -> str:
+        """How it did, after its channel closed; `status None`: it takes long."""
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self.process.wait(), 5.0)
+        code = self.process.returncode
+        return f"status {code}" if code is None or code >= 0 else signal.Signals(-code).name
+
+    async def stop(self) -> None:
+        """Closes channel and links, which ends the engine's loop; kills it if that takes long."""
         self.channel.close()
         for link in self.links:
             link.close()
-        try:
-            await asyncio.wait_for(self.process.wait(), timeout_s)
-        except TimeoutError:
+        await self.ended()
+        if self.process.returncode is None:
             self.process.kill()
             await self.process.wait()
 

@@ -185,12 +185,12 @@ async def serve(
         serve_metrics(front.registry, settings.host, settings.metrics_port)
         watching = asyncio.create_task(_kill_if_it_hangs(engine, watch))
         try:
-            return await _serve_front(service, settings, front, stopping, credentials)
+            return await _serve_front(service, settings, front, engine, stopping, credentials)
         finally:
             watching.cancel()
     except ChannelClosed:
-        log.critical("the engine process ended before it was ready; its own log says why")
-        await engine.stop()
+        how = await engine.ended()
+        log.critical("the engine process ended (%s) before it was ready; its own log says why", how)
         return REFUSED if engine.process.returncode == REFUSED else 1
     finally:
         engine.channel.send(service.shutdown_message)
@@ -260,6 +260,7 @@ async def _serve_front(
     service: GpuService[SettingsT],
     settings: SettingsT,
     front: Front,
+    engine: EngineProcess[Any],
     stopping: asyncio.Event,
     credentials: Credentials,
 ) -> int:
@@ -280,12 +281,12 @@ async def _serve_front(
     running = asyncio.create_task(front.run())
     await _unless(stopping, asyncio.wait([running]))
     engine_died = running.done()
-    if engine_died:
-        error = running.exception()
-        unexpected = None if isinstance(error, ChannelClosed) else error
-        log.critical("the engine process ended; its own log says why", exc_info=unexpected)
     await health_servicer.enter_graceful_shutdown()
     await front.drain(server.stop, 0.0 if engine_died else settings.shutdown_grace_s)
+    if engine_died:
+        error, how = running.exception(), await engine.ended()
+        cause = None if isinstance(error, ChannelClosed) else error
+        log.critical("the engine process ended (%s); its own log says why", how, exc_info=cause)
     if health_server is not None:
         await health_server.stop(None)
     if both is not None:

@@ -230,7 +230,7 @@ def test_linux_on_windows_has_the_cards_that_its_driver_names(
 
 
 def test_a_card_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "_torch_version", lambda: "2.11.0")
+    monkeypatch.setattr("importlib.metadata.version", lambda _: "2.11.0")
     checks.check_devices(["cuda", "cuda:1", "auto", "cpu"], 2, {})
     with pytest.raises(StackError, match="--device cuda:2: cuda:0 to cuda:1 are visible"):
         checks.check_devices(["cuda:2"], 2, {})
@@ -239,7 +239,7 @@ def test_a_card_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_torch_that_cannot_use_the_card_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "_torch_version", lambda: "2.11.0+cpu")
+    monkeypatch.setattr("importlib.metadata.version", lambda _: "2.11.0+cpu")
     checks.check_devices(["auto"], 0, {})
     checks.check_devices(["cpu"], 1, {})
     for device in ("auto", "cuda", "cuda:0"):
@@ -358,7 +358,7 @@ def test_serve_asks_the_cards_before_it_starts_anything(
     capsys: pytest.CaptureFixture[str], device: str,
 ) -> None:  # fmt: skip
     spec, _ = large(tmp_path)
-    monkeypatch.setattr(checks, "_torch_version", lambda: "2.11.0")
+    monkeypatch.setattr("importlib.metadata.version", lambda _: "2.11.0")
     monkeypatch.setenv("PATH", driver["PATH"])
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     words = ["serve", str(spec.directory), "--load-format", "dummy", "--port", "0"]
