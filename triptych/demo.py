@@ -6,7 +6,6 @@ again must not be encoded again. Exit status 1 if it was, or if a question was n
 
 import asyncio
 import json
-import tempfile
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from triptych.client import Answer, AskError, Server, ask, question_message
 from triptych.options import LOOPBACK, ServeOptions
 from triptych.plan import Plan
 from triptych.probes import metric_value
-from triptych.serve import READY_TIMEOUT_S, prepare
+from triptych.serve import READY_TIMEOUT_S, prepare, private_directory
 from triptych.stack import Quiet, Stack, StackError
 
 SAMPLES = ROOT / "demo" / "samples"
@@ -81,7 +80,7 @@ def demo() -> int:
     console = Console(highlight=False, soft_wrap=True)
     start = time.monotonic()
     try:
-        with tempfile.TemporaryDirectory(prefix="triptych-demo-") as directory:
+        with private_directory() as directory:
             samples = load_samples()
             _introduce(console)
             totals = asyncio.run(_serve_and_ask(console, samples, Path(directory)))

@@ -62,18 +62,26 @@ def serve(options: ServeOptions, revision: str | None = None) -> int:
     Args:
         options: of the command line; `model` may be the name of one of the hub.
     """
-    with tempfile.TemporaryDirectory(prefix="triptych-") as directory:
-        try:
+    try:
+        with private_directory() as directory:
             model, name = resolve_model(options.model, revision)
             options = replace(options, model=model, hub_name=name)
             plan, specs = prepare(options, Path(directory), _say)
             return asyncio.run(_run(options, plan, specs))
-        except StackError as error:
-            _say(str(error))
-            return error.status
-        except KeyboardInterrupt:  # before there is a stack that stops: a download, a check
-            _say("stopped")
-            return 130
+    except StackError as error:
+        _say(str(error))
+        return error.status
+    except KeyboardInterrupt:  # before there is a stack that stops: a download, a check
+        _say("stopped")
+        return 130
+
+
+def private_directory() -> "tempfile.TemporaryDirectory[str]":
+    """For sockets and what else a stack keeps; StackError: it cannot be made."""
+    try:
+        return tempfile.TemporaryDirectory(prefix="triptych-")
+    except OSError as error:
+        raise StackError(f"full or read-only (TMPDIR): {error.strerror}") from error
 
 
 def prepare(

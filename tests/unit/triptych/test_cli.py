@@ -100,6 +100,21 @@ def test_ctrl_c_while_a_model_arrives_is_a_line(
     assert capsys.readouterr().err == "triptych: stopped\n"
 
 
+@pytest.mark.parametrize("command", ["serve", "demo"])
+def test_a_disk_that_takes_nothing_is_a_line(
+    command: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr("tempfile.tempdir", str(tmp_path / "gone"))
+        assert cli.main([command]) == 1
+    out, err = capsys.readouterr()
+    assert (out + err).removeprefix("triptych: ").startswith("full or read-only (TMPDIR): ")
+    assert len((out + err).splitlines()) == 1
+
+
 def test_bench_has_its_own_options(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         cli.main(["bench", "--help"])
