@@ -205,7 +205,9 @@ class Stack:
                 status = exit_status(returncode) or (1 if starting else 0)
                 when = "before it was ready" if starting else "while serving"
                 child.reader.join(_CLEANUP_S)  # its last words
-                cause = self._observer.cause(child.spec.name)
+                # Who is killed has not said why: Redis' last words are of its start.
+                killed = returncode == -signal.SIGKILL
+                cause = "" if killed else self._observer.cause(child.spec.name)
                 raise StackError(
                     f"{child.spec.name} ended {when}: {ending(returncode)}{_colon(cause)}", status
                 )
