@@ -13,6 +13,8 @@ from contextvars import ContextVar
 
 from prometheus_client import CollectorRegistry, start_http_server
 
+from services.common.settings import SettingsError
+
 # Seconds. From a cache lookup to a long generation.
 LATENCY_BUCKETS = (
     0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0,
@@ -87,4 +89,7 @@ def setup_logging(service: str, level: str = "INFO") -> None:
 def serve_metrics(registry: CollectorRegistry, host: str, port: int) -> None:
     """Serves `/metrics` from a thread of this process; port 0 means no metrics endpoint."""
     if port:
-        start_http_server(port, addr=host, registry=registry)
+        try:
+            start_http_server(port, addr=host, registry=registry)
+        except OSError as error:
+            raise SettingsError(f"no metrics on {host}:{port}: {error.strerror}") from error

@@ -132,11 +132,11 @@ def run_service(service: GpuService[SettingsT]) -> int:
         setup_tracing(service.name)
         credentials = Credentials.from_settings(settings)
         arena_bytes = service.arena_bytes(settings, read_spec(settings.model))
+        raise_malloc_trim_threshold()
+        return uvloop.run(serve(service, settings, arena_bytes, credentials))
     except (SettingsError, ModelSpecError) as error:
         print(f"{service.name}: {error}", file=sys.stderr)
         return REFUSED
-    raise_malloc_trim_threshold()
-    return uvloop.run(serve(service, settings, arena_bytes, credentials))
 
 
 def _check_redis(settings: EngineServiceSettings) -> None:

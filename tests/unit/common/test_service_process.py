@@ -96,6 +96,20 @@ def test_a_checkpoint_that_the_engine_refuses_is_status_2(tmp_path: Path, text_m
     assert any("before it was ready" in line["message"] for line in lines)
 
 
+@pytest.mark.parametrize("service", ["decoder", "gateway"])
+def test_a_port_of_metrics_that_is_taken_is_status_2_and_named(service: str, text_model: Path):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = str(other.getsockname()[1])
+        ended = start(service, **{
+            f"{service.upper()}_MODEL": str(text_model), f"{service.upper()}_METRICS_PORT": port,
+            "DECODER_LOAD_FORMAT": "dummy", "DECODER_DEVICE": "cpu",
+            "DECODER_ADDRESS": "127.0.0.1:0", "GATEWAY_DECODER_ADDRESSES": "127.0.0.1:1",
+        })  # fmt: skip
+    assert ended.returncode == 2
+    assert f"no metrics on 127.0.0.1:{port}: Address already in use" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
 async def test_an_engine_that_fails_at_start_is_status_1(text_model: Path):
     settings = DecoderSettings(model=text_model, address="127.0.0.1:0", metrics_port=0)
     absent = replace(DECODER, engine_module="services.decoder.absent")
