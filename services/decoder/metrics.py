@@ -73,6 +73,7 @@ class DecoderMetrics:
             "is not one of DECODER_ENCODER_ADDRESSES).",
             "kind",
         )
+        self._errors.labels("corrupt")  # 0 from the start: an alert asks for its increase
         self._bytes = counter(
             "embedding_fetch_bytes", "Bytes of embeddings fetched, by path: shm, grpc.", "path"
         )

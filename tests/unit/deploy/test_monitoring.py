@@ -17,6 +17,8 @@ COMPONENTS = ROOT / "deploy" / "k8s" / "components"
 TARGET_LABELS = {"namespace", "installation", "pod", "container", "endpoint", "instance", "job"}
 _LITERAL = re.compile(r'"(?:\\.|[^"\\])*"|' + r"'[^']*'")
 _GROUPING = re.compile(r"\b(?:by|without|on|ignoring)\s*\(([^)]*)\)")
+_INCREASE = re.compile(r"increase\((\w+)\{([^}]*)\}")
+_LABEL = re.compile(r'(\w+)="([^"]*)"')
 _METRIC = re.compile(r"\b(?:gateway|encoder|decoder)_\w+")
 
 
@@ -118,6 +120,16 @@ def test_an_alert_says_what_is_wrong_and_how_bad_it_is(rule: dict[str, Any]) -> 
     for label in re.findall(r"\$labels\.(\w+)", rule["annotations"]["summary"]):
         groups = _GROUPING.findall(rule["expr"])
         assert all(label in group for group in groups) or not groups
+
+
+def test_what_an_alert_counts_is_there_before_it_happens() -> None:
+    """A series that begins at 1 has not increased."""
+    registries = metrics_table.registries().values()
+    asked = [found for rule in RULES for found in _INCREASE.findall(rule["expr"])]
+    assert asked
+    for name, literals in asked:
+        own = {k: v for k, v in _LABEL.findall(literals) if k not in TARGET_LABELS}
+        assert 0.0 in [registry.get_sample_value(name, own) for registry in registries], name
 
 
 def test_what_a_scaler_needs_is_missed_by_an_alert() -> None:
