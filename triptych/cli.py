@@ -11,7 +11,7 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from triptych.options import (
     CARD_SHARE,
@@ -73,6 +73,13 @@ def _run(argv: list[str]) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
+    # Else the parser above would refuse them, and name its own help.
+    def parse_known_args(self, *given: Any) -> Any:  # pyright: ignore  # noqa: ANN401
+        found, unknown = super().parse_known_args(*given)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return found, unknown
+
     def error(self, message: str) -> NoReturn:
         words = set(re.findall(r"(?<!\S)-{1,2}[a-z][\w-]*", message))
         hints = [f"{name}: {_ELSEWHERE[name]}" for name in sorted(words & _ELSEWHERE.keys())]

@@ -76,7 +76,8 @@ def test_what_is_not_understood_is_refused(
         cli.main(words)
     assert caught.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("triptych") and line.endswith("--help)")
+    command = "triptych serve" if words[:1] == ["serve"] else "triptych"
+    assert line.startswith(f"{command}: ") and line.endswith(f" (see {command} --help)")
     assert served == []
 
 
