@@ -21,8 +21,9 @@ from queue import Empty
 
 from benchmarks.client import Sample, Target
 from benchmarks.report import RowResult, print_table, write_json, write_plot
-from benchmarks.worker import Job, model_name, run_worker, write_bodies
+from benchmarks.worker import Job, run_worker, write_bodies
 from benchmarks.workloads import ROWS, WORDS, Row, request_bodies, scaled
+from triptych.client import AskError, Server
 
 _CONTEXT = multiprocessing.get_context("spawn")
 _CONNECTIONS_PER_WORKER = 64
@@ -33,11 +34,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the selected rows. Exit status: 1 if a request failed, 2 if the server is not there."""
     options = _parser().parse_args(arguments)
     try:
-        target = Target.from_url(options.url, options.api_key)
-        model = options.model or model_name(target)
         rows = [scaled(row, options.scale) for row in _select(options.rows)]
         words = _single_token_words(options.tokenizer) if options.tokenizer else WORDS
-    except (ValueError, OSError) as error:
+        if options.out:
+            options.out.mkdir(parents=True, exist_ok=True)
+        server = Server(options.url, options.api_key)
+        target = Target.from_url(server.url, server.key)
+        model = options.model or server.first_model()
+    except (AskError, ValueError, OSError) as error:
         print(f"bench: {error}", file=sys.stderr)
         return 2
     seed = options.seed if options.seed is not None else time.time_ns() % (1 << 32)
@@ -58,7 +62,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     }
     print_table(results, meta)
     if options.out:
-        options.out.mkdir(parents=True, exist_ok=True)
         write_json(options.out / "serve.json", results, meta)
         write_plot(options.out / "serve.png", results, meta)
         print(f"written: {options.out / 'serve.json'}, {options.out / 'serve.png'}")
@@ -179,20 +182,19 @@ def _parser() -> argparse.ArgumentParser:
         prog="triptych bench",
         description="Measures a chat server under the load of named workloads.",
         epilog="rows: " + ", ".join(row.name for row in ROWS),
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
-    add("--url", default="http://127.0.0.1:8000", help="of the server")
-    add("--model", default=None, help="name in requests; default: the first that it lists")
-    add("--rows", default="all", help="comma-separated names, or all")
-    add("--out", type=Path, default=None, metavar="DIR", help="for serve.json and serve.png")
+    add("--url", default="http://127.0.0.1:8000", help="of the server; default: %(default)s")
+    add("--model", help="name in requests; default: the first that it lists")
+    add("--rows", default="all", help="comma-separated names; default: all")
+    add("--out", type=Path, metavar="DIR", help="for serve.json and serve.png")
     add("--label", default="", help="what is measured, for the report")
     add("--scale", type=float, default=1.0, help="below 1: smaller rows, for a smoke test")
-    add("--seed", type=int, default=None, help="default: a new one, so that no cache knows it")
-    add("--tokenizer", type=Path, default=None, metavar="FILE", help="tokenizer.json")
+    add("--seed", type=int, help="default: a new one, so that no cache knows it")
+    add("--tokenizer", type=Path, metavar="FILE", help="tokenizer.json: lengths are exact")
     add("--may-end-early", action="store_true", help="for servers that refuse ignore_eos")
-    add("--api-key", default="", help="sent as a bearer token")
-    add("--timeout-s", type=float, default=600.0, help="for one request")
+    add("--api-key", help="default: OPENAI_API_KEY, if exported")
+    add("--timeout-s", type=float, default=600.0, help="for one request; default: 600")
     return parser
 
 

@@ -120,10 +120,22 @@ async def test_a_request_that_takes_too_long_is_an_error(stub: StubServer) -> No
 
 
 def test_nobody_there_is_said_at_once(capsys: pytest.CaptureFixture[str]) -> None:
-    assert serve.main(["--url", "http://127.0.0.1:9", "--rows", "text_c1"]) == 2
-    assert "no models at 127.0.0.1:9" in capsys.readouterr().err
+    assert serve.main(["--url", "127.0.0.1:9", "--rows", "text_c1"]) == 2
+    assert "no answer from http://127.0.0.1:9" in capsys.readouterr().err
     assert serve.main(["--url", "http://127.0.0.1:9", "--model", "m", "--rows", "x"]) == 2
     assert "unknown row x" in capsys.readouterr().err
+
+
+def test_a_key_that_the_server_asks_for_is_named_and_may_be_exported(
+    stub: StubServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stub.key = "sk-1"
+    arguments = ["--url", stub.url, "--rows", "text_c1", "--scale", "0.1"]
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    assert serve.main(arguments) == 2
+    assert "HTTP 401: no key; give --api-key" in capsys.readouterr().err
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-1")
+    assert serve.main(arguments) == 0
 
 
 def test_times_better_points_the_same_way_for_times_and_rates() -> None:
