@@ -46,10 +46,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     seed = options.seed if options.seed is not None else time.time_ns() % (1 << 32)
     results: list[RowResult] = []
-    for row in rows:
-        bodies = request_bodies(row, model, seed, words, ignore_eos=not options.may_end_early)
-        samples, wall_s = run_row(row, target, bodies, options.timeout_s)
-        results.append(RowResult.from_samples(row, samples, wall_s))
+    try:
+        for row in rows:
+            bodies = request_bodies(row, model, seed, words, ignore_eos=not options.may_end_early)
+            samples, wall_s = run_row(row, target, bodies, options.timeout_s)
+            results.append(RowResult.from_samples(row, samples, wall_s))
+    except KeyboardInterrupt:
+        print("\nbench: stopped", file=sys.stderr)
+        return 130
     meta = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "url": options.url,

@@ -8,6 +8,7 @@ import asyncio
 import http.client
 import json
 import mmap
+import signal
 from dataclasses import dataclass
 from multiprocessing.queues import Queue
 from multiprocessing.sharedctypes import Synchronized
@@ -53,8 +54,10 @@ def run_worker(
 ) -> None:
     """Entry point of the process: sends requests until the counter is past the last one.
 
-    All workers begin in the same instant, when the last of them has reached the barrier.
+    All workers begin in the same instant, when the last of them has reached the barrier. Ctrl-C
+    reaches the process that started them, which ends them.
     """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     with job.bodies_path.open("rb") as file:
         bodies = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     barrier.wait()

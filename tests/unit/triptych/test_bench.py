@@ -138,6 +138,17 @@ def test_a_key_that_the_server_asks_for_is_named_and_may_be_exported(
     assert serve.main(arguments) == 0
 
 
+def test_ctrl_c_is_a_line(
+    stub: StubServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(serve, "_send", interrupted)
+    assert serve.main(["--url", stub.url, "--rows", "text_c1"]) == 130
+    assert capsys.readouterr().err.splitlines()[-1] == "bench: stopped"
+
+
 def test_times_better_points_the_same_way_for_times_and_rates() -> None:
     assert times_better(10, 20, more_is_better=False) == 2
     assert times_better(20, 10, more_is_better=True) == 2
