@@ -29,6 +29,7 @@ help: ## list the targets
 # --- set-up: each step is done once, and again when the pins change ---------------------------
 
 $(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.version_info < (3, 11) and sys.exit("$(PYTHON) is too old: make PYTHON=python3.11, or later")'
 	@PYTHON=$(PYTHON) scripts/ensure-system.sh venv
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python $(PIP_INSTALL) --quiet $(PIP)

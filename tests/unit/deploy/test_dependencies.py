@@ -2,6 +2,7 @@
 
 import json
 import re
+import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -160,6 +161,20 @@ def test_a_base_image_is_pinned_and_can_be_another(path: Path) -> None:
     bases = set(re.findall(r"^FROM (\S+)", text, re.MULTILINE))
     ours = set(re.findall(r"^FROM \S+ AS (\S+)", text, re.MULTILINE)) | {"build-${TARGET}"}
     assert bases - ours == {"${PYTHON_IMAGE}"}
+
+
+def test_an_old_python_is_refused_before_there_is_an_environment_of_it(tmp_path: Path) -> None:
+    old = tmp_path / "python3.10"
+    old.write_text(
+        f"#!{sys.executable}\nimport sys\nsys.version_info = (3, 10)\nexec(sys.argv[2])\n"
+    )
+    old.chmod(0o755)
+    made = subprocess.run(
+        ["make", "-f", ROOT / "Makefile", ".venv/bin/python", f"PYTHON={old}"],
+        cwd=tmp_path, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert made.stderr.startswith(f"{old} is too old: make PYTHON=python3.11")
+    assert made.returncode == 2 and not (tmp_path / ".venv").exists()
 
 
 def test_the_licence_is_stated() -> None:
