@@ -12,6 +12,7 @@ import logging
 import os
 import secrets
 import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -62,6 +63,8 @@ def serve(options: ServeOptions, revision: str | None = None) -> int:
     Args:
         options: of the command line; `model` may be the name of one of the hub.
     """
+    # Until there is a stack that stops, too: as first process of a container it would be ignored.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     try:
         with private_directory() as directory:
             model, name = resolve_model(options.model, revision)

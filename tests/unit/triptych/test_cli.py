@@ -1,5 +1,6 @@
 """The command line: options reach the stack as they were given."""
 
+import signal
 from dataclasses import replace
 from pathlib import Path
 
@@ -99,6 +100,21 @@ def test_ctrl_c_while_a_model_arrives_is_a_line(
     monkeypatch.setattr(serve, "resolve_model", interrupted)
     assert cli.main(["serve", "org/name"]) == 130
     assert capsys.readouterr().err == "triptych: stopped\n"
+
+
+def test_sigterm_while_a_model_arrives_ends_without_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    former = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(serve, "resolve_model", lambda *_: signal.raise_signal(signal.SIGTERM))
+    try:
+        with pytest.raises(SystemExit) as ended:
+            cli.main(["serve", "org/name"])
+    finally:
+        signal.signal(signal.SIGTERM, former)
+    assert ended.value.code == 0
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("command", ["serve", "demo"])
