@@ -133,10 +133,8 @@ def _add_serve(commands: "argparse._SubParsersAction[_Parser]") -> None:
     api("--host", help=f"address; default: {LOOPBACK}")
     api("--port", type=_port, help=f"default: {DEFAULT_PORT}; 0: any free one")
     api("--api-key", metavar="KEY", help="that requests must show; seen by users of this machine")
-    api(
-        "--metrics-host", default=LOOPBACK, metavar="ADDRESS",
-        help=f"of Prometheus; default: {LOOPBACK}",
-    )  # fmt: skip
+    prometheus = f"of Prometheus; default: {LOOPBACK}"
+    api("--metrics-host", default=LOOPBACK, metavar="ADDRESS", help=prometheus)
     api(
         "--metrics-port", type=_port, default=0, metavar="PORT",
         help="of Prometheus, all processes together; default: any free one, which is printed",
@@ -262,10 +260,7 @@ def _serve(options: argparse.Namespace) -> int:
         "log_level": options.log_level.upper(),
     }
     names = chosen.keys() & ServeOptions.__dataclass_fields__.keys()
-    return serve(
-        ServeOptions(**{name: chosen[name] for name in names}),
-        options.revision,
-    )
+    return serve(ServeOptions(**{name: chosen[name] for name in names}), options.revision)
 
 
 def _ask(options: argparse.Namespace) -> int:

@@ -6,7 +6,6 @@
 import asyncio
 import json
 import urllib.request
-from contextlib import suppress
 
 import grpc
 import grpc.aio
@@ -16,36 +15,22 @@ from prometheus_client.parser import text_string_to_metric_families
 _TIMEOUT_S = 1.0
 
 
-async def http_ready(host: str, port: int, path: str) -> bool:
-    """True when `GET path` answers 200."""
-    head, _ = await _get(host, port, path)
-    return b" 200 " in head.partition(b"\r\n")[0]
-
-
 async def gateway_ready(host: str, port: int) -> bool:
     """True when a gateway and the services behind it serve: a gateway without services is ready,
     too, to say so.
     """
-    _, body = await _get(host, port, "/ready")
-    with suppress(ValueError, KeyError):
-        return json.loads(body)["status"] == "ready"
-    return False
-
-
-async def _get(host: str, port: int, path: str) -> tuple[bytes, bytes]:
-    """Head and body of the answer; empty without one."""
     try:
         async with asyncio.timeout(_TIMEOUT_S):
             reader, writer = await asyncio.open_connection(host, port)
             try:
                 # 1.0 needs no `Host`, of which a gateway may refuse the name that it listens on.
-                writer.write(f"GET {path} HTTP/1.0\r\n\r\n".encode())
-                found, _, body = (await reader.read()).partition(b"\r\n\r\n")
-                return found, body
+                writer.write(b"GET /ready HTTP/1.0\r\n\r\n")
+                body = (await reader.read()).partition(b"\r\n\r\n")[2]
+                return json.loads(body)["status"] == "ready"
             finally:
                 writer.close()
-    except (OSError, TimeoutError):
-        return b"", b""
+    except (OSError, ValueError, KeyError):
+        return False
 
 
 async def grpc_ready(address: str, service: str) -> bool:
@@ -73,7 +58,7 @@ async def redis_ready(socket_path: str) -> bool:
                 return (await reader.readline()).startswith((b"+PONG", b"-NOAUTH"))
             finally:
                 writer.close()
-    except (OSError, TimeoutError):
+    except OSError:
         return False
 
 

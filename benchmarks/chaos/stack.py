@@ -24,7 +24,6 @@ from tests.e2e.cluster import DEMO_MODEL, Service
 from tests.e2e.headless import DnsServer, with_resolver
 from tests.ports import free_port
 from tests.redis_server import RedisServer
-from triptych.probes import http_ready
 
 log = logging.getLogger(__name__)
 
@@ -274,7 +273,7 @@ class Stack:
             await asyncio.sleep(_PROBE_PERIOD_S)
 
     async def _probe_one(self, pod: Pod) -> None:
-        if await http_ready(pod.service.host, pod.service.port, "/ready"):
+        if await _is_ready(pod.service.host, pod.service.port):
             pod.ready, pod.silent_probes = True, 0
         else:
             pod.silent_probes += 1
@@ -356,3 +355,16 @@ def _entries(path: str) -> list[str]:
         return os.listdir(path)
     except OSError:
         return []
+
+
+async def _is_ready(host: str, port: int) -> bool:
+    try:
+        async with asyncio.timeout(1.0):
+            reader, writer = await asyncio.open_connection(host, port)
+            try:
+                writer.write(b"GET /ready HTTP/1.0\r\n\r\n")
+                return b" 200 " in await reader.readline()
+            finally:
+                writer.close()
+    except OSError:
+        return False
