@@ -164,9 +164,8 @@ def _add_serve(commands: "argparse._SubParsersAction[_Parser]") -> None:
     cards("--max-num-seqs", type=_running, metavar="N", help=running)
 
     processes = serve.add_argument_group("processes").add_argument
-    processes(
-        "--decoders", type=_count, metavar="N", help="instead of --layout; default: what it says"
-    )
+    number = "instead of --layout; default: what it says"
+    processes("--decoders", type=_count, metavar="N", help=number)
     processes("--encoders", type=_count, metavar="N", help="the same; a text model has none")
     processes("--gateways", type=_count, metavar="N", help="default: one for four cores, at most 4")
     redis = "instead of starting a Redis; no password"

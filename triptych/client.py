@@ -202,10 +202,8 @@ def ask(
     body = body | {"stream": True, "stream_options": {"include_usage": True}}
     answer = Answer()
     start = time.monotonic()
-    done = False
     for event in _events(server, body):
         if event == "[DONE]":
-            done = True
             break
         chunk = _chunk(event)
         if error := chunk.get("error"):
@@ -220,7 +218,7 @@ def ask(
                 answer.ttft_s = answer.ttft_s or time.monotonic() - start
                 answer.text += text
                 on_text(text)
-    if not done:
+    else:
         raise AskError("the connection ended before the answer did")
     answer.total_s = time.monotonic() - start
     return answer

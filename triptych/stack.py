@@ -206,8 +206,8 @@ class Stack:
                 when = "before it was ready" if starting else "while serving"
                 child.reader.join(_CLEANUP_S)  # its last words
                 # Who is killed has not said why: Redis' last words are of its start.
-                killed = returncode == -signal.SIGKILL
-                cause = "" if killed else self._observer.cause(child.spec.name)
+                is_killed = returncode == -signal.SIGKILL
+                cause = "" if is_killed else self._observer.cause(child.spec.name)
                 raise StackError(
                     f"{child.spec.name} ended {when}: {ending(returncode)}{_colon(cause)}", status
                 )
