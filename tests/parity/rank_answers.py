@@ -1,7 +1,6 @@
 """What an engine answers with a checkpoint, alone or as rank 0, and the ranks that follow it."""
 
-import mmap
-from functools import partial
+import socket
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +8,6 @@ import torch
 
 from services.common.families import read_spec
 from services.common.nn.collectives import ALONE, Ranks
-from services.common.process.record_ring import RingReader, RingWriter, ring_bytes
 from services.decoder.engine.engine import Engine
 from services.decoder.engine.kv_cache import KVCacheShape
 from services.decoder.engine.messages import AddSequence, SamplingParams
@@ -18,8 +16,6 @@ from services.decoder.engine.runner_factory import RunnerOptions, create_runner
 from services.decoder.models.rank_spec import rank_spec
 from services.decoder.ranks.steps import Follower, LeadingRunner
 
-END = b"end"
-TIMEOUT_S = 60.0
 NUM_BLOCKS = 8  # fewer than three sequences have at their ends
 
 
@@ -37,15 +33,13 @@ def created(directory: Path, ranks: Ranks) -> ModelRunner:
     return create_runner(options, None, ranks)
 
 
-def answers(directory: Path, ranks: Ranks = ALONE, ring: mmap.mmap | None = None) -> dict:
+def answers(directory: Path, ranks: Ranks = ALONE, link: socket.socket | None = None) -> dict:
     """Tokens of five greedy answers, twice, so that the second time their prefixes are known; the
     logprobs of a prompt; and how often a sequence was preempted.
     """
     runner = leading = created(directory, ranks)
-    writer = None
-    if ring is not None:
-        writer = RingWriter(ring, ranks.count - 1)
-        leading = LeadingRunner(runner, partial(writer.write, timeout_s=TIMEOUT_S))
+    if link is not None:
+        leading = LeadingRunner(runner, link.sendall)
     engine = Engine(leading, overlap=True, min_partial_tokens=1, min_checkpoint_tokens=1)
     found: dict = {"tokens": {}, "prompt": [], "hits": []}
     for turn in range(2):
@@ -66,24 +60,13 @@ def answers(directory: Path, ranks: Ranks = ALONE, ring: mmap.mmap | None = None
                     ).tolist()
         found["hits"].append(engine.stats().num_prefix_hit_tokens)
     found["preemptions"] = engine.stats().num_preemptions
-    if writer is not None:
-        writer.write(END, TIMEOUT_S)
-        writer.close()
+    if link is not None:
+        link.shutdown(socket.SHUT_WR)
     return found
 
 
-def follow(directory: Path, ranks: Ranks, ring: mmap.mmap) -> None:
-    """The other half of `answers`."""
-    reader = RingReader(ring, ranks.rank - 1)
+def follow(directory: Path, ranks: Ranks, link: socket.socket) -> None:
+    """The other half of `answers`; records arrive in pieces of any size."""
     follower = Follower(created(directory, ranks))
-    while (record := reader.read(TIMEOUT_S)) != END:
-        if record is not None:
-            follower.handle(record)
-    reader.close()
-
-
-def open_ring(path: Path) -> mmap.mmap:
-    """A ring that processes share by its path; it serves one checkpoint."""
-    with path.open("ab+") as file:
-        file.truncate(ring_bytes())
-        return mmap.mmap(file.fileno(), ring_bytes())
+    while data := link.recv(100):
+        follower.take(data)

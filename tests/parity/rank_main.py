@@ -9,6 +9,7 @@ file `answers`, rank 0 writes there what an engine of all ranks answers. Writes
 
 import json
 import multiprocessing
+import socket
 import sys
 from pathlib import Path
 
@@ -33,7 +34,7 @@ from services.decoder.models.transformer import Transformer
 from services.decoder.operations import table
 from services.decoder.operations.kernel_facts import KernelFacts, attention_facts
 from services.decoder.operations.ops import Ops
-from tests.parity.rank_answers import answers, follow, open_ring
+from tests.parity.rank_answers import answers, follow
 
 CPU, BLOCK_SIZE, TOKENS = torch.device("cpu"), 4, 23
 BLOCKS = -(-TOKENS // BLOCK_SIZE)
@@ -92,19 +93,22 @@ class Silent(ProcessGroup):
         return term
 
 
-def run_rank(store: Path, rank: int, count: int, directories: list[Path]) -> None:
+Links = list[tuple[socket.socket, socket.socket]]
+
+
+def run_rank(store: Path, rank: int, count: int, directories: list[Path], links: Links) -> None:
     meeting = torch.distributed.FileStore(str(store), count)
     torch.distributed.init_process_group("gloo", store=meeting, rank=rank, world_size=count)
-    for directory in directories:
+    for directory, link in zip(directories, links, strict=True):
         if (directory / "answers").exists():
-            ring = open_ring(directory / "ring")
             ranks = Ranks(
                 rank, count, ProcessGroup(rank, count, PrefixStore(directory.name, meeting))
             )
             if rank:
-                follow(directory, ranks, ring)
+                link[0].close()
+                follow(directory, ranks, link[1])
             else:
-                (directory / "answers").write_text(json.dumps(answers(directory, ranks, ring)))
+                (directory / "answers").write_text(json.dumps(answers(directory, ranks, link[0])))
         kind = Silent if (directory / "silent").exists() else ProcessGroup
         try:
             found = logits(directory, Ranks(rank, count, kind(rank, count, meeting)))
@@ -122,10 +126,10 @@ def main(root: Path, groups: list[str]) -> int:
     for group in groups:
         count, names = group.split("=")
         directories = [root / name for name in names.split(",")]
+        links = [socket.socketpair() for _ in directories]
+        store = root / f"store-{count}"
         ranks = [
-            fork.Process(
-                target=run_rank, args=(root / f"store-{count}", rank, int(count), directories)
-            )
+            fork.Process(target=run_rank, args=(store, rank, int(count), directories, links))
             for rank in range(int(count))
         ]
         for each in ranks:

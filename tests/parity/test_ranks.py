@@ -235,7 +235,7 @@ def by_halves(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Tensor:
 @pytest.mark.parametrize("name", ENGINES)
 def test_an_engine_of_two_ranks_answers_as_one(ranks: Path, name: str) -> None:
     """Prompts in chunks, prefixes that are known, sequences that are preempted, and the logprobs of
-    a prompt: each step reaches the other rank through a ring, as bytes.
+    a prompt: each step reaches the other rank as bytes.
     """
     found = json.loads((ranks / name / "answers").read_text())
     expected = rank_answers.answers(ranks / name)

@@ -15,13 +15,12 @@ import signal
 import socket
 import sys
 import time
+from contextlib import suppress
 
 from services.common.model_spec import ModelSpecError
 from services.common.process.engine_process import REFUSED
-from services.common.process.engine_watch import MAX_SILENCE_S
 from services.common.process.parent_death import end_with_parent
 from services.common.process.process_memory import freeze_gc
-from services.common.process.record_ring import RingReader, ring_bytes
 from services.common.telemetry import setup_logging
 from services.decoder.engine.runner_factory import create_runner
 from services.decoder.engine_options import AWAKE_S, log_failure, runner_options, set_threads
@@ -32,27 +31,28 @@ from services.decoder.settings import DecoderSettings
 log = logging.getLogger("services.decoder.rank")
 
 _BEAT_S = 0.5
+_READ_BYTES = 1 << 16
 _REFUSAL_S = 5.0  # rank 0 refuses the same, and says so
 
 
-def follow(follower: Follower, ring: RingReader, link: socket.socket, awake_s: float) -> None:
-    """Runs steps until the other end of the link is closed.
+def follow(follower: Follower, link: socket.socket, awake_s: float) -> None:
+    """Runs steps until the other end of the link is closed, to which a byte now and then shows that
+    this process is alive.
 
     Args:
-        link: readable when there may be a new one.
         awake_s: poll this long before the thread blocks, see ADR 0015.
     """
-    awake_until = 0.0
+    awake_until = beat_at = 0.0
     while True:
-        ring.beat()
-        record = ring.read(MAX_SILENCE_S)
-        if record is not None:
-            follower.handle(record)
+        now = time.monotonic()
+        if now >= beat_at:
+            link.send(b"\0")
+            beat_at = now + _BEAT_S
+        if select.select([link], [], [], 0.0 if now < awake_until else _BEAT_S)[0]:
+            if not (data := link.recv(_READ_BYTES)):
+                return
+            follower.take(data)
             awake_until = time.monotonic() + awake_s
-            continue
-        wait_s = _BEAT_S if time.monotonic() >= awake_until else 0.0
-        if select.select([link], [], [], wait_s)[0] and not link.recv(1 << 16):
-            return
 
 
 def main() -> int:
@@ -60,7 +60,7 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     for name in ("rank", "count", "parent", "arena-bytes"):
         parser.add_argument(f"--{name}", type=int, required=True)
-    for name in ("arena-fd", "ring-fd", "store-fd", "link-fd"):
+    for name in ("arena-fd", "store-fd", "link-fd"):
         parser.add_argument(f"--{name}", type=int, required=True)
     given = parser.parse_args()
     end_with_parent(given.parent)
@@ -75,12 +75,12 @@ def main() -> int:
         set_threads(given.count)
         ranks = join(given.rank, given.count, device, given.store_fd)
         arena = mmap.mmap(given.arena_fd, given.arena_bytes)
-        ring = RingReader(mmap.mmap(given.ring_fd, ring_bytes()), given.rank - 1)
         # All of the runner, as rank 0 has it, so that both need the same memory.
         runner = create_runner(runner_options(settings, device), arena, ranks)
         freeze_gc()
         awake_s = AWAKE_S if device != "cpu" else 0.0
-        follow(Follower(runner), ring, link, awake_s)
+        with suppress(ConnectionError):  # the other end has just been closed
+            follow(Follower(runner), link, awake_s)
     except Exception as error:
         is_refusal = isinstance(error, ModelSpecError | ValueError)
         if is_refusal and select.select([link], [], [], _REFUSAL_S)[0]:

@@ -1,13 +1,12 @@
 """The processes of ranks 1, 2, ...: children of the engine process, which is rank 0.
 
-They inherit the ring of steps, the arena of images' embeddings, and a socket that wakes them and
-shows either side that the other has ended. None goes on alone: when a rank ends or hangs, the
-engine process ends, and when that ends, the kernel ends the ranks. So the front needs to watch the
-engine process alone.
+They inherit the arena of images' embeddings and a socket, which carries steps there and signs of
+life back, and shows either side that the other has ended. None goes on alone: when a rank ends or
+hangs, the engine process ends, and when that ends, the kernel ends the ranks. So the front needs to
+watch the engine process alone.
 """
 
 import logging
-import mmap
 import os
 import select
 import socket
@@ -19,14 +18,15 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+from services.common.process.channel import create_socket_pair
 from services.common.process.engine_process import REFUSED
 from services.common.process.engine_watch import MAX_SILENCE_S, CpuUse, is_stopped
-from services.common.process.record_ring import RingWriter, ring_bytes
 
 log = logging.getLogger(__name__)
 
 _MODULE = "services.decoder.ranks.main"
 _LOOK_S = 0.5
+_READ_BYTES = 1 << 10
 _END_S = 3.0  # for ranks to end by themselves
 
 
@@ -36,12 +36,11 @@ class _Rank:
     process: subprocess.Popen[bytes]
     link: socket.socket
     cpu: CpuUse
-    beats: int = -1
     lived_at: float = field(default_factory=time.monotonic)
 
 
 class RankProcesses:
-    """Owner of the ranks' processes, of their ring and of the thread that watches them.
+    """Owner of the ranks' processes and of the thread that watches them.
 
     Args:
         count: of ranks, this process included.
@@ -58,18 +57,13 @@ class RankProcesses:
         end: Callable[[int], None] = os._exit,
     ) -> None:
         self.store_fd = os.memfd_create("triptych-ranks", os.MFD_CLOEXEC)
-        size = ring_bytes()
-        ring_fd = os.memfd_create("triptych-steps", os.MFD_CLOEXEC)
-        os.ftruncate(ring_fd, size)
-        self._ring = RingWriter(mmap.mmap(ring_fd, size), count - 1)
         self._end = end
         self._stopping = False
         self._on_gpu: bool | None = None  # unknown until all are ready
         self._ranks: list[_Rank] = []
         for number in range(1, count):
-            fds = {"arena": arena_fd, "ring": ring_fd, "store": self.store_fd}
+            fds = {"arena": arena_fd, "store": self.store_fd}
             self._ranks.append(_start(number, count, settings_json, fds, arena_bytes))
-        os.close(ring_fd)
         self._watching = threading.Thread(target=self._watch, daemon=True)
         self._watching.start()
 
@@ -80,16 +74,10 @@ class RankProcesses:
         self._on_gpu = on_gpu
 
     def tell(self, record: bytes) -> None:
-        """Sends a record to all ranks.
-
-        Raises:
-            RingError: one does not read.
-        """
-        self._ring.write(record, MAX_SILENCE_S)
+        """Sends a record to all ranks. One that has ended, or does not read, is the watch's."""
         for rank in self._ranks:
-            # One that does not wait has a full socket; one that has ended is the watch's.
             with suppress(OSError):
-                rank.link.send(b"\0", socket.MSG_DONTWAIT)
+                rank.link.sendall(record)
 
     def stop(self) -> None:
         """Ends the ranks, once."""
@@ -113,13 +101,16 @@ class RankProcesses:
         links = [rank.link for rank in self._ranks]
         while not self._stopping:
             looked_at = time.monotonic()
-            ended = select.select(links, [], [], _LOOK_S)[0]
+            readable = select.select(links, [], [], _LOOK_S)[0]
             if self._stopping:
                 return
-            if ended:
-                self._report_end(self._ranks[links.index(ended[0])])
-                return
             now = time.monotonic()
+            for rank in self._ranks:
+                if rank.link in readable:
+                    if not _is_alive(rank):
+                        self._report_end(rank)
+                        return
+                    rank.lived_at = now
             if now - looked_at > 4 * _LOOK_S:  # this process stood still
                 continue
             for rank in self._ranks:
@@ -141,18 +132,23 @@ class RankProcesses:
         if self._on_gpu is None:  # a start may take long, as long as the process runs
             if not is_stopped(rank.process.pid):
                 rank.lived_at = now
-            return now - rank.lived_at > MAX_SILENCE_S
-        beats = self._ring.beats(rank.number - 1)
-        # On a CPU a step may take minutes.
-        if beats != rank.beats or (not self._on_gpu and rank.cpu.is_used()):
-            rank.beats, rank.lived_at = beats, now
+        elif not self._on_gpu and rank.cpu.is_used():  # on a CPU a step may take minutes
+            rank.lived_at = now
         return now - rank.lived_at > MAX_SILENCE_S
+
+
+def _is_alive(rank: _Rank) -> bool:
+    """Of one whose link is readable: it has said so, or has ended."""
+    try:
+        return bool(rank.link.recv(_READ_BYTES))
+    except ConnectionError:
+        return False
 
 
 def _start(
     number: int, count: int, settings_json: str, fds: dict[str, int], arena_bytes: int
 ) -> _Rank:
-    ours, theirs = socket.socketpair()
+    ours, theirs = create_socket_pair()
     fds = fds | {"link": theirs.fileno()}
     options = [f"--{name}-fd={fd}" for name, fd in fds.items()]
     process = subprocess.Popen(

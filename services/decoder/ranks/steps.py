@@ -4,6 +4,7 @@ Which graphs or kernels run a step follows from the `ComputeStep` alone, and fro
 have agreed on at the start (`runner_factory`), so that all do the same.
 """
 
+import struct
 from collections.abc import Callable
 
 import torch
@@ -13,8 +14,9 @@ from services.decoder.engine.model_runner import ModelRunner
 from services.decoder.engine.step import ComputeStep, PendingStep, Step
 from services.decoder.engine.step_inputs import StepInputs
 
-# The first byte of a record; a `ComputeStep` follows the first two.
+# A record: its length, its kind and, of the first two kinds, a `ComputeStep`.
 _STAGE, _RUN, _RUN_STAGED = b"s", b"r", b"x"
+_LENGTH = struct.Struct("<I")
 
 
 class LeadingRunner:
@@ -35,13 +37,13 @@ class LeadingRunner:
         return self._runner.info
 
     def prepare(self, step: Step) -> None:
-        self._tell(_STAGE + step.compute.to_bytes())
+        self._tell(_record(_STAGE, step))
         self._staged = step
         self._runner.prepare(step)
 
     def execute(self, step: Step) -> PendingStep:
         staged, self._staged = self._staged, None
-        self._tell(_RUN_STAGED if staged is step else _RUN + step.compute.to_bytes())
+        self._tell(_record(_RUN_STAGED) if staged is step else _record(_RUN, step))
         return self._runner.execute(step)
 
 
@@ -50,11 +52,22 @@ class Follower:
 
     def __init__(self, runner: ModelRunner) -> None:
         self._computer = runner.computer
+        self._received = bytearray()
         self._staged: tuple[ComputeStep, StepInputs] | None = None
 
+    def take(self, data: bytes) -> None:
+        """Does what `LeadingRunner` has told, record by record; some of one may be to come."""
+        self._received += data
+        while len(self._received) >= _LENGTH.size:
+            end = _LENGTH.size + _LENGTH.unpack_from(self._received)[0]
+            if len(self._received) < end:
+                return
+            record = bytes(self._received[_LENGTH.size : end])
+            del self._received[:end]
+            self._handle(record)
+
     @torch.inference_mode()
-    def handle(self, record: bytes) -> None:
-        """Does what `LeadingRunner` has told."""
+    def _handle(self, record: bytes) -> None:
         if record[:1] != _RUN_STAGED:
             step = ComputeStep.from_bytes(record[1:])
             self._staged = step, self._computer.stage(step)
@@ -64,3 +77,8 @@ class Follower:
             self._staged = None
             computed = self._computer.run(step, inputs)
             self._computer.score(step, computed)
+
+
+def _record(kind: bytes, step: Step | None = None) -> bytes:
+    body = kind if step is None else kind + step.compute.to_bytes()
+    return _LENGTH.pack(len(body)) + body

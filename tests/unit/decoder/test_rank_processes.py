@@ -107,7 +107,8 @@ def test_a_rank_that_is_stopped_while_it_starts_ends_the_engine(start: Start) ->
 
 def test_a_rank_that_does_not_end_is_killed(start: Start, started: list[RankProcesses]) -> None:
     ranks, ends = start("stays")
-    wait_until(lambda: ranks._ring.beats(0) > 0, "it is there")
+    ranks.tell(b"1")
+    wait_until(lambda: os.fstat(ranks.store_fd).st_size == 1, "it is there")
     started.pop().stop()
     assert ranks._ranks[0].process.returncode == -signal.SIGKILL
     assert ends.empty()
@@ -118,7 +119,8 @@ import os, time
 from services.decoder.ranks import processes
 processes._MODULE = "tests.unit.decoder.fake_rank"
 ranks = processes.RankProcesses(3, "stays", os.memfd_create("arena"), 4096)
-while not all(ranks._ring.beats(reader) for reader in range(2)):
+ranks.tell(b"1")
+while os.fstat(ranks.store_fd).st_size < 2:
     time.sleep(0.01)
 print(*(rank.process.pid for rank in ranks._ranks), flush=True)
 time.sleep(60)
