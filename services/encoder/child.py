@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from multiprocessing.connection import Connection
 
 import numpy as np
 
@@ -22,9 +23,9 @@ from services.common.process.work_limits import go_first
 
 log = logging.getLogger(__name__)
 
-_LENGTH = struct.Struct("<I")
 _KEPT_BYTES = 48 << 20  # of the memory between two questions
 _START_S, _STOP_S = 30.0, 2.0
+_SEND_TIMEOUT = struct.pack("@ll", 30, 0)  # of a part that a child does not read
 _KILLED = signal.SIGKILL.name
 
 
@@ -80,12 +81,10 @@ class Child:
             self._restart()
         self._wait_until_ready()
         try:
-            self._socket.settimeout(timeout_s)
             for part in parts:
-                self._socket.sendall(_LENGTH.pack(len(part)))
-                self._socket.sendall(part)
-            return self._receive()
-        except OSError:
+                self._channel.send_bytes(part)
+            return self._receive(timeout_s)
+        except (OSError, EOFError):
             raise ChildLost(self._restart()) from None
 
     def pixels(self, *shape: int) -> np.ndarray:
@@ -100,7 +99,7 @@ class Child:
             os.ftruncate(self._fd, len(self._memory))
 
     def close(self) -> None:
-        self._socket.close()
+        self._channel.close()
         try:
             self._process.wait(_STOP_S)
         except subprocess.TimeoutExpired:
@@ -112,20 +111,18 @@ class Child:
         num_tries = 0
         while not self._ready:
             try:
-                self._socket.settimeout(_START_S)
-                self._receive()
+                self._receive(_START_S)
                 self._ready = True
-            except OSError:
+            except (OSError, EOFError):
                 how, num_tries = self._restart(), num_tries + 1
                 log.error("a decoder did not start: %s", how)
                 if how != _KILLED or num_tries == 2:
                     raise InternalError("a decoder cannot be started") from None
 
-    def _receive(self) -> bytes:
-        answer = _read_part(self._socket)
-        if answer is None:
-            raise ConnectionError
-        return answer
+    def _receive(self, timeout_s: float) -> bytes:
+        if not self._channel.poll(timeout_s):
+            raise TimeoutError
+        return self._channel.recv_bytes()
 
     def _start(self) -> None:
         """Starts the process, which is ready some time later."""
@@ -140,11 +137,12 @@ class Child:
             except BaseException:
                 mine.close()
                 raise
-        self._socket, self._ready = mine, False
+        mine.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _SEND_TIMEOUT)
+        self._channel, self._ready = Connection(mine.detach()), False
 
     def _restart(self) -> str:
         """Replaces the process; says how the old one ended."""
-        self._socket.close()
+        self._channel.close()
         try:
             status = self._process.wait(0.1)  # its end of the socket closes a little earlier
         except subprocess.TimeoutExpired:
@@ -164,32 +162,11 @@ def serve(num_parts: int, answer: Callable[[list[bytes], np.ndarray], bytes]) ->
     """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # the front handles them
-    channel, memory = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
+    channel, memory = Connection(int(sys.argv[1])), int(sys.argv[2])
     shared = np.frombuffer(mmap.mmap(memory, int(sys.argv[3])), np.uint8)
     go_first()
-    with suppress(ConnectionError):
-        channel.sendall(_LENGTH.pack(0))  # ready
+    with suppress(EOFError, ConnectionError):
+        channel.send_bytes(b"")  # ready
         while True:
-            parts = [_read_part(channel) for _ in range(num_parts)]
-            question = [part for part in parts if part is not None]
-            if len(question) < num_parts:
-                return
-            found = answer(question, shared)
-            channel.sendall(_LENGTH.pack(len(found)) + found)
-
-
-def _read_part(channel: socket.socket) -> bytes | None:
-    head = _read(channel, _LENGTH.size)
-    return None if head is None else _read(channel, _LENGTH.unpack(head)[0])
-
-
-def _read(channel: socket.socket, size: int) -> bytes | None:
-    """Exactly `size` bytes; None: the other side has closed the socket."""
-    data = bytearray(size)
-    view, position = memoryview(data), 0
-    while position < size:
-        count = channel.recv_into(view[position:])
-        if not count:
-            return None
-        position += count
-    return bytes(data)
+            question = [channel.recv_bytes() for _ in range(num_parts)]
+            channel.send_bytes(answer(question, shared))
