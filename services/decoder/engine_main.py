@@ -123,7 +123,7 @@ def main() -> int:
         ranks = ALONE
         if count > 1:
             resolve_device(device_of(settings.device, count - 1))  # or refuses
-            processes = RankProcesses(count, end.settings_json, end.arena_fd, len(end.arena))
+            processes = RankProcesses(count, end.settings_json, end.arena_fd)
             ranks = join(0, count, device, processes.store_fd)
         _serve(end, settings, device, ranks, processes)
     except ChannelClosed:

@@ -12,7 +12,8 @@ import pytest
 
 from services.common.errors import from_code
 from services.common.pb import decoder_pb2 as pb
-from services.decoder.masks import children, compile_worker
+from services.common.process import children
+from services.decoder.masks import compile_worker
 from services.decoder.masks.messages import Compile
 from tests.cases import first
 from tests.compiler_process import compiler_process
@@ -203,11 +204,11 @@ async def test_a_process_that_cannot_be_started_is_started_later(decoder, monkey
     """As while the machine has no memory or file descriptors left."""
     start, refused = children.start, []
 
-    async def start_but_once(module, settings, **descriptors):
+    async def start_but_once(module, settings, *descriptors):
         if not refused:
             refused.append(module)
             raise OSError(errno.EMFILE, "no descriptors left")
-        return await start(module, settings, **descriptors)
+        return await start(module, settings, *descriptors)
 
     (process,) = decoder.masks.processes
     async with Gateway(decoder) as gateway:

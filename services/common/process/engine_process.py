@@ -1,26 +1,26 @@
 """Starting and stopping an engine process.
 
 A GPU service is two processes: the front (asyncio, gRPC) and the engine, which owns the device. The
-engine is spawned, not forked: it inherits descriptors, its end of the channel, the arena and ends
-of links to other processes, and reads its settings as JSON from standard input. `service_process`
-starts it, an `engine_main` calls `accept`. Its exit status is 0 after the front has closed the
-channel, `REFUSED` when it refuses settings or checkpoint, 1 after any other failure.
+engine is one of the front's `children`: it inherits its end of the channel, the arena and ends of
+links to other processes. `service_process` starts it, an `engine_main` calls `accept`. Its exit
+status is 0 after the front has closed the channel, `REFUSED` when it refuses settings or
+checkpoint, 1 after any other failure.
 """
 
-import argparse
 import asyncio
 import mmap
 import signal
 import socket
-import sys
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from services.common.embeddings.arena import Arena
+from services.common.process import children
 from services.common.process.channel import EngineChannel, FrontChannel, create_socket_pair
 
 REFUSED = 2  # exit status
+_END_S = 5.0  # that an engine may take to end
 
 Incoming = TypeVar("Incoming")
 
@@ -52,25 +52,16 @@ class EngineProcess(Generic[Incoming]):
         with ExitStack() as closing:
             closing.enter_context(engine_end)
             ends = [closing.enter_context(end).fileno() for _, end in links]
-            process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", module,
-                "--channel-fd", str(engine_end.fileno()),
-                "--arena-fd", str(arena.fd),
-                "--arena-bytes", str(arena.size_bytes),
-                "--link-fds", ",".join(map(str, ends)),
-                stdin=asyncio.subprocess.PIPE,
-                pass_fds=(engine_end.fileno(), arena.fd, *ends),
-            )  # fmt: skip
-        assert process.stdin is not None
-        process.stdin.write(settings_json.encode())
-        process.stdin.close()
+            process = await children.start(
+                module, settings_json.encode(), engine_end.fileno(), arena.fd, *ends
+            )
         channel = await FrontChannel[Incoming].open(front_end, incoming)
         return cls(process, channel, [link for link, _ in links])
 
     async def ended(self) -> str:
         """How it did, after its channel closed; `status None`: it takes long."""
         with suppress(TimeoutError):
-            await asyncio.wait_for(self.process.wait(), 5.0)
+            await asyncio.wait_for(self.process.wait(), _END_S)
         code = self.process.returncode
         return f"status {code}" if code is None or code >= 0 else signal.Signals(-code).name
 
@@ -79,10 +70,7 @@ class EngineProcess(Generic[Incoming]):
         self.channel.close()
         for link in self.links:
             link.close()
-        await self.ended()
-        if self.process.returncode is None:
-            self.process.kill()
-            await self.process.wait()
+        await children.end(self.process, _END_S)
 
 
 @dataclass(slots=True)
@@ -101,21 +89,12 @@ class EngineEnd:
 
 
 def accept() -> EngineEnd:
-    """Called first in an engine process: its settings, channel end and arena.
-
-    Ignores SIGINT and SIGTERM: the front handles them, so that running work can drain first.
-    """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    parser = argparse.ArgumentParser()
-    for name in ("channel-fd", "arena-fd", "arena-bytes"):
-        parser.add_argument(f"--{name}", type=int, required=True)
-    parser.add_argument("--link-fds", default="")
-    arguments = parser.parse_args()
+    """Called first in an engine process: its settings, channel end and arena."""
+    settings, (channel, arena, *links) = children.begin()
     return EngineEnd(
-        settings_json=sys.stdin.read(),
-        end=socket.socket(fileno=arguments.channel_fd),
-        arena=mmap.mmap(arguments.arena_fd, arguments.arena_bytes),
-        arena_fd=arguments.arena_fd,
-        links=[socket.socket(fileno=int(fd)) for fd in arguments.link_fds.split(",") if fd],
+        settings_json=settings.decode(),
+        end=socket.socket(fileno=channel),
+        arena=mmap.mmap(arena, 0),
+        arena_fd=arena,
+        links=[socket.socket(fileno=link) for link in links],
     )

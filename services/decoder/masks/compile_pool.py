@@ -14,13 +14,14 @@ import msgspec
 from blake3 import blake3
 
 from services.common.errors import InvalidGrammar, Overloaded, ProcessLost, TriptychError
+from services.common.process import children
 from services.common.process.channel import ChannelClosed, FrontChannel, create_socket_pair
-from services.decoder.masks import children
 from services.decoder.masks.grammar import Grammar
 from services.decoder.masks.messages import Compile, MaskSettings, Verdict
 
 log = logging.getLogger(__name__)
 
+_WORKER = "services.decoder.masks.compile_worker"
 _MAX_WAITING = 256
 _MAX_WAITING_OF_TENANT = 64
 _MAX_WAIT_S = 10.0
@@ -187,9 +188,8 @@ class CompilePool:
         front_end, end = create_socket_pair()
         try:
             with end:
-                self.process = await children.start(
-                    "compile_worker", self._settings, front=end.fileno()
-                )
+                settings = msgspec.json.encode(self._settings)
+                self.process = await children.start(_WORKER, settings, end.fileno())
             return await FrontChannel[Verdict].open(front_end, Verdict)
         except BaseException:
             front_end.close()

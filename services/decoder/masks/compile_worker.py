@@ -17,13 +17,16 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+import msgspec
+
 from services.common.errors import InvalidGrammar
 from services.common.grammar.grammar_bounds import check_grammar
+from services.common.process import children
 from services.common.process.channel import ChannelClosed, EngineChannel, create_socket_pair
 from services.common.process.work_limits import go_first, limited, mapped_bytes
-from services.decoder.masks.children import begin
+from services.common.telemetry import setup_logging
 from services.decoder.masks.compiler import Vocabulary, compile_grammar
-from services.decoder.masks.messages import Compile, Verdict
+from services.decoder.masks.messages import Compile, MaskSettings, Verdict
 
 CPU_S = 2.0  # of one grammar
 MEMORY_BYTES = 512 << 20  # of one grammar
@@ -167,7 +170,9 @@ def _cpu_s() -> float:
 
 def main() -> int:
     """Compiles until the front closes its channel; returns the exit status."""
-    settings, (front,) = begin("decoder-compiler", "front")
+    data, (front,) = children.begin()
+    settings = msgspec.json.decode(data, type=MaskSettings)
+    setup_logging("decoder-compiler", settings.log_level)
     channel = EngineChannel[Compile](socket.socket(fileno=front), Compile)
     vocabulary = Vocabulary.read(Path(settings.directory), settings.vocab_size, settings.end_ids)
     compiler = Compiler(vocabulary)

@@ -11,13 +11,15 @@ import sys
 import threading
 from pathlib import Path
 
+import msgspec
 import uvloop
 
 from services.common.errors import TriptychError
+from services.common.process import children
 from services.common.process.channel import ChannelClosed, FrontChannel
 from services.common.process.process_memory import freeze_gc
+from services.common.telemetry import setup_logging
 from services.decoder.engine.messages import NewTokens
-from services.decoder.masks.children import begin
 from services.decoder.masks.grammars import Grammars
 from services.decoder.masks.messages import (
     CannotFollow,
@@ -97,7 +99,9 @@ async def serve(
 
 def main() -> int:
     """Runs the process; returns its exit status."""
-    settings, (front, link, memory) = begin("decoder-masks", "front", "link", "memory")
+    data, (front, link, memory) = children.begin()
+    settings = msgspec.json.decode(data, type=MaskSettings)
+    setup_logging("decoder-masks", settings.log_level)
     threading.stack_size(_STACK_BYTES)
     uvloop.run(serve(settings, socket.socket(fileno=front), socket.socket(fileno=link), memory))
     return 0

@@ -18,10 +18,10 @@ from dataclasses import dataclass, field
 import msgspec
 
 from services.common.errors import InvalidGrammar, TriptychError, Unavailable, from_code
+from services.common.process import children
 from services.common.process.channel import ChannelClosed, FrontChannel, create_socket_pair
 from services.common.process.pod_limits import num_cpus
 from services.decoder.engine.messages import EngineMessage, MaskLink, NewTokens, TokenMasks
-from services.decoder.masks import children
 from services.decoder.masks.compile_pool import CompilePool
 from services.decoder.masks.demands import read_demands
 from services.decoder.masks.grammar import Demands
@@ -38,6 +38,7 @@ from services.decoder.metrics import DecoderMetrics
 
 log = logging.getLogger(__name__)
 
+_MODULE = "services.decoder.masks.main"
 # Each process has the vocabulary, 150 MB.
 _LEAST_CORES = 8
 _CORES_PER_PROCESS = 2
@@ -283,10 +284,10 @@ class MaskProcesses:
             front_end, end, engine_end, link = create_socket_pair() + create_socket_pair()
             try:
                 with end, link, engine_end:
+                    own = msgspec.structs.replace(settings, link=process.link)
                     process.process = await children.start(
-                        "main", msgspec.structs.replace(settings, link=process.link),
-                        front=end.fileno(), link=link.fileno(), memory=memory,
-                    )  # fmt: skip
+                        _MODULE, msgspec.json.encode(own), end.fileno(), link.fileno(), memory
+                    )
                     socket.send_fds(self._link, [b"l"], [engine_end.fileno(), memory])
                 self._engine.send(
                     MaskLink(process.link, ROWS_OFFSET, settings.num_rows, self._num_words)

@@ -7,17 +7,15 @@ those of an engine process.
 import services.common.process.rare_gc  # noqa: F401 - before torch
 
 # isort: split
-import argparse
 import logging
 import mmap
 import select
-import signal
 import socket
-import sys
 import time
 from contextlib import suppress
 
 from services.common.model_spec import ModelSpecError
+from services.common.process import children
 from services.common.process.engine_process import REFUSED
 from services.common.process.parent_death import end_with_parent
 from services.common.process.process_memory import freeze_gc
@@ -57,24 +55,17 @@ def follow(follower: Follower, link: socket.socket, awake_s: float) -> None:
 
 def main() -> int:
     """Runs the process; returns its exit status."""
-    parser = argparse.ArgumentParser()
-    for name in ("rank", "count", "parent", "arena-bytes"):
-        parser.add_argument(f"--{name}", type=int, required=True)
-    for name in ("arena-fd", "store-fd", "link-fd"):
-        parser.add_argument(f"--{name}", type=int, required=True)
-    given = parser.parse_args()
-    end_with_parent(given.parent)
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
-    settings = DecoderSettings.model_validate_json(sys.stdin.read())
-    setup_logging(f"decoder-rank-{given.rank}", settings.log_level)
+    data, (rank, count, parent, arena_fd, store_fd, link_fd) = children.begin()
+    end_with_parent(parent)
+    settings = DecoderSettings.model_validate_json(data)
+    setup_logging(f"decoder-rank-{rank}", settings.log_level)
     logging.getLogger("services.common.process.progress").setLevel(logging.WARNING)
-    link = socket.socket(fileno=given.link_fd)
+    link = socket.socket(fileno=link_fd)
     try:
-        device = device_of(settings.device, given.rank)
-        set_threads(given.count)
-        ranks = join(given.rank, given.count, device, given.store_fd)
-        arena = mmap.mmap(given.arena_fd, given.arena_bytes)
+        device = device_of(settings.device, rank)
+        set_threads(count)
+        ranks = join(rank, count, device, store_fd)
+        arena = mmap.mmap(arena_fd, 0)
         # All of the runner, as rank 0 has it, so that both need the same memory.
         runner = create_runner(runner_options(settings, device), arena, ranks)
         freeze_gc()

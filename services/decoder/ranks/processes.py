@@ -53,7 +53,6 @@ class RankProcesses:
         count: int,
         settings_json: str,
         arena_fd: int,
-        arena_bytes: int,
         end: Callable[[int], None] = os._exit,
     ) -> None:
         self.store_fd = os.memfd_create("triptych-ranks", os.MFD_CLOEXEC)
@@ -62,8 +61,7 @@ class RankProcesses:
         self._on_gpu: bool | None = None  # unknown until all are ready
         self._ranks: list[_Rank] = []
         for number in range(1, count):
-            fds = {"arena": arena_fd, "store": self.store_fd}
-            self._ranks.append(_start(number, count, settings_json, fds, arena_bytes))
+            self._ranks.append(_start(number, count, settings_json, arena_fd, self.store_fd))
         self._watching = threading.Thread(target=self._watch, daemon=True)
         self._watching.start()
 
@@ -145,22 +143,14 @@ def _is_alive(rank: _Rank) -> bool:
         return False
 
 
-def _start(
-    number: int, count: int, settings_json: str, fds: dict[str, int], arena_bytes: int
-) -> _Rank:
+def _start(number: int, count: int, settings_json: str, *fds: int) -> _Rank:
     ours, theirs = create_socket_pair()
-    fds = fds | {"link": theirs.fileno()}
-    options = [f"--{name}-fd={fd}" for name, fd in fds.items()]
-    process = subprocess.Popen(
-        [
-            sys.executable, "-m", _MODULE,
-            f"--rank={number}", f"--count={count}", f"--arena-bytes={arena_bytes}",
-            f"--parent={os.getpid()}", *options,
-        ],
-        stdin=subprocess.PIPE,
-        pass_fds=tuple(fds.values()),
-    )  # fmt: skip
-    theirs.close()
+    with theirs:
+        fds = *fds, theirs.fileno()
+        arguments = map(str, (number, count, os.getpid(), *fds))
+        process = subprocess.Popen(
+            [sys.executable, "-m", _MODULE, *arguments], stdin=subprocess.PIPE, pass_fds=fds
+        )
     assert process.stdin is not None
     process.stdin.write(settings_json.encode())
     process.stdin.close()

@@ -38,7 +38,7 @@ def start(started: list[RankProcesses], monkeypatch: pytest.MonkeyPatch) -> Star
     def start(word: str, count: int = 2) -> tuple[RankProcesses, "queue.Queue[int]"]:
         ends: queue.Queue[int] = queue.Queue()
         fd = os.memfd_create("arena")
-        started.append(RankProcesses(count, word, fd, 4096, ends.put))
+        started.append(RankProcesses(count, word, fd, ends.put))
         os.close(fd)
         return started[-1], ends
 
@@ -118,7 +118,7 @@ ENGINE = """
 import os, time
 from services.decoder.ranks import processes
 processes._MODULE = "tests.unit.decoder.fake_rank"
-ranks = processes.RankProcesses(3, "stays", os.memfd_create("arena"), 4096)
+ranks = processes.RankProcesses(3, "stays", os.memfd_create("arena"))
 ranks.tell(b"1")
 while os.fstat(ranks.store_fd).st_size < 2:
     time.sleep(0.01)
