@@ -44,7 +44,7 @@ def rows(registry: CollectorRegistry) -> Iterator[tuple[str, str, str, str]]:
     for collector in registry._collector_to_names:
         for metric in collector.collect():
             name = metric.name + ("_total" if metric.type == "counter" else "")
-            labels = getattr(collector, "_labelnames", None)
+            labels = getattr(collector, "_labelnames", getattr(metric, "_labelnames", None))
             if labels is None:
                 labels = sorted({label for sample in metric.samples for label in sample.labels})
             meaning = metric.documentation.rstrip(".") + "."

@@ -108,7 +108,7 @@ class DecoderService:
         return self.front.is_busy
 
     def watch_silence(self, silence_s: Callable[[], float]) -> None:
-        self.metrics.watch_silence(silence_s)
+        self.metrics.silence_s = silence_s
 
     async def run(self) -> None:
         await self.front.run()

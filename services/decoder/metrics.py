@@ -1,20 +1,45 @@
 """The decoder's metrics, all recorded in its front process, from the engine's messages."""
 
-import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
 
-from services.common.process.engine_gauges import EngineGauges
 from services.common.telemetry import LATENCY_BUCKETS
 from services.decoder.engine.messages import EngineStats
 
+# Above the period of pings to an engine without work, and the time after which one that hangs with
+# work is ended.
+MAX_SILENCE_S = 30.0
+_TOTALS = {
+    "num_preemptions": ("preemptions", "Times that a running sequence lost its KV blocks."),
+    "num_prompt_tokens": ("prompt_tokens", "Prompt tokens accepted."),
+    "num_prefix_hit_tokens": (
+        "prefix_cache_hit_tokens", "Prompt tokens found in the prefix cache."
+    ),
+    "num_steps": ("engine_steps", "Steps launched."),
+    "num_late_masks": (
+        "late_token_masks", "Token masks that missed their step, which yielded no token."
+    ),
+    "busy_s": ("busy_seconds", "Seconds in which a step was in flight."),
+}  # fmt: skip
 
-class DecoderMetrics:
-    """Names and labels."""
+
+class DecoderMetrics(Collector):
+    """Names and labels. What the engine says of itself is read at each scrape, because steps are a
+    thousand times as many.
+
+    Attributes:
+        silence_s: seconds since the engine last showed that it works.
+        kernel_calls: the engine's totals, by "operation=implementation".
+    """
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.num_rows = 1
+        self.silence_s: Callable[[], float] = lambda: 0.0
+        self.kernel_calls: dict[str, int] = {}
+        self._stats = EngineStats(0, 0, 0, 0, 0, 0, 0, 0)
 
         def counter(name: str, text: str, *labels: str) -> Counter:
             return Counter(f"decoder_{name}", text, labels, registry=registry)
@@ -24,22 +49,10 @@ class DecoderMetrics:
                 f"decoder_{name}_seconds", text, registry=registry, buckets=LATENCY_BUCKETS
             )
 
-        self._create_gauges(registry)
-        self._totals = {
-            "num_preemptions": counter(
-                "preemptions", "Times that a running sequence lost its KV blocks."
-            ),
-            "num_prompt_tokens": counter("prompt_tokens", "Prompt tokens accepted."),
-            "num_prefix_hit_tokens": counter(
-                "prefix_cache_hit_tokens", "Prompt tokens found in the prefix cache."
-            ),
-            "num_steps": counter("engine_steps", "Steps launched."),
-            "num_late_masks": counter(
-                "late_token_masks", "Token masks that missed their step, which yielded no token."
-            ),
-            "busy_s": counter("busy_seconds", "Seconds in which a step was in flight."),
-        }
-        self._seen: dict[str, float] = dict.fromkeys(self._totals, 0)
+        registry.register(self)
+        self.cache_bytes = Gauge(
+            "decoder_embedding_cache_bytes", "Bytes of the arena in use.", registry=registry
+        )
         self.generated = counter("generated_tokens", "Completion tokens.")
         self.outcomes = counter(
             "sequences", "Sequences ended, by finish reason or error code.", "outcome"
@@ -77,48 +90,46 @@ class DecoderMetrics:
         self._bytes = counter(
             "embedding_fetch_bytes", "Bytes of embeddings fetched, by path: shm, grpc.", "path"
         )
-        self._kernel_calls = counter(
-            "kernel_calls", "Kernel calls of the model, replayed ones included.",
-            "operation", "implementation",
+
+    def collect(self) -> Iterator[Metric]:
+        """What the engine said last; without its state while it is silent, because a value of one
+        that hangs would read as that.
+        """
+        silence = "Time since the engine last showed that it works."
+        yield GaugeMetricFamily("decoder_engine_silence_seconds", silence, self.silence_s())
+        if (stats := self.stats()) is not None:
+            yield from self._state(stats)
+        for field, (name, text) in _TOTALS.items():
+            yield CounterMetricFamily(f"decoder_{name}", text, getattr(self._stats, field))
+        calls = CounterMetricFamily(
+            "decoder_kernel_calls", "Kernel calls of the model, replayed ones included.",
+            labels=["operation", "implementation"],
         )  # fmt: skip
-        self._kernel_calls_seen: dict[str, int] = {}
+        for kernel, total in self.kernel_calls.items():
+            calls.add_metric(kernel.split("=", 1), total)
+        yield calls
 
-    def _create_gauges(self, registry: CollectorRegistry) -> None:
-        self._stats: EngineStats | None = None
-        self._reading = threading.Lock()  # scrapes have a thread each
-        self._engine = EngineGauges("decoder", registry, self._read_stats)
-
-        def gauge(name: str, text: str, *labels: str) -> Gauge:
-            return self._engine.gauge(name, text, *labels)
-
-        self.running = gauge("sequences_running", "Sequences in the batch, each in a row.")
-        self.row_usage = gauge("row_usage_ratio", "Share of the rows that sequences hold.")
-        self.waiting = gauge(
-            "sequences_waiting",
+    def _state(self, stats: EngineStats) -> Iterator[Metric]:
+        running, used = stats.num_running, stats.num_blocks - stats.num_free_blocks
+        rows, usage = running / self.num_rows, used / max(1, stats.num_blocks)
+        for name, text, value in (
+            ("sequences_running", "Sequences in the batch, each in a row.", running),
+            ("row_usage_ratio", "Share of the rows that sequences hold.", rows),
+            ("kv_usage_ratio", "Share of the KV blocks that sequences hold.", usage),
+            ("kv_blocks_free", "KV blocks that no sequence holds.", stats.num_free_blocks),
+            ("kv_blocks_used", "KV blocks that sequences hold.", used),
+            ("kv_blocks", "KV blocks in all.", stats.num_blocks),
+        ):
+            yield GaugeMetricFamily(f"decoder_{name}", text, value)
+        waiting = GaugeMetricFamily(
+            "decoder_sequences_waiting",
             "Sequences without a row, by what they wait for: image, engine (a row or KV blocks).",
-            "for",
+            labels=["for"],
         )
-        self._waiting_for_image = self.waiting.labels("image")
-        self._waiting_for_engine = self.waiting.labels("engine")
-        self.kv_usage = gauge("kv_usage_ratio", "Share of the KV blocks that sequences hold.")
-        self.kv_free = gauge("kv_blocks_free", "KV blocks that no sequence holds.")
-        self.kv_used = gauge("kv_blocks_used", "KV blocks that sequences hold.")
-        self.kv_blocks = gauge("kv_blocks", "KV blocks in all.")
-        self.cache_bytes = Gauge(
-            "decoder_embedding_cache_bytes", "Bytes of the arena in use.", registry=registry
-        )
-
-    def record_kernel_calls(self, calls: dict[str, int]) -> None:
-        """Records the engine's totals, by "operation=implementation"."""
-        for kernel, total in calls.items():
-            operation, _, implementation = kernel.partition("=")
-            new = total - self._kernel_calls_seen.get(kernel, 0)
-            self._kernel_calls.labels(operation, implementation).inc(new)
-            self._kernel_calls_seen[kernel] = total
-
-    def watch_silence(self, silence_s: Callable[[], float]) -> None:
-        """Seconds since the engine last showed that it works."""
-        self._engine.silence_s = silence_s
+        lacking = stats.num_lacking_images
+        waiting.add_metric(["image"], lacking)
+        waiting.add_metric(["engine"], stats.num_waiting - lacking)
+        yield waiting
 
     def engine_step(self, stats: EngineStats, num_generated: int) -> None:
         """Records one StepDone."""
@@ -128,28 +139,7 @@ class DecoderMetrics:
 
     def stats(self) -> EngineStats | None:
         """What the engine said last; None while it is silent."""
-        return None if self._engine.is_silent else self._stats
-
-    def _read_stats(self) -> None:
-        """Sets gauges and totals; at each scrape, because steps are a thousand times as many."""
-        with self._reading:
-            if (stats := self._stats) is not None:
-                self._record(stats)
-
-    def _record(self, stats: EngineStats) -> None:
-        used = stats.num_blocks - stats.num_free_blocks
-        self.running.set(stats.num_running)
-        self.row_usage.set(stats.num_running / self.num_rows)
-        self._waiting_for_image.set(stats.num_lacking_images)
-        self._waiting_for_engine.set(stats.num_waiting - stats.num_lacking_images)
-        self.kv_free.set(stats.num_free_blocks)
-        self.kv_used.set(used)
-        self.kv_usage.set(used / stats.num_blocks)
-        for name, counter in self._totals.items():
-            total = getattr(stats, name)
-            if total != self._seen[name]:
-                counter.inc(total - self._seen[name])
-                self._seen[name] = total
+        return None if self.silence_s() > MAX_SILENCE_S else self._stats
 
     def embedding_found(self, tier: str) -> None:
         """An image came from "memory", "redis", "encoder" or another's fetch, "joined"."""

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from services.common.process.engine_gauges import EngineGauges
 from services.common.telemetry import LATENCY_BUCKETS
 from services.encoder.engine.messages import EngineStats
 
@@ -70,7 +69,9 @@ class EncoderMetrics:
             "operation", "implementation",
         )  # fmt: skip
         self._last_stats = EngineStats(0, 0)
-        self._engine = EngineGauges("encoder", registry)
+        self._silence = gauge(
+            "engine_silence_seconds", "Time since the engine last showed that it works."
+        )
 
     def observe_stage(self, stage: str, seconds: float) -> None:
         """`stage` is lookup, queue, preprocess or forward."""
@@ -78,7 +79,7 @@ class EncoderMetrics:
 
     def watch_silence(self, silence_s: Callable[[], float]) -> None:
         """Seconds since the engine last showed that it works."""
-        self._engine.silence_s = silence_s
+        self._silence.set_function(silence_s)
 
     def observe_batch(self, stats: EngineStats) -> None:
         """Called after each batch with the engine's totals."""

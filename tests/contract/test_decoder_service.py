@@ -49,7 +49,7 @@ async def test_load_says_what_there_is_to_do_unless_the_engine_is_silent():
         while not load.num_waiting + load.num_running:
             load = await decoder.stub.Load(pb.LoadRequest())
         decoder.encoder.gate.set()
-        decoder.front._metrics.watch_silence(lambda: 31.0)
+        decoder.front._metrics.silence_s = lambda: 31.0
         with pytest.raises(grpc.aio.AioRpcError) as failed:
             await decoder.stub.Load(pb.LoadRequest())
         assert failed.value.code() is grpc.StatusCode.UNAVAILABLE

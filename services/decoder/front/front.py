@@ -151,7 +151,6 @@ class DecoderFront:
         self._empty = asyncio.Event()
         self._empty.set()
         metrics.num_rows = engine.max_num_sequences
-        metrics.kv_blocks.set(engine.num_blocks)
         metrics.engine_step(EngineStats(0, 0, engine.num_blocks, engine.num_blocks, 0, 0, 0, 0), 0)
         metrics.cache_bytes.set_function(lambda: source.arena.used_bytes)
 
@@ -242,7 +241,7 @@ class DecoderFront:
                     case StepDone():
                         self._dispatch(message)
                     case KernelCalls():
-                        self._metrics.record_kernel_calls(message.calls)
+                        self._metrics.kernel_calls = message.calls
                     case _:
                         pass
         except ChannelClosed:

@@ -2,9 +2,8 @@
 
 from prometheus_client import CollectorRegistry, generate_latest
 
-from services.common.process.engine_gauges import MAX_SILENCE_S
 from services.decoder.engine.messages import EngineStats
-from services.decoder.metrics import DecoderMetrics
+from services.decoder.metrics import MAX_SILENCE_S, DecoderMetrics
 
 
 def test_gauges_of_a_silent_engine_are_left_out_until_it_speaks() -> None:
@@ -12,7 +11,7 @@ def test_gauges_of_a_silent_engine_are_left_out_until_it_speaks() -> None:
     metrics = DecoderMetrics(registry)
     metrics.num_rows = 4
     silence_s = 1.0
-    metrics.watch_silence(lambda: silence_s)
+    metrics.silence_s = lambda: silence_s
     stats = EngineStats(3, 5, 25, 100, 0, 0, 0, 0, num_lacking_images=2, busy_s=1.5)
     metrics.engine_step(stats, 0)
     value = registry.get_sample_value
