@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 _KEPT_BYTES = 48 << 20  # of the memory between two questions
 _START_S, _STOP_S = 30.0, 2.0
-_SEND_TIMEOUT = struct.pack("@ll", 30, 0)  # of a part that a child does not read
+_STALL = struct.pack("@ll", 30, 0)  # of a part that a child does not read, or not write on
 _KILLED = signal.SIGKILL.name
 
 
@@ -137,7 +137,8 @@ class Child:
             except BaseException:
                 mine.close()
                 raise
-        mine.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _SEND_TIMEOUT)
+        for timeout in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
+            mine.setsockopt(socket.SOL_SOCKET, timeout, _STALL)
         self._channel, self._ready = Connection(mine.detach()), False
 
     def _restart(self) -> str:
