@@ -41,7 +41,8 @@ async def end(process: asyncio.subprocess.Process | None, grace_s: float = 0.0) 
     if process is None:
         return
     try:
-        await asyncio.wait_for(process.wait(), grace_s)
+        async with asyncio.timeout(grace_s):
+            await process.wait()
     except TimeoutError:
         with suppress(ProcessLookupError):
             process.kill()

@@ -61,7 +61,8 @@ class EngineProcess(Generic[Incoming]):
     async def ended(self) -> str:
         """How it did, after its channel closed; `status None`: it takes long."""
         with suppress(TimeoutError):
-            await asyncio.wait_for(self.process.wait(), _END_S)
+            async with asyncio.timeout(_END_S):
+                await self.process.wait()
         code = self.process.returncode
         return f"status {code}" if code is None or code >= 0 else signal.Signals(-code).name
 

@@ -78,7 +78,8 @@ class BothTransports:
         self._connections.add(task)
         to_server: asyncio.StreamWriter | None = None
         try:
-            first = await asyncio.wait_for(reader.read(1), _FIRST_BYTE_S)
+            async with asyncio.timeout(_FIRST_BYTE_S):
+                first = await reader.read(1)
             path = self._path("tls" if first == _HANDSHAKE else "plain")
             from_server, to_server = await asyncio.open_unix_connection(path)
             to_server.write(first)

@@ -91,7 +91,8 @@ class CompilePool:
         job.num_waiting += 1
         try:
             if not job.started.is_set():
-                await asyncio.wait_for(job.started.wait(), _MAX_WAIT_S)
+                async with asyncio.timeout(_MAX_WAIT_S):
+                    await job.started.wait()
             return (await asyncio.shield(job.done)).error
         except TimeoutError:
             raise Overloaded("grammars wait too long to be compiled", retry_after_s=2) from None
@@ -143,7 +144,8 @@ class CompilePool:
         """
         try:
             channel.send(job.task)
-            verdict = await asyncio.wait_for(channel.receive(), _PATIENCE_S)
+            async with asyncio.timeout(_PATIENCE_S):
+                verdict = await channel.receive()
         except (ChannelClosed, TimeoutError):
             log.error("a process that compiles grammars has ended")
             job.num_deaths += 1
