@@ -43,7 +43,8 @@ def test_all_calls_use_certificates_and_follow_their_rotation(tmp_path: Path) ->
     }
     for kind, port in health.items():
         settings[kind]["health_port"] = port
-    # With one encoder, the decoder asks over its own channel where the bytes are.
+    # Without Redis, which may have an image first, the decoder asks the encoder for its bytes.
+    settings["decoder"]["redis_url"] = ""
     cluster = Cluster(tmp_path, **settings)  # type: ignore[arg-type]
     (encoder,), (decoder,) = cluster.encoders, cluster.decoders
     known = f"dns:///localhost:{encoder.port}"
