@@ -31,6 +31,7 @@ from kernels.gemm.skinny_gemm import reduced
 
 _ROWS = 64  # of the weight, of a CTA of the skinny GEMM
 _MAX_SPLITS = 8
+_FEW_TOKENS = 32  # for more, CTAs have less room beside one another
 _TRITON_TILE = {16: (16, 64, 4), 64: (64, 128, 4), 128: (128, 128, 8)}  # tokens, rows, warps
 
 
@@ -43,27 +44,20 @@ class SkinnyConfig:
 
 
 def skinny_config(
-    num_tokens: int, num_rows: int, columns: int, device: DeviceFacts, *, is_split: bool = True
+    num_tokens: int, num_rows: int, columns: int, device: DeviceFacts
 ) -> SkinnyConfig:
     """K is split while CTAs have a place on the device at once; by `benchmarks.kernels.fp8 --tune`
     on an H200, 8B shapes.
     """
-    is_few = num_tokens <= 32
+    is_few = num_tokens <= _FEW_TOKENS
     splits, tiles = 1, -(-num_rows // _ROWS)
     while (
-        is_split
-        and splits < _MAX_SPLITS
+        splits < _MAX_SPLITS
         and tiles * splits * 2 <= (4 if is_few else 3) * device.num_sms
         and columns % (splits * 2 * BLOCK) == 0
     ):
         splits *= 2
     return SkinnyConfig(splits, stages=4 if is_few and splits < _MAX_SPLITS else 3)
-
-
-def _quantized(x: Tensor | Quantized, weight: Fp8Weight, pdl: bool) -> Quantized:
-    if isinstance(x, Quantized):
-        return x
-    return quantize_activations(x, E4M3, weight.block_columns, pdl=pdl)
 
 
 def skinny_gemm(x: Tensor, weight: Fp8Weight, *, device: DeviceFacts) -> Tensor:
@@ -83,8 +77,8 @@ def split_k_partials(
     """Split-K partials `[S, T, N]` float32, whose sum is `w8a8_linear(x) + bias`; or, where K is
     not split, the result `[T, N]` in x's dtype.
     """
-    found, num_rows = _quantized(x, weight, device.supports_pdl), len(weight.values)
-    columns = found.values.shape[1]
+    found = quantize_activations(x, E4M3, weight.block_columns, pdl=device.supports_pdl)
+    num_rows, columns = weight.values.shape
     config = config or skinny_config(found.num_tokens, num_rows, columns, device)
     size = (found.num_tokens, num_rows)
     if config.splits == 1:
@@ -97,20 +91,13 @@ def split_k_partials(
 
 
 def linear_swiglu(
-    x: Tensor | Quantized,
-    weight: Fp8Weight,
-    bias: Tensor | None = None,
-    *,
-    device: DeviceFacts,
-    config: SkinnyConfig | None = None,
+    x: Tensor | Quantized, weight: Fp8Weight, bias: Tensor | None = None, *, device: DeviceFacts
 ) -> Tensor:
     """`silu_and_mul(w8a8_linear(x) + bias)` for few tokens: `[T, K]`, `[2 * N, K]` → `[T, N]`."""
-    found, num_rows = _quantized(x, weight, device.supports_pdl), len(weight.values)
-    columns = found.values.shape[1]
-    config = config or skinny_config(found.num_tokens, num_rows, columns, device, is_split=False)
-    out = torch.empty(
-        found.num_tokens, num_rows // 2, dtype=found.dtype, device=found.values.device
-    )
+    found = quantize_activations(x, E4M3, weight.block_columns, pdl=device.supports_pdl)
+    config = SkinnyConfig(1, stages=4 if found.num_tokens <= _FEW_TOKENS else 3)
+    size = found.num_tokens, len(weight.values) // 2
+    out = torch.empty(size, dtype=found.dtype, device=found.values.device)
     _launch_skinny(found, weight, bias, out, config, device, is_swiglu=True)
     return out
 
@@ -132,7 +119,7 @@ def _launch_skinny(
 
 def scaled_mm(x: Tensor | Quantized, weight: Fp8Weight, *, pdl: bool) -> Tensor:
     """`[T, K]` → `[T, N]`: torch's scaled GEMM, with slow accumulation (the exact one)."""
-    found = _quantized(x, weight, pdl)
+    found = quantize_activations(x, E4M3, weight.block_columns, pdl=pdl)
     if weight.block_columns == found.values.shape[1]:  # per channel
         return torch._scaled_mm(
             found.values, weight.values.t(), found.scale, weight.scale.t(), out_dtype=found.dtype
@@ -148,8 +135,8 @@ def scaled_mm(x: Tensor | Quantized, weight: Fp8Weight, *, pdl: bool) -> Tensor:
 
 def triton_gemm(x: Tensor | Quantized, weight: Fp8Weight, *, pdl: bool) -> Tensor:
     """`[T, K]` → `[T, N]` with block scales."""
-    found, num_rows = _quantized(x, weight, pdl), len(weight.values)
-    num_tokens, columns = found.num_tokens, found.values.shape[1]
+    found = quantize_activations(x, E4M3, weight.block_columns, pdl=pdl)
+    num_tokens, (num_rows, columns) = found.num_tokens, weight.values.shape
     out = torch.empty(num_tokens, num_rows, dtype=found.dtype, device=found.values.device)
     limit = next((size for size in _TRITON_TILE if num_tokens <= size), 128)
     tokens, rows, warps = _TRITON_TILE[limit]

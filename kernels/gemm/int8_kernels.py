@@ -78,8 +78,8 @@ def split_k_partials(
     """Split-K partials `[S, T, N]` float32, whose sum is `w8a8_linear(x) + bias`; or, where K is
     not split, the result `[T, N]` in x's dtype.
     """
-    values, scale, num_tokens, dtype = _quantized(x, device)
-    columns = values.shape[1]
+    columns, pdl = weight.values.shape[1], device.supports_pdl
+    values, scale, num_tokens, dtype = quantize_activations(x, torch.int8, columns, pdl=pdl)
     num_rows = len(weight.values)
     count = splits or _splits(num_rows, columns, device)
     size = (num_tokens, num_rows)
@@ -94,12 +94,6 @@ def split_k_partials(
         num_warps=4, launch_pdl=device.supports_pdl,
     )  # fmt: skip
     return out
-
-
-def _quantized(x: Tensor | Quantized, device: DeviceFacts) -> Quantized:
-    if isinstance(x, Quantized):
-        return x
-    return quantize_activations(x, torch.int8, x.shape[1], pdl=device.supports_pdl)
 
 
 def _splits(num_rows: int, columns: int, device: DeviceFacts) -> int:
@@ -118,8 +112,8 @@ def gemm(
     config: GemmConfig | None = None, is_swiglu: bool = False,
 ) -> Tensor:  # fmt: skip
     """`[T, K]` → `[T, N]`; with SwiGLU `silu_and_mul` of `[T, 2 * N]`: `[T, N]`."""
-    values, scale, num_tokens, dtype = _quantized(x, device)
-    columns = values.shape[1]
+    columns, pdl = weight.values.shape[1], device.supports_pdl
+    values, scale, num_tokens, dtype = quantize_activations(x, torch.int8, columns, pdl=pdl)
     config = config or gemm_config(num_tokens, len(weight.values), device)
     height = len(weight.values) // (2 if is_swiglu else 1)
     out = torch.empty(num_tokens, height, dtype=dtype, device=values.device)

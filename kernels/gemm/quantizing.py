@@ -38,15 +38,17 @@ class Quantized(NamedTuple):
 
 
 def quantize_activations(
-    x: Tensor, kind: torch.dtype, block_columns: int, *, pdl: bool
+    x: Tensor | Quantized, kind: torch.dtype, block_columns: int, *, pdl: bool
 ) -> Quantized:
-    """`[T, K]` quantized.
+    """`[T, K]` quantized, unless a norm has done it.
 
     Args:
         kind: e4m3 or int8.
         block_columns: columns per scale: 128, or K for a scale per token.
         pdl: see `DeviceFacts.supports_pdl`.
     """
+    if isinstance(x, Quantized):
+        return x
     return _quantize(x, x, None, 0.0, kind, block_columns, pdl=pdl)
 
 
