@@ -75,8 +75,8 @@ def eos_token_ids(directory: Path, vocab_size: int, *sources: Mapping[str, Any])
     if (token := _eos_token(directory)) is not None:
         found.append(_token_id(directory, token))
     known = tuple(i for i in dict.fromkeys(found) if i is not None and 0 <= i < vocab_size)
-    if len(known) < len(set(found)):
-        log.warning("%s: not all tokens that end answers are in the vocabulary", directory)
+    if lost := [token if i is None else i for i in dict.fromkeys(found) if i not in known]:
+        log.warning("%s: not in the vocabulary, and end no answer: %s", directory, lost)
     return known
 
 
