@@ -160,7 +160,9 @@ def _serve(
         # The other ranks would wait for the rest of the step.
         out_of_memory=(torch.OutOfMemoryError,) if processes is None else (),
         step_ms=settings.step_ms,
-        step_cost=measured_cost(runner, _TIMING_S_GPU if on_gpu else _TIMING_S_CPU),
+        step_cost=measured_cost(
+            runner, _TIMING_S_GPU if on_gpu else _TIMING_S_CPU, settings.step_ms
+        ),
     )
     freeze_gc()
     channel.send(ready_message(engine, runner, on_gpu=on_gpu))

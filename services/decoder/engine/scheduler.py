@@ -374,9 +374,11 @@ class Scheduler:
         alone = not chunks and len(self._prefilling) + len(self._waiting) == 1
         factor = _ALONE if alone else 1
         least = min(self.max_batched_tokens, load.tokens + factor * self._cost.min_chunk)
-        bound_ms = factor * self._cost.bound(self._step_ms)
-        whole = limit = Limit(bound_ms, self.max_batched_tokens, least)
+        whole = Limit(factor * self._cost.bound(self._step_ms), self.max_batched_tokens, least)
         longest, long = self._cost.room(load, 0, whole), None
+        if not alone:
+            whole = whole._replace(tokens=min(whole.tokens, self._cost.efficient_tokens))
+        limit = whole
         prompts = self._prompts()
         while self._cost.room(load, 0, limit) and (sequence := next(prompts, None)) is not None:
             start = sequence.num_computed_tokens

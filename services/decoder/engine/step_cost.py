@@ -75,6 +75,7 @@ class StepCost:
 
     Attributes:
         decode_period: of so many steps of decodes alone, one has to be observed.
+        efficient_tokens: a step of more takes longer for each, see `calibration`.
     """
 
     decode_period = 16
@@ -92,6 +93,7 @@ class StepCost:
             1.0 if expert_share else 0.0,
         ]
         self._is_measured = False
+        self.efficient_tokens = sys.maxsize
 
     def predict(self, load: StepLoad) -> float:
         """Milliseconds; 0 before anything was measured."""

@@ -272,6 +272,18 @@ def test_a_lone_prompt_is_one_step():
     assert step(scheduler) == [(1, 0, 1008)]
 
 
+def test_steps_have_a_size_that_is_efficient_but_of_a_lone_prompt():
+    cost = cost_of(0.01)
+    cost.efficient_tokens = 1024
+    scheduler = scheduler_of(blocks=3000, budget=4096, length=4000, step_ms=20.0, cost=cost)
+    add(scheduler, 1, 1100)
+    assert step(scheduler) == [(1, 0, 1100)]
+    add(scheduler, 2, 1100)
+    add(scheduler, 3, 100)
+    assert step(scheduler) == [(1, 1100, 1), (2, 0, 1023)]
+    assert step(scheduler) == [(1, 1101, 1), (2, 1023, 77), (3, 0, 100)]
+
+
 def test_prompts_go_on_where_decodes_alone_take_longer_than_a_step():
     scheduler = scheduler_of(
         blocks=1000, rows=4, budget=4096, length=4000, step_ms=1.0, cost=cost_of(1.0)

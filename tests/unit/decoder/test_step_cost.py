@@ -1,13 +1,17 @@
 """The cost model of a step: what it learns, and how many tokens it says fit."""
 
 import random
+import sys
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from services.decoder.engine import calibration
+from services.decoder.engine import engine as engine_module
 from services.decoder.engine.calibration import measured_cost
 from services.decoder.engine.engine import Engine
+from services.decoder.engine.step import Step
 from services.decoder.engine.step_cost import Limit, StepCost, StepLoad
 from tests.fake_runner import FakeRunner, add_message, runner_info
 
@@ -157,7 +161,7 @@ def test_a_chunk_fits_and_no_much_longer_one_does(
 
 def test_the_first_steps_are_timed_by_an_engine_that_leaves_nothing_behind() -> None:
     runner = FakeRunner(runner_info(num_blocks=600, max_model_len=2000, max_batched_tokens=1024))
-    cost = measured_cost(runner, budget_s=60.0)
+    cost = measured_cost(runner, budget_s=60.0, step_ms=40.0)
     assert cost.predict(SERVED[0]) > 0
     shapes = {(len(batch), batch[0][1], batch[0][2]) for batch in runner.batches}
     assert {(1, 0, 1024), (1, 1024, 972), (8, 1, 1)} <= shapes
@@ -167,7 +171,59 @@ def test_the_first_steps_are_timed_by_an_engine_that_leaves_nothing_behind() -> 
         engine.step()
 
 
+class Clock:
+    """`time` of an engine and its calibration, which passes while steps are computed."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    perf_counter = monotonic
+
+
+def waves(tokens: int, tile: int, fixed: ms) -> ms:
+    """A step whose GEMMs have tiles of so many tokens, of which the last one may be all but empty;
+    those of few tokens wait for the weights.
+    """
+    return fixed + max(4, 0.018 * tile * -(-tokens // tile))
+
+
+@pytest.mark.parametrize(
+    ("tile", "fixed", "step_ms", "blocks", "efficient"),
+    [
+        (1024, 1, 30, 3000, 1024),
+        (768, 1, 40, 3000, 1536),
+        (1, 20, 60, 3000, 1920),
+        (1, 20, 60, 448, 1664),  # 1,792 tokens have blocks, but for the watermark
+        (1024, 1, 10, 3000, sys.maxsize),  # none fits
+    ],
+)
+def test_a_step_has_the_size_at_which_a_token_takes_the_least_time(
+    tile: int,
+    fixed: ms,
+    step_ms: ms,
+    blocks: int,
+    efficient: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr(calibration, "time", clock)
+    monkeypatch.setattr(engine_module, "time", clock)
+    info = runner_info(
+        num_blocks=blocks, max_model_len=2000, max_batched_tokens=8192, num_weight_tokens=10**9
+    )
+    runner = FakeRunner(info)
+
+    def compute(step: Step) -> None:
+        clock.now += waves(sum(step.compute.lengths), tile, fixed) / 1e3
+
+    runner.on_execute = compute
+    assert measured_cost(runner, 60.0, step_ms).efficient_tokens == efficient
+
+
 def test_what_takes_too_long_is_not_timed() -> None:
     runner = FakeRunner(runner_info(num_blocks=600, max_model_len=2000, max_batched_tokens=1024))
-    assert measured_cost(runner, budget_s=0.0).predict(SERVED[0]) > 0
+    assert measured_cost(runner, budget_s=0.0, step_ms=40.0).predict(SERVED[0]) > 0
     assert all(length == 1 for batch in runner.batches for _, _, length in batch)
