@@ -6,13 +6,15 @@ Decode: a step's wall time is the mean over many steps of the real engine (sched
 postprocess), with the context as the mean over its sequences, and beside it the device's own time
 for one captured step and the host's time in each part. Prefill: prompts of several lengths, one at
 a time, or several at once (`--prompts 1008,8x1008`). `--profile` adds where the time goes, by
-kernel.
+kernel. `--sizes 960,1024` times steps of so many tokens, of 63 decodes and a prompt, and says which
+size the decoder would choose.
 """
 
 import argparse
 import functools
 import gc
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,16 +24,19 @@ import torch
 
 from services.common.families import read_spec
 from services.common.model_spec import ModelSpec
+from services.decoder.engine.calibration import measured_cost
 from services.decoder.engine.engine import Engine
 from services.decoder.engine.messages import AddSequence, SamplingParams
 from services.decoder.engine.model_runner import ModelRunner
 from services.decoder.engine.runner_factory import RunnerOptions, create_runner
+from services.decoder.settings import DecoderSettings
 
 # Measured on an H200 with large copies and GEMMs; see benchmarks/LOG.md.
 BANDWIDTH = 4.3e12  # bytes/s
 FLOPS = 790e12  # bf16
 _PROFILED = 16  # kernels of a profile
 _SETTLE_STEPS = 10  # decodes before the first that is timed
+_BESIDE = 63  # decodes beside a prompt
 
 
 def weight_elements(config: ModelSpec, tokens: int = 1, *, used: bool = False) -> float:
@@ -146,6 +151,38 @@ def measure_prefill(runner: ModelRunner, count: int, prompt: int, repeats: int) 
     return statistics.median(taken[2:])
 
 
+def measure_sizes(runner: ModelRunner, sizes: list[int], context: int) -> list[float]:
+    """Seconds of steps of so many tokens: decodes of the context and one prompt; of four the
+    fastest.
+    """
+    engine = Engine(runner, overlap=False, prefix_caching=False)
+    vocab, found = runner.info.vocab_size, []
+    for number in range(_BESIDE):
+        add(engine, number, context, 16 + 4 * len(sizes), vocab)
+    while engine.scheduler.num_waiting or not engine.scheduler.is_steady:
+        engine.step()
+    for size in sizes:
+        taken = []
+        for _ in range(4):
+            add(engine, _BESIDE + len(found), size - _BESIDE, 1, vocab)
+            begin = time.perf_counter()
+            engine.step()
+            taken.append(time.perf_counter() - begin)
+        found.append(min(taken))
+    return found
+
+
+def print_sizes(runner: ModelRunner, sizes: list[int], context: int) -> None:
+    """Prints how long steps of so many tokens take, and which size the decoder would choose."""
+    print(f"{_BESIDE} decodes and a prompt")
+    print(f"{'tokens':>10} {'ms':>8} {'us/token':>8}")
+    for size, taken in zip(sizes, measure_sizes(runner, sizes, context), strict=True):
+        print(f"{size:10} {taken * 1e3:8.2f} {taken / size * 1e6:8.2f}")
+    step_ms = DecoderSettings.model_fields["step_ms"].default
+    chosen = measured_cost(runner, 1.0, step_ms).efficient_tokens
+    print(f"within {step_ms} ms: {'no bound' if chosen == sys.maxsize else chosen}")
+
+
 def print_profile(title: str, work: Callable[[], object]) -> None:
     """Prints the time of each kernel (of each operation, without a GPU)."""
     on_gpu = torch.cuda.is_available()
@@ -190,18 +227,20 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--prompts", default="128,1008,2048,8192")
     parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--sizes", default="", help="tokens of steps of decodes and a prompt")
     parser.add_argument("--profile", action="store_true", help="of each prefill and each batch")
     arguments = parser.parse_args()
     prompts = [_counted(part) for part in arguments.prompts.split(",")]
     config = read_spec(arguments.model)
     batches = [int(part) for part in arguments.batches.split(",")]
+    sizes = [int(part) for part in arguments.sizes.split(",") if part]
     longest = arguments.context + arguments.steps + max(batches) + 64
     options = RunnerOptions(
         model_directory=arguments.model,
         device=arguments.device,
         load_format=arguments.load_format,
-        max_num_sequences=max(batches),
-        max_model_len=max(longest, *(tokens + 16 for _, tokens in prompts)),
+        max_num_sequences=max(batches + [_BESIDE + 1 for _ in sizes[:1]]),
+        max_model_len=max(longest, *sizes, *(tokens + 16 for _, tokens in prompts)),
     )
     begin = time.perf_counter()
     runner = create_runner(options)
@@ -227,6 +266,8 @@ def main() -> None:
         floor = count * prefill_floor_s(config, tokens)
         figures = f"{taken * 1e3:8.2f} {floor * 1e3:8.2f} {taken / floor:8.2f}"
         print(f"{f'{count} x {tokens}':>10} {figures}")
+    if sizes:
+        print_sizes(runner, sizes, arguments.context)
     if arguments.profile:
         for count, tokens in prompts:
             title = f"three prefills of {count} x {tokens} tokens"
