@@ -66,11 +66,10 @@ def attributes(cls: type) -> dict[str, str]:
 def settings_rows(cls: type[ServiceSettings]) -> Iterator[tuple[str, str, str, str]]:
     """Variable, type, default and meaning of each setting, in the order of the code."""
     meanings = attributes(cls)
-    prefix = cls.model_config.get("env_prefix", "")
     for name, field in cls.model_fields.items():
         meaning = meanings.get(name, "")
         text = meaning[:1].upper() + meaning[1:].rstrip(".") + "." if meaning else ""
-        yield prefix + name.upper(), _kind(field), _default(field), text
+        yield cls.prefix + name.upper(), _kind(field), _default(field), text
 
 
 def _kind(field: FieldInfo) -> str:

@@ -9,11 +9,10 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, Field, ValidationError, model_validator
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 
 class SettingsError(ValueError):
@@ -41,24 +40,23 @@ def split_list(value: str) -> tuple[str, ...]:
     return tuple(part.strip() for part in value.split(",") if part.strip())
 
 
-class ServiceSettings(BaseSettings):
+class ServiceSettings(BaseModel):
     """Base of a service's settings. A field `port` of prefix `GATEWAY_` is `GATEWAY_PORT`."""
 
-    model_config = SettingsConfigDict(frozen=True, extra="forbid")
+    prefix: ClassVar[str]
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> Self:
         """Reads the settings.
 
         Raises:
-            SettingsError: a variable with the service's prefix is unknown (pydantic-settings
-                would drop a misspelt one in silence), missing or of the wrong form.
+            SettingsError: a variable with the service's prefix is unknown, missing or of the wrong
+                form.
         """
         environment = os.environ if environment is None else environment
-        prefix = cls.model_config.get("env_prefix", "")
-        given: dict[str, Any] = {
-            name: value for name, value in environment.items() if name.startswith(prefix)
-        }
+        prefix = cls.prefix
+        given = {name: value for name, value in environment.items() if name.startswith(prefix)}
         known = {prefix + name.upper(): name for name in cls.model_fields}
         if unknown := sorted(set(given) - set(known)):
             near = [name for each in unknown for name in get_close_matches(each, known, 1)]

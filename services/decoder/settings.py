@@ -3,7 +3,6 @@
 from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
-from pydantic_settings import SettingsConfigDict
 
 from services.common.settings import Address, EngineServiceSettings, Port, split_list
 from services.decoder.images.known_encoders import KnownEncoders
@@ -32,7 +31,7 @@ class DecoderSettings(EngineServiceSettings):
             empty: those on loopback.
     """
 
-    model_config = SettingsConfigDict(env_prefix="DECODER_", frozen=True, extra="forbid")
+    prefix = "DECODER_"
 
     address: Address = "127.0.0.1:50052"
     metrics_port: Port = 9102

@@ -1,7 +1,6 @@
 """The encoder's settings, `ENCODER_<FIELD>` in the environment."""
 
 from pydantic import Field
-from pydantic_settings import SettingsConfigDict
 
 from services.common.settings import Address, EngineServiceSettings, Port
 
@@ -18,7 +17,7 @@ class EncoderSettings(EngineServiceSettings):
         cache_bytes: of the arena that holds embeddings, pinned on CUDA.
     """
 
-    model_config = SettingsConfigDict(env_prefix="ENCODER_", frozen=True, extra="forbid")
+    prefix = "ENCODER_"
 
     address: Address = "127.0.0.1:50051"
     metrics_port: Port = 9101

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, SecretStr, field_validator
-from pydantic_settings import SettingsConfigDict
 
 from services.common.settings import PeerSettings, Port, split_list
 
@@ -60,7 +59,7 @@ class GatewaySettings(PeerSettings):
         log_level: of the standard logging module.
     """
 
-    model_config = SettingsConfigDict(env_prefix="GATEWAY_", frozen=True, extra="forbid")
+    prefix = "GATEWAY_"
 
     host: str = "127.0.0.1"
     port: Port = 8000

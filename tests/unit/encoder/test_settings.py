@@ -19,6 +19,15 @@ def test_the_engine_gets_the_same_settings() -> None:
     assert EncoderSettings.model_validate_json(settings.model_dump_json()) == settings
 
 
+def test_nothing_else_of_the_environment_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ENCODER_METRICS_PORT", "1")
+    monkeypatch.setenv("encoder_health_port", "2")
+    given = EncoderSettings.from_environment({"ENCODER_MODEL": "/m"})
+    handed = EncoderSettings.model_validate_json('{"model": "/m"}')
+    assert given == handed
+    assert (given.metrics_port, given.health_port) == (9101, 0)
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [
