@@ -16,8 +16,8 @@ FAMILIES = {
     "Qwen3MoeForCausalLM": "services.common.families.qwen3_moe",
     "Qwen3_5ForCausalLM": "services.common.families.qwen3_5",
     "Qwen3_5ForConditionalGeneration": "services.common.families.qwen3_5",
-    "Qwen3_5MoeForCausalLM": "services.common.families.qwen3_5_moe",
-    "Qwen3_5MoeForConditionalGeneration": "services.common.families.qwen3_5_moe",
+    "Qwen3_5MoeForCausalLM": "services.common.families.qwen3_5",
+    "Qwen3_5MoeForConditionalGeneration": "services.common.families.qwen3_5",
     "Qwen3VLForConditionalGeneration": "services.common.families.qwen3_vl",
     "Qwen3VLMoeForConditionalGeneration": "services.common.families.qwen3_vl_moe",
 }

@@ -1,5 +1,6 @@
-"""Dense Qwen3.5, which Qwen3.6 and 3.8 share: gated delta net layers, every fourth one full
-attention with an output gate. The tower is Qwen3-VL's without DeepStack.
+"""Qwen3.5, which Qwen3.6 and 3.8 share: gated delta net layers, every fourth one full attention
+with an output gate; all with an MLP, or with experts and a shared one. The tower is Qwen3-VL's
+without DeepStack.
 """
 
 from collections.abc import Mapping
@@ -15,13 +16,13 @@ from services.common.families.dense import (
     text_checkpoint,
     with_tie,
 )
+from services.common.families.qwen3_moe import read_moe
 from services.common.families.qwen3_vl import read_vision
 from services.common.model_spec import (
     CheckpointSpec,
     LayerKind,
     LinearAttentionSpec,
     ModelSpec,
-    MoESpec,
     TextSpec,
     UnsupportedOption,
     VisionSpec,
@@ -32,15 +33,14 @@ _KINDS = ("full_attention", "linear_attention")
 
 
 def read(directory: Path, config: Mapping[str, Any]) -> ModelSpec:
-    text = read_hybrid_text(config)
-    vision, checkpoint = read_parts(directory, config)
+    vision, checkpoint = _read_parts(directory, config)
     return read_model(
-        directory, config, text, vision=vision, checkpoint=checkpoint,
+        directory, config, _read_text(config), vision=vision, checkpoint=checkpoint,
         conversation=QWEN_CONVERSATION,
     )  # fmt: skip
 
 
-def read_parts(
+def _read_parts(
     directory: Path, config: Mapping[str, Any]
 ) -> tuple[VisionSpec | None, CheckpointSpec]:
     """The tower, if the architecture has one, and the names of tensors."""
@@ -54,19 +54,17 @@ def read_parts(
     return read_vision(directory, config, ()), replace(names, ignored=(*names.ignored, _MTP))
 
 
-def read_hybrid_text(
-    config: Mapping[str, Any], *, num_kv_heads: int = 4, moe: MoESpec | None = None
-) -> TextSpec:
-    """The language model of a config.json with layers of both kinds; for the arguments see
-    `read_text`.
-    """
+def _read_text(config: Mapping[str, Any]) -> TextSpec:
+    """The language model, with layers of both kinds."""
     section = with_tie(config.get("text_config") or config, config)
     _refuse_unsupported(section)
     kinds = _layer_kinds(section)
+    has_experts = "Moe" in config["architectures"][0]
     shared = {key: value for key, value in section.items() if key != "layer_types"}
     text = read_text(
-        shared, head_dim=256, num_kv_heads=num_kv_heads, mrope_section=(11, 11, 10),
-        partial_rotary_factor=0.25, qk_norm=True, moe=moe,
+        shared, head_dim=256, num_kv_heads=2 if has_experts else 4, mrope_section=(11, 11, 10),
+        partial_rotary_factor=0.25, qk_norm=True,
+        moe=read_moe(section, has_shared_expert=True) if has_experts else None,
     )  # fmt: skip
     return replace(
         text,
@@ -87,8 +85,8 @@ def _layer_kinds(config: Mapping[str, Any]) -> tuple[LayerKind, ...]:
         )
     if len(kinds) != count:
         raise ValueError(f"layer_types has {len(kinds)} entries for {count} layers")
-    if "full_attention" not in kinds:
-        raise UnsupportedOption("layer_types without full_attention is not supported")
+    if missing := sorted(set(_KINDS) - set(kinds)):
+        raise UnsupportedOption(f"layer_types without {missing[0]} is not supported")
     return cast("tuple[LayerKind, ...]", tuple(kinds))
 
 

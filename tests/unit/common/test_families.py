@@ -464,6 +464,7 @@ def test_qwen3_5_defaults_are_those_of_transformers(tmp_path: Path) -> None:
         ({"mlp_only_layers": [3]}, r"mlp_only_layers \[3\]"),
         ({"layer_types": ["mamba"] * 32}, "layer_types mamba"),
         ({"layer_types": ["linear_attention"] * 32}, "without full_attention"),
+        ({"full_attention_interval": 1}, "without linear_attention"),
         ({"linear_num_value_heads": 24}, "linear_num_value_heads 24"),
         ({"partial_rotary_factor": 0.1, "rope_parameters": ABSENT}, "rotates 25 of 256"),
         ({"num_experts": 8}, "num_experts 8"),
