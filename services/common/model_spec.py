@@ -32,6 +32,14 @@ class UnsupportedOption(ModelSpecError):
         self.file = file
 
 
+def expect(name: str, value: object, *served: object) -> None:
+    """Raises UnsupportedOption: an option's value is not among those that are served."""
+    if value not in served:
+        raise UnsupportedOption(
+            f"{name} {value!r} is not supported; supported: {' or '.join(map(repr, served))}"
+        )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeSpec:
     """Rotary embedding.

@@ -20,6 +20,7 @@ from services.common.model_spec import (
     QuantizationSpec,
     UnsupportedOption,
     WeightFormat,
+    expect,
     read_json,
 )
 
@@ -95,7 +96,7 @@ def read_quantization(
     try:
         return replace(_read(stated, names), fp8_cache=_has_fp8_cache(stated))
     except UnsupportedOption as error:
-        raise UnsupportedOption(str(error), first) from None
+        raise UnsupportedOption(f"quantization_config: {error}", first) from None
 
 
 def quantized_at_load(spec: ModelSpec, method: str) -> ModelSpec:
@@ -109,10 +110,7 @@ def quantized_at_load(spec: ModelSpec, method: str) -> ModelSpec:
     """
     if not method:
         return spec
-    if method not in AT_LOAD:
-        raise UnsupportedOption(
-            f"--quantization {method!r} is not supported; supported: {', '.join(AT_LOAD)}"
-        )
+    expect("--quantization", method, *AT_LOAD)
     stored = spec.checkpoint.quantization
     if stored is None:
         stored = QuantizationSpec(format="fp8_channel", at_load=True, ignored=_LEFT_AT_LOAD)
@@ -161,7 +159,9 @@ def _normalised(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _read(config: Mapping[str, Any], names: CheckpointSpec | None) -> QuantizationSpec:
-    match config.get("quant_method"):
+    method = config.get("quant_method")
+    expect("quant_method", method, *_METHODS)
+    match method:
         case "fp8":
             return _fp8(config)
         case "compressed-tensors":
@@ -172,13 +172,8 @@ def _read(config: Mapping[str, Any], names: CheckpointSpec | None) -> Quantizati
             return _gptq(config)
         case "auto-round":
             return _auto_round(config)
-        case "modelopt":
+        case _:
             return _modelopt(config, names)
-        case method:
-            raise UnsupportedOption(
-                f"quantization_config: quant_method {method!r} is not supported; "
-                f"supported: {', '.join(map(repr, _METHODS))}"
-            )
 
 
 def _modelopt(config: Mapping[str, Any], names: CheckpointSpec | None) -> QuantizationSpec:
@@ -194,7 +189,7 @@ def _modelopt(config: Mapping[str, Any], names: CheckpointSpec | None) -> Quanti
             continue
         targets.setdefault(_modelopt_scheme(f"quantized_layers.{name}.", options), []).append(name)
     if not targets:
-        raise UnsupportedOption("quantization_config: quantized_layers is empty")
+        raise UnsupportedOption("quantized_layers is empty")
     first, *others = [
         replace(scheme, ignored=ignored, targets=_names("quantized_layers", modules))
         for scheme, modules in targets.items()
@@ -204,10 +199,10 @@ def _modelopt(config: Mapping[str, Any], names: CheckpointSpec | None) -> Quanti
 
 def _modelopt_scheme(where: str, options: Mapping[str, Any]) -> QuantizationSpec:
     algorithm = str(_normalised(options).get("quant_algo"))
-    _expect(f"{where}quant_algo", algorithm, *_MODELOPT)
+    expect(f"{where}quant_algo", algorithm, *_MODELOPT)
     spec = _MODELOPT[algorithm]
     if size := spec.group_size or (spec.format == "fp8_block" and spec.block_size[1]):
-        _expect(f"{where}group_size", options.get("group_size") or size, size)
+        expect(f"{where}group_size", options.get("group_size") or size, size)
     return spec
 
 
@@ -215,8 +210,8 @@ def _awq(config: Mapping[str, Any]) -> QuantizationSpec:
     """Four bits as AutoAWQ packs them for its `gemm` kernels."""
     _expect_packing(config, ("version", "format", "checkpoint_format"), "gemm")
     if config.get("backend") == "llm-awq":  # another packing, as transformers reads it
-        raise UnsupportedOption("quantization_config: backend 'llm-awq' is not supported")
-    _expect("bits", config.get("bits"), 4)
+        raise UnsupportedOption("backend 'llm-awq' is not supported")
+    expect("bits", config.get("bits"), 4)
     return QuantizationSpec(
         format="w4a16",
         packing="awq",
@@ -249,8 +244,8 @@ def _auto_round(config: Mapping[str, Any]) -> QuantizationSpec:
     """Intel's AutoRound: GPTQ's files without `g_idx`. `extra_config` has options of modules, by
     name or by pattern; those of 16 bits are not quantized.
     """
-    _expect("packing_format", config.get("packing_format") or _AUTO_GPTQ, _AUTO_GPTQ)
-    _expect("act_bits", config.get("act_bits") or 16, 16, 32)
+    expect("packing_format", config.get("packing_format") or _AUTO_GPTQ, _AUTO_GPTQ)
+    expect("act_bits", config.get("act_bits") or 16, 16, 32)
     modules: dict[str, Mapping[str, Any]] = {**(config.get("extra_config") or {}), "": {}}
     left = [] if "lm_head" in modules else ["lm_head"]
     targets: dict[QuantizationSpec, list[str]] = {}
@@ -260,7 +255,7 @@ def _auto_round(config: Mapping[str, Any]) -> QuantizationSpec:
         if options.get("bits") in (16, 32):
             left.append(pattern)
             continue
-        _expect(f"{name} data_type".lstrip(), options.get("data_type", "int"), "int")
+        expect(f"{name} data_type".lstrip(), options.get("data_type", "int"), "int")
         targets.setdefault(_gptq_options(options), []).append(pattern)
     ignored = _names("extra_config", left)
     first, *others = [
@@ -275,11 +270,11 @@ def _auto_round(config: Mapping[str, Any]) -> QuantizationSpec:
 
 def _gptq_options(config: Mapping[str, Any]) -> QuantizationSpec:
     packing = _expect_packing(config, ("checkpoint_format", "format"), "gptq", "gptq_v2")
-    _expect("bits", config.get("bits"), 4, 8)
-    _expect("desc_act", config.get("desc_act", False), False)
-    _expect("sym", config.get("sym", True), True)
-    _expect("pack_dtype", config.get("pack_dtype", "int32"), "int32")
-    _expect("is_marlin_format", config.get("is_marlin_format", False), False)
+    expect("bits", config.get("bits"), 4, 8)
+    expect("desc_act", config.get("desc_act", False), False)
+    expect("sym", config.get("sym", True), True)
+    expect("pack_dtype", config.get("pack_dtype", "int32"), "int32")
+    expect("is_marlin_format", config.get("is_marlin_format", False), False)
     return QuantizationSpec(
         format="w4a16" if config.get("bits") == 4 else "w8a16",
         packing=cast("Packing", packing),
@@ -295,7 +290,7 @@ def _expect_packing(config: Mapping[str, Any], names: tuple[str, ...], *served: 
     """
     name = next((name for name in names if config.get(name) is not None), "")
     packing = config.get(name, served[0])
-    _expect(name, packing, *served)
+    expect(name, packing, *served)
     return packing
 
 
@@ -304,8 +299,7 @@ def _group_size(value: object) -> int:
     if isinstance(value, int) and (value == -1 or (value > 0 and value % 8 == 0)):
         return max(value, 0)
     raise UnsupportedOption(
-        f"quantization_config: group_size {value!r} is not supported; "
-        "supported: -1, or a multiple of 8"
+        f"group_size {value!r} is not supported; supported: -1, or a multiple of 8"
     )
 
 
@@ -314,10 +308,10 @@ def _fp8(config: Mapping[str, Any]) -> QuantizationSpec:
     matrix.
     """
     scheme, blocks = config.get("activation_scheme", "dynamic"), config.get("weight_block_size")
-    _expect("activation_scheme", scheme, "dynamic", *(() if blocks else ("static",)))
-    _expect("weight_block_size", _pair(blocks), _BLOCK, None)
-    _expect("fmt", config.get("fmt", "e4m3"), "e4m3")
-    _expect("scale_fmt", config.get("scale_fmt") or "float", "float")
+    expect("activation_scheme", scheme, "dynamic", *(() if blocks else ("static",)))
+    expect("weight_block_size", _pair(blocks), _BLOCK, None)
+    expect("fmt", config.get("fmt", "e4m3"), "e4m3")
+    expect("scale_fmt", config.get("scale_fmt") or "float", "float")
     ignored = config.get("modules_to_not_convert") or config.get("ignored_layers") or ()
     names = _names("modules_to_not_convert", ignored)
     if blocks:
@@ -329,10 +323,10 @@ def _compressed_tensors(config: Mapping[str, Any]) -> QuantizationSpec:
     """compressed-tensors: groups of modules, each with its format."""
     groups = cast("Mapping[str, Mapping[str, Any]]", config.get("config_groups") or {})
     if not groups:
-        raise UnsupportedOption("quantization_config: config_groups is empty")
+        raise UnsupportedOption("config_groups is empty")
     for absent in ("sparsity_config", "transform_config"):
         if config.get(absent):
-            raise UnsupportedOption(f"quantization_config: {absent} is not supported")
+            raise UnsupportedOption(f"{absent} is not supported")
     targets: dict[QuantizationSpec, list[str]] = {}
     for name, group in groups.items():
         given = _names(f"config_groups.{name}.targets", group.get("targets") or ("Linear",))
@@ -349,8 +343,7 @@ def _compressed_tensors(config: Mapping[str, Any]) -> QuantizationSpec:
     ]
     if sum(not group.targets for group in found) > 1:
         raise UnsupportedOption(
-            "quantization_config: groups of different schemes for all linear layers are not "
-            "supported"
+            "groups of different schemes for all linear layers are not supported"
         )
     first, *others = sorted(found, key=lambda group: not group.targets)  # names before "Linear"
     return replace(first, others=tuple(others))
@@ -362,32 +355,29 @@ def _has_fp8_cache(config: Mapping[str, Any]) -> bool:
     if scheme:
         _numbers("kv_cache_scheme", scheme, "float", 8)
         strategy = scheme.get("strategy", "tensor")
-        _expect("kv_cache_scheme.strategy", strategy, "tensor", "attn_head")
+        expect("kv_cache_scheme.strategy", strategy, "tensor", "attn_head")
     if algorithm:
-        _expect("kv_cache_quant_algo", algorithm, "FP8")
+        expect("kv_cache_quant_algo", algorithm, "FP8")
     return bool(scheme or algorithm)
 
 
 def _scheme(name: str, group: Mapping[str, Any], outer_format: object) -> QuantizationSpec:
     where = f"config_groups.{name}"
     if group.get("output_activations"):
-        raise UnsupportedOption(f"quantization_config: {where}.output_activations is not supported")
+        raise UnsupportedOption(f"{where}.output_activations is not supported")
     weights: Mapping[str, Any] = group.get("weights") or {}
     inputs: Mapping[str, Any] = group.get("input_activations") or {}
-    match group.get("format") or outer_format:
+    found = group.get("format") or outer_format
+    expect(f"{where}.format", found, *_CT_FORMATS)
+    match found:
         case "float-quantized" | "naive-quantized":  # the same files
             return _ct_float(where, weights, inputs)
         case "pack-quantized":
             return _ct_packed(where, weights, inputs)
         case "int-quantized":
             return _ct_int8(where, weights, inputs)
-        case "nvfp4-pack-quantized" | "mxfp4-pack-quantized" | "mxfp8-quantized" as found:
+        case _:
             return _ct_float_groups(where, weights, inputs, cast("str", found).partition("-")[0])
-        case found:
-            raise UnsupportedOption(
-                f"quantization_config: {where}.format {found!r} is not supported; "
-                f"supported: {', '.join(map(repr, _CT_FORMATS))}"
-            )
 
 
 def _ct_float(
@@ -399,20 +389,20 @@ def _ct_float(
     """
     _numbers(f"{where}.weights", weights, "float", 8)
     strategy = weights.get("strategy")
-    _expect(f"{where}.weights.strategy", strategy, "channel", "tensor", "block")
+    expect(f"{where}.weights.strategy", strategy, "channel", "tensor", "block")
     is_dynamic = strategy != "tensor" or bool(inputs.get("dynamic", not inputs))
     if inputs:
         _numbers(f"{where}.input_activations", inputs, "float", 8, is_dynamic=is_dynamic)
         found, wanted = inputs.get("strategy"), _CT_INPUTS[cast("str", strategy)]
-        _expect(f"{where}.input_activations.strategy", found, *wanted)
+        expect(f"{where}.input_activations.strategy", found, *wanted)
     if strategy != "block":
         return QuantizationSpec(
             format="fp8_channel", scale_name="weight_scale", one_scale=strategy == "tensor",
             has_input_scale=not is_dynamic,
         )  # fmt: skip
-    _expect(f"{where}.weights.block_structure", _pair(weights.get("block_structure")), _BLOCK)
+    expect(f"{where}.weights.block_structure", _pair(weights.get("block_structure")), _BLOCK)
     if inputs:
-        _expect(f"{where}.input_activations.group_size", inputs.get("group_size"), _BLOCK[1])
+        expect(f"{where}.input_activations.group_size", inputs.get("group_size"), _BLOCK[1])
     return QuantizationSpec(format="fp8_block", scale_name="weight_scale")
 
 
@@ -420,8 +410,8 @@ def _ct_int8(where: str, weights: Mapping[str, Any], inputs: Mapping[str, Any]) 
     """Int8 per output channel, with activations per token."""
     _numbers(f"{where}.weights", weights, "int", 8)
     _numbers(f"{where}.input_activations", inputs, "int", 8, is_dynamic=True)
-    _expect(f"{where}.weights.strategy", weights.get("strategy"), "channel")
-    _expect(f"{where}.input_activations.strategy", inputs.get("strategy"), "token")
+    expect(f"{where}.weights.strategy", weights.get("strategy"), "channel")
+    expect(f"{where}.input_activations.strategy", inputs.get("strategy"), "token")
     return QuantizationSpec(format="int8")
 
 
@@ -434,14 +424,14 @@ def _ct_float_groups(
     strategy, size = ("tensor_group", 16) if name == "nvfp4" else ("group", 32)
     bits = 8 if name == "mxfp8" else 4
     _numbers(f"{where}.weights", weights, "float", bits)
-    _expect(f"{where}.weights.strategy", weights.get("strategy"), strategy)
-    _expect(f"{where}.weights.group_size", weights.get("group_size"), size)
+    expect(f"{where}.weights.strategy", weights.get("strategy"), strategy)
+    expect(f"{where}.weights.group_size", weights.get("group_size"), size)
     if name == "mxfp8":
-        _expect(f"{where}.weights.scale_dtype", weights.get("scale_dtype"), None, "torch.uint8")
+        expect(f"{where}.weights.scale_dtype", weights.get("scale_dtype"), None, "torch.uint8")
     if inputs and name == "mxfp8":  # scales of static ones would be in the files
         _numbers(f"{where}.input_activations", inputs, "float", bits, is_dynamic=True)
     elif inputs:
-        _expect(f"{where}.input_activations.num_bits", inputs.get("num_bits"), bits)
+        expect(f"{where}.input_activations.num_bits", inputs.get("num_bits"), bits)
     return QuantizationSpec(
         format=cast("WeightFormat", name),
         group_size=size,
@@ -455,14 +445,13 @@ def _ct_packed(
     """Integers of 4 or 8 bits, packed into words; activations stay as they are."""
     if inputs:
         raise UnsupportedOption(
-            f"quantization_config: {where}.input_activations are not supported beside "
-            "'pack-quantized' weights"
+            f"{where}.input_activations are not supported beside 'pack-quantized' weights"
         )
     symmetric = bool(weights.get("symmetric", True))
     _numbers(f"{where}.weights", {**weights, "symmetric": True}, "int", 4, 8)
-    _expect(f"{where}.weights.actorder", weights.get("actorder"), None, "weight", "static")
+    expect(f"{where}.weights.actorder", weights.get("actorder"), None, "weight", "static")
     strategy = weights.get("strategy")
-    _expect(f"{where}.weights.strategy", strategy, "channel", "group")
+    expect(f"{where}.weights.strategy", strategy, "channel", "group")
     return QuantizationSpec(
         format="w4a16" if weights["num_bits"] == 4 else "w8a16",
         group_size=0 if strategy == "channel" else _group_size(weights.get("group_size")),
@@ -478,18 +467,10 @@ def _numbers(
     is_dynamic: bool = False,
 ) -> None:
     """What weights or activations are quantized to."""
-    _expect(f"{where}.num_bits", values.get("num_bits", False), *bits)
-    _expect(f"{where}.type", values.get("type", False), kind)
-    _expect(f"{where}.dynamic", values.get("dynamic", False), is_dynamic)
-    _expect(f"{where}.symmetric", values.get("symmetric", True), True)
-
-
-def _expect(name: str, value: object, *wanted: object) -> None:
-    if value not in wanted:
-        raise UnsupportedOption(
-            f"quantization_config: {name} {value!r} is not supported; "
-            f"supported: {', '.join(map(repr, wanted))}"
-        )
+    expect(f"{where}.num_bits", values.get("num_bits", False), *bits)
+    expect(f"{where}.type", values.get("type", False), kind)
+    expect(f"{where}.dynamic", values.get("dynamic", False), is_dynamic)
+    expect(f"{where}.symmetric", values.get("symmetric", True), True)
 
 
 def _pair(value: object) -> object:
@@ -502,11 +483,11 @@ def _pair(value: object) -> object:
 def _names(name: str, value: object) -> frozenset[str]:
     values = cast("list[object]", value)
     if not isinstance(value, (list, tuple)) or not all(isinstance(one, str) for one in values):
-        raise UnsupportedOption(f"quantization_config: {name} is not a list of names")
+        raise UnsupportedOption(f"{name} is not a list of names")
     names = frozenset(cast("list[str]", value))
     for one in names:
         try:
             re.compile(one.removeprefix("re:") if one.startswith("re:") else "")
         except re.error as error:
-            raise UnsupportedOption(f"quantization_config: {name} {one!r}: {error}") from None
+            raise UnsupportedOption(f"{name} {one!r}: {error}") from None
     return names

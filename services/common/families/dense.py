@@ -20,6 +20,7 @@ from services.common.model_spec import (
     TextSpec,
     UnsupportedOption,
     VisionSpec,
+    expect,
 )
 from services.common.quantization import read_quantization
 
@@ -286,14 +287,6 @@ def expect_given(config: Mapping[str, Any], name: str, *served: object) -> None:
     """`expect` of an option that may be absent or null."""
     if config.get(name) is not None:
         expect(name, config[name], *served)
-
-
-def expect(name: str, value: object, *served: object) -> None:
-    """Raises UnsupportedOption: an option's value is not among those that are served."""
-    if value not in served:
-        raise UnsupportedOption(
-            f"{name} {value!r} is not supported; supported: {' or '.join(map(repr, served))}"
-        )
 
 
 def read_size(

@@ -7,7 +7,6 @@ from typing import Any
 
 from services.common.families.dense import (
     QWEN_CONVERSATION,
-    expect,
     read_model,
     read_text,
     text_checkpoint,
@@ -20,6 +19,7 @@ from services.common.model_spec import (
     MoESpec,
     TowerSpec,
     VisionSpec,
+    expect,
 )
 
 

@@ -87,7 +87,9 @@ def test_quantization_is_the_decoders(model: Path) -> None:
     assert found == {"encoder-0": None, "decoder-0": "fp8", "gateway": None}
     spec = read_model(model, "fp8")
     assert spec.checkpoint.quantization is not None and spec.checkpoint.quantization.at_load
-    with pytest.raises(StackError, match="--quantization 'int4' is not supported; supported: fp8"):
+    with pytest.raises(
+        StackError, match="--quantization 'int4' is not supported; supported: 'fp8'"
+    ):
         read_model(model, "int4")
 
 
