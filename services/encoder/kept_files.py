@@ -1,18 +1,16 @@
 """Files that clients have uploaded and name again: here, and in Redis for the other encoders.
 
 The servicer alone uses it. A file's name is its digest and its tenant, so that no other tenant
-finds it, an upload is idempotent, and what Redis returns can be checked. Nothing waits for room:
-the file that was used longest ago goes first.
+finds it, an upload is idempotent, and what Redis returns can be checked.
 """
 
 import asyncio
-import time
-from collections import OrderedDict
 
 from blake3 import blake3
 
 from services.common.embeddings.embedding_cache import RedisCache
 from services.common.errors import NotFound, PayloadTooLarge
+from services.common.tenancy.tenant_store import TenantStore
 from services.common.threads import INLINE_BYTES
 
 DIGEST_BYTES = 32
@@ -38,8 +36,7 @@ class KeptFiles:
         self._max_bytes = max_bytes
         self._ttl_s = ttl_s
         self._reads = asyncio.Semaphore(_MAX_READS)
-        # By last use: bytes and when they expire.
-        self._files: OrderedDict[tuple[str, bytes], tuple[bytes, float]] = OrderedDict()
+        self._files = TenantStore[bytes](max_bytes // 2, max_bytes, ttl_s)
 
     async def put(self, tenant: str, data: bytes) -> bytes:
         """Keeps a file; returns its digest.
@@ -48,11 +45,13 @@ class KeptFiles:
             PayloadTooLarge: it is not held here, and Redis has not taken it.
         """
         digest = await _digest(data)
-        is_kept = self._hold(tenant, digest, data)
+        is_kept = self._files.put(tenant, digest, data)
         if self._redis is not None:
             is_kept |= await self._redis.write_file(_name(tenant, digest), data, self._ttl_s)
         if not is_kept:
-            raise PayloadTooLarge(f"at most {self._max_bytes // 2} bytes of a file are kept here")
+            raise PayloadTooLarge(
+                f"at most {self._max_bytes // 2} bytes of a tenant's files are kept here"
+            )
         return digest
 
     async def get(self, tenant: str, digest: bytes) -> bytes:
@@ -61,17 +60,15 @@ class KeptFiles:
         Raises:
             NotFound: this tenant has not uploaded it lately.
         """
-        self._expire()
-        if found := self._files.get((tenant, digest)):
-            data = found[0]
-        elif (data := await self._in_redis(tenant, digest)) is None:
+        if (data := self._files.get(tenant, digest)) is not None:
+            return data
+        if (data := await self._in_redis(tenant, digest)) is None:
             raise NotFound("no such file is kept: upload it again")
-        self._hold(tenant, digest, data)
         return data
 
     async def delete(self, tenant: str, digest: bytes) -> bool:
         """Forgets a file; returns whether there was one."""
-        was_here = self._files.pop((tenant, digest), None) is not None
+        was_here = self._files.delete(tenant, digest)
         if self._redis is None:
             return was_here
         return await self._redis.delete_file(_name(tenant, digest)) or was_here
@@ -80,38 +77,13 @@ class KeptFiles:
         if self._redis is None:
             return None
         async with self._reads:
-            if found := self._files.get((tenant, digest)):  # another call has read it meanwhile
-                return found[0]
+            if (data := self._files.get(tenant, digest)) is not None:  # read by another call
+                return data
             data = await self._redis.read_file(_name(tenant, digest), self._max_bytes)
             if data is None or await _digest(data) != digest:
                 return None
-            self._hold(tenant, digest, data)
+            self._files.put(tenant, digest, data)
             return data
-
-    def _hold(self, tenant: str, digest: bytes, data: bytes) -> bool:
-        """False: it is too large."""
-        self._files.pop((tenant, digest), None)
-        self._expire()
-        if len(data) > self._max_bytes // 2:
-            return False
-        self._make_room(len(data), self._max_bytes // 2, tenant)
-        self._make_room(len(data), self._max_bytes, None)
-        self._files[tenant, digest] = data, time.monotonic() + self._ttl_s
-        return True
-
-    def _make_room(self, num_bytes: int, limit: int, tenant: str | None) -> None:
-        """Drops the longest unused of a tenant; None: of all."""
-        keys = [key for key in self._files if tenant is None or key[0] == tenant]
-        held = sum(len(self._files[key][0]) for key in keys)
-        for key in keys:
-            if held + num_bytes <= limit:
-                return
-            held -= len(self._files.pop(key)[0])
-
-    def _expire(self) -> None:
-        now = time.monotonic()
-        while self._files and next(iter(self._files.values()))[1] <= now:
-            self._files.popitem(last=False)
 
 
 async def _digest(data: bytes) -> bytes:

@@ -1,15 +1,15 @@
 """What clients name again later: answers of /v1/responses, and images with a `uuid`.
 
 Each tenant has names of its own, so that another tenant's are not found. An entry goes an hour
-after it was used last, or when a newer one takes its place: within its tenant's bytes the least
-recently used goes first, and where all tenants together are over, that of the tenant with the most.
-Here entries are in this process; `kept_redis` has them for several gateways.
+after it was used last, or when a newer one takes its place, see `TenantStore`. Here entries are in
+this process; `kept_redis` has them for several gateways.
 """
 
 import time
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import Protocol
+
+from services.common.tenancy.tenant_store import TenantStore
 
 KEPT_S = 3600.0
 MAX_TENANT_BYTES, MAX_BYTES = 32 << 20, 128 << 20
@@ -58,63 +58,16 @@ class MemoryKept:
         max_bytes: int = MAX_BYTES,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._max_bytes = min(max_tenant_bytes, max_bytes), max_bytes
-        self._clock = clock
-        # By tenant and name: data and when it was used, the least recently used first.
-        self._entries: dict[str, OrderedDict[str, tuple[bytes, float]]] = {}
-        self._num_bytes: dict[str, int] = {}
+        self._store = TenantStore[str](max_tenant_bytes, max_bytes, KEPT_S, clock)
 
     async def get(self, tenant: str, name: str) -> bytes | None:
-        self._expire()
-        entries = self._entries.get(tenant)
-        if entries is None or name not in entries:
-            return None
-        data, _ = entries[name]
-        entries[name] = data, self._clock()
-        entries.move_to_end(name)
-        return data
+        return self._store.get(tenant, name)
 
     async def put(self, tenant: str, name: str, data: bytes) -> bool:
-        self._expire()
-        self._forget(tenant, name)
-        most_of_tenant, most = self._max_bytes
-        size = _size(name, data)
-        if size > most_of_tenant:
-            return False
-        while self._num_bytes.get(tenant, 0) + size > most_of_tenant:
-            self._forget_oldest(tenant)
-        while sum(self._num_bytes.values()) + size > most:
-            self._forget_oldest(max(self._num_bytes, key=lambda t: self._num_bytes[t]))
-        self._entries.setdefault(tenant, OrderedDict())[name] = data, self._clock()
-        self._num_bytes[tenant] = self._num_bytes.get(tenant, 0) + size
-        return True
+        return self._store.put(tenant, name, data)
 
     async def delete(self, tenant: str, name: str) -> bool:
-        self._expire()
-        return self._forget(tenant, name)
+        return self._store.delete(tenant, name)
 
     async def close(self) -> None:
         """See `Kept`."""
-
-    def _expire(self) -> None:
-        last = self._clock() - KEPT_S
-        for tenant, entries in list(self._entries.items()):
-            while entries and next(iter(entries.values()))[1] < last:
-                self._forget_oldest(tenant)
-
-    def _forget_oldest(self, tenant: str) -> None:
-        self._forget(tenant, next(iter(self._entries[tenant])))
-
-    def _forget(self, tenant: str, name: str) -> bool:
-        entries = self._entries.get(tenant)
-        if entries is None or name not in entries:
-            return False
-        data, _ = entries.pop(name)
-        self._num_bytes[tenant] -= _size(name, data)
-        if not entries:
-            del self._entries[tenant], self._num_bytes[tenant]
-        return True
-
-
-def _size(name: str, data: bytes) -> int:
-    return 256 + len(name) + len(data)

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 
 import pytest
 from blake3 import blake3
@@ -90,41 +91,54 @@ async def test_names_in_redis_say_nothing_of_tenants():
 
 
 async def test_a_tenant_has_half_of_the_room_and_the_longest_unused_goes_first():
-    files = KeptFiles(None, max_bytes=40)
-    first, second = [await files.put("a", letter * 10) for letter in (b"1", b"2")]
-    other = await files.put("b", b"3" * 10)
+    files = KeptFiles(None, max_bytes=40_000)
+    first, second = [await files.put("a", letter * 9000) for letter in (b"1", b"2")]
+    other = await files.put("b", b"3" * 9000)
     await files.get("a", first)
-    third = await files.put("a", b"4" * 10)
+    third = await files.put("a", b"4" * 9000)
     assert await files.get("a", first) and await files.get("a", third)
     with pytest.raises(NotFound):
         await files.get("a", second)
-    await files.put("c", b"5" * 20)  # more than is left beside the others
-    with pytest.raises(NotFound):
-        await files.get("b", other)
+    await files.put("c", b"5" * 19_000)  # more than is left beside the others
+    assert await files.get("b", other)
+    with pytest.raises(NotFound):  # of the tenant that had the most
+        await files.get("a", first)
 
 
 async def test_a_file_that_has_no_room_is_refused_and_drops_nothing():
-    files = KeptFiles(None, max_bytes=40)
-    kept = await files.put("a", b"1" * 20)
-    with pytest.raises(PayloadTooLarge, match="at most 20 bytes"):
-        await files.put("a", b"2" * 21)
+    files = KeptFiles(None, max_bytes=4000)
+    kept = await files.put("a", b"1" * 1700)
+    with pytest.raises(PayloadTooLarge, match="at most 2000 bytes"):
+        await files.put("a", b"2" * 2000)
     assert await files.get("a", kept)
 
 
 async def test_a_file_that_has_no_room_here_lies_in_redis():
     cache = Cache()
-    files = KeptFiles(cache, max_bytes=40)
-    large = await files.put("a", b"2" * 21)
-    assert await files.get("a", large) == b"2" * 21
+    files = KeptFiles(cache, max_bytes=4000)
+    large = await files.put("a", b"2" * 2000)
+    assert await files.get("a", large) == b"2" * 2000
     cache.is_away = True
     with pytest.raises(PayloadTooLarge):
-        await files.put("a", b"3" * 21)
+        await files.put("a", b"3" * 2000)
+
+
+async def test_many_small_files_take_room_and_no_time():
+    files = KeptFiles(None)
+    started = time.process_time()
+    names = [await files.put("a", n.to_bytes(2, "little")) for n in range(20_000)]
+    assert time.process_time() - started < 5.0
+    assert await files.get("a", names[0])
+    few = KeptFiles(None, max_bytes=40_000)
+    names = [await few.put("a", n.to_bytes(2, "little")) for n in range(200)]
+    with pytest.raises(NotFound):
+        await few.get("a", names[0])
 
 
 async def test_files_expire_after_their_last_use(monkeypatch: pytest.MonkeyPatch):
     now = [100.0]
-    monkeypatch.setattr("services.encoder.kept_files.time.monotonic", lambda: now[0])
     files = KeptFiles(None, ttl_s=10)
+    monkeypatch.setattr(files._files, "_clock", lambda: now[0])
     used, unused = await files.put("a", b"1"), await files.put("a", b"2")
     now[0] = 109.0
     await files.get("a", used)

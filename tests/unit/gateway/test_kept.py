@@ -96,7 +96,7 @@ async def test_an_hour_after_its_last_use_an_entry_is_gone():
     assert await names(store, "t") == "a"
     now += kept.KEPT_S + 1
     assert await names(store, "t") == ""
-    assert store._num_bytes == {}
+    assert store._store._num_bytes == {}
 
 
 async def test_the_same_in_redis(server, monkeypatch):
