@@ -270,10 +270,13 @@ async def _serve_front(
     )
     if credentials.stage != "required":
         log.warning("calls without credentials are served, too, until they are required")
-    port, both = await listen(server, check, credentials, settings.address)
-    health_server = None
-    if settings.health_port:
-        health_server = await _serve_health(health_servicer, settings.host, settings.health_port)
+    health_server, host = None, settings.host
+    try:
+        port, both = await listen(server, check, credentials, settings.address)
+        if settings.health_port:
+            health_server = await _serve_health(health_servicer, host, settings.health_port)
+    except (OSError, RuntimeError) as error:  # the latter is gRPC's, with a hint at its own log
+        raise SettingsError(str(error).partition(";")[0]) from error
     await server.start()
     where, _, _ = settings.address.rpartition(":")
     named = settings.address if where == "unix" else f"{where}:{port}"

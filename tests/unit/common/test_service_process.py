@@ -110,6 +110,21 @@ def test_a_port_of_metrics_that_is_taken_is_status_2_and_named(service: str, tex
     assert "Traceback" not in ended.stderr
 
 
+@pytest.mark.parametrize("taken", ["DECODER_ADDRESS", "DECODER_HEALTH_PORT"])
+def test_a_port_of_calls_that_is_taken_is_status_2_and_named(taken: str, text_model: Path):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        variables = {
+            "DECODER_ADDRESS": "127.0.0.1:0", "DECODER_METRICS_PORT": "0", "DECODER_DEVICE": "cpu",
+            "DECODER_MODEL": str(text_model), "DECODER_LOAD_FORMAT": "dummy",
+            taken: f"127.0.0.1:{port}" if taken == "DECODER_ADDRESS" else str(port),
+        }  # fmt: skip
+        ended = start("decoder", **variables)
+    assert ended.returncode == 2
+    assert f"decoder: Failed to bind to address 127.0.0.1:{port}\n" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
 async def test_an_engine_that_fails_at_start_is_status_1(text_model: Path):
     settings = DecoderSettings(model=text_model, address="127.0.0.1:0", metrics_port=0)
     absent = replace(DECODER, engine_module="services.decoder.absent")
