@@ -13,6 +13,7 @@ from typing import NamedTuple
 from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
 
 from triptych.probes import fetch
 
@@ -21,16 +22,12 @@ _TIMEOUT_S = 2.0
 _STOPPING_PERIOD_S = 1.0
 
 
-class Scraper:
+class Scraper(Collector):
     """Reads the endpoints of the processes."""
 
     def __init__(self, urls: Mapping[str, str]) -> None:
         self._urls = dict(urls)
         self._threads = ThreadPoolExecutor(max(1, len(urls)), "metrics")
-
-    def describe(self) -> list[Metric]:
-        """Nothing: what there is, is known once it is asked."""
-        return []
 
     def collect(self) -> Iterator[Metric]:
         """All metrics, with the name of their process as the label `process`."""
@@ -75,7 +72,7 @@ def serve_metrics(scraper: Scraper, host: str, port: int) -> None:
         OSError: the port is taken.
     """
     registry = CollectorRegistry()
-    registry.register(scraper)  # pyright: ignore[reportArgumentType] - a collector by its methods
+    registry.register(scraper)
     start_http_server(port, addr=host, registry=registry)
 
 

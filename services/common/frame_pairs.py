@@ -13,7 +13,7 @@ from typing import Literal
 import numpy as np
 
 from services.common.errors import InvalidVideo
-from services.common.geometry import MAX_ASPECT_RATIO, Int32s, Size, Unit, grown, shrunk
+from services.common.geometry import MAX_ASPECT_RATIO, Int32s, Patches, Size, Unit, grown, shrunk
 
 _UNKNOWN_RATE = 24.0  # frames per second of a video that does not say
 
@@ -51,7 +51,7 @@ class Sampling:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FramePairs:
+class FramePairs(Patches):
     """The video processor of a checkpoint.
 
     Attributes:
@@ -79,11 +79,6 @@ class FramePairs:
     max_frame_tokens: int = 768
     cap_pixels_per_frame: bool = False
     resample: Literal["bilinear", "bicubic"] = "bicubic"
-
-    @property
-    def _token_size(self) -> int:
-        """Pixels per token side."""
-        return self.patch_size * self.merge_size
 
     def indices(self, num_frames: int, rate: float, wanted: Sampling) -> tuple[int, ...]:
         """The frames that are sampled, in order; some may come twice.
@@ -118,7 +113,7 @@ class FramePairs:
         if num_sampled < 2:
             raise InvalidVideo("a video needs two frames or more: send one as an image")
         height, width = size
-        side = self._token_size
+        side = self.token_size
         if height < side or width < side:
             scale = max(side / height, side / width)
             height, width = int(height * scale), int(width * scale)
@@ -139,7 +134,7 @@ class FramePairs:
     def _max_pixels(self, num_sampled: int, cap: bool | None) -> int:
         if not (self.cap_pixels_per_frame if cap is None else cap):
             return self.max_pixels
-        most = self.max_frame_tokens * self._token_size**2
+        most = self.max_frame_tokens * self.token_size**2
         share = min(most, self.max_pixels // num_sampled)
         return max(share, int(self.min_pixels * 1.05)) * num_sampled
 
@@ -179,15 +174,6 @@ class FramePairs:
             ids += [self.video_token_id] * self.num_tokens(unit)
             ids.append(self.end_token_id)
         return np.array(ids, np.int32), offsets
-
-    def num_tokens(self, unit: Unit) -> int:
-        """The tokens of a unit's run."""
-        return unit.num_patches // self.merge_size**2
-
-    def size_of(self, unit: Unit) -> Size:
-        """The size that a unit's frames are resized to."""
-        _, height, width = unit.grid
-        return height * self.patch_size, width * self.patch_size
 
 
 def time_text(seconds: float) -> str:

@@ -54,8 +54,37 @@ class Run(NamedTuple):
     image: int
 
 
+class Patches:
+    """How units are divided: into patches of `patch_size` pixels a side, of which `merge_size` a
+    side are a token.
+    """
+
+    __slots__ = ()
+    patch_size: int
+    merge_size: int
+
+    @property
+    def patches_per_token(self) -> int:
+        """Patches before merging of one token."""
+        return self.merge_size**2
+
+    @property
+    def token_size(self) -> int:
+        """Pixels per token side."""
+        return self.patch_size * self.merge_size
+
+    def size_of(self, unit: Unit) -> Size:
+        """The size that a unit's pixels are resized to."""
+        _, height, width = unit.grid
+        return height * self.patch_size, width * self.patch_size
+
+    def num_tokens(self, unit: Unit) -> int:
+        """The tokens of a unit's run."""
+        return unit.num_patches // self.patches_per_token
+
+
 @dataclass(frozen=True, slots=True)
-class Geometry:
+class Geometry(Patches):
     """How a model divides images into units, and what stands for them in its prompts. Pure. Here an
     image is one unit, taken whole at its own shape, and positions are those of M-RoPE; a family
     whose images are something else overrides that.
@@ -63,8 +92,6 @@ class Geometry:
     Attributes:
         image_token_id: the chat template writes it once per image; it also stands for each of the
             image's tokens.
-        patch_size: pixels per patch side.
-        merge_size: patches per image-token side.
         min_pixels: smaller images are scaled up to at least this area.
         max_pixels: larger images are scaled down to at most this area.
         resample: filter of the resize to `size_of`.
@@ -76,16 +103,6 @@ class Geometry:
     min_pixels: int
     max_pixels: int
     resample: Literal["bilinear", "bicubic"] = "bicubic"
-
-    @property
-    def patches_per_token(self) -> int:
-        """Patches before merging of one image token."""
-        return self.merge_size**2
-
-    @property
-    def _token_size(self) -> int:
-        """Pixels per image-token side."""
-        return self.patch_size * self.merge_size
 
     def narrowed(self, min_pixels: int | None, max_pixels: int | None) -> "Geometry":
         """With a request's limits on a unit's pixels, as far as the model's own allow them."""
@@ -117,7 +134,7 @@ class Geometry:
             raise InvalidImage(
                 f"the image's aspect ratio is over {MAX_ASPECT_RATIO}: {height}x{width}"
             )
-        side = self._token_size
+        side = self.token_size
         new_height, new_width = round(height / side) * side, round(width / side) * side
         if new_height * new_width > self.max_pixels:
             return shrunk(size, math.sqrt(height * width / self.max_pixels), side)
@@ -134,21 +151,12 @@ class Geometry:
     def is_of(self, unit: Unit, size: Size) -> bool:
         """Whether an image of that size may have the unit, whatever limits its request sets."""
         # Limits decide the scale, which both sides share; each is rounded by less than a token.
-        side = self._token_size
+        side = self.token_size
         scales = [
             ((resized - side) / given, (resized + side) / given)
             for resized, given in zip(self.size_of(unit), size, strict=True)
         ]
         return max(low for low, _ in scales) < min(high for _, high in scales)
-
-    def size_of(self, unit: Unit) -> Size:
-        """The size that a unit's pixels are resized to."""
-        _, height, width = unit.grid
-        return height * self.patch_size, width * self.patch_size
-
-    def num_tokens(self, unit: Unit) -> int:
-        """The tokens of a unit's run."""
-        return unit.num_patches // self.patches_per_token
 
     def placeholders(self, units: Sequence[Unit]) -> tuple[Int32s, Sequence[int]]:
         """The tokens that take the place of an image's `image_token_id`, and the offset of each

@@ -6,7 +6,7 @@ service's name, whatever the address is.
 """
 
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from functools import lru_cache, partial, partialmethod
 from inspect import isasyncgenfunction
 from typing import Any, cast
@@ -19,7 +19,6 @@ from services.common.security.credentials import Certificates, Credentials
 
 log = logging.getLogger(__name__)
 
-Options = Sequence[tuple[str, Any]]
 Context = grpc.aio.ServicerContext[Any, Any]
 
 _TOKEN = "authorization"
@@ -28,24 +27,14 @@ _TRANSPORT = "transport_security_type"
 _MAX_LOGGED = 4096
 
 
-def dial(address: str, credentials: Credentials, peer: str, options: Options) -> grpc.aio.Channel:
-    """A channel to a service; without credentials, gRPC's own.
-
-    Args:
-        address: `host:port` or `unix:path`.
-        peer: the service's name, `encoder` or `decoder`.
-    """
-    if not credentials:
-        return grpc.aio.insecure_channel(address, options=list(options))
-    channel = CredentialedChannel(address, credentials, peer, list(options))
-    return cast("grpc.aio.Channel", channel)
-
-
 class CredentialedChannel:
     """A channel that shows a token with each call, and dials again when certificates have changed:
     calls from then on use the new connection. The old one is closed with the last call on it.
 
     Not an interceptor of gRPC's: that wraps each message of a stream, and changes no certificate.
+
+    Args:
+        address, peer: as of `create_channel`.
     """
 
     def __init__(

@@ -6,7 +6,7 @@ gets the same error back from `error_from_rpc`.
 
 import math
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import grpc
 import grpc.aio
@@ -21,7 +21,7 @@ from services.common.errors import (
     from_code,
 )
 from services.common.security.credentials import NO_CREDENTIALS, Credentials
-from services.common.security.rpc_credentials import PeerCheck, dial
+from services.common.security.rpc_credentials import CredentialedChannel, PeerCheck
 from services.common.spans import TRACEPARENT, traceparent
 from services.common.telemetry import bind_request_id, current_request_id
 
@@ -74,7 +74,11 @@ def create_channel(
         credentials: that calls show, and that the server is checked against.
         peer: the service that listens there: `encoder` or `decoder`.
     """
-    return dial(address, credentials, peer, CHANNEL_OPTIONS)
+    options = list(CHANNEL_OPTIONS)
+    if not credentials:
+        return grpc.aio.insecure_channel(address, options=options)
+    channel = CredentialedChannel(address, credentials, peer, options)
+    return cast("grpc.aio.Channel", channel)
 
 
 def create_server(check: PeerCheck | None = None) -> grpc.aio.Server:
