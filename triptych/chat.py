@@ -8,15 +8,12 @@ import contextlib
 import os
 import shlex
 import sys
-from pathlib import Path
 from typing import Any
 
-from triptych.client import AskError, Server, ask, question_message
+from triptych.client import AskError, Server, ask, is_media, question_message
 
 _HELP = """Write a message. A path of an image or clip in it, or /image PATH, shows it.
 /clear begins anew, /bye or Ctrl-D ends, Ctrl-C stops an answer."""
-_IMAGES = {".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff"}
-_CLIPS = {".mp4", ".m4v", ".mov", ".webm", ".avi", ".mpg", ".mpeg"}
 
 
 def chat(options: argparse.Namespace) -> int:
@@ -98,9 +95,8 @@ def split_images(text: str) -> tuple[list[str], str]:
 
 
 def _is_shown(word: str) -> bool:
-    if Path(word).suffix.lower() not in _IMAGES | _CLIPS:
-        return False
-    return word.startswith(("http://", "https://")) or os.path.isfile(os.path.expanduser(word))
+    is_there = word.startswith(("http://", "https://")) or os.path.isfile(os.path.expanduser(word))
+    return is_there and is_media(word)
 
 
 def _turn(server: Server, body: dict[str, Any], conversation: Conversation, text: str) -> None:

@@ -20,6 +20,9 @@ from typing import Any
 from urllib.parse import urlsplit
 
 _TIMEOUT_S = 600
+# Python 3.12 knows them by a file of the system's, which small images lack.
+mimetypes.add_type("image/webp", ".webp")
+mimetypes.add_type("video/x-m4v", ".m4v")
 
 
 class AskError(Exception):
@@ -158,15 +161,18 @@ def split_words(words: Sequence[str]) -> tuple[list[str], str]:
     return images, questions[0]
 
 
+def is_media(word: str) -> bool:
+    """Whether it is the name of an image or a clip."""
+    return (mimetypes.guess_type(word)[0] or "").startswith(("image/", "video/"))
+
+
 def _is_url(word: str) -> bool:
     return word[:6].lower().startswith(("http:", "https:", "data:"))
 
 
 def _names_media(word: str) -> bool:
-    is_url = _is_url(word) and " " not in word
-    kind = mimetypes.guess_type(word)[0] or ""
-    looks_like_one = kind.startswith(("image/", "video/")) and " " not in word
-    return is_url or looks_like_one or os.path.isfile(word)  # pathlib raises for long names
+    is_named = (_is_url(word) or is_media(word)) and " " not in word
+    return is_named or os.path.isfile(word)  # pathlib raises for long names
 
 
 def ask_once(options: argparse.Namespace) -> int:

@@ -54,6 +54,17 @@ def test_a_url_is_passed_on_as_it_is() -> None:
     assert media_part(url) == {"type": "image_url", "image_url": {"url": url}}
 
 
+def test_kinds_are_known_without_the_systems_table() -> None:
+    code = (
+        "import mimetypes; mimetypes.knownfiles.clear()\n"
+        "from triptych.client import media_part\n"
+        "urls = [f'https://example.org/a{each}' for each in ('.webp', '.m4v', '.mov', '.tiff')]\n"
+        "print(*(media_part(url)['type'] for url in urls))"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.split() == ["image_url", "video_url", "video_url", "image_url"]
+
+
 @pytest.mark.parametrize("url", ["https://example.org/a.mp4", "data:video/mp4;base64,AAAA"])
 def test_a_clip_is_known_by_its_name_or_type(url: str, tmp_path: Path) -> None:
     assert media_part(url) == {"type": "video_url", "video_url": {"url": url}}
