@@ -111,8 +111,7 @@ def how_many(
     """Encoders and decoders, so that all cards are used.
 
     Args:
-        encoders: as given; None: by the cards.
-        decoders: as given; None: by the cards.
+        encoders, decoders: as given; None: by the cards.
         layout: of the cards, if no number is given; None: there are no cards to divide.
         gpus: that both kinds are spread over; 0: they run on CPUs, or on a card that is named.
         ranks: cards of each decoder.

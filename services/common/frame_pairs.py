@@ -81,12 +81,7 @@ class FramePairs(Patches):
     resample: Literal["bilinear", "bicubic"] = "bicubic"
 
     def indices(self, num_frames: int, rate: float, wanted: Sampling) -> tuple[int, ...]:
-        """The frames that are sampled, in order; some may come twice.
-
-        Args:
-            num_frames: of the video, at least 1.
-            rate: as `Clip.rate`.
-        """
+        """The frames of a video that are sampled, in order; some may come twice."""
         fps, count = wanted.fps, wanted.num_frames
         if fps is None and count is None:
             fps, count = self.fps, self.num_frames
@@ -101,11 +96,6 @@ class FramePairs(Patches):
 
     def resized(self, num_sampled: int, size: Size, cap: bool | None = None) -> Size:
         """The size of each frame as the tower sees it: `smart_resize` of the video processor.
-
-        Args:
-            num_sampled: frames, at least 2.
-            size: of an upright frame.
-            cap: as `Sampling.cap_pixels_per_frame`.
 
         Raises:
             InvalidVideo: there is one frame alone, or one side is over 200 times the other.

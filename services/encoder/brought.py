@@ -81,13 +81,8 @@ def checked(file: bytes, spec: EmbeddingSpec) -> TensorPlace:
 
 
 def write_tensor(file: bytes, place: TensorPlace, spec: EmbeddingSpec, into: memoryview) -> None:
-    """Writes a file's tensor as the model's embedding, feature after feature.
-
-    Args:
-        file: with a tensor `[num_tokens, num_features * hidden]` at `place`.
-        place: as `checked` found it.
-        spec: what is written: `[num_features, num_tokens, hidden]`.
-        into: `spec.size_bytes` bytes.
+    """Writes a file's tensor `[num_tokens, num_features * hidden]`, which `checked` has found, as
+    the model's embedding `[num_features, num_tokens, hidden]`, feature after feature.
 
     Raises:
         InvalidRequest: a value is not finite, or is not in the model's dtype.

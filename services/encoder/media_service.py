@@ -27,12 +27,7 @@ from services.encoder.service import EncoderServicer
 
 
 class MediaServicer(EncoderServicer):
-    """All calls of the encoder.
-
-    Args:
-        takes_videos: the model does.
-        description, embeddings, metrics, max_read_bytes: as of `EncoderServicer`.
-    """
+    """All calls of the encoder; for the arguments see `EncoderServicer`."""
 
     READING: ClassVar[list[tuple[str, Any, Any]]] = [
         *EncoderServicer.READING,

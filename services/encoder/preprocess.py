@@ -69,14 +69,8 @@ def preprocess(
 
 
 def resize(pixels: Tensor, height: int, width: int, mode: str = "bicubic") -> Tensor:
-    """Antialiased (bicubic: a = -0.5), two passes, each rounded to uint8: torch's own on the CPU.
-
-    Args:
-        pixels: `[H, W, 3]` uint8.
-        mode: bilinear or bicubic.
-
-    Returns:
-        `[height, width, 3]` uint8, contiguous.
+    """From `[H, W, 3]` to `[height, width, 3]` uint8, contiguous; antialiased (bicubic: a = -0.5),
+    in two passes, each rounded to uint8: torch's own on the CPU.
     """
     if pixels.shape[:2] == (height, width):
         return pixels

@@ -37,12 +37,7 @@ class RedisTier:
         self._writes: set[asyncio.Task[bool]] = set()
 
     async def find(self, key: bytes, spec: EmbeddingSpec, *, need_bytes: bool) -> bool:
-        """Looks an embedding up.
-
-        Args:
-            spec: what the embedding must be.
-            need_bytes: read it into memory, too.
-        """
+        """Whether an embedding is there; if its bytes are needed, it is in memory then, too."""
         if not need_bytes:
             return await self._cache.has(key, spec)
         entry = await self._memory.reserve(key, spec)

@@ -75,7 +75,6 @@ class EncoderServicer(pb_grpc.EncoderServicer):
             before gRPC takes them from the connection: name, request, response.
 
     Args:
-        description: what this encoder serves.
         max_read_bytes: of messages that arrive, and of files that leave, at a time.
     """
 

@@ -45,12 +45,8 @@ def read_model(
     checkpoint: CheckpointSpec | None = None,
     conversation: ConversationSpec | None = None,
 ) -> ModelSpec:
-    """The spec of a whole directory, of which the family has read the parts.
-
-    Args:
-        vision: the tower; None: a text model.
-        checkpoint: names; None: those of a text model (`model.`).
-        conversation: tool calls and reasoning; None: neither.
+    """The spec of a whole directory, of which the family has read the parts; without them it is
+    that of a text model, whose names begin with `model.`, with neither tool calls nor reasoning.
     """
     generation = read_generation(directory)
     names = checkpoint or text_checkpoint()

@@ -91,9 +91,7 @@ def check_options(
     """Raises UnsupportedOption: a value is not among those that are served.
 
     Args:
-        options: with the defaults of absent fields.
-        given: those that the file has.
-        tower: whose patches they must be.
+        options: of which the file has those `given`.
         others: option → what is served, besides what images and videos share.
     """
     for option, served in {

@@ -42,37 +42,22 @@ def key_prefix(*, model: str, weights: bytes, vision_config: bytes, dtype: str) 
 
 
 def image_key(prefix: bytes, image: bytes, *, unit: Unit, salt: bytes) -> bytes:
-    """The key of one unit of an image.
-
-    Args:
-        prefix: the encoder's `key_prefix`.
-        unit: its grid stands for min and max pixels, which decide nothing else.
-        salt: the tenant's; requests with different salts never share an entry.
+    """The key of one unit of an image. Its grid stands for min and max pixels, which decide nothing
+    else; requests with different salts never share an entry.
     """
     return _digest(_IMAGE_DOMAIN, (prefix, b"%d,%d,%d" % unit.grid, salt, image))
 
 
 def frames_key(prefix: bytes, first: bytes, second: bytes, *, grid: Grid, salt: bytes) -> bytes:
     """The key of a pair of frames. Neither its file nor its place in it is covered: a longer cut of
-    a video shares what is equal.
-
-    Args:
-        prefix: the encoder's `key_prefix`.
-        first: digest of the frame, as Probe says, or of the image that it is; they differ in
-            length.
-        second: as `first`.
-        salt: the tenant's, as of images.
+    a video shares what is equal. Digests are those of frames, as Probe says, or of the images that
+    they are, which differ in length.
     """
     return _digest(_FRAMES_DOMAIN, (prefix, b"%d,%d,%d" % grid, salt, first, second))
 
 
 def embedding_key(prefix: bytes, file: bytes, *, unit: Unit, salt: bytes) -> bytes:
-    """The key of an embedding that a client brings; of no image, whatever the file is.
-
-    Args:
-        prefix, unit, salt: as of `image_key`.
-        file: with its tensor.
-    """
+    """The key of an embedding that a client brings; of no image, whatever the file is."""
     return _digest(_EMBEDDING_DOMAIN, (prefix, b"%d,%d,%d" % unit.grid, salt, file))
 
 

@@ -32,9 +32,6 @@ class CredentialedChannel:
     calls from then on use the new connection. The old one is closed with the last call on it.
 
     Not an interceptor of gRPC's: that wraps each message of a stream, and changes no certificate.
-
-    Args:
-        address, peer: as of `create_channel`.
     """
 
     def __init__(

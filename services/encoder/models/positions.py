@@ -27,9 +27,8 @@ class GridPositions:
 
     Attributes:
         embeddings: `[h * w, hidden]`.
-        cos: `[h * w, head_dim / 2]` float32; its first half is the row's angles, its second half
-            the column's.
-        sin: as `cos`.
+        cos, sin: `[h * w, head_dim / 2]` float32; the first half is the row's angles, the second
+            half the column's.
     """
 
     embeddings: Tensor
@@ -166,17 +165,8 @@ def merge_block_order(height: int, width: int, merge_size: int) -> tuple[Tensor,
 
 
 def interpolate(table: Tensor, height: int, width: int, rows: Tensor, columns: Tensor) -> Tensor:
-    """Bilinear (corners aligned) samples of a square table.
-
-    Args:
-        table: `[side * side, hidden]`.
-        height: of the grid; its corners are the table's corners.
-        width: as `height`.
-        rows: `[n]` int64, the samples' rows in the grid.
-        columns: as `rows`.
-
-    Returns:
-        `[n, hidden]` in the table's dtype, summed in float32.
+    """Bilinear samples, `[n, hidden]`, of a square table, `[side * side, hidden]`: at `[n]` rows
+    and columns of a grid whose corners are the table's. Summed in float32.
     """
     side = round(table.shape[0] ** 0.5)
     low_row, high_row, row_part = _corners(rows, height, side)

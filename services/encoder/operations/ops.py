@@ -93,20 +93,11 @@ class Ops:
     def add_layer_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        """The residual addition and the LayerNorm after it.
+        """`(layer_norm(x + residual), x + residual)` of two `[N, hidden]`, the first of which may
+        be overwritten.
 
         Rounding points: the sum is rounded once; the norm is float32's from there, weight and bias
         included, and rounded once.
-
-        Args:
-            x: `[N, hidden]`; may be overwritten.
-            residual: as `x`; only read.
-            weight: `[hidden]`.
-            bias: as `weight`.
-            eps: added to the variance.
-
-        Returns:
-            `(layer_norm(x + residual), x + residual)`.
         """
         return self.table.call("add_layer_norm", x, residual, weight, bias, eps)
 
@@ -115,25 +106,13 @@ class Ops:
         return self.table.call("layer_norm", x, weight, bias, eps)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        """`x @ weight.T + bias`.
-
-        Args:
-            x: `[N, in_features]`.
-            weight: `[out_features, in_features]`.
-            bias: `[out_features]`.
-        """
+        """`x @ weight.T + bias`; the weight is `[out_features, in_features]`."""
         return self.table.call("linear", x, weight, bias)
 
     def linear_add(
         self, x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor
     ) -> Tensor | None:
-        """`x @ weight.T + bias`, to be added to the residual stream.
-
-        Args:
-            x: `[N, in_features]`.
-            weight: `[hidden, in_features]`.
-            bias: `[hidden]`.
-            residual: `[N, hidden]`, contiguous; may be overwritten.
+        """`linear`, to be added to the residual stream, which is contiguous and may be overwritten.
 
         Returns:
             What the next `add_layer_norm` has to add; None: the GEMM's epilogue has added it.
@@ -145,12 +124,9 @@ class Ops:
         return self.table.call("linear_gelu", x, weight, bias)
 
     def rotary(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Rotary embedding over the two halves of the head, in float32 and cast once.
-
-        Args:
-            x: `[N, 2, num_heads, head_dim]`, queries and keys; may be overwritten.
-            cos: `[N, head_dim / 2]` float32; element j is rotated with element j + head_dim / 2.
-            sin: as `cos`.
+        """Rotary embedding of queries and keys, `[N, 2, num_heads, head_dim]`, which may be
+        overwritten: element j is rotated with element j + head_dim / 2 by `[N, head_dim / 2]`
+        float32, and cast once.
         """
         return self.table.call("rotary", x, cos, sin)
 
@@ -158,12 +134,7 @@ class Ops:
         self, query: Tensor, key: Tensor, value: Tensor, segments: Segments
     ) -> Tensor:
         """Full (non-causal) multi-head attention within each segment, scaled by head_dim ** -0.5.
-
-        Args:
-            query: `[N, num_heads, head_dim]`, rotated; may be strided over N, as key and value may.
-            key: as the query.
-            value: as the query, not rotated.
-            segments: of the rows.
+        Query, key and value, `[N, num_heads, head_dim]`, may be strided over N.
 
         Returns:
             `[N, num_heads, head_dim]`, contiguous; rows behind the last segment are undefined.
