@@ -408,7 +408,10 @@ class ModelSpec:
             ModelSpecError: it is a text model.
         """
         if self.vision is None:
-            raise ModelSpecError(f"{self.directory}: {self.architecture} has no vision tower")
+            raise ModelSpecError(
+                f"{self.name} ({self.architecture}) is a text model: it has no vision tower and is "
+                "served without an encoder"
+            )
         return self.vision
 
 

@@ -17,7 +17,7 @@ from services.common.embeddings.arena import Arena
 from services.common.embeddings.embedding import ITEM_BYTES, EmbeddingSpec
 from services.common.embeddings.fetch_wire import DTYPES
 from services.common.families import read_spec
-from services.common.model_spec import ModelSpec, ModelSpecError, VisionSpec
+from services.common.model_spec import ModelSpec, VisionSpec
 from services.common.pb import encoder_pb2 as pb
 from services.common.process.channel import FrontChannel
 from services.common.process.pod_limits import memory_limit_bytes
@@ -59,16 +59,8 @@ _FAILED_CALLS_GRACE_S = 2.0  # for calls whose error is on its way when the engi
 
 
 def arena_bytes(settings: EncoderSettings, spec: ModelSpec) -> int:
-    """The arena's size.
-
-    Raises:
-        ModelSpecError: the model has no vision tower.
-    """
-    if spec.vision is None:
-        raise ModelSpecError(
-            f"{spec.name} ({spec.architecture}) is a text model: it has no vision tower and is "
-            "served without an encoder"
-        )
+    """The arena's size; a text model is refused here, before a process starts."""
+    _ = spec.vision_part
     return settings.cache_bytes
 
 
