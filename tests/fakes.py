@@ -145,7 +145,7 @@ class FakeEncoder(_FakeServer, encoder_pb2_grpc.EncoderServicer):
         self.files[digest] = found
         return encoder_pb2.ProbeResponse(
             video_digest=digest, num_frames=found.num_frames, rate=found.rate,
-            height=found.size[0], width=found.size[1], codec="fake",
+            height=found.size[0], width=found.size[1],
             duration_s=found.num_frames / found.rate if found.rate else 0.0,
             frame_digests=frame_digests(request.video, found.num_frames),
         )  # fmt: skip

@@ -160,12 +160,13 @@ class EncoderServicer(pb_grpc.EncoderServicer):
         async with self._call("encode", context) as parent:
             with span("encode", parent) as current:
                 encoded, num_tokens = await self._encoded(context)
-                current.set(source=encoded.origin.value, num_tokens=num_tokens, **_seconds(encoded))
+                current.set(source=encoded.origin.value, num_tokens=num_tokens)
+                current.set(lookup_s=encoded.lookup_s, **msgspec.structs.asdict(encoded.times))
             fields = {"source": encoded.origin.value, "tokens": num_tokens}
             log.info("encoded", extra={"fields": fields})
             self._metrics.requests.labels(encoded.origin.value).inc()
             origin = f"SOURCE_{encoded.origin.name}"
-            return pb.EncodeResponse(source=origin, num_tokens=num_tokens, **_seconds(encoded))
+            return pb.EncodeResponse(source=origin, num_tokens=num_tokens)
 
     async def _encoded(self, context: grpc.aio.ServicerContext) -> tuple[Encoded, int]:
         """What became of a call's image, and its tokens. While the call waits, only what is queued
@@ -313,11 +314,6 @@ def _share(request: pb.EncodeRequest) -> Share:
 
 async def _tell_waiting(context: grpc.aio.ServicerContext, in_work: bool) -> None:
     await context.write(pb.FetchResponse(waiting=pb.FetchWaiting(in_work=in_work)))
-
-
-def _seconds(encoded: Encoded) -> dict[str, float]:
-    """Time per stage, under the names of EncodeResponse."""
-    return {"lookup_s": encoded.lookup_s, **msgspec.structs.asdict(encoded.times)}
 
 
 def _checked_key(key: bytes) -> bytes:

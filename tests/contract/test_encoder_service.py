@@ -55,7 +55,11 @@ async def test_describe(pod: Pod) -> None:
 async def test_encode_then_fetch(pod: Pod) -> None:
     first = await pod.encode(b"image")
     assert (first.source, first.num_tokens) == (Response.SOURCE_COMPUTED, 16)
-    assert (first.queue_s, first.preprocess_s, first.forward_s) == (0.1, 0.2, 0.3)
+    took = [
+        pod.metrics.registry.get_sample_value("encoder_stage_seconds_sum", {"stage": stage})
+        for stage in ("queue", "preprocess", "forward")
+    ]
+    assert took == [0.1, 0.2, 0.3]
     assert await pod.fetch(b"image") == pod.expected(b"image")
     second = await pod.encode(b"image")
     assert second.source == Response.SOURCE_MEMORY

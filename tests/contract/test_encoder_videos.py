@@ -40,7 +40,7 @@ def unit_of(video: pb.ProbeResponse, first: int, second: int, **fields: object) 
 async def test_a_video_is_probed_once_and_its_units_encoded(pod: Pod) -> None:
     video = await probe(pod, video=make())
     assert (video.num_frames, video.rate, video.height, video.width) == (24, 12.0, 48, 64)
-    assert (video.codec, video.duration_s) == ("h264", 2.0)
+    assert video.duration_s == 2.0
     assert await probe(pod, video=make()) == await probe(pod, video_digest=video.video_digest)
     answer = await pod.stub.Encode(unit_of(video, 0, 5))
     assert answer.source == pb.EncodeResponse.SOURCE_COMPUTED

@@ -60,14 +60,13 @@ class ProbeRequest(_message.Message):
     def __init__(self, video: _Optional[bytes] = ..., video_digest: _Optional[bytes] = ...) -> None: ...
 
 class ProbeResponse(_message.Message):
-    __slots__ = ("video_digest", "num_frames", "rate", "height", "width", "duration_s", "codec", "frame_digests")
+    __slots__ = ("video_digest", "num_frames", "rate", "height", "width", "duration_s", "frame_digests")
     VIDEO_DIGEST_FIELD_NUMBER: _ClassVar[int]
     NUM_FRAMES_FIELD_NUMBER: _ClassVar[int]
     RATE_FIELD_NUMBER: _ClassVar[int]
     HEIGHT_FIELD_NUMBER: _ClassVar[int]
     WIDTH_FIELD_NUMBER: _ClassVar[int]
     DURATION_S_FIELD_NUMBER: _ClassVar[int]
-    CODEC_FIELD_NUMBER: _ClassVar[int]
     FRAME_DIGESTS_FIELD_NUMBER: _ClassVar[int]
     video_digest: bytes
     num_frames: int
@@ -75,9 +74,8 @@ class ProbeResponse(_message.Message):
     height: int
     width: int
     duration_s: float
-    codec: str
     frame_digests: bytes
-    def __init__(self, video_digest: _Optional[bytes] = ..., num_frames: _Optional[int] = ..., rate: _Optional[float] = ..., height: _Optional[int] = ..., width: _Optional[int] = ..., duration_s: _Optional[float] = ..., codec: _Optional[str] = ..., frame_digests: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, video_digest: _Optional[bytes] = ..., num_frames: _Optional[int] = ..., rate: _Optional[float] = ..., height: _Optional[int] = ..., width: _Optional[int] = ..., duration_s: _Optional[float] = ..., frame_digests: _Optional[bytes] = ...) -> None: ...
 
 class UploadRequest(_message.Message):
     __slots__ = ("file", "tenant")
@@ -144,7 +142,7 @@ class EncodeRequest(_message.Message):
     def __init__(self, image_key: _Optional[bytes] = ..., image: _Optional[bytes] = ..., grid: _Optional[_Union[Grid, _Mapping]] = ..., cache_salt: _Optional[bytes] = ..., tenant: _Optional[str] = ..., tenant_weight: _Optional[float] = ..., frames: _Optional[_Union[FramePair, _Mapping]] = ..., video_digest: _Optional[bytes] = ..., is_embedding: _Optional[bool] = ..., second_image: _Optional[bytes] = ...) -> None: ...
 
 class EncodeResponse(_message.Message):
-    __slots__ = ("source", "num_tokens", "lookup_s", "queue_s", "preprocess_s", "forward_s")
+    __slots__ = ("source", "num_tokens")
     class Source(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         SOURCE_UNSPECIFIED: _ClassVar[EncodeResponse.Source]
@@ -159,17 +157,9 @@ class EncodeResponse(_message.Message):
     SOURCE_JOINED: EncodeResponse.Source
     SOURCE_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    LOOKUP_S_FIELD_NUMBER: _ClassVar[int]
-    QUEUE_S_FIELD_NUMBER: _ClassVar[int]
-    PREPROCESS_S_FIELD_NUMBER: _ClassVar[int]
-    FORWARD_S_FIELD_NUMBER: _ClassVar[int]
     source: EncodeResponse.Source
     num_tokens: int
-    lookup_s: float
-    queue_s: float
-    preprocess_s: float
-    forward_s: float
-    def __init__(self, source: _Optional[_Union[EncodeResponse.Source, str]] = ..., num_tokens: _Optional[int] = ..., lookup_s: _Optional[float] = ..., queue_s: _Optional[float] = ..., preprocess_s: _Optional[float] = ..., forward_s: _Optional[float] = ...) -> None: ...
+    def __init__(self, source: _Optional[_Union[EncodeResponse.Source, str]] = ..., num_tokens: _Optional[int] = ...) -> None: ...
 
 class FetchRequest(_message.Message):
     __slots__ = ("image_key", "reader_host", "tell_waiting")

@@ -50,7 +50,6 @@ def probe(data: memoryview) -> Facts:
         height=height,
         width=width,
         duration_s=index.duration_s,
-        codec=codec,
         frame_digests=index.frame_digests,
     )
 

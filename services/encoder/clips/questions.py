@@ -23,7 +23,6 @@ class Facts:
     height: int
     width: int
     duration_s: float
-    codec: str
     frame_digests: bytes
 
 

@@ -70,7 +70,7 @@ def test_facts_and_pixels_are_those_of_the_twin(pool: ClipPool, held: Held) -> N
     data = make("webm")
     file = held.put(data)
     facts = pool.probe(file)
-    assert (facts.num_frames, facts.height, facts.width, facts.codec) == (24, *SIZE, "vp9")
+    assert (facts.num_frames, facts.height, facts.width) == (24, *SIZE)
     for pair in ((0, 1), (1, 7), (23, 23), (2, 3)):
         found, expected = frames(pool, file, *pair), frame_pixels(data, tuple(dict.fromkeys(pair)))
         assert len(found) == len(expected)

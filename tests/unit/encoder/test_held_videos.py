@@ -26,7 +26,7 @@ class Reader:
         self.read.append(data)
         if data == b"bad":
             raise InvalidVideo("the video is truncated or corrupt")
-        return Facts(2, 24.0, 48, 64, 1.0, "h264", b"a" * 16 + b"b" * 16)
+        return Facts(2, 24.0, 48, 64, 1.0, b"a" * 16 + b"b" * 16)
 
     def close(self) -> None:
         pass
