@@ -36,19 +36,15 @@ class Answer:
     Attributes:
         ttft_s: request sent to first text; None when there was no text.
         total_s: request sent to the end of the stream.
-        finish_reason: `stop` or `length`.
         usage: as the server counted, or empty.
         stage_times_ms: as the server measured, or empty.
-        images: the server's report on each image, or empty.
     """
 
     text: str = ""
     ttft_s: float | None = None
     total_s: float = 0.0
-    finish_reason: str = ""
     usage: dict[str, Any] = field(default_factory=dict)
     stage_times_ms: dict[str, float] = field(default_factory=dict)
-    images: list[dict[str, Any]] = field(default_factory=list)
 
 
 class Server:
@@ -217,9 +213,7 @@ def ask(
             raise AskError(f"the answer broke off: {message}")
         answer.usage = chunk.get("usage") or answer.usage
         answer.stage_times_ms = chunk.get("stage_times_ms") or answer.stage_times_ms
-        answer.images = chunk.get("images") or answer.images
         for choice in chunk.get("choices", []):
-            answer.finish_reason = choice.get("finish_reason") or answer.finish_reason
             if text := (choice.get("delta") or {}).get("content"):
                 answer.ttft_s = answer.ttft_s or time.monotonic() - start
                 answer.text += text
