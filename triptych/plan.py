@@ -21,14 +21,7 @@ from services.common.model_spec import ModelSpec, ModelSpecError
 from services.common.quantization import quantized_at_load
 from triptych import ROOT
 from triptych.devices import Placement, count_gpus, how_many, place
-from triptych.layout import (
-    Layout,
-    choose,
-    layouts,
-    read_layout,
-    reason,
-    share_of_encoding,
-)
+from triptych.layout import Layout, choose, layouts, read_layout, reason, share_of_encoding
 from triptych.options import DEFAULT_PORT, DEMONSTRATION_MODEL, DEVICE, LOOPBACK, ServeOptions
 from triptych.ports import Ports
 from triptych.probes import gateway_ready, grpc_ready

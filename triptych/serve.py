@@ -27,15 +27,7 @@ from triptych.devices import Card, Placement, count_gpus, visible_cards
 from triptych.fit import gib
 from triptych.hub import resolve_model
 from triptych.options import ServeOptions
-from triptych.plan import (
-    Links,
-    Plan,
-    RedisUrls,
-    devices_of,
-    plan_stack,
-    ranks_of,
-    read_model,
-)
+from triptych.plan import Links, Plan, RedisUrls, devices_of, plan_stack, ranks_of, read_model
 from triptych.probes import redis_ready
 from triptych.stack import ChildSpec, Stack, StackError, run_until_signal
 from triptych.stats import Scraper, report_stopping, report_throughput, serve_metrics

@@ -16,10 +16,7 @@ import simplejpeg
 from PIL import Image, PngImagePlugin, WebPImagePlugin
 
 from services.common.errors import InvalidImage
-from services.common.images.image_header import (
-    ALLOWED_FORMATS,
-    ImageHeader,
-)
+from services.common.images.image_header import ALLOWED_FORMATS, ImageHeader
 
 # Pillow warns of damage beside the pixels, as in EXIF, and of sizes that we bound ourselves. Once
 # for the process: `catch_warnings` is not for threads, and images are opened in several.

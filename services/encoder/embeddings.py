@@ -17,12 +17,7 @@ from typing import NamedTuple, Protocol
 from services.common.embeddings.arena import ArenaEntry
 from services.common.embeddings.embedding import EmbeddingSpec
 from services.common.embeddings.single_flight import InFlight
-from services.common.errors import (
-    EmbeddingUnavailable,
-    InvalidRequest,
-    Overloaded,
-    TriptychError,
-)
+from services.common.errors import EmbeddingUnavailable, InvalidRequest, Overloaded, TriptychError
 from services.common.geometry import Geometry, Unit
 from services.encoder.admission import NOBODY, Admission, Share
 from services.encoder.engine.messages import NO_TIMES, Source, StageTimes

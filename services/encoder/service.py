@@ -38,12 +38,7 @@ from services.common.pb import encoder_pb2 as pb
 from services.common.pb import encoder_pb2_grpc as pb_grpc
 from services.common.spans import span
 from services.common.threads import INLINE_BYTES
-from services.common.transport.rpc import (
-    MAX_MESSAGE_BYTES,
-    abort,
-    adopt_metadata,
-    message_bytes,
-)
+from services.common.transport.rpc import MAX_MESSAGE_BYTES, abort, adopt_metadata, message_bytes
 from services.encoder.admission import Share
 from services.encoder.embeddings import Embeddings, Encoded, Work
 from services.encoder.engine.messages import Source

@@ -14,13 +14,7 @@ from services.common.families.dense import (
 )
 from services.common.families.image_processor import read_vision_spec
 from services.common.families.video_processor import with_video
-from services.common.model_spec import (
-    ModelSpec,
-    MoESpec,
-    TowerSpec,
-    VisionSpec,
-    expect,
-)
+from services.common.model_spec import ModelSpec, MoESpec, TowerSpec, VisionSpec, expect
 
 
 @dataclass(frozen=True, slots=True)

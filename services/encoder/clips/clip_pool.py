@@ -20,13 +20,7 @@ from services.common.embeddings.shared_memory import MemoryAddress
 from services.common.errors import InvalidVideo, from_code
 from services.common.geometry import Size
 from services.encoder.child import Child, ChildLost, not_started
-from services.encoder.clips.questions import (
-    MAX_FRAME_PIXELS,
-    TOO_SLOW,
-    Answer,
-    Facts,
-    Question,
-)
+from services.encoder.clips.questions import MAX_FRAME_PIXELS, TOO_SLOW, Answer, Facts, Question
 
 log = logging.getLogger(__name__)
 
