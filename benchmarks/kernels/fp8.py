@@ -13,6 +13,7 @@ the dequantized weight, and `floor` the time that reading the FP8 weight takes a
 import argparse
 from collections.abc import Callable, Sequence
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from kernels.device import DeviceFacts
 from kernels.gemm import fp8_kernels, fp8_w8a8, fp8_weight
 from kernels.gemm.fp8_kernels import GemvConfig, SkinnyConfig
 from kernels.gemm.fp8_weight import E4M3, Fp8Weight
+from kernels.gemm.skinny_gemm import summed
 from services.common.nn import fp8
 
 SHAPES = {
@@ -87,9 +89,10 @@ def kernels(block: bool, facts: DeviceFacts) -> dict[str, tuple[Call, int]]:
     """Implementation → its call, and for how many tokens it exists."""
     operation = "fp8_block_linear" if block else "fp8_channel_linear"
     found: dict[str, tuple[Call, int]] = {}
-    for row in fp8.implementations(lambda device: device):
-        if row.operation == operation and not row.obstacle(facts) and row.name != "plain":
-            kernel, most = row.create(facts), row.tokens(facts).most
+    table_facts = SimpleNamespace(device=facts)
+    for row in fp8.linear_rows(operation):
+        if not row.obstacle(table_facts) and row.name != "plain":
+            kernel, most = row.create(table_facts), row.tokens(table_facts).most
             assert kernel is not None
             found[row.name] = kernel, most or max(TOKENS)
     return found
@@ -152,9 +155,10 @@ def tune(shapes: list[tuple[int, int]], facts: DeviceFacts) -> None:
             for config in _configs(rows, columns, num_tokens):
                 match config:
                     case GemvConfig():
-                        call = partial(fp8_kernels.gemv, x, pdl=facts.supports_pdl, config=config)
+                        call = partial(fp8_kernels.gemv, x, device=facts, config=config)
                     case SkinnyConfig():
-                        call = partial(fp8_kernels.skinny_gemm, x, device=facts, config=config)
+                        kernel = partial(fp8_kernels.split_k_partials, config=config)
+                        call = partial(summed, kernel, x, device=facts)
                     case fp8_w8a8.SkinnyConfig():
                         call = partial(fp8_w8a8.split_k_partials, x, device=facts, config=config)
                 try:

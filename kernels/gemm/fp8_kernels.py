@@ -23,9 +23,7 @@ from torch import Tensor
 from kernels.dependent_launch import wait_for_earlier
 from kernels.device import DeviceFacts
 from kernels.gemm.fp8_weight import BLOCK, Fp8Weight
-from kernels.gemm.skinny_gemm import reduced
-
-_MAX_SPLITS = 8
+from kernels.gemm.skinny_gemm import num_splits, output_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,14 +55,8 @@ def skinny_config(
     """By `benchmarks.kernels.fp8 --tune` on an H200, 8B shapes: K is split while most SMs get no
     second CTA by that; fewer stages where some SMs get one, so that two fit.
     """
-    rows, splits = 64, 1
-    tiles = -(-num_rows // rows)
-    while (
-        splits < _MAX_SPLITS
-        and tiles * splits * 2 <= 1.5 * device.num_sms
-        and columns % (splits * 2 * BLOCK) == 0
-    ):
-        splits *= 2
+    rows, tiles = 64, -(-num_rows // 64)
+    splits = num_splits(tiles, columns, BLOCK, 1.5 * device.num_sms)
     is_uneven = device.num_sms < tiles * splits <= 2 * device.num_sms
     # A stage holds bytes of the weight and 16-bit inputs; beside them, one tile is unpacked.
     stage_bytes = rows * BLOCK + _padded(num_tokens) * BLOCK * 2 + 64
@@ -77,36 +69,40 @@ def _padded(num_tokens: int) -> int:
     return max(16, 1 << (num_tokens - 1).bit_length())
 
 
-def gemv(x: Tensor, weight: Fp8Weight, *, pdl: bool, config: GemvConfig | None = None) -> Tensor:
+def gemv(
+    x: Tensor, weight: Fp8Weight, *, device: DeviceFacts, config: GemvConfig | None = None
+) -> Tensor:
     """`[1, K]` → `[1, N]`, weight-only; a CTA holds whole rows in registers."""
     out = x.new_empty(len(x), len(weight.values))
-    _launch_gemv(x, weight, out, pdl=pdl, config=config)
+    _launch_gemv(x, weight, out, device=device, config=config)
     return out
 
 
 def norm_gemv(
-    x: Tensor, norm: Tensor, eps: float, weight: Fp8Weight, bias: Tensor | None, *, pdl: bool
-) -> Tensor:
+    x: Tensor, norm: Tensor, eps: float, weight: Fp8Weight, bias: Tensor | None, *,
+    device: DeviceFacts,
+) -> Tensor:  # fmt: skip
     """`gemv` after RMSNorm with weight `norm` `[K]`, plus `bias`."""
     out = x.new_empty(len(x), len(weight.values))
-    _launch_gemv(x, weight, out, bias=bias, norm=norm, eps=eps, pdl=pdl)
+    _launch_gemv(x, weight, out, bias=bias, norm=norm, eps=eps, device=device)
     return out
 
 
 def norm_swiglu_gemv(
-    x: Tensor, norm: Tensor, eps: float, weight: Fp8Weight, bias: Tensor | None, *, pdl: bool
-) -> Tensor:
+    x: Tensor, norm: Tensor, eps: float, weight: Fp8Weight, bias: Tensor | None, *,
+    device: DeviceFacts,
+) -> Tensor:  # fmt: skip
     """`norm_gemv` to gate and up, `[2 * N, K]`, then `silu(gate) * up`: `[1, N]`."""
     out = x.new_empty(len(x), len(weight.values) // 2)
-    _launch_gemv(x, weight, out, bias=bias, norm=norm, eps=eps, pdl=pdl, swiglu=True)
+    _launch_gemv(x, weight, out, bias=bias, norm=norm, eps=eps, device=device, swiglu=True)
     return out
 
 
 def gemv_add(
-    x: Tensor, weight: Fp8Weight, bias: Tensor | None, residual: Tensor, *, pdl: bool
+    x: Tensor, weight: Fp8Weight, bias: Tensor | None, residual: Tensor, *, device: DeviceFacts
 ) -> None:
     """`residual += gemv(x) + bias`, in place."""
-    _launch_gemv(x, weight, residual, bias=bias, pdl=pdl, add=True)
+    _launch_gemv(x, weight, residual, bias=bias, device=device, add=True)
 
 
 def _launch_gemv(
@@ -114,7 +110,7 @@ def _launch_gemv(
     weight: Fp8Weight,
     out: Tensor,
     *,
-    pdl: bool,
+    device: DeviceFacts,
     bias: Tensor | None = None,
     norm: Tensor | None = None,
     eps: float = 0.0,
@@ -122,7 +118,7 @@ def _launch_gemv(
     add: bool = False,
     config: GemvConfig | None = None,
 ) -> None:
-    columns, num_rows = x.shape[1], out.shape[1]
+    columns, num_rows, pdl = x.shape[1], out.shape[1], device.supports_pdl
     config = config or gemv_config(columns)
     rows = config.rows
     if swiglu:
@@ -139,14 +135,6 @@ def _launch_gemv(
     )  # fmt: skip
 
 
-def skinny_gemm(
-    x: Tensor, weight: Fp8Weight, *, device: DeviceFacts, config: SkinnyConfig | None = None
-) -> Tensor:
-    """`[T, K]` → `[T, N]`, weight-only, for up to 64 tokens."""
-    partials = split_k_partials(x, weight, device=device, config=config)
-    return reduced(partials, x.dtype, pdl=device.supports_pdl)
-
-
 def split_k_partials(
     x: Tensor,
     weight: Fp8Weight,
@@ -155,17 +143,13 @@ def split_k_partials(
     device: DeviceFacts,
     config: SkinnyConfig | None = None,
 ) -> Tensor:
-    """Split-K partials `[S, T, N]` float32, whose sum is `x @ weight.T + bias`; or, where K is not
-    split, the result `[T, N]` in x's dtype.
+    """For up to 64 tokens, weight-only: split-K partials `[S, T, N]` float32, whose sum is
+    `x @ weight.T + bias`; or, where K is not split, the result `[T, N]` in x's dtype.
     """
     num_tokens, columns = x.shape
     num_rows = len(weight.values)
     config = config or skinny_config(num_tokens, num_rows, columns, device)
-    if config.splits == 1:
-        out = x.new_empty(num_tokens, num_rows)
-    else:
-        size = config.splits, num_tokens, num_rows
-        out = torch.empty(size, dtype=torch.float32, device=x.device)
+    out = output_of(config.splits, num_tokens, num_rows, x.dtype, x.device)
     is_packed, values = _packed(weight)
     _skinny_kernel[(triton.cdiv(num_rows, config.rows), config.splits)](
         x, values, weight.scale, bias, out, num_tokens, num_rows, columns,

@@ -27,7 +27,7 @@ from kernels.device import DeviceFacts
 from kernels.gemm.fp8_weight import BLOCK, E4M3, Fp8Weight
 from kernels.gemm.quantizing import Quantized, quantize_activations
 from kernels.gemm.silu_mul import swiglu
-from kernels.gemm.skinny_gemm import reduced
+from kernels.gemm.skinny_gemm import num_splits, output_of
 
 _ROWS = 64  # of the weight, of a CTA of the skinny GEMM
 _MAX_SPLITS = 8
@@ -50,20 +50,9 @@ def skinny_config(
     on an H200, 8B shapes.
     """
     is_few = num_tokens <= _FEW_TOKENS
-    splits, tiles = 1, -(-num_rows // _ROWS)
-    while (
-        splits < _MAX_SPLITS
-        and tiles * splits * 2 <= (4 if is_few else 3) * device.num_sms
-        and columns % (splits * 2 * BLOCK) == 0
-    ):
-        splits *= 2
+    most_ctas = (4 if is_few else 3) * device.num_sms
+    splits = num_splits(-(-num_rows // _ROWS), columns, BLOCK, most_ctas, _MAX_SPLITS)
     return SkinnyConfig(splits, stages=4 if is_few and splits < _MAX_SPLITS else 3)
-
-
-def skinny_gemm(x: Tensor, weight: Fp8Weight, *, device: DeviceFacts) -> Tensor:
-    """`[T, K]` → `[T, N]` for few tokens."""
-    found = split_k_partials(x, weight, device=device)
-    return reduced(found, x.dtype, pdl=device.supports_pdl)
 
 
 def split_k_partials(
@@ -74,18 +63,13 @@ def split_k_partials(
     device: DeviceFacts,
     config: SkinnyConfig | None = None,
 ) -> Tensor:
-    """Split-K partials `[S, T, N]` float32, whose sum is `w8a8_linear(x) + bias`; or, where K is
-    not split, the result `[T, N]` in x's dtype.
+    """For few tokens: split-K partials `[S, T, N]` float32, whose sum is `w8a8_linear(x) + bias`;
+    or, where K is not split, the result `[T, N]` in x's dtype.
     """
     found = quantize_activations(x, E4M3, weight.block_columns, pdl=device.supports_pdl)
     num_rows, columns = weight.values.shape
     config = config or skinny_config(found.num_tokens, num_rows, columns, device)
-    size = (found.num_tokens, num_rows)
-    if config.splits == 1:
-        out = torch.empty(size, dtype=found.dtype, device=found.values.device)
-    else:
-        size = (config.splits, *size)
-        out = torch.empty(size, dtype=torch.float32, device=found.values.device)
+    out = output_of(config.splits, found.num_tokens, num_rows, found.dtype, found.values.device)
     _launch_skinny(found, weight, bias, out, config, device, is_swiglu=False)
     return out
 
@@ -117,15 +101,15 @@ def _launch_skinny(
     )  # fmt: skip
 
 
-def scaled_mm(x: Tensor | Quantized, weight: Fp8Weight, *, pdl: bool) -> Tensor:
+def scaled_mm(x: Tensor | Quantized, weight: Fp8Weight, *, device: DeviceFacts) -> Tensor:
     """`[T, K]` → `[T, N]`: torch's scaled GEMM, with slow accumulation (the exact one)."""
-    found = quantize_activations(x, E4M3, weight.block_columns, pdl=pdl)
+    found = quantize_activations(x, E4M3, weight.block_columns, pdl=device.supports_pdl)
     if weight.block_columns == found.values.shape[1]:  # per channel
         return torch._scaled_mm(
             found.values, weight.values.t(), found.scale, weight.scale.t(), out_dtype=found.dtype
         )[: found.num_tokens]
     if weight.scale.shape[1] % 4:  # which cuBLAS does not take
-        return triton_gemm(found, weight, pdl=pdl)
+        return triton_gemm(found, weight, device=device)
     kinds: Any = F.ScalingType
     return F.scaled_mm(
         found.values, weight.values.t(), found.scale, kinds.BlockWise1x128, weight.scale.t(),
@@ -133,8 +117,9 @@ def scaled_mm(x: Tensor | Quantized, weight: Fp8Weight, *, pdl: bool) -> Tensor:
     )[: found.num_tokens]  # fmt: skip
 
 
-def triton_gemm(x: Tensor | Quantized, weight: Fp8Weight, *, pdl: bool) -> Tensor:
+def triton_gemm(x: Tensor | Quantized, weight: Fp8Weight, *, device: DeviceFacts) -> Tensor:
     """`[T, K]` → `[T, N]` with block scales."""
+    pdl = device.supports_pdl
     found = quantize_activations(x, E4M3, weight.block_columns, pdl=pdl)
     num_tokens, (num_rows, columns) = found.num_tokens, weight.values.shape
     out = torch.empty(num_tokens, num_rows, dtype=found.dtype, device=found.values.device)

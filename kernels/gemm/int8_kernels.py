@@ -20,13 +20,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.dependent_launch import wait_for_earlier
 from kernels.device import DeviceFacts
-from kernels.gemm.int8_weight import Int8Weight
+from kernels.gemm.int8_weight import TILE_COLUMNS, TILE_ROWS, Int8Weight
 from kernels.gemm.quantizing import Quantized, quantize_activations
 from kernels.gemm.silu_mul import swiglu
-from kernels.gemm.skinny_gemm import reduced
-
-_ROWS, _COLUMNS = 64, 256  # of the weight, of a stage of a CTA of `skinny`
-_MAX_SPLITS = 8
+from kernels.gemm.skinny_gemm import num_splits, output_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,52 +56,26 @@ def gemm_config(num_tokens: int, num_rows: int, device: DeviceFacts) -> GemmConf
     return min(_CONFIGS, key=cost)[1]
 
 
-def has_tiles(weight: Int8Weight) -> bool:
-    """Whether `split_k_partials` and `gemm` take the weight."""
-    rows, columns = weight.values.shape
-    return rows % _ROWS == 0 and columns % _COLUMNS == 0
-
-
-def skinny_gemm(x: Tensor, weight: Int8Weight, *, device: DeviceFacts) -> Tensor:
-    """`[T, K]` → `[T, N]` for up to 64 tokens."""
-    found = split_k_partials(x, weight, device=device)
-    return reduced(found, x.dtype, pdl=device.supports_pdl)
-
-
 def split_k_partials(
     x: Tensor | Quantized, weight: Int8Weight, bias: Tensor | None = None, *, device: DeviceFacts,
     splits: int | None = None, stages: int = 4,
 ) -> Tensor:  # fmt: skip
-    """Split-K partials `[S, T, N]` float32, whose sum is `w8a8_linear(x) + bias`; or, where K is
-    not split, the result `[T, N]` in x's dtype.
+    """For up to 64 tokens: split-K partials `[S, T, N]` float32, whose sum is
+    `w8a8_linear(x) + bias`; or, where K is not split, the result `[T, N]` in x's dtype.
     """
     columns, pdl = weight.values.shape[1], device.supports_pdl
     values, scale, num_tokens, dtype = quantize_activations(x, torch.int8, columns, pdl=pdl)
     num_rows = len(weight.values)
-    count = splits or _splits(num_rows, columns, device)
-    size = (num_tokens, num_rows)
-    if count == 1:
-        out = torch.empty(size, dtype=dtype, device=values.device)
-    else:
-        out = torch.empty((count, *size), dtype=torch.float32, device=values.device)
-    _skinny_kernel[(num_rows // _ROWS, count)](
+    tiles = num_rows // TILE_ROWS
+    count = splits or num_splits(tiles, columns, TILE_COLUMNS, 3 * device.num_sms)
+    out = output_of(count, num_tokens, num_rows, dtype, values.device)
+    _skinny_kernel[(tiles, count)](
         values, scale, weight.values, weight.scale, bias, out, num_tokens, num_rows, columns,
-        TOKENS=max(16, triton.next_power_of_2(num_tokens)), ROWS=_ROWS, COLUMNS=_COLUMNS,
+        TOKENS=max(16, triton.next_power_of_2(num_tokens)), ROWS=TILE_ROWS, COLUMNS=TILE_COLUMNS,
         SPAN=columns // count, BIAS=bias is not None, STAGES=stages, PDL=device.supports_pdl,
         num_warps=4, launch_pdl=device.supports_pdl,
     )  # fmt: skip
     return out
-
-
-def _splits(num_rows: int, columns: int, device: DeviceFacts) -> int:
-    splits = 1
-    while (
-        splits < _MAX_SPLITS
-        and num_rows // _ROWS * splits * 2 <= 3 * device.num_sms
-        and columns % (splits * 2 * _COLUMNS) == 0
-    ):
-        splits *= 2
-    return splits
 
 
 def gemm(

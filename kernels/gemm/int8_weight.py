@@ -13,6 +13,7 @@ from torch.nn import functional as F
 INT8_MAX = 127.0
 _LEAST_TOKENS = 32  # of torch's GEMM, which wants more than 16, in eights
 _UNIT = 8  # rows and columns of its operands
+TILE_ROWS, TILE_COLUMNS = 64, 256  # of the weight, of a stage of a CTA of the skinny GEMM
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +64,12 @@ def int_mm_linear(x: Tensor, weight: Int8Weight) -> Tensor:
 def has_int_mm(weight: Int8Weight) -> bool:
     """Whether `int_mm_linear` takes the weight."""
     return not any(size % _UNIT for size in weight.values.shape)
+
+
+def has_tiles(weight: Int8Weight) -> bool:
+    """Whether `int8_kernels` take the weight."""
+    rows, columns = weight.values.shape
+    return rows % TILE_ROWS == 0 and columns % TILE_COLUMNS == 0
 
 
 def _scaled(sums: Tensor, scale: Tensor, weight: Int8Weight, dtype: torch.dtype) -> Tensor:

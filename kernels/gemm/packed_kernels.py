@@ -9,9 +9,8 @@ The plain twin, which also serves more tokens, is `packed_weight.weight_only_lin
 
 # pyright: reportArgumentType=false, reportIndexIssue=false, reportOperatorIssue=false
 
-from dataclasses import dataclass
+import math
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -19,73 +18,32 @@ from torch import Tensor
 from kernels.dependent_launch import wait_for_earlier
 from kernels.device import DeviceFacts
 from kernels.gemm.packed_weight import PackedWeight
-from kernels.gemm.skinny_gemm import reduced
+from kernels.gemm.skinny_gemm import num_splits, output_of
 
 TILE = 128  # columns of a step of a CTA
-_ROWS = 64
-_MAX_SPLITS = 8
+_MOST_ROWS = 64  # of a CTA
 _PADDED = 16  # tokens: tensor cores want as many
 
 
-@dataclass(frozen=True, slots=True)
-class PackedConfig:
-    """Rows of the weight per CTA, parts that K is split into, buffers of the pipeline, warps."""
-
-    rows: int
-    splits: int
-    stages: int = 4
-    warps: int = 4
-
-
-def packed_config(num_rows: int, columns: int, device: DeviceFacts) -> PackedConfig:
-    """K is split while most SMs get no second CTA by that, as `fp8_kernels.skinny_config` does."""
-    rows, splits = _ROWS, 1
-    while num_rows % rows:
-        rows //= 2
-    tiles = num_rows // rows
-    while (
-        splits < _MAX_SPLITS
-        and tiles * splits * 2 <= 1.5 * device.num_sms
-        and columns % (splits * 2 * TILE) == 0
-    ):
-        splits *= 2
-    return PackedConfig(rows, splits)
-
-
-def skinny_gemm(
-    x: Tensor, weight: PackedWeight, *, device: DeviceFacts, config: PackedConfig | None = None
-) -> Tensor:
-    """`[T, K]` → `[T, N]` for up to 16 tokens; sizes as `packed_weight.has_kernels` wants them."""
-    found = split_k_partials(x, weight, device=device, config=config)
-    return reduced(found, x.dtype, pdl=device.supports_pdl)
-
-
 def split_k_partials(
-    x: Tensor,
-    weight: PackedWeight,
-    bias: Tensor | None = None,
-    *,
-    device: DeviceFacts,
-    config: PackedConfig | None = None,
+    x: Tensor, weight: PackedWeight, bias: Tensor | None = None, *, device: DeviceFacts
 ) -> Tensor:
-    """Split-K partials `[S, T, N]` float32, whose sum is `x @ weight.T + bias`; or, where K is not
-    split, the result `[T, N]` in x's dtype.
+    """For up to 16 tokens, and sizes as `packed_weight.has_kernels` wants them: split-K partials
+    `[S, T, N]` float32, whose sum is `x @ weight.T + bias`; or, where K is not split, the result
+    `[T, N]` in x's dtype. K is split while most SMs get no second CTA by that.
     """
     num_tokens, columns = x.shape
     num_rows = len(weight.codes)
-    config = config or packed_config(num_rows, columns, device)
-    size = (num_tokens, num_rows)
-    if config.splits == 1:
-        out = x.new_empty(size)
-    else:
-        out = torch.empty((config.splits, *size), dtype=torch.float32, device=x.device)
-    _skinny_kernel[(num_rows // config.rows, config.splits)](
+    rows = math.gcd(num_rows, _MOST_ROWS)
+    tiles = num_rows // rows
+    splits = num_splits(tiles, columns, TILE, 1.5 * device.num_sms)
+    out = output_of(splits, num_tokens, num_rows, x.dtype, x.device)
+    _skinny_kernel[(tiles, splits)](
         x, weight.codes, weight.scale, weight.zero, bias, out, num_tokens, num_rows, columns,
-        weight.row_scale, TOKENS=_PADDED, ROWS=config.rows, COLUMNS=TILE,
-        SPAN=columns // config.splits, BITS=weight.bits, GROUP=weight.group,
-        GROUPS=weight.scale.shape[1], FLOAT=weight.is_float, ZEROS=weight.zero is not None,
-        BIAS=bias is not None, STAGES=config.stages, PDL=device.supports_pdl,
-        num_warps=config.warps, launch_pdl=device.supports_pdl,
+        weight.row_scale, TOKENS=_PADDED, ROWS=rows, COLUMNS=TILE, SPAN=columns // splits,
+        BITS=weight.bits, GROUP=weight.group, GROUPS=weight.scale.shape[1], FLOAT=weight.is_float,
+        ZEROS=weight.zero is not None, BIAS=bias is not None, STAGES=4, PDL=device.supports_pdl,
+        num_warps=4, launch_pdl=device.supports_pdl,
     )  # fmt: skip
     return out
 

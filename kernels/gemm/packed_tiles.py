@@ -40,7 +40,7 @@ from kernels.gemm.packed_codes import (
 )
 from kernels.gemm.packed_weight import TILE_COLUMNS, TILE_ROWS, PackedWeight
 from kernels.gemm.silu_mul import swiglu
-from kernels.gemm.skinny_gemm import reduced
+from kernels.gemm.skinny_gemm import num_splits, output_of
 
 _PADDED = 16  # tokens: tensor cores want as many
 _BLOCK = 64  # tokens of a CTA, at most
@@ -68,23 +68,9 @@ def skinny_config(
     num_tokens: int, num_rows: int, columns: int, device: DeviceFacts
 ) -> SkinnyConfig:
     """K is split while CTAs have a place on the device at once."""
-    is_few = num_tokens <= 16
-    splits, tiles = 1, num_rows // TILE_ROWS
-    while (
-        splits < _MOST_SPLITS
-        and tiles * splits * 2 <= 6 * device.num_sms
-        and columns % (splits * 2 * TILE_COLUMNS) == 0
-    ):
-        splits *= 2
+    is_few, tiles = num_tokens <= 16, num_rows // TILE_ROWS
+    splits = num_splits(tiles, columns, TILE_COLUMNS, 6 * device.num_sms, _MOST_SPLITS)
     return SkinnyConfig(splits, stages=6 if is_few else 4, prefetched=4096 if is_few else 0)
-
-
-def skinny_gemm(
-    x: Tensor, weight: PackedWeight, *, device: DeviceFacts, config: SkinnyConfig | None = None
-) -> Tensor:
-    """`[T, K]` → `[T, N]` for few tokens."""
-    found = split_k_partials(x, weight, device=device, config=config)
-    return reduced(found, x.dtype, pdl=device.supports_pdl)
 
 
 def split_k_partials(
@@ -95,15 +81,11 @@ def split_k_partials(
     device: DeviceFacts,
     config: SkinnyConfig | None = None,
 ) -> Tensor:
-    """Split-K partials `[S, T, N]` float32, whose sum is `x @ weight.T + bias`; or, where K is not
-    split, the result `[T, N]` in x's dtype.
+    """For few tokens: split-K partials `[S, T, N]` float32, whose sum is `x @ weight.T + bias`; or,
+    where K is not split, the result `[T, N]` in x's dtype.
     """
     config = config or skinny_config(len(x), weight.rows, x.shape[1], device)
-    size = (len(x), weight.rows)
-    if config.splits == 1:
-        out = x.new_empty(size)
-    else:
-        out = torch.empty((config.splits, *size), dtype=torch.float32, device=x.device)
+    out = output_of(config.splits, len(x), weight.rows, x.dtype, x.device)
     _launch_skinny(x, weight, bias, out, config, device, second="next" if config.pair else "")
     return out
 

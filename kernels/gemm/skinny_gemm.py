@@ -11,12 +11,16 @@ up, so that its epilogue applies the activation.
 The plain twins are `split_k_partials` and `linear_swiglu` of `kernels.plain`.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from kernels.dependent_launch import wait_for_earlier
+from kernels.device import DeviceFacts
 from kernels.gemm.silu_mul import swiglu
 from kernels.tuning import SKINNY_TOKENS, SkinnyConfig
 
@@ -55,9 +59,40 @@ def reduce_split_k(x: Tensor, dtype: torch.dtype, *, pdl: bool = False) -> Tenso
     return out
 
 
-def reduced(found: Tensor, dtype: torch.dtype, *, pdl: bool) -> Tensor:
-    """`[T, N]` of what a GEMM gives that may have split K: its partials' sum, or the result."""
-    return found if found.dim() == 2 else reduce_split_k(found, dtype, pdl=pdl)
+# The skinny GEMMs of quantized weights share what follows.
+
+
+def num_splits(tiles: int, columns: int, unit: int, most_ctas: float, most: int = 8) -> int:
+    """Parts that K is split into, a power of two up to `most`: while tiles and parts are no more
+    than `most_ctas` together, and each part has whole units of the columns.
+    """
+    splits = 1
+    while splits < most and tiles * splits * 2 <= most_ctas and columns % (splits * 2 * unit) == 0:
+        splits *= 2
+    return splits
+
+
+def output_of(
+    splits: int, num_tokens: int, num_rows: int, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """Memory for the result `[T, N]`; where K is split, for its partials `[S, T, N]` float32."""
+    if splits == 1:
+        return torch.empty(num_tokens, num_rows, dtype=dtype, device=device)
+    return torch.empty(splits, num_tokens, num_rows, dtype=torch.float32, device=device)
+
+
+def summed(
+    split_k_partials: Callable[..., Tensor],
+    x: Tensor,
+    weight: Any,  # noqa: ANN401 - of the function's format
+    *,
+    device: DeviceFacts,
+) -> Tensor:
+    """`[T, K]` → `[T, N]` by a GEMM that may split K: its partials' sum, or the result."""
+    found = split_k_partials(x, weight, device=device)
+    if found.dim() == 2:
+        return found
+    return reduce_split_k(found, x.dtype, pdl=device.supports_pdl)
 
 
 def _launch(

@@ -8,6 +8,7 @@ W8A8 is no larger.
 import json
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -40,19 +41,19 @@ def make(rows: int, columns: int, block: bool) -> Fp8Weight:
     return Fp8Weight(values, scale, *((128, 128) if block else (1, columns)))
 
 
-def options() -> dict[str, bool]:
-    return {"pdl": DeviceFacts.of(CUDA).supports_pdl}
+def options() -> dict[str, DeviceFacts]:
+    return {"device": DeviceFacts.of(CUDA)}
 
 
 @pytest.mark.parametrize(("rows", "columns"), SHAPES)
 @pytest.mark.parametrize("block", [True, False])
 def test_every_implementation_agrees_with_its_twin(rows: int, columns: int, block: bool) -> None:
-    facts = DeviceFacts.of(torch.device("cuda", 0))
+    facts = SimpleNamespace(device=DeviceFacts.of(torch.device("cuda", 0)))
     operation = "fp8_block_linear" if block else "fp8_channel_linear"
     weight = make(rows, columns, block)
     seen = set()
-    for row in fp8.implementations(lambda device: device):
-        if row.operation != operation or row.obstacle(facts):
+    for row in fp8.linear_rows(operation):
+        if row.obstacle(facts):
             continue
         kernel, tokens = row.create(facts), row.tokens(facts)
         assert kernel is not None
@@ -77,7 +78,8 @@ def test_activations_are_quantized_exactly(columns: int, num_tokens: int) -> Non
     x[0, :128] = 0
     for block_columns in (128, columns):
         values, scale = fp8_weight.quantize_activations(x, block_columns)
-        found = quantizing.quantize_activations(x, E4M3, block_columns, **options())
+        pdl = DeviceFacts.of(CUDA).supports_pdl
+        found = quantizing.quantize_activations(x, E4M3, block_columns, pdl=pdl)
         assert found.scale[:num_tokens].equal(scale)
         assert found.values[:num_tokens].float().equal(values.float())
 
@@ -93,7 +95,7 @@ def test_fused_skinny_gemms_agree_with_their_twins(num_tokens: int, block: bool)
     total = x + residual
     normed = rms_norm(total, norm, EPS)
     quantized = quantizing.norm_quantize(
-        x, residual, norm, EPS, E4M3, weight.block_columns, **options()
+        x, residual, norm, EPS, E4M3, weight.block_columns, pdl=facts.supports_pdl
     )
     assert residual.equal(total)
     # A sum in another order may move an activation to a neighbour in bf16, then in e4m3.
@@ -196,8 +198,9 @@ def test_control_a_wrong_scale_is_seen() -> None:
 
 def test_a_graph_replays_every_implementation() -> None:
     """With other inputs than at capture."""
-    facts = DeviceFacts.of(torch.device("cuda", 0))
-    table = KernelTable.resolve(fp8.implementations(lambda device: device), facts)
+    facts = SimpleNamespace(device=DeviceFacts.of(torch.device("cuda", 0)))
+    rows = [*fp8.linear_rows("fp8_block_linear"), *fp8.linear_rows("fp8_channel_linear")]
+    table = KernelTable.resolve(rows, facts)
     for operation, block in (("fp8_block_linear", True), ("fp8_channel_linear", False)):
         weight = make(4096, 4096, block)
         for num_tokens in (1, 16, 256):

@@ -30,8 +30,9 @@ from kernels.gemm import (
 )
 from kernels.gemm.int8_weight import Int8Weight
 from kernels.gemm.packed_weight import PackedWeight
+from kernels.gemm.skinny_gemm import summed
 from services.common.nn import int8
-from services.common.nn.packed import SKINNY_TOKENS
+from services.common.nn.tiled_rows import BYTES_TOKENS
 
 pytestmark = pytest.mark.gpu
 SHAPES = [(6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288), (1024, 2048)]
@@ -55,10 +56,10 @@ def test_the_skinny_gemm_agrees_with_its_twin(
 ) -> None:
     facts, weight = DeviceFacts.of(torch.device("cuda", 0)), make(rows, columns, bits, group, zeros)
     assert packed_weight.has_kernels(weight)
-    for num_tokens in (1, 2, 5, SKINNY_TOKENS):
+    for num_tokens in (1, 2, 5, BYTES_TOKENS):
         x, bias = random(num_tokens, columns), random(rows)
         twin = packed_weight.weight_only_linear(x, weight)
-        found = packed_kernels.skinny_gemm(x, weight, device=facts)
+        found = summed(packed_kernels.split_k_partials, x, weight, device=facts)
         assert found.shape == twin.shape and found.dtype == torch.bfloat16
         assert error(found, twin) <= TOLERANCE, num_tokens
         partials = packed_kernels.split_k_partials(x, weight, bias, device=facts)
@@ -67,7 +68,10 @@ def test_the_skinny_gemm_agrees_with_its_twin(
     wrong = PackedWeight(weight.codes, weight.scale.flip(1), weight.zero, bits, group, columns)
     x = random(4, columns)
     right = packed_weight.weight_only_linear(x, weight)
-    assert error(packed_kernels.skinny_gemm(x, wrong, device=facts), right) > 50 * TOLERANCE
+    assert (
+        error(summed(packed_kernels.split_k_partials, x, wrong, device=facts), right)
+        > 50 * TOLERANCE
+    )
 
 
 @pytest.mark.parametrize(("rows", "columns"), SHAPES)
@@ -101,7 +105,7 @@ def test_the_gemm_of_integers_is_exact(rows: int, columns: int) -> None:
         twin = int8_weight.w8a8_linear(x, weight)
         assert int8_weight.int_mm_linear(x, weight).equal(twin), num_tokens
         if num_tokens <= int8.SKINNY_TOKENS:
-            found = int8_kernels.skinny_gemm(x, weight, device=facts)
+            found = summed(int8_kernels.split_k_partials, x, weight, device=facts)
             assert error(found, twin) <= TOLERANCE, num_tokens
         if facts.is_hopper:
             assert int8_kernels.gemm(x, weight, device=facts).equal(twin), num_tokens
@@ -132,14 +136,14 @@ def test_a_graph_replays_the_skinny_gemm() -> None:
     """With other inputs than at capture."""
     facts, weight = DeviceFacts.of(torch.device("cuda", 0)), make(4096, 4096, 4, 128, True)
     x = random(8, 4096)
-    packed_kernels.skinny_gemm(x, weight, device=facts)
+    summed(packed_kernels.split_k_partials, x, weight, device=facts)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = packed_kernels.skinny_gemm(x, weight, device=facts)
+        out = summed(packed_kernels.split_k_partials, x, weight, device=facts)
     x.copy_(random(8, 4096))
     graph.replay()
-    assert out.equal(packed_kernels.skinny_gemm(x, weight, device=facts))
+    assert out.equal(summed(packed_kernels.split_k_partials, x, weight, device=facts))
 
 
 EXPERTS = {
@@ -177,7 +181,7 @@ def test_a_models_kernels_agree_with_plain_ones(
     writer = int8_checkpoints.write if name == "int8" else packed_checkpoints.write
     writer(write_tensors(source), tmp_path / name, name, modules=modules)
     found, calls = run(tmp_path / name, length)
-    if length <= SKINNY_TOKENS:
+    if length <= BYTES_TOKENS:
         row = {"int8": "int8_skinny_gemm", "gptq-64-8bit": "packed_skinny_gemm"}.get(name, "tiles")
         assert calls["project", row]
     if experts:

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from kernels.gemm import int8_weight
 from kernels.gemm.int8_weight import Int8Weight
 from services.common.nn.checkpoint import CheckpointError
+from services.common.nn.int8 import Int8Linear
 from tests.decoder_harness import Harness
 from tests.int8_checkpoints import INT8, write
 from tests.parity.oracle import largest_difference as error
@@ -85,10 +86,11 @@ def test_weights_are_those_of_the_files(text: Int8, monkeypatch: pytest.MonkeyPa
 
 
 def weight_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        int8_weight, "w8a8_linear",
-        lambda x, weight: F.linear(x, int8_weight.dequantize(weight, x.dtype)),
-    )  # fmt: skip
+    def linear(x: Tensor, weight: Int8Weight) -> Tensor:
+        return F.linear(x, int8_weight.dequantize(weight, x.dtype))
+
+    monkeypatch.setattr(int8_weight, "w8a8_linear", linear)
+    monkeypatch.setattr(Int8Linear, "multiply", staticmethod(linear))
 
 
 def test_experts_are_those_of_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

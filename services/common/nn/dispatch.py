@@ -63,6 +63,11 @@ class TokenRange:
         return f"{text} {self.condition}".rstrip()
 
 
+def up_to(most: int | None) -> Callable[[Any], TokenRange]:
+    """For any facts."""
+    return lambda _: TokenRange(1, most)
+
+
 @dataclass(frozen=True)  # with slots, `Implementation[Facts](...)` fails in Python 3.11
 class Implementation(Generic[FactsT]):
     """One way to compute an operation.

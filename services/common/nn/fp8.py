@@ -7,7 +7,7 @@ Two computations of a layer are in use, both of an `Fp8Weight`:
 - W8A8: activations are quantized, too, with scale `amax / 448` per token and 128 columns
   (`fp8_block`) or per token (`fp8_channel`), so that FP8 tensor cores can multiply them.
 
-The functions here are the specification of both; `implementations` are the rows of a dispatch
+The functions here are the specification of both; `linear_rows` are the rows of a dispatch
 table, whose kernels are in `fp8_kernels` and `fp8_w8a8`. `weights` gives layers the method where
 the files hold FP8.
 """
@@ -21,15 +21,20 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from kernels.device import DeviceFacts
 from kernels.gemm import fp8_weight
 from kernels.gemm.fp8_weight import BLOCK, E4M3, Fp8Weight, quantize_activations, weight_only_linear
-from kernels.plain import reduce_split_k
 from services.common.model_spec import QuantizationSpec
-from services.common.nn.dispatch import Implementation, Kernel, TokenRange
-from services.common.nn.layers import RMSNorm
-from services.common.nn.linear import Axis, Linear, TensorLayout
-from services.common.nn.quantized import QuantizedLinear, after_norm, half_obstacle
+from services.common.nn.dispatch import Implementation, Kernel, up_to
+from services.common.nn.linear import FLOATS, Axis, Linear, TensorLayout
+from services.common.nn.quantized import (
+    QuantizedLinear,
+    after_norm,
+    few_or_many,
+    gemv_after_norm,
+    half_obstacle,
+    of_layer,
+    split_k_project,
+)
 
 # The most tokens for which they are the fastest, by `benchmarks.kernels.fp8` on an H200, 8B shapes:
 # weight-only, and with quantized activations, which only Hopper is known to be faster with.
@@ -46,64 +51,50 @@ def has_kernels(weight: Fp8Weight) -> bool:
     return rows % 16 == 0 and columns % BLOCK == 0 and weight.block_rows in (1, BLOCK)
 
 
-def implementations(device_of: Callable[[Any], DeviceFacts]) -> Sequence[Implementation[Any]]:
-    """Rows of a dispatch table: `fp8_block_linear` and `fp8_channel_linear`, `(x, weight)` →
-    `[T, N]` with x `[T, K]` and `weight` an `Fp8Weight`.
-
-    Args:
-        device_of: the facts of the device, of the facts that the table is resolved for.
+def linear_rows(operation: str) -> Sequence[Implementation[Any]]:
+    """Rows of a dispatch table: of `fp8_block_linear` or `fp8_channel_linear`, `(x, weight)` →
+    `[T, N]` with x `[T, K]` and `weight` an `Fp8Weight`. Of the table's facts, they read `device`.
     """
+    is_block = operation == "fp8_block_linear"
 
-    def triton(facts: Any) -> str:  # noqa: ANN401 - the table's
-        return device_of(facts).triton_obstacle
+    def row(name: str, kernel: str, obstacle: Callable[[Any], str], most: int | None = None) -> Any:  # noqa: ANN401
+        return Implementation(operation, name, partial(_linear, kernel), obstacle, up_to(most))
 
-    def fp8_cores(facts: Any) -> str:  # noqa: ANN401
-        return triton(facts) or (
-            "" if device_of(facts).capability >= (8, 9) else "needs FP8 tensor cores"
-        )
-
-    def blocks(facts: Any) -> str:  # noqa: ANN401
-        return _hopper(device_of(facts)) or (
-            "" if hasattr(F, "scaled_mm") else "needs torch.nn.functional.scaled_mm"
-        )
-
-    def kernel(name: str, facts: Any) -> Kernel:  # noqa: ANN401
-        from kernels.gemm import fp8_kernels, fp8_w8a8
-
-        device = device_of(facts)
-        if name == "skinny_gemm":
-            return partial(fp8_kernels.skinny_gemm, device=device)
-        if name == "skinny_w8a8":
-            return partial(fp8_w8a8.skinny_gemm, device=device)
-        module = fp8_kernels if name == "gemv" else fp8_w8a8
-        return partial(getattr(module, name), pdl=device.supports_pdl)
-
-    rows: list[Implementation[Any]] = []
-    for operation, scaled_mm in (("fp8_block_linear", blocks), ("fp8_channel_linear", fp8_cores)):
-        choices: list[tuple[str, Callable[[Any], str], TokenRange]] = [
-            ("gemv", triton, TokenRange(1, GEMV_TOKENS)),
-            (
-                "skinny_w8a8",
-                lambda facts: _hopper(device_of(facts)),
-                TokenRange(1, SKINNY_W8A8_TOKENS),
-            ),
-            ("skinny_gemm", triton, TokenRange(1, SKINNY_TOKENS)),
-            ("scaled_mm", scaled_mm, TokenRange()),
-        ]
-        if operation == "fp8_block_linear":
-            choices.append(("triton_gemm", fp8_cores, TokenRange()))
-        rows += [
-            Implementation(
-                operation, name, partial(kernel, name), obstacle, lambda _, tokens=tokens: tokens
-            )
-            for name, obstacle, tokens in choices
-        ]
-        rows.append(Implementation(operation, "plain", lambda _: weight_only_linear))
-    return rows
+    return (
+        row("gemv", "fp8_kernels.gemv", _triton, GEMV_TOKENS),
+        row("skinny_w8a8", "fp8_w8a8.split_k_partials", _hopper, SKINNY_W8A8_TOKENS),
+        row("skinny_gemm", "fp8_kernels.split_k_partials", _triton, SKINNY_TOKENS),
+        row("scaled_mm", "fp8_w8a8.scaled_mm", _block_scales if is_block else _fp8_cores),
+        *([row("triton_gemm", "fp8_w8a8.triton_gemm", _fp8_cores)] if is_block else []),
+        Implementation(operation, "plain", lambda _: weight_only_linear),
+    )
 
 
-def _hopper(device: DeviceFacts) -> str:
-    return device.triton_obstacle or ("" if device.is_hopper else "needs Hopper")
+def _linear(name: str, facts: Any) -> Kernel:  # noqa: ANN401 - a table's, as below
+    from kernels.gemm import fp8_kernels, fp8_w8a8
+    from kernels.gemm.skinny_gemm import summed
+
+    module, _, function = name.partition(".")
+    kernel = getattr({"fp8_kernels": fp8_kernels, "fp8_w8a8": fp8_w8a8}[module], function)
+    return partial(summed, kernel, device=facts.device)
+
+
+def _triton(facts: Any) -> str:  # noqa: ANN401
+    return facts.device.triton_obstacle
+
+
+def _fp8_cores(facts: Any) -> str:  # noqa: ANN401
+    has_cores = facts.device.capability >= (8, 9)
+    return _triton(facts) or ("" if has_cores else "needs FP8 tensor cores")
+
+
+def _hopper(facts: Any) -> str:  # noqa: ANN401
+    return _triton(facts) or ("" if facts.device.is_hopper else "needs Hopper")
+
+
+def _block_scales(facts: Any) -> str:  # noqa: ANN401
+    has_scales = hasattr(F, "scaled_mm")
+    return _hopper(facts) or ("" if has_scales else "needs torch.nn.functional.scaled_mm")
 
 
 def _fused_rows(weight_format: str) -> Sequence[Implementation[Any]]:
@@ -124,12 +115,9 @@ def _fused_rows(weight_format: str) -> Sequence[Implementation[Any]]:
         return fits(facts) or alone
 
     def hopper(facts: Any) -> str:  # noqa: ANN401
-        return half_obstacle(facts) or _hopper(facts.device)
+        return half_obstacle(facts) or _hopper(facts)
 
-    def most(num_tokens: int) -> Callable[[Any], TokenRange]:
-        return lambda _: TokenRange(1, num_tokens)
-
-    few = most(GEMV_TOKENS)
+    few = up_to(GEMV_TOKENS)
     return (
         Implementation("norm_linear", "fp8_gemv", partial(_norm_gemv, "norm_gemv"), fits, few),
         Implementation("norm_linear", "fp8_norm", _norm_linear, hopper),
@@ -138,54 +126,31 @@ def _fused_rows(weight_format: str) -> Sequence[Implementation[Any]]:
         ),
         Implementation("norm_swiglu", "fp8_norm", _norm_swiglu, hopper),
         Implementation("linear_residual", "fp8_gemv", _gemv_add, adds, few),
-        Implementation("project", "fp8_skinny_w8a8", _project, hopper, most(SKINNY_W8A8_TOKENS)),
-        Implementation("project", "fp8_skinny_gemm", _split_k, fits, most(SKINNY_TOKENS)),
+        Implementation("project", "fp8_skinny_w8a8", _project, hopper, up_to(SKINNY_W8A8_TOKENS)),
+        Implementation("project", "fp8_skinny_gemm", _split_k, fits, up_to(SKINNY_TOKENS)),
     )
 
 
 def _norm_gemv(name: str, facts: Any) -> Kernel:  # noqa: ANN401
     from kernels.gemm import fp8_kernels
 
-    fused, pdl = getattr(fp8_kernels, name), facts.device.supports_pdl
-
-    def norm_linear(
-        x: Tensor | None, residual: Tensor, norm: RMSNorm, layer: Linear
-    ) -> tuple[Tensor, Tensor]:
-        if x is not None:
-            residual = residual + reduce_split_k(x, residual.dtype)
-        weight = layer.method.weight(layer)
-        return fused(residual, norm.weight, norm.eps, weight, layer.bias, pdl=pdl), residual
-
-    return norm_linear
+    return gemv_after_norm(partial(getattr(fp8_kernels, name), device=facts.device))
 
 
 def _norm_linear(facts: Any) -> Kernel:  # noqa: ANN401
     from kernels.gemm import fp8_w8a8
-    from kernels.gemm.quantizing import Quantized
 
-    def multiply(x: Quantized, layer: Linear) -> Tensor:
-        weight, device = layer.method.weight(layer), facts.device
-        if x.num_tokens <= SKINNY_W8A8_TOKENS:
-            return fp8_w8a8.split_k_partials(x, weight, layer.bias, device=device)
-        found = fp8_w8a8.scaled_mm(x, weight, pdl=device.supports_pdl)
-        return found if layer.bias is None else found + layer.bias
-
+    multiply = few_or_many(fp8_w8a8.split_k_partials, fp8_w8a8.scaled_mm, SKINNY_W8A8_TOKENS, facts)
     return after_norm(facts, E4M3, _block_columns, multiply, lambda x, layer: layer(x))
 
 
 def _norm_swiglu(facts: Any) -> Kernel:  # noqa: ANN401
     from kernels.gemm import fp8_w8a8, silu_mul
-    from kernels.gemm.quantizing import Quantized
 
     activate = partial(silu_mul.silu_and_mul, pdl=facts.device.supports_pdl)
-
-    def multiply(x: Quantized, layer: Linear) -> Tensor:
-        weight, device = layer.method.weight(layer), facts.device
-        if x.num_tokens <= SKINNY_W8A8_TOKENS:
-            return fp8_w8a8.linear_swiglu(x, weight, layer.bias, device=device)
-        found = fp8_w8a8.scaled_mm(x, weight, pdl=device.supports_pdl)
-        return activate(found if layer.bias is None else found + layer.bias)
-
+    multiply = few_or_many(
+        fp8_w8a8.linear_swiglu, fp8_w8a8.scaled_mm, SKINNY_W8A8_TOKENS, facts, activate
+    )
     return after_norm(facts, E4M3, _block_columns, multiply, lambda x, layer: activate(layer(x)))
 
 
@@ -197,39 +162,27 @@ def _block_columns(layer: Linear) -> int:
 def _gemv_add(facts: Any) -> Kernel:  # noqa: ANN401
     from kernels.gemm import fp8_kernels
 
-    pdl = facts.device.supports_pdl
-
-    def linear_residual(x: Tensor, layer: Linear, residual: Tensor) -> None:
-        weight = layer.method.weight(layer)
-        return fp8_kernels.gemv_add(x, weight, layer.bias, residual, pdl=pdl)
-
-    return linear_residual
+    return of_layer(partial(fp8_kernels.gemv_add, device=facts.device))
 
 
 def _project(facts: Any) -> Kernel:  # noqa: ANN401
     from kernels.gemm import fp8_w8a8
 
-    def project(x: Tensor, layer: Linear) -> Tensor:
-        weight = layer.method.weight(layer)
-        if not has_kernels(weight):
-            return layer(x)
-        return fp8_w8a8.split_k_partials(x, weight, layer.bias, device=facts.device)
-
-    return project
+    return split_k_project(fp8_w8a8.split_k_partials, has_kernels, facts)
 
 
 def _split_k(facts: Any) -> Kernel:  # noqa: ANN401
     from kernels.gemm import fp8_kernels
 
-    def project(x: Tensor, layer: Linear) -> Tensor:
-        weight = layer.method.weight(layer)
-        return fp8_kernels.split_k_partials(x, weight, layer.bias, device=facts.device)
-
-    return project
+    return of_layer(partial(fp8_kernels.split_k_partials, device=facts.device))
 
 
 class Fp8Linear(QuantizedLinear):
     """Method of a linear layer: `weight` e4m3 `[N, K]`, `weight_scale` float32, see `Fp8Weight`."""
+
+    multiply = staticmethod(weight_only_linear)
+    dequantize = staticmethod(fp8_weight.dequantize)
+    has_kernels = staticmethod(has_kernels)
 
     def __init__(self, spec: QuantizationSpec) -> None:
         super().__init__(spec.format)
@@ -241,27 +194,15 @@ class Fp8Linear(QuantizedLinear):
         else:
             scale_axes = (Axis("out", rows), Axis("in", columns))
         self._spec = spec
-        if spec.at_load:
-            self._layouts = (
-                TensorLayout(
-                    name="weight", parameter="weight", axes=(Axis("out"), Axis("in")), dtype=E4M3,
-                    dummy=(0.0, 100.0),
-                    quantize=lambda rows: quantize_activations(rows, rows.shape[1]),
-                ),
-                TensorLayout(
-                    name="", parameter="weight_scale", axes=scale_axes, dtype=torch.float32,
-                    dummy=(2e-4, 0.0),
-                ),
-            )  # fmt: skip
-            return
         self._layouts = (
             TensorLayout(
                 name="weight", parameter="weight", axes=(Axis("out"), Axis("in")),
-                stored=(E4M3,), dtype=E4M3, dummy=(0.0, 100.0),
+                stored=FLOATS if spec.at_load else (E4M3,), dtype=E4M3, dummy=(0.0, 100.0),
+                quantize=_by_rows if spec.at_load else None,
             ),
             TensorLayout(
-                name=spec.scale_name, parameter="weight_scale", axes=scale_axes,
-                other_ending="_inv" if spec.packing == "modelopt" else "",
+                name="" if spec.at_load else spec.scale_name, parameter="weight_scale",
+                axes=scale_axes, other_ending="_inv" if spec.packing == "modelopt" else "",
                 dtype=torch.float32, dummy=(2e-4, 0.0),
             ),
         )  # fmt: skip
@@ -296,22 +237,15 @@ class Fp8Linear(QuantizedLinear):
             columns = self._spec.block_size[1]
         return Fp8Weight(layer.weight, layer.weight_scale, self._block_rows(layer), columns)
 
-    def multiply(self, x: Tensor, weight: Fp8Weight) -> Tensor:
-        return weight_only_linear(x, weight)
-
-    def dequantize(self, weight: Fp8Weight, dtype: torch.dtype) -> Tensor:
-        return fp8_weight.dequantize(weight, dtype)
-
-    def has_kernels(self, weight: Fp8Weight) -> bool:
-        return has_kernels(weight)
-
     def rows(self) -> Sequence[Implementation[Any]]:
-        linear = implementations(lambda facts: facts.device)
-        own = [row for row in linear if row.operation == self.operation]
-        return (*_fused_rows(self.weight_format), *own)
+        return (*_fused_rows(self.weight_format), *linear_rows(self.operation))
 
     def _block_rows(self, layer: Linear) -> int:
         if self._spec.format == "fp8_channel":
             return 1
         *before_last, _ = layer.parts.values()
         return math.gcd(self._spec.block_size[0], *before_last)
+
+
+def _by_rows(values: Tensor) -> tuple[Tensor, Tensor]:
+    return quantize_activations(values, values.shape[1])

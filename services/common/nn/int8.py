@@ -13,9 +13,15 @@ from torch import Tensor
 from kernels.gemm import int8_weight
 from kernels.gemm.int8_weight import Int8Weight
 from services.common.model_spec import QuantizationSpec
-from services.common.nn.dispatch import Implementation, Kernel, TokenRange
+from services.common.nn.dispatch import Implementation, Kernel, TokenRange, up_to
 from services.common.nn.linear import Axis, Linear, TensorLayout
-from services.common.nn.quantized import QuantizedLinear, after_norm, half_obstacle
+from services.common.nn.quantized import (
+    QuantizedLinear,
+    after_norm,
+    few_or_many,
+    half_obstacle,
+    split_k_project,
+)
 
 SKINNY_TOKENS = 64  # the most for which K is split
 _LAYOUTS = (
@@ -33,6 +39,10 @@ _LAYOUTS = (
 class Int8Linear(QuantizedLinear):
     """Method of a linear layer: `weight` int8 `[N, K]`, `weight_scale` float32 `[N, 1]`."""
 
+    multiply = staticmethod(int8_weight.w8a8_linear)
+    dequantize = staticmethod(int8_weight.dequantize)
+    has_kernels = staticmethod(int8_weight.has_int_mm)
+
     def __init__(self, spec: QuantizationSpec) -> None:
         super().__init__(spec.format)
 
@@ -42,31 +52,22 @@ class Int8Linear(QuantizedLinear):
     def weight(self, layer: Linear) -> Int8Weight:
         return Int8Weight(layer.weight, layer.weight_scale)
 
-    def multiply(self, x: Tensor, weight: Int8Weight) -> Tensor:
-        return int8_weight.w8a8_linear(x, weight)
-
-    def dequantize(self, weight: Int8Weight, dtype: torch.dtype) -> Tensor:
-        return int8_weight.dequantize(weight, dtype)
-
-    def has_kernels(self, weight: Int8Weight) -> bool:
-        return int8_weight.has_int_mm(weight)
-
     def rows(self) -> Sequence[Implementation[Any]]:
-        few = TokenRange(1, SKINNY_TOKENS)
+        few = up_to(SKINNY_TOKENS)
 
         def normed(facts: Any) -> TokenRange:  # noqa: ANN401 - the decoder's
-            return TokenRange() if facts.device.is_hopper else few
+            return TokenRange() if facts.device.is_hopper else few(facts)
 
         return (
             Implementation("norm_linear", "int8_norm", _norm_linear, half_obstacle, normed),
             Implementation("norm_swiglu", "int8_norm", _norm_swiglu, _hopper),
-            Implementation("project", "int8_skinny_gemm", _project, half_obstacle, lambda _: few),
+            Implementation("project", "int8_skinny_gemm", _project, half_obstacle, few),
             Implementation("linear_swiglu", "int8_gemm", _linear_swiglu, _hopper),
             Implementation(
-                self.operation, "skinny_gemm", partial(_gemm, name="skinny_gemm"), half_obstacle,
-                lambda _: few,
+                self.operation, "skinny_gemm", partial(_gemm, "split_k_partials"), half_obstacle,
+                few,
             ),
-            Implementation(self.operation, "gemm", partial(_gemm, name="gemm"), _hopper),
+            Implementation(self.operation, "gemm", partial(_gemm, "gemm"), _hopper),
             Implementation(
                 self.operation, "int_mm", lambda _: int8_weight.int_mm_linear, _tensor_cores
             ),
@@ -87,39 +88,27 @@ def _hopper(facts: Any) -> str:  # noqa: ANN401
 def _project(facts: Any) -> Kernel:  # noqa: ANN401
     from kernels.gemm import int8_kernels
 
-    def project(x: Tensor, layer: Linear) -> Tensor:
-        weight = layer.method.weight(layer)
-        if not int8_kernels.has_tiles(weight):
-            return layer(x)
-        return int8_kernels.split_k_partials(x, weight, layer.bias, device=facts.device)
-
-    return project
+    return split_k_project(int8_kernels.split_k_partials, int8_weight.has_tiles, facts)
 
 
-def _gemm(facts: Any, name: str) -> Kernel:  # noqa: ANN401
+def _gemm(name: str, facts: Any) -> Kernel:  # noqa: ANN401
     from kernels.gemm import int8_kernels
+    from kernels.gemm.skinny_gemm import summed
 
     kernel = getattr(int8_kernels, name)
 
     def multiply(x: Tensor, weight: Int8Weight) -> Tensor:
-        if not int8_kernels.has_tiles(weight):
+        if not int8_weight.has_tiles(weight):
             return int8_weight.int_mm_linear(x, weight)
-        return kernel(x, weight, device=facts.device)
+        return summed(kernel, x, weight, device=facts.device)
 
     return multiply
 
 
 def _norm_linear(facts: Any) -> Kernel:  # noqa: ANN401
     from kernels.gemm import int8_kernels
-    from kernels.gemm.quantizing import Quantized
 
-    def multiply(x: Quantized, layer: Linear) -> Tensor:
-        weight, device = layer.method.weight(layer), facts.device
-        if x.num_tokens <= SKINNY_TOKENS:
-            return int8_kernels.split_k_partials(x, weight, layer.bias, device=device)
-        found = int8_kernels.gemm(x, weight, device=device)
-        return found if layer.bias is None else found + layer.bias
-
+    multiply = few_or_many(int8_kernels.split_k_partials, int8_kernels.gemm, SKINNY_TOKENS, facts)
     return after_norm(facts, torch.int8, _columns, multiply, _project(facts))
 
 
@@ -139,10 +128,7 @@ def _norm_swiglu(facts: Any) -> Kernel:  # noqa: ANN401
 
 def _columns(layer: Linear) -> int:
     """Of the input, which has one scale; 0 where tiles do not divide the weight."""
-    from kernels.gemm import int8_kernels
-
-    has_tiles = int8_kernels.has_tiles(layer.method.weight(layer))
-    return layer.in_features if has_tiles else 0
+    return layer.in_features if int8_weight.has_tiles(layer.method.weight(layer)) else 0
 
 
 def _linear_swiglu(facts: Any) -> Kernel:  # noqa: ANN401
@@ -150,7 +136,7 @@ def _linear_swiglu(facts: Any) -> Kernel:  # noqa: ANN401
 
     def multiply(x: Tensor, layer: Linear) -> Tensor:
         weight = layer.method.weight(layer)
-        if layer.bias is None and int8_kernels.has_tiles(weight):
+        if layer.bias is None and int8_weight.has_tiles(weight):
             return int8_kernels.gemm(x, weight, device=facts.device, is_swiglu=True)
         return silu_mul.silu_and_mul(layer(x), pdl=facts.device.supports_pdl)
 

@@ -35,18 +35,21 @@ from kernels.gemm.packed_weight import (
 )
 from services.common.model_spec import QuantizationSpec
 from services.common.nn import tiled_rows
-from services.common.nn.dispatch import Implementation, Kernel, TokenRange
+from services.common.nn.dispatch import Implementation, Kernel, up_to
 from services.common.nn.linear import Axis, Linear, TensorLayout
 from services.common.nn.quantized import QuantizedLinear, half_obstacle
 
 _WORDS = (torch.int32,)
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # columns of a word's codes, the lowest bits first
 _HALVES = (torch.float16, torch.bfloat16)
-SKINNY_TOKENS = 16  # the most for which the skinny GEMM serves; not measured yet
 
 
 class PackedLinear(QuantizedLinear):
     """Method of a linear layer, see `PackedWeight`."""
+
+    multiply = staticmethod(weight_only_linear)
+    dequantize = staticmethod(packed_weight.dequantize)
+    has_kernels = staticmethod(has_kernels)
 
     def __init__(self, spec: QuantizationSpec) -> None:
         super().__init__(spec.format)
@@ -101,38 +104,23 @@ class PackedLinear(QuantizedLinear):
             layer.weight.dtype == torch.int16,
         )  # fmt: skip
 
-    def multiply(self, x: Tensor, weight: PackedWeight) -> Tensor:
-        return weight_only_linear(x, weight)
-
-    def dequantize(self, weight: PackedWeight, dtype: torch.dtype) -> Tensor:
-        return packed_weight.dequantize(weight, dtype)
-
-    def has_kernels(self, weight: PackedWeight) -> bool:
-        return has_kernels(weight)
-
     def rows(self) -> Sequence[Implementation[Any]]:
-        few = TokenRange(1, SKINNY_TOKENS)
         plain = Implementation(self.operation, "plain", lambda _: weight_only_linear)
         if self._spec.format == "mxfp8":
             return (plain,)  # no kernel reads e4m3 in groups yet
-        if self._spec.format != "w4a16":
+        of_tiles, of_bytes = up_to(tiled_rows.SKINNY_TOKENS), up_to(tiled_rows.BYTES_TOKENS)
+        if self._spec.format == "w4a16":
             return (
-                Implementation(
-                    "project", "packed_skinny_gemm", tiled_rows.project, half_obstacle,
-                    lambda _: few,
-                ),
-                Implementation(
-                    self.operation, "skinny_gemm", _skinny_gemm, half_obstacle, lambda _: few
-                ),
+                Implementation("project", "tiles", tiled_rows.project, half_obstacle, of_tiles),
+                Implementation("linear_swiglu", "tiles", tiled_rows.linear_swiglu, half_obstacle),
+                Implementation(self.operation, "tiles", tiled_rows.linear, half_obstacle),
                 plain,
-            )  # fmt: skip
-        several = TokenRange(1, tiled_rows.SKINNY_TOKENS)
+            )
         return (
             Implementation(
-                "project", "tiles", tiled_rows.project, half_obstacle, lambda _: several
+                "project", "packed_skinny_gemm", tiled_rows.project, half_obstacle, of_bytes
             ),
-            Implementation("linear_swiglu", "tiles", tiled_rows.linear_swiglu, half_obstacle),
-            Implementation(self.operation, "tiles", tiled_rows.linear, half_obstacle),
+            Implementation(self.operation, "skinny_gemm", _skinny_gemm, half_obstacle, of_bytes),
             plain,
         )
 
@@ -241,8 +229,9 @@ class PackedLinear(QuantizedLinear):
 
 def _skinny_gemm(facts: Any) -> Kernel:  # noqa: ANN401 - the decoder's, as below
     from kernels.gemm import packed_kernels
+    from kernels.gemm.skinny_gemm import summed
 
-    return partial(packed_kernels.skinny_gemm, device=facts.device)
+    return partial(summed, packed_kernels.split_k_partials, device=facts.device)
 
 
 def _set(layer: Linear, tensors: Mapping[str, Tensor]) -> None:

@@ -1,35 +1,33 @@
 """What the methods of quantized linear layers share; a format is a file beside this one."""
 
-from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from kernels.plain import reduce_split_k
 from services.common.nn.dispatch import Kernel
 from services.common.nn.layers import RMSNorm
 from services.common.nn.linear import Linear, LinearMethod
 
 
 class QuantizedLinear(LinearMethod):
-    """What the methods of quantized weights share. They hold no state but the format's."""
+    """What the methods of quantized weights share. They hold no state but the format's.
+
+    Attributes:
+        multiply: the plain twin: `[T, K]`, weight → `[T, N]`.
+        dequantize: (weight, dtype) → `[..., N, K]`.
+        has_kernels: whether all rows of the dispatch table take the matrix.
+    """
+
+    multiply: Callable[[Tensor, Any], Tensor]
+    dequantize: Callable[[Any, torch.dtype], Tensor]
+    has_kernels: Callable[[Any], bool]
 
     def __init__(self, weight_format: str) -> None:
         self.weight_format = weight_format
         self.operation = f"{weight_format}_linear"
-
-    @abstractmethod
-    def multiply(self, x: Tensor, weight: Any) -> Tensor:  # noqa: ANN401 - the format's
-        """The plain twin: `[T, K]` → `[T, N]`."""
-
-    @abstractmethod
-    def dequantize(self, weight: Any, dtype: torch.dtype) -> Tensor:  # noqa: ANN401 - the format's
-        """`[..., N, K]`."""
-
-    @abstractmethod
-    def has_kernels(self, weight: Any) -> bool:  # noqa: ANN401 - the format's
-        """Whether all rows of the dispatch table take the matrix."""
 
     def apply(self, layer: Linear, x: Tensor) -> Tensor:
         weight, rows = self.weight(layer), x.reshape(-1, layer.in_features)
@@ -46,6 +44,60 @@ def half_obstacle(facts: Any) -> str:  # noqa: ANN401 - the decoder's
     """Why a Triton kernel of half precision cannot run; empty: it can."""
     half = "" if facts.dtype.itemsize == 2 else f"needs bfloat16 or float16, not {facts.dtype}"
     return facts.device.triton_obstacle or half
+
+
+def of_layer(kernel: Kernel) -> Kernel:
+    """A kernel of (x, weight, bias, ...) as one of (x, layer, ...)."""
+    return lambda x, layer, *rest: kernel(x, layer.method.weight(layer), layer.bias, *rest)
+
+
+def gemv_after_norm(kernel: Kernel) -> Kernel:
+    """`norm_linear`, or `norm_swiglu`, by a GEMV of (x, norm, eps, weight, bias)."""
+
+    def fused(
+        x: Tensor | None, residual: Tensor, norm: RMSNorm, layer: Linear
+    ) -> tuple[Tensor, Tensor]:
+        if x is not None:
+            residual = residual + reduce_split_k(x, residual.dtype)
+        weight = layer.method.weight(layer)
+        return kernel(residual, norm.weight, norm.eps, weight, layer.bias), residual
+
+    return fused
+
+
+def split_k_project(kernel: Kernel, takes: Callable[[Any], bool], facts: Any) -> Kernel:  # noqa: ANN401
+    """`project` by a format's `split_k_partials`; layers whose weights it does not take compute
+    themselves.
+    """
+
+    def project(x: Tensor, layer: Linear) -> Tensor:
+        weight = layer.method.weight(layer)
+        if not takes(weight):
+            return layer(x)
+        return kernel(x, weight, layer.bias, device=facts.device)
+
+    return project
+
+
+def few_or_many(
+    few: Kernel,
+    many: Kernel,
+    most: int,
+    facts: Any,  # noqa: ANN401 - the decoder's
+    then: Callable[[Tensor], Tensor] = lambda found: found,
+) -> Callable[[Any, Linear], Tensor]:
+    """(quantized activations, layer) → its output, by `few` for up to `most` tokens, else by a GEMM
+    without a bias and what comes behind it.
+    """
+
+    def multiply(x: Any, layer: Linear) -> Tensor:  # noqa: ANN401 - `quantizing.Quantized`
+        weight = layer.method.weight(layer)
+        if x.num_tokens <= most:
+            return few(x, weight, layer.bias, device=facts.device)
+        found = many(x, weight, device=facts.device)
+        return then(found if layer.bias is None else found + layer.bias)
+
+    return multiply
 
 
 def after_norm(

@@ -13,20 +13,21 @@ from services.common.nn.dispatch import Kernel
 from services.common.nn.linear import Linear
 
 SKINNY_TOKENS = 192  # for more, dequantizing the weight takes less than reading it again and again
-_BYTES_TOKENS = 16  # of the kernels of bytes
+BYTES_TOKENS = 16  # of the kernels of bytes; not measured yet
 
 
 def linear(facts: Any) -> Kernel:  # noqa: ANN401 - the decoder's, as below
     """`(x, weight)` → `[T, N]`."""
     from kernels.gemm import packed_kernels, packed_tiles, packed_weight
+    from kernels.gemm.skinny_gemm import summed
 
     def multiply(x: Tensor, weight: packed_weight.PackedWeight) -> Tensor:
         if weight.is_tiled:
             if len(x) <= SKINNY_TOKENS:
-                return packed_tiles.skinny_gemm(x, weight, device=facts.device)
+                return summed(packed_tiles.split_k_partials, x, weight, device=facts.device)
             return packed_tiles.linear(x, weight, device=facts.device)
-        if len(x) <= _BYTES_TOKENS:
-            return packed_kernels.skinny_gemm(x, weight, device=facts.device)
+        if len(x) <= BYTES_TOKENS:
+            return summed(packed_kernels.split_k_partials, x, weight, device=facts.device)
         return packed_weight.weight_only_linear(x, weight)
 
     return multiply
@@ -40,7 +41,7 @@ def project(facts: Any) -> Kernel:  # noqa: ANN401
         weight = layer.method.weight(layer)
         if weight.is_tiled:
             return packed_tiles.split_k_partials(x, weight, layer.bias, device=facts.device)
-        if len(x) <= _BYTES_TOKENS and packed_weight.has_kernels(weight):
+        if len(x) <= BYTES_TOKENS and packed_weight.has_kernels(weight):
             return packed_kernels.split_k_partials(x, weight, layer.bias, device=facts.device)
         return layer(x)
 

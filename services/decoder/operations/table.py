@@ -27,8 +27,8 @@ from services.common.model_spec import RopeSpec, TextSpec
 from services.common.nn import experts
 from services.common.nn.dispatch import Implementation, Kernel, KernelTable, TokenRange
 from services.common.nn.formats import Rows, rows_of
-from services.common.nn.layers import RMSNorm
 from services.common.nn.linear import Linear
+from services.common.nn.quantized import gemv_after_norm, of_layer
 from services.decoder.operations.kernel_facts import UNQUANTIZED, KernelFacts, attention_facts
 
 _DELTA = "linear_attention.delta_rule"
@@ -194,29 +194,6 @@ def _gemv(facts: KernelFacts, name: str) -> Kernel:
     return _kernel("gemm.gemv", name, pdl=True)(facts)
 
 
-def _gemv_norm_linear(facts: KernelFacts, name: str) -> Kernel:
-    fused = _gemv(facts, name)
-
-    def norm_linear(
-        x: Tensor | None, residual: Tensor, norm: RMSNorm, layer: Linear
-    ) -> tuple[Tensor, Tensor]:
-        if x is not None:
-            residual = residual + plain.reduce_split_k(x, residual.dtype)
-        return fused(residual, norm.weight, norm.eps, layer.weight, layer.bias), residual
-
-    return norm_linear
-
-
-def _gemv_residual(facts: KernelFacts) -> Kernel:
-    add = _gemv(facts, "linear_residual")
-    return lambda x, layer, residual: add(x, layer.weight, layer.bias, residual)
-
-
-def _gemv_project(facts: KernelFacts) -> Kernel:
-    linear = _gemv(facts, "linear")
-    return lambda x, layer: linear(x, layer.weight, layer.bias)
-
-
 def _gemm_residual(facts: KernelFacts) -> Kernel:
     """The residual is the GEMM's accumulator. Whether its result is rounded before it is added is
     the library's business.
@@ -329,17 +306,17 @@ ROWS: Sequence[Row] = (
     Row("add_rms_norm", "triton", _kernel("gemm.add_norm", "add_rms_norm", pdl=True), _triton),
     Row("add_rms_norm", "plain", _plain(plain.add_rms_norm)),
     Row(
-        "norm_linear", "gemv", lambda facts: _gemv_norm_linear(facts, "norm_linear"),
+        "norm_linear", "gemv", lambda facts: gemv_after_norm(_gemv(facts, "norm_linear")),
         _FUSED_GEMV, _tokens(1, tuning.GEMV_TOKENS),
     ),
     Row("norm_linear", "unfused", _unfused),
     Row(
-        "norm_swiglu", "gemv", lambda facts: _gemv_norm_linear(facts, "norm_swiglu"),
+        "norm_swiglu", "gemv", lambda facts: gemv_after_norm(_gemv(facts, "norm_swiglu")),
         _FUSED_GEMV, _tokens(1, tuning.GEMV_TOKENS),
     ),
     Row("norm_swiglu", "unfused", _unfused),
     Row(
-        "linear_residual", "gemv", _gemv_residual,
+        "linear_residual", "gemv", lambda facts: of_layer(_gemv(facts, "linear_residual")),
         _needs(_triton, _pdl, _unquantized, _one_rank), _tokens(1, tuning.GEMV_TOKENS),
     ),
     Row(
@@ -349,8 +326,8 @@ ROWS: Sequence[Row] = (
     ),
     Row("linear_residual", "unfused", _unfused),
     Row(
-        "project", "gemv", _gemv_project, _needs(_several_ranks, _FUSED_GEMV),
-        _tokens(1, tuning.GEMV_TOKENS),
+        "project", "gemv", lambda facts: of_layer(_gemv(facts, "linear")),
+        _needs(_several_ranks, _FUSED_GEMV), _tokens(1, tuning.GEMV_TOKENS),
     ),
     Row(
         "project", "skinny_gemm", _skinny_project,

@@ -12,6 +12,7 @@ from triton.runtime import interpreter
 from kernels.device import DeviceFacts
 from kernels.gemm import fp8_kernels, fp8_w8a8, fp8_weight, quantizing
 from kernels.gemm.fp8_weight import E4M3, Fp8Weight
+from kernels.gemm.skinny_gemm import summed
 from kernels.plain import rms_norm, silu_and_mul
 from kernels.tuning import MoEGemmConfig
 from services.common.nn import fp8
@@ -46,23 +47,23 @@ def close(actual: Tensor, expected: Tensor) -> None:
 def check_weight_only(num_tokens: int, rows: int, columns: int, block: bool) -> None:
     weight, x = make(rows, columns, block), torch.randn(num_tokens, columns)
     expected = fp8.weight_only_linear(x, weight)
-    close(fp8_kernels.skinny_gemm(x, weight, device=DEVICE), expected)
+    close(summed(fp8_kernels.split_k_partials, x, weight, device=DEVICE), expected)
     for bias in (None, torch.randn(rows)):
         added = torch.zeros(rows) if bias is None else bias
         partials = fp8_kernels.split_k_partials(x, weight, bias, device=DEVICE)
         close(partials.view(-1, num_tokens, rows).sum(0), expected + added)
     if num_tokens > 1:
         return
-    close(fp8_kernels.gemv(x, weight, pdl=False), expected)
+    close(fp8_kernels.gemv(x, weight, device=DEVICE), expected)
     norm, residual = torch.randn(columns), torch.randn(1, rows)
     normed = fp8.weight_only_linear(rms_norm(x, norm, EPS), weight)
     for bias in (None, torch.randn(rows)):
         added = torch.zeros(rows) if bias is None else bias
-        close(fp8_kernels.norm_gemv(x, norm, EPS, weight, bias, pdl=False), normed + added)
-        found = fp8_kernels.norm_swiglu_gemv(x, norm, EPS, weight, bias, pdl=False)
+        close(fp8_kernels.norm_gemv(x, norm, EPS, weight, bias, device=DEVICE), normed + added)
+        found = fp8_kernels.norm_swiglu_gemv(x, norm, EPS, weight, bias, device=DEVICE)
         assert_close(found, silu_and_mul(normed + added), atol=1e-2, rtol=1e-4)
         total = residual.clone()
-        fp8_kernels.gemv_add(x, weight, bias, total, pdl=False)
+        fp8_kernels.gemv_add(x, weight, bias, total, device=DEVICE)
         close(total, residual + expected + added)
 
 
@@ -84,7 +85,7 @@ def check_what_is_no_number() -> None:
     x[0, 3], x[2, 130] = float("nan"), float("inf")
     for found in (
         fp8_weight.w8a8_linear(x, weight),
-        fp8_w8a8.skinny_gemm(x, weight, device=DEVICE),
+        summed(fp8_w8a8.split_k_partials, x, weight, device=DEVICE),
     ):
         assert found.isfinite().all(1).tolist() == [False, True, False]
 
@@ -110,10 +111,10 @@ def check_w8a8(num_tokens: int, rows: int, columns: int, block: bool) -> None:
     weight, x = make(rows, columns, block), torch.randn(num_tokens, columns)
     expected = fp8_weight.w8a8_linear(x, weight)
     if block:
-        close(fp8_w8a8.triton_gemm(x, weight, pdl=False), expected)
+        close(fp8_w8a8.triton_gemm(x, weight, device=DEVICE), expected)
     if num_tokens > SKINNY_W8A8_TOKENS:
         return
-    close(fp8_w8a8.skinny_gemm(x, weight, device=DEVICE), expected)
+    close(summed(fp8_w8a8.split_k_partials, x, weight, device=DEVICE), expected)
     bias = torch.randn(rows)
     for config in (None, fp8_w8a8.SkinnyConfig(1, 3), fp8_w8a8.SkinnyConfig(columns // 128, 2)):
         partials = fp8_w8a8.split_k_partials(x, weight, bias, device=DEVICE, config=config)

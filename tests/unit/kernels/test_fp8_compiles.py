@@ -1,5 +1,7 @@
 """What the dispatch table picks for FP8 layers compiles for known GPUs, and fits them."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -33,8 +35,9 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> D
     return facts
 
 
-def table_of(facts: DeviceFacts) -> KernelTable[DeviceFacts]:
-    return KernelTable.resolve(fp8.implementations(lambda device: device), facts)
+def table_of(facts: DeviceFacts) -> KernelTable[SimpleNamespace]:
+    rows = [*fp8.linear_rows("fp8_block_linear"), *fp8.linear_rows("fp8_channel_linear")]
+    return KernelTable.resolve(rows, SimpleNamespace(device=facts))
 
 
 # A scale for each row differs from one for each block in how a kernel finds it, on all devices
@@ -47,20 +50,21 @@ def test_what_the_table_picks_compiles_and_fits(device: DeviceFacts, block: bool
     """For the widest projection of an 8B, whose CTAs hold the most."""
     table, weight, columns = table_of(device), weight_of(4096, 12288, block), 12288
     operation = "fp8_block_linear" if block else "fp8_channel_linear"
-    options = {"pdl": device.supports_pdl}
     launches = []
     with compiled_launches(device) as found:
         for num_tokens in (1, 2, fp8.SKINNY_TOKENS):
             x = torch.empty(num_tokens, columns, dtype=torch.bfloat16)
             table.call(operation, x, weight)
-            fp8_kernels.skinny_gemm(x, weight, device=device)  # by an override, where not by that
+            fp8_kernels.split_k_partials(
+                x, weight, device=device
+            )  # by an override, where not by that
         x = torch.empty(1008, columns, dtype=torch.bfloat16)
         match table.choose(operation, 1008).name:
             case "scaled_mm":  # torch's own, after this
                 wide = 128 if block else columns
-                quantizing.quantize_activations(x, E4M3, wide, **options)
+                quantizing.quantize_activations(x, E4M3, wide, pdl=device.supports_pdl)
             case "triton_gemm":
-                fp8_w8a8.triton_gemm(x, weight, **options)
+                fp8_w8a8.triton_gemm(x, weight, device=device)
             case name:
                 assert name == "plain" and device.capability == (8, 0)
         launches += found
@@ -77,9 +81,9 @@ def test_fused_gemvs_compile(device: DeviceFacts) -> None:
     for block in (True, False):
         weight = weight_of(24576, 4096, block)
         with compiled_launches(device) as found:
-            fp8_kernels.norm_gemv(x, norm, 1e-6, weight, None, pdl=True)
-            fp8_kernels.norm_swiglu_gemv(x, norm, 1e-6, weight, None, pdl=True)
-            fp8_kernels.gemv_add(x, weight, None, torch.empty(1, 24576).bfloat16(), pdl=True)
+            fp8_kernels.norm_gemv(x, norm, 1e-6, weight, None, device=device)
+            fp8_kernels.norm_swiglu_gemv(x, norm, 1e-6, weight, None, device=device)
+            fp8_kernels.gemv_add(x, weight, None, torch.empty(1, 24576).bfloat16(), device=device)
         assert len(found) == 3
 
 

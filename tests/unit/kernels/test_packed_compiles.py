@@ -12,7 +12,7 @@ from kernels.gemm import cublaslt, int8_kernels, packed_kernels, packed_tiles, p
 from kernels.gemm.int8_weight import Int8Weight
 from kernels.gemm.packed_weight import PackedWeight
 from services.common.nn import int8, tiled_rows
-from services.common.nn.packed import SKINNY_TOKENS
+from services.common.nn.tiled_rows import BYTES_TOKENS
 from services.decoder.operations import table
 from services.decoder.operations.table import KernelFacts
 from tests.gpu_compiler import compiled_launches
@@ -33,10 +33,10 @@ def test_kernels_of_bytes_compile_and_fit(device: str) -> None:
     kernels = table.resolve(
         KernelFacts(facts, TEXT_SHAPES["8b"], torch.bfloat16, weight_format="w8a16")
     )
-    assert kernels.choose("project", SKINNY_TOKENS).name == "packed_skinny_gemm"
-    assert kernels.choose("w8a16_linear", SKINNY_TOKENS + 1).name == "plain"
+    assert kernels.choose("project", BYTES_TOKENS).name == "packed_skinny_gemm"
+    assert kernels.choose("w8a16_linear", BYTES_TOKENS + 1).name == "plain"
     with compiled_launches(facts) as found:
-        for num_tokens in (1, SKINNY_TOKENS):
+        for num_tokens in (1, BYTES_TOKENS):
             x = torch.empty(num_tokens, 12288, dtype=torch.bfloat16)
             kernels.call("w8a16_linear", x, weight)
     launches = [launch for launch in found if launch.name == "_skinny_kernel"]
