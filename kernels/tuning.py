@@ -4,7 +4,9 @@
 GEMM without a row gets its constants by the rules below, which need the device's facts alone.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from kernels.device import DeviceFacts
 from kernels.launches import LAUNCH_HIDING_TOKENS as LAUNCH_HIDING_TOKENS
@@ -220,6 +222,8 @@ class MoETilesConfig:
         return (256 * self.tokens + 10240) * self.stages
 
 
+_GroupedT = TypeVar("_GroupedT", MoEGemmConfig, MoETilesConfig)
+
 # Of a mixture of experts. `MoEGemvConfig`'s own are measured on an H200, the 30B-A3B's shape.
 MOE_GEMV_TOKENS = 4  # above, tokens share experts often enough
 ROUTER_TOKENS = 2048  # above, the router's GEMM is the library's
@@ -253,16 +257,18 @@ def router_splits(num_tokens: int) -> int:
 
 def moe_gemm_config(device: DeviceFacts, mean_rows: float, *, w8a8: bool) -> MoEGemmConfig:
     """By the mean number of rows per expert; fewer stages where shared memory has no room."""
-    configs = _MOE_W8A8 if w8a8 else _MOE_GEMM
-    found = next(config for most, config in configs if most is None or mean_rows <= most)
-    while found.stages > 2 and found.shared_bytes() > device.shared_memory_bytes:
-        found = replace(found, stages=found.stages - 1)
-    return found
+    return _fitting(device, mean_rows, _MOE_W8A8 if w8a8 else _MOE_GEMM)
 
 
 def moe_tiles_config(device: DeviceFacts, mean_rows: float) -> MoETilesConfig:
     """As `moe_gemm_config`."""
-    found = next(config for most, config in _MOE_TILES if most is None or mean_rows <= most)
+    return _fitting(device, mean_rows, _MOE_TILES)
+
+
+def _fitting(
+    device: DeviceFacts, mean_rows: float, configs: Sequence[tuple[int | None, _GroupedT]]
+) -> _GroupedT:
+    found = next(config for most, config in configs if most is None or mean_rows <= most)
     while found.stages > 2 and found.shared_bytes() > device.shared_memory_bytes:
         found = replace(found, stages=found.stages - 1)
     return found
@@ -273,7 +279,6 @@ def moe_tiles_config(device: DeviceFacts, mean_rows: float) -> MoETilesConfig:
 # (kind, rows N, columns K)
 _GEMV = {
     ("norm_linear", 4096, 2048): GemvConfig(4, 1024, 0, 4),
-    ("linear_residual", 2048, 2048): GemvConfig(4, 2048, 0, 4),
     ("norm_swiglu", 12288, 2048): GemvConfig(4, 512, 0, 2),
     ("linear_residual", 2048, 6144): GemvConfig(8, 2048, 0, 4),
     ("linear", 151936, 2048): GemvConfig(4, 1024, 0, 4),
@@ -321,7 +326,6 @@ _SPLIT_K = {
     (2560, 4096): SkinnyConfig(64, 128, 4, 1, 6, splits=3),
     (2560, 9728): SkinnyConfig(64, 128, 4, 1, 6, splits=3),
     (6144, 4096): SkinnyConfig(64, 64, 4, 3, 6, splits=4),
-    (4096, 4096): SkinnyConfig(64, 128, 4, 1, 5, splits=2),
     (4096, 12288): SkinnyConfig(64, 128, 4, 1, 6, splits=2),
     (10240, 5120): SkinnyConfig(64, 64, 4, 4, 6, splits=3),
     (5120, 8192): SkinnyConfig(64, 128, 4, 2, 6, splits=3),
@@ -375,24 +379,17 @@ def pads_little(num_columns: int, tile: int) -> bool:
 
 def split_k_config(device: DeviceFacts, num_rows: int, num_columns: int) -> SkinnyConfig | None:
     """The configuration of `split_k_partials`; None: the shape does not divide into tiles."""
-    if (
-        device.num_sms == _MEASURED_SMS
-        and (found := _SPLIT_K.get((num_rows, num_columns))) is not None
-    ):
-        return found
-    return _best_fill(device, num_rows, num_columns, most_splits=8)
+    measured = _SPLIT_K.get((num_rows, num_columns)) if device.num_sms == _MEASURED_SMS else None
+    return measured or _best_fill(device, num_rows, num_columns, most_splits=8)
 
 
 def skinny_swiglu_config(
     device: DeviceFacts, num_rows: int, num_columns: int
 ) -> SkinnyConfig | None:
-    """The skinny `linear_swiglu`'s configuration; None: the shape does not divide into tiles."""
-    if (
-        device.num_sms == _MEASURED_SMS
-        and (found := _SKINNY_SWIGLU.get((num_rows, num_columns))) is not None
-    ):
-        return found
-    return _best_fill(device, num_rows, num_columns, most_splits=1)
+    """The same of the skinny `linear_swiglu`, which is not split."""
+    shape = num_rows, num_columns
+    measured = _SKINNY_SWIGLU.get(shape) if device.num_sms == _MEASURED_SMS else None
+    return measured or _best_fill(device, *shape, most_splits=1)
 
 
 def _best_fill(

@@ -287,6 +287,17 @@ def _unfused(_: KernelFacts) -> None:
     """Composed by `Ops` of other operations."""
 
 
+def _twins(
+    operation: str, module: str, twin: Kernel, *checks: Check, pdl: bool = False
+) -> tuple[Row, Row]:
+    """The rows of a Triton kernel and of its plain twin, which has the same name."""
+    kernel = _kernel(module, twin.__name__, pdl=pdl)
+    return (
+        Row(operation, "triton", kernel, _needs(_triton, *checks)),
+        Row(operation, "plain", _plain(twin)),
+    )
+
+
 _FUSED_GEMV = _needs(_triton, _pdl, _unquantized)
 _SKINNY = _needs(_triton, _pdl, _half_precision, _unquantized)
 _ANY_MOE = _needs(_experts, _triton, _half_precision)
@@ -294,17 +305,10 @@ _MOE = _needs(_expert_formats, _ANY_MOE)
 _few_tokens = _tokens(1, tuning.MOE_GEMV_TOKENS)
 
 ROWS: Sequence[Row] = (
-    Row("enter_step", "triton", _kernel("step_entry", "enter_step"), _triton),
-    Row("enter_step", "plain", _plain(plain.enter_step)),
-    Row(
-        "rope_and_rows", "triton", _kernel("step_entry", "rope_and_rows", pdl=True),
-        _needs(_triton, _even_head),
-    ),
-    Row("rope_and_rows", "plain", _plain(plain.rope_and_rows)),
-    Row("rms_norm", "triton", _kernel("gemm.add_norm", "rms_norm", pdl=True), _triton),
-    Row("rms_norm", "plain", _plain(plain.rms_norm)),
-    Row("add_rms_norm", "triton", _kernel("gemm.add_norm", "add_rms_norm", pdl=True), _triton),
-    Row("add_rms_norm", "plain", _plain(plain.add_rms_norm)),
+    *_twins("enter_step", "step_entry", plain.enter_step),
+    *_twins("rope_and_rows", "step_entry", plain.rope_and_rows, _even_head, pdl=True),
+    *_twins("rms_norm", "gemm.add_norm", plain.rms_norm, pdl=True),
+    *_twins("add_rms_norm", "gemm.add_norm", plain.add_rms_norm, pdl=True),
     Row(
         "norm_linear", "gemv", lambda facts: gemv_after_norm(_gemv(facts, "norm_linear")),
         _FUSED_GEMV, _tokens(1, tuning.GEMV_TOKENS),
@@ -358,49 +362,27 @@ ROWS: Sequence[Row] = (
     Row("moe", "plain", _plain(experts.moe)),
     Row("shared_gate", "triton", _shared_gate, _needs(_triton, _shared_expert)),
     Row("shared_gate", "plain", _plain(plain.shared_gate)),
-    Row(
-        "qk_rope_cache", "triton", _kernel("attention.qk_rope_cache", "qk_rope_cache", pdl=True),
-        _needs(_triton, _even_head),
-    ),
-    Row("qk_rope_cache", "plain", _plain(plain.qk_rope_cache)),
+    *_twins("qk_rope_cache", "attention.qk_rope_cache", plain.qk_rope_cache, _even_head, pdl=True),
     Row(
         "fused_decode_attention", "triton", _fused_decode_attention,
         _needs(_triton, _fused_decode), _fused_decode_sequences,
     ),
     Row("fused_decode_attention", "plain", _plain(plain.fused_decode_attention)),
-    Row("output_gate", "triton", _kernel(_GATES, "output_gate", pdl=True), _triton),
-    Row("output_gate", "plain", _plain(plain.output_gate)),
-    Row(
-        "reduce_split_k", "triton", _kernel("gemm.skinny_gemm", "reduce_split_k", pdl=True), _triton
-    ),
-    Row("reduce_split_k", "plain", _plain(plain.reduce_split_k)),
-    Row(
-        "delta_decode", "triton", _kernel(f"{_DELTA}_decode", "decode", pdl=True),
-        _needs(_triton, _delta_sizes),
-    ),
-    Row("delta_decode", "plain", _plain(delta_rule.decode)),
-    Row(
-        "delta_prefill", "triton", _kernel(f"{_DELTA}_prefill", "prefill"),
-        _needs(_triton, _delta_sizes),
-    ),
-    Row("delta_prefill", "plain", _plain(delta_rule.prefill)),
-    Row("gated_norm", "triton", _kernel(_GATES, "gated_norm", pdl=True), _triton),
-    Row("gated_norm", "plain", _plain(delta_rule.gated_norm)),
+    *_twins("output_gate", _GATES, plain.output_gate, pdl=True),
+    *_twins("reduce_split_k", "gemm.skinny_gemm", plain.reduce_split_k, pdl=True),
+    *_twins("delta_decode", f"{_DELTA}_decode", delta_rule.decode, _delta_sizes, pdl=True),
+    *_twins("delta_prefill", f"{_DELTA}_prefill", delta_rule.prefill, _delta_sizes),
+    *_twins("gated_norm", _GATES, delta_rule.gated_norm, pdl=True),
     Row(
         "logits", "gemv", _kernel("gemm.gemv", "linear", pdl=True), _needs(_triton, _pdl),
         _tokens(1, tuning.GEMV_TOKENS),
     ),
     Row("logits", "plain", _plain(plain.linear)),
-    Row("greedy", "triton", _kernel("sampling.greedy", "greedy"), _triton),
-    Row("greedy", "plain", _plain(sampling.greedy)),
-    Row("greedy_masked", "triton", _kernel("sampling.greedy", "greedy_masked"), _triton),
-    Row("greedy_masked", "plain", _plain(sampling.greedy_masked)),
-    Row("penalize", "triton", _kernel("sampling.penalties", "penalize"), _triton),
-    Row("penalize", "plain", _plain(sampling.penalize)),
-    Row("count_tokens", "triton", _kernel("sampling.penalties", "count_tokens"), _triton),
-    Row("count_tokens", "plain", _plain(sampling.count_tokens)),
-    Row("sample", "triton", _kernel("sampling.top_k_top_p_sampling", "sample"), _triton),
-    Row("sample", "plain", _plain(sampling.sample)),
+    *_twins("greedy", "sampling.greedy", sampling.greedy),
+    *_twins("greedy_masked", "sampling.greedy", sampling.greedy_masked),
+    *_twins("penalize", "sampling.penalties", sampling.penalize),
+    *_twins("count_tokens", "sampling.penalties", sampling.count_tokens),
+    *_twins("sample", "sampling.top_k_top_p_sampling", sampling.sample),
 )  # fmt: skip
 
 
