@@ -24,7 +24,6 @@ from services.common.nn.collectives import Share
 from services.common.nn.linear import (
     Axis,
     Linear,
-    MergedLinear,
     StoredLayers,
     StoredTensor,
     TensorLayout,
@@ -51,7 +50,7 @@ class Router(Linear):
         self.normalize = normalize
 
 
-class StackedLinear(MergedLinear):
+class StackedLinear(Linear):
     """Merged layers of one shape as one, with a leading axis: what the experts of a mixture have.
 
     It is not called: an operation reads the matrices that its tokens need.
@@ -85,7 +84,6 @@ class Experts(StoredLayers):
 
     @property
     def stacks(self) -> dict[str, StackedLinear]:
-        """By name."""
         return {"gate_up_proj": self.gate_up_proj, "down_proj": self.down_proj}
 
     @property

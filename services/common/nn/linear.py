@@ -75,7 +75,6 @@ class TensorLayout:
     quantize: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None
 
     def shape(self, out_features: int, in_features: int) -> tuple[int, ...]:
-        """The shape of one module's tensor."""
         sizes: dict[Dimension, int] = {"out": out_features, "in": in_features}
         return tuple(
             axis.count(sizes[axis.dimension]) if isinstance(axis, Axis) else axis or 1
@@ -215,7 +214,12 @@ class UnquantizedLinear(LinearMethod):
 
 
 class Linear(nn.Module):
-    """`y = x @ W.T + b`.
+    """`y = x @ W.T + b`; of several modules of the same input, one GEMM.
+
+    Parameters of a merged layer hold the parts one after the other, named as the checkpoint names
+    them: with `self.qkv_proj = Linear(hidden, {"q_proj": 2048, "k_proj": 1024, "v_proj": 1024})`
+    under `self_attn`, the rows of `self_attn.qkv_proj.weight` are `self_attn.q_proj.weight`,
+    `self_attn.k_proj.weight` and `self_attn.v_proj.weight`.
 
     Attributes:
         parts: the checkpoint's modules whose rows follow each other here → their rows. A layer
@@ -237,13 +241,12 @@ class Linear(nn.Module):
     def __init__(
         self,
         in_features: int | Share,
-        out_features: int | Share,
+        out_features: int | Share | Mapping[str, int | Share],
         bias: bool = False,
         method: LinearMethod | None = None,
-        parts: Mapping[str, int | Share] | None = None,
     ) -> None:
         super().__init__()
-        given = parts or {"": out_features}
+        given = out_features if isinstance(out_features, Mapping) else {"": out_features}
         self.rows = {part: Share.of(size) for part, size in given.items()}
         self.columns = Share.of(in_features)
         self.parts = {part: share.count for part, share in self.rows.items()}
@@ -307,25 +310,6 @@ class Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """`[..., in_features]` → `[..., out_features]`."""
         return self.method.apply(self, x)
-
-
-class MergedLinear(Linear):
-    """Several modules of the same input as one GEMM.
-
-    Its parameters hold the parts one after the other, named as the checkpoint names them: with
-    `self.qkv_proj = MergedLinear(hidden, {"q_proj": 2048, "k_proj": 1024, "v_proj": 1024})` under
-    `self_attn`, the rows of `self_attn.qkv_proj.weight` are `self_attn.q_proj.weight`,
-    `self_attn.k_proj.weight` and `self_attn.v_proj.weight`.
-    """
-
-    def __init__(
-        self,
-        in_features: int | Share,
-        parts: Mapping[str, int | Share],
-        bias: bool = False,
-        method: LinearMethod | None = None,
-    ) -> None:
-        super().__init__(in_features, 0, bias, method, parts)
 
 
 @dataclass(frozen=True, slots=True)

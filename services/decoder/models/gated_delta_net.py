@@ -8,7 +8,7 @@ from services.common.model_spec import TextSpec
 from services.common.nn.collectives import Ranks, Share
 from services.common.nn.dispatch import KernelTable
 from services.common.nn.layers import RMSNorm
-from services.common.nn.linear import Linear, MergedLinear
+from services.common.nn.linear import Linear
 from services.decoder.models.base import StepContext
 from services.decoder.operations.kernel_facts import KernelFacts
 
@@ -46,8 +46,8 @@ class GatedDeltaNet(nn.Module):
         channels = Share.joined([key, key, value])
         wide = {"in_proj_qkv": channels, "in_proj_z": value}
         gates = {"in_proj_b": heads, "in_proj_a": heads}
-        self.in_proj = MergedLinear(spec.hidden_size, wide | gates if merge_gates else wide)
-        self.gate_proj = None if merge_gates else MergedLinear(spec.hidden_size, gates)
+        self.in_proj = Linear(spec.hidden_size, wide | gates if merge_gates else wide)
+        self.gate_proj = None if merge_gates else Linear(spec.hidden_size, gates)
         self.conv1d = _Convolution(channels, whole.conv_width)
         self.A_log = nn.Parameter(torch.empty(heads.count), requires_grad=False)
         self.dt_bias = nn.Parameter(torch.empty(heads.count), requires_grad=False)

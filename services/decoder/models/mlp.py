@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from services.common.model_spec import TextSpec
 from services.common.nn.collectives import Ranks
 from services.common.nn.layers import RMSNorm
-from services.common.nn.linear import Linear, MergedLinear
+from services.common.nn.linear import Linear
 from services.decoder.operations.ops import StepKernels
 
 
@@ -36,7 +36,7 @@ class MLP(nn.Module):
         super().__init__()
         self.ranks = ranks
         share = ranks.share(size, "intermediate_size")
-        self.gate_up_proj = MergedLinear(
+        self.gate_up_proj = Linear(
             spec.hidden_size, {"gate_proj": share, "up_proj": share}, bias=spec.mlp_bias
         )
         self.down_proj = Linear(share, spec.hidden_size, bias=spec.mlp_bias)

@@ -24,7 +24,7 @@ from kernels.attention.heads import ProjectedHeads
 from services.common.model_spec import ModelSpec, TextSpec
 from services.common.nn.collectives import ALONE, Ranks
 from services.common.nn.layers import RMSNorm, embedding
-from services.common.nn.linear import Linear, MergedLinear
+from services.common.nn.linear import Linear
 from services.common.nn.weights import WeightMap
 from services.decoder.attention.base import AttentionBackend, AttentionMetadata
 from services.decoder.models import layer_kind
@@ -53,7 +53,7 @@ class Attention(nn.Module):
         heads = ranks.share(spec.num_heads, "num_heads", spec.head_dim)
         kv = ranks.share(spec.num_kv_heads, "num_kv_heads", spec.head_dim, replicated=True)
         parts = {"q_proj": query, "k_proj": kv, "v_proj": kv}
-        self.qkv_proj = MergedLinear(spec.hidden_size, parts, bias=spec.qkv_bias)
+        self.qkv_proj = Linear(spec.hidden_size, parts, bias=spec.qkv_bias)
         self.o_proj = Linear(heads, spec.hidden_size, bias=spec.o_bias)
         self.eps = spec.rms_norm_eps
         self.q_norm = norm_of(spec, spec.head_dim) if spec.qk_norm else None

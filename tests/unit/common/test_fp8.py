@@ -15,7 +15,7 @@ from services.common.nn.checkpoint import Checkpoint, CheckpointError
 from services.common.nn.collectives import Ranks, Share
 from services.common.nn.dummy_weights import load_dummy
 from services.common.nn.layer_formats import set_methods
-from services.common.nn.linear import Axis, Linear, MergedLinear, TensorLayout, UnquantizedLinear
+from services.common.nn.linear import Axis, Linear, TensorLayout, UnquantizedLinear
 from services.common.nn.weights import WeightMap, load_weights
 from tests.fp8_checkpoints import E4M3, quantize, unpack
 
@@ -27,7 +27,7 @@ FORMATS = {"block": (BLOCK, (128, 128)), "channel": (CHANNEL, (1, None)), "plain
 class Model(nn.Module):
     def __init__(self, rows: Mapping[str, int | Share], columns: int | Share, bias: bool) -> None:
         super().__init__()
-        self.merged = MergedLinear(columns, rows, bias)
+        self.merged = Linear(columns, rows, bias)
 
 
 def make(directory: Path, rows: dict[str, int], columns: int, name: str) -> dict[str, Tensor]:

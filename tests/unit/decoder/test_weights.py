@@ -18,7 +18,7 @@ from services.common.checkpoint_fingerprint import checkpoint_fingerprint
 from services.common.nn.checkpoint import Checkpoint, CheckpointError, fingerprint
 from services.common.nn.dummy_weights import load_dummy
 from services.common.nn.layers import RMSNorm
-from services.common.nn.linear import Linear, MergedLinear
+from services.common.nn.linear import Linear
 from services.common.nn.weights import WeightMap, load_weights
 from tests.cases import first
 
@@ -27,7 +27,7 @@ class Layer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm = RMSNorm(8, 1e-6)
-        self.qkv = MergedLinear(8, {"q": 6, "k": 2, "v": 2}, bias=True)
+        self.qkv = Linear(8, {"q": 6, "k": 2, "v": 2}, bias=True)
         self.out = Linear(6, 8)
         self.register_buffer("table", None, persistent=False)
 
@@ -305,13 +305,13 @@ from torch import nn
 from kernels.gemm.fp8_weight import quantize_activations
 from services.common.model_spec import QuantizationSpec
 from services.common.nn.layer_formats import set_methods
-from services.common.nn.linear import MergedLinear
+from services.common.nn.linear import Linear
 from services.common.nn.weights import Checkpoint, WeightMap, load_weights
 
 class Block(nn.Module):
     def __init__(self):
         super().__init__()
-        self.both = MergedLinear(1024, {"a": 4096, "b": 4096})
+        self.both = Linear(1024, {"a": 4096, "b": 4096})
 
 def memory(field):
     lines = open("/proc/self/status").read().splitlines()
