@@ -24,8 +24,6 @@ from kernels.attention.attention_tuning import (
     AttentionFacts,
     FusedDecodeConfig,
     fused_decode_config,
-    fused_decode_obstacle,
-    size_class,
 )
 from kernels.attention.fp8_codec import decode_e4m3, encode_e4m3, round_to_e4m3
 from kernels.attention.fp8_pages import as_bytes
@@ -53,19 +51,12 @@ class FusedDecodeAttention:
     ) -> None:
         self._facts = facts
         self._configs = {n: configure(facts, n) for n in range(1, FUSED_MAX_SEQUENCES + 1)}
-        tuned = size_class(facts)
-        self._max_contexts = () if fused_decode_obstacle(facts) else tuned.fused_max_context
         rows = facts.num_heads * max(n * one.num_splits for n, one in self._configs.items())
         self._acc = torch.empty((rows, facts.head_dim), dtype=torch.float32, device=device)
         self._m_l = torch.empty((2, rows), dtype=torch.float32, device=device)
         self._arrived = torch.zeros(
             FUSED_MAX_SEQUENCES * facts.num_heads, dtype=torch.int32, device=device
         )
-
-    def max_context(self, num_sequences: int) -> int:
-        """The longest context, the new token included, for which it is the fastest; 0: never."""
-        limits = self._max_contexts
-        return limits[num_sequences - 1] if num_sequences <= len(limits) else 0
 
     def __call__(
         self, heads: ProjectedHeads, block_ids: Tensor, first_blocks: Tensor, seq_lens: Tensor

@@ -125,14 +125,9 @@ class Resolved:
     num_calls: int = 0
 
     @cached_property
-    def implementation(self) -> Kernel | None:
-        """What `Implementation.create` returned; it may have more attributes than a function."""
-        return self.create()
-
-    @cached_property
     def kernel(self) -> Kernel | None:
-        """The implementation, which counts its calls."""
-        if (kernel := self.implementation) is None:
+        """What `Implementation.create` returned, which counts its calls."""
+        if (kernel := self.create()) is None:
             return None
 
         def counted(*arguments: Any, **keywords: Any) -> Any:  # noqa: ANN401 - the kernel's

@@ -12,17 +12,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kernels.attention.attention_tuning import size_class
 from kernels.attention.heads import ProjectedHeads, Rotary
 from kernels.device import DeviceFacts
 from kernels.rows import DeviceRows, EnteredStep, StepEntry
 from kernels.sampling.sampling import MaskedRows, SamplingInputs
 from services.common.model_spec import TextSpec
-from services.common.nn.dispatch import KernelTable, Resolved, parse_overrides
+from services.common.nn.dispatch import PLAIN, KernelTable, Resolved, parse_overrides
 from services.common.nn.formats import Rows
 from services.common.nn.layers import RMSNorm
 from services.common.nn.linear import Linear, StoredLayers
 from services.decoder.operations import table
-from services.decoder.operations.table import KernelFacts
+from services.decoder.operations.kernel_facts import KernelFacts, attention_facts
 
 _MAX_KEPT = 4096  # choices of eager steps of different lengths
 
@@ -198,9 +199,9 @@ class Ops:
         """The longest context for which `fused_decode_attention` is the fastest for this many
         decodes; 0: it never is.
         """
-        entry = self.table.choose("fused_decode_attention", num_tokens)
-        longest = getattr(entry.implementation, "max_context", None)
-        return 0 if longest is None else longest(num_tokens)
+        limits = size_class(attention_facts(self.table.facts)).fused_max_context
+        is_plain = self.table.choose("fused_decode_attention", num_tokens).name == PLAIN
+        return 0 if is_plain or num_tokens > len(limits) else limits[num_tokens - 1]
 
     # The head.
 
