@@ -32,7 +32,7 @@ from kernels.gemm.int8_weight import Int8Weight
 from kernels.gemm.packed_weight import PackedWeight
 from kernels.gemm.skinny_gemm import summed
 from services.common.nn import int8
-from services.common.nn.tiled_rows import BYTES_TOKENS
+from services.common.nn.packed import BYTES_TOKENS
 
 pytestmark = pytest.mark.gpu
 SHAPES = [(6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288), (1024, 2048)]

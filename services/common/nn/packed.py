@@ -33,8 +33,8 @@ from kernels.gemm.packed_weight import (
     tiled,
     weight_only_linear,
 )
+from kernels.tuning import swiglu_gemm_config
 from services.common.model_spec import QuantizationSpec
-from services.common.nn import tiled_rows
 from services.common.nn.dispatch import Implementation, Kernel, up_to
 from services.common.nn.linear import Axis, Linear, TensorLayout
 from services.common.nn.quantized import QuantizedLinear, half_obstacle
@@ -42,6 +42,8 @@ from services.common.nn.quantized import QuantizedLinear, half_obstacle
 _WORDS = (torch.int32,)
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # columns of a word's codes, the lowest bits first
 _HALVES = (torch.float16, torch.bfloat16)
+SKINNY_TOKENS = 192  # for more, dequantizing the weight takes less than reading it again and again
+BYTES_TOKENS = 16  # of the kernels of bytes; not measured yet
 
 
 class PackedLinear(QuantizedLinear):
@@ -108,19 +110,17 @@ class PackedLinear(QuantizedLinear):
         plain = Implementation(self.operation, "plain", lambda _: weight_only_linear)
         if self._spec.format == "mxfp8":
             return (plain,)  # no kernel reads e4m3 in groups yet
-        of_tiles, of_bytes = up_to(tiled_rows.SKINNY_TOKENS), up_to(tiled_rows.BYTES_TOKENS)
+        of_tiles, of_bytes = up_to(SKINNY_TOKENS), up_to(BYTES_TOKENS)
         if self._spec.format == "w4a16":
             return (
-                Implementation("project", "tiles", tiled_rows.project, half_obstacle, of_tiles),
-                Implementation("linear_swiglu", "tiles", tiled_rows.linear_swiglu, half_obstacle),
-                Implementation(self.operation, "tiles", tiled_rows.linear, half_obstacle),
+                Implementation("project", "tiles", _project, half_obstacle, of_tiles),
+                Implementation("linear_swiglu", "tiles", _linear_swiglu, half_obstacle),
+                Implementation(self.operation, "tiles", _linear, half_obstacle),
                 plain,
             )
         return (
-            Implementation(
-                "project", "packed_skinny_gemm", tiled_rows.project, half_obstacle, of_bytes
-            ),
-            Implementation(self.operation, "skinny_gemm", _skinny_gemm, half_obstacle, of_bytes),
+            Implementation("project", "packed_skinny_gemm", _project, half_obstacle, of_bytes),
+            Implementation(self.operation, "skinny_gemm", _linear, half_obstacle, of_bytes),
             plain,
         )
 
@@ -227,11 +227,59 @@ class PackedLinear(QuantizedLinear):
         return Axis("in", size) if size else None
 
 
-def _skinny_gemm(facts: Any) -> Kernel:  # noqa: ANN401 - the decoder's, as below
-    from kernels.gemm import packed_kernels
+def _linear(facts: Any) -> Kernel:  # noqa: ANN401 - the decoder's, as below
+    """`(x, weight)` → `[T, N]`. Weights that are not in tiles go to the kernels of bytes for a few
+    tokens, and are dequantized for more, as other formats are.
+    """
+    from kernels.gemm import packed_kernels, packed_tiles, packed_weight
     from kernels.gemm.skinny_gemm import summed
 
-    return partial(summed, packed_kernels.split_k_partials, device=facts.device)
+    def multiply(x: Tensor, weight: packed_weight.PackedWeight) -> Tensor:
+        if weight.is_tiled:
+            if len(x) <= SKINNY_TOKENS:
+                return summed(packed_tiles.split_k_partials, x, weight, device=facts.device)
+            return packed_tiles.linear(x, weight, device=facts.device)
+        if len(x) <= BYTES_TOKENS:
+            return summed(packed_kernels.split_k_partials, x, weight, device=facts.device)
+        return packed_weight.weight_only_linear(x, weight)
+
+    return multiply
+
+
+def _project(facts: Any) -> Kernel:  # noqa: ANN401
+    """`(x, layer)` → `[T, N]`, or partials, for up to `SKINNY_TOKENS`."""
+    from kernels.gemm import packed_kernels, packed_tiles, packed_weight
+
+    def multiply(x: Tensor, layer: Linear) -> Tensor:
+        weight = layer.method.weight(layer)
+        if weight.is_tiled:
+            return packed_tiles.split_k_partials(x, weight, layer.bias, device=facts.device)
+        if len(x) <= BYTES_TOKENS and packed_weight.has_kernels(weight):
+            return packed_kernels.split_k_partials(x, weight, layer.bias, device=facts.device)
+        return layer(x)
+
+    return multiply
+
+
+def _linear_swiglu(facts: Any) -> Kernel:  # noqa: ANN401
+    """`(x, layer of gate and up)` → `silu(gate) * up`, `[T, N]`."""
+    from kernels.gemm import packed_tiles, silu_mul, swiglu_gemm
+
+    device = facts.device
+
+    def multiply(x: Tensor, layer: Linear) -> Tensor:
+        weight = layer.method.weight(layer)
+        divides = weight.is_tiled and weight.rows % (2 * packed_tiles.TILE_ROWS) == 0
+        if divides and len(x) <= SKINNY_TOKENS:
+            return packed_tiles.linear_swiglu(x, weight, layer.bias, device=device)
+        config = swiglu_gemm_config(device, weight.columns)
+        fits = divides and device.is_hopper and not config.obstacle(weight.rows, weight.columns)
+        if fits and layer.bias is None and config.is_faster(len(x), weight.rows):
+            wide = packed_tiles.dequantized(weight, x.dtype, device=device)
+            return swiglu_gemm.linear_swiglu(x, wide, config)
+        return silu_mul.silu_and_mul(layer(x), pdl=facts.device.supports_pdl)
+
+    return multiply
 
 
 def _set(layer: Linear, tensors: Mapping[str, Tensor]) -> None:

@@ -11,8 +11,8 @@ from kernels.device import KNOWN_DEVICES
 from kernels.gemm import cublaslt, int8_kernels, packed_kernels, packed_tiles, packed_weight
 from kernels.gemm.int8_weight import Int8Weight
 from kernels.gemm.packed_weight import PackedWeight
-from services.common.nn import int8, tiled_rows
-from services.common.nn.tiled_rows import BYTES_TOKENS
+from services.common.nn import int8, packed
+from services.common.nn.packed import BYTES_TOKENS
 from services.decoder.operations import table
 from services.decoder.operations.table import KernelFacts
 from tests.gpu_compiler import compiled_launches
@@ -46,6 +46,20 @@ def test_kernels_of_bytes_compile_and_fit(device: str) -> None:
         assert "mma" in launch.ptx
 
 
+def test_the_kernel_of_bytes_takes_no_more_tokens_than_it_has_room_for() -> None:
+    """An override is used for any number of them."""
+    facts = KernelFacts(
+        KNOWN_DEVICES["h200"], TEXT_SHAPES["8b"], torch.bfloat16, weight_format="w8a16"
+    )
+    kernels = table.resolve(facts, {"w8a16_linear": "skinny_gemm"})
+    weight = weight_of(64, 512, 8, 64, False)
+    with compiled_launches(facts.device) as found:
+        for num_tokens in (BYTES_TOKENS, BYTES_TOKENS + 1):
+            x = torch.empty(num_tokens, 512, dtype=torch.bfloat16)
+            assert kernels.call("w8a16_linear", x, weight).shape == (num_tokens, 64)
+    assert sum(launch.name == "_skinny_kernel" for launch in found) == 1
+
+
 @pytest.mark.parametrize(("group", "zeros"), [(128, False), (32, True)])
 @pytest.mark.parametrize("device", DEVICES)
 def test_kernels_of_tiles_compile_and_fit(
@@ -57,14 +71,14 @@ def test_kernels_of_tiles_compile_and_fit(
     )
     kernels = table.resolve(facts)
     for operation in ("project", "linear_swiglu", "w4a16_linear"):
-        assert kernels.choose(operation, tiled_rows.SKINNY_TOKENS).name == "tiles"
-    assert kernels.choose("project", tiled_rows.SKINNY_TOKENS + 1).name == "linear"
+        assert kernels.choose(operation, packed.SKINNY_TOKENS).name == "tiles"
+    assert kernels.choose("project", packed.SKINNY_TOKENS + 1).name == "linear"
     weight = packed_weight.tiled(weight_of(4096, 512, 4, group, zeros))
     with compiled_launches(facts.device) as found:
-        for num_tokens in (1, 16, tiled_rows.SKINNY_TOKENS, 1008):
+        for num_tokens in (1, 16, packed.SKINNY_TOKENS, 1008):
             x = torch.empty(num_tokens, 512, dtype=torch.bfloat16)
             kernels.call("w4a16_linear", x, weight)
-        for num_tokens in (1, tiled_rows.SKINNY_TOKENS):
+        for num_tokens in (1, packed.SKINNY_TOKENS):
             x = torch.empty(num_tokens, 512, dtype=torch.bfloat16)
             packed_tiles.linear_swiglu(x, weight, device=facts.device)
     names = [launch.name for launch in found if launch.name != "_reduce_kernel"]
