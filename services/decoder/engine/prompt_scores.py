@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from kernels.sampling.sampling import by_rank
+from services.decoder.engine.sampler import logprobs_of
 
 
 def score_prompt(
@@ -33,10 +33,8 @@ def score_prompt(
     parts: list[tuple[Tensor, ...]] = []
     for start in range(0, len(hidden), most_rows):
         raw = logits_of(hidden[start : start + most_rows]).float()
-        ids = followers[start : start + most_rows, None]
-        total = raw.logsumexp(-1, keepdim=True)
-        own = raw.gather(-1, ids)
-        ranks = (raw > own).sum(-1, dtype=torch.int32) + 1
-        values, top_ids = by_rank(raw, count) if count else (raw[:, :0], ids[:, :0])
-        parts.append(((own - total)[:, 0], ranks, top_ids.to(torch.int32), values - total))
+        ids = followers[start : start + most_rows]
+        found = logprobs_of(raw, ids, count)
+        ranks = (raw > raw.gather(-1, ids[:, None])).sum(-1, dtype=torch.int32) + 1
+        parts.append((found.chosen, ranks, found.top_ids, found.top))
     return tuple(torch.cat(column) for column in zip(*parts, strict=True))

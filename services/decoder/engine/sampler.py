@@ -211,7 +211,7 @@ class Sampler:
             most = min(max(inputs.logprob_counts), raw.shape[-1])
             chosen = token_ids[inputs.logprob_index].long().clamp(min=0)
             wanted = raw[inputs.logprob_index].float()
-            logprobs = _logprobs(wanted, chosen, most, inputs.logprob_ids)
+            logprobs = logprobs_of(wanted, chosen, most, inputs.logprob_ids)
         return Sampled(token_ids, logprobs)
 
     def _count_all(self, start: RowSampling) -> None:
@@ -271,8 +271,12 @@ def _mix(state: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     return state ^ (state >> np.uint64(31))
 
 
-def _logprobs(raw: Tensor, token_ids: Tensor, count: int, named: Tensor | None) -> SampledLogprobs:
-    """Those of the sampled, the `count` most likely and the `named` tokens, from the raw logits."""
+def logprobs_of(
+    raw: Tensor, token_ids: Tensor, count: int, named: Tensor | None = None
+) -> SampledLogprobs:
+    """Those of a token of each row, the `count` most likely and the `named` tokens, from the raw
+    logits.
+    """
     total = raw.logsumexp(-1, keepdim=True)
     chosen = raw.gather(-1, token_ids[:, None]) - total
     values, ids = by_rank(raw, count) if count else (raw[:, :0], token_ids[:, None][:, :0])
