@@ -89,16 +89,15 @@ class PagedDecodeConfig:
 
     @property
     def tile_tokens(self) -> int:
-        """Tokens of a K/V tile."""
         return self.tile_rows // self.kv_heads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SizeClass:
-    """Tuned constants of a size class. None: by a rule, see the functions below.
+    """Tuned constants of a size class.
 
     Attributes:
-        fused: by number of sequences, from one: for 132 SMs.
+        fused: by number of sequences, from one: for 132 SMs; None: by `fused_decode_config`'s rule.
         fused_max_context: longest context, the new token included, for which the fused kernel is
             faster than separate ones, by number of sequences, from one.
         paged: for 227 KiB of shared memory.
@@ -109,7 +108,7 @@ class SizeClass:
 
     fused: tuple[FusedDecodeConfig, ...] | None = None
     fused_max_context: tuple[int, ...] = (4096, 2048)
-    paged: PagedDecodeConfig | None = None
+    paged: PagedDecodeConfig = PagedDecodeConfig(8)
     paged_min_sequences: int = 48
     flashinfer_tensor_cores: bool = True
 
@@ -121,35 +120,35 @@ class SizeClass:
 # than its tensor-core one.
 _CLASSES: dict[tuple[int, int, int], SizeClass] = {
     (2, 128, 8): SizeClass(
-        fused=(FusedDecodeConfig(2, 32, 64, False, 4), FusedDecodeConfig(2, 16, 64, False, 4)),
-        fused_max_context=(4096, 2048),
-        paged=PagedDecodeConfig(8, 64, 4, alone=(1, 5)),
-        paged_min_sequences=48,
+        fused=(FusedDecodeConfig(2, 32), FusedDecodeConfig(2, 16)),
         flashinfer_tensor_cores=False,
     ),
     (1, 128, 8): SizeClass(flashinfer_tensor_cores=False),  # extrapolated
     (4, 128, 8): SizeClass(
-        fused=(FusedDecodeConfig(2, 16, 64, False, 4), FusedDecodeConfig(4, 16, 64, True, 4)),
+        fused=(FusedDecodeConfig(2, 16), FusedDecodeConfig(4, 16, tensor_cores=True)),
         fused_max_context=(2048, 4096),
         paged_min_sequences=8,
     ),
     (8, 128, 8): SizeClass(
-        fused=(FusedDecodeConfig(8, 16, 64, True, 4), FusedDecodeConfig(8, 8, 64, True, 4)),
+        fused=(
+            FusedDecodeConfig(8, 16, tensor_cores=True),
+            FusedDecodeConfig(8, 8, tensor_cores=True),
+        ),
         fused_max_context=(4096, 4096),
-        paged=PagedDecodeConfig(2, 64, 4, alone=(2, 3)),
+        paged=PagedDecodeConfig(2, alone=(2, 3)),
         paged_min_sequences=4,
     ),
     (8, 128, 4): SizeClass(
-        fused=(FusedDecodeConfig(2, 16, 64, False, 4), FusedDecodeConfig(8, 16, 64, True, 4)),
+        fused=(FusedDecodeConfig(2, 16), FusedDecodeConfig(8, 16, tensor_cores=True)),
         fused_max_context=(2048, 1024),
-        paged=PagedDecodeConfig(1, 64, 4, alone=(2, 3)),
+        paged=PagedDecodeConfig(1, alone=(2, 3)),
         paged_min_sequences=16,
     ),
 }
 
 
 # With a cache in e4m3, of any class: measured for the 8B on an H100 (alone).
-_FP8_PAGED = PagedDecodeConfig(8, 64, 4, alone=(2, 3), beside_few=(1, 3), beside_many=(2, 3))
+_FP8_PAGED = PagedDecodeConfig(8, alone=(2, 3))
 
 
 def size_class(facts: AttentionFacts) -> SizeClass:
@@ -183,7 +182,7 @@ def paged_decode_config(facts: AttentionFacts) -> PagedDecodeConfig:
 
     The rule: as many key heads, up to eight, as fill the rows of an MMA.
     """
-    tuned = size_class(facts).paged or PagedDecodeConfig(8)
+    tuned = size_class(facts).paged
     if facts.fp8_cache:
         tuned = replace(_FP8_PAGED, kv_heads=tuned.kv_heads)
     kv_heads = tuned.kv_heads

@@ -68,7 +68,6 @@ class ProjectedHeads:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens, T."""
         return self.qkv.shape[-2]
 
     @property

@@ -52,7 +52,6 @@ class ExpertWeights:
 
     @property
     def constants(self) -> dict[str, Any]:
-        """Of the kernels."""
         rows, columns = (0, 0) if self.scale is None else self.scale.shape[1:]
         return {
             "BLOCK_ROWS": self.block_rows, "SCALE_ROWS": rows, "SCALE_COLUMNS": columns,

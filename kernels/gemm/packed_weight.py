@@ -49,7 +49,6 @@ class PackedWeight:
 
     @property
     def rows(self) -> int:
-        """N."""
         return self.scale.shape[-1] if self.is_tiled else self.codes.shape[-2]
 
     def __getitem__(self, index: int | slice) -> "PackedWeight":

@@ -96,7 +96,6 @@ class StateCache:
         target.recurrent[:, to].copy_(self.recurrent[:, slot])
 
     def layer(self, index: int) -> LayerStates:
-        """One layer's states."""
         return LayerStates(self.conv[index], self.recurrent[index])
 
 

@@ -132,7 +132,6 @@ class DecoderMetrics(Collector):
         yield waiting
 
     def engine_step(self, stats: EngineStats, num_generated: int) -> None:
-        """Records one StepDone."""
         self._stats = stats
         if num_generated:
             self.generated.inc(num_generated)

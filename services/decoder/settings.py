@@ -47,7 +47,6 @@ class DecoderSettings(EngineServiceSettings):
 
     @property
     def encoders(self) -> tuple[str, ...]:
-        """`encoder_addresses`, split."""
         return split_list(self.encoder_addresses)
 
     @field_validator("encoder_addresses")

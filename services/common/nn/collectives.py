@@ -205,10 +205,6 @@ class Ranks:
         else:
             residual += self.shared.all_reduce(plain.reduce_split_k(term, residual.dtype))
 
-    def gather(self, part: Tensor, out: Tensor | None = None) -> Tensor:
-        """See `ProcessGroup.gather`; of several ranks."""
-        return self.shared.gather(part, out)
-
     def broadcast(self, values: Tensor) -> None:
         if self.count > 1:
             dist.broadcast(values, 0)

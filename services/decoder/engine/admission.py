@@ -39,7 +39,6 @@ class Admission:
         insort(queue, sequence, key=lambda s: (s.priority, s.arrival))
 
     def remove(self, sequence: Sequence) -> None:
-        """Takes a waiting sequence from its queue."""
         queue = self._queues[sequence.tenant]
         queue.remove(sequence)
         if not queue:

@@ -145,7 +145,6 @@ class Engine:
         return self._sequences.get(sequence_id)
 
     def fail(self, sequence: Sequence, message: str) -> None:
-        """Ends a sequence."""
         self._finish(sequence, "failed", message)
 
     def plan(self) -> None:
@@ -233,7 +232,6 @@ class Engine:
         return done
 
     def stats(self) -> EngineStats:
-        """Gauges and counters as they are now."""
         scheduler = self.scheduler
         return EngineStats(
             num_running=scheduler.num_running,

@@ -217,7 +217,6 @@ class _GraphSet:
 
     @property
     def kinds(self) -> set[Kind]:
-        """What was captured."""
         return set(self._captured)
 
     def keep(self, kinds: set[Kind]) -> None:

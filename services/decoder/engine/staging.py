@@ -97,7 +97,6 @@ class Staging:
         return np.ndarray(staged.shape, staged.dtype, self._arrays[self._turn], staged.offset)
 
     def upload(self) -> None:
-        """Enqueues the copy on the stream."""
         if self._cuda:
             source = self._hosts[self._turn][: self._used]
             self._device_side[: self._used].copy_(source, non_blocking=True)

@@ -144,7 +144,6 @@ class ComputeStep(Sendable, array_like=True):
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the step, T."""
         return self.num_from_device + len(self.token_ids)
 
 

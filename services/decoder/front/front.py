@@ -155,7 +155,6 @@ class DecoderFront:
         metrics.cache_bytes.set_function(lambda: source.arena.used_bytes)
 
     def stats(self) -> EngineStats | None:
-        """As `DecoderMetrics.stats`."""
         return self._metrics.stats()
 
     # Streams.
@@ -253,7 +252,6 @@ class DecoderFront:
 
     @property
     def is_busy(self) -> bool:
-        """Whether the engine has sequences."""
         return bool(self._live)
 
     def refuse(self, reason: str) -> None:
@@ -301,7 +299,6 @@ class DecoderFront:
                 live.stream.outbox.flush()
 
     async def close(self) -> None:
-        """Ends all fetches and compilations."""
         await self._images.close()
         await self._masks.close()
 

@@ -285,7 +285,6 @@ class EncoderFetcher:
             raise EncoderFailed(error.message, address) from None
 
     async def close(self) -> None:
-        """Closes all channels."""
         self._threads.shutdown(wait=False)
         for address in list(self._channels):
             self._close(address)

@@ -156,7 +156,6 @@ class EmbeddingSource:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def release(self, entry: ArenaEntry) -> None:
-        """Releases a reference to an entry."""
         if entry.references == 1 and not entry.committed:
             del self._filling[entry.key]
         self.arena.release(entry)

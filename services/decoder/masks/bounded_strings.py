@@ -13,13 +13,10 @@ Exact, for grammars whose strings are plain.
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 
 from services.common.grammar.plain_strings import PROBE
-from services.decoder.masks.rows import PROBE_WORDS
-
-Int32Array = npt.NDArray[np.int32]
+from services.decoder.masks.rows import PROBE_WORDS, Int32Array
 
 NUM_PROBES = 32 * PROBE_WORDS  # plain tokens of more characters count among the others
 

@@ -81,7 +81,6 @@ class CompilePool:
         self._know(_key(_task(grammar)), error.message)
 
     async def close(self) -> None:
-        """Ends the process."""
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
         await children.end(self.process)

@@ -96,7 +96,6 @@ class Compiler:
         return Verdict("takes more memory, time or levels to compile than it may", cpu_s, died=True)
 
     def close(self) -> None:
-        """Ends the fork."""
         if self._channel is not None:
             self._reap()
 

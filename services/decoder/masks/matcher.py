@@ -7,14 +7,11 @@ import asyncio
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 from llguidance import LLMatcher
 
 from services.decoder.masks.bounded_strings import BoundedStrings
 from services.decoder.masks.compiler import Compiled, short
-from services.decoder.masks.rows import PROBE_WORDS
-
-Int32Array = npt.NDArray[np.int32]
+from services.decoder.masks.rows import PROBE_WORDS, Int32Array
 
 _FEW_IDS = 16
 # llguidance's messages: the lexer has reached a limit; a token was not allowed. Others name a limit
@@ -165,7 +162,6 @@ class Matcher:
 
     @property
     def num_generated(self) -> int:
-        """Completion tokens seen."""
         return len(self.generated)
 
     def filler(self) -> LLMatcher | None:

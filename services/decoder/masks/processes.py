@@ -182,7 +182,6 @@ class MaskProcesses:
                 process.channel.send(Forget(number))
 
     async def close(self) -> None:
-        """Ends the processes."""
         checking = [s.checking for s in self._sequences.values() if s.checking is not None]
         for task in (*self._tasks, *checking):
             task.cancel()

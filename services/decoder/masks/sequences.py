@@ -128,7 +128,6 @@ class SequenceMasks:
                 self._rows.give_back(sequence.row)
 
     async def close(self) -> None:
-        """Ends all work."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -257,7 +257,7 @@ class Transformer(nn.Module):
         written to `out`, if given.
         """
         if self.ranks.count > 1:
-            return self.ranks.gather(self._logits(hidden), out)
+            return self.ranks.shared.gather(self._logits(hidden), out)
         return self._logits(hidden, out=out)
 
     def _logits(self, hidden: Tensor, *, out: Tensor | None = None) -> Tensor:

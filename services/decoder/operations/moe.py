@@ -109,7 +109,6 @@ class MoEKernels:
         moe_gemm.grouped_experts(x, routing, up, down, residual, gemm, pdl=self._pdl)
 
     def gemm_config(self, num_tokens: int, *weights: ExpertWeights) -> MoEGemmConfig:
-        """Of the grouped GEMM."""
         w8a8 = all(weight.multiplies_quantized(self._device) for weight in weights)
         return tuning.moe_gemm_config(self._device, self._mean_rows(num_tokens), w8a8=w8a8)
 
