@@ -155,24 +155,14 @@ def _sampling(given: pb.SamplingParams, engine: EngineInfo) -> SamplingParams:
     _check_range("repetition_penalty", given.repetition_penalty, 0.0, 1e4, open_below=True)
     if given.max_tokens < 1:
         raise InvalidRequest("max_tokens is less than 1")
-    if len(given.logit_bias) > MAX_LOGIT_BIAS:
-        raise InvalidRequest(f"logit_bias has more than {MAX_LOGIT_BIAS} entries")
-    if len(given.stop_token_ids) > MAX_STOP_TOKEN_IDS:
-        raise InvalidRequest(f"stop_token_ids has more than {MAX_STOP_TOKEN_IDS} entries")
-    if len(given.logprob_token_ids) > MAX_LOGPROB_TOKEN_IDS:
-        raise InvalidRequest(f"logprob_token_ids has more than {MAX_LOGPROB_TOKEN_IDS} entries")
-    check_ids("logprob_token_ids", given.logprob_token_ids, engine)
     logit_bias = dict(given.logit_bias)
-    check_ids("logit_bias", list(logit_bias), engine)
-    check_ids("stop_token_ids", given.stop_token_ids, engine)
+    check_ids("logit_bias", list(logit_bias), engine, MAX_LOGIT_BIAS)
+    check_ids("stop_token_ids", given.stop_token_ids, engine, MAX_STOP_TOKEN_IDS)
+    check_ids("logprob_token_ids", given.logprob_token_ids, engine, MAX_LOGPROB_TOKEN_IDS)
     for bias in logit_bias.values():
         _check_range("logit_bias", bias, -1e4, 1e4)
-    top_logprobs = given.top_logprobs if given.HasField("top_logprobs") else None
-    if top_logprobs is not None and top_logprobs > MAX_TOP_LOGPROBS:
-        raise InvalidRequest(f"top_logprobs is more than {MAX_TOP_LOGPROBS}")
-    prompt_logprobs = given.prompt_logprobs if given.HasField("prompt_logprobs") else None
-    if prompt_logprobs is not None and prompt_logprobs > MAX_TOP_LOGPROBS:
-        raise InvalidRequest(f"prompt_logprobs is more than {MAX_TOP_LOGPROBS}")
+    top_logprobs = _num_logprobs("top_logprobs", given)
+    prompt_logprobs = _num_logprobs("prompt_logprobs", given)
     return SamplingParams(
         temperature=given.temperature,
         top_k=given.top_k if given.top_k < engine.vocab_size else 0,
@@ -192,6 +182,13 @@ def _sampling(given: pb.SamplingParams, engine: EngineInfo) -> SamplingParams:
     )
 
 
+def _num_logprobs(name: str, given: pb.SamplingParams) -> int | None:
+    count: int | None = getattr(given, name) if given.HasField(name) else None
+    if count is not None and count > MAX_TOP_LOGPROBS:
+        raise InvalidRequest(f"{name} is more than {MAX_TOP_LOGPROBS}")
+    return count
+
+
 def _weight(given: float) -> float:
     if given == 0.0:
         return 1.0
@@ -209,7 +206,9 @@ def _check_range(
         raise InvalidRequest(f"{name} is {value:g}, outside {bracket}{low:g}, {high:g}]")
 
 
-def check_ids(name: str, ids: Sequence[int], engine: EngineInfo) -> None:
-    """Raises InvalidRequest: the vocabulary has not all of these."""
+def check_ids(name: str, ids: Sequence[int], engine: EngineInfo, most: int | None = None) -> None:
+    """Raises InvalidRequest: there are too many, or the vocabulary has not all of these."""
+    if most is not None and len(ids) > most:
+        raise InvalidRequest(f"{name} has more than {most} entries")
     if ids and max(ids) >= engine.vocab_size:
         raise InvalidRequest(f"{name} has ids outside [0, {engine.vocab_size})")

@@ -60,10 +60,8 @@ def _grammar(submit: pb.Submit, sampling: SamplingParams, engine: EngineInfo) ->
         raise InvalidGrammar(f"has more than {MAX_GRAMMAR_CHARS} characters")
     if not 1 <= len(given.end_token_ids) <= MAX_STOP_TOKEN_IDS:
         raise InvalidRequest(f"grammar.end_token_ids has not 1 to {MAX_STOP_TOKEN_IDS} entries")
-    if len(given.begins_after) > MAX_BEGINS_AFTER:
-        raise InvalidRequest(f"grammar.begins_after has more than {MAX_BEGINS_AFTER} entries")
     check_ids("grammar.end_token_ids", given.end_token_ids, engine)
-    check_ids("grammar.begins_after", given.begins_after, engine)
+    check_ids("grammar.begins_after", given.begins_after, engine, MAX_BEGINS_AFTER)
     count, num_prompt = given.num_continued_tokens, len(prompt) // INT_BYTES
     if count > num_prompt:
         raise InvalidRequest("grammar.num_continued_tokens is more than the prompt has")
