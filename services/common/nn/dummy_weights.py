@@ -2,15 +2,14 @@
 
 import math
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
 
 from services.common.model_spec import QuantizationSpec
-from services.common.nn.collectives import Share
 from services.common.nn.layer_formats import set_configured_methods
-from services.common.nn.linear import FLOATS, Axis, Linear, Piece, TensorLayout, pieces_of
+from services.common.nn.linear import FLOATS, Linear, Piece, TensorLayout, own_pieces
 from services.common.nn.weight_map import WeightMap
 from services.common.nn.weights import materialize, process
 from services.common.process.progress import log_progress
@@ -54,7 +53,7 @@ def load_dummy(
             if values.ndim == 1 and name.endswith("weight"):
                 values.fill_(1.0)
                 continue
-            for layout, piece in _pieces_of(child, name, values):
+            for layout, piece in _pieces_of(child, name):
                 part = values[(*[slice(None)] * (values.ndim - len(piece.shape)), *piece.place)]
                 drawn.fill(part, piece, f"{full}/{piece.part}", *layout.dummy)
             if name == "bias" and isinstance(child, Linear) and child.columns.ranges[0][0] > 0:
@@ -62,17 +61,12 @@ def load_dummy(
     process(module)
 
 
-def _pieces_of(
-    module: nn.Module, name: str, values: Tensor
-) -> Iterator[tuple[TensorLayout, Piece]]:
+def _pieces_of(module: nn.Module, name: str) -> Iterator[tuple[TensorLayout, Piece]]:
     """What fills a parameter, of each matrix where it is a stack of them."""
     if isinstance(module, Linear):
         (layout,) = (layout for layout in module.layouts() if layout.parameter == name)
         return ((layout, piece) for piece in module.pieces(layout))
-    shares: Mapping[str, Share] = getattr(module, "shares", {})
-    rows, rest = shares.get(name, Share.of(len(values))), values.shape[1:]
-    layout = TensorLayout(name=name, parameter=name, axes=(Axis("out"), *rest))
-    return ((layout, piece) for piece in pieces_of("", layout, rows, Share.of(1)))
+    return own_pieces(module, name)
 
 
 class _Drawn:

@@ -12,6 +12,7 @@ table, whose kernels are in `fp8_kernels` and `fp8_w8a8`. `weights` gives layers
 the files hold FP8.
 """
 
+import importlib
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -33,7 +34,6 @@ from services.common.nn.quantized import (
     gemv_after_norm,
     half_obstacle,
     of_layer,
-    split_k_project,
 )
 
 # The most tokens for which they are the fastest, by `benchmarks.kernels.fp8` on an H200, 8B shapes:
@@ -70,13 +70,17 @@ def linear_rows(operation: str) -> Sequence[Implementation[Any]]:
     )
 
 
-def _linear(name: str, facts: Any) -> Kernel:  # noqa: ANN401 - a table's, as below
-    from kernels.gemm import fp8_kernels, fp8_w8a8
+def _linear(kernel: str, facts: Any) -> Kernel:  # noqa: ANN401 - a table's, as below
     from kernels.gemm.skinny_gemm import summed
 
-    module, _, function = name.partition(".")
-    kernel = getattr({"fp8_kernels": fp8_kernels, "fp8_w8a8": fp8_w8a8}[module], function)
-    return partial(summed, kernel, device=facts.device)
+    return partial(summed, _bound(kernel, facts), device=facts.device)
+
+
+def _bound(kernel: str, facts: Any) -> Kernel:  # noqa: ANN401
+    """A function of `fp8_kernels` or `fp8_w8a8`, which are imported now, for the device."""
+    module, _, name = kernel.partition(".")
+    found = getattr(importlib.import_module(f"kernels.gemm.{module}"), name)
+    return partial(found, device=facts.device)
 
 
 def _triton(facts: Any) -> str:  # noqa: ANN401
@@ -117,64 +121,54 @@ def _fused_rows(weight_format: str) -> Sequence[Implementation[Any]]:
     def hopper(facts: Any) -> str:  # noqa: ANN401
         return half_obstacle(facts) or _hopper(facts)
 
-    few = up_to(GEMV_TOKENS)
+    def normed(kernel: str) -> Callable[[Any], Kernel]:
+        return lambda facts: gemv_after_norm(_bound(kernel, facts))
+
+    def projected(kernel: str) -> Callable[[Any], Kernel]:
+        return lambda facts: of_layer(_bound(kernel, facts), has_kernels)
+
+    gemv, w8a8, skinny = map(up_to, (GEMV_TOKENS, SKINNY_W8A8_TOKENS, SKINNY_TOKENS))
     return (
-        Implementation("norm_linear", "fp8_gemv", partial(_norm_gemv, "norm_gemv"), fits, few),
+        Implementation("norm_linear", "fp8_gemv", normed("fp8_kernels.norm_gemv"), fits, gemv),
         Implementation("norm_linear", "fp8_norm", _norm_linear, hopper),
         Implementation(
-            "norm_swiglu", "fp8_gemv", partial(_norm_gemv, "norm_swiglu_gemv"), fits, few
+            "norm_swiglu", "fp8_gemv", normed("fp8_kernels.norm_swiglu_gemv"), fits, gemv
         ),
         Implementation("norm_swiglu", "fp8_norm", _norm_swiglu, hopper),
-        Implementation("linear_residual", "fp8_gemv", _gemv_add, adds, few),
-        Implementation("project", "fp8_skinny_w8a8", _project, hopper, up_to(SKINNY_W8A8_TOKENS)),
-        Implementation("project", "fp8_skinny_gemm", _split_k, fits, up_to(SKINNY_TOKENS)),
+        Implementation(
+            "linear_residual",
+            "fp8_gemv",
+            lambda facts: of_layer(_bound("fp8_kernels.gemv_add", facts)),
+            adds,
+            gemv,
+        ),
+        Implementation(
+            "project", "fp8_skinny_w8a8", projected("fp8_w8a8.split_k_partials"), hopper, w8a8
+        ),
+        Implementation(
+            "project", "fp8_skinny_gemm", projected("fp8_kernels.split_k_partials"), fits, skinny
+        ),
     )
 
 
-def _norm_gemv(name: str, facts: Any) -> Kernel:  # noqa: ANN401
-    from kernels.gemm import fp8_kernels
-
-    return gemv_after_norm(partial(getattr(fp8_kernels, name), device=facts.device))
-
-
 def _norm_linear(facts: Any) -> Kernel:  # noqa: ANN401
-    from kernels.gemm import fp8_w8a8
-
-    multiply = few_or_many(fp8_w8a8.split_k_partials, fp8_w8a8.scaled_mm, SKINNY_W8A8_TOKENS, facts)
+    skinny, many = _bound("fp8_w8a8.split_k_partials", facts), _bound("fp8_w8a8.scaled_mm", facts)
+    multiply = few_or_many(skinny, many, SKINNY_W8A8_TOKENS)
     return after_norm(facts, E4M3, _block_columns, multiply, lambda x, layer: layer(x))
 
 
 def _norm_swiglu(facts: Any) -> Kernel:  # noqa: ANN401
-    from kernels.gemm import fp8_w8a8, silu_mul
+    from kernels.gemm import silu_mul
 
     activate = partial(silu_mul.silu_and_mul, pdl=facts.device.supports_pdl)
-    multiply = few_or_many(
-        fp8_w8a8.linear_swiglu, fp8_w8a8.scaled_mm, SKINNY_W8A8_TOKENS, facts, activate
-    )
+    skinny, many = _bound("fp8_w8a8.linear_swiglu", facts), _bound("fp8_w8a8.scaled_mm", facts)
+    multiply = few_or_many(skinny, many, SKINNY_W8A8_TOKENS, activate)
     return after_norm(facts, E4M3, _block_columns, multiply, lambda x, layer: activate(layer(x)))
 
 
 def _block_columns(layer: Linear) -> int:
     weight = layer.method.weight(layer)
     return weight.block_columns if has_kernels(weight) else 0
-
-
-def _gemv_add(facts: Any) -> Kernel:  # noqa: ANN401
-    from kernels.gemm import fp8_kernels
-
-    return of_layer(partial(fp8_kernels.gemv_add, device=facts.device))
-
-
-def _project(facts: Any) -> Kernel:  # noqa: ANN401
-    from kernels.gemm import fp8_w8a8
-
-    return split_k_project(fp8_w8a8.split_k_partials, has_kernels, facts)
-
-
-def _split_k(facts: Any) -> Kernel:  # noqa: ANN401
-    from kernels.gemm import fp8_kernels
-
-    return of_layer(partial(fp8_kernels.split_k_partials, device=facts.device))
 
 
 class Fp8Linear(QuantizedLinear):

@@ -20,7 +20,7 @@ from services.common.nn.quantized import (
     after_norm,
     few_or_many,
     half_obstacle,
-    split_k_project,
+    of_layer,
 )
 
 SKINNY_TOKENS = 64  # the most for which K is split
@@ -88,7 +88,8 @@ def _hopper(facts: Any) -> str:  # noqa: ANN401
 def _project(facts: Any) -> Kernel:  # noqa: ANN401
     from kernels.gemm import int8_kernels
 
-    return split_k_project(int8_kernels.split_k_partials, int8_weight.has_tiles, facts)
+    kernel = partial(int8_kernels.split_k_partials, device=facts.device)
+    return of_layer(kernel, int8_weight.has_tiles)
 
 
 def _gemm(name: str, facts: Any) -> Kernel:  # noqa: ANN401
@@ -108,7 +109,9 @@ def _gemm(name: str, facts: Any) -> Kernel:  # noqa: ANN401
 def _norm_linear(facts: Any) -> Kernel:  # noqa: ANN401
     from kernels.gemm import int8_kernels
 
-    multiply = few_or_many(int8_kernels.split_k_partials, int8_kernels.gemm, SKINNY_TOKENS, facts)
+    skinny = partial(int8_kernels.split_k_partials, device=facts.device)
+    many = partial(int8_kernels.gemm, device=facts.device)
+    multiply = few_or_many(skinny, many, SKINNY_TOKENS)
     return after_norm(facts, torch.int8, _columns, multiply, _project(facts))
 
 

@@ -46,9 +46,16 @@ def half_obstacle(facts: Any) -> str:  # noqa: ANN401 - the decoder's
     return facts.device.triton_obstacle or half
 
 
-def of_layer(kernel: Kernel) -> Kernel:
-    """A kernel of (x, weight, bias, ...) as one of (x, layer, ...)."""
-    return lambda x, layer, *rest: kernel(x, layer.method.weight(layer), layer.bias, *rest)
+def of_layer(kernel: Kernel, takes: Callable[[Any], bool] = lambda _: True) -> Kernel:
+    """A kernel of (x, weight, bias, ...) as one of (x, layer, ...). A layer computes
+    itself whose weight it does not take.
+    """
+
+    def call(x: Tensor, layer: Linear, *rest: Tensor) -> Tensor | None:
+        weight = layer.method.weight(layer)
+        return kernel(x, weight, layer.bias, *rest) if takes(weight) else layer(x)
+
+    return call
 
 
 def gemv_after_norm(kernel: Kernel) -> Kernel:
@@ -65,26 +72,8 @@ def gemv_after_norm(kernel: Kernel) -> Kernel:
     return fused
 
 
-def split_k_project(kernel: Kernel, takes: Callable[[Any], bool], facts: Any) -> Kernel:  # noqa: ANN401
-    """`project` by a format's `split_k_partials`; layers whose weights it does not take compute
-    themselves.
-    """
-
-    def project(x: Tensor, layer: Linear) -> Tensor:
-        weight = layer.method.weight(layer)
-        if not takes(weight):
-            return layer(x)
-        return kernel(x, weight, layer.bias, device=facts.device)
-
-    return project
-
-
 def few_or_many(
-    few: Kernel,
-    many: Kernel,
-    most: int,
-    facts: Any,  # noqa: ANN401 - the decoder's
-    then: Callable[[Tensor], Tensor] = lambda found: found,
+    few: Kernel, many: Kernel, most: int, then: Callable[[Tensor], Tensor] = lambda found: found
 ) -> Callable[[Any, Linear], Tensor]:
     """(quantized activations, layer) → its output, by `few` for up to `most` tokens, else by a GEMM
     without a bias and what comes behind it.
@@ -93,8 +82,8 @@ def few_or_many(
     def multiply(x: Any, layer: Linear) -> Tensor:  # noqa: ANN401 - `quantizing.Quantized`
         weight = layer.method.weight(layer)
         if x.num_tokens <= most:
-            return few(x, weight, layer.bias, device=facts.device)
-        found = many(x, weight, device=facts.device)
+            return few(x, weight, layer.bias)
+        found = many(x, weight)
         return then(found if layer.bias is None else found + layer.bias)
 
     return multiply

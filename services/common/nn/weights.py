@@ -31,7 +31,6 @@ from services.common.nn.checkpoint import (
     fingerprint,
     listed,
 )
-from services.common.nn.collectives import Share
 from services.common.nn.layers import RMSNorm
 from services.common.nn.linear import (
     Axis,
@@ -39,7 +38,7 @@ from services.common.nn.linear import (
     StoredLayers,
     StoredTensor,
     TensorLayout,
-    pieces_of,
+    own_pieces,
 )
 from services.common.nn.weight_map import (
     WeightMap,
@@ -271,24 +270,18 @@ def _sources(
             if isinstance(child, Linear)
             else {}
         )
-        shares: Mapping[str, Share] = getattr(child, "shares", {})
         for name, parameter in child.named_parameters(recurse=False):
             if id(parameter) in seen:
                 continue
             seen.add(id(parameter))
-            full, shape = f"{path}.{name}" if path else name, tuple(parameter.shape)
-            stored_shape = weight_map.shapes.get(full, shape)
-            assert math.prod(stored_shape) == parameter.numel(), full
+            full = f"{path}.{name}" if path else name
             if name not in layouts or full in weight_map.shapes:
-                rows = shares.get(name, Share.of(shape[0]))
-                layout = TensorLayout(name=name, parameter=name, axes=(Axis("out"),))
-                stored_shape = (rows.size, *shape[1:]) if name in shares else stored_shape
                 source = weight_map.checkpoint_name(full)
-                for piece in pieces_of("", layout, rows, Share.of(1)):
+                for layout, piece in own_pieces(child, name):
+                    shape = weight_map.shapes.get(full, piece.shape)
+                    assert piece.cut or math.prod(shape) == parameter.numel(), full
                     place = piece.place if piece.cut else ()
-                    yield StoredTensor(
-                        source, full, layout, stored_shape, piece.module, place, piece.cut
-                    )
+                    yield StoredTensor(source, full, layout, shape, piece.module, place, piece.cut)
                 continue
             assert isinstance(child, Linear)
             if layouts[name].name:
