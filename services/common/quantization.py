@@ -8,8 +8,9 @@ implemented is an `UnsupportedOption` that names it.
 
 import fnmatch
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,13 +26,8 @@ from services.common.model_spec import (
 )
 
 _BLOCK = (128, 128)
-_CT_FORMATS = (
-    "float-quantized", "naive-quantized", "pack-quantized", "int-quantized", "nvfp4-pack-quantized",
-    "mxfp4-pack-quantized", "mxfp8-quantized",
-)  # fmt: skip
 # Strategies of weights of 8 bits → of activations beside them.
 _CT_INPUTS = {"channel": ("token",), "tensor": ("tensor", "token"), "block": ("group",)}
-_METHODS = ("fp8", "compressed-tensors", "awq", "gptq", "auto-round", "modelopt")
 # Files of their own, in order of precedence → the producer's method, which older ones leave out.
 _FILES = {
     "quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt",
@@ -160,20 +156,16 @@ def _normalised(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _read(config: Mapping[str, Any], names: CheckpointSpec | None) -> QuantizationSpec:
     method = config.get("quant_method")
-    expect("quant_method", method, *_METHODS)
-    match method:
-        case "fp8":
-            return _fp8(config)
-        case "compressed-tensors":
-            return _compressed_tensors(config)
-        case "awq":
-            return _awq(config)
-        case "gptq":
-            return _gptq(config)
-        case "auto-round":
-            return _auto_round(config)
-        case _:
-            return _modelopt(config, names)
+    expect("quant_method", method, *_METHODS, "modelopt")
+    if method == "modelopt":
+        return _modelopt(config, names)
+    return _METHODS[cast("str", method)](config)
+
+
+def _in_groups(groups: Iterable[QuantizationSpec]) -> QuantizationSpec:
+    """The first one that fits a module counts."""
+    first, *others = groups
+    return replace(first, others=tuple(others))
 
 
 def _modelopt(config: Mapping[str, Any], names: CheckpointSpec | None) -> QuantizationSpec:
@@ -190,11 +182,10 @@ def _modelopt(config: Mapping[str, Any], names: CheckpointSpec | None) -> Quanti
         targets.setdefault(_modelopt_scheme(f"quantized_layers.{name}.", options), []).append(name)
     if not targets:
         raise UnsupportedOption("quantized_layers is empty")
-    first, *others = [
+    return _in_groups(
         replace(scheme, ignored=ignored, targets=_names("quantized_layers", modules))
         for scheme, modules in targets.items()
-    ]
-    return replace(first, others=tuple(others))
+    )
 
 
 def _modelopt_scheme(where: str, options: Mapping[str, Any]) -> QuantizationSpec:
@@ -236,8 +227,7 @@ def _gptq(config: Mapping[str, Any]) -> QuantizationSpec:
         else:
             options = {**config, **changes}
             groups.append(replace(_gptq_options(options), targets=targets, ignored=left))
-    first, *others = [*groups, replace(_gptq_options(config), ignored=left)]
-    return replace(first, others=tuple(others))
+    return _in_groups([*groups, replace(_gptq_options(config), ignored=left)])
 
 
 def _auto_round(config: Mapping[str, Any]) -> QuantizationSpec:
@@ -258,14 +248,13 @@ def _auto_round(config: Mapping[str, Any]) -> QuantizationSpec:
         expect(f"{name} data_type".lstrip(), options.get("data_type", "int"), "int")
         targets.setdefault(_gptq_options(options), []).append(pattern)
     ignored = _names("extra_config", left)
-    first, *others = [
+    return _in_groups(
         replace(
             group, packing="auto-round", ignored=ignored, has_whole_names=True,
             targets=frozenset() if "" in names else _names("extra_config", names),
         )
         for group, names in sorted(targets.items(), key=lambda group: "" in group[1])
-    ]  # fmt: skip
-    return replace(first, others=tuple(others))
+    )  # fmt: skip
 
 
 def _gptq_options(config: Mapping[str, Any]) -> QuantizationSpec:
@@ -334,19 +323,16 @@ def _compressed_tensors(config: Mapping[str, Any]) -> QuantizationSpec:
     ignored = _names("ignore", config.get("ignore") or ())
     found = [
         replace(
-            scheme,
-            ignored=ignored,
-            has_whole_names=True,
+            scheme, ignored=ignored, has_whole_names=True,
             targets=frozenset(() if "Linear" in names else names),
         )
         for scheme, names in targets.items()
-    ]
+    ]  # fmt: skip
     if sum(not group.targets for group in found) > 1:
         raise UnsupportedOption(
             "groups of different schemes for all linear layers are not supported"
         )
-    first, *others = sorted(found, key=lambda group: not group.targets)  # names before "Linear"
-    return replace(first, others=tuple(others))
+    return _in_groups(sorted(found, key=lambda group: not group.targets))  # names before "Linear"
 
 
 def _has_fp8_cache(config: Mapping[str, Any]) -> bool:
@@ -369,15 +355,7 @@ def _scheme(name: str, group: Mapping[str, Any], outer_format: object) -> Quanti
     inputs: Mapping[str, Any] = group.get("input_activations") or {}
     found = group.get("format") or outer_format
     expect(f"{where}.format", found, *_CT_FORMATS)
-    match found:
-        case "float-quantized" | "naive-quantized":  # the same files
-            return _ct_float(where, weights, inputs)
-        case "pack-quantized":
-            return _ct_packed(where, weights, inputs)
-        case "int-quantized":
-            return _ct_int8(where, weights, inputs)
-        case _:
-            return _ct_float_groups(where, weights, inputs, cast("str", found).partition("-")[0])
+    return _CT_FORMATS[cast("str", found)](where, weights, inputs)
 
 
 def _ct_float(
@@ -416,7 +394,7 @@ def _ct_int8(where: str, weights: Mapping[str, Any], inputs: Mapping[str, Any]) 
 
 
 def _ct_float_groups(
-    where: str, weights: Mapping[str, Any], inputs: Mapping[str, Any], name: str
+    name: WeightFormat, where: str, weights: Mapping[str, Any], inputs: Mapping[str, Any]
 ) -> QuantizationSpec:
     """e2m1 or e4m3 in groups. Activations of as many bits are left as they are: it is weights that
     take room.
@@ -433,9 +411,7 @@ def _ct_float_groups(
     elif inputs:
         expect(f"{where}.input_activations.num_bits", inputs.get("num_bits"), bits)
     return QuantizationSpec(
-        format=cast("WeightFormat", name),
-        group_size=size,
-        has_input_scale=name == "nvfp4" and bool(inputs),
+        format=name, group_size=size, has_input_scale=name == "nvfp4" and bool(inputs)
     )
 
 
@@ -460,11 +436,7 @@ def _ct_packed(
 
 
 def _numbers(
-    where: str,
-    values: Mapping[str, Any],
-    kind: str,
-    *bits: int,
-    is_dynamic: bool = False,
+    where: str, values: Mapping[str, Any], kind: str, *bits: int, is_dynamic: bool = False
 ) -> None:
     """What weights or activations are quantized to."""
     expect(f"{where}.num_bits", values.get("num_bits", False), *bits)
@@ -491,3 +463,18 @@ def _names(name: str, value: object) -> frozenset[str]:
         except re.error as error:
             raise UnsupportedOption(f"{name} {one!r}: {error}") from None
     return names
+
+
+_METHODS = {
+    "fp8": _fp8, "compressed-tensors": _compressed_tensors, "awq": _awq, "gptq": _gptq,
+    "auto-round": _auto_round,
+}  # fmt: skip
+_CT_FORMATS = {  # of compressed-tensors
+    "float-quantized": _ct_float,
+    "naive-quantized": _ct_float,  # the same files
+    "pack-quantized": _ct_packed,
+    "int-quantized": _ct_int8,
+    "nvfp4-pack-quantized": partial(_ct_float_groups, "nvfp4"),
+    "mxfp4-pack-quantized": partial(_ct_float_groups, "mxfp4"),
+    "mxfp8-quantized": partial(_ct_float_groups, "mxfp8"),
+}
