@@ -23,7 +23,7 @@ from torch.distributed import PrefixStore
 from kernels.device import DeviceFacts
 from kernels.linear_attention.states import StateCache, StateLayout
 from services.common.families import read_spec
-from services.common.nn.collectives import ProcessGroup, Ranks
+from services.common.nn.collectives import Ranks
 from services.common.nn.layer_formats import set_methods
 from services.common.nn.weights import Checkpoint, load_weights
 from services.common.quantization import quantized_at_load
@@ -86,7 +86,7 @@ def logits(directory: Path, ranks: Ranks, quantization: str = "") -> Tensor:
     return model.logits(model.forward(ids, positions, pool, metadata))
 
 
-class Silent(ProcessGroup):
+class Silent(Ranks):
     """A control: each rank goes on with its own term."""
 
     def all_reduce(self, term: Tensor) -> Tensor:
@@ -101,17 +101,15 @@ def run_rank(store: Path, rank: int, count: int, directories: list[Path], links:
     torch.distributed.init_process_group("gloo", store=meeting, rank=rank, world_size=count)
     for directory, link in zip(directories, links, strict=True):
         if (directory / "answers").exists():
-            ranks = Ranks(
-                rank, count, ProcessGroup(rank, count, PrefixStore(directory.name, meeting))
-            )
+            ranks = Ranks(rank, count, PrefixStore(directory.name, meeting))
             if rank:
                 link[0].close()
                 follow(directory, ranks, link[1])
             else:
                 (directory / "answers").write_text(json.dumps(answers(directory, ranks, link[0])))
-        kind = Silent if (directory / "silent").exists() else ProcessGroup
+        kind = Silent if (directory / "silent").exists() else Ranks
         try:
-            found = logits(directory, Ranks(rank, count, kind(rank, count, meeting)))
+            found = logits(directory, kind(rank, count, meeting))
         except ValueError as error:
             (directory / f"refused-{rank}").write_text(str(error))
         else:

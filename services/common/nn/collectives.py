@@ -4,8 +4,9 @@ A rank's part is cut when a tensor is read: a layer is made with the `Share` tha
 the checkpoint's module, and the loader reads those rows and columns of the file alone.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
 import torch
@@ -68,80 +69,28 @@ class Share:
         return [slice(start // per, -(-stop // per)) for start, stop in self.ranges]
 
 
-class ProcessGroup:
-    """What ranks do together, on each one's current stream: by torch's default process group, which
-    is gloo on CPUs, NCCL on GPUs. All call the same in the same order, with tensors of the same
-    shape.
-    """
-
-    def __init__(self, rank: int, count: int, store: Store) -> None:
-        self._rank, self._count, self._store = rank, count, store
-        self._exchanges = 0
-
-    def all_reduce(self, term: Tensor) -> Tensor:
-        """The sum of all ranks' terms, equal to the bit on all of them; may overwrite the term. How
-        it is rounded depends on the shape alone, not on what else is computed.
-        """
-        dist.all_reduce(term)
-        return term
-
-    def gather(self, part: Tensor, out: Tensor | None = None) -> Tensor:
-        """`[R, n]` of each rank → `[R, count * n]` on rank 0, to `out` if given; other ranks get
-        a tensor of that shape that nobody reads.
-        """
-        rows, columns = part.shape
-        if out is None:
-            out = part.new_empty(rows, self._count * columns)
-        if rows == 1 and out.is_contiguous():
-            _all_gather(out.view(self._count, columns), part)
-            return out
-        parts = part.new_empty(self._count * rows, columns)
-        _all_gather(parts, part.contiguous())
-        by_row = parts.view(self._count, rows, columns).transpose(0, 1)
-        out.unflatten(1, (self._count, columns)).copy_(by_row)
-        return out
-
-    def exchange(self, value: str, timeout_s: float | None = None) -> list[str]:
-        """What each rank says, by rank; on the host.
-
-        Args:
-            value: what this one says.
-            timeout_s: of the wait for each other; None: as long as a start may take.
-
-        Raises:
-            RuntimeError: a rank says nothing in time.
-        """
-        number, self._exchanges = self._exchanges, self._exchanges + 1
-        self._store.set(f"{number}/{self._rank}", value)
-        keys = [f"{number}/{rank}" for rank in range(self._count)]
-        if timeout_s is not None:
-            for rank, key in enumerate(keys):
-                try:
-                    self._store.wait([key], timedelta(seconds=timeout_s))
-                except RuntimeError:
-                    message = f"rank {rank} has said nothing for {timeout_s:g} s"
-                    raise RuntimeError(message) from None
-        return [self._store.get(key).decode() for key in keys]
-
-
 # torch 2.13 gives it another name.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process's place among those that share a model.
+    """This process's place among those that share a model, and what these do together.
+
+    They do it on each one's current stream, by torch's default process group, which is gloo on
+    CPUs, NCCL on GPUs. All call the same in the same order, with tensors of the same shape.
 
     Attributes:
         rank: 0 samples.
-        collectives: None: the ranks do not meet, their parts are only told apart.
-        peers: where ranks write terms of sums to each other; None: `collectives` sums them.
+        store: where they meet on the host; None: they do not, their parts are only told apart.
+        peers: where ranks write terms of sums to each other; None: the process group sums them.
     """
 
     rank: int = 0
     count: int = 1
-    collectives: ProcessGroup | None = None
+    store: Store | None = None
     peers: PeerBuffers | None = None
+    _exchanges: Iterator[int] = field(default_factory=itertools.count)
 
     def part(self, units: int, name: str, *, replicated: bool = False) -> range:
         """The units (heads, rows) of this rank.
@@ -164,12 +113,6 @@ class Ranks:
         """This rank's part of a module with `size` rows or columns per unit."""
         part = self.part(units, name, replicated=replicated)
         return Share(units * size, ((part.start * size, part.stop * size),))
-
-    @property
-    def shared(self) -> ProcessGroup:
-        """Of several ranks."""
-        assert self.collectives is not None
-        return self.collectives
 
     def with_peers(
         self, rows: int, width: int, dtype: torch.dtype, device: torch.device
@@ -203,15 +146,59 @@ class Ranks:
 
             peer_sum.add(term, residual, self.peers)
         else:
-            residual += self.shared.all_reduce(plain.reduce_split_k(term, residual.dtype))
+            residual += self.all_reduce(plain.reduce_split_k(term, residual.dtype))
+
+    def all_reduce(self, term: Tensor) -> Tensor:
+        """The sum of all ranks' terms, equal to the bit on all of them; may overwrite the term. How
+        it is rounded depends on the shape alone, not on what else is computed.
+        """
+        dist.all_reduce(term)
+        return term
+
+    def gather(self, part: Tensor, out: Tensor | None = None) -> Tensor:
+        """`[R, n]` of each rank → `[R, count * n]` on rank 0, to `out` if given; other ranks get
+        a tensor of that shape that nobody reads.
+        """
+        rows, columns = part.shape
+        if out is None:
+            out = part.new_empty(rows, self.count * columns)
+        if rows == 1 and out.is_contiguous():
+            _all_gather(out.view(self.count, columns), part)
+            return out
+        parts = part.new_empty(self.count * rows, columns)
+        _all_gather(parts, part.contiguous())
+        by_row = parts.view(self.count, rows, columns).transpose(0, 1)
+        out.unflatten(1, (self.count, columns)).copy_(by_row)
+        return out
 
     def broadcast(self, values: Tensor) -> None:
         if self.count > 1:
             dist.broadcast(values, 0)
 
     def exchange(self, value: str, timeout_s: float | None = None) -> list[str]:
-        """What each rank says, by rank; see `ProcessGroup.exchange`. Before the first step."""
-        return [value] if self.count == 1 else self.shared.exchange(value, timeout_s)
+        """What each rank says, by rank; on the host, before the first step.
+
+        Args:
+            value: what this one says.
+            timeout_s: of the wait for each other; None: as long as a start may take.
+
+        Raises:
+            RuntimeError: a rank says nothing in time.
+        """
+        if self.count == 1:
+            return [value]
+        assert self.store is not None
+        number = next(self._exchanges)
+        self.store.set(f"{number}/{self.rank}", value)
+        keys = [f"{number}/{rank}" for rank in range(self.count)]
+        if timeout_s is not None:
+            for rank, key in enumerate(keys):
+                try:
+                    self.store.wait([key], timedelta(seconds=timeout_s))
+                except RuntimeError:
+                    message = f"rank {rank} has said nothing for {timeout_s:g} s"
+                    raise RuntimeError(message) from None
+        return [self.store.get(key).decode() for key in keys]
 
 
 ALONE = Ranks()

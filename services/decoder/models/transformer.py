@@ -114,13 +114,7 @@ class DecoderLayer(nn.Module):
     x may be None, or split-K partials.
     """
 
-    def __init__(
-        self,
-        spec: TextSpec,
-        layer: int,
-        mixer: Mixer,
-        ranks: Ranks,
-    ) -> None:
+    def __init__(self, spec: TextSpec, layer: int, mixer: Mixer, ranks: Ranks) -> None:
         super().__init__()
         self.ranks = ranks
         self.input_layernorm = norm_of(spec, spec.hidden_size)
@@ -139,11 +133,7 @@ class DecoderLayer(nn.Module):
         return getattr(self, self._mixer_name)
 
     def forward(
-        self,
-        x: Tensor | None,
-        residual: Tensor,
-        step: StepContext,
-        rows: Tensor | None = None,
+        self, x: Tensor | None, residual: Tensor, step: StepContext, rows: Tensor | None = None
     ) -> tuple[Tensor | None, Tensor]:
         """The layer's output for all tokens, or for those of `rows` `[R]`; all tokens leave their
         keys and values, or change the recurrent states.
@@ -168,12 +158,7 @@ class Transformer(nn.Module):
     """
 
     def __init__(
-        self,
-        spec: ModelSpec,
-        backend: AttentionBackend,
-        ops: Ops,
-        *,
-        ranks: Ranks = ALONE,
+        self, spec: ModelSpec, backend: AttentionBackend, ops: Ops, *, ranks: Ranks = ALONE
     ) -> None:
         super().__init__()
         text = spec.text
@@ -257,7 +242,7 @@ class Transformer(nn.Module):
         written to `out`, if given.
         """
         if self.ranks.count > 1:
-            return self.ranks.shared.gather(self._logits(hidden), out)
+            return self.ranks.gather(self._logits(hidden), out)
         return self._logits(hidden, out=out)
 
     def _logits(self, hidden: Tensor, *, out: Tensor | None = None) -> Tensor:

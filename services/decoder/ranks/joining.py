@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import FileStore, PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 
-from services.common.nn.collectives import ProcessGroup, Ranks
+from services.common.nn.collectives import Ranks
 from services.common.nn.device import resolve_device
 
 _TIMEOUT = timedelta(hours=1)  # of a start; what hangs later, or dies, is noticed by others
@@ -59,7 +59,7 @@ def join(rank: int, count: int, device: str, store_fd: int) -> Ranks:
         timeout=_TIMEOUT,
         device_id=where if on_gpu else None,
     )
-    return Ranks(rank, count, ProcessGroup(rank, count, PrefixStore("ranks", store)))
+    return Ranks(rank, count, PrefixStore("ranks", store))
 
 
 def leave(status: int) -> NoReturn:

@@ -66,8 +66,8 @@ def test_the_way_depends_on_the_shape_alone(width: int) -> None:
     assert most_rows(2, width, torch.bfloat16) >= 2048  # all prompts that graphs hold
 
 
-class Doubling:
-    """Collectives of two ranks with the same terms."""
+class Doubling(Ranks):
+    """One of two ranks with the same terms."""
 
     def all_reduce(self, term: torch.Tensor) -> torch.Tensor:
         return term.mul_(2)
@@ -78,7 +78,7 @@ def test_without_peers_the_library_sums() -> None:
     terms[1] = terms[0]
     residual = torch.randn(3, 96).bfloat16()
     wanted = plain.add_terms(terms, residual)
-    ranks = Ranks(0, 2, Doubling())  # type: ignore[arg-type]
+    ranks = Doubling(0, 2)
     assert ranks.with_peers(64, 96, torch.bfloat16, torch.device("cpu")) is ranks
     partials = terms[0].float() * torch.tensor([0.5, 0.5])[:, None, None]
     ranks.add(partials, residual)
