@@ -11,14 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kernels.attention.heads import (
-    ProjectedHeads,
-    Rotary,
-    as_stored,
-    kv_rows,
-    read_kv,
-    write_kv,
-)
+from kernels.attention.heads import ProjectedHeads, Rotary, as_stored, kv_rows, read_kv, write_kv
 from kernels.rows import DeviceRows, EnteredStep, OfChunk, OfToken, StepEntry
 
 # Before the first layer.

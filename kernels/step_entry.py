@@ -11,12 +11,7 @@ from torch import Tensor
 
 from kernels.attention.heads import Rotary
 from kernels.dependent_launch import wait_for_earlier
-from kernels.rows import (
-    MAX_CHANGING_CHUNKS,
-    DeviceRows,
-    EnteredStep,
-    StepEntry,
-)
+from kernels.rows import MAX_CHANGING_CHUNKS, DeviceRows, EnteredStep, StepEntry
 
 _BLOCK = 256
 

@@ -120,8 +120,7 @@ class SizeClass:
 # than its tensor-core one.
 _CLASSES: dict[tuple[int, int, int], SizeClass] = {
     (2, 128, 8): SizeClass(
-        fused=(FusedDecodeConfig(2, 32), FusedDecodeConfig(2, 16)),
-        flashinfer_tensor_cores=False,
+        fused=(FusedDecodeConfig(2, 32), FusedDecodeConfig(2, 16)), flashinfer_tensor_cores=False
     ),
     (1, 128, 8): SizeClass(flashinfer_tensor_cores=False),  # extrapolated
     (4, 128, 8): SizeClass(

@@ -75,15 +75,11 @@ class FusedDecodeAttention:
         num_tokens, facts = heads.num_tokens, self._facts
         assert heads.is_contiguous and num_tokens <= FUSED_MAX_SEQUENCES
         block_size, num_kv_heads, head_dim = heads.kv_cache.shape[-3:]
-        config, num_heads, pdl = (
-            self._configs[num_tokens],
-            heads.num_heads,
-            facts.device.supports_pdl,
-        )
+        config, pdl = self._configs[num_tokens], facts.device.supports_pdl
+        num_heads, rows = heads.num_heads, config.heads
+        if config.tensor_cores:
+            rows = max(16, triton.next_power_of_2(rows))
         out = heads.rope[0].new_empty(num_tokens, num_heads * head_dim)
-        rows = (
-            max(16, triton.next_power_of_2(config.heads)) if config.tensor_cores else config.heads
-        )
         # Splits are merged one by one where many rows fill the threads, else a few at once.
         at_once = _MERGED_ELEMENTS // (rows * triton.next_power_of_2(head_dim))
         at_once = 1 if rows > 4 else min(max(at_once, 1), config.num_splits)

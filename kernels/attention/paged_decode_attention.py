@@ -40,10 +40,7 @@ class PagedDecodeAttention:
     """
 
     def __init__(
-        self,
-        facts: AttentionFacts,
-        device: torch.device,
-        config: PagedDecodeConfig | None = None,
+        self, facts: AttentionFacts, device: torch.device, config: PagedDecodeConfig | None = None
     ) -> None:
         self.config = config = config or paged_decode_config(facts)
         assert facts.num_kv_heads % config.kv_heads == 0

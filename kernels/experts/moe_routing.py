@@ -48,13 +48,7 @@ def max_tiles(num_rows: int, num_experts: int, tile: int) -> int:
 
 
 def route(
-    logits: Tensor,
-    top_k: int,
-    *,
-    normalize: bool,
-    dtype: torch.dtype,
-    tile: int,
-    pdl: bool = False,
+    logits: Tensor, top_k: int, *, normalize: bool, dtype: torch.dtype, tile: int, pdl: bool = False
 ) -> Routing:
     """The routing of a step.
 

@@ -83,10 +83,7 @@ class DecoderService:
         if ready.num_features:
             cache = await connect_redis(settings, fingerprint, "decoder", registry)
         metrics = DecoderMetrics(registry)
-        fetcher = EncoderFetcher(
-            credentials=credentials,
-            known=KnownEncoders(settings.encoders),
-        )
+        fetcher = EncoderFetcher(credentials=credentials, known=KnownEncoders(settings.encoders))
         source = EmbeddingSource(arena, fetcher, cache, metrics)
         for key in unknown_keys(settings.model):
             log.warning("%s is not known, and has no effect here", key)

@@ -142,13 +142,11 @@ def _shards(index: Path) -> list[str]:
     """The files that an index names."""
     try:
         names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        for name in names:
-            if Path(name).name != name:
-                raise CheckpointError(f"{index}: {name!r} is not a file name")
-    except CheckpointError:
-        raise
+        wrong = [name for name in names if Path(name).name != name]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{index} is not a safetensors index: {error!r}") from None
+    if wrong:
+        raise CheckpointError(f"{index}: {wrong[0]!r} is not a file name")
     return names
 
 

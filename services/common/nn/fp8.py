@@ -136,11 +136,7 @@ def _fused_rows(weight_format: str) -> Sequence[Implementation[Any]]:
         ),
         Implementation("norm_swiglu", "fp8_norm", _norm_swiglu, hopper),
         Implementation(
-            "linear_residual",
-            "fp8_gemv",
-            lambda facts: of_layer(_bound("fp8_kernels.gemv_add", facts)),
-            adds,
-            gemv,
+            "linear_residual", "fp8_gemv", projected("fp8_kernels.gemv_add"), adds, gemv
         ),
         Implementation(
             "project", "fp8_skinny_w8a8", projected("fp8_w8a8.split_k_partials"), hopper, w8a8

@@ -40,11 +40,7 @@ from services.common.nn.linear import (
     TensorLayout,
     own_pieces,
 )
-from services.common.nn.weight_map import (
-    WeightMap,
-    part_path,
-    stored_files,
-)
+from services.common.nn.weight_map import WeightMap, part_path, stored_files
 from services.common.process.progress import log_progress
 
 __all__ = [

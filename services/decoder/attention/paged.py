@@ -54,10 +54,7 @@ class PagedBackend:
     """
 
     def __init__(
-        self,
-        facts: AttentionFacts,
-        device: torch.device,
-        table: KernelTable[Any],
+        self, facts: AttentionFacts, device: torch.device, table: KernelTable[Any]
     ) -> None:
         self.table: KernelTable[Any] = table
         self._plain = SdpaBackend(facts)

@@ -35,13 +35,7 @@ from services.decoder.engine.row_states import row_states
 from services.decoder.engine.sampling_gate import SamplingGate
 from services.decoder.engine.scheduler import MIN_PARTIAL_TOKENS, CannotSchedule, Scheduler
 from services.decoder.engine.sequence import Sequence, SequenceState
-from services.decoder.engine.step import (
-    PendingStep,
-    Runner,
-    Scores,
-    Step,
-    StepOutput,
-)
+from services.decoder.engine.step import PendingStep, Runner, Scores, Step, StepOutput
 from services.decoder.engine.step_cost import StepCost, StepLoad
 
 log = logging.getLogger(__name__)

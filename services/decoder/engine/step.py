@@ -195,9 +195,7 @@ class StepOutput(NamedTuple):
 
     token_ids: Int32Array  # [B, k]; of each row, the first num_tokens count
     num_tokens: Int32Array  # [B]
-    logprobs: dict[
-        int, list[Logprobs]
-    ]  # by index into B, one per token; only rows that request them
+    logprobs: dict[int, list[Logprobs]]  # by index into B, one per token; of rows that request them
     scores: Sequence[Scores] = ()  # of each of the P runs
 
 

@@ -221,10 +221,7 @@ class StepComputer:
         return None, step
 
     def _stage(
-        self,
-        step: StepInputs,
-        graphs: Graphs | None = None,
-        updates: RowUpdates = NOTHING_NEW,
+        self, step: StepInputs, graphs: Graphs | None = None, updates: RowUpdates = NOTHING_NEW
     ) -> StepInputs:
         """Copies a step, padded for `graphs` if any, into the staging buffer; returns it."""
         self.staging.begin()

@@ -62,9 +62,7 @@ class DecoderServicer(pb_grpc.DecoderServicer):
         return pb.ResetPrefixCacheResponse()
 
     async def Generate(
-        self,
-        request_iterator: AsyncIterator[pb.GenerateCommand],
-        context: grpc.aio.ServicerContext,
+        self, request_iterator: AsyncIterator[pb.GenerateCommand], context: grpc.aio.ServicerContext
     ) -> None:
         stream = self._front.open_stream()
         reader = asyncio.create_task(self._read(request_iterator, stream))

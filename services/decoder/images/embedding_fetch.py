@@ -380,8 +380,7 @@ class EncoderFetcher:
         if entry is None:
             channel = create_channel(address, self.credentials, peer="encoder")
             fetch = channel.unary_stream(
-                _METHOD,
-                request_serializer=pb.FetchRequest.SerializeToString,
+                _METHOD, request_serializer=pb.FetchRequest.SerializeToString
             )
             entry = self._channels[address] = _Channel(channel, fetch)
         entry.users += 1

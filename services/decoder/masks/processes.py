@@ -48,9 +48,8 @@ _EXIT_S = 5.0
 _WATCH_PERIOD_S = 1.0
 _HANG_S = 15.0  # a process says every second that it runs
 _RUNS_S = 3.0  # since a process that runs was heard
-_WORK_S = (
-    5.0  # on one sequence: a grammar takes two seconds of CPU time at most, a mask milliseconds
-)
+# On one sequence: a grammar takes two seconds of CPU time at most, a mask milliseconds.
+_WORK_S = 5.0
 _START_S = 60.0
 _MAX_FAILED_STARTS = 3
 _PAUSE_S = 5.0  # behind these
@@ -322,11 +321,9 @@ class MaskProcesses:
             for process in self.processes:
                 if process.channel is None or process.process is None or process.marks is None:
                     continue
-                heard = (
-                    process.channel.received_at
-                    if process.is_ready
-                    else (process.started_at + _START_S - _HANG_S)
-                )
+                heard = process.started_at + _START_S - _HANG_S
+                if process.is_ready:
+                    heard = process.channel.received_at
                 late = [number for number, at in process.marks.get() if now - at > _WORK_S]
                 if late and now - heard < _RUNS_S:
                     process.overdue.update(late)

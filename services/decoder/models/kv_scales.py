@@ -88,11 +88,7 @@ def _of_heads(
 
 @torch.inference_mode()
 def finish_scales(
-    model: Transformer,
-    text: TextSpec,
-    device: torch.device,
-    dtype: torch.dtype,
-    max_tokens: int,
+    model: Transformer, text: TextSpec, device: torch.device, dtype: torch.dtype, max_tokens: int
 ) -> None:
     """Measures the scales, unless the files had them, and brings them to the device. All ranks call
     it together.

@@ -10,6 +10,7 @@ import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -414,14 +415,12 @@ def resolve(
         ((weight_format, brought),) = formats.items()
         alone = replace(facts, weight_format=weight_format)
         return KernelTable.resolve((*brought, *rows), alone, overrides)
-    shared = [row for row in rows if row.operation not in LAYER_ARGUMENT]
-    shared += [row for rows in formats.values() for row in rows
-               if row.operation not in LAYER_ARGUMENT]  # fmt: skip
-    of_layers = [row for row in rows if row.operation in LAYER_ARGUMENT]
+    everything = chain(rows, *formats.values())
+    shared = [row for row in everything if row.operation not in LAYER_ARGUMENT]
     by_format = {
         weight_format: (
             replace(facts, weight_format=weight_format),
-            [*(row for row in brought if row.operation in LAYER_ARGUMENT), *of_layers],
+            [row for row in (*brought, *rows) if row.operation in LAYER_ARGUMENT],
         )
         for weight_format, brought in formats.items()
     }

@@ -49,11 +49,7 @@ class RankProcesses:
     """
 
     def __init__(
-        self,
-        count: int,
-        settings_json: str,
-        arena_fd: int,
-        end: Callable[[int], None] = os._exit,
+        self, count: int, settings_json: str, arena_fd: int, end: Callable[[int], None] = os._exit
     ) -> None:
         self.store_fd = os.memfd_create("triptych-ranks", os.MFD_CLOEXEC)
         self._end = end
