@@ -28,13 +28,7 @@ from services.common.telemetry import setup_logging
 from services.decoder.engine.calibration import measured_cost
 from services.decoder.engine.engine import Engine
 from services.decoder.engine.mask_gate import MaskGate
-from services.decoder.engine.messages import (
-    EngineInfo,
-    FrontMessage,
-    KernelCalls,
-    MaskLink,
-    Shutdown,
-)
+from services.decoder.engine.messages import FrontMessage, KernelCalls, MaskLink, Shutdown
 from services.decoder.engine.runner_factory import create_runner
 from services.decoder.engine.step import Runner
 from services.decoder.engine_options import AWAKE_S, log_failure, runner_options, set_threads
@@ -105,11 +99,6 @@ def run(
                 channel.send(KernelCalls(kernel_calls()))
 
 
-def ready_message(engine: Engine, runner: Runner, *, on_gpu: bool) -> EngineInfo:
-    """The engine's limits, which the front announces to gateways."""
-    return structs.replace(runner.info, max_model_len=engine.max_model_len, on_gpu=on_gpu)
-
-
 def main() -> int:
     """Runs the process; returns its exit status."""
     end = accept()
@@ -165,7 +154,9 @@ def _serve(
         ),
     )
     freeze_gc()
-    channel.send(ready_message(engine, runner, on_gpu=on_gpu))
+    # The engine's limits, which the front announces to gateways.
+    limits = structs.replace(runner.info, max_model_len=engine.max_model_len, on_gpu=on_gpu)
+    channel.send(limits)
     awake_s = AWAKE_S if on_gpu else 0.0
     run(engine, gate, channel, lambda: model_runner.kernel_calls, end.links[0], awake_s=awake_s)
 
