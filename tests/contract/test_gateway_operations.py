@@ -5,12 +5,10 @@ import json
 
 import pytest
 
-from services.gateway.endpoints.operations import Operations
 from services.gateway.http.middleware import scope_of
 from tests.gateway_stack import GatewayStack
 
-PATHS = [(route.path, method) for route in Operations(None, None, None).table()
-         for method in route.methods - {"HEAD"}]  # fmt: skip
+PATHS = [("/metrics", "GET"), ("/load", "GET"), ("/reset_prefix_cache", "POST")]
 
 
 def ask(stack, path, method, key=""):

@@ -2,7 +2,7 @@
 Redis, never here.
 
 A handle is the file's digest. The encoder that keeps a file is chosen by it; where encoders share
-no Redis, the others are asked, too. `MediaLoader` reads a handle, `UploadRoutes` makes one.
+no Redis, the others are asked, too. `MediaLoader` reads a handle, `upload_routes` makes one.
 """
 
 import re

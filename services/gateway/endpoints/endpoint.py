@@ -9,12 +9,13 @@ subclass's: `chat_endpoint` for chat completions, one more for each other surfac
 import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from services.common.errors import DeadlineExceeded, Overloaded, TriptychError
@@ -31,6 +32,7 @@ from services.gateway.tenancy.admission import Admission
 
 # How long a client may take to accept the error event of a stream that failed.
 _ERROR_EVENT_TIMEOUT_S = 5.0
+_SEND_TIMEOUT_S = 30.0  # for the answer of a view
 _MAX_INLINE_JSON_BYTES = 64 << 10  # takes at most some ms to parse
 
 Result = TypeVar("Result")
@@ -93,7 +95,7 @@ class Endpoint(ABC):
         timings = Timings()
         work: Work | None = None
         try:
-            async with _received(self._admission, scope, receive) as (slot, body):
+            async with received(self._admission, scope, receive) as (slot, body):
                 exchange = Exchange(scope, receive, send)
                 work = Work(exchange, timings, slot)
                 with self._metrics.running.track_inprogress():
@@ -207,7 +209,7 @@ def renamed(param: str, paths: Mapping[str, str]) -> str:
 
 
 @asynccontextmanager
-async def _received(
+async def received(
     admission: Admission, scope: Scope, receive: Receive, types: Sequence[str] = JSON_TYPES
 ) -> AsyncGenerator[tuple[Slot, Body]]:
     """A slot and the whole body, of such a type, which is freed at the end."""
@@ -221,19 +223,35 @@ async def _received(
             free(body)
 
 
-@asynccontextmanager
-async def received(
-    admission: Admission, request: Request, types: Sequence[str] = JSON_TYPES
-) -> AsyncGenerator[tuple[Slot, Body]]:
-    """A slot and the whole body, of such a type, of a request that needs no `Endpoint`."""
-    async with _received(admission, request.scope, request.receive, types) as (slot, body):
-        try:
-            await slot.usage.charge()
-            yield slot, body
-        except TriptychError as error:
-            if error.param is not None:
-                error.param = renamed(error.param, ignored_of(request.scope).paths)
-            raise
+@dataclass(frozen=True, slots=True)
+class View:
+    """A request with a body that generates nothing, as an ASGI application: it keeps its slot until
+    the answer is read.
+
+    Attributes:
+        answer: makes it; `TriptychError`s become HTTP errors.
+        types: how the content type may begin.
+    """
+
+    service: ChatService
+    admission: Admission
+    answer: Callable[[ChatService, Request, Slot, Body], Awaitable[Response]]
+    types: Sequence[str] = JSON_TYPES
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with received(self.admission, scope, receive, self.types) as (slot, body):
+            try:
+                await slot.usage.charge()
+                response = await self.answer(self.service, Request(scope, receive), slot, body)
+            except TriptychError as error:
+                if error.param is not None:
+                    error.param = renamed(error.param, ignored_of(scope).paths)
+                raise
+            try:
+                async with self.admission.until_ended(_SEND_TIMEOUT_S):
+                    await response(scope, receive, send)
+            except TimeoutError:
+                raise ClientDisconnect from None
 
 
 def ignored_of(scope: Scope) -> Ignored:

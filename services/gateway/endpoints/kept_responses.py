@@ -13,7 +13,6 @@ from blake3 import blake3
 from msgspec import Raw, Struct, structs
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from services.common.errors import InvalidRequest, NotFound
 from services.gateway.chat import ChatService
@@ -53,14 +52,6 @@ class KeptResponses:
     def __init__(self, service: ChatService, kept: Kept) -> None:
         self._service = service
         self._kept = kept
-
-    def table(self) -> list[Route]:
-        path = "/v1/responses/{name}"
-        return [
-            Route(path, self.retrieve, methods=["GET"]),
-            Route(path, self.delete, methods=["DELETE"]),
-            Route(f"{path}/cancel", self.cancel, methods=["POST"]),
-        ]
 
     async def items_until(self, tenant: str, response_id: str | None) -> list[api.InputItem]:
         """The conversation up to an answer, in order; nothing for None.

@@ -7,14 +7,13 @@ from collections.abc import Sequence
 
 from msgspec import Raw
 from starlette.requests import Request
-from starlette.responses import Response
 
 from services.common.errors import InvalidRequest, TriptychError
 from services.gateway.chat import ChatService, Completion
 from services.gateway.endpoints.answer_writer import AnswerWriter, WritingEndpoint
 from services.gateway.endpoints.chat_messages import ChatMessages
-from services.gateway.endpoints.endpoint import Work, parse_body, received, renamed
-from services.gateway.endpoints.tokenization import tokenize
+from services.gateway.endpoints.endpoint import Work, parse_body, renamed
+from services.gateway.endpoints.tokenization import prompt_ids
 from services.gateway.forms import messages_api as api
 from services.gateway.forms.error_answers import error_of, messages_error
 from services.gateway.forms.generation import JsonSchema, JsonSchemaFormat
@@ -40,7 +39,7 @@ from services.gateway.forms.tools import (
     ToolChoice,
 )
 from services.gateway.http.exchange import JsonResponse
-from services.gateway.tenancy.admission import Admission
+from services.gateway.slot import Slot
 
 _PATHS = {
     "stop": "stop_sequences",
@@ -89,26 +88,21 @@ class MessagesEndpoint(WritingEndpoint):
         return b"event: error\ndata: " + encode_json(answer) + b"\n\n"
 
 
-class TokenCounter:
+async def count_tokens(
+    service: ChatService, request: Request, slot: Slot, body: Body
+) -> JsonResponse:
     """POST /v1/messages/count_tokens."""
-
-    def __init__(self, service: ChatService, admission: Admission) -> None:
-        self._service = service
-        self._admission = admission
-
-    async def count(self, request: Request) -> Response:
-        async with received(self._admission, request) as (slot, body):
-            given = await parse_body(self._service, api.parse_count_request, body, request.scope)
-            self._service.check_model(given.model)
-            paths = dict(_PATHS)
-            try:
-                chat = to_chat(given, paths)
-                check_chat_request(chat)
-                tokens, _ = await tokenize(self._service, chat, slot)
-            except TriptychError as error:
-                error.param = error.param and renamed(error.param, paths)
-                raise
-        return JsonResponse(api.TokenCount(len(tokens)))
+    given = await parse_body(service, api.parse_count_request, body, request.scope)
+    service.check_model(given.model)
+    paths = dict(_PATHS)
+    try:
+        chat = to_chat(given, paths)
+        check_chat_request(chat)
+        tokens, _ = await prompt_ids(service, chat, slot)
+    except TriptychError as error:
+        error.param = error.param and renamed(error.param, paths)
+        raise
+    return JsonResponse(api.TokenCount(len(tokens)))
 
 
 def to_chat(request: api.CountTokensRequest, paths: dict[str, str]) -> ChatRequest:

@@ -15,7 +15,6 @@ import msgspec
 from msgspec import Raw, Struct
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from services.gateway.chat import ChatService
 from services.gateway.http.exchange import JsonResponse
@@ -74,12 +73,6 @@ class ModelRoutes:
         self._others = others
         self._created = created
         self._silent: set[str] = set()
-
-    def table(self) -> list[Route]:
-        return [
-            Route("/v1/models", self.models, methods=["GET"]),
-            Route("/v1/models/{name:path}", self.model, methods=["GET"]),
-        ]
 
     async def models(self, request: Request) -> Response:
         """All models, this gateway's first."""

@@ -1,17 +1,22 @@
-"""What those who run the gateway ask it beside their requests: GET /metrics and /load, and
-POST /reset_prefix_cache.
+"""What those who run the gateway ask it beside their requests: whether it is there and ready, its
+metrics, its load, and to empty the decoders' prefix caches.
 """
+
+import time
+from importlib import metadata
 
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 from services.common.errors import Unavailable
 from services.gateway.chat import ChatService
 from services.gateway.http.exchange import JsonResponse
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.tenancy.admission import Admission
+
+# After so long, services that are not there are taken to be scaled to zero.
+_PATIENCE_S = 10.0
 
 
 class Operations:
@@ -21,13 +26,35 @@ class Operations:
         self._service = service
         self._admission = admission
         self._metrics = metrics
+        self._was_ready = False
+        self._patient_until = time.monotonic() + _PATIENCE_S
 
-    def table(self) -> list[Route]:
-        return [
-            Route("/metrics", self.metrics, methods=["GET"]),
-            Route("/load", self.load, methods=["GET"]),
-            Route("/reset_prefix_cache", self.reset_prefix_cache, methods=["POST"]),
-        ]
+    async def health(self, request: Request) -> Response:
+        return JsonResponse({"status": "ok"})
+
+    async def version(self, request: Request) -> Response:
+        return JsonResponse({"version": package_version()})
+
+    async def ready(self, request: Request) -> Response:
+        """Readiness: requests get an answer here. So it waits for the services, but not for ever,
+        and not again later on: without services a request gets a 503 that says when to retry, while
+        clients of a gateway that is not ready find nothing to connect to.
+        """
+        if self._admission.draining:
+            return JsonResponse({"status": "draining"}, 503)
+        status = "ready"
+        if not self._service.ready():
+            status = f"waiting for {self._service.needs}"
+        if status == "ready" or time.monotonic() > self._patient_until:
+            self._was_ready = True
+        return JsonResponse({"status": status, **self._left_out()}, 200 if self._was_ready else 503)
+
+    def _left_out(self) -> dict[str, int]:
+        """How many pods are healthy but serve another model, if any; the log has their addresses,
+        which a caller without a key is not told.
+        """
+        found = len(self._service.encoders.misfits()) + len(self._service.decoders.misfits())
+        return {"left_out": found} if found else {}
 
     async def metrics(self, request: Request) -> Response:
         """This gateway's metrics, as its metrics port has them."""
@@ -43,3 +70,11 @@ class Operations:
         if not count:
             raise Unavailable("no decoder is available", retry_after_s=1)
         return JsonResponse({"decoders": count})
+
+
+def package_version() -> str:
+    """Of `triptych`."""
+    try:
+        return metadata.version("triptych")
+    except metadata.PackageNotFoundError:  # run from a source tree
+        return "unknown"

@@ -6,6 +6,7 @@ raise become responses in `exchange`.
 
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from starlette.requests import Request
@@ -14,18 +15,18 @@ from starlette.routing import Route
 
 from services.gateway.chat import ChatService
 from services.gateway.endpoints.chat_endpoint import ChatEndpoint
-from services.gateway.endpoints.endpoint import Endpoint
+from services.gateway.endpoints.endpoint import Endpoint, View
 from services.gateway.endpoints.kept_responses import KeptResponses
-from services.gateway.endpoints.messages_endpoint import MessagesEndpoint, TokenCounter
+from services.gateway.endpoints.messages_endpoint import MessagesEndpoint, count_tokens
 from services.gateway.endpoints.models import ModelRoutes
 from services.gateway.endpoints.openapi import openapi_document
-from services.gateway.endpoints.operations import Operations
+from services.gateway.endpoints.operations import Operations, package_version
 from services.gateway.endpoints.pages import page_routes
 from services.gateway.endpoints.responses_endpoint import ResponsesEndpoint
-from services.gateway.endpoints.routes import Routes, package_version
 from services.gateway.endpoints.text_completions_endpoint import TextCompletionEndpoint
-from services.gateway.endpoints.tokenization import TokenizationRoutes
-from services.gateway.endpoints.upload_routes import UploadRoutes
+from services.gateway.endpoints.tokenization import detokenize, tokenize, tokenizer_info
+from services.gateway.endpoints.upload_routes import TYPES as UPLOAD_TYPES
+from services.gateway.endpoints.upload_routes import delete_upload, upload
 from services.gateway.http.exchange import JsonResponse
 from services.gateway.kept import Kept
 from services.gateway.metrics import GatewayMetrics
@@ -49,18 +50,31 @@ def create_surfaces(
         "/v1/responses": ResponsesEndpoint(*parts, answers),
         "/v1/messages": MessagesEndpoint(*parts),
     }
-    counter = TokenCounter(service, admission)
+    models = ModelRoutes(service, other_gateways, int(time.time()))
+    operations = Operations(*parts)
+    view = partial(View, service, admission)
     return endpoints, [
         *[Route(path, found, methods=["POST"]) for path, found in endpoints.items()],
-        *ModelRoutes(service, other_gateways, int(time.time())).table(),
-        *Routes(service, lambda: admission.draining).table(),
+        Route("/v1/models", models.models),
+        Route("/v1/models/{name:path}", models.model),
+        Route("/health", operations.health),
+        Route("/ping", operations.health),
+        Route("/version", operations.version),
+        Route("/ready", operations.ready),
         *page_routes(),
-        Route("/v1/messages/count_tokens", counter.count, methods=["POST"]),
-        *TokenizationRoutes(service, admission, model_directory).table(),
-        *answers.table(),
-        *UploadRoutes(service, admission).table(),
-        *Operations(service, admission, metrics).table(),
-        Route("/openapi.json", _openapi, methods=["GET"]),
+        Route("/v1/messages/count_tokens", view(count_tokens), methods=["POST"]),
+        Route("/tokenize", view(tokenize), methods=["POST"]),
+        Route("/detokenize", view(detokenize), methods=["POST"]),
+        Route("/tokenizer_info", partial(tokenizer_info, service, model_directory)),
+        Route("/v1/responses/{name}", answers.retrieve),
+        Route("/v1/responses/{name}", answers.delete, methods=["DELETE"]),
+        Route("/v1/responses/{name}/cancel", answers.cancel, methods=["POST"]),
+        Route("/v1/media", view(upload, UPLOAD_TYPES), methods=["POST"]),
+        Route("/v1/media/{name}", view(delete_upload), methods=["DELETE"]),
+        Route("/metrics", operations.metrics),
+        Route("/load", operations.load),
+        Route("/reset_prefix_cache", operations.reset_prefix_cache, methods=["POST"]),
+        Route("/openapi.json", _openapi),
     ]
 
 

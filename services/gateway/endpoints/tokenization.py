@@ -3,23 +3,21 @@
 The names and shapes are vLLM's. Errors are raised as `TriptychError`s.
 """
 
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
 
 from services.common.errors import InvalidRequest
 from services.common.model_spec import read_json
 from services.gateway.chat import ChatService
-from services.gateway.endpoints.endpoint import parse_body, received
+from services.gateway.endpoints.endpoint import parse_body
 from services.gateway.forms.generation import TokenId
-from services.gateway.forms.json_body import decode_json
+from services.gateway.forms.json_body import Body, decode_json
 from services.gateway.forms.openai import (
     MAX_MESSAGES,
     ChatRequest,
@@ -30,17 +28,16 @@ from services.gateway.forms.openai import (
 from services.gateway.forms.responses import VideoUsage, encode_json
 from services.gateway.forms.tools import MAX_TOOLS, Tool
 from services.gateway.forms.video import MediaOptions
-from services.gateway.http.exchange import Exchange, JsonResponse
+from services.gateway.http.exchange import JsonResponse, slow_json
 from services.gateway.prompts.chat_template import read_template
 from services.gateway.sampling import check_ids
 from services.gateway.slot import Slot
-from services.gateway.tenancy.admission import Admission
+from services.gateway.tokenizer.tokenizer import ModelTokenizer
 
 # Also where no decoder has said yet how long a text may be.
 MAX_TOKENS = 1 << 20
 # A text takes this many times its bytes: as bytes, as characters and as JSON.
 _TEXT_COPIES = 3
-_SEND_TIMEOUT_S = 30.0
 
 
 class TokenizeRequest(Struct, forbid_unknown_fields=True):
@@ -88,7 +85,7 @@ _tokenize_decoder = msgspec.json.Decoder(TokenizeRequest)
 _detokenize_decoder = msgspec.json.Decoder(DetokenizeRequest)
 
 
-async def tokenize(
+async def prompt_ids(
     service: ChatService, request: ChatRequest, slot: Slot
 ) -> tuple[list[int], list[VideoUsage]]:
     """Token ids of a request's messages, those of images and videos included, as for
@@ -120,108 +117,69 @@ async def _ids_of_text(
     return await service.off_loop(len(text), lambda: encode(text, add_special_tokens))
 
 
-class TokenizationRoutes:
-    """The views of one gateway."""
-
-    def __init__(self, service: ChatService, admission: Admission, directory: Path) -> None:
-        self._service = service
-        self._admission = admission
-        self._directory = directory
-        self._info = b""
-
-    def table(self) -> list[Route]:
-        return [
-            Route("/tokenize", self.tokenize, methods=["POST"]),
-            Route("/detokenize", Detokenizer(self._service, self._admission), methods=["POST"]),
-            Route("/tokenizer_info", self.tokenizer_info, methods=["GET"]),
-        ]
-
-    async def tokenize(self, request: Request) -> Response:
-        """Token ids; messages count with all tokens of their images."""
-        service = self._service
-        async with received(self._admission, request) as (slot, body):
-            parsed = await parse_body(
-                service, partial(decode_json, _tokenize_decoder), body, request.scope
-            )
-            if (parsed.prompt is None) == (parsed.messages is None):
-                raise InvalidRequest("give either prompt or messages", param="prompt")
-            service.check_model(parsed.model)
-            videos: list[VideoUsage] = []
-            if parsed.prompt is not None:
-                tokens = await _ids_of_text(service, parsed.prompt, parsed.add_special_tokens)
-            elif parsed.add_special_tokens and service.tokenizer.encode_prompt("", True):
-                raise InvalidRequest("chat templates add them", param="add_special_tokens")
-            else:
-                chat = ChatRequest(
-                    parsed.messages or [],
-                    service.model_name,
-                    tools=parsed.tools,
-                    add_generation_prompt=parsed.add_generation_prompt,
-                    continue_final_message=parsed.continue_final_message,
-                    chat_template_kwargs=parsed.chat_template_kwargs,
-                    mm_processor_kwargs=parsed.mm_processor_kwargs,
-                    media_io_kwargs=parsed.media_io_kwargs,
-                )
-                check_chat_request(chat)
-                tokens, videos = await tokenize(service, chat, slot)
-        answer = TokenizeResponse(len(tokens), service.max_model_len(), tokens)
-        if videos:
-            answer.videos = videos
-        if parsed.return_token_strs:
-            answer.token_strs = [service.tokenizer.token_string(token) for token in tokens]
-        return JsonResponse(answer)
-
-    async def tokenizer_info(self, request: Request) -> Response:
-        """tokenizer_config.json and the chat template."""
-        if not self._info:
-            self._info = await self._service.parsers.run(_tokenizer_info, self._directory)
-        return Response(self._info, media_type="application/json")
+async def tokenize(service: ChatService, request: Request, slot: Slot, body: Body) -> Response:
+    """Token ids; messages count with all tokens of their images."""
+    parsed = await parse_body(service, partial(decode_json, _tokenize_decoder), body, request.scope)
+    if (parsed.prompt is None) == (parsed.messages is None):
+        raise InvalidRequest("give either prompt or messages", param="prompt")
+    service.check_model(parsed.model)
+    videos: list[VideoUsage] = []
+    if parsed.prompt is not None:
+        tokens = await _ids_of_text(service, parsed.prompt, parsed.add_special_tokens)
+    elif parsed.add_special_tokens and service.tokenizer.encode_prompt("", True):
+        raise InvalidRequest("chat templates add them", param="add_special_tokens")
+    else:
+        chat = ChatRequest(
+            parsed.messages or [],
+            service.model_name,
+            tools=parsed.tools,
+            add_generation_prompt=parsed.add_generation_prompt,
+            continue_final_message=parsed.continue_final_message,
+            chat_template_kwargs=parsed.chat_template_kwargs,
+            mm_processor_kwargs=parsed.mm_processor_kwargs,
+            media_io_kwargs=parsed.media_io_kwargs,
+        )
+        check_chat_request(chat)
+        tokens, videos = await prompt_ids(service, chat, slot)
+    answer = TokenizeResponse(len(tokens), service.max_model_len(), tokens)
+    if videos:
+        answer.videos = videos
+    if parsed.return_token_strs:
+        answer.token_strs = [service.tokenizer.token_string(token) for token in tokens]
+    return JsonResponse(answer)
 
 
-class Detokenizer:
-    """POST /detokenize as an ASGI application, which keeps its slot until the answer is read."""
+async def detokenize(service: ChatService, request: Request, slot: Slot, body: Body) -> Response:
+    """Text of token ids; bytes that are not UTF-8 become U+FFFD."""
+    parsed = await parse_body(
+        service, partial(decode_json, _detokenize_decoder), body, request.scope
+    )
+    service.check_model(parsed.model)
+    if len(parsed.tokens) > (service.max_model_len() or MAX_TOKENS):
+        raise InvalidRequest(
+            f"more than {service.max_model_len()} tokens, the model's context", param="tokens"
+        )
+    check_ids("tokens", parsed.tokens, service.decoder().vocab_size)
+    text = await service.parsers.run(_text_of, service.tokenizer, parsed.tokens)
+    slot.hold(_TEXT_COPIES * len(text))
+    return slow_json(await service.parsers.run(_detokenized, text))
 
-    def __init__(self, service: ChatService, admission: Admission) -> None:
-        self._service = service
-        self._admission = admission
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Text of token ids; bytes that are not UTF-8 become U+FFFD.
+async def tokenizer_info(service: ChatService, directory: Path, request: Request) -> Response:
+    """tokenizer_config.json and the chat template."""
+    info = await service.parsers.run(_tokenizer_info, directory)
+    return Response(info, media_type="application/json")
 
-        Raises:
-            TriptychError: before the response has started; becomes an HTTP error.
-            ClientDisconnect: the client reads too slowly.
-        """
-        service = self._service
-        async with received(self._admission, Request(scope, receive)) as (slot, body):
-            parsed = await parse_body(
-                service, partial(decode_json, _detokenize_decoder), body, scope
-            )
-            service.check_model(parsed.model)
-            if len(parsed.tokens) > (service.max_model_len() or MAX_TOKENS):
-                raise InvalidRequest(
-                    f"more than {service.max_model_len()} tokens, the model's context",
-                    param="tokens",
-                )
-            check_ids("tokens", parsed.tokens, service.decoder().vocab_size)
-            text = await service.parsers.run(self._text_of, parsed.tokens)
-            slot.hold(_TEXT_COPIES * len(text))
-            answer = await service.parsers.run(_detokenized, text)
-            try:
-                async with self._admission.until_ended(_SEND_TIMEOUT_S):
-                    await Exchange(scope, receive, send).write_slowly(answer)
-            except TimeoutError:
-                raise ClientDisconnect from None
 
-    def _text_of(self, token_ids: list[int]) -> bytes:
-        token_bytes = self._service.tokenizer.token_bytes
-        return b"".join([token_bytes(token) for token in token_ids])
+def _text_of(tokenizer: ModelTokenizer, token_ids: list[int]) -> bytes:
+    return b"".join([tokenizer.token_bytes(token) for token in token_ids])
 
 
 def _detokenized(text: bytes) -> bytes:
     return encode_json(DetokenizeResponse(text.decode(errors="replace")))
 
 
+@cache
 def _tokenizer_info(directory: Path) -> bytes:
     path = directory / "tokenizer_config.json"
     config: dict[str, Any] = read_json(path) if path.exists() else {}

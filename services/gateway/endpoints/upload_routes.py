@@ -6,23 +6,18 @@ import msgspec
 from blake3 import blake3
 from msgspec import Struct
 from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Route
 
 from services.common.errors import InvalidRequest
 from services.gateway.chat import ChatService
 from services.gateway.clients.uploads import Uploads
-from services.gateway.endpoints.endpoint import received
 from services.gateway.forms.json_body import Body, decode_json
 from services.gateway.http.exchange import JsonResponse
 from services.gateway.media.images import decode_data_url
 from services.gateway.media.kinds import IMAGE, VIDEO
-from services.gateway.tenancy.admission import Admission
+from services.gateway.slot import Slot
 
 # No form of a page can declare one of these, so that a page of another origin has to ask first.
 TYPES = ("application/json", "image/", "video/", "application/octet-stream")
-
-
 _MAX_BYTES = 60 << 20  # the call to an encoder carries it whole
 
 
@@ -52,44 +47,35 @@ class DeletedUpload(Struct):
 _decoder = msgspec.json.Decoder(UploadRequest)
 
 
-class UploadRoutes:
-    """The views of one gateway."""
+async def upload(service: ChatService, request: Request, slot: Slot, body: Body) -> JsonResponse:
+    """The body is the file, or JSON: an image, a video, or a tensor of `image_embeds`."""
+    is_json = request.headers.get("content-type", TYPES[0]).startswith(TYPES[0])
+    data = await asyncio.to_thread(_file_in, body) if is_json else bytes(body)
+    if not 0 < len(data) <= _MAX_BYTES:
+        raise InvalidRequest(f"an upload has 1 to {_MAX_BYTES} bytes")
+    digest = await asyncio.to_thread(lambda: blake3(data).digest())
+    handle, kept_s = await _uploads(service).put(slot.tenant.name, data, digest)
+    return JsonResponse(UploadAnswer(handle, len(data), kept_s))
 
-    def __init__(self, service: ChatService, admission: Admission) -> None:
-        self._service = service
-        self._admission = admission
 
-    def table(self) -> list[Route]:
-        return [
-            Route("/v1/media", self.upload, methods=["POST"]),
-            Route("/v1/media/{name}", self.delete, methods=["DELETE"]),
-        ]
+async def delete_upload(
+    service: ChatService, request: Request, slot: Slot, _: Body
+) -> JsonResponse:
+    """Forgets a file."""
+    handle: str = request.path_params["name"]
+    await _uploads(service).delete(slot.tenant.name, handle)
+    return JsonResponse(DeletedUpload(handle))
 
-    async def upload(self, request: Request) -> Response:
-        """The body is the file, or JSON: an image, a video, or a tensor of `image_embeds`."""
-        async with received(self._admission, request, TYPES) as (slot, body):
-            is_json = request.headers.get("content-type", TYPES[0]).startswith(TYPES[0])
-            data = await asyncio.to_thread(self._file_in, body) if is_json else bytes(body)
-            if not 0 < len(data) <= _MAX_BYTES:
-                raise InvalidRequest(f"an upload has 1 to {_MAX_BYTES} bytes")
-            digest = await asyncio.to_thread(lambda: blake3(data).digest())
-            handle, kept_s = await self._uploads().put(slot.tenant.name, data, digest)
-        return JsonResponse(UploadAnswer(handle, len(data), kept_s))
 
-    async def delete(self, request: Request) -> Response:
-        handle: str = request.path_params["name"]
-        async with received(self._admission, request) as (slot, _):
-            await self._uploads().delete(slot.tenant.name, handle)
-        return JsonResponse(DeletedUpload(handle))
+def _uploads(service: ChatService) -> Uploads:
+    if service.images is None:
+        raise InvalidRequest("the model takes text alone")
+    return Uploads(service.encoders)
 
-    def _uploads(self) -> Uploads:
-        if self._service.images is None:
-            raise InvalidRequest("the model takes text alone")
-        return Uploads(self._service.encoders)
 
-    def _file_in(self, body: Body) -> bytes:
-        url = decode_json(_decoder, body).url
-        kind = VIDEO if url.startswith("data:video/") else IMAGE
-        if not url.startswith("data:"):
-            raise InvalidRequest("an upload is a data: URL, or the file itself", param="url")
-        return decode_data_url(url, _MAX_BYTES, kind)
+def _file_in(body: Body) -> bytes:
+    url = decode_json(_decoder, body).url
+    kind = VIDEO if url.startswith("data:video/") else IMAGE
+    if not url.startswith("data:"):
+        raise InvalidRequest("an upload is a data: URL, or the file itself", param="url")
+    return decode_data_url(url, _MAX_BYTES, kind)

@@ -7,14 +7,14 @@ end with errors of endpoints that have not started a response.
 import asyncio
 import logging
 import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from services.common.errors import (
@@ -42,7 +42,6 @@ _STREAM_HEADERS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
-_JSON = b"application/json"
 JSON_TYPES = ("application/json",)
 Result = TypeVar("Result")
 
@@ -54,6 +53,17 @@ class JsonResponse(Response):
 
     def render(self, content: object) -> bytes:
         return encode_json(content)
+
+
+def slow_json(body: bytes) -> Response:
+    """A long response, sent a piece at a time: waits while the client reads too slowly."""
+
+    async def pieces() -> AsyncGenerator[bytes]:
+        for first in range(0, len(body), _PIECE_BYTES):
+            yield body[first : first + _PIECE_BYTES]
+
+    headers = {"content-length": str(len(body))}
+    return StreamingResponse(pieces(), headers=headers, media_type=JsonResponse.media_type)
 
 
 @dataclass(slots=True)
@@ -88,16 +98,6 @@ class Exchange:
     async def write_json(self, content: object) -> None:
         self.started = self.finished = True
         await JsonResponse(content)(self.scope, self.receive, self.send)
-
-    async def write_slowly(self, body: bytes) -> None:
-        """Sends the whole response, a piece at a time: waits while the client reads too slowly."""
-        headers = [(b"content-type", _JSON), (b"content-length", str(len(body)).encode())]
-        self.started = True
-        await self.send({"type": "http.response.start", "status": 200, "headers": headers})
-        for first in range(0, max(1, len(body)), _PIECE_BYTES):
-            piece, more = body[first : first + _PIECE_BYTES], first + _PIECE_BYTES < len(body)
-            await self.send({"type": "http.response.body", "body": piece, "more_body": more})
-        self.finished = True
 
     async def while_connected(self, serving: Awaitable[Result]) -> Result:
         """Runs `serving` until it ends or the client disconnects.

@@ -5,7 +5,6 @@ it calls the fields of one.
 import time
 
 import pytest
-from starlette.requests import Request
 
 from services.gateway.endpoints.endpoint import received, renamed
 from services.gateway.tenancy.admission import Admission
@@ -20,7 +19,7 @@ async def test_a_body_is_freed_whatever_ends_its_request():
 
     scope = {"type": "http", "headers": [], "state": {}}
     with pytest.raises(KeyError) as kept:
-        async with received(Admission(1), Request(scope, receive)) as (_, body):
+        async with received(Admission(1), scope, receive) as (_, body):
             assert len(body) == 1 << 20
             raise KeyError("its traceback has the body")
     assert kept.value

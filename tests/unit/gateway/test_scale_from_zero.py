@@ -10,7 +10,7 @@ import pytest
 
 from services.gateway.app import create_gateway
 from services.gateway.clients import pods
-from services.gateway.endpoints import routes
+from services.gateway.endpoints import operations
 from services.gateway.server import GatewayServer
 from services.gateway.settings import GatewaySettings
 from tests.fakes import FakeDecoder, FakeEncoder
@@ -39,9 +39,9 @@ class Lonely:
         self.started_at = time.monotonic()
 
         async def start() -> None:
-            routes._PATIENCE_S, patience = patience_s, routes._PATIENCE_S
+            operations._PATIENCE_S, patience = patience_s, operations._PATIENCE_S
             self.gateway = create_gateway(settings)
-            routes._PATIENCE_S = patience
+            operations._PATIENCE_S = patience
             self.server = GatewayServer(self.gateway, settings)
             self._serving = asyncio.create_task(self.server.serve())
             async with asyncio.timeout(PATIENCE_S):
