@@ -4,7 +4,6 @@
 an `InvalidRequest`; bounds of single fields are checked by `openai`.
 """
 
-import math
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -181,7 +180,6 @@ def max_completion_tokens(request: ChatRequest, defaults: SamplingDefaults) -> i
 
 
 def _logit_bias(given: Mapping[str, float], vocab_size: int) -> dict[int, float]:
-    bias: dict[int, float] = {}
     # int() would accept signs, spaces, underscores and digits of other scripts.
     wrong = [
         name[:20]
@@ -192,11 +190,7 @@ def _logit_bias(given: Mapping[str, float], vocab_size: int) -> dict[int, float]
         names = ", ".join(map(repr, wrong[:8]))
         verb = "is not a token id" if len(wrong) == 1 else "are not token ids"
         raise InvalidRequest(f"{names} {verb} below {vocab_size}", param=f"logit_bias.{wrong[0]}")
-    for name, value in given.items():
-        if not math.isfinite(value):
-            raise InvalidRequest("biases must be finite", param=f"logit_bias.{name}")
-        bias[int(name)] = value
-    return bias
+    return {int(name): value for name, value in given.items()}
 
 
 def _given(value: Any, default: Any) -> Any:  # noqa: ANN401 - a number of either kind

@@ -3,11 +3,10 @@
 The names and shapes are vLLM's. Errors are raised as `TriptychError`s.
 """
 
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
 
-import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
@@ -17,7 +16,7 @@ from services.common.model_spec import read_json
 from services.gateway.chat import ChatService
 from services.gateway.endpoints.endpoint import parse_body
 from services.gateway.forms.generation import TokenId
-from services.gateway.forms.json_body import Body, decode_json
+from services.gateway.forms.json_body import Body, Parser
 from services.gateway.forms.openai import (
     MAX_MESSAGES,
     ChatRequest,
@@ -81,8 +80,8 @@ class DetokenizeResponse(Struct):
     prompt: str
 
 
-_tokenize_decoder = msgspec.json.Decoder(TokenizeRequest)
-_detokenize_decoder = msgspec.json.Decoder(DetokenizeRequest)
+_parse_tokenize = Parser(TokenizeRequest)
+_parse_detokenize = Parser(DetokenizeRequest)
 
 
 async def prompt_ids(
@@ -119,7 +118,7 @@ async def _ids_of_text(
 
 async def tokenize(service: ChatService, request: Request, slot: Slot, body: Body) -> Response:
     """Token ids; messages count with all tokens of their images."""
-    parsed = await parse_body(service, partial(decode_json, _tokenize_decoder), body, request.scope)
+    parsed = await parse_body(service, _parse_tokenize, body, request.scope)
     if (parsed.prompt is None) == (parsed.messages is None):
         raise InvalidRequest("give either prompt or messages", param="prompt")
     service.check_model(parsed.model)
@@ -151,9 +150,7 @@ async def tokenize(service: ChatService, request: Request, slot: Slot, body: Bod
 
 async def detokenize(service: ChatService, request: Request, slot: Slot, body: Body) -> Response:
     """Text of token ids; bytes that are not UTF-8 become U+FFFD."""
-    parsed = await parse_body(
-        service, partial(decode_json, _detokenize_decoder), body, request.scope
-    )
+    parsed = await parse_body(service, _parse_detokenize, body, request.scope)
     service.check_model(parsed.model)
     if len(parsed.tokens) > (service.max_model_len() or MAX_TOKENS):
         raise InvalidRequest(

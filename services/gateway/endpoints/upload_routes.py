@@ -2,7 +2,6 @@
 
 import asyncio
 
-import msgspec
 from blake3 import blake3
 from msgspec import Struct
 from starlette.requests import Request
@@ -10,7 +9,7 @@ from starlette.requests import Request
 from services.common.errors import InvalidRequest
 from services.gateway.chat import ChatService
 from services.gateway.clients.uploads import Uploads
-from services.gateway.forms.json_body import Body, decode_json
+from services.gateway.forms.json_body import Body, Parser
 from services.gateway.http.exchange import JsonResponse
 from services.gateway.media.images import decode_data_url
 from services.gateway.media.kinds import IMAGE, VIDEO
@@ -44,7 +43,7 @@ class DeletedUpload(Struct):
     deleted: bool = True
 
 
-_decoder = msgspec.json.Decoder(UploadRequest)
+_parse = Parser(UploadRequest)
 
 
 async def upload(service: ChatService, request: Request, slot: Slot, body: Body) -> JsonResponse:
@@ -74,7 +73,7 @@ def _uploads(service: ChatService) -> Uploads:
 
 
 def _file_in(body: Body) -> bytes:
-    url = decode_json(_decoder, body).url
+    url = _parse(body).url
     kind = VIDEO if url.startswith("data:video/") else IMAGE
     if not url.startswith("data:"):
         raise InvalidRequest("an upload is a data: URL, or the file itself", param="url")

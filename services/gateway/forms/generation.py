@@ -5,7 +5,7 @@ It knows no model: what depends on the model is checked by `sampling`. All error
 """
 
 import re
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
@@ -15,7 +15,7 @@ from services.common.images.image_key import MAX_SALT_BYTES
 MAX_STOPS = 16
 MAX_STOP_LENGTH = 256
 MAX_N = 8
-MAX_LOGIT_BIAS = 1024
+MAX_LOGIT_BIAS, MAX_BIAS = 1024, 100
 MAX_STOP_TOKEN_IDS = 128
 MAX_TOP_LOGPROBS = 20
 MAX_LOGPROB_TOKEN_IDS = 128
@@ -26,7 +26,15 @@ MAX_CHOICES = 1024
 
 TokenId = Annotated[int, Meta(ge=0, le=(1 << 32) - 1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
-LogitBias = dict[str, Annotated[float, Meta(ge=-100, le=100)]]
+LogitBias = Annotated[
+    dict[str, Any],
+    Meta(
+        max_length=MAX_LOGIT_BIAS,
+        extra_json_schema={
+            "additionalProperties": {"type": "number", "minimum": -MAX_BIAS, "maximum": MAX_BIAS}
+        },
+    ),
+]
 StopTokenIds = Annotated[list[TokenId], Meta(max_length=MAX_STOP_TOKEN_IDS)]
 Priority = Annotated[int, Meta(ge=-(1 << 31), le=(1 << 31) - 1)]
 _AllowedIds = Annotated[list[TokenId], Meta(min_length=1, max_length=MAX_ALLOWED_TOKEN_IDS)]
@@ -138,8 +146,12 @@ def check_generation(request: GenerationFields) -> None:
         raise InvalidRequest("not available in a stream", param="prompt_logprobs")
     if request.truncate_prompt_tokens == 0:
         raise InvalidRequest("nothing would be left of the prompt", param="truncate_prompt_tokens")
-    if request.logit_bias and len(request.logit_bias) > MAX_LOGIT_BIAS:
-        raise InvalidRequest(f"at most {MAX_LOGIT_BIAS} entries", param="logit_bias")
+    for name, bias in (request.logit_bias or {}).items():
+        if type(bias) not in (int, float) or not -MAX_BIAS <= bias <= MAX_BIAS:
+            raise InvalidRequest(
+                f"a bias is a number from -{MAX_BIAS} to {MAX_BIAS}",
+                param=f"logit_bias.{name[:100]}",
+            )
     if request.cache_salt is not None and not _SALT.fullmatch(request.cache_salt):
         raise InvalidRequest("cache_salt must not hold @, / or \\", param="cache_salt")
     if request.cache_salt is not None and len(request.cache_salt.encode()) > MAX_SALT_BYTES:

@@ -1,6 +1,6 @@
 """What a request's body holds beside what is served: judged by `hints`, taken out and named.
 
-`decode_json` calls `Ignored.without` for a body that does not fit its type, so a request without
+`Parser` calls `Ignored.without` for a body that does not fit its type, so a request without
 such fields pays nothing for it. The body is walked along the type once, whatever it holds.
 """
 

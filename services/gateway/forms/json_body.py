@@ -5,8 +5,9 @@ Every endpoint's types are msgspec structs; a body that does not fit is an `Inva
 """
 
 import re
+from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, TypeVar, cast
+from typing import Generic, TypeVar
 
 import msgspec
 import numpy as np
@@ -20,9 +21,6 @@ Body = bytes | bytearray
 _NO_JSON = "the body is not valid JSON"
 _WHERE = re.compile(r" - at (?:`key` in )?`\$(?:\.)?(.*)`$", re.DOTALL)
 _FIELD = re.compile(r"(?:unknown|required) field `(.*)`$", re.DOTALL)
-_STEP = re.compile(r"\[(\d+|\.\.\.)\]|\.?([^.\[]+)")
-_ANY_KEY = "[...]"  # how msgspec writes a key of a map that is not a struct
-_MAX_SEARCHED_KEYS = 4096
 # Without images.
 MAX_JSON_BYTES = 4 << 20
 # The parser keeps the interpreter lock, and with it every other request: these take it some 10 ms.
@@ -32,7 +30,6 @@ _MAX_UNCOUNTED_BYTES = 256 << 10
 # The beginning of base64: of a `data:` URL, or in a field of Anthropic's.
 _BASE64 = re.compile(rb'"data(?:"\s{0,64}:\s{0,64}"|:[^",]{0,256},)')
 _MAX_IMAGES = 4096  # looked for
-_MAX_SEARCHED_BYTES = 256 << 10
 
 
 def free(body: Body) -> None:
@@ -83,18 +80,35 @@ def has_more_nodes(text: Body, limit: int) -> bool:
     return bool(strings + count(opening & outside) + 2 * count(colons & outside) > limit)
 
 
-def decode_json(
-    decoder: "msgspec.json.Decoder[Decoded]", body: Body, ignored: Ignored | None = None
-) -> Decoded:
-    """Decodes a JSON body.
+class Parser(Generic[Decoded]):
+    """Reads bodies of one type.
 
     Args:
-        ignored: gets the names of what changes no answer and is left out.
-
-    Raises:
-        PayloadTooLarge: more than `MAX_JSON_BYTES` or `MAX_JSON_NODES`.
-        InvalidRequest: not JSON, or a field has the wrong type; `param` names the field.
+        check: raises InvalidRequest for what the types of its fields do not say.
     """
+
+    def __init__(
+        self, kind: type[Decoded], check: Callable[[Decoded], None] = lambda _: None
+    ) -> None:
+        self._decoder = msgspec.json.Decoder(kind)
+        self._check = check
+
+    def __call__(self, body: Body, ignored: Ignored | None = None) -> Decoded:
+        """A body's value; every field is of its type and within its bounds.
+
+        Args:
+            ignored: gets the names of what changes no answer and is left out.
+
+        Raises:
+            PayloadTooLarge: more than `MAX_JSON_BYTES` or `MAX_JSON_NODES`.
+            InvalidRequest: not JSON, or a field is wrong; `param` names the field.
+        """
+        found = _decode(self._decoder, body, ignored or Ignored())
+        self._check(found)
+        return found
+
+
+def _decode(decoder: "msgspec.json.Decoder[Decoded]", body: Body, ignored: Ignored) -> Decoded:
     text = body if len(body) <= _MAX_UNCOUNTED_BYTES else without_images(body)
     if len(text) > MAX_JSON_BYTES:
         raise PayloadTooLarge(f"the body has more than {MAX_JSON_BYTES} bytes beside images")
@@ -106,15 +120,14 @@ def decode_json(
         try:
             return decoder.decode(body)
         except msgspec.ValidationError:
-            rest = (ignored or Ignored()).without(decoder.type, body)
+            rest = ignored.without(decoder.type, body)
             if rest is None:
                 raise
-            body = rest
-            return decoder.decode(body)
+            return decoder.decode(rest)
     except msgspec.ValidationError as error:
-        message, param = _read(error)
-        if _ANY_KEY in param and len(body) <= _MAX_SEARCHED_BYTES:
-            param = _with_key(param, body, decoder)
+        text = str(error)
+        where = _WHERE.search(text)
+        message, param = (text[: where.start()], where[1]) if where else (text, "")
         if field := _FIELD.search(message):
             param = f"{param}.{field[1]}" if param else field[1]
         raise InvalidRequest(message[:300], param=param[:200] or None) from None
@@ -134,35 +147,3 @@ def text_of(raw: msgspec.Raw, param: str) -> str:
         return bytes(raw).decode()
     except UnicodeDecodeError:
         raise InvalidRequest(_NO_JSON, param=param) from None
-
-
-def _read(error: msgspec.ValidationError) -> tuple[str, str]:
-    """The message and the path of the field."""
-    text = str(error)
-    where = _WHERE.search(text)
-    return (text[: where.start()], where[1]) if where else (text, "")
-
-
-def _with_key(param: str, body: Body, decoder: "msgspec.json.Decoder[Any]") -> str:
-    """`param` with the first key of the map whose entry does not fit, if it can be found.
-
-    Each entry is tried alone, in a body that holds nothing else.
-    """
-    before, _, after = param.partition(_ANY_KEY)
-    try:
-        entries = msgspec.json.decode(body)
-        steps = [(int(i) if i else name) for i, name in _STEP.findall(before)]
-        for step in steps:
-            entries = entries[step]
-        for key in list(cast("dict[str, Any]", entries))[:_MAX_SEARCHED_KEYS]:
-            alone: Any = {key: entries[key]}
-            for step in reversed(steps):
-                alone = [alone] if isinstance(step, int) else {step: alone}
-            try:
-                msgspec.convert(alone, decoder.type)
-            except msgspec.ValidationError as error:
-                if _ANY_KEY in _read(error)[1]:
-                    return f"{before}.{key}{after}"
-    except (LookupError, TypeError, ValueError, RecursionError):
-        pass
-    return f"{before}{after}"

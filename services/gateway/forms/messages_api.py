@@ -5,13 +5,11 @@
 
 from typing import Annotated, Any, Literal
 
-import msgspec
 from msgspec import Meta, Raw, Struct
 
 from services.common.errors import InvalidRequest, ThreadUnsupported
 from services.gateway.forms.generation import MAX_STOPS, StopString
-from services.gateway.forms.ignored import Ignored
-from services.gateway.forms.json_body import Body, decode_json, text_of
+from services.gateway.forms.json_body import Parser, text_of
 from services.gateway.forms.openai import MAX_MESSAGES, MAX_PARTS
 from services.gateway.forms.tools import MAX_TOOLS
 
@@ -192,30 +190,6 @@ class MessagesRequest(CountTokensRequest, kw_only=True, forbid_unknown_fields=Tr
     thread: Any = None  # not served
 
 
-_messages_decoder = msgspec.json.Decoder(MessagesRequest)
-_count_decoder = msgspec.json.Decoder(CountTokensRequest)
-
-
-def parse_messages_request(body: Body, ignored: Ignored | None = None) -> MessagesRequest:
-    """Parses a request body.
-
-    Raises:
-        InvalidRequest: a field is of a wrong type or does not belong there; `param` names it.
-    """
-    request = decode_json(_messages_decoder, body, ignored)
-    if request.thread is not None:
-        raise ThreadUnsupported("no conversation is kept: send all of it", param="thread")
-    _check_turns(request.messages)
-    return request
-
-
-def parse_count_request(body: Body, ignored: Ignored | None = None) -> CountTokensRequest:
-    """Parses a request body, as `parse_messages_request`."""
-    request = decode_json(_count_decoder, body, ignored)
-    _check_turns(request.messages)
-    return request
-
-
 _ROLES: dict[str, tuple[type[Struct], ...]] = {
     "user": (TextBlock, ImageBlock, DocumentBlock, ToolResultBlock),
     "assistant": (TextBlock, ThinkingBlock, ToolUseBlock),
@@ -223,8 +197,10 @@ _ROLES: dict[str, tuple[type[Struct], ...]] = {
 }
 
 
-def _check_turns(turns: list[Turn]) -> None:
-    for index, turn in enumerate(turns):
+def _check(request: CountTokensRequest) -> None:
+    if isinstance(request, MessagesRequest) and request.thread is not None:
+        raise ThreadUnsupported("no conversation is kept: send all of it", param="thread")
+    for index, turn in enumerate(request.messages):
         blocks = turn.content if isinstance(turn.content, list) else ()
         for position, block in enumerate(blocks):
             path = f"messages[{index}].content[{position}]"
@@ -233,6 +209,10 @@ def _check_turns(turns: list[Turn]) -> None:
                 raise InvalidRequest(f"a turn of the {turn.role} has no {kind}", param=path)
             if isinstance(block, ToolUseBlock):
                 text_of(block.input, f"{path}.input")
+
+
+parse_messages_request = Parser(MessagesRequest, _check)
+parse_count_request = Parser(CountTokensRequest, _check)
 
 
 # Output.

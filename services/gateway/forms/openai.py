@@ -25,8 +25,7 @@ from services.gateway.forms.generation import (
     GenerationFields,
     check_generation,
 )
-from services.gateway.forms.ignored import Ignored
-from services.gateway.forms.json_body import Body, decode_json
+from services.gateway.forms.json_body import Parser
 from services.gateway.forms.tools import (
     MAX_CALLS,
     MAX_TOOLS,
@@ -213,20 +212,6 @@ class ChatRequest(GenerationFields, forbid_unknown_fields=True):
         return size
 
 
-_decoder = msgspec.json.Decoder(ChatRequest)
-
-
-def parse_chat_request(body: Body, ignored: Ignored | None = None) -> ChatRequest:
-    """Parses a request body; every field is of its type and within its bounds.
-
-    Raises:
-        InvalidRequest: a field is not; `param` names it.
-    """
-    request = decode_json(_decoder, body, ignored)
-    check_chat_request(request)
-    return request
-
-
 def check_chat_request(request: ChatRequest) -> None:
     """Raises InvalidRequest if a field contradicts another, or is not served."""
     check_generation(request)
@@ -253,6 +238,9 @@ def check_chat_request(request: ChatRequest) -> None:
             raise InvalidRequest(
                 "the last message is not an assistant's text", param="continue_final_message"
             )
+
+
+parse_chat_request = Parser(ChatRequest, check_chat_request)
 
 
 def _check_message(message: Message, index: int) -> None:

@@ -6,7 +6,6 @@
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-import msgspec
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
 from services.common.errors import InvalidRequest
@@ -17,8 +16,7 @@ from services.gateway.forms.generation import (
     SamplingFields,
     TextFormat,
 )
-from services.gateway.forms.ignored import Ignored
-from services.gateway.forms.json_body import Body, decode_json, text_of
+from services.gateway.forms.json_body import Parser, text_of
 from services.gateway.forms.openai import (
     MAX_MESSAGES,
     MAX_PARTS,
@@ -180,24 +178,6 @@ class ResponsesRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True)
     user: str | None = None
 
 
-_decoder = msgspec.json.Decoder(ResponsesRequest)
-
-
-def parse_responses_request(body: Body, ignored: Ignored | None = None) -> ResponsesRequest:
-    """Parses a request body.
-
-    Raises:
-        InvalidRequest: a field is of a wrong type or not served; `param` names it.
-    """
-    request = decode_json(_decoder, body, ignored)
-    if isinstance(request.input, list):
-        for index, item in enumerate(request.input):
-            _check_item(item, f"input[{index}]")
-    if request.metadata is not UNSET:
-        text_of(request.metadata, "metadata")
-    return request
-
-
 _NEEDED: Mapping[str, Sequence[str]] = {
     "message": ("role", "content"),
     "function_call": ("call_id", "name", "arguments"),
@@ -226,6 +206,17 @@ def _check_item(item: InputItem, path: str) -> None:
             raise InvalidRequest(f"a {kind} needs {name}", param=f"{path}.{name}")
         if value is not None and name not in _ALLOWED[kind]:
             raise InvalidRequest(f"a {kind} has no {name}", param=f"{path}.{name}")
+
+
+def _check(request: ResponsesRequest) -> None:
+    if isinstance(request.input, list):
+        for index, item in enumerate(request.input):
+            _check_item(item, f"input[{index}]")
+    if request.metadata is not UNSET:
+        text_of(request.metadata, "metadata")
+
+
+parse_responses_request = Parser(ResponsesRequest, _check)
 
 
 # Output.

@@ -6,7 +6,6 @@ transformers; nothing is rendered around it.
 
 from typing import Annotated, Literal, cast
 
-import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from services.common.errors import InvalidRequest
@@ -16,8 +15,7 @@ from services.gateway.forms.generation import (
     TokenId,
     check_generation,
 )
-from services.gateway.forms.ignored import Ignored
-from services.gateway.forms.json_body import Body, decode_json
+from services.gateway.forms.json_body import Parser
 from services.gateway.forms.openai import ChatRequest
 from services.gateway.forms.responses import PromptLogprob, Usage
 
@@ -107,16 +105,7 @@ class TextCompletion(Struct):
     system_fingerprint: None = None
 
 
-_decoder = msgspec.json.Decoder(CompletionRequest)
-
-
-def parse_completion_request(body: Body, ignored: Ignored | None = None) -> CompletionRequest:
-    """Parses a request body.
-
-    Raises:
-        InvalidRequest: a field is of a wrong type or out of its bounds; `param` names it.
-    """
-    request = decode_json(_decoder, body, ignored)
+def _check(request: CompletionRequest) -> None:
     check_generation(request)
     prompts = request.prompts
     mixed = isinstance(request.prompt, list) and len({type(p) for p in request.prompt}) > 1
@@ -130,4 +119,6 @@ def parse_completion_request(body: Body, ignored: Ignored | None = None) -> Comp
         raise InvalidRequest("a stream of several answers has no logprobs of the prompt", param="n")
     if request.max_tokens == 0 and not request.echo:
         raise InvalidRequest("0 needs echo: true", param="max_tokens")
-    return request
+
+
+parse_completion_request = Parser(CompletionRequest, _check)
