@@ -1,18 +1,17 @@
 """A streamed answer as events: a part is opened, filled and closed before the next one is opened.
 
 `ResponseWriter` and `MessageWriter` say what the events of their surface are. A writer has one
-choice; it neither sends nor waits nor fails. `WritingEndpoint.stream` sends.
+choice.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from msgspec import Struct
 
 from services.gateway.chat import Completion
-from services.gateway.endpoints.endpoint import Endpoint
 from services.gateway.forms.parts import Part, Text, continues
 from services.gateway.forms.responses import LogprobEntry, Update, encode_json
 from services.gateway.http.exchange import Exchange
@@ -45,6 +44,13 @@ class AnswerWriter(ABC, Generic[Event]):
         if update.parts or not (self._open is None or isinstance(self._open, Text)):
             self._logprobs = []
         return events
+
+    async def stream(self, answer: AsyncGenerator[list[Update]], exchange: Exchange) -> None:
+        """Sends all events but the last ones, which are those of `finish`."""
+        async with aclosing(answer) as batches:
+            async for updates in batches:
+                if events := [event for update in updates for event in self.update(update)]:
+                    await exchange.write(self.encode(events))
 
     def finish(self) -> list[Event]:
         return [*self._start(), *self._leave(is_last=True), *self.end()]
@@ -85,25 +91,3 @@ class AnswerWriter(ABC, Generic[Event]):
     @abstractmethod
     def kind(self, event: Event) -> str:
         """The event's name."""
-
-
-class WritingEndpoint(Endpoint):
-    """An endpoint whose streams are a writer's events."""
-
-    async def stream(
-        self,
-        completion: Completion,
-        writer: AnswerWriter[Any],
-        exchange: Exchange,
-        *,
-        is_kept: bool = False,
-    ) -> None:
-        """Sends all events but the last ones, which are the writer's `finish`.
-
-        Args:
-            is_kept: see `ChatService.answer`.
-        """
-        async with aclosing(self._service.answer(completion, is_kept=is_kept)) as answer:
-            async for updates in answer:
-                if events := [event for update in updates for event in writer.update(update)]:
-                    await exchange.write(writer.encode(events))

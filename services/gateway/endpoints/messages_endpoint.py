@@ -10,9 +10,9 @@ from starlette.requests import Request
 
 from services.common.errors import InvalidRequest, TriptychError
 from services.gateway.chat import ChatService, Completion
-from services.gateway.endpoints.answer_writer import AnswerWriter, WritingEndpoint
+from services.gateway.endpoints.answer_writer import AnswerWriter
 from services.gateway.endpoints.chat_messages import ChatMessages
-from services.gateway.endpoints.endpoint import Work, parse_body, renamed
+from services.gateway.endpoints.endpoint import Endpoint, Work, parse_body, renamed
 from services.gateway.endpoints.tokenization import prompt_ids
 from services.gateway.forms import messages_api as api
 from services.gateway.forms.error_answers import error_of, messages_error
@@ -55,7 +55,7 @@ _STOP_REASONS: dict[str | None, api.StopReason] = {
 }  # fmt: skip
 
 
-class MessagesEndpoint(WritingEndpoint):
+class MessagesEndpoint(Endpoint):
     """The endpoint."""
 
     async def answer(self, work: Work, body: Body) -> None:
@@ -80,7 +80,7 @@ class MessagesEndpoint(WritingEndpoint):
             await work.exchange.write_json(answer)
             return
         writer = MessageWriter(answer, completion)
-        await self.stream(completion, writer, work.exchange)
+        await writer.stream(self._service.answer(completion), work.exchange)
         await work.exchange.write(writer.encode(writer.finish()), last=True)
 
     def error_event(self, work: Work, error: TriptychError) -> bytes:

@@ -11,9 +11,9 @@ from msgspec import UNSET, UnsetType, structs
 
 from services.common.errors import InvalidImage, InvalidRequest, TriptychError
 from services.gateway.chat import ChatService, Completion
-from services.gateway.endpoints.answer_writer import AnswerWriter, WritingEndpoint
+from services.gateway.endpoints.answer_writer import AnswerWriter
 from services.gateway.endpoints.chat_messages import ChatMessages
-from services.gateway.endpoints.endpoint import Work, now, renamed
+from services.gateway.endpoints.endpoint import Endpoint, Work, now, renamed
 from services.gateway.endpoints.kept_responses import KeptResponses
 from services.gateway.endpoints.truncation import draft_with_room
 from services.gateway.forms import responses_api as api
@@ -58,7 +58,7 @@ _PATHS = {
 }
 
 
-class ResponsesEndpoint(WritingEndpoint):
+class ResponsesEndpoint(Endpoint):
     """The endpoint."""
 
     def __init__(
@@ -97,7 +97,8 @@ class ResponsesEndpoint(WritingEndpoint):
             await self._keep(work, request, completion, writer.response)
             await work.exchange.write_json(writer.response)
             return
-        await self.stream(completion, writer, work.exchange, is_kept=True)
+        answer = self._service.answer(completion, is_kept=True)
+        await writer.stream(answer, work.exchange)
         events = writer.finish()
         await self._keep(work, request, completion, writer.response)
         await work.exchange.write(writer.encode(events), last=True)
@@ -417,7 +418,7 @@ class ResponseWriter(AnswerWriter[api.ResponseEvent]):
                     item.namespace, item.name = self._namespaces[part.name]
             case Text():
                 item = api.OutputMessage(f"msg_{self._id}_{index}", [], "in_progress")
-        added = self._event("response.output_item.added", item=_copy(item), output_index=index)
+        added = self._event("response.output_item.added", item=deepcopy(item), output_index=index)
         self.response.output.append(item)
         match item:
             case api.OutputCall():
@@ -430,20 +431,18 @@ class ResponseWriter(AnswerWriter[api.ResponseEvent]):
         return [added, self._content_event("response.content_part.added", part=content)]
 
     def delta(self, part: Part, logprobs: list[LogprobEntry]) -> api.ResponseEvent:
-        match self._item, part:
-            case api.OutputCall(), Call(arguments=text):
-                self._pieces.append(text)
-                return self._item_event("response.function_call_arguments.delta", delta=text)
-            case api.OutputReasoning(), Reasoning(text):
-                self._pieces.append(text)
-                return self._content_event("response.reasoning_text.delta", delta=text)
-            case api.OutputMessage() as item, Text(text):
-                self._pieces.append(text)
-                item.content[0].logprobs += logprobs
-                kind = "response.output_text.delta"
-                return self._content_event(kind, delta=text, logprobs=logprobs)
-            case _:
-                raise AssertionError("a piece of another part than the open one")
+        match part:
+            case Call(arguments=text):
+                event = self._item_event("response.function_call_arguments.delta", delta=text)
+            case Reasoning(text):
+                event = self._content_event("response.reasoning_text.delta", delta=text)
+            case Text(text):
+                event = self._content_event("response.output_text.delta", delta=text)
+                event.logprobs = logprobs
+                assert isinstance(self._item, api.OutputMessage)
+                self._item.content[0].logprobs += logprobs
+        self._pieces.append(text)
+        return event
 
     def close(self, part: Part, *, is_last: bool) -> list[api.ResponseEvent]:
         self._fill_item()
@@ -500,12 +499,3 @@ class ResponseWriter(AnswerWriter[api.ResponseEvent]):
             api.OutputTokensDetails(0 if details is UNSET else details.reasoning_tokens),
             usage.total_tokens,
         )
-
-
-def _copy(item: api.OutputItem) -> api.OutputItem:
-    """As it is now, without content."""
-    return (
-        structs.replace(item)
-        if isinstance(item, api.OutputCall)
-        else structs.replace(item, content=[])
-    )

@@ -1,7 +1,7 @@
 """JSON bodies of requests: how long they may be, and how they become the types that check them.
 
 Every endpoint's types are msgspec structs; a body that does not fit is an `InvalidRequest` whose
-`param` is the path of the field, such as `messages[0].content[1].text` or `logit_bias.50256`.
+`param` is the path of the field, such as `messages[0].content[1].text`.
 """
 
 import re
@@ -125,9 +125,9 @@ def _decode(decoder: "msgspec.json.Decoder[Decoded]", body: Body, ignored: Ignor
                 raise
             return decoder.decode(rest)
     except msgspec.ValidationError as error:
-        text = str(error)
-        where = _WHERE.search(text)
-        message, param = (text[: where.start()], where[1]) if where else (text, "")
+        told = str(error)
+        where = _WHERE.search(told)
+        message, param = (told[: where.start()], where[1]) if where else (told, "")
         if field := _FIELD.search(message):
             param = f"{param}.{field[1]}" if param else field[1]
         raise InvalidRequest(message[:300], param=param[:200] or None) from None

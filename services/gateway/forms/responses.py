@@ -204,6 +204,9 @@ class ChunkDelta(Struct, omit_defaults=True):
 
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    tool_calls: list[ToolCallAnswer] | UnsetType = UNSET
 
 
 class ChunkChoice(Struct):
@@ -269,16 +272,11 @@ def assistant_message(pieces: Sequence[Part]) -> AssistantMessage:
     )
 
 
-def _delta(pieces: Sequence[Part]) -> dict[str, object]:
+def _delta(pieces: Sequence[Part]) -> ChunkDelta:
     parts = join(pieces)
-    delta: dict[str, object] = {}
-    if text := _text(parts, Text):
-        delta["content"] = text
-    if reasoning := _text(parts, Reasoning):
-        delta["reasoning_content"] = delta["reasoning"] = reasoning
-    if calls := [_call(part, whole=False) for part in parts if isinstance(part, Call)]:
-        delta["tool_calls"] = calls
-    return delta
+    reasoning = _text(parts, Reasoning) or UNSET
+    calls = [_call(part, whole=False) for part in parts if isinstance(part, Call)]
+    return ChunkDelta(UNSET, _text(parts, Text) or UNSET, reasoning, reasoning, calls or UNSET)
 
 
 def _text(parts: Sequence[Part], kind: type[Text] | type[Reasoning]) -> str:
@@ -354,16 +352,11 @@ class ChunkWriter:
                     self._text_starts[update.choice] = start
                 return start + encode_json(text.text) + self._text_end
         logprobs = Logprobs(update.logprobs) if update.logprobs else None
-        choice: dict[str, object] = {
-            "index": update.choice,
-            "delta": _delta(parts),
-            "logprobs": logprobs,
-            "finish_reason": update.finish_reason,
-        }
+        choice = ChunkChoice(update.choice, _delta(parts), logprobs, update.finish_reason)
         if update.finish_reason is not None:
-            choice["stop_reason"] = update.stop_reason
+            choice.stop_reason = update.stop_reason
         if update.token_ids:
-            choice["token_ids"] = list(update.token_ids)
+            choice.token_ids = list(update.token_ids)
         return self._head + encode_json(choice) + b"]" + self._tail_with(usage)
 
     def _tail_with(self, usage: Usage | None) -> bytes:

@@ -12,6 +12,8 @@ from services.gateway.endpoints.examples import ADDRESS, BODIES
 from services.gateway.endpoints.openapi import OPERATIONS, openapi_document
 from services.gateway.forms.hints import BY_OBJECT
 from services.gateway.forms.json_body import Parser
+from services.gateway.forms.parts import Call, Reasoning, Text
+from services.gateway.forms.responses import ChunkWriter, Update
 from tests.gateway_fixtures import all_routes
 
 DOCUMENT = openapi_document("1")
@@ -112,6 +114,12 @@ def strict(name):
     return jsonschema.Draft202012Validator(
         {"$ref": f"#/components/schemas/{name}", "components": {"schemas": closed}}
     )
+
+
+def test_chunks_of_thoughts_and_calls_fit_their_schema():
+    parts = [Reasoning("I think"), Text("so"), Call(0, "call_1", "f", "{}")]
+    event = ChunkWriter("chatcmpl-1", 1, "m", False).update(Update(0, parts, None, None))
+    strict("ChatCompletionChunk").validate(json.loads(event[6:]))
 
 
 def test_answers_fit_their_schemas(stack):
