@@ -148,7 +148,7 @@ async def _answer_at_once(reader: asyncio.StreamReader, writer: asyncio.StreamWr
         chunks.role(0),
         chunks.update(Update(0, (Text("word"),), None, None)),
         chunks.update(Update(0, (), None, "length")),
-        chunks.closing(Usage(1, 1, 2, PromptTokensDetails(0, None)), None, None),
+        chunks.closing({"usage": Usage(1, 1, 2, PromptTokensDetails(0, None))}),
         DONE,
     )
     writer.write(_ANSWER_HEAD)

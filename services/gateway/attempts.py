@@ -185,7 +185,7 @@ class Attempts:
             await asyncio.sleep(0)
         decoder = self._decoder if self._sequences else None
         try:
-            decoder = decoder or self._choose_decoder(self._losses.excluded("decoder"))
+            decoder = decoder or self._choose_decoder(self._losses.excluded["decoder"])
         except Unavailable:
             raise self._losses.no_pod_left() from None
         # What has begun with one checkpoint is not continued with another, nor by other choices.
@@ -247,7 +247,7 @@ class Attempts:
         if not self._sequences:
             return False
         try:
-            other = self._choose_decoder({*self._losses.excluded("decoder"), self._session})
+            other = self._choose_decoder({*self._losses.excluded["decoder"], self._session})
         except Unavailable:
             return False
         found = other.description

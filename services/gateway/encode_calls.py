@@ -167,9 +167,9 @@ class EncodeCalls:
         losses = self.losses
         # With one encoder lost, all further images go to one encoder: which of them was at fault is
         # unknown, and another loss is the last.
-        place = self.keys[0] if losses.num_lost("encoder") else key
+        place = self.keys[0] if losses.num_lost["encoder"] else key
         try:
-            return self.encoders.choose(description, place, losses.excluded("encoder"), preferred)
+            return self.encoders.choose(description, place, losses.excluded["encoder"], preferred)
         except Unavailable:
             if not self._may_readmit:
                 raise losses.no_pod_left() from None
@@ -191,7 +191,7 @@ class EncodeCalls:
                     request.encode_sources[other_index] = outcome.source
         elif isinstance(outcome, InvalidRequest):
             outcome.param = image.param
-            self.losses.refuse(outcome)
+            self.losses.refusal = outcome
             self.report(outcome)
         else:
             is_video = isinstance(image, Video)

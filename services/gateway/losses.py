@@ -6,7 +6,6 @@ without dying, or before they were sent anything, are excluded and not counted.
 """
 
 from collections import Counter
-from collections.abc import Collection
 from typing import Literal
 
 from services.common.errors import (
@@ -37,15 +36,20 @@ class RetryableFailure(Exception):
 class Losses:
     """Of one request. Encoders are named by address, decoders by session: one that has restarted
     may be the only one.
+
+    Attributes:
+        excluded: that have failed.
+        num_lost: that were lost with the request.
+        refusal: the request itself is at fault.
     """
 
     def __init__(self) -> None:
-        self._excluded: dict[Service, set[str]] = {"encoder": set(), "decoder": set()}
+        self.excluded: dict[Service, set[str]] = {"encoder": set(), "decoder": set()}
         self._lost: dict[Service, set[str]] = {"encoder": set(), "decoder": set()}
-        self._num_lost: Counter[Service] = Counter()
+        self.num_lost: Counter[Service] = Counter()
         # Encoders lost while it was in work, by `Image.param`.
         self._blamed: dict[tuple[str, bool], set[str]] = {}
-        self._refusal: InvalidRequest | None = None
+        self.refusal: InvalidRequest | None = None
         self._cause: TriptychError | None = None  # of the last failure
 
     def add(
@@ -63,26 +67,16 @@ class Losses:
             image: `Image.param`, if the work was an image or a video.
         """
         self._cause = error
-        self._excluded[service].add(pod)
+        self.excluded[service].add(pod)
         if image and isinstance(error, EngineLost):
             self._blamed.setdefault((image, is_video), set()).add(pod)
         if isinstance(error, ProcessLost) and pod not in self._lost[service]:
             self._lost[service].add(pod)
-            self._num_lost[service] += 1
-
-    def refuse(self, error: InvalidRequest) -> None:
-        """The request itself is at fault."""
-        self._refusal = error
-
-    def excluded(self, service: Service) -> Collection[str]:
-        return self._excluded[service]
-
-    def num_lost(self, service: Service) -> int:
-        return self._num_lost[service]
+            self.num_lost[service] += 1
 
     def readmit_encoders(self) -> None:
         """They may be tried again; those that were lost stay counted."""
-        self._excluded["encoder"].clear()
+        self.excluded["encoder"].clear()
         self._lost["encoder"].clear()
 
     def check(self) -> None:
@@ -93,16 +87,16 @@ class Losses:
                 on it.
             Unavailable: two decoders or two encoders were lost.
         """
-        if self._refusal is not None:
-            raise self._refusal
-        if self._num_lost["encoder"] >= MAX_LOST:
+        if self.refusal is not None:
+            raise self.refusal
+        if self.num_lost["encoder"] >= MAX_LOST:
             for (param, is_video), pods in self._blamed.items():
                 if len(pods) >= MAX_LOST:
                     message = "two encoders ended while they worked on the "
                     if is_video:
                         raise InvalidVideo(message + "video", param=param)
                     raise InvalidImage(message + "image", param=param)
-        for service, num_lost in self._num_lost.items():
+        for service, num_lost in self.num_lost.items():
             if num_lost >= MAX_LOST:
                 message = f"two {service}s were lost while they had the request"
                 raise Unavailable(message, retry_after_s=1)

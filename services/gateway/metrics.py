@@ -59,7 +59,7 @@ class GatewayMetrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         counter, histogram = self._counter, self._histogram
-        self.requests = counter("gateway_requests", "Chat requests that ended", "outcome")
+        requests = counter("gateway_requests", "Chat requests that ended", "outcome")
         tokens = counter("gateway_tokens", "Tokens: prompt, image, cached, completion", "kind")
         self.prompt_tokens = tokens.labels("prompt")
         self.image_tokens = tokens.labels("image")
@@ -75,10 +75,10 @@ class GatewayMetrics:
         self.rejections = counter(
             "gateway_rejections", "Requests refused: the gateway is full or draining", "reason"
         )
-        self.tenant_requests = counter(
+        tenant_requests = counter(
             "gateway_tenant_requests", "Requests that ended, by tenant", "tenant", "outcome"
         )
-        self.tenant_usage = counter(
+        tenant_usage = counter(
             "gateway_tenant_usage",
             "Used by a tenant's requests: prompt_tokens, completion_tokens, images",
             "tenant", "kind",
@@ -93,9 +93,9 @@ class GatewayMetrics:
         stage = histogram("gateway_stage_seconds", "Time of a request in a stage", "stage")
         # A look-up takes microseconds. The labels of tenants are those of the key file.
         self.stage: Callable[[str], Histogram] = cache(stage.labels)
-        self.request_ended: Callable[[str], Counter] = cache(self.requests.labels)
-        self.tenant_request: Callable[[str, str], Counter] = cache(self.tenant_requests.labels)
-        self.used_by_tenant: Callable[[str, str], Counter] = cache(self.tenant_usage.labels)
+        self.request_ended: Callable[[str], Counter] = cache(requests.labels)
+        self.tenant_request: Callable[[str, str], Counter] = cache(tenant_requests.labels)
+        self.used_by_tenant: Callable[[str, str], Counter] = cache(tenant_usage.labels)
         self.ttft = histogram("gateway_ttft_seconds", "Time to first token, from arrival")
         self.tpot = histogram(
             "gateway_tpot_seconds", "Mean time per output token of a request, after its first"

@@ -16,6 +16,10 @@ from services.gateway.forms.openai import ChatRequest
 
 # Completion tokens where neither the request nor generation_config.json names a number.
 DEFAULT_MAX_TOKENS = 4096
+# Fields of equal names in requests, generation_config.json and `SamplingParams`.
+_NUMBERS = (
+    "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
+)  # fmt: skip
 _SEED_MASK = (1 << 64) - 1
 
 
@@ -37,15 +41,12 @@ class SamplingDefaults:
     def of_model(cls, spec: ModelSpec) -> "SamplingDefaults":
         """The model's; `do_sample: false` means greedy."""
         given: Mapping[str, Any] = spec.generation
-        is_greedy = given.get("do_sample") is False
+        numbers: dict[str, Any] = {n: float(given[n]) for n in _NUMBERS if given.get(n)}
+        if given.get("do_sample") is False or given.get("temperature") == 0:
+            numbers["temperature"] = 0.0
         return cls(
-            temperature=0.0 if is_greedy else float(_given(given.get("temperature"), 1.0)),
-            top_p=float(given.get("top_p") or 1.0),
+            **numbers,
             top_k=int(given.get("top_k") or 0),
-            min_p=float(given.get("min_p") or 0.0),
-            repetition_penalty=float(given.get("repetition_penalty") or 1.0),
-            presence_penalty=float(given.get("presence_penalty") or 0.0),
-            frequency_penalty=float(given.get("frequency_penalty") or 0.0),
             max_tokens=int(given.get("max_new_tokens") or DEFAULT_MAX_TOKENS),
             eos_token_ids=spec.eos_token_ids,
         )
@@ -68,32 +69,23 @@ def resolve_sampling(
     Raises:
         InvalidRequest: an id outside the vocabulary, or bounds that contradict each other.
     """
-    stop_ids = tuple(request.stop_token_ids or ())
-    allowed_ids = tuple(request.allowed_token_ids or ())
-    check_ids("stop_token_ids", stop_ids, vocab_size)
-    check_ids("allowed_token_ids", allowed_ids, vocab_size)
-    logprob_ids = tuple(request.logprob_token_ids or ())
-    check_ids("logprob_token_ids", logprob_ids, vocab_size)
-    if logprob_ids and not request.logprobs:
+    for name in ("stop_token_ids", "allowed_token_ids", "logprob_token_ids"):
+        check_ids(name, getattr(request, name) or (), vocab_size)
+    if request.logprob_token_ids and not request.logprobs:
         raise InvalidRequest("logprob_token_ids needs logprobs", param="logprob_token_ids")
     eos = () if request.ignore_eos else defaults.eos_token_ids
     sampling = SamplingParams(
-        temperature=_given(request.temperature, defaults.temperature),
+        **{name: _given(getattr(request, name), getattr(defaults, name)) for name in _NUMBERS},
         top_k=max(_given(request.top_k, defaults.top_k), 0),
-        top_p=_given(request.top_p, defaults.top_p),
-        min_p=_given(request.min_p, defaults.min_p),
-        repetition_penalty=_given(request.repetition_penalty, defaults.repetition_penalty),
-        presence_penalty=_given(request.presence_penalty, defaults.presence_penalty),
-        frequency_penalty=_given(request.frequency_penalty, defaults.frequency_penalty),
         logit_bias=_logit_bias(request.logit_bias or {}, vocab_size),
         seed=choice_seed(secrets.randbits(64) if request.seed is None else request.seed, 0),
-        stop_token_ids=dict.fromkeys((*eos, *stop_ids)),
+        stop_token_ids=dict.fromkeys((*eos, *(request.stop_token_ids or ()))),
         min_tokens=request.min_tokens or 0,
         top_logprobs=_top_logprobs(request),
         prompt_logprobs=request.prompt_logprobs,
-        logprob_token_ids=logprob_ids,
+        logprob_token_ids=request.logprob_token_ids,
     )
-    sampling.allowed_token_ids.extend(allowed_ids)
+    sampling.allowed_token_ids.extend(request.allowed_token_ids or ())
     for word in request.bad_words or ():
         sampling.bad_words.extend(TokenIds(ids=ids) for ids in bad_word_ids(word, encode))
     return sampling

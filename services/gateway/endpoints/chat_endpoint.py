@@ -13,7 +13,6 @@ from services.gateway.forms.responses import (
     ChunkWriter,
     LogprobEntry,
     Logprobs,
-    RequestMetrics,
     ResponseChoice,
     Update,
     assistant_message,
@@ -56,16 +55,10 @@ class ChatEndpoint(Endpoint):
                 if data := b"".join(pieces):
                     await exchange.write(data)
                 pieces.clear()
-        with_times = bool(request.include_stage_times)
-        if include_usage or with_times:
-            pieces.append(
-                writer.closing(
-                    completion.usage() if include_usage else None,
-                    completion.timings.milliseconds() if with_times else None,
-                    completion.image_reports() if with_times else None,
-                    _metrics(completion) if with_times else None,
-                )
-            )
+        times = _times(completion)
+        if include_usage or times:
+            usage = completion.usage() if include_usage else None
+            pieces.append(writer.closing({"usage": usage, **times}))
         await exchange.write(b"".join((*pieces, DONE)), last=True)
 
     async def _whole(self, work: Work, completion: Completion) -> None:
@@ -88,17 +81,22 @@ class ChatEndpoint(Endpoint):
             )
         if request.return_token_ids:
             response.prompt_token_ids = completion.prompt_token_ids()
-        if request.include_stage_times:
-            response.stage_times_ms = completion.timings.milliseconds()
-            response.images = completion.image_reports()
-            response.metrics = _metrics(completion)
+        for name, value in _times(completion).items():
+            setattr(response, name, value)
         await work.exchange.write_json(response)
 
 
-def _metrics(completion: Completion) -> RequestMetrics:
-    choices = completion.choices
+def _times(completion: Completion) -> dict[str, object]:
+    """The fields of an answer for `include_stage_times`; none without it."""
+    if not completion.prepared.chat.include_stage_times:
+        return {}
+    choices, times_ms = completion.choices, completion.timings.milliseconds()
     num_tokens = sum(choice.num_tokens for choice in choices)
-    return request_metrics(completion.timings.milliseconds(), num_tokens, len(choices))
+    return {
+        "stage_times_ms": times_ms,
+        "images": completion.image_reports(),
+        "metrics": request_metrics(times_ms, num_tokens, len(choices)),
+    }
 
 
 def _response_choice(index: int, updates: list[Update], request: ChatRequest) -> ResponseChoice:

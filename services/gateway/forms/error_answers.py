@@ -73,11 +73,6 @@ def messages_error(status: int, body: ErrorAnswer) -> MessagesErrorAnswer:
     return MessagesErrorAnswer(MessagesErrorDetail(kind, message, {"error_code": code}))
 
 
-def shaped_for(path: str, status: int, body: ErrorAnswer) -> Struct:
-    """OpenAI's error body in the shape that the path's clients read."""
-    return messages_error(status, body) if is_anthropics(path) else body
-
-
 def is_anthropics(path: str) -> bool:
     """Whether Anthropic's clients ask there."""
     return path == _MESSAGES_PATH or path.startswith(f"{_MESSAGES_PATH}/")

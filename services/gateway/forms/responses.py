@@ -362,17 +362,6 @@ class ChunkWriter:
     def _tail_with(self, usage: Usage | None) -> bytes:
         return self._tail if usage is None else b',"usage":' + encode_json(usage) + b"}\n\n"
 
-    def closing(
-        self,
-        usage: Usage | None,
-        stage_times_ms: dict[str, float] | None,
-        images: Sequence[ImageReport] | None,
-        metrics: RequestMetrics | None = None,
-    ) -> bytes:
+    def closing(self, fields: Mapping[str, object]) -> bytes:
         """The event after the last choice: no choices, but the usage and timings of the request."""
-        fields: dict[str, object] = {"usage": usage}
-        if stage_times_ms is not None:
-            fields |= {"stage_times_ms": stage_times_ms, "images": list(images or ())}
-        if metrics is not None:
-            fields["metrics"] = metrics
         return self._head + b"]," + encode_json(fields)[1:] + b"\n\n"

@@ -23,7 +23,13 @@ from services.common.errors import (
     TriptychError,
     UnsupportedMediaType,
 )
-from services.gateway.forms.error_answers import ErrorAnswer, error_body, error_of, shaped_for
+from services.gateway.forms.error_answers import (
+    ErrorAnswer,
+    error_body,
+    error_of,
+    is_anthropics,
+    messages_error,
+)
 from services.gateway.forms.responses import encode_json
 
 log = logging.getLogger(__name__)
@@ -188,7 +194,8 @@ def error_response(
     path: str, status: int, body: ErrorAnswer, headers: Mapping[str, str] | None = None
 ) -> JsonResponse:
     """An error in the shape that the path's clients read."""
-    return JsonResponse(shaped_for(path, status, body), status, headers)
+    shaped = messages_error(status, body) if is_anthropics(path) else body
+    return JsonResponse(shaped, status, headers)
 
 
 async def handle_triptych_error(request: Request, error: Exception) -> Response:

@@ -101,7 +101,7 @@ class Encoder:
 
     async def encode(self, key: bytes, *_: object, **__: object) -> Encoded:
         world = self.world
-        if world.attempts._losses.num_lost("encoder"):
+        if world.attempts._losses.num_lost["encoder"]:
             world.after_a_loss.add(self.address)
         number = sum(called == key for _, called in world.called)
         world.called.append((self.address, key))

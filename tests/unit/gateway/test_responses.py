@@ -43,7 +43,7 @@ def test_usage_is_null_until_the_closing_event():
     assert parse(writer.role(0))["choices"][0]["delta"] == {"role": "assistant", "content": ""}
     assert parse(writer.update(Update(0, [Text("x")], None, None)))["usage"] is None
     assert parse(writer.update(Update(0, [], None, "stop")))["usage"] is None
-    closing = parse(writer.closing(USAGE, {"total": 1.5}, []))
+    closing = parse(writer.closing({"usage": USAGE, "stage_times_ms": {"total": 1.5}}))
     assert closing["choices"] == []
     assert closing["usage"]["total_tokens"] == 5
     assert closing["usage"]["prompt_tokens_details"] == {"image_tokens": 1}
