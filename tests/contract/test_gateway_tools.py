@@ -154,7 +154,7 @@ def test_a_grammar_begins_after_the_reasoning(thinking):
     with_reasoning, without = (submit.grammar for submit in thinking.decoder.submits)
     tags = [f"<[{added_ids()[tag]}]>" for tag in ("<think>", "</think>")]
     assert all(tag in with_reasoning.text for tag in tags)
-    assert without.text == '{"type":"object"}'
+    assert without.text == '{"type": "object"}'
 
 
 @pytest.mark.parametrize(

@@ -28,32 +28,21 @@ class Calls(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class CallFormat:
-    """How tool calls are written.
-
-    Attributes:
-        parser: makes one for a choice.
-        required: the answer has to hold one.
-    """
-
-    parser: Callable[[], Calls]
-    required: bool = False
-
-
-@dataclass(frozen=True, slots=True)
 class AnswerFormat:
     """How one request's answers are read.
 
     Attributes:
         reasoning: where an answer begins; None: the model does not think.
-        calls: None: everything is text.
+        calls: makes a choice's parser of tool calls; None: everything is text.
+        has_to_call: the answer has to hold a call.
         include_reasoning: false: it is left out.
         grammar: what the decoder holds the answer to; None: it is free.
         grammar_param: the field that an error of the grammar names.
     """
 
     reasoning: Start | None = None
-    calls: CallFormat | None = None
+    calls: Callable[[], Calls] | None = None
+    has_to_call: bool = False
     include_reasoning: bool = True
     grammar: pb.Grammar | None = None
     grammar_param: str | None = None
@@ -67,13 +56,13 @@ class AnswerFormat:
         """A parser for one choice; None: everything is text."""
         if self.calls is None and not self.thinks:
             return None
-        calls = self.calls.parser() if self.calls else None
+        calls = self.calls() if self.calls else None
         tag, head = (calls.tag, calls.head) if calls else (None, "")
         return AnswerParser(
             ReasoningSplitter(self.reasoning or "closed", tag, head),
             calls,
             self.include_reasoning,
-            has_text=self.calls is None or not self.calls.required,
+            has_text=not self.has_to_call,
         )
 
 

@@ -62,7 +62,8 @@ class AnswerReader:
         grammar = answer_grammar(read_grammar(request), start, calls, self._tokenizer)
         return AnswerFormat(
             start,
-            calls.format(is_held=grammar is not None) if calls else None,
+            calls.maker(is_held=grammar is not None) if calls else None,
+            calls is not None and calls.required,
             request.include_reasoning is not False,
             grammar.to_proto(self._end_ids) if grammar else None,
             grammar.param if grammar else None,

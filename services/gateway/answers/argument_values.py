@@ -6,7 +6,7 @@ linear time.
 """
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, cast
@@ -17,6 +17,10 @@ from services.gateway.answers.json_arguments import PYTHON_WORDS, nested_of, par
 
 Schema = Mapping[str, Any]
 TYPES = frozenset(("null", "boolean", "integer", "number", "string", "array", "object"))
+_TYPES_OF: Mapping[type, Sequence[str]] = {
+    type(None): ("null",), bool: ("boolean",), int: ("integer", "number"), str: ("string",),
+    list: ("array",), dict: ("object",),
+}  # fmt: skip
 _MAX_DEPTH = 64  # of references and alternatives
 _MAX_SEARCHED = 20_000  # values of a schema, for anchors: some 10 ms, at each call
 _LITERALS = frozenset(("const", "enum", "default", "examples"))
@@ -95,17 +99,9 @@ class StringScan:
 
 def types_of_value(value: object) -> frozenset[str]:
     """JSON's types of a value."""
-    if value is None:
-        return frozenset(("null",))
-    if isinstance(value, bool):
-        return frozenset(("boolean",))
-    if isinstance(value, int) or (isinstance(value, float) and value.is_integer()):
-        return frozenset(("integer", "number"))
     if isinstance(value, float):
-        return frozenset(("number",))
-    if isinstance(value, str):
-        return frozenset(("string",))
-    return frozenset(("object" if isinstance(value, Mapping) else "array",))
+        return frozenset(("integer", "number") if value.is_integer() else ("number",))
+    return frozenset(_TYPES_OF[type(value)])
 
 
 class Parameters:

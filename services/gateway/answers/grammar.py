@@ -18,10 +18,9 @@ from services.gateway.forms.generation import JsonObjectFormat, JsonSchemaFormat
 from services.gateway.forms.json_body import text_of
 from services.gateway.forms.openai import ChatRequest
 
-_ANY_OBJECT = '{"type":"object"}'
+_ANY_OBJECT = '{"type": "object"}'
 _KINDS = {
     "json_schema": pb.Grammar.KIND_JSON_SCHEMA,
-    "json_object": pb.Grammar.KIND_JSON_SCHEMA,
     "regex": pb.Grammar.KIND_REGEX,
     "choice": pb.Grammar.KIND_CHOICE,
     "grammar": pb.Grammar.KIND_GRAMMAR,
@@ -33,10 +32,9 @@ class Grammar:
     """An answer's form.
 
     Attributes:
-        kind: what `text` is: a JSON Schema as JSON; nothing (any JSON object); a regular
-            expression; a JSON array of strings, of which the answer is one; a Lark grammar in
-            llguidance's dialect or GBNF. In Lark, `<[151657]>` is the token of that id and
-            `<tool_call>` the added token of that name.
+        kind: what `text` is: a JSON Schema as JSON; a regular expression; a JSON array of strings,
+            of which the answer is one; a Lark grammar in llguidance's dialect or GBNF. In Lark,
+            `<[151657]>` is the token of that id and `<tool_call>` the added token of that name.
         text: at most `MAX_GRAMMAR_CHARS`.
         param: the request's field, for the 400 if the decoder cannot compile it.
         begins_after: token ids, such as that of `</think>`; the answer is free until it holds them
@@ -44,7 +42,7 @@ class Grammar:
         plain_strings: its bounded strings are known to be plain; see the file of that name.
     """
 
-    kind: Literal["json_schema", "json_object", "regex", "choice", "grammar"]
+    kind: Literal["json_schema", "regex", "choice", "grammar"]
     text: str
     param: str
     begins_after: tuple[int, ...] = ()
@@ -63,7 +61,7 @@ class Grammar:
             raise InvalidRequest("the model has no end token", param=self.param)
         return pb.Grammar(
             kind=_KINDS[self.kind],
-            text=_ANY_OBJECT if self.kind == "json_object" else self.text,
+            text=self.text,
             begins_after=self.begins_after,
             end_token_ids=end_ids,
             plain_strings=self.plain_strings,
@@ -78,11 +76,11 @@ def read_grammar(request: ChatRequest) -> Grammar | None:
     """
     grammar, given = None, request.response_format
     if isinstance(given, JsonObjectFormat):
-        grammar = Grammar("json_object", "", "response_format")
+        grammar = _of_schema(_ANY_OBJECT, "response_format")
     elif isinstance(given, JsonSchemaFormat):
         schema, param = given.json_schema.schema, "response_format.json_schema.schema"
         if schema is UNSET or bytes(schema) == b"null":
-            grammar = Grammar("json_object", "", param)
+            grammar = _of_schema(_ANY_OBJECT, param)
         else:
             grammar = _of_schema(text_of(schema, param), param)
     if request.structured_outputs is None:
@@ -101,7 +99,7 @@ def _of_structured_outputs(given: StructuredOutputs) -> Grammar:
             text = msgspec.json.decode(text, type=str)
         found.append(_of_schema(text, param))
     if given.json_object:
-        found.append(Grammar("json_object", "", "structured_outputs.json_object"))
+        found.append(_of_schema(_ANY_OBJECT, "structured_outputs.json_object"))
     if given.regex is not None:
         found.append(Grammar("regex", given.regex, "structured_outputs.regex"))
     if given.choice is not None:

@@ -303,8 +303,6 @@ def _parameters(parameters: Parameters, function: _Function) -> dict[str, tuple[
 
 def _checked(asked: Grammar) -> Grammar:
     """A request's grammar within the bounds; a schema without what forbids nothing."""
-    if asked.kind == "json_object":
-        return asked
     if asked.kind == "json_schema" and len(asked.text) <= MAX_GRAMMAR_CHARS:
         asked = replace(asked, text=json.dumps(_held_schema(asked), ensure_ascii=False))
     try:
@@ -328,9 +326,7 @@ def _held_schema(asked: Grammar) -> object:
 
 def _schema_of(asked: Grammar) -> object:
     """Of an answer without a call; None: its form is no schema."""
-    if asked.kind not in ("json_schema", "json_object"):
-        return None
-    return json.loads(asked.text) if asked.text else {"type": "object"}
+    return json.loads(asked.text) if asked.kind == "json_schema" else None
 
 
 def _are_plain(schemas: list[object]) -> bool:

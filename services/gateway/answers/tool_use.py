@@ -1,11 +1,10 @@
 """What a request's tools mean for its answer: the calls that it may, or has to, hold."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
 from services.common.errors import InvalidRequest
-from services.gateway.answers.answer import CallFormat
 from services.gateway.answers.tool_parsers import CallParser
 from services.gateway.forms.openai import ChatRequest
 from services.gateway.forms.tools import (
@@ -40,11 +39,10 @@ class ToolCalls:
         strict = any(function.strict for function in self.functions.values())
         return self.required or restricted or strict
 
-    def format(self, *, is_held: bool) -> CallFormat:
-        """As an answer's parser needs it; `is_held`: by a grammar."""
+    def maker(self, *, is_held: bool) -> Callable[[], CallParser]:
+        """Makes a choice's parser; `is_held`: by a grammar."""
         schemas = {name: f.parameters or {} for name, f in self.functions.items()}
-        make = partial(self.parser, schemas, self.max_calls, is_held=is_held)
-        return CallFormat(make, self.required)
+        return partial(self.parser, schemas, self.max_calls, is_held=is_held)
 
 
 def read_tools(request: ChatRequest, parser: type[CallParser] | None) -> ToolCalls | None:

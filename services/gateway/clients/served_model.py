@@ -38,12 +38,10 @@ class ServedModel:
         # Asked twice for each request.
         if why := self.misfit_of_protocol(found.protocol):
             return why
-        if self.vocab_size is not None and self.vocab_size != found.vocab_size:
-            return f"its vocab_size is {found.vocab_size}, not {self.vocab_size}"
-        if self.hidden is not None and self.hidden != found.hidden:
-            return f"its hidden is {found.hidden}, not {self.hidden}"
-        if self.num_features is not None and self.num_features != found.num_features:
-            return f"its num_features is {found.num_features}, not {self.num_features}"
+        for name in ("vocab_size", "hidden", "num_features"):
+            own, its = getattr(self, name), getattr(found, name)
+            if own is not None and own != its:
+                return f"its {name} is {its}, not {own}"
         if why := self.misfit_of(found.fingerprint):
             return why
         wanted, given = self.max_model_len, found.max_model_len

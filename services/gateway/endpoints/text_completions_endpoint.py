@@ -29,6 +29,7 @@ from services.gateway.forms.text_completions import (
     TextLogprobs,
     parse_completion_request,
 )
+from services.gateway.gather import gather
 from services.gateway.prompts.prompt import Draft
 from services.gateway.sampling import check_ids, check_room
 from services.gateway.tokenizer.tokenizer import ModelTokenizer, token_name
@@ -47,12 +48,7 @@ class TextCompletionEndpoint(Endpoint):
             work.paths = {"messages": param}
             timings = replace(work.timings, seconds={}) if index else work.timings
             with timings.measure("tokenize"):
-                draft = await self._draft(
-                    prompt,
-                    param,
-                    add_special_tokens=request.add_special_tokens is not False,
-                    is_cut=request.truncate_prompt_tokens is not None,
-                )
+                draft = await self._draft(request, prompt, param)
             completion = await self.prepare(work, chat, timings, draft)
             beginnings.append(self._echoed(prompt, draft, completion) if request.echo else "")
             await asyncio.sleep(0)  # other requests' turn: each prompt may take some ms
@@ -66,7 +62,7 @@ class TextCompletionEndpoint(Endpoint):
             await self._whole(work, writer)
 
     async def _draft(
-        self, prompt: str | list[int], param: str, *, add_special_tokens: bool, is_cut: bool
+        self, request: CompletionRequest, prompt: str | list[int], param: str
     ) -> Draft:
         """A prompt that is not rendered: text, in which special tokens are recognised, or ids.
 
@@ -75,11 +71,13 @@ class TextCompletionEndpoint(Endpoint):
                 an image; `param` is the field.
         """
         service, decoder = self._service, self._service.decoder()
+        is_cut = request.truncate_prompt_tokens is not None
         if isinstance(prompt, str):
             max_tokens = decoder.max_model_len * (MAX_TRUNCATED if is_cut else 1)
             service.tokenizer.check_length(prompt, max_tokens, param)
+            is_special = request.add_special_tokens is not False
             ids = await service.off_loop(
-                len(prompt), lambda: service.tokenizer.encode_prompt(prompt, add_special_tokens)
+                len(prompt), lambda: service.tokenizer.encode_prompt(prompt, is_special)
             )
         else:
             ids = prompt
@@ -127,14 +125,7 @@ class TextCompletionEndpoint(Endpoint):
         await work.exchange.write(last + DONE, last=True)
 
     async def _whole(self, work: Work, writer: "_Writer") -> None:
-        updates_of: list[list[list[Update]]] = [
-            [[] for _ in completion.choices] for completion in work.completions
-        ]
-        answers = [self._service.answer(each, is_kept=True) for each in work.completions]
-        async with aclosing(_merged(answers)) as merged:
-            async for index, updates in merged:
-                for update in updates:
-                    updates_of[index][update.choice].append(update)
+        updates_of = await gather(self.collect, work.completions, len(work.completions))
         choices: list[TextChoice] = []
         for index, completion in enumerate(work.completions):
             for updates in updates_of[index]:

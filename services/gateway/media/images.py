@@ -19,6 +19,7 @@ from services.common.geometry import Geometry, Grid, Unit
 from services.common.images.image_header import read_header
 from services.common.images.image_key import embedding_key, image_key
 from services.common.threads import INLINE_BYTES, WorkerThreads, num_threads
+from services.gateway.gather import gather
 from services.gateway.media.kinds import IMAGE, Kind, SentPair
 
 # Counts bytes that are now held; may refuse.
@@ -27,7 +28,7 @@ Hold = Callable[[int], None]
 Uploaded = Callable[[str, str], Awaitable[bytes]]
 # `detail: low` means at most this many pixels; `high` and `auto` mean the model's own limits.
 LOW_DETAIL_PIXELS = 512 * 512
-_MAX_CONCURRENT_LOADS = 8
+MAX_CONCURRENT_LOADS = 8
 # Lines of 64 characters end with two more, which are no base64.
 _LEAST_BASE64 = 0.96
 _STANDARD_ALPHABET = bytes.maketrans(b"-_", b"+/")
@@ -134,38 +135,25 @@ class ImageReader:
         Raises:
             TriptychError: of the first image that fails; its `param` names the image.
         """
-        gate = asyncio.Semaphore(_MAX_CONCURRENT_LOADS)
 
         async def read_one(source: ImageSource) -> Image:
-            async with gate:
-                try:
-                    if source.grid is not None:
-                        return await self._embedding(source, source.grid, hold, max_patches, tenant)
-                    geometry = self._geometry_for(source)
-                    if source.uuid is not None and not source.url:
-                        data = await self._kept_image(source.uuid, hold, tenant)
-                        return self._measure(data, source.param, geometry, max_patches)
-                    data = await self.loader.load(source.url, hold, tenant)
-                    image = self._measure(data, source.param, geometry, max_patches)
-                    if source.uuid is not None:
-                        await self.kept.put(tenant, kept_name(source.uuid), data)
-                    return image
-                except TriptychError as error:
-                    error.param = error.param or source.param
-                    raise
+            try:
+                if source.grid is not None:
+                    return await self._embedding(source, source.grid, hold, max_patches, tenant)
+                geometry = self._geometry_for(source)
+                if source.uuid is not None and not source.url:
+                    data = await self._kept_image(source.uuid, hold, tenant)
+                    return self._measure(data, source.param, geometry, max_patches)
+                data = await self.loader.load(source.url, hold, tenant)
+                image = self._measure(data, source.param, geometry, max_patches)
+                if source.uuid is not None:
+                    await self.kept.put(tenant, kept_name(source.uuid), data)
+                return image
+            except TriptychError as error:
+                error.param = error.param or source.param
+                raise
 
-        tasks = [asyncio.create_task(read_one(source)) for source in sources]
-        try:
-            return await asyncio.gather(*tasks)
-        except BaseException:
-            for task in tasks:
-                task.cancel()
-            await asyncio.wait(tasks)
-            raise
-        finally:
-            # A task holds its error, whose traceback holds this frame: without the list there is
-            # no cycle, and a failed request's images are freed at its end.
-            tasks.clear()
+        return await gather(read_one, sources, MAX_CONCURRENT_LOADS)
 
     async def _embedding(
         self, source: ImageSource, grid: Grid, hold: Hold, max_patches: int, tenant: str

@@ -37,22 +37,10 @@ class PacedStream(httpcore2.AsyncNetworkStream):
         self._writer = writer
 
     async def read(self, max_bytes: int, timeout: _Timeout = None) -> bytes:  # noqa: ASYNC109
-        """The next bytes; none at the end.
-
-        Raises:
-            ReadTimeout: nothing came in time.
-            ReadError: the connection broke.
-        """
         async with _raising(httpcore2.ReadTimeout, httpcore2.ReadError, timeout):
             return await self._reader.read(max_bytes)
 
     async def write(self, buffer: bytes, timeout: _Timeout = None) -> None:  # noqa: ASYNC109
-        """Sends bytes; waits while many have not been taken.
-
-        Raises:
-            WriteTimeout: they were not taken in time.
-            WriteError: the connection broke.
-        """
         async with _raising(httpcore2.WriteTimeout, httpcore2.WriteError, timeout):
             self._writer.write(buffer)
             await self._writer.drain()
@@ -66,11 +54,6 @@ class PacedStream(httpcore2.AsyncNetworkStream):
         server_hostname: str | None = None,
         timeout: _Timeout = None,  # noqa: ASYNC109 - httpcore's interface
     ) -> httpcore2.AsyncNetworkStream:
-        """The same connection, encrypted from now on.
-
-        Raises:
-            ConnectError: the peer's certificate is not valid, or it has none.
-        """
         async with _raising(httpcore2.ConnectTimeout, httpcore2.ConnectError, timeout):
             await self._writer.start_tls(ssl_context, server_hostname=server_hostname)
         return self

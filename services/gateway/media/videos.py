@@ -8,9 +8,9 @@ error's `param` names the video that caused it.
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 from services.common.errors import (
     DeadlineExceeded,
@@ -27,10 +27,10 @@ from services.common.images.image_header import read_header
 from services.common.images.image_key import FRAME_DIGEST_BYTES, frames_key, still_digest
 from services.gateway.bounds import Bounds
 from services.gateway.forms.responses import VideoUsage
-from services.gateway.media.images import Hold, MediaLoader, decode_base64
+from services.gateway.gather import gather
+from services.gateway.media.images import MAX_CONCURRENT_LOADS, Hold, MediaLoader, decode_base64
 from services.gateway.media.kinds import SentPair
 
-_MAX_CONCURRENT_LOADS = 8
 _STILLS = "data:video/jpeg;"
 _MAX_LOST = 2  # encoders that may be lost over a file
 
@@ -240,27 +240,21 @@ class VideoReader:
             self._check_bytes(sum(map(len, stills)))
             return stills
         self._check_number(len(source.urls))
-        gate = asyncio.Semaphore(_MAX_CONCURRENT_LOADS)
         num_bytes = 0
 
-        async def load(url: str) -> bytes:
+        async def load(place: tuple[int, str]) -> bytes:
             nonlocal num_bytes
-            async with gate:
-                self._check_bytes(num_bytes)  # the others are not loaded any more
+            index, url = place
+            try:
                 data = await self.images.load(url, hold, tenant)
+            except TriptychError as error:
+                error.param = f"{source.param}.video[{index}]"
+                raise
             num_bytes += len(data)
             self._check_bytes(num_bytes)
             return data
 
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(_caught(load(url))) for url in source.urls]
-        found = [task.result() for task in tasks]
-        for index, each in enumerate(found):
-            if isinstance(each, TriptychError):
-                if not isinstance(each, InvalidVideo):
-                    each.param = f"{source.param}.video[{index}]"
-                raise each
-        return [each for each in found if isinstance(each, bytes)]
+        return await gather(load, enumerate(source.urls), MAX_CONCURRENT_LOADS)
 
     def _of_stills(self, source: VideoSource, stills: Sequence[bytes]) -> Video:
         wanted, count = source.sampling, len(stills)
@@ -321,13 +315,6 @@ class VideoReader:
                 f"a frame has {math.prod(self.pairs.size_of(unit))} pixels after resizing, more "
                 "than are served: set cap_pixels_per_frame, or take more frames"
             )
-
-
-async def _caught(work: Coroutine[Any, Any, bytes]) -> bytes | TriptychError:
-    try:
-        return await work
-    except TriptychError as error:
-        return error
 
 
 def split_stills(url: str, max_stills: int, max_bytes: int) -> list[bytes]:

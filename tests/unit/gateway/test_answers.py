@@ -32,9 +32,9 @@ TOOLS = {
 }
 
 
-def tool_calls(form, max_calls=None, *, required=False):
+def tool_calls(form, max_calls=None):
     functions = {name: FunctionDefinition(name, parameters=TOOLS[name]) for name in TOOLS}
-    return ToolCalls(PARSERS[form], {}, functions, required, max_calls).format(is_held=False)
+    return ToolCalls(PARSERS[form], {}, functions, max_calls=max_calls).maker(is_held=False)
 
 
 THOUGHT = "<think>\nThe user asks: 中 🙂 < 5?\n</think>\n\n"
@@ -187,7 +187,7 @@ def test_cut_anywhere_the_stream_is_a_prefix(tokenizer, form):
 @pytest.mark.parametrize("form", PARSERS)
 def test_markup_of_a_required_call_is_never_content(tokenizer, form):
     """Cut anywhere, also within a tag or a name."""
-    answer_format = AnswerFormat("optional", tool_calls(form, required=True))
+    answer_format = AnswerFormat("optional", tool_calls(form), has_to_call=True)
     text = CALLS[form][CALLS[form].index("<" if form != "llama3_json" else "{") :]
     for thought in (THOUGHT, ""):
         ids = encode(tokenizer, thought + text)

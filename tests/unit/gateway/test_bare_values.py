@@ -162,7 +162,7 @@ def takes(matcher, tokenizer, text):
 def arguments_of(text, schema, chunks=None):
     """The arguments of the one call, whole or by pieces."""
     start, calls = format_of(schema)
-    parser = AnswerFormat(start, calls.format(is_held=True)).parser()
+    parser = AnswerFormat(start, calls.maker(is_held=True), calls.required).parser()
     assert parser is not None
     parts = [part for chunk in chunks or [text] for part in parser.feed(chunk)]
     (call,) = join([*parts, *parser.finish()])

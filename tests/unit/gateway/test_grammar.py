@@ -9,6 +9,8 @@ from services.common.pb import decoder_pb2 as pb
 from services.gateway.answers.grammar import MAX_GRAMMAR_CHARS, Grammar, read_grammar
 from services.gateway.forms.openai import parse_chat_request
 
+SCHEMA_PARAM = "response_format.json_schema.schema"
+OBJECT = '{"type": "object"}'
 SCHEMA = {"type": "object", "properties": {"ü": {"type": "string"}}}
 
 
@@ -30,13 +32,13 @@ def test_no_grammar(value):
 @pytest.mark.parametrize(
     ("fields", "kind", "text", "param"),
     [
-        ({"response_format": {"type": "json_object"}}, "json_object", "", "response_format"),
+        ({"response_format": {"type": "json_object"}}, "json_schema", OBJECT, "response_format"),
         (
             {"response_format": schema_format(schema=SCHEMA, strict=True)},
-            "json_schema", json.dumps(SCHEMA), "response_format.json_schema.schema",
+            "json_schema", json.dumps(SCHEMA), SCHEMA_PARAM,
         ),
         *(
-            ({"response_format": given}, "json_object", "", "response_format.json_schema.schema")
+            ({"response_format": given}, "json_schema", OBJECT, SCHEMA_PARAM)
             for given in (schema_format(), schema_format(schema=None))
         ),
         (
@@ -99,7 +101,7 @@ def test_refused(fields, param):
 
 
 def test_as_the_decoder_takes_it():
-    found = Grammar("json_object", "", "p", begins_after=(7, 8)).to_proto((1, 2))
+    found = Grammar("json_schema", OBJECT, "p", begins_after=(7, 8)).to_proto((1, 2))
     assert found.kind == pb.Grammar.KIND_JSON_SCHEMA
     assert json.loads(found.text) == {"type": "object"}
     assert (*found.begins_after, *found.end_token_ids) == (7, 8, 1, 2)

@@ -131,7 +131,7 @@ def _enders(tokenizer):
 
 def parse(tokenizer, ids, answer_format):
     start, calls = answer_format
-    parser = AnswerFormat(start, calls.format(is_held=True)).parser()
+    parser = AnswerFormat(start, calls.maker(is_held=True), calls.required).parser()
     text = b"".join(tokenizer.token_bytes(i) for i in ids).decode(errors="replace")
     return join([*parser.feed(text), *parser.finish()])
 
@@ -256,10 +256,10 @@ def test_an_answer_is_a_call_or_of_the_format(form, tokenizer, matcher):
 def test_without_a_need_there_is_no_grammar(tokenizer):
     assert answer_grammar(None, "open", None, tokenizer) is None
     assert answer_grammar(None, *format_of("hermes", use(TWO)), tokenizer) is None
-    asked = Grammar("json_object", "", "response_format")
-    assert answer_grammar(asked, None, None, tokenizer) is asked
+    asked = Grammar("json_schema", '{"type": "object"}', "response_format")
+    assert answer_grammar(asked, None, None, tokenizer) == asked
     begun = answer_grammar(asked, "open", None, tokenizer)
-    assert begun.kind == "json_object"
+    assert begun.kind == "json_schema"
     assert begun.begins_after == (added_ids()["</think>"],)
 
 
@@ -267,7 +267,7 @@ def test_without_a_need_there_is_no_grammar(tokenizer):
     ("kind", "text", "good", "bad"),
     [
         ("json_schema", json.dumps(OTHER | {"format": "odd"}), '{"a": 1}', "text"),
-        ("json_object", "", '{"b": {}}', "[]"),
+        ("json_schema", '{"type": "object"}', '{"b": {}}', "[]"),
         ("choice", '["yes","no"]', "no", "maybe"),
         ("regex", r"a/\/b\n?", "a//b", "a/b"),
     ],
@@ -363,7 +363,7 @@ def test_no_schema_breaks_the_gateway(form, tokenizer, vocabulary, schema, stric
     LLMatcher(vocabulary, grammar.text, log_level=0).get_error()
     # Nor does it break the parser of what comes.
     start, calls = answer_format
-    parser = AnswerFormat(start, calls.format(is_held=True)).parser()
+    parser = AnswerFormat(start, calls.maker(is_held=True), calls.required).parser()
     for text in ("<tool_call>\n<function=f>\n<parameter=a>\n5\n</parameter>", '{"name": "f"}'):
         parser.feed(text)
     parser.finish()

@@ -251,7 +251,7 @@ def test_what_the_template_writes_is_read_back(models, name, arguments):
     text = b"".join(map(model.prompts._tokenizer.token_bytes, draft.token_ids)).decode()
     answer = text.split("assistant", 1)[1].split("<|eot_id|>")[0].split("<|im_end|>")[0]
     answer = answer.split("<|end_header_id|>")[-1].strip()
-    parser = answer_format.calls.parser()
+    parser = answer_format.calls()
     parts = join([*parser.feed(answer), *parser.finish()])
     (found,) = [part for part in parts if isinstance(part, Call)]
     assert (found.name, json.loads(found.arguments)) == ("f", arguments)
