@@ -197,7 +197,8 @@ class ChatService:
         limit(len(prompt.token_ids))
         check_prompt_logprobs(request, len(prompt.token_ids))
         num_tokens = len(prompt.token_ids) + request.num_choices * sampling.max_tokens
-        await slot.usage.charge(num_tokens, request.num_choices, self._num_pixels(images, videos))
+        num_pixels = self.prompts.num_pixels(prompt)
+        await slot.usage.charge(num_tokens, request.num_choices, num_pixels)
         prepared = PreparedRequest(
             request_id, request, prompt, [*images, *videos], sampling, slot, answer_format,
             cache_salt=slot.tenant.cache_salt(request.cache_salt or ""),
@@ -339,11 +340,6 @@ class ChatService:
         is_right = request.truncation_side == "right"
         ids = draft.token_ids[:limit] if is_right else draft.token_ids[-limit:]
         return replace(draft, token_ids=ids)
-
-    def _num_pixels(self, images: Sequence[Image], videos: Sequence[Video]) -> int:
-        """Of all units, resized."""
-        num_pixels = 0 if self.images is None else self.images.num_pixels(images)
-        return num_pixels + (0 if self.videos is None else self.videos.num_pixels(videos))
 
     async def read_media(self, draft: Draft, slot: Slot) -> tuple[list[Image], list[Video]]:
         """A draft's images and videos, in order.

@@ -65,7 +65,7 @@ _WORDS = {
 Refuse = Callable[[str, str], None]
 
 
-def held_to(schema: Any, refuse: Refuse, *, strict: bool, path: str = "") -> Any:  # noqa: ANN401
+def held_to(schema: Any, refuse: Refuse, *, strict: bool) -> Any:  # noqa: ANN401
     """A copy of a schema without what cannot be enforced.
 
     Args:
@@ -74,7 +74,7 @@ def held_to(schema: Any, refuse: Refuse, *, strict: bool, path: str = "") -> Any
         strict: what may or may not be supported stays, for the library to refuse; otherwise it is
             left out.
     """
-    return _Reader(refuse, strict, own_id(schema)).schema(schema, path)
+    return _Reader(refuse, strict, own_id(schema)).schema(schema, "")
 
 
 def pattern_fault(pattern: str) -> str:

@@ -147,32 +147,30 @@ class _Messages(ChatMessages):
             self.add(Message(turn.role, turn.content), path)
             return
         parts: list[ContentPart] = []
-        places: list[int] = []
         thoughts: list[str] = []
         calls: list[ToolCall] = []
-        call_places: list[int] = []
-        for position, block in enumerate(turn.content):
+        blocks = [(block, f"{path}.content[{at}]") for at, block in enumerate(turn.content)]
+        for block, place in blocks:
+            if isinstance(block, api.ToolResultBlock):
+                self._result(block, place)
+        own = f"messages[{len(self.found)}]"
+        for block, place in blocks:
             match block:
                 case api.ToolResultBlock():
-                    self._result(block, f"{path}.content[{position}]")
+                    continue
                 case api.ThinkingBlock():
                     thoughts.append(block.thinking)
                 case api.ToolUseBlock():
+                    arguments = f"{own}.tool_calls[{len(calls)}].function.arguments"
+                    self._paths[arguments] = f"{place}.input"
                     function = FunctionCall(block.name, bytes(block.input).decode())
                     calls.append(ToolCall(block.id, function))
-                    call_places.append(position)
                 case api.TextBlock() | api.ImageBlock() | api.DocumentBlock():
-                    parts.append(_part(block, f"{path}.content[{position}]"))
-                    places.append(position)
+                    self._paths[f"{own}.content[{len(parts)}]"] = place
+                    parts.append(_part(block, place))
         is_left = turn.content or turn.role == "assistant"
         if not (parts or thoughts or calls) and is_left:
             return  # results alone, or thoughts that only their server reads
-        index = len(self.found)
-        for number, position in enumerate(places):
-            self._paths[f"messages[{index}].content[{number}]"] = f"{path}.content[{position}]"
-        for number, position in enumerate(call_places):
-            place = f"messages[{index}].tool_calls[{number}].function.arguments"
-            self._paths[place] = f"{path}.content[{position}].input"
         content: str | list[ContentPart] | None = parts
         if turn.role == "assistant":
             content = "".join(part.text for part in parts if isinstance(part, TextPart)) or None

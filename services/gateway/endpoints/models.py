@@ -55,11 +55,6 @@ class _Models(Struct):
     data: list[Raw]
 
 
-class _AllModels(Struct):
-    data: list[ModelCard | Raw]
-    object: str = "list"
-
-
 class ModelRoutes:
     """The views.
 
@@ -78,7 +73,7 @@ class ModelRoutes:
         """All models, this gateway's first."""
         others = await self._of_others(request)
         found = [self._own(), *(raw for name, raw in others.items() if name != self._own().id)]
-        return JsonResponse(_AllModels(found))
+        return JsonResponse({"object": "list", "data": found})
 
     async def model(self, request: Request) -> Response:
         name: str = request.path_params["name"]
@@ -108,25 +103,24 @@ class ModelRoutes:
         # Rare enough for connections of its own.
         async with httpx2.AsyncClient(trust_env=False, timeout=_TIMEOUT_S) as client:
             lists = await asyncio.gather(*(self._ask(client, url, headers) for url in self._others))
-        return {msgspec.json.decode(raw, type=_Model).id: raw for each in lists for raw in each}
+        return {name: raw for each in lists for name, raw in each.items()}
 
     async def _ask(
         self, client: httpx2.AsyncClient, url: str, headers: Mapping[str, str]
-    ) -> list[Raw]:
-        """One gateway's models; none if it does not answer, or does not accept the key."""
+    ) -> dict[str, Raw]:
+        """One gateway's models by name; none if it does not answer, or does not accept the key."""
         try:
             async with asyncio.timeout(_TIMEOUT_S):
                 answer = await client.get(f"{url.rstrip('/')}/v1/models", headers=dict(headers))
             if answer.status_code in (401, 403):
-                return []
+                return {}
             answer.raise_for_status()
             models = msgspec.json.decode(answer.content, type=_Models).data
-            for raw in models:
-                msgspec.json.decode(raw, type=_Model)
+            found = {msgspec.json.decode(raw, type=_Model).id: raw for raw in models}
         except (TimeoutError, httpx2.HTTPError, msgspec.DecodeError) as error:
             if url not in self._silent:
                 log.warning("%s does not tell its models: %s", url, error or type(error).__name__)
             self._silent.add(url)
-            return []
+            return {}
         self._silent.discard(url)
-        return models
+        return found

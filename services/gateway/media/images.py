@@ -118,10 +118,6 @@ class ImageReader:
     kept: KeptImages
     embeddings: Callable[[str, int, Hold, str], Awaitable[bytes]] | None = None
 
-    def num_pixels(self, images: Sequence[Image]) -> int:
-        """Of all images, resized."""
-        return sum(self._area(unit) for image in images for unit in image.units)
-
     async def read(
         self, sources: Sequence[ImageSource], hold: Hold, max_patches: int, tenant: str = ""
     ) -> list[Image]:
@@ -265,18 +261,16 @@ class MediaLoader:
                 )
             case "media" if self._uploads is not None:
                 data = await self._uploads(tenant, url)
-                if len(data) > self._max_bytes:
-                    raise self._kind.too_large(self._max_bytes)
-                hold(len(data) * _MEMORY_PER_FETCHED_BYTE)
-                return data
-            case "file":
-                if self._read_file is None:
-                    raise InvalidRequest("file: URLs are not allowed here")
+            case "file" if self._read_file is not None:
                 data = await self._threads.run(self._read_file, url, self._max_bytes, self._kind)
-                hold(len(data) * _MEMORY_PER_FETCHED_BYTE)
-                return data
+            case "file":
+                raise InvalidRequest("file: URLs are not allowed here")
             case _:
                 raise InvalidRequest(f"{self._kind.noun} URLs must be data:, http: or https: URLs")
+        if len(data) > self._max_bytes:
+            raise self._kind.too_large(self._max_bytes)
+        hold(len(data) * _MEMORY_PER_FETCHED_BYTE)
+        return data
 
     def close(self) -> None:
         self._threads.close()

@@ -175,10 +175,6 @@ class VideoReader:
     pairs: FramePairs
     bounds: Bounds
 
-    def num_pixels(self, videos: Sequence[Video]) -> int:
-        """Of all frames, resized."""
-        return sum(2 * math.prod(self.pairs.size_of(u)) for video in videos for u in video.units)
-
     async def read(
         self,
         sources: Sequence[VideoSource],

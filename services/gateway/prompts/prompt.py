@@ -143,6 +143,14 @@ class PromptBuilder:
         positions, delta = geometry.positions(len(token_ids), runs)
         return Prompt(token_ids, positions, delta, runs)
 
+    def num_pixels(self, prompt: Prompt) -> int:
+        """Of all images and frames of a prompt, resized."""
+        if self._geometry is None:
+            return 0
+        units = [run.unit for run in prompt.runs]
+        num_patches = sum(unit.num_patches * (2 if unit.frames else 1) for unit in units)
+        return num_patches * self._geometry.patch_size**2
+
     def _frames(self, video: Video) -> tuple[Int32s, Sequence[int]]:
         """The tokens of a video, and the offsets of its units' runs."""
         assert self._pairs is not None

@@ -73,7 +73,6 @@ class _Waiter:
     done: asyncio.Future[None] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
-    error: RateLimited | None = None
 
 
 class Leases:
@@ -209,8 +208,7 @@ class Leases:
             raise
         if not waiter.done.done():
             self._lose(f"it takes more than {self._times.wait * 1e3:g} ms")
-        if waiter.error is not None:
-            raise waiter.error
+        waiter.done.result()
 
     async def _keep(self, store: LeaseStore) -> None:
         retry_s = _FIRST_RETRY_S
@@ -348,8 +346,9 @@ class Leases:
             try:
                 self._decide_one(waiter)
             except RateLimited as error:
-                waiter.error = error
-            waiter.done.set_result(None)
+                waiter.done.set_exception(error)
+            else:
+                waiter.done.set_result(None)
 
     def _decide_one(self, waiter: _Waiter) -> None:
         quota, amounts = waiter.quota, waiter.amounts
