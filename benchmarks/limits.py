@@ -25,7 +25,7 @@ from multiprocessing.queues import Queue
 from services.common.errors import RateLimited
 from services.gateway.tenancy.leases import Leases, Times
 from services.gateway.tenancy.tenants import Limits, Tenant
-from services.gateway.tenancy.usage import Quotas
+from services.gateway.tenancy.usage import counting
 
 _CONTEXT = multiprocessing.get_context("spawn")
 PHASES = ("up", "down", "back")
@@ -65,7 +65,7 @@ class Clients:
     """
 
     def __init__(self, leases: Leases, load: Load, seed: int) -> None:
-        self._quotas = Quotas(leases)
+        self._leases = leases
         self._tenant = Tenant("t", Limits(tokens_per_minute=load.limit), shares_caches=False)
         self._load = load
         self._random = random.Random(seed)
@@ -91,7 +91,7 @@ class Clients:
     async def _ask(self) -> None:
         tokens = self._random.randint(self._load.tokens // 2, self._load.tokens)
         used = self._random.randint(tokens // 10, tokens)
-        with self._quotas.request(self._tenant) as usage:
+        with counting(self._leases, self._tenant) as usage:
             start = time.monotonic()
             await usage.charge(tokens, 1)
             at = time.monotonic()

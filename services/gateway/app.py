@@ -53,7 +53,6 @@ from services.gateway.settings import GatewaySettings
 from services.gateway.tenancy.admission import Admission, max_held_bytes
 from services.gateway.tenancy.leases import Leases
 from services.gateway.tenancy.tenants import Keyring
-from services.gateway.tenancy.usage import Quotas
 from services.gateway.tokenizer.tokenizer import ModelTokenizer
 
 log = logging.getLogger(__name__)
@@ -92,9 +91,8 @@ def create_gateway(settings: GatewaySettings, bounds: Bounds = _BOUNDS) -> Gatew
     template = ChatTemplate.from_directory(spec.directory, tokenizer.added)
     metrics = GatewayMetrics()
     leases = _leases(settings, metrics)
-    quotas = Quotas(leases)
     kept, held_bytes = _kept(settings, max_held_bytes(bounds.process_bytes))
-    admission = Admission(bounds.max_concurrent_requests, held_bytes, quotas)
+    admission = Admission(bounds.max_concurrent_requests, held_bytes, leases)
     encoders, decoders = _pools(settings, spec, metrics)
     uploads = Uploads(encoders).get
     webs = _webs(settings, bounds)
@@ -139,7 +137,7 @@ def create_gateway(settings: GatewaySettings, bounds: Bounds = _BOUNDS) -> Gatew
     )
     app = _application(routes, lambda _: _running(service, leases, webs, (loader, clips), kept))
     middleware: ASGIApp = Middleware(
-        app, endpoints, admission, keyring, quotas, metrics, service.model_name
+        app, endpoints, admission, keyring, leases, metrics, service.model_name
     )
     middleware = _same_site(middleware, settings, needs_key=not keyring.is_open)
     app_with_cors = with_cors(middleware, settings.cors_origins)

@@ -198,7 +198,7 @@ class ChatService:
         check_prompt_logprobs(request, len(prompt.token_ids))
         num_tokens = len(prompt.token_ids) + request.num_choices * sampling.max_tokens
         num_pixels = self.prompts.num_pixels(prompt)
-        await slot.usage.charge(num_tokens, request.num_choices, num_pixels)
+        await slot.charge(num_tokens, request.num_choices, num_pixels)
         prepared = PreparedRequest(
             request_id, request, prompt, [*images, *videos], sampling, slot, answer_format,
             cache_salt=slot.tenant.cache_salt(request.cache_salt or ""),

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
@@ -58,39 +58,43 @@ class GatewayMetrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        counter, histogram = self._counter, self._histogram
-        requests = counter("gateway_requests", "Chat requests that ended", "outcome")
-        tokens = counter("gateway_tokens", "Tokens: prompt, image, cached, completion", "kind")
+        counter = partial(Counter, registry=self.registry)
+        gauge = partial(Gauge, registry=self.registry)
+        histogram = partial(Histogram, registry=self.registry, buckets=LATENCY_BUCKETS)
+        requests = counter("gateway_requests", "Chat requests that ended", ["outcome"])
+        tokens = counter("gateway_tokens", "Tokens: prompt, image, cached, completion", ["kind"])
         self.prompt_tokens = tokens.labels("prompt")
         self.image_tokens = tokens.labels("image")
         self.cached_tokens = tokens.labels("cached")
         self.completion_tokens = tokens.labels("completion")
         self.encodes = counter(
-            "gateway_encodes", "Encode calls that succeeded, by where the embedding was", "source"
+            "gateway_encodes", "Encode calls that succeeded, by where the embedding was", ["source"]
         )
-        self.retries = counter("gateway_retries", "Retries, by the service that failed", "service")
+        self.retries = counter(
+            "gateway_retries", "Retries, by the service that failed", ["service"]
+        )
         self.handovers = counter(
             "gateway_handovers", "Times that another decoder continued an answer"
         )
         self.rejections = counter(
-            "gateway_rejections", "Requests refused: the gateway is full or draining", "reason"
+            "gateway_rejections", "Requests refused: the gateway is full or draining", ["reason"]
         )
         tenant_requests = counter(
-            "gateway_tenant_requests", "Requests that ended, by tenant", "tenant", "outcome"
+            "gateway_tenant_requests", "Requests that ended, by tenant", ["tenant", "outcome"]
         )
         tenant_usage = counter(
             "gateway_tenant_usage",
             "Used by a tenant's requests: prompt_tokens, completion_tokens, images",
-            "tenant", "kind",
-        )  # fmt: skip
+            ["tenant", "kind"],
+        )
         ignored = counter(
             "gateway_ignored_fields",
             "Requests with a field that changes no answer and was left out (docs/api.md); other: "
             "a field that the gateway does not know",
-            "field",
+            ["field"],
         )
         self.ignored_field: Callable[[str], Counter] = cache(ignored.labels)
-        stage = histogram("gateway_stage_seconds", "Time of a request in a stage", "stage")
+        stage = histogram("gateway_stage_seconds", "Time of a request in a stage", ["stage"])
         # A look-up takes microseconds. The labels of tenants are those of the key file.
         self.stage: Callable[[str], Histogram] = cache(stage.labels)
         self.request_ended: Callable[[str], Counter] = cache(requests.labels)
@@ -105,21 +109,11 @@ class GatewayMetrics:
             "gateway_peers_refused",
             "Health checks that failed because the pod shows no valid certificate (certificate) or "
             "does not accept this gateway's credentials (token)",
-            "reason",
+            ["reason"],
         )
-        gauge = self._gauge
-        self.healthy_pods = gauge("gateway_healthy_pods", "Pods that accept work", "service")
+        self.healthy_pods = gauge("gateway_healthy_pods", "Pods that accept work", ["service"])
         self.limits_divided = gauge(
             "gateway_limits_divided_by",
             "Gateways among which tenants' limits are divided: 1 while they are counted together",
         )
         self.running = gauge("gateway_requests_running", "Requests that hold a slot")
-
-    def _counter(self, name: str, text: str, *labels: str) -> Counter:
-        return Counter(name, text, labels, registry=self.registry)
-
-    def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
-        return Gauge(name, text, labels, registry=self.registry)
-
-    def _histogram(self, name: str, text: str, *labels: str) -> Histogram:
-        return Histogram(name, text, labels, buckets=LATENCY_BUCKETS, registry=self.registry)

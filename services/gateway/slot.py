@@ -1,6 +1,6 @@
 """Whose a request is and what it may hold, as its way needs to know it; `tenancy` says it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -23,26 +23,18 @@ class Tenant(Protocol):
         ...
 
 
-class Usage(Protocol):
-    """What a request uses of its tenant's limits."""
-
-    async def charge(self, tokens: int = 0, num_choices: int = 0, num_pixels: int = 0) -> None:
-        """Raises RateLimited: the tenant has used what it may for now."""
-        ...
-
-    def correct(self, used_tokens: Sequence[int]) -> None:
-        """Gives back what was not used: prompt and completion tokens, charge by charge."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class Slot:
     """A running request's. Valid inside the `with` that made it.
 
     Attributes:
+        charge: takes tokens, choices and pixels of the tenant's limits; raises RateLimited: it has
+            used what it may for now.
+        correct: gives back what was not used: prompt and completion tokens, charge by charge.
         hold: counts bytes before they are allocated; raises Overloaded.
     """
 
     tenant: Tenant
-    usage: Usage
+    charge: Callable[[int, int, int], Awaitable[None]]
+    correct: Callable[[Sequence[int]], None]
     hold: Callable[[int], None]

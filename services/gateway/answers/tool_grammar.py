@@ -164,7 +164,7 @@ class _Writer:
         if self._parser is Llama3JsonParser:
             # Without tags, text is what does not begin like a call.
             return r"call | /([^{\s](.|\n)*)?/"
-        if not self._tag_is_token("<tool_call>"):
+        if "<tool_call>" not in self._tokenizer.added:
             raise InvalidRequest("strict is not supported with this tokenizer", param="tools")
         return "TEXT (call TEXT)?" if single else "TEXT (call TEXT)*"
 
@@ -183,9 +183,6 @@ class _Writer:
         """A tag, as the tokenizer has it: a token or plain text."""
         added = self._tokenizer.added.get(name)
         return _literal(name) if added is None else f"<[{added.token_id}]>"
-
-    def _tag_is_token(self, name: str) -> bool:
-        return name in self._tokenizer.added
 
     def _call(self) -> str:
         write = self._write_xml if self._parser is Qwen3CoderParser else self._write_json

@@ -29,8 +29,6 @@ from services.gateway.clients.served_model import ServedModel
 
 log = logging.getLogger(__name__)
 
-_LOAD_TIMEOUT_S = 1.0
-
 
 class TokenEvent(Struct, frozen=True):
     """New tokens of one choice, or its end.
@@ -126,8 +124,8 @@ class DecoderPod(Pod):
         state = await super().check()
         load = None
         if state is PodState.SERVING:
-            with suppress(grpc.aio.AioRpcError):
-                load = await self._ask_load(pb.LoadRequest(), timeout=_LOAD_TIMEOUT_S)
+            with suppress(TriptychError):
+                load = await self.ask(self._ask_load, pb.LoadRequest())
         self.load = load
         return state
 

@@ -167,7 +167,7 @@ class Endpoint(ABC):
             work.usages = [completion.usage() for completion in work.completions]
             for completion, usage in zip(work.completions, work.usages, strict=True):
                 self._observe(completion, usage)
-            work.slot.usage.correct([u.prompt_tokens + u.completion_tokens for u in work.usages])
+            work.slot.correct([u.prompt_tokens + u.completion_tokens for u in work.usages])
 
     def _observe(self, completion: Completion, usage: Usage) -> None:
         metrics, seconds = self._metrics, completion.timings.seconds
@@ -241,7 +241,7 @@ class View:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with received(self.admission, scope, receive, self.types) as (slot, body):
             try:
-                await slot.usage.charge()
+                await slot.charge(0, 0, 0)
                 response = await self.answer(self.service, Request(scope, receive), slot, body)
             except TriptychError as error:
                 if error.param is not None:

@@ -25,8 +25,8 @@ from services.gateway.forms.error_answers import error_body, is_anthropics
 from services.gateway.http.exchange import error_response, handle_bug, handle_triptych_error
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.tenancy.admission import Admission
+from services.gateway.tenancy.leases import Leases
 from services.gateway.tenancy.tenants import Identity, Keyring, KeyScope, bind_identity
-from services.gateway.tenancy.usage import Quotas
 
 log = logging.getLogger(__name__)
 audit = logging.getLogger("triptych.audit")
@@ -47,7 +47,7 @@ class Middleware:
 
     Attributes:
         endpoints: that generate, by their paths; the routes have them, too, for other methods.
-        quotas: of the tenants, for the headers that tell them what is left.
+        leases: of tenants' limits, for the headers that tell them what is left.
         model: its name, for the audit log.
     """
 
@@ -55,7 +55,7 @@ class Middleware:
     endpoints: Mapping[str, ASGIApp]
     admission: Admission
     keyring: Keyring
-    quotas: Quotas
+    leases: Leases
     metrics: GatewayMetrics
     model: str
 
@@ -107,7 +107,7 @@ class Middleware:
                 if (ignored := scope["state"].get("ignored")) and ignored.names:
                     message["headers"].append(ignored.header())
                 if identity is not None:
-                    message["headers"] += self.quotas.headers(identity.tenant)
+                    message["headers"] += self.leases.headers(identity.tenant)
                 if self.admission.draining:
                     message["headers"].append((b"connection", b"close"))
             await send(message)

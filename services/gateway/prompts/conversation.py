@@ -13,7 +13,13 @@ from services.common.model_spec import ModelSpec
 from services.gateway.answers.reasoning import CLOSE
 from services.gateway.forms.embeddings import ImageEmbedsPart
 from services.gateway.forms.openai import AnyImage, ChatRequest, Message, Part, TextPart
-from services.gateway.forms.tools import UNREADABLE, check_nesting, definitions, read_arguments
+from services.gateway.forms.tools import (
+    UNREADABLE,
+    ToolCall,
+    check_nesting,
+    definitions,
+    read_arguments,
+)
 from services.gateway.forms.video import AnyVideo, sampling_of
 from services.gateway.media.images import ImageSource
 from services.gateway.media.videos import VideoSource
@@ -288,11 +294,8 @@ def _template_message(
         parts: list[dict[str, Any]] = []
         for position, part in enumerate(message.content):
             place = f"{path}.content[{position}]"
-            if isinstance(part, AnyImage):
+            if isinstance(part, AnyImage | ImageEmbedsPart):
                 images.append(_source(part, place, request))
-                parts.append({"type": "image"})
-            elif isinstance(part, ImageEmbedsPart):
-                images.append(_embedding(part, place))
                 parts.append({"type": "image"})
             elif isinstance(part, AnyVideo):
                 videos.append(_video(part, place, request, len(videos)))
@@ -301,19 +304,8 @@ def _template_message(
                 parts.append({"type": "text", "text": part.text})
         found["content"] = parts
     if message.tool_calls:
-        found["tool_calls"] = [
-            {
-                "id": call.id,
-                "type": "function",
-                "function": {
-                    "name": call.function.name,
-                    "arguments": read_arguments(
-                        call, f"{path}.tool_calls[{index}].function.arguments"
-                    ),
-                },
-            }
-            for index, call in enumerate(message.tool_calls)
-        ]
+        calls = enumerate(message.tool_calls)
+        found["tool_calls"] = [_call(call, f"{path}.tool_calls[{at}]") for at, call in calls]
     if message.tool_call_id is not None:
         found["tool_call_id"] = message.tool_call_id
     if reasoning := message.reasoning_content or message.reasoning:
@@ -321,8 +313,16 @@ def _template_message(
     return found
 
 
-def _source(part: AnyImage, param: str, request: ChatRequest) -> ImageSource:
+def _call(call: ToolCall, path: str) -> dict[str, Any]:
+    arguments = read_arguments(call, f"{path}.function.arguments")
+    function = {"name": call.function.name, "arguments": arguments}
+    return {"id": call.id, "type": "function", "function": function}
+
+
+def _source(part: AnyImage | ImageEmbedsPart, param: str, request: ChatRequest) -> ImageSource:
     """The image with its pixel limits; the innermost limit that is given applies."""
+    if isinstance(part, ImageEmbedsPart):
+        return _embedding(part, param)
     image = part.image
     if not image.url and part.uuid is None:
         raise InvalidRequest("an image needs a URL, or the uuid of an earlier one", param=param)

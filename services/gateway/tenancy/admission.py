@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from services.common.errors import Overloaded, Unavailable
 from services.common.tenancy.tenant_room import TenantRoom
 from services.gateway.slot import Slot
+from services.gateway.tenancy.leases import Leases
 from services.gateway.tenancy.tenants import Tenant, bound_tenant
-from services.gateway.tenancy.usage import Quotas
+from services.gateway.tenancy.usage import counting
 
 MAX_HELD_BYTES = 4 << 30
 # Of the process without requests: tokenizer, libraries, what the allocators keep.
@@ -63,10 +64,10 @@ class Admission:
     """
 
     def __init__(
-        self, max_requests: int, max_held_bytes: int = MAX_HELD_BYTES, quotas: Quotas | None = None
+        self, max_requests: int, max_held_bytes: int = MAX_HELD_BYTES, leases: Leases | None = None
     ) -> None:
         self.max_held_bytes = max_held_bytes
-        self._quotas = quotas or Quotas()
+        self._leases = leases or Leases()
         self.held_bytes = 0
         self._running = TenantRoom(max_requests)
         self._idle = asyncio.Event()
@@ -108,11 +109,11 @@ class Admission:
         """
         tenant = bound_tenant()
         self._check_room(tenant)
-        with self._quotas.request(tenant) as usage:
+        with counting(self._leases, tenant) as usage:
             self._running.take(tenant.name, 1)
             self._idle.clear()
             try:
-                yield Slot(tenant, usage, holding.hold)
+                yield Slot(tenant, usage.charge, usage.correct, holding.hold)
             finally:
                 self._running.give_back(tenant.name, 1)
                 if not self.num_running:

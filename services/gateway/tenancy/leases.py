@@ -156,6 +156,10 @@ class Leases:
             quota.divide(self.division)
         return quota
 
+    def headers(self, tenant: Tenant) -> list[tuple[bytes, bytes]]:
+        """What is left to a tenant, for its responses."""
+        return self.quota(tenant).headers(self.division)
+
     def check_early(self, quota: Quota) -> None:
         """Raises RateLimited for a new request that has no chance."""
         if self.division is None:

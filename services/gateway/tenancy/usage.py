@@ -5,13 +5,12 @@ the prompt is known: the prompt's, and as many as the completion may have. When 
 those that it did not use are given back.
 """
 
-import time
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from services.gateway.tenancy.leases import Leases
-from services.gateway.tenancy.quota import RUNNING, SEQUENCES, Amounts, Clock, Entry, Quota
+from services.gateway.tenancy.quota import RUNNING, SEQUENCES, Amounts, Entry, Quota
 from services.gateway.tenancy.tenants import Tenant
 
 
@@ -63,32 +62,18 @@ class Usage:
                 self.leases.report(self.quota, (1, 0, 0, 0, 0))
 
 
-class Quotas:
-    """Owner of all tenants' quotas.
+@contextmanager
+def counting(leases: Leases, tenant: Tenant) -> Generator[Usage]:
+    """Counts one request for the duration of a `with`.
 
-    Args:
-        leases: of what gateways share; None: this gateway is the only one.
-        clock: seconds, monotonic.
+    Raises:
+        RateLimited: the tenant has as many as it may have.
     """
-
-    def __init__(self, leases: Leases | None = None, clock: Clock = time.monotonic) -> None:
-        self._leases = leases or Leases(clock=clock)
-
-    def headers(self, tenant: Tenant) -> list[tuple[bytes, bytes]]:
-        return self._leases.quota(tenant).headers(self._leases.division)
-
-    @contextmanager
-    def request(self, tenant: Tenant) -> Generator[Usage]:
-        """Counts one request for the duration of a `with`.
-
-        Raises:
-            RateLimited: the tenant has as many as it may have.
-        """
-        quota = self._leases.quota(tenant)
-        self._leases.check_early(quota)
-        quota.early += 1
-        usage = Usage(quota, self._leases)
-        try:
-            yield usage
-        finally:
-            usage.end()
+    quota = leases.quota(tenant)
+    leases.check_early(quota)
+    quota.early += 1
+    usage = Usage(quota, leases)
+    try:
+        yield usage
+    finally:
+        usage.end()

@@ -16,7 +16,7 @@ from services.common.errors import RateLimited
 from services.gateway.tenancy.leases import Leases, Times
 from services.gateway.tenancy.quota import RUNNING, TOKENS
 from services.gateway.tenancy.tenants import Limits, Tenant
-from services.gateway.tenancy.usage import Quotas
+from services.gateway.tenancy.usage import counting
 from tests.noise import PATIENCE_S, async_least
 from tests.redis_server import RedisServer
 
@@ -63,7 +63,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 async def use(leases: Leases, who: Tenant, tokens: int) -> None:
     """One request that uses all it asked for; raises RateLimited."""
-    with Quotas(leases).request(who) as usage:
+    with counting(leases, who) as usage:
         await usage.charge(tokens, 1)
         usage.correct([tokens])
 
@@ -175,17 +175,17 @@ async def test_gateways_that_all_want_more_come_to_hold_the_same(
 
 async def test_limits_at_a_time_are_of_all_gateways(redis_server: RedisServer) -> None:
     async with gateways(redis_server.url, 3) as found:
-        who, quotas = tenant(max_requests=4, max_sequences=6), [Quotas(each) for each in found]
+        who = tenant(max_requests=4, max_sequences=6)
         async with AsyncExitStack() as running:
             for index in (0, 0, 1, 2):
-                usage = running.enter_context(quotas[index].request(who))
+                usage = running.enter_context(counting(found[index], who))
                 await usage.charge(10, 1)
             for index in range(3):
                 with pytest.raises(RateLimited, match="4 requests at a time"):
                     await use(found[index], who, 10)
         await until(lambda: not any(leases._active for leases in found))
         await asyncio.sleep(0.12)  # what was refused is held off
-        with quotas[1].request(who) as usage:
+        with counting(found[1], who) as usage:
             await usage.charge(10, 6)
             with pytest.raises(RateLimited, match="6 sequences at a time"):
                 await use(found[2], who, 10)
@@ -194,16 +194,16 @@ async def test_limits_at_a_time_are_of_all_gateways(redis_server: RedisServer) -
 async def test_what_a_dead_gateway_ran_is_free_again(redis_server: RedisServer) -> None:
     who = tenant(max_requests=1)
     async with gateways(redis_server.url, 2) as (dead, alive):
-        with Quotas(dead).request(who) as usage:
+        with counting(dead, who) as usage:
             await usage.charge()
             assert dead._keeper is not None
             dead._keeper.cancel()  # it says nothing more
-            with pytest.raises(RateLimited), Quotas(alive).request(who) as other:
+            with pytest.raises(RateLimited), counting(alive, who) as other:
                 await other.charge()
             start = time.monotonic()
             while True:
                 try:
-                    with Quotas(alive).request(who) as other:
+                    with counting(alive, who) as other:
                         await other.charge()
                     break
                 except RateLimited:
@@ -244,7 +244,7 @@ async def test_a_request_asks_once_at_most(redis_server: RedisServer) -> None:
     )  # fmt: skip
     async with gateways(redis_server.url, 1, slow) as (leases,):
         before = num_questions(redis_server)
-        with Quotas(leases).request(who) as usage:
+        with counting(leases, who) as usage:
             await usage.charge(100, 1, 50)
         assert num_questions(redis_server) - before == 1
 
@@ -307,7 +307,7 @@ async def test_requests_that_fail_early_are_counted_at_all_gateways(
     async with gateways(redis_server.url, 2) as found:
         who = tenant(requests_per_minute=10)
         for _ in range(10):
-            with Quotas(found[0]).request(who):
+            with counting(found[0], who):
                 pass
         await until(lambda: sum(found[1]._of_others.get("t", ())) == 10)
         with pytest.raises(RateLimited, match="10 requests per minute"):
@@ -338,7 +338,7 @@ async def test_without_redis_limits_are_divided_and_say_so(
                 await use(leases, who, 50)
             with pytest.raises(RateLimited, match="this gateway's part of it is 250"):
                 await use(leases, who, 50)
-        headers = dict(Quotas(found[0]).headers(who))
+        headers = dict(found[0].headers(who))
         assert headers[b"x-ratelimit-limit-tokens"] == b"250"
         assert headers[b"x-ratelimit-remaining-tokens"] == b"0"
 

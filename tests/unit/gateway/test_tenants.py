@@ -12,8 +12,9 @@ import pytest
 from services.common.errors import Overloaded, RateLimited
 from services.common.settings import SettingsError
 from services.gateway.tenancy.admission import Admission
+from services.gateway.tenancy.leases import Leases
 from services.gateway.tenancy.tenants import Identity, Keyring, Limits, Tenant, bind_identity
-from services.gateway.tenancy.usage import Quotas
+from services.gateway.tenancy.usage import counting
 from tests.unit.gateway.test_admission import slot_of
 
 
@@ -125,13 +126,13 @@ async def test_tokens_per_minute_are_exact():
     asks all the time gets at least 99 % of it.
     """
     clock, rng = Clock(), random.Random(3)
-    quotas, tenant = Quotas(clock=clock), limited(tokens_per_minute=100_000)
+    leases, tenant = Leases(clock=clock), limited(tokens_per_minute=100_000)
     admitted: list[tuple[float, int]] = []
     for _ in range(60_000):
         clock.now += rng.expovariate(100.0)
         size = rng.randrange(100, 900)
         try:
-            with quotas.request(tenant) as usage:
+            with counting(leases, tenant) as usage:
                 await usage.charge(size + 100, 1)
                 usage.correct([size + 50])
         except RateLimited as refused:
@@ -152,41 +153,41 @@ async def test_tokens_per_minute_are_exact():
 
 def test_a_refused_request_succeeds_after_its_retry_after():
     clock = Clock()
-    quotas, tenant = Quotas(clock=clock), limited(requests_per_minute=2)
+    leases, tenant = Leases(clock=clock), limited(requests_per_minute=2)
     for _ in range(2):
-        with quotas.request(tenant):
+        with counting(leases, tenant):
             clock.now += 7
-    with pytest.raises(RateLimited) as refused, quotas.request(tenant):
+    with pytest.raises(RateLimited) as refused, counting(leases, tenant):
         pass
     assert refused.value.http_status == 429
     clock.now += refused.value.retry_after_s or 0
-    with quotas.request(tenant):
+    with counting(leases, tenant):
         pass
 
 
 async def test_limits_at_a_time():
-    quotas, tenant = Quotas(), limited(max_requests=2, max_sequences=5)
-    with quotas.request(tenant) as first, quotas.request(tenant) as second:
-        with pytest.raises(RateLimited, match="2 requests at a time"), quotas.request(tenant):
+    leases, tenant = Leases(), limited(max_requests=2, max_sequences=5)
+    with counting(leases, tenant) as first, counting(leases, tenant) as second:
+        with pytest.raises(RateLimited, match="2 requests at a time"), counting(leases, tenant):
             pass
         await first.charge(5, 4)
         with pytest.raises(RateLimited, match="5 sequences at a time"):
             await second.charge(3, 2)
-    with quotas.request(tenant) as third:
+    with counting(leases, tenant) as third:
         await third.charge(6, 5)
 
 
 async def test_headers_say_what_is_left():
     clock = Clock()
-    quotas, tenant = Quotas(clock=clock), limited(requests_per_minute=10, tokens_per_minute=1000)
-    with quotas.request(tenant) as usage:
+    leases, tenant = Leases(clock=clock), limited(requests_per_minute=10, tokens_per_minute=1000)
+    with counting(leases, tenant) as usage:
         await usage.charge(400, 1)
     clock.now += 20
-    found = dict(quotas.headers(tenant))
+    found = dict(leases.headers(tenant))
     assert found[b"x-ratelimit-remaining-requests"] == b"9"
     assert found[b"x-ratelimit-remaining-tokens"] == b"600"
     assert found[b"x-ratelimit-reset-tokens"] == b"40.000s"
-    assert not quotas.headers(Tenant("free", Limits(), shares_caches=False))
+    assert not leases.headers(Tenant("free", Limits(), shares_caches=False))
 
 
 async def test_one_tenant_cannot_take_all_slots():
