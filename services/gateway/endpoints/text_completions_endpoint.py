@@ -5,7 +5,7 @@ Each prompt is a request of its own to `ChatService`, with a prompt that is not 
 
 import asyncio
 import codecs
-from collections.abc import AsyncGenerator, Sequence, Set
+from collections.abc import Sequence, Set
 from contextlib import aclosing
 from dataclasses import replace
 
@@ -102,21 +102,26 @@ class TextCompletionEndpoint(Endpoint):
         return b"".join(map(tokenizer.token_bytes, ids)).decode(errors="replace")
 
     async def _stream(self, work: Work, writer: "_Writer") -> None:
-        request, completions = writer.request, work.completions
-        include_usage, continuous = request.stream_usage
-        answers = [self._service.answer(completion) for completion in completions]
-        async with aclosing(_merged(answers)) as merged:
-            async for index, updates in merged:
-                chunks = [
-                    writer.answer([choice])
-                    for update in updates
-                    if (choice := writer.choice(completions[index], index, [update])) is not None
-                ]
-                if include_usage:
-                    for chunk in chunks:
-                        chunk.usage = writer.usage(completions) if continuous else None
-                if data := b"".join(map(_event, chunks)):
-                    await work.exchange.write(data)
+        completions, one_at_a_time = work.completions, asyncio.Lock()
+        include_usage, continuous = writer.request.stream_usage
+
+        async def stream(place: tuple[int, Completion]) -> None:
+            index, completion = place
+            async with aclosing(self._service.answer(completion)) as answer:
+                async for updates in answer:
+                    chunks = [
+                        writer.answer([choice])
+                        for update in updates
+                        if (choice := writer.choice(completion, index, [update])) is not None
+                    ]
+                    if include_usage:
+                        for chunk in chunks:
+                            chunk.usage = writer.usage(completions) if continuous else None
+                    if data := b"".join(map(_event, chunks)):
+                        async with one_at_a_time:
+                            await work.exchange.write(data)
+
+        await gather(stream, enumerate(completions), len(completions))
         last = b""
         if include_usage:
             chunk = writer.answer([])
@@ -260,43 +265,6 @@ def _add_logprobs(
         top = {other.token: other.logprob for other in entry.top_logprobs}
         found.top_logprobs.append({entry.token: entry.logprob, **top})
         found.text_offset.append(places.next(b"" if data in hidden else data))
-
-
-async def _merged(
-    answers: Sequence[AsyncGenerator[list[Update]]],
-) -> AsyncGenerator[tuple[int, list[Update]]]:
-    """Yields (index of the answer, updates) as they come; ends with the last answer.
-
-    Raises:
-        Exception: the first that an answer raises; the others are closed then.
-    """
-    queue: asyncio.Queue[tuple[int, list[Update]] | Exception | None] = asyncio.Queue(len(answers))
-
-    async def drain(index: int, answer: AsyncGenerator[list[Update]]) -> None:
-        try:
-            async with aclosing(answer) as updates:
-                async for each in updates:
-                    await queue.put((index, each))
-        except Exception as error:
-            await queue.put(error)
-        else:
-            await queue.put(None)
-
-    tasks = [asyncio.create_task(drain(i, answer)) for i, answer in enumerate(answers)]
-    try:
-        num_left = len(tasks)
-        while num_left:
-            match await queue.get():
-                case None:
-                    num_left -= 1
-                case Exception() as error:
-                    raise error
-                case found:
-                    yield found
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _event(chunk: TextCompletion) -> bytes:
