@@ -20,9 +20,9 @@ from services.common.errors import (
 )
 from services.common.geometry import Run
 from services.common.pb import decoder_pb2 as pb
-from services.common.pb.encoder_pb2 import DescribeEncoderResponse
+from services.common.pb.encoder_pb2 import DescribeEncoderResponse, EncodeResponse
 from services.gateway.clients.decoders import EmbeddingLost
-from services.gateway.clients.encoders import Encoded, EncoderPod, EncoderPool
+from services.gateway.clients.encoders import SOURCES, EncoderPod, EncoderPool
 from services.gateway.losses import Losses, RetryableFailure
 from services.gateway.media.videos import Video
 from services.gateway.metrics import GatewayMetrics
@@ -183,12 +183,13 @@ class EncodeCalls:
         image = request.images[run.image]
         outcome = await self._outcome(pod, key, image, run)
         del self._calls[key]
-        if isinstance(outcome, Encoded):
+        if isinstance(outcome, EncodeResponse):
             self._encoded[key] = pod.address
-            self.metrics.encodes.labels(outcome.source).inc()
+            source = SOURCES.get(outcome.source, "unknown")
+            self.metrics.encodes.labels(source).inc()
             for other_index, other in enumerate(self.keys):
                 if other == key:
-                    request.encode_sources[other_index] = outcome.source
+                    request.encode_sources[other_index] = source
         elif isinstance(outcome, InvalidRequest):
             outcome.param = image.param
             self.losses.refusal = outcome
@@ -214,7 +215,7 @@ class EncodeCalls:
 
     async def _outcome(
         self, pod: EncoderPod, key: bytes, image: Medium, run: Run
-    ) -> Encoded | TriptychError:
+    ) -> EncodeResponse | TriptychError:
         """Of one call."""
         request = self.request
         # A video's units are decoded one after the other.
@@ -236,7 +237,7 @@ class EncodeCalls:
 
     async def _call(
         self, pod: EncoderPod, key: bytes, image: Medium, run: Run, timeout_s: float
-    ) -> Encoded:
+    ) -> EncodeResponse:
         """Sends a video's file before, if the encoder has not been sent it, or has forgotten it."""
         data, pair = image.sent(run.unit)
         encode = partial(

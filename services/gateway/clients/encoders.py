@@ -7,12 +7,10 @@
 import asyncio
 from collections import Counter
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 
 import grpc.aio
 
 from services.common.errors import Cancelled, InternalError, Overloaded, ProcessLost, Unavailable
-from services.common.frame_pairs import Clip
 from services.common.geometry import Unit
 from services.common.images.image_key import FRAME_DIGEST_BYTES
 from services.common.pb import encoder_pb2 as pb
@@ -20,28 +18,15 @@ from services.common.transport.rpc import error_from_rpc, outgoing_metadata
 from services.gateway.clients.pods import AnswerT, Dialling, Pod, Pool, RequestT, pick
 from services.gateway.clients.served_model import ServedModel
 from services.gateway.media.kinds import SentPair
-from services.gateway.media.videos import Probed
 from services.gateway.slot import Tenant
 
 _LAST_WORD_S = 0.5  # for the answer of an encoder that has failed a health check
-_SOURCES = {
+SOURCES = {
     pb.EncodeResponse.SOURCE_COMPUTED: "computed",
     pb.EncodeResponse.SOURCE_MEMORY: "memory",
     pb.EncodeResponse.SOURCE_REDIS: "redis",
     pb.EncodeResponse.SOURCE_JOINED: "joined",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Encoded:
-    """A successful encode call.
-
-    Attributes:
-        source: `computed`, `memory`, `redis` or `joined`.
-    """
-
-    source: str
-    num_tokens: int
 
 
 class EncoderPod(Pod):
@@ -100,7 +85,7 @@ class EncoderPod(Pod):
         tenant: Tenant | None = None,
         pair: SentPair | None = None,
         is_embedding: bool = False,
-    ) -> Encoded:
+    ) -> pb.EncodeResponse:
         """Makes a unit's embedding available at this encoder.
 
         The call carries the running task's request id and trace context.
@@ -128,10 +113,9 @@ class EncoderPod(Pod):
         if pair is not None:
             request.frames.first, request.frames.second = pair.frames
             request.second_image, request.video_digest = pair.second_image, pair.video_digest
-        answer = await self.call(self._encode, request, timeout_s)
-        return Encoded(_SOURCES.get(answer.source, "unknown"), answer.num_tokens)
+        return await self.call(self._encode, request, timeout_s)
 
-    async def probe(self, video: bytes, timeout_s: float) -> Probed:
+    async def probe(self, video: bytes, timeout_s: float) -> pb.ProbeResponse:
         """Sends a video, which the encoder keeps for a while, and learns what is in it.
 
         Raises:
@@ -140,10 +124,10 @@ class EncoderPod(Pod):
         """
         request = pb.ProbeRequest(video=video)
         found = await self.call(self._probe, request, timeout_s)
-        clip = Clip(found.num_frames, found.rate, (found.height, found.width))
-        if not clip.num_frames or len(found.frame_digests) != clip.num_frames * FRAME_DIGEST_BYTES:
+        num_frames = found.num_frames
+        if not num_frames or len(found.frame_digests) != num_frames * FRAME_DIGEST_BYTES:
             raise InternalError("an encoder returned no digest for each frame of a video")
-        return Probed(clip, found.duration_s, found.video_digest, found.frame_digests)
+        return found
 
     async def call(
         self,

@@ -410,25 +410,24 @@ class ResponseWriter(AnswerWriter[api.ResponseEvent]):
         index = len(self.response.output)
         match part:
             case Reasoning():
-                item = api.OutputReasoning(f"rs_{self._id}_{index}", [], "in_progress")
+                content = [api.ReasoningText("")]
+                item = api.OutputReasoning(f"rs_{self._id}_{index}", content, "in_progress")
             case Call():
                 item_id = f"fc_{self._id}_{index}"
                 item = api.OutputCall(item_id, part.call_id, part.name, "", "in_progress")
                 if part.name in self._namespaces:
                     item.namespace, item.name = self._namespaces[part.name]
             case Text():
-                item = api.OutputMessage(f"msg_{self._id}_{index}", [], "in_progress")
-        added = self._event("response.output_item.added", item=deepcopy(item), output_index=index)
+                content = [api.OutputText("", [], [])]
+                item = api.OutputMessage(f"msg_{self._id}_{index}", content, "in_progress")
         self.response.output.append(item)
-        match item:
-            case api.OutputCall():
-                return [added]
-            case api.OutputReasoning():
-                item.content.append(api.ReasoningText(""))
-            case api.OutputMessage():
-                item.content.append(api.OutputText("", [], []))
-        content = deepcopy(item.content[0])  # whose lists do not grow
-        return [added, self._content_event("response.content_part.added", part=content)]
+        told = deepcopy(item)  # whose lists do not grow
+        added = self._event("response.output_item.added", item=told, output_index=index)
+        if isinstance(told, api.OutputCall):
+            return [added]
+        part_added = self._content_event("response.content_part.added", part=told.content[0])
+        told.content = []
+        return [added, part_added]
 
     def delta(self, part: Part, logprobs: list[LogprobEntry]) -> api.ResponseEvent:
         match part:

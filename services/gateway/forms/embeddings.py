@@ -6,6 +6,7 @@ What `torch.save` writes is a pickle and is not read.
 
 from typing import Annotated
 
+import numpy as np
 import pybase64
 from msgspec import Meta, Struct
 
@@ -65,11 +66,7 @@ def _read_grid(given: list[int | list[int]] | str) -> Grid:
         place = find_tensor(data, INTEGERS)
         if place.shape not in ((3,), (1, 3)):
             raise InvalidRequest("a grid is three numbers: t, h, w")
-        size = len(data[place.offset :]) // 3
-        numbers = [
-            int.from_bytes(data[at : at + size], "little", signed=True)
-            for at in range(place.offset, len(data), size)
-        ]
+        numbers: list[int] = np.frombuffer(data, place.dtype, offset=place.offset).tolist()
     else:
         numbers = [each for row in given for each in (row if isinstance(row, list) else [row])]
     if len(numbers) != 3 or not all(0 < number <= 1 << 16 for number in numbers):

@@ -10,7 +10,7 @@ import asyncio
 import math
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, NamedTuple, Protocol
+from typing import ClassVar, Protocol
 
 from services.common.errors import (
     DeadlineExceeded,
@@ -25,6 +25,7 @@ from services.common.frame_pairs import Clip, FramePairs, Sampling
 from services.common.geometry import Size, Unit
 from services.common.images.image_header import read_header
 from services.common.images.image_key import FRAME_DIGEST_BYTES, frames_key, still_digest
+from services.common.pb.encoder_pb2 import ProbeResponse
 from services.gateway.bounds import Bounds
 from services.gateway.forms.responses import VideoUsage
 from services.gateway.gather import gather
@@ -48,32 +49,17 @@ class VideoSource:
     sampling: Sampling
 
 
-class Probed(NamedTuple):
-    """What an encoder says of a file.
-
-    Attributes:
-        duration_s: 0: unknown.
-        digest: of the file, which names it at the encoder.
-        frame_digests: 16 bytes for each frame.
-    """
-
-    clip: Clip
-    duration_s: float
-    digest: bytes
-    frame_digests: bytes
-
-
 class Prober(Protocol):
     """An encoder, as far as a file is left at it."""
 
     address: str
 
-    async def probe(self, video: bytes, timeout_s: float) -> Probed:
+    async def probe(self, video: bytes, timeout_s: float) -> ProbeResponse:
         """Sends a file, which the encoder keeps for a while."""
         ...
 
 
-def _has_failed(call: "asyncio.Task[Probed]") -> bool:
+def _has_failed(call: "asyncio.Task[ProbeResponse]") -> bool:
     return call.cancelled() or (call.done() and call.exception() is not None)
 
 
@@ -83,13 +69,13 @@ class VideoFile:
 
     data: bytes
     digest: bytes
-    _sent: dict[str, "asyncio.Task[Probed]"] = field(
-        default_factory=dict[str, "asyncio.Task[Probed]"]
+    _sent: dict[str, "asyncio.Task[ProbeResponse]"] = field(
+        default_factory=dict[str, "asyncio.Task[ProbeResponse]"]
     )
 
     async def leave_at(
-        self, encoder: Prober, timeout_s: float, again: "asyncio.Task[Probed] | None" = None
-    ) -> "asyncio.Task[Probed]":
+        self, encoder: Prober, timeout_s: float, again: "asyncio.Task[ProbeResponse] | None" = None
+    ) -> "asyncio.Task[ProbeResponse]":
         """Sends the file to an encoder, unless it was.
 
         Args:
@@ -114,7 +100,7 @@ class VideoFile:
 
 
 # Leaves a file at an encoder; also gives its address.
-Probe = Callable[[VideoFile], Awaitable[tuple[Probed, str]]]
+Probe = Callable[[VideoFile], Awaitable[tuple[ProbeResponse, str]]]
 
 
 @dataclass(slots=True)
@@ -216,7 +202,7 @@ class VideoReader:
         except BaseException:
             file.close()  # a call that goes on without the request would keep the file
             raise
-        clip = probed.clip
+        clip = Clip(probed.num_frames, probed.rate, (probed.height, probed.width))
         if probed.duration_s > self.bounds.max_video_seconds:
             raise InvalidVideo(
                 f"the video lasts {probed.duration_s:.0f} s; at most "
@@ -334,7 +320,7 @@ def split_stills(url: str, max_stills: int, max_bytes: int) -> list[bytes]:
 
 async def probe_once(
     file: VideoFile, choose: Callable[[bytes, set[str]], Prober], timeout_s: float
-) -> tuple[Probed, str]:
+) -> tuple[ProbeResponse, str]:
     """Leaves a file at an encoder, or at another one if that is lost or late.
 
     Args:

@@ -27,11 +27,11 @@ from services.common.errors import (
 )
 from services.common.geometry import Run, Unit
 from services.common.pb import decoder_pb2 as pb
+from services.common.pb.encoder_pb2 import EncodeResponse
 from services.gateway import encode_calls
 from services.gateway.answers.answer import AnswerFormat
 from services.gateway.attempts import MAX_ATTEMPTS, Attempts
 from services.gateway.clients.decoders import EmbeddingLost, TokenEvent
-from services.gateway.clients.encoders import Encoded
 from services.gateway.forms.openai import ChatRequest
 from services.gateway.media.images import Image, uncounted
 from services.gateway.metrics import GatewayMetrics, Timings
@@ -99,7 +99,7 @@ class Encoder:
     def __init__(self, world: World, address: str) -> None:
         self.world, self.address = world, address
 
-    async def encode(self, key: bytes, *_: object, **__: object) -> Encoded:
+    async def encode(self, key: bytes, *_: object, **__: object) -> EncodeResponse:
         world = self.world
         if world.attempts._losses.num_lost["encoder"]:
             world.after_a_loss.add(self.address)
@@ -110,7 +110,7 @@ class Encoder:
         if error is None:
             await passes(world.delay(world.encode_delay))
             world.outcome(self.address, key).set_result(True)
-            return Encoded("computed", 1)
+            return EncodeResponse(source=EncodeResponse.SOURCE_COMPUTED, num_tokens=1)
         if not isinstance(error, Overloaded):
             world.lost.append(self.address)
         world.outcome(self.address, key).set_result(False)
