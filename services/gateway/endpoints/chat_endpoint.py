@@ -39,15 +39,11 @@ class ChatEndpoint(Endpoint):
         )
         usage = completion.usage() if continuous else None
         prompt_ids = completion.prompt_token_ids() if request.return_token_ids else None
-        pieces = [
-            writer.role(choice, usage, None if choice else prompt_ids)
-            for choice in range(len(completion.choices))
-        ]
-        if echoed := request.echoed:
-            pieces += [
-                writer.update(Update(choice, [Text(echoed)], None, None), usage)
-                for choice in range(len(completion.choices))
-            ]
+        pieces: list[bytes] = []
+        for choice in range(len(completion.choices)):
+            pieces.append(writer.role(choice, usage, None if choice else prompt_ids))
+            if echoed := request.echoed:
+                pieces.append(writer.update(Update(choice, [Text(echoed)], None, None), usage))
         async with aclosing(self._service.answer(completion)) as answer:
             async for updates in answer:
                 usage = completion.usage() if continuous else None

@@ -128,16 +128,12 @@ async def tokenize(service: ChatService, request: Request, slot: Slot, body: Bod
     elif parsed.add_special_tokens and service.tokenizer.encode_prompt("", True):
         raise InvalidRequest("chat templates add them", param="add_special_tokens")
     else:
-        chat = ChatRequest(
-            parsed.messages or [],
-            service.model_name,
-            tools=parsed.tools,
-            add_generation_prompt=parsed.add_generation_prompt,
-            continue_final_message=parsed.continue_final_message,
-            chat_template_kwargs=parsed.chat_template_kwargs,
-            mm_processor_kwargs=parsed.mm_processor_kwargs,
-            media_io_kwargs=parsed.media_io_kwargs,
-        )
+        chat = ChatRequest(parsed.messages or [], service.model_name)
+        for name in (
+            "tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs",
+            "mm_processor_kwargs", "media_io_kwargs",
+        ):  # fmt: skip
+            setattr(chat, name, getattr(parsed, name))
         check_chat_request(chat)
         tokens, videos = await prompt_ids(service, chat, slot)
     answer = TokenizeResponse(len(tokens), service.max_model_len(), tokens)

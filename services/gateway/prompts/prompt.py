@@ -124,16 +124,15 @@ class PromptBuilder:
         pieces: list[Int32s] = []
         runs: list[Run] = []
         start, length = 0, 0
-        image, video = 0, len(images)
+        next_image, next_video = iter(enumerate(images)), iter(enumerate(videos, len(images)))
         for place in np.flatnonzero(is_image | is_video).tolist():
             if is_image[place]:
-                medium, image = image, image + 1
-                units = images[medium]
+                medium, units = next(next_image)
                 ids, offsets = geometry.placeholders(units)
             else:
-                medium, video = video, video + 1
-                units = videos[medium - len(images)].units
-                ids, offsets = self._frames(videos[medium - len(images)])
+                medium, video = next(next_video)
+                units = video.units
+                ids, offsets = self._frames(video)
             length += place - start
             for unit, offset in zip(units, offsets, strict=True):
                 runs.append(Run(length + offset, geometry.num_tokens(unit), unit, medium))
