@@ -3,7 +3,7 @@
 A stream has Anthropic's events in Anthropic's order.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from msgspec import Raw
 from starlette.requests import Request
@@ -52,6 +52,9 @@ _PATHS = {
 }
 _STOP_REASONS: dict[str | None, api.StopReason] = {
     "stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"
+}  # fmt: skip
+_DELTAS: dict[type[Part], Callable[[str], api.Delta]] = {
+    Reasoning: api.ThinkingDelta, Call: api.InputDelta, Text: api.TextDelta
 }  # fmt: skip
 
 
@@ -230,17 +233,17 @@ def _tool_choice(request: api.CountTokensRequest) -> tuple[ToolChoice | None, bo
 
 def blocks(pieces: Sequence[Part]) -> list[api.AnswerBlock]:
     """A whole answer."""
-    blocks: list[api.AnswerBlock] = []
-    for part in join(pieces):
-        match part:
-            case Reasoning(text):
-                blocks.append(api.ThinkingAnswer(text))
-            case Call():
-                given = Raw(part.arguments.encode())
-                blocks.append(api.ToolUseAnswer(part.call_id, part.name, given))
-            case _:
-                blocks.append(api.TextAnswer(part.text))
-    return blocks
+    return [_block(part, part.text) for part in join(pieces)]
+
+
+def _block(part: Part, text: str) -> api.AnswerBlock:
+    match part:
+        case Reasoning():
+            return api.ThinkingAnswer(text)
+        case Call():
+            return api.ToolUseAnswer(part.call_id, part.name, Raw(text.encode()))
+        case Text():
+            return api.TextAnswer(text)
 
 
 def _stop(update: Update) -> tuple[api.StopReason, str | None]:
@@ -272,24 +275,11 @@ class MessageWriter(AnswerWriter[api.MessageEvent]):
 
     def open(self, part: Part) -> list[api.MessageEvent]:
         self._index += 1
-        match part:
-            case Reasoning():
-                block = api.ThinkingAnswer("")
-            case Call():
-                block = api.ToolUseAnswer(part.call_id, part.name, Raw(b"{}"))
-            case Text():
-                block = api.TextAnswer("")
+        block = _block(part, "{}" if isinstance(part, Call) else "")
         return [api.BlockStart(self._index, block)]
 
     def delta(self, part: Part, logprobs: list[LogprobEntry]) -> api.MessageEvent:
-        match part:
-            case Reasoning(text):
-                delta = api.ThinkingDelta(text)
-            case Call():
-                delta = api.InputDelta(part.arguments)
-            case Text(text):
-                delta = api.TextDelta(text)
-        return api.BlockDelta(self._index, delta)
+        return api.BlockDelta(self._index, _DELTAS[type(part)](part.text))
 
     def close(self, part: Part, *, is_last: bool) -> list[api.MessageEvent]:
         is_thought = isinstance(part, Reasoning)

@@ -431,16 +431,17 @@ class ResponseWriter(AnswerWriter[api.ResponseEvent]):
 
     def delta(self, part: Part, logprobs: list[LogprobEntry]) -> api.ResponseEvent:
         match part:
-            case Call(arguments=text):
-                event = self._item_event("response.function_call_arguments.delta", delta=text)
-            case Reasoning(text):
-                event = self._content_event("response.reasoning_text.delta", delta=text)
-            case Text(text):
-                event = self._content_event("response.output_text.delta", delta=text)
+            case Call():
+                event = self._item_event("response.function_call_arguments.delta")
+            case Reasoning():
+                event = self._content_event("response.reasoning_text.delta")
+            case Text():
+                event = self._content_event("response.output_text.delta")
                 event.logprobs = logprobs
                 assert isinstance(self._item, api.OutputMessage)
                 self._item.content[0].logprobs += logprobs
-        self._pieces.append(text)
+        event.delta = part.text
+        self._pieces.append(part.text)
         return event
 
     def close(self, part: Part, *, is_last: bool) -> list[api.ResponseEvent]:

@@ -297,6 +297,9 @@ class InputDelta(Struct, tag_field="type", tag="input_json_delta"):
     partial_json: str
 
 
+Delta = TextDelta | ThinkingDelta | SignatureDelta | InputDelta
+
+
 class MessageStart(Struct, tag_field="type", tag="message_start"):
     """The first event."""
 
@@ -314,7 +317,7 @@ class BlockDelta(Struct, tag_field="type", tag="content_block_delta"):
     """A piece of the open block."""
 
     index: int
-    delta: TextDelta | ThinkingDelta | SignatureDelta | InputDelta
+    delta: Delta
 
 
 class BlockStop(Struct, tag_field="type", tag="content_block_stop"):

@@ -34,6 +34,11 @@ class Call(Struct, frozen=True):
     name: str
     arguments: str
 
+    @property
+    def text(self) -> str:
+        """What grows with each piece, as that of other parts."""
+        return self.arguments
+
 
 Part = Reasoning | Text | Call
 
@@ -60,7 +65,7 @@ def _joined(run: list[Part]) -> Part:
     first = run[0]
     if len(run) == 1:
         return first
+    text = "".join(piece.text for piece in run)
     if isinstance(first, Call):
-        arguments = "".join(piece.arguments for piece in run if isinstance(piece, Call))
-        return Call(first.index, first.call_id, first.name, arguments)
-    return type(first)("".join(piece.text for piece in run if not isinstance(piece, Call)))
+        return Call(first.index, first.call_id, first.name, text)
+    return type(first)(text)
