@@ -20,7 +20,7 @@ from typing import Any
 import httpcore2
 import httpx2
 
-from services.common.errors import InvalidRequest, MediaFetchFailed, TriptychError, Unavailable
+from services.common.errors import InvalidRequest, MediaFetchFailed, Unavailable
 from services.gateway.media.images import uncounted
 from services.gateway.media.kinds import IMAGE, Kind
 from services.gateway.media.network import connect
@@ -271,8 +271,10 @@ class WebMedia:
             found = {name.lower(): value for name, value in answer.headers}
             if answer.status in _REDIRECTS:
                 return _redirect(url, found.get(b"location", b""))
-            if error := _refusal(answer.status):
-                raise error
+            if answer.status != 200:
+                may_recover = answer.status >= 500 or answer.status in _RETRYABLE
+                error = Unavailable if may_recover else MediaFetchFailed
+                raise error(f"the URL answers with status {answer.status}")
             if found.get(b"content-encoding", b"identity").lower() != b"identity":
                 raise MediaFetchFailed("the URL answers with a compressed body")
             body, start = bytearray(), asyncio.get_running_loop().time()
@@ -339,11 +341,3 @@ def _redirect(url: httpx2.URL, location: bytes) -> httpx2.URL:
         return parse_url(str(url.join(text)))
     except (httpx2.InvalidURL, ValueError):
         raise InvalidRequest("the URL redirects to a malformed URL") from None
-
-
-def _refusal(status: int) -> TriptychError | None:
-    if status == 200:
-        return None
-    if status >= 500 or status in _RETRYABLE:
-        return Unavailable(f"the URL answers with status {status}")
-    return MediaFetchFailed(f"the URL answers with status {status}")
