@@ -24,10 +24,6 @@ class Commands:
         self._cancels: list[int] = []
         self._arrived = asyncio.Event()
 
-    def __len__(self) -> int:
-        """Of those that wait."""
-        return len(self._submits) + len(self._cancels)
-
     def submit(self, submit: pb.Submit) -> None:
         """Adds a sequence, with its id. The message is copied: callers use it for the next one."""
         cost = _MESSAGE_COST + len(submit.prompt_token_ids) + len(submit.positions)

@@ -213,11 +213,11 @@ async def received(
     admission: Admission, scope: Scope, receive: Receive, types: Sequence[str] = JSON_TYPES
 ) -> AsyncGenerator[tuple[Slot, Body]]:
     """A slot and the whole body, of such a type, which is freed at the end."""
-    with admission.holding() as holding:
+    with admission.holding() as hold:
         async with admission.until_ended():
-            body = await read_body(scope, receive, holding.hold, types)
+            body = await read_body(scope, receive, hold, types)
         try:
-            with admission.slot(holding) as slot:
+            with admission.slot(hold) as slot:
                 yield slot, body
         finally:
             free(body)

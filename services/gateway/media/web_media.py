@@ -166,9 +166,6 @@ class _Turns:
         self._limit = limit
         self._names: dict[str, tuple[asyncio.Semaphore, int]] = {}  # with those inside or waiting
 
-    def __len__(self) -> int:
-        return len(self._names)
-
     @asynccontextmanager
     async def turn(self, name: str) -> AsyncGenerator[None]:
         turns, count = self._names.get(name) or (asyncio.Semaphore(self._limit), 0)

@@ -9,9 +9,8 @@ a part of the slots is for tenants that have less than their share of them.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Generator
+from collections.abc import AsyncGenerator, Callable, Generator
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
 
 from services.common.errors import Overloaded, Unavailable
 from services.common.tenancy.tenant_room import TenantRoom
@@ -35,25 +34,6 @@ def max_held_bytes(memory_bytes: int) -> int:
     more than `MAX_HELD_BYTES` are never needed.
     """
     return min(MAX_HELD_BYTES, max(memory_bytes - _PROCESS_BYTES, memory_bytes // 4))
-
-
-@dataclass(slots=True)
-class Holding:
-    """The bytes that one request keeps in memory. Valid inside the `with` that made it."""
-
-    admission: "Admission"
-    num_bytes: int = 0
-
-    def hold(self, num_bytes: int) -> None:
-        """Counts bytes before they are allocated; raises Overloaded if all would be too many."""
-        all_requests = self.admission
-        most = all_requests.max_held_bytes
-        if self.num_bytes + num_bytes > _SMALL_BYTES:
-            most -= most // _RESERVED_BYTES
-        if all_requests.held_bytes + num_bytes > most:
-            raise Overloaded("running requests hold too much data", retry_after_s=1)
-        all_requests.held_bytes += num_bytes
-        self.num_bytes += num_bytes
 
 
 class Admission:
@@ -82,26 +62,38 @@ class Admission:
         return self._running.held
 
     @contextmanager
-    def holding(self) -> Generator[Holding]:
+    def holding(self) -> Generator[Callable[[int], None]]:
         """Counts a request's memory for the duration of a `with`.
+
+        Yields:
+            What counts bytes, before they are allocated; raises Overloaded if all would be too
+            many.
 
         Raises:
             Overloaded: no slot is free for it, too much is held, or new requests are refused.
         """
         self._check_room(bound_tenant())
-        holding = Holding(self)
+        own_bytes = 0
+
+        def hold(num_bytes: int) -> None:
+            nonlocal own_bytes
+            most = self.max_held_bytes
+            if own_bytes + num_bytes > _SMALL_BYTES:
+                most -= most // _RESERVED_BYTES
+            if self.held_bytes + num_bytes > most:
+                raise Overloaded("running requests hold too much data", retry_after_s=1)
+            self.held_bytes += num_bytes
+            own_bytes += num_bytes
+
         try:
-            holding.hold(_CONNECTION_BYTES)
-            yield holding
+            hold(_CONNECTION_BYTES)
+            yield hold
         finally:
-            self.held_bytes -= holding.num_bytes
+            self.held_bytes -= own_bytes
 
     @contextmanager
-    def slot(self, holding: Holding) -> Generator[Slot]:
-        """Takes a slot of the bound tenant for the duration of a `with`.
-
-        Args:
-            holding: counts its memory.
+    def slot(self, hold: Callable[[int], None]) -> Generator[Slot]:
+        """Takes a slot of the bound tenant for the duration of a `with`; `hold` is of `holding`.
 
         Raises:
             Overloaded: no slot is free, or new requests are refused.
@@ -113,7 +105,7 @@ class Admission:
             self._running.take(tenant.name, 1)
             self._idle.clear()
             try:
-                yield Slot(tenant, usage.charge, usage.correct, holding.hold)
+                yield Slot(tenant, usage.charge, usage.correct, hold)
             finally:
                 self._running.give_back(tenant.name, 1)
                 if not self.num_running:

@@ -13,7 +13,7 @@ from tests.gateway_fixtures import asking, image_url
 
 @contextmanager
 def slot_of(admission):
-    with admission.holding() as holding, admission.slot(holding) as slot:
+    with admission.holding() as hold, admission.slot(hold) as slot:
         yield slot
 
 
@@ -94,8 +94,8 @@ def test_large_requests_leave_memory_to_small_ones():
     admission = Admission(10, max_held_bytes=64 << 20)
     with admission.holding() as large, admission.holding() as small:
         with pytest.raises(Overloaded):
-            large.hold(61 << 20)
-        large.hold(59 << 20)
+            large(61 << 20)
+        large(59 << 20)
         with pytest.raises(Overloaded):
-            large.hold(1 << 20)
-        small.hold(1 << 20)
+            large(1 << 20)
+        small(1 << 20)

@@ -62,7 +62,6 @@ async def test_a_cancel_goes_before_submits_and_takes_one_that_waits_away() -> N
         commands.submit(submit(sequence_id, "a"))
     commands.cancel(1)
     commands.cancel(3)
-    assert len(commands) == 3
     assert await take(commands, 3) == [("cancel", 1), ("submit", 2), ("submit", 4)]
 
 
