@@ -24,7 +24,7 @@ from services.common.pb.encoder_pb2 import DescribeEncoderResponse, EncodeRespon
 from services.gateway.clients.decoders import EmbeddingLost
 from services.gateway.clients.encoders import SOURCES, EncoderPod, EncoderPool
 from services.gateway.losses import Losses, RetryableFailure
-from services.gateway.media.videos import Video
+from services.gateway.media.kinds import VIDEO
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.prepared_request import Medium, PreparedRequest
 
@@ -195,8 +195,7 @@ class EncodeCalls:
             self.losses.refusal = outcome
             self.report(outcome)
         else:
-            is_video = isinstance(image, Video)
-            self.losses.add("encoder", pod.address, outcome, image.param, is_video=is_video)
+            self.losses.add("encoder", pod.address, outcome, image.param, image.kind)
             self._failed.add(pod.address)
             self._give_up_video(run.image, pod.address)
             self.report(RetryableFailure(outcome, "encoder", pod.address))
@@ -219,7 +218,7 @@ class EncodeCalls:
         """Of one call."""
         request = self.request
         # A video's units are decoded one after the other.
-        limit_s = self.timeout_s * (_VIDEO_PATIENCE if isinstance(image, Video) else 1)
+        limit_s = self.timeout_s * (_VIDEO_PATIENCE if image.kind is VIDEO else 1)
         timeout_s = min(limit_s, request.remaining_s())
         attributes = {"encoder": pod.address, "patches": run.unit.num_patches}
         try:

@@ -10,14 +10,13 @@ from typing import Literal
 
 from services.common.errors import (
     EngineLost,
-    InvalidImage,
     InvalidRequest,
-    InvalidVideo,
     Overloaded,
     ProcessLost,
     TriptychError,
     Unavailable,
 )
+from services.gateway.media.kinds import IMAGE, Kind
 
 Service = Literal["encoder", "decoder"]
 MAX_LOST = 2
@@ -48,7 +47,7 @@ class Losses:
         self._lost: dict[Service, set[str]] = {"encoder": set(), "decoder": set()}
         self.num_lost: Counter[Service] = Counter()
         # Encoders lost while it was in work, by `Image.param`.
-        self._blamed: dict[tuple[str, bool], set[str]] = {}
+        self._blamed: dict[tuple[str, Kind], set[str]] = {}
         self.refusal: InvalidRequest | None = None
         self._cause: TriptychError | None = None  # of the last failure
 
@@ -57,19 +56,18 @@ class Losses:
         service: Service,
         pod: str,
         error: TriptychError,
-        image: str = "",
-        *,
-        is_video: bool = False,
+        param: str = "",
+        kind: Kind = IMAGE,
     ) -> None:
         """Excludes a pod that has failed; counts it if it was lost, however often that is said.
 
         Args:
-            image: `Image.param`, if the work was an image or a video.
+            param, kind: of the image or the video that was the work, if it was one.
         """
         self._cause = error
         self.excluded[service].add(pod)
-        if image and isinstance(error, EngineLost):
-            self._blamed.setdefault((image, is_video), set()).add(pod)
+        if param and isinstance(error, EngineLost):
+            self._blamed.setdefault((param, kind), set()).add(pod)
         if isinstance(error, ProcessLost) and pod not in self._lost[service]:
             self._lost[service].add(pod)
             self.num_lost[service] += 1
@@ -90,12 +88,10 @@ class Losses:
         if self.refusal is not None:
             raise self.refusal
         if self.num_lost["encoder"] >= MAX_LOST:
-            for (param, is_video), pods in self._blamed.items():
+            for (param, kind), pods in self._blamed.items():
                 if len(pods) >= MAX_LOST:
-                    message = "two encoders ended while they worked on the "
-                    if is_video:
-                        raise InvalidVideo(message + "video", param=param)
-                    raise InvalidImage(message + "image", param=param)
+                    message = f"two encoders ended while they worked on the {kind.noun}"
+                    raise kind.error(message, param=param)
         for service, num_lost in self.num_lost.items():
             if num_lost >= MAX_LOST:
                 message = f"two {service}s were lost while they had the request"

@@ -3,7 +3,7 @@
 The names and shapes are vLLM's. Errors are raised as `TriptychError`s.
 """
 
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -100,31 +100,22 @@ async def prompt_ids(
     return prompt.token_ids.tolist(), [video.usage for video in videos]
 
 
-async def _ids_of_text(
-    service: ChatService, text: str, add_special_tokens: bool | None
-) -> list[int]:
-    """Token ids of plain text; with `add_special_tokens` given, of a prompt of completions.
-
-    Raises:
-        TriptychError: the text is longer than the model's context.
-    """
-    tokenizer = service.tokenizer
-    tokenizer.check_length(text, service.decoder().max_model_len, "prompt")
-    if add_special_tokens is None:
-        return await service.off_loop(len(text), lambda: tokenizer.encode_text(text))
-    encode = tokenizer.encode_prompt
-    return await service.off_loop(len(text), lambda: encode(text, add_special_tokens))
-
-
 async def tokenize(service: ChatService, request: Request, slot: Slot, body: Body) -> Response:
-    """Token ids; messages count with all tokens of their images."""
+    """Token ids of plain text; with `add_special_tokens`, of a prompt of completions; of messages,
+    with all tokens of their images.
+    """
     parsed = await parse_body(service, _parse_tokenize, body, request.scope)
     if (parsed.prompt is None) == (parsed.messages is None):
         raise InvalidRequest("give either prompt or messages", param="prompt")
     service.check_model(parsed.model)
     videos: list[VideoUsage] = []
-    if parsed.prompt is not None:
-        tokens = await _ids_of_text(service, parsed.prompt, parsed.add_special_tokens)
+    if (text := parsed.prompt) is not None:
+        tokenizer, special = service.tokenizer, parsed.add_special_tokens
+        tokenizer.check_length(text, service.decoder().max_model_len, "prompt")
+        encode = tokenizer.encode_text
+        if special is not None:
+            encode = partial(tokenizer.encode_prompt, add_special_tokens=special)
+        tokens = await service.off_loop(len(text), lambda: encode(text))
     elif parsed.add_special_tokens and service.tokenizer.encode_prompt("", True):
         raise InvalidRequest("chat templates add them", param="add_special_tokens")
     else:

@@ -71,6 +71,7 @@ class Image:
     data: bytes
     units: Sequence[Unit]
     is_embedding: bool = False
+    kind: ClassVar[Kind] = IMAGE
     file: ClassVar[None] = None  # a video's may lie with an encoder
     _keys: dict[tuple[bytes, Unit, bytes], bytes] = field(
         default_factory=dict[tuple[bytes, Unit, bytes], bytes]

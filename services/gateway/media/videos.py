@@ -30,7 +30,7 @@ from services.gateway.bounds import Bounds
 from services.gateway.forms.responses import VideoUsage
 from services.gateway.gather import gather
 from services.gateway.media.images import MAX_CONCURRENT_LOADS, Hold, MediaLoader, decode_base64
-from services.gateway.media.kinds import SentPair
+from services.gateway.media.kinds import VIDEO, Kind, SentPair
 
 _STILLS = "data:video/jpeg;"
 _MAX_LOST = 2  # encoders that may be lost over a file
@@ -123,6 +123,7 @@ class Video:
     file: VideoFile | None = None
     address: str = ""
     stills: Sequence[bytes] = ()
+    kind: ClassVar[Kind] = VIDEO
     is_embedding: ClassVar[bool] = False
 
     async def key(self, prefix: bytes, unit: Unit, salt: bytes) -> bytes:
