@@ -24,6 +24,7 @@ from services.gateway.media.images import (
     MediaLoader,
     decode_data_url,
 )
+from services.gateway.media.kinds import IMAGE, VIDEO
 from services.gateway.media.local_files import read_local_file
 from services.gateway.media.web_media import WebMedia
 
@@ -43,9 +44,18 @@ def png(width: int, height: int) -> bytes:
 # data: URLs
 
 
-def test_data_url_round_trip():
-    for kind in ("image/png", "image/jpeg", "", "application/octet-stream", "IMAGE/PNG;charset=x"):
-        assert decode_data_url(data_url(b"abc", kind), 3) == b"abc"
+TYPES = (
+    "image/png", "image/jpeg", "", "application/octet-stream", "IMAGE/PNG;charset=x",
+    "image/mpo",  # Pillow's name of what phones take
+    "binary/octet-stream",  # S3's default
+    "image/gif", "video/vnd.avi", "video/webm;codecs=vp9,opus", 'video/mp4; codecs="avc1, mp4a"',
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", TYPES)
+@pytest.mark.parametrize("wanted", [IMAGE, VIDEO])
+def test_a_data_url_is_of_any_type(kind, wanted):
+    assert decode_data_url(data_url(b"abc", kind), 3, wanted) == b"abc"
 
 
 @pytest.mark.parametrize(
@@ -54,9 +64,7 @@ def test_data_url_round_trip():
         "data:", "data:,", "data:image/png,abc", "data:image/png;base64", "data:;base64,####",
         "data:image/png;base64,Y", "data:image/png;base64,YWJj====", "data:image/png;base64,é",
         "data:image/png;base64,@@@@YWJj", "data:image/png;base64,YWJj\x0b",
-        "data:video/jpeg;base64,YWJj", "data:image/svg+xml;base64,YWJj",
-        "data:text/html;base64,YWJj", "data:image/png;base64,YW%4Aj", "data:" + ";x" * 200 + ",",
-        "data:image/png;base64;x,YWJj",
+        "data:image/png;base64,YW%4Aj", "data:" + ";x" * 200 + ",", "data:image/png;base64;x,YWJj",
     ],
 )  # fmt: skip
 def test_bad_data_url_is_the_callers_fault(url):
