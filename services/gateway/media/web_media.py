@@ -39,6 +39,8 @@ LOOKUP_TIMEOUT_S = 2.0
 _LOOKUP_THREADS, _MAX_LOOKUPS, _MAX_LOOKUPS_PER_TENANT = 64, 256, 16
 _REDIRECTS = (301, 302, 303, 307, 308)
 _RETRYABLE = (408, 429)
+# Other names are none, as `base64` and `aws-chunked`, which stores keep of an upload.
+_COMPRESSIONS = (b"gzip", b"x-gzip", b"deflate", b"compress", b"br", b"zstd")
 _BAD_CHARACTERS = re.compile(r"[\x00-\x1f\x7f\\]")
 # Hosts that "end in a number" (WHATWG): 127.1, 0x7f000001, 2130706433, 0177.0.0.1.
 _NUMBER = re.compile(r"(0x[0-9a-f]*|[0-9]+)", re.IGNORECASE)
@@ -272,7 +274,7 @@ class WebMedia:
                 may_recover = answer.status >= 500 or answer.status in _RETRYABLE
                 error = Unavailable if may_recover else MediaFetchFailed
                 raise error(f"the URL answers with status {answer.status}")
-            if found.get(b"content-encoding", b"identity").lower() != b"identity":
+            if found.get(b"content-encoding", b"").lower() in _COMPRESSIONS:
                 raise MediaFetchFailed("the URL answers with a compressed body")
             body, start = bytearray(), asyncio.get_running_loop().time()
             try:

@@ -323,6 +323,13 @@ async def test_compressed_and_empty_bodies_are_refused():
                 await media.fetch(f"http://h.example:{port}/")
 
 
+@pytest.mark.parametrize("name", [b"base64", b"utf-8", b"aws-chunked", b"none", b"Identity", b""])
+async def test_an_encoding_that_is_no_compression_is_passed_over(name):
+    """Stores answer with what an upload has declared."""
+    async with origin(ok(b"x", b"Content-Encoding: " + name)) as (port, _), web() as (media, _):
+        assert await media.fetch(f"http://h.example:{port}/") == b"x"
+
+
 async def test_slow_drip_ends_at_the_deadline():
     slow = origin(ok(b"x" * 900), pause_s=0.01)
     async with slow as (port, _), web(timeout_s=0.2) as (media, _):
