@@ -2,10 +2,10 @@
 
 The gateway places an image in the prompt by this, and the encoder decodes by this, so that the two
 cannot differ. Nothing is inflated, no chunk is copied but Exif and XMP of bounded size, and the
-work is bounded: at most `MAX_HEADER_BYTES` and `MAX_SEGMENTS` before a JPEG's first scan, as many
-blocks before a GIF's first frame, `MAX_CHUNKS` of a PNG or WebP, which are skipped by their
-lengths, as a PNG's pixels are: its Exif may be behind them. What takes a decoder long, as a JPEG of
-many scans does, its limit of CPU time ends.
+work is bounded: at most `MAX_SEGMENTS` before a JPEG's first scan, `MAX_HEADER_BYTES` before a
+GIF's first frame, `MAX_CHUNKS` of a PNG or WebP. Segments and chunks are skipped by their lengths,
+as a PNG's pixels are: its Exif may be behind them. What takes a decoder long, as a JPEG of many
+scans does, its limit of CPU time ends.
 
 Sizes and orientations are those of Pillow 13 for every file that it decodes, but for what a PNG
 says of its orientation in compressed text, in hexadecimal or behind so many chunks; where a file is
@@ -26,6 +26,7 @@ ALLOWED_FORMATS: tuple[Format, ...] = ("JPEG", "PNG", "WEBP", "GIF")
 MAX_SOURCE_PIXELS = 40_000_000  # an encoder decodes no larger image
 MAX_HEADER_BYTES = 1 << 20
 MAX_SEGMENTS = 256
+_MAX_PADDING = MAX_HEADER_BYTES // MAX_SEGMENTS  # before a segment
 MAX_CHUNKS = 4096  # of 8 KiB, as libpng writes pixels: 32 MiB
 _MAX_GIF_BLOCKS = 16_384  # of at most 255 bytes
 
@@ -152,10 +153,8 @@ def _read_jpeg(data: bytes) -> ImageHeader:
     exif: list[bytes] = []
     xmp, position = b"", 2
     for _ in range(MAX_SEGMENTS + 1):
-        at = _MARKER.search(data, position, MAX_HEADER_BYTES)
+        at = _MARKER.search(data, position, position + _MAX_PADDING)
         if at is None:
-            if len(data) > MAX_HEADER_BYTES:
-                raise InvalidImage(f"no pixels in the image's first {MAX_HEADER_BYTES} bytes")
             raise _Unreadable
         marker, position = data[at.end() - 1], at.end()
         if marker in _BARE:
@@ -179,7 +178,7 @@ def _read_jpeg(data: bytes) -> ImageHeader:
             if bits != 8 or components not in (1, 3, 4):
                 raise _Unreadable
             frame = marker, height, width, components
-        elif marker == _APP1:
+        elif marker == _APP1 and position < MAX_HEADER_BYTES:
             if data.startswith(_EXIF, position + 2):
                 first = len(_EXIF) if exif else 0
                 exif.append(data[position + 2 + first : position + length])

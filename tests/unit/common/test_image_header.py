@@ -231,8 +231,18 @@ def test_segments_before_the_pixels_are_counted() -> None:
     assert read(jpeg_after(*[segment(0xFE, b"x" * 1000)] * (MAX_SEGMENTS - 20))).width == 40
     with pytest.raises(InvalidImage, match="segments"):
         read(jpeg_after(*[segment(0xFE, b"")] * MAX_SEGMENTS))
-    with pytest.raises(InvalidImage, match="1048576 bytes"):
-        read(jpeg_after(*[segment(0xFE, b"x" * 65_000)] * 17))
+
+
+def test_a_jpeg_may_have_megabytes_before_its_pixels() -> None:
+    """As phones write depth and a second picture into XMP."""
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    whole = encoded(noise(40, 30), "JPEG", exif=exif.tobytes())
+    at = whole.index(b"\xff\xdb")
+    more = segment(0xE1, b"http://ns.adobe.com/xmp/extension/\0" + b"x" * 65_000)
+    data = whole[:at] + more * (MAX_SEGMENTS - 20) + whole[at:]
+    assert len(data) > 15_000_000
+    assert read(data).upright_size == upright(data) == (40, 30)
 
 
 def test_it_needs_neither_pillow_nor_torch() -> None:
