@@ -16,6 +16,7 @@ from services.common.pb import encoder_pb2
 from services.common.process.channel import ChannelClosed
 from services.decoder.engine.messages import ImageSpan
 from services.decoder.engine.step import Step
+from services.decoder.front.service import SERVICE_NAME
 from tests import fake_runner
 from tests.decoder_service_harness import (
     KEYS,
@@ -29,6 +30,7 @@ from tests.decoder_service_harness import (
 )
 from tests.fake_fetch import FAULTS
 from tests.fake_runner import VOCAB_SIZE
+from tests.noise import PATIENCE_S
 
 
 async def test_describe_says_what_is_served():
@@ -261,6 +263,24 @@ async def test_a_half_closed_stream_ends_after_its_last_sequence():
         await gateway.call.done_writing()
         await gateway.closed()
         assert isinstance(gateway.ends[1], pb.Finished)
+
+
+async def test_a_command_that_cannot_be_read_ends_its_stream_and_no_other():
+    """Nothing behind it would ever be answered."""
+    async with Decoder() as decoder, Gateway(decoder) as other:
+        decoder.engine.running.clear()
+        call = decoder._channel.stream_stream(f"/{SERVICE_NAME}/Generate")()
+        submit = pb.GenerateCommand(submit=submit_of(1, prompt_of(1)))
+        await call.write(submit.SerializeToString())
+        await call.write(b"\xff")
+        async with asyncio.timeout(PATIENCE_S):
+            with pytest.raises(grpc.aio.AioRpcError, match="GenerateCommand"):
+                async for _ in call:
+                    pass
+        decoder.engine.running.set()
+        await other.submit(submit_of(1, prompt_of(2)))
+        assert isinstance(await other.end(1), pb.Finished)
+        await until(decoder.is_idle)
 
 
 async def test_an_id_in_use_ends_both_in_one_event():

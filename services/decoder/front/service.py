@@ -69,19 +69,25 @@ class DecoderServicer(pb_grpc.DecoderServicer):
         try:
             while (message := await stream.outbox.take()) is not None:
                 await context.write(message)
+            if reader.done():
+                await reader  # raises what it could not read
         finally:
             reader.cancel()
             self._front.close_stream(stream)
 
     async def _read(self, commands: AsyncIterator[pb.GenerateCommand], stream: Stream) -> None:
-        async for command in commands:
-            match command.WhichOneof("command"):
-                case "submit":
-                    self._front.submit(stream, command.submit)
-                case "cancel":
-                    self._front.cancel(stream, command.cancel.sequence_id)
-                case "accept":
-                    stream.outbox.takes_bare_tokens = command.accept.bare_tokens
-                case _:  # of a newer gateway
-                    pass
+        try:
+            async for command in commands:
+                match command.WhichOneof("command"):
+                    case "submit":
+                        self._front.submit(stream, command.submit)
+                    case "cancel":
+                        self._front.cancel(stream, command.cancel.sequence_id)
+                    case "accept":
+                        stream.outbox.takes_bare_tokens = command.accept.bare_tokens
+                    case _:  # of a newer gateway
+                        pass
+        except Exception:
+            self._front.close_stream(stream)
+            raise
         self._front.half_close(stream)
