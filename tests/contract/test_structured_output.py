@@ -213,23 +213,6 @@ async def test_min_tokens_and_ignored_end_ids_do_not_break_the_form(decoder):
         assert text_of(ids) == "a" and end.reason == pb.Finished.REASON_STOP
 
 
-async def test_continued_from_its_ids(decoder):
-    """What a retry elsewhere does."""
-    async with Gateway(decoder) as gateway:
-        form = grammar("JSON_SCHEMA", SCHEMA)
-        whole, _ = await answer(gateway, 5, form)
-        half = whole[: len(whole) // 2]
-        rest = submit_of(6, prompt_of(5) + half, seed=99, max_tokens=400)
-        rest.grammar.CopyFrom(form)
-        rest.grammar.num_continued_tokens = len(half)
-        await gateway.submit(rest)
-        assert (await gateway.end(6)).reason == pb.Finished.REASON_STOP
-        jsonschema.validate(json.loads(text_of(half + gateway.tokens[6][:-1])), SCHEMA)
-        rest.sequence_id, rest.grammar.text = 7, '{"type": "integer"}'
-        await gateway.submit(rest)
-        assert (await gateway.end(7)).code == "invalid_grammar"
-
-
 async def test_preempted_sequences_go_on(model):
     info = {"num_blocks": 40, "block_size": 4, "max_model_len": 128, "max_num_sequences": 8}
     async with Decoder(model_directory=model, **info) as decoder, Gateway(decoder) as gateway:

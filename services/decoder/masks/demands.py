@@ -3,14 +3,13 @@
 The front's `read_submit` calls it: a grammar, the only tokens that are allowed, bad words.
 """
 
-import numpy as np
 from msgspec import structs
 
 from services.common.errors import InvalidGrammar, InvalidRequest
 from services.common.grammar.grammar_bounds import MAX_GRAMMAR_CHARS
 from services.common.pb import decoder_pb2 as pb
 from services.decoder.engine.messages import EngineInfo, SamplingParams
-from services.decoder.front.submission import INT_BYTES, MAX_STOP_TOKEN_IDS, check_ids
+from services.decoder.front.submission import MAX_STOP_TOKEN_IDS, check_ids
 from services.decoder.masks.grammar import Demands, Grammar
 
 MAX_BEGINS_AFTER = 64
@@ -52,7 +51,7 @@ def read_demands(
 
 
 def _grammar(submit: pb.Submit, sampling: SamplingParams, engine: EngineInfo) -> Grammar:
-    given, prompt = submit.grammar, submit.prompt_token_ids
+    given = submit.grammar
     kind = _GRAMMAR_KINDS.get(given.kind)
     if kind is None:
         raise InvalidRequest(f"grammar has the unknown kind {given.kind}")
@@ -62,11 +61,7 @@ def _grammar(submit: pb.Submit, sampling: SamplingParams, engine: EngineInfo) ->
         raise InvalidRequest(f"grammar.end_token_ids has not 1 to {MAX_STOP_TOKEN_IDS} entries")
     check_ids("grammar.end_token_ids", given.end_token_ids, engine)
     check_ids("grammar.begins_after", given.begins_after, engine, MAX_BEGINS_AFTER)
-    count, num_prompt = given.num_continued_tokens, len(prompt) // INT_BYTES
-    if count > num_prompt:
-        raise InvalidRequest("grammar.num_continued_tokens is more than the prompt has")
-    continued = np.frombuffer(prompt, "<i4")[num_prompt - count :].tolist()
     return Grammar(
-        kind, given.text, tuple(given.begins_after), tuple(given.end_token_ids), tuple(continued),
+        kind, given.text, tuple(given.begins_after), tuple(given.end_token_ids),
         sampling.stop_token_ids, sampling.min_tokens, given.plain_strings,
     )  # fmt: skip

@@ -11,7 +11,6 @@ class Grammar(NamedTuple):
         text: of that kind.
         begins_after: ids after which the grammar begins; empty: at once.
         end_ids: of a complete text.
-        continued: ids of the completion that are in the prompt already.
         stop_ids: the sequence's; end ids that are not among them are sampled only where the text
             cannot be continued.
         min_tokens: the sequence's: before, no end id and no stop id is sampled, unless the text
@@ -23,7 +22,6 @@ class Grammar(NamedTuple):
     text: str
     begins_after: tuple[int, ...]
     end_ids: tuple[int, ...]
-    continued: tuple[int, ...] = ()
     stop_ids: tuple[int, ...] = ()
     min_tokens: int = 0
     plain_strings: bool = False

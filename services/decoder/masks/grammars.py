@@ -93,7 +93,7 @@ class Grammars:
         lexer, end_ids = self._lexer(grammar, during), grammar.end_ids
         stop_ids = (*end_ids, *grammar.stop_ids)
         compiled = await asyncio.shield(lexer.compiled)
-        matcher = GrammarMatcher(
+        return GrammarMatcher(
             compiled.state.deep_copy(),
             lexer,
             grammar.begins_after,
@@ -105,11 +105,6 @@ class Grammars:
             without_stops=_mask_without(stop_ids, self.num_words),
             strings=compiled.strings and compiled.strings.copy(),
         )
-        try:
-            matcher.consume(list(grammar.continued))
-        except MatcherFailed as error:
-            raise InvalidGrammar(f"the continued text does not fit it: {error}") from None
-        return matcher
 
     def fill(self, matcher: Matcher, token_ids: list[int], row: Int32Array) -> Found:
         """Feeds a matcher the sequence's new tokens and fills the mask for the next one. Raises
