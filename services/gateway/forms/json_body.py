@@ -27,8 +27,11 @@ MAX_JSON_BYTES = 4 << 20
 # A megabyte of tools has 50,000.
 MAX_JSON_NODES = 1 << 17
 _MAX_UNCOUNTED_BYTES = 256 << 10
-# The beginning of base64: of a `data:` URL, or in a field of Anthropic's.
-_BASE64 = re.compile(rb'"data(?:"\s{0,64}:\s{0,64}"|:[^",]{0,256},)')
+# The beginning of base64: of a `data:` URL, whose type may have quotes (`codecs="vp8, opus"`, as
+# Firefox records), or in a field of Anthropic's.
+_BASE64 = re.compile(
+    rb'"data(?:"\s{0,64}:\s{0,64}"|:[^",]{0,256},|:[^",\\]{0,64}\\"[^"\\]{0,64}\\"[^",\\]{0,64},)'
+)
 _MAX_IMAGES = 4096  # looked for
 
 

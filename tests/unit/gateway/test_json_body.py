@@ -67,6 +67,12 @@ def test_base64_does_not_count_as_json(value):
     assert without_images(source) == b'{"type": "base64", "data" : "", "b": 1}'
 
 
+@pytest.mark.parametrize("codecs", ["vp8,opus", '"vp9"', '"vp8, opus"'])
+def test_base64_of_what_browsers_record_does_not_count_as_json(codecs):
+    url = f"data:video/webm; codecs={codecs};base64,{'A' * 100_000}"
+    assert len(without_images(json.dumps({"url": url, "b": 1}).encode())) < 100
+
+
 def test_other_strings_count_as_json():
     for item in ('"text": "{}"', '"x": "\\"data\\":\\"{}"', '"url": "http:{}"'):
         text = ("{" + item.format("A" * 100_000) + "}").encode()
