@@ -122,13 +122,13 @@ KINDS = [
 def grammar_of(kind: Kind, tokenizer: ModelTokenizer, end_id: int) -> Grammar:
     """For the decoder; a tool's is strict, so that text is free before a call."""
     if not kind.form:
-        return Grammar("json_schema", json.dumps(kind.schema), (), (end_id,), (), (end_id,))
+        return Grammar("json_schema", json.dumps(kind.schema), (), (end_id,), (end_id,))
     function = FunctionDefinition("f", parameters=kind.schema, strict=True)
     calls = ToolCalls(PARSERS[kind.form], {"f": 0}, {"f": function})
     asked = answer_grammar(None, None, calls, tokenizer)
     assert asked is not None
     return Grammar(
-        asked.kind, asked.text, (), (end_id,), (), (end_id,), plain_strings=asked.plain_strings
+        asked.kind, asked.text, (), (end_id,), (end_id,), plain_strings=asked.plain_strings
     )
 
 
