@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, TextIO
 
 _LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40, "critical": 50}
@@ -128,7 +129,8 @@ class _Lines:
         self.print(f"triptych: {child}: {stage}{f', {done} of {total}' if total else ''}")
 
     def print(self, text: str) -> None:
-        print(text, file=self._stream, flush=True)
+        with suppress(OSError):  # on a full disk a line is lost, not all that come after it
+            print(text, file=self._stream, flush=True)
 
     def close(self) -> None:
         self._last.clear()

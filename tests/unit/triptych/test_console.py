@@ -1,5 +1,6 @@
 """What people see: bars or lines of a start, logs as text, each cause once."""
 
+import errno
 import io
 import json
 import os
@@ -117,3 +118,21 @@ def test_what_is_no_record_of_ours_is_shown_as_it_is() -> None:
     lines = ['{"half', '{"level": "info"}', "[1]", "{}"]
     shown = seen({"gateway": "ERROR"}, *[("gateway", line) for line in lines])
     assert shown == [f"gateway | {line}" for line in lines]
+
+
+def test_what_comes_after_a_full_disk_is_shown() -> None:
+    class Disk(io.StringIO):
+        is_full = True
+
+        def write(self, text: str) -> int:
+            if self.is_full:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return super().write(text)
+
+    disk = Disk()
+    console = Console({"gateway": "INFO"}, stream=disk)
+    console.output("gateway", record("lost"))
+    console.report("lost")
+    disk.is_full = False
+    console.output("gateway", record("shown"))
+    assert disk.getvalue() == "gateway INFO shown\n"
