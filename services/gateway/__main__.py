@@ -7,6 +7,7 @@ where metrics are.
 import argparse
 import asyncio
 import logging
+import resource
 import sys
 
 import uvloop
@@ -52,17 +53,15 @@ def _arguments() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Runs the gateway.
-
-    Returns:
-        The exit status: 0 after a signal, 2 if the settings or the model are refused.
-    """
+    """Runs it; the exit status: 0 after a signal, 2 if the settings or the model are refused."""
     arguments = _arguments()
     try:
         settings = GatewaySettings.from_environment()
         setup_logging("gateway", settings.log_level)
         setup_tracing("gateway")
         return_large_buffers()
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)  # systemd begins with 1024 of them
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
         sys.setswitchinterval(_SWITCH_INTERVAL_S)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_serve(settings, arguments))

@@ -47,7 +47,6 @@ class GatewayServer(uvicorn.Server):
                 chunked(gateway.app),
                 host=settings.host,
                 port=settings.port,
-                loop="uvloop",
                 http=GatewayProtocol,
                 ws="none",
                 proxy_headers=False,

@@ -3,13 +3,14 @@
 import asyncio
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import httpx2
 import pytest
@@ -201,6 +202,22 @@ def test_gateway_on_an_ipv6_address_is_found_ready(fakes, tmp_path):
         pytest.skip("this machine has no IPv6")
     with gateway(fakes, tmp_path, GATEWAY_HOST="::1") as (_, client):
         assert asyncio.run(gateway_ready("::1", client.base_url.port))
+
+
+def test_more_clients_than_descriptors_at_first_are_answered(fakes, tmp_path):
+    """Beyond the soft limit connections were closed without an answer."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with ExitStack() as stack:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
+        try:
+            _, client = stack.enter_context(gateway(fakes, tmp_path))
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        place = client.base_url.host, client.base_url.port
+        for _ in range(100):
+            connection = stack.enter_context(socket.create_connection(place, PATIENCE_S))
+            connection.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
+            assert connection.recv(12) == b"HTTP/1.1 200"
 
 
 def test_api_keys_guard_all_but_probes_and_page(fakes, tmp_path):
