@@ -9,7 +9,7 @@ import asyncio
 from blake3 import blake3
 
 from services.common.embeddings.embedding_cache import RedisCache
-from services.common.errors import NotFound, PayloadTooLarge
+from services.common.errors import NotFound, Overloaded, PayloadTooLarge
 from services.common.tenancy.tenant_store import TenantStore
 from services.common.threads import INLINE_BYTES
 
@@ -67,11 +67,13 @@ class KeptFiles:
         return data
 
     async def delete(self, tenant: str, digest: bytes) -> bool:
-        """Forgets a file; returns whether there was one."""
-        was_here = self._files.delete(tenant, digest)
-        if self._redis is None:
-            return was_here
-        return await self._redis.delete_file(_name(tenant, digest)) or was_here
+        """Forgets a file; returns whether there was one. Raises Overloaded: Redis may have it."""
+        found = self._files.delete(tenant, digest)
+        if self._redis is not None:
+            if (was_there := await self._redis.delete_file(_name(tenant, digest))) is None:
+                raise Overloaded("Redis, which may have the file, is away", retry_after_s=1)
+            found |= was_there
+        return found
 
     async def _in_redis(self, tenant: str, digest: bytes) -> bytes | None:
         if self._redis is None:

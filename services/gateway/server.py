@@ -73,11 +73,10 @@ class GatewayServer(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
-        settings = self._settings
         if self._shared_port is not None:
             sockets = [
-                _listen(settings.host, settings.port),
-                _listen(settings.host, self._shared_port, shared=True),
+                _listen(self._settings.host, self._settings.port),
+                _listen(self._settings.host, self._shared_port, shared=True),
             ]
         await super().startup(sockets)
 

@@ -242,13 +242,14 @@ class RedisCache(Collector):
             return False
         return True
 
-    async def delete_file(self, name: bytes) -> bool:
-        """Forgets what `write_file` has stored; returns whether there was something."""
+    async def delete_file(self, name: bytes) -> bool | None:
+        """Forgets what `write_file` has stored; whether there was something, None: no answer."""
         try:
-            await self._range(_FILE + name, 0, 8, self._timeout_s)
+            was_there = bool(await self._range(_FILE + name, 0, 8, self._timeout_s))
         except (_Absent, CorruptEmbedding):
-            return False
-        return await self.write_file(name, b"", 1)  # an encoder's user of Redis may do no more
+            was_there = False
+        # An encoder's user of Redis may do no more.
+        return was_there if await self.write_file(name, b"", 1) else None
 
     async def close(self) -> None:
         self._blocking.close()

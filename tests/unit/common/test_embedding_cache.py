@@ -432,7 +432,9 @@ async def test_files_are_kept_beside_embeddings(
         (name,) = client.keys("*")
         assert 50 < client.ttl(name) <= 60
     assert await cache.delete_file(b"n" * 64) and not await cache.delete_file(b"n" * 64)
+    assert await cache.write_file(b"n" * 64, data, 60)
     redis_server.stop()
+    assert await cache.delete_file(b"n" * 64) is None
     assert not await cache.write_file(b"n" * 64, data, 60)
     assert await cache.read_file(b"n" * 64, len(data)) is None
     redis_server.start()

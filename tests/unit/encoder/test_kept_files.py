@@ -7,7 +7,7 @@ import time
 import pytest
 from blake3 import blake3
 
-from services.common.errors import NotFound, PayloadTooLarge
+from services.common.errors import NotFound, Overloaded, PayloadTooLarge
 from services.encoder import kept_files
 from services.encoder.kept_files import KeptFiles
 
@@ -28,8 +28,8 @@ class Cache:
             self.files[name] = data
         return not self.is_away
 
-    async def delete_file(self, name: bytes) -> bool:
-        return not self.is_away and self.files.pop(name, None) is not None
+    async def delete_file(self, name: bytes) -> bool | None:
+        return None if self.is_away else self.files.pop(name, None) is not None
 
 
 async def test_a_tenant_finds_its_own_files_alone():
@@ -156,6 +156,19 @@ async def test_delete_forgets_a_file_here_and_in_redis():
     assert await files.delete("a", digest) and not await files.delete("a", digest)
     with pytest.raises(NotFound):
         await files.get("a", digest)
+
+
+async def test_what_redis_may_still_have_is_not_said_to_be_deleted():
+    cache = Cache()
+    files = KeptFiles(cache)
+    digest = await files.put("a", b"clip")
+    cache.is_away = True
+    with pytest.raises(Overloaded) as refused:
+        await files.delete("a", digest)
+    assert refused.value.retry_after_s
+    cache.is_away = False
+    assert await files.get("a", digest) == b"clip"
+    assert await files.delete("a", digest)
 
 
 @pytest.mark.parametrize("known", [False, True])
