@@ -45,23 +45,18 @@ class RedisScript:
             ) from None
         self._text = text
         self._sha = hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
-        self._is_known = False
 
     async def run(self, key: str, *arguments: object) -> Any:  # noqa: ANN401 - a reply
-        """The script's reply; by its hash once the server knows it.
+        """The script's reply; by its hash where the server knows it.
 
         Raises:
             RedisError, OSError: there is none.
         """
         run = self._redis.execute_command
-        if self._is_known:
-            try:
-                return await run("EVALSHA", self._sha, 1, key, *arguments)
-            except NoScriptError:  # a new server
-                pass
-        answer = await run("EVAL", self._text, 1, key, *arguments)
-        self._is_known = True
-        return answer
+        try:
+            return await run("EVALSHA", self._sha, 1, key, *arguments)
+        except NoScriptError:  # a new server
+            return await run("EVAL", self._text, 1, key, *arguments)
 
     async def close(self) -> None:
         await self._redis.aclose()

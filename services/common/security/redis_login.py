@@ -1,10 +1,11 @@
-"""Redis' password from a file, which may change while a client runs."""
+"""How clients of Redis log in, with a password from a file that may change, and connect anew."""
 
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from redis.credentials import CredentialProvider
+from redis.exceptions import ReadOnlyError
 
 
 def login(url: str, password_file: Path | None) -> tuple[str, dict[str, Any]]:
@@ -14,11 +15,13 @@ def login(url: str, password_file: Path | None) -> tuple[str, dict[str, Any]]:
         url: `redis://`, `rediss://` or `unix://`.
         password_file: read at each connection; None: the URL has the password, if there is one.
     """
+    # Who finds a replica disconnects: since a failover the address may be another server's.
+    options: dict[str, Any] = {"retry_on_error": [ReadOnlyError]}
     if password_file is None:
-        return url, {}
+        return url, options
     parts = urlsplit(url)
-    without_user = parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
-    return without_user, {"credential_provider": _PasswordFile(parts.username, password_file)}
+    options["credential_provider"] = _PasswordFile(parts.username, password_file)
+    return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl(), options
 
 
 class _PasswordFile(CredentialProvider):
