@@ -254,7 +254,7 @@ async def run_until_signal(
     while_ready: Callable[[], Awaitable[None]],
     while_stopping: Callable[[], Awaitable[None]],
 ) -> int:
-    """Runs the stack until SIGINT, SIGTERM or a child's end; returns the exit status.
+    """Runs the stack until a signal, SIGHUP included, or a child's end; returns the exit status.
 
     A second signal ends all at once.
 
@@ -272,7 +272,10 @@ async def run_until_signal(
             stack.hurry()
         stopped.set()
 
-    for number in (signal.SIGINT, signal.SIGTERM):
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as `nohup` has it
+        numbers.append(signal.SIGHUP)
+    for number in numbers:
         loop.add_signal_handler(number, stop)
     beside: list[asyncio.Task[None]] = []
     try:
@@ -290,7 +293,7 @@ async def run_until_signal(
         for task in beside:
             task.cancel()
         await asyncio.gather(*beside, return_exceptions=True)
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in numbers:
             loop.remove_signal_handler(number)
 
 

@@ -209,13 +209,27 @@ def _supervisor(
     return process, children
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_ends_all_within_five_seconds(tmp_path: Path, number: signal.Signals) -> None:
     process, children = _supervisor(tmp_path)
     with process:
         process.send_signal(number)
         assert process.wait(5) == 0
     assert psutil.wait_procs(children, timeout=0)[1] == []
+
+
+def test_a_closed_terminal_ends_nothing_under_nohup(tmp_path: Path) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # inherited
+    try:
+        process, _ = _supervisor(tmp_path)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    with process:
+        process.send_signal(signal.SIGHUP)
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(0.5)
+        process.terminate()
+        assert process.wait(PATIENCE_S) == 0
 
 
 def test_a_second_signal_ends_all_at_once(tmp_path: Path) -> None:
