@@ -104,8 +104,8 @@ class GatewayServer(uvicorn.Server):
         else:
             log.info("the grace period is over; ending %d requests", self._admission.num_running)
             self._grace_over.set()
-            self._admission.end_all()
-            await self._admission.drain(_CLOSE_S)
+        self._admission.end_all()  # those whose bodies still arrive, too
+        await self._admission.drain(_CLOSE_S)
         over.cancel()
         drained.cancel()
         self.should_exit = True

@@ -178,6 +178,20 @@ def test_requests_that_outlast_the_grace_or_a_second_signal_end_with_an_error(
         assert process.wait(PATIENCE_S) == 0
 
 
+def test_a_body_that_still_arrives_as_the_gateway_ends_is_a_503(fakes, tmp_path):
+    with gateway(fakes, tmp_path, GATEWAY_SHUTDOWN_GRACE_S="2") as (process, client):
+        place = client.base_url.host, client.base_url.port
+        with socket.create_connection(place, PATIENCE_S) as connection:
+            head = "POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 999"
+            connection.sendall(f"{head}\r\n\r\n{{".encode())
+            assert client.get("/health").status_code == 200  # it has read that
+            process.send_signal(signal.SIGTERM)
+            answer = b"".join(iter(lambda: connection.recv(1 << 16), b""))
+        assert process.wait(PATIENCE_S) == 0
+    assert answer.startswith(b"HTTP/1.1 503") and b"retry-after: 1" in answer
+    assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "unavailable"
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("signum", first(1, [signal.SIGTERM, signal.SIGINT]))
 def test_idle_gateway_ends_at_once(fakes, tmp_path, signum):
