@@ -22,6 +22,12 @@ _PERIOD_S = 5.0
 _COMMON = {"time", "level", "service", "logger", "message", "exception"}
 
 
+def write(text: str, stream: TextIO) -> None:
+    """Prints a line. On a full disk it is lost: neither what comes after it nor who serves ends."""
+    with suppress(OSError):
+        print(text, file=stream, flush=True)
+
+
 class Console:
     """Shows and filters.
 
@@ -129,8 +135,7 @@ class _Lines:
         self.print(f"triptych: {child}: {stage}{f', {done} of {total}' if total else ''}")
 
     def print(self, text: str) -> None:
-        with suppress(OSError):  # on a full disk a line is lost, not all that come after it
-            print(text, file=self._stream, flush=True)
+        write(text, self._stream)
 
     def close(self) -> None:
         self._last.clear()

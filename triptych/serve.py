@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 
 from triptych import checks
 from triptych.checkpoint import Checkpoint
-from triptych.console import Console
+from triptych.console import Console, write
 from triptych.devices import Card, Placement, count_gpus, visible_cards
 from triptych.fit import gib
 from triptych.hub import resolve_model
@@ -258,7 +258,7 @@ async def _run(options: ServeOptions, plan: Plan, specs: Sequence[ChildSpec]) ->
         for line in _capacity(console):
             console.report(line)
         console.report(f"API {plan.url}/v1, page {plan.url}/, metrics {plan.metrics_url}")
-        print(f"Triptych is ready: {plan.url} (model {plan.model_name})", flush=True)
+        write(f"Triptych is ready: {plan.url} (model {plan.model_name})", sys.stdout)
 
     try:
         return await run_until_signal(
@@ -289,4 +289,4 @@ def _capacity(console: Console) -> list[str]:
 
 
 def _say(line: str) -> None:
-    print(f"triptych: {line}", file=sys.stderr, flush=True)
+    write(f"triptych: {line}", sys.stderr)

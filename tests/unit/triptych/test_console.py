@@ -9,6 +9,9 @@ import sys
 from contextlib import suppress
 from threading import Thread
 
+import pytest
+
+from triptych import serve
 from triptych.console import Console
 
 
@@ -120,15 +123,16 @@ def test_what_is_no_record_of_ours_is_shown_as_it_is() -> None:
     assert shown == [f"gateway | {line}" for line in lines]
 
 
+class Disk(io.StringIO):
+    is_full = True
+
+    def write(self, text: str) -> int:
+        if self.is_full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return super().write(text)
+
+
 def test_what_comes_after_a_full_disk_is_shown() -> None:
-    class Disk(io.StringIO):
-        is_full = True
-
-        def write(self, text: str) -> int:
-            if self.is_full:
-                raise OSError(errno.ENOSPC, "No space left on device")
-            return super().write(text)
-
     disk = Disk()
     console = Console({"gateway": "INFO"}, stream=disk)
     console.output("gateway", record("lost"))
@@ -136,3 +140,10 @@ def test_what_comes_after_a_full_disk_is_shown() -> None:
     disk.is_full = False
     console.output("gateway", record("shown"))
     assert disk.getvalue() == "gateway INFO shown\n"
+
+
+def test_what_serve_says_itself_ends_nothing_on_a_full_disk(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys, "stderr", Disk())
+    serve._say("loading")
