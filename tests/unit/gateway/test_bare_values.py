@@ -324,7 +324,7 @@ def test_free_text_beside_strict_calls_has_its_least_tokens(form, tokenizer, gra
     grammar = answer_grammar(None, *format_of(schema, required=False, form=form), tokenizer)
     assert grammar is not None
     rows = np.zeros((1, grammars.num_mask_words), np.int32)
-    form = Form(grammar.kind, grammar.text, (), (END,), (), (END,), 3, grammar.plain_strings)
+    form = Form(grammar.kind, grammar.text, (), (END,), (END,), 3, grammar.plain_strings)
     matcher = asyncio.run(grammars.matcher(Demands(form)))
     may_end: list[bool] = []
     for ids in ([], *([i] for i in tokenizer.encode_text("some words of an answer")[:5])):
