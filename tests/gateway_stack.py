@@ -51,6 +51,11 @@ class LoopThread:
         self.loop.close()
 
 
+def port_of(server: GatewayServer) -> int:
+    """Of one that has started."""
+    return server.servers[0].sockets[0].getsockname()[1]
+
+
 class GatewayStack:
     """A gateway, its encoders and its decoders."""
 
@@ -111,7 +116,7 @@ class GatewayStack:
         async with asyncio.timeout(PATIENCE_S):
             while not (self.server.started and self.all_healthy()):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
-        self.port = self.server.port
+        self.port = port_of(self.server)
         self.url = f"http://127.0.0.1:{self.port}"
 
     def all_healthy(self) -> bool:

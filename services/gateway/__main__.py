@@ -7,12 +7,12 @@ where metrics are.
 import argparse
 import asyncio
 import logging
-import resource
 import sys
 
 import uvloop
 
 from services.common.model_spec import ModelSpecError
+from services.common.process.pod_limits import raise_descriptor_limit
 from services.common.process.process_memory import freeze_gc, return_large_buffers
 from services.common.settings import SettingsError
 from services.common.telemetry import serve_metrics, setup_logging
@@ -60,8 +60,7 @@ def main() -> int:
         setup_logging("gateway", settings.log_level)
         setup_tracing("gateway")
         return_large_buffers()
-        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)  # systemd begins with 1024 of them
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+        raise_descriptor_limit()
         sys.setswitchinterval(_SWITCH_INTERVAL_S)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_serve(settings, arguments))

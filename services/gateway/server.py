@@ -67,10 +67,6 @@ class GatewayServer(uvicorn.Server):
         self._draining: asyncio.Task[None] | None = None
         self._grace_over = asyncio.Event()
 
-    @property
-    def port(self) -> int:
-        return self.servers[0].sockets[0].getsockname()[1]
-
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
         if self._shared_port is not None:

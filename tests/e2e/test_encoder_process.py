@@ -4,11 +4,13 @@ import asyncio
 import io
 import json
 import os
+import resource
 import signal
+import struct
 import sys
 import urllib.request
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -227,6 +229,24 @@ async def test_a_video_is_encoded_by_pairs_of_frames_until_the_engine_dies(model
             await encoder.probe(clip[:100])
         assert isinstance(error_from_rpc(caught.value, "encoder"), errors.InvalidVideo)
         await its_engines_death_ends_it(encoder)
+
+
+@_NIGHTLY
+async def test_more_videos_are_held_than_descriptors_at_first(model_dir: Path) -> None:
+    """Each takes one for two minutes: beyond the soft limit they were a 500."""
+    from tests.videos import make
+
+    clip = make("mp4", frames=4)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    async with AsyncExitStack() as stack:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
+        try:
+            encoder = await stack.enter_async_context(run_encoder(model_dir))
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for number in range(50):
+            video = await encoder.probe(clip + struct.pack(">I4sI", 12, b"free", number))
+            assert video.num_frames == 4
 
 
 def engine_of(encoder: Encoder) -> psutil.Process:

@@ -248,8 +248,7 @@ class RedisCache(Collector):
             was_there = bool(await self._range(_FILE + name, 0, 8, self._timeout_s))
         except (_Absent, CorruptEmbedding):
             was_there = False
-        # An encoder's user of Redis may do no more.
-        return was_there if await self.write_file(name, b"", 1) else None
+        return was_there if await self.write_file(name, b"", 1) else None  # it may not DEL
 
     async def close(self) -> None:
         self._blocking.close()

@@ -6,6 +6,7 @@ there, the machine's own. Asked once, at a service's start.
 
 import math
 import os
+import resource
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,10 +26,8 @@ def num_cpus(root: Path = Path("/")) -> int:
     """The least CPU quota that applies, rounded up, or the CPUs that the process may run on."""
     counts = [len(os.sched_getaffinity(0))]
     for folder in _folders(root, "cpu"):
-        quota = _numbers(folder / "cpu.max")
-        quota = quota or _numbers(folder / "cpu.cfs_quota_us") + _numbers(
-            folder / "cpu.cfs_period_us"
-        )
+        older = (_numbers(folder / f"cpu.cfs_{name}_us") for name in ("quota", "period"))
+        quota = _numbers(folder / "cpu.max") or sum(older, list[int]())
         if len(quota) == 2 and quota[0] > 0 and quota[1] > 0:
             counts.append(max(1, math.ceil(quota[0] / quota[1])))
     return min(counts)
@@ -61,3 +60,9 @@ def _numbers(file: Path) -> list[int]:
         return [int(word) for word in file.read_text().split()]
     except (OSError, ValueError):
         return []
+
+
+def raise_descriptor_limit() -> None:
+    """A client takes a descriptor, and a held video; systemd's soft limit is 1024."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

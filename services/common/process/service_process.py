@@ -30,6 +30,7 @@ from services.common.model_spec import ModelSpec, ModelSpecError
 from services.common.process.channel import ChannelClosed, FrontChannel
 from services.common.process.engine_process import REFUSED, EngineProcess
 from services.common.process.engine_watch import MAX_SILENCE_S, EngineWatch, kill
+from services.common.process.pod_limits import raise_descriptor_limit
 from services.common.process.process_memory import freeze_gc, raise_malloc_trim_threshold
 from services.common.security.credentials import NO_CREDENTIALS, Credentials
 from services.common.security.rpc_credentials import PeerCheck
@@ -133,6 +134,7 @@ def run_service(service: GpuService[SettingsT]) -> int:
         credentials = Credentials.from_settings(settings)
         arena_bytes = service.arena_bytes(settings, read_spec(settings.model))
         raise_malloc_trim_threshold()
+        raise_descriptor_limit()
         return uvloop.run(serve(service, settings, arena_bytes, credentials))
     except (SettingsError, ModelSpecError) as error:
         print(f"{service.name}: {error}", file=sys.stderr)

@@ -15,7 +15,7 @@ from services.gateway.server import GatewayServer
 from services.gateway.settings import GatewaySettings
 from tests.fakes import FakeDecoder, FakeEncoder
 from tests.gateway_fixtures import asking, image_url
-from tests.gateway_stack import LoopThread
+from tests.gateway_stack import LoopThread, port_of
 from tests.noise import PATIENCE_S
 from tests.ports import free_port
 from tests.tiny_tokenizer import vocab_size, write_model_directory
@@ -50,7 +50,7 @@ class Lonely:
 
         thread.run(start())
         self.client = httpx2.Client(
-            base_url=f"http://127.0.0.1:{self.server.port}", timeout=PATIENCE_S
+            base_url=f"http://127.0.0.1:{port_of(self.server)}", timeout=PATIENCE_S
         )
 
     def ready(self) -> tuple[int, str]:
