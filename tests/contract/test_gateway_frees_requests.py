@@ -4,6 +4,7 @@ The admission's bound on memory counts a request until it ends. What a cycle kee
 held but not counted, and a gateway that collects rarely holds hundreds of megabytes of it.
 """
 
+import asyncio
 import base64
 import contextlib
 import gc
@@ -62,10 +63,14 @@ def raising(error):
     return before
 
 
+async def forever(_):
+    await asyncio.Event().wait()
+
+
 def fail_encoder(error):
     def prepare(stack):
         stack.encoder.before = raising(error)
-        stack.decoder.delay_s = 30.0  # a real decoder, too, has no token before the image is there
+        stack.decoder.before = forever  # a real decoder, too, has no token without the image
 
     return prepare
 
