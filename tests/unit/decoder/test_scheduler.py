@@ -306,14 +306,17 @@ def test_prompts_go_on_where_decodes_alone_take_longer_than_a_step():
     step_ms=st.floats(1.0, 60.0),
     rows=st.integers(1, 6),
     blocks=st.integers(190, 600),
+    efficient=st.integers(1, 600),
 )
 def test_steps_keep_their_time_and_every_prompt_goes_on(
-    lengths, delays, image, tenants, token_ms, step_ms, rows, blocks
+    lengths, delays, image, tenants, token_ms, step_ms, rows, blocks, efficient
 ):
-    """A step that takes longer than it may has at most the least chunk of prompts; as long as there
-    are prompts that can go on, each step with room has some of their tokens; all finish.
+    """A step that takes longer than it may, or has more tokens than is efficient, has at most the
+    least chunk of prompts; as long as there are prompts that can go on, each step with room has
+    some of their tokens; all finish.
     """
     cost = cost_of(token_ms)
+    cost.efficient_tokens = efficient
     scheduler = scheduler_of(
         rows=rows, blocks=blocks, budget=512, length=750, step_ms=step_ms, cost=cost
     )
@@ -344,7 +347,8 @@ def test_steps_keep_their_time_and_every_prompt_goes_on(
         num_decodes = sum(chunk.from_device for chunk in batch.chunks)
         prompt_tokens = batch.num_tokens - num_decodes
         factor = 4 if num_decodes == 0 and num_prompts == 1 else 1
-        if batch.load is not None and cost.predict(batch.load) > factor * step_ms * 1.0001:
+        is_long = batch.load and cost.predict(batch.load) > factor * step_ms * 1.0001
+        if is_long or (factor == 1 and batch.num_tokens > efficient):
             assert prompt_tokens <= factor * cost.min_chunk
         assert prompt_tokens or not waiting or scheduler.num_preemptions > before
         for chunk in batch.chunks:
