@@ -84,13 +84,12 @@ def _efficient_tokens(runner: Runner, cost: StepCost, budget_s: float, step_ms: 
     most = min(info.max_batched_tokens, info.num_blocks * info.block_size)
     for size in [size for size in _SIZES if size <= most]:
         count = -(-size // _PROMPT)
-        load, served = StepLoad(), StepLoad(_ROWS, keys=_ROWS * _CONTEXT)
+        served = StepLoad(_ROWS, keys=_ROWS * _CONTEXT)
         for _ in range(count):
-            load.add_chunk(0, size // count)
             served.add_chunk(0, size // count)
-        left_ms = 1e3 * (budget_s + began - time.monotonic())
+        ms, left_ms = cost.predict(served), 1e3 * (budget_s + began - time.monotonic())
         fits = count <= info.max_num_sequences and size // count < info.max_model_len
-        if not fits or _ROUNDS * cost.predict(load) > left_ms or cost.predict(served) > step_ms:
+        if not fits or ms > step_ms or _ROUNDS * ms > left_ms:
             break
         for _ in range(_ROUNDS):
             _run(engine, count, size // count, info.vocab_size, 1)

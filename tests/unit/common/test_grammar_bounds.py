@@ -54,23 +54,22 @@ WRAPPED = {
 }
 
 
-def refused(kind, text, word):
-    with pytest.raises(InvalidGrammar) as caught:
+def refusal(kind, text):
+    """Why a grammar is refused; empty: it is not."""
+    try:
         check_grammar(kind, text if isinstance(text, str) else json.dumps(text))
-    assert word in caught.value.message
-    assert len(caught.value.message) < 200
-
-
-def accepted(kind, text):
-    check_grammar(kind, text if isinstance(text, str) else json.dumps(text))
+    except InvalidGrammar as error:
+        assert len(error.message) < 200
+        return error.message
+    return ""
 
 
 @pytest.mark.parametrize("place", WRAPPED)
 def test_a_chain_of_references_is_bounded_in_every_position(place):
     wrap = WRAPPED[place]
     identified = {"$id": "http://x.y/root.json"}
-    accepted("json_schema", {**identified, **chain(64, wrap)})
-    refused("json_schema", {**identified, **chain(65, wrap)}, "64 references")
+    assert not refusal("json_schema", {**identified, **chain(64, wrap)})
+    assert "64 references" in refusal("json_schema", {**identified, **chain(65, wrap)})
 
 
 def test_a_chain_by_anchors_and_by_ids_is_bounded():
@@ -86,43 +85,43 @@ def test_a_chain_by_anchors_and_by_ids_is_bounded():
             last = {keyword: mark.format(links - 1).lstrip("#")}
             schema = {"$ref": mark.format(0), "$defs": {**definitions, "last": last}}
             if is_within:
-                accepted("json_schema", schema)
+                assert not refusal("json_schema", schema)
             else:
-                refused("json_schema", schema, "64 references")
+                assert "64 references" in refusal("json_schema", schema)
 
 
 def test_nesting_counts_along_references():
-    accepted("json_schema", chain(5, lambda r: nested(50, r)))
-    refused("json_schema", chain(20, lambda r: nested(50, r)), "512 levels")
+    assert not refusal("json_schema", chain(5, lambda r: nested(50, r)))
+    assert "512 levels" in refusal("json_schema", chain(20, lambda r: nested(50, r)))
 
 
 def test_a_cycle_is_no_endless_chain():
-    refused("json_schema", {"$ref": "#"}, "leads back to itself")
-    accepted("json_schema", cycle(3, WRAPPED["items"]))
-    accepted("json_schema", cycle(100, WRAPPED["properties"]))
-    refused("json_schema", cycle(400, WRAPPED["properties"]), "512 levels")
-    accepted("json_schema", {"type": "array", "items": {"$ref": "#"}})
+    assert "leads back to itself" in refusal("json_schema", {"$ref": "#"})
+    assert not refusal("json_schema", cycle(3, WRAPPED["items"]))
+    assert not refusal("json_schema", cycle(100, WRAPPED["properties"]))
+    assert "512 levels" in refusal("json_schema", cycle(400, WRAPPED["properties"]))
+    assert not refusal("json_schema", {"type": "array", "items": {"$ref": "#"}})
 
 
 def test_a_reference_to_nothing_is_refused_by_name():
-    refused("json_schema", {"$ref": "#/$defs/a"}, "'#/$defs/a'")
-    refused("json_schema", {"items": {"$ref": "http://x.y/z"}}, "'http://x.y/z'")
-    accepted("json_schema", {"const": {"$ref": "#/$defs/a"}})
-    accepted("json_schema", {"properties": {"$ref": {"type": "string"}}})
+    assert "'#/$defs/a'" in refusal("json_schema", {"$ref": "#/$defs/a"})
+    assert "'http://x.y/z'" in refusal("json_schema", {"items": {"$ref": "http://x.y/z"}})
+    assert not refusal("json_schema", {"const": {"$ref": "#/$defs/a"}})
+    assert not refusal("json_schema", {"properties": {"$ref": {"type": "string"}}})
 
 
 def test_what_is_no_uri_names_itself():
     """`urljoin` raises."""
     document = {"$id": "http://x.y/z", "$defs": {"a": {"$id": "http://["}}}
-    accepted("json_schema", document)
-    accepted("json_schema", {**document, "items": {"$ref": "http://["}})
-    accepted("json_schema", {"$id": "http://[", "items": {"$ref": "http://["}})
-    refused("json_schema", {**document, "items": {"$ref": "//]["}}, "'//]['")
+    assert not refusal("json_schema", document)
+    assert not refusal("json_schema", {**document, "items": {"$ref": "http://["}})
+    assert not refusal("json_schema", {"$id": "http://[", "items": {"$ref": "http://["}})
+    assert "'//]['" in refusal("json_schema", {**document, "items": {"$ref": "//]["}})
 
 
 def test_a_reference_to_true_or_false_is_taken():
-    accepted("json_schema", {"items": {"$ref": "#/$defs/any"}, "$defs": {"any": True}})
-    accepted("json_schema", {"anyOf": [{"$ref": "#/anyOf/1"}, False]})
+    assert not refusal("json_schema", {"items": {"$ref": "#/$defs/any"}, "$defs": {"any": True}})
+    assert not refusal("json_schema", {"anyOf": [{"$ref": "#/anyOf/1"}, False]})
 
 
 NODE = {"$ref": "#/$defs/n"}
@@ -153,26 +152,28 @@ ENDING = {
 @pytest.mark.parametrize("name", ENDLESS)
 def test_a_schema_without_finite_json_is_refused(name):
     definitions = {"n": ENDLESS[name], "m": NODE}
-    refused("json_schema", {**NODE, "$defs": definitions}, "leads back to itself")
-    refused("grammar", f"start: %json {json.dumps({**NODE, '$defs': definitions})}", "leads back")
+    assert "leads back to itself" in refusal("json_schema", {**NODE, "$defs": definitions})
+    assert "leads back" in refusal(
+        "grammar", f"start: %json {json.dumps({**NODE, '$defs': definitions})}"
+    )
 
 
 @pytest.mark.parametrize("name", ENDING)
 def test_a_cycle_with_an_end_is_taken(name):
-    accepted("json_schema", {**NODE, "$defs": {"n": ENDING[name]}})
+    assert not refusal("json_schema", {**NODE, "$defs": {"n": ENDING[name]}})
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 40_000, "[" * 10**5 + "]" * 10**5])
 def test_deep_json_is_refused(text):
-    refused("json_schema", text, "nested too deeply")
-    refused("choice", text, "nested too deeply")
-    refused("grammar", f"start: %json {text}", "nested too deeply")
+    assert "nested too deeply" in refusal("json_schema", text)
+    assert "nested too deeply" in refusal("choice", text)
+    assert "nested too deeply" in refusal("grammar", f"start: %json {text}")
 
 
 def test_nesting_of_one_text_is_bounded():
-    accepted("json_schema", nested(100))
-    refused("json_schema", nested(101), "100 levels")
-    refused("json_schema", {"const": json.loads("[" * 101 + "]" * 101)}, "100 levels")
+    assert not refusal("json_schema", nested(100))
+    assert "100 levels" in refusal("json_schema", nested(101))
+    assert "100 levels" in refusal("json_schema", {"const": json.loads("[" * 101 + "]" * 101)})
 
 
 def properties(count, prefix="p"):
@@ -284,9 +285,9 @@ WITHIN = {
 @pytest.mark.parametrize("bound", WITHIN)
 def test_each_bound_is_where_it_is_said_to_be(bound):
     kind, within, beyond, word = WITHIN[bound]
-    accepted(kind, within)
+    assert not refusal(kind, within)
     if beyond is not None:
-        refused(kind, beyond, word)
+        assert word in refusal(kind, beyond)
 
 
 @pytest.mark.parametrize(
@@ -307,9 +308,9 @@ def test_hostile_texts_take_linear_time(part):
 
 def test_what_is_no_json_is_refused():
     for text in ("", "{", "NaN", "1" * 5000):
-        refused("json_schema", text, "not JSON")
-        refused("choice", text, "not JSON")
-    refused("choice", "{}", "not a list")
+        assert "not JSON" in refusal("json_schema", text)
+        assert "not JSON" in refusal("choice", text)
+    assert "not a list" in refusal("choice", "{}")
 
 
 def test_bounds_are_named_in_one_place():
