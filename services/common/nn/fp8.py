@@ -124,8 +124,10 @@ def _fused_rows(weight_format: str) -> Sequence[Implementation[Any]]:
     def normed(kernel: str) -> Callable[[Any], Kernel]:
         return lambda facts: gemv_after_norm(_bound(kernel, facts))
 
-    def projected(kernel: str) -> Callable[[Any], Kernel]:
-        return lambda facts: of_layer(_bound(kernel, facts), has_kernels)
+    def projected(kernel: str, *takes: Callable[[Any], bool]) -> Callable[[Any], Kernel]:
+        return lambda facts: of_layer(_bound(kernel, facts), *takes)
+
+    w8a8_project = projected("fp8_w8a8.split_k_partials", has_kernels)
 
     gemv, w8a8, skinny = map(up_to, (GEMV_TOKENS, SKINNY_W8A8_TOKENS, SKINNY_TOKENS))
     return (
@@ -138,9 +140,7 @@ def _fused_rows(weight_format: str) -> Sequence[Implementation[Any]]:
         Implementation(
             "linear_residual", "fp8_gemv", projected("fp8_kernels.gemv_add"), adds, gemv
         ),
-        Implementation(
-            "project", "fp8_skinny_w8a8", projected("fp8_w8a8.split_k_partials"), hopper, w8a8
-        ),
+        Implementation("project", "fp8_skinny_w8a8", w8a8_project, hopper, w8a8),
         Implementation(
             "project", "fp8_skinny_gemm", projected("fp8_kernels.split_k_partials"), fits, skinny
         ),

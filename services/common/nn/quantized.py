@@ -47,8 +47,8 @@ def half_obstacle(facts: Any) -> str:  # noqa: ANN401 - the decoder's
 
 
 def of_layer(kernel: Kernel, takes: Callable[[Any], bool] = lambda _: True) -> Kernel:
-    """A kernel of (x, weight, bias, ...) as one of (x, layer, ...), which computes itself where the
-    kernel does not take its weight.
+    """A kernel of (x, weight, bias, ...) as one of (x, layer, ...). In a projection, which has no
+    further arguments, the layer computes itself where the kernel does not take its weight.
     """
 
     def call(x: Tensor, layer: Linear, *rest: Tensor) -> Tensor | None:

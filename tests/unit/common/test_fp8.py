@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -248,3 +249,21 @@ def test_dummy_integers_use_all_bits() -> None:
         made.append(model.merged.weight)
     assert made[0].equal(made[1]) and made[0].dtype == torch.int32
     assert made[0].min() < -(1 << 30) and made[0].max() > 1 << 30
+
+
+def test_no_weight_leaves_the_residual_without_its_sum(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A projection may be the layer's own; a sum that is added in place may not."""
+    fp8_kernels = pytest.importorskip("kernels.gemm.fp8_kernels")
+
+    def add(x: Tensor, weight: object, bias: Tensor, residual: Tensor, *, device: object) -> None:
+        residual += 1
+
+    monkeypatch.setattr(fp8_kernels, "gemv_add", add)
+    make(tmp_path, {"o": 8}, 8, "channel")  # a size that other kernels do not take
+    layer = load(tmp_path, {"o": 8}, 8, "channel", torch.float32)
+    (row,) = (row for row in layer.method.rows() if row.operation == "linear_residual")
+    kernel, residual = row.create(SimpleNamespace(device=None)), torch.zeros(1, 8)
+    kernel(torch.ones(1, 8), layer, residual)
+    assert residual.tolist() == [[1.0] * 8]
