@@ -1,10 +1,11 @@
 """Activations become e4m3 or int8, with scales of their own, for tensor cores of 8 bits; the norm
-before may be computed by the same kernel.
+before, or SwiGLU's activation, may be computed by the same kernel.
 
 The plain twins are `quantize_activations` of `fp8_weight` and `int8_weight`: quotients are
 divisions' to the bit.
 """
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -16,9 +17,11 @@ from kernels.dependent_launch import wait_for_earlier
 from kernels.gemm.fp8_weight import E4M3_MAX
 from kernels.gemm.gemv import normed
 from kernels.gemm.int8_weight import INT8_MAX
+from kernels.gemm.silu_mul import swiglu
 from kernels.gemm.skinny_gemm import load_reduced
 
 _TOKEN_MULTIPLE = 4  # cuBLAS wants scales in multiples of it
+_LEAST_GROUPS, _MOST_GROUPS = 8, 32  # of a CTA that has no whole row
 _LEAST = tl.constexpr(2.0**-126)  # of what has a reciprocal
 _HALF = tl.constexpr(12582912.0)  # 1.5 * 2^23: a float32 of this size has a unit of 1
 
@@ -36,11 +39,17 @@ class Quantized(NamedTuple):
     num_tokens: int
     dtype: torch.dtype
 
+    def dequantized(self) -> Tensor:
+        """`[T, K]` in that dtype."""
+        width = self.values.shape[1] // self.scale.shape[1]
+        wide = self.values.float() * self.scale.repeat_interleave(width, 1)
+        return wide[: self.num_tokens].to(self.dtype)
+
 
 def quantize_activations(
     x: Tensor | Quantized, kind: torch.dtype, block_columns: int, *, pdl: bool
 ) -> Quantized:
-    """`[T, K]` quantized, unless a norm has done it.
+    """`[T, K]` quantized, unless the kernel before has done it.
 
     Args:
         kind: e4m3 or int8.
@@ -50,6 +59,15 @@ def quantize_activations(
     if isinstance(x, Quantized):
         return x
     return _quantize(x, x, None, 0.0, kind, block_columns, pdl=pdl)
+
+
+def swiglu_quantize(
+    gate_up: Tensor, kind: torch.dtype, block_columns: int, *, pdl: bool
+) -> Quantized:
+    """`quantize_activations` of `silu_and_mul(gate_up)`: `[T, 2 * K]`, of which `[T, K]` is
+    quantized.
+    """
+    return _quantize(None, gate_up, None, 0.0, kind, block_columns, is_swiglu=True, pdl=pdl)
 
 
 def norm_quantize(
@@ -64,16 +82,18 @@ def norm_quantize(
 
 def _quantize(
     x: Tensor | None, residual: Tensor, norm: Tensor | None, eps: float, kind: torch.dtype,
-    block_columns: int, *, pdl: bool,
+    block_columns: int, *, is_swiglu: bool = False, pdl: bool,
 ) -> Quantized:  # fmt: skip
     num_tokens, columns = residual.shape
+    columns //= 2 if is_swiglu else 1
     padded = triton.cdiv(num_tokens, _TOKEN_MULTIPLE) * _TOKEN_MULTIPLE
     groups = -(-columns // block_columns)
     values = torch.empty(padded, columns, dtype=kind, device=residual.device)
     scale = torch.empty(groups, padded, dtype=torch.float32, device=residual.device).t()
     size = triton.next_power_of_2(block_columns)
     if norm is None:
-        per_cta = 1 << (min(groups, 8).bit_length() - 1)
+        few = 1 << (min(groups, _LEAST_GROUPS).bit_length() - 1)
+        per_cta = max(few, math.gcd(groups, _MOST_GROUPS))
     else:  # a CTA has the whole row
         per_cta = triton.next_power_of_2(groups)
     _quantize_kernel[(padded, triton.cdiv(groups, per_cta))](
@@ -81,7 +101,7 @@ def _quantize(
         BLOCK_COLUMNS=block_columns, SIZE=size, GROUPS=per_cta,
         LARGEST=INT8_MAX if kind == torch.int8 else E4M3_MAX, NORM=norm is not None,
         ADD=norm is not None and x is not None,
-        SPLITS=len(x) if x is not None and x.dim() == 3 else 0, PDL=pdl,
+        SPLITS=len(x) if x is not None and x.dim() == 3 else 0, SWIGLU=is_swiglu, PDL=pdl,
         num_warps=4 if size * per_cta < 4096 else 8, launch_pdl=pdl,
     )  # fmt: skip
     return Quantized(values, scale, num_tokens, residual.dtype)
@@ -116,7 +136,7 @@ def _quantize_kernel(
     x_ptr, residual_ptr, norm_ptr, values_ptr, scale_ptr, num_tokens, padded, num_columns, stride,
     eps, BLOCK_COLUMNS: tl.constexpr, SIZE: tl.constexpr, GROUPS: tl.constexpr,
     LARGEST: tl.constexpr, NORM: tl.constexpr, ADD: tl.constexpr, SPLITS: tl.constexpr,
-    PDL: tl.constexpr,
+    SWIGLU: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0)
     group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
@@ -130,7 +150,13 @@ def _quantize_kernel(
     if NORM:
         norm = tl.load(norm_ptr + column, mask=inside, other=0.0)
     wait_for_earlier(PDL)
-    x = tl.load(residual_ptr + place, mask=is_read, other=0.0).to(tl.float32)
+    if SWIGLU:
+        gate_ptr = residual_ptr + token.to(tl.int64) * num_columns + place
+        gate = tl.load(gate_ptr, mask=is_read, other=0.0)
+        up = tl.load(gate_ptr + num_columns, mask=is_read, other=0.0)
+        x = swiglu(gate, up).to(tl.float32)
+    else:
+        x = tl.load(residual_ptr + place, mask=is_read, other=0.0).to(tl.float32)
     if ADD:
         x += load_reduced(x_ptr, place, is_read, stride, SPLITS, dtype).to(tl.float32)
         tl.store(residual_ptr + place, x.to(dtype), mask=is_read)

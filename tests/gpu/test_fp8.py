@@ -19,7 +19,7 @@ from tests.gpu.twins import CUDA, TOLERANCE, error, random
 
 pytest.importorskip("triton")
 from kernels.device import DeviceFacts
-from kernels.gemm import fp8_kernels, fp8_w8a8, fp8_weight, quantizing
+from kernels.gemm import fp8_kernels, fp8_w8a8, fp8_weight, quantizing, silu_mul
 from kernels.gemm.fp8_weight import E4M3, Fp8Weight
 from kernels.plain import rms_norm, silu_and_mul
 from services.common.nn import fp8
@@ -82,6 +82,21 @@ def test_activations_are_quantized_exactly(columns: int, num_tokens: int) -> Non
         found = quantizing.quantize_activations(x, E4M3, block_columns, pdl=pdl)
         assert found.scale[:num_tokens].equal(scale)
         assert found.values[:num_tokens].float().equal(values.float())
+
+
+@pytest.mark.parametrize("columns", [1536, 6144, 12288])
+@pytest.mark.parametrize("num_tokens", [1, 65, 1008])
+def test_swiglus_activations_are_quantized(columns: int, num_tokens: int) -> None:
+    """The kernels' SwiGLU may round to another neighbour in bf16 than the twin's."""
+    gate_up, pdl = random(num_tokens, 2 * columns), DeviceFacts.of(CUDA).supports_pdl
+    activated = silu_mul.silu_and_mul(gate_up)
+    assert error(activated, silu_and_mul(gate_up)) <= TOLERANCE
+    for block_columns in (128, columns):
+        values, scale = fp8_weight.quantize_activations(activated, block_columns)
+        found = quantizing.swiglu_quantize(gate_up, E4M3, block_columns, pdl=pdl)
+        assert found.scale[:num_tokens].equal(scale)
+        assert found.values[:num_tokens].float().equal(values.float())
+        assert not found.values[num_tokens:].float().any()
 
 
 @pytest.mark.parametrize("num_tokens", [2, 5, 16, 33, 64])

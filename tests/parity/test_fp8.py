@@ -110,7 +110,7 @@ def test_layers_call_the_dispatch_table(untied: Quantized) -> None:
 
 def kernels_as_twins(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Weight-only twins in place of kernels; the names of those that are called."""
-    from kernels.gemm import fp8_kernels, fp8_w8a8, quantizing
+    from kernels.gemm import fp8_kernels, fp8_w8a8, quantizing, silu_mul
 
     called = []
 
@@ -139,17 +139,28 @@ def kernels_as_twins(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         assert kind == E4M3 and residual.shape[1] % block_columns == 0
         if x is not None:
             residual += reduce_split_k(x, residual.dtype)
-        normed = rms_norm(residual, norm, eps)
-        return quantizing.Quantized(normed, normed, len(normed), normed.dtype)
+        return unrounded(rms_norm(residual, norm, eps))
+
+    def swiglu_quantize(gate_up, kind, block_columns):
+        assert kind == E4M3 and gate_up.shape[1] // 2 % block_columns == 0
+        return unrounded(silu_and_mul(gate_up))
+
+    def unrounded(x):
+        return quantizing.Quantized(x, x.new_ones(len(x), 1), len(x), x.dtype)
 
     def linear_swiglu(x, weight, bias):
         return silu_and_mul(split_k_partials(x, weight, bias)[0])
 
+    def scaled_mm(x, weight):
+        return split_k_partials(x, weight, None)[0]
+
     for function in (norm_gemv, norm_swiglu_gemv, gemv_add, split_k_partials):
         twin(fp8_kernels, function)
-    for function in (split_k_partials, linear_swiglu):
+    for function in (split_k_partials, linear_swiglu, scaled_mm):
         twin(fp8_w8a8, function)
-    twin(quantizing, norm_quantize)
+    for function in (norm_quantize, swiglu_quantize):
+        twin(quantizing, function)
+    twin(silu_mul, silu_and_mul)  # in the layer whose output projection is unquantized
     return called
 
 
@@ -157,8 +168,8 @@ def kernels_as_twins(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_fused_operations_agree(
     untied: Quantized, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a GPU calls for a few tokens, with the twins of the kernels. One module is not
-    quantized: the unquantized operation has to take it.
+    """What a GPU calls for a few tokens, and for many, with the twins of the kernels. One module is
+    not quantized: the unquantized operation has to take it.
     """
     pytest.importorskip("triton")
     called = kernels_as_twins(monkeypatch)
@@ -183,11 +194,17 @@ def test_fused_operations_agree(
         "norm_linear", "norm_swiglu", "linear_residual", "project"
     }  # fmt: skip
     assert not any(row.obstacle(facts) for row in fused)
-    for chosen, kernels in (
-        (["fp8_gemv"], {"norm_gemv", "norm_swiglu_gemv", "gemv_add"}),
-        (["fp8_skinny_gemm"], {"split_k_partials"}),
-        (["fp8_norm", "fp8_skinny_w8a8"], {"norm_quantize", "split_k_partials", "linear_swiglu"}),
-    ):
+    few = fp8.SKINNY_W8A8_TOKENS
+    for chosen, most, kernels in (
+        (["fp8_gemv"], few, {"norm_gemv", "norm_swiglu_gemv", "gemv_add"}),
+        (["fp8_skinny_gemm"], few, {"split_k_partials"}),
+        (
+            ["fp8_norm", "fp8_skinny_w8a8"], few,
+            {"norm_quantize", "split_k_partials", "linear_swiglu"},
+        ),
+        (["fp8_norm"], 0, {"norm_quantize", "scaled_mm", "swiglu_quantize", "silu_and_mul"}),
+    ):  # fmt: skip
+        monkeypatch.setattr(fp8, "SKINNY_W8A8_TOKENS", most)
         rows = [
             Row(row.operation, "test", lambda _, create=row.create: create(facts))
             for row in fused

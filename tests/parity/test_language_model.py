@@ -198,7 +198,7 @@ def test_fused_norms_agree(pair: Pair, parts: tuple, monkeypatch: pytest.MonkeyP
         assert x is None
         return plain.norm_linear(residual, norm.weight, norm.eps, layer.weight), residual
 
-    def norm_swiglu(x: Tensor | None, residual: Tensor, norm: RMSNorm, layer: Linear):
+    def norm_swiglu(x: Tensor | None, residual: Tensor, norm: RMSNorm, layer: Linear, down: Linear):
         assert x is None
         return plain.norm_swiglu(residual, norm.weight, norm.eps, layer.weight), residual
 

@@ -53,7 +53,8 @@ def has_kernels(weight: Fp8Weight) -> bool:
 
 def linear_rows(operation: str) -> Sequence[Implementation[Any]]:
     """Rows of a dispatch table: of `fp8_block_linear` or `fp8_channel_linear`, `(x, weight)` →
-    `[T, N]` with x `[T, K]` and `weight` an `Fp8Weight`. Of the table's facts, they read `device`.
+    `[T, N]` with x `[T, K]`, or `Quantized`, and `weight` an `Fp8Weight`. Of the table's facts,
+    they read `device`.
     """
     is_block = operation == "fp8_block_linear"
 
@@ -66,14 +67,20 @@ def linear_rows(operation: str) -> Sequence[Implementation[Any]]:
         row("skinny_gemm", "fp8_kernels.split_k_partials", _triton, SKINNY_TOKENS),
         row("scaled_mm", "fp8_w8a8.scaled_mm", _block_scales if is_block else _fp8_cores),
         *([row("triton_gemm", "fp8_w8a8.triton_gemm", _fp8_cores)] if is_block else []),
-        Implementation(operation, "plain", lambda _: weight_only_linear),
+        Implementation(operation, "plain", lambda _: _weight_only(weight_only_linear)),
     )
 
 
 def _linear(kernel: str, facts: Any) -> Kernel:  # noqa: ANN401 - a table's, as below
     from kernels.gemm.skinny_gemm import summed
 
-    return partial(summed, _bound(kernel, facts), device=facts.device)
+    found = partial(summed, _bound(kernel, facts), device=facts.device)
+    return found if kernel.startswith("fp8_w8a8") else _weight_only(found)
+
+
+def _weight_only(kernel: Kernel) -> Kernel:
+    """For activations that were quantized for another kernel, which has failed, too."""
+    return lambda x, weight: kernel(x if isinstance(x, Tensor) else x.dequantized(), weight)
 
 
 def _bound(kernel: str, facts: Any) -> Kernel:  # noqa: ANN401
@@ -154,12 +161,22 @@ def _norm_linear(facts: Any) -> Kernel:  # noqa: ANN401
 
 
 def _norm_swiglu(facts: Any) -> Kernel:  # noqa: ANN401
-    from kernels.gemm import silu_mul
+    from kernels.gemm import quantizing, silu_mul
 
-    activate = partial(silu_mul.silu_and_mul, pdl=facts.device.supports_pdl)
+    pdl = facts.device.supports_pdl
+
+    def activate(gate_up: Tensor, down: Linear) -> Any:  # noqa: ANN401 - a tensor or `Quantized`
+        if isinstance(down.method, Fp8Linear) and (columns := _block_columns(down)):
+            return quantizing.swiglu_quantize(gate_up, E4M3, columns, pdl=pdl)
+        return silu_mul.silu_and_mul(gate_up, pdl=pdl)
+
     skinny, many = _bound("fp8_w8a8.linear_swiglu", facts), _bound("fp8_w8a8.scaled_mm", facts)
     multiply = few_or_many(skinny, many, SKINNY_W8A8_TOKENS, activate)
-    return after_norm(facts, E4M3, _block_columns, multiply, lambda x, layer: activate(layer(x)))
+
+    def other(x: Tensor, layer: Linear, down: Linear) -> Any:  # noqa: ANN401
+        return activate(layer(x), down)
+
+    return after_norm(facts, E4M3, _block_columns, multiply, other)
 
 
 def _block_columns(layer: Linear) -> int:
@@ -220,6 +237,13 @@ class Fp8Linear(QuantizedLinear):
             rows = -(-layer.parts[part] // block_rows)
             scales.append(scale.repeat_interleave(repeats, -2).narrow(-2, 0, rows))
         layer.weight_scale = nn.Parameter(torch.cat(scales, -2), requires_grad=False)
+
+    def apply(self, layer: Linear, x: Any) -> Tensor:  # noqa: ANN401 - or `Quantized`
+        if isinstance(x, Tensor):
+            return super().apply(layer, x)
+        assert self.kernels is not None
+        found = self.kernels.call(self.operation, x, self.weight(layer), num_tokens=x.num_tokens)
+        return found if layer.bias is None else found + layer.bias
 
     def weight(self, layer: Linear) -> Fp8Weight:
         columns = layer.in_features

@@ -119,14 +119,15 @@ def _norm_swiglu(facts: Any) -> Kernel:  # noqa: ANN401
     from kernels.gemm import int8_kernels
     from kernels.gemm.quantizing import Quantized
 
-    def multiply(x: Quantized, layer: Linear) -> Tensor:
+    def multiply(x: Quantized, layer: Linear, _: Linear) -> Tensor:
         weight = layer.method.weight(layer)
         return int8_kernels.gemm(x, weight, device=facts.device, is_swiglu=True)
 
     def columns(layer: Linear) -> int:
         return _columns(layer) if layer.bias is None else 0
 
-    return after_norm(facts, torch.int8, columns, multiply, _linear_swiglu(facts))
+    other = _linear_swiglu(facts)
+    return after_norm(facts, torch.int8, columns, multiply, lambda x, layer, _: other(x, layer))
 
 
 def _columns(layer: Linear) -> int:

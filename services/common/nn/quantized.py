@@ -62,7 +62,7 @@ def gemv_after_norm(kernel: Kernel) -> Kernel:
     """`norm_linear`, or `norm_swiglu`, by a GEMV of (x, norm, eps, weight, bias)."""
 
     def fused(
-        x: Tensor | None, residual: Tensor, norm: RMSNorm, layer: Linear
+        x: Tensor | None, residual: Tensor, norm: RMSNorm, layer: Linear, *_: Linear
     ) -> tuple[Tensor, Tensor]:
         if x is not None:
             residual = residual + reduce_split_k(x, residual.dtype)
@@ -73,18 +73,18 @@ def gemv_after_norm(kernel: Kernel) -> Kernel:
 
 
 def few_or_many(
-    few: Kernel, many: Kernel, most: int, then: Callable[[Tensor], Tensor] = lambda found: found
-) -> Callable[[Any, Linear], Tensor]:
-    """(quantized activations, layer) → its output, by `few` for up to `most` tokens, else by a GEMM
-    without a bias and what comes behind it.
+    few: Kernel, many: Kernel, most: int, then: Kernel = lambda found, *_: found
+) -> Kernel:
+    """(quantized activations, layer, ...) → its output, by `few` for up to `most` tokens, else by a
+    GEMM without a bias and what comes behind it, which gets the further arguments.
     """
 
-    def multiply(x: Any, layer: Linear) -> Tensor:  # noqa: ANN401 - `quantizing.Quantized`
+    def multiply(x: Any, layer: Linear, *rest: Linear) -> Any:  # noqa: ANN401 - or `Quantized`
         weight = layer.method.weight(layer)
         if x.num_tokens <= most:
             return few(x, weight, layer.bias)
         found = many(x, weight)
-        return then(found if layer.bias is None else found + layer.bias)
+        return then(found if layer.bias is None else found + layer.bias, *rest)
 
     return multiply
 
@@ -93,13 +93,14 @@ def after_norm(
     facts: Any,  # noqa: ANN401 - the decoder's
     kind: torch.dtype,
     columns: Callable[[Linear], int],
-    multiply: Callable[[Any, Linear], Tensor],
+    multiply: Kernel,
     other: Kernel,
 ) -> Kernel:
-    """`norm_linear` by a norm that quantizes.
+    """`norm_linear`, or `norm_swiglu`, by a norm that quantizes.
 
     Args:
         kind: that activations become.
+        multiply: (quantized activations, layer, what follows it in the arguments) → its output.
         columns: per scale of a layer's input; 0: `multiply` does not take the layer, which a plain
             norm and `other` compute.
     """
@@ -108,17 +109,17 @@ def after_norm(
     pdl = facts.device.supports_pdl
 
     def fused(
-        x: Tensor | None, residual: Tensor, norm: RMSNorm, layer: Linear
+        x: Tensor | None, residual: Tensor, norm: RMSNorm, layer: Linear, *rest: Linear
     ) -> tuple[Tensor, Tensor]:
         if block := columns(layer):
             quantized = quantizing.norm_quantize(
                 x, residual, norm.weight, norm.eps, kind, block, pdl=pdl
             )
-            return multiply(quantized, layer), residual
+            return multiply(quantized, layer, *rest), residual
         if x is None:
             normed = add_norm.rms_norm(residual, norm.weight, norm.eps, pdl=pdl)
         else:
             normed, residual = add_norm.add_rms_norm(x, residual, norm.weight, norm.eps, pdl=pdl)
-        return other(normed, layer), residual
+        return other(normed, layer, *rest), residual
 
     return fused

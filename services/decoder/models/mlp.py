@@ -45,5 +45,5 @@ class MLP(nn.Module):
         self, x: Tensor | None, residual: Tensor, norm: RMSNorm, kernels: StepKernels
     ) -> tuple[Tensor | None, Tensor]:
         """The MLP of the normed hidden state `x + residual`."""
-        hidden, residual = kernels.norm_swiglu(x, residual, norm, self.gate_up_proj)
+        hidden, residual = kernels.norm_swiglu(x, residual, norm, self.gate_up_proj, self.down_proj)
         return row_parallel(hidden, self.down_proj, residual, kernels, self.ranks), residual

@@ -42,7 +42,8 @@ class StepKernels:
         linear_swiglu: (x `[T, K]`, layer of gate and up) → `silu(gate) * up`, `[T, N]`.
         norm_linear: (x or partials or None, residual, norm, layer) → the layer's output for the
             norm of the hidden state `x + residual`, and the hidden state.
-        norm_swiglu: the same with `linear_swiglu`.
+        norm_swiglu: the same with `linear_swiglu`, and a last argument: the layer that gets the
+            output, which may be in the form that this layer multiplies.
         linear_residual: (x, layer, residual) → the layer's output or partials, to be added to the
             residual stream; None: it has been added to `residual` in place.
         moe: (x `[T, hidden]`, router, experts, residual) → the layer's output, to be added to the
@@ -59,7 +60,7 @@ class StepKernels:
     project: Callable[[Tensor, Linear], Tensor]
     linear_swiglu: Callable[[Tensor, Linear], Tensor]
     norm_linear: Callable[[Tensor | None, Tensor, RMSNorm, Linear], tuple[Tensor, Tensor]]
-    norm_swiglu: Callable[[Tensor | None, Tensor, RMSNorm, Linear], tuple[Tensor, Tensor]]
+    norm_swiglu: Callable[[Tensor | None, Tensor, RMSNorm, Linear, Linear], tuple[Tensor, Tensor]]
     linear_residual: Callable[[Tensor, Linear, Tensor], Tensor | None]
     moe: Callable[[Tensor, Linear, StoredLayers, Tensor], Tensor | None]
     shared_gate: Callable[[Tensor, Tensor, Linear, Tensor], Tensor | None]
@@ -119,7 +120,7 @@ class Ops:
             return made.project(normed, layer), residual
 
         def norm_swiglu(
-            x: Tensor | None, residual: Tensor, norm: RMSNorm, layer: Linear
+            x: Tensor | None, residual: Tensor, norm: RMSNorm, layer: Linear, down: Linear
         ) -> tuple[Tensor, Tensor]:
             normed, residual = made.add_norm(x, residual, norm)
             return made.linear_swiglu(normed, layer), residual

@@ -79,6 +79,22 @@ def check_quantization(num_tokens: int, columns: int, block_columns: int) -> Non
     assert (found.scale[num_tokens:] == 1).all()
 
 
+def check_swiglu_quantization(num_tokens: int, columns: int, block_columns: int) -> None:
+    """A scale may differ by a rounding of the activation, a value by a step of e4m3."""
+    gate_up = torch.randn(num_tokens, 2 * columns)
+    gate_up[0, :block_columns] = 0
+    expected, scale = fp8_weight.quantize_activations(silu_and_mul(gate_up), block_columns)
+    found = quantizing.swiglu_quantize(gate_up, E4M3, block_columns, pdl=False)
+    assert found.num_tokens == num_tokens and found.dtype == gate_up.dtype
+    assert_close(found.scale[:num_tokens], scale, atol=0, rtol=1e-5)
+    values, expected = found.values[:num_tokens].float(), expected.float()
+    assert (values != expected).float().mean() < 0.01
+    assert_close(values, expected, atol=1e-2, rtol=0.13)
+    assert not found.values[num_tokens:].float().any()
+    twin = expected * scale.repeat_interleave(columns // scale.shape[1], 1)
+    assert_close(found.dequantized(), twin, atol=1e-2, rtol=0.13)
+
+
 def check_what_is_no_number() -> None:
     """It is not hidden, and does not reach other tokens."""
     weight, x = make(256, 256, block=True), torch.randn(3, 256)
@@ -139,6 +155,9 @@ if __name__ == "__main__":
     check_quantization(3, 512, 128)
     check_quantization(5, 1152, 128)
     check_quantization(2, 640, 640)
+    check_swiglu_quantization(3, 512, 128)
+    check_swiglu_quantization(5, 1152, 128)
+    check_swiglu_quantization(2, 640, 640)
     check_what_is_no_number()
     check_norm(3, 512, 128)
     check_norm(2, 640, 640)

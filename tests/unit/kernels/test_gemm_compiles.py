@@ -63,7 +63,7 @@ def test_a_layers_kernels_compile_and_fit(device: str, shape: str) -> None:
             heads = ProjectedHeads(projected, norms, 1e-6, (angles, angles), pool, rows)
             kernels.qk_rope_cache(heads, None)
             added = kernels.linear_residual(half(count, facts.query_size), o_proj, residual)
-            inner, _ = kernels.norm_swiglu(added, residual, norm, gate_up)
+            inner, _ = kernels.norm_swiglu(added, residual, norm, gate_up, down)
             kernels.linear_residual(inner, down, residual)
         if gpu.is_hopper:
             many = half(128 * gpu.num_sms, hidden)
