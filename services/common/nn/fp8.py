@@ -79,7 +79,7 @@ def _linear(kernel: str, facts: Any) -> Kernel:  # noqa: ANN401 - a table's, as 
 
 
 def _weight_only(kernel: Kernel) -> Kernel:
-    """For activations that were quantized for another kernel, which has failed, too."""
+    """Takes activations, too, that were quantized for a kernel that has failed."""
     return lambda x, weight: kernel(x if isinstance(x, Tensor) else x.dequantized(), weight)
 
 
@@ -164,19 +164,16 @@ def _norm_swiglu(facts: Any) -> Kernel:  # noqa: ANN401
     from kernels.gemm import quantizing, silu_mul
 
     pdl = facts.device.supports_pdl
+    activate = partial(silu_mul.silu_and_mul, pdl=pdl)
 
-    def activate(gate_up: Tensor, down: Linear) -> Any:  # noqa: ANN401 - a tensor or `Quantized`
+    def for_down(gate_up: Tensor, down: Linear) -> Any:  # noqa: ANN401 - a tensor or `Quantized`
         if isinstance(down.method, Fp8Linear) and (columns := _block_columns(down)):
             return quantizing.swiglu_quantize(gate_up, E4M3, columns, pdl=pdl)
-        return silu_mul.silu_and_mul(gate_up, pdl=pdl)
+        return activate(gate_up)
 
     skinny, many = _bound("fp8_w8a8.linear_swiglu", facts), _bound("fp8_w8a8.scaled_mm", facts)
-    multiply = few_or_many(skinny, many, SKINNY_W8A8_TOKENS, activate)
-
-    def other(x: Tensor, layer: Linear, down: Linear) -> Any:  # noqa: ANN401
-        return activate(layer(x), down)
-
-    return after_norm(facts, E4M3, _block_columns, multiply, other)
+    multiply = few_or_many(skinny, many, SKINNY_W8A8_TOKENS, for_down)
+    return after_norm(facts, E4M3, _block_columns, multiply, lambda x, layer, _: activate(layer(x)))
 
 
 def _block_columns(layer: Linear) -> int:
