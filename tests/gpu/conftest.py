@@ -13,6 +13,13 @@ from tests.gpu.decoder_2b import IDS, ROPE, TEXT_2B, VISION, options
 from tests.image_processor import write_image_processor
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A process compiles each kernel at its first use; several beside each other take minutes."""
+    for item in items:
+        if item.path.parent == Path(__file__).parent:
+            item.add_marker(pytest.mark.timeout(900))
+
+
 @pytest.fixture(scope="session")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The 2B shape's configuration without weights."""

@@ -10,7 +10,7 @@ from kernels.sampling.sampling import greedy
 from tests.decoder_harness import Harness
 from tests.gpu.decoder_2b import needs_flashinfer, prompts, relative
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("count", [2, 4])
 @pytest.mark.parametrize("case", CASES)
 def test_cards_answer_as_one(case: str, count: int) -> None:

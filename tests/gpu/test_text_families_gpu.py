@@ -27,7 +27,7 @@ from kernels.sampling.sampling import greedy
 from tests.decoder_harness import Harness
 from tests.gpu.decoder_2b import GPU, options, prompts, relative
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.gpu
 
 VOCAB_SIZE = 150016
 DECODES = 8
