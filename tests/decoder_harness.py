@@ -148,7 +148,8 @@ class Harness:
         runner, computer = self.runner, self.runner.computer
         with torch.inference_mode():
             step = self.step_of(*chunks)
-            runner.sampler.start_rows(step.sample.row_starts)
+            for start in step.sample.row_starts:
+                runner._sampler.start_row(start)
             step.compute.keeps_hidden = True  # eager
             inputs = computer.stage(step.compute)
             computer._restore_states(step.compute)

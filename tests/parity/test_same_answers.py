@@ -225,7 +225,7 @@ def test_beside_one_that_the_device_has_no_memory_for(
     once, from the tokens before.
     """
     engine = bench.engine(overlap=overlap)
-    readback = engine._runner.sampler._readback
+    readback = engine._runner._readback
     copy, calls = readback.tokens, itertools.count()
 
     def tokens(*arguments):

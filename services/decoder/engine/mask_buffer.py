@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class MaskBuffer:
-    """The `step_sampler.LateMasks` of a device: masks are packed on the host and uploaded at once.
+    """The `model_runner.LateMasks` of a device: masks are packed on the host and uploaded at once.
 
     On a GPU there are two pinned host buffers, used in turn, and one on the device. The copy has a
     stream of its own, so that it runs beside the step that will be sampled. On a CPU the host

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,22 +14,9 @@ from services.decoder.engine.step import Int32Array, Scores, StepOutput
 
 _NO_TOKENS = torch.empty(0, dtype=torch.int32)
 
-
-class HostTokens(NamedTuple):
-    """What a step sampled, on its way to the host.
-
-    Attributes:
-        token_ids: `[B]` int32, on the host once `wait` returns.
-        logprobs: the same, if any are requested.
-        sampling: whose logprobs they are.
-        wait: waits for the copies; to be called once, after which the memory of `token_ids` is
-            another step's.
-    """
-
-    token_ids: Tensor
-    logprobs: SampledLogprobs | None = None
-    sampling: SamplingInputs | None = None
-    wait: Callable[[], None] | None = None
+# What a step sampled, on its way to the host; called once, it waits for the copies. Token ids
+# `[B]`, and `StepOutput.logprobs`.
+HostTokens = Callable[[], tuple[Int32Array, dict[int, list[Logprobs]]]]
 
 
 class Readback:
@@ -50,7 +36,7 @@ class Readback:
         token_ids = _NO_TOKENS if sampled is None else sampled.token_ids
         logprobs = None if sampled is None else sampled.logprobs
         if not self._cuda:
-            return HostTokens(token_ids, logprobs, sampling)
+            return lambda: (token_ids.numpy(), _logprobs(logprobs, sampling))
         if logprobs is not None:
             parts = (logprobs.chosen, logprobs.top_ids, logprobs.top)
             logprobs = SampledLogprobs(*map(self.copy, parts))
@@ -59,11 +45,12 @@ class Readback:
         ids.copy_(token_ids, non_blocking=True)
         event.record()
 
-        def wait() -> None:
+        def wait() -> tuple[Int32Array, dict[int, list[Logprobs]]]:
             event.synchronize()
             self._free.append(taken)
+            return ids.numpy().copy(), _logprobs(logprobs, sampling)
 
-        return HostTokens(ids, logprobs, sampling, wait)
+        return wait
 
     def mark(self) -> torch.cuda.Event | None:
         """An event after everything launched so far; None on a CPU."""
@@ -119,19 +106,17 @@ class DevicePendingStep:
         """The step's tokens and scores, once they are there."""
         if self._output is None:
             assert self.tokens is not None, "the step's masks have not arrived"
-            ids = self.tokens.token_ids.numpy()
-            if self.tokens.wait is not None:
-                self.tokens.wait()
-                ids = ids.copy()
+            ids, logprobs = self.tokens()
             scores = [Scores(*(part.numpy() for part in found)) for found in self.scores]
             ones = np.ones(len(ids), np.int32)
-            self._output = StepOutput(ids[:, None], ones, _logprobs(self.tokens), scores)
+            self._output = StepOutput(ids[:, None], ones, logprobs, scores)
         return self._output
 
 
-def _logprobs(tokens: HostTokens) -> dict[int, list[Logprobs]]:
+def _logprobs(
+    found: SampledLogprobs | None, inputs: SamplingInputs | None
+) -> dict[int, list[Logprobs]]:
     """`StepOutput.logprobs`."""
-    inputs, found = tokens.sampling, tokens.logprobs
     if found is None or inputs is None:
         return {}
     chosen, top_ids, top = found.chosen.tolist(), found.top_ids.tolist(), found.top.tolist()

@@ -47,9 +47,8 @@ from services.decoder.engine.images import ImageReader
 from services.decoder.engine.kv_cache import KVCacheShape
 from services.decoder.engine.mask_buffer import MaskBuffer
 from services.decoder.engine.messages import EngineInfo
-from services.decoder.engine.model_runner import ModelRunner
+from services.decoder.engine.model_runner import Extras, ModelRunner
 from services.decoder.engine.prompt_scores import score_prompt
-from services.decoder.engine.step_sampler import Extras
 from services.decoder.models.kv_scales import finish_scales, read_scales
 from services.decoder.models.rank_spec import rank_spec
 from services.decoder.models.stored import as_stored
@@ -334,7 +333,7 @@ def _run_largest_step(runner: ModelRunner) -> int:
     ones = min(info.max_num_sequences, info.max_batched_tokens) - 1
     runner.computer.forward_scratch([1] * ones + [info.max_batched_tokens - ones])
     forward_peak = torch.cuda.max_memory_reserved()
-    runner.sampler.sample_scratch(info.max_num_sequences)
+    runner.sample_scratch(info.max_num_sequences)
     torch.cuda.synchronize()
     return forward_peak
 
@@ -360,7 +359,7 @@ def _warm_up(
     while differ:
         for lengths in steps:
             runner.computer.forward_scratch(lengths)
-        runner.sampler.sample_scratch(1)
+        runner.sample_scratch(1)
         differ = _agree(model.ops, ranks)
     if with_graphs and backend.captures:
         prompts = prompt_buckets(longest) if backend.captures_prompts else []

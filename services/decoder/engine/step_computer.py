@@ -1,7 +1,7 @@
 """The half of a step that every rank computes: rows, inputs, layers, and the head's logits.
 
 `ModelRunner` stages a `ComputeStep` and runs it; what is sampled of the logits is another's
-(`step_sampler`). A kind of step whose CUDA graphs cannot be captured runs eagerly.
+(`model_runner`). A kind of step whose CUDA graphs cannot be captured runs eagerly.
 """
 
 import logging

@@ -19,7 +19,7 @@ from kernels.sampling.sampling import (
     split_width,
 )
 from services.decoder.engine.messages import SamplingParams
-from services.decoder.engine.pending_step import DevicePendingStep, HostTokens
+from services.decoder.engine.pending_step import DevicePendingStep, Readback
 from services.decoder.engine.sampler import Sampled, Sampler, uniforms
 from services.decoder.engine.staging import Staging
 from services.decoder.engine.step import RowSampling, SampleStep
@@ -395,8 +395,7 @@ def test_named_tokens_have_logprobs_beside_the_most_likely() -> None:
     assert inputs is not None
     sampled = bench.sampler.sample(raw, inputs)
     assert sampled.logprobs is not None
-    tokens = HostTokens(sampled.token_ids, sampled.logprobs, inputs)
-    pending = DevicePendingStep(tokens)
+    pending = DevicePendingStep(Readback(len(params), CPU).tokens(sampled, inputs))
     right = raw.log_softmax(-1)
     found = pending.result().logprobs
     assert found.keys() == {0, 2, 3}
