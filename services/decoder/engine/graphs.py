@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from kernels import launches
-from kernels.linear_attention.states import StateCache
-from kernels.rows import DeviceRows, EnteredStep, OfChunk
+from kernels.linear_attention.states import StateCache, StateLayout
+from kernels.rows import DeviceRows, EnteredStep, OfChunk, StepEntry
 from kernels.tuning import (
     MAX_CAPTURED_CHUNKS,
     MAX_CAPTURED_DECODES,
@@ -27,7 +27,6 @@ from kernels.tuning import (
 )
 from services.common.nn.dispatch import CapturedCalls
 from services.decoder.attention.base import AttentionBackend, AttentionMetadata
-from services.decoder.engine import step_inputs
 from services.decoder.engine.images import ImageReader
 from services.decoder.engine.staging import Staging
 from services.decoder.engine.step_inputs import StepInputs
@@ -133,11 +132,36 @@ class StepParts:
     staging: Staging
 
     def metadata(self, step: StepInputs, entered: EnteredStep) -> AttentionMetadata:
-        """An uploaded step's layout, without a plan."""
-        state = self.state
-        return step_inputs.attention_metadata(
-            step, self.staging, state.rows, entered, state.states, state.checkpoints
+        """The uploaded step's layout; `plan` is not made yet. For a CUDA graph it serves all steps
+        that are padded to the same size: their arrays are at the same places on the device.
+        """
+        places, device, state = step.places, self.staging.device, self.state
+        metadata = AttentionMetadata(
+            num_decodes=step.num_decodes,
+            cu_query_lens=step.cu_query_lens,
+            seq_lens=step.seq_lens,
+            first_blocks=step.first_blocks,
+            slot_mapping=entered.slots,
+            block_ids=state.rows.blocks.view(-1),
+            first_blocks_device=entered.first_blocks,
+            seq_lens_device=entered.lengths,
+            work=None if places.work is None else device(places.work),
         )
+        if state.states is not None:
+            assert places.cu_query_lens is not None
+            metadata.states = StateLayout(
+                cache=state.states,
+                num_decodes=step.num_decodes,
+                cu_query_lens=step.cu_query_lens,
+                seq_lens=step.seq_lens,
+                slots=entered.rows,
+                cu_query_lens_device=device(places.cu_query_lens),
+                seq_lens_device=entered.lengths,
+                work=None if places.pieces is None else device(places.pieces),
+                checkpoints=state.checkpoints,
+                saves=None if places.saves is None else device(places.saves),
+            )
+        return metadata
 
     def forward(
         self,
@@ -148,16 +172,16 @@ class StepParts:
         """Runs an uploaded step, whose images are read by another; see `Transformer.forward` for
         `rows`. `metadata` is planned; None: it is planned now.
         """
-        state, visual = self.state, None
+        state, device, visual = self.state, self.staging.device, None
         entered = self.entered.part(step.num_tokens, len(step.seq_lens))
-        entry = step_inputs.entry(step, self.staging)
+        entry = StepEntry(device(step.places.tokens), device(step.places.chunks))
         self.model.ops.enter_step(entry, state.rows, entered, state.kv_cache.shape[3])
         if metadata is None:
             metadata = self.metadata(step, entered)
             metadata.plan = self.backend.plan(metadata)
         if step.places.visual_mask is not None:
             assert self.images is not None
-            visual = self.images.visual(self.staging.device(step.places.visual_mask))
+            visual = self.images.visual(device(step.places.visual_mask))
         return self.model.forward(
             entered.input_ids, entered.positions, state.kv_cache, metadata, visual, rows
         )

@@ -31,7 +31,7 @@ from services.decoder.engine.images import ImageReader
 from services.decoder.engine.messages import EngineInfo
 from services.decoder.engine.staging import Staging
 from services.decoder.engine.step import ComputeStep
-from services.decoder.engine.step_inputs import NOTHING_NEW, RowUpdates, StepInputs
+from services.decoder.engine.step_inputs import StepInputs
 from services.decoder.models.transformer import Transformer
 
 logger = logging.getLogger(__name__)
@@ -100,14 +100,13 @@ class StepComputer:
         graphs = None
         if not step.keeps_hidden:
             graphs, inputs = self._graphs_for(inputs)
-        return self._stage(inputs, graphs, RowUpdates.of(step, self._max_blocks))
+        return self._stage(inputs, graphs)
 
     def run(self, step: ComputeStep, inputs: StepInputs) -> Computed:
         """Uploads the staging buffer, and launches the step that was staged last."""
         self._restore_states(step)
         self.staging.upload()
-        if any(inputs.places.updates):
-            step_inputs.update_rows(inputs, self.staging, self._state.rows)
+        step_inputs.update_rows(inputs, self.staging, self._state.rows)
         if step.num_from_device:
             self._ranks.broadcast(self._state.rows.last_tokens)  # rank 0 has sampled them
         return self._run(step, inputs)
@@ -220,16 +219,13 @@ class StepComputer:
                 return graphs, padded
         return None, step
 
-    def _stage(
-        self, step: StepInputs, graphs: Graphs | None = None, updates: RowUpdates = NOTHING_NEW
-    ) -> StepInputs:
+    def _stage(self, step: StepInputs, graphs: Graphs | None = None) -> StepInputs:
         """Copies a step, padded for `graphs` if any, into the staging buffer; returns it."""
         self.staging.begin()
         step.graphs = graphs
         return step_inputs.stage(
             step,
             self.staging,
-            updates,
             work=self._parts.backend.list_work(step, captured=graphs is not None),
             masked=bool(step.images) if graphs is None else graphs.masks_images,
             with_states=self._state.states is not None,

@@ -8,19 +8,20 @@ lengths come from the `ComputeStep`, and blocks are on the device (`kernels.rows
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import accumulate, takewhile
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from kernels.linear_attention.states import StateCache, StateLayout, prefill_pieces
-from kernels.rows import MAX_CHANGING_CHUNKS, DeviceRows, EnteredStep, OfChunk, OfToken, StepEntry
-from services.decoder.attention.base import AttentionMetadata
+from kernels.linear_attention.states import prefill_pieces
+from kernels.rows import MAX_CHANGING_CHUNKS, DeviceRows, OfChunk, OfToken
 from services.decoder.engine.images import ImageRun
 from services.decoder.engine.staging import Staged, Staging
 from services.decoder.engine.step import ComputeStep, Int32Array
 
 IntArray = npt.NDArray[np.int64]
+Updates = tuple[IntArray, Int32Array]  # of a row's tensor: places, and the values there
+NO_UPDATES: Updates = np.empty(0, np.int64), np.empty(0, np.int32)
 
 
 @dataclass(slots=True)
@@ -41,7 +42,7 @@ class Places:
     cu_query_lens: Staged | None  # [S + 1] int32, of a model with recurrent states
     pieces: Staged | None  # [W, 2] int32, of chunks of such a model
     saves: Staged | None  # [T] int32, the same
-    updates: list[tuple[Staged, Staged] | None]  # of RowUpdates, in its order
+    updates: list[tuple[Staged, Staged] | None]  # of block tables, and of position deltas
 
 
 @dataclass(slots=True)
@@ -62,6 +63,9 @@ class StepInputs:
     samples: IntArray  # [B]: chunks that sample
     images: list[ImageRun]
     state_saves: IntArray | None = None  # see `ComputeStep`
+    # What changes of the rows before the step runs: of the block tables, flat; and of the deltas.
+    block_updates: Updates = NO_UPDATES
+    position_deltas: Updates = NO_UPDATES
     places: Places = field(init=False)  # set by `stage`
     # Set by the graphs that run it, see `engine.graphs`; None: it runs eagerly.
     graphs: Any = None
@@ -89,39 +93,26 @@ class StepInputs:
         )
 
 
-class RowUpdates(NamedTuple):
-    """What changes of the rows before a step runs: places, and the values there."""
-
-    blocks: tuple[IntArray, Int32Array]  # of the block tables, flat
-    position_deltas: tuple[IntArray, Int32Array]
-
-    @classmethod
-    def of(cls, step: ComputeStep, max_blocks: int) -> "RowUpdates":
-        """Those of a step."""
-        blocks = deltas = _NO_UPDATES
-        if len(step.block_updates):
-            rows, starts, counts = step.block_updates.T
-            places = rows * max_blocks + starts
-            if (counts != 1).any():
-                within = np.arange(len(step.block_ids)) - (counts.cumsum() - counts).repeat(counts)
-                places = places.repeat(counts) + within
-            blocks = places, step.block_ids
-        if step.row_starts:
-            starting = [start.row for start in step.row_starts]
-            values = [start.position_delta for start in step.row_starts]
-            deltas = np.array(starting, np.int64), np.array(values, np.int32)
-        return cls(blocks, deltas)
-
-
-_NO_UPDATES = np.empty(0, np.int64), np.empty(0, np.int32)
-NOTHING_NEW = RowUpdates(_NO_UPDATES, _NO_UPDATES)
-
-
 def lay_out(step: ComputeStep, max_blocks: int) -> StepInputs:
     """The inputs of a step; `max_blocks`: of a row."""
-    if step.num_from_device == len(step.rows):
-        return _decodes_from_device(step, max_blocks)
-    # Plain Python per chunk, as in `Batch.to_step`.
+    alone = step.num_from_device == len(step.rows)
+    inputs = (_decodes_from_device if alone else _chunks)(step, max_blocks)
+    if len(step.block_updates):
+        rows, starts, counts = step.block_updates.T
+        places = rows * max_blocks + starts
+        if (counts != 1).any():
+            within = np.arange(len(step.block_ids)) - (counts.cumsum() - counts).repeat(counts)
+            places = places.repeat(counts) + within
+        inputs.block_updates = places, step.block_ids
+    if step.row_starts:
+        starting = [start.row for start in step.row_starts]
+        values = [start.position_delta for start in step.row_starts]
+        inputs.position_deltas = np.array(starting, np.int64), np.array(values, np.int32)
+    return inputs
+
+
+def _chunks(step: ComputeStep, max_blocks: int) -> StepInputs:
+    """`lay_out` of any step. Plain Python per chunk, as in `Batch.to_step`."""
     fed, lengths = step.num_from_device, step.lengths.tolist()
     *firsts, num_tokens = accumulate(lengths, initial=0)
     tokens = np.zeros((OfToken.COUNT, num_tokens), np.int32)
@@ -179,7 +170,6 @@ def _leading_ones(lengths: Iterable[int]) -> int:
 def stage(
     step: StepInputs,
     staging: Staging,
-    updates: RowUpdates = NOTHING_NEW,
     *,
     work: Int32Array | None,
     masked: bool,
@@ -197,11 +187,11 @@ def stage(
             plan reads them.
     """
     num_tokens, num_chunks = step.num_tokens, len(step.seq_lens)
-    blocks = updates.blocks
+    blocks = step.block_updates
     itself = decodes and not step.plans_from_blocks
     if itself and len(blocks[0]) <= num_chunks <= MAX_CHANGING_CHUNKS:
         places, block_ids = blocks
-        step.chunks[OfChunk.PLACE, : len(places)], blocks = places, _NO_UPDATES
+        step.chunks[OfChunk.PLACE, : len(places)], blocks = places, NO_UPDATES
         step.chunks[OfChunk.BLOCK, : len(places)] = block_ids
     tokens, chunks = staging.add(step.tokens, size=num_tokens), staging.add(step.chunks)
     if num_tokens > step.tokens.shape[1]:
@@ -223,18 +213,16 @@ def stage(
         work=None if work is None else staging.add(work),
         visual_mask=_stage_visual_mask(step, staging) if masked else None,
         cu_query_lens=staging.add(step.cu_query_lens) if with_states else None,
-        pieces=_stage_pieces(step, staging) if has_pieces else None,
+        pieces=staging.add(prefill_pieces(step.cu_query_lens, step.num_decodes, num_tokens))
+        if has_pieces
+        else None,
         saves=_stage_saves(step, staging) if has_pieces else None,
         updates=[
             (staging.add(places), staging.add(values)) if len(places) else None
-            for places, values in (blocks, updates.position_deltas)
+            for places, values in (blocks, step.position_deltas)
         ],
     )
     return step
-
-
-def _stage_pieces(step: StepInputs, staging: Staging) -> Staged:
-    return staging.add(prefill_pieces(step.cu_query_lens, step.num_decodes, step.num_tokens))
 
 
 def _stage_saves(step: StepInputs, staging: Staging) -> Staged:
@@ -258,48 +246,3 @@ def update_rows(step: StepInputs, staging: Staging, rows: DeviceRows) -> None:
         rows.blocks.view(-1).index_copy_(0, *map(staging.device, blocks))
     if position_deltas is not None:
         rows.position_deltas.index_copy_(0, *map(staging.device, position_deltas))
-
-
-def entry(step: StepInputs, staging: Staging) -> StepEntry:
-    """What `enter_step` reads of an uploaded step."""
-    return StepEntry(staging.device(step.places.tokens), staging.device(step.places.chunks))
-
-
-def attention_metadata(
-    step: StepInputs,
-    staging: Staging,
-    rows: DeviceRows,
-    entered: EnteredStep,
-    states: StateCache | None,
-    checkpoints: StateCache | None,
-) -> AttentionMetadata:
-    """The uploaded step's layout; `plan` is not made yet. For a CUDA graph it serves all steps that
-    are padded to the same size: their arrays are at the same places on the device.
-    """
-    places = step.places
-    metadata = AttentionMetadata(
-        num_decodes=step.num_decodes,
-        cu_query_lens=step.cu_query_lens,
-        seq_lens=step.seq_lens,
-        first_blocks=step.first_blocks,
-        slot_mapping=entered.slots,
-        block_ids=rows.blocks.view(-1),
-        first_blocks_device=entered.first_blocks,
-        seq_lens_device=entered.lengths,
-        work=None if places.work is None else staging.device(places.work),
-    )
-    if states is not None:
-        assert places.cu_query_lens is not None
-        metadata.states = StateLayout(
-            cache=states,
-            num_decodes=step.num_decodes,
-            cu_query_lens=step.cu_query_lens,
-            seq_lens=step.seq_lens,
-            slots=entered.rows,
-            cu_query_lens_device=staging.device(places.cu_query_lens),
-            seq_lens_device=entered.lengths,
-            work=None if places.pieces is None else staging.device(places.pieces),
-            checkpoints=checkpoints,
-            saves=None if places.saves is None else staging.device(places.saves),
-        )
-    return metadata

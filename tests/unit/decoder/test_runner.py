@@ -32,7 +32,7 @@ from services.decoder.engine.runner_factory import RunnerOptions, create_runner
 from services.decoder.engine.sequence import Sequence
 from services.decoder.engine.step import ComputeStep, Step
 from services.decoder.engine.step_computer import Computed
-from services.decoder.engine.step_inputs import NOTHING_NEW, RowUpdates, StepInputs
+from services.decoder.engine.step_inputs import StepInputs
 from tests.decoder_harness import Harness, completion_of, write_checkpoint
 from tests.sampling_twins import mask_of
 
@@ -425,10 +425,10 @@ def test_padding_keeps_places_and_touches_nothing_real(harness: Harness) -> None
     padded = pad_decodes(step, 4, full)
     memory: Any = None
     graphs = DecodeGraphs(runner.computer._parts, memory, full)
-    update = RowUpdates((np.array([5]), np.array([7], np.int32)), NOTHING_NEW.position_deltas)
+    padded.block_updates = np.array([5]), np.array([7], np.int32)
     second, first = (
         runner.computer._stage(full, graphs).places,
-        runner.computer._stage(padded, graphs, update).places,
+        runner.computer._stage(padded, graphs).places,
     )
     for name in ("tokens", "chunks"):
         assert getattr(first, name) == getattr(second, name)
