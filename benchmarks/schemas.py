@@ -138,10 +138,7 @@ class DecoderMatcher:
 
     def mask(self) -> npt.NDArray[np.bool_]:
         started = time.thread_time()
-        filler = self._matcher.filler()
-        assert filler is not None
-        filler.unsafe_compute_mask_ptr(self._mask.ctypes.data, self._mask.nbytes)
-        self._matcher.finish(self._mask)
+        self._matcher.fill(self._mask)
         self.mask_s = time.thread_time() - started
         mask = self._mask[:-PROBE_WORDS]
         return np.unpackbits(mask.view(np.uint8), bitorder="little").view(np.bool_)

@@ -135,25 +135,20 @@ class BoundedStrings:
     state: LLMatcher
     plain: PlainTokens
     room: int = 0
-    _unread: list[int] = field(default_factory=list[int])
 
     def copy(self) -> "BoundedStrings":
         """At the same place, for another sequence."""
-        state = self.state.deep_copy()
-        return BoundedStrings(state, self.plain, _unread=self._unread.copy())
+        return BoundedStrings(self.state.deep_copy(), self.plain)
 
-    def skip(self, token_ids: list[int]) -> None:
-        """Tokens outside of strings, which are read once they are needed."""
-        self._unread += token_ids
-
-    def enter(self, full: LLMatcher) -> bool:
+    def enter(self, full: LLMatcher, unread: list[int]) -> bool:
         """Whether the grammar, of which `full` is the first matcher, is within a string of any
-        characters; then `state` can fill the mask.
+        characters; then `state` takes the tokens that it has not read, and can fill the mask.
         """
         if full.validate_tokens(self.plain.probe) < len(self.plain.probe):
             return False
-        unread, self._unread = self._unread, []
-        return self._read(unread)
+        entered = self._read(unread)
+        unread.clear()
+        return entered
 
     def stay(self, token_ids: list[int]) -> bool:
         """Whether the string goes on behind these tokens; no: `state` may have failed."""
@@ -168,20 +163,17 @@ class BoundedStrings:
         self.room = max(room, 0)
         return room > 0 or self.state.validate_tokens(self.plain.probe) == len(self.plain.probe)
 
-    def complete(self, mask: Int32Array, probes: Int32Array) -> bool:
-        """Adds the plain tokens to a mask that `state` has filled.
-
-        Args:
-            mask: `[words]`.
-            probes: `[PROBE_WORDS]`, what it has filled behind the mask.
+    def fill(self, row: Int32Array) -> bool:
+        """Fills a mask `[words]`, and probes behind it, `[PROBE_WORDS]`, and adds the plain tokens.
 
         Returns:
             Whether the mask is right; else the first matcher has to fill it.
         """
-        self.room = int.from_bytes(probes.tobytes(), "little").bit_length()
+        self.state.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+        self.room = int.from_bytes(row[-PROBE_WORDS:].tobytes(), "little").bit_length()
         if self.room == 0 or self.state.is_error():
             return False
-        mask |= self.plain.masks[self.room]
+        row[:-PROBE_WORDS] |= self.plain.masks[self.room]
         return True
 
     def _read(self, token_ids: list[int]) -> bool:

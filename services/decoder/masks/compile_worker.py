@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -37,36 +38,25 @@ _KEPT_BYTES = 256 << 20  # that a fork's address space may grow by before anothe
 _PR_SET_PDEATHSIG = 1
 
 
+@dataclass(slots=True, eq=False)
 class Compiler:
     """Compiles one grammar after the other in a fork of this process, which may die.
 
-    Args:
+    Attributes:
         cpu_s: of one grammar.
         wall_s: of one grammar.
         check: raises InvalidGrammar before a grammar is compiled that is beyond the bounds.
+        pid: of the fork; 0: there is none.
     """
 
-    def __init__(
-        self,
-        vocabulary: Vocabulary,
-        *,
-        cpu_s: float = CPU_S,
-        wall_s: float = _WALL_S,
-        check: Callable[[str, str], None] = check_grammar,
-    ) -> None:
-        self._vocabulary = vocabulary
-        self._cpu_s = cpu_s
-        self._wall_s = wall_s
-        self._check = check
-        self._pid = 0  # 0: there is no fork
-        self._charged_s = 0.0  # of the fork's CPU time: to grammars before
-        self._channel: EngineChannel[Verdict] | None = None
-        self.num_deaths = 0
-
-    @property
-    def pid(self) -> int:
-        """Of the fork; 0: there is none."""
-        return self._pid
+    vocabulary: Vocabulary
+    cpu_s: float = CPU_S
+    wall_s: float = _WALL_S
+    check: Callable[[str, str], None] = check_grammar
+    pid: int = 0
+    num_deaths: int = 0
+    _charged_s: float = 0.0  # of the fork's CPU time: to grammars before
+    _channel: EngineChannel[Verdict] | None = None
 
     def compile(self, task: Compile) -> Verdict:
         """Whether the grammar can be compiled, or why not. Raises nothing."""
@@ -80,7 +70,7 @@ class Compiler:
             self._reap()
         answers: list[Verdict] = []
         with suppress(ChannelClosed):
-            answers = self._channel.receive(self._wall_s) if self._channel is not None else []
+            answers = self._channel.receive(self.wall_s) if self._channel is not None else []
         if answers:
             self._charged_s += answers[0].cpu_s
             if answers[0].is_last:
@@ -91,7 +81,7 @@ class Compiler:
         cpu_s = used_s - self._charged_s
         if status == signal.SIGPROF:
             return Verdict(
-                f"takes more than {self._cpu_s:g} s of CPU time to compile", cpu_s, died=True
+                f"takes more than {self.cpu_s:g} s of CPU time to compile", cpu_s, died=True
             )
         return Verdict("takes more memory, time or levels to compile than it may", cpu_s, died=True)
 
@@ -106,22 +96,22 @@ class Compiler:
         self._channel = None
         # It may be about to die of a signal of its own, which says why.
         for _ in range(100):
-            pid, status, usage = os.wait4(self._pid, os.WNOHANG)
+            pid, status, usage = os.wait4(self.pid, os.WNOHANG)
             if pid:
                 break
             time.sleep(0.001)
         else:
-            os.kill(self._pid, signal.SIGKILL)
-            _, status, usage = os.wait4(self._pid, 0)
-        self._pid = 0
+            os.kill(self.pid, signal.SIGKILL)
+            _, status, usage = os.wait4(self.pid, 0)
+        self.pid = 0
         ended_by = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
         return ended_by, usage.ru_utime + usage.ru_stime
 
     def _fork(self) -> None:
         mine, theirs = create_socket_pair()
         self._charged_s = 0.0
-        self._pid = os.fork()
-        if self._pid == 0:
+        self.pid = os.fork()
+        if self.pid == 0:
             mine.close()
             try:
                 self._serve(theirs)
@@ -148,10 +138,10 @@ class Compiler:
 
     def _error(self, task: Compile) -> str:
         """Why the grammar cannot be compiled; empty: it can."""
-        with limited(self._cpu_s, MEMORY_BYTES):
+        with limited(self.cpu_s, MEMORY_BYTES):
             try:
-                self._check(task.kind, task.text)
-                compile_grammar(self._vocabulary, task.kind, task.text, task.plain_strings)
+                self.check(task.kind, task.text)
+                compile_grammar(self.vocabulary, task.kind, task.text, task.plain_strings)
             except InvalidGrammar as refused:
                 return refused.message
             except MemoryError:

@@ -116,9 +116,7 @@ class Grammars:
         """
         try:
             matcher.consume(token_ids)
-            if (state := matcher.filler()) is not None:
-                state.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
-            return matcher.finish(row)
+            return matcher.fill(row)
         except MatcherFailed as error:
             return error
         except BaseException as error:

@@ -73,7 +73,7 @@ class GrammarMatcher:
     strings: BoundedStrings | None = None
     _recent: tuple[int, ...] = ()
     _in_string: bool = False
-    _unread: list[int] = field(default_factory=list[int])  # by `state`: of the string
+    _unread: list[int] = field(default_factory=list[int])  # by the one of both that is behind
 
     def consume(self, token_ids: list[int]) -> None:
         """Takes the sequence's next tokens; raises MatcherFailed."""
@@ -82,50 +82,41 @@ class GrammarMatcher:
             self._recent = (*self._recent, token_id)[-len(self.begins_after) :]
             if self._recent == self.begins_after:
                 self.begins_after = ()
-        if self._in_string and self.strings is not None:
+        if self.strings is not None:
             self._unread += token_ids
-            self._in_string = self.strings.stay(token_ids)
-            if not self._in_string:
-                self._leave_string()
-        else:
+        if self.strings is None or not self._in_string:
             self._read(token_ids)
-            if self.strings is not None:
-                self.strings.skip(token_ids)
-
-    def filler(self) -> LLMatcher | None:
-        """What fills the next mask; None: a mask of all ids is where it starts."""
-        if self.begins_after:
-            return None
-        if (strings := self.strings) is None:
-            return self.state
-        if not self._in_string:
-            self._in_string = strings.enter(self.state)
-        return strings.state if self._in_string else self.state
-
-    def finish(self, filled: Int32Array, num_generated: int) -> None:
-        """Completes a mask that `filler` has filled, `[words + PROBE_WORDS]`, and takes ids out of
-        it that may not end the sequence yet.
-        """
-        mask = filled[:-PROBE_WORDS]
-        if (
-            self._in_string
-            and self.strings is not None
-            and not self.strings.complete(mask, filled[-PROBE_WORDS:])
-        ):
-            self._in_string = False
+        elif not self.strings.stay(token_ids):
             self._leave_string()
-            self.state.unsafe_compute_mask_ptr(filled.ctypes.data, filled.nbytes)
-        if self.state.is_error():
-            raise MatcherFailed(self._failure())
+
+    def fill(self, row: Int32Array, num_generated: int) -> None:
+        """Fills the next mask, `[words + PROBE_WORDS]`, without ids that may not end the sequence
+        yet; raises MatcherFailed.
+        """
+        mask = row[:-PROBE_WORDS]
         if self.begins_after:
             mask[:] = self.without_ends
-        elif not self.ends_early:
-            _forbid(mask, self.end_ids, self.without_ends)
+        else:
+            if not self._fill_in_string(row):
+                self.state.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+            if self.state.is_error():
+                raise MatcherFailed(self._failure())
+            if not self.ends_early:
+                _forbid(mask, self.end_ids, self.without_ends)
         if num_generated < self.min_tokens:
             _forbid(mask, self.stop_ids, self.without_stops)
 
+    def _fill_in_string(self, row: Int32Array) -> bool:
+        """Whether the second matcher has filled the mask."""
+        if (strings := self.strings) is None:
+            return False
+        self._in_string = self._in_string or strings.enter(self.state, self._unread)
+        if self._in_string and not strings.fill(row):
+            self._leave_string()
+        return self._in_string
+
     def _leave_string(self) -> None:
-        unread, self._unread = self._unread, []
+        unread, self._unread, self._in_string = self._unread, [], False
         self._read(unread)
         if self.strings is not None and self.strings.state.is_error():
             self.strings = None
@@ -164,10 +155,6 @@ class Matcher:
     def num_generated(self) -> int:
         return len(self.generated)
 
-    def filler(self) -> LLMatcher | None:
-        """What fills the next mask; None: a mask of all ids is where it starts."""
-        return None if self.grammar is None else self.grammar.filler()
-
     def consume(self, token_ids: list[int]) -> None:
         """Takes the sequence's next tokens.
 
@@ -178,20 +165,19 @@ class Matcher:
         if self.grammar is not None:
             self.grammar.consume(token_ids)
 
-    def finish(self, filled: Int32Array) -> bool:
-        """Makes the mask for the next token; whether it forbids any id.
+    def fill(self, row: Int32Array) -> bool:
+        """Fills the mask for the next token; whether it forbids any id.
 
         Args:
-            filled: what `filler` has filled, `[words + PROBE_WORDS]`; its first words become the
-                mask.
+            row: `[words + PROBE_WORDS]`; its first words become the mask.
 
         Raises:
             MatcherFailed: the grammar cannot go on, or nothing is allowed.
         """
-        mask = filled[:-PROBE_WORDS]
+        mask = row[:-PROBE_WORDS]
         forbidden = [word[-1] for word in self.bad_words if self._ends_with(word[:-1])]
         if self.grammar is not None:
-            self.grammar.finish(filled, len(self.generated))
+            self.grammar.fill(row, len(self.generated))
         elif self.allowed is None and not forbidden:
             return False
         else:

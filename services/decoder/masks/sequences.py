@@ -4,7 +4,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -53,10 +53,11 @@ class _Masked:
     is_removed: bool = False
 
 
+@dataclass(slots=True, eq=False)
 class SequenceMasks:
     """Owner of the matchers, one for each running sequence whose tokens are masked.
 
-    Args:
+    Attributes:
         rows: what masks are filled in.
         link: the number of this process, see `MaskLink`.
         engine: gets the masks.
@@ -65,25 +66,15 @@ class SequenceMasks:
         failed: called with a sequence's number and an error when it cannot go on.
     """
 
-    def __init__(
-        self,
-        grammars: Grammars,
-        rows: MaskRows,
-        link: int,
-        engine: FrontChannel[NewTokens],
-        first: FrontChannel[ToProcess],
-        observe: Callable[[float], None],
-        failed: Callable[[int, TriptychError], None],
-    ) -> None:
-        self._grammars = grammars
-        self._rows = rows
-        self._link = link
-        self._engine = engine
-        self._first = first
-        self._observe = observe
-        self._failed = failed
-        self._sequences: dict[int, _Masked] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+    grammars: Grammars
+    rows: MaskRows
+    link: int
+    engine: FrontChannel[NewTokens]
+    first: FrontChannel[ToProcess]
+    observe: Callable[[float], None]
+    failed: Callable[[int, TriptychError], None]
+    _sequences: dict[int, _Masked] = field(default_factory=dict[int, _Masked])
+    _tasks: set[asyncio.Task[None]] = field(default_factory=set[asyncio.Task[None]])
 
     def add(self, number: int, demands: Demands, generated: list[int]) -> None:
         """Starts on a sequence that the engine was sent: its next mask follows.
@@ -91,9 +82,9 @@ class SequenceMasks:
         Args:
             demands: of its completion.
         """
-        row = self._rows.take()
+        row = self.rows.take()
         if row is None:
-            self._failed(number, Overloaded("too many sequences have token masks"))
+            self.failed(number, Overloaded("too many sequences have token masks"))
             return
         sequence = self._sequences[number] = _Masked(number, row, demands, generated)
         self._start(sequence)
@@ -117,21 +108,21 @@ class SequenceMasks:
         started = time.monotonic()
         for first in range(0, len(work), _AT_ONCE):
             part = work[first : first + _AT_ONCE]
-            self._send(part, [self._fill(sequence) for sequence in part], self._engine)
-        self._observe(time.monotonic() - started)
+            self._send(part, [self._fill(sequence) for sequence in part], self.engine)
+        self.observe(time.monotonic() - started)
 
     def remove(self, number: int) -> None:
         """A sequence has ended; of one without masks nothing is known."""
         if (sequence := self._sequences.pop(number, None)) is not None:
             sequence.is_removed = True
             if not sequence.is_begun:
-                self._rows.give_back(sequence.row)
+                self.rows.give_back(sequence.row)
 
     async def close(self) -> None:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._grammars.close()
+        self.grammars.close()
 
     async def _begin(self, sequence: _Masked) -> None:
         try:
@@ -142,20 +133,20 @@ class SequenceMasks:
         finally:
             sequence.is_begun = False
             if sequence.is_removed:
-                self._rows.give_back(sequence.row)
+                self.rows.give_back(sequence.row)
         sequence.matcher = matcher
         # The tokens of a step may have come meanwhile, of a sequence that another process had.
         while not isinstance(mask, MatcherFailed) and (
             len(sequence.generated) > matcher.num_generated
         ):
             mask = self._fill(sequence)
-        self._send([sequence], [mask], self._first)
+        self._send([sequence], [mask], self.first)
 
     async def _compiled(self, sequence: _Masked) -> Matcher | None:
         """None: it has failed."""
-        during = partial(self._rows.marks.during, COMPILING, sequence.number)
+        during = partial(self.rows.marks.during, COMPILING, sequence.number)
         try:
-            return await self._grammars.matcher(sequence.demands, during)
+            return await self.grammars.matcher(sequence.demands, during)
         except TriptychError as error:
             self._fail(sequence.number, error)
         except BaseException as error:
@@ -167,25 +158,25 @@ class SequenceMasks:
 
     async def _first_mask(self, sequence: _Masked, matcher: Matcher) -> Found:
         """In the thread, because it takes longest: up to a second."""
-        row, known = self._rows.array[sequence.row], sequence.generated.copy()
+        row, known = self.rows.array[sequence.row], sequence.generated.copy()
 
         def fill() -> Found:
-            with self._rows.marks.during(COMPILING, sequence.number):
-                return self._grammars.fill(matcher, known, row)
+            with self.rows.marks.during(COMPILING, sequence.number):
+                return self.grammars.fill(matcher, known, row)
 
-        return await asyncio.get_running_loop().run_in_executor(self._grammars.compiler, fill)
+        return await asyncio.get_running_loop().run_in_executor(self.grammars.compiler, fill)
 
     def _fill(self, sequence: _Masked) -> Found:
         matcher = sequence.matcher
         assert matcher is not None
-        self._rows.marks.set(FILLING, sequence.number)
+        self.rows.marks.set(FILLING, sequence.number)
         unread = sequence.generated[matcher.num_generated :]
-        found = self._grammars.fill(matcher, unread, self._rows.array[sequence.row])
-        self._rows.marks.set(FILLING, 0)
+        found = self.grammars.fill(matcher, unread, self.rows.array[sequence.row])
+        self.rows.marks.set(FILLING, 0)
         return found
 
     def _send(self, sequences: list[_Masked], masks: list[Found], to: FrontChannel[Any]) -> None:
-        found = TokenMasks([], [], [], self._link)
+        found = TokenMasks([], [], [], self.link)
         for sequence, mask in zip(sequences, masks, strict=True):
             if sequence.is_removed:
                 continue
@@ -215,7 +206,7 @@ class SequenceMasks:
 
     def _fail(self, number: int, error: TriptychError) -> None:
         if number in self._sequences:
-            self._failed(number, error)
+            self.failed(number, error)
 
     def _start(self, sequence: _Masked) -> None:
         sequence.is_begun = True

@@ -67,14 +67,12 @@ def test_masks_are_llguidances(grammars, schema):
         for _ in range(60):
             filled = np.zeros(grammars.num_words + PROBE_WORDS, np.int32)
             expected = np.zeros_like(filled)
-            filler = matcher.filler()
-            filler.unsafe_compute_mask_ptr(filled.ctypes.data, filled.nbytes)
-            assert matcher.finish(filled)
+            assert matcher.fill(filled)
             mask = filled[:-PROBE_WORDS]
             alone.unsafe_compute_mask_ptr(expected.ctypes.data, expected.nbytes)
             assert (mask == expected[:-PROBE_WORDS]).all()
             assert not expected[-PROBE_WORDS:].any()
-            num_in_strings += filler is not matcher.grammar.state
+            num_in_strings += matcher.grammar._in_string
             allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
             token_id = int(chooser.choice(allowed))
             if token_id == END:
@@ -92,11 +90,10 @@ def test_a_second_matcher_that_fails_is_left(grammars):
     alone = matcher.grammar.state.deep_copy()
     second = matcher.grammar.strings.state
     filled = np.zeros(grammars.num_words + PROBE_WORDS, np.int32)
-    assert matcher.filler() is second
+    assert matcher.fill(filled) and matcher.grammar._in_string
     second.consume_tokens([END, END])  # as if it had reached a limit
     assert second.is_error()
-    second.unsafe_compute_mask_ptr(filled.ctypes.data, filled.nbytes)
     expected = np.frombuffer(alone.compute_bitmask(), np.int32)
-    assert matcher.finish(filled)
+    assert matcher.fill(filled)
     assert (filled[:-PROBE_WORDS] == expected[: grammars.num_words]).all()
-    assert matcher.filler() is matcher.grammar.state
+    assert matcher.fill(filled) and not matcher.grammar._in_string

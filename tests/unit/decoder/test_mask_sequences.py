@@ -105,7 +105,7 @@ async def test_a_panic_fails_its_sequence_alone(process, monkeypatch):
         raise PanicException
 
     matcher = process.masks._sequences[1].matcher
-    monkeypatch.setattr(type(matcher), "finish", panics)
+    monkeypatch.setattr(type(matcher), "fill", panics)
     process.step(1, process.tokenizer.tokenize_str('"'), 1)
     monkeypatch.undo()
     assert (await process.received()).num_generated == [1]  # by a new matcher, for once
