@@ -72,22 +72,22 @@ class DecoderMetrics(Collector):
             registry=registry, buckets=(5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 0.01, 0.05, 0.5),
         )  # fmt: skip
         self.fetch = seconds("embedding_fetch", "Fetch of one embedding from an encoder.")
-        self._hits = counter(
+        self.hits = counter(
             "embedding_cache_hits",
             "Embeddings obtained, by tier: memory, redis, encoder, joined (another's fetch).",
             "tier",
         )
-        self._misses = counter(
+        self.misses = counter(
             "embedding_cache_misses", "Embeddings not found, by tier: memory, redis.", "tier"
         )
-        self._errors = counter(
+        self.fetch_errors = counter(
             "embedding_fetch_errors",
             "Fetches that failed, by kind: corrupt, unavailable, foreign (not dialled: the encoder "
             "is not one of DECODER_ENCODER_ADDRESSES).",
             "kind",
         )
-        self._errors.labels("corrupt")  # 0 from the start: an alert asks for its increase
-        self._bytes = counter(
+        self.fetch_errors.labels("corrupt")  # 0 from the start: an alert asks for its increase
+        self.fetch_bytes = counter(
             "embedding_fetch_bytes", "Bytes of embeddings fetched, by path: shm, grpc.", "path"
         )
 
@@ -139,17 +139,3 @@ class DecoderMetrics(Collector):
     def stats(self) -> EngineStats | None:
         """What the engine said last; None while it is silent."""
         return None if self.silence_s() > MAX_SILENCE_S else self._stats
-
-    def embedding_found(self, tier: str) -> None:
-        """An image came from "memory", "redis", "encoder" or another's fetch, "joined"."""
-        self._hits.labels(tier).inc()
-
-    def embedding_missed(self, tier: str) -> None:
-        self._misses.labels(tier).inc()
-
-    def embedding_failed(self, kind: str) -> None:
-        self._errors.labels(kind).inc()
-
-    def embedding_fetched(self, seconds: float, size_bytes: int, path: str) -> None:
-        self.fetch.observe(seconds)
-        self._bytes.labels(path).inc(size_bytes)

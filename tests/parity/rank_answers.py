@@ -66,7 +66,7 @@ def answers(directory: Path, ranks: Ranks = ALONE, link: socket.socket | None = 
 
 
 def follow(directory: Path, ranks: Ranks, link: socket.socket) -> None:
-    """The other half of `answers`; records arrive in pieces of any size."""
+    """The other half of `answers`."""
     follower = Follower(created(directory, ranks))
-    while data := link.recv(100):
-        follower.take(data)
+    while follower.take(link):
+        pass

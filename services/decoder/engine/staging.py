@@ -59,19 +59,14 @@ class Staging:
             self._copied[self._turn].synchronize()  # at once, if there was no copy
 
     def add(
-        self,
-        array: npt.NDArray[np.generic],
-        *,
-        room: int = 0,
-        size: int | None = None,
-        fill: int = 0,
+        self, array: npt.NDArray[np.generic], *, room: int = 0, size: int | None = None
     ) -> Staged:
         """Copies an array into the buffer.
 
         Args:
             array: of one axis at least.
             room: elements to reserve at least, so that the next array's place does not change.
-            size: what the last axis is padded to, with `fill`; None: as it is.
+            size: what the last axis is padded to, with zeros; None: as it is.
         """
         kind, shape, num_bytes, start = array.dtype, array.shape, array.nbytes, self._used
         count = shape[-1]
@@ -89,7 +84,7 @@ class Staging:
             target[...] = array
         else:
             target[..., :count] = array
-            target[..., count:] = fill
+            target[..., count:] = 0
         return Staged(start, num_bytes, kind, shape)
 
     def host(self, staged: Staged) -> npt.NDArray[Any]:

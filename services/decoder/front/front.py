@@ -418,8 +418,8 @@ class DecoderFront:
 
     def _log_end(self, live: _Live, outcome: str) -> None:
         now = time.time()
-        fields = {"outcome": outcome, "tokens": live.num_generated, **_ids(live)}
-        log.info("sequence ended", extra={"fields": fields})
+        fields = _fields(live, outcome=outcome, tokens=live.num_generated)
+        log.info("sequence ended", extra=fields)
         if live.first_token_at and live.span.traceparent:
             duration_s = now - live.first_token_at
             record_span("decode", live.span.traceparent, live.first_token_at, duration_s)
@@ -488,9 +488,6 @@ def _failed(error: TriptychError) -> pb.Failed:
     return pb.Failed(code=error.code, message=error.message, encoder_address=address)
 
 
-def _ids(live: _Live) -> dict[str, Any]:
-    return {"request_id": live.request_id, "sequence_id": live.sequence_id}
-
-
-def _fields(live: _Live) -> dict[str, Any]:
-    return {"fields": _ids(live)}
+def _fields(live: _Live, **others: object) -> dict[str, Any]:
+    ids = {"request_id": live.request_id, "sequence_id": live.sequence_id}
+    return {"fields": {**others, **ids}}

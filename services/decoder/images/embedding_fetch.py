@@ -56,14 +56,11 @@ class Receiver:
     """
 
     def __init__(self, key: bytes, spec: EmbeddingSpec, into: memoryview) -> None:
-        self.key = key
-        self.spec = spec
-        self.into = into
-        self._header_seen = False
-        self._shared = False
+        self.key, self.spec, self.into = key, spec, into
+        self.digest = TensorDigest(into)  # of the bytes as they lie in `into`
+        self._header_seen = self._shared = False
         self._trailer: bytes | None = None
         self._num_accepted = 0
-        self.digest = TensorDigest(into)  # of the bytes as they lie in `into`
 
     @property
     def is_complete(self) -> bool:
@@ -305,7 +302,8 @@ class EncoderFetcher:
     async def _call(
         self, channel: _Channel, receiver: Receiver, heard: Heard, reader_host: bytes
     ) -> Fetched:
-        """One Fetch.
+        """One Fetch: stores and checks a chunk in a thread while the next one arrives, or copies
+        ranges from shared memory while the encoder computes and digests the others.
 
         Raises:
             WrongContent: what came is not the embedding.
@@ -316,21 +314,6 @@ class EncoderFetcher:
             image_key=receiver.key, reader_host=reader_host, tell_waiting=True
         )
         call = channel.fetch(request, timeout=self.timeout_s, metadata=outgoing_metadata())
-        try:
-            return await self._receive(call, receiver, channel, heard)
-        finally:
-            call.cancel()  # tells the encoder that its memory has been read
-
-    async def _receive(
-        self,
-        call: Any,  # noqa: ANN401 - a call
-        receiver: Receiver,
-        channel: _Channel,
-        heard: Heard,
-    ) -> Fetched:
-        """Stores and checks a chunk in a thread while the next one arrives, or copies ranges from
-        shared memory while the encoder computes and digests the others.
-        """
         loop = asyncio.get_running_loop()
         jobs: list[asyncio.Future[None]] = []
         shared: memoryview | None = None
@@ -347,11 +330,10 @@ class EncoderFetcher:
                     case pb.FetchReady():
                         assert shared is not None
                         stop = part.offset + part.size_bytes
+                        blocks = split_evenly(split_blocks(part.offset, stop), num_threads())
                         jobs += [
                             loop.run_in_executor(self._threads, receiver.copy, shared, ranges)
-                            for ranges in split_evenly(
-                                split_blocks(part.offset, stop), num_threads()
-                            )
+                            for ranges in blocks
                         ]
                     case _:
                         pass
@@ -363,6 +345,8 @@ class EncoderFetcher:
             with contextlib.suppress(WrongContent):
                 await finished(jobs)
             raise
+        finally:
+            call.cancel()  # tells the encoder that its memory has been read
 
     def _open(self, shared: pb.FetchShared, receiver: Receiver, channel: _Channel) -> memoryview:
         """The embedding in the encoder's memory; raises NotReadable."""

@@ -9,6 +9,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -108,7 +109,7 @@ class EmbeddingSource:
             return []
         for entry in entries:
             self.arena.acquire(entry)
-            self.metrics.embedding_found("memory")
+            self.metrics.hits.labels("memory").inc()
         return entries
 
     async def obtain(self, requests: Sequence[ImageRequest], ready: Ready) -> None:
@@ -179,22 +180,20 @@ class EmbeddingSource:
             held = self._try_hold_each(requests)
         for entry in (held or {}).values():
             if entry.committed:
-                self.metrics.embedding_found("memory")
+                self.metrics.hits.labels("memory").inc()
             else:
-                self.metrics.embedding_missed("memory")
+                self.metrics.misses.labels("memory").inc()
         return held
 
     def _try_hold_each(self, requests: Sequence[ImageRequest]) -> _Held | None:
         held: _Held = {}
-        try:
+        with ExitStack() as undo:
+            undo.callback(self._release_all, held)
             for request in requests:
                 if (entry := self._try_hold(request)) is None:
-                    self._release_all(held)
                     return None
                 held[request] = entry
-        except InvalidRequest:
-            self._release_all(held)
-            raise
+            undo.pop_all()
         return held
 
     def _try_hold(self, request: ImageRequest) -> ArenaEntry | None:
@@ -241,7 +240,7 @@ class EmbeddingSource:
             if may_take_over:
                 patience_s = filling.started_at + _TAKEOVER_S - now
             elif patience_s <= 0:
-                self.metrics.embedding_failed("unavailable")
+                self.metrics.fetch_errors.labels("unavailable").inc()
                 message = f"encoder {asked} did not send the embedding in time"
                 raise EncoderFailed(message, address)
             done = flight.join()
@@ -259,7 +258,7 @@ class EmbeddingSource:
             if not done.cancelled() and (error := done.exception()) and asked == address:
                 raise _copy_of(error, address)
         if joined:
-            self.metrics.embedding_found("joined")
+            self.metrics.hits.labels("joined").inc()
         ready(not_ready.pop(request))
 
     def _start(
@@ -298,12 +297,11 @@ class EmbeddingSource:
                     address, entry.key, entry.spec, view, filling.heard
                 )
                 entry.digest = fetched.digest
-                self.metrics.embedding_found("encoder")
-                self.metrics.embedding_fetched(
-                    time.monotonic() - started, entry.spec.size_bytes, fetched.path
-                )
+                self.metrics.hits.labels("encoder").inc()
+                self.metrics.fetch.observe(time.monotonic() - started)
+                self.metrics.fetch_bytes.labels(fetched.path).inc(entry.spec.size_bytes)
         except EncoderFailed as error:
-            self.metrics.embedding_failed(error.kind)
+            self.metrics.fetch_errors.labels(error.kind).inc()
             raise
         filling.heard(True)
         del self._filling[entry.key]
@@ -314,10 +312,10 @@ class EmbeddingSource:
             return False
         digest = await self.cache.read(entry.key, entry.spec, view)
         if digest is None:
-            self.metrics.embedding_missed("redis")
+            self.metrics.misses.labels("redis").inc()
             return False
         entry.digest = digest
-        self.metrics.embedding_found("redis")
+        self.metrics.hits.labels("redis").inc()
         return True
 
 
@@ -342,33 +340,28 @@ class _Images:
     fetches: set[asyncio.Task[None]] = field(default_factory=set[asyncio.Task[None]])
 
 
+@dataclass(slots=True, eq=False)
 class SequenceImages:
     """Owner of all references to the arena that sequences have. Made and used in one event loop.
 
     An image's entry is held until the engine has read it. A sequence that is preempted after that
     may need it again; then it is obtained as at first.
 
-    Args:
+    Attributes:
         engine: receives the sequences and the places of their images.
         on_failure: called with a sequence's number when an image cannot be obtained.
     """
 
-    def __init__(
-        self,
-        source: EmbeddingSource,
-        engine: FrontChannel[EngineMessage],
-        on_failure: Callable[[int, TriptychError], None],
-    ) -> None:
-        self._source = source
-        self._engine = engine
-        self._on_failure = on_failure
-        self._of: dict[int, _Images] = {}  # by sequence number
-        self._tasks: set[asyncio.Task[None]] = set()
+    source: EmbeddingSource
+    engine: FrontChannel[EngineMessage]
+    on_failure: Callable[[int, TriptychError], None]
+    _of: dict[int, _Images] = field(default_factory=dict[int, _Images])  # by sequence number
+    _tasks: set[asyncio.Task[None]] = field(default_factory=set[asyncio.Task[None]])
 
     def add(self, message: AddSequence, requests: Sequence[ImageRequest]) -> None:
         """Sends a sequence to the engine and obtains its images, which are distinct."""
         if not requests:
-            self._engine.send(message)
+            self.engine.send(message)
             return
         number = message.sequence_id
         self._of[number] = _Images(requests, time.monotonic())
@@ -378,7 +371,7 @@ class SequenceImages:
         """The engine has read these images."""
         if images := self._of.get(read.sequence_id):
             for key in read.keys:
-                self._source.release(images.entries.pop(key))
+                self.source.release(images.entries.pop(key))
 
     def obtain_again(self, wanted: ImagesOf) -> None:
         """The engine needs these images once more."""
@@ -404,20 +397,20 @@ class SequenceImages:
         self.cancel_fetches(number)
         if images := self._of.pop(number, None):
             for entry in images.entries.values():
-                self._source.release(entry)
+                self.source.release(entry)
 
     async def close(self) -> None:
         """Ends all fetches."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._source.close()
+        await self.source.close()
 
     def _obtain(self, number: int, requests: Sequence[ImageRequest], *first: AddSequence) -> None:
         images = self._of[number]
-        entries = self._source.take_resident(requests)
+        entries = self.source.take_resident(requests)
         # One send, so that the engine does not start a step on the text alone.
-        self._engine.send(*first, *(ImageReady(number, e.key, e.offset) for e in entries))
+        self.engine.send(*first, *(ImageReady(number, e.key, e.offset) for e in entries))
         if entries:
             images.entries.update((entry.key, entry) for entry in entries)
             images.transfer_s = time.monotonic() - images.submitted_at
@@ -430,16 +423,16 @@ class SequenceImages:
     async def _fetch(self, number: int, images: _Images, requests: Sequence[ImageRequest]) -> None:
         def ready(entry: ArenaEntry) -> None:
             if number not in self._of:  # the sequence ended in this turn of the event loop
-                self._source.release(entry)
+                self.source.release(entry)
                 return
             images.entries[entry.key] = entry
             images.transfer_s = time.monotonic() - images.submitted_at
-            self._engine.send(ImageReady(number, entry.key, entry.offset))
+            self.engine.send(ImageReady(number, entry.key, entry.offset))
 
         try:
-            await self._source.obtain(requests, ready)
+            await self.source.obtain(requests, ready)
         except TriptychError as error:
-            self._on_failure(number, error)
+            self.on_failure(number, error)
         except Exception:
             log.exception("obtaining images failed", extra={"fields": {"sequence": number}})
-            self._on_failure(number, InternalError("obtaining the images failed"))
+            self.on_failure(number, InternalError("obtaining the images failed"))

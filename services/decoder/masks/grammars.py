@@ -11,7 +11,6 @@ from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from functools import lru_cache
 from pathlib import Path
 from threading import Lock
 
@@ -90,21 +89,10 @@ class Grammars:
         )
 
     async def _matcher(self, grammar: Grammar, during: During) -> GrammarMatcher:
-        lexer, end_ids = self._lexer(grammar, during), grammar.end_ids
-        stop_ids = (*end_ids, *grammar.stop_ids)
+        lexer = self._lexer(grammar, during)
         compiled = await asyncio.shield(lexer.compiled)
-        return GrammarMatcher(
-            compiled.state.deep_copy(),
-            lexer,
-            grammar.begins_after,
-            ends_early=set(end_ids) <= set(grammar.stop_ids),
-            min_tokens=grammar.min_tokens,
-            end_ids=end_ids,
-            stop_ids=stop_ids,
-            without_ends=_mask_without(end_ids, self.num_words),
-            without_stops=_mask_without(stop_ids, self.num_words),
-            strings=compiled.strings and compiled.strings.copy(),
-        )
+        state, strings = compiled.state.deep_copy(), compiled.strings and compiled.strings.copy()
+        return GrammarMatcher(state, lexer, grammar, grammar.begins_after, strings)
 
     def fill(self, matcher: Matcher, token_ids: list[int], row: Int32Array) -> Found:
         """Feeds a matcher the sequence's new tokens and fills the mask for the next one. Raises
@@ -181,11 +169,6 @@ class Grammars:
         compiling = asyncio.get_running_loop().run_in_executor(self.compiler, compile_one)
         compiling.add_done_callback(compiled)
         return compiling
-
-
-@lru_cache(_CACHE_ENTRIES)
-def _mask_without(ids: tuple[int, ...], num_words: int) -> Int32Array:
-    return ~mask_of(list(ids), num_words)
 
 
 def is_failure(error: BaseException) -> bool:

@@ -5,15 +5,18 @@
 
 import asyncio
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import numpy as np
 from llguidance import LLMatcher
 
 from services.decoder.masks.bounded_strings import BoundedStrings
 from services.decoder.masks.compiler import Compiled, short
+from services.decoder.masks.grammar import Grammar
 from services.decoder.masks.rows import PROBE_WORDS, Int32Array
 
 _FEW_IDS = 16
+_KEPT_MASKS = 256  # of ids that requests have as their ends
 # llguidance's messages: the lexer has reached a limit; a token was not allowed. Others name a limit
 # of the parser.
 _LEXER_ERROR = "lexer error"
@@ -54,22 +57,13 @@ class GrammarMatcher:
     Attributes:
         lexer: which it shares with other sequences.
         begins_after: ids after which the grammar begins; empty once it has begun.
-        ends_early: end ids may be sampled where the text is complete and could be continued.
-        min_tokens: until then no end id and no stop id is sampled, if anything else is allowed.
-        end_ids, stop_ids: the grammar's, and those with the sequence's.
-        without_ends, without_stops: masks of all other ids; `[words]`.
         strings: the same grammar, for masks within bounded strings; None: it has none.
     """
 
     state: LLMatcher
     lexer: Lexer
+    grammar: Grammar
     begins_after: tuple[int, ...]
-    ends_early: bool
-    min_tokens: int
-    end_ids: tuple[int, ...]
-    stop_ids: tuple[int, ...]
-    without_ends: Int32Array
-    without_stops: Int32Array
     strings: BoundedStrings | None = None
     _recent: tuple[int, ...] = ()
     _in_string: bool = False
@@ -93,18 +87,18 @@ class GrammarMatcher:
         """Fills the next mask, `[words + PROBE_WORDS]`, without ids that may not end the sequence
         yet; raises MatcherFailed.
         """
-        mask = row[:-PROBE_WORDS]
+        mask, ends, stops = row[:-PROBE_WORDS], self.grammar.end_ids, self.grammar.stop_ids
         if self.begins_after:
-            mask[:] = self.without_ends
+            mask[:] = _mask_without(ends, len(mask))
         else:
             if not self._fill_in_string(row):
                 self.state.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
             if self.state.is_error():
                 raise MatcherFailed(self._failure())
-            if not self.ends_early:
-                _forbid(mask, self.end_ids, self.without_ends)
-        if num_generated < self.min_tokens:
-            _forbid(mask, self.stop_ids, self.without_stops)
+            if not set(ends) <= set(stops):
+                _forbid(mask, ends)
+        if num_generated < self.grammar.min_tokens:
+            _forbid(mask, (*ends, *stops))
 
     def _fill_in_string(self, row: Int32Array) -> bool:
         """Whether the second matcher has filled the mask."""
@@ -202,12 +196,17 @@ def mask_of(ids: list[int], num_words: int) -> Int32Array:
     return np.packbits(bits, bitorder="little").view("<i4")
 
 
-def _forbid(mask: Int32Array, ids: tuple[int, ...], others: Int32Array) -> None:
-    """Takes ids, all but `others`, out of the mask, unless nothing would be left."""
+@lru_cache(_KEPT_MASKS)
+def _mask_without(ids: tuple[int, ...], num_words: int) -> Int32Array:
+    return ~mask_of(list(ids), num_words)
+
+
+def _forbid(mask: Int32Array, ids: tuple[int, ...]) -> None:
+    """Takes ids out of the mask, unless nothing would be left."""
     if len(ids) <= _FEW_IDS:  # hardly ever one of them is allowed
         bits = mask.data.cast("B")
         if not any([bits[number >> 3] >> (number & 7) & 1 for number in ids]):
             return
-    kept = mask & others
+    kept = mask & _mask_without(ids, len(mask))
     if kept.any():
         mask[:] = kept

@@ -29,7 +29,6 @@ from services.decoder.settings import DecoderSettings
 log = logging.getLogger("services.decoder.rank")
 
 _BEAT_S = 0.5
-_READ_BYTES = 1 << 16
 _REFUSAL_S = 5.0  # rank 0 refuses the same, and says so
 
 
@@ -47,9 +46,8 @@ def follow(follower: Follower, link: socket.socket, awake_s: float) -> None:
             link.send(b"\0")
             beat_at = now + _BEAT_S
         if select.select([link], [], [], 0.0 if now < awake_until else _BEAT_S)[0]:
-            if not (data := link.recv(_READ_BYTES)):
+            if not follower.take(link):
                 return
-            follower.take(data)
             awake_until = time.monotonic() + awake_s
 
 

@@ -4,6 +4,7 @@ Which graphs or kernels run a step follows from the `ComputeStep` alone, and fro
 have agreed on at the start (`runner_factory`), so that all do the same.
 """
 
+import socket
 import struct
 from collections.abc import Callable
 
@@ -52,22 +53,16 @@ class Follower:
 
     def __init__(self, runner: ModelRunner) -> None:
         self._computer = runner.computer
-        self._received = bytearray()
         self._staged: tuple[ComputeStep, StepInputs] | None = None
 
-    def take(self, data: bytes) -> None:
-        """Does what `LeadingRunner` has told, record by record; some of one may be to come."""
-        self._received += data
-        while len(self._received) >= _LENGTH.size:
-            end = _LENGTH.size + _LENGTH.unpack_from(self._received)[0]
-            if len(self._received) < end:
-                return
-            record = bytes(self._received[_LENGTH.size : end])
-            del self._received[:end]
-            self._handle(record)
-
     @torch.inference_mode()
-    def _handle(self, record: bytes) -> None:
+    def take(self, link: socket.socket) -> bool:
+        """Does what `LeadingRunner` tells next; False: the other end is closed."""
+        head = link.recv(_LENGTH.size, socket.MSG_WAITALL)
+        (size,) = _LENGTH.unpack(head or bytes(_LENGTH.size))
+        record = link.recv(size, socket.MSG_WAITALL)
+        if not record or len(record) < size:
+            return False
         if record[:1] != _RUN_STAGED:
             step = ComputeStep.from_bytes(record[1:])
             self._staged = step, self._computer.stage(step)
@@ -77,6 +72,7 @@ class Follower:
             self._staged = None
             computed = self._computer.run(step, inputs)
             self._computer.score(step, computed)
+        return True
 
 
 def _record(kind: bytes, step: Step | None = None) -> bytes:

@@ -4,9 +4,9 @@ import asyncio
 import contextlib
 import random
 import time
-from collections import Counter
 
 import pytest
+from prometheus_client import CollectorRegistry, Counter
 
 from services.common.embeddings.arena import Arena, ArenaEntry
 from services.common.embeddings.embedding import EmbeddingSpec, digest
@@ -14,6 +14,7 @@ from services.common.errors import InvalidImage, InvalidRequest
 from services.decoder.images import embeddings
 from services.decoder.images.embedding_fetch import EncoderFailed, EncoderFetcher
 from services.decoder.images.embeddings import EmbeddingSource, ImageRequest
+from services.decoder.metrics import DecoderMetrics
 from tests.cases import cases
 from tests.fake_fetch import FAULTS, FakeFetchServicer, embedding_bytes, serve_fetch
 from tests.noise import PATIENCE_S
@@ -22,25 +23,21 @@ PAGE = 4096
 KEYS = [bytes([n]) * 32 for n in range(8)]
 
 
-class CountingObserver:
+class Counts(DecoderMetrics):
+    """What was counted, by label."""
+
     def __init__(self) -> None:
-        self.found: Counter[str] = Counter()
-        self.missed: Counter[str] = Counter()
-        self.failed: Counter[str] = Counter()
-        self.paths: Counter[str] = Counter()
+        super().__init__(CollectorRegistry())
 
-    def embedding_found(self, tier: str) -> None:
-        self.found[tier] += 1
+    found = property(lambda self: counted(self.hits))
+    missed = property(lambda self: counted(self.misses))
+    failed = property(lambda self: counted(self.fetch_errors))
 
-    def embedding_missed(self, tier: str) -> None:
-        self.missed[tier] += 1
 
-    def embedding_failed(self, kind: str) -> None:
-        self.failed[kind] += 1
-
-    def embedding_fetched(self, seconds: float, size_bytes: int, path: str) -> None:
-        assert seconds >= 0 and size_bytes > 0
-        self.paths[path] += 1
+def counted(counter: Counter) -> dict[str, int]:
+    samples = (sample for metric in counter.collect() for sample in metric.samples)
+    totals = [sample for sample in samples if sample.name.endswith("_total") and sample.value]
+    return {label: int(total.value) for total in totals for label in total.labels.values()}
 
 
 class FakeCache:
@@ -66,7 +63,7 @@ class World:
     def __init__(self, pages: int = 16, standstill_s: float = 5.0) -> None:
         self.arena = Arena(pages * PAGE)
         self.cache = FakeCache()
-        self.observer = CountingObserver()
+        self.observer = Counts()
         self.servicers = [FakeFetchServicer(), FakeFetchServicer()]
         self.addresses: list[str] = []
         self.fetcher = EncoderFetcher()

@@ -23,8 +23,8 @@ def test_it_packs_apart_and_refuses_too_much() -> None:
 def test_it_pads_and_shows_what_lies_behind() -> None:
     staging = Staging(256, torch.device("cpu"))
     staging.begin()
-    short = staging.add(np.array([[1, 2], [3, 4]], np.int32), size=3, fill=-1)
+    short = staging.add(np.array([[1, 2], [3, 4]], np.int32), size=3)
     last = staging.add(np.array([5, 6], np.int32))
     staging.upload()
-    assert staging.device(short).tolist() == [[1, 2, -1], [3, 4, -1]]
+    assert staging.device(short).tolist() == [[1, 2, 0], [3, 4, 0]]
     assert staging.device(last).tolist() == [5, 6]
