@@ -22,14 +22,6 @@ from services.decoder.engine.step import (
 )
 from services.decoder.engine.step_cost import StepLoad
 
-_NO_IDS = np.empty(0, np.int32)
-_NO_INDICES = np.empty(0, np.int64)
-_NO_POSITIONS = np.empty((3, 0), np.int32)
-_NO_UPDATES = np.empty((0, 3), np.int64)
-_NO_IMAGES = np.empty((0, 5), np.int64)
-_NO_RUNS = np.empty((0, 3), np.int64)
-_NO_MASKS = np.empty((0, 0), np.int32)
-
 
 class Chunk(msgspec.Struct, gc=False, eq=False):
     """One sequence's part of a step: its tokens [start, start + length) are computed.
@@ -103,53 +95,31 @@ class Batch:
             rows, starts, lengths = np.array([rows, starts, lengths], np.int64)
             sampling = [chunk for chunk in chunks if chunk.samples]
             samples = np.array([i for i, chunk in enumerate(chunks) if chunk.samples], np.int64)
-        known = chunks[num_from_device:]
-        token_ids, positions, images = _NO_IDS, _NO_POSITIONS, _NO_IMAGES
-        if known:
-            token_ids, positions = _known_tokens(known)
+        compute = ComputeStep(rows, starts, lengths, num_from_device, samples)
+        sample = SampleStep()
+        if known := chunks[num_from_device:]:
+            compute.token_ids, compute.positions = _known_tokens(known)
+            compute.state_saves = _state_saves(known, num_from_device)
             if any(chunk.sequence.images for chunk in known):
-                images = _image_runs(known, num_from_device)
-        block_updates, block_ids = self._block_updates()
-        masked, token_masks, limits = _NO_INDICES, _NO_MASKS, None
-        if known:
-            masked, token_masks = _token_masks(sampling, num_from_device)
-        if self.num_tokens > num_from_device + len(token_ids):  # some may yield several
-            limits = np.array([chunk.limit for chunk in sampling], np.int64)
-        late = _NO_INDICES
+                compute.images = _image_runs(known, num_from_device)
+            if any([chunk.sequence.needs_scores for chunk in known]):
+                compute.scored, sample.followers = self._scored_runs(num_from_device)
+                compute.keeps_hidden = len(compute.scored) > 0
+            if masks := _token_masks(sampling, num_from_device):
+                sample.masked = np.array([*masks], np.int64)
+                sample.token_masks = np.stack([*masks.values()])
+        if self.num_tokens > compute.num_tokens:  # some may yield several
+            compute.limits = np.array([chunk.limit for chunk in sampling], np.int64)
         if self.late:
-            late = np.array([i for i, c in enumerate(sampling) if c.is_late], np.int64)
-        scored, followers = _NO_RUNS, _NO_IDS
-        if any([chunk.sequence.needs_scores for chunk in known]):
-            scored, followers = self._scored_runs(num_from_device)
-        starting = [s for s in dict.fromkeys(self.admitted) if s.row >= 0] if self.admitted else []
-        return Step(
-            ComputeStep(
-                rows=rows,
-                starts=starts,
-                lengths=lengths,
-                num_from_device=num_from_device,
-                token_ids=token_ids,
-                positions=positions,
-                samples=samples,
-                limits=limits,
-                block_updates=block_updates,
-                block_ids=block_ids,
-                row_starts=[
-                    RowStart(s.row, s.sequence_id, s.position_delta, s.checkpoint) for s in starting
-                ],
-                images=images,
-                state_saves=_state_saves(known, num_from_device),
-                scored=scored,
-                keeps_hidden=len(scored) > 0,
-            ),
-            SampleStep(
-                row_starts=[_row_sampling(sequence) for sequence in starting],
-                masked=masked,
-                token_masks=token_masks,
-                late=late,
-                followers=followers,
-            ),
-        )
+            sample.late = np.array([i for i, c in enumerate(sampling) if c.is_late], np.int64)
+        if self.admitted or self.extended:
+            compute.block_updates, compute.block_ids = self._block_updates()
+        for s in dict.fromkeys(self.admitted):
+            if s.row >= 0:
+                start = RowStart(s.row, s.sequence_id, s.position_delta, s.checkpoint)
+                compute.row_starts.append(start)
+                sample.row_starts.append(_row_sampling(s))
+        return Step(compute, sample)
 
     def _scored_runs(self, first: int) -> tuple[Int64Array, Int32Array]:
         """`ComputeStep.scored` and `followers`; `first` is the index in the step of the first token
@@ -170,8 +140,6 @@ class Batch:
 
     def _block_updates(self) -> tuple[Int64Array, Int32Array]:
         """`ComputeStep.block_updates` and `block_ids`."""
-        if not self.admitted and not self.extended:
-            return _NO_UPDATES, _NO_IDS
         changed = [s for s in dict.fromkeys(self.admitted + self.extended) if s.row >= 0]
         updates: list[tuple[int, int, int]] = []
         ids: list[int] = []
@@ -183,16 +151,13 @@ class Batch:
         return np.array(updates, np.int64).reshape(-1, 3), np.array(ids, np.int32)
 
 
-def _token_masks(sampling: list[Chunk], first: int) -> tuple[Int64Array, Int32Array]:
-    """`SampleStep.masked` and `token_masks`; chunks before `first` have none."""
-    masks = {
+def _token_masks(sampling: list[Chunk], first: int) -> dict[int, Int32Array]:
+    """`SampleStep.token_masks` by sample; chunks before `first` have none."""
+    return {
         index: mask
         for index in range(first, len(sampling))
         if (mask := sampling[index].sequence.token_mask) is not None and len(mask)
     }
-    if not masks:
-        return _NO_INDICES, _NO_MASKS
-    return np.array([*masks], np.int64), np.stack([*masks.values()])
 
 
 def _row_sampling(sequence: Sequence) -> RowSampling:

@@ -21,10 +21,12 @@ from services.decoder.engine.messages import EngineInfo, Logprobs, SamplingParam
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float32]
-_NO_RUNS = np.empty((0, 3), np.int64)
-_NO_IDS = np.empty(0, np.int32)
-_NO_INDICES = np.empty(0, np.int64)
-_NO_MASKS = np.empty((0, 0), np.int32)
+
+
+def _empty(dtype: type, *shape: int) -> Any:  # noqa: ANN401 - a field
+    """A field whose default is an array without elements, `[0]` or of that shape."""
+    array = np.empty(shape or 0, dtype)
+    return msgspec.field(default_factory=lambda: array)
 
 
 def _array_out(array: npt.NDArray[Any]) -> tuple[str, tuple[int, ...], bytes]:
@@ -105,10 +107,10 @@ class ComputeStep(Sendable, array_like=True):
             device it is the most that there may be, if steps may yield several: the device knows.
         lengths: `[S]`, tokens to compute now, at least 1.
         num_from_device: the first chunks, whose one input token is the row's last sampled one.
-        token_ids: `[K]`, the tokens of all other chunks, one chunk after the other.
-        positions: `[3, K]`, of the same tokens; the others' follow from the row's position delta.
         samples: `[B]`, the chunks that reach the last token of their sequence, whose logits are
             computed.
+        token_ids: `[K]`, the tokens of all other chunks, one chunk after the other.
+        positions: `[3, K]`, of the same tokens; the others' follow from the row's position delta.
         limits: `[B]`, the most tokens that the step may yield for the sequence: the row's blocks
             cover start + length - 1 + limit tokens. None: one each.
         block_updates: `[U, 3]`, rows whose block tables get entries before the step runs: the row,
@@ -130,16 +132,16 @@ class ComputeStep(Sendable, array_like=True):
     starts: Int64Array
     lengths: Int64Array
     num_from_device: int
-    token_ids: Int32Array
-    positions: Int32Array
     samples: Int64Array
-    limits: Int64Array | None
-    block_updates: Int64Array
-    block_ids: Int32Array
-    row_starts: list[RowStart]
-    images: Int64Array
+    token_ids: Int32Array = _empty(np.int32)
+    positions: Int32Array = _empty(np.int32, 3, 0)
+    limits: Int64Array | None = None
+    block_updates: Int64Array = _empty(np.int64, 0, 3)
+    block_ids: Int32Array = _empty(np.int32)
+    row_starts: list[RowStart] = []
+    images: Int64Array = _empty(np.int64, 0, 5)
     state_saves: Int64Array | None = None
-    scored: Int64Array = msgspec.field(default_factory=lambda: _NO_RUNS)
+    scored: Int64Array = _empty(np.int64, 0, 3)
     keeps_hidden: bool = False
 
     @property
@@ -161,10 +163,10 @@ class SampleStep(msgspec.Struct, array_like=True):
     """
 
     row_starts: list[RowSampling] = []
-    masked: Int64Array = msgspec.field(default_factory=lambda: _NO_INDICES)
-    token_masks: Int32Array = msgspec.field(default_factory=lambda: _NO_MASKS)
-    late: Int64Array = msgspec.field(default_factory=lambda: _NO_INDICES)
-    followers: Int32Array = msgspec.field(default_factory=lambda: _NO_IDS)
+    masked: Int64Array = _empty(np.int64)
+    token_masks: Int32Array = _empty(np.int32, 0, 0)
+    late: Int64Array = _empty(np.int64)
+    followers: Int32Array = _empty(np.int32)
 
 
 class Step(Sendable, array_like=True):

@@ -8,6 +8,7 @@ import asyncio
 import logging
 from collections import OrderedDict, deque
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass, field
 
 import msgspec
@@ -109,56 +110,59 @@ class CompilePool:
         return job
 
     async def _next(self) -> _Job:
-        await self._arrived.acquire()
-        tenant, queue = self._queues.popitem(last=False)
-        job = queue.popleft()
-        self._num_waiting -= 1
-        if queue:
-            self._queues[tenant] = queue  # behind the others
-        return job
+        while True:
+            await self._arrived.acquire()
+            tenant, queue = self._queues.popitem(last=False)
+            job = queue.popleft()
+            self._num_waiting -= 1
+            if queue:
+                self._queues[tenant] = queue  # behind the others
+            if job.num_waiting:
+                return job
+            del self._jobs[job.key]  # its requests have ended
 
     async def _work(self) -> None:
-        channel = await self._started()
-        try:
-            while True:
-                job = await self._next()
-                if not job.num_waiting:  # its requests have ended
-                    del self._jobs[job.key]
-                    continue
-                assert self.process is not None
-                if self.process.returncode is not None:  # it ended while it was idle
-                    channel.close()
-                    channel = await self._started()
-                job.started.set()
-                while not job.done.done():
-                    if not await self._answer(job, channel):
-                        channel.close()
-                        channel = await self._started(job)
-        finally:
-            channel.close()
+        job: _Job | None = None
+        while True:
+            try:
+                channel = await self._start()
+            except OSError as error:
+                log.error("a process that compiles grammars was not started: %s", error)
+                if job is not None:
+                    self._finish(job, ProcessLost("the grammar was not compiled"))
+                    job = None
+                await asyncio.sleep(children.RETRY_S)
+                continue
+            with closing(channel):
+                job = await self._serve(channel, job)
 
-    async def _answer(self, job: _Job, channel: FrontChannel[Verdict]) -> bool:
-        """Whether the process lives on. If not, it has ended of something else than a grammar: in
-        another one the job is tried once more.
+    async def _serve(self, channel: FrontChannel[Verdict], job: _Job | None) -> _Job | None:
+        """Works until the process has ended, of something else than a grammar: the job that is to
+        be tried in the next one.
         """
-        try:
-            channel.send(job.task)
-            async with asyncio.timeout(_PATIENCE_S):
-                verdict = await channel.receive()
-        except (ChannelClosed, TimeoutError):
-            log.error("a process that compiles grammars has ended")
-            job.num_deaths += 1
-            if job.num_deaths == _MAX_DEATHS:
+        while True:
+            job = job or await self._next()
+            assert self.process is not None
+            if self.process.returncode is not None:  # it ended while it was idle
+                return job
+            job.started.set()
+            try:
+                channel.send(job.task)
+                async with asyncio.timeout(_PATIENCE_S):
+                    verdict = await channel.receive()
+            except (ChannelClosed, TimeoutError):
+                log.error("a process that compiles grammars has ended")
+                job.num_deaths += 1
+                if job.num_deaths < _MAX_DEATHS:
+                    return job
                 self._finish(job, ProcessLost("the grammar was not compiled"))
-            return False
-        self._observe(verdict.cpu_s)
-        self._finish(job, verdict)
-        return True
+                return None
+            self._observe(verdict.cpu_s)
+            self._finish(job, verdict)
+            job = None
 
     def _finish(self, job: _Job, result: Verdict | TriptychError) -> None:
         del self._jobs[job.key]
-        if job.done.cancelled():
-            return
         if isinstance(result, TriptychError):
             job.done.set_exception(result)
             job.done.exception()  # perhaps nothing waits for it any more
@@ -171,17 +175,6 @@ class CompilePool:
         self._known[key] = error
         if len(self._known) > _KNOWN:
             self._known.popitem(last=False)
-
-    async def _started(self, job: _Job | None = None) -> FrontChannel[Verdict]:
-        """A channel to a new process, once the machine has room for one; `job` does not wait."""
-        while True:
-            try:
-                return await self._start()
-            except OSError as error:
-                log.error("a process that compiles grammars was not started: %s", error)
-                if job is not None and not job.done.done():
-                    self._finish(job, ProcessLost("the grammar was not compiled"))
-                await asyncio.sleep(children.RETRY_S)
 
     async def _start(self) -> FrontChannel[Verdict]:
         """Raises OSError, as `children.start` does."""
