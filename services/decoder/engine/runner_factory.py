@@ -133,20 +133,19 @@ def create_runner(
     model = _load(spec, backend, options, device, dtype, ranks)
     shape = _shape(text, options, E4M3 if fp8_cache else dtype)
     images = _image_reader(spec, options, arena, device, dtype)
-    rows = options.max_num_sequences + 1  # the last one is scratch
-    states = None
-    if linear is not None:
-        states = StateCache.allocate(linear, len(text.linear_layers), rows, dtype, device)
+
+    def make_states(count: int) -> StateCache | None:
+        if linear is None or not count:
+            return None
+        return StateCache.allocate(linear, len(text.linear_layers), count, dtype, device)
+
+    states = make_states(options.max_num_sequences + 1)  # the last one is scratch
 
     def make(info: EngineInfo) -> ModelRunner:
         pool = kv_cache.allocate(shape, info.num_blocks, device)
         max_blocks = -(-info.max_model_len // info.block_size)
         kept = DeviceRows.allocate(options.max_num_sequences, max_blocks, device)
-        checkpoints = None
-        if linear is not None and info.num_checkpoints:
-            count = len(text.linear_layers)
-            checkpoints = StateCache.allocate(linear, count, info.num_checkpoints, dtype, device)
-        state = DeviceState(pool, states, checkpoints, kept)
+        state = DeviceState(pool, states, make_states(info.num_checkpoints), kept)
         extras = Extras(MaskBuffer(info.max_num_sequences, info.vocab_size, device), score_prompt)
         return ModelRunner(info, model, backend, state, images, extras, ranks)
 

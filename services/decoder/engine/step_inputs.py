@@ -5,7 +5,7 @@ uploaded at once.
 lengths come from the `ComputeStep`, and blocks are on the device (`kernels.rows`).
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, takewhile
 from typing import Any
@@ -35,14 +35,15 @@ class Places:
 
     tokens: Staged
     chunks: Staged
-    sampled_rows: Staged | None  # [B] int64: rows of the table; None: each chunk samples
-    sampled_tokens: Staged | None  # [B] int64: tokens of the step; None: the same
-    work: Staged | None  # the attention's, see AttentionBackend.list_work
-    visual_mask: Staged | None  # [T] int32; None: no token can be an image's
-    cu_query_lens: Staged | None  # [S + 1] int32, of a model with recurrent states
-    pieces: Staged | None  # [W, 2] int32, of chunks of such a model
-    saves: Staged | None  # [T] int32, the same
-    updates: list[tuple[Staged, Staged] | None]  # of block tables, and of position deltas
+    sampled_rows: Staged | None = None  # [B] int64: rows of the table; None: each chunk samples
+    sampled_tokens: Staged | None = None  # [B] int64: tokens of the step; None: the same
+    work: Staged | None = None  # the attention's, see AttentionBackend.list_work
+    visual_mask: Staged | None = None  # [T] int32; None: no token can be an image's
+    cu_query_lens: Staged | None = None  # [S + 1] int32, of a model with recurrent states
+    pieces: Staged | None = None  # [W, 2] int32, of chunks of such a model
+    saves: Staged | None = None  # [T] int32, the same
+    # Of block tables, and of position deltas.
+    updates: Sequence[tuple[Staged, Staged] | None] = (None, None)
 
 
 @dataclass(slots=True)
@@ -196,32 +197,27 @@ def stage(
     tokens, chunks = staging.add(step.tokens, size=num_tokens), staging.add(step.chunks)
     if num_tokens > step.tokens.shape[1]:
         staging.host(tokens)[OfToken.ROW, step.tokens.shape[1] :] = -1
-    sampled_rows = sampled_tokens = None
+    found = step.places = Places(tokens, chunks)
     if not decodes:
         all_rows = step.chunks[OfChunk.ROW].astype(np.int64)
         last_tokens = step.cu_query_lens[1:].astype(np.int64) - 1
         if len(step.samples) < num_chunks:  # else all chunks sample, in their order
             all_rows, last_tokens = all_rows[step.samples], last_tokens[step.samples]
-        sampled_rows = staging.add(all_rows, room=num_chunks)
-        sampled_tokens = staging.add(last_tokens, room=num_chunks)
-    has_pieces = with_states and step.num_decodes < num_chunks
-    step.places = Places(
-        tokens=tokens,
-        chunks=chunks,
-        sampled_rows=sampled_rows,
-        sampled_tokens=sampled_tokens,
-        work=None if work is None else staging.add(work),
-        visual_mask=_stage_visual_mask(step, staging) if masked else None,
-        cu_query_lens=staging.add(step.cu_query_lens) if with_states else None,
-        pieces=staging.add(prefill_pieces(step.cu_query_lens, step.num_decodes, num_tokens))
-        if has_pieces
-        else None,
-        saves=_stage_saves(step, staging) if has_pieces else None,
-        updates=[
-            (staging.add(places), staging.add(values)) if len(places) else None
-            for places, values in (blocks, step.position_deltas)
-        ],
-    )
+        found.sampled_rows = staging.add(all_rows, room=num_chunks)
+        found.sampled_tokens = staging.add(last_tokens, room=num_chunks)
+    if work is not None:
+        found.work = staging.add(work)
+    if masked:
+        found.visual_mask = _stage_visual_mask(step, staging)
+    if with_states:
+        found.cu_query_lens = staging.add(step.cu_query_lens)
+        if step.num_decodes < num_chunks:
+            pieces = prefill_pieces(step.cu_query_lens, step.num_decodes, num_tokens)
+            found.pieces, found.saves = staging.add(pieces), _stage_saves(step, staging)
+    found.updates = [
+        (staging.add(places), staging.add(values)) if len(places) else None
+        for places, values in (blocks, step.position_deltas)
+    ]
     return step
 
 

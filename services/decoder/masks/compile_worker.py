@@ -43,14 +43,12 @@ class Compiler:
     """Compiles one grammar after the other in a fork of this process, which may die.
 
     Attributes:
-        cpu_s: of one grammar.
         wall_s: of one grammar.
         check: raises InvalidGrammar before a grammar is compiled that is beyond the bounds.
         pid: of the fork; 0: there is none.
     """
 
     vocabulary: Vocabulary
-    cpu_s: float = CPU_S
     wall_s: float = _WALL_S
     check: Callable[[str, str], None] = check_grammar
     pid: int = 0
@@ -80,9 +78,7 @@ class Compiler:
         status, used_s = self._reap()
         cpu_s = used_s - self._charged_s
         if status == signal.SIGPROF:
-            return Verdict(
-                f"takes more than {self.cpu_s:g} s of CPU time to compile", cpu_s, died=True
-            )
+            return Verdict(f"takes more than {CPU_S:g} s of CPU time to compile", cpu_s, died=True)
         return Verdict("takes more memory, time or levels to compile than it may", cpu_s, died=True)
 
     def close(self) -> None:
@@ -138,7 +134,7 @@ class Compiler:
 
     def _error(self, task: Compile) -> str:
         """Why the grammar cannot be compiled; empty: it can."""
-        with limited(self.cpu_s, MEMORY_BYTES):
+        with limited(CPU_S, MEMORY_BYTES):
             try:
                 self.check(task.kind, task.text)
                 compile_grammar(self.vocabulary, task.kind, task.text, task.plain_strings)

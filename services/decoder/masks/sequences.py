@@ -125,11 +125,27 @@ class SequenceMasks:
         self.grammars.close()
 
     async def _begin(self, sequence: _Masked) -> None:
+        during = partial(self.rows.marks.during, COMPILING, sequence.number)
         try:
-            matcher = await self._compiled(sequence)
-            if matcher is None:
-                return
-            mask = await self._first_mask(sequence, matcher)
+            matcher = await self.grammars.matcher(sequence.demands, during)
+            row, known = self.rows.array[sequence.row], sequence.generated.copy()
+
+            def fill() -> Found:
+                with during():
+                    return self.grammars.fill(matcher, known, row)
+
+            # In the thread, because the first mask takes longest: up to a second.
+            loop = asyncio.get_running_loop()
+            mask = await loop.run_in_executor(self.grammars.compiler, fill)
+        except TriptychError as error:
+            self._fail(sequence.number, error)
+            return
+        except BaseException as error:
+            if not is_failure(error):
+                raise
+            log.exception("a grammar was not compiled")
+            self._fail(sequence.number, InternalError("the grammar was not compiled"))
+            return
         finally:
             sequence.is_begun = False
             if sequence.is_removed:
@@ -141,30 +157,6 @@ class SequenceMasks:
         ):
             mask = self._fill(sequence)
         self._send([sequence], [mask], self.first)
-
-    async def _compiled(self, sequence: _Masked) -> Matcher | None:
-        """None: it has failed."""
-        during = partial(self.rows.marks.during, COMPILING, sequence.number)
-        try:
-            return await self.grammars.matcher(sequence.demands, during)
-        except TriptychError as error:
-            self._fail(sequence.number, error)
-        except BaseException as error:
-            if not is_failure(error):
-                raise
-            log.exception("a grammar was not compiled")
-            self._fail(sequence.number, InternalError("the grammar was not compiled"))
-        return None
-
-    async def _first_mask(self, sequence: _Masked, matcher: Matcher) -> Found:
-        """In the thread, because it takes longest: up to a second."""
-        row, known = self.rows.array[sequence.row], sequence.generated.copy()
-
-        def fill() -> Found:
-            with self.rows.marks.during(COMPILING, sequence.number):
-                return self.grammars.fill(matcher, known, row)
-
-        return await asyncio.get_running_loop().run_in_executor(self.grammars.compiler, fill)
 
     def _fill(self, sequence: _Masked) -> Found:
         matcher = sequence.matcher
