@@ -216,9 +216,9 @@ class Kind(NamedTuple):
 class _GraphSet:
     """Captured steps by kind.
 
-    `pad` gives a step padded to a captured size, or None: it must run eagerly. `replay` runs an
-    uploaded one: logits `[n, vocab_size]` and greedy tokens `[n]`, a row per sampling chunk, then
-    padding, valid until the next replay.
+    `pad` pads a step to a captured size; False: it must run eagerly. `replay` runs an uploaded one:
+    logits `[n, vocab_size]` and greedy tokens `[n]`, a row per sampling chunk, then padding, valid
+    until the next replay.
 
     Attributes:
         masks_images: every step has a mask of its visual tokens.
@@ -320,12 +320,12 @@ class DecodeGraphs(_GraphSet):
         # and whether the plan of any other reads block tables.
         self._choices: dict[int, tuple[int, bool]] = {}
 
-    def pad(self, step: StepInputs) -> StepInputs | None:
+    def pad(self, step: StepInputs) -> bool:
         count = len(step.seq_lens)
         if step.num_decodes != count or len(step.samples) != count or step.images:
-            return None
+            return False
         if (size := self._size(count)) is None:
-            return None
+            return False
         pad_decodes(step, size, self._scratch)
         if size not in self._choices:
             backend, ops = self.parts.backend, self.parts.model.ops
@@ -333,7 +333,7 @@ class DecodeGraphs(_GraphSet):
         longest, plans = self._choices[size]
         step.is_fused = longest > 0 and int(step.seq_lens.max()) <= longest
         step.plans_from_blocks = plans and not step.is_fused
-        return step
+        return True
 
     def capture(self, step: StepInputs) -> None:
         """Captures a padded step; the largest must be the first."""
@@ -387,13 +387,13 @@ class _ChunkGraphs(_GraphSet):
 class PromptGraphs(_ChunkGraphs):
     """Steps of one chunk alone."""
 
-    def pad(self, step: StepInputs) -> StepInputs | None:
+    def pad(self, step: StepInputs) -> bool:
         if len(step.seq_lens) != 1 or step.num_decodes or not self._is_faster(step):
-            return None
+            return False
         size = self._size(step.tokens.shape[1])
         if size:  # it samples, as every captured step does: before a prompt's end nobody reads it
             step.num_tokens, step.samples = size, np.zeros(1, np.int64)
-        return step if size else None
+        return size is not None
 
 
 class MixedGraphs(_ChunkGraphs):
@@ -410,13 +410,15 @@ class MixedGraphs(_ChunkGraphs):
         row, max_blocks = (size - 1 for size in self.parts.state.rows.blocks.shape)
         return self._padded(StepInputs.scratch(lengths, row, max_blocks + 1), num_tokens)
 
-    def pad(self, step: StepInputs) -> StepInputs | None:
+    def pad(self, step: StepInputs) -> bool:
         if len(step.seq_lens) - step.num_decodes > MAX_CAPTURED_CHUNKS:
-            return None
+            return False
         if max(step.num_decodes, len(step.samples)) > self._decodes:
-            return None
+            return False
         size = self._size(step.tokens.shape[1]) if self._is_faster(step) else None
-        return self._padded(step, size) if size else None
+        if size:
+            self._padded(step, size)
+        return size is not None
 
     def _padded(self, step: StepInputs, num_tokens: int) -> StepInputs:
         return pad_mixed(step, num_tokens, self._decodes, MAX_CAPTURED_CHUNKS, self._scratch)

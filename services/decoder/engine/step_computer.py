@@ -99,7 +99,7 @@ class StepComputer:
         inputs = step_inputs.lay_out(step, self._max_blocks)
         graphs = None
         if not step.keeps_hidden:
-            graphs, inputs = self._graphs_for(inputs)
+            graphs = next((each for each in self.graphs if each.pad(inputs)), None)
         return self._stage(inputs, graphs)
 
     def run(self, step: ComputeStep, inputs: StepInputs) -> Computed:
@@ -210,14 +210,6 @@ class StepComputer:
 
     def _scratch(self, lengths: list[int]) -> StepInputs:
         return StepInputs.scratch(lengths, self._scratch_row, self._max_blocks)
-
-    def _graphs_for(self, step: StepInputs) -> tuple[Graphs | None, StepInputs]:
-        """The graphs that run the step, and the step padded for them."""
-        for graphs in self.graphs:
-            padded = graphs.pad(step)
-            if padded is not None:
-                return graphs, padded
-        return None, step
 
     def _stage(self, step: StepInputs, graphs: Graphs | None = None) -> StepInputs:
         """Copies a step, padded for `graphs` if any, into the staging buffer; returns it."""

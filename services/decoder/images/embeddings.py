@@ -291,32 +291,27 @@ class EmbeddingSource:
                 return
         try:
             view = self.arena.view(entry)
-            if not await self._read_cache(entry, view):
+            digest = None
+            if self.cache is not None:
+                digest = await self.cache.read(entry.key, entry.spec, view)
+                found = self.metrics.misses if digest is None else self.metrics.hits
+                found.labels("redis").inc()
+            if digest is None:
                 started = time.monotonic()
                 fetched = await self.fetcher.fetch(
                     address, entry.key, entry.spec, view, filling.heard
                 )
-                entry.digest = fetched.digest
+                digest = fetched.digest
                 self.metrics.hits.labels("encoder").inc()
                 self.metrics.fetch.observe(time.monotonic() - started)
                 self.metrics.fetch_bytes.labels(fetched.path).inc(entry.spec.size_bytes)
         except EncoderFailed as error:
             self.metrics.fetch_errors.labels(error.kind).inc()
             raise
+        entry.digest = digest
         filling.heard(True)
         del self._filling[entry.key]
         self.arena.commit(entry)
-
-    async def _read_cache(self, entry: ArenaEntry, view: memoryview) -> bool:
-        if self.cache is None:
-            return False
-        digest = await self.cache.read(entry.key, entry.spec, view)
-        if digest is None:
-            self.metrics.misses.labels("redis").inc()
-            return False
-        entry.digest = digest
-        self.metrics.hits.labels("redis").inc()
-        return True
 
 
 def _copy_of(error: BaseException, address: str) -> Exception:
