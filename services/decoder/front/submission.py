@@ -43,7 +43,7 @@ def read_submit(
         raise InvalidRequest(f"{engine.model_name} is a text model and takes no images")
     num_tokens = _check_prompt(submit, engine)
     _check_positions(submit, num_tokens, engine)
-    spans = _spans(submit, num_tokens)
+    spans, images = _images(submit, num_tokens, engine)
     if len(submit.cache_salt) > MAX_SALT_BYTES:
         raise InvalidRequest(f"cache_salt has more than {MAX_SALT_BYTES} bytes")
     if len(submit.tenant) > MAX_TENANT_CHARS:
@@ -70,7 +70,7 @@ def read_submit(
         tenant_weight=_weight(submit.tenant_weight),
         token_masks=demands is not None,
     )
-    return message, _image_requests(submit, engine), demands
+    return message, images, demands
 
 
 def _num_ids(name: str, data: bytes, engine: EngineInfo) -> int:
@@ -119,31 +119,28 @@ def _check_positions(submit: pb.Submit, num_tokens: int, engine: EngineInfo) -> 
         raise InvalidRequest(f"positions has values outside [0, {engine.max_model_len})")
 
 
-def _spans(submit: pb.Submit, num_tokens: int) -> list[ImageSpan]:
+def _images(
+    submit: pb.Submit, num_tokens: int, engine: EngineInfo
+) -> tuple[list[ImageSpan], list[ImageRequest]]:
+    """The images' places in the prompt, and each distinct one."""
     spans: list[ImageSpan] = []
+    requests: dict[bytes, ImageRequest] = {}
     end = 0
     for image in submit.images:
-        if len(image.image_key) != KEY_BYTES:
-            raise InvalidRequest(f"an image key has {len(image.image_key)} bytes, not {KEY_BYTES}")
+        key = image.image_key
+        if len(key) != KEY_BYTES:
+            raise InvalidRequest(f"an image key has {len(key)} bytes, not {KEY_BYTES}")
         if image.num_tokens == 0 or image.offset < end:
             raise InvalidRequest("images are empty, overlap or are not in order of offset")
         end = image.offset + image.num_tokens
         if end > num_tokens:
             raise InvalidRequest(f"an image ends at {end}, beyond the {num_tokens} prompt tokens")
-        spans.append(ImageSpan(image.image_key, image.offset, image.num_tokens))
-    return spans
-
-
-def _image_requests(submit: pb.Submit, engine: EngineInfo) -> list[ImageRequest]:
-    requests: dict[bytes, ImageRequest] = {}
-    for image in submit.images:
+        spans.append(ImageSpan(key, image.offset, image.num_tokens))
         spec = EmbeddingSpec(engine.dtype, engine.num_features, image.num_tokens, engine.hidden)
-        known = requests.get(image.image_key)
-        if known is None:
-            requests[image.image_key] = ImageRequest(image.image_key, spec, image.encoder_address)
-        elif known.spec != spec:
+        request = ImageRequest(key, spec, image.encoder_address)
+        if requests.setdefault(key, request).spec != spec:
             raise InvalidRequest("one image key stands for two sizes")
-    return list(requests.values())
+    return spans, list(requests.values())
 
 
 def _sampling(given: pb.SamplingParams, engine: EngineInfo) -> SamplingParams:

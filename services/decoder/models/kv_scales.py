@@ -7,7 +7,6 @@ and values need fewer.
 
 import logging
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -105,7 +104,7 @@ def finish_scales(
         for layer in layers:
             layer.backend = recorder
         ids = _random_tokens(text, max_tokens).to(device)
-        _forward(model, text, ids, dtype, recorder)
+        _forward(model, text, ids, dtype)
         for layer, backend, largest in zip(layers, backends, recorder.largest, strict=True):
             layer.backend = backend
             layer.kv_scales = _power_of_two(largest.float().cpu() * (_HEADROOM / _LARGEST))
@@ -135,9 +134,6 @@ class _Recorder(SdpaBackend):
     def __init__(self) -> None:
         self.largest: list[Tensor] = []
 
-    def plan(self, metadata: AttentionMetadata, *, captured: bool = False) -> Any:  # noqa: ANN401
-        metadata.wants_keys_values = True
-
     def forward(
         self,
         query: Tensor,
@@ -163,10 +159,8 @@ def _random_tokens(text: TextSpec, max_tokens: int) -> Tensor:
     return torch.randint(text.vocab_size, (count,), generator=generator)
 
 
-def _forward(
-    model: Transformer, text: TextSpec, ids: Tensor, dtype: torch.dtype, recorder: _Recorder
-) -> None:
-    """Runs one prompt, whose keys and values go nowhere."""
+def _forward(model: Transformer, text: TextSpec, ids: Tensor, dtype: torch.dtype) -> None:
+    """Runs one prompt, whose keys and values go nowhere but to the backend."""
     device, count = ids.device, len(ids)
     shape = len(text.attention_layers), 1, 2, 1, text.num_kv_heads, text.head_dim
     pool = torch.zeros(shape, dtype=dtype, device=device)
@@ -177,6 +171,7 @@ def _forward(
         num_decodes=0, cu_query_lens=starts, seq_lens=lengths,
         first_blocks=np.zeros(1, np.int32), slot_mapping=torch.full((count,), -1, device=device),
         block_ids=zero, first_blocks_device=zero, seq_lens_device=lengths_device,
+        wants_keys_values=True,
     )  # fmt: skip
     if (linear := text.linear_attention) is not None:
         pieces = prefill_pieces(starts, 0, count)
@@ -186,6 +181,5 @@ def _forward(
             cu_query_lens_device=starts_device, seq_lens_device=lengths_device,
             work=torch.from_numpy(pieces).to(device),
         )  # fmt: skip
-    recorder.plan(metadata)
     positions = torch.arange(count, device=device).expand(3, -1)
     model.forward(ids, positions, pool, metadata)

@@ -7,7 +7,7 @@ printed for any device, without a GPU and without Triton.
 """
 
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from itertools import chain
@@ -70,9 +70,11 @@ def _half_precision(facts: KernelFacts) -> str:
     return "" if facts.dtype.itemsize == 2 else f"needs bfloat16 or float16, not {facts.dtype}"
 
 
-def _unquantized(facts: KernelFacts) -> str:
-    found = facts.weight_format
-    return "" if found == UNQUANTIZED else f"needs unquantized weights, not {found}"
+def _formats(known: Collection[str], what: str) -> Check:
+    """Layers of one of these weight formats."""
+    return lambda facts: (
+        "" if facts.weight_format in known else f"needs {what}, not {facts.weight_format}"
+    )
 
 
 def _one_rank(facts: KernelFacts) -> str:
@@ -106,16 +108,6 @@ def _even_head(facts: KernelFacts) -> str:
 def _expert_formats(facts: KernelFacts) -> str:
     other = sorted(set(facts.weight_format.split("+")) - _EXPERT_FORMATS)
     return f"needs experts in bf16 or FP8, not {', '.join(other)}" if other else ""
-
-
-def _packed_experts(facts: KernelFacts) -> str:
-    found = facts.weight_format
-    return "" if found in _PACKED_FORMATS else f"needs experts of packed codes, not {found}"
-
-
-def _int8_experts(facts: KernelFacts) -> str:
-    found = facts.weight_format
-    return "" if found == "int8" else f"needs experts in INT8, not {found}"
 
 
 def _experts(facts: KernelFacts) -> str:
@@ -299,6 +291,9 @@ def _twins(
     )
 
 
+_unquantized = _formats({UNQUANTIZED}, "unquantized weights")
+_packed_experts = _formats(_PACKED_FORMATS, "experts of packed codes")
+_int8_experts = _formats({"int8"}, "experts in INT8")
 _FUSED_GEMV = _needs(_triton, _pdl, _unquantized)
 _SKINNY = _needs(_triton, _pdl, _half_precision, _unquantized)
 _ANY_MOE = _needs(_experts, _triton, _half_precision)
