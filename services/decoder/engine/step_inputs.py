@@ -73,25 +73,16 @@ class StepInputs:
     is_fused: bool = False  # see AttentionMetadata
     plans_from_blocks: bool = False  # its plan reads block tables, before the graph runs
 
-    @classmethod
-    def scratch(cls, lengths: list[int], scratch_row: int, max_blocks: int) -> "StepInputs":
+    @staticmethod
+    def scratch(lengths: list[int], scratch_row: int, max_blocks: int) -> "StepInputs":
         """A step of meaningless sequences, all of them in the scratch row."""
-        sizes = np.array(lengths, np.int32)
-        num_tokens, count = int(sizes.sum()), len(lengths)
-        tokens = np.zeros((OfToken.COUNT, num_tokens), np.int32)
-        tokens[OfToken.ROW] = -1
-        rows = np.full(count, scratch_row, np.int32)
-        return cls(
-            num_tokens=num_tokens,
-            num_decodes=_leading_ones(lengths),
-            tokens=tokens,
-            chunks=np.stack((rows, sizes, np.full_like(rows, -1), np.zeros_like(rows))),
-            cu_query_lens=np.concatenate(([0], sizes.cumsum())).astype(np.int32),
-            seq_lens=sizes,
-            first_blocks=rows * max_blocks,
-            samples=np.arange(count),
-            images=[],
-        )
+        count, zeros = len(lengths), np.zeros(sum(lengths), np.int32)
+        rows, starts = np.full(count, scratch_row), np.zeros(count, np.int64)
+        step = ComputeStep(rows, starts, np.array(lengths), 0, np.arange(count), zeros)
+        step.positions = np.stack((zeros, zeros, zeros))
+        inputs = _chunks(step, max_blocks)
+        inputs.tokens[OfToken.ROW], inputs.tokens[OfToken.INDEX] = -1, 0
+        return inputs
 
 
 def lay_out(step: ComputeStep, max_blocks: int) -> StepInputs:
