@@ -13,6 +13,7 @@ from torch import Tensor
 
 from services.common.families import read_spec
 from services.common.nn import weights
+from services.common.nn.pinned import unpin
 from services.decoder.engine import step_inputs
 from services.decoder.engine.batch import Batch, Chunk
 from services.decoder.engine.messages import ImageSpan, SamplingParams
@@ -53,7 +54,9 @@ class Harness:
 
     def close(self) -> None:
         """Due on a GPU before the arena is unmapped: it is registered as pinned memory."""
-        self.runner.close()
+        images = self.runner.computer._parts.images
+        if images is not None and images._transfer is not None:
+            unpin(images._values, images._buffer.device)
 
     def put(self, embedding: Tensor) -> int:
         """Puts `[features, n, hidden]` into the arena; returns its offset."""

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from services.common.nn.pinned import pin, unpin
+from services.common.nn.pinned import pin
 from services.decoder.models.base import Transfer, VisualInput
 
 
@@ -55,11 +55,6 @@ class ImageReader:
             pin(self._values)
             self._stream = torch.cuda.Stream(device)
             self._transfer = Transfer.of(num_features)
-
-    def close(self) -> None:
-        """Unregisters the arena; due before its memory is unmapped."""
-        if self._transfer is not None:
-            unpin(self._values, self._buffer.device)
 
     def read(self, runs: Seq[ImageRun]) -> None:
         """Copies a step's image tokens to the rows of their indices, feature by feature."""

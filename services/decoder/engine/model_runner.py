@@ -141,10 +141,6 @@ class ModelRunner:
             computed=self._readback.mark(),
         )
 
-    def close(self) -> None:
-        """Releases the arena; the process may go on without the runner."""
-        self.computer.close()
-
     def _stage(self, step: Step) -> tuple[Step, StepInputs, Sampling]:
         """Gives rows to other sequences, and puts both halves' arrays into the staging buffer."""
         for start in step.sample.row_starts:

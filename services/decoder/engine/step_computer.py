@@ -118,11 +118,6 @@ class StepComputer:
             for hidden in computed.hidden[first : first + count].split(self._most_scored):
                 self._model.logits(hidden)
 
-    def close(self) -> None:
-        """Releases the arena; the process may go on."""
-        if self._parts.images is not None:
-            self._parts.images.close()
-
     def _run(self, step: ComputeStep, inputs: StepInputs) -> Computed:
         count = len(step.samples)
         if inputs.graphs is not None:

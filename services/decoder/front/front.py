@@ -147,7 +147,7 @@ class DecoderFront:
         self._numbers = itertools.count(1)
         self._live: dict[int, _Live] = {}
         self._streams: set[Stream] = set()
-        self._refusal = ""
+        self._refusal = ""  # why submissions fail as overloaded from now on
         self._empty = asyncio.Event()
         self._empty.set()
         metrics.num_rows = engine.max_num_sequences
@@ -244,7 +244,7 @@ class DecoderFront:
                     case _:
                         pass
         except ChannelClosed:
-            self.refuse("the decoder's engine process has ended")
+            self._refusal = "the decoder's engine process has ended"
             self._fail_all(EngineLost("the decoder's engine process has ended"))
             for live in list(self._live.values()):
                 self._remove(live)
@@ -254,16 +254,12 @@ class DecoderFront:
     def is_busy(self) -> bool:
         return bool(self._live)
 
-    def refuse(self, reason: str) -> None:
-        """Submissions fail as overloaded from now on."""
-        self._refusal = reason
-
     async def drain(self, grace_s: float) -> None:
         """Refuses new sequences, waits for the running ones, offers those that may take longer than
         `grace_s` to other decoders, fails what is left then, and closes all streams behind their
         last events.
         """
-        self.refuse("the decoder is shutting down")
+        self._refusal = "the decoder is shutting down"
         departure = Departure(time.monotonic(), grace_s)
         while self._live and (now := time.monotonic()) < departure.ends_at:
             self._offer(departure.due(now, self._seconds_left()))

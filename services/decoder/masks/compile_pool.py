@@ -68,8 +68,7 @@ class CompilePool:
             Overloaded: too many wait, or it has waited too long.
             ProcessLost: two processes ended while they compiled it.
         """
-        task = _task(grammar)
-        key = _key(task)
+        key, task = _task(grammar)
         if (error := self._known.get(key)) is None:
             error = await self._verdict(key, task, tenant)
         else:
@@ -79,7 +78,7 @@ class CompilePool:
 
     def refuse(self, grammar: Grammar, error: InvalidGrammar) -> None:
         """Has the next requests with a grammar fail as one did that could not follow it."""
-        self._know(_key(_task(grammar)), error.message)
+        self._know(_task(grammar)[0], error.message)
 
     async def close(self) -> None:
         self._task.cancel()
@@ -190,9 +189,7 @@ class CompilePool:
             raise
 
 
-def _task(grammar: Grammar) -> Compile:
-    return Compile(grammar.kind, grammar.text, grammar.plain_strings)
-
-
-def _key(task: Compile) -> bytes:
-    return blake3(msgspec.msgpack.encode(task)).digest()
+def _task(grammar: Grammar) -> tuple[bytes, Compile]:
+    """The task to compile it, under a key."""
+    task = Compile(grammar.kind, grammar.text, grammar.plain_strings)
+    return blake3(msgspec.msgpack.encode(task)).digest(), task
