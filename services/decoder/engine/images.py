@@ -44,7 +44,6 @@ class ImageReader:
         device: torch.device,
         max_batched_tokens: int,
     ) -> None:
-        self._num_features, self._hidden = num_features, hidden
         self._values = torch.frombuffer(arena, dtype=dtype)
         self._buffer = torch.empty(
             (num_features, max_batched_tokens, hidden), dtype=dtype, device=device
@@ -65,7 +64,7 @@ class ImageReader:
         with torch.cuda.stream(self._stream):  # of None: no stream
             if self._transfer is not None:
                 self._transfer.wait_until_read()
-            for feature in range(self._num_features):
+            for feature in range(len(self._buffer)):
                 for target, source in moves:  # contiguous on both sides: one asynchronous copy
                     target[feature].copy_(source[feature], non_blocking=True)
                 if self._transfer is not None:
@@ -78,8 +77,7 @@ class ImageReader:
     def _view(self, part: ImageRun) -> Tensor:
         """`[features, num_rows, hidden]`, in the arena."""
         start = part.arena_offset // self._values.itemsize
-        size = self._num_features * part.num_tokens * self._hidden
-        image = self._values[start : start + size].view(
-            self._num_features, part.num_tokens, self._hidden
-        )
+        num_features, _, hidden = self._buffer.shape
+        size = num_features * part.num_tokens * hidden
+        image = self._values[start : start + size].view(num_features, part.num_tokens, hidden)
         return image[:, part.first_token : part.first_token + part.num_rows]

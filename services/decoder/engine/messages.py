@@ -89,12 +89,10 @@ class MaskLink(msgspec.Struct, tag="mask_link"):
 
     Attributes:
         link: the number of the process.
-        offset: of the masks in the memory, bytes.
         num_rows, num_words: int32 `[num_rows, num_words]`; masks are each row's first words.
     """
 
     link: int
-    offset: int
     num_rows: int
     num_words: int
 

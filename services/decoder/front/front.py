@@ -262,7 +262,8 @@ class DecoderFront:
         self._refusal = "the decoder is shutting down"
         departure = Departure(time.monotonic(), grace_s)
         while self._live and (now := time.monotonic()) < departure.ends_at:
-            self._offer(departure.due(now, self._seconds_left()))
+            for number in departure.due(now, self._seconds_left()):
+                self._offer(self._live[number])
             with suppress(TimeoutError):
                 async with asyncio.timeout(min(departure.period_s, departure.ends_at - now)):
                     await self._empty.wait()
@@ -286,13 +287,11 @@ class DecoderFront:
             for number, live in self._live.items()
         }
 
-    def _offer(self, numbers: list[int]) -> None:
-        for number in numbers:
-            live = self._live[number]
-            if not live.reported:
-                log.info("a sequence may outlast this decoder", extra=_fields(live))
-                live.stream.outbox.add_leaving(live.sequence_id)
-                live.stream.outbox.flush()
+    def _offer(self, live: _Live) -> None:
+        if not live.reported:
+            log.info("a sequence may outlast this decoder", extra=_fields(live))
+            live.stream.outbox.add_leaving(live.sequence_id)
+            live.stream.outbox.flush()
 
     async def close(self) -> None:
         await self._images.close()

@@ -137,17 +137,16 @@ class EmbeddingSource:
         def worked_at() -> float:
             return max([began_at, *(filling.worked_at for filling in fillings)])
 
+        async def wait(request: ImageRequest, filling: _Filling) -> None:
+            await self._wait(filling, request.encoder_address, worked_at)
+            ready(not_ready.pop(request))
+
         tasks: list[asyncio.Task[None]] = []
         try:
             for request, entry in held.items():
                 if entry.committed:
                     ready(not_ready.pop(request))
-            tasks = [
-                asyncio.create_task(
-                    self._wait(request, self._filling[request.key], not_ready, ready, worked_at)
-                )
-                for request in not_ready
-            ]
+            tasks = [asyncio.create_task(wait(r, self._filling[r.key])) for r in not_ready]
             await asyncio.gather(*tasks)
         finally:
             # Releases come before any await, because this task may be cancelled again.
@@ -217,18 +216,13 @@ class EmbeddingSource:
 
     # Bytes.
 
-    async def _wait(
-        self,
-        request: ImageRequest,
-        filling: _Filling,
-        not_ready: _Held,
-        ready: Ready,
-        worked_at: Callable[[], float],
-    ) -> None:
-        """Waits until the entry is filled, at any sequence's request, and passes it to `ready`;
-        `worked_at`: when an encoder last worked on an image of this sequence.
+    async def _wait(self, filling: _Filling, address: str, worked_at: Callable[[], float]) -> None:
+        """Waits until the entry is filled, at any sequence's request.
+
+        Args:
+            address: of the encoder that has it.
+            worked_at: when an encoder last worked on an image of this sequence.
         """
-        address = request.encoder_address
         joined, has_taken_over = filling.flight is not None, False
         while not filling.entry.committed:
             flight = filling.flight
@@ -259,7 +253,6 @@ class EmbeddingSource:
                 raise _copy_of(error, address)
         if joined:
             self.metrics.hits.labels("joined").inc()
-        ready(not_ready.pop(request))
 
     def _start(
         self, filling: _Filling, address: str, instead_of: asyncio.Task[None] | None = None

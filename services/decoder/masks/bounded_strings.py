@@ -10,7 +10,7 @@ fills the mask of the others, and finds n with probes: tokens of 1, 2, … times
 Exact, for grammars whose strings are plain.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
@@ -56,7 +56,6 @@ class PlainTokens:
     is_missing: bytes
     byte_ids: dict[int, int]
     probe: list[int]
-    _spelled: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
 
     @classmethod
     def of(
@@ -98,11 +97,7 @@ class PlainTokens:
         """The token as ids that `others` has."""
         if token_id >= len(self.is_missing) or not self.is_missing[token_id]:
             return [token_id]
-        found = self._spelled.get(token_id)
-        if found is None:
-            found = [self.byte_ids[byte] for byte in self.full.decode_bytes([token_id])]
-            self._spelled[token_id] = found
-        return found
+        return [self.byte_ids[byte] for byte in self.full.decode_bytes([token_id])]
 
 
 def _others(tokens: list[bytes], end_ids: tuple[int, ...]) -> LLTokenizer:

@@ -10,6 +10,7 @@ from services.common.process.channel import ChannelClosed, EngineChannel
 from services.decoder.engine.mask_gate import MaskGate
 from services.decoder.engine.messages import MaskLink, StepDone, TokenMasks
 from services.decoder.engine.step import Int32Array
+from services.decoder.masks.rows import ROWS_OFFSET
 
 
 def send_tokens(
@@ -37,7 +38,7 @@ def open_link(
     end, memory = descriptors
     count, size = message.num_rows * message.num_words, os.fstat(memory).st_size
     mapped = mmap.mmap(memory, size, prot=mmap.PROT_READ)
-    words = np.frombuffer(mapped, np.int32, count, message.offset)
+    words = np.frombuffer(mapped, np.int32, count, ROWS_OFFSET)
     os.close(memory)
     rows = words.reshape(message.num_rows, message.num_words)
     return EngineChannel[TokenMasks](socket.socket(fileno=end), TokenMasks), rows

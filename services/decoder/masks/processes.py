@@ -33,7 +33,7 @@ from services.decoder.masks.messages import (
     MaskSettings,
     MaskTimes,
 )
-from services.decoder.masks.rows import ROWS_OFFSET, Marks, create_mask_memory, num_mask_words
+from services.decoder.masks.rows import Marks, create_mask_memory, num_mask_words
 from services.decoder.metrics import DecoderMetrics
 
 log = logging.getLogger(__name__)
@@ -287,9 +287,7 @@ class MaskProcesses:
                         _MODULE, msgspec.json.encode(own), end.fileno(), link.fileno(), memory
                     )
                     socket.send_fds(self._link, [b"l"], [engine_end.fileno(), memory])
-                self._engine.send(
-                    MaskLink(process.link, ROWS_OFFSET, settings.num_rows, self._num_words)
-                )
+                self._engine.send(MaskLink(process.link, settings.num_rows, self._num_words))
                 channel = await FrontChannel[FromProcess].open(front_end, FromProcess)
             except BaseException:  # closed during a start, too
                 front_end.close()
