@@ -267,7 +267,12 @@ class EncoderFetcher:
         try:
             with span("fetch embedding", size_bytes=spec.size_bytes) as current:
                 async with self._use(address) as channel:
-                    fetched = await self._fetch(channel, address, key, spec, into, heard)
+                    try:
+                        fetched = await self._call(channel, Receiver(key, spec, into), heard)
+                    except NotReadable as why:
+                        channel.not_readable = True
+                        log.warning("encoder %s sends over gRPC from now on: %s", address, why)
+                        fetched = await self._call(channel, Receiver(key, spec, into), heard)
                 current.set(path=fetched.path)
                 return fetched
         except WrongContent as error:
@@ -287,21 +292,7 @@ class EncoderFetcher:
             self._close(address)
         await asyncio.gather(*self._closing, return_exceptions=True)
 
-    async def _fetch(
-        self, channel: _Channel, address: str, key: bytes, spec: EmbeddingSpec, into: memoryview,
-        heard: Heard,
-    ) -> Fetched:  # fmt: skip
-        if self.shared_memory and not channel.not_readable:
-            try:
-                return await self._call(channel, Receiver(key, spec, into), heard, self._host)
-            except NotReadable as why:
-                channel.not_readable = True
-                log.warning("encoder %s sends over gRPC from now on: %s", address, why)
-        return await self._call(channel, Receiver(key, spec, into), heard, b"")
-
-    async def _call(
-        self, channel: _Channel, receiver: Receiver, heard: Heard, reader_host: bytes
-    ) -> Fetched:
+    async def _call(self, channel: _Channel, receiver: Receiver, heard: Heard) -> Fetched:
         """One Fetch: stores and checks a chunk in a thread while the next one arrives, or copies
         ranges from shared memory while the encoder computes and digests the others.
 
@@ -310,9 +301,8 @@ class EncoderFetcher:
             NotReadable: the encoder's memory cannot be opened; `into` is untouched.
             grpc.aio.AioRpcError: the encoder failed.
         """
-        request = pb.FetchRequest(
-            image_key=receiver.key, reader_host=reader_host, tell_waiting=True
-        )
+        host = self._host if self.shared_memory and not channel.not_readable else b""
+        request = pb.FetchRequest(image_key=receiver.key, reader_host=host, tell_waiting=True)
         call = channel.fetch(request, timeout=self.timeout_s, metadata=outgoing_metadata())
         loop = asyncio.get_running_loop()
         jobs: list[asyncio.Future[None]] = []
