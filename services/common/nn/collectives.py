@@ -5,9 +5,11 @@ the checkpoint's module, and the loader reads those rows and columns of the file
 """
 
 import itertools
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -126,7 +128,7 @@ class Ranks:
         rows = min(rows, most_rows(self.count, width, dtype))
         if self.count == 1 or device.type != "cuda" or not rows:
             return self
-        cards = [int(card) for card in self.exchange(str(device.index))]
+        cards = self.exchange(device.index)
         reach = torch.cuda.can_device_access_peer
         if not all(reach(card, other) for card in cards for other in cards if card != other):
             return self
@@ -175,11 +177,11 @@ class Ranks:
         if self.count > 1:
             dist.broadcast(values, 0)
 
-    def exchange(self, value: str, timeout_s: float | None = None) -> list[str]:
+    def exchange(self, value: Any, timeout_s: float | None = None) -> list[Any]:  # noqa: ANN401
         """What each rank says, by rank; on the host, before the first step.
 
         Args:
-            value: what this one says.
+            value: what this one says, as JSON has it.
             timeout_s: of the wait for each other; None: as long as a start may take.
 
         Raises:
@@ -189,7 +191,7 @@ class Ranks:
             return [value]
         assert self.store is not None
         number = next(self._exchanges)
-        self.store.set(f"{number}/{self.rank}", value)
+        self.store.set(f"{number}/{self.rank}", json.dumps(value))
         keys = [f"{number}/{rank}" for rank in range(self.count)]
         if timeout_s is not None:
             for rank, key in enumerate(keys):
@@ -198,7 +200,7 @@ class Ranks:
                 except RuntimeError:
                     message = f"rank {rank} has said nothing for {timeout_s:g} s"
                     raise RuntimeError(message) from None
-        return [self.store.get(key).decode() for key in keys]
+        return [json.loads(self.store.get(key)) for key in keys]
 
 
 ALONE = Ranks()

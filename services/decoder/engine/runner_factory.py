@@ -12,7 +12,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
 import torch
 from msgspec import structs
 from torch import nn
@@ -154,7 +153,7 @@ def create_runner(
         if fp8_cache:
             finish_scales(model, text, device, dtype, options.max_batched_tokens)
         budget = _budget(options, device, lambda: _run_largest_step(make(info)))
-        budget = min(map(int, ranks.exchange(str(budget))))
+        budget = min(ranks.exchange(budget))
         num_checkpoints, budget = _count_checkpoints(text, options, dtype, budget)
         num_blocks = kv_cache.count_blocks(shape, budget, wanted or options.block_size)
         max_model_len = min(limit, num_blocks * options.block_size)
@@ -369,7 +368,6 @@ def _warm_up(
 
 def _agree(ops: Ops, ranks: Ranks) -> bool:
     """Keeps the kernels that every rank can run; whether some cannot run all."""
-    said = ranks.exchange(msgspec.json.encode(ops.table.in_use()).decode())
-    in_use = [msgspec.json.decode(each, type=dict[str, list[str]]) for each in said]
+    in_use: list[dict[str, list[str]]] = ranks.exchange(ops.table.in_use())
     ops.keep({key: set.intersection(*(set(each[key]) for each in in_use)) for key in in_use[0]})
     return any(each != in_use[0] for each in in_use)

@@ -7,7 +7,6 @@
 import logging
 from typing import NamedTuple
 
-import msgspec
 import torch
 from torch import Tensor
 
@@ -183,11 +182,10 @@ class StepComputer:
         """Forgets graphs that another rank has not, so that all run a step in the same way."""
         if self._ranks.count == 1:
             return
-        mine = {graphs.name: sorted(graphs.kinds) for graphs in self.graphs}
-        said = self._ranks.exchange(msgspec.json.encode(mine).decode())
-        of_ranks = [msgspec.json.decode(each, type=dict[str, list[Kind]]) for each in said]
+        of_ranks = self._ranks.exchange({each.name: sorted(each.kinds) for each in self.graphs})
         for graphs in list(self.graphs):
-            graphs.keep(set.intersection(*(set(each.get(graphs.name, ())) for each in of_ranks)))
+            kinds = [{Kind(*kind) for kind in each.get(graphs.name, ())} for each in of_ranks]
+            graphs.keep(set.intersection(*kinds))
             if not graphs.kinds:
                 self.graphs.remove(graphs)
 

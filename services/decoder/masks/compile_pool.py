@@ -69,10 +69,21 @@ class CompilePool:
             ProcessLost: two processes ended while they compiled it.
         """
         key, task = _task(grammar)
-        if (error := self._known.get(key)) is None:
-            error = await self._verdict(key, task, tenant)
-        else:
+        if (error := self._known.get(key)) is not None:
             self._known.move_to_end(key)
+        else:
+            job = self._jobs.get(key) or self._enqueue(key, task, tenant)
+            job.num_waiting += 1
+            try:
+                if not job.started.is_set():
+                    async with asyncio.timeout(_MAX_WAIT_S):
+                        await job.started.wait()
+                error = (await asyncio.shield(job.done)).error
+            except TimeoutError:
+                message = "grammars wait too long to be compiled"
+                raise Overloaded(message, retry_after_s=2) from None
+            finally:
+                job.num_waiting -= 1
         if error:
             raise InvalidGrammar(error)
 
@@ -84,19 +95,6 @@ class CompilePool:
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
         await children.end(self.process)
-
-    async def _verdict(self, key: bytes, task: Compile, tenant: str) -> str:
-        job = self._jobs.get(key) or self._enqueue(key, task, tenant)
-        job.num_waiting += 1
-        try:
-            if not job.started.is_set():
-                async with asyncio.timeout(_MAX_WAIT_S):
-                    await job.started.wait()
-            return (await asyncio.shield(job.done)).error
-        except TimeoutError:
-            raise Overloaded("grammars wait too long to be compiled", retry_after_s=2) from None
-        finally:
-            job.num_waiting -= 1
 
     def _enqueue(self, key: bytes, task: Compile, tenant: str) -> _Job:
         queue = self._queues.get(tenant)

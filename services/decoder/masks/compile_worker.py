@@ -6,7 +6,6 @@ each is compiled in a fork of this process, which has read the vocabulary, and w
 fork takes milliseconds, so that many such grammars delay others little more than long ones do.
 """
 
-import ctypes
 import os
 import resource
 import signal
@@ -24,6 +23,7 @@ from services.common.errors import InvalidGrammar
 from services.common.grammar.grammar_bounds import check_grammar
 from services.common.process import children
 from services.common.process.channel import ChannelClosed, EngineChannel, create_socket_pair
+from services.common.process.parent_death import end_with_parent
 from services.common.process.work_limits import go_first, limited, mapped_bytes
 from services.common.telemetry import setup_logging
 from services.decoder.masks.compiler import Vocabulary, compile_grammar
@@ -35,7 +35,6 @@ MEMORY_BYTES = 512 << 20  # of one grammar
 _STACK_BYTES = 8 << 20
 _WALL_S = 20.0  # of one grammar, on a machine that does other things, too
 _KEPT_BYTES = 256 << 20  # that a fork's address space may grow by before another one follows
-_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(slots=True, eq=False)
@@ -105,11 +104,12 @@ class Compiler:
 
     def _fork(self) -> None:
         mine, theirs = create_socket_pair()
-        self._charged_s = 0.0
+        self._charged_s, parent = 0.0, os.getpid()
         self.pid = os.fork()
         if self.pid == 0:
             mine.close()
             try:
+                end_with_parent(parent)
                 self._serve(theirs)
             finally:
                 os._exit(0)
@@ -118,7 +118,6 @@ class Compiler:
 
     def _serve(self, end: socket.socket) -> None:
         """In the fork."""
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         resource.setrlimit(resource.RLIMIT_STACK, (_STACK_BYTES, resource.RLIM_INFINITY))
         go_first()
         channel = EngineChannel[Compile](end, Compile)
@@ -127,7 +126,7 @@ class Compiler:
         while True:
             for task in channel.receive(None):
                 error = self._error(task)
-                used_s = _cpu_s()
+                used_s = time.process_time()
                 is_last = mapped_bytes() > most
                 channel.send(Verdict(error, used_s - charged_s, is_last=is_last))
                 charged_s = used_s
@@ -145,12 +144,6 @@ class Compiler:
             except BaseException as panic:
                 return f"cannot be compiled: {type(panic).__name__}"
         return ""
-
-
-def _cpu_s() -> float:
-    """Of this process since its fork."""
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime
 
 
 def main() -> int:

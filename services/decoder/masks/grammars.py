@@ -81,18 +81,15 @@ class Grammars:
         Raises:
             InvalidGrammar: it is not a grammar, or beyond what is supported; the message names it.
         """
-        allowed = demands.allowed_ids
-        return Matcher(
-            grammar=demands.grammar and await self._matcher(demands.grammar, during),
-            allowed=mask_of(list(allowed), self.num_words) if allowed else None,
-            bad_words=demands.bad_words,
-        )
-
-    async def _matcher(self, grammar: Grammar, during: During) -> GrammarMatcher:
-        lexer = self._lexer(grammar, during)
-        compiled = await asyncio.shield(lexer.compiled)
-        state, strings = compiled.state.deep_copy(), compiled.strings and compiled.strings.copy()
-        return GrammarMatcher(state, lexer, grammar, grammar.begins_after, strings)
+        (grammar, allowed_ids, bad_words), matcher = demands, None
+        if grammar is not None:
+            lexer = self._lexer(grammar, during)
+            compiled = await asyncio.shield(lexer.compiled)
+            state, strings = compiled.state.deep_copy(), compiled.strings
+            strings = strings and strings.copy()
+            matcher = GrammarMatcher(state, lexer, grammar, grammar.begins_after, strings)
+        allowed = mask_of(list(allowed_ids), self.num_words) if allowed_ids else None
+        return Matcher(matcher, allowed, bad_words)
 
     def fill(self, matcher: Matcher, token_ids: list[int], row: Int32Array) -> Found:
         """Feeds a matcher the sequence's new tokens and fills the mask for the next one. Raises
