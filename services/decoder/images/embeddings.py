@@ -243,7 +243,7 @@ class EmbeddingSource:
                 can_take_over = filling.flight is flight and not flight.task.done()
                 if not finished and may_take_over and can_take_over:
                     has_taken_over = True
-                    self._start(filling, address, instead_of=flight.task)
+                    self._start(filling, address)
                 if not finished:
                     continue
             finally:
@@ -254,31 +254,28 @@ class EmbeddingSource:
         if joined:
             self.metrics.hits.labels("joined").inc()
 
-    def _start(
-        self, filling: _Filling, address: str, instead_of: asyncio.Task[None] | None = None
-    ) -> InFlight[None]:
+    def _start(self, filling: _Filling, address: str) -> InFlight[None]:
         """Starts a flight. It writes after the one that it replaces has ended; waiters of that one
         wait for this one.
         """
         self.arena.acquire(filling.entry)
+        last = filling.flight.task if filling.flight is not None else None
         filling.address = address
         filling.started_at = filling.heard_at = asyncio.get_running_loop().time()
         filling.flight = InFlight(
-            self._fill(filling, address, instead_of), on_end=lambda _: self.release(filling.entry)
+            self._fill(filling, address, last), on_end=lambda _: self.release(filling.entry)
         )
-        if instead_of is not None:
-            instead_of.cancel()
+        if last is not None:
+            last.cancel()
         return filling.flight
 
-    async def _fill(
-        self, filling: _Filling, address: str, instead_of: asyncio.Task[None] | None
-    ) -> None:
+    async def _fill(self, filling: _Filling, address: str, last: asyncio.Task[None] | None) -> None:
         entry = filling.entry
-        if instead_of is not None:
+        if last is not None:
             try:
-                await asyncio.wait((instead_of,))
+                await asyncio.wait((last,))
             except asyncio.CancelledError:
-                await asyncio.wait((instead_of,))  # one writer at a time
+                await asyncio.wait((last,))  # one writer at a time
                 raise
             if entry.committed:
                 return

@@ -107,36 +107,30 @@ class _Process:
     overdue: set[int] = field(default_factory=set[int])
 
 
+@dataclass(eq=False)
 class MaskProcesses:
     """Owner of the processes; each sequence is one's.
 
-    Args:
+    Attributes:
         link: to the engine, takes descriptors; closed with this.
         failed: called with a sequence's number and an error when it cannot go on.
-        count: processes that fill masks; default: by cores.
+        count: processes that fill masks; 0: by cores.
     """
 
+    settings: MaskSettings
+    link: socket.socket
+    engine: FrontChannel[EngineMessage]
+    metrics: DecoderMetrics
+    failed: Failed
+    count: int = 0
+    _num_started: int = 0
+    _sequences: dict[int, _Followed] = field(default_factory=dict[int, _Followed])
     read_demands = staticmethod(read_demands)
 
-    def __init__(
-        self,
-        settings: MaskSettings,
-        link: socket.socket,
-        engine: FrontChannel[EngineMessage],
-        metrics: DecoderMetrics,
-        failed: Failed,
-        count: int | None = None,
-    ) -> None:
-        self._settings = settings
-        self._link = link
-        self._engine = engine
-        self._metrics = metrics
-        self._failed = failed
-        self._num_words = num_mask_words(settings.vocab_size)
-        self._num_started = 0
-        self._sequences: dict[int, _Followed] = {}
-        self.compilers = CompilePool(settings, metrics.grammar_compile.observe)
-        self.processes = [_Process() for _ in range(count or num_mask_processes())]
+    def __post_init__(self) -> None:
+        self._num_words = num_mask_words(self.settings.vocab_size)
+        self.compilers = CompilePool(self.settings, self.metrics.grammar_compile.observe)
+        self.processes = [_Process() for _ in range(self.count or num_mask_processes())]
         self._tasks = [asyncio.create_task(self._keep(process)) for process in self.processes]
         self._tasks.append(asyncio.create_task(self._watch()))
 
@@ -191,7 +185,7 @@ class MaskProcesses:
                 process.channel.close()
         for process in self.processes:
             await children.end(process.process, _EXIT_S)
-        self._link.close()
+        self.link.close()
 
     async def _check(self, sequence: _Followed, tenant: str) -> None:
         grammar = sequence.demands.grammar
@@ -199,7 +193,7 @@ class MaskProcesses:
         try:
             await self.compilers.check(grammar, tenant)
         except TriptychError as error:
-            self._failed(sequence.number, error)
+            self.failed(sequence.number, error)
         else:
             self._follow(sequence)
         finally:
@@ -247,7 +241,7 @@ class MaskProcesses:
                 sequence.is_renewed = True
                 self._follow(sequence)
             else:
-                self._failed(sequence.number, Unavailable("token masks cannot be filled"))
+                self.failed(sequence.number, Unavailable("token masks cannot be filled"))
 
     def _has_ended(self, process: _Process) -> None:
         process.num_failed_starts += not process.is_ready
@@ -267,12 +261,12 @@ class MaskProcesses:
                 error = InvalidGrammar("it takes too much work to follow")
                 if sequence.demands.grammar is not None:
                     self.compilers.refuse(sequence.demands.grammar, error)
-                self._failed(number, error)
+                self.failed(number, error)
         process.overdue.clear()
 
     async def _start(self, process: _Process) -> FrontChannel[FromProcess]:
         """Raises OSError, as `children.start` does."""
-        settings = self._settings
+        settings = self.settings
         self._num_started += 1
         process.link, process.is_ready = self._num_started, False
         process.started_at = time.monotonic()
@@ -286,8 +280,8 @@ class MaskProcesses:
                     process.process = await children.start(
                         _MODULE, msgspec.json.encode(own), end.fileno(), link.fileno(), memory
                     )
-                    socket.send_fds(self._link, [b"l"], [engine_end.fileno(), memory])
-                self._engine.send(MaskLink(process.link, settings.num_rows, self._num_words))
+                    socket.send_fds(self.link, [b"l"], [engine_end.fileno(), memory])
+                self.engine.send(MaskLink(process.link, settings.num_rows, self._num_words))
                 channel = await FrontChannel[FromProcess].open(front_end, FromProcess)
             except BaseException:  # closed during a start, too
                 front_end.close()
@@ -304,12 +298,12 @@ class MaskProcesses:
         match message:
             case CannotFollow():
                 if message.sequence_id in self._sequences:
-                    self._failed(message.sequence_id, from_code(message.code, message.message))
+                    self.failed(message.sequence_id, from_code(message.code, message.message))
             case MaskTimes():
                 for seconds in message.seconds:
-                    self._metrics.token_mask.observe(seconds)
+                    self.metrics.token_mask.observe(seconds)
             case TokenMasks():
-                self._engine.send(message)
+                self.engine.send(message)
 
     async def _watch(self) -> None:
         """Ends processes that hang."""
