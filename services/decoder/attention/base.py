@@ -70,22 +70,16 @@ class AttentionBackend(Protocol):
 
     Attributes:
         table: its dispatch table; None: it has one implementation.
-        captures: steps of decodes alone can be captured as CUDA graphs.
-        captures_prompts: steps of one prompt's chunk alone can.
-        captures_mixed: steps of decodes and chunks can.
     """
 
     @property
     def table(self) -> KernelTable[Any] | None: ...
 
-    @property
-    def captures(self) -> bool: ...
-
-    @property
-    def captures_prompts(self) -> bool: ...
-
-    @property
-    def captures_mixed(self) -> bool: ...
+    def captures(self, kind: str) -> bool:
+        """Whether steps can be captured as CUDA graphs: those of `decodes` alone, of one of the
+        `prompts`' chunks alone, or `mixed` ones.
+        """
+        ...
 
     def captures_chunks(self, step: StepLengths) -> bool:
         """Whether a captured step is faster than an eager one for the step's chunks."""

@@ -78,19 +78,11 @@ class PagedBackend:
             key: make(facts, device) for key, make in makers.items() if key in self._entries
         }
 
-    @property
-    def captures(self) -> bool:
-        return _PAGED in self._kernels or _LIBRARY_DECODE in self._kernels
-
-    @property
-    def captures_prompts(self) -> bool:
-        """Only our own kernel needs no plan."""
-        return _HOPPER in self._kernels
-
-    @property
-    def captures_mixed(self) -> bool:
-        """Only our own kernels need no plan."""
-        return _PAGED in self._kernels and _HOPPER in self._kernels
+    def captures(self, kind: str) -> bool:
+        """Only our own kernels need no plan; a library's decodes can be planned for a graph."""
+        paged, hopper = _PAGED in self._kernels, _HOPPER in self._kernels
+        decodes = paged or _LIBRARY_DECODE in self._kernels
+        return {"decodes": decodes, "prompts": hopper, "mixed": paged and hopper}[kind]
 
     def captures_chunks(self, step: StepLengths) -> bool:
         if (kernel := self._kernels.get(_HOPPER)) is None:

@@ -54,11 +54,12 @@ class SdpaBackend:
         table: has this implementation alone, and counts its calls; None: they are not counted.
     """
 
-    captures = captures_prompts = captures_mixed = False
-
     def __init__(self, facts: AttentionFacts, table: KernelTable[Any] | None = None) -> None:
         self.table = table
         self._facts = facts
+
+    def captures(self, kind: str) -> bool:
+        return False
 
     def captures_chunks(self, step: StepLengths) -> bool:
         return False

@@ -348,7 +348,7 @@ def _warm_up(
     info = runner.info
     longest = min(info.max_batched_tokens, info.max_model_len)
     steps = [[1], [2], [1, 2]]
-    if backend.captures_prompts:  # the number of decodes selects the kernels of large steps
+    if backend.captures("prompts"):  # the number of decodes selects the kernels of large steps
         counts = {1, 128, 256, info.max_num_sequences - 1}
         steps += [[1] * decodes + [longest - decodes] for decodes in sorted(counts)]
     num_rows, num_tokens = info.max_num_sequences, info.max_batched_tokens
@@ -359,9 +359,9 @@ def _warm_up(
             runner.computer.forward_scratch(lengths)
         runner.sample_scratch(1)
         differ = _agree(model.ops, ranks)
-    if with_graphs and backend.captures:
-        prompts = prompt_buckets(longest) if backend.captures_prompts else []
-        mixed = mixed_buckets(longest) if backend.captures_mixed else []
+    if with_graphs and backend.captures("decodes"):
+        prompts = prompt_buckets(longest) if backend.captures("prompts") else []
+        mixed = mixed_buckets(longest) if backend.captures("mixed") else []
         runner.computer.capture_graphs(decode_buckets(info.max_num_sequences), prompts, mixed)
         _agree(model.ops, ranks)
 

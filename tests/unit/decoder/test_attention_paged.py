@@ -23,6 +23,7 @@ from tests.block_tables import first_blocks
 BLOCK_SIZE = 16
 CPU = torch.device("cpu")
 H200 = KNOWN_DEVICES["h200"]
+KINDS = ("decodes", "prompts", "mixed")
 
 
 @pytest.fixture(autouse=True)
@@ -105,7 +106,7 @@ def test_a_cache_in_e4m3_is_not_flashinfers() -> None:
     assert [row.name for row in resolved.usable(table.DECODE)] == ["paged", "plain"]
     assert [row.name for row in resolved.usable(table.PREFILL)] == ["hopper", "plain"]
     backend = backend_of(facts)
-    assert backend.captures and backend.captures_mixed and not backend.plans_from_blocks(8)
+    assert all(map(backend.captures, ("decodes", "mixed"))) and not backend.plans_from_blocks(8)
 
 
 OURS, LIST = "ours", "list"  # of decodes, of chunks
@@ -140,15 +141,13 @@ def test_what_a_step_uses_on_hopper(
     expected: tuple[str | None, str | None],
 ) -> None:
     backend = backend_of(facts_of(heads=heads, kv_heads=kv_heads))
-    assert backend.captures and backend.captures_prompts and backend.captures_mixed
+    assert all(map(backend.captures, KINDS))
     assert planned(backend, Step(decodes, chunks), captured) == expected
 
 
 def test_other_gpus_capture_decodes_alone() -> None:
     backend = backend_of(facts_of(KNOWN_DEVICES["l40s"]))
-    assert (backend.captures, backend.captures_prompts, backend.captures_mixed) == (
-        True, False, False,
-    )  # fmt: skip
+    assert [kind for kind in KINDS if backend.captures(kind)] == ["decodes"]
     assert planned(backend, Step(50, PROMPTS), captured=False) == (OURS, "chunks")
     assert planned(backend, Step(3, PROMPTS), captured=False) == ("eager", "chunks")
     assert planned(backend, Step(50, []), captured=True) == (OURS, None)
@@ -169,7 +168,7 @@ def test_heads_that_no_library_has_are_served() -> None:
     assert planned(backend, Step(2, [(10, 0)]), captured=False) == (OURS, "plain")
     wide = backend_of(facts_of(heads=8, kv_heads=4, dim=256))
     assert planned(wide, Step(2, [(10, 0)]), captured=False) == ("eager", "chunks")
-    assert wide.captures_mixed  # on Hopper
+    assert wide.captures("mixed")  # on Hopper
 
 
 def test_a_library_that_was_dropped_leaves_decodes_to_our_kernel() -> None:
@@ -191,7 +190,7 @@ def test_a_library_that_was_dropped_leaves_decodes_to_our_kernel() -> None:
 def test_an_override_is_used_for_any_step() -> None:
     backend = backend_of(facts_of(), decode_attention="paged", prefill_attention="flashinfer")
     assert planned(backend, Step(2, [(100, 0)]), captured=False) == (OURS, "chunks")
-    assert not backend.captures_mixed
+    assert not backend.captures("mixed")
     with pytest.raises(UnknownOverride, match="flashinfer-python"):
         table_of(facts_of(flashinfer=False), decode_attention="flashinfer")
 
@@ -200,7 +199,7 @@ def test_what_fails_while_kernels_warm_up_is_not_used_again() -> None:
     """On a CPU our kernels fail, and so does flashinfer's fake."""
     facts = facts_of(heads=6, kv_heads=2, dim=64)
     backend = backend_of(facts)
-    assert backend.captures_mixed
+    assert backend.captures("mixed")
     pool, query = torch.randn(40, 2, BLOCK_SIZE, 2, 64), torch.randn(52, 6, 64)
     step = Step(50, [(2, 0)])
     own = torch.randn(52, 4, 64)
@@ -211,7 +210,7 @@ def test_what_fails_while_kernels_warm_up_is_not_used_again() -> None:
         found = backend.forward(query, pool, metadata, own)
     assert [entry.name for entry in backend.table.usable("decode_attention")] == ["plain"]
     assert [entry.name for entry in backend.table.usable("prefill_attention")] == ["plain"]
-    assert not (backend.captures or backend.captures_prompts or backend.captures_mixed)
+    assert not any(map(backend.captures, KINDS))
     twin = backend_of(facts, decode_attention="plain", prefill_attention="plain")
     again = step.metadata()
     again.plan = twin.plan(again)
@@ -226,14 +225,14 @@ def test_what_fails_while_kernels_warm_up_is_not_used_again() -> None:
     metadata.plan = fresh.plan(metadata, captured=True)
     with pytest.raises(Exception, match=r"."):
         fresh.forward(query, pool, metadata, own)
-    assert fresh.captures_mixed
+    assert fresh.captures("mixed")
 
 
 @pytest.mark.parametrize(("decodes", "chunks"), [(3, []), (0, [(7, 30)]), (2, [(5, 0), (1, 16)])])
 def test_the_plain_implementation_is_sdpa(decodes: int, chunks: list[tuple[int, int]]) -> None:
     facts = facts_of(heads=6, kv_heads=2, dim=32)
     backend = backend_of(facts, decode_attention="plain", prefill_attention="plain")
-    assert not backend.captures
+    assert not backend.captures("decodes")
     step = Step(decodes, chunks)
     metadata = step.metadata()
     pool = torch.randn(len(metadata.block_ids), 2, BLOCK_SIZE, 2, 32)
