@@ -81,7 +81,8 @@ class Grammars:
         Raises:
             InvalidGrammar: it is not a grammar, or beyond what is supported; the message names it.
         """
-        (grammar, allowed_ids, bad_words), matcher = demands, None
+        grammar, allowed_ids, bad_words = demands
+        matcher = None
         if grammar is not None:
             lexer = self._lexer(grammar, during)
             compiled = await asyncio.shield(lexer.compiled)
