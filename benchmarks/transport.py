@@ -18,7 +18,6 @@ import sys
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -31,7 +30,6 @@ from services.common.embeddings.embedding import EmbeddingSpec
 from services.common.geometry import Geometry, Unit
 from services.common.images.image_key import image_key
 from services.common.pb import encoder_pb2 as pb
-from services.common.pb import encoder_pb2_grpc as pb_grpc
 from services.common.process.process_memory import raise_malloc_trim_threshold
 from services.common.process.service_process import create_service_server
 from services.common.security.credentials import Credentials, TokenFile, watch_certificates
@@ -52,7 +50,8 @@ from services.encoder.engine.messages import (
 from services.encoder.engine_client import EngineClient
 from services.encoder.memory_tier import MemoryTier
 from services.encoder.metrics import EncoderMetrics
-from services.encoder.service import SERVICE, EncoderServicer, add_to_server
+from services.encoder.service import EncoderServicer
+from tests.stubs import EncoderStub
 
 _FEATURES, _HIDDEN = 4, 2048  # of the 2B model
 _TOKEN_BYTES = 2 * _FEATURES * _HIDDEN
@@ -129,9 +128,7 @@ async def serve(num_tokens: int, link: Link) -> None:
     description = pb.DescribeEncoderResponse(key_prefix=_PREFIX, max_image_patches=1 << 20)
     servicer = EncoderServicer(description, embeddings, metrics)
     check = PeerCheck(link.credentials, "encoder", ("decoder",), metrics.registry)
-    server, _ = await create_service_server(
-        SERVICE, partial(add_to_server, servicer), check=check if link.credentials else None
-    )
+    server, _ = await create_service_server(servicer, check=check if link.credentials else None)
     port = check.add_port(server, link.listen)
     await server.start()
     print(port, flush=True)
@@ -143,7 +140,7 @@ class Reader:
     """The decoder's side: one way of fetching, into slots that have been used before."""
 
     address: str
-    stub: pb_grpc.EncoderStub
+    stub: EncoderStub
     arena: Arena
     num_tokens: int
     fetcher: EncoderFetcher
@@ -244,7 +241,7 @@ async def measure(mib: int, repeats: int, link: Link) -> None:
             fetcher = EncoderFetcher(
                 shared_memory=path == "shm", credentials=link.credentials, known=known
             )
-            stub = pb_grpc.EncoderStub(channel)
+            stub = EncoderStub(channel)
             reader = Reader(address, stub, arena, num_tokens, fetcher, keys)
             kinds = (
                 ("stored", reader.stored),

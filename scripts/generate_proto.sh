@@ -3,4 +3,4 @@
 # The virtual path in -I gives the generated modules absolute imports that work as they are.
 set -eu
 exec "$1" -m grpc_tools.protoc -Iservices/common/pb=proto \
-    --python_out="$2" --grpc_python_out="$2" --pyi_out="$2" proto/*.proto
+    --python_out="$2" --pyi_out="$2" proto/*.proto

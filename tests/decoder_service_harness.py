@@ -10,7 +10,6 @@ from prometheus_client import CollectorRegistry
 
 from services.common.embeddings.arena import Arena
 from services.common.pb import decoder_pb2 as pb
-from services.common.pb import decoder_pb2_grpc as pb_grpc
 from services.common.tenancy.tenant_room import TenantRoom
 from services.common.transport.rpc import create_channel, create_server
 from services.decoder.engine.messages import ImageSpan
@@ -27,6 +26,7 @@ from tests.fake_fetch import FakeFetchServicer, serve_fetch
 from tests.fake_runner import VOCAB_SIZE, FakeRunner, add_message, expected_tokens, runner_info
 from tests.in_process_engine import InProcessEngine
 from tests.noise import PATIENCE_S
+from tests.stubs import DecoderStub
 from tests.tiny_tokenizer import added_ids
 
 KEYS = [bytes([n]) * 32 for n in range(1, 9)]
@@ -91,13 +91,13 @@ class Decoder:
     async def __aenter__(self) -> "Decoder":
         self.encoder_address = await self._exit.enter_async_context(serve_fetch(self.encoder))
         self._server = create_server()
-        pb_grpc.add_DecoderServicer_to_server(DecoderServicer(self.front), self._server)
+        DecoderServicer(self.front).register(self._server)
         port = self._server.add_insecure_port("127.0.0.1:0")
         await self._server.start()
         self._run = asyncio.create_task(self.front.run())
         self.address = f"127.0.0.1:{port}"
         self._channel = create_channel(self.address)
-        self.stub = pb_grpc.DecoderStub(self._channel)
+        self.stub = DecoderStub(self._channel)
         return self
 
     async def __aexit__(self, *_: object) -> None:

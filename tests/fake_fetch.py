@@ -10,8 +10,7 @@ import numpy as np
 from services.common.embeddings.embedding import EmbeddingSpec, digest
 from services.common.errors import InvalidImage
 from services.common.pb import encoder_pb2 as pb
-from services.common.pb import encoder_pb2_grpc as pb_grpc
-from services.common.transport.rpc import abort, create_server
+from services.common.transport.rpc import Servicer, abort, create_server
 
 DTYPE = pb.DTYPE_BFLOAT16
 
@@ -23,7 +22,7 @@ def embedding_bytes(key: bytes, spec: EmbeddingSpec) -> bytes:
     return (values.view(np.uint32) >> 16).astype("<u2").tobytes()
 
 
-class FakeFetchServicer(pb_grpc.EncoderServicer):
+class FakeFetchServicer(Servicer):
     """Serves `embedding_bytes`.
 
     Attributes:
@@ -32,6 +31,8 @@ class FakeFetchServicer(pb_grpc.EncoderServicer):
         words: by key, whether it is in work: said often, where it is asked for, before the header.
         num_calls, num_cancelled: counters.
     """
+
+    SERVICE = pb.DESCRIPTOR.services_by_name["Encoder"]
 
     def __init__(self, num_features: int = 2, hidden: int = 8, chunk_bytes: int = 64) -> None:
         self.fault: str | None = None
@@ -123,7 +124,7 @@ FAULTS = (
 async def serve_fetch(servicer: FakeFetchServicer) -> AsyncIterator[str]:
     """A real gRPC server; its address."""
     server = create_server()
-    pb_grpc.add_EncoderServicer_to_server(servicer, server)
+    servicer.register(server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     try:

@@ -21,7 +21,7 @@ from services.common.errors import (
 from services.common.frame_pairs import Clip
 from services.common.geometry import Unit
 from services.common.images.image_key import embedding_key, frames_key, image_key, still_digest
-from services.common.pb import decoder_pb2, decoder_pb2_grpc, encoder_pb2, encoder_pb2_grpc
+from services.common.pb import decoder_pb2, encoder_pb2
 from services.common.spans import TRACEPARENT
 from services.common.transport import rpc
 
@@ -37,14 +37,11 @@ class _Health(health.aio.HealthServicer):
         return await super().Check(request, context)
 
 
-class _FakeServer:
+class _FakeServer(rpc.Servicer):
     """Start, stop, kill and health of a fake."""
 
     server: grpc.aio.Server | None = None
     address = ""
-
-    def register(self, server: grpc.aio.Server) -> None:
-        raise NotImplementedError
 
     async def start(self, address: str = "127.0.0.1:0") -> str:
         """Listens; returns host:port."""
@@ -91,7 +88,7 @@ def frame_digests(data: bytes, num_frames: int) -> bytes:
     return b"".join(still_digest(tag + b"%d" % i)[:16] for i in range(num_frames))
 
 
-class FakeEncoder(_FakeServer, encoder_pb2_grpc.EncoderServicer):
+class FakeEncoder(_FakeServer):
     """Refuses an image key that is not the image's, as a real encoder does.
 
     Attributes:
@@ -99,6 +96,8 @@ class FakeEncoder(_FakeServer, encoder_pb2_grpc.EncoderServicer):
         requests: all requests so far.
         num_cancelled: calls that the caller cancelled.
     """
+
+    SERVICE = encoder_pb2.DESCRIPTOR.services_by_name["Encoder"]
 
     def __init__(self, **description: object) -> None:
         self.description = encoder_pb2.DescribeEncoderResponse(
@@ -125,9 +124,6 @@ class FakeEncoder(_FakeServer, encoder_pb2_grpc.EncoderServicer):
         self.before_probe: Callable[[bytes], Awaitable[None]] | None = None
         self.num_tokens_error = 0
         self.num_cancelled = 0
-
-    def register(self, server):
-        encoder_pb2_grpc.add_EncoderServicer_to_server(self, server)
 
     async def Describe(self, request, context):
         return self.description
@@ -212,7 +208,7 @@ class FakeEncoder(_FakeServer, encoder_pb2_grpc.EncoderServicer):
         )
 
 
-class FakeDecoder(_FakeServer, decoder_pb2_grpc.DecoderServicer):
+class FakeDecoder(_FakeServer):
     """Answers every prompt with `reply`.
 
     Attributes:
@@ -226,6 +222,8 @@ class FakeDecoder(_FakeServer, decoder_pb2_grpc.DecoderServicer):
         leave_after: after as many, say that another decoder should continue it.
         submits: all that came; `running` are those not ended; `cancelled` were by the gateway.
     """
+
+    SERVICE = decoder_pb2.DESCRIPTOR.services_by_name["Decoder"]
 
     def __init__(self, **description: object) -> None:
         self.description = decoder_pb2.DescribeDecoderResponse(
@@ -255,9 +253,6 @@ class FakeDecoder(_FakeServer, decoder_pb2_grpc.DecoderServicer):
         self.cancelled: list[int] = []
         self.num_resets = 0
         self.running: dict[int, asyncio.Task[None]] = {}
-
-    def register(self, server):
-        decoder_pb2_grpc.add_DecoderServicer_to_server(self, server)
 
     async def Describe(self, request, context):
         return self.description

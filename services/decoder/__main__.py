@@ -15,10 +15,8 @@ from services.common.embeddings.shared_memory import PAGE_BYTES
 from services.common.families import read_spec
 from services.common.families.keys import unknown_keys
 from services.common.model_spec import ModelSpec
-from services.common.pb import decoder_pb2_grpc as pb_grpc
 from services.common.process.channel import FrontChannel
 from services.common.process.service_process import (
-    AddServicer,
     GpuService,
     StopServer,
     connect_redis,
@@ -29,7 +27,7 @@ from services.common.security.credentials import Credentials
 from services.common.tenancy.tenant_room import TenantRoom
 from services.decoder.engine.messages import EngineInfo, EngineMessage, Shutdown
 from services.decoder.front.front import DecoderFront, max_live
-from services.decoder.front.service import SERVICE_NAME, DecoderServicer
+from services.decoder.front.service import DecoderServicer
 from services.decoder.images.embedding_fetch import EncoderFetcher
 from services.decoder.images.embeddings import EmbeddingSource
 from services.decoder.images.known_encoders import KnownEncoders
@@ -62,7 +60,7 @@ class DecoderService:
 
     front: DecoderFront
     cache: RedisCache | None
-    add_servicer: AddServicer
+    servicer: DecoderServicer
     registry: CollectorRegistry
     metrics: DecoderMetrics
 
@@ -97,9 +95,7 @@ class DecoderService:
         masks = partial(MaskProcesses, mask_settings, links[0], channel, metrics)
         room = TenantRoom(max_live(ready))
         front = DecoderFront(ready, channel, source, masks, metrics, room)
-        servicer = DecoderServicer(front, fingerprint)
-        add_servicer = partial(pb_grpc.add_DecoderServicer_to_server, servicer)
-        return cls(front, cache, add_servicer, registry, metrics)
+        return cls(front, cache, DecoderServicer(front, fingerprint), registry, metrics)
 
     def is_busy(self) -> bool:
         return self.front.is_busy
@@ -122,7 +118,6 @@ class DecoderService:
 
 DECODER = GpuService(
     name="decoder",
-    grpc_name=SERVICE_NAME,
     engine_module="services.decoder.engine_main",
     engine_message=EngineMessage,
     shutdown_message=Shutdown(),

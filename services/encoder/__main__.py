@@ -9,7 +9,6 @@ import socket
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 from prometheus_client import CollectorRegistry
 
@@ -22,7 +21,6 @@ from services.common.pb import encoder_pb2 as pb
 from services.common.process.channel import FrontChannel
 from services.common.process.pod_limits import memory_limit_bytes
 from services.common.process.service_process import (
-    AddServicer,
     GpuService,
     StopServer,
     connect_redis,
@@ -43,7 +41,6 @@ from services.encoder.media_service import MediaServicer
 from services.encoder.memory_tier import MemoryTier
 from services.encoder.metrics import EncoderMetrics
 from services.encoder.redis_tier import RedisTier
-from services.encoder.service import SERVICE, add_to_server
 from services.encoder.settings import EncoderSettings
 
 # Files of images in work, which front and engine both hold, and as many that arrive: a sixteenth of
@@ -74,7 +71,6 @@ class EncoderService:
     embeddings: Embeddings
     videos: HeldVideos
     servicer: MediaServicer
-    add_servicer: AddServicer
     metrics: EncoderMetrics
 
     @property
@@ -115,8 +111,7 @@ class EncoderService:
             describe(ready, settings, vision, fingerprint), embeddings, metrics, videos, brought,
             files, takes_videos=vision.video is not None, max_read_bytes=max_bytes,
         )  # fmt: skip
-        add_servicer = partial(add_to_server, servicer)
-        return cls(engine, memory, redis, embeddings, videos, servicer, add_servicer, metrics)
+        return cls(engine, memory, redis, embeddings, videos, servicer, metrics)
 
     def is_busy(self) -> bool:
         return self.engine.is_busy
@@ -161,7 +156,6 @@ def describe(
 
 ENCODER = GpuService(
     name="encoder",
-    grpc_name=SERVICE,
     engine_module="services.encoder.engine_main",
     engine_message=EngineMessage,
     shutdown_message=Shutdown(),

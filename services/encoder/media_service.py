@@ -7,7 +7,7 @@ Gateways call `Probe` for a video, `Upload` and `Download` for files that client
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import grpc.aio
 
@@ -28,12 +28,6 @@ from services.encoder.service import EncoderServicer
 
 class MediaServicer(EncoderServicer):
     """All calls of the encoder; for the arguments see `EncoderServicer`."""
-
-    READING: ClassVar[list[tuple[str, Any, Any]]] = [
-        *EncoderServicer.READING,
-        ("Probe", pb.ProbeRequest, pb.ProbeResponse),
-        ("Upload", pb.UploadRequest, pb.UploadResponse),
-    ]
 
     def __init__(
         self,

@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import asdict
 from functools import partial
-from typing import Any, ClassVar, NoReturn, TypeVar, cast
+from typing import ClassVar, NoReturn, TypeVar, cast
 
 import grpc
 import grpc.aio
@@ -35,10 +35,15 @@ from services.common.errors import (
 from services.common.geometry import Unit
 from services.common.images.image_key import KEY_BYTES, MAX_SALT_BYTES, image_key
 from services.common.pb import encoder_pb2 as pb
-from services.common.pb import encoder_pb2_grpc as pb_grpc
 from services.common.spans import span
 from services.common.threads import INLINE_BYTES
-from services.common.transport.rpc import MAX_MESSAGE_BYTES, abort, adopt_metadata, message_bytes
+from services.common.transport.rpc import (
+    MAX_MESSAGE_BYTES,
+    Servicer,
+    abort,
+    adopt_metadata,
+    message_bytes,
+)
 from services.encoder.admission import Share
 from services.encoder.embeddings import Embeddings, Encoded, Work
 from services.encoder.engine.messages import Source
@@ -49,7 +54,6 @@ log = logging.getLogger(__name__)
 
 Request = TypeVar("Request", bound=Message)
 
-SERVICE = "triptych.v1.Encoder"
 _CHUNK_BYTES = 1 << 20
 # Of a Fetch that has none: how long it waits for its embedding.
 _FETCH_DEADLINE_S = 30.0
@@ -62,20 +66,16 @@ _POLL_S = 0.05
 _MESSAGE_TIMEOUT_S = 30.0
 
 
-class EncoderServicer(pb_grpc.EncoderServicer):
+class EncoderServicer(Servicer):
     """Translates and delegates.
-
-    Attributes:
-        READING: the calls that read their one message themselves, so that its bytes are counted
-            before gRPC takes them from the connection: name, request, response.
 
     Args:
         max_read_bytes: of messages that arrive, and of files that leave, at a time.
     """
 
-    READING: ClassVar[list[tuple[str, Any, Any]]] = [
-        ("Encode", pb.EncodeRequest, pb.EncodeResponse)
-    ]
+    SERVICE = pb.DESCRIPTOR.services_by_name["Encoder"]
+    READING = "Encode", "Probe", "Upload"
+    SERIALIZERS: ClassVar = {"Fetch": serialize}
 
     def __init__(
         self,
@@ -328,21 +328,3 @@ def _header(entry: ArenaEntry) -> pb.FetchResponse:
             hidden=spec.hidden,
         )
     )
-
-
-def add_to_server(servicer: EncoderServicer, server: grpc.aio.Server) -> None:
-    """Registers the servicer as the generated function does, but calls of `READING` read their
-    messages themselves, and Fetch has our serializer.
-    """
-    handlers: dict[str, Any] = {
-        name: grpc.stream_unary_rpc_method_handler(
-            getattr(servicer, name), request.FromString, response.SerializeToString
-        )
-        for name, request, response in servicer.READING
-    }
-    handlers["Fetch"] = grpc.unary_stream_rpc_method_handler(
-        servicer.Fetch, pb.FetchRequest.FromString, serialize
-    )
-    pb_grpc.add_EncoderServicer_to_server(servicer, server)
-    # The handler registered last takes precedence.
-    server.add_registered_method_handlers(SERVICE, handlers)  # pyright: ignore[reportAttributeAccessIssue]

@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from functools import partial
 
 import grpc.aio
 import numpy as np
@@ -16,7 +15,6 @@ from services.common.embeddings.fetch_wire import DTYPES
 from services.common.geometry import Geometry, Unit
 from services.common.images.image_key import image_key
 from services.common.pb import encoder_pb2 as pb
-from services.common.pb import encoder_pb2_grpc as pb_grpc
 from services.common.process.channel import ChannelClosed
 from services.common.process.service_process import create_service_server
 from services.common.transport.rpc import create_channel, outgoing_metadata
@@ -41,8 +39,8 @@ from services.encoder.media_service import MediaServicer
 from services.encoder.memory_tier import MemoryTier
 from services.encoder.metrics import EncoderMetrics
 from services.encoder.redis_tier import RedisTier
-from services.encoder.service import SERVICE, add_to_server
 from tests.noise import PATIENCE_S
+from tests.stubs import EncoderStub
 
 GEOMETRY = Geometry(0, 16, 2, 1, 1 << 30)
 LIKE = EmbeddingSpec("float32", 2, 0, 64)
@@ -146,7 +144,7 @@ class Pod:
     cache: RedisCache | None
     redis: RedisTier | None
     servicer: MediaServicer
-    stub: pb_grpc.EncoderStub
+    stub: EncoderStub
     channel: grpc.aio.Channel
     address: str
     calls: list[grpc.aio.Call] = field(default_factory=list)
@@ -239,11 +237,11 @@ async def run_pod(
         description, embeddings, metrics, videos, brought, KeptFiles(cache),
         takes_videos=takes_videos, max_read_bytes=max_read_bytes,
     )  # fmt: skip
-    server, _ = await create_service_server(SERVICE, partial(add_to_server, servicer))
+    server, _ = await create_service_server(servicer)
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     await server.start()
     channel = create_channel(address)
-    stub = pb_grpc.EncoderStub(channel)
+    stub = EncoderStub(channel)
     try:
         yield Pod(
             engine, embeddings, memory, metrics, cache, redis, servicer, stub, channel, address

@@ -16,7 +16,6 @@ from services.common.pb import encoder_pb2
 from services.common.process.channel import ChannelClosed
 from services.decoder.engine.messages import ImageSpan
 from services.decoder.engine.step import Step
-from services.decoder.front.service import SERVICE_NAME
 from tests import fake_runner
 from tests.decoder_service_harness import (
     KEYS,
@@ -269,7 +268,7 @@ async def test_a_command_that_cannot_be_read_ends_its_stream_and_no_other():
     """Nothing behind it would ever be answered."""
     async with Decoder() as decoder, Gateway(decoder) as other:
         decoder.engine.running.clear()
-        call = decoder._channel.stream_stream(f"/{SERVICE_NAME}/Generate")()
+        call = decoder._channel.stream_stream("/triptych.v1.Decoder/Generate")()
         submit = pb.GenerateCommand(submit=submit_of(1, prompt_of(1)))
         await call.write(submit.SerializeToString())
         await call.write(b"\xff")

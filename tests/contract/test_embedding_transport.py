@@ -14,7 +14,6 @@ from prometheus_client import CollectorRegistry
 from services.common.embeddings.arena import Arena, ArenaEntry
 from services.common.embeddings.shared_memory import host_identity
 from services.common.pb import encoder_pb2 as pb
-from services.common.pb import encoder_pb2_grpc as pb_grpc
 from services.common.transport.rpc import create_channel
 from services.decoder.images.embedding_fetch import EncoderFailed, EncoderFetcher
 from services.decoder.images.embeddings import EmbeddingSource, ImageRequest
@@ -23,6 +22,7 @@ from services.encoder import redis_tier
 from tests.contract.encoder_pod import LIKE, Pod, embedding_of, key_of, run_pod
 from tests.noise import PATIENCE_S
 from tests.redis_server import RedisServer, redis_server  # noqa: F401
+from tests.stubs import EncoderStub
 
 GRID = (1, 96, 100)  # 1.2 MiB: two chunks, and two blocks of the digest
 SPEC = replace(LIKE, num_tokens=96 * 100 // 4)
@@ -229,12 +229,13 @@ async def test_writes_to_redis_wait_for_readers(
 
 READ_AND_HANG = """
 import asyncio, sys
-from services.common.pb import encoder_pb2 as pb, encoder_pb2_grpc as pb_grpc
+from services.common.pb import encoder_pb2 as pb
 from services.common.transport.rpc import create_channel
 from services.common.embeddings.shared_memory import host_identity
+from tests.stubs import EncoderStub
 
 async def main():
-    stub = pb_grpc.EncoderStub(create_channel(sys.argv[1]))
+    stub = EncoderStub(create_channel(sys.argv[1]))
     key = bytes.fromhex(sys.argv[2])
     call = stub.Fetch(pb.FetchRequest(image_key=key, reader_host=host_identity()))
     for _ in range(4):
@@ -270,7 +271,7 @@ async def encode_at(address: str, image: bytes) -> None:
     async with create_channel(address) as channel:
         grid = pb.Grid(t=GRID[0], h=GRID[1], w=GRID[2])
         request = pb.EncodeRequest(image_key=key_of(image, GRID), image=image, grid=grid)
-        await pb_grpc.EncoderStub(channel).Encode(request, timeout=PATIENCE_S)
+        await EncoderStub(channel).Encode(request, timeout=PATIENCE_S)
 
 
 async def test_two_processes_share_memory(reader: Reader):

@@ -7,10 +7,10 @@ import grpc.aio
 import pytest
 
 from services.common.pb import decoder_pb2 as pb
-from services.common.pb import decoder_pb2_grpc as pb_grpc
 from services.common.transport import rpc
 from tests.decoder_service_harness import Decoder, prompt_of, submit_of, until
 from tests.noise import PATIENCE_S
+from tests.stubs import DecoderStub
 
 
 class BlackHole:
@@ -65,7 +65,7 @@ async def test_a_decoder_that_cannot_reach_its_gateway_ends_its_sequences(monkey
         hole = BlackHole(decoder.address)
         async with hole as address:
             channel = rpc.create_channel(address)
-            call = pb_grpc.DecoderStub(channel).Generate()
+            call = DecoderStub(channel).Generate()
             submit = submit_of(1, prompt_of(1, 4), max_tokens=4000)
             await call.write(pb.GenerateCommand(submit=submit))
             await call.read()

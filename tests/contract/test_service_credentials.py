@@ -23,7 +23,6 @@ from services.common.embeddings.embedding import EmbeddingSpec
 from services.common.geometry import Unit
 from services.common.images.image_key import image_key
 from services.common.pb import encoder_pb2 as pb
-from services.common.pb import encoder_pb2_grpc as pb_grpc
 from services.common.process.service_process import create_service_server
 from services.common.security import watched_files
 from services.common.security.credentials import (
@@ -42,6 +41,7 @@ from tests.certificates import Authority, mount
 from tests.fake_fetch import FakeFetchServicer, embedding_bytes
 from tests.fakes import FakeDecoder, FakeEncoder
 from tests.noise import PATIENCE_S
+from tests.stubs import EncoderStub
 from triptych.probes import grpc_ready
 
 TOKEN, OTHER_TOKEN = "a-token-of-the-services", "a-token-of-somebody-else"
@@ -80,14 +80,10 @@ class Server:
 async def serving(credentials: Credentials, address: str = "127.0.0.1:0") -> AsyncIterator[Server]:
     encoder, registry = FakeEncoder(), CollectorRegistry()
     check = PeerCheck(credentials, "encoder", CALLERS, registry)
-
-    def register(server: grpc.aio.Server) -> None:
-        encoder.register(server)
-        stream = grpc.stream_stream_rpc_method_handler(lambda messages, _: messages)
-        handler = grpc.method_handlers_generic_handler("test.Echo", {"Stream": stream})
-        server.add_generic_rpc_handlers((handler,))
-
-    server, _ = await create_service_server("triptych.v1.Encoder", register, check=check)
+    server, _ = await create_service_server(encoder, check=check)
+    stream = grpc.stream_stream_rpc_method_handler(lambda messages, _: messages)
+    handler = grpc.method_handlers_generic_handler("test.Echo", {"Stream": stream})
+    server.add_generic_rpc_handlers((handler,))
     port = check.add_port(server, address)
     await server.start()
     try:
@@ -124,9 +120,7 @@ async def describe(address: str, shown: Credentials, peer: str = "encoder") -> g
     """The status of a call."""
     async with create_channel(address, shown, peer=peer) as channel:
         try:
-            await pb_grpc.EncoderStub(channel).Describe(
-                pb.DescribeEncoderRequest(), timeout=PATIENCE_S
-            )
+            await EncoderStub(channel).Describe(pb.DescribeEncoderRequest(), timeout=PATIENCE_S)
         except grpc.aio.AioRpcError as failure:
             return failure.code()
         return grpc.StatusCode.OK
@@ -165,7 +159,7 @@ async def test_other_connections_are_refused(
                     options=[("grpc.ssl_target_name_override", "encoder")],
                 )
                 async with channel:
-                    call = pb_grpc.EncoderStub(channel).Describe(pb.DescribeEncoderRequest())
+                    call = EncoderStub(channel).Describe(pb.DescribeEncoderRequest())
                     status = await call.code()
         assert status is grpc.StatusCode.UNAVAILABLE
         # It still serves those that belong.
@@ -216,7 +210,7 @@ async def test_a_rotated_authority_is_followed_on_both_sides_without_a_restart(
             await release.wait()
 
         server.encoder.before = hold
-        stub = pb_grpc.EncoderStub(channel)
+        stub = EncoderStub(channel)
         key = image_key(server.encoder.description.key_prefix, b"", unit=Unit((1, 2, 2)), salt=b"")
         request = pb.EncodeRequest(image_key=key, grid=pb.Grid(t=1, h=2, w=2))
         running = asyncio.ensure_future(stub.Encode(request, timeout=PATIENCE_S))
@@ -245,12 +239,12 @@ async def test_calls_without_the_token_are_refused_counted_and_logged_once(
             async with create_channel(server.address, shown, peer="encoder") as channel:
                 match method:
                     case "Describe":
-                        call = pb_grpc.EncoderStub(channel).Describe(pb.DescribeEncoderRequest())
+                        call = EncoderStub(channel).Describe(pb.DescribeEncoderRequest())
                     case "Health":
                         stub = health_pb2_grpc.HealthStub(channel)
                         call = stub.Check(health_pb2.HealthCheckRequest())
                     case _:
-                        call = pb_grpc.EncoderStub(channel).Fetch(pb.FetchRequest())
+                        call = EncoderStub(channel).Fetch(pb.FetchRequest())
                 assert await call.code() is grpc.StatusCode.UNAUTHENTICATED
         assert server.refused("token") == 2
         warnings = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
@@ -272,7 +266,7 @@ async def test_tokens_rotate_without_a_refused_call(mounts: Mounts) -> None:
     async with serving(theirs) as server, create_channel(
         server.address, ours, peer="encoder"
     ) as channel:  # fmt: skip
-        stub = pb_grpc.EncoderStub(channel)
+        stub = EncoderStub(channel)
         for tokens in ((TOKEN, OTHER_TOKEN), (OTHER_TOKEN, TOKEN), (OTHER_TOKEN,)):
             for name in ("theirs", "ours"):
                 mounts.token(*tokens, name=name)
@@ -293,11 +287,7 @@ async def test_a_decoder_fetches_with_credentials_and_not_without(
     ours = mounts.certificates(authority.issue("decoder")) if kind == "certificates" else (
         mounts.token(TOKEN))  # fmt: skip
     check = PeerCheck(theirs, "encoder", CALLERS, registry)
-    server, _ = await create_service_server(
-        "triptych.v1.Encoder",
-        lambda s: pb_grpc.add_EncoderServicer_to_server(servicer, s),
-        check=check,
-    )
+    server, _ = await create_service_server(servicer, check=check)
     address = f"127.0.0.1:{check.add_port(server, '127.0.0.1:0')}"
     await server.start()
     into = memoryview(bytearray(spec.size_bytes))
@@ -339,7 +329,7 @@ async def test_a_gateway_gives_no_work_to_a_pod_it_does_not_know(
     servers, addresses = [], []
     for fake, theirs in zip(fakes, (good, bad), strict=True):
         check = PeerCheck(theirs, service, ("gateway",), CollectorRegistry())
-        server, _ = await create_service_server("any", fake.register, check=check)
+        server, _ = await create_service_server(fake, check=check)
         addresses.append(f"127.0.0.1:{check.add_port(server, '127.0.0.1:0')}")
         await server.start()
         servers.append(server)
@@ -370,5 +360,5 @@ async def test_no_proxy_of_the_environment_is_used(monkeypatch: pytest.MonkeyPat
         assert await grpc_ready(server.address, "triptych.v1.Encoder")
         # gRPC itself would take it.
         async with grpc.aio.insecure_channel(server.address) as channel:
-            call = pb_grpc.EncoderStub(channel).Describe(pb.DescribeEncoderRequest())
+            call = EncoderStub(channel).Describe(pb.DescribeEncoderRequest())
             assert await call.code() is grpc.StatusCode.UNAVAILABLE

@@ -15,7 +15,6 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from services.common.pb import encoder_pb2 as pb
-from services.common.pb import encoder_pb2_grpc as pb_grpc
 from services.common.process.service_process import create_service_server
 from services.common.security.credentials import (
     NO_CREDENTIALS,
@@ -30,6 +29,7 @@ from services.common.transport.rpc import create_channel
 from tests.certificates import Authority, mount
 from tests.fakes import FakeEncoder
 from tests.noise import PATIENCE_S
+from tests.stubs import EncoderStub
 
 STAGES = "nothing", "accepted", "shown", "required"
 KINDS = "tls", "token", "both"
@@ -68,9 +68,7 @@ async def serving(
     credentials: Credentials, registry: CollectorRegistry | None = None
 ) -> AsyncIterator[str]:
     check = PeerCheck(credentials, "encoder", ("gateway",), registry or CollectorRegistry())
-    server, _ = await create_service_server(
-        "triptych.v1.Encoder", FakeEncoder().register, check=check if credentials else None
-    )
+    server, _ = await create_service_server(FakeEncoder(), check=check if credentials else None)
     port, both = await listen(server, check, credentials, "127.0.0.1:0")
     await server.start()
     try:
@@ -84,7 +82,7 @@ async def serving(
 async def status(address: str, credentials: Credentials) -> grpc.StatusCode:
     async with create_channel(address, credentials.shown, peer="encoder") as channel:
         try:
-            describe = pb_grpc.EncoderStub(channel).Describe
+            describe = EncoderStub(channel).Describe
             await describe(pb.DescribeEncoderRequest(), timeout=PATIENCE_S)
         except grpc.aio.AioRpcError as failure:
             return failure.code()
@@ -132,7 +130,7 @@ async def test_whole_images_pass_with_and_without_tls(tmp_path: Path, stage: str
     async with serving(installation.at(stage, "encoder"), registry) as address:
         for credentials in (NO_CREDENTIALS, installation.at("required", "gateway")):
             async with create_channel(address, credentials, peer="encoder") as channel:
-                call = pb_grpc.EncoderStub(channel).Encode
+                call = EncoderStub(channel).Encode
                 request = pb.EncodeRequest(image=image)
                 with pytest.raises(grpc.aio.AioRpcError) as failure:
                     await call(request, timeout=PATIENCE_S)

@@ -13,10 +13,11 @@ import pytest
 from services.common.embeddings.embedding import STORED_HEADER_BYTES, pack_header, unpack_header
 from services.common.geometry import Unit
 from services.common.images.image_key import KEY_BYTES, image_key
-from services.common.pb import encoder_pb2, encoder_pb2_grpc
+from services.common.pb import encoder_pb2
 from services.common.security.seals import NO_SEAL, SEAL_BYTES
 from tests.e2e.cluster import Cluster, message, png, wait_until
 from tests.noise import PATIENCE_S, least
+from tests.stubs import EncoderStub
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 QUESTION = "Describe the picture."
@@ -133,7 +134,7 @@ def test_no_caller_of_an_encoder_names_its_image_as_anothers(cluster: Cluster) -
     assert apart != cluster.ask(QUESTION, mine)
     for encoder in cluster.encoders:
         with grpc.insecure_channel(encoder.address) as channel:
-            stub = encoder_pb2_grpc.EncoderStub(channel)
+            stub = EncoderStub(channel)
             prefix = stub.Describe(encoder_pb2.DescribeEncoderRequest()).key_prefix
             grid = (1, 12, 12)
             forged = encoder_pb2.EncodeRequest(
@@ -148,7 +149,7 @@ def test_no_caller_of_an_encoder_names_its_image_as_anothers(cluster: Cluster) -
     assert cluster.ask(QUESTION, victims) == apart
     forged.image = victims  # so the key was the victim's
     with grpc.insecure_channel(encoder.address) as channel:
-        encoder_pb2_grpc.EncoderStub(channel).Encode(forged, timeout=PATIENCE_S)
+        EncoderStub(channel).Encode(forged, timeout=PATIENCE_S)
 
 
 def test_flushed_and_stopped_redis_change_no_answer(cluster: Cluster) -> None:

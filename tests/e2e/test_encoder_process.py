@@ -27,11 +27,11 @@ from services.common.families import read_spec
 from services.common.images.image_key import FRAME_DIGEST_BYTES, frames_key, image_key
 from services.common.model_spec import ModelSpec
 from services.common.pb import encoder_pb2 as pb
-from services.common.pb import encoder_pb2_grpc as pb_grpc
 from services.common.transport.rpc import create_channel, error_from_rpc, outgoing_metadata
 from tests.noise import PATIENCE_S
 from tests.ports import free_port
 from tests.redis_server import RedisServer, redis_server  # noqa: F401
+from tests.stubs import EncoderStub
 
 pytestmark = pytest.mark.e2e
 _NIGHTLY = pytest.mark.nightly
@@ -53,7 +53,7 @@ class Encoder:
     """A running encoder and a client of it."""
 
     process: asyncio.subprocess.Process
-    stub: pb_grpc.EncoderStub
+    stub: EncoderStub
     config: ModelSpec
     prefix: bytes
     metrics_port: int
@@ -149,7 +149,7 @@ async def run_encoder(model_dir: Path, **settings: object) -> AsyncIterator[Enco
     )  # fmt: skip
     channel = create_channel(f"127.0.0.1:{port}")
     try:
-        stub = pb_grpc.EncoderStub(channel)
+        stub = EncoderStub(channel)
         known = await stub.Describe(
             pb.DescribeEncoderRequest(), wait_for_ready=True, timeout=PATIENCE_S
         )

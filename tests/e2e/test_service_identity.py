@@ -9,7 +9,6 @@ import grpc.aio
 import pytest
 
 from services.common.pb import encoder_pb2 as pb
-from services.common.pb import encoder_pb2_grpc as pb_grpc
 from services.common.security.credentials import (
     NO_CREDENTIALS,
     Credentials,
@@ -21,6 +20,7 @@ from tests.certificates import Authority, mount
 from tests.e2e.cluster import Cluster, png, wait_until
 from tests.noise import PATIENCE_S
 from tests.ports import free_port
+from tests.stubs import EncoderStub
 from triptych.plan import GRPC_SERVICES
 from triptych.probes import grpc_ready
 
@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.nightly]
 
 async def _status(address: str, shown: Credentials = NO_CREDENTIALS) -> grpc.StatusCode:
     async with create_channel(address, shown, peer="encoder") as channel:
-        call = pb_grpc.EncoderStub(channel).Describe(pb.DescribeEncoderRequest(), timeout=5)
+        call = EncoderStub(channel).Describe(pb.DescribeEncoderRequest(), timeout=5)
         return await call.code()
 
 

@@ -39,7 +39,7 @@ from services.common.settings import EngineServiceSettings, SettingsError
 from services.common.telemetry import serve_metrics, setup_logging
 from services.common.tracing import setup_tracing
 from services.common.transport.both_transports import listen
-from services.common.transport.rpc import create_server
+from services.common.transport.rpc import Servicer, create_server
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +47,6 @@ _REDIS_TTL_S = 3600  # of what encoders write; decoders only read
 
 SettingsT = TypeVar("SettingsT", bound=EngineServiceSettings)
 Result = TypeVar("Result")
-AddServicer = Callable[[grpc.aio.Server], None]
 StopServer = Callable[[float], Awaitable[None]]  # grace for running calls, in seconds
 HealthServicer = Any  # of `grpc_health`, which has no types
 
@@ -61,8 +60,8 @@ class Front(Protocol):
         ...
 
     @property
-    def add_servicer(self) -> AddServicer:
-        """Registers its gRPC methods with a server."""
+    def servicer(self) -> Servicer:
+        """Its gRPC methods."""
         ...
 
     def is_busy(self) -> bool:
@@ -99,7 +98,6 @@ class GpuService(Generic[SettingsT]):
 
     Attributes:
         name: of logs and traces.
-        grpc_name: the full name of its gRPC service.
         engine_module: run as the engine process.
         engine_message: union of the messages that the engine sends, its ready message included.
         arena_bytes: size of the embedding arena for this model; may refuse the model with
@@ -110,7 +108,6 @@ class GpuService(Generic[SettingsT]):
     """
 
     name: str
-    grpc_name: str
     engine_module: str
     engine_message: Any  # a type form
     shutdown_message: msgspec.Struct
@@ -237,16 +234,16 @@ def _redis_password(settings: EngineServiceSettings) -> Path | None:
 
 
 async def create_service_server(
-    grpc_name: str, add_servicer: AddServicer, *, check: PeerCheck | None = None
+    servicer: Servicer, *, check: PeerCheck | None = None
 ) -> tuple[grpc.aio.Server, HealthServicer]:
     """A server with its servicer and health (serving), without a port."""
     server = create_server(check)
-    add_servicer(server)
-    servicer: HealthServicer = cast("Any", health).aio.HealthServicer()
-    cast("Any", health_pb2_grpc).add_HealthServicer_to_server(servicer, server)
-    for name in ("", grpc_name, health.SERVICE_NAME):
-        await servicer.set(name, health_pb2.HealthCheckResponse.SERVING)
-    return server, servicer
+    servicer.register(server)
+    healths: HealthServicer = cast("Any", health).aio.HealthServicer()
+    cast("Any", health_pb2_grpc).add_HealthServicer_to_server(healths, server)
+    for name in ("", servicer.SERVICE.full_name, health.SERVICE_NAME):
+        await healths.set(name, health_pb2.HealthCheckResponse.SERVING)
+    return server, healths
 
 
 async def _serve_health(servicer: HealthServicer, host: str, port: int) -> grpc.aio.Server:
@@ -268,7 +265,7 @@ async def _serve_front(
 ) -> int:
     check = PeerCheck(credentials, service.name, service.callers, front.registry)
     server, health_servicer = await create_service_server(
-        service.grpc_name, front.add_servicer, check=check if credentials else None
+        front.servicer, check=check if credentials else None
     )
     if credentials.stage != "required":
         log.warning("calls without credentials are served, too, until they are required")

@@ -5,11 +5,13 @@ gets the same error back from `error_from_rpc`.
 """
 
 import math
-from collections.abc import Sequence
-from typing import Any, NoReturn, cast
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, ClassVar, NoReturn, cast
 
 import grpc
 import grpc.aio
+from google.protobuf.descriptor import ServiceDescriptor
+from google.protobuf.message_factory import GetMessageClass
 
 from services.common.errors import (
     Cancelled,
@@ -35,6 +37,7 @@ _RETRY_AFTER = "triptych-retry-after-s"
 _MESSAGE_BYTES = "triptych-message-bytes"
 REQUEST_ID = "x-request-id"
 MAX_REQUEST_ID_CHARS = 256
+_ONE_OR_MANY = "unary", "stream"
 
 CHANNEL_OPTIONS: Sequence[tuple[str, int]] = (
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
@@ -86,6 +89,35 @@ def create_server(check: PeerCheck | None = None) -> grpc.aio.Server:
     return grpc.aio.server(
         interceptors=[] if check is None else [check], options=list(_SERVER_OPTIONS)
     )
+
+
+class Servicer:
+    """The calls of a service of proto/, by their names.
+
+    Attributes:
+        SERVICE: which one.
+        READING: calls that read their one message themselves, so that its bytes are counted before
+            gRPC takes them from the connection.
+        SERIALIZERS: of answers, by call, where protobuf's would not do.
+    """
+
+    SERVICE: ClassVar[ServiceDescriptor]
+    READING: ClassVar[Collection[str]] = ()
+    SERIALIZERS: ClassVar[Mapping[str, Callable[[Any], bytes]]] = {}
+
+    def register(self, server: grpc.aio.Server) -> None:
+        """Serves the calls that there are."""
+        handlers: dict[str, Any] = {}
+        for method in self.SERVICE.methods:
+            if (call := getattr(self, method.name, None)) is None:
+                continue
+            request, answer = map(GetMessageClass, (method.input_type, method.output_type))
+            many = method.client_streaming or method.name in self.READING
+            kind = f"{_ONE_OR_MANY[many]}_{_ONE_OR_MANY[method.server_streaming]}"
+            serialize = self.SERIALIZERS.get(method.name, answer.SerializeToString)
+            make = getattr(grpc, f"{kind}_rpc_method_handler")
+            handlers[method.name] = make(call, request.FromString, serialize)
+        cast("Any", server).add_registered_method_handlers(self.SERVICE.full_name, handlers)
 
 
 def outgoing_metadata(num_bytes: int = 0) -> tuple[tuple[str, str], ...]:

@@ -10,15 +10,14 @@ import grpc.aio
 
 from services.common.embeddings.fetch_wire import DTYPES
 from services.common.pb import decoder_pb2 as pb
-from services.common.pb import decoder_pb2_grpc as pb_grpc
-from services.common.transport.rpc import PROTOCOL
+from services.common.transport.rpc import PROTOCOL, Servicer
 from services.decoder.front.front import DecoderFront, Stream
 
-SERVICE_NAME = "triptych.v1.Decoder"
 
-
-class DecoderServicer(pb_grpc.DecoderServicer):
+class DecoderServicer(Servicer):
     """The calls of proto/decoder.proto."""
+
+    SERVICE = pb.DESCRIPTOR.services_by_name["Decoder"]
 
     def __init__(self, front: DecoderFront, fingerprint: bytes = b"") -> None:
         self._front = front

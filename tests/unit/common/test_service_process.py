@@ -25,6 +25,7 @@ from services.decoder.__main__ import DECODER
 from services.decoder.settings import DecoderSettings
 from services.encoder.__main__ import ENCODER
 from services.encoder.settings import EncoderSettings
+from tests.fakes import FakeDecoder
 from tests.tiny_tokenizer import write_text_model_directory
 
 DEMO_MODEL = Path(__file__).resolve().parents[3] / "demo" / "model"
@@ -142,6 +143,6 @@ def has_ipv6() -> bool:
 @pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6")
 async def test_health_is_served_on_an_ipv6_address(text_model: Path):
     settings = DecoderSettings(model=text_model, address="[::1]:0")
-    _, servicer = await create_service_server("service", lambda _: None)
+    _, servicer = await create_service_server(FakeDecoder())
     health = await _serve_health(servicer, settings.host, 0)
     await health.stop(None)
