@@ -3,20 +3,18 @@
 import logging
 import socket
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
 from prometheus_client import CollectorRegistry
 
 from services.common.embeddings.arena import Arena
-from services.common.embeddings.embedding_cache import RedisCache
 from services.common.embeddings.shared_memory import PAGE_BYTES
 from services.common.families import read_spec
 from services.common.families.keys import unknown_keys
 from services.common.model_spec import ModelSpec
 from services.common.process.channel import FrontChannel
 from services.common.process.service_process import (
+    Front,
     GpuService,
     StopServer,
     connect_redis,
@@ -54,66 +52,53 @@ def arena_bytes(settings: DecoderSettings, spec: ModelSpec) -> int:
     return max(_MIN_ARENA_BYTES, min(quarter, _MAX_ARENA_BYTES))
 
 
-@dataclass(frozen=True, slots=True)
-class DecoderService:
-    """The decoder's objects in the front process."""
+async def create_front(
+    settings: DecoderSettings,
+    ready: EngineInfo,
+    channel: "FrontChannel[EngineMessage]",
+    arena: Arena,
+    credentials: Credentials,
+    links: list[socket.socket],
+) -> Front:
+    """Wires the objects of the front process; connects to Redis if the model takes images."""
+    registry = CollectorRegistry()
+    cache = None
+    fingerprint = await served_fingerprint(settings)
+    if ready.num_features:
+        cache = await connect_redis(settings, fingerprint, "decoder", registry)
+    metrics = DecoderMetrics(registry)
+    fetcher = EncoderFetcher(credentials=credentials, known=KnownEncoders(settings.encoders))
+    source = EmbeddingSource(arena, fetcher, cache, metrics)
+    for key in unknown_keys(settings.model):
+        log.warning("%s is not known, and has no effect here", key)
+    mask_settings = MaskSettings(
+        directory=str(settings.model),
+        vocab_size=ready.vocab_size,
+        end_ids=read_spec(settings.model).eos_token_ids,
+        num_rows=max_live(ready) + SPARE_ROWS,
+        log_level=settings.log_level,
+    )
+    masks = partial(MaskProcesses, mask_settings, links[0], channel, metrics)
+    front = DecoderFront(ready, channel, source, masks, metrics, TenantRoom(max_live(ready)))
 
-    front: DecoderFront
-    cache: RedisCache | None
-    servicer: DecoderServicer
-    registry: CollectorRegistry
-    metrics: DecoderMetrics
-
-    @classmethod
-    async def create(
-        cls,
-        settings: DecoderSettings,
-        ready: EngineInfo,
-        channel: "FrontChannel[EngineMessage]",
-        arena: Arena,
-        credentials: Credentials,
-        links: list[socket.socket],
-    ) -> "DecoderService":
-        """Wires them; connects to Redis if the model takes images."""
-        registry = CollectorRegistry()
-        cache = None
-        fingerprint = await served_fingerprint(settings)
-        if ready.num_features:
-            cache = await connect_redis(settings, fingerprint, "decoder", registry)
-        metrics = DecoderMetrics(registry)
-        fetcher = EncoderFetcher(credentials=credentials, known=KnownEncoders(settings.encoders))
-        source = EmbeddingSource(arena, fetcher, cache, metrics)
-        for key in unknown_keys(settings.model):
-            log.warning("%s is not known, and has no effect here", key)
-        mask_settings = MaskSettings(
-            directory=str(settings.model),
-            vocab_size=ready.vocab_size,
-            end_ids=read_spec(settings.model).eos_token_ids,
-            num_rows=max_live(ready) + SPARE_ROWS,
-            log_level=settings.log_level,
-        )
-        masks = partial(MaskProcesses, mask_settings, links[0], channel, metrics)
-        room = TenantRoom(max_live(ready))
-        front = DecoderFront(ready, channel, source, masks, metrics, room)
-        return cls(front, cache, DecoderServicer(front, fingerprint), registry, metrics)
-
-    def is_busy(self) -> bool:
-        return self.front.is_busy
-
-    def watch_silence(self, silence_s: Callable[[], float]) -> None:
-        self.metrics.silence_s = silence_s
-
-    async def run(self) -> None:
-        await self.front.run()
-
-    async def drain(self, stop_server: StopServer, grace_s: float) -> None:
-        await self.front.drain(grace_s)
+    async def drain(stop_server: StopServer, grace_s: float) -> None:
+        await front.drain(grace_s)
         await stop_server(_LINGER_S)
 
-    async def close(self) -> None:
-        await self.front.close()
-        if self.cache is not None:
-            await self.cache.close()
+    async def close() -> None:
+        await front.close()
+        if cache is not None:
+            await cache.close()
+
+    return Front(
+        registry=registry,
+        servicer=DecoderServicer(front, fingerprint),
+        is_busy=lambda: front.is_busy,
+        watch_silence=partial(setattr, metrics, "silence_s"),
+        run=front.run,
+        drain=drain,
+        close=close,
+    )
 
 
 DECODER = GpuService(
@@ -124,7 +109,7 @@ DECODER = GpuService(
     callers=("gateway",),
     settings=DecoderSettings,
     arena_bytes=arena_bytes,
-    create_front=DecoderService.create,
+    create_front=create_front,
     num_links=1,
 )
 

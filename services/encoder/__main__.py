@@ -1,16 +1,12 @@
 """`python -m services.encoder`: the front process. No torch here; the engine process has it.
 
 `ENCODER` is what tells this service from the decoder; `service_process` runs it, and decides the
-exit status. `EncoderService` is the one place where the front's objects are created and closed.
+exit status. `create_front` is the one place where the front's objects are created and closed.
 """
 
 import asyncio
 import socket
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
-
-from prometheus_client import CollectorRegistry
 
 from services.common.embeddings.arena import Arena
 from services.common.embeddings.embedding import ITEM_BYTES, EmbeddingSpec
@@ -21,6 +17,7 @@ from services.common.pb import encoder_pb2 as pb
 from services.common.process.channel import FrontChannel
 from services.common.process.pod_limits import memory_limit_bytes
 from services.common.process.service_process import (
+    Front,
     GpuService,
     StopServer,
     connect_redis,
@@ -61,79 +58,60 @@ def arena_bytes(settings: EncoderSettings, spec: ModelSpec) -> int:
     return settings.cache_bytes
 
 
-@dataclass(frozen=True, slots=True)
-class EncoderService:
-    """The encoder's objects in the front process."""
+async def create_front(
+    settings: EncoderSettings,
+    ready: EngineReady,
+    channel: "FrontChannel[EngineMessage]",
+    arena: Arena,
+    credentials: Credentials,
+    _links: list[socket.socket],
+) -> Front:
+    """Wires the objects of the front process; connects to Redis."""
+    metrics = EncoderMetrics()
+    engine = EngineClient(channel, metrics.observe_batch)
+    memory = MemoryTier(arena)
+    fingerprint = await served_fingerprint(settings)
+    cache = await connect_redis(settings, fingerprint, "encoder", metrics.registry)
+    redis = RedisTier(cache, memory, metrics.redis_writes_dropped) if cache else None
+    vision = read_spec(settings.model).vision_part
+    max_bytes = max(_MIN_QUEUED_BYTES, memory_limit_bytes() // _QUEUED_SHARE)
+    embeddings = Embeddings(
+        like=EmbeddingSpec(ready.dtype, ready.num_features, 0, ready.hidden),
+        geometry=vision.geometry, memory=memory, engine=engine, redis=redis,
+        admission=Admission(_MAX_QUEUED_PATCHES), metrics=metrics, max_queued_bytes=max_bytes,
+    )  # fmt: skip
+    max_held = memory_limit_bytes() // _HELD_SHARE
+    pool = ClipPool(_PROBES, memory_bytes=_PROBES * PROBE_BYTES)
+    videos = HeldVideos(pool, min(_MAX_HELD_BYTES, max_held))
+    brought = BroughtEmbeddings(memory, redis, embeddings.announce)
+    files = KeptFiles(cache, min(MAX_BYTES, max_held))
+    servicer = MediaServicer(
+        describe(ready, settings, vision, fingerprint), embeddings, metrics, videos, brought,
+        files, takes_videos=vision.video is not None, max_read_bytes=max_bytes,
+    )  # fmt: skip
 
-    engine: EngineClient
-    memory: MemoryTier
-    redis: RedisTier | None
-    embeddings: Embeddings
-    videos: HeldVideos
-    servicer: MediaServicer
-    metrics: EncoderMetrics
-
-    @property
-    def registry(self) -> CollectorRegistry:
-        return self.metrics.registry
-
-    @classmethod
-    async def create(
-        cls,
-        settings: EncoderSettings,
-        ready: EngineReady,
-        channel: "FrontChannel[EngineMessage]",
-        arena: Arena,
-        credentials: Credentials,
-        _links: list[socket.socket],
-    ) -> "EncoderService":
-        """Wires them; connects to Redis."""
-        metrics = EncoderMetrics()
-        engine = EngineClient(channel, metrics.observe_batch)
-        memory = MemoryTier(arena)
-        fingerprint = await served_fingerprint(settings)
-        cache = await connect_redis(settings, fingerprint, "encoder", metrics.registry)
-        redis = RedisTier(cache, memory, metrics.redis_writes_dropped) if cache else None
-        vision = read_spec(settings.model).vision_part
-        like = EmbeddingSpec(ready.dtype, ready.num_features, 0, ready.hidden)
-        max_bytes = max(_MIN_QUEUED_BYTES, memory_limit_bytes() // _QUEUED_SHARE)
-        embeddings = Embeddings(
-            like=like, geometry=vision.geometry, memory=memory, engine=engine,
-            redis=redis, admission=Admission(_MAX_QUEUED_PATCHES), metrics=metrics,
-            max_queued_bytes=max_bytes,
-        )  # fmt: skip
-        max_held = memory_limit_bytes() // _HELD_SHARE
-        pool = ClipPool(_PROBES, memory_bytes=_PROBES * PROBE_BYTES)
-        videos = HeldVideos(pool, min(_MAX_HELD_BYTES, max_held))
-        brought = BroughtEmbeddings(memory, redis, embeddings.announce)
-        files = KeptFiles(cache, min(MAX_BYTES, max_held))
-        servicer = MediaServicer(
-            describe(ready, settings, vision, fingerprint), embeddings, metrics, videos, brought,
-            files, takes_videos=vision.video is not None, max_read_bytes=max_bytes,
-        )  # fmt: skip
-        return cls(engine, memory, redis, embeddings, videos, servicer, metrics)
-
-    def is_busy(self) -> bool:
-        return self.engine.is_busy
-
-    def watch_silence(self, silence_s: Callable[[], float]) -> None:
-        self.metrics.watch_silence(silence_s)
-
-    async def run(self) -> None:
-        await self.engine.run()
-
-    async def drain(self, stop_server: StopServer, grace_s: float) -> None:
-        await self.servicer.drain(grace_s)  # the server answers health checks meanwhile
+    async def drain(stop_server: StopServer, grace_s: float) -> None:
+        await servicer.drain(grace_s)  # the server answers health checks meanwhile
         await stop_server(_FAILED_CALLS_GRACE_S)
-        if self.redis is not None:
-            await self.redis.drain(_WRITES_GRACE_S if grace_s else 0.0)
-        await self.embeddings.close()
+        if redis is not None:
+            await redis.drain(_WRITES_GRACE_S if grace_s else 0.0)
+        await embeddings.close()
 
-    async def close(self) -> None:
-        if self.redis is not None:
-            await self.redis.close()
-        await asyncio.to_thread(self.videos.close)
-        await self.memory.close()
+    async def close() -> None:
+        if redis is not None:
+            await redis.close()
+        await asyncio.to_thread(videos.close)
+        await memory.close()
+
+    return Front(
+        registry=metrics.registry,
+        servicer=servicer,
+        is_busy=lambda: engine.is_busy,
+        watch_silence=metrics.watch_silence,
+        run=engine.run,
+        drain=drain,
+        close=close,
+    )
 
 
 def describe(
@@ -162,7 +140,7 @@ ENCODER = GpuService(
     callers=("gateway", "decoder"),
     settings=EncoderSettings,
     arena_bytes=arena_bytes,
-    create_front=EncoderService.create,
+    create_front=create_front,
 )
 
 if __name__ == "__main__":

@@ -11,10 +11,10 @@ import logging
 import signal
 import socket
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast
 
 import grpc.aio
 import msgspec
@@ -51,45 +51,29 @@ StopServer = Callable[[float], Awaitable[None]]  # grace for running calls, in s
 HealthServicer = Any  # of `grpc_health`, which has no types
 
 
-class Front(Protocol):
-    """A service's objects in the front process, once the engine is ready."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Front:
+    """What a service does in the front process, once the engine is ready.
 
-    @property
-    def registry(self) -> CollectorRegistry:
-        """Its metrics."""
-        ...
+    Attributes:
+        registry: its metrics.
+        servicer: its gRPC methods.
+        is_busy: whether the engine has work.
+        watch_silence: given once, before metrics are served, what returns the seconds since the
+            engine last showed that it works.
+        run: handles the engine's messages until the engine process has ended.
+        drain: lets running requests end for the time given (0 when the engine process has ended),
+            stops the server, and cancels what still runs.
+        close: releases everything, after `run` has been cancelled.
+    """
 
-    @property
-    def servicer(self) -> Servicer:
-        """Its gRPC methods."""
-        ...
-
-    def is_busy(self) -> bool:
-        """Whether the engine has work."""
-        ...
-
-    def watch_silence(self, silence_s: Callable[[], float]) -> None:
-        """Given once, before metrics are served: seconds since the engine last showed that it
-        works.
-        """
-        ...
-
-    async def run(self) -> None:
-        """Handles the engine's messages until the engine process has ended."""
-        ...
-
-    async def drain(self, stop_server: StopServer, grace_s: float) -> None:
-        """Lets running requests end, stops the server, and cancels what still runs.
-
-        Args:
-            stop_server: cancels running calls after the time given.
-            grace_s: for running requests; 0 when the engine process has ended.
-        """
-        ...
-
-    async def close(self) -> None:
-        """Releases everything, after `run` has been cancelled."""
-        ...
+    registry: CollectorRegistry
+    servicer: Servicer
+    is_busy: Callable[[], bool]
+    watch_silence: Callable[[Callable[[], float]], None]
+    run: Callable[[], Coroutine[Any, Any, None]]
+    drain: Callable[[StopServer, float], Awaitable[None]]
+    close: Callable[[], Awaitable[None]]
 
 
 @dataclass(frozen=True, slots=True)
