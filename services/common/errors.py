@@ -30,9 +30,11 @@ alone is never trusted, because gRPC itself sends the same ones.
 
 from typing import ClassVar, Self
 
+BY_CODE: "dict[str, type[TriptychError]]" = {}
+
 
 class TriptychError(Exception):
-    """An error with a status in every protocol.
+    """An error with a status in every protocol. A subclass names what differs from its parent's.
 
     Attributes:
         code: stable machine-readable name, also on the wire.
@@ -47,6 +49,15 @@ class TriptychError(Exception):
     openai_type: ClassVar[str] = "server_error"
     grpc_status: ClassVar[str] = "INTERNAL"
     retryable: ClassVar[bool] = False
+
+    def __init_subclass__(
+        cls, code: str = "", http: int = 0, openai: str = "", grpc: str = "", retry: bool = False
+    ) -> None:
+        if code:
+            BY_CODE[code] = cls
+        cls.code, cls.http_status = code or cls.code, http or cls.http_status
+        cls.openai_type, cls.grpc_status = openai or cls.openai_type, grpc or cls.grpc_status
+        cls.retryable = retry or cls.retryable
 
     def __init__(
         self, message: str, *, param: str | None = None, retry_after_s: float | None = None
@@ -65,185 +76,120 @@ class TriptychError(Exception):
         return self
 
 
-class InvalidRequest(TriptychError):
+_CALLERS = "invalid_request_error"
+
+
+class InvalidRequest(
+    TriptychError, code="invalid_request", http=400, openai=_CALLERS, grpc="INVALID_ARGUMENT"
+):
     """The request must be changed before it can be served."""
 
-    code = "invalid_request"
-    http_status = 400
-    openai_type = "invalid_request_error"
-    grpc_status = "INVALID_ARGUMENT"
 
-
-class ContextLengthExceeded(InvalidRequest):
+class ContextLengthExceeded(InvalidRequest, code="context_length_exceeded"):
     """Prompt and completion do not fit in the model's context."""
 
-    code = "context_length_exceeded"
 
-
-class InvalidImage(InvalidRequest):
+class InvalidImage(InvalidRequest, code="invalid_image"):
     """Bytes that are not an image of an allowed format and size."""
 
-    code = "invalid_image"
 
-
-class InvalidVideo(InvalidRequest):
+class InvalidVideo(InvalidRequest, code="invalid_video"):
     """Bytes that are not a video of an allowed container and size, or cannot be decoded."""
 
-    code = "invalid_video"
 
-
-class InvalidGrammar(InvalidRequest):
+class InvalidGrammar(InvalidRequest, code="invalid_grammar"):
     """A schema, expression or grammar that an answer cannot be held to."""
 
-    code = "invalid_grammar"
 
-
-class ThreadUnsupported(InvalidRequest):
+class ThreadUnsupported(InvalidRequest, code="thread_unsupported_request"):
     """Anthropic's clients send the whole conversation then."""
 
-    code = "thread_unsupported_request"
 
-
-class ModelNotFound(InvalidRequest):
+class ModelNotFound(InvalidRequest, code="model_not_found", http=404, grpc="NOT_FOUND"):
     """No model of that name is served here."""
 
-    code = "model_not_found"
-    http_status = 404
-    grpc_status = "NOT_FOUND"
 
-
-class NotFound(InvalidRequest):
+class NotFound(InvalidRequest, code="not_found", http=404, grpc="NOT_FOUND"):
     """What the request names is not kept here, or belongs to another tenant."""
 
-    code = "not_found"
-    http_status = 404
-    grpc_status = "NOT_FOUND"
 
-
-class PayloadTooLarge(TriptychError):
+class PayloadTooLarge(
+    TriptychError, code="payload_too_large", http=413, openai=_CALLERS, grpc="RESOURCE_EXHAUSTED"
+):
     """The request body is over the limit."""
 
-    code = "payload_too_large"
-    http_status = 413
-    openai_type = "invalid_request_error"
-    grpc_status = "RESOURCE_EXHAUSTED"
 
-
-class UnsupportedMediaType(TriptychError):
+class UnsupportedMediaType(
+    TriptychError, code="unsupported_media_type", http=415, openai=_CALLERS, grpc="INVALID_ARGUMENT"
+):
     """The body's content type is not JSON's."""
 
-    code = "unsupported_media_type"
-    http_status = 415
-    openai_type = "invalid_request_error"
-    grpc_status = "INVALID_ARGUMENT"
 
-
-class MediaFetchFailed(TriptychError):
+class MediaFetchFailed(
+    TriptychError, code="media_fetch_failed", http=422, openai=_CALLERS, grpc="FAILED_PRECONDITION"
+):
     """An image URL could not be turned into bytes."""
 
-    code = "media_fetch_failed"
-    http_status = 422
-    openai_type = "invalid_request_error"
-    grpc_status = "FAILED_PRECONDITION"
 
-
-class RateLimited(TriptychError):
+class RateLimited(
+    TriptychError,
+    code="rate_limit_exceeded", http=429, openai="rate_limit_error", grpc="RESOURCE_EXHAUSTED",
+):  # fmt: skip
     """A tenant has used what it may use for now."""
 
-    code = "rate_limit_exceeded"
-    http_status = 429
-    openai_type = "rate_limit_error"
-    grpc_status = "RESOURCE_EXHAUSTED"
 
-
-class Cancelled(TriptychError):
+class Cancelled(TriptychError, code="cancelled", http=499, grpc="CANCELLED"):
     """The caller disconnected or cancelled."""
 
-    code = "cancelled"
-    http_status = 499
-    grpc_status = "CANCELLED"
 
-
-class InternalError(TriptychError):
+class InternalError(TriptychError, code="internal_error"):
     """A bug, or a broken device. The message reveals nothing about the process."""
 
 
-class EmbeddingUnavailable(TriptychError):
+class EmbeddingUnavailable(
+    TriptychError, code="embedding_unavailable", http=503, grpc="UNAVAILABLE", retry=True
+):
     """The encoder did not deliver an embedding; another encoder may."""
 
-    code = "embedding_unavailable"
-    http_status = 503
-    grpc_status = "UNAVAILABLE"
-    retryable = True
 
-
-class WrongImageKey(TriptychError):
+class WrongImageKey(
+    TriptychError, code="wrong_image_key", http=503, grpc="INVALID_ARGUMENT", retry=True
+):
     """The image key is not that of the image, its grid and salt at this encoder: the caller forges
     it, or took the encoder for one of another model.
     """
 
-    code = "wrong_image_key"
-    http_status = 503
-    grpc_status = "INVALID_ARGUMENT"
-    retryable = True
 
-
-class VideoNotHeld(TriptychError):
+class VideoNotHeld(TriptychError, code="video_not_held", http=503, grpc="FAILED_PRECONDITION"):
     """The encoder does not keep the file that a digest names, or no longer: its caller sends it."""
 
-    code = "video_not_held"
-    http_status = 503
-    grpc_status = "FAILED_PRECONDITION"
 
-
-class Unavailable(TriptychError):
+class Unavailable(
+    TriptychError,
+    code="unavailable", http=503, openai="service_unavailable", grpc="UNAVAILABLE", retry=True,
+):  # fmt: skip
     """A service that is needed does not answer."""
 
-    code = "unavailable"
-    http_status = 503
-    openai_type = "service_unavailable"
-    grpc_status = "UNAVAILABLE"
-    retryable = True
 
-
-class Overloaded(Unavailable):
+class Overloaded(Unavailable, code="overloaded", grpc="RESOURCE_EXHAUSTED"):
     """A service is full or draining."""
 
-    code = "overloaded"
-    grpc_status = "RESOURCE_EXHAUSTED"
 
-
-class ProcessLost(Unavailable):
+class ProcessLost(Unavailable, code="process_lost"):
     """The process that had the work ended, broke its connection or fell silent. The work may be the
     cause, so gateways give it to one other process at most.
     """
 
-    code = "process_lost"
 
-
-class EngineLost(ProcessLost):
+class EngineLost(ProcessLost, code="engine_lost"):
     """An engine process ended while it worked on this image or sequence, says its front."""
 
-    code = "engine_lost"
 
-
-class DeadlineExceeded(TriptychError):
+class DeadlineExceeded(
+    TriptychError,
+    code="deadline_exceeded", http=504, openai="timeout_error", grpc="DEADLINE_EXCEEDED",
+):  # fmt: skip
     """The time given to the request is over."""
-
-    code = "deadline_exceeded"
-    http_status = 504
-    openai_type = "timeout_error"
-    grpc_status = "DEADLINE_EXCEEDED"
-
-
-def _tree(root: type[TriptychError]) -> dict[str, type[TriptychError]]:
-    found = {root.code: root}
-    for child in root.__subclasses__():
-        found |= _tree(child)
-    return found
-
-
-BY_CODE: dict[str, type[TriptychError]] = _tree(TriptychError) | {"internal_error": InternalError}
 
 
 def from_code(code: str, message: str, *, param: str | None = None) -> TriptychError:
