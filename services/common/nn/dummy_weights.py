@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from services.common.model_spec import QuantizationSpec
 from services.common.nn.layer_formats import set_configured_methods
-from services.common.nn.linear import FLOATS, Linear, Piece, TensorLayout, own_pieces
+from services.common.nn.linear import FLOATS, Linear, StoredTensor, own_pieces
 from services.common.nn.weight_map import WeightMap
 from services.common.nn.weights import materialize, process
 from services.common.process.progress import log_progress
@@ -53,19 +53,19 @@ def load_dummy(
             if values.ndim == 1 and name.endswith("weight"):
                 values.fill_(1.0)
                 continue
-            for layout, piece in _pieces_of(child, name):
+            for piece in _pieces_of(child, name):
                 part = values[(*[slice(None)] * (values.ndim - len(piece.shape)), *piece.place)]
-                drawn.fill(part, piece, f"{full}/{piece.part}", *layout.dummy)
+                drawn.fill(part, piece, f"{full}/{piece.part}")
             if name == "bias" and isinstance(child, Linear) and child.columns.ranges[0][0] > 0:
                 values.zero_()  # the first rank has it
     process(module)
 
 
-def _pieces_of(module: nn.Module, name: str) -> Iterator[tuple[TensorLayout, Piece]]:
+def _pieces_of(module: nn.Module, name: str) -> Iterator[StoredTensor]:
     """What fills a parameter, of each matrix where it is a stack of them."""
     if isinstance(module, Linear):
         (layout,) = (layout for layout in module.layouts() if layout.parameter == name)
-        return ((layout, piece) for piece in module.pieces(layout))
+        return module.pieces(layout)
     return own_pieces(module, name)
 
 
@@ -77,29 +77,26 @@ class _Drawn:
     def __init__(self, generator: torch.Generator, seed: int) -> None:
         self._generator, self._seed = generator, seed
 
-    def fill(self, target: Tensor, piece: Piece, name: str, mean: float, deviation: float) -> None:
-        """Fills a piece of a parameter; of a stack, of all its matrices.
-
-        Args:
-            target: `[..., *piece]`.
-            mean, deviation: of numbers; integers have all values alike.
-        """
+    def fill(self, target: Tensor, piece: StoredTensor, name: str) -> None:
+        """Fills a piece of a parameter, `[..., *piece]`; of a stack, of all its matrices."""
         if target.ndim > len(piece.shape):
             for index, each in enumerate(target):
-                self.fill(each, piece, f"{name}/{index}", mean, deviation)
+                self.fill(each, piece, f"{name}/{index}")
             return
-        cut = piece.cut or (slice(None),)
-        rows, width = range(piece.shape[0])[cut[0]], math.prod(piece.shape[1:])
+        cut, *others = piece.cut or (slice(None),)
+        assert isinstance(cut, slice)
+        rows, width = range(piece.shape[0])[cut], math.prod(piece.shape[1:])
         step = max(1, _WIDE // width)  # rows that are drawn at a time
         for first in range(rows.start - rows.start % step, rows.stop, step):
             drawn = range(first, min(first + step, piece.shape[0]))
             self._generator.manual_seed(zlib.crc32(f"{self._seed}/{name}/{first}".encode()))
-            values = self._draw(len(drawn) * width, target, mean, deviation)
+            values = self._draw(len(drawn) * width, target, *piece.layout.dummy)
             begin, end = max(rows.start, first), min(rows.stop, drawn.stop)
             values = values.view(len(drawn), *piece.shape[1:])[begin - first : end - first]
-            target[begin - rows.start : end - rows.start] = values[(slice(None), *cut[1:])]
+            target[begin - rows.start : end - rows.start] = values[(slice(None), *others)]
 
     def _draw(self, count: int, target: Tensor, mean: float, deviation: float) -> Tensor:
+        """Mean and deviation are those of numbers; integers have all values alike."""
         device, dtype = target.device, target.dtype
         if not dtype.is_floating_point:
             return torch.empty(count, dtype=dtype, device=device).random_(

@@ -12,6 +12,7 @@ the same shape in both, where H = I down has, never both. Scales of a fused tens
 """
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -121,11 +122,8 @@ def _of_experts(
     for expert in range(count):
         for piece in stack.pieces(layout):
             source = f"{expert}.{piece.part}.{layout.name}"
-            place = (expert, *piece.place)
-            yield StoredTensor(
-                source, _parameter(name, layout), layout, piece.shape, piece.module, place,
-                piece.cut,
-            )  # fmt: skip
+            parameter, place = _parameter(name, layout), (expert, *piece.place)
+            yield replace(piece, name=source, parameter=parameter, place=place)
 
 
 def _fused(
@@ -146,11 +144,10 @@ def _fused(
     for piece in pieces:
         shape = (count, *piece.shape[::way])
         for expert in range(count):
-            cut = (expert, *piece.cut[::way])
-            place = (expert, *piece.place)
-            yield StoredTensor(
-                source, _parameter(name, layout), layout, shape, piece.module, place, cut,
-                transposed,
+            yield replace(
+                piece, name=source, parameter=_parameter(name, layout), shape=shape,
+                place=(expert, *piece.place), cut=(expert, *piece.cut[::way]),
+                transposed=transposed,
             )  # fmt: skip
 
 

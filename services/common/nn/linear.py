@@ -112,28 +112,43 @@ class TensorLayout:
         return [tuple(cut) for cut in found]
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """A module's tensor, or a rank's piece of it.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredTensor:
+    """What the files hold of a parameter: a module's tensor, or a rank's piece of it.
 
     Attributes:
+        name: of the tensor; what follows the module's name, until the loader has found it.
         part: the module, see `Linear.parts`.
-        module: its rows and columns.
-        shape: of the tensor in the file.
-        cut: index of the tensor; empty: all of it.
-        place: index of the parameter's part that it fills.
+        parameter: "": the tensor fills none, and must hold what its layout requires, if that is
+            anything.
+        shape: of the whole tensor in the file.
+        module: rows and columns of the module.
+        place: index of the parameter's part that is filled.
+        cut: index of the file's tensor that fills it; empty: all of it.
+        transposed: the tensor's last two axes are those of the part the other way round.
+        is_zero: the part is zeros instead: the first rank has the tensor.
     """
 
-    part: str
-    module: tuple[int, int]
+    name: str
+    part: str = ""
+    parameter: str
+    layout: TensorLayout
     shape: tuple[int, ...]
-    cut: tuple[slice, ...]
-    place: tuple[slice, ...]
+    module: tuple[int, int]
+    place: tuple[int | slice, ...]
+    cut: tuple[int | slice, ...] = ()
+    transposed: bool = False
+    is_zero: bool = False
+
+    @property
+    def is_read(self) -> bool:
+        """Whether the tensor is needed; one that is not may be missing."""
+        return bool(self.parameter) or self.layout.required is not None
 
 
 def pieces_of(
     part: str, layout: TensorLayout, rows: Share, columns: Share, start: int = 0
-) -> Iterator[Piece]:
+) -> Iterator[StoredTensor]:
     """The pieces of one module's tensor.
 
     Args:
@@ -147,18 +162,20 @@ def pieces_of(
     for cut in layout.cuts(rows, columns, f"{part}.{layout.name}".lstrip(".")):
         indices = range(whole[axis])[cut[axis]] if cut else range(whole[axis])
         stop = start + len(indices)
-        place = (*[slice(None)] * axis, slice(start, stop))
-        yield Piece(part, (rows.size, columns.size), whole, cut, place)
+        yield StoredTensor(
+            name=layout.name, part=part, parameter=layout.parameter, layout=layout, shape=whole,
+            module=(rows.size, columns.size),
+            place=(*[slice(None)] * axis, slice(start, stop)), cut=cut,
+        )  # fmt: skip
         start = stop
 
 
-def own_pieces(module: nn.Module, name: str) -> Iterator[tuple[TensorLayout, Piece]]:
+def own_pieces(module: nn.Module, name: str) -> Iterator[StoredTensor]:
     """What fills a parameter of a module that is no layer: its tensor, or a rank's share of it."""
     parameter, shares = module.get_parameter(name), getattr(module, "shares", {})
     rows: Share = shares.get(name, Share.of(len(parameter)))
-    axes = Axis("out"), *parameter.shape[1:]
-    layout = TensorLayout(name=name, parameter=name, axes=axes)
-    return ((layout, piece) for piece in pieces_of("", layout, rows, Share.of(1)))
+    layout = TensorLayout(name=name, parameter=name, axes=(Axis("out"), *parameter.shape[1:]))
+    return pieces_of("", layout, rows, Share.of(1))
 
 
 class LinearMethod(ABC):
@@ -293,7 +310,7 @@ class Linear(nn.Module):
             yield part, start, stop
             start = stop
 
-    def pieces(self, layout: TensorLayout) -> Iterator[Piece]:
+    def pieces(self, layout: TensorLayout) -> Iterator[StoredTensor]:
         """What fills the parameter: the parts' tensors, or a rank's pieces of them.
 
         Raises:
@@ -319,38 +336,6 @@ class Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """`[..., in_features]` → `[..., out_features]`."""
         return self.method.apply(self, x)
-
-
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
-    """What the files hold of a parameter, or of a part of it.
-
-    Attributes:
-        name: of the tensor.
-        parameter: "": the tensor fills none, and must hold what its layout requires, if that is
-            anything.
-        shape: of the whole tensor in the file.
-        module: rows and columns of the module.
-        place: index of the parameter's part that is filled.
-        cut: index of the file's tensor that fills it; empty: all of it.
-        transposed: the tensor's last two axes are those of the part the other way round.
-        is_zero: the part is zeros instead: the first rank has the tensor.
-    """
-
-    name: str
-    parameter: str
-    layout: TensorLayout
-    shape: tuple[int, ...]
-    module: tuple[int, int]
-    place: tuple[int | slice, ...]
-    cut: tuple[int | slice, ...] = ()
-    transposed: bool = False
-    is_zero: bool = False
-
-    @property
-    def is_read(self) -> bool:
-        """Whether the tensor is needed; one that is not may be missing."""
-        return bool(self.parameter) or self.layout.required is not None
 
 
 class StoredLayers(nn.Module, ABC):

@@ -272,12 +272,14 @@ def _sources(
             seen.add(id(parameter))
             full = f"{path}.{name}" if path else name
             if name not in layouts or full in weight_map.shapes:
-                source = weight_map.checkpoint_name(full)
-                for layout, piece in own_pieces(child, name):
+                for piece in own_pieces(child, name):
                     shape = weight_map.shapes.get(full, piece.shape)
                     assert piece.cut or math.prod(shape) == parameter.numel(), full
-                    place = piece.place if piece.cut else ()
-                    yield StoredTensor(source, full, layout, shape, piece.module, place, piece.cut)
+                    source, place = weight_map.checkpoint_name(full), piece.place
+                    yield replace(
+                        piece, name=source, parameter=full, shape=shape,
+                        place=place if piece.cut else (),
+                    )  # fmt: skip
                 continue
             assert isinstance(child, Linear)
             if layouts[name].name:
@@ -298,8 +300,9 @@ def _zero_biases(
         name = weight_map.checkpoint_name(f"{part_path(path, part)}.bias")
         if name in checkpoint.tensors:
             yield StoredTensor(
-                name, "", _NO_BIAS, (rows.size,), (rows.size, layer.columns.size), ()
-            )
+                name=name, parameter="", layout=_NO_BIAS, shape=(rows.size,),
+                module=(rows.size, layer.columns.size), place=(),
+            )  # fmt: skip
 
 
 def _of_layer(
@@ -309,10 +312,7 @@ def _of_layer(
     is_term = layout.parameter == "bias" and layer.columns.ranges[0][0] > 0
     for piece in layer.pieces(layout):
         name = weight_map.checkpoint_name(f"{part_path(path, piece.part)}.{layout.name}")
-        yield StoredTensor(
-            name, parameter, layout, piece.shape, piece.module, piece.place, piece.cut,
-            is_zero=is_term,
-        )  # fmt: skip
+        yield replace(piece, name=name, parameter=parameter, is_zero=is_term)
 
 
 def _check(
