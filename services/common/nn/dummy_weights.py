@@ -56,8 +56,6 @@ def load_dummy(
             for piece in _pieces_of(child, name):
                 part = values[(*[slice(None)] * (values.ndim - len(piece.shape)), *piece.place)]
                 drawn.fill(part, piece, f"{full}/{piece.part}")
-            if name == "bias" and isinstance(child, Linear) and child.columns.ranges[0][0] > 0:
-                values.zero_()  # the first rank has it
     process(module)
 
 
@@ -79,6 +77,9 @@ class _Drawn:
 
     def fill(self, target: Tensor, piece: StoredTensor, name: str) -> None:
         """Fills a piece of a parameter, `[..., *piece]`; of a stack, of all its matrices."""
+        if piece.is_zero:
+            target.zero_()
+            return
         if target.ndim > len(piece.shape):
             for index, each in enumerate(target):
                 self.fill(each, piece, f"{name}/{index}")

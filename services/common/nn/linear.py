@@ -5,9 +5,10 @@ From that layout a layer makes its parameters, and the loader fills them, with a
 files where ranks share a model. Layers and models do not change.
 """
 
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -101,15 +102,14 @@ class TensorLayout:
             return [()]
         if not any(isinstance(axis, Axis) for axis in self.axes):
             return [()]
-        found: list[list[slice]] = [[]]
-        for axis in self.axes:
-            if isinstance(axis, Axis):
-                share = rows if axis.dimension == "out" else columns
-                pieces = share.elements(axis.per, what)
-            else:
-                pieces = [slice(None)]
-            found = [[*before, piece] for piece in pieces for before in found]
-        return [tuple(cut) for cut in found]
+        shares = {"out": rows, "in": columns}
+        pieces = [
+            shares[axis.dimension].elements(axis.per, what)
+            if isinstance(axis, Axis)
+            else [slice(None)]
+            for axis in self.axes
+        ]
+        return [cut[::-1] for cut in itertools.product(*reversed(pieces))]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -316,8 +316,10 @@ class Linear(nn.Module):
         Raises:
             ValueError: a piece would cut through a block.
         """
+        is_zero = layout.parameter == "bias" and self.columns.ranges[0][0] > 0
         for part, start, _ in self.regions(layout):
-            yield from pieces_of(part, layout, self.rows[part], self.columns, start)
+            for piece in pieces_of(part, layout, self.rows[part], self.columns, start):
+                yield replace(piece, is_zero=is_zero)
 
     @property
     def float32_parameters(self) -> frozenset[str]:

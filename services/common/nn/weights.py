@@ -251,7 +251,7 @@ def _sources(
     module: nn.Module, weight_map: WeightMap, checkpoint: Checkpoint | None = None
 ) -> Iterator[StoredTensor]:
     """What each parameter is filled from. A parameter shared by two modules appears once."""
-    seen: set[int] = set()
+    filled: dict[int, str] = {}  # by id of a parameter
     for path, child in module.named_modules():
         if isinstance(child, StoredLayers):
             prefix, layout = stored_files(child, path, weight_map, checkpoint)
@@ -261,41 +261,37 @@ def _sources(
             continue
         if isinstance(child, Linear) and child.stack:
             continue  # of the stored layers above
-        layouts = (
-            {layout.parameter: layout for layout in child.layouts()}
-            if isinstance(child, Linear)
-            else {}
-        )
-        for name, parameter in child.named_parameters(recurse=False):
-            if id(parameter) in seen:
-                continue
-            seen.add(id(parameter))
-            full = f"{path}.{name}" if path else name
-            if name not in layouts or full in weight_map.shapes:
-                for piece in own_pieces(child, name):
-                    shape = weight_map.shapes.get(full, piece.shape)
-                    assert piece.cut or math.prod(shape) == parameter.numel(), full
-                    source, place = weight_map.checkpoint_name(full), piece.place
-                    yield replace(
-                        piece, name=source, parameter=full, shape=shape,
-                        place=place if piece.cut else (),
-                    )  # fmt: skip
-                continue
-            assert isinstance(child, Linear)
-            if layouts[name].name:
-                yield from _of_layer(child, path, layouts[name], full, weight_map)
-        if isinstance(child, Linear):
-            for layout in child.layouts():
-                if not layout.parameter:
-                    yield from _of_layer(child, path, layout, "", weight_map)
-            if checkpoint is not None and not child.is_plain and child.bias is None:
-                yield from _zero_biases(child, path, weight_map, checkpoint)
+        for piece in _pieces_of(child):
+            full = ""
+            if piece.parameter:
+                full = f"{path}.{piece.parameter}".lstrip(".")
+                if filled.setdefault(id(child.get_parameter(piece.parameter)), full) != full:
+                    continue
+            where = f"{part_path(path, piece.part)}.{piece.name}".lstrip(".")
+            name, shape = weight_map.checkpoint_name(where), weight_map.shapes.get(full)
+            assert shape is None or math.prod(shape) == math.prod(piece.shape), full
+            yield replace(piece, name=name, parameter=full, shape=shape or piece.shape)
+        if isinstance(child, Linear) and checkpoint is not None:
+            yield from _zero_biases(child, path, weight_map, checkpoint)
+
+
+def _pieces_of(module: nn.Module) -> Iterator[StoredTensor]:
+    """What the files hold of a module, without those in it."""
+    if isinstance(module, Linear):
+        for layout in module.layouts():
+            if layout.name:
+                yield from module.pieces(layout)
+    else:
+        for name, _ in module.named_parameters(recurse=False):
+            yield from own_pieces(module, name)
 
 
 def _zero_biases(
     layer: Linear, path: str, weight_map: WeightMap, checkpoint: Checkpoint
 ) -> Iterator[StoredTensor]:
     """Biases that the model has not: some producers of GPTQ files write zeros for each module."""
+    if layer.is_plain or layer.bias is not None:
+        return
     for part, rows in layer.rows.items():
         name = weight_map.checkpoint_name(f"{part_path(path, part)}.bias")
         if name in checkpoint.tensors:
@@ -303,16 +299,6 @@ def _zero_biases(
                 name=name, parameter="", layout=_NO_BIAS, shape=(rows.size,),
                 module=(rows.size, layer.columns.size), place=(),
             )  # fmt: skip
-
-
-def _of_layer(
-    layer: Linear, path: str, layout: TensorLayout, parameter: str, weight_map: WeightMap
-) -> Iterator[StoredTensor]:
-    """A tensor of each of a layer's modules, which fills a parameter, or none ("")."""
-    is_term = layout.parameter == "bias" and layer.columns.ranges[0][0] > 0
-    for piece in layer.pieces(layout):
-        name = weight_map.checkpoint_name(f"{part_path(path, piece.part)}.{layout.name}")
-        yield replace(piece, name=name, parameter=parameter, is_zero=is_term)
 
 
 def _check(
