@@ -6,6 +6,8 @@ something refers to. Where a reference might mean several places, it means all o
 
 import json
 import math
+from collections.abc import Iterable
+from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any, cast
 from urllib.parse import unquote, urljoin
@@ -45,74 +47,75 @@ def check_schema(schema: object, counts: Counts) -> None:
     Raises:
         InvalidGrammar: it is beyond a bound, or a reference leads nowhere.
     """
-    Parts(schema).check(counts)
+    _Parts(schema).check(counts)
 
 
-class Parts:
-    """A schema's objects and lists, each with its place.
+@dataclass(slots=True)
+class _Part:
+    """An object or a list of a schema.
 
     Attributes:
-        values: in the order of a walk; the schema itself is the first one.
+        parent: index of what it is in.
+        is_schema: its keys are keywords.
+        is_literal: it is in a value that is no schema.
+        resource: index of what its fragments are of.
     """
 
+    value: Any
+    parent: int = 0
+    depth: int = 0
+    is_schema: bool = True
+    is_literal: bool = False
+    resource: int = 0
+
+    @property
+    def keywords(self) -> dict[str, Any]:
+        """Of a schema; empty: it is none."""
+        return _object(self.value) if self.is_schema and not self.is_literal else {}
+
+
+class _Parts:
+    """A schema's objects and lists in the order of a walk; the schema itself is the first one."""
+
     def __init__(self, schema: object) -> None:
-        self.values: list[Any] = [schema]
-        self._parents = [0]
-        self._depths = [0]
-        self._is_schema = [True]  # its keys are keywords
-        self._is_literal = [False]
-        self._resources = [0]  # what fragments are of
+        self._parts = [_Part(schema)]
         self._uris: dict[int, str] = {0: ""}  # of resources
         self._targets: dict[str, list[int]] = {}  # by URI, and anchors behind a `#`
-        self._indices: dict[int, int] = {}
-        self._walk()
-
-    def _walk(self) -> None:
-        index = 0
-        while index < len(self.values):
-            value = self.values[index]
-            self._indices[id(value)] = index
-            if self._is_schema[index] and isinstance(value, dict):
-                self._name(index, cast("dict[str, Any]", value))
-            refuse(self._depths[index], MAX_NESTING, "levels of nesting")
-            named = isinstance(value, dict)
-            items = cast("dict[str, Any]", value).items() if named else enumerate(value or ())
-            for key, child in items:
-                if isinstance(child, dict | list):
-                    is_schema = self._is_schema[index] and named
-                    self.values.append(child)
-                    self._parents.append(index)
-                    self._depths.append(self._depths[index] + 1)
-                    self._is_schema.append(not (is_schema and key in MAPS))
-                    self._is_literal.append(
-                        self._is_literal[index] or (is_schema and key in LITERALS)
+        self._indices: dict[int, int] = {}  # by id of a value
+        for index, part in enumerate(self._parts):  # to which children are added
+            self._indices[id(part.value)] = index
+            if part.is_schema:
+                self._name(index, _object(part.value))
+            refuse(part.depth, MAX_NESTING, "levels of nesting")
+            has_keywords = part.is_schema and _is_object(part.value)
+            for key, child in (*_object(part.value).items(), *enumerate(_list(part.value))):
+                if _is_object(child) or _is_list(child):
+                    is_schema = not (has_keywords and key in MAPS)
+                    is_literal = part.is_literal or (has_keywords and key in LITERALS)
+                    self._parts.append(
+                        _Part(child, index, part.depth + 1, is_schema, is_literal, part.resource)
                     )
-                    self._resources.append(self._resources[index])
-            index += 1
 
     def _name(self, index: int, value: dict[str, Any]) -> None:
+        part = self._parts[index]
         for keyword in ("$id", "id"):
-            uri = value.get(keyword)
-            if isinstance(uri, str):
-                full = _joined(self._uris[self._resources[index]], uri).removesuffix("#")
-                self._resources[index] = index
+            if isinstance(uri := value.get(keyword), str):
+                full = _joined(self._uris[part.resource], uri).removesuffix("#")
+                part.resource = index
                 self._uris[index] = full
                 self._targets.setdefault(full, []).append(index)
         for keyword in _ANCHORS:
-            anchor = value.get(keyword)
-            if isinstance(anchor, str):
+            if isinstance(anchor := value.get(keyword), str):
                 self._targets.setdefault(f"#{anchor}", []).append(index)
 
     def check(self, counts: Counts) -> None:
         """Raises InvalidGrammar where a bound is exceeded."""
         keywords = _Keywords(counts)
-        least = [1.0] * len(self.values)  # items that the shortest text has
-        for index, value in enumerate(self.values):
-            least[index] = least[self._parents[index]]
-            if self._is_schema[index] and not self._is_literal[index] and isinstance(value, dict):
-                least[index] *= keywords.check(cast("dict[str, Any]", value))
-                refuse_repeats(least[index])
-        edges, heights = self.references()
+        least = [1.0] * len(self._parts)  # items that the shortest text has
+        for index, part in enumerate(self._parts):
+            least[index] = least[part.parent] * keywords.check(part.keywords)
+            refuse_repeats(least[index])
+        edges, heights = self._references()
         levels, chain = deepest(edges, heights)
         refuse(chain, MAX_CHAIN, "references one behind the other")
         refuse(levels, MAX_LEVELS, "levels of nesting along its references")
@@ -124,95 +127,84 @@ class Parts:
     def _refuse_endless(self) -> None:
         """Refuses a reference to a schema that only endless JSON fits."""
         finite = _Finite()
-        for index, value in enumerate(self.values):
-            if isinstance(value, dict):
-                self._add_needs(finite, index, cast("dict[str, Any]", value))
+        for index, part in enumerate(self._parts):
+            if _is_object(part.value):
+                finite.all_of(index, self._needs(finite, index))
         found = finite.solve()
-        for index, value in enumerate(self.values):
-            if isinstance(value, dict) and self._is_schema[index] and not self._is_literal[index]:
-                value = cast("dict[str, Any]", value)
-                for target in self._referred(index, value):
-                    if target not in found:
-                        raise InvalidGrammar(
-                            f"$ref {value.get('$ref')!s:.100} leads back to itself without an end"
-                        )
+        for index, part in enumerate(self._parts):
+            if part.keywords and not found.issuperset(self._referred(index)):
+                raise InvalidGrammar(
+                    f"$ref {part.value.get('$ref')!s:.100} leads back to itself without an end"
+                )
 
-    def _add_needs(self, finite: "_Finite", index: int, schema: dict[str, Any]) -> None:
+    def _needs(self, finite: "_Finite", index: int) -> list[int]:
         """What has to have an end so that a value of the schema has one."""
-
-        def members(keyword: str, count: int | None = None) -> list[int]:
-            found = schema.get(keyword)
-            items = cast("list[object]", found)[:count] if isinstance(found, list) else [found]
-            return [self._indices[id(i)] for i in items if _is_object(i)]
-
-        needs = self._referred(index, schema) + members("allOf")
+        schema = _object(self._parts[index].value)
+        needs = self._referred(index) + self._nodes(_listed(schema.get("allOf")))
         for keyword in ("anyOf", "oneOf"):
-            branches = schema.get(keyword)
-            if isinstance(branches, list):
-                found = members(keyword)
-                free = len(found) < len(cast("list[Any]", branches))  # one is `true`
+            if _is_list(branches := schema.get(keyword)):
+                found = self._nodes(_list(branches))
+                free = len(found) < len(_list(branches))  # one is `true`
                 needs.append(finite.any_of([[node] for node in found] + [[]] * free))
-        types = schema.get("type")
-        types = cast("list[Any]", types) if isinstance(types, list) else [types]
+        types = _listed(schema.get("type"))
         if not {"enum", "const"} & schema.keys() and all(t in ("object", "array") for t in types):
             forms: list[list[int]] = []
             if "object" in types:
-                properties, required = schema.get("properties"), schema.get("required")
-                named = cast("dict[str, Any]", properties if isinstance(properties, dict) else {})
-                names = cast("list[Any]", required) if isinstance(required, list) else []
-                values = [named.get(name) for name in names if isinstance(name, str)]
-                forms.append([self._indices[id(v)] for v in values if _is_object(v)])
+                named, names = _object(schema.get("properties")), _list(schema.get("required"))
+                forms.append(self._nodes(named.get(n) for n in names if isinstance(n, str)))
             if "array" in types:
-                least = int(min(_number(schema, "minItems"), len(self.values)))
-                first = members("prefixItems", least)
-                forms.append(first + (members("items") if least > len(first) else []))
+                least = int(min(_number(schema, "minItems"), len(self._parts)))
+                prefix = schema.get("prefixItems")
+                first = self._nodes(_list(prefix)[:least] or [prefix])
+                others = self._nodes(_listed(schema.get("items")))
+                forms.append(first + (others if least > len(first) else []))
             needs.append(finite.any_of(forms))
-        finite.all_of(index, needs)
+        return needs
 
-    def references(self) -> tuple[list[list[tuple[int, int]]], list[int]]:
+    def _nodes(self, values: Iterable[object]) -> list[int]:
+        """Indices of the objects among them."""
+        return [self._indices[id(value)] for value in values if _is_object(value)]
+
+    def _references(self) -> tuple[list[list[tuple[int, int]]], list[int]]:
         """The graph of what is referred to, for `deepest`; its first node is the schema."""
         found = [
-            (index, target)
-            for index, value in enumerate(self.values)
-            if isinstance(value, dict)
-            for target in self._referred(index, cast("dict[str, Any]", value))
+            (index, target) for index in range(len(self._parts)) for target in self._referred(index)
         ]
         nodes = {index: node for node, index in enumerate(sorted({0, *(t for _, t in found)}))}
-        owners = [0] * len(self.values)
+        owners = [0] * len(self._parts)
         heights = [1] * len(nodes)
         edges: list[list[tuple[int, int]]] = [[] for _ in nodes]
-        depths = [0] * len(self.values)
-        for index, parent in enumerate(self._parents):
-            owners[index], depths[index] = owners[parent], depths[parent] + 1
+        depths = [0] * len(self._parts)
+        for index, part in enumerate(self._parts):
+            owners[index], depths[index] = owners[part.parent], depths[part.parent] + 1
             if index in nodes:
                 owners[index], depths[index] = nodes[index], 1
                 if index:
-                    edges[owners[parent]].append((nodes[index], 0))
+                    edges[owners[part.parent]].append((nodes[index], 0))
             heights[owners[index]] = max(heights[owners[index]], depths[index])
         for index, target in found:
             edges[owners[index]].append((nodes[target], 1))
         return edges, heights
 
-    def _referred(self, index: int, value: dict[str, Any]) -> list[int]:
+    def _referred(self, index: int) -> list[int]:
         found: list[int] = []
+        part = self._parts[index]
         for keyword in _REFERENCES:
-            reference = value.get(keyword)
-            if isinstance(reference, str):
-                targets = self._resolved(index, reference)
-                if not targets and self._is_schema[index] and not self._is_literal[index]:
+            if isinstance(reference := _object(part.value).get(keyword), str):
+                targets = self._resolved(part.resource, reference)
+                if not targets and part.keywords:
                     raise InvalidGrammar(
                         f"{keyword} {reference[:100]!r} refers to nothing in the schema"
                     )
                 found += [target for target in targets if target != _TRUE_OR_FALSE]
         return found
 
-    def _resolved(self, index: int, reference: str) -> list[int]:
+    def _resolved(self, resource: int, reference: str) -> list[int]:
         """Where a reference may lead; nowhere: it is wrong."""
         uri, _, fragment = reference.partition("#")
-        resources = [self._resources[index], 0]
+        resources = [resource, 0]
         if uri:
-            full = _joined(self._uris[resources[0]], uri)
-            resources = self._targets.get(full, [])
+            resources = self._targets.get(_joined(self._uris[resource], uri), [])
         if not fragment:
             return list(dict.fromkeys(resources))
         if not fragment.startswith("/"):
@@ -220,16 +212,16 @@ class Parts:
         steps = [
             step.replace("~1", "/").replace("~0", "~") for step in unquote(fragment).split("/")[1:]
         ]
-        found = [self._at(resource, steps) for resource in dict.fromkeys(resources)]
+        found = [self._at(start, steps) for start in dict.fromkeys(resources)]
         return [target for target in found if target is not None]
 
     def _at(self, index: int, steps: list[str]) -> int | None:
-        value = self.values[index]
+        value = self._parts[index].value
         for step in steps:
-            if isinstance(value, dict):
-                value = cast("dict[str, Any]", value).get(step)
-            elif isinstance(value, list) and step.isascii() and step.isdigit() and len(step) < 7:
-                items = cast("list[Any]", value)
+            if _is_object(value):
+                value = _object(value).get(step)
+            elif _is_list(value) and step.isascii() and step.isdigit() and len(step) < 7:
+                items = _list(value)
                 value = items[int(step)] if int(step) < len(items) else None
             else:
                 return None
@@ -299,13 +291,11 @@ class _Keywords:
         for keyword in ("enum", "const"):
             if keyword in schema:
                 value = schema[keyword]
-                number = len(cast("list[Any]", value)) if isinstance(value, list) else 1
-                self._counts.add_literal(json.dumps(value, ensure_ascii=False), number)
+                self._counts.add_literal(json.dumps(value, ensure_ascii=False), len(_listed(value)))
         if isinstance(pattern := schema.get("pattern"), str):
             self._counts.add_pattern(pattern)
-        if isinstance(options := schema.get("x-guidance"), dict):
-            for option in cast("dict[str, Any]", options).values():
-                self._counts.add_pattern(option if isinstance(option, str) else "")
+        for option in _object(schema.get("x-guidance")).values():
+            self._counts.add_pattern(option if isinstance(option, str) else "")
         if (multiple := _number(schema, "multipleOf")) > 0:
             self._add_multiple(multiple)
         self._counts.add_counted(len(schema.keys() & {"minItems", "maxItems"}))
@@ -313,23 +303,18 @@ class _Keywords:
         return max(1.0, *least)
 
     def _check_names(self, schema: dict[str, Any]) -> None:
-        names: set[str] = set()
-        for keyword in ("properties", "required"):
-            found = schema.get(keyword)
-            if isinstance(found, dict | list):
-                found = cast("dict[str, Any] | list[Any]", found)
-                names.update(name for name in found if isinstance(name, str))
+        given = (schema.get(keyword) for keyword in ("properties", "required"))
+        found = (name for each in given for name in (*_object(each), *_list(each)))
+        names = {name for name in found if isinstance(name, str)}
         self._properties += len(names)
         refuse(len(names), MAX_PROPERTIES, "properties in one object")
         refuse(self._properties, MAX_ALL_PROPERTIES, "properties")
-        patterns = schema.get("patternProperties")
-        if isinstance(patterns, dict):
-            patterns = cast("dict[str, Any]", patterns)
-            self._pattern_properties += len(patterns)
-            refuse(len(patterns), MAX_PATTERN_PROPERTIES, "patternProperties in one object")
-            refuse(self._pattern_properties, MAX_ALL_PATTERN_PROPERTIES, "patternProperties")
-            for pattern in patterns:
-                self._counts.add_pattern(pattern)
+        patterns = _object(schema.get("patternProperties"))
+        self._pattern_properties += len(patterns)
+        refuse(len(patterns), MAX_PATTERN_PROPERTIES, "patternProperties in one object")
+        refuse(self._pattern_properties, MAX_ALL_PATTERN_PROPERTIES, "patternProperties")
+        for pattern in patterns:
+            self._counts.add_pattern(pattern)
 
     def _add_multiple(self, multiple: float) -> None:
         digits = "".join(map(str, Decimal(str(multiple)).as_tuple().digits)).rstrip("0")
@@ -345,6 +330,25 @@ class _Keywords:
 
 def _is_object(value: object) -> bool:
     return isinstance(value, dict)
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, list)
+
+
+def _object(value: object) -> dict[str, Any]:
+    """Empty: it is none."""
+    return cast("dict[str, Any]", value) if isinstance(value, dict) else {}
+
+
+def _list(value: object) -> list[Any]:
+    """Empty: it is none."""
+    return cast("list[Any]", value) if isinstance(value, list) else []
+
+
+def _listed(value: object) -> list[Any]:
+    """Keywords may have one value, or several."""
+    return _list(value) if _is_list(value) else [value]
 
 
 def _number(schema: dict[str, Any], keyword: str) -> float:

@@ -163,6 +163,12 @@ def test_a_cycle_with_an_end_is_taken(name):
     assert not refusal("json_schema", {**NODE, "$defs": {"n": ENDING[name]}})
 
 
+@pytest.mark.parametrize("schema", ["true", "3", "null"])
+def test_a_schema_may_be_no_object(schema):
+    """Which of them are schemas is the compiler's to say."""
+    check_grammar("grammar", f"start: %json {schema}")
+
+
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 40_000, "[" * 10**5 + "]" * 10**5])
 def test_deep_json_is_refused(text):
     assert "nested too deeply" in refusal("json_schema", text)
