@@ -284,7 +284,7 @@ class EngineBench:
         geometry = bench.geometry
         self._decoders = create_decoders()
         prepare = Preparer(
-            geometry, None, MAX_SOURCE_PIXELS, self._decoders, ClipPool(1, memory_bytes=0),
+            geometry, None, MAX_SOURCE_PIXELS, self._decoders.decoded, ClipPool(1, memory_bytes=0),
             pinned=bench.device.type == "cuda",
         )  # fmt: skip
         warm_up(prepare, geometry)

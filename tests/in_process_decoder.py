@@ -9,11 +9,9 @@ from services.common.images.image_header import ImageHeader
 from services.encoder.decode import decode
 
 
-class InProcessDecoder:
+@contextmanager
+def decode_in_process(data: bytes, header: ImageHeader) -> Generator[np.ndarray]:
     """Decodes in the calling thread, without limits."""
-
-    @contextmanager
-    def decoded(self, data: bytes, header: ImageHeader) -> Generator[np.ndarray]:
-        pixels = np.empty((*header.upright_size, 3), np.uint8)
-        decode(data, header, pixels)
-        yield pixels
+    pixels = np.empty((*header.upright_size, 3), np.uint8)
+    decode(data, header, pixels)
+    yield pixels

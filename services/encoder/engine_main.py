@@ -109,7 +109,7 @@ def _run(end: EngineEnd, settings: EncoderSettings) -> None:
         geometry=vision.geometry,
         resample=vision.video.resample if vision.video else None,
         max_source_pixels=MAX_SOURCE_PIXELS,
-        decoder=decoders,
+        decode=decoders.decoded,
         video_decoder=ClipPool(decoders.num_workers, memory_bytes=memory_limit_bytes() // 4),
         pinned=device.type == "cuda",
     )

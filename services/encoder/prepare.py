@@ -5,7 +5,8 @@ which is as the reference video processor does.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator
+from contextlib import closing
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,7 +18,7 @@ from services.common.geometry import Geometry, Unit
 from services.common.images.image_header import read_header
 from services.encoder.clips.clip_pool import ClipPool
 from services.encoder.engine.messages import Source
-from services.encoder.preprocess import MAX_PINNED_BYTES, Decoder, preprocess, resize
+from services.encoder.preprocess import MAX_PINNED_BYTES, Decode, preprocess, resize
 
 # Of a pair of frames (1080p: 12 MB); larger ones stay with their decoder until they are resized.
 _MAX_COPIED_BYTES = 16 << 20
@@ -36,7 +37,7 @@ class Preparer:
     geometry: Geometry
     resample: str | None
     max_source_pixels: int
-    decoder: Decoder
+    decode: Decode
     video_decoder: ClipPool
     pinned: bool = False
 
@@ -58,41 +59,34 @@ class Preparer:
         if unit.frames is None:
             return preprocess(
                 source.image, unit, self.geometry,
-                max_source_pixels=self.max_source_pixels, decoder=self.decoder, pinned=self.pinned,
+                max_source_pixels=self.max_source_pixels, decode=self.decode, pinned=self.pinned,
             )  # fmt: skip
-        shape = (2, *self.geometry.size_of(unit), 3)
-        pinned = self.pinned and math.prod(shape) <= MAX_PINNED_BYTES
-        out = torch.empty(shape, dtype=torch.uint8, pin_memory=pinned)
-        if self._fill(source, unit.frames, out, decoded) == 1:
-            out[1] = out[0]
-        return out
-
-    def _fill(
-        self, source: Source, indices: tuple[int, int], out: Tensor, decoded: Callable[[], None]
-    ) -> int:
-        """Resizes each different frame; returns how many there are."""
-        if source.video is not None:
-            file, size = source.video.file, source.video.size
-            with self.video_decoder.frames(file, size, indices) as shared:
-                if sum(pixels.nbytes for pixels in shared) > _MAX_COPIED_BYTES:
-                    return self._put_all(shared, out)
-                frames = [pixels.copy() for pixels in shared]
-            decoded()
-            return self._put_all(frames, out)
-        files = (source.image, source.second) if source.second else (source.image,)
-        for index, data in enumerate(files):
-            header = read_header(data, max_source_pixels=self.max_source_pixels)
-            with self.decoder.decoded(data, header) as pixels:
-                self._put(pixels, out[index])
-        return len(files)
-
-    def _put_all(self, frames: Sequence[np.ndarray], out: Tensor) -> int:
-        for index, pixels in enumerate(frames):
-            self._put(pixels, out[index])
-        return len(frames)
-
-    def _put(self, pixels: np.ndarray, out: Tensor) -> None:
         if self.resample is None:
             raise InvalidVideo("this model takes no videos")
-        height, width, _ = out.shape
-        out.copy_(resize(torch.from_numpy(pixels), height, width, self.resample))
+        height, width = self.geometry.size_of(unit)
+        shape = (2, height, width, 3)
+        pinned = self.pinned and math.prod(shape) <= MAX_PINNED_BYTES
+        out = torch.empty(shape, dtype=torch.uint8, pin_memory=pinned)
+        with closing(self._frames(source, unit.frames, decoded)) as frames:
+            for index, pixels in enumerate(frames):
+                # One that is alone is both.
+                out[index:] = resize(torch.from_numpy(pixels), height, width, self.resample)
+        return out
+
+    def _frames(
+        self, source: Source, indices: tuple[int, int], decoded: Callable[[], None]
+    ) -> Generator[np.ndarray]:
+        """Each different frame, valid until the next one."""
+        if source.video is None:
+            for data in (source.image, source.second) if source.second else (source.image,):
+                header = read_header(data, max_source_pixels=self.max_source_pixels)
+                with self.decode(data, header) as pixels:
+                    yield pixels
+            return
+        with self.video_decoder.frames(source.video.file, source.video.size, indices) as shared:
+            if sum(pixels.nbytes for pixels in shared) > _MAX_COPIED_BYTES:
+                yield from shared
+                return
+            frames = [pixels.copy() for pixels in shared]
+        decoded()
+        yield from frames

@@ -5,8 +5,8 @@ without the interpreter lock. Normalization and patches are made on the device, 
 Whatever is wrong with an image is an `InvalidImage`.
 """
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -18,18 +18,9 @@ from services.common.geometry import Geometry, Unit
 from services.common.images.image_header import ImageHeader, read_header
 
 MAX_PINNED_BYTES = 16 << 20
-
-
-class Decoder(Protocol):
-    """Decodes images."""
-
-    def decoded(self, data: bytes, header: ImageHeader) -> AbstractContextManager[np.ndarray]:
-        """Upright pixels `[height, width, 3]` uint8, valid inside the `with`.
-
-        Raises:
-            InvalidImage: it is truncated or corrupt, or needs more than an image of its size may.
-        """
-        ...
+# From a file to upright pixels `[height, width, 3]` uint8, valid inside the `with`. InvalidImage:
+# it is truncated or corrupt, or needs more than an image of its size may.
+Decode = Callable[[bytes, ImageHeader], AbstractContextManager[np.ndarray]]
 
 
 def preprocess(
@@ -38,7 +29,7 @@ def preprocess(
     geometry: Geometry,
     *,
     max_source_pixels: int,
-    decoder: Decoder,
+    decode: Decode,
     pinned: bool = False,
 ) -> Tensor:
     """Decodes and resizes one unit.
@@ -60,7 +51,7 @@ def preprocess(
     if not geometry.is_of(unit, size):
         raise InvalidImage(f"an image of {size[0]}x{size[1]} has no grid of {unit.grid}")
     pinned = pinned and height * width * 3 <= MAX_PINNED_BYTES
-    with decoder.decoded(data, header) as pixels:
+    with decode(data, header) as pixels:
         if size == (height, width):
             resized = torch.empty((*size, 3), dtype=torch.uint8, pin_memory=pinned)
             return resized.copy_(torch.from_numpy(pixels))

@@ -20,7 +20,7 @@ from services.common.nn.weights import Checkpoint, load_weights
 from services.encoder.models.qwen3_vl import VisionTower
 from services.encoder.preprocess import preprocess, resize
 from tests.image_processor import write_image_processor, write_video_processor
-from tests.in_process_decoder import InProcessDecoder
+from tests.in_process_decoder import decode_in_process
 from tests.tower import cpu_ops, pack_patches
 
 CONFIG = {
@@ -69,7 +69,7 @@ def expected(config: ModelSpec, data: bytes) -> np.ndarray:
         unit,
         config.vision_part.geometry,
         max_source_pixels=1 << 24,
-        decoder=InProcessDecoder(),
+        decode=decode_in_process,
     )
     patches = pack_patches(pixels.reshape(-1), [unit.grid], 16, 2, torch.float32)
     with torch.inference_mode():

@@ -30,7 +30,7 @@ from services.encoder.engine.messages import Source, Video
 from services.encoder.models import qwen3_vl
 from services.encoder.prepare import Preparer
 from tests.in_process_clips import InProcessClips, frame_pixels
-from tests.in_process_decoder import InProcessDecoder
+from tests.in_process_decoder import decode_in_process
 from tests.tower import cpu_ops
 from tests.videos import make
 
@@ -50,7 +50,7 @@ OPS = cpu_ops(TOWER)
 
 def preparer(**files: bytes) -> Preparer:
     geometry = Geometry(0, 16, 2, 1024, 1 << 24)
-    return Preparer(geometry, "bicubic", 1 << 24, InProcessDecoder(), InProcessClips(**files))
+    return Preparer(geometry, "bicubic", 1 << 24, decode_in_process, InProcessClips(**files))
 
 
 def theirs(frames: list[np.ndarray]) -> tuple[torch.Tensor, torch.Tensor]:

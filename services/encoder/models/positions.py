@@ -7,7 +7,7 @@ layouts with it.
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,8 +21,7 @@ _CACHE_BYTES = 256 << 20
 _ROWS_AT_ONCE = 8192
 
 
-@dataclass(frozen=True, slots=True)
-class GridPositions:
+class GridPositions(NamedTuple):
     """Positions of the patches of one h x w frame, or of several frames, concatenated.
 
     Attributes:
@@ -37,17 +36,17 @@ class GridPositions:
 
     @property
     def size_bytes(self) -> int:
-        return sum(x.numel() * x.element_size() for x in (self.embeddings, self.cos, self.sin))
+        return sum(x.nbytes for x in self)
 
 
-@dataclass(frozen=True, slots=True)
-class VisionLayout(GridPositions):
+class VisionLayout(NamedTuple):
     """What a packed batch's shape alone decides; made before the forward, shared by all blocks.
 
     Attributes:
         segments: of the attention, by what the model calls them: full, or of windows.
     """
 
+    positions: GridPositions
     segments: Mapping[str, Segments]
 
 
@@ -78,11 +77,7 @@ class PositionCache:
             self._cached_bytes -= self._cache.popitem(last=False)[1].size_bytes
         if len(found) == 1:
             return found[0]
-        return GridPositions(
-            torch.cat([one.embeddings for one in found]),
-            torch.cat([one.cos for one in found]),
-            torch.cat([one.sin for one in found]),
-        )
+        return GridPositions(*map(torch.cat, zip(*found, strict=True)))
 
     def _one(self, height: int, width: int) -> GridPositions:
         found = self._cache.get((height, width))
@@ -111,18 +106,13 @@ class StaticLayout:
         self._cache = cache
         self._frames: list[tuple[int, int]] = []  # of the batch that is set
         one = cache.of([(cache.merge_size, cache.merge_size)])
-        self._embeddings, self._cos, self._sin = (
-            torch.zeros(max_patches, x.shape[1], dtype=x.dtype, device=x.device)
-            for x in (one.embeddings, one.cos, one.sin)
-        )
+        self._positions = GridPositions(*(x.new_zeros(max_patches, x.shape[1]) for x in one))
         self._segments = StaticSegments(max_patches, max_segments, one.cos.device)
 
     def rows(self, num_patches: int) -> VisionLayout:
         """The layout of a graph of `num_patches` rows: views of the buffers."""
-        embeddings, cos, sin = self._embeddings, self._cos, self._sin
-        rows = slice(num_patches)
-        segments = {FULL: self._segments}
-        return VisionLayout(embeddings[rows], cos[rows], sin[rows], segments)
+        positions = GridPositions(*(buffer[:num_patches] for buffer in self._positions))
+        return VisionLayout(positions, {FULL: self._segments})
 
     def set(self, grids: Sequence[Grid]) -> None:
         """Enqueues the positions of a batch of at most `max_patches`. Rows behind the batch hold
@@ -132,11 +122,8 @@ class StaticLayout:
         if frames == self._frames:
             return
         self._frames = []  # until all of it is enqueued
-        found = self._cache.of(frames)
-        size = len(found.embeddings)
-        self._embeddings[:size] = found.embeddings
-        self._cos[:size] = found.cos
-        self._sin[:size] = found.sin
+        for buffer, found in zip(self._positions, self._cache.of(frames), strict=True):
+            buffer[: len(found)] = found
         self._segments.set([height * width for height, width in frames])
         self._frames = frames
 
@@ -146,8 +133,7 @@ def batch_layout(cache: PositionCache, grids: Sequence[Grid]) -> VisionLayout:
     frames = frames_of(grids)
     found = cache.of(frames)
     lengths = [height * width for height, width in frames]
-    segments = {FULL: BatchSegments(lengths, found.cos.device)}
-    return VisionLayout(found.embeddings, found.cos, found.sin, segments)
+    return VisionLayout(found, {FULL: BatchSegments(lengths, found.cos.device)})
 
 
 def frames_of(grids: Sequence[Grid]) -> list[tuple[int, int]]:

@@ -90,7 +90,7 @@ class VisionTower(nn.Module):
         # A block may leave its last addition to the next norm, so a tap waits for that norm.
         taps = self.spec.deepstack_indexes
         added: Tensor | None = self.patch_embed(patches)  # [N, hidden]
-        hidden = layout.embeddings  # [N, hidden]
+        hidden = layout.positions.embeddings  # [N, hidden]
         for index, block in enumerate(cast("Iterable[Block]", self.blocks)):
             normed, hidden = add_norm(added, hidden, block.norm1, self.ops)
             if index - 1 in taps:
@@ -178,7 +178,8 @@ class Attention(nn.Module):
     def _heads(self, x: Tensor, layout: VisionLayout) -> tuple[Tensor, ...]:
         """Rotated queries, rotated keys and values, `[N, heads, head_dim]` each."""
         parts = project(x, self.qkv, self.ops).unflatten(1, (3, self.num_heads, -1))
-        query, key = self.ops.rotary(parts[:, :2], layout.cos, layout.sin).unbind(1)
+        _, cos, sin = layout.positions
+        query, key = self.ops.rotary(parts[:, :2], cos, sin).unbind(1)
         return query, key, parts[:, 2]
 
 

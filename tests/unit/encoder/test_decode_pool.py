@@ -18,7 +18,7 @@ from services.common.images.image_header import ImageHeader, read_header
 from services.encoder.child import Child
 from services.encoder.decode import worst_case_bytes
 from services.encoder.decode_pool import DecodePool, MemoryBudget
-from tests.in_process_decoder import InProcessDecoder
+from tests.in_process_decoder import decode_in_process
 from tests.noise import PATIENCE_S
 from tests.worker_pids import worker_pids
 
@@ -61,7 +61,7 @@ def test_pixels_are_the_twins(pool: DecodePool, kind: str, orientation: int) -> 
     for size in ((1, 1), (40, 30), (700, 300)):
         data = encoded(noise(*size), kind, **options)
         header = read(data)
-        with pool.decoded(data, header) as ours, InProcessDecoder().decoded(data, header) as twins:
+        with pool.decoded(data, header) as ours, decode_in_process(data, header) as twins:
             assert np.array_equal(ours, twins)
 
 

@@ -65,8 +65,8 @@ def test_views_stay_where_they_are(model: VisionTower) -> None:
     before = layout.rows(64)
     layout.set([(1, 8, 8)])
     after = layout.rows(64)
-    assert before.embeddings.data_ptr() == after.embeddings.data_ptr()
-    assert torch.equal(before.cos, model.layout([(1, 8, 8)]).cos)
+    assert before.positions.embeddings.data_ptr() == after.positions.embeddings.data_ptr()
+    assert torch.equal(before.positions.cos, model.layout([(1, 8, 8)]).positions.cos)
 
 
 def test_every_small_batch_finds_a_size_that_is_not_much_larger() -> None:
