@@ -10,7 +10,7 @@ import shlex
 import sys
 from typing import Any
 
-from triptych.client import AskError, Server, ask, is_media, question_message
+from triptych.client import AskError, Server, ask, begin, is_media, question_message
 
 _HELP = """Write a message. A path of an image or clip in it, or /image PATH, shows it.
 /clear begins anew, /bye or Ctrl-D ends, Ctrl-C stops an answer."""
@@ -19,14 +19,13 @@ _HELP = """Write a message. A path of an image or clip in it, or /image PATH, sh
 def chat(options: argparse.Namespace) -> int:
     """Talks until the end of input; returns the exit status."""
     try:
-        server = Server(options.url, options.api_key)
-        model = options.model or server.first_model()
+        server, body = begin(options)
     except AskError as error:
         print(f"triptych chat: {error}", file=sys.stderr)
         return 1
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 - lines can be edited
-    print(f"{model} at {server.url}; /help says what can be written")
+    print(f"{body['model']} at {server.url}; /help says what can be written")
     conversation = Conversation(options.system)
     while (text := _read()) is not None:
         if text == "/bye":
@@ -36,9 +35,6 @@ def chat(options: argparse.Namespace) -> int:
         elif text == "/clear":
             conversation = Conversation(options.system)
         elif text:
-            body: dict[str, Any] = {"model": model}
-            if options.max_tokens is not None:
-                body["max_tokens"] = options.max_tokens
             _turn(server, body, conversation, text)
     return 0
 

@@ -171,15 +171,25 @@ def _names_media(word: str) -> bool:
     return is_named or os.path.isfile(word)  # pathlib raises for long names
 
 
+def begin(options: argparse.Namespace) -> tuple[Server, dict[str, Any]]:
+    """The server that options name, and what each request to it has.
+
+    Raises:
+        AskError: it does not answer, or the URL is none.
+    """
+    server = Server(options.url, options.api_key)
+    body: dict[str, Any] = {"model": options.model or server.first_model()}
+    if options.max_tokens is not None:
+        body["max_tokens"] = options.max_tokens
+    return server, body
+
+
 def ask_once(options: argparse.Namespace) -> int:
     """`triptych ask`; returns the exit status."""
     try:
-        images, question = split_words(options.words)
-        server = Server(options.url, options.api_key)
-        body: dict[str, Any] = {"messages": [question_message(images, question)]}
-        if options.max_tokens is not None:
-            body["max_tokens"] = options.max_tokens
-        body["model"] = options.model or server.first_model()
+        message = question_message(*split_words(options.words))
+        server, body = begin(options)
+        body["messages"] = [message]
         ask(server, body, lambda text: print(text, end="", flush=True))
     except AskError as error:
         print(f"triptych ask: {error}", file=sys.stderr)

@@ -20,12 +20,12 @@ from triptych import ROOT
 from triptych.client import Answer, AskError, Server, ask, question_message
 from triptych.options import LOOPBACK, ServeOptions
 from triptych.plan import Plan
-from triptych.probes import metric_value
 from triptych.serve import READY_TIMEOUT_S, prepare, private_directory
 from triptych.stack import Quiet, Stack, StackError
+from triptych.stats import Scraper
 
 SAMPLES = ROOT / "demo" / "samples"
-_ENCODED = "encoder_images_encoded_total"
+_ENCODED = "encoder_images_encoded_total"  # no answer can hide work that a counter shows
 # Whatever the user exported for a server: only this machine asks, and without a key.
 _OPTIONS = ServeOptions(host=LOOPBACK, port=0, api_key="")
 
@@ -113,16 +113,16 @@ async def _serve_and_ask(console: Console, samples: list[Sample], directory: Pat
 
 
 def _ask_all(console: Console, samples: Iterable[Sample], plan: Plan) -> Totals:
-    totals = Totals()
+    totals, scraper = Totals(), Scraper(plan.metrics_urls)
     seen: set[Path] = set()
     for sample in samples:
         names = " + ".join(path.name for path in sample.files) or "no image"
         console.print(f"\n[bold]{escape(names)}[/]")
         for question in sample.questions:
             new = [path for path in sample.files if path not in seen]
-            before = _count_encodes(plan)
+            before = scraper.sums()[_ENCODED]
             answer = _ask_one(console, sample, question, plan)
-            encodes = _count_encodes(plan) - before
+            encodes = round(scraper.sums()[_ENCODED] - before)
             for video in _videos(answer) if new else ():
                 console.print(f"    [dim]{_as_sampled(video)}[/]")
             work = _encoder_work(encodes) if sample.files else "the encoder was not asked"
@@ -148,12 +148,6 @@ def _ask_one(console: Console, sample: Sample, question: str, plan: Plan) -> Ans
     answer = ask(Server(plan.url, ""), body, lambda text: console.print(escape(text), end=""))
     console.print()
     return answer
-
-
-def _count_encodes(plan: Plan) -> int:
-    """Over all encoders: no answer can hide work that a counter shows."""
-    urls = [url for name, url in plan.metrics_urls.items() if name.startswith("encoder")]
-    return round(sum(metric_value(url, _ENCODED) for url in urls))
 
 
 def _videos(answer: Answer) -> list[dict[str, Any]]:

@@ -1,16 +1,14 @@
-"""What is asked of the stack's processes: whether they are ready, and their metrics.
+"""What is asked of the stack's processes: whether they are ready.
 
 `plan` and `serve` attach the checks to the processes, `stack` polls them. A check never raises.
 """
 
 import asyncio
 import json
-import urllib.request
 
 import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from prometheus_client.parser import text_string_to_metric_families
 
 _TIMEOUT_S = 1.0
 
@@ -60,27 +58,3 @@ async def redis_ready(socket_path: str) -> bool:
                 writer.close()
     except OSError:
         return False
-
-
-def fetch(url: str, timeout_s: float = 5.0) -> str:
-    """What an endpoint of this machine answers; never through a proxy of the environment's.
-
-    Raises:
-        OSError, http.client.HTTPException: it does not.
-    """
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    with opener.open(url, timeout=timeout_s) as answer:
-        return answer.read().decode()
-
-
-def metric_value(url: str, name: str) -> float:
-    """The sum of a metric's samples at a Prometheus endpoint.
-
-    Raises:
-        KeyError: the endpoint has no such metric.
-    """
-    families = text_string_to_metric_families(fetch(url))
-    found = [s.value for family in families for s in family.samples if s.name == name]
-    if not found:
-        raise KeyError(name)
-    return sum(found)
