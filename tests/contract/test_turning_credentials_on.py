@@ -24,7 +24,7 @@ from services.common.security.credentials import (
 )
 from services.common.security.rpc_credentials import PeerCheck
 from services.common.settings import PeerSettings, SettingsError
-from services.common.transport.both_transports import listen
+from services.common.transport.both_transports import listening
 from services.common.transport.rpc import create_channel
 from tests.certificates import Authority, mount
 from tests.fakes import FakeEncoder
@@ -69,14 +69,12 @@ async def serving(
 ) -> AsyncIterator[str]:
     check = PeerCheck(credentials, "encoder", ("gateway",), registry or CollectorRegistry())
     server, _ = await create_service_server(FakeEncoder(), check=check if credentials else None)
-    port, both = await listen(server, check, credentials, "127.0.0.1:0")
-    await server.start()
-    try:
-        yield f"127.0.0.1:{port}"
-    finally:
-        await server.stop(None)
-        if both is not None:
-            await both.close()
+    async with listening(server, check, credentials, "127.0.0.1:0") as port:
+        await server.start()
+        try:
+            yield f"127.0.0.1:{port}"
+        finally:
+            await server.stop(None)
 
 
 async def status(address: str, credentials: Credentials) -> grpc.StatusCode:

@@ -41,10 +41,7 @@ def return_large_buffers() -> None:
     two thirds of the time to read one. Called once, at the start. Does nothing where there is no
     such setting.
     """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(_M_MMAP_THRESHOLD, _LARGE_BUFFER_BYTES)
-        mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
+    _set_malloc(_LARGE_BUFFER_BYTES, _KEPT_BYTES)
 
 
 def raise_malloc_trim_threshold() -> None:
@@ -54,7 +51,11 @@ def raise_malloc_trim_threshold() -> None:
     in again page by page, which costs more than filling it. Called once, at the start. Does nothing
     where the C library has no such setting.
     """
+    _set_malloc(_MMAP_THRESHOLD_BYTES, _TRIM_THRESHOLD_BYTES)
+
+
+def _set_malloc(mmap_threshold: int, trim_threshold: int) -> None:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
-        mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD_BYTES)
-        mallopt(_M_TRIM_THRESHOLD, _TRIM_THRESHOLD_BYTES)
+        mallopt(_M_MMAP_THRESHOLD, mmap_threshold)
+        mallopt(_M_TRIM_THRESHOLD, trim_threshold)

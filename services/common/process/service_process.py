@@ -12,6 +12,7 @@ import signal
 import socket
 import sys
 from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
@@ -38,7 +39,7 @@ from services.common.security.seals import SealKeys
 from services.common.settings import EngineServiceSettings, SettingsError
 from services.common.telemetry import serve_metrics, setup_logging
 from services.common.tracing import setup_tracing
-from services.common.transport.both_transports import listen
+from services.common.transport.both_transports import listening
 from services.common.transport.rpc import Servicer, create_server
 
 log = logging.getLogger(__name__)
@@ -253,30 +254,28 @@ async def _serve_front(
     )
     if credentials.stage != "required":
         log.warning("calls without credentials are served, too, until they are required")
-    health_server, host = None, settings.host
-    try:
-        port, both = await listen(server, check, credentials, settings.address)
-        if settings.health_port:
-            health_server = await _serve_health(health_servicer, host, settings.health_port)
-    except (OSError, RuntimeError) as error:  # the latter is gRPC's, with a hint at its own log
-        raise SettingsError(str(error).partition(";")[0]) from error
-    await server.start()
-    where, _, _ = settings.address.rpartition(":")
-    named = settings.address if where == "unix" else f"{where}:{port}"
-    log.info("serving %s on %s", settings.model.name, named)
-    running = asyncio.create_task(front.run())
-    await _unless(stopping, asyncio.wait([running]))
-    engine_died = running.done()
-    await health_servicer.enter_graceful_shutdown()
-    await front.drain(server.stop, 0.0 if engine_died else settings.shutdown_grace_s)
-    if engine_died:
-        error, how = running.exception(), await engine.ended()
-        cause = None if isinstance(error, ChannelClosed) else error
-        log.critical("the engine process ended (%s); its own log says why", how, exc_info=cause)
-    if health_server is not None:
-        await health_server.stop(None)
-    if both is not None:
-        await both.close()
+    async with AsyncExitStack() as closing:
+        try:
+            listens = listening(server, check, credentials, settings.address)
+            port = await closing.enter_async_context(listens)
+            if settings.health_port:
+                healths = await _serve_health(health_servicer, settings.host, settings.health_port)
+                closing.push_async_callback(healths.stop, None)
+        except (OSError, RuntimeError) as error:  # the latter is gRPC's, with a hint at its own log
+            raise SettingsError(str(error).partition(";")[0]) from error
+        await server.start()
+        where, _, _ = settings.address.rpartition(":")
+        named = settings.address if where == "unix" else f"{where}:{port}"
+        log.info("serving %s on %s", settings.model.name, named)
+        running = asyncio.create_task(front.run())
+        await _unless(stopping, asyncio.wait([running]))
+        engine_died = running.done()
+        await health_servicer.enter_graceful_shutdown()
+        await front.drain(server.stop, 0.0 if engine_died else settings.shutdown_grace_s)
+        if engine_died:
+            error, how = running.exception(), await engine.ended()
+            cause = None if isinstance(error, ChannelClosed) else error
+            log.critical("the engine process ended (%s); its own log says why", how, exc_info=cause)
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
     await front.close()
