@@ -23,9 +23,11 @@ class Span:
     def end(self, end_s: float | None = None) -> None:
         """Ends a span of `start_span`, now or at `end_s` (`time.time()`)."""
 
-    def as_current(self) -> AbstractContextManager[object]:
-        """Makes it the current span for the block, and does not end it."""
-        return nullcontext()
+    def as_current(self, *, ends: bool = False) -> AbstractContextManager["Span"]:
+        """Makes it the current span for the block, which an exception that leaves it marks failed;
+        `ends`: and ends it behind the block.
+        """
+        return nullcontext(self)
 
 
 _OFF = Span()
@@ -39,12 +41,6 @@ class Recorder:
     ) -> Span:
         """See `start_span`."""
         return _OFF
-
-    def current(
-        self, name: str, parent: str, attributes: Mapping[str, Attribute]
-    ) -> AbstractContextManager[Span]:
-        """See `span`."""
-        return nullcontext(_OFF)
 
     def traceparent(self) -> str:
         """Of the current span; empty: there is none."""
@@ -69,7 +65,7 @@ def span(name: str, parent: str = "", **attributes: Attribute) -> AbstractContex
     Args:
         parent: a `traceparent`; empty or malformed: the current span.
     """
-    return _recorder.current(name, parent, attributes)
+    return _recorder.start(name, parent, None, attributes).as_current(ends=True)
 
 
 def start_span(

@@ -6,7 +6,7 @@ without an endpoint it does nothing and imports nothing.
 """
 
 from collections.abc import Generator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from services.common.settings import SettingsError, traces_endpoint
@@ -32,10 +32,12 @@ class _Recorded(Span):
     def end(self, end_s: float | None = None) -> None:
         self._span.end(None if end_s is None else _nanoseconds(end_s))
 
-    def as_current(self) -> AbstractContextManager[object]:
+    @contextmanager
+    def as_current(self, *, ends: bool = False) -> Generator[Span]:
         from opentelemetry.trace import use_span
 
-        return use_span(self._span)
+        with use_span(self._span, end_on_exit=ends):
+            yield self
 
 
 class _Recorder(Recorder):
@@ -50,14 +52,6 @@ class _Recorder(Recorder):
         return _Recorded(
             self._tracer.start_span(name, context, attributes=attributes, start_time=started)
         )
-
-    @contextmanager
-    def current(
-        self, name: str, parent: str, attributes: Mapping[str, Attribute]
-    ) -> Generator[Span]:
-        context = _context_of(parent)
-        with self._tracer.start_as_current_span(name, context, attributes=attributes) as found:
-            yield _Recorded(found)
 
     def traceparent(self) -> str:
         from opentelemetry.trace import get_current_span

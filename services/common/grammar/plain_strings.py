@@ -53,30 +53,26 @@ def is_plain(schema: Any) -> bool:  # noqa: ANN401 - any JSON
         return True
     if not isinstance(schema, dict):
         return False
-    schema = cast("dict[str, Any]", schema)
+    schema, parts = cast("dict[str, Any]", schema), list[Any]()
     for name, value in schema.items():
         if name in _ANNOTATIONS or name in _PLAIN:
             continue
-        if name == "$ref":
-            plain = isinstance(value, str) and _REFERENCE.fullmatch(value) is not None
-        elif name in _SCHEMA:
-            plain = is_plain(value)
+        if name == "$ref" and isinstance(value, str) and _REFERENCE.fullmatch(value):
+            continue
+        if name in _SCHEMA:
+            parts.append(value)
         elif name in _SCHEMAS and isinstance(value, list):
-            plain = all(is_plain(item) for item in cast("list[Any]", value))
+            parts += cast("list[Any]", value)
         elif name in _NAMED and isinstance(value, dict):
-            plain = all(is_plain(item) for item in cast("dict[str, Any]", value).values())
-        elif (
-            name in ("anyOf", "oneOf")
-            and isinstance(value, list)
-            and len(schema) == 1 + sum(key in _ANNOTATIONS for key in schema)
-        ):
+            parts += cast("dict[str, Any]", value).values()
+        elif name in ("anyOf", "oneOf") and isinstance(value, list):
             others = [item for item in cast("list[Any]", value) if not _is_scalar(item)]
-            plain = len(others) <= 1 and all(map(is_plain, others))
+            if len(others) > 1 or len(schema) > 1 + sum(key in _ANNOTATIONS for key in schema):
+                return False
+            parts += others
         else:
             return False
-        if not plain:
-            return False
-    return True
+    return all(map(is_plain, parts))
 
 
 def _is_scalar(schema: Any) -> bool:  # noqa: ANN401 - any JSON
