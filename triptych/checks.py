@@ -101,141 +101,133 @@ def check_length(spec: ModelSpec, max_model_len: int | None) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """What is asked of a decoder; `dtype` may be `auto`, None is the decoder's own choice.
+class Memory:
+    """Whether the memory is enough for what is asked for.
 
     Attributes:
-        tower_dtype: of the encoders.
+        checkpoint: None: random weights.
+        cards: those whose memory is known.
+        dtype, tower_dtype: of decoders and of encoders; may be `auto`.
+        max_model_len, max_num_seqs: None: the decoder's own choice.
+        fp8_cache: keys and values have one byte, as they have, too, if the checkpoint says so.
     """
 
+    spec: ModelSpec
+    checkpoint: Checkpoint | None
+    cards: Mapping[str, Card]
     dtype: str
     tower_dtype: str = "auto"
     max_model_len: int | None = None
     max_num_seqs: int | None = None
     fp8_cache: bool = False
 
-    def caches_fp8(self, spec: ModelSpec) -> bool:
-        """Whether keys and values have one byte, as they have, too, if the checkpoint says so."""
-        stored = spec.checkpoint.quantization
-        return self.fp8_cache or (stored is not None and stored.fp8_cache)
+    def fits_beside(self, card_share: float, ranks: int = 1) -> bool:
+        """Whether a decoder of so many cards fits each one beside an encoder."""
+        least = self._least(self._need("cuda"), ranks)
+        share = card_share - encoder_share(card_share)
+        return all(least <= card.total_bytes * share for card in self.cards.values())
 
-    def need(self, spec: ModelSpec, weights: int, itemsize: int) -> Need:
-        """Of a decoder with weights of so many bytes."""
-        running = self.max_num_seqs or _MAX_NUM_SEQS
-        return decoder_need(spec.text, weights, itemsize, running, fp8_cache=self.caches_fp8(spec))
+    def check(self, encoders: Sequence[Placement], decoders: Sequence[Placement]) -> None:
+        """Whether each process fits its share of a card, and all of them the machine.
 
-
-def fits_beside(
-    spec: ModelSpec,
-    checkpoint: Checkpoint | None,
-    cards: Mapping[str, Card],
-    card_share: float,
-    limits: Limits,
-    ranks: int = 1,
-) -> bool:
-    """Whether a decoder of so many cards fits each one beside an encoder."""
-    itemsize = _itemsize(limits.dtype, "cuda")
-    need = limits.need(spec, _bytes_of(spec, checkpoint, itemsize)[0], itemsize)
-    need = need.of_rank(ranks, spec.text.num_kv_heads)
-    share = card_share - encoder_share(card_share)
-    least = need.least(limits.max_model_len or 0)
-    return all(least <= card.total_bytes * share for card in cards.values())
-
-
-def check_memory(
-    spec: ModelSpec,
-    checkpoint: Checkpoint | None,
-    encoders: Sequence[Placement],
-    decoders: Sequence[Placement],
-    cards: Mapping[str, Card],
-    limits: Limits,
-) -> None:
-    """Whether each process fits its share of a card, and all of them the machine.
-
-    Args:
-        checkpoint: None: random weights.
-        cards: those whose memory is known.
-
-    Raises:
-        StackError: it does not, with what would fit.
-    """
-    on_cpu = 0
-    wanted: dict[str, int] = defaultdict(int)
-    for places, is_decoder in ((decoders, True), (encoders, False)):
-        for place in places:
-            dtype = limits.dtype if is_decoder else limits.tower_dtype
-            itemsize = _itemsize(dtype, place.device)
-            text, tower = _bytes_of(spec, checkpoint, itemsize)
+        Raises:
+            StackError: it does not, with what would fit.
+        """
+        on_cpu = 0
+        wanted: dict[str, int] = defaultdict(int)
+        for place in decoders:
+            need = self._need(place.device)
             if place.device == "cpu":
-                on_cpu += text if is_decoder else tower
-                continue
+                on_cpu += need.weights
             for device in place.devices:
-                if (card := cards.get(device)) is None:
-                    continue
-                if not is_decoder:
-                    wanted[device] += tower
-                    continue
-                need = limits.need(spec, text, itemsize)
-                beside = sum(each.memory_fraction for each in encoders if each.device == device)
-                alone = place.memory_fraction + beside
-                _check_card(spec, need, place, card, limits, itemsize, len(cards), alone)
-                part = need.of_rank(place.ranks, spec.text.num_kv_heads)
-                wanted[device] += part.least(limits.max_model_len or 0)
-    for device, needed in wanted.items():
-        card = cards[device]
-        if card.used_bytes + needed + _SPARE_BYTES > card.total_bytes:
+                if (card := self.cards.get(device)) is not None:
+                    beside = sum(each.memory_fraction for each in encoders if each.device == device)
+                    self._check_card(need, place, card, place.memory_fraction + beside)
+                    wanted[device] += self._least(need, place.ranks)
+        for place in encoders:
+            tower = self._weights(_itemsize(self.tower_dtype, place.device))[1]
+            if place.device == "cpu":
+                on_cpu += tower
+            elif place.device in self.cards:
+                wanted[place.device] += tower
+        for device, needed in wanted.items():
+            card = self.cards[device]
+            if card.used_bytes + needed + _SPARE_BYTES > card.total_bytes:
+                raise StackError(
+                    f"{self.spec.name} needs {gib(needed)} of {device} ({card.name}), and other "
+                    f"processes hold {gib(card.used_bytes)} of its {gib(card.total_bytes)}: "
+                    "nvidia-smi names them; CUDA_VISIBLE_DEVICES chooses another card",
+                    2,
+                )
+        self._check_machine(on_cpu)
+
+    def _check_card(self, whole: Need, place: Placement, card: Card, alone: float) -> None:
+        """Raises StackError if a decoder does not fit; `alone`: its share without an encoder."""
+        have, heads = card.total_bytes * place.memory_fraction, self.spec.text.num_kv_heads
+        need, tokens = whole.of_rank(place.ranks, heads), self.max_model_len
+        if (least := need.least(tokens or 0)) <= have:
+            return
+        advice = what_fits(
+            need, have, tokens, itemsize=_itemsize(self.dtype, place.device),
+            quantized=self.spec.checkpoint.quantization is not None, share=place.memory_fraction,
+            fp8_cache=self._caches_fp8,
+        )  # fmt: skip
+        for ranks in (2, 4, 8):
+            if place.ranks < ranks <= len(self.cards) and (
+                whole.of_rank(ranks, heads).tokens_in(have)
+            ):
+                advice += f"; or --tensor-parallel {ranks}"
+                break
+        if least <= card.total_bytes * alone > have:
+            advice += "; with two cards or more, a whole one: --layout split:E+D (cards of each)"
+        request = ""
+        if tokens:
+            request = f", a request of {tokens:,} tokens {gib(tokens * need.token)}"
+        states = f", {gib(need.states)} are recurrent states" if need.states else ""
+        raise StackError(
+            f"{self.spec.name} does not fit {place.device} ({card.name}, {gib(card.total_bytes)}), "
+            f"of which a decoder may use {gib(have)}: weights take {gib(need.weights)}{states}"
+            f"{request}; {advice}",
+            2,
+        )
+
+    def _check_machine(self, needed: int) -> None:
+        """Memory of what runs on CPUs."""
+        have = min(memory_limit_bytes(), _available_bytes())
+        if needed > have:
+            halves = self.dtype in ("auto", "float32")
             raise StackError(
-                f"{spec.name} needs {gib(needed)} of {device} ({card.name}), and other processes "
-                f"hold {gib(card.used_bytes)} of its {gib(card.total_bytes)}: nvidia-smi names "
-                "them; CUDA_VISIBLE_DEVICES chooses another card",
+                f"{self.spec.name} does not fit this machine: its weights take {gib(needed)} on "
+                f"CPUs, and {gib(have)} of memory are free"
+                + "; --dtype bfloat16 needs half"
+                * halves,
                 2,
             )
-    _check_machine(spec, on_cpu, limits.dtype)
 
+    @property
+    def _caches_fp8(self) -> bool:
+        stored = self.spec.checkpoint.quantization
+        return self.fp8_cache or (stored is not None and stored.fp8_cache)
 
-def _check_card(
-    spec: ModelSpec, need: Need, place: Placement, card: Card, limits: Limits, itemsize: int,
-    num_cards: int, alone: float,
-) -> None:  # fmt: skip
-    """Raises StackError if a decoder does not fit; `alone`: its share without an encoder."""
-    have, whole, heads = card.total_bytes * place.memory_fraction, need, spec.text.num_kv_heads
-    need, tokens = whole.of_rank(place.ranks, heads), limits.max_model_len
-    if (least := need.least(tokens or 0)) <= have:
-        return
-    advice = what_fits(
-        need, have, tokens, itemsize=itemsize,
-        quantized=spec.checkpoint.quantization is not None, share=place.memory_fraction,
-        fp8_cache=limits.caches_fp8(spec),
-    )  # fmt: skip
-    for ranks in (2, 4, 8):
-        if place.ranks < ranks <= num_cards and whole.of_rank(ranks, heads).tokens_in(have):
-            advice += f"; or --tensor-parallel {ranks}"
-            break
-    if least <= card.total_bytes * alone > have:
-        advice += "; with two cards or more, a whole one: --layout split:E+D (cards of each)"
-    request = ""
-    if tokens:
-        request = f", a request of {tokens:,} tokens {gib(tokens * need.token)}"
-    states = f", {gib(need.states)} are recurrent states" if need.states else ""
-    raise StackError(
-        f"{spec.name} does not fit {place.device} ({card.name}, {gib(card.total_bytes)}), of which "
-        f"a decoder may use {gib(have)}: weights take {gib(need.weights)}{states}{request}; "
-        f"{advice}",
-        2,
-    )
+    def _need(self, device: str) -> Need:
+        """Of a decoder on such a device."""
+        itemsize, running = _itemsize(self.dtype, device), self.max_num_seqs or _MAX_NUM_SEQS
+        text, _ = self._weights(itemsize)
+        return decoder_need(self.spec.text, text, itemsize, running, fp8_cache=self._caches_fp8)
 
+    def _least(self, need: Need, ranks: int) -> int:
+        """Of one of so many cards."""
+        return need.of_rank(ranks, self.spec.text.num_kv_heads).least(self.max_model_len or 0)
 
-def _check_machine(spec: ModelSpec, needed: int, dtype: str) -> None:
-    """Memory of what runs on CPUs."""
-    have = min(memory_limit_bytes(), _available_bytes())
-    if needed <= have:
-        return
-    halve = "; --dtype bfloat16 needs half" if dtype in ("auto", "float32") else ""
-    raise StackError(
-        f"{spec.name} does not fit this machine: its weights take {gib(needed)} on CPUs, and "
-        f"{gib(have)} of memory are free{halve}",
-        2,
-    )
+    def _weights(self, itemsize: int) -> tuple[int, int]:
+        """Bytes of the language model, and of the tower."""
+        spec, files = self.spec, self.checkpoint
+        if files is None:
+            return dummy_bytes(spec, itemsize)
+        text, quantization = files.text.bytes_in(itemsize), spec.checkpoint.quantization
+        if quantization is not None and quantization.at_load:
+            text, _ = dummy_bytes(spec, itemsize)
+        return text, files.vision.bytes_in(itemsize)
 
 
 def _available_bytes(meminfo: Path = Path("/proc/meminfo")) -> int:
@@ -246,15 +238,6 @@ def _available_bytes(meminfo: Path = Path("/proc/meminfo")) -> int:
     except (OSError, ValueError, IndexError):
         pass
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def _bytes_of(spec: ModelSpec, checkpoint: Checkpoint | None, itemsize: int) -> tuple[int, int]:
-    quantization = spec.checkpoint.quantization
-    if checkpoint is None:
-        return dummy_bytes(spec, itemsize)
-    if quantization is not None and quantization.at_load:
-        return dummy_bytes(spec, itemsize)[0], checkpoint.vision.bytes_in(itemsize)
-    return checkpoint.text.bytes_in(itemsize), checkpoint.vision.bytes_in(itemsize)
 
 
 def _itemsize(dtype: str, device: str) -> int:

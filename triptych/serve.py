@@ -119,21 +119,20 @@ def prepare(
     cards = visible_cards(environment) if on_cards else {}
     # Who sets the cache's size means to leave the shares of the cards.
     checked = {} if "DECODER_KV_CACHE_BYTES" in environment else cards
-    limits = checks.Limits(
+    memory = checks.Memory(
+        spec=spec, checkpoint=checkpoint, cards=checked,
         dtype=options.dtype or environment.get("DECODER_DTYPE", "auto"),
         tower_dtype=options.dtype or environment.get("ENCODER_DTYPE", "auto"),
         max_model_len=max_model_len,
         max_num_seqs=options.max_num_seqs or _number(environment, "DECODER_MAX_NUM_SEQUENCES"),
         fp8_cache=(options.kv_cache_dtype or environment.get("DECODER_KV_CACHE_DTYPE", "auto"))
         != "auto",
-    )
+    )  # fmt: skip
     plan = plan_stack(
         options, spec, redis, environment, os.cpu_count() or 1, links,
-        fits_beside=checks.fits_beside(
-            spec, checkpoint, checked, options.memory_share, limits, ranks_of(options, environment)
-        ),
+        fits_beside=memory.fits_beside(options.memory_share, ranks_of(options, environment)),
     )  # fmt: skip
-    checks.check_memory(spec, checkpoint, plan.encoders, plan.decoders, checked, limits)
+    memory.check(plan.encoders, plan.decoders)
     for note in (*plan.notes, *filter(None, [plan.layout])):
         report(note)
     if options.api_key:

@@ -270,10 +270,10 @@ def refusal(
 ) -> str:  # fmt: skip
     spec, checkpoint = large(tmp_path)
     try:
-        checks.check_memory(
-            spec, checkpoint, [], [Placement("cuda:0", share, 0)], {"cuda:0": card},
-            checks.Limits(dtype=dtype, max_model_len=tokens, fp8_cache=fp8_cache),
-        )  # fmt: skip
+        checks.Memory(
+            spec=spec, checkpoint=checkpoint, cards={"cuda:0": card}, dtype=dtype,
+            max_model_len=tokens, fp8_cache=fp8_cache,
+        ).check([], [Placement("cuda:0", share, 0)])  # fmt: skip
     except StackError as error:
         assert error.status == 2 and "\n" not in str(error)
         return str(error)
@@ -323,10 +323,9 @@ def test_a_model_too_large_for_one_card_fits_two(tmp_path: Path) -> None:
     cards = {f"cuda:{number}": Card("a card", 14 * GIB, 0) for number in range(2)}
 
     def check(ranks: int) -> None:
-        checks.check_memory(
-            spec, checkpoint, [], [Placement("cuda:0", 0.9, 0, ranks)], cards,
-            checks.Limits(dtype="auto", max_model_len=8192),
-        )  # fmt: skip
+        checks.Memory(
+            spec=spec, checkpoint=checkpoint, cards=cards, dtype="auto", max_model_len=8192
+        ).check([], [Placement("cuda:0", 0.9, 0, ranks)])
 
     with pytest.raises(StackError, match=r"; or --tensor-parallel 2$"):
         check(1)
@@ -340,11 +339,11 @@ def test_a_decoder_that_fits_a_whole_card_alone_is_told_so(tmp_path: Path) -> No
     spec, checkpoint = large(tmp_path)
     for size, fits in ((24, True), (20, False), (16, False)):
         cards = {"cuda:0": Card("a card", size * GIB, 0)}
-        limits = checks.Limits(dtype="auto")
-        assert checks.fits_beside(spec, checkpoint, cards, 0.9, limits) == fits
+        memory = checks.Memory(spec=spec, checkpoint=checkpoint, cards=cards, dtype="auto")
+        assert memory.fits_beside(0.9) == fits
         beside = [Placement("cuda:0", 0.15, 0)], [Placement("cuda:0", 0.75, 0)]
         try:
-            checks.check_memory(spec, checkpoint, *beside, cards, limits)
+            memory.check(*beside)
             said = ""
         except StackError as error:
             said = str(error)
@@ -381,7 +380,7 @@ def test_a_machine_without_the_memory_is_told(
     cpu = [Placement("cpu", 1.0, 4)]
 
     def check(dtype: str) -> None:
-        checks.check_memory(spec, checkpoint, [], cpu, {}, checks.Limits(dtype=dtype))
+        checks.Memory(spec=spec, checkpoint=checkpoint, cards={}, dtype=dtype).check([], cpu)
 
     monkeypatch.setattr(checks, "_available_bytes", lambda: 20 * GIB)
     monkeypatch.setattr(checks, "memory_limit_bytes", lambda: 64 * GIB)
@@ -394,12 +393,12 @@ def test_a_machine_without_the_memory_is_told(
 def test_a_towers_own_dtype_counts(tmp_path: Path, dtype: str, taken: str) -> None:
     spec, checkpoint = large(tmp_path)
     checkpoint.vision.floats = 11_000_000_000
-    limits = checks.Limits(dtype="bfloat16", tower_dtype=dtype)
+    memory = checks.Memory(
+        spec=spec, checkpoint=checkpoint, cards={"cuda:0": Card("a card", 16 * GIB, 0)},
+        dtype="bfloat16", tower_dtype=dtype,
+    )  # fmt: skip
     with pytest.raises(StackError, match=f"needs {taken} GiB of cuda:0"):
-        checks.check_memory(
-            spec, checkpoint, [Placement("cuda:0", 0.9, 0)], [],
-            {"cuda:0": Card("a card", 16 * GIB, 0)}, limits,
-        )  # fmt: skip
+        memory.check([Placement("cuda:0", 0.9, 0)], [])
 
 
 @pytest.mark.parametrize(
@@ -412,13 +411,13 @@ def test_each_stage_is_checked_with_its_dtype(
     option: str | None, exported: dict[str, str], expected: tuple[str, str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    found: list[checks.Limits] = []
+    found: list[checks.Memory] = []
 
-    def check(*arguments: object) -> None:
-        found.append(arguments[-1])  # type: ignore[arg-type]
+    def check(memory: checks.Memory, *_: object) -> None:
+        found.append(memory)
         raise StackError("enough", 2)
 
-    monkeypatch.setattr(checks, "check_memory", check)
+    monkeypatch.setattr(checks.Memory, "check", check)
     for name, value in exported.items():
         monkeypatch.setenv(name, value)
     words = ["--dtype", option] if option else []
