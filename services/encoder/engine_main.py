@@ -25,17 +25,12 @@ from services.common.geometry import Geometry
 from services.common.images.image_header import MAX_SOURCE_PIXELS
 from services.common.images.image_key import key_prefix
 from services.common.model_spec import ModelSpec, ModelSpecError, TowerSpec
+from services.common.nn.checkpoint import Checkpoint, CheckpointError, fingerprint
 from services.common.nn.device import resolve_device, resolve_dtype
 from services.common.nn.dispatch import UnknownOverride, parse_overrides
 from services.common.nn.dummy_weights import load_dummy
 from services.common.nn.layer_formats import set_methods
-from services.common.nn.weights import (
-    DUMMY_FINGERPRINT,
-    Checkpoint,
-    CheckpointError,
-    fingerprint,
-    load_weights,
-)
+from services.common.nn.weights import DUMMY_FINGERPRINT, load_weights
 from services.common.process.channel import ChannelClosed
 from services.common.process.engine_process import REFUSED, EngineEnd, accept
 from services.common.process.pod_limits import memory_limit_bytes, num_cpus

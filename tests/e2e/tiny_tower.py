@@ -16,7 +16,8 @@ from safetensors.torch import save_file
 
 from services.common.families import read_spec
 from services.common.model_spec import ModelSpec
-from services.common.nn.weights import Checkpoint, load_weights
+from services.common.nn.checkpoint import Checkpoint
+from services.common.nn.weights import load_weights
 from services.encoder.models.qwen3_vl import VisionTower
 from services.encoder.preprocess import preprocess, resize
 from tests.image_processor import write_image_processor, write_video_processor

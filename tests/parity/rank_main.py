@@ -23,9 +23,10 @@ from torch.distributed import PrefixStore
 from kernels.device import DeviceFacts
 from kernels.linear_attention.states import StateCache, StateLayout
 from services.common.families import read_spec
+from services.common.nn.checkpoint import Checkpoint
 from services.common.nn.collectives import Ranks
 from services.common.nn.layer_formats import set_methods
-from services.common.nn.weights import Checkpoint, load_weights
+from services.common.nn.weights import load_weights
 from services.common.quantization import quantized_at_load
 from services.decoder.attention.base import AttentionMetadata
 from services.decoder.attention.sdpa import SdpaBackend

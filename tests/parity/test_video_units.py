@@ -24,7 +24,8 @@ from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoP
 from services.common.families.qwen3_vl import DeepStackTower
 from services.common.frame_pairs import FramePairs
 from services.common.geometry import Geometry, Unit
-from services.common.nn.weights import Checkpoint, load_weights
+from services.common.nn.checkpoint import Checkpoint
+from services.common.nn.weights import load_weights
 from services.encoder import prepare
 from services.encoder.engine.messages import Source, Video
 from services.encoder.models import qwen3_vl

@@ -22,7 +22,8 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel as
 from kernels.attention.segments import BatchSegments
 from services.common.families.qwen3_vl import DeepStackTower
 from services.common.geometry import Grid
-from services.common.nn.weights import Checkpoint, load_weights
+from services.common.nn.checkpoint import Checkpoint
+from services.common.nn.weights import load_weights
 from services.encoder.models import positions, qwen3_vl
 from services.encoder.models.qwen3_vl import VisionTower
 from tests.tower import cpu_ops

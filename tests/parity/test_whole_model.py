@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from services.common.nn.weights import Checkpoint, load_weights
+from services.common.nn.checkpoint import Checkpoint
+from services.common.nn.weights import load_weights
 from services.encoder.models.qwen3_vl import VisionTower
 from tests.decoder_harness import Harness
 from tests.parity.oracle import CONFIGS, Oracle, Prompt, make_oracle

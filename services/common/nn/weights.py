@@ -28,7 +28,6 @@ from services.common.nn.checkpoint import (
     CheckpointError,
     Reader,
     TensorInfo,
-    fingerprint,
     listed,
 )
 from services.common.nn.layers import RMSNorm
@@ -42,11 +41,6 @@ from services.common.nn.linear import (
 )
 from services.common.nn.weight_map import WeightMap, part_path, stored_files
 from services.common.process.progress import log_progress
-
-__all__ = [
-    "Checkpoint", "CheckpointError", "WeightMap", "check_all_claimed", "fingerprint",
-    "load_weights", "materialize", "process",
-]  # fmt: skip
 
 DUMMY_FINGERPRINT = "dummy"
 _WIDE = 1 << 22  # elements at a time, where they are quantized

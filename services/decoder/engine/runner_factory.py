@@ -23,6 +23,7 @@ from kernels.linear_attention.states import PIECE, StateCache
 from kernels.rows import DeviceRows
 from services.common.families import read_spec
 from services.common.model_spec import ModelSpec, TextSpec, longest_context
+from services.common.nn.checkpoint import Checkpoint
 from services.common.nn.collectives import ALONE, Ranks
 from services.common.nn.device import resolve_device, resolve_dtype
 from services.common.nn.dispatch import parse_overrides
@@ -30,7 +31,7 @@ from services.common.nn.dummy_weights import load_dummy
 from services.common.nn.formats import rows_of_layers
 from services.common.nn.layer_formats import set_methods
 from services.common.nn.linear import set_kernels
-from services.common.nn.weights import Checkpoint, check_all_claimed, load_weights
+from services.common.nn.weights import check_all_claimed, load_weights
 from services.common.process.progress import log_progress
 from services.common.quantization import quantized_at_load
 from services.decoder.attention import create_backend

@@ -25,7 +25,7 @@ from services.common.model_spec import ModelSpec, TextSpec
 from services.common.nn.collectives import ALONE, Ranks
 from services.common.nn.layers import RMSNorm, embedding
 from services.common.nn.linear import Linear
-from services.common.nn.weights import WeightMap
+from services.common.nn.weight_map import WeightMap
 from services.decoder.attention.base import AttentionBackend, AttentionMetadata
 from services.decoder.models import layer_kind
 from services.decoder.models.base import Mixer, StepContext, VisualInput

@@ -15,7 +15,7 @@ from services.common.families.qwen3_vl import DeepStackTower
 from services.common.geometry import Grid
 from services.common.nn.layers import embedding
 from services.common.nn.linear import Linear, UnquantizedLinear
-from services.common.nn.weights import WeightMap
+from services.common.nn.weight_map import WeightMap
 from services.encoder.models.positions import (
     FULL,
     PositionCache,

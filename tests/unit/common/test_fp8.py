@@ -17,7 +17,8 @@ from services.common.nn.collectives import Ranks, Share
 from services.common.nn.dummy_weights import load_dummy
 from services.common.nn.layer_formats import set_methods
 from services.common.nn.linear import Axis, Linear, TensorLayout, UnquantizedLinear
-from services.common.nn.weights import WeightMap, load_weights
+from services.common.nn.weight_map import WeightMap
+from services.common.nn.weights import load_weights
 from tests.fp8_checkpoints import E4M3, quantize, unpack
 
 BLOCK = QuantizationSpec(format="fp8_block")

@@ -19,7 +19,8 @@ from services.common.nn.checkpoint import Checkpoint, CheckpointError, fingerpri
 from services.common.nn.dummy_weights import load_dummy
 from services.common.nn.layers import RMSNorm
 from services.common.nn.linear import Linear
-from services.common.nn.weights import WeightMap, load_weights
+from services.common.nn.weight_map import WeightMap
+from services.common.nn.weights import load_weights
 from tests.cases import first
 
 
@@ -306,7 +307,9 @@ from kernels.gemm.fp8_weight import quantize_activations
 from services.common.model_spec import QuantizationSpec
 from services.common.nn.layer_formats import set_methods
 from services.common.nn.linear import Linear
-from services.common.nn.weights import Checkpoint, WeightMap, load_weights
+from services.common.nn.checkpoint import Checkpoint
+from services.common.nn.weight_map import WeightMap
+from services.common.nn.weights import load_weights
 
 class Block(nn.Module):
     def __init__(self):
@@ -374,7 +377,9 @@ _EXPERTS_PROBE = """
 import sys, torch
 from torch import nn
 from services.common.nn.experts import Experts
-from services.common.nn.weights import Checkpoint, WeightMap, load_weights
+from services.common.nn.checkpoint import Checkpoint
+from services.common.nn.weight_map import WeightMap
+from services.common.nn.weights import load_weights
 
 def memory(field):
     lines = open("/proc/self/status").read().splitlines()
