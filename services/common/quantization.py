@@ -163,9 +163,22 @@ def _read(config: Mapping[str, Any], names: CheckpointSpec | None) -> Quantizati
 
 
 def _in_groups(groups: Iterable[QuantizationSpec]) -> QuantizationSpec:
-    """The first one that fits a module counts."""
-    first, *others = groups
+    """The first one that fits a module counts: those of all modules are behind those of some."""
+    first, *others = sorted(groups, key=lambda group: not group.targets)
     return replace(first, others=tuple(others))
+
+
+def _grouped(
+    where: str, found: Iterable[tuple[QuantizationSpec, str]], ignored: frozenset[str]
+) -> list[QuantizationSpec]:
+    """What quantizes modules, each with their names or patterns; "" is all that are left."""
+    targets: dict[QuantizationSpec, list[str]] = {}
+    for spec, name in found:
+        targets.setdefault(spec, []).append(name)
+    return [
+        replace(spec, ignored=ignored, targets=_names(where, [] if "" in names else names))
+        for spec, names in targets.items()
+    ]
 
 
 def _modelopt(config: Mapping[str, Any], names: CheckpointSpec | None) -> QuantizationSpec:
@@ -174,18 +187,15 @@ def _modelopt(config: Mapping[str, Any], names: CheckpointSpec | None) -> Quanti
     ignored = frozenset("re:" + fnmatch.translate(x) if "*" in x else x for x in ignored)
     if config.get("quant_algo") != "MIXED_PRECISION":
         return replace(_modelopt_scheme("", config), ignored=ignored)
-    targets: dict[QuantizationSpec, list[str]] = {}
     layers = cast("Mapping[str, Mapping[str, Any]]", config.get("quantized_layers") or {})
-    for name, options in layers.items():
-        if names is not None and names.ignores(f"{name}.weight"):
-            continue
-        targets.setdefault(_modelopt_scheme(f"quantized_layers.{name}.", options), []).append(name)
-    if not targets:
+    found = [
+        (_modelopt_scheme(f"quantized_layers.{name}.", options), name)
+        for name, options in layers.items()
+        if names is None or not names.ignores(f"{name}.weight")
+    ]
+    if not found:
         raise UnsupportedOption("quantized_layers is empty")
-    return _in_groups(
-        replace(scheme, ignored=ignored, targets=_names("quantized_layers", modules))
-        for scheme, modules in targets.items()
-    )
+    return _in_groups(_grouped("quantized_layers", found, ignored))
 
 
 def _modelopt_scheme(where: str, options: Mapping[str, Any]) -> QuantizationSpec:
@@ -238,7 +248,7 @@ def _auto_round(config: Mapping[str, Any]) -> QuantizationSpec:
     expect("act_bits", config.get("act_bits") or 16, 16, 32)
     modules: dict[str, Mapping[str, Any]] = {**(config.get("extra_config") or {}), "": {}}
     left = [] if "lm_head" in modules else ["lm_head"]
-    targets: dict[QuantizationSpec, list[str]] = {}
+    found: list[tuple[QuantizationSpec, str]] = []
     for name, changes in modules.items():  # the last are all others
         options = {**config, **{key: x for key, x in changes.items() if x is not None}}
         pattern = name if re.fullmatch(r"[\w.]*", name) else f"re:.*(?:{name})"
@@ -246,15 +256,9 @@ def _auto_round(config: Mapping[str, Any]) -> QuantizationSpec:
             left.append(pattern)
             continue
         expect(f"{name} data_type".lstrip(), options.get("data_type", "int"), "int")
-        targets.setdefault(_gptq_options(options), []).append(pattern)
-    ignored = _names("extra_config", left)
-    return _in_groups(
-        replace(
-            group, packing="auto-round", ignored=ignored, has_whole_names=True,
-            targets=frozenset() if "" in names else _names("extra_config", names),
-        )
-        for group, names in sorted(targets.items(), key=lambda group: "" in group[1])
-    )  # fmt: skip
+        scheme = replace(_gptq_options(options), packing="auto-round", has_whole_names=True)
+        found.append((scheme, pattern))
+    return _in_groups(_grouped("extra_config", found, _names("extra_config", left)))
 
 
 def _gptq_options(config: Mapping[str, Any]) -> QuantizationSpec:
@@ -316,23 +320,17 @@ def _compressed_tensors(config: Mapping[str, Any]) -> QuantizationSpec:
     for absent in ("sparsity_config", "transform_config"):
         if config.get(absent):
             raise UnsupportedOption(f"{absent} is not supported")
-    targets: dict[QuantizationSpec, list[str]] = {}
+    schemes: list[tuple[QuantizationSpec, str]] = []
     for name, group in groups.items():
         given = _names(f"config_groups.{name}.targets", group.get("targets") or ("Linear",))
-        targets.setdefault(_scheme(name, group, config.get("format")), []).extend(given)
-    ignored = _names("ignore", config.get("ignore") or ())
-    found = [
-        replace(
-            scheme, ignored=ignored, has_whole_names=True,
-            targets=frozenset(() if "Linear" in names else names),
-        )
-        for scheme, names in targets.items()
-    ]  # fmt: skip
+        scheme = replace(_scheme(name, group, config.get("format")), has_whole_names=True)
+        schemes += [(scheme, "" if target == "Linear" else target) for target in given]
+    found = _grouped("targets", schemes, _names("ignore", config.get("ignore") or ()))
     if sum(not group.targets for group in found) > 1:
         raise UnsupportedOption(
             "groups of different schemes for all linear layers are not supported"
         )
-    return _in_groups(sorted(found, key=lambda group: not group.targets))  # names before "Linear"
+    return _in_groups(found)
 
 
 def _has_fp8_cache(config: Mapping[str, Any]) -> bool:
