@@ -5,7 +5,6 @@ The formulas are those of transformers' video processor and processor (5.17) for
 rounding: counts are truncated, indices and sizes rounded half to even.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -13,7 +12,7 @@ from typing import Literal
 import numpy as np
 
 from services.common.errors import InvalidVideo
-from services.common.geometry import MAX_ASPECT_RATIO, Int32s, Patches, Size, Unit, grown, shrunk
+from services.common.geometry import MAX_ASPECT_RATIO, Int32s, Patches, Size, Unit, fitted
 
 _UNKNOWN_RATE = 24.0  # frames per second of a video that does not say
 
@@ -95,7 +94,7 @@ class FramePairs(Patches):
         return tuple(places.tolist())
 
     def resized(self, num_sampled: int, size: Size, cap: bool | None = None) -> Size:
-        """The size of each frame as the tower sees it: `smart_resize` of the video processor.
+        """The size of each frame as the tower sees it.
 
         Raises:
             InvalidVideo: there is one frame alone, or one side is over 200 times the other.
@@ -111,15 +110,10 @@ class FramePairs(Patches):
             raise InvalidVideo(
                 f"the video's aspect ratio is over {MAX_ASPECT_RATIO}: {size[0]}x{size[1]}"
             )
-        limit = self._max_pixels(num_sampled, cap)
-        new_height, new_width = round(height / side) * side, round(width / side) * side
-        area = round(num_sampled / 2) * 2 * new_height * new_width  # 5 frames count as 4
-        pixels = num_sampled * height * width
-        if area > limit:
-            return shrunk((height, width), math.sqrt(pixels / limit), side)
-        if area < self.min_pixels:
-            return grown((height, width), math.sqrt(self.min_pixels / pixels), side)
-        return new_height, new_width
+        return fitted(
+            (height, width), side, self.min_pixels, self._max_pixels(num_sampled, cap),
+            frames=num_sampled, counted=round(num_sampled / 2) * 2,  # 5 count as 4
+        )  # fmt: skip
 
     def _max_pixels(self, num_sampled: int, cap: bool | None) -> int:
         if not (self.cap_pixels_per_frame if cap is None else cap):

@@ -123,9 +123,6 @@ class Geometry(Patches):
     def resized(self, size: Size) -> Size:
         """Multiples of an image token's size within the limits.
 
-        The formula of HF's Qwen2-VL image processor (`smart_resize`): round half to even, in double
-        precision.
-
         Raises:
             InvalidImage: one side is more than 200 times the other.
         """
@@ -134,13 +131,7 @@ class Geometry(Patches):
             raise InvalidImage(
                 f"the image's aspect ratio is over {MAX_ASPECT_RATIO}: {height}x{width}"
             )
-        side = self.token_size
-        new_height, new_width = round(height / side) * side, round(width / side) * side
-        if new_height * new_width > self.max_pixels:
-            return shrunk(size, math.sqrt(height * width / self.max_pixels), side)
-        if new_height * new_width < self.min_pixels:
-            return grown(size, math.sqrt(self.min_pixels / (height * width)), side)
-        return new_height, new_width
+        return fitted(size, self.token_size, self.min_pixels, self.max_pixels)
 
     def check(self, unit: Unit) -> None:
         """Raises InvalidRequest if no image has such a unit."""
@@ -196,13 +187,24 @@ class Geometry(Patches):
         return positions, position + tail - num_tokens
 
 
-def shrunk(size: tuple[float, float], factor: float, side: int) -> Size:
-    """A size divided by a factor, rounded down to multiples of `side`."""
-    height, width = (max(side, math.floor(each / factor / side) * side) for each in size)
-    return height, width
+def fitted(
+    size: Size, side: int, low: int, high: int, *, frames: int = 1, counted: int = 1
+) -> Size:
+    """A size near this one whose sides are multiples of `side`, and whose pixels are within limits:
+    `smart_resize` of HF's processors, which rounds half to even, in double precision.
 
-
-def grown(size: tuple[float, float], factor: float, side: int) -> Size:
-    """A size times a factor, rounded up to multiples of `side`."""
-    height, width = (math.ceil(each * factor / side) * side for each in size)
-    return height, width
+    Args:
+        low, high: pixels of all `frames`.
+        counted: the frames that count where the rounded size is compared with the limits.
+    """
+    height, width = size
+    pixels = frames * height * width
+    new_height, new_width = round(height / side) * side, round(width / side) * side
+    area = counted * new_height * new_width
+    if area > high:
+        factor = math.sqrt(pixels / high)
+        new_height, new_width = (max(side, math.floor(x / factor / side) * side) for x in size)
+    elif area < low:
+        factor = math.sqrt(low / pixels)
+        new_height, new_width = (math.ceil(x * factor / side) * side for x in size)
+    return new_height, new_width
