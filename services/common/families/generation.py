@@ -10,35 +10,20 @@ from services.common.model_spec import UnsupportedOption, read_json
 # generation_config.json: options that change answers and that no request can set here, by the
 # values that leave answers as they are.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "no_repeat_ngram_size": (0,),
-    "encoder_no_repeat_ngram_size": (0,),
-    "encoder_repetition_penalty": (1.0,),
-    "typical_p": (1.0,),
-    "epsilon_cutoff": (0.0,),
-    "eta_cutoff": (0.0,),
-    "top_h": (),
-    "num_beams": (1,),
-    "num_beam_groups": (1,),
-    "penalty_alpha": (0.0,),
-    "guidance_scale": (1.0,),
-    "min_length": (0,),
-    "min_new_tokens": (0,),
-    "bad_words_ids": ([],),
-    "suppress_tokens": ([],),
-    "begin_suppress_tokens": ([],),
-    "sequence_bias": ({}, []),
-    "forced_bos_token_id": (),
-    "forced_eos_token_id": (),
-    "exponential_decay_length_penalty": (),
-    "stop_strings": ([], ""),
-    "watermarking_config": (),
-    "constraints": ([],),
-    "force_words_ids": ([],),
-    "max_time": (),
-    "token_healing": (False,),
-    "dola_layers": (),
-    "remove_invalid_values": (False,),
-    "renormalize_logits": (False,),
+    name: values
+    for values, names in (
+        ((0,), "no_repeat_ngram_size encoder_no_repeat_ngram_size min_length min_new_tokens"),
+        ((0.0,), "epsilon_cutoff eta_cutoff penalty_alpha"),
+        ((1,), "num_beams num_beam_groups"),
+        ((1.0,), "encoder_repetition_penalty typical_p guidance_scale"),
+        ((False,), "token_healing remove_invalid_values renormalize_logits"),
+        (([],), "bad_words_ids suppress_tokens begin_suppress_tokens constraints force_words_ids"),
+        (([], ""), "stop_strings"),
+        (([], {}), "sequence_bias"),
+        ((), "top_h forced_bos_token_id forced_eos_token_id exponential_decay_length_penalty"),
+        ((), "watermarking_config max_time dola_layers"),
+    )
+    for name in names.split()
 }
 
 log = logging.getLogger(__name__)
