@@ -98,8 +98,8 @@ def layouts(cards: int, ranks: int = 1) -> Sequence[Layout]:
     ]
 
 
-def choose(share: float, cards: int, ranks: int = 1, *, beside: bool = True) -> Layout:
-    """The layout for a share of encoding.
+def choose(share: float, cards: int, ranks: int = 1, *, beside: bool = True) -> tuple[Layout, str]:
+    """The layout for a share of encoding, and why, as a line for people.
 
     Args:
         cards: at least as many as `ranks`.
@@ -107,26 +107,18 @@ def choose(share: float, cards: int, ranks: int = 1, *, beside: bool = True) -> 
         beside: a decoder fits a card beside an encoder.
     """
     found = layouts(cards, ranks)
-    splits = [layout for layout in found if layout.encoder_cards]
-    # Of equal ones more decoders: they hold the KV cache.
-    best = max(splits, key=lambda layout: layout.capacity(share), default=found[0])
-    can_share = not found[0].encoder_cards and (beside or not splits)
-    return found[0] if can_share and best.capacity(share) < _LEAST else best
-
-
-def reason(layout: Layout, share: float, ranks: int = 1, *, beside: bool = True) -> str:
-    """Why `choose` took it, as a line for people."""
-    cards = layout.cards
     work = f"encoding is about {share:.0%} of the work, {share * cards:.1f} of {_cards(cards)}"
-    others = [other for other in layouts(cards, ranks) if other.encoder_cards]
-    if layout.encoder_cards and not beside:
-        return f"layout {layout}: a decoder has no room beside an encoder; {work}"
-    if layout.encoder_cards:
-        return f"layout {layout}: {work}"
-    if not others:
-        return f"layout {layout}: {work}; none is left for encoders alone"
-    best = max(others, key=lambda other: other.capacity(share))
-    return f"layout {layout}: {work}; {best} would serve {best.capacity(share):.0%} of the most"
+    splits = [layout for layout in found if layout.encoder_cards]
+    if not splits:
+        return found[0], f"layout {found[0]}: {work}; none is left for encoders alone"
+    # Of equal ones more decoders: they hold the KV cache.
+    best = max(splits, key=lambda layout: layout.capacity(share))
+    if not beside:
+        return best, f"layout {best}: a decoder has no room beside an encoder; {work}"
+    if found[0].encoder_cards or best.capacity(share) >= _LEAST:
+        return best, f"layout {best}: {work}"
+    serves = f"{best} would serve {best.capacity(share):.0%} of the most"
+    return found[0], f"layout {found[0]}: {work}; {serves}"
 
 
 def share_of_encoding(spec: ModelSpec, mixture: Sequence[Ask] = MIXTURE) -> float:

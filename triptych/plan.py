@@ -21,7 +21,7 @@ from services.common.model_spec import ModelSpec, ModelSpecError
 from services.common.quantization import quantized_at_load
 from triptych import ROOT
 from triptych.devices import Placement, count_gpus, how_many, place
-from triptych.layout import Layout, choose, layouts, read_layout, reason, share_of_encoding
+from triptych.layout import Layout, choose, layouts, read_layout, share_of_encoding
 from triptych.options import DEFAULT_PORT, DEMONSTRATION_MODEL, DEVICE, LOOPBACK, ServeOptions
 from triptych.ports import Ports
 from triptych.probes import gateway_ready, grpc_ready
@@ -294,9 +294,8 @@ def _layout(
         return layout, ""
     if spec.vision is None or options.encoders or options.decoders or not layouts(cards, ranks):
         return None, ""
-    share = share_of_encoding(spec)
-    layout = choose(share, cards, ranks, beside=fits_beside)
-    return layout, reason(layout, share, ranks, beside=fits_beside) if cards > 1 else ""
+    layout, line = choose(share_of_encoding(spec), cards, ranks, beside=fits_beside)
+    return layout, line if cards > 1 else ""
 
 
 def ranks_of(options: ServeOptions, environment: Mapping[str, str]) -> int:

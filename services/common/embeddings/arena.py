@@ -45,14 +45,6 @@ class ArenaEntry:
     committed: bool = False
 
 
-@dataclass(slots=True, eq=False)
-class _Claim:
-    """A caller that waits for room."""
-
-    attempt: Callable[[], Any]
-    granted: "asyncio.Future[Any]"
-
-
 class Arena:
     """The pool, as its owner sees it. Not thread-safe: one event loop owns it.
 
@@ -66,7 +58,8 @@ class Arena:
         self.memory = mmap.mmap(self.fd, self.size_bytes)
         self._entries: OrderedDict[bytes, ArenaEntry] = OrderedDict()
         self._free = [(0, self.size_bytes)]  # (offset, size), by offset
-        self._claims: list[_Claim] = []
+        # Callers that wait for room: what each attempts, and where the result goes.
+        self._claims: list[tuple[Callable[[], Any], asyncio.Future[Any]]] = []
         self._serving = False
 
     @property
@@ -132,13 +125,12 @@ class Arena:
                 what it needs; others need not wait for that. Another exception ends the claim.
             undo: releases a result that comes too late, because the caller is cancelled.
         """
-        claim = _Claim(attempt, asyncio.get_running_loop().create_future())
-        self._claims.append(claim)
+        granted: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
+        self._claims.append((attempt, granted))
         self._serve_claims()
         try:
-            return await claim.granted
+            return await granted
         except asyncio.CancelledError:
-            granted = claim.granted
             if granted.done() and not granted.cancelled() and granted.exception() is None:
                 undo(granted.result())
             self._serve_claims()
@@ -192,19 +184,19 @@ class Arena:
         """Grants claims in order until one needs more room than there is."""
         if self._serving:
             return
-        for claim in list(self._claims):
-            if not claim.granted.done():
+        for attempt, granted in list(self._claims):
+            if not granted.done():
                 try:
-                    result = self._try(claim.attempt)
+                    result = self._try(attempt)
                 except KeyError:
                     continue
                 except Exception as error:
-                    claim.granted.set_exception(error)
+                    granted.set_exception(error)
                 else:
                     if result is None:
                         return
-                    claim.granted.set_result(result)
-            self._claims.remove(claim)
+                    granted.set_result(result)
+            self._claims.remove((attempt, granted))
 
     def _try(self, attempt: Callable[[], Result | None]) -> Result | None:
         """An attempt that fails releases what it took: that must not serve other claims."""
