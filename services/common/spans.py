@@ -5,7 +5,7 @@ The current span is a context variable: a task inherits it from the task that cr
 services it travels as a W3C `traceparent`, in HTTP headers, gRPC metadata and `Submit`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 
 TRACEPARENT = "traceparent"
@@ -30,30 +30,23 @@ class Span:
         return nullcontext(self)
 
 
+# From name, parent, start and attributes, see `start_span`.
+Start = Callable[[str, str, float | None, Mapping[str, Attribute]], Span]
+
 _OFF = Span()
 
 
-class Recorder:
-    """Records spans, as `services.common.tracing` does; this one none."""
-
-    def start(
-        self, name: str, parent: str, start_s: float | None, attributes: Mapping[str, Attribute]
-    ) -> Span:
-        """See `start_span`."""
-        return _OFF
-
-    def traceparent(self) -> str:
-        """Of the current span; empty: there is none."""
-        return ""
+def _not_recorded(*_: object) -> Span:
+    return _OFF
 
 
-_recorder = Recorder()
+def record_with(start: Start = _not_recorded, current: Callable[[], str] = lambda: "") -> None:
+    """Spans are started so from now on; `current`: the `traceparent` of the current one."""
+    global _start, _current
+    _start, _current = start, current
 
 
-def record_with(recorder: Recorder) -> None:
-    """Spans go there from now on."""
-    global _recorder
-    _recorder = recorder
+record_with()
 
 
 def span(name: str, parent: str = "", **attributes: Attribute) -> AbstractContextManager[Span]:
@@ -65,7 +58,7 @@ def span(name: str, parent: str = "", **attributes: Attribute) -> AbstractContex
     Args:
         parent: a `traceparent`; empty or malformed: the current span.
     """
-    return _recorder.start(name, parent, None, attributes).as_current(ends=True)
+    return _start(name, parent, None, attributes).as_current(ends=True)
 
 
 def start_span(
@@ -77,7 +70,7 @@ def start_span(
         parent: as for `span`.
         start_s: when it began, as `time.time()`; None: now.
     """
-    return _recorder.start(name, parent, start_s, attributes)
+    return _start(name, parent, start_s, attributes)
 
 
 def record_span(
@@ -89,4 +82,4 @@ def record_span(
 
 def traceparent() -> str:
     """The current span's `traceparent`; empty: there is none, or none is recorded."""
-    return _recorder.traceparent()
+    return _current()

@@ -7,10 +7,11 @@ without an endpoint it does nothing and imports nothing.
 
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 from services.common.settings import SettingsError, traces_endpoint
-from services.common.spans import TRACEPARENT, Attribute, Recorder, Span, record_with
+from services.common.spans import TRACEPARENT, Attribute, Span, record_with
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context
@@ -40,24 +41,20 @@ class _Recorded(Span):
             yield self
 
 
-class _Recorder(Recorder):
-    def __init__(self, tracer: "Tracer") -> None:
-        self._tracer = tracer
+def _start(
+    tracer: "Tracer", name: str, parent: str, start_s: float | None,
+    attributes: Mapping[str, Attribute],
+) -> Span:  # fmt: skip
+    started = None if start_s is None else _nanoseconds(start_s)
+    context = _context_of(parent)
+    return _Recorded(tracer.start_span(name, context, attributes=attributes, start_time=started))
 
-    def start(
-        self, name: str, parent: str, start_s: float | None, attributes: Mapping[str, Attribute]
-    ) -> Span:
-        started = None if start_s is None else _nanoseconds(start_s)
-        context = _context_of(parent)
-        return _Recorded(
-            self._tracer.start_span(name, context, attributes=attributes, start_time=started)
-        )
 
-    def traceparent(self) -> str:
-        from opentelemetry.trace import get_current_span
+def _current() -> str:
+    from opentelemetry.trace import get_current_span
 
-        found = get_current_span()
-        return _Recorded(found).traceparent if found.get_span_context().is_valid else ""
+    found = get_current_span()
+    return _Recorded(found).traceparent if found.get_span_context().is_valid else ""
 
 
 def setup_tracing(service: str) -> None:
@@ -97,7 +94,7 @@ def record_to(service: str, processor: object) -> None:
     assert isinstance(processor, SpanProcessor)
     provider = TracerProvider(resource=Resource.create({"service.name": f"triptych-{service}"}))
     provider.add_span_processor(processor)
-    record_with(_Recorder(provider.get_tracer("triptych")))
+    record_with(partial(_start, provider.get_tracer("triptych")), _current)
 
 
 def _nanoseconds(seconds: float) -> int:
