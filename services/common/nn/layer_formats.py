@@ -15,7 +15,7 @@ from services.common.model_spec import QuantizationSpec
 from services.common.nn.checkpoint import Checkpoint, CheckpointError, listed
 from services.common.nn.formats import methods_of
 from services.common.nn.linear import FLOATS, Linear, StoredLayers, UnquantizedLinear
-from services.common.nn.weight_map import WeightMap, part_path, stored_files
+from services.common.nn.weight_map import WeightMap, stored_files
 
 log = logging.getLogger(__name__)
 
@@ -126,8 +126,7 @@ def _checkpoint_modules(
     parent, _, stack = path.rpartition(".")
     stored = module.get_submodule(parent)
     if not isinstance(stored, StoredLayers):
-        parts = [part_path(path, part) + ".weight" for part in layer.parts]
-        weights = map(weight_map.checkpoint_name, parts)
+        weights = [weight_map.tensor_name(path, part, "weight") for part in layer.parts]
         return {weight.removesuffix(".weight"): weight for weight in weights}
     prefix, layout = stored_files(stored, parent, weight_map, checkpoint)
     named = stored.modules_of(stack, layout)

@@ -25,11 +25,18 @@ class WeightMap:
     ignored: frozenset[str] = frozenset()
 
     def checkpoint_name(self, name: str) -> str:
-        """The checkpoint's name for a parameter (or a part of a merged one)."""
+        """The checkpoint's name for a parameter."""
         prefix = max((p for p in self.prefixes if name.startswith(p)), key=len, default=None)
         if prefix is None:
             raise KeyError(f"no prefix of the weight map fits parameter {name}")
         return self.prefixes[prefix] + name[len(prefix) :]
+
+    def tensor_name(self, path: str, part: str, tensor: str) -> str:
+        """The checkpoint's name for a tensor of a module, or of a part of a merged layer, which
+        stands beside it there.
+        """
+        module = f"{path.rpartition('.')[0]}.{part}" if part else path
+        return self.checkpoint_name(f"{module}.{tensor}".lstrip("."))
 
     def owns(self, name: str) -> bool:
         """Whether a checkpoint tensor belongs to the module."""
@@ -42,11 +49,3 @@ def stored_files(
     """The checkpoint's name for the layers, and their layout there."""
     prefix = weight_map.checkpoint_name(path)
     return prefix, stored.file_layout(prefix, {} if checkpoint is None else checkpoint.tensors)
-
-
-def part_path(path: str, part: str) -> str:
-    """A part of a merged layer stands beside it in the checkpoint."""
-    if not part:
-        return path
-    parent = path.rpartition(".")[0]
-    return f"{parent}.{part}" if parent else part

@@ -39,7 +39,7 @@ from services.common.nn.linear import (
     TensorLayout,
     own_pieces,
 )
-from services.common.nn.weight_map import WeightMap, part_path, stored_files
+from services.common.nn.weight_map import WeightMap, stored_files
 from services.common.process.progress import log_progress
 
 DUMMY_FINGERPRINT = "dummy"
@@ -261,10 +261,10 @@ def _sources(
                 full = f"{path}.{piece.parameter}".lstrip(".")
                 if filled.setdefault(id(child.get_parameter(piece.parameter)), full) != full:
                     continue
-            where = f"{part_path(path, piece.part)}.{piece.name}".lstrip(".")
-            name, shape = weight_map.checkpoint_name(where), weight_map.shapes.get(full)
-            assert shape is None or math.prod(shape) == math.prod(piece.shape), full
-            yield replace(piece, name=name, parameter=full, shape=shape or piece.shape)
+            name, shape = weight_map.tensor_name(path, piece.part, piece.name), piece.shape
+            shape = weight_map.shapes.get(full, shape)
+            assert math.prod(shape) == math.prod(piece.shape), full
+            yield replace(piece, name=name, parameter=full, shape=shape)
         if isinstance(child, Linear) and checkpoint is not None:
             yield from _zero_biases(child, path, weight_map, checkpoint)
 
@@ -287,7 +287,7 @@ def _zero_biases(
     if layer.is_plain or layer.bias is not None:
         return
     for part, rows in layer.rows.items():
-        name = weight_map.checkpoint_name(f"{part_path(path, part)}.bias")
+        name = weight_map.tensor_name(path, part, "bias")
         if name in checkpoint.tensors:
             yield StoredTensor(
                 name=name, parameter="", layout=_NO_BIAS, shape=(rows.size,),

@@ -10,7 +10,6 @@ import ctypes
 import gc
 import os
 import time
-from dataclasses import dataclass
 
 # Before numpy, whose BLAS would start a thread per core.
 os.environ["OPENBLAS_NUM_THREADS"] = "1"  # noqa: TID251
@@ -32,20 +31,13 @@ _MALLOC_ARENA_MAX = -8  # mallopt's name of it
 _TOO_LARGE = "decoding the video takes more memory than a video of its size may"
 
 
-@dataclass(slots=True)
-class _Open:
-    """A video that stays open."""
-
-    name: str
-    frames: Frames
-    cpu_start_s: float
-
-
 class Worker:
     """What the process knows between two questions."""
 
     def __init__(self) -> None:
-        self._open: _Open | None = None
+        self._name = ""  # of the video that is open
+        self._frames: Frames | None = None
+        self._cpu_start_s = 0.0
         self._base_bytes = mapped_bytes()
 
     def answer(self, question: list[bytes], shared: np.ndarray) -> bytes:
@@ -71,10 +63,10 @@ class Worker:
             return Answer(error_code=InvalidVideo.code, message=CORRUPT)
 
     def _answer(self, asked: Question, shared: np.ndarray) -> Answer:
-        is_open = self._open is not None and self._open.name == asked.file.name
+        is_open = self._frames is not None and self._name == asked.file.name
         if not is_open:
             self._close()
-        spent_s = time.process_time() - self._open.cpu_start_s if self._open else 0.0
+        spent_s = time.process_time() - self._cpu_start_s if is_open else 0.0
         if spent_s >= VIDEO_CPU_S:
             raise InvalidVideo(TOO_SLOW)
         try:
@@ -87,17 +79,17 @@ class Worker:
                 assert file is not None
                 return Answer(facts=probe(file.view(0, asked.file.size_bytes)))
             if file is not None:
-                frames = Frames(file.view(0, asked.file.size_bytes))
-                self._open = _Open(asked.file.name, frames, time.process_time())
+                self._frames = Frames(file.view(0, asked.file.size_bytes))
+                self._name, self._cpu_start_s = asked.file.name, time.process_time()
             return Answer(sizes=self._write(asked.frames, shared))
 
     def _write(self, indices: tuple[int, int], shared: np.ndarray) -> list[tuple[int, int]]:
         """Decodes two frames into the shared memory; equal ones once."""
-        assert self._open is not None
+        assert self._frames is not None
         sizes: list[tuple[int, int]] = []
         first_pixel = 0
         for index in dict.fromkeys(indices):
-            frame = self._open.frames.frame(index)
+            frame = self._frames.frame(index)
             height, width = upright_size(frame)
             check_size(height, width)
             size = height * width * 3
@@ -107,9 +99,9 @@ class Worker:
         return sizes
 
     def _close(self) -> None:
-        if self._open is not None:
-            self._open.frames.close()
-            self._open = None
+        if self._frames is not None:
+            self._frames.close()
+            self._frames = None
 
 
 if __name__ == "__main__":
