@@ -4,6 +4,9 @@ Stages follow each other: nothing, accepted, shown, required. Between two steps,
 stages run side by side and call each other.
 """
 
+import os
+import socket
+import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -25,7 +28,7 @@ from services.common.security.credentials import (
 from services.common.security.rpc_credentials import PeerCheck
 from services.common.settings import PeerSettings, SettingsError
 from services.common.transport.both_transports import listening
-from services.common.transport.rpc import create_channel
+from services.common.transport.rpc import create_channel, create_server
 from tests.certificates import Authority, mount
 from tests.fakes import FakeEncoder
 from tests.noise import PATIENCE_S
@@ -137,6 +140,23 @@ async def test_whole_images_pass_with_and_without_tls(tmp_path: Path, stage: str
     for reason in ("name", "token"):
         count = registry.get_sample_value("encoder_peers_refused_total", {"reason": reason})
         assert not count
+
+
+async def test_a_port_that_is_taken_leaves_no_sockets_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    credentials = Installation("tls", tmp_path).at("accepted", "encoder")
+    check = PeerCheck(credentials, "encoder", ("gateway",), CollectorRegistry())
+    with (
+        tempfile.TemporaryDirectory() as directory,  # its path has to fit a socket's
+        socket.create_server(("127.0.0.1", 0)) as other,
+    ):
+        monkeypatch.setattr(tempfile, "tempdir", directory)
+        address = f"127.0.0.1:{other.getsockname()[1]}"
+        with pytest.raises(OSError, match="in use"):
+            async with listening(create_server(check), check, credentials, address):
+                pass
+        assert not os.listdir(directory)
 
 
 def test_a_stage_without_credentials_is_refused() -> None:

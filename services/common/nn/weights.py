@@ -261,9 +261,9 @@ def _sources(
                 full = f"{path}.{piece.parameter}".lstrip(".")
                 if filled.setdefault(id(child.get_parameter(piece.parameter)), full) != full:
                     continue
-            name, shape = weight_map.tensor_name(path, piece.part, piece.name), piece.shape
-            shape = weight_map.shapes.get(full, shape)
+            shape = weight_map.shapes.get(full, piece.shape)
             assert math.prod(shape) == math.prod(piece.shape), full
+            name = weight_map.tensor_name(path, piece.part, piece.name)
             yield replace(piece, name=name, parameter=full, shape=shape)
         if isinstance(child, Linear) and checkpoint is not None:
             yield from _zero_biases(child, path, weight_map, checkpoint)
