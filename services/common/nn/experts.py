@@ -112,18 +112,19 @@ class Experts(StoredLayers):
         """Raises CheckpointError if a fused tensor has scales of blocks that gate and up share."""
         for name, stack in self.stacks.items():
             for tensor in filter(lambda layout: layout.name, stack.layouts()):
-                made = _of_experts if layout == "per expert" else _fused
-                yield from made(self.count, name, stack, tensor, layout == "transposed")
+                parameter = f"{name}.{tensor.parameter}" if tensor.parameter else ""
+                if layout == "per expert":
+                    found = _of_experts(self.count, stack, tensor)
+                else:
+                    found = _fused(self.count, name, stack, tensor, layout == "transposed")
+                yield from (replace(each, parameter=parameter) for each in found)
 
 
-def _of_experts(
-    count: int, name: str, stack: StackedLinear, layout: TensorLayout, _: bool
-) -> Iterator[StoredTensor]:
+def _of_experts(count: int, stack: StackedLinear, layout: TensorLayout) -> Iterator[StoredTensor]:
     for expert in range(count):
         for piece in stack.pieces(layout):
             source = f"{expert}.{piece.part}.{layout.name}"
-            parameter, place = _parameter(name, layout), (expert, *piece.place)
-            yield replace(piece, name=source, parameter=parameter, place=place)
+            yield replace(piece, name=source, place=(expert, *piece.place))
 
 
 def _fused(
@@ -142,17 +143,12 @@ def _fused(
     if layout.parameter and not axes:  # one number, which is that of gate and of up
         pieces = stack.pieces(layout)
     for piece in pieces:
-        shape = (count, *piece.shape[::way])
         for expert in range(count):
             yield replace(
-                piece, name=source, parameter=_parameter(name, layout), shape=shape,
+                piece, name=source, shape=(count, *piece.shape[::way]),
                 place=(expert, *piece.place), cut=(expert, *piece.cut[::way]),
                 transposed=transposed,
             )  # fmt: skip
-
-
-def _parameter(stack: str, layout: TensorLayout) -> str:
-    return f"{stack}.{layout.parameter}" if layout.parameter else ""
 
 
 def apply_one(stack: StackedLinear, index: int, x: Tensor) -> Tensor:
