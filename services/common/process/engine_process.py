@@ -13,7 +13,7 @@ import signal
 import socket
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from services.common.embeddings.arena import Arena
 from services.common.process import children
@@ -22,11 +22,9 @@ from services.common.process.channel import EngineChannel, FrontChannel, create_
 REFUSED = 2  # exit status
 _END_S = 5.0  # that an engine may take to end
 
-Incoming = TypeVar("Incoming")
-
 
 @dataclass(slots=True)
-class EngineProcess(Generic[Incoming]):
+class EngineProcess:
     """The engine process, as its front sees it.
 
     Attributes:
@@ -34,7 +32,7 @@ class EngineProcess(Generic[Incoming]):
     """
 
     process: asyncio.subprocess.Process
-    channel: FrontChannel[Incoming]
+    channel: FrontChannel[Any]
     links: list[socket.socket]
 
     @classmethod
@@ -45,7 +43,7 @@ class EngineProcess(Generic[Incoming]):
         arena: Arena,
         incoming: Any,  # noqa: ANN401 - a type form
         num_links: int = 0,
-    ) -> "EngineProcess[Incoming]":
+    ) -> "EngineProcess":
         """Starts `python -m module` with its end of a channel, the arena and ends of links."""
         front_end, engine_end = create_socket_pair()
         links = [create_socket_pair() for _ in range(num_links)]
@@ -55,7 +53,7 @@ class EngineProcess(Generic[Incoming]):
             process = await children.start(
                 module, settings_json.encode(), engine_end.fileno(), arena.fd, *ends
             )
-        channel = await FrontChannel[Incoming].open(front_end, incoming)
+        channel = await FrontChannel[Any].open(front_end, incoming)
         return cls(process, channel, [link for link, _ in links])
 
     async def ended(self) -> str:

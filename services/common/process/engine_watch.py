@@ -21,9 +21,7 @@ _MIN_TICKS = 2  # of CPU time, between two looks
 class EngineWatch:
     """Watches one engine."""
 
-    def __init__(
-        self, engine: EngineProcess[object], is_busy: Callable[[], bool], *, on_gpu: bool
-    ) -> None:
+    def __init__(self, engine: EngineProcess, is_busy: Callable[[], bool], *, on_gpu: bool) -> None:
         self._engine = engine
         self._is_busy = is_busy
         self._on_gpu = on_gpu
@@ -94,7 +92,7 @@ def _stat(pid: int) -> list[str]:
         return []
 
 
-def kill(engine: EngineProcess[object]) -> None:
+def kill(engine: EngineProcess) -> None:
     """Ends an engine that hangs. A process in a driver's call may outlive the signal, so the
     channel is closed as well.
     """

@@ -151,7 +151,7 @@ async def serve(
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopping.set)
     arena = Arena(arena_bytes)
-    engine = await EngineProcess[Any].start(
+    engine = await EngineProcess.start(
         service.engine_module, settings.model_dump_json(), arena, service.engine_message,
         service.num_links,
     )  # fmt: skip
@@ -244,7 +244,7 @@ async def _serve_front(
     service: GpuService[SettingsT],
     settings: SettingsT,
     front: Front,
-    engine: EngineProcess[Any],
+    engine: EngineProcess,
     stopping: asyncio.Event,
     credentials: Credentials,
 ) -> int:
@@ -282,7 +282,7 @@ async def _serve_front(
     return 1 if engine_died else 0
 
 
-async def _kill_if_it_hangs(engine: "EngineProcess[Any]", watch: EngineWatch) -> None:
+async def _kill_if_it_hangs(engine: EngineProcess, watch: EngineWatch) -> None:
     await watch.hangs()
     log.critical("the engine process has hung for %g s; ending it", MAX_SILENCE_S)
     kill(engine)
