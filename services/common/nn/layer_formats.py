@@ -40,32 +40,22 @@ def set_methods(
     for path, layer in _replaceable(module):
         named = _checkpoint_modules(module, path, layer, weight_map, checkpoint)
         modules = list(named)
-        wanted = [quantization.of(name) for name in modules]
+        wanted = {name: quantization.of(name) for name in modules}
         names = {each.name for method in methods.values() for each in method.layouts(layer)}
-        # What is missing is as it should be: `_check` names it.
-        is_plain = [
-            each is None or each.at_load if found is None else found
-            for each, found in zip(
-                wanted, (_is_plain(checkpoint, *each, names) for each in named.items()), strict=True
-            )
-        ]
-        group = wanted[0]
-        if all(is_plain) and group is not None and group.at_load and set(wanted) == {group}:
+        is_plain = [_is_plain(checkpoint, *each, names, wanted[each[0]]) for each in named.items()]
+        first, *others = set(wanted.values())
+        group = None if others else first  # of all of them
+        if all(is_plain) and group is not None and group.at_load:
             layer.set_method(methods[group])
         elif all(is_plain):
-            unlisted += [
-                name
-                for name, each in zip(modules, wanted, strict=True)
-                if each and not each.at_load
-            ]
+            unlisted += [name for name, each in wanted.items() if each and not each.at_load]
         elif any(is_plain):
             problems.append(f"{listed(modules)} are one layer, and not all are quantized")
-        elif None in wanted:
+        elif None in wanted.values():
             problems.append(f"{listed(modules)}: quantized, which the configuration denies")
-        elif len(set(wanted)) > 1:
+        elif group is None:
             problems.append(f"{listed(modules)} are one layer, in different formats")
         else:
-            assert group is not None
             layer.set_method(methods[group])
     if problems:
         raise CheckpointError(f"{checkpoint.directory}: {'; '.join(problems)}")
@@ -77,13 +67,16 @@ def set_methods(
 
 
 def _is_plain(
-    checkpoint: Checkpoint, module: str, weight: str, quantized: Collection[str]
-) -> bool | None:
-    """Whether a module's weight is stored as it is; None: the files hold nothing of it.
+    checkpoint: Checkpoint, module: str, weight: str, quantized: Collection[str],
+    wanted: QuantizationSpec | None,
+) -> bool:  # fmt: skip
+    """Whether a module's weight is stored as it is. Where the files hold nothing of it, it is as it
+    should be: the loader names what is missing.
 
     Args:
         weight: the name of an unquantized weight.
         quantized: what follows the names of modules in the names of quantized tensors.
+        wanted: what should quantize the module.
     """
     info = checkpoint.tensors.get(weight)
     if info is not None:
@@ -93,7 +86,9 @@ def _is_plain(
     found = (
         module + name.removeprefix("weight") if fused else f"{module}.{name}" for name in quantized
     )
-    return False if any(name in checkpoint.tensors for name in found) else None
+    if any(name in checkpoint.tensors for name in found):
+        return False
+    return wanted is None or wanted.at_load
 
 
 def set_configured_methods(
