@@ -97,6 +97,23 @@ async def test_answers_are_of_their_grammars_in_one_batch_with_free_ones(decoder
     assert decoder.is_idle()
 
 
+@pytest.mark.parametrize("text", ["Re\u0301sume\u0301", "\u212b", "<think>x", "<|im_end|>1"])
+async def test_a_text_is_written_as_it_is_where_the_tokenizer_reads_another(decoder, text):
+    """It composes characters, and takes the name of an added token for that token."""
+    schema = {"properties": {text: {"const": text}}, "required": [text]}
+    form = {"type": "object", **schema, "additionalProperties": False}
+    async with Gateway(decoder) as gateway:
+        for number, given, read, wanted in (
+            (1, grammar("CHOICE", [text]), str, text),
+            (2, grammar("REGEX", re.escape(text)), str, text),
+            (3, grammar("JSON_SCHEMA", form), json.loads, {text: text}),
+            (4, grammar("GRAMMAR", f"start: {json.dumps(text)}"), str, text),
+        ):
+            ids, end = await answer(gateway, number, given)
+            assert end.reason == pb.Finished.REASON_STOP, end
+            assert read(text_of(ids)) == wanted
+
+
 @pytest.mark.parametrize(
     "text",
     [

@@ -12,8 +12,7 @@ from services.common.errors import InvalidGrammar
 MAX_LITERAL_BYTES = 1 << 16  # of constants and strings: 0.15 s, 60 MiB
 MAX_VALUES = 5000  # of enumerations and choices: objects take 0.3 s, 30 MiB
 MAX_PATTERN_CHARS = 1 << 15  # 0.2 s, 80 MiB
-# What counted repeats multiply to. A text of a million forced characters takes 0.9 s and 220 MiB.
-MAX_REPEATS = 100_000
+MAX_REPEATS = 100_000  # what counted repeats multiply to
 MAX_COUNTED = 1000  # repeats of lists and rules: a thousand pairs take 0.4 s, 130 MiB
 
 _PARTS = re.compile(

@@ -4,11 +4,12 @@ The same code runs in the process that finds out whether a grammar can be compil
 that can, in the processes that fill masks.
 """
 
+import json
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import NamedTuple
 
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from services.common.errors import InvalidGrammar
@@ -16,9 +17,6 @@ from services.common.grammar.grammar_bounds import is_gbnf
 from services.common.grammar.plain_strings import has_plain_bounds
 from services.common.grammar.schema_formats import without_unknown_formats
 from services.decoder.masks.bounded_strings import NUM_PROBES, BoundedStrings, PlainTokens
-
-if TYPE_CHECKING:
-    from llguidance._lib import JsonCompileOptions  # of the stub alone
 
 # Texts within a JSON string, by length: the tokens of each are checked once, and not for each mask.
 # More lengths than the library's own (10, 30) take a third off the masks of short strings.
@@ -37,12 +35,13 @@ _JSON_OPTIONS = {
     "coerce_one_of": False,
     "lenient": False,
 }
-# Where one byte alone may come next, the library reads on to where two may, so that the mask has
-# the canonical token alone. Behind a lexeme that takes all that should follow it (`start: R "x"`,
-# `R: "ab" "x"+`) there is no such place, and no limit counts this reading. Of all kinds, `grammar`
-# alone can have such a lexeme. The last value of an option holds, in grammars within it, too.
+# Where one byte alone may come next, the library reads on to where two may, and asks the tokenizer
+# for the token: it composes characters, and takes an added token's name for that token. And behind
+# a lexeme that takes all that should follow it (`start: R "x"`, `R: "ab" "x"+`) the reading has no
+# end. The last value of an option holds, in grammars within it, too.
 _NO_FORCING = '\n%llguidance {"no_forcing": true}\n'
-_UNKNOWN_FORMAT = "Unknown format"
+_OF_SCHEMA = "at 1(8): failed to compile JSON schema: "
+_UNKNOWN_FORMAT = f"{_OF_SCHEMA}Unknown format"
 _MAX_MESSAGE_CHARS = 500
 # What the library would have its caller change.
 _QUOTED = re.compile(r"\n *1 \| ")
@@ -109,15 +108,15 @@ def compile_grammar(
 def _build(vocabulary: LLTokenizer, kind: str, text: str) -> LLMatcher:
     """Raises ValueError, or returns a matcher that may hold an error."""
     if kind == "json_schema":
-        options = cast("JsonCompileOptions", _JSON_OPTIONS)
-        source = LLMatcher.grammar_from_json_schema(text, overrides=options)
-    else:
-        if kind == "grammar":  # what the library takes for Lark is not all of it, and not only it
-            kind, text = "lark", _lark_of(text)
-        source = grammar_from(kind, text)  # pyright: ignore[reportArgumentType]
-    if kind == "lark":
-        source += _NO_FORCING
-    return LLMatcher(vocabulary, source, log_level=0, limits=limits())
+        schema = json.loads(text) | {"x-guidance": _JSON_OPTIONS}
+        lark = f"start: %json {json.dumps(schema)}"
+    elif kind == "choice":
+        lark = "start: " + " | ".join(map(json.dumps, json.loads(text)))
+    elif kind == "regex":
+        lark = json.loads(LLMatcher.grammar_from_regex(text))["grammars"][0]["lark_grammar"]
+    else:  # what the library takes for Lark is not all of it, and not only it
+        lark = _lark_of(text)
+    return LLMatcher(vocabulary, lark + _NO_FORCING, log_level=0, limits=limits())
 
 
 def _lark_of(text: str) -> str:
@@ -143,8 +142,9 @@ def limits() -> LLParserLimits:
 
 
 def short(text: str) -> str:
-    """A message of llguidance in a line, without the grammar that it quotes."""
-    return " ".join(_QUOTED.split(text, maxsplit=1)[0].split())[:_MAX_MESSAGE_CHARS]
+    """A message of llguidance in a line, without the grammar that it quotes or a schema's place."""
+    text = _QUOTED.split(text.removeprefix(_OF_SCHEMA), maxsplit=1)[0]
+    return " ".join(text.split())[:_MAX_MESSAGE_CHARS]
 
 
 def _refused(kind: str, text: str) -> InvalidGrammar:
