@@ -57,6 +57,8 @@ def test_a_conversation_goes_on_from_an_answer(client, stack):
     system = {"role": "system", "content": "Be kind."}
     assert prompt(stack) == chat_prompt(stack, messages=[system, one, answer, two])
     assert client.responses.retrieve(third.id) == third
+    with pytest.raises(openai.BadRequestError, match="stream"):
+        client.responses.retrieve(third.id, stream=True)
 
 
 def test_thoughts_and_calls_are_part_of_it(thinking):

@@ -120,6 +120,8 @@ class KeptResponses:
 
     async def retrieve(self, request: Request) -> Response:
         """GET: the answer again."""
+        if request.query_params.get("stream") == "true":
+            raise InvalidRequest("a response that is kept is not streamed", param="stream")
         turn, _ = await self._turn(bound_tenant().name, request.path_params["name"])
         return Response(bytes(turn.response), media_type="application/json")
 
@@ -148,8 +150,7 @@ class KeptResponses:
         raise self._not_found(response_id, param)
 
     def _not_found(self, response_id: str, param: str | None) -> NotFound:
-        name = response_id[:200]
-        message = f"Response with id {name!r} not found. {self._kept.terms}"
+        message = f"Response with id {response_id[:200]!r} not found. {self._kept.terms}"
         return NotFound(message, param=param)
 
     async def _own_items(
