@@ -259,6 +259,7 @@ _RESPONSE_ROWS = [
         "enable_response_messages": True, "moderation": {"a": 1}, "access_programs": ["x"],
         "kv_transfer_params": {"a": 1}, "previous_input_messages": [{"a": 1}],
         "spaces_between_special_tokens": False, "vllm_xargs": {"a": 1},
+        "background_options": {"completion_window": "2h"},
     }),
     *[
         Row(RESPONSES, {"tools": [{"type": kind}, FLAT]}, f"tools.{kind}")
