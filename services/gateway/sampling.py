@@ -144,13 +144,9 @@ def check_room(prompt_tokens: int, max_model_len: int, param: str = "messages") 
 
 
 def bad_word_ids(word: str, encode: Callable[[str], list[int]]) -> list[list[int]]:
-    """Token ids of a word at the start of a text and within it, as vLLM forbids them."""
-    if not (bare := word.lstrip()):
-        return [encode(word)]
-    found, within = [encode(bare)], encode(f" {bare}")
-    if within[0] != found[0][0] and len(within) == len(found[0]):
-        found.append(within)
-    return found
+    """Token ids of a word at the start of a text and after a space."""
+    bare = word.lstrip()
+    return [encode(bare), encode(f" {bare}")] if bare else [encode(word)]
 
 
 def check_ids(name: str, ids: Sequence[int], vocab_size: int) -> None:
