@@ -159,10 +159,8 @@ async def _running(
     finally:
         await leases.close()
         await service.close()
-        for web in webs:
-            await web.close()
-        for loader in loaders:
-            loader.close()
+        for source in (*webs, *loaders):
+            source.close()
         await kept.close()
 
 

@@ -3,7 +3,8 @@ forgery).
 
 The gateway itself resolves a host, once; every address must be public; the connection goes to a
 checked address, while TLS and the Host header keep the name. Each redirect is a new URL under the
-same rules. Bytes are counted as they arrive, and one deadline covers everything.
+same rules. Bytes are counted as they arrive, and one deadline covers everything. Behind the first
+piece of 256 KiB asyncio's streams stop reading, so no fast peer fills memory that is not counted.
 """
 
 import asyncio
@@ -12,18 +13,17 @@ import re
 import socket
 import ssl
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, nullcontext
 from typing import Any
 
-import httpcore2
+import h11
 import httpx2
 
 from services.common.errors import InvalidRequest, MediaFetchFailed, Unavailable
 from services.gateway.media.images import uncounted
 from services.gateway.media.kinds import IMAGE, Kind
-from services.gateway.media.network import connect
 from services.gateway.tenancy.tenants import ANONYMOUS, bound_tenant
 
 Resolver = Callable[[str, int], Coroutine[Any, Any, list[str]]]
@@ -31,6 +31,7 @@ _MAX_URL_LENGTH = 8192
 _MAX_REDIRECTS = 3
 _MAX_ADDRESSES = 4  # of a host, that are tried
 _MAX_CONNECTIONS = 64
+_MAX_HEAD_BYTES, _PIECE_BYTES = 100 << 10, 64 << 10
 _MAX_FETCHES_PER_HOST, _MAX_FETCHES_PER_TENANT = 8, 16
 # A body has this long to begin to arrive at the least rate, in bytes a second.
 _BODY_START_S, _MIN_BODY_RATE = 3.0, 32 << 10
@@ -125,42 +126,6 @@ class _Refused(Exception):
     """The host has an address that must not be dialled, or the port is not the web's."""
 
 
-class _CheckedBackend(httpcore2.AsyncNetworkBackend):
-    """Dials only addresses that were checked; there is no second lookup."""
-
-    def __init__(self, resolver: Resolver, allow_private: bool) -> None:
-        self._resolve = resolver
-        self._allow_private = allow_private
-        self._dial = connect
-
-    async def connect_tcp(
-        self,
-        host: str,
-        port: int,
-        timeout: float | None = None,  # noqa: ASYNC109 - httpcore's interface
-        local_address: str | None = None,
-        socket_options: Iterable[Any] | None = None,
-    ) -> httpcore2.AsyncNetworkStream:
-        """Resolves the host, checks its addresses, and dials the first that takes the call."""
-        try:
-            addresses = await self._resolve(host, port)
-        except (OSError, UnicodeError) as error:
-            raise httpcore2.ConnectError("the host has no address") from error
-        # One private address refuses the host: an image server has public addresses only.
-        if not self._allow_private and not all(map(is_public, addresses)):
-            raise _Refused
-        dialled = addresses[:_MAX_ADDRESSES]
-        # A share for each: an address that never answers (IPv6, often) leaves time for the others.
-        share = None if timeout is None else timeout / max(1, len(dialled))
-        for number, address in enumerate(dialled, 1):
-            try:
-                return await self._dial(address, port, share)
-            except (httpcore2.ConnectError, httpcore2.ConnectTimeout):
-                if number == len(dialled):
-                    raise
-        raise httpcore2.ConnectError("the host has no address")
-
-
 class _Turns:
     """Bounds the fetches at a time of each name; the others of a name wait."""
 
@@ -208,13 +173,11 @@ class WebMedia:
         # One slow host, or one tenant of slow hosts, leaves connections to the others.
         self._hosts = _Turns(_MAX_FETCHES_PER_HOST)
         self._tenants = _Turns(_MAX_FETCHES_PER_TENANT)
+        self._connections = asyncio.Semaphore(_MAX_CONNECTIONS)
         self._resolver = SystemResolver()
-        self._pool = httpcore2.AsyncConnectionPool(
-            ssl_context=ssl.create_default_context(),
-            max_connections=_MAX_CONNECTIONS,
-            max_keepalive_connections=0,
-            network_backend=_CheckedBackend(resolver or self._resolver, allow_private),
-        )
+        self._resolve: Resolver = resolver or self._resolver
+        self._dial = asyncio.open_connection
+        self._ssl = ssl.create_default_context()
 
     async def fetch(
         self, url: str, hold: Callable[[int], None] = uncounted, tenant: str = ""
@@ -245,51 +208,96 @@ class WebMedia:
                     target = answer
         except _Refused:
             raise InvalidRequest(_REFUSED_TEXT) from None
-        except (TimeoutError, httpcore2.TimeoutException):
+        except TimeoutError:
             raise Unavailable("the URL did not answer in time") from None
-        except (httpcore2.NetworkError, httpcore2.ProtocolError, OSError):
+        except (h11.ProtocolError, OSError):
             raise Unavailable("the URL could not be fetched") from None
         raise MediaFetchFailed("the URL redirects too often")
 
-    async def close(self) -> None:
-        await self._pool.aclose()
+    def close(self) -> None:
         self._resolver.close()
 
     async def _get(self, url: httpx2.URL, hold: Callable[[int], None]) -> bytes | httpx2.URL:
         """One request: the body, or the URL of a redirect."""
+        client = h11.Connection(h11.CLIENT, _MAX_HEAD_BYTES)
         headers = [
             (b"Host", url.netloc), (b"Accept", self.kind.accept),
             (b"Accept-Encoding", b"identity"), (b"User-Agent", b"triptych"),
             (b"Connection", b"close"),
         ]  # fmt: skip
-        target = httpcore2.URL(
-            scheme=url.raw_scheme, host=url.raw_host, port=url.port, target=url.raw_path
-        )
-        timeouts = {"timeout": {"pool": self._timeout_s, "connect": self._timeout_s}}
-        async with self._pool.stream("GET", target, headers=headers, extensions=timeouts) as answer:
-            found = {name.lower(): value for name, value in answer.headers}
-            if answer.status in _REDIRECTS:
+        request = h11.Request(method="GET", target=url.raw_path, headers=headers)
+        async with self._connections, self._connection(url) as (reader, writer):
+            writer.write((client.send(request) or b"") + (client.send(h11.EndOfMessage()) or b""))
+            await writer.drain()
+            while not isinstance(answer := await _next(client, reader), h11.Response):
+                pass  # an interim response
+            found = dict(answer.headers)
+            if answer.status_code in _REDIRECTS:
                 return _redirect(url, found.get(b"location", b""))
-            if answer.status != 200:
-                may_recover = answer.status >= 500 or answer.status in _RETRYABLE
+            if answer.status_code != 200:
+                may_recover = answer.status_code >= 500 or answer.status_code in _RETRYABLE
                 error = Unavailable if may_recover else MediaFetchFailed
-                raise error(f"the URL answers with status {answer.status}")
+                raise error(f"the URL answers with status {answer.status_code}")
             if found.get(b"content-encoding", b"").lower() in _COMPRESSIONS:
                 raise MediaFetchFailed("the URL answers with a compressed body")
             body, start = bytearray(), asyncio.get_running_loop().time()
             try:
                 async with asyncio.timeout(_BODY_START_S) as deadline:
-                    async for chunk in answer.aiter_stream():
-                        if len(body) + len(chunk) > self.max_bytes:
+                    while isinstance(piece := await _next(client, reader), h11.Data):
+                        if len(body) + len(piece.data) > self.max_bytes:
                             raise self.kind.too_large(self.max_bytes)
-                        hold(len(chunk))
-                        body += chunk
+                        hold(len(piece.data))
+                        body += piece.data
                         deadline.reschedule(start + _BODY_START_S + len(body) / _MIN_BODY_RATE)
                 if not body:
                     raise MediaFetchFailed("the URL answers with an empty body")
                 return bytes(body)
             finally:
                 body.clear()  # an error's traceback may keep the frame for a long time
+
+    @asynccontextmanager
+    async def _connection(
+        self, url: httpx2.URL
+    ) -> AsyncGenerator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+        host, is_secure = url.raw_host.decode(), url.scheme == "https"
+        reader, writer = await self._connect(host, url.port or (443 if is_secure else 80))
+        try:
+            if is_secure:
+                await writer.start_tls(self._ssl, server_hostname=host)
+            yield reader, writer
+        finally:
+            writer.transport.abort()
+
+    async def _connect(
+        self, host: str, port: int
+    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """Resolves the host, checks its addresses, and dials the first that takes the call. There
+        is no second look-up.
+        """
+        try:
+            addresses = await self._resolve(host, port)
+        except (OSError, UnicodeError) as error:
+            raise OSError("the host has no address") from error
+        # One private address refuses the host: an image server has public addresses only.
+        if not self._allow_private and not all(map(is_public, addresses)):
+            raise _Refused
+        dialled = addresses[:_MAX_ADDRESSES]
+        for number, address in enumerate(dialled, 1):
+            try:
+                # A share for each: one that never answers (IPv6, often) leaves time for the others.
+                async with asyncio.timeout(self._timeout_s / len(dialled)):
+                    return await self._dial(address, port)
+            except OSError:
+                if number == len(dialled):
+                    raise
+        raise OSError("the host has no address")
+
+
+async def _next(client: h11.Connection, reader: asyncio.StreamReader) -> object:
+    """The next event of an answer."""
+    while (event := client.next_event()) is h11.NEED_DATA:
+        client.receive_data(await reader.read(_PIECE_BYTES))
+    return event
 
 
 def parse_url(url: str) -> httpx2.URL:

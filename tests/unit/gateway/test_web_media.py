@@ -6,7 +6,6 @@ import ssl
 import subprocess
 import threading
 
-import httpcore2
 import pytest
 import uvloop
 
@@ -19,7 +18,6 @@ from services.common.errors import (
     Unavailable,
 )
 from services.gateway.media import web_media
-from services.gateway.media.network import PacedStream, connect
 from services.gateway.media.web_media import WebMedia, is_public, parse_url
 from services.gateway.tenancy.tenants import Identity, Limits, Tenant, bind_identity
 from tests.noise import PATIENCE_S
@@ -82,7 +80,7 @@ async def web(addresses=("127.0.0.1",), **options):
     try:
         yield media, looked_up
     finally:
-        await media.close()
+        media.close()
 
 
 # Addresses and hosts
@@ -194,7 +192,7 @@ async def test_default_resolver_refuses_loopback_by_any_name(monkeypatch):
             with pytest.raises((InvalidRequest, Unavailable)):
                 await media.fetch(f"http://{host}:{port}/")
         assert not requests
-        await media.close()
+        media.close()
 
 
 # Fetching
@@ -236,19 +234,18 @@ async def test_each_redirect_is_checked():
             return hosts[host]
 
         media = WebMedia(100, resolver=resolver)
-        backend = media._pool._network_backend
         dialled = []
 
         async def dial(address, *_):
             dialled.append(address)
-            return await connect("127.0.0.1", port, None)
+            return await asyncio.open_connection("127.0.0.1", port)
 
-        backend._dial = dial
+        media._dial = dial
         with pytest.raises(InvalidRequest):
             await media.fetch("http://outer.example/")
         assert dialled == ["93.184.216.34"]
         assert len(requests) == 1
-        await media.close()
+        media.close()
 
 
 async def test_second_look_up_cannot_rebind():
@@ -265,11 +262,11 @@ async def test_second_look_up_cannot_rebind():
         dialled.append(address)
         raise OSError
 
-    media._pool._network_backend._dial = dial
+    media._dial = dial
     with pytest.raises(Unavailable):
         await media.fetch("http://rebind.example/")
     assert dialled == ["93.184.216.34"]
-    await media.close()
+    media.close()
 
 
 @pytest.mark.parametrize(
@@ -347,13 +344,12 @@ async def test_a_host_is_reached_by_another_of_its_addresses():
 async def test_an_address_that_never_answers_leaves_time_for_the_next():
     async with origin(ok(b"x")) as (port, _), web(("2001:db8::1", "127.0.0.1")) as (media, _):
 
-        async def dial(address, port, timeout_s):
+        async def dial(address, port):
             if address != "127.0.0.1":
-                await asyncio.sleep(timeout_s)
-                raise httpcore2.ConnectTimeout
-            return await connect(address, port, timeout_s)
+                await asyncio.Event().wait()
+            return await asyncio.open_connection(address, port)
 
-        media._pool._network_backend._dial = dial
+        media._dial = dial
         assert await media.fetch(f"http://images.example:{port}/") == b"x"
 
 
@@ -362,7 +358,7 @@ async def test_a_name_that_is_too_long_has_no_address(host):
     media = WebMedia(1000)
     with pytest.raises(Unavailable):
         await media.fetch(f"http://{host}/")
-    await media.close()
+    media.close()
 
 
 async def test_a_refused_connection_is_retryable():
@@ -544,20 +540,29 @@ def test_a_fast_origin_fills_no_memory_that_is_not_counted():
 
     async def serve(reader, writer):
         with contextlib.closing(writer), contextlib.suppress(ConnectionError):
-            writer.write(body)
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(b"HTTP/1.1 200 OK\r\n\r\n" + body)
             await writer.drain()
 
     async def most() -> tuple[int, int]:
         server = await asyncio.start_server(serve, "127.0.0.1", 0)
-        stream = await connect("127.0.0.1", server.sockets[0].getsockname()[1], None)
-        assert isinstance(stream, PacedStream)
+        port = server.sockets[0].getsockname()[1]
         waiting = total = 0
-        while piece := await stream.read(1 << 10):
-            total += len(piece)
-            waiting = max(waiting, len(stream._reader._buffer))
-            if total % (1 << 20) == 0:
-                await asyncio.sleep(0)
-        await stream.aclose()
+        readers: list[asyncio.StreamReader] = []
+
+        async def dial(address, port):
+            found = await asyncio.open_connection(address, port)
+            readers.append(found[0])
+            return found
+
+        def hold(num_bytes: int) -> None:
+            nonlocal waiting, total
+            total += num_bytes
+            waiting = max(waiting, len(readers[0]._buffer))
+
+        async with web(max_bytes=len(body)) as (media, _):
+            media._dial = dial
+            await media.fetch(f"http://h.example:{port}/", hold)
         server.close()
         return waiting, total
 
@@ -587,7 +592,7 @@ async def test_images_come_encrypted_from_hosts_with_a_valid_certificate(certifi
     async with origin(ok(body), tls=context) as (port, _), web(max_bytes=1 << 20) as (media, _):
         with pytest.raises(Unavailable):  # nobody vouches for it
             await media.fetch(f"https://h.example:{port}/")
-        media._pool._ssl_context = ssl.create_default_context(cafile=str(file))
+        media._ssl = ssl.create_default_context(cafile=str(file))
         assert await media.fetch(f"https://h.example:{port}/") == body
         with pytest.raises(Unavailable):
             await media.fetch(f"https://other.example:{port}/")
