@@ -3,12 +3,17 @@
 `tool_parsers` feeds it; nothing here fails.
 """
 
-from typing import Literal
+from collections.abc import Generator
 
 from services.gateway.answers.json_arguments import ArgumentsReader, object_of, parse_string
 
 SPACE = " \t\r\n"
 _ARGUMENT_KEYS = ("arguments", "parameters")
+_OF_SCALARS = "0123456789+-.eE,: \t\r\ntrufalsn"  # or between them
+
+
+class _CannotFollow(Exception):
+    """The character is not part of the object."""
 
 
 class CallObject:
@@ -24,16 +29,13 @@ class CallObject:
     def __init__(self) -> None:
         self.name = ""
         self.begun = self.ended = self.complete = False
-        self._state: Literal["start", "key", "colon", "value", "next"] = "start"
-        self._key = ""
-        self._token: list[str] = []  # of a key, or of a value
-        self._in_string = self._escaped = self._value_begun = False
-        self._depth = 0
         self._arguments: list[str] = []  # not yet taken
         self._reader: ArgumentsReader | None = None  # of an object
-        self._has_arguments = self._arguments_ended = False
+        self._has_arguments = False
         self._read_so_far: list[str] = []  # until the call has begun
         self._reported = False
+        self._object = self._read_object()
+        next(self._object)
 
     @property
     def raw(self) -> str:
@@ -43,7 +45,11 @@ class CallObject:
     def feed(self, text: str) -> str:
         """Reads up to the object's end; returns what follows it."""
         for index, character in enumerate(text):
-            if self.ended or not self._read(character):
+            try:
+                if self.ended:
+                    raise _CannotFollow
+                self._object.send(character)
+            except _CannotFollow:
                 self.close()
                 return text[index:]
             if not self._reported:
@@ -58,7 +64,9 @@ class CallObject:
 
     def close(self) -> None:
         """No more text follows: the arguments of a call that has begun become an object."""
-        self._end_arguments()
+        if self._reader is not None:
+            self._reader.close()
+            self._arguments.append(self._reader.take())
         self.ended = True
 
     def take_arguments(self) -> str:
@@ -72,115 +80,91 @@ class CallObject:
         self._arguments.clear()
         return new
 
-    def _read(self, character: str) -> bool:
-        """Takes one character; False: it cannot follow, and is not part of the object."""
-        if self._state == "value":
-            return self._read_value(character)
-        if self._in_string:
-            self._token.append(character)
-            self._follow_string(character)
-            if not self._in_string:
-                self._key, self._state = parse_string("".join(self._token)), "colon"
-            return True
-        if character in SPACE:
-            return True
-        if character == "{" and self._state in ("start", "key") and not self._key:
-            self._state = "key"  # twice, where a template shows calls in two pairs of braces
-            return True
-        if self._state == "key" and character == '"':
-            self._in_string, self._token = True, ['"']
-            return True
-        if self._state == "colon" and character == ":":
-            self._state, self._token, self._value_begun = "value", [], False
-            return True
-        if self._state == "next" and character == ",":
-            self._state = "key"
-            return True
-        if self._state == "next" and character == "}":
-            self.begun = bool(self.name)
-            self.ended = self.complete = True
-            return True
-        return False
-
-    def _read_value(self, character: str) -> bool:
-        if self._reader is not None and not self._reader.ended:
-            return self._read_object(self._reader, character)
-        if self._is_arguments and not self._value_begun and character == "{":
-            self._reader = ArgumentsReader()
-            self._value_begun = self._has_arguments = True
-            self.begun = bool(self.name)
-            return self._read_object(self._reader, character)
-        if self._in_string:
-            self._follow_string(character)
-            return self._extend(character)
-        if not self._depth:
+    def _read_object(self) -> Generator[None, str]:
+        character = yield from _behind_space()
+        _expect(character == "{")
+        while character == "{":  # twice, where a template shows calls in two pairs of braces
+            character = yield from _behind_space()
+        while True:
+            _expect(character == '"')
+            key = parse_string((yield from _string()))
+            _expect((yield from _behind_space()) == ":")
+            character = yield from _behind_space()
+            if key in _ARGUMENT_KEYS and not self._has_arguments:
+                character = yield from self._read_arguments(character)
+            elif key == "name" and not self.name:
+                _expect(character == '"')
+                self.name = parse_string((yield from _string()))
+                _expect(bool(self.name))
+                self.begun = self._has_arguments
+                character = yield
+            else:
+                _, character = yield from _value(character)
             if character in SPACE:
-                return not self._value_begun or self._end_value()
-            if character in ",}":
-                return self._end_value() and self._read(character)
-            if self._value_begun and character in '"{[':
-                return False
+                character = yield from _behind_space()
+            if character == "}":
+                self.begun, self.ended, self.complete = bool(self.name), True, True
+                yield
+            _expect(character == ",")
+            character = yield from _behind_space()
+
+    def _read_arguments(self, character: str) -> Generator[None, str, str]:
+        """An object, or a string that holds one; returns the character behind it."""
+        if character == "{":
+            self._reader = reader = ArgumentsReader()
+            self._has_arguments, self.begun = True, bool(self.name)
+            while not reader.ended:
+                _expect(reader.read(character))
+                self._arguments.append(reader.take())
+                character = yield
+            return character
+        token, character = yield from _value(character)
+        text = "{}" if token == "null" else object_of(parse_string(token))
+        _expect(bool(text))
+        self._arguments.append(text)
+        self._has_arguments, self.begun = True, bool(self.name)
+        return character
+
+
+def _expect(can_follow: bool) -> None:
+    if not can_follow:
+        raise _CannotFollow
+
+
+def _behind_space() -> Generator[None, str, str]:
+    """The first character that is no blank."""
+    while (character := (yield)) in SPACE:
+        pass
+    return character
+
+
+def _string() -> Generator[None, str, str]:
+    """A string whose first quote has been read."""
+    token, is_escaped = ['"'], False
+    while True:
+        character = yield
+        token.append(character)
+        if character == '"' and not is_escaped:
+            return "".join(token)
+        is_escaped = character == "\\" and not is_escaped
+
+
+def _value(character: str) -> Generator[None, str, tuple[str, str]]:
+    """The text of a value, of whose containers the brackets are counted, and what is behind it."""
+    token: list[str] = []
+    depth = 0
+    while depth or character not in SPACE + ",}":
+        _expect(depth > 0 or not token or character not in '"{[')
         if character == '"':
-            self._in_string = True
+            character = yield from _string()
         elif character in "{[":
-            self._depth += 1
+            depth += 1
         elif character in "}]":
-            self._depth -= 1
-            return self._depth >= 0 and self._extend(character)
-        elif character not in "0123456789+-.eE,: \t\r\ntrufalsn":  # of scalars, or between them
-            return False
-        return self._extend(character)
-
-    @property
-    def _is_arguments(self) -> bool:
-        return self._key in _ARGUMENT_KEYS and not self._arguments_ended
-
-    def _read_object(self, reader: ArgumentsReader, character: str) -> bool:
-        can_follow = reader.read(character)
-        if reader.ended:
-            self._end_arguments()
-        elif can_follow:
-            self._arguments.append(reader.take())
-        return can_follow
-
-    def _extend(self, character: str) -> bool:
-        """One more character of a value; False: it makes the name none."""
-        self._value_begun = True
-        if self._is_arguments:
-            self._token.append(character)
-        elif self._key == "name" and not self.name:
-            self._token.append(character)
-            if not self._in_string:
-                self.name = parse_string("".join(self._token))
-                self.begun = bool(self.name) and self._has_arguments
-                return bool(self.name)
-        return True
-
-    def _end_value(self) -> bool:
-        """False: it is none, or these are no arguments."""
-        if not self._value_begun:
-            return False
-        if self._is_arguments and self._reader is None:
-            token = "".join(self._token)
-            text = "{}" if token == "null" else object_of(parse_string(token))
-            if not text:
-                return False
-            self._arguments.append(text)
-            self._has_arguments = self._arguments_ended = True
-            self.begun = bool(self.name)
-        self._state = "next"
-        return True
-
-    def _end_arguments(self) -> None:
-        if self._reader is not None:
-            self._reader.close()
-            self._arguments.append(self._reader.take())
-            self._arguments_ended = True
-
-    def _follow_string(self, character: str) -> None:
-        if self._escaped:
-            self._escaped = False
-        elif character == "\\":
-            self._escaped = True
-        elif character == '"':
-            self._in_string = False
+            depth -= 1
+            _expect(depth >= 0)
+        else:
+            _expect(character in _OF_SCALARS)
+        token.append(character)
+        character = yield
+    _expect(bool(token))
+    return "".join(token), character
