@@ -7,7 +7,6 @@ its end is always heard, so that a lost encoder is counted whichever message com
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 
 from services.common.errors import (
     DeadlineExceeded,
@@ -238,16 +237,15 @@ class EncodeCalls:
         self, pod: EncoderPod, key: bytes, image: Medium, run: Run, timeout_s: float
     ) -> EncodeResponse:
         """Sends a video's file before, if the encoder has not been sent it, or has forgotten it."""
-        data, pair = image.sent(run.unit)
-        encode = partial(
-            pod.encode, key, data, run.unit, salt=self.request.cache_salt, timeout_s=timeout_s,
-            tenant=self.request.slot.tenant, pair=pair, is_embedding=image.is_embedding,
-        )  # fmt: skip
-        if image.file is None:
-            return await encode()
-        sent = await image.file.leave_at(pod, timeout_s)
+        request, tenant = image.sent(run.unit), self.request.slot.tenant
+        request.image_key, request.cache_salt = key, self.request.cache_salt
+        request.grid.t, request.grid.h, request.grid.w = run.unit.grid
+        request.tenant, request.tenant_weight = tenant.name, tenant.weight
+        sent = await image.file.leave_at(pod, timeout_s) if image.file else None
         try:
-            return await encode()
+            return await pod.encode(request, timeout_s)
         except VideoNotHeld:
+            if image.file is None:
+                raise
             await image.file.leave_at(pod, timeout_s, again=sent)
-            return await encode()
+            return await pod.encode(request, timeout_s)

@@ -82,12 +82,14 @@ class DecoderPod(Pod):
         load: when its health was checked last; None: it does not say.
     """
 
+    service = "decoder"
     description: pb.DescribeDecoderResponse | None = None
     load: pb.LoadResponse | None = None
 
-    def __init__(self, address: str, served: ServedModel, dialling: Dialling | None = None) -> None:
-        super().__init__(address, "decoder", dialling)
-        self._served = served
+    def __init__(
+        self, address: str, served: ServedModel | None = None, dialling: Dialling | None = None
+    ) -> None:
+        super().__init__(address, served, dialling)
         self._describe = self.unary(
             "Describe", pb.DescribeDecoderRequest, pb.DescribeDecoderResponse
         )
@@ -109,7 +111,7 @@ class DecoderPod(Pod):
 
     @property
     def misfit(self) -> str:
-        return self._served.misfit_of_decoder(self.description) if self.description else ""
+        return self.served.misfit_of_decoder(self.description) if self.description else ""
 
     @property
     def connected(self) -> bool:
@@ -276,14 +278,7 @@ def _error_of(failed: pb.Failed) -> TriptychError:
 class DecoderPool(Pool[DecoderPod]):
     """All decoders."""
 
-    def __init__(
-        self,
-        addresses: Sequence[str],
-        served: ServedModel | None = None,
-        dialling: Dialling | None = None,
-    ) -> None:
-        self._served = served or ServedModel()
-        super().__init__(addresses, lambda address: DecoderPod(address, self._served, dialling))
+    pod = DecoderPod
 
     def _candidates(self) -> list[DecoderPod]:
         """The decoders that accept work and serve the model, which is theirs if the gateway does

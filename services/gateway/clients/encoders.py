@@ -6,19 +6,16 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 
 import grpc.aio
 
 from services.common.errors import Cancelled, InternalError, Overloaded, ProcessLost, Unavailable
-from services.common.geometry import Unit
 from services.common.images.image_key import FRAME_DIGEST_BYTES
 from services.common.pb import encoder_pb2 as pb
 from services.common.transport.rpc import error_from_rpc, outgoing_metadata
 from services.gateway.clients.pods import AnswerT, Dialling, Pod, Pool, RequestT, pick
 from services.gateway.clients.served_model import ServedModel
-from services.gateway.media.kinds import SentPair
-from services.gateway.slot import Tenant
 
 _LAST_WORD_S = 0.5  # for the answer of an encoder that has failed a health check
 SOURCES = {
@@ -36,11 +33,13 @@ class EncoderPod(Pod):
         description: without the model's name: pods with equal ones are interchangeable.
     """
 
+    service = "encoder"
     description: pb.DescribeEncoderResponse | None = None
 
-    def __init__(self, address: str, served: ServedModel, dialling: Dialling | None = None) -> None:
-        super().__init__(address, "encoder", dialling)
-        self._served = served
+    def __init__(
+        self, address: str, served: ServedModel | None = None, dialling: Dialling | None = None
+    ) -> None:
+        super().__init__(address, served, dialling)
         self._describe = self.unary(
             "Describe", pb.DescribeEncoderRequest, pb.DescribeEncoderResponse
         )
@@ -52,8 +51,8 @@ class EncoderPod(Pod):
     def misfit(self) -> str:
         if self.description is None:
             return ""
-        return self._served.misfit_of_protocol(self.description.protocol) or (
-            self._served.misfit_of(self.description.fingerprint)
+        return self.served.misfit_of_protocol(self.description.protocol) or (
+            self.served.misfit_of(self.description.fingerprint)
         )
 
     @property
@@ -74,45 +73,16 @@ class EncoderPod(Pod):
         self.description = None
         self._lost.set()
 
-    async def encode(
-        self,
-        key: bytes,
-        image: bytes,
-        unit: Unit,
-        *,
-        salt: bytes,
-        timeout_s: float,
-        tenant: Tenant | None = None,
-        pair: SentPair | None = None,
-        is_embedding: bool = False,
-    ) -> pb.EncodeResponse:
+    async def encode(self, request: pb.EncodeRequest, timeout_s: float) -> pb.EncodeResponse:
         """Makes a unit's embedding available at this encoder.
 
         The call carries the running task's request id and trace context.
-
-        Args:
-            image: the encoded file; of two frames that are images, the first.
-            tenant: for whom; None: a caller without a key.
-            is_embedding: the file holds the unit's embedding.
 
         Raises:
             ProcessLost: the encoder was lost during the call.
             VideoNotHeld: the file has to be sent again.
             TriptychError: the encoder's own; Unavailable or DeadlineExceeded without an answer.
         """
-        time, height, width = unit.grid
-        request = pb.EncodeRequest(
-            image_key=key,
-            image=image,
-            grid=pb.Grid(t=time, h=height, w=width),
-            cache_salt=salt,
-            tenant=tenant.name if tenant else "",
-            tenant_weight=tenant.weight if tenant else 1.0,
-            is_embedding=is_embedding,
-        )
-        if pair is not None:
-            request.frames.first, request.frames.second = pair.frames
-            request.second_image, request.video_digest = pair.second_image, pair.video_digest
         return await self.call(self._encode, request, timeout_s)
 
     async def probe(self, video: bytes, timeout_s: float) -> pb.ProbeResponse:
@@ -170,14 +140,7 @@ class EncoderPod(Pod):
 class EncoderPool(Pool[EncoderPod]):
     """All encoders. Empty for a model that takes text alone."""
 
-    def __init__(
-        self,
-        addresses: Sequence[str],
-        served: ServedModel | None = None,
-        dialling: Dialling | None = None,
-    ) -> None:
-        model = served or ServedModel()
-        super().__init__(addresses, lambda address: EncoderPod(address, model, dialling))
+    pod = EncoderPod
 
     def description(self) -> pb.DescribeEncoderResponse | None:
         """What most healthy encoders serve; None if no encoder is healthy.

@@ -15,7 +15,7 @@ import logging
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import ClassVar, Generic, Protocol, TypeVar
 
 import grpc
 import grpc.aio
@@ -25,6 +25,7 @@ from grpc_health.v1 import health_pb2
 
 from services.common.errors import TriptychError
 from services.common.transport.rpc import create_channel, error_from_rpc
+from services.gateway.clients.served_model import ServedModel
 
 log = logging.getLogger(__name__)
 
@@ -78,26 +79,27 @@ class Dialling:
 class Pod:
     """One instance of a service.
 
-    Args:
-        address: as above.
-        service: encoder or decoder.
-
     Attributes:
+        service: encoder or decoder.
         address: host:port, or unix:path.
         healthy: it accepts work.
         leaving: its name no longer resolves to it.
         num_in_flight: its calls or sequences from this gateway.
     """
 
-    def __init__(self, address: str, service: str = "", dialling: "Dialling | None" = None) -> None:
+    service: ClassVar[str] = ""
+
+    def __init__(
+        self, address: str, served: ServedModel | None = None, dialling: Dialling | None = None
+    ) -> None:
         self.address = address
-        self._service = service
+        self.served = served or ServedModel()
         self.healthy = False
         self.leaving = False
         self.num_in_flight = 0
         self._dialling = dialling or Dialling()
         self._refusal = ""
-        self.channel = self._dialling.channel(address, service)
+        self.channel = self._dialling.channel(address, self.service)
         self._check = self.channel.unary_unary(
             "/grpc.health.v1.Health/Check",
             request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
@@ -109,7 +111,7 @@ class Pod:
     ) -> "grpc.aio.UnaryUnaryMultiCallable[RequestT, AnswerT]":
         """The caller of a method of its service that has one message each way."""
         return self.channel.unary_unary(
-            f"/triptych.v1.{self._service.capitalize()}/{method}",
+            f"/triptych.v1.{self.service.capitalize()}/{method}",
             request_serializer=request.SerializeToString,
             response_deserializer=answer.FromString,
         )
@@ -121,7 +123,7 @@ class Pod:
         try:
             return await method(request, timeout=_ASK_TIMEOUT_S)
         except grpc.aio.AioRpcError as failure:
-            raise error_from_rpc(failure, f"the {self._service}") from None
+            raise error_from_rpc(failure, f"the {self.service}") from None
 
     @property
     def misfit(self) -> str:
@@ -234,12 +236,23 @@ class Pool(Generic[PodT]):
 
     Args:
         addresses: as in the settings.
-        create: makes the pod of one address, without connecting it.
+        served: what all pods have to serve.
+
+    Attributes:
+        pod: what the pods are.
     """
 
-    def __init__(self, addresses: Sequence[str], create: Callable[[str], PodT]) -> None:
+    pod: type[PodT]
+
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        served: ServedModel | None = None,
+        dialling: Dialling | None = None,
+    ) -> None:
         self._addresses = addresses
-        self._create = create
+        self._served = served or ServedModel()
+        self._dialling = dialling
         self._pods: dict[str, tuple[PodT, asyncio.Task[None]]] = {}
         self._resolver: asyncio.Task[None] | None = None
         self._unresolved: set[str] = set()
@@ -297,7 +310,7 @@ class Pool(Generic[PodT]):
                 self._unresolved.add(address)
                 wanted |= set(self._pods)
         for address in wanted - set(self._pods):
-            pod = self._create(address)
+            pod = self.pod(address, self._served, self._dialling)
             self._pods[address] = (pod, asyncio.create_task(_watch(pod)))
         for address, (pod, _) in list(self._pods.items()):
             pod.leaving = address not in wanted

@@ -19,9 +19,10 @@ from services.common.errors import InvalidImage, InvalidRequest, TriptychError
 from services.common.geometry import Geometry, Grid, Unit
 from services.common.images.image_header import read_header
 from services.common.images.image_key import embedding_key, image_key
+from services.common.pb.encoder_pb2 import EncodeRequest
 from services.common.threads import INLINE_BYTES, WorkerThreads, num_threads
 from services.gateway.gather import gather
-from services.gateway.media.kinds import IMAGE, Kind, SentPair
+from services.gateway.media.kinds import IMAGE, Kind
 
 # Counts bytes that are now held; may refuse.
 Hold = Callable[[int], None]
@@ -79,9 +80,9 @@ class Image:
         default_factory=dict[tuple[bytes, Unit, bytes], bytes]
     )
 
-    def sent(self, unit: Unit) -> tuple[bytes, SentPair | None]:
+    def sent(self, unit: Unit) -> EncodeRequest:
         """What an encode call says of a unit's pixels."""
-        return self.data, None
+        return EncodeRequest(image=self.data, is_embedding=self.is_embedding)
 
     async def key(self, prefix: bytes, unit: Unit, salt: bytes) -> bytes:
         """A unit's image key for encoders of that prefix and a tenant's salt; hashed once."""

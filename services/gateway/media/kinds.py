@@ -1,9 +1,6 @@
-"""What a URL of a request may lead to, an image or a video, and how each is refused; and how a pair
-of frames is sent.
-"""
+"""What a URL of a request may lead to, an image or a video, and how each is refused."""
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from services.common.errors import InvalidImage, InvalidRequest, InvalidVideo
 
@@ -25,19 +22,6 @@ class Kind:
     def too_large(self, max_bytes: int) -> InvalidRequest:
         """The error for more than so many bytes."""
         return self.error(f"the {self.noun} has more than {max_bytes} bytes")
-
-
-class SentPair(NamedTuple):
-    """What an encode call says of a pair of frames, beside the first still; as EncodeRequest's.
-
-    Attributes:
-        second_image: empty: there is none, or it is the first.
-        video_digest: of a file that the encoder was sent; empty: the frames are images.
-    """
-
-    frames: tuple[int, int]
-    second_image: bytes = b""
-    video_digest: bytes = b""
 
 
 EMBEDDING = Kind("tensor", b"application/octet-stream", InvalidImage)

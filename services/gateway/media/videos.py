@@ -10,7 +10,7 @@ import asyncio
 import math
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 from services.common.errors import (
     DeadlineExceeded,
@@ -25,12 +25,13 @@ from services.common.frame_pairs import Clip, FramePairs, Sampling
 from services.common.geometry import Size, Unit
 from services.common.images.image_header import read_header
 from services.common.images.image_key import FRAME_DIGEST_BYTES, frames_key, still_digest
-from services.common.pb.encoder_pb2 import ProbeResponse
+from services.common.pb.encoder_pb2 import EncodeRequest, FramePair, ProbeResponse
 from services.gateway.bounds import Bounds
+from services.gateway.clients.encoders import EncoderPod
 from services.gateway.forms.responses import VideoUsage
 from services.gateway.gather import gather
 from services.gateway.media.images import MAX_CONCURRENT_LOADS, Hold, MediaLoader, decode_base64
-from services.gateway.media.kinds import VIDEO, Kind, SentPair
+from services.gateway.media.kinds import VIDEO, Kind
 
 _STILLS = "data:video/jpeg;"
 _MAX_LOST = 2  # encoders that may be lost over a file
@@ -49,16 +50,6 @@ class VideoSource:
     sampling: Sampling
 
 
-class Prober(Protocol):
-    """An encoder, as far as a file is left at it."""
-
-    address: str
-
-    async def probe(self, video: bytes, timeout_s: float) -> ProbeResponse:
-        """Sends a file, which the encoder keeps for a while."""
-        ...
-
-
 def _has_failed(call: "asyncio.Task[ProbeResponse]") -> bool:
     return call.cancelled() or (call.done() and call.exception() is not None)
 
@@ -74,7 +65,10 @@ class VideoFile:
     )
 
     async def leave_at(
-        self, encoder: Prober, timeout_s: float, again: "asyncio.Task[ProbeResponse] | None" = None
+        self,
+        encoder: EncoderPod,
+        timeout_s: float,
+        again: "asyncio.Task[ProbeResponse] | None" = None,
     ) -> "asyncio.Task[ProbeResponse]":
         """Sends the file to an encoder, unless it was.
 
@@ -124,7 +118,6 @@ class Video:
     address: str = ""
     stills: Sequence[bytes] = ()
     kind: ClassVar[Kind] = VIDEO
-    is_embedding: ClassVar[bool] = False
 
     async def key(self, prefix: bytes, unit: Unit, salt: bytes) -> bytes:
         """A unit's image key for encoders of that prefix and a tenant's salt."""
@@ -137,14 +130,16 @@ class Video:
             return self.digests[frame * FRAME_DIGEST_BYTES : (frame + 1) * FRAME_DIGEST_BYTES]
         return self.digests[frame]
 
-    def sent(self, unit: Unit) -> tuple[bytes, SentPair]:
-        """What an encode call says of a unit's pixels: the first still, and the rest."""
+    def sent(self, unit: Unit) -> EncodeRequest:
+        """What an encode call says of a unit's pixels."""
         first, second = unit.frames or (0, 0)
         if self.file is not None:
-            return b"", SentPair((first, second), video_digest=self.file.digest)
-        if first == second:
-            return self.stills[first], SentPair((0, 0))
-        return self.stills[first], SentPair((0, 1), self.stills[second])
+            frames = FramePair(first=first, second=second)
+            return EncodeRequest(frames=frames, video_digest=self.file.digest)
+        request = EncodeRequest(image=self.stills[first], frames=FramePair(first=0, second=0))
+        if first != second:
+            request.second_image, request.frames.second = self.stills[second], 1
+        return request
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,7 +315,7 @@ def split_stills(url: str, max_stills: int, max_bytes: int) -> list[bytes]:
 
 
 async def probe_once(
-    file: VideoFile, choose: Callable[[bytes, set[str]], Prober], timeout_s: float
+    file: VideoFile, choose: Callable[[bytes, set[str]], EncoderPod], timeout_s: float
 ) -> tuple[ProbeResponse, str]:
     """Leaves a file at an encoder, or at another one if that is lost or late.
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from services.common.errors import EngineLost, ProcessLost, TriptychError, Unavailable
-from services.common.geometry import Unit
 from services.common.pb import decoder_pb2 as pb
+from services.common.pb.encoder_pb2 import EncodeRequest, Grid
 from services.gateway.clients import pods
 from services.gateway.clients.decoders import DecoderPod, DecoderPool, EmbeddingLost
 from services.gateway.clients.encoders import EncoderPod, EncoderPool
@@ -57,10 +57,14 @@ def in_loop(test):
     return run
 
 
+def encode_request(key=b"key"):
+    return EncodeRequest(image_key=key, grid=Grid(t=1, h=2, w=2))
+
+
 class UnconnectedPod(Pod):
     """A pod without a connection."""
 
-    def __init__(self, address):
+    def __init__(self, address, *_):
         self.address, self.num_in_flight, self.healthy = address, 0, True
         self.leaving = False
 
@@ -100,6 +104,12 @@ def test_a_hot_key_overflows_to_other_pods():
     assert sum(loads) == 400
 
 
+def pool_of(kind, *addresses):
+    pool = Pool(addresses)
+    pool.pod = kind
+    return pool
+
+
 async def test_names_are_resolved_into_pods(monkeypatch):
     answers = [["10.0.0.1", "10.0.0.2"], ["10.0.0.2", "10.0.0.3"], OSError("no DNS"), ["10.0.0.3"]]
     closed = []
@@ -121,7 +131,7 @@ async def test_names_are_resolved_into_pods(monkeypatch):
 
     monkeypatch.setattr(pods, "RESOLVE_PERIOD_S", 0.1)
     monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", getaddrinfo)
-    known = Pool(["dns:///encoder:50051", "fixed:1"], Known)
+    known = pool_of(Known, "dns:///encoder:50051", "fixed:1")
     await known.start()
     await until(lambda: len(answers) < 4)
     assert set(known._pods) == {"10.0.0.1:50051", "10.0.0.2:50051", "fixed:1"}
@@ -151,7 +161,7 @@ async def test_a_pod_that_left_its_name_is_closed_when_it_has_nothing_to_do(monk
 
     monkeypatch.setattr(pods, "RESOLVE_PERIOD_S", 0.01)
     monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", getaddrinfo)
-    known = Pool(["dns:///decoder:1"], Known)
+    known = pool_of(Known, "dns:///decoder:1")
     await known.start()
     await until(lambda: known._pods)
     pod = known._pods["10.0.0.1:1"][0]
@@ -192,7 +202,7 @@ async def test_a_pod_that_is_being_removed_is_closed_with_the_rest(monkeypatch):
 
     monkeypatch.setattr(pods, "RESOLVE_PERIOD_S", 0.01)
     monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", getaddrinfo)
-    known = Pool(["dns:encoder:50051"], Slow)
+    known = pool_of(Slow, "dns:encoder:50051")
     await known.start()
     await removing.wait()
     await known.close()
@@ -341,9 +351,7 @@ async def test_silent_pod_loses_its_calls_to_others():
 
         fake.before = never
         pod = pool.choose(pool.description(), b"k", ())
-        call = asyncio.create_task(
-            pod.encode(b"k" * 32, b"", Unit((1, 2, 2)), salt=b"", timeout_s=30)
-        )
+        call = asyncio.create_task(pod.encode(encode_request(b"k" * 32), 30))
         await until(lambda: fake.requests)
         fake.health.silent = True
         with pytest.raises(ProcessLost):
@@ -384,9 +392,7 @@ async def test_only_an_encoder_that_had_the_call_is_lost_with_it():
     async def asked(end):
         fake.reset()
         fake.before = lambda _: asyncio.sleep(PATIENCE_S)
-        call = asyncio.create_task(
-            pod.encode(b"key", b"", Unit((1, 2, 2)), salt=b"", timeout_s=PATIENCE_S)
-        )
+        call = asyncio.create_task(pod.encode(encode_request(), PATIENCE_S))
         while not fake.requests:  # noqa: ASYNC110 - a list of a fake
             await asyncio.sleep(0.001)
         await end
@@ -396,7 +402,7 @@ async def test_only_an_encoder_that_had_the_call_is_lost_with_it():
     await pod.connect()
     assert type(await asked(fake.stop())) is ProcessLost
     with pytest.raises(Unavailable) as unsent:
-        await pod.encode(b"key", b"", Unit((1, 2, 2)), salt=b"", timeout_s=PATIENCE_S)
+        await pod.encode(encode_request(), PATIENCE_S)
     assert type(unsent.value) is Unavailable
     await pod.close()
 
@@ -413,9 +419,7 @@ async def test_an_encoder_that_fails_a_health_check_has_a_last_word():
         raise EngineLost("its engine has ended")
 
     fake.before = end
-    call = asyncio.create_task(
-        pod.encode(b"key", b"", Unit((1, 2, 2)), salt=b"", timeout_s=PATIENCE_S)
-    )
+    call = asyncio.create_task(pod.encode(encode_request(), PATIENCE_S))
     while not fake.requests:  # noqa: ASYNC110 - a list of a fake
         await asyncio.sleep(0.001)
     await pod.disconnect("it does not answer")
@@ -437,9 +441,7 @@ async def test_an_error_after_the_caller_was_cancelled_is_not_reported_as_unretr
     async def cancel_as_it_fails():
         answer = asyncio.get_running_loop().create_future()
         pod._encode = lambda request, **_: answer
-        asked = asyncio.ensure_future(
-            pod.encode(b"key", b"", Unit((1, 2, 2)), salt=b"", timeout_s=1.0)
-        )
+        asked = asyncio.ensure_future(pod.encode(encode_request(), 1.0))
         await asyncio.sleep(0.01)
         answer.set_exception(Unavailable("gone"))
         await asyncio.sleep(0)  # it has failed, and the caller has not run yet

@@ -27,7 +27,7 @@ from services.common.errors import (
 )
 from services.common.geometry import Run, Unit
 from services.common.pb import decoder_pb2 as pb
-from services.common.pb.encoder_pb2 import EncodeResponse
+from services.common.pb.encoder_pb2 import EncodeRequest, EncodeResponse
 from services.gateway import encode_calls
 from services.gateway.answers.answer import AnswerFormat
 from services.gateway.attempts import MAX_ATTEMPTS, Attempts
@@ -99,8 +99,8 @@ class Encoder:
     def __init__(self, world: World, address: str) -> None:
         self.world, self.address = world, address
 
-    async def encode(self, key: bytes, *_: object, **__: object) -> EncodeResponse:
-        world = self.world
+    async def encode(self, request: EncodeRequest, _: float) -> EncodeResponse:
+        world, key = self.world, request.image_key
         if world.attempts._losses.num_lost["encoder"]:
             world.after_a_loss.add(self.address)
         number = sum(called == key for _, called in world.called)
