@@ -31,11 +31,11 @@ from services.gateway.answers.thinking_budget import ThinkingBudget
 from services.gateway.clients.decoders import DecoderPod, DecoderPool, EmbeddingLost, TokenEvent
 from services.gateway.clients.encoders import EncoderPool
 from services.gateway.clients.sent_prompts import PromptChain
+from services.gateway.completion import Completion
 from services.gateway.encode_calls import EncodeCalls
 from services.gateway.losses import Losses, RetryableFailure
 from services.gateway.mailbox import Mailbox
 from services.gateway.metrics import GatewayMetrics
-from services.gateway.prepared_request import PreparedRequest
 from services.gateway.sampling import choice_seed
 
 log = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ class Attempts:
 
     def __init__(
         self,
-        request: PreparedRequest,
+        request: Completion,
         encoders: EncoderPool,
         decoders: DecoderPool,
         metrics: GatewayMetrics,

@@ -6,7 +6,7 @@ of it takes long runs in threads.
 `endpoint` is the HTTP side of both. Errors are `TriptychError`s.
 """
 
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
@@ -22,23 +22,16 @@ from services.common.pb import decoder_pb2 as pb
 from services.common.threads import WorkerThreads
 from services.gateway.answers.answer import AnswerFormat
 from services.gateway.answers.detokenizer import Choice
-from services.gateway.answers.prompt_logprobs import PromptScores, check_prompt_logprobs
 from services.gateway.answers.thinking_budget import thinking_budget
 from services.gateway.attempts import Attempts
 from services.gateway.clients.decoders import DecoderPool
 from services.gateway.clients.encoders import EncoderPool
+from services.gateway.completion import Completion
 from services.gateway.forms.openai import ChatRequest
-from services.gateway.forms.responses import (
-    CompletionTokensDetails,
-    ImageReport,
-    PromptTokensDetails,
-    Update,
-    Usage,
-)
+from services.gateway.forms.responses import Update
 from services.gateway.media.images import Image, ImageReader
 from services.gateway.media.videos import Video, VideoReader, probe_once
 from services.gateway.metrics import GatewayMetrics, Timings
-from services.gateway.prepared_request import PreparedRequest
 from services.gateway.prompts.conversation import ConversationReader
 from services.gateway.prompts.prompt import Draft, PromptBuilder
 from services.gateway.sampling import (
@@ -58,63 +51,6 @@ _MAX_KEPT_WORDS = 1024
 MAX_TRUNCATED = 8
 
 Result = TypeVar("Result")
-
-
-@dataclass(slots=True)
-class Completion:
-    """A chat completion in progress.
-
-    Attributes:
-        cached_tokens: prompt tokens found in the prefix cache; None until the decoder has said.
-        ignored: fields that change no answer of this model.
-    """
-
-    prepared: PreparedRequest
-    choices: list[Choice]
-    cached_tokens: int | None = None
-    prompt_scores: PromptScores = field(default_factory=PromptScores)
-    ignored: Sequence[str] = ()
-
-    @property
-    def timings(self) -> Timings:
-        return self.prepared.timings
-
-    def record_start(self, started: pb.Started) -> None:
-        """Records how the first choice reached its first token; the others share its prompt."""
-        if self.cached_tokens is None:
-            self.cached_tokens = started.num_cached_tokens
-            self.timings.record("queue", started.queue_s)
-            self.timings.record("prefill", started.prefill_s)
-            if self.prepared.images:
-                self.timings.record("transfer", started.transfer_s)
-
-    def usage(self) -> Usage:
-        """Tokens up to now."""
-        prompt = self.prepared.prompt
-        prompt_tokens = len(prompt.token_ids)
-        completion_tokens = sum(choice.num_tokens for choice in self.choices)
-        details = PromptTokensDetails(prompt.num_image_tokens, self.cached_tokens)
-        if videos := [each.usage for each in self.prepared.images if isinstance(each, Video)]:
-            details.videos = videos
-            details.video_tokens = sum(video.tokens for video in videos)
-        total_tokens = prompt_tokens + completion_tokens
-        usage = Usage(prompt_tokens, completion_tokens, total_tokens, details)
-        if self.prepared.answer_format.reasoning is not None:
-            reasoning_tokens = sum(choice.num_reasoning_tokens for choice in self.choices)
-            usage.completion_tokens_details = CompletionTokensDetails(reasoning_tokens)
-        return usage
-
-    def prompt_token_ids(self) -> list[int]:
-        """With all tokens of images."""
-        return self.prepared.prompt.token_ids.tolist()
-
-    def image_reports(self) -> list[ImageReport]:
-        """Where each unit's embedding came from."""
-        runs = self.prepared.prompt.runs
-        return [
-            ImageReport(source, run.num_tokens, run.unit.grid)
-            for source, run in zip(self.prepared.encode_sources, runs, strict=True)
-        ]
 
 
 @dataclass(slots=True)
@@ -195,22 +131,24 @@ class ChatService:
                 images, videos = await self.read_media(draft, slot)
         prompt = self.prompts.expand(draft, [image.units for image in images], videos)
         limit(len(prompt.token_ids))
-        check_prompt_logprobs(request, len(prompt.token_ids))
-        num_tokens = len(prompt.token_ids) + request.num_choices * sampling.max_tokens
-        num_pixels = self.prompts.num_pixels(prompt)
-        await slot.charge(num_tokens, request.num_choices, num_pixels)
-        prepared = PreparedRequest(
+        choices = [
+            Choice(index, request, self.tokenizer, answer_format.parser())
+            for index in range(request.num_choices)
+        ]
+        completion = Completion(
             request_id, request, prompt, [*images, *videos], sampling, slot, answer_format,
             cache_salt=slot.tenant.cache_salt(request.cache_salt or ""),
             deadline=timings.arrived + self.request_timeout_s,
             timings=timings,
             encode_sources=[None] * len(prompt.runs),
+            choices=choices,
+            ignored=draft.ignored,
         )  # fmt: skip
-        choices = [
-            Choice(index, request, self.tokenizer, answer_format.parser())
-            for index in range(request.num_choices)
-        ]
-        return Completion(prepared, choices, ignored=draft.ignored)
+        completion.prompt_scores.check(request, len(prompt.token_ids))
+        num_tokens = len(prompt.token_ids) + request.num_choices * sampling.max_tokens
+        num_pixels = self.prompts.num_pixels(prompt)
+        await slot.charge(num_tokens, request.num_choices, num_pixels)
+        return completion
 
     async def answer(
         self, completion: Completion, *, is_kept: bool = False
@@ -223,14 +161,12 @@ class ChatService:
         Raises:
             TriptychError: the request failed.
         """
-        prepared = completion.prepared
         budget = thinking_budget(
-            prepared.chat, prepared.answer_format, completion.choices, self.tokenizer
+            completion.chat, completion.answer_format, completion.choices, self.tokenizer
         )
         attempts = Attempts(
-            prepared, self.encoders, self.decoders, self.metrics, self.encode_timeout_s,
-            budget,
-        )  # fmt: skip
+            completion, self.encoders, self.decoders, self.metrics, self.encode_timeout_s, budget
+        )
         timings, started = completion.timings, False
         async with aclosing(attempts.events()) as batches:
             async for events in batches:
@@ -252,7 +188,7 @@ class ChatService:
                     if choice.finish_reason is not None and not event.is_last:
                         attempts.stop(event.choice)
                 if is_kept:
-                    completion.prepared.slot.hold(sum(update.num_bytes for update in updates))
+                    completion.slot.hold(sum(update.num_bytes for update in updates))
                 yield updates
         if any(choice.finish_reason is None for choice in completion.choices):
             raise InternalError("a choice ended without a finish reason")

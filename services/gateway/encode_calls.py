@@ -22,10 +22,10 @@ from services.common.pb import decoder_pb2 as pb
 from services.common.pb.encoder_pb2 import DescribeEncoderResponse, EncodeResponse
 from services.gateway.clients.decoders import EmbeddingLost
 from services.gateway.clients.encoders import SOURCES, EncoderPod, EncoderPool
+from services.gateway.completion import Completion, Medium
 from services.gateway.losses import Losses, RetryableFailure
 from services.gateway.media.kinds import VIDEO
 from services.gateway.metrics import GatewayMetrics
-from services.gateway.prepared_request import Medium, PreparedRequest
 
 # For the end of a call to an encoder that a decoder, or another call, has found lost. A front whose
 # engine has ended answers at once.
@@ -51,7 +51,7 @@ class EncodeCalls:
         keys: of each run of the prompt, for the encoders of the latest attempt.
     """
 
-    request: PreparedRequest
+    request: Completion
     encoders: EncoderPool
     losses: Losses
     report: Callable[[RetryableFailure | InvalidRequest], None]

@@ -23,15 +23,15 @@ from services.common.errors import (
     Unavailable,
 )
 from services.gateway.attempts import Attempts
+from services.gateway.completion import Completion
 from services.gateway.endpoints.endpoint import Work
 from services.gateway.media.images import Image
-from services.gateway.prepared_request import PreparedRequest
 from services.gateway.prompts.prompt import PromptBuilder
 from services.gateway.tenancy.admission import Slot
 from tests.attacks.images import small
 from tests.gateway_stack import MODEL
 
-KEPT = (Attempts, Image, PreparedRequest, Slot, Work)
+KEPT = (Attempts, Completion, Image, Slot, Work)
 LARGE = 1 << 20
 STREAMS = (False, True)
 

@@ -29,6 +29,17 @@ class PromptScores:
         num_values = sum(len(part.logprobs) + len(part.top_logprobs) for part in self.parts) // 4
         return num_values * _BYTES_OF_A_LOGPROB
 
+    def check(self, request: ChatRequest, prompt_tokens: int) -> None:
+        """Raises InvalidRequest if a prompt is too long for the logprobs that are wanted of it."""
+        wanted = request.prompt_logprobs
+        if wanted is not None and prompt_tokens * (wanted + 1) > MAX_PROMPT_LOGPROBS:
+            most = MAX_PROMPT_LOGPROBS // (wanted + 1)
+            raise InvalidRequest(
+                f"with {wanted} alternatives a prompt may have {most} tokens; "
+                f"it has {prompt_tokens}",
+                param="prompt_logprobs",
+            )
+
     def add(self, parts: Sequence[pb.PromptLogprobs]) -> None:
         """Takes the next part; a decoder that takes a prompt over begins it again."""
         for part in parts:
@@ -82,17 +93,6 @@ class PromptScores:
                 token_ids[1:], self.rows(), strict=True
             )
         ]
-
-
-def check_prompt_logprobs(request: ChatRequest, prompt_tokens: int) -> None:
-    """Raises InvalidRequest if a prompt is too long for the logprobs that are wanted of it."""
-    wanted = request.prompt_logprobs
-    if wanted is not None and prompt_tokens * (wanted + 1) > MAX_PROMPT_LOGPROBS:
-        most = MAX_PROMPT_LOGPROBS // (wanted + 1)
-        raise InvalidRequest(
-            f"with {wanted} alternatives a prompt may have {most} tokens; it has {prompt_tokens}",
-            param="prompt_logprobs",
-        )
 
 
 def _floats(data: bytes) -> "np.ndarray[tuple[int], np.dtype[np.float32]]":

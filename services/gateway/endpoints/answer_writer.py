@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 
 from msgspec import Struct
 
-from services.gateway.chat import Completion
+from services.gateway.completion import Completion
 from services.gateway.forms.parts import Part, Text, continues
 from services.gateway.forms.responses import LogprobEntry, Update, encode_json
 from services.gateway.http.exchange import Exchange

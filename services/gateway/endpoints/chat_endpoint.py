@@ -2,7 +2,7 @@
 
 from contextlib import aclosing
 
-from services.gateway.chat import Completion
+from services.gateway.completion import Completion
 from services.gateway.endpoints.endpoint import Endpoint, Work, now
 from services.gateway.forms.json_body import Body
 from services.gateway.forms.openai import ChatRequest, parse_chat_request
@@ -32,7 +32,7 @@ class ChatEndpoint(Endpoint):
             await self._whole(work, completion)
 
     async def _stream(self, work: Work, completion: Completion) -> None:
-        request, exchange = completion.prepared.chat, work.exchange
+        request, exchange = completion.chat, work.exchange
         include_usage, continuous = request.stream_usage
         writer = ChunkWriter(
             f"chatcmpl-{work.answer_id}", now(), self._service.model_name, include_usage
@@ -58,7 +58,7 @@ class ChatEndpoint(Endpoint):
         await exchange.write(b"".join((*pieces, DONE)), last=True)
 
     async def _whole(self, work: Work, completion: Completion) -> None:
-        request = completion.prepared.chat
+        request = completion.chat
         updates_of = await self.collect(completion)
         response = ChatCompletion(
             id=f"chatcmpl-{work.answer_id}",
@@ -84,7 +84,7 @@ class ChatEndpoint(Endpoint):
 
 def _times(completion: Completion) -> dict[str, object]:
     """The fields of an answer for `include_stage_times`; none without it."""
-    if not completion.prepared.chat.include_stage_times:
+    if not completion.chat.include_stage_times:
         return {}
     choices, times_ms = completion.choices, completion.timings.milliseconds()
     num_tokens = sum(choice.num_tokens for choice in choices)

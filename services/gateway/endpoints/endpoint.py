@@ -19,7 +19,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from services.common.errors import DeadlineExceeded, Overloaded, TriptychError
-from services.gateway.chat import ChatService, Completion
+from services.gateway.chat import ChatService
+from services.gateway.completion import Completion
 from services.gateway.forms.ignored import Ignored
 from services.gateway.forms.json_body import Body, free
 from services.gateway.forms.openai import ChatRequest
@@ -175,7 +176,7 @@ class Endpoint(ABC):
             metrics.stage(stage).observe(value)
         metrics.prompt_tokens.inc(usage.prompt_tokens)
         metrics.completion_tokens.inc(usage.completion_tokens)
-        if num_image_tokens := completion.prepared.prompt.num_image_tokens:
+        if num_image_tokens := completion.prompt.num_image_tokens:
             metrics.image_tokens.inc(num_image_tokens)
         if completion.cached_tokens:
             metrics.cached_tokens.inc(completion.cached_tokens)
@@ -192,7 +193,7 @@ def _used(work: Work | None) -> dict[str, int]:
     return {
         "prompt_tokens": sum(usage.prompt_tokens for usage in usages),
         "completion_tokens": sum(usage.completion_tokens for usage in usages),
-        "images": sum(len(completion.prepared.images) for completion in completions),
+        "images": sum(len(completion.images) for completion in completions),
     }
 
 

@@ -9,7 +9,8 @@ from msgspec import Raw
 from starlette.requests import Request
 
 from services.common.errors import InvalidRequest, TriptychError
-from services.gateway.chat import ChatService, Completion
+from services.gateway.chat import ChatService
+from services.gateway.completion import Completion
 from services.gateway.endpoints.answer_writer import AnswerWriter
 from services.gateway.endpoints.chat_messages import ChatMessages
 from services.gateway.endpoints.endpoint import Endpoint, Work, parse_body, renamed

@@ -10,7 +10,8 @@ from secrets import token_hex
 from msgspec import UNSET, UnsetType, structs
 
 from services.common.errors import InvalidImage, InvalidRequest, TriptychError
-from services.gateway.chat import ChatService, Completion
+from services.gateway.chat import ChatService
+from services.gateway.completion import Completion
 from services.gateway.endpoints.answer_writer import AnswerWriter
 from services.gateway.endpoints.chat_messages import ChatMessages
 from services.gateway.endpoints.endpoint import Endpoint, Work, now, renamed
@@ -112,7 +113,7 @@ class ResponsesEndpoint(Endpoint):
     ) -> None:
         images = {
             renamed(image.param, work.paths): image.data
-            for image in completion.prepared.images
+            for image in completion.images
             if isinstance(image, Image)
         }
         await self._kept.keep(work.slot.tenant.name, request, response, images)
@@ -339,7 +340,7 @@ class ResponseWriter(AnswerWriter[api.ResponseEvent]):
         self._pieces: list[str] = []  # of the open item
         self._id = response_id
         self._namespaces = _namespaces(request)
-        sampling, text = completion.prepared.sampling, request.text
+        sampling, text = completion.sampling, request.text
         self.response = api.ResponseObject(
             id=f"resp_{self._id}",
             created_at=now(),

@@ -10,7 +10,8 @@ from contextlib import aclosing
 from dataclasses import replace
 
 from services.common.errors import InvalidRequest
-from services.gateway.chat import MAX_TRUNCATED, Completion
+from services.gateway.chat import MAX_TRUNCATED
+from services.gateway.completion import Completion
 from services.gateway.endpoints.endpoint import Endpoint, Work, now
 from services.gateway.forms.json_body import Body
 from services.gateway.forms.parts import Text

@@ -32,10 +32,10 @@ from services.gateway import encode_calls
 from services.gateway.answers.answer import AnswerFormat
 from services.gateway.attempts import MAX_ATTEMPTS, Attempts
 from services.gateway.clients.decoders import EmbeddingLost, TokenEvent
+from services.gateway.completion import Completion
 from services.gateway.forms.openai import ChatRequest
 from services.gateway.media.images import Image, uncounted
 from services.gateway.metrics import GatewayMetrics, Timings
-from services.gateway.prepared_request import PreparedRequest
 from services.gateway.prompts.prompt import Prompt
 from services.gateway.slot import Slot
 from services.gateway.tenancy.tenants import ANONYMOUS
@@ -207,7 +207,7 @@ async def ask(world: World, num_images: int = 1) -> list[int] | TriptychError:
     """The tokens that the client gets, or the error."""
     unit = Unit((1, 2, 2))
     images = [Image(f"image {i}", bytes([i]), [unit]) for i in range(num_images)]
-    request = PreparedRequest(
+    request = Completion(
         "id",
         ChatRequest([]),
         Prompt(np.zeros(8, np.int32), None, 0, [Run(i, 1, unit, i) for i in range(num_images)]),

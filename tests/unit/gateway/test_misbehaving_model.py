@@ -184,10 +184,8 @@ def check_responses(updates, choice, text):
     """OpenAI's Responses: the deltas are the items; arguments are objects; they are taken back."""
     completion = SimpleNamespace(
         usage=lambda: Usage(1, 1, 2, PromptTokensDetails(0, 0)), cached_tokens=0, choices=[choice],
-        prepared=SimpleNamespace(
-            sampling=SimpleNamespace(temperature=1.0, top_p=1.0),
-            prompt=SimpleNamespace(num_image_tokens=0),
-        ),
+        sampling=SimpleNamespace(temperature=1.0, top_p=1.0),
+        prompt=SimpleNamespace(num_image_tokens=0),
     )  # fmt: skip
     request = parse_responses_request(b'{"model": "m", "input": "x"}')
     writer = ResponseWriter(request, "resp-1", completion, "m")
@@ -217,7 +215,7 @@ def test_a_long_response_takes_linear_time():
     completion = SimpleNamespace(
         usage=lambda: Usage(1, 1, 2, PromptTokensDetails(0, 0)), cached_tokens=0,
         choices=[SimpleNamespace(finish_reason="stop")],
-        prepared=SimpleNamespace(sampling=SimpleNamespace(temperature=1.0, top_p=1.0)),
+        sampling=SimpleNamespace(temperature=1.0, top_p=1.0),
     )  # fmt: skip
     request = parse_responses_request(b'{"model": "m", "input": "x"}')
 
