@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 
 # How soon a change is seen: files are looked at once in this time at most, and only when asked for.
 CHECK_INTERVAL_S = 1.0
-_MAX_FILE_BYTES = 1 << 20
+_MAX_FILE_BYTES = 4 << 20
 
 Content = TypeVar("Content")
 

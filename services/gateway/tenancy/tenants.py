@@ -1,8 +1,7 @@
 """Who a request belongs to: tenants, and the API keys that name them.
 
-Keys are in a file as SHA-256 digests, with their tenants; the file is read again when it changes. A
-file that cannot be read is refused at start; later, the last good one stays in force and the log
-says so.
+Keys are in a file as SHA-256 digests, with their tenants; the file is read again when it changes,
+see `watched_files`.
 
     {"tenants": {"search": {"weight": 2, "max_requests": 64, "tokens_per_minute": 1000000}},
      "keys": [{"id": "search-2026", "tenant": "search", "sha256": "9f86…",
@@ -13,10 +12,8 @@ says so.
 
 import hashlib
 import hmac
-import logging
-import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import datetime
@@ -27,15 +24,12 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from services.common.security.watched_files import WatchedFiles
 from services.common.settings import SettingsError
-
-log = logging.getLogger(__name__)
 
 KeyScope = Literal["inference", "metrics", "admin"]
 Count = Annotated[int, Meta(ge=1)]
 Name = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
-_CHECK_INTERVAL_S = 1.0
-_MAX_FILE_BYTES = 4 << 20
 _INFERENCE: frozenset[KeyScope] = frozenset(("inference",))
 _ALL_SCOPES: frozenset[KeyScope] = frozenset(("inference", "metrics", "admin"))
 
@@ -147,7 +141,6 @@ class Keyring:
     def __init__(
         self, keys: Iterable[str] = (), path: Path | None = None, *, is_private: bool = False
     ) -> None:
-        self._path = path
         self._everybody = Identity(ANONYMOUS, scopes=_ALL_SCOPES if is_private else _INFERENCE)
         digests = [hashlib.sha256(key.encode()).digest() for key in keys]
         # One tenant has nobody to keep its caches from.
@@ -157,18 +150,16 @@ class Keyring:
             name = f"key-{digest.hex()[:8]}"
             tenant = Tenant(name, Limits(), shares_caches=alone)
             self._fixed[digest] = Identity(tenant, name, _ALL_SCOPES if alone else _INFERENCE)
-        self._by_digest = dict(self._fixed)
-        self._state: tuple[int, int, int] | None = None
-        self._next_check = 0.0
+        self._file: WatchedFiles[dict[bytes, Identity]] | None = None
         if path is not None:
             try:
-                self._read(path)
-            except (OSError, ValueError) as error:
+                self._file = WatchedFiles((path,), self._parse)
+            except SettingsError as error:
                 raise SettingsError(f"GATEWAY_API_KEYS, {path}: {error}") from None
 
     @property
     def is_open(self) -> bool:
-        return not self._fixed and self._path is None
+        return not self._fixed and self._file is None
 
     def identify(self, authorization: bytes) -> Identity | None:
         """Whose request it is, by its `Authorization` header; None: a key is needed, or it is not
@@ -176,38 +167,22 @@ class Keyring:
         """
         if self.is_open:
             return self._everybody
-        self._reload()
+        known = self._fixed if self._file is None else self._file.current()
         scheme, _, given = authorization.partition(b" ")
         # By the digest: how long the look-up takes says nothing about the keys.
-        found = self._by_digest.get(hashlib.sha256(given.strip()).digest())
+        found = known.get(hashlib.sha256(given.strip()).digest())
         if found is None or scheme.lower() != b"bearer":
             return None
         if found.expires_at is not None and time.time() >= found.expires_at:
             return None
         return found
 
-    def _reload(self) -> None:
-        if self._path is None or (now := time.monotonic()) < self._next_check:
-            return
-        self._next_check = now + _CHECK_INTERVAL_S
+    def _parse(self, data: Sequence[bytes]) -> dict[bytes, Identity]:
+        """All keys, of the file and fixed, by their digests."""
         try:
-            self._read(self._path)
-        except (OSError, ValueError) as error:
-            if self._state is not None:
-                log.error("the key file is not read, the keys before stay: %s", error)
-                self._state = None
-
-    def _read(self, path: Path) -> None:
-        found = os.stat(path)
-        state = found.st_mtime_ns, found.st_size, found.st_ino
-        if state == self._state:
-            return
-        if found.st_size > _MAX_FILE_BYTES:
-            raise ValueError(f"{path} has more than {_MAX_FILE_BYTES} bytes")
-        try:
-            content = msgspec.json.decode(path.read_bytes(), type=_KeyFile)
+            content = msgspec.json.decode(data[0], type=_KeyFile)
         except msgspec.DecodeError as error:
-            raise ValueError(f"{path}: {error}") from None
+            raise ValueError(f"not a key file: {error}") from None
         by_digest = dict(self._fixed)
         tenants = {
             name: Tenant(name, limits, shares_caches=content.share_caches)
@@ -219,10 +194,10 @@ class Keyring:
             )
             digest = bytes.fromhex(key.sha256)
             if digest in by_digest:
-                raise ValueError(f"{path}: two keys are equal, the second is {key.id!r}")
+                raise ValueError(f"two keys are equal, the second is {key.id!r}")
             expires = None if key.expires is None else key.expires.timestamp()
             by_digest[digest] = Identity(tenant, key.id, key.scopes, expires)
-        self._by_digest, self._state = by_digest, state
+        return by_digest
 
 
 _NOBODY = Identity(ANONYMOUS)
