@@ -26,11 +26,11 @@ from services.common.transport.rpc import create_channel
 from services.gateway.answers.answer_reader import AnswerReader
 from services.gateway.bounds import Bounds
 from services.gateway.chat import ChatService
+from services.gateway.clients import uploads
 from services.gateway.clients.decoders import DecoderPool
 from services.gateway.clients.encoders import EncoderPool
 from services.gateway.clients.pods import Dialling
 from services.gateway.clients.served_model import ServedModel
-from services.gateway.clients.uploads import Uploads
 from services.gateway.endpoints.surfaces import create_surfaces
 from services.gateway.http.exchange import handle_bug, handle_http_error, handle_triptych_error
 from services.gateway.http.middleware import Middleware, with_cors
@@ -94,17 +94,17 @@ def create_gateway(settings: GatewaySettings, bounds: Bounds = _BOUNDS) -> Gatew
     kept, held_bytes = _kept(settings, max_held_bytes(bounds.process_bytes))
     admission = Admission(bounds.max_concurrent_requests, held_bytes, leases)
     encoders, decoders = _pools(settings, spec, metrics)
-    uploads = Uploads(encoders).get
+    uploaded = partial(uploads.get, encoders)
     webs = _webs(settings, bounds)
     directory = settings.media_directory
     read_file = None if directory is None else partial(read_local_file, directory.resolve())
     loader, clips = (
-        MediaLoader(web.max_bytes, web.fetch, read_file, web.kind, uploads) for web in webs
+        MediaLoader(web.max_bytes, web.fetch, read_file, web.kind, uploaded) for web in webs
     )
     images = videos = None
     if spec.vision is not None:
         width = spec.text.hidden_size * spec.vision.tower.num_features
-        brought = partial(load_embedding, width, uploads) if settings.embeddings else None
+        brought = partial(load_embedding, width, uploaded) if settings.embeddings else None
         images = ImageReader(loader, spec.vision.geometry, bounds.max_source_pixels, kept, brought)
         if spec.vision.video is not None:
             videos = VideoReader(clips, loader, spec.vision.video, bounds)

@@ -8,7 +8,8 @@ from starlette.requests import Request
 
 from services.common.errors import InvalidRequest
 from services.gateway.chat import ChatService
-from services.gateway.clients.uploads import Uploads
+from services.gateway.clients import uploads
+from services.gateway.clients.encoders import EncoderPool
 from services.gateway.forms.json_body import Body, Parser
 from services.gateway.http.exchange import JsonResponse
 from services.gateway.media.images import decode_data_url
@@ -53,7 +54,7 @@ async def upload(service: ChatService, request: Request, slot: Slot, body: Body)
     if not 0 < len(data) <= _MAX_BYTES:
         raise InvalidRequest(f"an upload has 1 to {_MAX_BYTES} bytes")
     digest = await asyncio.to_thread(lambda: blake3(data).digest())
-    handle, kept_s = await _uploads(service).put(slot.tenant.name, data, digest)
+    handle, kept_s = await uploads.put(_encoders(service), slot.tenant.name, data, digest)
     return JsonResponse(UploadAnswer(handle, len(data), kept_s))
 
 
@@ -62,14 +63,14 @@ async def delete_upload(
 ) -> JsonResponse:
     """Forgets a file."""
     handle: str = request.path_params["name"]
-    await _uploads(service).delete(slot.tenant.name, handle)
+    await uploads.delete(_encoders(service), slot.tenant.name, handle)
     return JsonResponse(DeletedUpload(handle))
 
 
-def _uploads(service: ChatService) -> Uploads:
+def _encoders(service: ChatService) -> EncoderPool:
     if service.images is None:
         raise InvalidRequest("the model takes text alone")
-    return Uploads(service.encoders)
+    return service.encoders
 
 
 def _file_in(body: Body) -> bytes:
