@@ -16,17 +16,13 @@ class Mailbox(Generic[Item]):
     def __init__(self) -> None:
         self._items: list[Item] = []
         self.num_bytes = 0
-        self._waiter: asyncio.Future[None] | None = None
+        self._arrived = asyncio.Event()
 
     def put(self, item: Item, num_bytes: int = 0) -> None:
         """Adds an item; never waits."""
         self._items.append(item)
         self.num_bytes += num_bytes
-        waiter = self._waiter
-        if waiter is not None:
-            self._waiter = None
-            if not waiter.done():
-                waiter.set_result(None)
+        self._arrived.set()
 
     def clear(self) -> None:
         self._items = []
@@ -35,11 +31,8 @@ class Mailbox(Generic[Item]):
     async def take(self) -> list[Item]:
         """All items at hand, at least one. For one caller at a time."""
         while not self._items:
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
+            self._arrived.clear()
+            await self._arrived.wait()
         items = self._items
         self.clear()
         return items

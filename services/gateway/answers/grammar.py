@@ -19,12 +19,6 @@ from services.gateway.forms.json_body import text_of
 from services.gateway.forms.openai import ChatRequest
 
 _ANY_OBJECT = '{"type": "object"}'
-_KINDS = {
-    "json_schema": pb.Grammar.KIND_JSON_SCHEMA,
-    "regex": pb.Grammar.KIND_REGEX,
-    "choice": pb.Grammar.KIND_CHOICE,
-    "grammar": pb.Grammar.KIND_GRAMMAR,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +54,7 @@ class Grammar:
         if not end_ids:
             raise InvalidRequest("the model has no end token", param=self.param)
         return pb.Grammar(
-            kind=_KINDS[self.kind],
+            kind=f"KIND_{self.kind.upper()}",
             text=self.text,
             begins_after=self.begins_after,
             end_token_ids=end_ids,

@@ -106,38 +106,37 @@ class Parser(Generic[Decoded]):
             PayloadTooLarge: more than `MAX_JSON_BYTES` or `MAX_JSON_NODES`.
             InvalidRequest: not JSON, or a field is wrong; `param` names the field.
         """
-        found = _decode(self._decoder, body, ignored or Ignored())
+        text = body if len(body) <= _MAX_UNCOUNTED_BYTES else without_images(body)
+        if len(text) > MAX_JSON_BYTES:
+            raise PayloadTooLarge(f"the body has more than {MAX_JSON_BYTES} bytes beside images")
+        if len(text) > _MAX_UNCOUNTED_BYTES and has_more_nodes(text, MAX_JSON_NODES):
+            raise PayloadTooLarge(
+                f"the body has more than {MAX_JSON_NODES} strings, arrays and members of objects"
+            )
+        try:
+            found = self._decoded(body, ignored or Ignored())
+        except msgspec.ValidationError as error:
+            told = str(error)
+            where = _WHERE.search(told)
+            message, param = (told[: where.start()], where[1]) if where else (told, "")
+            if field := _FIELD.search(message):
+                param = f"{param}.{field[1]}" if param else field[1]
+            raise InvalidRequest(message[:300], param=param[:200] or None) from None
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            raise InvalidRequest(_NO_JSON) from None
+        except RecursionError:
+            raise InvalidRequest("the body is nested too deeply") from None
         self._check(found)
         return found
 
-
-def _decode(decoder: "msgspec.json.Decoder[Decoded]", body: Body, ignored: Ignored) -> Decoded:
-    text = body if len(body) <= _MAX_UNCOUNTED_BYTES else without_images(body)
-    if len(text) > MAX_JSON_BYTES:
-        raise PayloadTooLarge(f"the body has more than {MAX_JSON_BYTES} bytes beside images")
-    if len(text) > _MAX_UNCOUNTED_BYTES and has_more_nodes(text, MAX_JSON_NODES):
-        raise PayloadTooLarge(
-            f"the body has more than {MAX_JSON_NODES} strings, arrays and members of objects"
-        )
-    try:
+    def _decoded(self, body: Body, ignored: Ignored) -> Decoded:
         try:
-            return decoder.decode(body)
+            return self._decoder.decode(body)
         except msgspec.ValidationError:
-            rest = ignored.without(decoder.type, body)
+            rest = ignored.without(self._decoder.type, body)
             if rest is None:
                 raise
-            return decoder.decode(rest)
-    except msgspec.ValidationError as error:
-        told = str(error)
-        where = _WHERE.search(told)
-        message, param = (told[: where.start()], where[1]) if where else (told, "")
-        if field := _FIELD.search(message):
-            param = f"{param}.{field[1]}" if param else field[1]
-        raise InvalidRequest(message[:300], param=param[:200] or None) from None
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        raise InvalidRequest(_NO_JSON) from None
-    except RecursionError:
-        raise InvalidRequest("the body is nested too deeply") from None
+            return self._decoder.decode(rest)
 
 
 def text_of(raw: msgspec.Raw, param: str) -> str:
