@@ -147,10 +147,10 @@ class Leases:
         """A tenant's; made at its first request. Limits may have changed since."""
         quota = self._quotas.get(tenant.name)
         if quota is not None:
-            quota.limit(tenant.limits)
+            quota.limits = tenant.limits.of_kinds
             return quota
         quota = self._quotas[tenant.name] = Quota(tenant.name, self._clock, self._times.window)
-        quota.limit(tenant.limits)
+        quota.limits = tenant.limits.of_kinds
         quota.others = list(self._of_others.get(tenant.name, NOTHING))
         if self.division is not None:
             quota.divide(self.division)

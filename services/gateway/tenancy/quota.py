@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from msgspec import Struct
 
 from services.common.errors import RateLimited
-from services.gateway.tenancy.tenants import Limits
 
 WINDOW_S = 60.0
 Clock = Callable[[], float]
@@ -170,23 +169,12 @@ class Quota:
         self._window_s = window_s
         self.requests, self.tokens, self.pixels = (Window(clock, window_s) for _ in range(3))
         self.meters = (self.requests, self.tokens, self.pixels, Count(), Count())
-        self._source: Limits | None = None
         self.limits: tuple[int | None, ...] = (None,) * len(KINDS)
         self.early = 0
         self.leases = [0] * len(KINDS)
         self.others = [0] * len(KINDS)
         self.is_busy = self.is_short = False
         self._refused: list[tuple[float, int]] = [(0.0, 0)] * len(KINDS)  # until when, amount
-
-    def limit(self, limits: Limits) -> None:
-        """Sets the limits, which may change when the key file does."""
-        if limits is self._source:
-            return
-        self._source = limits
-        self.limits = (
-            limits.requests_per_minute, limits.tokens_per_minute, limits.pixels_per_minute,
-            limits.max_requests, limits.max_sequences,
-        )  # fmt: skip
 
     @property
     def is_limited(self) -> bool:

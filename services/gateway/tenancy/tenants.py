@@ -53,6 +53,12 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     tokens_per_minute: Count | None = None
     pixels_per_minute: Count | None = None
 
+    @property
+    def of_kinds(self) -> tuple[int | None, ...]:
+        """In the order of `quota.KINDS`."""
+        per_minute = self.requests_per_minute, self.tokens_per_minute, self.pixels_per_minute
+        return (*per_minute, self.max_requests, self.max_sequences)
+
 
 class _Key(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     id: Name
