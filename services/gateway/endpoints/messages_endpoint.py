@@ -121,7 +121,10 @@ def to_chat(request: api.CountTokensRequest, paths: dict[str, str]) -> ChatReque
     if last is not None and last.role == "assistant" and not last.tool_calls:
         chat.continue_final_message = True
     if request.tools:
-        chat.tools = [_tool(tool) for tool in request.tools]
+        chat.tools = [
+            Tool("function", FunctionDefinition(t.name, t.description, t.input_schema, t.strict))
+            for t in request.tools
+        ]
         for index in range(len(chat.tools)):
             paths[f"tools[{index}].function"] = f"tools[{index}]"
             paths[f"tools[{index}].function.parameters"] = f"tools[{index}].input_schema"
@@ -206,13 +209,6 @@ def _part(block: api.TextBlock | api.ImageBlock | api.DocumentBlock, path: str) 
     if isinstance(source, api.Base64Source):
         return ImageUrlPart(image_url=f"data:{source.media_type};base64,{source.data}")
     return ImageUrlPart(image_url=ImageUrl(source.url))
-
-
-def _tool(given: api.ToolDefinition) -> Tool:
-    function = FunctionDefinition(
-        given.name, given.description, given.input_schema, strict=given.strict
-    )
-    return Tool("function", function)
 
 
 def _tool_choice(request: api.CountTokensRequest) -> tuple[ToolChoice | None, bool | None]:

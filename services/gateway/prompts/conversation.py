@@ -6,6 +6,7 @@ the model or its template does not take is an `InvalidRequest`; `param` names th
 
 import re
 from collections.abc import Iterator, Sequence
+from types import UnionType
 from typing import Any
 
 from services.common.errors import InvalidImage, InvalidRequest, InvalidVideo
@@ -28,6 +29,8 @@ from services.gateway.tokenizer.tokenizer import ModelTokenizer
 
 _NO_IMAGES = "the model takes no images"
 _NO_VIDEOS = "the model takes no videos"
+_Image = AnyImage | ImageEmbedsPart
+_Medium = _Image | AnyVideo
 _KWARGS = "mm_processor_kwargs"
 _TOOL_ROLE = re.compile(r"""["'](tool|ipython)["']""")
 
@@ -65,7 +68,7 @@ class ConversationReader:
             InvalidRequest: the messages or options do not fit the model or its chat template.
         """
         if self._no_videos:
-            _refuse_videos(request, self._no_videos)
+            _refuse(request, AnyVideo, InvalidRequest, f"{_NO_VIDEOS}: {self._no_videos}")
         messages, images, videos = read_messages(
             request, takes_images=self._takes_images, cut=cut, **self._limits
         )
@@ -77,7 +80,8 @@ class ConversationReader:
             ignored.append("messages.tool_calls")
         self._refuse_unseen_calls(request.messages)
         if (images or videos) and not self._takes_tool_images:
-            _refuse_tool_images(request)
+            why = "the model's chat template takes no images in tool messages"
+            _refuse(request, _Medium, InvalidImage, why, "tool")
         tools = None
         if request.tools and request.tool_choice != "none":
             if not self._template.takes_tools:
@@ -197,12 +201,13 @@ def read_messages(
             takes none.
     """
     if not takes_images:
-        _refuse_images(request)
+        _refuse(request, AnyVideo, InvalidVideo, _NO_VIDEOS)
+        _refuse(request, _Medium, InvalidImage, _NO_IMAGES)
+        for name in ("min_pixels", "max_pixels", "mm_processor_kwargs", "media_io_kwargs"):
+            if getattr(request, name) is not None:
+                raise InvalidRequest(_NO_IMAGES, param=name)
     counts: dict[str, int] = {}
-    for kind, noun, limit in (
-        (AnyImage | ImageEmbedsPart, "images", max_images),
-        (AnyVideo, "videos", max_videos),
-    ):
+    for kind, noun, limit in ((_Image, "images", max_images), (AnyVideo, "videos", max_videos)):
         count = counts[noun] = sum(isinstance(part, kind) for _, part, _ in _parts(request, cut))
         if count > limit:
             raise InvalidRequest(
@@ -228,30 +233,13 @@ def _parts(request: ChatRequest, cut: range = range(0)) -> Iterator[tuple[Messag
             yield message, part, f"messages[{index}].content[{position}]"
 
 
-def _refuse_images(request: ChatRequest) -> None:
-    for _, part, path in _parts(request):
-        if isinstance(part, AnyVideo):
-            raise InvalidVideo(_NO_VIDEOS, param=path)
-        if not isinstance(part, TextPart):
-            raise InvalidImage(_NO_IMAGES, param=path)
-    for name in ("min_pixels", "max_pixels", "mm_processor_kwargs", "media_io_kwargs"):
-        if getattr(request, name) is not None:
-            raise InvalidRequest(_NO_IMAGES, param=name)
-
-
-def _refuse_videos(request: ChatRequest, why: str) -> None:
-    for _, part, path in _parts(request):
-        if isinstance(part, AnyVideo):
-            raise InvalidRequest(f"{_NO_VIDEOS}: {why}", param=path)
-
-
-def _refuse_tool_images(request: ChatRequest) -> None:
-    """For a template that shows no images in tool messages."""
+def _refuse(
+    request: ChatRequest, kinds: UnionType, error: type[InvalidRequest], why: str, role: str = ""
+) -> None:
+    """Raises the error for the first part of these kinds, in messages of that role, if any."""
     for message, part, path in _parts(request):
-        if message.role == "tool" and not isinstance(part, TextPart):
-            raise InvalidImage(
-                "the model's chat template takes no images in tool messages", param=path
-            )
+        if isinstance(part, kinds) and role in ("", message.role):
+            raise error(why, param=path)
 
 
 def _join_systems(messages: list[dict[str, Any]]) -> bool:
@@ -294,7 +282,7 @@ def _template_message(
         parts: list[dict[str, Any]] = []
         for position, part in enumerate(message.content):
             place = f"{path}.content[{position}]"
-            if isinstance(part, AnyImage | ImageEmbedsPart):
+            if isinstance(part, _Image):
                 images.append(_source(part, place, request))
                 parts.append({"type": "image"})
             elif isinstance(part, AnyVideo):
@@ -319,7 +307,7 @@ def _call(call: ToolCall, path: str) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": function}
 
 
-def _source(part: AnyImage | ImageEmbedsPart, param: str, request: ChatRequest) -> ImageSource:
+def _source(part: _Image, param: str, request: ChatRequest) -> ImageSource:
     """The image with its pixel limits; the innermost limit that is given applies."""
     if isinstance(part, ImageEmbedsPart):
         return _embedding(part, param)
