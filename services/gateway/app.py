@@ -48,7 +48,7 @@ from services.gateway.picker_gauges import PickerGauges
 from services.gateway.prompts.chat_template import ChatTemplate
 from services.gateway.prompts.conversation import ConversationReader
 from services.gateway.prompts.prompt import PromptBuilder
-from services.gateway.sampling import SamplingDefaults
+from services.gateway.sampling import model_defaults
 from services.gateway.settings import GatewaySettings
 from services.gateway.tenancy.admission import Admission, max_held_bytes
 from services.gateway.tenancy.leases import Leases
@@ -123,7 +123,7 @@ def create_gateway(settings: GatewaySettings, bounds: Bounds = _BOUNDS) -> Gatew
         answer_format=AnswerReader(spec, tokenizer, template.source, parsers).format_of,
         images=images,
         videos=videos,
-        defaults=SamplingDefaults.of_model(spec),
+        defaults=model_defaults(spec),
         encoders=encoders,
         decoders=decoders,
         metrics=metrics,

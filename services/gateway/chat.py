@@ -35,7 +35,6 @@ from services.gateway.metrics import GatewayMetrics, Timings
 from services.gateway.prompts.conversation import ConversationReader
 from services.gateway.prompts.prompt import Draft, PromptBuilder
 from services.gateway.sampling import (
-    SamplingDefaults,
     limit_completion,
     max_completion_tokens,
     resolve_sampling,
@@ -74,7 +73,7 @@ class ChatService:
     answer_format: Callable[[ChatRequest, str | None], Awaitable[AnswerFormat]]
     images: ImageReader | None
     videos: VideoReader | None
-    defaults: SamplingDefaults
+    defaults: pb.SamplingParams
     encoders: EncoderPool
     decoders: DecoderPool
     metrics: GatewayMetrics

@@ -6,7 +6,6 @@ an `InvalidRequest`; bounds of single fields are checked by `openai`.
 
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from services.common.errors import ContextLengthExceeded, InvalidRequest
@@ -23,38 +22,29 @@ _NUMBERS = (
 _SEED_MASK = (1 << 64) - 1
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingDefaults:
-    """Values for fields that a request leaves out, from generation_config.json."""
-
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    max_tokens: int = DEFAULT_MAX_TOKENS
-    eos_token_ids: tuple[int, ...] = ()
-
-    @classmethod
-    def of_model(cls, spec: ModelSpec) -> "SamplingDefaults":
-        """The model's; `do_sample: false` means greedy."""
-        given: Mapping[str, Any] = spec.generation
-        numbers: dict[str, Any] = {n: float(given[n]) for n in _NUMBERS if given.get(n)}
-        if given.get("do_sample") is False or given.get("temperature") == 0:
-            numbers["temperature"] = 0.0
-        return cls(
-            **numbers,
-            top_k=int(given.get("top_k") or 0),
-            max_tokens=int(given.get("max_new_tokens") or DEFAULT_MAX_TOKENS),
-            eos_token_ids=spec.eos_token_ids,
-        )
+def model_defaults(spec: ModelSpec) -> SamplingParams:
+    """Values for fields that a request leaves out, from generation_config.json, where `do_sample:
+    false` means greedy; the stop tokens are the model's end tokens.
+    """
+    given: Mapping[str, Any] = spec.generation
+    found = SamplingParams(
+        temperature=1.0,
+        top_p=1.0,
+        top_k=max(int(given.get("top_k") or 0), 0),
+        repetition_penalty=1.0,
+        max_tokens=int(given.get("max_new_tokens") or DEFAULT_MAX_TOKENS),
+        stop_token_ids=spec.eos_token_ids,
+    )
+    for name in _NUMBERS:
+        setattr(found, name, given.get(name) or getattr(found, name))
+    if given.get("do_sample") is False or given.get("temperature") == 0:
+        found.temperature = 0.0
+    return found
 
 
 def resolve_sampling(
     request: ChatRequest,
-    defaults: SamplingDefaults,
+    defaults: SamplingParams,
     *,
     vocab_size: int,
     encode: Callable[[str], list[int]],
@@ -73,10 +63,10 @@ def resolve_sampling(
         check_ids(name, getattr(request, name) or (), vocab_size)
     if request.logprob_token_ids and not request.logprobs:
         raise InvalidRequest("logprob_token_ids needs logprobs", param="logprob_token_ids")
-    eos = () if request.ignore_eos else defaults.eos_token_ids
+    eos = () if request.ignore_eos else defaults.stop_token_ids
     sampling = SamplingParams(
-        **{name: _given(getattr(request, name), getattr(defaults, name)) for name in _NUMBERS},
-        top_k=max(_given(request.top_k, defaults.top_k), 0),
+        **{name: _given(request, defaults, name) for name in _NUMBERS},
+        top_k=max(_given(request, defaults, "top_k"), 0),
         logit_bias=_logit_bias(request.logit_bias or {}, vocab_size),
         seed=choice_seed(secrets.randbits(64) if request.seed is None else request.seed, 0),
         stop_token_ids=dict.fromkeys((*eos, *(request.stop_token_ids or ()))),
@@ -101,7 +91,7 @@ def _top_logprobs(request: ChatRequest) -> int | None:
 def limit_completion(
     sampling: SamplingParams,
     request: ChatRequest,
-    defaults: SamplingDefaults,
+    defaults: SamplingParams,
     prompt_tokens: int,
     *,
     max_model_len: int,
@@ -161,7 +151,7 @@ def choice_seed(seed: int, choice: int) -> int:
     return (seed + choice) & _SEED_MASK
 
 
-def max_completion_tokens(request: ChatRequest, defaults: SamplingDefaults) -> int:
+def max_completion_tokens(request: ChatRequest, defaults: SamplingParams) -> int:
     """What the request wants: the smaller of its limits."""
     asked = [n for n in (request.max_completion_tokens, request.max_tokens) if n is not None]
     return min(asked, default=defaults.max_tokens)
@@ -181,5 +171,6 @@ def _logit_bias(given: Mapping[str, float], vocab_size: int) -> dict[int, float]
     return {int(name): value for name, value in given.items()}
 
 
-def _given(value: Any, default: Any) -> Any:  # noqa: ANN401 - a number of either kind
-    return default if value is None else value
+def _given(request: ChatRequest, defaults: SamplingParams, name: str) -> Any:  # noqa: ANN401
+    value = getattr(request, name)
+    return getattr(defaults, name) if value is None else value

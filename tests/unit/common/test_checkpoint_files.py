@@ -7,7 +7,8 @@ import pytest
 
 from services.common.families import read_spec
 from services.common.model_spec import ModelSpec, UnsupportedOption
-from services.gateway.sampling import SamplingDefaults
+from services.common.pb.decoder_pb2 import SamplingParams
+from services.gateway.sampling import model_defaults
 from tests.unit.common.test_families import QWEN2
 
 
@@ -73,10 +74,10 @@ def test_sampling_defaults_are_the_checkpoints(tmp_path: Path) -> None:
         "temperature": 0.5, "top_p": 0.75, "top_k": 11, "min_p": 0.125, "repetition_penalty": 1.5,
         "presence_penalty": 0.25, "frequency_penalty": 0.375, "max_new_tokens": 77,
     }  # fmt: skip
-    found = SamplingDefaults.of_model(write(tmp_path, generation_config=given))
-    assert found == SamplingDefaults(
+    found = model_defaults(write(tmp_path, generation_config=given))
+    assert found == SamplingParams(
         temperature=0.5, top_p=0.75, top_k=11, min_p=0.125, repetition_penalty=1.5,
-        presence_penalty=0.25, frequency_penalty=0.375, max_tokens=77, eos_token_ids=(151645,),
+        presence_penalty=0.25, frequency_penalty=0.375, max_tokens=77, stop_token_ids=(151645,),
     )  # fmt: skip
 
 

@@ -6,20 +6,24 @@ import time
 import pytest
 
 from services.common.errors import ContextLengthExceeded, InvalidRequest
+from services.common.pb.decoder_pb2 import SamplingParams
 from services.gateway.answers.answer_reader import _num_characters
 from services.gateway.forms.openai import MAX_PARTS, parse_chat_request
 from services.gateway.prompts.conversation import read_messages
 from services.gateway.sampling import (
-    SamplingDefaults,
     bad_word_ids,
     choice_seed,
     limit_completion,
+    model_defaults,
     resolve_sampling,
 )
 from tests.noise import least
 
 HELLO = [{"role": "user", "content": "hello"}]
-DEFAULTS = SamplingDefaults(0.7, 0.8, 20, 0.0, 1.05, eos_token_ids=(7, 8))
+DEFAULTS = SamplingParams(
+    temperature=0.7, top_p=0.8, top_k=20, repetition_penalty=1.05, max_tokens=4096,
+    stop_token_ids=(7, 8),
+)  # fmt: skip
 
 
 def parse(**fields):
@@ -169,9 +173,9 @@ def test_greedy_model_stays_greedy(spec):
     import dataclasses
 
     greedy = dataclasses.replace(spec, generation={"do_sample": False, "temperature": 0.9})
-    assert SamplingDefaults.of_model(greedy).temperature == 0.0
+    assert model_defaults(greedy).temperature == 0.0
     greedy = dataclasses.replace(spec, generation={"temperature": 0.0})
-    assert SamplingDefaults.of_model(greedy).temperature == 0.0
+    assert model_defaults(greedy).temperature == 0.0
 
 
 def test_context_bounds():
