@@ -234,7 +234,7 @@ def _pools(
     if spec.vision is not None:
         metrics.healthy_pods.labels("encoder").set_function(encoders.num_healthy)
     name = settings.served_model_name or spec.name
-    metrics.registry.register(PickerGauges(name, decoders.load))
+    metrics.registry.register(PickerGauges(name, decoders.loads))
     return encoders, decoders
 
 

@@ -10,27 +10,14 @@ from collections.abc import Callable
 from typing import Protocol
 
 from services.common.tenancy.tenant_store import TenantStore
+from services.gateway.media.images import KeptImages
 
 KEPT_S = 3600.0
 MAX_TENANT_BYTES, MAX_BYTES = 32 << 20, 128 << 20
 
 
-class Kept(Protocol):
-    """A store of entries.
-
-    Attributes:
-        terms: when an entry is no longer found, for the error that says so.
-    """
-
-    terms: str
-
-    async def get(self, tenant: str, name: str) -> bytes | None:
-        """An entry, whose hour begins anew. Raises Unavailable: the store does not answer."""
-        ...
-
-    async def put(self, tenant: str, name: str, data: bytes) -> bool:
-        """Keeps an entry in place of one of that name; returns whether it is kept."""
-        ...
+class Kept(KeptImages, Protocol):
+    """A store of entries of both kinds."""
 
     async def delete(self, tenant: str, name: str) -> bool:
         """Forgets an entry; returns whether there was one. Raises as `get`."""

@@ -5,7 +5,7 @@ of its own behind it. Each gauge is over all decoders of the gateway; there are 
 decoder says what it has to do.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
@@ -26,23 +26,22 @@ class PickerGauges(Collector):
     """Exports the gauges.
 
     Args:
-        load: of all decoders; None: not known.
+        loads: of the decoders that say what they have to do.
     """
 
     _labelnames = ("model_name",)  # as prometheus_client's own metrics have it
 
-    def __init__(self, model_name: str, load: Callable[[], pb.LoadResponse | None]) -> None:
+    def __init__(self, model_name: str, loads: Callable[[], Sequence[pb.LoadResponse]]) -> None:
         self._model_name = model_name
-        self._load = load
+        self._loads = loads
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
-        load = self._load()
-        values: list[float | None] = [None] * 3
-        if load is not None:
-            usage = load.num_blocks_used / max(1, load.num_blocks)
-            values = [load.num_running, load.num_waiting, usage]
+        loads = self._loads()
+        used, blocks = sum(d.num_blocks_used for d in loads), sum(d.num_blocks for d in loads)
+        running, waiting = sum(d.num_running for d in loads), sum(d.num_waiting for d in loads)
+        values = (running, waiting, used / max(1, blocks))
         for (name, text), value in zip(_GAUGES, values, strict=True):
             family = GaugeMetricFamily(name, text, labels=self._labelnames)
-            if value is not None:
+            if loads:
                 family.add_metric([self._model_name], value)
             yield family

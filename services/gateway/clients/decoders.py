@@ -94,7 +94,7 @@ class DecoderPod(Pod):
             "Describe", pb.DescribeDecoderRequest, pb.DescribeDecoderResponse
         )
         self._ask_load = self.unary("Load", pb.LoadRequest, pb.LoadResponse)
-        self._reset = self.unary(
+        self.reset = self.unary(
             "ResetPrefixCache", pb.ResetPrefixCacheRequest, pb.ResetPrefixCacheResponse
         )
         self._generate = self.channel.stream_stream(
@@ -182,10 +182,6 @@ class DecoderPod(Pod):
         _, _, sent = self._sinks.pop(sequence_id)
         self.prompts.ended(sent)
         self.num_in_flight = len(self._sinks)
-
-    async def reset_prefix_cache(self) -> None:
-        """Raises TriptychError: the decoder does not answer."""
-        await self.ask(self._reset, pb.ResetPrefixCacheRequest())
 
     async def _write(
         self,
@@ -299,22 +295,19 @@ class DecoderPool(Pool[DecoderPod]):
         found = _descriptions(self._candidates())
         return min(found, key=lambda d: d.max_model_len) if found else None
 
-    def load(self) -> pb.LoadResponse | None:
-        """The sum over healthy decoders; None if none says what it has to do."""
-        loads = [pod.load for pod in self.healthy() if pod.load is not None]
-        if not loads:
-            return None
-        return pb.LoadResponse(
-            num_running=sum(load.num_running for load in loads),
-            num_waiting=sum(load.num_waiting for load in loads),
-            num_blocks_used=sum(load.num_blocks_used for load in loads),
-            num_blocks=sum(load.num_blocks for load in loads),
-        )
+    def loads(self) -> list[pb.LoadResponse]:
+        """What healthy decoders have to do, of those that say it."""
+        return [pod.load for pod in self.healthy() if pod.load is not None]
 
     async def reset_prefix_caches(self) -> int:
-        """Empties those of all healthy decoders; returns their number. Raises as a pod's."""
+        """Empties those of all healthy decoders; returns their number.
+
+        Raises:
+            TriptychError: one does not answer.
+        """
         pods = self.healthy()
-        await asyncio.gather(*(pod.reset_prefix_cache() for pod in pods))
+        request = pb.ResetPrefixCacheRequest()
+        await asyncio.gather(*(pod.ask(pod.reset, request) for pod in pods))
         return len(pods)
 
     def choose(

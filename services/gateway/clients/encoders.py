@@ -18,12 +18,7 @@ from services.gateway.clients.pods import AnswerT, Dialling, Pod, Pool, RequestT
 from services.gateway.clients.served_model import ServedModel
 
 _LAST_WORD_S = 0.5  # for the answer of an encoder that has failed a health check
-SOURCES = {
-    pb.EncodeResponse.SOURCE_COMPUTED: "computed",
-    pb.EncodeResponse.SOURCE_MEMORY: "memory",
-    pb.EncodeResponse.SOURCE_REDIS: "redis",
-    pb.EncodeResponse.SOURCE_JOINED: "joined",
-}
+SOURCES = {n: name[len("SOURCE_") :].lower() for name, n in pb.EncodeResponse.Source.items()}
 
 
 class EncoderPod(Pod):

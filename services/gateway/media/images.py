@@ -96,13 +96,21 @@ class Image:
 
 
 class KeptImages(Protocol):
-    """Images by their `uuid`; `kept` has more such stores' contract."""
+    """Images by their `uuid`, of tenants that have names of their own.
+
+    Attributes:
+        terms: when an entry is no longer found, for the error that says so.
+    """
 
     terms: str
 
-    async def get(self, tenant: str, name: str) -> bytes | None: ...
+    async def get(self, tenant: str, name: str) -> bytes | None:
+        """An entry, whose hour begins anew. Raises Unavailable: the store does not answer."""
+        ...
 
-    async def put(self, tenant: str, name: str, data: bytes) -> bool: ...
+    async def put(self, tenant: str, name: str, data: bytes) -> bool:
+        """Keeps an entry in place of one of that name; returns whether it is kept."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
