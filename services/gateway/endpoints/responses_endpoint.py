@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from copy import deepcopy
 from secrets import token_hex
 
-from msgspec import UNSET, UnsetType, structs
+from msgspec import UNSET, structs
 
 from services.common.errors import InvalidImage, InvalidRequest, TriptychError
 from services.gateway.chat import ChatService
@@ -197,7 +197,7 @@ class _Messages(ChatMessages):
                 arguments = item.arguments or ""
                 if item.input is not None:
                     arguments = encode_json({"input": item.input}).decode()
-                function = FunctionCall(_flat(item.name or "", item.namespace), arguments)
+                function = FunctionCall(api.flat(item.name or "", item.namespace), arguments)
                 message = self._assistant(path)
                 calls = message.tool_calls = message.tool_calls or []
                 place = f"messages[{len(self.found) - 1}].tool_calls[{len(calls)}].function"
@@ -256,10 +256,6 @@ def _only_text(content: str | list[ContentPart]) -> str | None:
     return "\n".join(texts) if len(texts) == len(content) else None
 
 
-def _flat(name: str, namespace: str | UnsetType | None) -> str:
-    return api.ResponseNamespace(namespace, []).flat(name) if namespace else name
-
-
 def _tools(request: api.ResponsesRequest, paths: dict[str, str]) -> list[Tool]:
     """Those of namespaces, too, under names that tell them apart."""
     found: list[Tool] = []
@@ -276,7 +272,7 @@ def _tools(request: api.ResponsesRequest, paths: dict[str, str]) -> list[Tool]:
         about = given.description
         for position, inner in enumerate(given.tools):
             tool = _tool(inner)
-            tool.function.name = given.flat(inner.name)
+            tool.function.name = api.flat(inner.name, given.name)
             if about:  # of all of them, so once
                 tool.function.description = "\n\n".join(filter(None, (about, inner.description)))
                 about = None
@@ -287,11 +283,11 @@ def _tools(request: api.ResponsesRequest, paths: dict[str, str]) -> list[Tool]:
 def _namespaces(request: api.ResponsesRequest) -> dict[str, tuple[str, str]]:
     """Namespace and name of each function that has one, by what the model calls it."""
     return {
-        given.flat(inner.name): (given.name, inner.name)
+        api.flat(inner.name, given.name): (given.name, inner.name)
         for given in request.tools or ()
         if isinstance(given, api.ResponseNamespace)
         for inner in given.tools
-        if given.flat(inner.name) != inner.name
+        if api.flat(inner.name, given.name) != inner.name
     }
 
 
@@ -303,9 +299,9 @@ def _tool(given: FunctionDefinition) -> Tool:
 def _tool_choice(request: api.ResponsesRequest) -> ToolChoice | None:
     match request.tool_choice:
         case api.NamedFunction(name, namespace):
-            return FunctionChoice(FunctionName(_flat(name, namespace)))
+            return FunctionChoice(FunctionName(api.flat(name, namespace)))
         case api.AllowedResponseTools(mode, tools):
-            names = [FunctionChoice(FunctionName(_flat(t.name, t.namespace))) for t in tools]
+            names = [FunctionChoice(FunctionName(api.flat(t.name, t.namespace))) for t in tools]
             return AllowedTools(AllowedFunctions(mode, names))
         case choice:
             return choice

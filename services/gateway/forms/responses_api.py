@@ -100,9 +100,10 @@ class ResponseNamespace(Struct, forbid_unknown_fields=True, tag_field="type", ta
     tools: Annotated[list[ResponseFunction], Meta(max_length=MAX_TOOLS)]
     description: str | None = None
 
-    def flat(self, name: str) -> str:
-        """What the model calls a function. Those of `functions` are no server's."""
-        return name if self.name == "functions" else f"{self.name}__{name}"
+
+def flat(name: str, namespace: str | UnsetType | None) -> str:
+    """What the model calls a function. Those of `functions` are no server's."""
+    return f"{namespace}__{name}" if namespace and namespace != "functions" else name
 
 
 class NamedFunction(Struct, forbid_unknown_fields=True, tag_field="type", tag="function"):

@@ -9,7 +9,7 @@ import asyncio
 import math
 import re
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar, Protocol
 
@@ -76,23 +76,16 @@ class Image:
     is_embedding: bool = False
     kind: ClassVar[Kind] = IMAGE
     file: ClassVar[None] = None  # a video's may lie with an encoder
-    _keys: dict[tuple[bytes, Unit, bytes], bytes] = field(
-        default_factory=dict[tuple[bytes, Unit, bytes], bytes]
-    )
 
     def sent(self, unit: Unit) -> EncodeRequest:
         """What an encode call says of a unit's pixels."""
         return EncodeRequest(image=self.data, is_embedding=self.is_embedding)
 
     async def key(self, prefix: bytes, unit: Unit, salt: bytes) -> bytes:
-        """A unit's image key for encoders of that prefix and a tenant's salt; hashed once."""
-        found = self._keys.get((prefix, unit, salt))
-        if found is None:
-            name = embedding_key if self.is_embedding else image_key
-            key_of = partial(name, prefix, self.data, unit=unit, salt=salt)
-            found = key_of() if len(self.data) <= INLINE_BYTES else await asyncio.to_thread(key_of)
-            self._keys[(prefix, unit, salt)] = found
-        return found
+        """A unit's image key for encoders of that prefix and a tenant's salt."""
+        name = embedding_key if self.is_embedding else image_key
+        key_of = partial(name, prefix, self.data, unit=unit, salt=salt)
+        return key_of() if len(self.data) <= INLINE_BYTES else await asyncio.to_thread(key_of)
 
 
 class KeptImages(Protocol):
@@ -201,15 +194,12 @@ class ImageReader:
         units = geometry.units(header.upright_size)
         for unit in units:
             if unit.num_patches > max_patches:
-                area = self._area(unit)
+                area = math.prod(self.geometry.size_of(unit))
                 raise InvalidImage(
                     f"the image has {area} pixels after resizing; at most "
                     f"{area // unit.num_patches * max_patches} are served: lower max_pixels"
                 )
         return Image(param, data, units)
-
-    def _area(self, unit: Unit) -> int:
-        return math.prod(self.geometry.size_of(unit))
 
 
 def kept_name(uuid: str) -> str:

@@ -8,7 +8,7 @@ error's `param` names the video that caused it.
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -104,6 +104,7 @@ class Video:
     Attributes:
         units: pairs of frames.
         times: seconds of each unit.
+        digests: of the frames that are chosen.
         file: None: the frames are images.
         address: of the encoder that the file was left at.
         stills: the frames' files.
@@ -113,7 +114,7 @@ class Video:
     units: Sequence[Unit]
     times: Sequence[float]
     usage: VideoUsage
-    digests: Sequence[bytes] | bytes
+    digests: Mapping[int, bytes]
     file: VideoFile | None = None
     address: str = ""
     stills: Sequence[bytes] = ()
@@ -122,13 +123,8 @@ class Video:
     async def key(self, prefix: bytes, unit: Unit, salt: bytes) -> bytes:
         """A unit's image key for encoders of that prefix and a tenant's salt."""
         first, second = unit.frames or (0, 0)
-        digests = (self._digest(first), self._digest(second))
-        return frames_key(prefix, *digests, grid=unit.grid, salt=salt)
-
-    def _digest(self, frame: int) -> bytes:
-        if isinstance(self.digests, bytes):
-            return self.digests[frame * FRAME_DIGEST_BYTES : (frame + 1) * FRAME_DIGEST_BYTES]
-        return self.digests[frame]
+        pair = self.digests[first], self.digests[second]
+        return frames_key(prefix, *pair, grid=unit.grid, salt=salt)
 
     def sent(self, unit: Unit) -> EncodeRequest:
         """What an encode call says of a unit's pixels."""
@@ -206,7 +202,9 @@ class VideoReader:
             )
         indices = self.pairs.indices(clip.num_frames, clip.rate, source.sampling)
         self._check_number(len(indices))
-        video = self._video(source, indices, clip, probed.frame_digests)
+        data, size = probed.frame_digests, FRAME_DIGEST_BYTES
+        digests = {frame: data[frame * size : (frame + 1) * size] for frame in indices}
+        video = self._video(source, indices, clip, digests)
         video.file, video.address = file, address
         return video
 
@@ -246,7 +244,7 @@ class VideoReader:
             raise InvalidVideo("the frames of a video are of one size")
         rate = wanted.fps or self.pairs.fps or 2.0
         clip = Clip(count, rate, sizes.pop() if sizes else (1, 1))
-        digests = [still_digest(still) for still in stills]
+        digests = dict(enumerate(map(still_digest, stills)))
         video = self._video(source, range(count), clip, digests)
         video.stills = stills
         return video
@@ -256,7 +254,7 @@ class VideoReader:
         source: VideoSource,
         indices: Sequence[int],
         clip: Clip,
-        digests: Sequence[bytes] | bytes,
+        digests: Mapping[int, bytes],
     ) -> Video:
         pairs, cap = self.pairs, source.sampling.cap_pixels_per_frame
         units = pairs.units(indices, clip.size, cap)
