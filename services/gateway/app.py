@@ -221,7 +221,14 @@ def _pools(
     settings: GatewaySettings, spec: ModelSpec, metrics: GatewayMetrics
 ) -> tuple[EncoderPool, DecoderPool]:
     """A text model has no encoders; addresses that are set are not used."""
-    served = _served_model(spec)
+    fingerprint = checkpoint_fingerprint(spec.directory)
+    served = ServedModel(
+        fingerprint,
+        spec.text.vocab_size,
+        spec.text.hidden_size,
+        0 if spec.vision is None else spec.vision.tower.num_features,
+        is_own=bool(fingerprint),
+    )
     credentials = Credentials.from_settings(settings).shown
     dialling = Dialling(
         lambda address, service: create_channel(address, credentials, peer=service),
@@ -236,17 +243,6 @@ def _pools(
     name = settings.served_model_name or spec.name
     metrics.registry.register(PickerGauges(name, decoders.loads))
     return encoders, decoders
-
-
-def _served_model(spec: ModelSpec) -> ServedModel:
-    fingerprint = checkpoint_fingerprint(spec.directory)
-    return ServedModel(
-        fingerprint,
-        spec.text.vocab_size,
-        spec.text.hidden_size,
-        0 if spec.vision is None else spec.vision.tower.num_features,
-        is_own=bool(fingerprint),
-    )
 
 
 def _application(

@@ -11,6 +11,7 @@ from starlette.responses import Response
 
 from services.common.errors import Unavailable
 from services.gateway.chat import ChatService
+from services.gateway.endpoints.openapi import openapi_document
 from services.gateway.http.exchange import JsonResponse
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.tenancy.admission import Admission
@@ -35,6 +36,10 @@ class Operations:
     async def version(self, request: Request) -> Response:
         return JsonResponse({"version": package_version()})
 
+    async def openapi(self, request: Request) -> Response:
+        """The OpenAPI document."""
+        return JsonResponse(openapi_document(package_version()))
+
     async def ready(self, request: Request) -> Response:
         """Readiness: requests get an answer here. So it waits for the services, but not for ever,
         and not again later on: without services a request gets a 503 that says when to retry, while
@@ -47,14 +52,11 @@ class Operations:
             status = f"waiting for {self._service.needs}"
         if status == "ready" or time.monotonic() > self._patient_until:
             self._was_ready = True
-        return JsonResponse({"status": status, **self._left_out()}, 200 if self._was_ready else 503)
-
-    def _left_out(self) -> dict[str, int]:
-        """How many pods are healthy but serve another model, if any; the log has their addresses,
-        which a caller without a key is not told.
-        """
-        found = len(self._service.encoders.misfits()) + len(self._service.decoders.misfits())
-        return {"left_out": found} if found else {}
+        answer: dict[str, object] = {"status": status}
+        # Healthy pods of another model. The log has their addresses; a caller may have no key.
+        if misfits := self._service.encoders.misfits() | self._service.decoders.misfits():
+            answer["left_out"] = len(misfits)
+        return JsonResponse(answer, 200 if self._was_ready else 503)
 
     async def metrics(self, request: Request) -> Response:
         """This gateway's metrics, as its metrics port has them."""

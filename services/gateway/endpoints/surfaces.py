@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from starlette.requests import Request
-from starlette.responses import Response
 from starlette.routing import Route
 
 from services.gateway.chat import ChatService
@@ -19,15 +17,13 @@ from services.gateway.endpoints.endpoint import Endpoint, View
 from services.gateway.endpoints.kept_responses import KeptResponses
 from services.gateway.endpoints.messages_endpoint import MessagesEndpoint, count_tokens
 from services.gateway.endpoints.models import ModelRoutes
-from services.gateway.endpoints.openapi import openapi_document
-from services.gateway.endpoints.operations import Operations, package_version
+from services.gateway.endpoints.operations import Operations
 from services.gateway.endpoints.pages import page_routes
 from services.gateway.endpoints.responses_endpoint import ResponsesEndpoint
 from services.gateway.endpoints.text_completions_endpoint import TextCompletionEndpoint
 from services.gateway.endpoints.tokenization import detokenize, tokenize, tokenizer_info
 from services.gateway.endpoints.upload_routes import TYPES as UPLOAD_TYPES
 from services.gateway.endpoints.upload_routes import delete_upload, upload
-from services.gateway.http.exchange import JsonResponse
 from services.gateway.kept import Kept
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.tenancy.admission import Admission
@@ -74,10 +70,5 @@ def create_surfaces(
         Route("/metrics", operations.metrics),
         Route("/load", operations.load),
         Route("/reset_prefix_cache", operations.reset_prefix_cache, methods=["POST"]),
-        Route("/openapi.json", _openapi),
+        Route("/openapi.json", operations.openapi),
     ]
-
-
-async def _openapi(request: Request) -> Response:
-    """The OpenAPI document."""
-    return JsonResponse(openapi_document(package_version()))

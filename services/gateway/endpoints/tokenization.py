@@ -31,7 +31,6 @@ from services.gateway.http.exchange import JsonResponse, slow_json
 from services.gateway.prompts.chat_template import read_template
 from services.gateway.sampling import check_ids
 from services.gateway.slot import Slot
-from services.gateway.tokenizer.tokenizer import ModelTokenizer
 
 # Also where no decoder has said yet how long a text may be.
 MAX_TOKENS = 1 << 20
@@ -144,23 +143,17 @@ async def detokenize(service: ChatService, request: Request, slot: Slot, body: B
             f"more than {service.max_model_len()} tokens, the model's context", param="tokens"
         )
     check_ids("tokens", parsed.tokens, service.decoder().vocab_size)
-    text = await service.parsers.run(_text_of, service.tokenizer, parsed.tokens)
+    bytes_of, run = service.tokenizer.token_bytes, service.parsers.run
+    text = await run(lambda: b"".join([bytes_of(token) for token in parsed.tokens]))
     slot.hold(_TEXT_COPIES * len(text))
-    return slow_json(await service.parsers.run(_detokenized, text))
+    answer = await run(lambda: encode_json(DetokenizeResponse(text.decode(errors="replace"))))
+    return slow_json(answer)
 
 
 async def tokenizer_info(service: ChatService, directory: Path, request: Request) -> Response:
     """tokenizer_config.json and the chat template."""
     info = await service.parsers.run(_tokenizer_info, directory)
     return Response(info, media_type="application/json")
-
-
-def _text_of(tokenizer: ModelTokenizer, token_ids: list[int]) -> bytes:
-    return b"".join([tokenizer.token_bytes(token) for token in token_ids])
-
-
-def _detokenized(text: bytes) -> bytes:
-    return encode_json(DetokenizeResponse(text.decode(errors="replace")))
 
 
 @cache

@@ -33,17 +33,17 @@ class ImageEmbedsPart(Struct, forbid_unknown_fields=True, tag_field="type", tag=
 
     image_embeds: ImageEmbeds | str
 
-    def source(self) -> tuple[str, Grid]:
-        """The URL of the tensor's file, and the image's grid.
+    def source(self, path: str) -> tuple[str, Grid]:
+        """The URL of the tensor's file, and the image's grid; `path`: of the part.
 
         Raises:
-            InvalidRequest: there is none, or it is malformed; `param` is relative to the part.
+            InvalidRequest: there is none, or it is malformed.
         """
         if isinstance(self.image_embeds, str):
             raise InvalidRequest(
                 "a model of this kind needs the grid: "
                 '{"image_embeds": "<base64>", "image_grid_thw": [t, h, w]}',
-                param="image_embeds",
+                param=f"{path}.image_embeds",
             )
         given = self.image_embeds
         text = given.image_embeds
@@ -51,7 +51,7 @@ class ImageEmbedsPart(Struct, forbid_unknown_fields=True, tag_field="type", tag=
         try:
             return url, _read_grid(given.image_grid_thw)
         except InvalidRequest as error:
-            error.param = "image_embeds.image_grid_thw"
+            error.param = f"{path}.image_embeds.image_grid_thw"
             raise
 
 

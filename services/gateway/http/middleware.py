@@ -88,7 +88,9 @@ class Middleware:
         if scope["method"] == "POST":
             app = self.endpoints.get(scope["path"], app)
         if scope["path"] not in _OPEN_PATHS and not scope["path"].startswith(_PAGE_FILES):
-            identity = self.keyring.identify(_authorization(headers))
+            # The second is what Anthropic's clients send.
+            key = headers.get(b"authorization") or b"Bearer " + headers.get(b"x-api-key", b"")
+            identity = self.keyring.identify(key)
             if identity is None:
                 app = _unauthorized
             elif scope_of(scope["path"]) not in identity.scopes:
@@ -145,12 +147,6 @@ class Middleware:
 def scope_of(path: str) -> KeyScope:
     """What a key must open for a request to that path."""
     return _SCOPES.get(path, "inference")
-
-
-def _authorization(headers: Mapping[bytes, bytes]) -> bytes:
-    """The `Authorization` header, or what Anthropic's clients send instead of it."""
-    given = headers.get(b"authorization", b"")
-    return given or b"Bearer " + headers.get(b"x-api-key", b"")
 
 
 def with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:

@@ -310,7 +310,8 @@ def _call(call: ToolCall, path: str) -> dict[str, Any]:
 def _source(part: _Image, param: str, request: ChatRequest) -> ImageSource:
     """The image with its pixel limits; the innermost limit that is given applies."""
     if isinstance(part, ImageEmbedsPart):
-        return _embedding(part, param)
+        url, grid = part.source(param)
+        return ImageSource(url, param, grid=grid)
     image = part.image
     if not image.url and part.uuid is None:
         raise InvalidRequest("an image needs a URL, or the uuid of an earlier one", param=param)
@@ -320,15 +321,6 @@ def _source(part: _Image, param: str, request: ChatRequest) -> ImageSource:
         for name in ("min_pixels", "max_pixels")
     }
     return ImageSource(image.url or "", param, image.detail or "auto", uuid=part.uuid, **found)
-
-
-def _embedding(part: ImageEmbedsPart, param: str) -> ImageSource:
-    try:
-        url, grid = part.source()
-        return ImageSource(url, param, grid=grid)
-    except InvalidRequest as error:
-        error.param = f"{param}.{error.param}"
-        raise
 
 
 def _video(part: AnyVideo, param: str, request: ChatRequest, index: int) -> VideoSource:

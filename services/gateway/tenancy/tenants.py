@@ -101,16 +101,12 @@ class Tenant:
         """
         if self.shares_caches:
             return given.encode()
-        return _salt(self.name, given) if given else _own_salt(self.name)
-
-
-def _salt(name: str, given: str) -> bytes:
-    return hmac.digest(name.encode(), given.encode(), "sha256")
+        return _salt(self.name, given)
 
 
 @lru_cache(4096)  # it takes as long as a key's whole check
-def _own_salt(name: str) -> bytes:
-    return _salt(name, "")
+def _salt(name: str, given: str) -> bytes:
+    return hmac.digest(name.encode(), given.encode(), "sha256")
 
 
 ANONYMOUS = Tenant("", Limits(), shares_caches=True)
