@@ -136,15 +136,15 @@ class ChatTemplate:
             {"role": "user", "content": "u"}, {"role": "system", "content": "f"},
             {"role": "system", "content": _PROBE},
         )  # fmt: skip
-        for messages in ((first, late, user), (user, late, user)):
-            try:
-                pieces = self.render(Conversation(messages=messages, options={}))
-                rendered = "".join(piece for piece, _ in pieces)
-            except InvalidRequest:
-                return False
-            if _PROBE not in rendered:
-                return False
-        return True
+        probes = (first, late, user), (user, late, user)
+        return all(_PROBE in "".join(p for p, _ in self.probed(*probe)) for probe in probes)
+
+    def probed(self, *messages: Message) -> list[tuple[str, bool]]:
+        """The pieces of such messages; none: they are refused."""
+        try:
+            return list(self.render(Conversation(messages=messages, options={})))
+        except InvalidRequest:
+            return []
 
     @classmethod
     def from_directory(cls, directory: Path, added: Mapping[str, AddedToken]) -> "ChatTemplate":

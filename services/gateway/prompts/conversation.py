@@ -163,17 +163,13 @@ class ConversationReader:
 
     def _shows_tool_images(self, tokenizer: ModelTokenizer, image_token_id: int) -> bool:
         """Whether the template writes an image of a tool message."""
-        function: dict[str, Any] = {"name": "f", "arguments": {}}
+        function = {"name": "f", "arguments": dict[str, object]()}
         call = {"id": "1", "type": "function", "function": function}
-        messages: list[dict[str, Any]] = [
+        rendered = self._template.probed(
             {"role": "user", "content": "x"},
             {"role": "assistant", "content": "", "tool_calls": [call]},
             {"role": "tool", "tool_call_id": "1", "content": [{"type": "image"}]},
-        ]
-        try:
-            rendered = list(self._template.render(Conversation(messages=messages, options={})))
-        except InvalidRequest:
-            return False
+        )
         added = (tokenizer.added[piece].token_id for piece, is_added in rendered if is_added)
         return image_token_id in added
 
