@@ -1,6 +1,6 @@
 """Logprobs of a prompt's own tokens, as the decoder sends them and as answers have them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -14,6 +14,7 @@ from services.gateway.tokenizer.tokenizer import ModelTokenizer, token_name
 MAX_PROMPT_LOGPROBS = 1 << 18  # of a prompt, alternatives included
 # vLLM's form: by token id; None for the first token, which nothing precedes.
 PromptLogprobs = list[dict[int, PromptLogprob] | None]
+Tops = Iterable[tuple[int, float]]  # token ids and their logprobs
 _BYTES_OF_A_LOGPROB = 256  # with its token
 
 
@@ -47,8 +48,8 @@ class PromptScores:
                 self.parts.clear()
             self.parts.append(part)
 
-    def rows(self) -> list[tuple[float, int, list[int], list[float]]]:
-        """Logprob, rank, alternatives and their logprobs of each token but the first."""
+    def rows(self, token_ids: Sequence[int]) -> Iterator[tuple[int, float, int, Tops]]:
+        """Each token of the prompt but the first, its logprob and rank, and its alternatives."""
         rows: list[tuple[float, int, list[int], list[float]]] = []
         for part in self.parts:
             logprobs = _floats(part.logprobs)
@@ -60,17 +61,16 @@ class PromptScores:
                 _floats(part.top_logprobs).reshape(top).tolist(),
                 strict=True,
             )
-        return rows
+        for token_id, (logprob, rank, ids, logprobs) in zip(token_ids[1:], rows, strict=True):
+            yield token_id, logprob, rank, zip(ids, logprobs, strict=True)
 
     def by_id(self, token_ids: Sequence[int], tokenizer: ModelTokenizer) -> PromptLogprobs:
         """In vLLM's form; `token_ids` are the prompt's."""
         found: PromptLogprobs = [None]
-        for token_id, (logprob, rank, ids, logprobs) in zip(
-            token_ids[1:], self.rows(), strict=True
-        ):
-            alternatives = enumerate(zip(ids, logprobs, strict=True), 1)
+        for token_id, logprob, rank, top in self.rows(token_ids):
             place = {
-                i: PromptLogprob(value, r, _text(tokenizer, i)) for r, (i, value) in alternatives
+                i: PromptLogprob(value, r, _text(tokenizer, i))
+                for r, (i, value) in enumerate(top, 1)
             }
             place[token_id] = PromptLogprob(logprob, rank, _text(tokenizer, token_id))
             found.append(place)
@@ -80,19 +80,11 @@ class PromptScores:
         self, token_ids: Sequence[int], tokenizer: ModelTokenizer, *, as_ids: bool = False
     ) -> list[LogprobEntry]:
         """Of all tokens but the first, as of sampled ones."""
-        return [
-            LogprobEntry(
-                *token_name(tokenizer, token_id, as_ids),
-                logprob,
-                [
-                    TopLogprob(*token_name(tokenizer, i, as_ids), value)
-                    for i, value in zip(ids, logprobs, strict=True)
-                ],
-            )
-            for token_id, (logprob, _, ids, logprobs) in zip(
-                token_ids[1:], self.rows(), strict=True
-            )
-        ]
+        found: list[LogprobEntry] = []
+        for token_id, logprob, _, top in self.rows(token_ids):
+            others = [TopLogprob(*token_name(tokenizer, i, as_ids), value) for i, value in top]
+            found.append(LogprobEntry(*token_name(tokenizer, token_id, as_ids), logprob, others))
+        return found
 
 
 def _floats(data: bytes) -> "np.ndarray[tuple[int], np.dtype[np.float32]]":
