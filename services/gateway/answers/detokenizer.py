@@ -8,7 +8,6 @@ fails: bytes that are not UTF-8 become U+FFFD.
 
 import codecs
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 from services.common.pb import decoder_pb2 as pb
 from services.gateway.answers.answer import AnswerParser
@@ -21,7 +20,6 @@ from services.gateway.tokenizer.tokenizer import ModelTokenizer, token_name
 _Utf8Decoder = codecs.getincrementaldecoder("utf-8")
 
 
-@dataclass(slots=True)
 class StopMatcher:
     """Finds the first stop string to be completed, however the text is split into pieces.
 
@@ -30,15 +28,12 @@ class StopMatcher:
         matched: the stop string that ended the text.
     """
 
-    stops: Sequence[str]
-    include_stop: bool = False
-    matched: str | None = None
-    _held: str = field(default="", init=False)
-    _prefixes: frozenset[str] = field(init=False)
-    _max_prefix: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._prefixes = frozenset(stop[:n] for stop in self.stops for n in range(1, len(stop)))
+    def __init__(self, stops: Sequence[str], include_stop: bool = False) -> None:
+        self.stops = stops
+        self.matched: str | None = None
+        self._include_stop = include_stop
+        self._held: str = ""
+        self._prefixes = frozenset(stop[:n] for stop in stops for n in range(1, len(stop)))
         self._max_prefix = max(map(len, self._prefixes), default=0)
 
     def feed(self, text: str, *, matching: bool = True) -> str:
@@ -51,7 +46,7 @@ class StopMatcher:
             start, end = found
             self.matched = text[start:end]
             self._held = ""
-            return text[: end if self.include_stop else start]
+            return text[: end if self._include_stop else start]
         keep = self._num_held(text)
         self._held = text[len(text) - keep :] if keep else ""
         return text[: len(text) - keep]

@@ -66,13 +66,13 @@ class Work:
         return self.exchange.request_id.removeprefix("req-")
 
 
+@dataclass(frozen=True, eq=False)
 class Endpoint(ABC):
     """Not a Starlette view: it watches for the client's disconnect while it works."""
 
-    def __init__(self, service: ChatService, admission: Admission, metrics: GatewayMetrics) -> None:
-        self._service = service
-        self._admission = admission
-        self._metrics = metrics
+    _service: ChatService
+    _admission: Admission
+    _metrics: GatewayMetrics
 
     @abstractmethod
     async def answer(self, work: Work, body: Body) -> None:

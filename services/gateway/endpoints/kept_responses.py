@@ -6,6 +6,7 @@ once. Images are entries of their own under their digests, whatever URL they cam
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -42,16 +43,12 @@ class _Turn(Struct, omit_defaults=True):
 _decoder = msgspec.json.Decoder(_Turn)
 
 
+@dataclass(frozen=True, slots=True)
 class KeptResponses:
-    """Turns in the store, and the views of them.
+    """Turns in the store, and the views of them. The service's parser thread reads long turns."""
 
-    Args:
-        service: its parser thread reads long turns.
-    """
-
-    def __init__(self, service: ChatService, kept: Kept) -> None:
-        self._service = service
-        self._kept = kept
+    _service: ChatService
+    _kept: Kept
 
     async def items_until(self, tenant: str, response_id: str | None) -> list[api.InputItem]:
         """The conversation up to an answer, in order; nothing for None.

@@ -8,6 +8,7 @@ models that its key opens. A gateway that does not answer is left out.
 import asyncio
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 
 import httpx2
@@ -55,19 +56,14 @@ class _Models(Struct):
     data: list[Raw]
 
 
+@dataclass(frozen=True, slots=True)
 class ModelRoutes:
-    """The views.
+    """The views: of this gateway's model since its start, in Unix time, and of other gateways'."""
 
-    Args:
-        others: URLs of other gateways.
-        created: Unix time of this gateway's start.
-    """
-
-    def __init__(self, service: ChatService, others: Sequence[str], created: int) -> None:
-        self._service = service
-        self._others = others
-        self._created = created
-        self._silent: set[str] = set()
+    _service: ChatService
+    _others: Sequence[str]  # URLs
+    _created: int
+    _silent: set[str] = field(default_factory=set[str])
 
     async def models(self, request: Request) -> Response:
         """All models, this gateway's first."""

@@ -5,12 +5,12 @@ A stream has OpenAI's events in OpenAI's order, numbered from 0.
 
 from collections.abc import Sequence
 from copy import deepcopy
+from dataclasses import dataclass
 from secrets import token_hex
 
 from msgspec import UNSET, structs
 
 from services.common.errors import InvalidImage, InvalidRequest, TriptychError
-from services.gateway.chat import ChatService
 from services.gateway.completion import Completion
 from services.gateway.endpoints.answer_writer import AnswerWriter
 from services.gateway.endpoints.chat_messages import ChatMessages
@@ -47,8 +47,6 @@ from services.gateway.forms.tools import (
     ToolChoice,
 )
 from services.gateway.media.images import Image
-from services.gateway.metrics import GatewayMetrics
-from services.gateway.tenancy.admission import Admission
 
 _PATHS = {
     "messages": "input",
@@ -57,20 +55,16 @@ _PATHS = {
     "response_format.json_schema": "text.format",
     "reasoning_effort": "reasoning.effort",
 }
+_KINDS: dict[type[Part], str] = {
+    Reasoning: "reasoning_text", Call: "function_call_arguments", Text: "output_text"
+}  # fmt: skip
 
 
+@dataclass(frozen=True, eq=False)
 class ResponsesEndpoint(Endpoint):
     """The endpoint."""
 
-    def __init__(
-        self,
-        service: ChatService,
-        admission: Admission,
-        metrics: GatewayMetrics,
-        kept: KeptResponses,
-    ) -> None:
-        super().__init__(service, admission, metrics)
-        self._kept = kept
+    _kept: KeptResponses
 
     async def answer(self, work: Work, body: Body) -> None:
         request = await self.parse(work, api.parse_responses_request, body)
@@ -424,17 +418,10 @@ class ResponseWriter(AnswerWriter[api.ResponseEvent]):
         return [added, part_added]
 
     def delta(self, part: Part, logprobs: list[LogprobEntry]) -> api.ResponseEvent:
-        match part:
-            case Call():
-                event = self._item_event("response.function_call_arguments.delta")
-            case Reasoning():
-                event = self._content_event("response.reasoning_text.delta")
-            case Text():
-                event = self._content_event("response.output_text.delta")
-                event.logprobs = logprobs
-                assert isinstance(self._item, api.OutputMessage)
-                self._item.content[0].logprobs += logprobs
-        event.delta = part.text
+        event = self._told(part, "delta", delta=part.text)
+        if isinstance(self._item, api.OutputMessage):
+            event.logprobs = logprobs
+            self._item.content[0].logprobs += logprobs
         self._pieces.append(part.text)
         return event
 
@@ -443,18 +430,13 @@ class ResponseWriter(AnswerWriter[api.ResponseEvent]):
         item, index = self._item, len(self.response.output) - 1
         item.status = "incomplete" if is_last and self._is_cut else "completed"
         if isinstance(item, api.OutputCall):
-            kind = "response.function_call_arguments.done"
-            told = [self._item_event(kind, arguments=item.arguments, name=item.name)]
+            told = [self._told(part, "done", arguments=item.arguments, name=item.name)]
         else:
             content = item.content[0]
-            is_text = isinstance(content, api.OutputText)
-            kind = f"response.{'output' if is_text else 'reasoning'}_text.done"
-            told = [
-                self._content_event(kind, text=content.text),
-                self._content_event("response.content_part.done", part=content),
-            ]
-            if is_text:
+            told = [self._told(part, "done", text=content.text)]
+            if isinstance(content, api.OutputText):
                 told[0].logprobs = content.logprobs
+            told.append(self._content_event("response.content_part.done", part=content))
         return [*told, self._event("response.output_item.done", item=item, output_index=index)]
 
     def _fill_item(self) -> None:
@@ -465,6 +447,11 @@ class ResponseWriter(AnswerWriter[api.ResponseEvent]):
             item.arguments = text
         else:
             item.content[0].text = text
+
+    def _told(self, part: Part, what: str, **fields: object) -> api.ResponseEvent:
+        """A piece of the open item, or its end."""
+        make = self._item_event if isinstance(part, Call) else self._content_event
+        return make(f"response.{_KINDS[type(part)]}.{what}", **fields)
 
     def _content_event(self, kind: str, **fields: object) -> api.ResponseEvent:
         return self._item_event(kind, content_index=0, **fields)

@@ -179,33 +179,26 @@ class ResponsesRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True)
     user: str | None = None
 
 
-_NEEDED: Mapping[str, Sequence[str]] = {
-    "message": ("role", "content"),
-    "function_call": ("call_id", "name", "arguments"),
-    "function_call_output": ("call_id", "output"),
-    "custom_tool_call": ("call_id", "name", "input"),
-    "custom_tool_call_output": ("call_id", "output"),
-    "reasoning": (),
-    "item_reference": (),
+# Of each type of item: the fields that it needs beside `type` and `id`, and those that it may have.
+_FIELDS: Mapping[str, tuple[Sequence[str], Sequence[str]]] = {
+    "message": (("role", "content"), ()),
+    "function_call": (("call_id", "name", "arguments"), ("namespace",)),
+    "function_call_output": (("call_id", "output"), ()),
+    "custom_tool_call": (("call_id", "name", "input"), ("namespace",)),
+    "custom_tool_call_output": (("call_id", "output"), ("name",)),
+    "reasoning": ((), ("content",)),
+    "item_reference": ((), ()),
 }
-_CALL = ("call_id", "name", "namespace")
-_ALLOWED: Mapping[str, Sequence[str]] = {
-    **_NEEDED,
-    "function_call": (*_CALL, "arguments"),
-    "custom_tool_call": (*_CALL, "input"),
-    "custom_tool_call_output": ("call_id", "name", "output"),
-    "reasoning": ("content",),
-}
-_TYPED = ("role", "content", "call_id", "name", "namespace", "arguments", "input", "output")
 
 
 def _check_item(item: InputItem, path: str) -> None:
     kind = item.type or "message"
-    for name in _TYPED:
+    needed, optional = _FIELDS[kind]
+    for name in InputItem.__struct_fields__[2:]:
         value = getattr(item, name)
-        if value is None and name in _NEEDED[kind]:
+        if value is None and name in needed:
             raise InvalidRequest(f"a {kind} needs {name}", param=f"{path}.{name}")
-        if value is not None and name not in _ALLOWED[kind]:
+        if value is not None and name not in (*needed, *optional):
             raise InvalidRequest(f"a {kind} has no {name}", param=f"{path}.{name}")
 
 

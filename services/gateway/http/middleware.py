@@ -11,7 +11,7 @@ import os
 import re
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 from starlette.middleware.cors import CORSMiddleware
@@ -64,12 +64,17 @@ class Middleware:
             await self.app(scope, receive, send)
             return
         headers: dict[bytes, bytes] = dict(scope["headers"])
-        request_id = _request_id(headers.get(b"x-request-id", b""))
+        given = headers.get(b"x-request-id", b"").decode("latin-1")
+        # The client's, if it is safe in logs and metadata.
+        request_id = given if _REQUEST_ID.fullmatch(given) else f"req-{os.urandom(16).hex()}"
         scope.setdefault("state", {})["request_id"] = request_id
         bind_request_id(request_id)
         is_quiet = scope["path"] in _QUIET_PATHS or scope["path"].startswith(_PAGE_FILES)
         start = time.monotonic()
-        with nullcontext(Span()) if is_quiet else _request_span(scope, headers) as request_span:
+        traceparent = headers.get(TRACEPARENT.encode(), b"").decode("latin-1")
+        about = {"method": scope["method"], "path": scope["path"], "request_id": request_id}
+        whole = nullcontext(Span()) if is_quiet else span("http request", traceparent, **about)
+        with whole as request_span:
             status = await self._serve(scope, receive, send, headers)
             request_span.set(status=status, **_outcome(scope))
         log.log(
@@ -180,21 +185,7 @@ async def _unauthorized(scope: Scope, receive: Receive, send: Send) -> None:
     await answer(scope, receive, send)
 
 
-def _request_span(scope: Scope, headers: Mapping[bytes, bytes]) -> AbstractContextManager[Span]:
-    """The span of a whole request, in the client's trace if it sent a `traceparent`."""
-    return span(
-        "http request", headers.get(TRACEPARENT.encode(), b"").decode("latin-1"),
-        method=scope["method"], path=scope["path"], request_id=scope["state"]["request_id"],
-    )  # fmt: skip
-
-
 def _outcome(scope: Scope) -> dict[str, str]:
     """A chat request's finish reason or error code: the status of a stream is always 200."""
     outcome: str | None = scope["state"].get("outcome")
     return {} if outcome is None else {"outcome": outcome}
-
-
-def _request_id(given: bytes) -> str:
-    """The client's id if it is safe in logs and metadata, else a new one."""
-    text = given.decode("latin-1")
-    return text if _REQUEST_ID.fullmatch(text) else f"req-{os.urandom(16).hex()}"

@@ -9,7 +9,7 @@ import asyncio
 import math
 import re
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import ClassVar, Protocol
 
@@ -211,30 +211,23 @@ def uncounted(num_bytes: int) -> None:
     """In place of a request's `hold`: counts nothing."""
 
 
+@dataclass(frozen=True, slots=True)
 class MediaLoader:
     """Loads the bytes behind a URL.
 
-    Args:
+    Attributes:
         max_bytes: of one image or video, encoded.
         fetch: the bytes behind an http: or https: URL, see `WebMedia.fetch`.
         read_file: the file behind a file: URL, see `read_local_file`; None: they are refused.
         uploads: a tenant's file behind a `media:` URL; None: there are none.
     """
 
-    def __init__(
-        self,
-        max_bytes: int,
-        fetch: Callable[[str, Hold, str], Awaitable[bytes]],
-        read_file: Callable[[str, int, Kind], bytes] | None,
-        kind: Kind = IMAGE,
-        uploads: Uploaded | None = None,
-    ) -> None:
-        self._uploads = uploads
-        self._max_bytes = max_bytes
-        self._kind = kind
-        self._fetch = fetch
-        self._read_file = read_file
-        self._threads = WorkerThreads(num_threads(), f"{kind.noun}s")
+    max_bytes: int
+    fetch: Callable[[str, Hold, str], Awaitable[bytes]]
+    read_file: Callable[[str, int, Kind], bytes] | None
+    kind: Kind = IMAGE
+    uploads: Uploaded | None = None
+    _threads: WorkerThreads = field(default_factory=lambda: WorkerThreads(num_threads(), "media"))
 
     async def load(self, url: str, hold: Hold = uncounted, tenant: str = "") -> bytes:
         """The bytes behind a URL.
@@ -253,24 +246,22 @@ class MediaLoader:
         match scheme:
             case "data":
                 if len(url) > INLINE_BYTES:
-                    return await self._threads.run(
-                        decode_data_url, url, self._max_bytes, self._kind
-                    )
-                return decode_data_url(url, self._max_bytes, self._kind)
+                    return await self._threads.run(decode_data_url, url, self.max_bytes, self.kind)
+                return decode_data_url(url, self.max_bytes, self.kind)
             case "http" | "https":
-                return await self._fetch(
+                return await self.fetch(
                     url, lambda count: hold(count * _MEMORY_PER_FETCHED_BYTE), tenant
                 )
-            case "media" if self._uploads is not None:
-                data = await self._uploads(tenant, url)
-            case "file" if self._read_file is not None:
-                data = await self._threads.run(self._read_file, url, self._max_bytes, self._kind)
+            case "media" if self.uploads is not None:
+                data = await self.uploads(tenant, url)
+            case "file" if self.read_file is not None:
+                data = await self._threads.run(self.read_file, url, self.max_bytes, self.kind)
             case "file":
                 raise InvalidRequest("file: URLs are not allowed here")
             case _:
-                raise InvalidRequest(f"{self._kind.noun} URLs must be data:, http: or https: URLs")
-        if len(data) > self._max_bytes:
-            raise self._kind.too_large(self._max_bytes)
+                raise InvalidRequest(f"{self.kind.noun} URLs must be data:, http: or https: URLs")
+        if len(data) > self.max_bytes:
+            raise self.kind.too_large(self.max_bytes)
         hold(len(data) * _MEMORY_PER_FETCHED_BYTE)
         return data
 
