@@ -112,13 +112,7 @@ def create_gateway(settings: GatewaySettings, bounds: Bounds = _BOUNDS) -> Gatew
     service = ChatService(
         model_name=settings.served_model_name or spec.name,
         tokenizer=tokenizer,
-        conversations=ConversationReader(
-            spec,
-            tokenizer,
-            template,
-            max_images=bounds.max_images_per_request,
-            max_videos=bounds.max_videos_per_request,
-        ),
+        conversations=ConversationReader(spec, tokenizer, template, bounds),
         prompts=PromptBuilder(spec, tokenizer, template),
         answer_format=AnswerReader(spec, tokenizer, template.source, parsers).format_of,
         images=images,

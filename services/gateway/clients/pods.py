@@ -61,6 +61,14 @@ class PodState(enum.Enum):
     REFUSED = "refused"  # does not accept the gateway's credentials
 
 
+_STATES = {
+    grpc.StatusCode.UNAUTHENTICATED: PodState.REFUSED,
+    grpc.StatusCode.UNIMPLEMENTED: PodState.SERVING,  # reachable, without a health service
+    grpc.StatusCode.DEADLINE_EXCEEDED: PodState.SILENT,
+    grpc.StatusCode.UNAVAILABLE: PodState.UNREACHABLE,
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Dialling:
     """With what the gateway calls pods.
@@ -159,17 +167,7 @@ class Pod:
             )
         except grpc.aio.AioRpcError as failure:
             self._look_for_refusal(failure)
-            match failure.code():
-                case grpc.StatusCode.UNAUTHENTICATED:
-                    return PodState.REFUSED
-                case grpc.StatusCode.UNIMPLEMENTED:
-                    return PodState.SERVING  # reachable, without a health service
-                case grpc.StatusCode.DEADLINE_EXCEEDED:
-                    return PodState.SILENT
-                case grpc.StatusCode.UNAVAILABLE:
-                    return PodState.UNREACHABLE
-                case _:
-                    return PodState.DRAINING
+            return _STATES.get(failure.code(), PodState.DRAINING)
         self._refusal = ""
         serving = answer.status == health_pb2.HealthCheckResponse.SERVING
         return PodState.SERVING if serving else PodState.DRAINING

@@ -109,13 +109,10 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
 @cache
 def openapi_document(version: str) -> dict[str, Any]:
     """The document, OpenAPI 3.1."""
-    types: list[Any] = []
-    for operation in OPERATIONS.values():
-        for found in (operation.request, operation.response, operation.event, operation.error):
-            if found is not None and found not in types:
-                types.append(found)
+    named = ((o.request, o.response, o.event, o.error) for o in OPERATIONS.values())
+    types = list(dict.fromkeys(kind for kinds in named for kind in kinds if kind is not None))
     references, components = msgspec.json.schema_components(types, ref_template=_PREFIX + "{name}")
-    schema_of = {id(kind): found for kind, found in zip(types, references, strict=True)}
+    schema_of = dict(zip(types, references, strict=True))
     for name, schema in components.items():
         _describe(name, schema)
     paths: dict[str, dict[str, Any]] = {}
@@ -149,9 +146,9 @@ def _describe(name: str, schema: dict[str, Any]) -> None:
         properties[field] = hint if values is None else hint | {"enum": [None, *values]}
 
 
-def _operation(path: str, operation: Operation, schema_of: Mapping[int, Any]) -> dict[str, Any]:
+def _operation(path: str, operation: Operation, schema_of: Mapping[Any, Any]) -> dict[str, Any]:
     def content(media_type: str, kind: object) -> dict[str, Any]:
-        return {media_type: {"schema": schema_of[id(kind)] if kind is not None else {}}}
+        return {media_type: {"schema": schema_of[kind] if kind is not None else {}}}
 
     answer = content(operation.media_type, operation.response)
     if operation.event is not None:

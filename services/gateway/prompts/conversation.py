@@ -12,6 +12,7 @@ from typing import Any
 from services.common.errors import InvalidImage, InvalidRequest, InvalidVideo
 from services.common.model_spec import ModelSpec
 from services.gateway.answers.reasoning import CLOSE
+from services.gateway.bounds import Bounds
 from services.gateway.forms.embeddings import ImageEmbedsPart
 from services.gateway.forms.openai import AnyImage, ChatRequest, Message, Part, TextPart
 from services.gateway.forms.tools import (
@@ -43,12 +44,10 @@ class ConversationReader:
         spec: ModelSpec,
         tokenizer: ModelTokenizer,
         template: ChatTemplate,
-        *,
-        max_images: int = 0,
-        max_videos: int = 0,
+        bounds: Bounds,
     ) -> None:
         self._template = template
-        self._limits = {"max_images": max_images, "max_videos": max_videos}
+        self._bounds = bounds
         self._no_videos = "" if spec.vision is None or spec.vision.video else spec.vision.no_video
         self._thinks = spec.conversation.thinks and CLOSE in template.source
         self._takes_calls = "tool_calls" in template.source
@@ -70,7 +69,7 @@ class ConversationReader:
         if self._no_videos:
             _refuse(request, AnyVideo, InvalidRequest, f"{_NO_VIDEOS}: {self._no_videos}")
         messages, images, videos = read_messages(
-            request, takes_images=self._takes_images, cut=cut, **self._limits
+            request, self._bounds, takes_images=self._takes_images, cut=cut
         )
         ignored = [*self._unused(request), *(("messages",) if cut else ())]
         if not self._template.takes_late_system and _join_systems(messages):
@@ -175,12 +174,7 @@ class ConversationReader:
 
 
 def read_messages(
-    request: ChatRequest,
-    *,
-    max_images: int,
-    max_videos: int = 0,
-    takes_images: bool,
-    cut: range = range(0),
+    request: ChatRequest, bounds: Bounds, *, takes_images: bool, cut: range = range(0)
 ) -> tuple[list[dict[str, Any]], list[ImageSource], list[VideoSource]]:
     """Separates a request's messages into messages for the chat template, images and videos, in
     order.
@@ -189,7 +183,6 @@ def read_messages(
     templates of text models expect strings.
 
     Args:
-        max_images, max_videos: of a request.
         cut: messages that are left out.
 
     Raises:
@@ -203,7 +196,10 @@ def read_messages(
             if getattr(request, name) is not None:
                 raise InvalidRequest(_NO_IMAGES, param=name)
     counts: dict[str, int] = {}
-    for kind, noun, limit in ((_Image, "images", max_images), (AnyVideo, "videos", max_videos)):
+    for kind, noun, limit in (
+        (_Image, "images", bounds.max_images_per_request),
+        (AnyVideo, "videos", bounds.max_videos_per_request),
+    ):
         count = counts[noun] = sum(isinstance(part, kind) for _, part, _ in _parts(request, cut))
         if count > limit:
             raise InvalidRequest(

@@ -14,6 +14,7 @@ import pytest
 
 from services.gateway.answers.answer import AnswerFormat
 from services.gateway.answers.tool_parsers import PARSERS
+from services.gateway.bounds import Bounds
 from services.gateway.endpoints import messages_endpoint, responses_endpoint
 from services.gateway.endpoints.messages_endpoint import MessageWriter, blocks
 from services.gateway.endpoints.responses_endpoint import ResponseWriter
@@ -135,7 +136,7 @@ def check(tokenizer, form, seed):
         {"role": "user", "content": "go on"},
     ]
     request = parse_chat_request(json.dumps({"model": "m", "messages": history}).encode())
-    read_messages(request, max_images=0, takes_images=False)
+    read_messages(request, Bounds(), takes_images=False)
     for surface in (check_messages, check_responses):
         surface(pieces, choice, text)
     return bool(calls)
@@ -177,7 +178,7 @@ def check_messages(updates, choice, text):
     turns.append({"role": "user", "content": [*results, {"type": "text", "text": "go on"}]})
     body = {"model": "m", "max_tokens": 9, "messages": turns}
     chat = messages_endpoint.to_chat(parse_messages_request(json.dumps(body).encode()), {})
-    read_messages(chat, max_images=0, takes_images=False)
+    read_messages(chat, Bounds(), takes_images=False)
 
 
 def check_responses(updates, choice, text):
@@ -208,7 +209,7 @@ def check_responses(updates, choice, text):
     ]
     turns = [{"role": "user", "content": "x"}, *items, *results, {"role": "user", "content": "y"}]
     back = parse_responses_request(json.dumps({"model": "m", "input": turns}).encode())
-    read_messages(responses_endpoint.to_chat(back, {}), max_images=0, takes_images=False)
+    read_messages(responses_endpoint.to_chat(back, {}), Bounds(), takes_images=False)
 
 
 def test_a_long_response_takes_linear_time():

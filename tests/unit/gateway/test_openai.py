@@ -8,6 +8,7 @@ import pytest
 from services.common.errors import ContextLengthExceeded, InvalidRequest
 from services.common.pb.decoder_pb2 import SamplingParams
 from services.gateway.answers.answer_reader import _num_characters
+from services.gateway.bounds import Bounds
 from services.gateway.forms.openai import MAX_PARTS, parse_chat_request
 from services.gateway.prompts.conversation import read_messages
 from services.gateway.sampling import (
@@ -200,7 +201,7 @@ def image(**fields):
 
 def conversation(content, max_images=8, takes_images=True, **fields):
     request = parse(messages=[{"role": "user", "content": content}], **fields)
-    return read_messages(request, max_images=max_images, takes_images=takes_images)[:2]
+    return read_messages(request, Bounds(max_images), takes_images=takes_images)[:2]
 
 
 def test_images_keep_their_order_and_place():
@@ -284,7 +285,7 @@ def test_developer_is_system_and_null_is_empty():
     request = parse(
         messages=[{"role": "developer", "content": "x"}, {"role": "assistant", "content": None}]
     )
-    assert read_messages(request, max_images=0, takes_images=True)[0] == [
+    assert read_messages(request, Bounds(0), takes_images=True)[0] == [
         {"role": "system", "content": "x"},
         {"role": "assistant", "content": ""},
     ]

@@ -14,6 +14,7 @@ import pytest
 from services.common.errors import ContextLengthExceeded, InvalidRequest
 from services.common.geometry import Unit
 from services.common.model_spec import ModelSpecError
+from services.gateway.bounds import Bounds
 from services.gateway.forms.openai import ChatRequest, Message
 from services.gateway.prompts.chat_template import ChatTemplate, Conversation, read_template
 from services.gateway.prompts.conversation import ConversationReader
@@ -49,7 +50,7 @@ def builder_of(spec, tokenizer, source):
 
 def draft_of(request, spec, tokenizer, source):
     template = ChatTemplate(source, {}, tokenizer.added)
-    conversation = ConversationReader(spec, tokenizer, template).read(request)
+    conversation = ConversationReader(spec, tokenizer, template, Bounds()).read(request)
     return builder_of(spec, tokenizer, source).draft(conversation, MANY)
 
 

@@ -10,6 +10,7 @@ from services.common.families import read_spec
 from services.common.threads import WorkerThreads
 from services.gateway.answers.answer_reader import AnswerReader
 from services.gateway.answers.tool_parsers import HermesParser, Llama3JsonParser, Qwen3CoderParser
+from services.gateway.bounds import Bounds
 from services.gateway.forms.openai import parse_chat_request
 from services.gateway.forms.parts import Call, join
 from services.gateway.prompts.chat_template import ChatTemplate, read_special_tokens, read_template
@@ -68,7 +69,7 @@ class Model:
         spec, tokenizer = read_spec(directory), ModelTokenizer.from_directory(directory)
         template = ChatTemplate.from_directory(directory, tokenizer.added)
         return cls(
-            ConversationReader(spec, tokenizer, template, max_images=4),
+            ConversationReader(spec, tokenizer, template, Bounds()),
             PromptBuilder(spec, tokenizer, template),
             AnswerReader(spec, tokenizer, template.source, WorkerThreads(1, "parse")),
             hf,
