@@ -91,13 +91,9 @@ class _Function:
     definition: FunctionDefinition
     param: str
 
-    @property
-    def is_strict(self) -> bool:
-        return bool(self.definition.strict)
-
     def style(self) -> dict[str, object]:
         """Of the arguments' JSON; of a function that is not strict, what the library can hold."""
-        lenient = not self.is_strict
+        lenient = not self.definition.strict
         return {**_CALL_STYLE, "lenient": lenient, "coerce_one_of": lenient}
 
     def schema(self, counts: Counts) -> dict[str, Any]:
@@ -108,7 +104,7 @@ class _Function:
         schema = {"additionalProperties": False} if given is None else dict(given)
         if schema.get("type", "object") != "object":
             raise InvalidGrammar("not the schema of an object", param=f"{self.param}.type")
-        schema = held_to(schema, self.refuse, strict=self.is_strict)
+        schema = held_to(schema, self.refuse, strict=bool(self.definition.strict))
         if "properties" in schema and not (_OPEN_ENDED | {"$ref"}) & schema.keys():
             schema.setdefault("additionalProperties", False)
         schema["type"] = "object"
@@ -122,7 +118,7 @@ class _Function:
 
     def refuse(self, path: str, what: str) -> None:
         """Refuses what the form of calls cannot hold the model to, if that was promised."""
-        if self.is_strict:
+        if self.definition.strict:
             raise InvalidGrammar(
                 f"in function {self.definition.name}, {what} is not supported with strict",
                 param=f"{self.param}{path}",

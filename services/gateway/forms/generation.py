@@ -107,7 +107,7 @@ class SamplingFields(Struct, kw_only=True, forbid_unknown_fields=True):
     priority: Priority | None = None
 
 
-class GenerationFields(SamplingFields, kw_only=True, forbid_unknown_fields=True):
+class GenerationFields(SamplingFields, kw_only=True):
     """Inherited by chat and text completions."""
 
     n: Annotated[int, Meta(ge=1, le=MAX_N)] | None = None

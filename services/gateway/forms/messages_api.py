@@ -121,11 +121,11 @@ class AutoChoice(Struct, forbid_unknown_fields=True, tag_field="type", tag="auto
     disable_parallel_tool_use: bool | None = None
 
 
-class AnyChoice(AutoChoice, forbid_unknown_fields=True, tag_field="type", tag="any"):
+class AnyChoice(AutoChoice, tag="any"):
     """The model has to call a tool."""
 
 
-class ToolNameChoice(AutoChoice, kw_only=True, forbid_unknown_fields=True, tag="tool"):
+class ToolNameChoice(AutoChoice, kw_only=True, tag="tool"):
     """The model has to call this tool."""
 
     name: str
@@ -142,7 +142,7 @@ class AdaptiveThinking(Struct, forbid_unknown_fields=True, tag_field="type", tag
     budget_tokens: Annotated[int, Meta(ge=0, le=1 << 31)] | None = None
 
 
-class EnabledThinking(AdaptiveThinking, forbid_unknown_fields=True, tag="enabled"):
+class EnabledThinking(AdaptiveThinking, tag="enabled"):
     """The model thinks before it answers, for so many tokens at most."""
 
 
@@ -178,7 +178,7 @@ class CountTokensRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     cache_salt: Annotated[str, Meta(min_length=1, max_length=128)] | None = None
 
 
-class MessagesRequest(CountTokensRequest, kw_only=True, forbid_unknown_fields=True):
+class MessagesRequest(CountTokensRequest, kw_only=True):
     """POST /v1/messages."""
 
     max_tokens: Annotated[int, Meta(ge=1, le=1 << 31)]

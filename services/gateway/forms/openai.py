@@ -62,7 +62,7 @@ class TextPart(Struct, forbid_unknown_fields=True, tag_field="type", tag="text")
     text: str
 
 
-class InputTextPart(TextPart, forbid_unknown_fields=True, tag_field="type", tag="input_text"):
+class InputTextPart(TextPart, tag="input_text"):
     """Text as the Responses API spells it."""
 
 
@@ -85,7 +85,7 @@ class ImagePart(Struct, kw_only=True, forbid_unknown_fields=True):
     uuid: ImageUuid | None = None
 
 
-class ImageUrlPart(ImagePart, forbid_unknown_fields=True, tag_field="type", tag="image_url"):
+class ImageUrlPart(ImagePart, tag_field="type", tag="image_url"):
     """OpenAI's part."""
 
     image_url: ImageUrl | str | None = None
@@ -97,7 +97,7 @@ class ImageUrlPart(ImagePart, forbid_unknown_fields=True, tag_field="type", tag=
         return ImageUrl(self.image_url)
 
 
-class InputImagePart(ImageUrlPart, forbid_unknown_fields=True, tag_field="type", tag="input_image"):
+class InputImagePart(ImageUrlPart, tag="input_image"):
     """An image as the Responses API spells it."""
 
     detail: Detail | None = None
@@ -108,7 +108,7 @@ class InputImagePart(ImageUrlPart, forbid_unknown_fields=True, tag_field="type",
         return structs.replace(image, detail=image.detail or self.detail)
 
 
-class NamedImagePart(ImagePart, forbid_unknown_fields=True, tag_field="type", tag="image"):
+class NamedImagePart(ImagePart, tag_field="type", tag="image"):
     """An image as model cards spell it: the URL in `image`."""
 
     url: str | None = msgspec.field(name="image", default=None)
@@ -144,7 +144,7 @@ class Message(Struct, forbid_unknown_fields=True):
     reasoning_content: str | None = None
 
 
-class MultimodalOptions(OptionsOfVideos, forbid_unknown_fields=True):
+class MultimodalOptions(OptionsOfVideos):
     """vLLM's spelling of the limits of all images' pixels, and of options of all videos."""
 
     min_pixels: _Pixels | None = None
@@ -154,7 +154,7 @@ class MultimodalOptions(OptionsOfVideos, forbid_unknown_fields=True):
 _CHARACTERS_OF_A_TURN = 16  # rendering a message or a part takes as long
 
 
-class ChatRequest(GenerationFields, forbid_unknown_fields=True):
+class ChatRequest(GenerationFields):
     """POST /v1/chat/completions."""
 
     messages: Annotated[list[Message], Meta(min_length=1, max_length=MAX_MESSAGES)]

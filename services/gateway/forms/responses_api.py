@@ -37,13 +37,11 @@ _Status = Literal["in_progress", "completed", "incomplete"]
 # Input.
 
 
-class ResponseOutputText(TextPart, forbid_unknown_fields=True, tag_field="type", tag="output_text"):
+class ResponseOutputText(TextPart, tag="output_text"):
     """Text of an earlier answer."""
 
 
-class ResponseImage(
-    InputImagePart, forbid_unknown_fields=True, tag_field="type", tag="input_image"
-):
+class ResponseImage(InputImagePart, tag="input_image"):
     """An image. Files are not kept here: a `file_id` is null."""
 
     file_id: str | None = None
@@ -87,9 +85,7 @@ class InputItem(Struct, kw_only=True, forbid_unknown_fields=True):
     output: _Content | None = None
 
 
-class ResponseFunction(
-    FunctionDefinition, forbid_unknown_fields=True, tag_field="type", tag="function"
-):
+class ResponseFunction(FunctionDefinition, tag_field="type", tag="function"):
     """A function that the model may call."""
 
 
@@ -122,7 +118,7 @@ class AllowedResponseTools(
     tools: Annotated[list[NamedFunction], Meta(min_length=1, max_length=MAX_TOOLS)]
 
 
-class NamedJsonSchema(JsonSchema, forbid_unknown_fields=True, tag_field="type", tag="json_schema"):
+class NamedJsonSchema(JsonSchema, tag_field="type", tag="json_schema"):
     """A value of a schema."""
 
 
@@ -144,7 +140,7 @@ class ResponseStreamOptions(Struct, forbid_unknown_fields=True):
     """All of them are hints."""
 
 
-class ResponsesRequest(SamplingFields, kw_only=True, forbid_unknown_fields=True):
+class ResponsesRequest(SamplingFields, kw_only=True):
     """POST /v1/responses."""
 
     model: str | None = None

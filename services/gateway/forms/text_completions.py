@@ -26,7 +26,7 @@ DEFAULT_MAX_TOKENS = 16
 _Ids = Annotated[list[TokenId], Meta(min_length=1, max_length=MAX_PROMPT_TOKENS)]
 
 
-class CompletionRequest(GenerationFields, kw_only=True, forbid_unknown_fields=True):
+class CompletionRequest(GenerationFields, kw_only=True):
     """POST /v1/completions. `prompt`: a text, token ids, or a list of either."""
 
     model: str | None = None

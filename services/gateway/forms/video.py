@@ -31,13 +31,13 @@ class VideoFields(Struct, kw_only=True, forbid_unknown_fields=True):
     cap_pixels_per_frame: bool | None = None
 
 
-class VideoUrl(VideoFields, forbid_unknown_fields=True):
+class VideoUrl(VideoFields):
     """A URL, and what of the video is looked at."""
 
     url: str
 
 
-class VideoPart(VideoFields, forbid_unknown_fields=True):
+class VideoPart(VideoFields):
     """A video, in one of its spellings; `urls` of each are the file's, or those of frames."""
 
     @property
@@ -46,7 +46,7 @@ class VideoPart(VideoFields, forbid_unknown_fields=True):
         return (self,)
 
 
-class VideoUrlPart(VideoPart, forbid_unknown_fields=True, tag_field="type", tag="video_url"):
+class VideoUrlPart(VideoPart, tag_field="type", tag="video_url"):
     """vLLM's part."""
 
     video_url: VideoUrl | str
@@ -60,11 +60,11 @@ class VideoUrlPart(VideoPart, forbid_unknown_fields=True, tag_field="type", tag=
         return (self,) if isinstance(self.video_url, str) else (self.video_url, self)
 
 
-class InputVideoPart(VideoUrlPart, forbid_unknown_fields=True, tag_field="type", tag="input_video"):
+class InputVideoPart(VideoUrlPart, tag="input_video"):
     """A video as the Responses API would spell it."""
 
 
-class NamedVideoPart(VideoPart, forbid_unknown_fields=True, tag_field="type", tag="video"):
+class NamedVideoPart(VideoPart, tag_field="type", tag="video"):
     """A video as model cards spell it: a URL, or the URLs of frames that the client has chosen."""
 
     video: str | Annotated[list[str], Meta(max_length=MAX_LISTED_FRAMES)]
