@@ -108,8 +108,6 @@ class SystemResolver:
     ) -> None:
         del self._lookups[name]
         self._num_lookups[tenant] -= 1
-        if not self._num_lookups[tenant]:
-            del self._num_lookups[tenant]
         if not done.cancelled():
             done.exception()  # retrieved, although no caller may wait any more
 

@@ -15,9 +15,9 @@ template that is missing or not valid is a `ModelSpecError` at start.
 import datetime
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import islice
 from pathlib import Path
 from typing import Any, NoReturn, cast
@@ -119,7 +119,7 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
         # An alternation takes the first that matches: the longest, as `tokenizers` does.
         self._contents = contents = sorted(added, key=len, reverse=True)
-        self._patterns: dict[str, re.Pattern[str]] = {}
+        self.added: Callable[[str], re.Pattern[str]] = cache(self._added)
         self.source = source
         # Of the guard: tokens that may be quoted, and what parts of tokens look like.
         self.quotable = frozenset(c for c in contents if not added[c].special)
@@ -196,20 +196,17 @@ class ChatTemplate:
             elif text := piece.replace(break_, "").replace(quote, ""):
                 yield text, False
 
-    def added(self, quote: str) -> re.Pattern[str]:
+    def _added(self, quote: str) -> re.Pattern[str]:
         """Matches added tokens, except after `quote`.
 
         The quote is looked for behind a token's first character: as the pattern's first element it
         would be tried at each character of the text.
         """
-        if quote not in self._patterns:
-            alternatives = (
-                f"{re.escape(content[0])}(?<!{quote}.){re.escape(content[1:])}"
-                for content in self._contents
-            )
-            pattern = "|".join(alternatives) or "(?!)"
-            self._patterns[quote] = re.compile(f"({pattern})", re.DOTALL)
-        return self._patterns[quote]
+        alternatives = (
+            f"{re.escape(content[0])}(?<!{quote}.){re.escape(content[1:])}"
+            for content in self._contents
+        )
+        return re.compile(f"({'|'.join(alternatives) or '(?!)'})", re.DOTALL)
 
 
 class _Guard:

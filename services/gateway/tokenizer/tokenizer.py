@@ -6,8 +6,9 @@ it. A tokenizer.json of another kind than byte-level BPE is a `ModelSpecError` a
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,7 @@ class ModelTokenizer:
         vocabulary = self._plain.get_vocab()
         self.max_token_bytes = max(map(len, vocabulary))
         self._is_nfc = _kind(definition, "normalizer") == "NFC"
-        self._bytes: dict[int, bytes] = {}
+        self.token_bytes: Callable[[int], bytes] = cache(self._token_bytes)
 
     @classmethod
     def from_directory(cls, directory: Path) -> "ModelTokenizer":
@@ -95,19 +96,13 @@ class ModelTokenizer:
                 param=param,
             )
 
-    def token_bytes(self, token_id: int) -> bytes:
-        """The bytes of a token; empty for an unused id."""
-        found = self._bytes.get(token_id)
-        if found is None:
-            found = self._bytes[token_id] = self._look_up(token_id)
-        return found
-
     def token_string(self, token_id: int) -> str:
         """A token as the vocabulary writes it; empty for an unused id."""
         added = self._added_bytes.get(token_id)
         return added.decode() if added is not None else self._plain.id_to_token(token_id) or ""
 
-    def _look_up(self, token_id: int) -> bytes:
+    def _token_bytes(self, token_id: int) -> bytes:
+        """The bytes of a token; empty for an unused id."""
         if token_id in self._added_bytes:
             return self._added_bytes[token_id]
         token = self._plain.id_to_token(token_id)
