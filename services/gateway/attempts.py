@@ -240,7 +240,10 @@ class Attempts:
     def _choose_decoder(self, exclude: Collection[str]) -> DecoderPod:
         request = self._request
         num_tokens = len(request.prompt.token_ids) + request.sampling.max_tokens
-        return self._decoders.choose(self._chain, self._affinity_key(), exclude, num_tokens)
+        # Equal for requests that should go to the same decoder, if all else is equal.
+        keys, start = self._encodes.keys, request.prompt.token_ids[:_AFFINITY_TOKENS]
+        key = keys[0] if keys else blake3(start.tobytes()).digest()
+        return self._decoders.choose(self._chain, key, exclude, num_tokens)
 
     def _should_leave(self) -> bool:
         """Whether another decoder can go on with the answer."""
@@ -329,12 +332,6 @@ class Attempts:
         log.warning("%s %s failed: %s", failure.service, failure.pod, error.message)
         self._losses.check()
         self._metrics.retries.labels(failure.service).inc()
-
-    def _affinity_key(self) -> bytes:
-        """Equal for requests that should go to the same decoder, if all else is equal."""
-        if self._encodes.keys:
-            return self._encodes.keys[0]
-        return blake3(self._request.prompt.token_ids[:_AFFINITY_TOKENS].tobytes()).digest()
 
     def _cancel_sequences(self) -> None:
         for choice in list(self._sequences):

@@ -63,6 +63,8 @@ def resolve_sampling(
         check_ids(name, getattr(request, name) or (), vocab_size)
     if request.logprob_token_ids and not request.logprobs:
         raise InvalidRequest("logprob_token_ids needs logprobs", param="logprob_token_ids")
+    # Ids that are named take the place of the most likely ones.
+    num_likely = 0 if request.logprob_token_ids else request.top_logprobs or 0
     eos = () if request.ignore_eos else defaults.stop_token_ids
     sampling = SamplingParams(
         **{name: _given(request, defaults, name) for name in _NUMBERS},
@@ -71,7 +73,7 @@ def resolve_sampling(
         seed=choice_seed(secrets.randbits(64) if request.seed is None else request.seed, 0),
         stop_token_ids=dict.fromkeys((*eos, *(request.stop_token_ids or ()))),
         min_tokens=request.min_tokens or 0,
-        top_logprobs=_top_logprobs(request),
+        top_logprobs=num_likely if request.logprobs else None,
         prompt_logprobs=request.prompt_logprobs,
         logprob_token_ids=request.logprob_token_ids,
     )
@@ -79,13 +81,6 @@ def resolve_sampling(
     for word in request.bad_words or ():
         sampling.bad_words.extend(TokenIds(ids=ids) for ids in bad_word_ids(word, encode))
     return sampling
-
-
-def _top_logprobs(request: ChatRequest) -> int | None:
-    """Ids that are named take the place of the most likely ones."""
-    if not request.logprobs:
-        return None
-    return 0 if request.logprob_token_ids else request.top_logprobs or 0
 
 
 def limit_completion(

@@ -249,7 +249,9 @@ def _open_ended(parameters: Parameters, values: BareValues) -> list[str]:
     root = parameters.root
     known = list({**named(root, "properties"), **dict.fromkeys(_names(root, "required"))})
     schema = True if named(root, "patternProperties") else parameters.additional
-    found = values.parameter(_opener(known), schema, ".additionalProperties")
+    others = f" & ~{regex('|'.join(map(escaped, known)))}" if known else ""
+    opener = f'"<parameter=" ({_FREE_NAME}{others}) ">\\n"'
+    found = values.parameter(opener, schema, ".additionalProperties")
     if found is None:
         return []
     most = root.get("maxProperties")
@@ -257,12 +259,6 @@ def _open_ended(parameters: Parameters, values: BareValues) -> list[str]:
         return [f"{found}*"]
     room = most - len(known)
     return [f"{found}{{0,{room}}}"] if room > 0 else []
-
-
-def _opener(known: list[str]) -> str:
-    """The opening tag of parameters of any names but those known, as a terminal."""
-    others = f" & ~{regex('|'.join(map(escaped, known)))}" if known else ""
-    return f'"<parameter=" ({_FREE_NAME}{others}) ">\\n"'
 
 
 def _names(root: Schema, keyword: str) -> list[str]:

@@ -245,7 +245,10 @@ class DecoderPod(Pod):
             stopped = event.finished.reason == pb.Finished.REASON_STOP
             finish_reason = "stop" if stopped else "length"
         elif end == "failed":
-            error = _error_of(event.failed)
+            failed = event.failed
+            error = from_code(failed.code, failed.message)
+            if failed.code == EmbeddingUnavailable.code:
+                error = EmbeddingLost(failed.message, failed.encoder_address)
         if finish_reason or error:
             self._forget(event.sequence_id)
         token_ids = list(event.token_ids)
@@ -263,12 +266,6 @@ class DecoderPod(Pod):
         self.prompts, self.num_in_flight = SentPrompts(), 0
         for choice, sink, _ in sinks.values():
             sink(TokenEvent(choice, error=error))
-
-
-def _error_of(failed: pb.Failed) -> TriptychError:
-    if failed.code == EmbeddingUnavailable.code:
-        return EmbeddingLost(failed.message, failed.encoder_address)
-    return from_code(failed.code, failed.message)
 
 
 class DecoderPool(Pool[DecoderPod]):

@@ -64,7 +64,8 @@ class BytePairs:
             return None
         try:
             ranks = {_bytes_of(token): rank for token, rank in model["vocab"].items()}
-            pairs = [_pair_of(merge) for merge in model["merges"]]
+            merges = (m.split(" ") if isinstance(m, str) else m for m in model["merges"])
+            pairs = [(_bytes_of(left), _bytes_of(right)) for left, right in merges]
         except KeyError:
             return None  # a character outside the byte alphabet
         if not (_covers(ranks, pairs) and _is_canonical(ranks, pairs)):
@@ -112,11 +113,6 @@ def _split_pattern(pre_tokenizer: Mapping[str, Any]) -> str | None:
 
 def _bytes_of(token: str) -> bytes:
     return bytes([BYTE_OF_CHARACTER[character] for character in token])
-
-
-def _pair_of(merge: str | list[str]) -> tuple[bytes, bytes]:
-    left, right = merge.split(" ") if isinstance(merge, str) else merge
-    return _bytes_of(left), _bytes_of(right)
 
 
 def _covers(ranks: Mapping[bytes, int], pairs: list[tuple[bytes, bytes]]) -> bool:
