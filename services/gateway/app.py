@@ -95,7 +95,11 @@ def create_gateway(settings: GatewaySettings, bounds: Bounds = _BOUNDS) -> Gatew
     admission = Admission(bounds.max_concurrent_requests, held_bytes, leases)
     encoders, decoders = _pools(settings, spec, metrics)
     uploaded = partial(uploads.get, encoders)
-    webs = _webs(settings, bounds)
+    private, clip_bytes = settings.allows_private_media, bounds.max_video_bytes
+    webs = (
+        WebMedia(bounds.max_image_bytes, allow_private=private),
+        WebMedia(clip_bytes, kind=VIDEO, timeout_s=_VIDEO_FETCH_S, allow_private=private),
+    )
     directory = settings.media_directory
     read_file = None if directory is None else partial(read_local_file, directory.resolve())
     loader, clips = (
@@ -156,17 +160,6 @@ async def _running(
         for source in (*webs, *loaders):
             source.close()
         await kept.close()
-
-
-def _webs(settings: GatewaySettings, bounds: Bounds) -> tuple[WebMedia, WebMedia]:
-    """For images and for videos."""
-    private = settings.allows_private_media
-    return (
-        WebMedia(bounds.max_image_bytes, allow_private=private),
-        WebMedia(
-            bounds.max_video_bytes, kind=VIDEO, timeout_s=_VIDEO_FETCH_S, allow_private=private
-        ),
-    )
 
 
 def _same_site(app: ASGIApp, settings: GatewaySettings, *, needs_key: bool) -> ASGIApp:

@@ -34,7 +34,7 @@ from services.gateway.forms.openai import (
 )
 from services.gateway.forms.openai import Part as ContentPart
 from services.gateway.forms.parts import Call, Part, Reasoning, Text
-from services.gateway.forms.responses import LogprobEntry, encode_json
+from services.gateway.forms.responses import CompletionTokensDetails, LogprobEntry, encode_json
 from services.gateway.forms.tools import (
     AllowedFunctions,
     AllowedTools,
@@ -477,6 +477,6 @@ class ResponseWriter(AnswerWriter[api.ResponseEvent]):
             usage.prompt_tokens,
             found,
             usage.completion_tokens,
-            api.OutputTokensDetails(0 if details is UNSET else details.reasoning_tokens),
+            CompletionTokensDetails(0) if details is UNSET else details,
             usage.total_tokens,
         )

@@ -39,8 +39,9 @@ from services.gateway.forms.tools import (
 from services.gateway.forms.video import (
     InputVideoPart,
     MediaOptions,
+    MultimodalOptions,
     NamedVideoPart,
-    OptionsOfVideos,
+    Pixels,
     VideoPart,
     VideoUrlPart,
 )
@@ -49,7 +50,6 @@ MAX_MESSAGES = 2048
 MAX_PARTS = 1024
 
 Detail = Literal["auto", "low", "high", "original"]
-_Pixels = Annotated[int, Meta(ge=1, le=1 << 32)]
 ImageUuid = Annotated[str, Meta(min_length=1, max_length=256)]
 ThinkingTokens = Annotated[int, Meta(ge=-1, le=1 << 31)]
 _Tokens = Annotated[int, Meta(ge=1, le=1 << 31)]
@@ -73,15 +73,15 @@ class ImageUrl(Struct, forbid_unknown_fields=True):
 
     url: str | None = None
     detail: Detail | None = None
-    min_pixels: _Pixels | None = None
-    max_pixels: _Pixels | None = None
+    min_pixels: Pixels | None = None
+    max_pixels: Pixels | None = None
 
 
 class ImagePart(Struct, kw_only=True, forbid_unknown_fields=True):
     """An image, in one of its spellings; `image` of each is the same."""
 
-    min_pixels: _Pixels | None = None
-    max_pixels: _Pixels | None = None
+    min_pixels: Pixels | None = None
+    max_pixels: Pixels | None = None
     uuid: ImageUuid | None = None
 
 
@@ -144,13 +144,6 @@ class Message(Struct, forbid_unknown_fields=True):
     reasoning_content: str | None = None
 
 
-class MultimodalOptions(OptionsOfVideos):
-    """vLLM's spelling of the limits of all images' pixels, and of options of all videos."""
-
-    min_pixels: _Pixels | None = None
-    max_pixels: _Pixels | None = None
-
-
 _CHARACTERS_OF_A_TURN = 16  # rendering a message or a part takes as long
 
 
@@ -163,8 +156,8 @@ class ChatRequest(GenerationFields):
     max_completion_tokens: _Tokens | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
-    min_pixels: _Pixels | None = None
-    max_pixels: _Pixels | None = None
+    min_pixels: Pixels | None = None
+    max_pixels: Pixels | None = None
     mm_processor_kwargs: MultimodalOptions | None = None
     media_io_kwargs: MediaOptions | None = None
     tools: Annotated[list[Tool], Meta(max_length=MAX_TOOLS)] | None = None

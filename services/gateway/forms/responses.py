@@ -28,12 +28,9 @@ class TopLogprob(Struct):
     logprob: float
 
 
-class LogprobEntry(Struct):
+class LogprobEntry(TopLogprob):
     """A token of the text."""
 
-    token: str
-    bytes: list[int]
-    logprob: float
     top_logprobs: list[TopLogprob]
 
 

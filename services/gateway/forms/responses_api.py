@@ -27,7 +27,7 @@ from services.gateway.forms.openai import (
     TextPart,
     ThinkingTokens,
 )
-from services.gateway.forms.responses import LogprobEntry, VideoUsage
+from services.gateway.forms.responses import CompletionTokensDetails, LogprobEntry, VideoUsage
 from services.gateway.forms.tools import MAX_TOOLS, FunctionDefinition, ToolName
 from services.gateway.forms.video import InputVideoPart, MediaOptions
 
@@ -269,19 +269,13 @@ class InputTokensDetails(Struct):
     videos: list[VideoUsage] | UnsetType = UNSET
 
 
-class OutputTokensDetails(Struct):
-    """Tokens of the reasoning."""
-
-    reasoning_tokens: int
-
-
 class ResponseUsage(Struct):
     """Tokens of a response."""
 
     input_tokens: int
     input_tokens_details: InputTokensDetails
     output_tokens: int
-    output_tokens_details: OutputTokensDetails
+    output_tokens_details: CompletionTokensDetails
     total_tokens: int
 
 

@@ -16,6 +16,7 @@ from services.common.frame_pairs import Sampling
 # Of one video; what a request may have is in `bounds`.
 MAX_LISTED_FRAMES = 1 << 16
 
+Pixels = Annotated[int, Meta(ge=1, le=1 << 32)]
 _Fps = Annotated[float, Meta(gt=0, le=1000)]
 _Frames = Annotated[int, Meta(ge=2, le=MAX_LISTED_FRAMES)]
 _FpsOfEach = Annotated[list[_Fps], Meta(max_length=1024)]
@@ -77,9 +78,13 @@ class NamedVideoPart(VideoPart, tag_field="type", tag="video"):
 AnyVideo = VideoUrlPart | NamedVideoPart
 
 
-class OptionsOfVideos(Struct, kw_only=True, forbid_unknown_fields=True):
-    """`VideoFields` of all videos of a request; a list has a value for each, in order."""
+class MultimodalOptions(Struct, kw_only=True, forbid_unknown_fields=True):
+    """vLLM's spelling of the limits of all images' pixels, and of `VideoFields` of all videos of a
+    request; a list has a value for each, in order.
+    """
 
+    min_pixels: Pixels | None = None
+    max_pixels: Pixels | None = None
     fps: _Fps | _FpsOfEach | None = None
     num_frames: _Frames | _FramesOfEach | None = None
     max_frames: _Frames | None = None
