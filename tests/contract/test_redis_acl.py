@@ -79,12 +79,12 @@ async def test_the_gateway_may_count_and_nothing_else(tmp_path: Path) -> None:
         asked = Asked("t", (10, -1, -1, -1, -1), (0,) * 5, (4, 0, 0, 0, 0))
         for _ in range(2):
             answer = await store.ask([asked], all_tenants=True)
-            assert answer.leases == [[4, 0, 0, 0, 0]] and answer.gateways == 1
+            assert answer.rows[0][0] == [4, 0, 0, 0, 0] and answer.gateways == 1
         # One that has gone is forgotten, with its leases.
         await asyncio.sleep(0.02)
         other = LeaseStore(url, "there", 0.001, alive_s=0.001)
         answer = await other.ask([asked], all_tenants=True)
-        assert (answer.gateways, answer.others, answer.of_others) == (1, [[0] * 5], {})
+        assert (answer.gateways, answer.rows[0][1], answer.of_others) == (1, [0] * 5, {})
         for each in (store, other):
             await each.close()
         with redis.Redis.from_url(url) as client, pytest.raises(redis.exceptions.NoPermissionError):
@@ -205,7 +205,7 @@ async def test_gateways_read_their_password_at_each_connection_too(tmp_path: Pat
                 with pytest.raises(redis.RedisError):
                     await store.ask([asked])
                 path.write_text(f"{password}\n")
-                assert (await store.ask([asked])).leases == [[4, 0, 0, 0, 0]]
+                assert (await store.ask([asked])).rows[0][0] == [4, 0, 0, 0, 0]
             path.unlink()
             client.client_kill_filter(user="gateway")
             with pytest.raises((redis.RedisError, OSError)):
@@ -238,7 +238,7 @@ async def test_images_take_no_room_from_limits_in_the_redis_of_triptych_serve(
             found = [encoder.getrange(b"triptych:embedding:%d" % n, 0, 0) for n in range(64)]
             assert 0 < sum(map(bool, found)) < 32
             answer = await other.ask([asked])
-            assert answer.gateways == 2 and sum(answer.others[0]) > 0
+            assert answer.gateways == 2 and sum(answer.rows[0][1]) > 0
             await asyncio.gather(one.close(), other.close())
         finally:
             process.terminate()

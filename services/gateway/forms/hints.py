@@ -159,9 +159,9 @@ class Elements:
 
     def leaves_out(self, kind: object) -> bool:
         """Whether an element of that type is left out."""
-        if self.types is None:
-            return kind not in self.but and isinstance(kind, str)
-        return isinstance(kind, str) and kind in self.types
+        if not isinstance(kind, str):
+            return False
+        return kind not in self.but if self.types is None else kind in self.types
 
 
 LEFT_OUT: Sequence[Elements] = (

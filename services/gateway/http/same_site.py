@@ -95,7 +95,10 @@ class SameSite:
         """Why a request is not answered, or ""."""
         host = headers.get(b"host", b"").decode("latin-1")
         if host != self._last_host:
-            name = _name_in(host)
+            try:
+                name = urlsplit(f"//{host}").hostname or ""
+            except ValueError:  # it is malformed
+                name = ""
             if host and not (name and self._is_served(name)):
                 shown = (name or host)[:100]
                 return f"the host {shown!r} is not served: see GATEWAY_ALLOWED_SITES"
@@ -106,11 +109,3 @@ class SameSite:
         if origin.partition("://")[2] == host:
             return ""
         return f"pages of {origin[:100]!r} may not call: GATEWAY_ALLOWED_SITES does not name it"
-
-
-def _name_in(host: str) -> str:
-    """Of a `Host` header, without the port; empty: it is malformed."""
-    try:
-        return urlsplit(f"//{host}").hostname or ""
-    except ValueError:
-        return ""

@@ -129,16 +129,14 @@ class Answer:
     Attributes:
         gateways: those seen in the last seconds, this one included.
         age_s: since the first lease was written.
-        leases: what this gateway may use, in the order of the question; less than it holds, if it
-            is to take nothing.
-        others: what all other gateways hold, likewise.
+        rows: in the order of the question, what this gateway may use (less than it holds, if it is
+            to take nothing), and what all other gateways hold.
         of_others: by tenant, of all tenants; None: not asked for.
     """
 
     gateways: int
     age_s: float
-    leases: list[list[int]]
-    others: list[list[int]]
+    rows: list[tuple[list[int], list[int]]]
     of_others: dict[str, list[int]] | None
 
 
@@ -178,13 +176,10 @@ class LeaseStore:
             numbers = (*row.limits, *row.held, *row.wanted, int(row.is_short))
             arguments += [row.tenant, " ".join(map(str, numbers))]
         found: list[Any] = await self._redis.run(KEY, *arguments)
-        leases: list[list[int]] = []
-        others: list[list[int]] = []
-        for at in range(2, 2 + 2 * _KINDS * len(asked), 2 * _KINDS):
-            leases.append(found[at : at + _KINDS])
-            others.append(found[at + _KINDS : at + 2 * _KINDS])
+        starts = range(2, 2 + 2 * _KINDS * len(asked), 2 * _KINDS)
+        rows = [(found[at : at + _KINDS], found[at + _KINDS : at + 2 * _KINDS]) for at in starts]
         of_others = self._of_others(found[-1]) if all_tenants else None
-        return Answer(found[0], found[1] / 1e3, leases, others, of_others)
+        return Answer(found[0], found[1] / 1e3, rows, of_others)
 
     async def close(self) -> None:
         await self._redis.close()

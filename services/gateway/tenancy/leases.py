@@ -25,9 +25,6 @@ from services.gateway.tenancy.lease_store import ALIVE_S, Answer, Asked, LeaseSt
 from services.gateway.tenancy.quota import (
     KINDS,
     NOTHING,
-    REQUESTS,
-    RUNNING,
-    TOKENS,
     WINDOW_S,
     Amounts,
     Clock,
@@ -162,18 +159,13 @@ class Leases:
 
     def check_early(self, quota: Quota) -> None:
         """Raises RateLimited for a new request that has no chance."""
-        if self.division is None:
-            try:
-                quota.check_early()
-            except RateLimited:
-                self._activate(quota)  # to hear soon of what others give back
+        try:
+            quota.check_early(self.division)
+        except RateLimited:
+            if self.division is None:  # to hear soon of what others give back
+                self._activate(quota)
                 self._told.pop(quota.tenant, None)
-                raise
-            return
-        amounts = [0] * len(KINDS)
-        amounts[REQUESTS] = amounts[RUNNING] = quota.early + 1
-        amounts[TOKENS] = 1
-        quota.check_divided(amounts, self.division)
+            raise
 
     async def charge(self, quota: Quota, take: Callable[[Amounts], None], amounts: Amounts) -> None:
         """Takes amounts of a quota, by `take`, as soon as they fit.
@@ -311,7 +303,7 @@ class Leases:
                 quota.leases = quota.used()
             self.division = None
             log.info("tenants' limits are counted in Redis, for %d gateways", answer.gateways)
-        for row, leases, others in zip(rows, answer.leases, answer.others, strict=True):
+        for row, (leases, others) in zip(rows, answer.rows, strict=True):
             quota = self._quotas[row.tenant]
             quota.leases, quota.others = leases, others
             if not any((*leases, *quota.used(), row.is_short)):

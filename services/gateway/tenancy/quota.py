@@ -214,9 +214,12 @@ class Quota:
             return kind
         return None
 
-    def check_early(self) -> None:
+    def check_early(self, division: Division | None) -> None:
         """Raises RateLimited if what gateways have leased leaves no room for a new request."""
         waiting = self.early + 1
+        if division is not None:
+            self.check_divided((waiting, 1, 0, waiting, 0), division)
+            return
         for kind, amount in ((RUNNING, waiting), (REQUESTS, waiting), (TOKENS, 1)):
             limit = self.limits[kind]
             if limit is None:
