@@ -74,9 +74,8 @@ class StringScan:
         at: how many characters have been read.
     """
 
-    def __init__(self) -> None:
-        self.at = 0
-        self._is_inside = self._is_escaped = False
+    at = 0
+    _is_inside = _is_escaped = False
 
     def ends_in_string(self, text: str, end: int) -> bool:
         """Whether the value up to `end`, which never goes back, ends inside a string, in which no

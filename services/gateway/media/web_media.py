@@ -120,10 +120,6 @@ def _addresses(host: str, port: int) -> list[str]:
     return list(dict.fromkeys(str(entry[4][0]) for entry in found))
 
 
-class _Refused(Exception):
-    """The host has an address that must not be dialled, or the port is not the web's."""
-
-
 class _Turns:
     """Bounds the fetches at a time of each name; the others of a name wait."""
 
@@ -198,14 +194,12 @@ class WebMedia:
             async with asyncio.timeout(self._timeout_s), turn:
                 for _ in range(_MAX_REDIRECTS + 1):
                     if not self._allow_private and target.port not in (None, *_PORTS):
-                        raise _Refused
+                        raise InvalidRequest(_REFUSED_TEXT)
                     async with self._hosts.turn(target.raw_host.decode()):
                         answer = await self._get(target, hold)
                     if isinstance(answer, bytes):
                         return answer
                     target = answer
-        except _Refused:
-            raise InvalidRequest(_REFUSED_TEXT) from None
         except TimeoutError:
             raise Unavailable("the URL did not answer in time") from None
         except (h11.ProtocolError, OSError):
@@ -278,7 +272,7 @@ class WebMedia:
             raise OSError("the host has no address") from error
         # One private address refuses the host: an image server has public addresses only.
         if not self._allow_private and not all(map(is_public, addresses)):
-            raise _Refused
+            raise InvalidRequest(_REFUSED_TEXT)
         dialled = addresses[:_MAX_ADDRESSES]
         for number, address in enumerate(dialled, 1):
             try:

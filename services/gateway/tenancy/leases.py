@@ -142,15 +142,13 @@ class Leases:
 
     def quota(self, tenant: Tenant) -> Quota:
         """A tenant's; made at its first request. Limits may have changed since."""
-        quota = self._quotas.get(tenant.name)
-        if quota is not None:
+        if (quota := self._quotas.get(tenant.name)) is None:
+            quota = self._quotas[tenant.name] = Quota(tenant.name, self._clock, self._times.window)
             quota.limits = tenant.limits.of_kinds
-            return quota
-        quota = self._quotas[tenant.name] = Quota(tenant.name, self._clock, self._times.window)
+            quota.others = list(self._of_others.get(tenant.name, NOTHING))
+            if self.division is not None:
+                quota.divide(self.division)
         quota.limits = tenant.limits.of_kinds
-        quota.others = list(self._of_others.get(tenant.name, NOTHING))
-        if self.division is not None:
-            quota.divide(self.division)
         return quota
 
     def headers(self, tenant: Tenant) -> list[tuple[bytes, bytes]]:
