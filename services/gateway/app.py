@@ -19,6 +19,7 @@ from services.common.checkpoint_fingerprint import checkpoint_fingerprint
 from services.common.errors import TriptychError
 from services.common.families import read_spec
 from services.common.model_spec import ModelSpec
+from services.common.process.pod_limits import memory_limit_bytes
 from services.common.security.credentials import Credentials
 from services.common.settings import SettingsError
 from services.common.threads import WorkerThreads
@@ -91,7 +92,7 @@ def create_gateway(settings: GatewaySettings, bounds: Bounds = _BOUNDS) -> Gatew
     template = ChatTemplate.from_directory(spec.directory, tokenizer.added)
     metrics = GatewayMetrics()
     leases = _leases(settings, metrics)
-    kept, held_bytes = _kept(settings, max_held_bytes(bounds.process_bytes))
+    kept, held_bytes = _kept(settings, max_held_bytes(bounds.memory_bytes or memory_limit_bytes()))
     admission = Admission(bounds.max_concurrent_requests, held_bytes, leases)
     encoders, decoders = _pools(settings, spec, metrics)
     uploaded = partial(uploads.get, encoders)

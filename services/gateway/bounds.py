@@ -4,8 +4,6 @@ settings: they fit any model, and what a smaller machine can bear follows from i
 
 from dataclasses import dataclass
 
-from services.common.process.pod_limits import memory_limit_bytes
-
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
@@ -33,7 +31,3 @@ class Bounds:
     max_video_seconds: float = 3600.0
     max_concurrent_requests: int = 1024
     memory_bytes: int = 0
-
-    @property
-    def process_bytes(self) -> int:
-        return self.memory_bytes or memory_limit_bytes()

@@ -209,11 +209,6 @@ class ChatService:
         seen = (("image", self.images), ("video", self.videos))
         return ["text", *(name for name, reader in seen if reader is not None)]
 
-    @property
-    def needs(self) -> str:
-        """The services that `ready` waits for, in words."""
-        return "a decoder" if self.images is None else "an encoder and a decoder"
-
     async def start(self) -> None:
         await self.encoders.start()
         await self.decoders.start()

@@ -7,6 +7,7 @@ become one grammar. Nothing is compiled: a pattern is read for its syntax alone.
 
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, cast
 
 from services.common.grammar.schema_formats import STANDARD_FORMATS
@@ -106,13 +107,13 @@ def _is_surely_supported(pattern: str) -> bool:
     return depth == 0
 
 
+@dataclass(frozen=True, slots=True)
 class _Reader:
     """Reads the schemas of one function or answer."""
 
-    def __init__(self, refuse: Refuse, strict: bool, own_id: str) -> None:
-        self._refuse = refuse
-        self._strict = strict
-        self._own_id = own_id
+    _refuse: Refuse
+    _strict: bool
+    _own_id: str
 
     def schema(self, schema: Any, path: str) -> Any:  # noqa: ANN401 - any JSON
         """The schema, or list of schemas, without what cannot be enforced."""

@@ -47,11 +47,11 @@ class Operations:
         """
         if self._admission.draining:
             return JsonResponse({"status": "draining"}, 503)
-        status = "ready"
-        if not self._service.ready():
-            status = f"waiting for {self._service.needs}"
-        if status == "ready" or time.monotonic() > self._patient_until:
+        is_ready = self._service.ready()
+        if is_ready or time.monotonic() > self._patient_until:
             self._was_ready = True
+        needs = "a decoder" if self._service.images is None else "an encoder and a decoder"
+        status = "ready" if is_ready else f"waiting for {needs}"
         answer: dict[str, object] = {"status": status}
         # Healthy pods of another model. The log has their addresses; a caller may have no key.
         if misfits := self._service.encoders.misfits() | self._service.decoders.misfits():

@@ -35,8 +35,6 @@ LogitBias = Annotated[
         },
     ),
 ]
-StopTokenIds = Annotated[list[TokenId], Meta(max_length=MAX_STOP_TOKEN_IDS)]
-Priority = Annotated[int, Meta(ge=-(1 << 31), le=(1 << 31) - 1)]
 _AllowedIds = Annotated[list[TokenId], Meta(min_length=1, max_length=MAX_ALLOWED_TOKEN_IDS)]
 StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_LENGTH)]
 _SALT = re.compile(r"[^@/\\\x00]+")
@@ -98,13 +96,13 @@ class SamplingFields(Struct, kw_only=True, forbid_unknown_fields=True):
     logit_bias: LogitBias | None = None
     seed: Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)] | None = None
     stop: StopString | Annotated[list[StopString], Meta(max_length=MAX_STOPS)] | None = None
-    stop_token_ids: StopTokenIds | None = None
+    stop_token_ids: Annotated[list[TokenId], Meta(max_length=MAX_STOP_TOKEN_IDS)] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     ignore_eos: bool | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=128)] | None = None
     structured_outputs: StructuredOutputs | None = None
-    priority: Priority | None = None
+    priority: Annotated[int, Meta(ge=-(1 << 31), le=(1 << 31) - 1)] | None = None
 
 
 class GenerationFields(SamplingFields, kw_only=True):
