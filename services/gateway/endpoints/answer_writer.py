@@ -9,14 +9,14 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Generic, TypeVar
 
+from msgspec import Struct
+
 from services.gateway.completion import Completion
-from services.gateway.forms.messages_api import MessageEvent
 from services.gateway.forms.parts import Part, Text, continues
 from services.gateway.forms.responses import LogprobEntry, Update, encode_json
-from services.gateway.forms.responses_api import ResponseEvent
 from services.gateway.http.exchange import Exchange
 
-Event = TypeVar("Event", MessageEvent, ResponseEvent)
+Event = TypeVar("Event", bound=Struct)
 
 
 class AnswerWriter(ABC, Generic[Event]):
@@ -57,7 +57,7 @@ class AnswerWriter(ABC, Generic[Event]):
 
     def encode(self, events: Sequence[Event]) -> bytes:
         return b"".join(
-            b"event: %s\ndata: %s\n\n" % (event.type.encode(), encode_json(event))
+            b"event: %s\ndata: %s\n\n" % (self.kind(event).encode(), encode_json(event))
             for event in events
         )
 
@@ -87,3 +87,7 @@ class AnswerWriter(ABC, Generic[Event]):
     @abstractmethod
     def end(self) -> list[Event]:
         """The events after the last part: why it ended, and what was used."""
+
+    @abstractmethod
+    def kind(self, event: Event) -> str:
+        """The event's name."""

@@ -3,7 +3,7 @@
 A stream has Anthropic's events in Anthropic's order.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from msgspec import Raw
 from starlette.requests import Request
@@ -53,6 +53,9 @@ _PATHS = {
 }
 _STOP_REASONS: dict[str | None, api.StopReason] = {
     "stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"
+}  # fmt: skip
+_DELTAS: dict[type[Part], Callable[[str], api.Delta]] = {
+    Reasoning: api.ThinkingDelta, Call: api.InputDelta, Text: api.TextDelta
 }  # fmt: skip
 
 
@@ -265,38 +268,25 @@ class MessageWriter(AnswerWriter[api.MessageEvent]):
     def begin(self) -> list[api.MessageEvent]:
         self._answer.usage = usage = _usage(self._completion)
         usage.output_tokens = 0
-        return [api.MessageEvent(type="message_start", message=self._answer)]
+        return [api.MessageStart(self._answer)]
 
     def open(self, part: Part) -> list[api.MessageEvent]:
         self._index += 1
         block = _block(part, "{}" if isinstance(part, Call) else "")
-        kind = "content_block_start"
-        return [api.MessageEvent(type=kind, index=self._index, content_block=block)]
+        return [api.BlockStart(self._index, block)]
 
     def delta(self, part: Part, logprobs: list[LogprobEntry]) -> api.MessageEvent:
-        match part:
-            case Reasoning():
-                return self._delta(api.Delta(type="thinking_delta", thinking=part.text))
-            case Call():
-                return self._delta(api.Delta(type="input_json_delta", partial_json=part.text))
-            case Text():
-                return self._delta(api.Delta(type="text_delta", text=part.text))
+        return api.BlockDelta(self._index, _DELTAS[type(part)](part.text))
 
     def close(self, part: Part, *, is_last: bool) -> list[api.MessageEvent]:
-        stop = api.MessageEvent(type="content_block_stop", index=self._index)
-        if not isinstance(part, Reasoning):
-            return [stop]
-        return [self._delta(api.Delta(type="signature_delta", signature="")), stop]
+        is_thought = isinstance(part, Reasoning)
+        signature = [api.BlockDelta(self._index, api.SignatureDelta(""))] if is_thought else []
+        return [*signature, api.BlockStop(self._index)]
 
     def end(self) -> list[api.MessageEvent]:
         assert self._last is not None  # an answer has an update at least
-        reason, sequence = _stop(self._last)
-        delta = api.Delta(stop_reason=reason, stop_sequence=sequence)
-        usage = _usage(self._completion)
-        return [
-            api.MessageEvent(type="message_delta", delta=delta, usage=usage),
-            api.MessageEvent(type="message_stop"),
-        ]
+        delta = api.MessageDelta(api.StopDelta(*_stop(self._last)), _usage(self._completion))
+        return [delta, api.MessageStop()]
 
-    def _delta(self, delta: api.Delta) -> api.MessageEvent:
-        return api.MessageEvent(type="content_block_delta", index=self._index, delta=delta)
+    def kind(self, event: api.MessageEvent) -> str:
+        return str(event.__struct_config__.tag)

@@ -375,6 +375,9 @@ class ResponseWriter(AnswerWriter[api.ResponseEvent]):
             response.incomplete_details = api.IncompleteDetails("max_output_tokens")
         return [*events, self._event(f"response.{response.status}", response=response)]
 
+    def kind(self, event: api.ResponseEvent) -> str:
+        return event.type
+
     def fail(self, error: TriptychError) -> list[api.ResponseEvent]:
         """The last events of a stream that failed."""
         code = "server_error"

@@ -5,7 +5,7 @@
 
 from typing import Annotated, Any, Literal
 
-from msgspec import UNSET, Meta, Raw, Struct, UnsetType
+from msgspec import Meta, Raw, Struct
 
 from services.common.errors import InvalidRequest, ThreadUnsupported
 from services.gateway.forms.generation import MAX_STOPS, StopString
@@ -273,29 +273,75 @@ class TokenCount(Struct):
     input_tokens: int
 
 
-class Delta(Struct, kw_only=True):
-    """A piece of the open block, of the field that `type` says; without `type`, why it ended."""
+class TextDelta(Struct, tag_field="type", tag="text_delta"):
+    """More text."""
 
-    type: (
-        Literal["text_delta", "thinking_delta", "signature_delta", "input_json_delta"] | UnsetType
-    ) = UNSET
-    text: str | UnsetType = UNSET
-    thinking: str | UnsetType = UNSET
-    signature: str | UnsetType = UNSET
-    partial_json: str | UnsetType = UNSET
-    stop_reason: StopReason | UnsetType = UNSET
-    stop_sequence: str | UnsetType | None = UNSET
+    text: str
 
 
-class MessageEvent(Struct, kw_only=True):
-    """An event of a stream; `type` says which further fields it has."""
+class ThinkingDelta(Struct, tag_field="type", tag="thinking_delta"):
+    """More reasoning."""
 
-    type: Literal[
-        "message_start", "content_block_start", "content_block_delta", "content_block_stop",
-        "message_delta", "message_stop",
-    ]  # fmt: skip
-    message: MessageAnswer | UnsetType = UNSET
-    index: int | UnsetType = UNSET
-    content_block: AnswerBlock | UnsetType = UNSET
-    delta: Delta | UnsetType = UNSET
-    usage: MessageUsage | UnsetType = UNSET
+    thinking: str
+
+
+class SignatureDelta(Struct, tag_field="type", tag="signature_delta"):
+    """The end of the reasoning."""
+
+    signature: str
+
+
+class InputDelta(Struct, tag_field="type", tag="input_json_delta"):
+    """More of a call's input, as JSON text."""
+
+    partial_json: str
+
+
+Delta = TextDelta | ThinkingDelta | SignatureDelta | InputDelta
+
+
+class MessageStart(Struct, tag_field="type", tag="message_start"):
+    """The first event."""
+
+    message: MessageAnswer
+
+
+class BlockStart(Struct, tag_field="type", tag="content_block_start"):
+    """A block begins, empty."""
+
+    index: int
+    content_block: AnswerBlock
+
+
+class BlockDelta(Struct, tag_field="type", tag="content_block_delta"):
+    """A piece of the open block."""
+
+    index: int
+    delta: Delta
+
+
+class BlockStop(Struct, tag_field="type", tag="content_block_stop"):
+    """The open block ends."""
+
+    index: int
+
+
+class StopDelta(Struct):
+    """How the answer ended."""
+
+    stop_reason: StopReason
+    stop_sequence: str | None
+
+
+class MessageDelta(Struct, tag_field="type", tag="message_delta"):
+    """The answer has ended."""
+
+    delta: StopDelta
+    usage: MessageUsage
+
+
+class MessageStop(Struct, tag_field="type", tag="message_stop"):
+    """The last event."""
+
+
+MessageEvent = MessageStart | BlockStart | BlockDelta | BlockStop | MessageDelta | MessageStop
