@@ -9,6 +9,7 @@ from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from services.common.errors import InvalidRequest
 from services.gateway.tenancy.leases import Leases
 from services.gateway.tenancy.quota import RUNNING, SEQUENCES, Amounts, Entry, Quota
 from services.gateway.tenancy.tenants import Tenant
@@ -31,7 +32,12 @@ class Usage:
 
         Raises:
             RateLimited: they are too many for now.
+            InvalidRequest: the tenant may never have so many sequences.
         """
+        most, wanted = self.quota.limits[SEQUENCES], self.num_sequences + num_choices
+        if most is not None and wanted > most:
+            message = f"the tenant may have {most} sequences at a time, the request has {wanted}"
+            raise InvalidRequest(message, param="n")
         own = 0 if self._tokens else 1
         amounts = (own, tokens, num_pixels, own, num_choices)
         await self.leases.charge(self.quota, self._take, amounts)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from services.common.errors import Overloaded, RateLimited
+from services.common.errors import InvalidRequest, Overloaded, RateLimited
 from services.common.settings import SettingsError
 from services.gateway.tenancy.admission import Admission
 from services.gateway.tenancy.leases import Leases
@@ -175,6 +175,19 @@ async def test_limits_at_a_time():
             await second.charge(3, 2)
     with counting(leases, tenant) as third:
         await third.charge(6, 5)
+
+
+@pytest.mark.parametrize("charges", [(6,), (3, 3)])
+async def test_more_sequences_than_a_tenant_may_ever_have_are_a_mistake(charges: tuple[int, ...]):
+    """A 429 would have the client come back for ever."""
+    leases, tenant = Leases(), limited(max_sequences=5)
+    with counting(leases, tenant) as usage:
+        for count in charges[:-1]:
+            await usage.charge(1, count)
+        with pytest.raises(InvalidRequest, match="5 sequences at a time, the request has 6"):
+            await usage.charge(1, charges[-1])
+    with counting(leases, tenant) as usage:  # nothing is left of it
+        await usage.charge(1, 5)
 
 
 async def test_headers_say_what_is_left():
