@@ -20,7 +20,7 @@ WORKERS ?= 2
 # Each module is compiled once, not by each of hundreds of processes (torch: 1.5 s of 3).
 unexport PYTHONDONTWRITEBYTECODE
 ALONGSIDE = $(MAKE) --no-print-directory --jobs=$(WORKERS) --output-sync=target
-say = @printf '\n==> %s\n' "$(1)"
+say = @printf '\n==> %s\n' '$(1)'
 
 .PHONY: help
 help: ## list the targets
@@ -90,7 +90,7 @@ test: | $(BIN)/python ## everything that must hold
 
 .PHONY: lint
 lint: $(DEV) ## style, formatting, dependency rules, sizes
-	$(call say,ruff, import-linter, sizes)
+	$(call say,ruff; import-linter; sizes)
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check
 	@$(BIN)/lint-imports

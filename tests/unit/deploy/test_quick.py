@@ -1,8 +1,14 @@
 """`make quick`: which tests a change runs."""
 
+import re
+import subprocess
+from pathlib import Path
+
 import pytest
 
 from scripts import quick
+
+MAKEFILE = Path(__file__).resolve().parents[3] / "Makefile"
 
 
 @pytest.mark.parametrize(
@@ -53,3 +59,17 @@ def test_only_changed_python_is_styled() -> None:
     assert commands["style"][-1] == "triptych/plan.py"
     assert "README.md" not in commands["style"]
     assert "style" not in quick.commands(["README.md"])
+
+
+def test_a_heading_of_make_runs_nothing() -> None:
+    """A word in backquotes was a command: `make nightly` ran all of `make test`."""
+    makefile = MAKEFILE.read_text()
+    (say,) = re.findall(r"^say = .*$", makefile, re.MULTILINE)
+    headings = re.findall(r"\$\(call say,([^$]*)\)$", makefile, re.MULTILINE)
+    assert len(headings) > 5
+    for heading in (*headings, "pytest: what `false` has"):
+        rule = f"{say}\nall:\n\t$(call say,{heading})\n"
+        shown = subprocess.run(
+            ["make", "-s", "-f", "-"], input=rule, capture_output=True, text=True, check=True
+        ).stdout
+        assert shown == f"\n==> {heading}\n"
