@@ -115,7 +115,10 @@ class GatewayServer(uvicorn.Server):
         while loop.time() < last_at and self.server_state.connections:  # noqa: ASYNC110 - uvicorn's
             await asyncio.sleep(_POLL_S)
         for connection in list(self.server_state.connections):
-            connection.shutdown()  # an idle one now, another one after its response
+            # An idle one now, another one after its response. The first request of a new one may be
+            # on its way.
+            if getattr(connection, "cycle", None) is not None:
+                connection.shutdown()
         return await self._admission.drain(max(0.0, self._grace_s - (loop.time() - start)))
 
 

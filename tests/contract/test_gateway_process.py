@@ -87,6 +87,8 @@ def test_sigterm_ends_running_streams_and_refuses_new_requests(fakes, tmp_path):
             thread.start()
         while len(decoder.submits) < 5:
             time.sleep(0.01)
+        address = str(client.base_url.host), int(client.base_url.port or 0)
+        new = socket.create_connection(address, timeout=PATIENCE_S)
         process.send_signal(signal.SIGTERM)
         while (ready := client.get("/ready")).status_code == 200:
             pass
@@ -106,6 +108,9 @@ def test_sigterm_ends_running_streams_and_refuses_new_requests(fakes, tmp_path):
         assert refused.headers["connection"] == "close"
         assert refused.headers["retry-after"] == "1"
         assert refused.json()["error"]["code"] == "overloaded"
+        with new:  # its first request is answered, too
+            new.sendall(b"GET /ready HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+            assert new.recv(64).startswith(b"HTTP/1.1 503 ")
         decoder.delay_s = 0.0  # the streams were there all the time
         for thread in threads:
             thread.join()
