@@ -9,6 +9,7 @@ import logging
 import signal
 import socket
 from types import FrameType
+from typing import Any, cast
 
 import uvicorn
 
@@ -117,7 +118,7 @@ class GatewayServer(uvicorn.Server):
         for connection in list(self.server_state.connections):
             # An idle one now, another one after its response. The first request of a new one may be
             # on its way.
-            if getattr(connection, "cycle", None) is not None:
+            if cast("Any", connection).cycle is not None:
                 connection.shutdown()
         return await self._admission.drain(max(0.0, self._grace_s - (loop.time() - start)))
 

@@ -6,7 +6,7 @@ Passed as an argument all the way down; there is no global context.
 """
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -65,6 +65,9 @@ class AttentionMetadata:
     states: StateLayout | None = None
 
 
+StepKind = Literal["decodes", "prompts", "mixed"]
+
+
 class AttentionBackend(Protocol):
     """One implementation of paged attention.
 
@@ -75,7 +78,7 @@ class AttentionBackend(Protocol):
     @property
     def table(self) -> KernelTable[Any] | None: ...
 
-    def captures(self, kind: str) -> bool:
+    def captures(self, kind: StepKind) -> bool:
         """Whether steps can be captured as CUDA graphs: those of `decodes` alone, of one of the
         `prompts`' chunks alone, or `mixed` ones.
         """

@@ -25,7 +25,7 @@ from kernels.attention.paged_decode_attention import PagedDecodeAttention
 from kernels.attention.prefill_attention import PrefillAttention, PrefillChunk
 from kernels.tuning import LAUNCH_HIDING_TOKENS
 from services.common.nn.dispatch import PLAIN, KernelTable
-from services.decoder.attention.base import AttentionMetadata, StepLengths
+from services.decoder.attention.base import AttentionMetadata, StepKind, StepLengths
 from services.decoder.attention.sdpa import SdpaBackend
 from services.decoder.attention.table import DECODE, FLASHINFER, HOPPER, PAGED, PREFILL
 
@@ -78,7 +78,7 @@ class PagedBackend:
             key: make(facts, device) for key, make in makers.items() if key in self._entries
         }
 
-    def captures(self, kind: str) -> bool:
+    def captures(self, kind: StepKind) -> bool:
         """Only our own kernels need no plan; a library's decodes can be planned for a graph."""
         paged, hopper = _PAGED in self._kernels, _HOPPER in self._kernels
         decodes = paged or _LIBRARY_DECODE in self._kernels

@@ -18,7 +18,7 @@ from kernels.attention.attention_tuning import AttentionFacts
 from kernels.attention.fp8_pages import as_bytes
 from kernels.attention.heads import read_kv
 from services.common.nn.dispatch import KernelTable
-from services.decoder.attention.base import AttentionMetadata, StepLengths
+from services.decoder.attention.base import AttentionMetadata, StepKind, StepLengths
 from services.decoder.attention.table import DECODE, PREFILL
 
 
@@ -58,7 +58,7 @@ class SdpaBackend:
         self.table = table
         self._facts = facts
 
-    def captures(self, kind: str) -> bool:
+    def captures(self, kind: StepKind) -> bool:
         return False
 
     def captures_chunks(self, step: StepLengths) -> bool:

@@ -10,7 +10,9 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+import grpc.aio
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from services.common.families import read_spec
 from services.common.model_spec import ModelSpecError
@@ -26,6 +28,7 @@ from services.decoder.settings import DecoderSettings
 from services.encoder.__main__ import ENCODER
 from services.encoder.settings import EncoderSettings
 from tests.fakes import FakeDecoder
+from tests.ports import free_port
 from tests.tiny_tokenizer import write_text_model_directory
 
 DEMO_MODEL = Path(__file__).resolve().parents[3] / "demo" / "model"
@@ -144,5 +147,10 @@ def has_ipv6() -> bool:
 async def test_health_is_served_on_an_ipv6_address(text_model: Path):
     settings = DecoderSettings(model=text_model, address="[::1]:0")
     _, servicer = await create_service_server(FakeDecoder())
-    health = await _serve_health(servicer, settings.host, 0)
+    port = free_port()
+    health = await _serve_health(servicer, settings.host, port)
+    async with grpc.aio.insecure_channel(f"[::1]:{port}") as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        found = await stub.Check(health_pb2.HealthCheckRequest())
     await health.stop(None)
+    assert found.status == health_pb2.HealthCheckResponse.SERVING

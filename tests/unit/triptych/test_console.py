@@ -145,5 +145,7 @@ def test_what_comes_after_a_full_disk_is_shown() -> None:
 def test_what_serve_says_itself_ends_nothing_on_a_full_disk(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(sys, "stderr", Disk())
+    disk = Disk()
+    monkeypatch.setattr(sys, "stderr", disk)
     serve._say("loading")
+    assert disk.getvalue() == ""
