@@ -1,6 +1,7 @@
 """A mixture of experts on a GPU: each implementation against the plain twin, and a small model's
 decode and prefill with CUDA graphs against the same without fast kernels. Tolerance as in `twins`,
-twice: an expert's activation and its output are both rounded.
+twice: an expert's activation and its output are both rounded. Four times where the activation is
+then quantized to FP8: a bf16 unit beside a code's edge is a sixteenth of the value.
 """
 
 import json
@@ -66,7 +67,7 @@ def test_every_implementation_agrees_with_its_twin(layer: Layer, name: str) -> N
         assert clear.sum() >= count // 2 - 2
         if clear.any():
             found_sum, expected_sum = (found - residual)[clear], (expected - residual)[clear]
-            assert error(found_sum, expected_sum) <= 2 * TOLERANCE, count
+            assert error(found_sum, expected_sum) <= (4 if w8a8 else 2) * TOLERANCE, count
         again = residual.clone()
         kernel(x, layer.router, layer.experts, again)
         assert torch.equal(found, again), "not deterministic"
