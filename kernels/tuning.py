@@ -134,7 +134,8 @@ def delta_decode_config(num_sequences: int) -> DeltaDecodeConfig:
 
 @dataclass(frozen=True, slots=True)
 class DeltaPrefillConfig:
-    """How the prefill kernels of the gated delta rule are divided. Not measured yet.
+    """How the prefill kernels of the gated delta rule are divided. Measured on an H100, for the
+    heads of the 4B and the 27B: no other scan serves one prompt of both and eight as well.
 
     Attributes:
         columns: of a head's state, per CTA of the scan.

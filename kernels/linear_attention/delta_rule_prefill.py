@@ -6,9 +6,10 @@ lower triangular matrix), both in parallel over pieces and heads. The third take
 the pieces of a sequence, one after the other, in parallel over heads and columns of the state, and
 gives the output.
 
-Matrices are inverted by forward substitution in blocks of 16, then merged: products of powers would
-overflow where keys repeat. GEMMs are TF32 where the model's dtype is 16 bits wide. The plain twin
-is `kernels.linear_attention.delta_rule.prefill`.
+Matrices are inverted in blocks of 4, then merged two by two: powers of the whole would overflow
+where keys repeat. Each block goes through memory, so that the GEMMs of a size are one; they are of
+float32, others of TF32 or 16 bits where the model's dtype is 16 bits wide. The plain twin is
+`kernels.linear_attention.delta_rule.prefill`.
 """
 
 import torch
@@ -21,7 +22,7 @@ from kernels.linear_attention.states import PIECE, DeltaInputs, LayerStates, Sta
 from kernels.tuning import DeltaPrefillConfig
 
 _PIECE = tl.constexpr(PIECE)
-_BLOCK = tl.constexpr(16)  # rows of a block that is inverted by substitution
+_FACTORS = tl.constexpr(5)  # of a token and a head, see `_solve_kernel`
 
 
 def prefill(
@@ -38,7 +39,7 @@ def prefill(
     solved, scores = (
         torch.empty(count, heads, PIECE, dtype=torch.float32, device=out.device) for _ in range(2)
     )
-    totals = torch.empty(count, heads, dtype=torch.float32, device=out.device)
+    factors = torch.empty(count, heads, _FACTORS.value, dtype=torch.float32, device=out.device)
     rows, columns = (
         max(16, triton.next_power_of_2(size)) for size in (spec.key_head_dim, spec.value_head_dim)
     )
@@ -57,12 +58,12 @@ def prefill(
     )  # fmt: skip
     _solve_kernel[(len(work), heads)](
         mixed, inputs.beta, inputs.decay, inputs.a_log, inputs.dt_bias, work, starts, solved,
-        scores, totals, inputs.beta.stride(0), inputs.decay.stride(0), HEADS=heads, **sizes,
-        SOLVE="ieee" if wide else "tf32x3", num_warps=config.solve_warps,
+        scores, factors, inputs.beta.stride(0), inputs.decay.stride(0), HEADS=heads, **sizes,
+        num_warps=config.solve_warps,
     )  # fmt: skip
     grid = len(layout.slots) - decodes, heads, triton.cdiv(spec.value_head_dim, columns)
     _scan_kernel[grid](
-        inputs.qkv, mixed, solved, scores, totals, states.conv, states.recurrent, layout.slots,
+        inputs.qkv, mixed, solved, scores, factors, states.conv, states.recurrent, layout.slots,
         starts, lens, out, saves, kept.recurrent, inputs.qkv.stride(0), decodes, HEADS=heads,
         **sizes, VALUE_DIM=spec.value_head_dim, WIDTH=spec.conv_width, COLUMNS=columns,
         SAVES=saved is not None, num_warps=config.scan_warps, num_stages=config.scan_stages,
@@ -116,72 +117,112 @@ def _convolve_kernel(
 
 
 @triton.jit
-def _heads_of(mixed, column, inside, DIM: tl.constexpr):
-    """A piece's queries or keys, of length 1; `mixed` points to each token's head."""
-    values = tl.load(mixed + column, mask=inside & (column < DIM), other=0.0).to(tl.float32)
-    return values * tl.rsqrt(tl.sum(values * values, axis=1) + NORM_EPS)[:, None]
-
-
-@triton.jit
 def _solve_kernel(
     mixed_ptr, beta_ptr, decay_ptr, a_log_ptr, dt_bias_ptr, work_ptr, starts_ptr, solved_ptr,
-    scores_ptr, totals_ptr, beta_stride, decay_stride, HEADS: tl.constexpr, GROUP: tl.constexpr,
+    scores_ptr, factors_ptr, beta_stride, decay_stride, HEADS: tl.constexpr, GROUP: tl.constexpr,
     KEY_DIM: tl.constexpr, KEY_SIZE: tl.constexpr, CHANNELS: tl.constexpr, ROWS: tl.constexpr,
-    PRECISION: tl.constexpr, SOLVE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Within a piece: what turns errors into corrections, `solved`; decayed products of queries and
-    keys, `scores`; and the log of the decay since before the piece, `totals`.
+    keys, `scores`; and `factors` of each token: what its query and its key are multiplied by for
+    the state before the piece, its key for the state after it; and the piece's decay, and beta.
     """
     piece, head = tl.program_id(0), tl.program_id(1)
     sequence = tl.load(work_ptr + 2 * piece)
     if sequence >= 0:
         row = tl.arange(0, _PIECE)
-        token = (tl.load(work_ptr + 2 * piece + 1) + row).to(tl.int64)
-        inside = token < tl.load(starts_ptr + sequence + 1)
+        begin = tl.load(work_ptr + 2 * piece + 1)
+        count = tl.load(starts_ptr + sequence + 1) - begin
+        token, inside = (begin + row).to(tl.int64), row < count
         dtype: tl.constexpr = mixed_ptr.dtype.element_ty
         beta = tl.load(beta_ptr + token * beta_stride + head, mask=inside, other=0.0)
         decay = tl.load(decay_ptr + token * decay_stride + head, mask=inside, other=0.0)
         dt_bias = tl.load(dt_bias_ptr + head).to(tl.float32)
         log_decay, beta = gates(beta, decay, tl.load(a_log_ptr + head), dt_bias, dtype)
         total = tl.cumsum(tl.where(inside, log_decay, 0.0))
-        mixed = mixed_ptr + (token * CHANNELS + head // GROUP * KEY_DIM)[:, None]
+        whole = tl.sum(tl.where(row == tl.minimum(count, _PIECE) - 1, total, 0.0))
         column = tl.arange(0, ROWS)[None, :]
-        query = _heads_of(mixed, column, inside[:, None], KEY_DIM) * KEY_DIM**-0.5
-        key = _heads_of(mixed + KEY_SIZE, column, inside[:, None], KEY_DIM)
+        mixed = mixed_ptr + (token * CHANNELS + head // GROUP * KEY_DIM)[:, None] + column
+        valid = inside[:, None] & (column < KEY_DIM)
+        query = tl.load(mixed, mask=valid, other=0.0)
+        key = tl.load(mixed + KEY_SIZE, mask=valid, other=0.0)
+        of_query, of_key = _over_length(query) * KEY_DIM**-0.5, _over_length(key)
         lower = row[:, None] >= row[None, :]
         between = tl.where(lower, tl.exp(tl.where(lower, total[:, None] - total[None, :], 0.0)), 0)
-        scores = tl.dot(query, tl.trans(key), input_precision=PRECISION) * between
-        system = tl.dot(key * beta[:, None], tl.trans(key), input_precision=PRECISION) * between
-        system = tl.where(row[:, None] > row[None, :], system, 0.0)
-        solved = _inverse(system, row, SOLVE) * beta[None, :]
-        at = (token * HEADS + head) * _PIECE
-        tl.store(solved_ptr + at[:, None] + row[None, :], solved, mask=inside[:, None])
-        tl.store(scores_ptr + at[:, None] + row[None, :], scores, mask=inside[:, None])
-        tl.store(totals_ptr + token * HEADS + head, total, mask=inside)
+        between *= of_key[None, :]
+        scores = tl.dot(query, tl.trans(key), input_precision=PRECISION)
+        system = tl.dot(key, tl.trans(key), input_precision=PRECISION)
+        scores *= of_query[:, None] * between
+        system *= of_key[:, None] * tl.where(row[:, None] > row[None, :], between, 0.0)
+        first = begin.to(tl.int64) * HEADS + head
+        at = ((first + row * HEADS) * _PIECE)[:, None] + row[None, :]
+        tl.store(solved_ptr + at, system, mask=inside[:, None])
+        tl.store(scores_ptr + at, scores, mask=inside[:, None])
+        factors = factors_ptr + (first + row * HEADS) * _FACTORS
+        tl.store(factors, tl.exp(total) * of_query, mask=inside)
+        tl.store(factors + 1, tl.exp(total) * of_key, mask=inside)
+        tl.store(factors + 2, tl.exp(whole - total) * of_key, mask=inside)
+        tl.store(factors + 3, tl.exp(whole) + tl.zeros_like(total), mask=inside)
+        tl.store(factors + 4, beta, mask=inside)
+        tl.debug_barrier()
+        betas = factors_ptr + first * _FACTORS + 4
+        _solve(solved_ptr + first * _PIECE, betas, count, HEADS)
 
 
 @triton.jit
-def _inverse(system, row, SOLVE: tl.constexpr):
-    """The inverse of 1 + `system`, which is strictly lower triangular, `[64, 64]`."""
-    same_block = row[:, None] // _BLOCK == row[None, :] // _BLOCK
-    unit = (row[:, None] == row[None, :]).to(tl.float32)
-    diagonal = tl.where(same_block, system, 0.0)
-    inverse = unit
-    for number in range(1, _BLOCK):  # this row of each block; those before it are done
-        is_row = (row % _BLOCK == number)[:, None]
-        weights = tl.sum(tl.where(is_row, diagonal, 0.0), axis=0)  # by column
-        weights = tl.sum(tl.where(unit > 0, weights[None, :], 0.0), axis=1)  # the same, by row
-        change = tl.sum(weights[:, None] * inverse, axis=0)[None, :]
-        inverse -= tl.where(is_row & same_block, change, 0.0)
-    off = tl.dot(inverse, system - diagonal, input_precision=SOLVE)
-    squared = tl.dot(off, off, input_precision=SOLVE)  # its square is zero: there are four blocks
-    merged = tl.dot(unit - off, unit + squared, input_precision=SOLVE)
-    return tl.dot(merged, inverse, input_precision=SOLVE)
+def _over_length(values):
+    """1 over the length of each row, rounded as the norm of the twin."""
+    wide = values.to(tl.float32)
+    return tl.rsqrt(tl.sum(wide * wide, axis=1) + NORM_EPS)
+
+
+@triton.jit
+def _solve(matrix, betas, count, HEADS: tl.constexpr):
+    """Puts (1 + beta M)^-1 beta in the place of M, strictly lower triangular, `[64, 64]`, of which
+    `count` rows are there. Blocks of the diagonal first: where A and B are those of two of them and
+    C is that of M below the first, -B C A is there in the end.
+    """
+    STRIDE: tl.constexpr = HEADS * _PIECE
+    block = tl.arange(0, 4)[:, None, None] * 16
+    row, column = tl.arange(0, 16)[None, :, None], tl.arange(0, 16)[None, None, :]
+    place = matrix + (block + row) * STRIDE + block + column
+    valid = (block + row < count) & (column >= 0)
+    of_row = tl.load(betas + (block + row) * HEADS * _FACTORS, mask=block + row < count, other=0.0)
+    at_column = betas + (block + column) * HEADS * _FACTORS
+    of_column = tl.load(at_column, mask=block + column < count, other=0.0)
+    system = of_row * tl.load(place, mask=valid, other=0.0)
+    near = tl.where(row // 4 == column // 4, system, 0.0)  # its fourth power is zero
+    inverse = tl.where(row == column, 1.0, 0.0) - near
+    squared = tl.dot(near, near, input_precision="ieee")
+    inverse += tl.dot(inverse, squared, input_precision="ieee")
+    for size in tl.static_range(4, 9, 4):
+        below = (row // size != column // size) & (row // (2 * size) == column // (2 * size))
+        product = tl.dot(inverse, tl.where(below, system, 0.0), input_precision="ieee")
+        inverse -= tl.dot(product, inverse, input_precision="ieee")
+    tl.store(place, inverse * of_column, mask=valid)
+    tl.debug_barrier()
+    block = tl.arange(0, 2)[:, None, None] * 32
+    _merge(matrix + block * (STRIDE + 1), row, column, count - block, 16, STRIDE)
+    tl.debug_barrier()
+    _merge(matrix, tl.arange(0, 32)[:, None], tl.arange(0, 32)[None, :], count, 32, STRIDE)
+
+
+@triton.jit
+def _merge(matrix, row, column, count, SIZE: tl.constexpr, STRIDE: tl.constexpr):
+    """What is below the first of two blocks of SIZE rows and columns, see `_solve`."""
+    upper = matrix + row * STRIDE + column
+    lower = upper + SIZE * STRIDE
+    first = tl.load(upper, mask=(row < count) & (column >= 0), other=0.0)
+    valid = (row + SIZE < count) & (column >= 0)
+    below = tl.load(lower, mask=valid, other=0.0)
+    second = tl.load(lower + SIZE, mask=valid, other=0.0)
+    product = tl.dot(second, below, input_precision="ieee")
+    tl.store(lower, -tl.dot(product, first, input_precision="ieee"), mask=valid)
 
 
 @triton.jit
 def _scan_kernel(
-    qkv_ptr, mixed_ptr, solved_ptr, scores_ptr, totals_ptr, conv_ptr, state_ptr, slots_ptr,
+    qkv_ptr, mixed_ptr, solved_ptr, scores_ptr, factors_ptr, conv_ptr, state_ptr, slots_ptr,
     starts_ptr, lens_ptr, out_ptr, saves_ptr, saved_ptr, qkv_stride, decodes, HEADS: tl.constexpr,
     GROUP: tl.constexpr, KEY_DIM: tl.constexpr, KEY_SIZE: tl.constexpr, CHANNELS: tl.constexpr,
     ROWS: tl.constexpr, PRECISION: tl.constexpr, VALUE_DIM: tl.constexpr, WIDTH: tl.constexpr,
@@ -206,28 +247,30 @@ def _scan_kernel(
         for at in range(begin, end, _PIECE):
             token = (at + row).to(tl.int64)
             inside = (token < end)[:, None]
-            mixed = mixed_ptr + (token * CHANNELS + head // GROUP * KEY_DIM)[:, None]
-            query = _heads_of(mixed, dim[None, :], inside, KEY_DIM) * KEY_DIM**-0.5
-            key = _heads_of(mixed + KEY_SIZE, dim[None, :], inside, KEY_DIM)
+            mixed = mixed_ptr + (token * CHANNELS + head // GROUP * KEY_DIM)[:, None] + dim[None, :]
+            valid = inside & (dim < KEY_DIM)[None, :]
+            query = tl.load(mixed, mask=valid, other=0.0).to(tl.float32)
+            key = tl.load(mixed + KEY_SIZE, mask=valid, other=0.0).to(tl.float32)
             values = mixed_ptr + token[:, None] * CHANNELS + 2 * KEY_SIZE + head * VALUE_DIM
             value = tl.load(values + column, mask=inside & is_column, other=0.0).to(tl.float32)
             of_head = (token * HEADS + head)[:, None]
             squares = of_head * _PIECE + row[None, :]
             solved = tl.load(solved_ptr + squares, mask=inside, other=0.0)
             scores = tl.load(scores_ptr + squares, mask=inside, other=0.0)
-            total = tl.load(totals_ptr + of_head, mask=inside, other=0.0)
+            factors = factors_ptr + of_head * _FACTORS
+            of_query = tl.load(factors, mask=inside, other=0.0)
+            of_key = tl.load(factors + 1, mask=inside, other=0.0)
+            rest = tl.load(factors + 2, mask=inside, other=0.0)
             last = tl.minimum(at + _PIECE, end) - 1
-            whole = tl.load(totals_ptr + last.to(tl.int64) * HEADS + head)
-            since = tl.exp(total)
-            error = value - since * tl.dot(key, state, input_precision=PRECISION)
+            decay = tl.load(factors_ptr + (last.to(tl.int64) * HEADS + head) * _FACTORS + 3)
+            error = value - of_key * tl.dot(key, state, input_precision=PRECISION)
             change = tl.dot(solved, error, input_precision=PRECISION)
-            found = since * tl.dot(query, state, input_precision=PRECISION)
+            found = of_query * tl.dot(query, state, input_precision=PRECISION)
             found += tl.dot(scores, change, input_precision=PRECISION)
             out = out_ptr + of_head * VALUE_DIM + column
             tl.store(out, found.to(out_ptr.dtype.element_ty), mask=inside & is_column)
-            rest = tl.where(inside, tl.exp(whole - total), 0.0)
-            added = tl.dot(tl.trans(key * rest), change, input_precision=PRECISION)
-            state = state * tl.exp(whole) + added
+            added = tl.dot(tl.trans(key), change * rest, input_precision=PRECISION)
+            state = state * decay + added
             if SAVES:
                 to = tl.load(saves_ptr + last).to(tl.int64)
                 saved = saved_ptr + (to * HEADS + head) * (KEY_DIM * VALUE_DIM) + within
