@@ -20,7 +20,7 @@ _FLOATS = {"F64", "F32", "F16", "BF16"}
 _PACKED = {"I32", "U8"}  # dtypes of words that hold several weights
 _BESIDE_WEIGHTS = ("scale", "zero", "g_idx", "weight_shape")  # in the names of what formats add
 # Weights of other programs, which people download by mistake.
-_FOREIGN = ("*.gguf", "pytorch_model*.bin", "consolidated*.pth")
+_FOREIGN = ("*.gguf", "pytorch_model*.bin", "consolidated*.pth", "adapter_model.safetensors")
 
 
 @dataclass(slots=True)

@@ -111,8 +111,6 @@ def read_model(directory: Path, quantization: str = "") -> ModelSpec:
     Raises:
         StackError: there is no model, or it cannot be served.
     """
-    if not os.path.isfile(directory / "config.json"):  # pathlib raises where it may not look
-        raise StackError(f"no model at {directory}: it has no config.json", 2)
     try:
         return quantized_at_load(read_spec(directory), quantization)
     except ModelSpecError as error:

@@ -297,7 +297,7 @@ async def its_death_ends_its_engine(encoder: Encoder) -> None:
     ("settings", "status", "text"),
     [
         ({"prot": 1}, 2, "ENCODER_PROT"),
-        ({"model": "/nowhere"}, 2, "/nowhere/config.json is missing"),
+        ({"model": "/nowhere"}, 2, "no model at /nowhere: it has no config.json"),
         pytest.param({"kernels": "ragged_attention=hopper"}, 2, "it runs on CUDA", marks=_NIGHTLY),
         pytest.param(
             {"kernels": "rotary=magic"}, 2, "there is no such implementation", marks=_NIGHTLY

@@ -4,6 +4,7 @@ All three services and the command line call `read_spec`; it reads JSON files, n
 """
 
 import importlib
+import os
 from pathlib import Path
 
 from services.common.model_spec import ModelSpec, ModelSpecError, UnsupportedOption, read_json
@@ -31,6 +32,10 @@ def read_spec(directory: Path | str) -> ModelSpec:
         ModelSpecError: a file is missing or malformed, or the architecture is not served.
     """
     directory = Path(directory).resolve()
+    if not os.path.exists(directory / "config.json"):  # pathlib raises where it may not look
+        is_adapter = os.path.exists(directory / "adapter_config.json")
+        why = "is an adapter: merge it into its model" if is_adapter else "has no config.json"
+        raise ModelSpecError(f"no model at {directory}: it {why}")
     config = read_json(directory / "config.json")
     named = config.get("architectures") or ["(none)"]
     architecture = named[0] if isinstance(named, list) else named

@@ -41,6 +41,16 @@ def remove(name: str) -> Callable[[Path], None]:
     return lambda directory: (directory / name).unlink()
 
 
+def adapter(directory: Path) -> None:
+    """As PEFT saves one."""
+    (directory / "config.json").rename(directory / "adapter_config.json")
+    adapter_beside(directory)
+
+
+def adapter_beside(directory: Path) -> None:
+    (directory / "model.safetensors").rename(directory / "adapter_model.safetensors")
+
+
 def only_gguf(directory: Path) -> None:
     (directory / "model.safetensors").rename(directory / "model-Q4.gguf")
 
@@ -87,6 +97,10 @@ TURNS = {
     "no directory": ("serve {model}/none", None, "no model at {model}/none: it has no config.json"),
     "no name of a directory": (
         f"serve {{model}}/{'x' * 300}", None, f"no model at {{model}}/{'x' * 300}: "
+    ),
+    "adapter": ("serve {model}", adapter, "no model at {model}: it is an adapter: merge it into"),
+    "adapter beside": (
+        "serve {model}", adapter_beside, "adapter_model.safetensors is of a kind that is not read"
     ),
     "no weights": ("serve {model}", remove("model.safetensors"), "no weights at {model}: "),
     "GGUF": ("serve {model}", only_gguf, "model-Q4.gguf is of a kind that is not read"),
