@@ -317,9 +317,10 @@ def _compressed_tensors(config: Mapping[str, Any]) -> QuantizationSpec:
     groups = cast("Mapping[str, Mapping[str, Any]]", config.get("config_groups") or {})
     if not groups:
         raise UnsupportedOption("config_groups is empty")
-    for absent in ("sparsity_config", "transform_config"):
-        if config.get(absent):
-            raise UnsupportedOption(f"{absent} is not supported")
+    sparsity: Mapping[str, Any] = config.get("sparsity_config") or {}
+    expect("sparsity_config.format", sparsity.get("format", "dense"), "dense")
+    if config.get("transform_config"):
+        raise UnsupportedOption("transform_config is not supported")
     schemes: list[tuple[QuantizationSpec, str]] = []
     for name, group in groups.items():
         given = _names(f"config_groups.{name}.targets", group.get("targets") or ("Linear",))

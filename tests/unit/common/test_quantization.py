@@ -45,6 +45,16 @@ def test_compressed_tensors_fp8_is_read(strategy: str) -> None:
     assert spec.scale_name == "weight_scale" and spec.ignored == {"lm_head", r"re:.*visual\..*"}
 
 
+def test_sparse_weights_may_be_stored_as_they_are() -> None:
+    """Of older producers, which measured each model."""
+    given = {
+        "format": "dense", "global_sparsity": 19.1, "registry_requires_subclass": False,
+        "sparsity_structure": "unstructured",
+    }  # fmt: skip
+    found = read_quantization({"compression_config": compressed(sparsity_config=given)})
+    assert found == read_quantization({"compression_config": compressed()})
+
+
 @pytest.mark.parametrize("strategy", ["channel", "block", "tensor"])
 @pytest.mark.parametrize("file_format", ["float-quantized", "naive-quantized"])
 def test_weights_alone_are_in_the_same_files(strategy: str, file_format: str) -> None:
