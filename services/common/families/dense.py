@@ -28,7 +28,7 @@ _ROPE_KINDS = ("default", "llama3", "yarn")
 _ROPE_FIELDS = {
     "rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings",
     "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "truncate",
-    "attention_factor", "mscale", "mscale_all_dim", "partial_rotary_factor",
+    "attention_factor", "attn_factor", "mscale", "mscale_all_dim", "partial_rotary_factor",
 }  # fmt: skip
 _MROPE_FIELDS = {"mrope_section", "mrope_interleaved"}
 # Newer checkpoints of an architecture may write calls in the newer form.
@@ -74,7 +74,14 @@ def text_checkpoint(prefix: str = "model.", vision_prefix: str = "") -> Checkpoi
 
 
 def with_tie(section: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-    """A `text_config` with what the config.json around it says of tied embeddings."""
+    """A `text_config` with what the config.json around it says of tied embeddings.
+
+    Raises:
+        UnsupportedOption: that says of rotation what would not be read.
+    """
+    for name in ("rope_scaling", "rope_parameters"):
+        if config.get(name) not in (None, section.get(name)):
+            raise UnsupportedOption(f"{name} is not supported here; write it into text_config")
     tied = config.get("tie_word_embeddings", section.get("tie_word_embeddings", False))
     return {**section, "tie_word_embeddings": tied}
 
@@ -261,11 +268,13 @@ def _yarn_attention_factor(given: Mapping[str, Any], factor: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
     mscale, all_dim = given.get("mscale"), given.get("mscale_all_dim")
-    return scale(mscale) / scale(all_dim) if mscale and all_dim else scale(1.0)
+    found = scale(mscale) / scale(all_dim) if mscale and all_dim else scale(1.0)
+    return found * float(given.get("attn_factor") or 1.0)
 
 
 def _refuse_unsupported(config: Mapping[str, Any], *, has_experts: bool) -> None:
     expect("hidden_act", config.get("hidden_act", "silu"), "silu", "swish")
+    expect_given(config, "use_mrope", False)
     for name in _EXPERT_FIELDS:
         if config.get(name) and not has_experts:
             raise UnsupportedOption(

@@ -41,7 +41,7 @@ READ: dict[str, frozenset[str]] = {
         num_local_experts original_max_position_embeddings output_gate_type
         partial_rotary_factor qkv_bias quantization_config rms_norm_eps rope_parameters
         rope_scaling rope_theta shared_expert_intermediate_size sliding_window
-        text_config tie_word_embeddings use_qk_norm use_sliding_window video_token_id
+        text_config tie_word_embeddings use_mrope use_qk_norm use_sliding_window video_token_id
         vision_config
         vision_end_token_id vision_start_token_id vocab_size
         """

@@ -227,6 +227,8 @@ def test_yarn_rope(tmp_path: Path) -> None:
          (0.0707 * math.log(4) + 1) / (0.1 * math.log(4) + 1)),
         ({"mscale": 1.0}, 0.1 * math.log(4) + 1),
         ({"factor": 0.5}, 1.0),
+        # DeepSeek-R1-0528-Qwen3-8B: what cos and sin would be scaled by is taken back.
+        ({"attn_factor": 0.8782488562869419}, 1.0),
     ],
 )  # fmt: skip
 def test_yarn_attention_factor(tmp_path: Path, given: dict, expected: float) -> None:
@@ -316,6 +318,7 @@ SCALING = {"factor": 2.0, "original_max_position_embeddings": 4096}
         (LLAMA, {"head_dim": 63}, "head_dim 63"),
         (QWEN3_MOE, {"use_qk_norm": False}, "use_qk_norm False"),
         (QWEN3_MOE, {"qkv_bias": True}, "qkv_bias True"),
+        (QWEN2, {"use_mrope": True}, "use_mrope True"),
         (QWEN2, {"quantization_config": {"quant_method": "aqlm"}}, "quant_method 'aqlm'"),
     ],
 )  # fmt: skip
@@ -482,6 +485,18 @@ def test_qwen3_5_that_is_to_do_without_its_tower_is_refused(tmp_path: Path) -> N
         assert read(tmp_path, config, language_model_only=value).vision is not None
     with pytest.raises(UnsupportedOption, match="language_model_only True"):
         read(tmp_path, config, language_model_only=True)
+
+
+@pytest.mark.parametrize("name", ["rope_scaling", "rope_parameters"])
+def test_a_rotation_beside_the_text_config_is_not_left_unread(tmp_path: Path, name: str) -> None:
+    """Where people put what a model card says of longer contexts."""
+    read_qwen3_5(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 262144}
+    with pytest.raises(UnsupportedOption, match=rf"json: {name} .* write it into text_config"):
+        read(tmp_path, config, **{name: yarn})
+    config["text_config"] |= {name: yarn}
+    assert read(tmp_path, config, **{name: yarn}).text.rope.kind == "yarn", "said twice"
 
 
 def test_qwen3_5_serves_the_other_name_of_its_gate(tmp_path: Path) -> None:
