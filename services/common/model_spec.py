@@ -256,21 +256,17 @@ class QuantizationSpec:
     """What `quantization_config` says of the weights.
 
     Attributes:
-        format: `fp8_block`: e4m3 with a scale per block; `fp8_channel`: e4m3 with a scale per
-            output channel. Activations are quantized per token (and per 128 of a block format's
-            columns) where the hardware multiplies FP8. `int8`: with a scale per output channel;
-            activations are quantized per token. `w4a16`, `w8a16`: integers with a scale per group
-            of columns; `nvfp4`, `mxfp4`: e2m1 with a scale per 16 or 32 columns (e4m3, and one of
-            the whole matrix; a power of two); `mxfp8`: e4m3 with a power of two per 32 columns.
-            Activations of these stay as they are.
-        block_size: (rows, columns) of an FP8 block.
-        scale_name: of an FP8 scales' tensor, after the module's name.
+        format: `fp8_block`: e4m3 with a scale per block of 128 x 128; `fp8_channel`: e4m3 with a
+            scale per output channel. Activations are quantized per token (and per 128 of a block
+            format's columns) where the hardware multiplies FP8. `int8`: with a scale per output
+            channel; activations are quantized per token. `w4a16`, `w8a16`: integers with a scale
+            per group of columns; `nvfp4`, `mxfp4`: e2m1 with a scale per 16 or 32 columns (e4m3,
+            and one of the whole matrix; a power of two); `mxfp8`: e4m3 with a power of two per 32
+            columns. Activations of these stay as they are.
         one_scale: files hold one for a module of `fp8_channel`, which its channels share.
-        packing: how files hold integers and e2m1; of e4m3 in blocks, `modelopt` may add `_inv` to
-            the scales' name.
+        packing: how files hold integers and e2m1.
         group_size: columns that share a scale; 0: all of them.
         symmetric: files hold no zero points, or those of the middle alone.
-        has_input_scale: files may hold a scale for activations, too, which is not needed.
         at_load: files hold floats, which are quantized while they are read.
         ignored: modules that stay unquantized: checkpoint names of modules or of their parents,
             or `re:` patterns.
@@ -282,13 +278,10 @@ class QuantizationSpec:
     """
 
     format: WeightFormat
-    block_size: tuple[int, int] = (128, 128)
-    scale_name: str = "weight_scale_inv"
     one_scale: bool = False
     packing: Packing = "compressed-tensors"
     group_size: int = 0
     symmetric: bool = True
-    has_input_scale: bool = False
     at_load: bool = False
     ignored: frozenset[str] = frozenset()
     has_whole_names: bool = False

@@ -33,13 +33,13 @@ _FILES = {
     "quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt",
 }  # fmt: skip
 _OTHER_NAMES = {"w_bit": "bits", "q_group_size": "group_size", "exclude_modules": "ignore"}
-_BLOCKS = QuantizationSpec(format="fp8_block", scale_name="weight_scale", packing="modelopt")
-_E2M1 = QuantizationSpec(format="nvfp4", packing="modelopt", group_size=16, has_input_scale=True)
+_BLOCKS = QuantizationSpec(format="fp8_block")
+_CHANNELS = QuantizationSpec(format="fp8_channel")
+_WHOLE = QuantizationSpec(format="fp8_channel", one_scale=True)
+_E2M1 = QuantizationSpec(format="nvfp4", packing="modelopt", group_size=16)
 _MODELOPT = {  # algorithm → what it is here
-    "FP8": QuantizationSpec(
-        format="fp8_channel", scale_name="weight_scale", one_scale=True, has_input_scale=True
-    ),
-    "FP8_PER_CHANNEL_PER_TOKEN": QuantizationSpec(format="fp8_channel", scale_name="weight_scale"),
+    "FP8": _WHOLE,
+    "FP8_PER_CHANNEL_PER_TOKEN": _CHANNELS,
     "FP8_PB_WO": _BLOCKS,
     "FP8_BLOCK_SCALES": _BLOCKS,  # TensorRT-LLM's name
     "MXFP8": QuantizationSpec(format="mxfp8", packing="modelopt", group_size=32),
@@ -202,7 +202,7 @@ def _modelopt_scheme(where: str, options: Mapping[str, Any]) -> QuantizationSpec
     algorithm = str(_normalised(options).get("quant_algo"))
     expect(f"{where}quant_algo", algorithm, *_MODELOPT)
     spec = _MODELOPT[algorithm]
-    if size := spec.group_size or (spec.format == "fp8_block" and spec.block_size[1]):
+    if size := spec.group_size or (spec == _BLOCKS and _BLOCK[1]):
         expect(f"{where}group_size", options.get("group_size") or size, size)
     return spec
 
@@ -307,9 +307,7 @@ def _fp8(config: Mapping[str, Any]) -> QuantizationSpec:
     expect("scale_fmt", config.get("scale_fmt") or "float", "float")
     ignored = config.get("modules_to_not_convert") or config.get("ignored_layers") or ()
     names = _names("modules_to_not_convert", ignored)
-    if blocks:
-        return QuantizationSpec(format="fp8_block", scale_name="weight_scale_inv", ignored=names)
-    return replace(_MODELOPT["FP8"], has_input_scale=scheme == "static", ignored=names)
+    return replace(_BLOCKS if blocks else _WHOLE, ignored=names)
 
 
 def _compressed_tensors(config: Mapping[str, Any]) -> QuantizationSpec:
@@ -373,14 +371,11 @@ def _ct_float(
         found, wanted = inputs.get("strategy"), _CT_INPUTS[cast("str", strategy)]
         expect(f"{where}.input_activations.strategy", found, *wanted)
     if strategy != "block":
-        return QuantizationSpec(
-            format="fp8_channel", scale_name="weight_scale", one_scale=strategy == "tensor",
-            has_input_scale=not is_dynamic,
-        )  # fmt: skip
+        return _WHOLE if strategy == "tensor" else _CHANNELS
     expect(f"{where}.weights.block_structure", _pair(weights.get("block_structure")), _BLOCK)
     if inputs:
         expect(f"{where}.input_activations.group_size", inputs.get("group_size"), _BLOCK[1])
-    return QuantizationSpec(format="fp8_block", scale_name="weight_scale")
+    return _BLOCKS
 
 
 def _ct_int8(where: str, weights: Mapping[str, Any], inputs: Mapping[str, Any]) -> QuantizationSpec:
@@ -409,9 +404,7 @@ def _ct_float_groups(
         _numbers(f"{where}.input_activations", inputs, "float", bits, is_dynamic=True)
     elif inputs:
         expect(f"{where}.input_activations.num_bits", inputs.get("num_bits"), bits)
-    return QuantizationSpec(
-        format=name, group_size=size, has_input_scale=name == "nvfp4" and bool(inputs)
-    )
+    return QuantizationSpec(format=name, group_size=size)
 
 
 def _ct_packed(

@@ -121,6 +121,11 @@ def test_control(text: Quantized, name: str, fault: str, monkeypatch: pytest.Mon
     assert error(text.ours(directory), expected) > CLEARLY_WRONG
 
 
+def test_scales_of_activations_are_not_needed(text: Quantized) -> None:
+    """Whatever the configuration says of them."""
+    text.check("nvfp4-inputs", config=compressed("nvfp4"))
+
+
 @pytest.mark.parametrize(
     ("name", "change", "config", "message"),
     [
@@ -140,11 +145,10 @@ def test_control(text: Quantized, name: str, fault: str, monkeypatch: pytest.Mon
             "mxfp4", changed("mlp.up_proj.weight_scale", lambda x: x.view(torch.int8)), None,
             r"up_proj\.weight_scale is int8, the model wants uint8",
         ),
-        ("nvfp4-inputs", lambda _, x: x, compressed("nvfp4"), r"unexpected.*input_global_scale"),
         ("nvfp4", lambda _, x: x, compressed("mxfp4"), r"unexpected.*weight_global_scale"),
         ("nvfp4", lambda _, x: x, MODELOPT, r"missing.*weight_scale_2.*unexpected.*weight_packed"),
     ],
-    ids=["global", "scale-2", "groups", "dtype", "inputs", "kind", "producer"],
+    ids=["global", "scale-2", "groups", "dtype", "kind", "producer"],
 )  # fmt: skip
 def test_files_that_do_not_fit_are_errors(
     text: Quantized, name: str, change: Callable, config: dict | None, message: str

@@ -139,7 +139,7 @@ MAKERS |= {
     "packed-gptq-experts": lambda path: make_packed(path, "gptq-64", WIDE_MOE),
 }
 REFUSED: dict[str, tuple[dict, str]] = {
-    "blocks": (WIDE | {"intermediate_size": 384}, "gate_proj.weight_scale_inv: 192 of 384 cut"),
+    "blocks": (WIDE | {"intermediate_size": 384}, "gate_proj.weight_scale: 192 of 384 cut"),
     "kv heads": (WIDE | {"num_attention_heads": 6, "num_key_value_heads": 3}, "num_kv_heads 3"),
 }
 

@@ -190,13 +190,12 @@ class Fp8Linear(QuantizedLinear):
 
     def __init__(self, spec: QuantizationSpec) -> None:
         super().__init__(spec.format)
-        rows, columns = spec.block_size
         if spec.one_scale:
             scale_axes = (1,)
         elif spec.format == "fp8_channel":
             scale_axes = (Axis("out"), None)
         else:
-            scale_axes = (Axis("out", rows), Axis("in", columns))
+            scale_axes = (Axis("out", BLOCK), Axis("in", BLOCK))
         self._spec = spec
         self._layouts = (
             TensorLayout(
@@ -205,13 +204,11 @@ class Fp8Linear(QuantizedLinear):
                 quantize=_by_rows if spec.at_load else None,
             ),
             TensorLayout(
-                name="" if spec.at_load else spec.scale_name, parameter="weight_scale",
-                axes=scale_axes, other_ending="_inv" if spec.packing == "modelopt" else "",
-                dtype=torch.float32, dummy=(2e-4, 0.0),
+                name="" if spec.at_load else "weight_scale", other_ending="_inv",
+                parameter="weight_scale", axes=scale_axes, dtype=torch.float32, dummy=(2e-4, 0.0),
             ),
+            TensorLayout(name="input_scale", axes=(1,)),  # of what was seen, not used
         )  # fmt: skip
-        if spec.has_input_scale:
-            self._layouts += (TensorLayout(name="input_scale", axes=(1,)),)
 
     def layouts(self, layer: Linear) -> tuple[TensorLayout, ...]:
         return self._layouts
@@ -225,11 +222,11 @@ class Fp8Linear(QuantizedLinear):
             scale = layer.weight_scale.data.repeat_interleave(rows, -1).unsqueeze(-1)
             layer.weight_scale = nn.Parameter(scale, requires_grad=False)
             return
-        if self._block_rows(layer) == self._spec.block_size[0] or self._spec.format != "fp8_block":
-            return
         block_rows, scales = self._block_rows(layer), []
+        if block_rows == BLOCK or self._spec.format != "fp8_block":
+            return
         for part, start, stop in layer.regions(self._layouts[1]):
-            repeats = self._spec.block_size[0] // block_rows
+            repeats = BLOCK // block_rows
             scale = layer.weight_scale.narrow(-2, start, stop - start)
             rows = -(-layer.parts[part] // block_rows)
             scales.append(scale.repeat_interleave(repeats, -2).narrow(-2, 0, rows))
@@ -245,7 +242,7 @@ class Fp8Linear(QuantizedLinear):
     def weight(self, layer: Linear) -> Fp8Weight:
         columns = layer.in_features
         if self._spec.format == "fp8_block":
-            columns = self._spec.block_size[1]
+            columns = BLOCK
         return Fp8Weight(layer.weight, layer.weight_scale, self._block_rows(layer), columns)
 
     def rows(self) -> Sequence[Implementation[Any]]:
@@ -255,7 +252,7 @@ class Fp8Linear(QuantizedLinear):
         if self._spec.format == "fp8_channel":
             return 1
         *before_last, _ = layer.parts.values()
-        return math.gcd(self._spec.block_size[0], *before_last)
+        return math.gcd(BLOCK, *before_last)
 
 
 def _by_rows(values: Tensor) -> tuple[Tensor, Tensor]:

@@ -41,7 +41,8 @@ def set_methods(
         named = _checkpoint_modules(module, path, layer, weight_map, checkpoint)
         modules = list(named)
         wanted = {name: quantization.of(name) for name in modules}
-        names = {each.name for method in methods.values() for each in method.layouts(layer)}
+        layouts = [each for method in methods.values() for each in method.layouts(layer)]
+        names = {name for each in layouts for name in (each.name, each.name + each.other_ending)}
         is_plain = [_is_plain(checkpoint, *each, names, wanted[each[0]]) for each in named.items()]
         first, *others = set(wanted.values())
         group = None if others else first  # of all of them

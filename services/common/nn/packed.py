@@ -151,19 +151,15 @@ class PackedLinear(QuantizedLinear):
             stored=(torch.uint8 if is_mx else E4M3,), dtype=torch.float32,
             dummy=(exponent if is_mx else 1.0, 0.0),
         )  # fmt: skip
-        layouts = [codes, scale]
-        if not is_mx:
-            layouts.append(
-                TensorLayout(
-                    name="weight_global_scale" if is_ours else "weight_scale_2",
-                    parameter="weight_row_scale", dtype=torch.float32,
-                    dummy=(150.0 if is_ours else 7e-3, 0.0), **number,
-                )
-            )  # fmt: skip
-        if self._spec.has_input_scale:
-            name = "input_global_scale" if is_ours else "input_scale"
-            layouts.append(TensorLayout(name=name, **number))
-        return tuple(layouts)
+        if is_mx:
+            return codes, scale
+        whole = TensorLayout(
+            name="weight_global_scale" if is_ours else "weight_scale_2",
+            parameter="weight_row_scale", dtype=torch.float32,
+            dummy=(150.0 if is_ours else 7e-3, 0.0), **number,
+        )  # fmt: skip
+        of_inputs = TensorLayout(name="input_global_scale" if is_ours else "input_scale", **number)
+        return codes, scale, whole, of_inputs
 
     def _compressed_tensors(self) -> tuple[TensorLayout, ...]:
         out, per = Axis("out"), self._per_word

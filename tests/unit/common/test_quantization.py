@@ -3,7 +3,6 @@
 import json
 import timeit
 from copy import deepcopy
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -32,7 +31,6 @@ def test_block_wise_fp8_is_read(ignored: str) -> None:
     config = {key: value for key, value in FP8_BLOCK.items() if key != "modules_to_not_convert"}
     spec = read_quantization({"text_config": {"quantization_config": config | {ignored: ["a.b"]}}})
     assert spec is not None and spec.format == "fp8_block"
-    assert spec.scale_name == "weight_scale_inv" and spec.block_size == (128, 128)
     assert spec.ignored == {"a.b"} and not spec.targets
 
 
@@ -41,8 +39,8 @@ def test_compressed_tensors_fp8_is_read(strategy: str) -> None:
     spec = read_quantization({"quantization_config": compressed(strategy)})
     assert spec is not None
     assert spec.format == ("fp8_block" if strategy == "block" else "fp8_channel")
-    assert spec.one_scale == spec.has_input_scale == (strategy == "tensor")
-    assert spec.scale_name == "weight_scale" and spec.ignored == {"lm_head", r"re:.*visual\..*"}
+    assert spec.one_scale == (strategy == "tensor")
+    assert spec.ignored == {"lm_head", r"re:.*visual\..*"}
 
 
 def test_sparse_weights_may_be_stored_as_they_are() -> None:
@@ -61,15 +59,13 @@ def test_weights_alone_are_in_the_same_files(strategy: str, file_format: str) ->
     spec = read_quantization({"quantization_config": weights_alone(strategy) | {
         "format": file_format}})  # fmt: skip
     both = read_quantization({"quantization_config": compressed(strategy)})
-    assert spec is not None and both is not None
-    assert spec == replace(both, has_input_scale=False)
+    assert spec is not None and spec == both
 
 
 @pytest.mark.parametrize("scheme", ["static", "dynamic"])
 def test_fp8_without_blocks_has_one_scale_for_a_matrix(scheme: str) -> None:
     spec = read_quantization({"quantization_config": AUTO_FP8 | {"activation_scheme": scheme}})
     assert spec is not None and spec.format == "fp8_channel" and spec.one_scale
-    assert spec.scale_name == "weight_scale" and spec.has_input_scale == (scheme == "static")
     assert spec.ignored == {"lm_head", "model.visual"}
 
 
@@ -184,7 +180,6 @@ def test_e2m1_is_read(name: str) -> None:
     assert spec is not None and spec.bits == 4
     assert spec.format == ("mxfp4" if name == "mxfp4" else "nvfp4")
     assert spec.group_size == (32 if name == "mxfp4" else 16)
-    assert spec.has_input_scale == (name in ("nvfp4-inputs", "modelopt"))
     assert not spec.applies_to("lm_head") and spec.applies_to("model.layers.0.mlp.up_proj")
     assert not spec.applies_to("model.visual.blocks.0.attn.qkv")
 
@@ -231,7 +226,6 @@ def test_other_e2m1_is_refused_by_name(config: dict, named: str) -> None:
 def test_mxfp8_is_read(name: str) -> None:
     spec = read_quantization({"quantization_config": mxfp8_checkpoints.LAYOUTS[name]})
     assert spec is not None and (spec.format, spec.bits, spec.group_size) == ("mxfp8", 8, 32)
-    assert not spec.has_input_scale
     assert not spec.applies_to("lm_head") and spec.applies_to("model.layers.0.mlp.up_proj")
 
 
@@ -288,7 +282,7 @@ def test_modelopts_other_algorithms_are_read(algorithm: str, found: str, tmp_pat
     config = MODELOPT | {"quant_algo": algorithm, "group_size": None}
     write(tmp_path, hf_quant_config={"quantization": {"quant_algo": algorithm.upper()}})
     spec = read_quantization({"quantization_config": config}, tmp_path)
-    assert spec is not None and spec.format == found and not spec.has_input_scale
+    assert spec is not None and spec.format == found
 
 
 def test_layers_that_are_not_read_may_be_of_any_format() -> None:
