@@ -24,25 +24,18 @@ def num_threads() -> int:
     return min(_MAX_THREADS, len(os.sched_getaffinity(0)))
 
 
-class WorkerThreads:
+class WorkerThreads(ThreadPoolExecutor):
     """Threads for work that would keep an event loop for too long."""
-
-    def __init__(self, number: int, name: str) -> None:
-        self._pool = ThreadPoolExecutor(number, name)
 
     async def run(self, call: Callable[..., Result], *arguments: object) -> Result:
         """`call(*arguments)` in a thread. Work that waits is dropped when its caller is cancelled;
         work that runs keeps its thread until it ends.
         """
-        work = self._pool.submit(call, *arguments)
-        try:
-            return await asyncio.wrap_future(work)
-        finally:
-            del work  # it holds its error, whose traceback holds this frame
+        return await asyncio.get_running_loop().run_in_executor(self, call, *arguments)
 
     def close(self) -> None:
         """Takes no more work. What runs is not waited for."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self.shutdown(wait=False, cancel_futures=True)
 
 
 async def finished(jobs: "Sequence[asyncio.Future[None]]") -> None:
