@@ -13,6 +13,7 @@ from torch import Tensor
 
 from services.common.families import read_spec
 from services.common.nn import weights
+from services.common.nn.checkpoint import Checkpoint
 from services.common.nn.pinned import unpin
 from services.decoder.engine import step_inputs
 from services.decoder.engine.batch import Batch, Chunk
@@ -231,4 +232,5 @@ def tensor_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
     spec = read_spec(directory)
     with torch.device("meta"):
         model = Transformer(spec, backend=None, ops=PlainOps())  # type: ignore[arg-type]
-    return {part.name: part.shape for part in weights._sources(model, model.weight_map)}
+    none = Checkpoint(directory, {})
+    return {part.name: part.shape for part in weights._sources(model, model.weight_map, none)}

@@ -72,7 +72,7 @@ def _is_plain(
     wanted: QuantizationSpec | None,
 ) -> bool:  # fmt: skip
     """Whether a module's weight is stored as it is. Where the files hold nothing of it, it is as it
-    should be: the loader names what is missing.
+    should be: the loader names what is missing, and random weights need no files.
 
     Args:
         weight: the name of an unquantized weight.
@@ -92,18 +92,6 @@ def _is_plain(
     return wanted is None or wanted.at_load
 
 
-def set_configured_methods(
-    module: nn.Module, weight_map: WeightMap, quantization: QuantizationSpec
-) -> None:
-    """Gives each linear layer its method as if the files held what the configuration says."""
-    methods = methods_of(quantization)
-    for path, layer in _replaceable(module):
-        modules = _checkpoint_modules(module, path, layer, weight_map)
-        group = quantization.of(next(iter(modules)))
-        if group is not None and all(quantization.of(name) == group for name in modules):
-            layer.set_method(methods[group])
-
-
 def _replaceable(module: nn.Module) -> Iterator[tuple[str, Linear]]:
     """Linear layers, but those with a method of the model's own."""
     for path, child in module.named_modules():
@@ -112,11 +100,7 @@ def _replaceable(module: nn.Module) -> Iterator[tuple[str, Linear]]:
 
 
 def _checkpoint_modules(
-    module: nn.Module,
-    path: str,
-    layer: Linear,
-    weight_map: WeightMap,
-    checkpoint: Checkpoint | None = None,
+    module: nn.Module, path: str, layer: Linear, weight_map: WeightMap, checkpoint: Checkpoint
 ) -> dict[str, str]:
     """The checkpoint's modules of a layer → their weights' tensors."""
     parent, _, stack = path.rpartition(".")

@@ -170,14 +170,6 @@ def pieces_of(
         start = stop
 
 
-def own_pieces(module: nn.Module, name: str) -> Iterator[StoredTensor]:
-    """What fills a parameter of a module that is no layer: its tensor, or a rank's share of it."""
-    parameter, shares = module.get_parameter(name), getattr(module, "shares", {})
-    rows: Share = shares.get(name, Share.of(len(parameter)))
-    layout = TensorLayout(name=name, parameter=name, axes=(Axis("out"), *parameter.shape[1:]))
-    return pieces_of("", layout, rows, Share.of(1))
-
-
 class LinearMethod(ABC):
     """How a linear layer's weights are stored and applied. One value may serve many layers.
 

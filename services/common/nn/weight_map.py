@@ -13,16 +13,18 @@ class WeightMap:
 
     Attributes:
         prefixes: module prefix → checkpoint prefix; the longest module prefix that fits a
-            parameter's name is replaced. The checkpoint prefixes are what the module owns: a tensor
-            under one of them that no parameter wants is an error. A prefix may be a whole name.
+            parameter's name is replaced. A prefix may be a whole name.
         shapes: parameter name → shape in the checkpoint, where it differs (same elements in the
             same order, as a Conv3d's weight that is applied as a linear).
         ignored: full checkpoint names that may be present and are not read.
+        others: prefix of another module's tensors, where this one owns all that are not; "": it
+            owns all; None: it owns what its prefixes say.
     """
 
     prefixes: Mapping[str, str]
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     ignored: frozenset[str] = frozenset()
+    others: str | None = None
 
     def checkpoint_name(self, name: str) -> str:
         """The checkpoint's name for a parameter."""
@@ -39,13 +41,19 @@ class WeightMap:
         return self.checkpoint_name(f"{module}.{tensor}".lstrip("."))
 
     def owns(self, name: str) -> bool:
-        """Whether a checkpoint tensor belongs to the module."""
-        return name not in self.ignored and name.startswith(tuple(self.prefixes.values()))
+        """Whether a checkpoint tensor belongs to the module: if no parameter wants it, it is an
+        error.
+        """
+        if self.others is None:
+            is_own = name.startswith(tuple(self.prefixes.values()))
+        else:
+            is_own = not self.others or not name.startswith(self.others)
+        return is_own and name not in self.ignored
 
 
 def stored_files(
-    stored: StoredLayers, path: str, weight_map: WeightMap, checkpoint: Checkpoint | None
+    stored: StoredLayers, path: str, weight_map: WeightMap, checkpoint: Checkpoint
 ) -> tuple[str, str]:
     """The checkpoint's name for the layers, and their layout there."""
     prefix = weight_map.checkpoint_name(path)
-    return prefix, stored.file_layout(prefix, {} if checkpoint is None else checkpoint.tensors)
+    return prefix, stored.file_layout(prefix, checkpoint.tensors)

@@ -30,6 +30,7 @@ from services.common.nn.checkpoint import (
     TensorInfo,
     listed,
 )
+from services.common.nn.collectives import Share
 from services.common.nn.layers import RMSNorm
 from services.common.nn.linear import (
     Axis,
@@ -37,7 +38,7 @@ from services.common.nn.linear import (
     StoredLayers,
     StoredTensor,
     TensorLayout,
-    own_pieces,
+    pieces_of,
 )
 from services.common.nn.weight_map import WeightMap, stored_files
 from services.common.process.progress import log_progress
@@ -155,25 +156,6 @@ def _is_as_required(source: StoredTensor, reader: Reader) -> bool:
     return reader.read(source.name, source.cut).to(wanted.dtype).equal(wanted)
 
 
-def check_all_claimed(checkpoint: Checkpoint, weight_map: WeightMap, spec: CheckpointSpec) -> None:
-    """Checks that no tensor of the files is outside the model's parts.
-
-    Raises:
-        CheckpointError: names tensors that are nobody's and not ignored.
-    """
-    prefixes = tuple(weight_map.prefixes.values()) + tuple(filter(None, [spec.vision_prefix]))
-    unclaimed = [
-        name
-        for name in checkpoint.tensors
-        if not name.startswith(prefixes) and name not in weight_map.ignored
-        and not spec.ignores(name)
-    ]  # fmt: skip
-    if unclaimed:
-        raise CheckpointError(
-            f"{checkpoint.directory}: tensors of no known part: {listed(unclaimed)}"
-        )
-
-
 class _Copier:
     """Moves tensors from files to parameters with as little memory as can be."""
 
@@ -242,7 +224,7 @@ def _put(values: Tensor, target: Tensor, targets: list[Tensor], source: StoredTe
 
 
 def _sources(
-    module: nn.Module, weight_map: WeightMap, checkpoint: Checkpoint | None = None
+    module: nn.Module, weight_map: WeightMap, checkpoint: Checkpoint
 ) -> Iterator[StoredTensor]:
     """What each parameter is filled from. A parameter shared by two modules appears once."""
     filled: dict[int, str] = {}  # by id of a parameter
@@ -265,7 +247,7 @@ def _sources(
             assert math.prod(shape) == math.prod(piece.shape), full
             name = weight_map.tensor_name(path, piece.part, piece.name)
             yield replace(piece, name=name, parameter=full, shape=shape)
-        if isinstance(child, Linear) and checkpoint is not None:
+        if isinstance(child, Linear):
             yield from _zero_biases(child, path, weight_map, checkpoint)
 
 
@@ -275,9 +257,13 @@ def _pieces_of(module: nn.Module) -> Iterator[StoredTensor]:
         for layout in module.layouts():
             if layout.name:
                 yield from module.pieces(layout)
-    else:
-        for name, _ in module.named_parameters(recurse=False):
-            yield from own_pieces(module, name)
+        return
+    shares: Mapping[str, Share] = getattr(module, "shares", {})
+    for name, parameter in module.named_parameters(recurse=False):
+        axes = Axis("out"), *parameter.shape[1:]
+        rows = shares.get(name, Share.of(len(parameter)))
+        layout = TensorLayout(name=name, parameter=name, axes=axes)
+        yield from pieces_of("", layout, rows, Share.of(1))
 
 
 def _zero_biases(

@@ -31,7 +31,7 @@ from services.common.nn.dummy_weights import load_dummy
 from services.common.nn.formats import rows_of_layers
 from services.common.nn.layer_formats import set_methods
 from services.common.nn.linear import set_kernels
-from services.common.nn.weights import check_all_claimed, load_weights
+from services.common.nn.weights import load_weights
 from services.common.process.progress import log_progress
 from services.common.quantization import quantized_at_load
 from services.decoder.attention import create_backend
@@ -196,7 +196,6 @@ def _load(
     else:
         if _has_fp8_scales(spec):
             read_scales(model, spec, checkpoint)
-        check_all_claimed(checkpoint, model.weight_map, spec.checkpoint)
         set_methods(model, checkpoint, model.weight_map, spec.checkpoint.quantization)
         load_weights(
             model, checkpoint, model.weight_map, device=device, dtype=dtype, spec=spec.checkpoint
