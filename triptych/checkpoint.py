@@ -4,23 +4,18 @@
 weights, a missing or cut file) is a `StackError` here.
 """
 
-import json
-import struct
+import re
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from services.common.model_spec import ModelSpec, QuantizationSpec
+from services.common.model_spec import ModelSpec, ModelSpecError, QuantizationSpec, weight_files
 from triptych.stack import StackError
 
-_WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
-_MAX_HEAD_BYTES = 100 << 20
 _FLOATS = {"F64", "F32", "F16", "BF16"}
 _PACKED = {"I32", "U8"}  # dtypes of words that hold several weights
 _BESIDE_WEIGHTS = ("scale", "zero", "g_idx", "weight_shape")  # in the names of what formats add
-# Weights of other programs, which people download by mistake.
-_FOREIGN = ("*.gguf", "pytorch_model*.bin", "consolidated*.pth", "adapter_model.safetensors")
 
 
 @dataclass(slots=True)
@@ -70,7 +65,10 @@ def read_checkpoint(spec: ModelSpec) -> Checkpoint:
         StackError: a file is missing, cut or of another kind.
     """
     text, vision, num_bytes = Weights(), Weights(), 0
-    names = _files(spec.directory)
+    try:
+        names = weight_files(spec.directory)
+    except ModelSpecError as error:
+        raise StackError(str(error), 2) from error
     for name in names:
         path = spec.directory / name
         num_bytes += path.stat().st_size
@@ -100,65 +98,22 @@ def _add(weights: Weights, tensor: _Tensor, quantization: QuantizationSpec | Non
         weights.fixed_bytes += num_bytes
 
 
-def _files(directory: Path) -> list[str]:
-    """The weight files, in the order in which the loader looks for them."""
-    if (directory / _WHOLE).is_file():
-        return [_WHOLE]
-    index = directory / _INDEX
-    if not index.is_file():
-        foreign = [path.name for kind in _FOREIGN for path in sorted(directory.glob(kind))]
-        have = f"; {foreign[0]} is of a kind that is not read" if foreign else ""
-        raise StackError(
-            f"no weights at {directory}: it has no {_WHOLE} and no {_INDEX}{have}; "
-            "--load-format dummy serves random ones",
-            2,
-        )
-    try:
-        names = sorted({str(name) for name in json.loads(index.read_text())["weight_map"].values()})
-    except (
-        OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError,
-    ) as error:  # fmt: skip
-        raise StackError(f"{index} is no index of weights: {error}", 2) from error
-    missing = [name for name in names if not (directory / name).is_file()]
-    if missing:
-        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise StackError(
-            f"weights are missing at {directory}: {missing[0]}{more} of {len(names)} files; "
-            "the download did not end",
-            2,
-        )
-    return names
-
-
 def _head(path: Path) -> list[_Tensor]:
-    """A file's tensors; checks that the file holds their bytes."""
+    """A file's tensors; the package checks that it holds their bytes."""
+    from safetensors import SafetensorError, safe_open
+
     try:
-        with path.open("rb") as file:
-            first = file.read(8)
-            if first == b"version ":
+        with path.open("rb") as data:
+            if data.read(8) == b"version ":
                 raise StackError(f"{path} is a pointer of Git LFS: run `git lfs pull` there", 2)
-            (length,) = struct.unpack("<Q", first)
-            if length > _MAX_HEAD_BYTES:
-                raise ValueError("its head has no sensible length")
-            tensors = json.loads(file.read(length))
-        tensors.pop("__metadata__", None)
-        found: list[_Tensor] = []
-        need = 8 + length
-        for name, entry in tensors.items():
-            start, end = entry["data_offsets"]
-            if not all(type(n) is int and n >= 0 for n in (start, end, *entry["shape"])):
-                raise ValueError(f"{name} has a size that is no whole number")
-            num_values, num_bytes = prod(entry["shape"]), end - start
-            if num_values > 8 * num_bytes:
-                raise ValueError(f"{name} has fewer bytes than its shape takes")
-            found.append(_Tensor(name, str(entry["dtype"]), num_values, num_bytes))
-            need = max(need, 8 + length + end)
-    except (
-        OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError, struct.error,
-    ) as error:  # fmt: skip
-        raise StackError(f"{path} is not a safetensors file: {error}", 2) from error
-    if (have := path.stat().st_size) < need:
-        raise StackError(
-            f"{path} is cut short: {have:,} of {need:,} bytes; the download did not end", 2
-        )
-    return found
+        with safe_open(path, framework="np") as file:
+            return [_tensor(name, file.get_slice(name)) for name in file.keys()]  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        why = f"no whole safetensors file (did its download end?): {error}"
+        raise StackError(f"{path} is {why}", 2) from error
+
+
+def _tensor(name: str, found: Any) -> _Tensor:  # noqa: ANN401 - the package's
+    kind, num_values = found.get_dtype(), prod(found.get_shape())
+    bits = re.search(r"\d+", kind)  # BOOL has none
+    return _Tensor(name, kind, num_values, num_values * int(bits[0] if bits else 8) // 8)

@@ -15,6 +15,10 @@ from typing import Any, ClassVar, Literal, cast
 from services.common.frame_pairs import FramePairs
 from services.common.geometry import Geometry
 
+WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+# Weights of other programs, which people download by mistake.
+_FOREIGN = ("*.gguf", "pytorch_model*.bin", "consolidated*.pth", "adapter_model.safetensors")
+
 
 class ModelSpecError(ValueError):
     """The directory is not a model that can be served; the message names the file and the cause."""
@@ -444,3 +448,30 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ModelSpecError(f"{path} is not a JSON object")
     return cast("dict[str, Any]", value)
+
+
+def weight_files(directory: Path) -> list[str]:
+    """Names of the files that hold a checkpoint's weights: the whole one, else those that the index
+    names, as in transformers.
+
+    Raises:
+        ModelSpecError: there are none, or one is missing.
+    """
+    if (directory / WHOLE).is_file():
+        return [WHOLE]
+    index = directory / INDEX
+    if not index.is_file():
+        foreign = [path.name for kind in _FOREIGN for path in sorted(directory.glob(kind))]
+        have = f"; {foreign[0]} is of a kind that is not read" if foreign else ""
+        raise ModelSpecError(f"no weights at {directory}: it has no {WHOLE} and no {INDEX}{have}")
+    try:
+        names = sorted({Path(name).name for name in read_json(index)["weight_map"].values()})
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ModelSpecError(f"{index} is no index of weights: {error!r}") from None
+    if missing := [name for name in names if not (directory / name).is_file()]:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise ModelSpecError(
+            f"weights are missing at {directory}: {missing[0]}{more} of {len(names)} files; "
+            "the download did not end"
+        )
+    return names

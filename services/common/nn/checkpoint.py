@@ -5,7 +5,6 @@ is held twice but what the kernel can drop. What a tensor means is not known her
 is a `CheckpointError` that names it.
 """
 
-import json
 import logging
 from collections.abc import Mapping
 from contextlib import closing
@@ -17,13 +16,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from services.common.model_spec import INDEX, WHOLE, weight_files
+
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
     "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
-_WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 log = logging.getLogger(__name__)
 
@@ -56,23 +56,19 @@ class Checkpoint:
 
     @classmethod
     def open(cls, directory: Path | str) -> "Checkpoint":
-        """Reads the headers of `model.safetensors`, or of the files that the index names: the
-        order of transformers. Weight files that are not used are logged.
+        """Reads the headers of the weight files. Those that are not used are logged.
 
         Raises:
-            CheckpointError: a file is missing or malformed.
+            ModelSpecError: one is missing.
+            CheckpointError: one is malformed.
         """
         directory = Path(directory)
-        index = directory / _INDEX
-        names = [_WHOLE]
-        if not (directory / _WHOLE).exists() and index.exists():
-            names = _shards(index)
-        tensors: dict[str, TensorInfo] = {}
+        names, tensors = weight_files(directory), dict[str, TensorInfo]()
         for name in names:
             tensors |= _read_header(directory / name)
         unused = {path.name for path in directory.glob("*.safetensors")} - set(names)
-        if names == [_WHOLE] and index.exists():
-            unused.add(_INDEX)
+        if names == [WHOLE] and (directory / INDEX).exists():
+            unused.add(INDEX)
         if unused:
             log.warning(
                 "%s: weights are read from %s; not used: %s",
@@ -120,23 +116,9 @@ def listed(names: list[str], limit: int = 20) -> str:
     return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"
 
 
-def _shards(index: Path) -> list[str]:
-    """The files that an index names."""
-    try:
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        wrong = [name for name in names if Path(name).name != name]
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{index} is not a safetensors index: {error!r}") from None
-    if wrong:
-        raise CheckpointError(f"{index}: {wrong[0]!r} is not a file name")
-    return names
-
-
 def _opened(path: Path) -> Any:  # noqa: ANN401 - the package's
     try:
         return safe_open(path, framework="pt")
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing") from None
     except (SafetensorError, OSError, RuntimeError) as error:
         raise CheckpointError(f"{path} is not a safetensors file: {error}") from None
 
