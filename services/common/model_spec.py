@@ -341,8 +341,7 @@ class CheckpointSpec:
     """Names in the safetensors files.
 
     Attributes:
-        ignored: full names, prefixes ending in `.`, or `re:` patterns of tensors that may be
-            present and are not read.
+        ignored: patterns of names of tensors that may be present and are not read.
         quantization: None: weights are stored in a floating-point dtype of torch.
     """
 
@@ -353,12 +352,7 @@ class CheckpointSpec:
 
     def ignores(self, name: str) -> bool:
         """Whether a tensor may be present and is not read."""
-        return any(
-            re.match(pattern[3:], name) is not None
-            if pattern.startswith("re:")
-            else name == pattern or (pattern.endswith(".") and name.startswith(pattern))
-            for pattern in self.ignored
-        )
+        return any(re.match(pattern, name) for pattern in self.ignored)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

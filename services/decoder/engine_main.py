@@ -134,7 +134,7 @@ def _serve(
     processes: RankProcesses | None,
 ) -> None:
     """Loads the model, and serves the front until it sends `Shutdown`."""
-    channel, on_gpu = end.channel(FrontMessage), device != "cpu"
+    channel, on_gpu = EngineChannel[FrontMessage](end.end, FrontMessage), device != "cpu"
     model_runner = create_runner(runner_options(settings, device), end.arena, ranks)
     runner: Runner = model_runner
     if processes is not None:

@@ -32,7 +32,7 @@ from services.common.nn.dispatch import UnknownOverride, parse_overrides
 from services.common.nn.dummy_weights import load_dummy
 from services.common.nn.layer_formats import set_methods
 from services.common.nn.weights import load_weights
-from services.common.process.channel import ChannelClosed
+from services.common.process.channel import ChannelClosed, EngineChannel
 from services.common.process.engine_process import REFUSED, EngineEnd, accept
 from services.common.process.pod_limits import memory_limit_bytes, num_cpus
 from services.common.process.process_memory import freeze_gc
@@ -90,7 +90,7 @@ def main() -> int:
 
 def _run(end: EngineEnd, settings: EncoderSettings) -> None:
     start = time.monotonic()
-    channel = end.channel(FrontMessage)
+    channel = EngineChannel[FrontMessage](end.end, FrontMessage)
     spec = read_spec(settings.model)
     vision = spec.vision_part
     device = resolve_device(settings.device)

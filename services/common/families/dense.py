@@ -69,7 +69,7 @@ def text_checkpoint(prefix: str = "model.", vision_prefix: str = "") -> Checkpoi
     return CheckpointSpec(
         text_prefix=prefix,
         vision_prefix=vision_prefix,
-        ignored=(r"re:.*\.rotary_emb\.inv_freq$",),
+        ignored=(r".*\.rotary_emb\.inv_freq$",),
     )
 
 

@@ -28,7 +28,7 @@ from services.common.model_spec import (
     VisionSpec,
 )
 
-_MTP = "mtp."  # layers that predict several tokens: a draft model, not served
+_MTP = r"mtp\."  # layers that predict several tokens: a draft model, not served
 _KINDS = ("full_attention", "linear_attention")
 
 
@@ -46,7 +46,7 @@ def _read_parts(
     """The tower, if the architecture has one, and the names of tensors."""
     if "text_config" not in config:
         names = text_checkpoint()
-        return None, replace(names, ignored=(*names.ignored, _MTP, "model.visual."))
+        return None, replace(names, ignored=(*names.ignored, _MTP, r"model\.visual\."))
     expect_given(config, "language_model_only", False)
     if config["vision_config"].get("deepstack_visual_indexes"):
         raise UnsupportedOption("deepstack_visual_indexes is not supported; supported: none")

@@ -64,8 +64,12 @@ class Checkpoint:
         """
         directory = Path(directory)
         names, tensors = weight_files(directory), dict[str, TensorInfo]()
-        for name in names:
-            tensors |= _read_header(directory / name)
+        for path in (directory / name for name in names):
+            file = _opened(path)
+            for name in file.keys():  # noqa: SIM118 - not a mapping
+                header = file.get_slice(name)
+                kind: str = header.get_dtype()
+                tensors[name] = TensorInfo(path, DTYPES.get(kind, kind), tuple(header.get_shape()))
         unused = {path.name for path in directory.glob("*.safetensors")} - set(names)
         if names == [WHOLE] and (directory / INDEX).exists():
             unused.add(INDEX)
@@ -121,12 +125,3 @@ def _opened(path: Path) -> Any:  # noqa: ANN401 - the package's
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError, RuntimeError) as error:
         raise CheckpointError(f"{path} is not a safetensors file: {error}") from None
-
-
-def _read_header(path: Path) -> dict[str, TensorInfo]:
-    file, found = _opened(path), dict[str, TensorInfo]()
-    for name in file.keys():  # noqa: SIM118 - not a mapping
-        header = file.get_slice(name)
-        kind: str = header.get_dtype()
-        found[name] = TensorInfo(path, DTYPES.get(kind, kind), tuple(header.get_shape()))
-    return found

@@ -30,11 +30,6 @@ def method_of(group: QuantizationSpec) -> LinearMethod:
     return getattr(importlib.import_module(module), name)(group)
 
 
-def methods_of(quantization: QuantizationSpec) -> dict[QuantizationSpec, LinearMethod]:
-    """A method for each group of a checkpoint's modules."""
-    return {group: method_of(group) for group in quantization.groups}
-
-
 Rows = Mapping[str, Sequence[Implementation]]  # by weight format
 
 

@@ -193,7 +193,7 @@ class Fp8Linear(QuantizedLinear):
         if spec.one_scale:
             scale_axes = (1,)
         elif spec.format == "fp8_channel":
-            scale_axes = (Axis("out"), None)
+            scale_axes = (Axis("out"), 1)
         else:
             scale_axes = (Axis("out", BLOCK), Axis("in", BLOCK))
         self._spec = spec

@@ -30,7 +30,7 @@ _LAYOUTS = (
         dtype=torch.int8,
     ),
     TensorLayout(
-        name="weight_scale", parameter="weight_scale", axes=(Axis("out"), None),
+        name="weight_scale", parameter="weight_scale", axes=(Axis("out"), 1),
         dtype=torch.float32, dummy=(2.7e-4, 0.0),
     ),
 )  # fmt: skip

@@ -13,7 +13,7 @@ from torch import nn
 
 from services.common.model_spec import QuantizationSpec
 from services.common.nn.checkpoint import Checkpoint, CheckpointError, listed
-from services.common.nn.formats import methods_of
+from services.common.nn.formats import method_of
 from services.common.nn.linear import FLOATS, Linear, StoredLayers, UnquantizedLinear
 from services.common.nn.weight_map import WeightMap, stored_files
 
@@ -34,7 +34,7 @@ def set_methods(
     """
     if quantization is None:
         return
-    methods = methods_of(quantization)
+    methods = {group: method_of(group) for group in quantization.groups}
     unlisted: list[str] = []
     problems: list[str] = []
     for path, layer in _replaceable(module):

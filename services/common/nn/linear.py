@@ -54,7 +54,7 @@ class TensorLayout:
         other_ending: what some producers add to the name.
         parameter: of the layer; "": the tensor fills none, and is what `required` says, or of no
             use, and may be missing.
-        axes: of the tensor; a number is a size that does not depend on the matrix; None: 1.
+        axes: of the tensor; a number is a size that does not depend on the matrix.
         stored: dtypes that the files may hold.
         dtype: of the parameter; None: the model's.
         dummy: mean and standard deviation of random values.
@@ -67,7 +67,7 @@ class TensorLayout:
     name: str
     other_ending: str = ""
     parameter: str = ""
-    axes: tuple[Axis | int | None, ...]
+    axes: tuple[Axis | int, ...]
     stored: tuple[torch.dtype, ...] = FLOATS
     dtype: torch.dtype | None = None
     dummy: tuple[float, float] = (0.0, 0.02)
@@ -78,7 +78,7 @@ class TensorLayout:
     def shape(self, out_features: int, in_features: int) -> tuple[int, ...]:
         sizes: dict[Dimension, int] = {"out": out_features, "in": in_features}
         return tuple(
-            axis.count(sizes[axis.dimension]) if isinstance(axis, Axis) else axis or 1
+            axis.count(sizes[axis.dimension]) if isinstance(axis, Axis) else axis
             for axis in self.axes
         )
 

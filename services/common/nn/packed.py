@@ -217,10 +217,10 @@ class PackedLinear(QuantizedLinear):
         return layouts[:-1] if spec.packing == "auto-round" else layouts
 
     @property
-    def _groups(self) -> Axis | None:
+    def _groups(self) -> Axis | int:
         """Along groups of columns."""
         size = self._spec.group_size
-        return Axis("in", size) if size else None
+        return Axis("in", size) if size else 1
 
 
 def _linear(facts: Any) -> Kernel:  # noqa: ANN401 - the decoder's, as below
@@ -283,11 +283,11 @@ def _set(layer: Linear, tensors: Mapping[str, Tensor]) -> None:
         layer.register_parameter(name, nn.Parameter(values.contiguous(), requires_grad=False))
 
 
-def _words(name: str, parameter: str, *axes: Axis | None) -> TensorLayout:
+def _words(name: str, parameter: str, *axes: Axis | int) -> TensorLayout:
     return TensorLayout(name=name, parameter=parameter, axes=axes, stored=_WORDS, dtype=torch.int32)
 
 
-def _scales(name: str, *axes: Axis | None) -> TensorLayout:
+def _scales(name: str, *axes: Axis | int) -> TensorLayout:
     return TensorLayout(
         name=name, parameter="weight_scale", axes=axes, dtype=torch.float32, dummy=(4e-3, 0.0)
     )

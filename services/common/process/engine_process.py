@@ -17,7 +17,7 @@ from typing import Any
 
 from services.common.embeddings.arena import Arena
 from services.common.process import children
-from services.common.process.channel import EngineChannel, FrontChannel, create_socket_pair
+from services.common.process.channel import FrontChannel, create_socket_pair
 
 REFUSED = 2  # exit status
 _END_S = 5.0  # that an engine may take to end
@@ -81,10 +81,6 @@ class EngineEnd:
     arena: mmap.mmap
     arena_fd: int
     links: list[socket.socket]
-
-    def channel(self, incoming: Any) -> EngineChannel[Any]:  # noqa: ANN401 - a type form
-        """The engine's end of the channel; `incoming` is the union of the front's messages."""
-        return EngineChannel(self.end, incoming)
 
 
 def accept() -> EngineEnd:

@@ -61,7 +61,9 @@ class CpuUse:
 
     def is_used(self) -> bool:
         """Whether it did since the last look."""
-        before, self._ticks = self._ticks, sum(map(_cpu_ticks, (self._pid, *_children(self._pid))))
+        found = [_stat(pid)[11:13] for pid in (self._pid, *_children(self._pid))]
+        before = self._ticks
+        self._ticks = sum(int(ticks) for each in found for ticks in each)  # user's and system's
         return self._ticks - before >= _MIN_TICKS
 
 
@@ -78,10 +80,6 @@ def is_stopped(pid: int) -> bool:
     return _stat(pid)[:1] == ["T"]
 
 
-def _cpu_ticks(pid: int) -> int:
-    return sum(map(int, _stat(pid)[11:13]))  # user's and system's
-
-
 def _stat(pid: int) -> list[str]:
     """What the kernel says of a process, from its state on; empty: it has ended, which shows
     elsewhere.
@@ -90,12 +88,3 @@ def _stat(pid: int) -> list[str]:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return []
-
-
-def kill(engine: EngineProcess) -> None:
-    """Ends an engine that hangs. A process in a driver's call may outlive the signal, so the
-    channel is closed as well.
-    """
-    if engine.process.returncode is None:
-        engine.process.kill()
-    engine.channel.close()

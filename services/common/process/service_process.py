@@ -29,7 +29,7 @@ from services.common.families import read_spec
 from services.common.model_spec import ModelSpec, ModelSpecError
 from services.common.process.channel import ChannelClosed, FrontChannel
 from services.common.process.engine_process import REFUSED, EngineProcess
-from services.common.process.engine_watch import MAX_SILENCE_S, EngineWatch, kill
+from services.common.process.engine_watch import MAX_SILENCE_S, EngineWatch
 from services.common.process.pod_limits import raise_descriptor_limit
 from services.common.process.process_memory import freeze_gc, raise_malloc_trim_threshold
 from services.common.security.credentials import NO_CREDENTIALS, Credentials
@@ -277,7 +277,9 @@ async def _serve_front(
 async def _kill_if_it_hangs(engine: EngineProcess, watch: EngineWatch) -> None:
     await watch.hangs()
     log.critical("the engine process has hung for %g s; ending it", MAX_SILENCE_S)
-    kill(engine)
+    if engine.process.returncode is None:
+        engine.process.kill()
+    engine.channel.close()  # in a driver's call it may outlive the signal
 
 
 async def _unless(stopping: asyncio.Event, work: Awaitable[Result]) -> Result | None:

@@ -10,6 +10,7 @@ one when its entries have expired. The file is read again when it changes.
 
 import hmac
 import re
+from functools import partial
 from pathlib import Path
 
 from blake3 import blake3
@@ -36,8 +37,10 @@ class SealKeys:
     """
 
     def __init__(self, path: Path, fingerprint: bytes) -> None:
+        derive = partial(blake3, derive_key_context=_CONTEXT)
         self._keys = WatchedFiles(
-            (path,), lambda data: [_derive(each, fingerprint) for each in _secrets(path, data[0])]
+            (path,),
+            lambda data: [derive(x + fingerprint).digest() for x in _secrets(path, data[0])],
         )
 
     def seal(self, header: bytes, body: memoryview) -> bytes:
@@ -48,10 +51,6 @@ class SealKeys:
         """Whether one of the keys has sealed this entry. Costs what `seal` does, for each key."""
         keys = self._keys.current()
         return any(hmac.compare_digest(_mac(key, header, body), seal) for key in keys)
-
-
-def _derive(secret: bytes, fingerprint: bytes) -> bytes:
-    return blake3(secret + fingerprint, derive_key_context=_CONTEXT).digest()
 
 
 def _mac(key: bytes, header: bytes, body: memoryview) -> bytes:

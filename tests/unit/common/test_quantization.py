@@ -291,7 +291,7 @@ def test_layers_that_are_not_read_may_be_of_any_format() -> None:
         "mtp.layers.0.mlp.experts": {"quant_algo": "W4A8_AWQ"},
     }
     config = MODELOPT | {"quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
-    names = CheckpointSpec(text_prefix="model.", ignored=("mtp.",))
+    names = CheckpointSpec(text_prefix="model.", ignored=(r"mtp\.",))
     spec = read_quantization({"quantization_config": config}, names=names)
     assert spec is not None and spec.format == "nvfp4" and not spec.others
     with pytest.raises(UnsupportedOption, match=r"mtp\.layers\.0.* 'W4A8_AWQ'"):
