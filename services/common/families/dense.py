@@ -28,7 +28,7 @@ _ROPE_KINDS = ("default", "llama3", "yarn")
 _ROPE_FIELDS = {
     "rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings",
     "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "truncate",
-    "attention_factor", "attn_factor", "mscale", "mscale_all_dim", "partial_rotary_factor",
+    "attention_factor", "mscale", "mscale_all_dim", "partial_rotary_factor",
 }  # fmt: skip
 _MROPE_FIELDS = {"mrope_section", "mrope_interleaved"}
 # Newer checkpoints of an architecture may write calls in the newer form.
@@ -268,8 +268,7 @@ def _yarn_attention_factor(given: Mapping[str, Any], factor: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
     mscale, all_dim = given.get("mscale"), given.get("mscale_all_dim")
-    found = scale(mscale) / scale(all_dim) if mscale and all_dim else scale(1.0)
-    return found * float(given.get("attn_factor") or 1.0)
+    return scale(mscale) / scale(all_dim) if mscale and all_dim else scale(1.0)
 
 
 def _refuse_unsupported(config: Mapping[str, Any], *, has_experts: bool) -> None:

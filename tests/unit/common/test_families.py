@@ -227,8 +227,6 @@ def test_yarn_rope(tmp_path: Path) -> None:
          (0.0707 * math.log(4) + 1) / (0.1 * math.log(4) + 1)),
         ({"mscale": 1.0}, 0.1 * math.log(4) + 1),
         ({"factor": 0.5}, 1.0),
-        # DeepSeek-R1-0528-Qwen3-8B: what cos and sin would be scaled by is taken back.
-        ({"attn_factor": 0.8782488562869419}, 1.0),
     ],
 )  # fmt: skip
 def test_yarn_attention_factor(tmp_path: Path, given: dict, expected: float) -> None:
@@ -304,6 +302,9 @@ SCALING = {"factor": 2.0, "original_max_position_embeddings": 4096}
          "llama_4_scaling_beta"),
         (QWEN3, {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
          "full_attention"),
+        # Of DeepSeek-R1-0528-Qwen3-8B; transformers ignores it, others multiply by it.
+        (QWEN3, {"rope_scaling": SCALING | {"rope_type": "yarn", "attn_factor": 0.878}},
+         "attn_factor"),
         (LLAMA, {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
         (LLAMA, {"rope_scaling": None, "rope_parameters": {"partial_rotary_factor": 0.25}},
          "partial_rotary_factor 0.25"),
