@@ -61,7 +61,9 @@ def _drawn(like: Tensor, generator: torch.Generator, mean: float, deviation: flo
     """Mean and deviation are those of numbers; integers have all values alike."""
     dtype = like.dtype
     if not dtype.is_floating_point:
-        return torch.empty_like(like).random_(torch.iinfo(dtype).min, None, generator=generator)
+        info = torch.iinfo(dtype)
+        end = min(info.max + 1, torch.iinfo(torch.int64).max)  # of 64 bits the last is left out
+        return torch.empty_like(like).random_(info.min, end, generator=generator)
     values = torch.empty(len(like), device=like.device)
     values.normal_(mean, deviation, generator=generator)
     if dtype not in FLOATS:  # above its limit, some versions of torch give NaN
