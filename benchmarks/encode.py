@@ -112,7 +112,7 @@ def create_bench(arguments: argparse.Namespace) -> Bench:
     prepare_device(device, settings)
     if arguments.model is not None:
         spec = read_spec(directory)
-        model = load_model(spec, settings, device, dtype)
+        model, _ = load_model(spec, settings, device, dtype)
         vision = spec.vision_part
         return Bench(spec.name, vision.tower, vision.geometry, settings, model, device, dtype)
     tower = SHAPES[arguments.shape]

@@ -11,17 +11,10 @@ from pathlib import Path
 
 from blake3 import blake3
 
-from services.common.settings import EngineServiceSettings
-
 # Of each tensor its first, middle and last bytes: training changes nearly all of a tensor, and
 # reading a whole checkpoint again would take as long as loading it.
 _SAMPLE_BYTES = 1024
 _MAX_HEADER_BYTES = 100 << 20
-
-
-def served_fingerprint(settings: EngineServiceSettings) -> bytes:
-    """The fingerprint of what an engine has loaded; empty: of random weights."""
-    return b"" if settings.load_format == "dummy" else checkpoint_fingerprint(settings.model)
 
 
 def checkpoint_fingerprint(directory: Path) -> bytes:

@@ -1,6 +1,5 @@
 """`python -m services.decoder`: the front process. No torch here; the engine process has it."""
 
-import asyncio
 import logging
 import socket
 import sys
@@ -8,7 +7,6 @@ from functools import partial
 
 from prometheus_client import CollectorRegistry
 
-from services.common.checkpoint_fingerprint import served_fingerprint
 from services.common.embeddings.arena import Arena
 from services.common.embeddings.shared_memory import PAGE_BYTES
 from services.common.families import read_spec
@@ -21,6 +19,7 @@ from services.common.process.service_process import (
     StopServer,
     connect_redis,
     run_service,
+    served_fingerprint,
 )
 from services.common.security.credentials import Credentials
 from services.common.tenancy.tenant_room import TenantRoom
@@ -64,7 +63,7 @@ async def create_front(
     """Wires the objects of the front process; connects to Redis if the model takes images."""
     registry = CollectorRegistry()
     cache = None
-    fingerprint = await asyncio.to_thread(served_fingerprint, settings)
+    fingerprint = await served_fingerprint(settings)
     if ready.num_features:
         cache = await connect_redis(settings, fingerprint, "decoder", registry)
     metrics = DecoderMetrics(registry)

@@ -8,7 +8,6 @@ import asyncio
 import socket
 import sys
 
-from services.common.checkpoint_fingerprint import served_fingerprint
 from services.common.embeddings.arena import Arena
 from services.common.embeddings.embedding import ITEM_BYTES, EmbeddingSpec
 from services.common.embeddings.fetch_wire import DTYPES
@@ -23,6 +22,7 @@ from services.common.process.service_process import (
     StopServer,
     connect_redis,
     run_service,
+    served_fingerprint,
 )
 from services.common.security.credentials import Credentials
 from services.common.transport.rpc import PROTOCOL
@@ -70,7 +70,7 @@ async def create_front(
     metrics = EncoderMetrics()
     engine = EngineClient(channel, metrics.observe_batch)
     memory = MemoryTier(arena)
-    fingerprint = await asyncio.to_thread(served_fingerprint, settings)
+    fingerprint = await served_fingerprint(settings)
     cache = await connect_redis(settings, fingerprint, "encoder", metrics.registry)
     redis = RedisTier(cache, memory, metrics.redis_writes_dropped) if cache else None
     vision = read_spec(settings.model).vision_part

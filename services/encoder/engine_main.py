@@ -20,18 +20,17 @@ import torch
 from PIL import Image
 
 from kernels.device import DeviceFacts
-from services.common.checkpoint_fingerprint import served_fingerprint
 from services.common.families import read_spec
 from services.common.geometry import Geometry
 from services.common.images.image_header import MAX_SOURCE_PIXELS
 from services.common.images.image_key import key_prefix
 from services.common.model_spec import ModelSpec, ModelSpecError, TowerSpec
-from services.common.nn.checkpoint import Checkpoint, CheckpointError
+from services.common.nn.checkpoint import Checkpoint, CheckpointError, fingerprint
 from services.common.nn.device import resolve_device, resolve_dtype
 from services.common.nn.dispatch import UnknownOverride, parse_overrides
 from services.common.nn.dummy_weights import load_dummy
 from services.common.nn.layer_formats import set_methods
-from services.common.nn.weights import load_weights
+from services.common.nn.weights import DUMMY_FINGERPRINT, load_weights
 from services.common.process.channel import ChannelClosed, EngineChannel
 from services.common.process.engine_process import REFUSED, EngineEnd, accept
 from services.common.process.pod_limits import memory_limit_bytes, num_cpus
@@ -97,7 +96,7 @@ def _run(end: EngineEnd, settings: EncoderSettings) -> None:
     dtype = resolve_dtype(settings.dtype, device)
     dtype_name = str(dtype).removeprefix("torch.")
     prepare_device(device, settings)
-    model = load_model(spec, settings, device, dtype)
+    model, weights = load_model(spec, settings, device, dtype)
     shares_device = settings.memory_fraction < _MEMORY_FRACTION_OF_SOLE_USER
     runner = Runner(model, device, dtype, end.arena, shares_device=shares_device)
     decoders = create_decoders()
@@ -121,8 +120,8 @@ def _run(end: EngineEnd, settings: EncoderSettings) -> None:
             hidden=vision.tower.out_hidden_size,
             key_prefix=key_prefix(
                 model=spec.name,
-                weights=served_fingerprint(settings),
-                vision_config=json.dumps(asdict(vision), sort_keys=True).encode(),
+                weights=weights,
+                vision_config=canonical_config(spec),
                 dtype=dtype_name,
             ),
             on_gpu=device.type == "cuda",
@@ -185,8 +184,8 @@ def create_ops(
 
 def load_model(
     spec: ModelSpec, settings: EncoderSettings, device: torch.device, dtype: torch.dtype
-) -> "VisionTower":
-    """The vision tower with its weights.
+) -> "tuple[VisionTower, bytes]":
+    """The vision tower with its weights, and the weights' fingerprint.
 
     Raises:
         UnknownOverride: `settings.kernels` names a kernel that cannot run here.
@@ -201,14 +200,23 @@ def load_model(
             model, device=device, dtype=dtype,
             weight_map=model.weight_map, quantization=spec.checkpoint.quantization,
         )  # fmt: skip
+        weights = DUMMY_FINGERPRINT.encode()
     else:
         checkpoint = Checkpoint.open(spec.directory)
         set_methods(model, checkpoint, model.weight_map, spec.checkpoint.quantization)
         load_weights(
             model, checkpoint, model.weight_map, device=device, dtype=dtype, spec=spec.checkpoint
         )
+        weights = fingerprint(checkpoint, prefix).encode()
     log.info("vision tower loaded in %s", dtype)
-    return model.eval()
+    return model.eval(), weights
+
+
+def canonical_config(spec: ModelSpec) -> bytes:
+    """Canonical JSON of what decides an embedding besides weights and pixels."""
+    vision = json.loads((spec.directory / "config.json").read_text())["vision_config"]
+    both = {"config": vision, "spec": asdict(spec.vision_part)}
+    return json.dumps(both, sort_keys=True, separators=(",", ":")).encode()
 
 
 def warm_up(prepare: Prepare, geometry: Geometry) -> None:

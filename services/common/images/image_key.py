@@ -33,8 +33,8 @@ def key_prefix(*, model: str, weights: bytes, vision_config: bytes, dtype: str) 
 
     Args:
         model: model id and revision.
-        weights: fingerprint of the checkpoint.
-        vision_config: canonical JSON of the vision part of its spec.
+        weights: fingerprint of the vision weights.
+        vision_config: canonical JSON of the vision config and image processor settings.
         dtype: compute and storage dtype.
     """
     fields = (model.encode(), weights, vision_config, dtype.encode(), PREPROCESSING_VERSION)

@@ -5,7 +5,9 @@ is held twice but what the kernel can drop. What a tensor means is not known her
 is a `CheckpointError` that names it.
 """
 
+import json
 import logging
+import struct
 from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass
@@ -13,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from blake3 import blake3
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -24,6 +27,7 @@ DTYPES = {
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
     "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
+_HASH_BYTES = 16 << 20
 
 log = logging.getLogger(__name__)
 
@@ -112,6 +116,21 @@ class Reader:
     def close(self) -> None:
         """Unmaps the file once its views are gone."""
         self._file = self._path = None
+
+
+def fingerprint(checkpoint: Checkpoint, prefix: str = "") -> str:
+    """BLAKE3 (hex) over name, dtype, shape and bytes of each tensor whose name has the prefix."""
+    hasher = blake3(max_threads=blake3.AUTO)
+    with checkpoint.reader() as reader:
+        for name, info in checkpoint.tensors.items():
+            if not name.startswith(prefix):
+                continue
+            values = reader.read(name).reshape(-1).view(torch.uint8)
+            head = json.dumps([name, str(info.dtype), info.shape, values.numel()]).encode()
+            hasher.update(struct.pack("<Q", len(head)) + head)
+            for piece in values.split(_HASH_BYTES):
+                hasher.update(piece.numpy().data)
+    return hasher.hexdigest()
 
 
 def listed(names: list[str], limit: int = 20) -> str:

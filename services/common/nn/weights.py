@@ -43,6 +43,7 @@ from services.common.nn.linear import (
 from services.common.nn.weight_map import WeightMap, stored_files
 from services.common.process.progress import log_progress
 
+DUMMY_FINGERPRINT = "dummy"
 _WIDE = 1 << 22  # elements at a time, where they are quantized
 _NO_BIAS = TensorLayout(
     name="bias",

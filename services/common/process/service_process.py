@@ -23,6 +23,7 @@ import uvloop
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from prometheus_client import CollectorRegistry
 
+from services.common.checkpoint_fingerprint import checkpoint_fingerprint
 from services.common.embeddings.arena import Arena
 from services.common.embeddings.embedding_cache import RedisCache
 from services.common.families import read_spec
@@ -178,6 +179,13 @@ async def serve(
     finally:
         engine.channel.send(service.shutdown_message)
         await engine.stop()
+
+
+async def served_fingerprint(settings: EngineServiceSettings) -> bytes:
+    """The fingerprint of what the engine has loaded; empty: of random weights."""
+    if settings.load_format == "dummy":
+        return b""
+    return await asyncio.to_thread(checkpoint_fingerprint, settings.model)
 
 
 async def connect_redis(

@@ -16,7 +16,7 @@ from torch import nn
 
 from services.common.checkpoint_fingerprint import checkpoint_fingerprint
 from services.common.model_spec import ModelSpecError
-from services.common.nn.checkpoint import Checkpoint, CheckpointError
+from services.common.nn.checkpoint import Checkpoint, CheckpointError, fingerprint
 from services.common.nn.dummy_weights import load_dummy
 from services.common.nn.layers import RMSNorm
 from services.common.nn.linear import Linear
@@ -265,6 +265,25 @@ def test_an_index_cannot_name_files_elsewhere(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(ModelSpecError, match=r"missing at .*: passwd"):
         Checkpoint.open(tmp_path)
+
+
+def test_fingerprint_depends_on_every_byte_and_name_under_the_prefix(tmp_path: Path) -> None:
+    made = tensors()
+
+    def of(changed: dict[str, torch.Tensor]) -> str:
+        save(tmp_path, changed)
+        return fingerprint(Checkpoint.open(tmp_path), "model.")
+
+    base = of(made)
+    assert of(dict(reversed(made.items()))) == base
+    assert of(made | {"other.weight": torch.ones(1)}) == base
+    value = made["model.layers.0.q.weight"].clone()
+    value.view(torch.int32)[3, 3] ^= 1
+    assert of(made | {"model.layers.0.q.weight": value}) != base
+    assert of(made | {"model.patch.weight": made["model.patch.weight"].view(4, 3, 2)}) != base
+    renamed = made | {"model.z": made["model.layers.0.q.bias"]}
+    del renamed["model.layers.0.q.bias"]
+    assert of(renamed) != base
 
 
 def test_dummy_weights_are_reproducible() -> None:
