@@ -359,6 +359,7 @@ def test_key_is_taken_from_either_header(anthropic, loop_thread, tmp_path):
         ({"messages": [{"role": "user", "content": [{"type": "text", "text": 5}]}]},
          "messages[0].content[0].text"),
         ({"tools": [TOOLS[0], TOOLS[0]]}, "tools[1].name"),
+        ({"tools": TOOLS, "tool_choice": {"type": "tool", "name": "g"}}, "tool_choice.name"),
         ({"container": "x"}, "container"),
         ({"stop_sequences": [""]}, "stop_sequences[0]"),
         ({"temperature": 2}, "temperature"),

@@ -291,6 +291,9 @@ def test_failure_in_mid_stream(client, stack):
         ({"truncation": "oldest"}, "truncation"),
         ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice"),
         ({"tools": [TOOLS[0], TOOLS[0]]}, "tools[1].name"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function", "name": "g"}}, "tool_choice.name"),
+        ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [
+            {"type": "function", "name": "g"}]}}, "tool_choice.tools"),
         ({"text": {"format": {"type": "json_schema", "name": "x", "schema": 5}}},
          "text.format.schema"),
         ({"reasoning": {"effort": "extreme"}}, "reasoning.effort"),

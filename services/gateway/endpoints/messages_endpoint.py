@@ -50,6 +50,7 @@ _PATHS = {
     "enable_thinking": "thinking",
     "thinking_token_budget": "thinking.budget_tokens",
     "continue_final_message": "messages",
+    "tool_choice.function": "tool_choice.name",
 }
 _STOP_REASONS: dict[str | None, api.StopReason] = {
     "stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"

@@ -54,6 +54,8 @@ _PATHS = {
     "response_format": "text.format",
     "response_format.json_schema": "text.format",
     "reasoning_effort": "reasoning.effort",
+    "tool_choice.function": "tool_choice.name",
+    "tool_choice.allowed_tools": "tool_choice",
 }
 _KINDS: dict[type[Part], str] = {
     Reasoning: "reasoning_text", Call: "function_call_arguments", Text: "output_text"
