@@ -259,9 +259,26 @@ def test_logprobs_of_text_that_waits_for_its_rest(stack, tokens_per_event):
     (part,) = whole["output"][0]["content"]
     for entries in (streamed, part["logprobs"]):
         assert bytes(b for entry in entries for b in entry["bytes"]).decode() == text
-    say(stack, "a stopped", tokens_per_event)
-    (part,) = post(stack, **fields).json()["output"][0]["content"]
-    assert part["text"] == "a "
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("text", "fields", "expected"),
+    [("a stopped", {"stop": ["stopped"]}, "a "), ("a 🙂", {"max_output_tokens": 3}, "a "),
+     ("🙂", {"max_output_tokens": 2}, "")],
+)  # fmt: skip
+def test_logprobs_of_tokens_whose_text_is_cut_off_are_those_of_chat(
+    stack, text, fields, expected, stream
+):
+    say(stack, text)
+    most, stop = fields.get("max_output_tokens"), fields.get("stop")
+    chat = stack.chat(logprobs=True, max_tokens=most, stop=stop).json()
+    include = ["message.output_text.logprobs"]
+    answer = post(stack, include=include, stream=stream, **fields)
+    found = events_of(answer)[-1]["response"] if stream else answer.json()
+    (part,) = found["output"][0]["content"]
+    assert part["text"] == expected
+    assert part["logprobs"] == chat["choices"][0]["logprobs"]["content"]
 
 
 def test_failure_in_mid_stream(client, stack):

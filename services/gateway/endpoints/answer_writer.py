@@ -34,13 +34,7 @@ class AnswerWriter(ABC, Generic[Event]):
         self._last = update
         self._logprobs += update.logprobs or ()
         for part in update.parts:
-            if self._open is None or not continues(self._open, part):
-                events += [*self._leave(), *self.open(part)]
-                self._open = part
-            logprobs: list[LogprobEntry] = []
-            if isinstance(part, Text):
-                logprobs, self._logprobs = self._logprobs, logprobs
-            events.append(self.delta(part, logprobs))
+            events += self._add(part)
         if update.parts or not (self._open is None or isinstance(self._open, Text)):
             self._logprobs = []
         return events
@@ -53,7 +47,10 @@ class AnswerWriter(ABC, Generic[Event]):
                     await exchange.write(self.encode(events))
 
     def finish(self) -> list[Event]:
-        return [*self._start(), *self._leave(is_last=True), *self.end()]
+        events = self._start()
+        if self._logprobs:  # of tokens whose text was cut off
+            events += self._add(Text(""))
+        return [*events, *self._leave(is_last=True), *self.end()]
 
     def encode(self, events: Sequence[Event]) -> bytes:
         return b"".join(
@@ -63,6 +60,16 @@ class AnswerWriter(ABC, Generic[Event]):
 
     def _start(self) -> list[Event]:
         return self.begin() if self._last is None else []
+
+    def _add(self, part: Part) -> list[Event]:
+        events: list[Event] = []
+        if self._open is None or not continues(self._open, part):
+            events = [*self._leave(), *self.open(part)]
+            self._open = part
+        logprobs: list[LogprobEntry] = []
+        if isinstance(part, Text):
+            logprobs, self._logprobs = self._logprobs, logprobs
+        return [*events, self.delta(part, logprobs)]
 
     def _leave(self, *, is_last: bool = False) -> list[Event]:
         part, self._open = self._open, None
