@@ -65,7 +65,6 @@ class MessagesEndpoint(Endpoint):
 
     async def answer(self, work: Work, body: Body) -> None:
         request = await self.parse(work, api.parse_messages_request, body)
-        self._service.check_model(request.model)
         paths = dict(_PATHS)
         work.paths = paths
         chat = to_chat(request, paths)
@@ -98,7 +97,6 @@ async def count_tokens(
 ) -> JsonResponse:
     """POST /v1/messages/count_tokens."""
     given = await parse_body(service, api.parse_count_request, body, request.scope)
-    service.check_model(given.model)
     paths = dict(_PATHS)
     try:
         chat = to_chat(given, paths)

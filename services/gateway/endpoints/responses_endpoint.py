@@ -70,7 +70,6 @@ class ResponsesEndpoint(Endpoint):
 
     async def answer(self, work: Work, body: Body) -> None:
         request = await self.parse(work, api.parse_responses_request, body)
-        self._service.check_model(request.model)
         paths = dict(_PATHS)
         work.paths = paths
         tenant = work.slot.tenant.name

@@ -41,7 +41,6 @@ class TextCompletionEndpoint(Endpoint):
 
     async def answer(self, work: Work, body: Body) -> None:
         request = await self.parse(work, parse_completion_request, body)
-        self._service.check_model(request.model)
         prompts, chat = request.prompts, request.to_chat()
         beginnings: list[str] = []
         for index, prompt in enumerate(prompts):
@@ -71,7 +70,7 @@ class TextCompletionEndpoint(Endpoint):
             TriptychError: it is empty, longer than the model's context, or holds the placeholder of
                 an image; `param` is the field.
         """
-        service, decoder = self._service, self._service.decoder()
+        service, decoder = self._service, self._service.decoder(request.model)
         is_cut = request.truncate_prompt_tokens is not None
         if isinstance(prompt, str):
             max_tokens = decoder.max_model_len * (MAX_TRUNCATED if is_cut else 1)

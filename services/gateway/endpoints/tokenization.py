@@ -32,8 +32,7 @@ from services.gateway.prompts.chat_template import read_template
 from services.gateway.sampling import check_ids
 from services.gateway.slot import Slot
 
-# Also where no decoder has said yet how long a text may be.
-MAX_TOKENS = 1 << 20
+_MAX_TOKENS = 1 << 20  # of a body; a context has fewer
 # A text takes this many times its bytes: as bytes, as characters and as JSON.
 _TEXT_COPIES = 3
 
@@ -69,7 +68,7 @@ class TokenizeResponse(Struct):
 class DetokenizeRequest(Struct, forbid_unknown_fields=True):
     """POST /detokenize."""
 
-    tokens: Annotated[list[TokenId], Meta(max_length=MAX_TOKENS)]
+    tokens: Annotated[list[TokenId], Meta(max_length=_MAX_TOKENS)]
     model: str | None = None
 
 
@@ -106,11 +105,10 @@ async def tokenize(service: ChatService, request: Request, slot: Slot, body: Bod
     parsed = await parse_body(service, _parse_tokenize, body, request.scope)
     if (parsed.prompt is None) == (parsed.messages is None):
         raise InvalidRequest("give either prompt or messages", param="prompt")
-    service.check_model(parsed.model)
     videos: list[VideoUsage] = []
     if (text := parsed.prompt) is not None:
         tokenizer, special = service.tokenizer, parsed.add_special_tokens
-        tokenizer.check_length(text, service.decoder().max_model_len, "prompt")
+        tokenizer.check_length(text, service.decoder(parsed.model).max_model_len, "prompt")
         encode = tokenizer.encode_text
         if special is not None:
             encode = partial(tokenizer.encode_prompt, add_special_tokens=special)
@@ -118,7 +116,7 @@ async def tokenize(service: ChatService, request: Request, slot: Slot, body: Bod
     elif parsed.add_special_tokens and service.tokenizer.encode_prompt("", True):
         raise InvalidRequest("chat templates add them", param="add_special_tokens")
     else:
-        chat = ChatRequest(parsed.messages or [], service.model_name)
+        chat = ChatRequest(parsed.messages or [], parsed.model)
         for name in (
             "tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs",
             "mm_processor_kwargs", "media_io_kwargs",
@@ -137,12 +135,12 @@ async def tokenize(service: ChatService, request: Request, slot: Slot, body: Bod
 async def detokenize(service: ChatService, request: Request, slot: Slot, body: Body) -> Response:
     """Text of token ids; bytes that are not UTF-8 become U+FFFD."""
     parsed = await parse_body(service, _parse_detokenize, body, request.scope)
-    service.check_model(parsed.model)
-    if len(parsed.tokens) > (service.max_model_len() or MAX_TOKENS):
+    decoder = service.decoder(parsed.model)
+    if len(parsed.tokens) > decoder.max_model_len:
         raise InvalidRequest(
-            f"more than {service.max_model_len()} tokens, the model's context", param="tokens"
+            f"more than {decoder.max_model_len} tokens, the model's context", param="tokens"
         )
-    check_ids("tokens", parsed.tokens, service.decoder().vocab_size)
+    check_ids("tokens", parsed.tokens, decoder.vocab_size)
     bytes_of, run = service.tokenizer.token_bytes, service.parsers.run
     text = await run(lambda: b"".join([bytes_of(token) for token in parsed.tokens]))
     slot.hold(_TEXT_COPIES * len(text))

@@ -23,7 +23,7 @@ async def draft_with_room(service: ChatService, request: ChatRequest) -> Draft:
     Raises:
         ContextLengthExceeded: the last turn alone does not fit.
     """
-    max_tokens = service.decoder().max_model_len
+    max_tokens = service.decoder(request.model).max_model_len
     room = min(max_completion_tokens(request, service.defaults), max_tokens // 4)
     with suppress(ContextLengthExceeded):
         whole = await service.draft(request, max_tokens)
