@@ -99,7 +99,7 @@ class Choice:
         stops = [request.stop] if isinstance(request.stop, str) else request.stop
         # The text keeps the stop string, or the token, that ended it.
         self._include_stop = bool(request.include_stop_str_in_output)
-        self._stops = StopMatcher(stops, self._include_stop) if stops else None
+        self._stops = StopMatcher(stops or (), self._include_stop)
         self._index = index
         self._request = request
         self._tokenizer = tokenizer
@@ -127,7 +127,7 @@ class Choice:
         stop_reason: str | int | None = None
         if self._is_cut:
             self.finish_reason = "stop"
-            stop_reason = self._stops.matched if self._stops else None
+            stop_reason = self._stops.matched
             self.num_tokens += num_used
         else:
             self.num_tokens += len(ids)
@@ -135,7 +135,7 @@ class Choice:
                 self.finish_reason = event.finish_reason
                 parts += self._finish()
                 stop_ids = self._request.stop_token_ids or ()
-                if self._stops is not None and self._stops.matched is not None:
+                if self._stops.matched is not None:
                     # In what the parser had held back.
                     self.finish_reason, stop_reason = "stop", self._stops.matched
                 elif event.finish_reason == "stop" and ids and ids[-1] in stop_ids:
@@ -156,9 +156,8 @@ class Choice:
     @property
     def _is_cut(self) -> bool:
         """Whether what follows is not of the choice: a stop string, or all calls, are complete."""
-        return (self._stops is not None and self._stops.matched is not None) or (
-            self._parser is not None and self._parser.done
-        )
+        is_done = self._parser is not None and self._parser.done
+        return is_done or self._stops.matched is not None
 
     def _text(self, token_ids: Sequence[int]) -> str:
         """What is now whole; a character whose last bytes never come is left out."""
@@ -168,7 +167,7 @@ class Choice:
     def _read(self, token_ids: Sequence[int]) -> tuple[list[Part], int]:
         """Parts of the tokens, and how many there are up to the one that ends the choice."""
         parser, min_tokens = self._parser, self._request.min_tokens or 0
-        if parser is None and self._stops is None:
+        if parser is None and not self._stops.stops:
             text = self._text(token_ids)
             return [Text(text)] if text else [], len(token_ids)
         parts: list[Part] = []
@@ -187,14 +186,14 @@ class Choice:
 
     def _finish(self) -> list[Part]:
         parts = self._cut(self._parser.finish(), matching=True) if self._parser else []
-        if self._stops is not None and (held := self._stops.flush()):
+        if held := self._stops.flush():
             parts.append(Text(held))
         return parts
 
     def _cut(self, parts: list[Part], *, matching: bool) -> list[Part]:
         """The parts, up to a stop string in the text."""
         stops = self._stops
-        if stops is None:
+        if not stops.stops:
             return parts
         kept: list[Part] = []
         for part in parts:
