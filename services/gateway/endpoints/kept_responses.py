@@ -104,12 +104,11 @@ class KeptResponses:
             response: complete.
             images: of the request's own items, by their places.
         """
-        response.store = request.store is not False
-        if not response.store:
-            return
-        items = await self._own_items(tenant, request, images)
+        items = None
+        if request.store is not False:
+            items = await self._own_items(tenant, request, images)
+        response.store = items is not None
         if items is None:
-            response.store = False
             return
         items += [_as_input(item) for item in response.output]
         turn = _Turn(items, Raw(encode_json(response)), request.previous_response_id)

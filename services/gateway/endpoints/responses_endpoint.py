@@ -18,13 +18,7 @@ from services.gateway.endpoints.endpoint import Endpoint, Work, now, renamed
 from services.gateway.endpoints.kept_responses import KeptResponses
 from services.gateway.endpoints.truncation import draft_with_room
 from services.gateway.forms import responses_api as api
-from services.gateway.forms.generation import (
-    JsonObjectFormat,
-    JsonSchemaFormat,
-    ResponseFormat,
-    SamplingFields,
-    TextFormat,
-)
+from services.gateway.forms.generation import JsonSchemaFormat, SamplingFields, TextFormat
 from services.gateway.forms.json_body import Body
 from services.gateway.forms.openai import (
     ChatRequest,
@@ -86,32 +80,23 @@ class ResponsesEndpoint(Endpoint):
         # Its own: a client's id may be that of several requests.
         name = f"{work.answer_id}-{token_hex(4)}"
         writer = work.writer = ResponseWriter(request, name, completion, self._service.model_name)
-        if not request.stream:
+        if request.stream:
+            answer = self._service.answer(completion, is_kept=True)
+            await writer.stream(answer, work.exchange)
+        else:
             for update in (await self.collect(completion))[0]:
                 writer.update(update)
-            writer.finish()
-            await self._keep(work, request, completion, writer.response)
-            await work.exchange.write_json(writer.response)
-            return
-        answer = self._service.answer(completion, is_kept=True)
-        await writer.stream(answer, work.exchange)
         events = writer.finish()
-        await self._keep(work, request, completion, writer.response)
-        await work.exchange.write(writer.encode(events), last=True)
-
-    async def _keep(
-        self,
-        work: Work,
-        request: api.ResponsesRequest,
-        completion: Completion,
-        response: api.ResponseObject,
-    ) -> None:
         images = {
-            renamed(image.param, work.paths): image.data
+            renamed(image.param, paths): image.data
             for image in completion.images
             if isinstance(image, Image)
         }
-        await self._kept.keep(work.slot.tenant.name, request, response, images)
+        await self._kept.keep(tenant, request, writer.response, images)
+        if request.stream:
+            await work.exchange.write(writer.encode(events), last=True)
+        else:
+            await work.exchange.write_json(writer.response)
 
     def error_event(self, work: Work, error: TriptychError) -> bytes:
         assert isinstance(work.writer, ResponseWriter)
@@ -152,7 +137,9 @@ def to_chat(
     chat.logprobs, chat.top_logprobs = logprobs or None, request.top_logprobs
     chat.tools, chat.tool_choice = _tools(request, paths), _tool_choice(request)
     chat.reasoning_effort = reasoning.effort if reasoning else None
-    chat.response_format = _response_format(request.text)
+    given = request.text.format if request.text else None
+    is_named = isinstance(given, api.NamedJsonSchema)
+    chat.response_format = JsonSchemaFormat(given) if is_named else given
     return chat
 
 
@@ -255,23 +242,22 @@ def _tools(request: api.ResponsesRequest, paths: dict[str, str]) -> list[Tool]:
     """Those of namespaces, too, under names that tell them apart."""
     found: list[Tool] = []
 
-    def add(tool: Tool, path: str) -> None:
+    def add(function: FunctionDefinition, path: str) -> None:
         paths[f"tools[{len(found)}].function"] = path
-        found.append(tool)
+        found.append(Tool("function", function))
 
     for index, given in enumerate(request.tools or ()):
         path = f"tools[{index}]"
         if isinstance(given, api.ResponseFunction):
-            add(_tool(given), path)
+            add(given, path)
             continue
-        about = given.description
+        about = given.description  # of all of them, so once
         for position, inner in enumerate(given.tools):
-            tool = _tool(inner)
-            tool.function.name = api.flat(inner.name, given.name)
-            if about:  # of all of them, so once
-                tool.function.description = "\n\n".join(filter(None, (about, inner.description)))
+            function = structs.replace(inner, name=api.flat(inner.name, given.name))
+            if about:
+                function.description = "\n\n".join(filter(None, (about, inner.description)))
                 about = None
-            add(tool, f"{path}.tools[{position}]")
+            add(function, f"{path}.tools[{position}]")
     return found
 
 
@@ -286,11 +272,6 @@ def _namespaces(request: api.ResponsesRequest) -> dict[str, tuple[str, str]]:
     }
 
 
-def _tool(given: FunctionDefinition) -> Tool:
-    fields = {name: getattr(given, name) for name in FunctionDefinition.__struct_fields__}
-    return Tool("function", FunctionDefinition(**fields))
-
-
 def _tool_choice(request: api.ResponsesRequest) -> ToolChoice | None:
     match request.tool_choice:
         case api.NamedFunction(name, namespace):
@@ -300,16 +281,6 @@ def _tool_choice(request: api.ResponsesRequest) -> ToolChoice | None:
             return AllowedTools(AllowedFunctions(mode, names))
         case choice:
             return choice
-
-
-def _response_format(text: api.TextConfig | None) -> ResponseFormat | None:
-    match text.format if text else None:
-        case api.NamedJsonSchema() as given:
-            return JsonSchemaFormat(given)
-        case JsonObjectFormat() as given:
-            return given
-        case _:
-            return None
 
 
 class ResponseWriter(AnswerWriter[api.ResponseEvent]):

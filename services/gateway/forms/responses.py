@@ -328,13 +328,7 @@ class ChunkWriter:
         ids = b""
         if prompt_token_ids is not None:
             ids = b',"prompt_token_ids":' + encode_json(prompt_token_ids)
-        return (
-            self._head
-            + b'{"index":%d,"delta":{"role":"assistant","content":""},' % choice
-            + b'"logprobs":null,"finish_reason":null}]'
-            + ids
-            + self._tail_with(usage)
-        )
+        return self._chunk(ChunkChoice(choice, ChunkDelta("assistant", ""), None, None), usage, ids)
 
     def update(self, update: Update, usage: Usage | None = None) -> bytes:
         """An update of a choice; empty bytes if the update is empty."""
@@ -354,10 +348,11 @@ class ChunkWriter:
             choice.stop_reason = update.stop_reason
         if update.token_ids:
             choice.token_ids = list(update.token_ids)
-        return self._head + encode_json(choice) + b"]" + self._tail_with(usage)
+        return self._chunk(choice, usage)
 
-    def _tail_with(self, usage: Usage | None) -> bytes:
-        return self._tail if usage is None else b',"usage":' + encode_json(usage) + b"}\n\n"
+    def _chunk(self, choice: ChunkChoice, usage: Usage | None, more: bytes = b"") -> bytes:
+        tail = self._tail if usage is None else b',"usage":' + encode_json(usage) + b"}\n\n"
+        return self._head + encode_json(choice) + b"]" + more + tail
 
     def closing(self, fields: Mapping[str, object]) -> bytes:
         """The event after the last choice: no choices, but the usage and timings of the request."""

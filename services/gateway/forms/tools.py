@@ -21,6 +21,7 @@ UNREADABLE: dict[str, Any] = {}
 _CHARACTERS_OF_A_VALUE = 4
 _CONTAINERS = (dict, list)
 _MAX_COUNTED = 1 << 14  # of a value, which is long then
+_SHOWN = ("name", "description", "parameters")  # to the model
 ToolName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.:-]{1,128}$")]
 
 
@@ -119,12 +120,12 @@ def chosen_names(choice: ToolChoice | None) -> list[str]:
 
 
 def definitions(tools: Sequence[Tool]) -> list[dict[str, Any]]:
-    """The functions for a chat template; `strict` is not for the model."""
+    """The functions for a chat template."""
     found: list[dict[str, Any]] = []
     for tool in tools:
-        function = msgspec.to_builtins(tool.function)
-        function.pop("strict", None)
-        found.append({"type": tool.type, "function": function})
+        fields = {name: getattr(tool.function, name) for name in _SHOWN}
+        function = {name: value for name, value in fields.items() if value is not None}
+        found.append({"type": "function", "function": function})
     return found
 
 
