@@ -57,7 +57,7 @@ class Work:
     slot: Slot
     completions: list[Completion] = field(default_factory=list[Completion])
     usages: list[Usage] = field(default_factory=list[Usage])
-    paths: Mapping[str, str] = field(default_factory=dict[str, str])
+    paths: dict[str, str] = field(default_factory=dict[str, str])
     writer: object = None
 
     @property

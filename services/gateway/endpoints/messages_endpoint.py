@@ -65,9 +65,7 @@ class MessagesEndpoint(Endpoint):
 
     async def answer(self, work: Work, body: Body) -> None:
         request = await self.parse(work, api.parse_messages_request, body)
-        paths = dict(_PATHS)
-        work.paths = paths
-        chat = to_chat(request, paths)
+        chat = to_chat(request, work.paths)
         chat.max_tokens, chat.stop = request.max_tokens, request.stop_sequences
         chat.temperature, chat.top_p = request.temperature, request.top_p
         chat.top_k = request.top_k
@@ -97,7 +95,7 @@ async def count_tokens(
 ) -> JsonResponse:
     """POST /v1/messages/count_tokens."""
     given = await parse_body(service, api.parse_count_request, body, request.scope)
-    paths = dict(_PATHS)
+    paths: dict[str, str] = {}
     try:
         chat = to_chat(given, paths)
         check_chat_request(chat)
@@ -110,6 +108,7 @@ async def count_tokens(
 
 def to_chat(request: api.CountTokensRequest, paths: dict[str, str]) -> ChatRequest:
     """The chat request that means the same; adds to `paths` where its fields come from."""
+    paths |= _PATHS
     messages = _Messages(paths)
     if request.system:
         messages.add(Message("system", _system(request.system)), "system")

@@ -64,13 +64,11 @@ class ResponsesEndpoint(Endpoint):
 
     async def answer(self, work: Work, body: Body) -> None:
         request = await self.parse(work, api.parse_responses_request, body)
-        paths = dict(_PATHS)
-        work.paths = paths
         tenant = work.slot.tenant.name
         before = await self._kept.items_until(tenant, request.previous_response_id)
         if isinstance(request.input, list):
             await self._kept.resolve(tenant, request.input)
-        chat = to_chat(request, paths, before)
+        chat = to_chat(request, work.paths, before)
         check_chat_request(chat)
         draft = None
         if request.truncation == "auto":
@@ -88,7 +86,7 @@ class ResponsesEndpoint(Endpoint):
                 writer.update(update)
         events = writer.finish()
         images = {
-            renamed(image.param, paths): image.data
+            renamed(image.param, work.paths): image.data
             for image in completion.images
             if isinstance(image, Image)
         }
@@ -112,6 +110,7 @@ def to_chat(
     Instructions and system messages at the beginning of the input are one system message, because
     many models take only one.
     """
+    paths |= _PATHS
     messages = _Messages(paths)
     if request.instructions:
         messages.system(request.instructions, "instructions")

@@ -45,7 +45,7 @@ class TextCompletionEndpoint(Endpoint):
         beginnings: list[str] = []
         for index, prompt in enumerate(prompts):
             param = f"prompt[{index}]" if len(prompts) > 1 else "prompt"
-            work.paths = {"messages": param}
+            work.paths["messages"] = param
             timings = replace(work.timings, seconds={}) if index else work.timings
             with timings.measure("tokenize"):
                 draft = await self._draft(request, prompt, param)

@@ -11,7 +11,7 @@ from services.common.errors import InvalidRequest, ThreadUnsupported
 from services.gateway.forms.generation import MAX_STOPS, StopString
 from services.gateway.forms.json_body import Parser, text_of
 from services.gateway.forms.openai import MAX_MESSAGES, MAX_PARTS
-from services.gateway.forms.tools import MAX_TOOLS
+from services.gateway.forms.tools import MAX_TOOLS, ToolName
 
 # Input.
 
@@ -108,7 +108,7 @@ class Turn(Struct, forbid_unknown_fields=True):
 class ToolDefinition(Struct, kw_only=True, forbid_unknown_fields=True):
     """A tool. Only the client's own are served."""
 
-    name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.:-]{1,128}$")]
+    name: ToolName
     input_schema: dict[str, Any]
     description: str | None = None
     strict: bool | None = None
