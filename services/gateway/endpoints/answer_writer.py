@@ -26,7 +26,7 @@ class AnswerWriter(ABC, Generic[Event]):
         self._completion = completion
         self._open: Part | None = None  # its first piece
         self._last: Update | None = None
-        self._logprobs: list[LogprobEntry] = []  # of tokens whose text is still held back
+        self._logprobs: list[LogprobEntry] = []  # of tokens whose text has not been told
 
     def update(self, update: Update) -> list[Event]:
         """Takes an update of the choice."""
@@ -66,10 +66,7 @@ class AnswerWriter(ABC, Generic[Event]):
         if self._open is None or not continues(self._open, part):
             events = [*self._leave(), *self.open(part)]
             self._open = part
-        logprobs: list[LogprobEntry] = []
-        if isinstance(part, Text):
-            logprobs, self._logprobs = self._logprobs, logprobs
-        return [*events, self.delta(part, logprobs)]
+        return [*events, self.delta(part)]
 
     def _leave(self, *, is_last: bool = False) -> list[Event]:
         part, self._open = self._open, None
@@ -84,8 +81,8 @@ class AnswerWriter(ABC, Generic[Event]):
         """A part begins, of which this is the first piece; its text is told by `delta`."""
 
     @abstractmethod
-    def delta(self, part: Part, logprobs: list[LogprobEntry]) -> Event:
-        """A piece of the open part, with the log-probabilities of text."""
+    def delta(self, part: Part) -> Event:
+        """A piece of the open part."""
 
     @abstractmethod
     def close(self, part: Part, *, is_last: bool) -> list[Event]:

@@ -29,7 +29,7 @@ from services.gateway.forms.openai import (
 )
 from services.gateway.forms.openai import Part as ContentPart
 from services.gateway.forms.parts import Call, Part, Reasoning, Text, join
-from services.gateway.forms.responses import LogprobEntry, Update, encode_json
+from services.gateway.forms.responses import Update, encode_json
 from services.gateway.forms.tools import (
     FunctionCall,
     FunctionChoice,
@@ -273,7 +273,7 @@ class MessageWriter(AnswerWriter[api.MessageEvent]):
         block = _block(part, "{}" if isinstance(part, Call) else "")
         return [api.BlockStart(self._index, block)]
 
-    def delta(self, part: Part, logprobs: list[LogprobEntry]) -> api.MessageEvent:
+    def delta(self, part: Part) -> api.MessageEvent:
         return api.BlockDelta(self._index, _DELTAS[type(part)](part.text))
 
     def close(self, part: Part, *, is_last: bool) -> list[api.MessageEvent]:

@@ -28,7 +28,7 @@ from services.gateway.forms.openai import (
 )
 from services.gateway.forms.openai import Part as ContentPart
 from services.gateway.forms.parts import Call, Part, Reasoning, Text
-from services.gateway.forms.responses import CompletionTokensDetails, LogprobEntry, encode_json
+from services.gateway.forms.responses import CompletionTokensDetails, encode_json
 from services.gateway.forms.tools import (
     AllowedFunctions,
     AllowedTools,
@@ -387,15 +387,15 @@ class ResponseWriter(AnswerWriter[api.ResponseEvent]):
         added = self._event("response.output_item.added", item=told, output_index=index)
         if isinstance(told, api.OutputCall):
             return [added]
-        part_added = self._content_event("response.content_part.added", part=told.content[0])
+        part_added = self._item_event("response.content_part.added", part=told.content[0])
         told.content = []
         return [added, part_added]
 
-    def delta(self, part: Part, logprobs: list[LogprobEntry]) -> api.ResponseEvent:
+    def delta(self, part: Part) -> api.ResponseEvent:
         event = self._told(part, "delta", delta=part.text)
         if isinstance(self._item, api.OutputMessage):
-            event.logprobs = logprobs
-            self._item.content[0].logprobs += logprobs
+            event.logprobs, self._logprobs = self._logprobs, []
+            self._item.content[0].logprobs += event.logprobs
         self._pieces.append(part.text)
         return event
 
@@ -410,7 +410,7 @@ class ResponseWriter(AnswerWriter[api.ResponseEvent]):
             told = [self._told(part, "done", text=content.text)]
             if isinstance(content, api.OutputText):
                 told[0].logprobs = content.logprobs
-            told.append(self._content_event("response.content_part.done", part=content))
+            told.append(self._item_event("response.content_part.done", part=content))
         return [*told, self._event("response.output_item.done", item=item, output_index=index)]
 
     def _fill_item(self) -> None:
@@ -424,15 +424,15 @@ class ResponseWriter(AnswerWriter[api.ResponseEvent]):
 
     def _told(self, part: Part, what: str, **fields: object) -> api.ResponseEvent:
         """A piece of the open item, or its end."""
-        make = self._item_event if isinstance(part, Call) else self._content_event
-        return make(f"response.{_KINDS[type(part)]}.{what}", **fields)
-
-    def _content_event(self, kind: str, **fields: object) -> api.ResponseEvent:
-        return self._item_event(kind, content_index=0, **fields)
+        return self._item_event(f"response.{_KINDS[type(part)]}.{what}", **fields)
 
     def _item_event(self, kind: str, **fields: object) -> api.ResponseEvent:
-        index = len(self.response.output) - 1
-        return self._event(kind, item_id=self._item.id, output_index=index, **fields)
+        """Of what an item holds: a content of its own, but in calls."""
+        index, item = len(self.response.output) - 1, self._item
+        event = self._event(kind, item_id=item.id, output_index=index, **fields)
+        if not isinstance(item, api.OutputCall):
+            event.content_index = 0
+        return event
 
     def _event(self, kind: str, **fields: object) -> api.ResponseEvent:
         event = api.ResponseEvent(type=kind, sequence_number=self._number)
