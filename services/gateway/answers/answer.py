@@ -58,12 +58,8 @@ class AnswerFormat:
             return None
         calls = self.calls() if self.calls else None
         tag, head = (calls.tag, calls.head) if calls else (None, "")
-        return AnswerParser(
-            ReasoningSplitter(self.reasoning or "closed", tag, head),
-            calls,
-            self.include_reasoning,
-            has_text=not self.has_to_call,
-        )
+        splitter = ReasoningSplitter(self.reasoning or "closed", tag, head)
+        return AnswerParser(self, splitter, calls)
 
 
 @dataclass(slots=True)
@@ -72,14 +68,11 @@ class AnswerParser:
 
     Attributes:
         calls: parser of the content; None: it is text.
-        include_reasoning: false: it is left out.
-        has_text: false: what was to become a call and is cut off is no text.
     """
 
+    format: AnswerFormat
     splitter: ReasoningSplitter
     calls: Calls | None
-    include_reasoning: bool
-    has_text: bool = True
     _in_call: bool = False  # within the reasoning
 
     @property
@@ -114,7 +107,9 @@ class AnswerParser:
             return self._thoughts(self.calls.finish())
         parts = self._parse_calls(self.splitter.finish())
         held = self.calls.finish()
-        return parts + [part for part in held if self.has_text or not isinstance(part, Text)]
+        if self.format.has_to_call:  # what was to become a call and is cut off is no text
+            held = [part for part in held if not isinstance(part, Text)]
+        return parts + held
 
     def _thoughts(self, parts: list[Part]) -> list[Part]:
         """Within the reasoning, what began like a call is reasoning."""
@@ -124,7 +119,7 @@ class AnswerParser:
         return self._without_reasoning(thoughts)
 
     def _without_reasoning(self, parts: list[Part]) -> list[Part]:
-        if self.include_reasoning:
+        if self.format.include_reasoning:
             return parts
         return [part for part in parts if not isinstance(part, Reasoning)]
 
