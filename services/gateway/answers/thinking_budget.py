@@ -34,11 +34,11 @@ class ThinkingBudget:
         """What closes the reasoning of a choice that has come to the budget; empty: nothing."""
         found, tokenizer = self._choices[choice], self._tokenizer
         line = tokenizer.encode_text(_EMPTY_LINE)
-        close = [*end_of_reasoning(tokenizer), *(() if self.is_held else line)]
+        close = [*ids_of_tag(tokenizer, CLOSE), *(() if self.is_held else line)]
         if found.thinking:
             return close
         if not found.num_tokens:  # the model would open it
-            return [*_tag(tokenizer, OPEN), *line, *close]
+            return [*ids_of_tag(tokenizer, OPEN), *line, *close]
         return []
 
 
@@ -53,15 +53,11 @@ def thinking_budget(
     if num_tokens is None or num_tokens < 0 or not answer_format.thinks:
         return None
     if num_tokens and answer_format.reasoning == "optional":
-        num_tokens += len(_tag(tokenizer, OPEN))
+        num_tokens += len(ids_of_tag(tokenizer, OPEN))
     return ThinkingBudget(num_tokens, answer_format.grammar is not None, choices, tokenizer)
 
 
-def end_of_reasoning(tokenizer: ModelTokenizer) -> tuple[int, ...]:
-    """Token ids that close it."""
-    return _tag(tokenizer, CLOSE)
-
-
-def _tag(tokenizer: ModelTokenizer, tag: str) -> tuple[int, ...]:
+def ids_of_tag(tokenizer: ModelTokenizer, tag: str) -> tuple[int, ...]:
+    """How the model writes a tag of reasoning."""
     added = tokenizer.added.get(tag)
     return (added.token_id,) if added is not None else tuple(tokenizer.encode_text(tag))

@@ -27,7 +27,7 @@ from services.gateway.answers.bare_values import BareValues, escaped, regex
 from services.gateway.answers.grammar import Grammar
 from services.gateway.answers.reasoning import CLOSE, OPEN, Start
 from services.gateway.answers.schema_support import held_to
-from services.gateway.answers.thinking_budget import end_of_reasoning
+from services.gateway.answers.thinking_budget import ids_of_tag
 from services.gateway.answers.tool_parsers import Llama3JsonParser, Qwen3CoderParser
 from services.gateway.answers.tool_use import ToolCalls
 from services.gateway.forms.tools import FunctionDefinition, check_nesting
@@ -69,14 +69,14 @@ def answer_grammar(
     elif asked is None or not thinks:
         return asked
     elif start == "open" or asked.kind == "grammar":
-        return replace(asked, begins_after=end_of_reasoning(tokenizer))
+        return replace(asked, begins_after=ids_of_tag(tokenizer, CLOSE))
     else:
         body, rules, param = "answer", [f"answer: {_answer(asked)}"], asked.param
         are_plain = _are_plain([_schema_of(asked)])
     begins_after: tuple[int, ...] = ()
     opens, closes = (tokenizer.added.get(name) for name in (OPEN, CLOSE))
     if thinks and (start == "open" or not (opens and closes)):
-        body, begins_after = f"{_BREAK} ({body})", end_of_reasoning(tokenizer)
+        body, begins_after = f"{_BREAK} ({body})", ids_of_tag(tokenizer, CLOSE)
     elif thinks and opens and closes:
         # A grammar that waits for the closing tag never begins if the model does not think.
         body = f"(<[{opens.token_id}]> TEXT <[{closes.token_id}]> {_BREAK})? ({body})"
