@@ -115,7 +115,7 @@ def main() -> None:
     """The process."""
     end = accept()
     settings = NullSettings.model_validate_json(end.settings_json)
-    channel = end.channel(FrontMessage)
+    channel = EngineChannel[FrontMessage](end.end, FrontMessage)
     engine, spec = NullEngine(settings.token_id), read_spec(settings.model)
     channel.send(
         EngineInfo(
