@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 
 import httpx2
@@ -17,6 +18,7 @@ import pytest
 
 from tests.cases import first
 from tests.fakes import FakeDecoder, FakeEncoder
+from tests.gateway_fixtures import asking
 from tests.gateway_stack import MODEL
 from tests.noise import PATIENCE_S, least
 from tests.ports import free_port
@@ -195,6 +197,24 @@ def test_a_body_that_still_arrives_as_the_gateway_ends_is_a_503(fakes, tmp_path)
         assert process.wait(PATIENCE_S) == 0
     assert answer.startswith(b"HTTP/1.1 503") and b"retry-after: 1" in answer
     assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "unavailable"
+
+
+def test_a_view_that_outlasts_the_grace_is_a_503(fakes, tmp_path):
+    settings = {"GATEWAY_SHUTDOWN_GRACE_S": "0.3", "GATEWAY_ALLOWED_MEDIA": "private"}
+    with (
+        socket.create_server(("127.0.0.1", 0)) as origin,  # which does not answer
+        gateway(fakes, tmp_path, **settings) as (process, client),
+        ThreadPoolExecutor(1) as threads,
+    ):
+        port = origin.getsockname()[1]
+        body = {"messages": asking(f"http://127.0.0.1:{port}/image.png")}
+        asked = threads.submit(client.post, "/tokenize", json=body)
+        with origin.accept()[0]:
+            process.send_signal(signal.SIGTERM)
+            answer = asked.result()
+        assert process.wait(PATIENCE_S) == 0
+    assert answer.status_code == 503 and answer.headers["retry-after"] == "1"
+    assert answer.json()["error"]["code"] == "unavailable"
 
 
 @pytest.mark.thorough

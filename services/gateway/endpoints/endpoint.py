@@ -242,8 +242,9 @@ class View:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with received(self.admission, scope, receive, self.types) as (slot, body):
             try:
-                await slot.charge(0, 0, 0)
-                response = await self.answer(self.service, Request(scope, receive), slot, body)
+                async with self.admission.until_ended():
+                    await slot.charge(0, 0, 0)
+                    response = await self.answer(self.service, Request(scope, receive), slot, body)
             except TriptychError as error:
                 if error.param is not None:
                     error.param = renamed(error.param, ignored_of(scope).paths)
