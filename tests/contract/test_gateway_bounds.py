@@ -15,6 +15,7 @@ import pytest
 from services.gateway import attempts
 from services.gateway.forms.json_body import MAX_JSON_BYTES
 from services.gateway.http import exchange
+from services.gateway.media.web_media import WebMedia
 from tests.gateway_fixtures import asking
 from tests.gateway_stack import MODEL
 from tests.noise import PATIENCE_S, least
@@ -250,3 +251,28 @@ async def test_work_on_images_leaves_with_its_caller(stack):
     release.set()
     assert await loader._threads.run(lambda: b"next") == b"next"
     assert len(begun) == num_begun < 40
+
+
+async def test_an_origins_small_pieces_leave_others_their_turns():
+    """64 KiB of chunks of a byte took the event loop half a second."""
+    head = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+    turn, found = 0, set[int]()
+
+    async def serve(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(head + b"1\r\nx\r\n" * 500 + b"0\r\n\r\n")
+        await writer.drain()
+        writer.close()
+
+    async def others() -> None:
+        nonlocal turn
+        while True:
+            turn += 1
+            await asyncio.sleep(0)
+
+    media, waiting = WebMedia(1000, allow_private=True), asyncio.create_task(others())
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as origin:
+        port = origin.sockets[0].getsockname()[1]
+        await media.fetch(f"http://127.0.0.1:{port}/", lambda _: found.add(turn))
+    waiting.cancel()
+    media.close()
+    assert len(found) == 500

@@ -286,7 +286,8 @@ class WebMedia:
 
 
 async def _next(client: h11.Connection, reader: asyncio.StreamReader) -> object:
-    """The next event of an answer."""
+    """The next event of an answer. Others have their turns between two: a piece may hold 10,000."""
+    await asyncio.sleep(0)
     while (event := client.next_event()) is h11.NEED_DATA:
         client.receive_data(await reader.read(_PIECE_BYTES))
     return event
