@@ -24,6 +24,8 @@ MAX_HEADER_BYTES = 64 << 10
 _KEEP_ALIVE_S = 65
 _CLOSE_S = 3
 _BACKLOG = 2048
+# After so long without a byte that its client takes, a connection ends, whatever waits on it.
+_UNREAD_S = 300
 # How long clients that keep connections are still served after a signal: a part of the grace.
 _MAX_LEAVING_S, _LEAVING = 5.0, 0.05
 _POLL_S = 0.02
@@ -76,6 +78,9 @@ class GatewayServer(uvicorn.Server):
                 _listen(self._settings.host, self._shared_port, shared=True),
             ]
         await super().startup(sockets)
+        for each in (each for server in self.servers for each in server.sockets):
+            # Connections inherit it.
+            each.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNREAD_S * 1000)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self._loop is None or self._grace_over.is_set():

@@ -8,16 +8,17 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import httpx2
 import pytest
 
-from services.gateway import attempts
+from services.gateway import attempts, server
 from services.gateway.forms.json_body import MAX_JSON_BYTES
 from services.gateway.http import exchange
 from services.gateway.media.web_media import WebMedia
 from tests.gateway_fixtures import asking
-from tests.gateway_stack import MODEL
+from tests.gateway_stack import MODEL, GatewayStack
 from tests.noise import PATIENCE_S, least
 
 HELLO = {"role": "user", "content": "hello"}
@@ -210,19 +211,28 @@ def test_a_body_must_begin_soon_and_arrive_at_some_rate(stack, monkeypatch, sent
     assert time.monotonic() - start < PATIENCE_S / 2
 
 
-def test_a_client_that_does_not_read_ends_its_request(stack, monkeypatch):
-    monkeypatch.setattr(attempts, "MAX_WAITING_BYTES", 64 << 10)
-    stack.decoder.reply = [40] * 100_000
-    with socket.create_connection(("127.0.0.1", stack.port), timeout=PATIENCE_S) as connection:
+@contextmanager
+def unread(stack, **fields):
+    """A client of eight long answers that has a small buffer."""
+    with socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.settimeout(PATIENCE_S)
+        connection.connect(("127.0.0.1", stack.port))
         body = json.dumps(
-            {"model": MODEL, "messages": [HELLO], "stream": True, "max_tokens": 1900,
-             "ignore_eos": True, "logprobs": True, "top_logprobs": 20, "n": 8}
+            {"model": MODEL, "messages": [HELLO], "max_tokens": 1900, "ignore_eos": True,
+             "logprobs": True, "top_logprobs": 20, "n": 8, **fields}
         ).encode()  # fmt: skip
         head = (
             f"POST /v1/chat/completions HTTP/1.1\r\nHost: [::1]\r\nContent-Length: {len(body)}\r\n"
         )
         connection.sendall(head.encode() + b"\r\n" + body)
+        yield connection
+
+
+def test_a_client_that_does_not_read_ends_its_request(stack, monkeypatch):
+    monkeypatch.setattr(attempts, "MAX_WAITING_BYTES", 64 << 10)
+    stack.decoder.reply = [40] * 100_000
+    with unread(stack, stream=True) as connection:
         stack.wait(lambda: len(stack.decoder.cancelled) == 8)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 20)
         text = bytearray()
@@ -230,6 +240,38 @@ def test_a_client_that_does_not_read_ends_its_request(stack, monkeypatch):
             text += connection.recv(1 << 20)
     assert b"read too slowly" in text
     assert stack.chat(max_tokens=1).status_code == 200
+
+
+def test_a_whole_answer_keeps_its_slot_and_its_bytes_until_it_is_read(stack):
+    stack.decoder.reply, stack.decoder.tokens_per_event = [40] * 100_000, 100
+    admission = stack.gateway.admission
+    stack.wait(lambda: not admission.held_bytes)  # the request before has ended
+    with unread(stack) as connection:
+        head, _, body = connection.recv(4096).partition(b"\r\n\r\n")
+        time.sleep(0.1)
+        assert admission.num_running == 1
+        assert admission.held_bytes > 8 << 20
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 20)
+        size = int(head.partition(b"content-length: ")[2].split()[0])
+        while len(body) < size:
+            body += connection.recv(1 << 20)
+        stack.wait(lambda: not (admission.num_running or admission.held_bytes))
+    assert len(json.loads(body)["choices"]) == 8
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_connection_ends_whose_client_never_reads(loop_thread, tmp_path, monkeypatch, stream):
+    monkeypatch.setattr(server, "_UNREAD_S", 3)
+    stack = GatewayStack(loop_thread, tmp_path, text_only=True, num_encoders=0)
+    stack.decoder.reply, stack.decoder.tokens_per_event = [40] * 100_000, 100
+    admission, connections = stack.gateway.admission, stack.server.server_state.connections
+    with unread(stack, stream=stream) as connection:
+        assert connection.recv(15) == b"HTTP/1.1 200 OK"
+        stack.wait(lambda: any(c.transport.get_write_buffer_size() > 64 << 10 for c in connections))
+        stack.on_loop(admission.end_all)
+        stack.wait(lambda: not admission.num_running)
+        stack.wait(lambda: not connections)
+    stack.close()
 
 
 async def test_work_on_images_leaves_with_its_caller(stack):

@@ -159,6 +159,8 @@ class Endpoint(ABC):
                 error.param = renamed(param, ignored_of(work.exchange.scope).paths)
             if not work.exchange.started:
                 raise
+            if work.exchange.finished:
+                raise ClientDisconnect from None
             error.without_frames()
             with suppress(TimeoutError):
                 async with asyncio.timeout(_ERROR_EVENT_TIMEOUT_S):

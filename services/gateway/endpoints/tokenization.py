@@ -27,7 +27,7 @@ from services.gateway.forms.openai import (
 from services.gateway.forms.responses import VideoUsage, encode_json
 from services.gateway.forms.tools import MAX_TOOLS, Tool
 from services.gateway.forms.video import MediaOptions
-from services.gateway.http.exchange import JsonResponse, slow_json
+from services.gateway.http.exchange import JsonResponse
 from services.gateway.prompts.chat_template import read_template
 from services.gateway.sampling import check_ids
 from services.gateway.slot import Slot
@@ -144,8 +144,7 @@ async def detokenize(service: ChatService, request: Request, slot: Slot, body: B
     bytes_of, run = service.tokenizer.token_bytes, service.parsers.run
     text = await run(lambda: b"".join([bytes_of(token) for token in parsed.tokens]))
     slot.hold(_TEXT_COPIES * len(text))
-    answer = await run(lambda: encode_json(DetokenizeResponse(text.decode(errors="replace"))))
-    return slow_json(answer)
+    return await run(lambda: JsonResponse(DetokenizeResponse(text.decode(errors="replace"))))
 
 
 async def tokenizer_info(service: ChatService, directory: Path, request: Request) -> Response:

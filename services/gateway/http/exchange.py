@@ -7,14 +7,14 @@ end with errors of endpoints that have not started a response.
 import asyncio
 import logging
 import math
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from services.common.errors import (
@@ -53,23 +53,20 @@ Result = TypeVar("Result")
 
 
 class JsonResponse(Response):
-    """A response that msgspec serializes."""
+    """A response that msgspec serializes; a long one waits while the client reads too slowly."""
 
     media_type = "application/json"
 
     def render(self, content: object) -> bytes:
         return encode_json(content)
 
-
-def slow_json(body: bytes) -> Response:
-    """A long response, sent a piece at a time: waits while the client reads too slowly."""
-
-    async def pieces() -> AsyncGenerator[bytes]:
-        for first in range(0, len(body), _PIECE_BYTES):
-            yield body[first : first + _PIECE_BYTES]
-
-    headers = {"content-length": str(len(body))}
-    return StreamingResponse(pieces(), headers=headers, media_type=JsonResponse.media_type)
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        start = {"type": "http.response.start", "status": self.status_code}
+        await send({**start, "headers": self.raw_headers})
+        for first in range(0, len(self.body), _PIECE_BYTES):
+            end = first + _PIECE_BYTES
+            piece = {"type": "http.response.body", "body": self.body[first:end]}
+            await send({**piece, "more_body": end < len(self.body)})
 
 
 @dataclass(slots=True)
@@ -78,7 +75,7 @@ class Exchange:
 
     Attributes:
         started: the status line is sent; later errors are events of the stream.
-        finished: the last byte is sent; a closed connection loses nothing.
+        finished: only what the client has yet to read is missing; it may close the connection.
     """
 
     scope: Scope
