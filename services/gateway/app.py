@@ -40,7 +40,6 @@ from services.gateway.kept import MAX_BYTES, MAX_TENANT_BYTES, Kept, MemoryKept
 from services.gateway.kept_redis import RedisKept
 from services.gateway.media.embeddings import load_embedding
 from services.gateway.media.images import ImageReader, MediaLoader
-from services.gateway.media.kinds import VIDEO
 from services.gateway.media.local_files import read_local_file
 from services.gateway.media.videos import VideoReader
 from services.gateway.media.web_media import WebMedia
@@ -61,7 +60,6 @@ log = logging.getLogger(__name__)
 _BOUNDS = Bounds()
 # Of the memory for requests, what clients name again later takes an eighth at most.
 _KEPT_PART = 8
-_VIDEO_FETCH_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,24 +93,17 @@ def create_gateway(settings: GatewaySettings, bounds: Bounds = _BOUNDS) -> Gatew
     kept, held_bytes = _kept(settings, max_held_bytes(bounds.memory_bytes or memory_limit_bytes()))
     admission = Admission(bounds.max_concurrent_requests, held_bytes, leases)
     encoders, decoders = _pools(settings, spec, metrics)
-    uploaded = partial(uploads.get, encoders)
-    private, clip_bytes = settings.allows_private_media, bounds.max_video_bytes
-    webs = (
-        WebMedia(bounds.max_image_bytes, allow_private=private),
-        WebMedia(clip_bytes, kind=VIDEO, timeout_s=_VIDEO_FETCH_S, allow_private=private),
-    )
+    web = WebMedia(allow_private=settings.allows_private_media)
     directory = settings.media_directory
     read_file = None if directory is None else partial(read_local_file, directory.resolve())
-    loader, clips = (
-        MediaLoader(web.max_bytes, web.fetch, read_file, web.kind, uploaded) for web in webs
-    )
+    loader = MediaLoader(web.fetch, read_file, partial(uploads.get, encoders))
     images = videos = None
     if spec.vision is not None:
         width = spec.text.hidden_size * spec.vision.tower.num_features
-        brought = partial(load_embedding, width, uploaded) if settings.embeddings else None
-        images = ImageReader(loader, spec.vision.geometry, bounds.max_source_pixels, kept, brought)
+        brought = partial(load_embedding, width, loader) if settings.embeddings else None
+        images = ImageReader(loader, spec.vision.geometry, bounds, kept, brought)
         if spec.vision.video is not None:
-            videos = VideoReader(clips, loader, spec.vision.video, bounds)
+            videos = VideoReader(loader, spec.vision.video, bounds)
     parsers = WorkerThreads(1, "parse")
     service = ChatService(
         model_name=settings.served_model_name or spec.name,
@@ -134,7 +125,7 @@ def create_gateway(settings: GatewaySettings, bounds: Bounds = _BOUNDS) -> Gatew
     endpoints, routes = create_surfaces(
         service, admission, metrics, spec.directory, kept, settings.others
     )
-    app = _application(routes, lambda _: _running(service, leases, webs, (loader, clips), kept))
+    app = _application(routes, lambda _: _running(service, leases, web, loader, kept))
     middleware: ASGIApp = Middleware(
         app, endpoints, admission, keyring, leases, metrics, service.model_name
     )
@@ -145,11 +136,7 @@ def create_gateway(settings: GatewaySettings, bounds: Bounds = _BOUNDS) -> Gatew
 
 @asynccontextmanager
 async def _running(
-    service: ChatService,
-    leases: Leases,
-    webs: Sequence[WebMedia],
-    loaders: Sequence[MediaLoader],
-    kept: Kept,
+    service: ChatService, leases: Leases, web: WebMedia, loader: MediaLoader, kept: Kept
 ) -> AsyncGenerator[None]:
     await service.start()
     leases.start()
@@ -158,8 +145,8 @@ async def _running(
     finally:
         await leases.close()
         await service.close()
-        for source in (*webs, *loaders):
-            source.close()
+        web.close()
+        loader.close()
         await kept.close()
 
 

@@ -16,6 +16,7 @@ import pytest
 from services.gateway import attempts, server
 from services.gateway.forms.json_body import MAX_JSON_BYTES
 from services.gateway.http import exchange
+from services.gateway.media.kinds import IMAGE
 from services.gateway.media.web_media import WebMedia
 from tests.gateway_fixtures import asking
 from tests.gateway_stack import MODEL, GatewayStack
@@ -311,10 +312,11 @@ async def test_an_origins_small_pieces_leave_others_their_turns():
             turn += 1
             await asyncio.sleep(0)
 
-    media, waiting = WebMedia(1000, allow_private=True), asyncio.create_task(others())
+    media, waiting = WebMedia(allow_private=True), asyncio.create_task(others())
     async with await asyncio.start_server(serve, "127.0.0.1", 0) as origin:
         port = origin.sockets[0].getsockname()[1]
-        await media.fetch(f"http://127.0.0.1:{port}/", lambda _: found.add(turn))
+        url = f"http://127.0.0.1:{port}/"
+        await media.fetch(url, 1000, IMAGE, lambda _: found.add(turn), "")
     waiting.cancel()
     media.close()
     assert len(found) == 500

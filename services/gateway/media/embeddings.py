@@ -4,36 +4,29 @@
 encoder looks at the values.
 """
 
-import asyncio
-
 from services.common.embeddings.tensor_file import ITEM_BYTES, MAX_HEADER_BYTES, find_tensor
 from services.common.errors import InvalidRequest
-from services.gateway.media.images import Hold, Uploaded, decode_data_url
+from services.gateway.media.images import Hold, MediaLoader
 from services.gateway.media.kinds import EMBEDDING
 
 _MOST_ITEM_BYTES = ITEM_BYTES["float32"]
 
 
 async def load_embedding(
-    width: int, uploads: Uploaded, url: str, num_tokens: int, hold: Hold, tenant: str
+    width: int, loader: MediaLoader, url: str, num_tokens: int, hold: Hold, tenant: str
 ) -> bytes:
     """The file with a tensor of so many rows.
 
     Args:
         width: of a row: hidden size times features.
-        uploads: files behind `media:` URLs.
 
     Raises:
         TriptychError: as of `MediaLoader.load`; or the file holds no such tensor.
     """
-    most = num_tokens * width * _MOST_ITEM_BYTES + MAX_HEADER_BYTES + 16
-    if url.startswith("media:"):
-        data = await uploads(tenant, url)
-        hold(len(data))
-    elif not url.startswith("data:"):
+    if not url.startswith(("data:", "media:")):
         raise InvalidRequest("an embedding is base64, or a media: URL")
-    else:
-        data = await asyncio.to_thread(decode_data_url, url, most, EMBEDDING)
+    most = num_tokens * width * _MOST_ITEM_BYTES + MAX_HEADER_BYTES + 16
+    data = await loader.load(url, most, EMBEDDING, hold, tenant)
     place, wanted = find_tensor(data), (num_tokens, width)
     if place.shape != wanted:
         raise InvalidRequest(

@@ -21,6 +21,7 @@ from services.common.images.image_header import read_header
 from services.common.images.image_key import embedding_key, image_key
 from services.common.pb.encoder_pb2 import EncodeRequest
 from services.common.threads import INLINE_BYTES, WorkerThreads, num_threads
+from services.gateway.bounds import Bounds
 from services.gateway.gather import gather
 from services.gateway.media.kinds import IMAGE, Kind
 
@@ -111,7 +112,6 @@ class ImageReader:
     """Loads images and divides them into units.
 
     Attributes:
-        max_source_pixels: larger images are refused.
         kept: where images with a `uuid` are put, and those without a URL are.
         embeddings: loads an embedding's file, see `load_embedding`; None: clients may not bring
             them.
@@ -119,7 +119,7 @@ class ImageReader:
 
     loader: "MediaLoader"
     geometry: Geometry
-    max_source_pixels: int
+    bounds: Bounds
     kept: KeptImages
     embeddings: Callable[[str, int, Hold, str], Awaitable[bytes]] | None = None
 
@@ -145,7 +145,8 @@ class ImageReader:
                 if source.uuid is not None and not source.url:
                     data = await self._kept_image(source.uuid, hold, tenant)
                     return self._measure(data, source.param, geometry, max_patches)
-                data = await self.loader.load(source.url, hold, tenant)
+                most = self.bounds.max_image_bytes
+                data = await self.loader.load(source.url, most, IMAGE, hold, tenant)
                 image = self._measure(data, source.param, geometry, max_patches)
                 if source.uuid is not None:
                     await self.kept.put(tenant, kept_name(source.uuid), data)
@@ -190,7 +191,7 @@ class ImageReader:
         return self.geometry.narrowed(lower, upper)
 
     def _measure(self, data: bytes, param: str, geometry: Geometry, max_patches: int) -> Image:
-        header = read_header(data, max_source_pixels=self.max_source_pixels)
+        header = read_header(data, max_source_pixels=self.bounds.max_source_pixels)
         units = geometry.units(header.upright_size)
         for unit in units:
             if unit.num_patches > max_patches:
@@ -207,32 +208,26 @@ def kept_name(uuid: str) -> str:
     return f"image:{uuid}"
 
 
-def uncounted(num_bytes: int) -> None:
-    """In place of a request's `hold`: counts nothing."""
-
-
 @dataclass(frozen=True, slots=True)
 class MediaLoader:
     """Loads the bytes behind a URL.
 
     Attributes:
-        max_bytes: of one image or video, encoded.
         fetch: the bytes behind an http: or https: URL, see `WebMedia.fetch`.
         read_file: the file behind a file: URL, see `read_local_file`; None: they are refused.
         uploads: a tenant's file behind a `media:` URL; None: there are none.
     """
 
-    max_bytes: int
-    fetch: Callable[[str, Hold, str], Awaitable[bytes]]
+    fetch: Callable[[str, int, Kind, Hold, str], Awaitable[bytes]]
     read_file: Callable[[str, int, Kind], bytes] | None
-    kind: Kind = IMAGE
     uploads: Uploaded | None = None
     _threads: WorkerThreads = field(default_factory=lambda: WorkerThreads(num_threads(), "media"))
 
-    async def load(self, url: str, hold: Hold = uncounted, tenant: str = "") -> bytes:
+    async def load(self, url: str, max_bytes: int, kind: Kind, hold: Hold, tenant: str) -> bytes:
         """The bytes behind a URL.
 
         Args:
+            max_bytes: of one image or video, encoded.
             hold: counts the memory of bytes that are not in the request's body; may refuse.
             tenant: as `ImageReader.read`.
 
@@ -246,22 +241,22 @@ class MediaLoader:
         match scheme:
             case "data":
                 if len(url) > INLINE_BYTES:
-                    return await self._threads.run(decode_data_url, url, self.max_bytes, self.kind)
-                return decode_data_url(url, self.max_bytes, self.kind)
+                    return await self._threads.run(decode_data_url, url, max_bytes, kind)
+                return decode_data_url(url, max_bytes, kind)
             case "http" | "https":
                 return await self.fetch(
-                    url, lambda count: hold(count * _MEMORY_PER_FETCHED_BYTE), tenant
+                    url, max_bytes, kind, lambda n: hold(n * _MEMORY_PER_FETCHED_BYTE), tenant
                 )
             case "media" if self.uploads is not None:
                 data = await self.uploads(tenant, url)
             case "file" if self.read_file is not None:
-                data = await self._threads.run(self.read_file, url, self.max_bytes, self.kind)
+                data = await self._threads.run(self.read_file, url, max_bytes, kind)
             case "file":
                 raise InvalidRequest("file: URLs are not allowed here")
             case _:
-                raise InvalidRequest(f"{self.kind.noun} URLs must be data:, http: or https: URLs")
-        if len(data) > self.max_bytes:
-            raise self.kind.too_large(self.max_bytes)
+                raise InvalidRequest(f"{kind.noun} URLs must be data:, http: or https: URLs")
+        if len(data) > max_bytes:
+            raise kind.too_large(max_bytes)
         hold(len(data) * _MEMORY_PER_FETCHED_BYTE)
         return data
 

@@ -13,11 +13,13 @@ class Kind:
         noun: in errors.
         accept: of the request to an origin.
         error: of bytes that are not such media.
+        fetch_s: for lookup, connections, redirects and bytes of a web address together.
     """
 
     noun: str
     accept: bytes
     error: type[InvalidImage] | type[InvalidVideo]
+    fetch_s: float = 10.0
 
     def too_large(self, max_bytes: int) -> InvalidRequest:
         """The error for more than so many bytes."""
@@ -26,4 +28,4 @@ class Kind:
 
 EMBEDDING = Kind("tensor", b"application/octet-stream", InvalidImage)
 IMAGE = Kind("image", b"image/*", InvalidImage)
-VIDEO = Kind("video", b"video/*", InvalidVideo)
+VIDEO = Kind("video", b"video/*", InvalidVideo, fetch_s=30.0)

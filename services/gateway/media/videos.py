@@ -31,7 +31,7 @@ from services.gateway.clients.encoders import EncoderPod
 from services.gateway.forms.responses import VideoUsage
 from services.gateway.gather import gather
 from services.gateway.media.images import MAX_CONCURRENT_LOADS, Hold, MediaLoader, decode_base64
-from services.gateway.media.kinds import VIDEO, Kind
+from services.gateway.media.kinds import IMAGE, VIDEO, Kind
 
 _STILLS = "data:video/jpeg;"
 _MAX_LOST = 2  # encoders that may be lost over a file
@@ -143,13 +143,10 @@ class VideoReader:
     """Loads videos and chooses their frames.
 
     Attributes:
-        files: URL to a video's bytes.
-        images: URL to an image's bytes.
         pairs: the model's video processor.
     """
 
-    files: MediaLoader
-    images: MediaLoader
+    loader: MediaLoader
     pairs: FramePairs
     bounds: Bounds
 
@@ -175,7 +172,8 @@ class VideoReader:
         for source in sources:
             try:
                 if isinstance(source.urls, str) and not source.urls.lower().startswith(_STILLS):
-                    data = await self.files.load(source.urls, hold, tenant)
+                    most = self.bounds.max_video_bytes
+                    data = await self.loader.load(source.urls, most, VIDEO, hold, tenant)
                     video = await self._of_file(source, data, probe)
                 else:
                     stills = await self._stills(source, hold, tenant)
@@ -222,7 +220,8 @@ class VideoReader:
             nonlocal num_bytes
             index, url = place
             try:
-                data = await self.images.load(url, hold, tenant)
+                most = self.bounds.max_image_bytes
+                data = await self.loader.load(url, most, IMAGE, hold, tenant)
             except TriptychError as error:
                 error.param = f"{source.param}.video[{index}]"
                 raise

@@ -22,14 +22,14 @@ import h11
 import httpx2
 
 from services.common.errors import InvalidRequest, MediaFetchFailed, Unavailable
-from services.gateway.media.images import uncounted
-from services.gateway.media.kinds import IMAGE, Kind
+from services.gateway.media.images import Hold
+from services.gateway.media.kinds import Kind
 from services.gateway.tenancy.tenants import ANONYMOUS, bound_tenant
 
 Resolver = Callable[[str, int], Coroutine[Any, Any, list[str]]]
 _MAX_URL_LENGTH = 8192
 _MAX_REDIRECTS = 3
-_MAX_ADDRESSES = 4  # of a host, that are tried
+_MAX_ADDRESSES, _DIAL_S = 4, 10.0  # of a host, that are tried, and for how long together
 _MAX_CONNECTIONS = 64
 _MAX_HEAD_BYTES, _PIECE_BYTES = 100 << 10, 64 << 10
 _MAX_FETCHES_PER_HOST, _MAX_FETCHES_PER_TENANT = 8, 16
@@ -145,24 +145,11 @@ class WebMedia:
     """Fetches http: and https: URLs.
 
     Args:
-        max_bytes: of one image or video.
-        timeout_s: for lookup, connections, redirects and bytes together.
         allow_private: dial private and loopback addresses and any port, too.
         resolver: of host names; for tests.
     """
 
-    def __init__(
-        self,
-        max_bytes: int,
-        *,
-        kind: Kind = IMAGE,
-        timeout_s: float = 10.0,
-        allow_private: bool = False,
-        resolver: Resolver | None = None,
-    ) -> None:
-        self.max_bytes = max_bytes
-        self.kind = kind
-        self._timeout_s = timeout_s
+    def __init__(self, *, allow_private: bool, resolver: Resolver | None = None) -> None:
         self._allow_private = allow_private
         # One slow host, or one tenant of slow hosts, leaves connections to the others.
         self._hosts = _Turns(_MAX_FETCHES_PER_HOST)
@@ -173,9 +160,7 @@ class WebMedia:
         self._dial = asyncio.open_connection
         self._ssl = ssl.create_default_context()
 
-    async def fetch(
-        self, url: str, hold: Callable[[int], None] = uncounted, tenant: str = ""
-    ) -> bytes:
+    async def fetch(self, url: str, max_bytes: int, kind: Kind, hold: Hold, tenant: str) -> bytes:
         """The body behind a URL.
 
         Args:
@@ -191,12 +176,12 @@ class WebMedia:
         try:
             target = parse_url(url)
             turn = self._tenants.turn(tenant) if tenant else nullcontext()
-            async with asyncio.timeout(self._timeout_s), turn:
+            async with asyncio.timeout(kind.fetch_s), turn:
                 for _ in range(_MAX_REDIRECTS + 1):
                     if not self._allow_private and target.port not in (None, *_PORTS):
                         raise InvalidRequest(_REFUSED_TEXT)
                     async with self._hosts.turn(target.raw_host.decode()):
-                        answer = await self._get(target, hold)
+                        answer = await self._get(target, max_bytes, kind, hold)
                     if isinstance(answer, bytes):
                         return answer
                     target = answer
@@ -209,11 +194,13 @@ class WebMedia:
     def close(self) -> None:
         self._resolver.close()
 
-    async def _get(self, url: httpx2.URL, hold: Callable[[int], None]) -> bytes | httpx2.URL:
+    async def _get(
+        self, url: httpx2.URL, max_bytes: int, kind: Kind, hold: Hold
+    ) -> bytes | httpx2.URL:
         """One request: the body, or the URL of a redirect."""
         client = h11.Connection(h11.CLIENT, _MAX_HEAD_BYTES)
         headers = [
-            (b"Host", url.netloc), (b"Accept", self.kind.accept),
+            (b"Host", url.netloc), (b"Accept", kind.accept),
             (b"Accept-Encoding", b"identity"), (b"User-Agent", b"triptych"),
             (b"Connection", b"close"),
         ]  # fmt: skip
@@ -236,8 +223,8 @@ class WebMedia:
             try:
                 async with asyncio.timeout(_BODY_START_S) as deadline:
                     while isinstance(piece := await _next(client, reader), h11.Data):
-                        if len(body) + len(piece.data) > self.max_bytes:
-                            raise self.kind.too_large(self.max_bytes)
+                        if len(body) + len(piece.data) > max_bytes:
+                            raise kind.too_large(max_bytes)
                         hold(len(piece.data))
                         body += piece.data
                         deadline.reschedule(start + _BODY_START_S + len(body) / _MIN_BODY_RATE)
@@ -277,7 +264,7 @@ class WebMedia:
         for number, address in enumerate(dialled, 1):
             try:
                 # A share for each: one that never answers (IPv6, often) leaves time for the others.
-                async with asyncio.timeout(self._timeout_s / len(dialled)):
+                async with asyncio.timeout(_DIAL_S / len(dialled)):
                     return await self._dial(address, port)
             except OSError:
                 if number == len(dialled):

@@ -16,6 +16,7 @@ from services.common.errors import (
     InvalidRequest,
 )
 from services.common.geometry import Geometry
+from services.gateway.bounds import Bounds
 from services.gateway.kept import MemoryKept
 from services.gateway.media.images import (
     LOW_DETAIL_PIXELS,
@@ -26,7 +27,6 @@ from services.gateway.media.images import (
 )
 from services.gateway.media.kinds import IMAGE, VIDEO
 from services.gateway.media.local_files import read_local_file
-from services.gateway.media.web_media import WebMedia
 
 GEOMETRY = Geometry(0, 16, 2, 65536, 1 << 20)
 
@@ -110,14 +110,26 @@ def files(tmp_path):
     return allowed
 
 
+async def unused(*_: object) -> bytes:
+    raise AssertionError
+
+
 def loader(directory=None) -> MediaLoader:
     read_file = None if directory is None else partial(read_local_file, directory.resolve())
-    return MediaLoader(100, WebMedia(100).fetch, read_file)
+    return MediaLoader(unused, read_file)
+
+
+async def load(found: MediaLoader, url: str) -> bytes:
+    return await found.load(url, 100, IMAGE, nothing, "")
+
+
+def nothing(_: int) -> None:
+    pass
 
 
 async def test_file_under_the_allowed_directory(files):
     for url in (f"file://{files}/a%20b.png", f"file:{files}/a b.png", f"FILE://{files}/a b.png"):
-        assert await loader(files).load(url) == b"image"
+        assert await load(loader(files), url) == b"image"
 
 
 @pytest.mark.parametrize(
@@ -126,13 +138,13 @@ async def test_file_under_the_allowed_directory(files):
 )
 async def test_file_elsewhere_is_refused(files, path):
     with pytest.raises(InvalidRequest):
-        await loader(files).load(f"file://{files}/{path}")
+        await load(loader(files), f"file://{files}/{path}")
 
 
 async def test_a_path_that_is_too_long_is_refused_at_once(files):
     start = time.process_time()
     with pytest.raises(InvalidRequest):
-        await loader(files).load(f"file://{files}/{'a/' * 100_000}")
+        await load(loader(files), f"file://{files}/{'a/' * 100_000}")
     assert time.process_time() - start < 0.5
 
 
@@ -155,32 +167,27 @@ async def test_a_folder_that_becomes_a_link_is_found_out(files, monkeypatch, swa
 
     url = f"file://{files}/folder/inner/image.png"
     reader = loader(files)
-    assert await reader.load(url) == b"image"
+    assert await load(reader, url) == b"image"
     monkeypatch.setattr(os.path, "realpath", swap)
     with pytest.raises(InvalidRequest, match="outside"):
-        await reader.load(url)
+        await load(reader, url)
 
 
 async def test_files_are_refused_by_default(files):
     for url in (f"file://{files}/a b.png", "/etc/passwd", "../x", "file:relative", "ftp://x/y"):
         with pytest.raises(InvalidRequest):
-            await loader().load(url)
+            await load(loader(), url)
     with pytest.raises(InvalidRequest):
-        await loader(files).load("file://host/etc/passwd")
+        await load(loader(files), "file://host/etc/passwd")
     with pytest.raises(InvalidRequest):
-        await loader(files).load("file:///dev/zero")
+        await load(loader(files), "file:///dev/zero")
 
 
 # From bytes to a grid
 
 
 def reader(**options) -> ImageReader:
-    source = MediaLoader(1 << 20, WebMedia(100).fetch, None)
-    return ImageReader(source, GEOMETRY, options.get("max_source_pixels", 10**7), MemoryKept())
-
-
-def nothing(_: int) -> None:
-    pass
+    return ImageReader(MediaLoader(unused, None), GEOMETRY, Bounds(**options), MemoryKept())
 
 
 async def test_grid_and_key_follow_from_the_bytes():

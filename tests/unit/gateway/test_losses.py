@@ -34,7 +34,7 @@ from services.gateway.attempts import MAX_ATTEMPTS, Attempts
 from services.gateway.clients.decoders import EmbeddingLost, TokenEvent
 from services.gateway.completion import Completion
 from services.gateway.forms.openai import ChatRequest
-from services.gateway.media.images import Image, uncounted
+from services.gateway.media.images import Image
 from services.gateway.metrics import GatewayMetrics, Timings
 from services.gateway.prompts.prompt import Prompt
 from services.gateway.slot import Slot
@@ -213,7 +213,7 @@ async def ask(world: World, num_images: int = 1) -> list[int] | TriptychError:
         Prompt(np.zeros(8, np.int32), None, 0, [Run(i, 1, unit, i) for i in range(num_images)]),
         images,
         pb.SamplingParams(max_tokens=8),
-        Slot(ANONYMOUS, UNUSED, UNUSED, uncounted),
+        Slot(ANONYMOUS, UNUSED, UNUSED, lambda _: None),
         AnswerFormat(),
         cache_salt=b"",
         deadline=1e12,

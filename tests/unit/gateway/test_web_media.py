@@ -5,6 +5,7 @@ import contextlib
 import ssl
 import subprocess
 import threading
+from dataclasses import replace
 
 import pytest
 import uvloop
@@ -18,6 +19,7 @@ from services.common.errors import (
     Unavailable,
 )
 from services.gateway.media import web_media
+from services.gateway.media.kinds import IMAGE
 from services.gateway.media.web_media import WebMedia, is_public, parse_url
 from services.gateway.tenancy.tenants import Identity, Limits, Tenant, bind_identity
 from tests.noise import PATIENCE_S
@@ -65,6 +67,15 @@ def redirect(location: str, status: int = 302) -> bytes:
     return f"HTTP/1.1 {status} Found\r\nLocation: {location}\r\nContent-Length: 0\r\n\r\n".encode()
 
 
+class Web(WebMedia):
+    def __init__(self, max_bytes=1000, timeout_s=10.0, allow_private=True, **options):
+        super().__init__(allow_private=allow_private, **options)
+        self._image = max_bytes, replace(IMAGE, fetch_s=timeout_s)
+
+    async def fetch(self, url, hold=lambda _: None, tenant=""):
+        return await super().fetch(url, *self._image, hold, tenant)
+
+
 @contextlib.asynccontextmanager
 async def web(addresses=("127.0.0.1",), **options):
     looked_up: list[str] = []
@@ -73,14 +84,8 @@ async def web(addresses=("127.0.0.1",), **options):
         looked_up.append(host)
         return list(addresses)
 
-    media = WebMedia(
-        options.pop("max_bytes", 1000), allow_private=options.pop("allow_private", True),
-        resolver=resolver, **options,
-    )  # fmt: skip
-    try:
+    with contextlib.closing(Web(**{"resolver": resolver, **options})) as media:
         yield media, looked_up
-    finally:
-        media.close()
 
 
 # Addresses and hosts
@@ -187,12 +192,11 @@ async def test_all_refused_hosts_get_one_text():
 async def test_default_resolver_refuses_loopback_by_any_name(monkeypatch):
     async with origin(ok(b"secret")) as (port, requests):
         monkeypatch.setattr(web_media, "_PORTS", (port,))
-        media = WebMedia(100)
         for host in ("localhost", "127.0.0.1", "[::1]", "[::ffff:127.0.0.1]"):
-            with pytest.raises((InvalidRequest, Unavailable)):
+            media = Web(allow_private=False)
+            with contextlib.closing(media), pytest.raises((InvalidRequest, Unavailable)):
                 await media.fetch(f"http://{host}:{port}/")
         assert not requests
-        media.close()
 
 
 # Fetching
@@ -233,7 +237,7 @@ async def test_each_redirect_is_checked():
         async def resolver(host, _):
             return hosts[host]
 
-        media = WebMedia(100, resolver=resolver)
+        media = Web(allow_private=False, resolver=resolver)
         dialled = []
 
         async def dial(address, *_):
@@ -255,7 +259,7 @@ async def test_second_look_up_cannot_rebind():
     async def resolver(host, port):
         return next(answers)
 
-    media = WebMedia(100, resolver=resolver)
+    media = Web(allow_private=False, resolver=resolver)
     dialled = []
 
     async def dial(address, *_):
@@ -355,10 +359,8 @@ async def test_an_address_that_never_answers_leaves_time_for_the_next():
 
 @pytest.mark.parametrize("host", ["a" * 300, "xn--" + "9" * 300, "xn--a." * 50 + "example"])
 async def test_a_name_that_is_too_long_has_no_address(host):
-    media = WebMedia(1000)
-    with pytest.raises(Unavailable):
+    with contextlib.closing(Web()) as media, pytest.raises(Unavailable):
         await media.fetch(f"http://{host}/")
-    media.close()
 
 
 async def test_a_refused_connection_is_retryable():
