@@ -104,7 +104,6 @@ class Leases:
         self._quotas: dict[str, Quota] = {}
         self._active: set[str] = set()  # tenants about whom Redis has to know
         self._of_others: dict[str, list[int]] = {}
-        self._urgent: set[str] = set()  # tenants about whom it has to know at once
         self._told: dict[str, Asked] = {}  # what it knows
         self._all_tenants_at = self._sync_at = 0.0
         self._settles_at = -math.inf  # inf: Redis does not answer
@@ -184,9 +183,6 @@ class Leases:
         """Counts amounts that nobody has checked."""
         quota.take(amounts)
         self._activate(quota)
-        if quota.is_over:
-            self._urgent.add(quota.tenant)
-            self._wake.set()
 
     def _activate(self, quota: Quota) -> None:
         if self._store is not None and quota.is_limited:
@@ -232,12 +228,10 @@ class Leases:
             sums = waiting.setdefault(waiter.quota.tenant, [0] * len(KINDS))
             for kind, amount in enumerate(waiter.amounts):
                 sums[kind] += amount
-        names = waiting.keys() | self._urgent
-        self._urgent.clear()
-        rows = [self._row(name, waiting.get(name, NOTHING)) for name in names]
+        rows = [self._row(name, amounts) for name, amounts in waiting.items()]
         if (now := self._clock()) >= self._sync_at:
             self._sync_at = now + self._times.sync
-            news = (self._row(name, NOTHING) for name in self._active - names)
+            news = (self._row(name, NOTHING) for name in self._active - waiting.keys())
             rows += [row for row in news if self._told.get(row.tenant) != row]
         if self.division is None:
             for row in rows:  # what is given back may not be used while the question is under way

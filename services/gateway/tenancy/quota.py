@@ -234,14 +234,6 @@ class Quota:
         if amount >= refused and self._clock() < until:
             raise self.refusal(kind, amount)
 
-    @property
-    def is_over(self) -> bool:
-        """Whether more has been used than is leased."""
-        return any(
-            limit is not None and meter.used > lease
-            for limit, meter, lease in zip(self.limits, self.meters, self.leases, strict=True)
-        )
-
     def hold_off(self, kind: int, amount: int) -> None:
         """An amount of a kind has been refused."""
         self._refused[kind] = (self._clock() + _HOLD_OFF_S, amount)

@@ -64,8 +64,7 @@ class Usage:
             meters[SEQUENCES].add(-self.num_sequences)
         else:
             self.quota.early -= 1
-            if self.quota.is_limited:
-                self.leases.report(self.quota, (1, 0, 0, 0, 0))
+            self.leases.report(self.quota, (1, 0, 0, 0, 0))
 
 
 @contextmanager
