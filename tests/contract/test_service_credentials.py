@@ -37,6 +37,7 @@ from services.decoder.images.embedding_fetch import EncoderFailed, EncoderFetche
 from services.gateway.clients.decoders import DecoderPool
 from services.gateway.clients.encoders import EncoderPool
 from services.gateway.clients.pods import Dialling
+from services.gateway.clients.served_model import ServedModel
 from tests.certificates import Authority, mount
 from tests.fake_fetch import FakeFetchServicer, embedding_bytes
 from tests.fakes import FakeDecoder, FakeEncoder
@@ -337,7 +338,7 @@ async def test_a_gateway_gives_no_work_to_a_pod_it_does_not_know(
         lambda address, peer: create_channel(address, shown, peer=peer), refused.append
     )
     kind_of_pool = EncoderPool if service == "encoder" else DecoderPool
-    pool = kind_of_pool(addresses, None, dialling)
+    pool = kind_of_pool(addresses, ServedModel(), dialling)
     await pool.start()
     try:
         await until(lambda: pool.num_healthy() == 1 and len(refused) >= 2)

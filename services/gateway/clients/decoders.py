@@ -86,9 +86,7 @@ class DecoderPod(Pod):
     description: pb.DescribeDecoderResponse | None = None
     load: pb.LoadResponse | None = None
 
-    def __init__(
-        self, address: str, served: ServedModel | None = None, dialling: Dialling | None = None
-    ) -> None:
+    def __init__(self, address: str, served: ServedModel, dialling: Dialling) -> None:
         super().__init__(address, served, dialling)
         self._describe = self.unary(
             "Describe", pb.DescribeDecoderRequest, pb.DescribeDecoderResponse

@@ -31,9 +31,7 @@ class EncoderPod(Pod):
     service = "encoder"
     description: pb.DescribeEncoderResponse | None = None
 
-    def __init__(
-        self, address: str, served: ServedModel | None = None, dialling: Dialling | None = None
-    ) -> None:
+    def __init__(self, address: str, served: ServedModel, dialling: Dialling) -> None:
         super().__init__(address, served, dialling)
         self._describe = self.unary(
             "Describe", pb.DescribeEncoderRequest, pb.DescribeEncoderResponse
@@ -49,13 +47,6 @@ class EncoderPod(Pod):
         return self.served.misfit_of_protocol(self.description.protocol) or (
             self.served.misfit_of(self.description.fingerprint)
         )
-
-    @property
-    def connected(self) -> bool:
-        """Never for long: another encoder may have started under the address between two checks,
-        so each check calls `Describe` again.
-        """
-        return False
 
     async def connect(self) -> None:
         found = await self.ask(self._describe, pb.DescribeEncoderRequest())

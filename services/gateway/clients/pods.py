@@ -24,7 +24,7 @@ from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2
 
 from services.common.errors import TriptychError
-from services.common.transport.rpc import create_channel, error_from_rpc
+from services.common.transport.rpc import error_from_rpc
 from services.gateway.clients.served_model import ServedModel
 
 log = logging.getLogger(__name__)
@@ -78,10 +78,8 @@ class Dialling:
         refused: called with `token` or `certificate` when a check fails for it.
     """
 
-    channel: Callable[[str, str], grpc.aio.Channel] = lambda address, service: create_channel(
-        address, peer=service
-    )
-    refused: Callable[[str], None] = lambda _: None
+    channel: Callable[[str, str], grpc.aio.Channel]
+    refused: Callable[[str], None]
 
 
 class Pod:
@@ -97,15 +95,13 @@ class Pod:
 
     service: ClassVar[str] = ""
 
-    def __init__(
-        self, address: str, served: ServedModel | None = None, dialling: Dialling | None = None
-    ) -> None:
+    def __init__(self, address: str, served: ServedModel, dialling: Dialling) -> None:
         self.address = address
-        self.served = served or ServedModel()
+        self.served = served
         self.healthy = False
         self.leaving = False
         self.num_in_flight = 0
-        self._dialling = dialling or Dialling()
+        self._dialling = dialling
         self._refusal = ""
         self.channel = self._dialling.channel(address, self.service)
         self._check = self.channel.unary_unary(
@@ -140,8 +136,10 @@ class Pod:
 
     @property
     def connected(self) -> bool:
-        """Whether `connect` has succeeded since the last `disconnect`."""
-        raise NotImplementedError
+        """Whether `connect` need not be called again. False: another pod may have started under the
+        address between two checks.
+        """
+        return False
 
     async def connect(self) -> None:
         """Calls the pod's `Describe` and opens its stream, if it has one.
@@ -242,14 +240,9 @@ class Pool(Generic[PodT]):
 
     pod: type[PodT]
 
-    def __init__(
-        self,
-        addresses: Sequence[str],
-        served: ServedModel | None = None,
-        dialling: Dialling | None = None,
-    ) -> None:
+    def __init__(self, addresses: Sequence[str], served: ServedModel, dialling: Dialling) -> None:
         self._addresses = addresses
-        self._served = served or ServedModel()
+        self._served = served
         self._dialling = dialling
         self._pods: dict[str, tuple[PodT, asyncio.Task[None]]] = {}
         self._resolver: asyncio.Task[None] | None = None

@@ -10,16 +10,20 @@ import pytest
 from services.common.errors import EngineLost, ProcessLost, TriptychError, Unavailable
 from services.common.pb import decoder_pb2 as pb
 from services.common.pb.encoder_pb2 import EncodeRequest, Grid
+from services.common.transport.rpc import create_channel
 from services.gateway.clients import pods
 from services.gateway.clients.decoders import DecoderPod, DecoderPool, EmbeddingLost
 from services.gateway.clients.encoders import EncoderPod, EncoderPool
-from services.gateway.clients.pods import Pod, Pool, pick
+from services.gateway.clients.pods import Dialling, Pod, Pool, pick
 from services.gateway.clients.sent_prompts import PromptChain
 from services.gateway.clients.served_model import ServedModel
 from services.gateway.mailbox import Mailbox
 from tests.fakes import FakeDecoder, FakeEncoder
 from tests.noise import PATIENCE_S
 
+DIALLING = Dialling(
+    lambda address, service: create_channel(address, peer=service), lambda reason: None
+)
 NOTHING = PromptChain(np.zeros(0, np.int32), (), b"")
 
 
@@ -70,7 +74,7 @@ class UnconnectedPod(Pod):
 
 
 def test_equal_keys_get_one_pod_and_different_ones_spread():
-    some = [UnconnectedPod(f"10.0.0.{i}:1") for i in range(4)]
+    some = [UnconnectedPod(f"10.0.0.{i}:1", ServedModel(), DIALLING) for i in range(4)]
     chosen = [pick(some, b"%d" % i) for i in range(2000)]
     assert [pick(some[::-1], b"%d" % i) for i in range(2000)] == chosen
     counts = collections.Counter(pod.address for pod in chosen)
@@ -81,8 +85,8 @@ def test_equal_keys_get_one_pod_and_different_ones_spread():
 
 
 def test_an_encoder_and_a_decoder_with_one_host_are_picked_together():
-    encoders = [UnconnectedPod(f"10.0.0.{i}:50051") for i in range(4)]
-    decoders = [UnconnectedPod(f"10.0.0.{i}:50052") for i in (2, 0, 3, 1)]
+    encoders = [UnconnectedPod(f"10.0.0.{i}:50051", ServedModel(), DIALLING) for i in range(4)]
+    decoders = [UnconnectedPod(f"10.0.0.{i}:50052", ServedModel(), DIALLING) for i in (2, 0, 3, 1)]
     for number in range(50):
         key = b"%d" % number
         hosts = {pick(pods, key).address.split(":")[0] for pods in (encoders, decoders)}
@@ -90,13 +94,13 @@ def test_an_encoder_and_a_decoder_with_one_host_are_picked_together():
 
 
 def test_pods_of_one_host_share_its_keys():
-    some = [UnconnectedPod(f"127.0.0.1:{port}") for port in range(4)]
+    some = [UnconnectedPod(f"127.0.0.1:{port}", ServedModel(), DIALLING) for port in range(4)]
     counts = collections.Counter(pick(some, b"%d" % i).address for i in range(2000))
     assert all(400 < count < 600 for count in counts.values())
 
 
 def test_a_hot_key_overflows_to_other_pods():
-    some = [UnconnectedPod(f"10.0.0.{i}:1") for i in range(4)]
+    some = [UnconnectedPod(f"10.0.0.{i}:1", ServedModel(), DIALLING) for i in range(4)]
     for _ in range(400):
         pick(some, b"hot").num_in_flight += 1
     loads = sorted(pod.num_in_flight for pod in some)
@@ -105,7 +109,7 @@ def test_a_hot_key_overflows_to_other_pods():
 
 
 def pool_of(kind, *addresses):
-    pool = Pool(addresses)
+    pool = Pool(addresses, ServedModel(), DIALLING)
     pool.pod = kind
     return pool
 
@@ -212,7 +216,7 @@ async def test_a_pod_that_is_being_removed_is_closed_with_the_rest(monkeypatch):
 @in_loop
 async def test_stream_carries_many_sequences():
     fake = FakeDecoder()
-    pool = DecoderPool([await fake.start()])
+    pool = DecoderPool([await fake.start()], ServedModel(), DIALLING)
     await pool.start()
     await until(pool.description)
     pod = pool.choose(NOTHING, b"", ())
@@ -236,7 +240,7 @@ async def test_stream_carries_many_sequences():
 async def test_cancel_ends_the_sequence_and_its_events():
     fake = FakeDecoder()
     fake.delay_s, fake.reply = 0.01, [1] * 1000
-    pool = DecoderPool([await fake.start()])
+    pool = DecoderPool([await fake.start()], ServedModel(), DIALLING)
     await pool.start()
     await until(pool.description)
     pod, mailbox = pool.choose(NOTHING, b"", ()), Mailbox()
@@ -255,7 +259,7 @@ async def test_cancel_ends_the_sequence_and_its_events():
 async def test_broken_stream_fails_its_sequences_and_comes_back():
     fake = FakeDecoder()
     address = await fake.start()
-    pool = DecoderPool([address])
+    pool = DecoderPool([address], ServedModel(), DIALLING)
     await pool.start()
     await until(pool.description)
     pod = pool.choose(NOTHING, b"", ())
@@ -284,7 +288,7 @@ async def test_broken_stream_fails_its_sequences_and_comes_back():
 async def test_sequences_of_a_decoder_that_falls_silent_are_lost_with_it():
     """As those of a stream that breaks: what it hangs of may be one of them."""
     fake = FakeDecoder()
-    pod = DecoderPod(await fake.start(), ServedModel())
+    pod = DecoderPod(await fake.start(), ServedModel(), DIALLING)
     await pod.connect()
     fake.delay_s, fake.reply = 10, [1] * 10
     mailbox = Mailbox()
@@ -300,7 +304,7 @@ async def test_sequences_of_a_decoder_that_falls_silent_are_lost_with_it():
 @in_loop
 async def test_submission_on_a_broken_stream_fails_at_once():
     fake = FakeDecoder()
-    pool = DecoderPool([await fake.start()])
+    pool = DecoderPool([await fake.start()], ServedModel(), DIALLING)
     await pool.start()
     await until(pool.description)
     pod = pool.choose(NOTHING, b"", ())
@@ -319,7 +323,7 @@ async def test_submission_on_a_broken_stream_fails_at_once():
 @in_loop
 async def test_failures_keep_their_code_and_the_encoder_to_avoid():
     fake = FakeDecoder()
-    pool = DecoderPool([await fake.start()])
+    pool = DecoderPool([await fake.start()], ServedModel(), DIALLING)
     await pool.start()
     await until(pool.description)
     for code in ("overloaded", "deadline_exceeded", "embedding_unavailable", "never heard of"):
@@ -339,7 +343,7 @@ async def test_failures_keep_their_code_and_the_encoder_to_avoid():
 async def test_silent_pod_loses_its_calls_to_others():
     """Like a stopped process: the connection stays open without answers."""
     fake = FakeEncoder()
-    pool = EncoderPool([await fake.start()])
+    pool = EncoderPool([await fake.start()], ServedModel(), DIALLING)
     original = pods.CHECK_TIMEOUT_S, pods.CHECK_PERIOD_S
     pods.CHECK_TIMEOUT_S, pods.CHECK_PERIOD_S = 0.05, 0.05
     try:
@@ -368,7 +372,7 @@ async def test_silent_pod_loses_its_calls_to_others():
 @in_loop
 async def test_encoders_of_another_kind_are_not_mixed():
     fakes = [FakeEncoder(), FakeEncoder(), FakeEncoder(key_prefix=b"z" * 32)]
-    pool = EncoderPool([await fake.start() for fake in fakes])
+    pool = EncoderPool([await fake.start() for fake in fakes], ServedModel(), DIALLING)
     await pool.start()
     await until(lambda: len(pool.healthy()) == 3)
     description = pool.description()
@@ -387,7 +391,7 @@ async def test_encoders_of_another_kind_are_not_mixed():
 async def test_only_an_encoder_that_had_the_call_is_lost_with_it():
     """Whether the connection breaks or the health check finds out first."""
     fake = FakeEncoder()
-    pod = EncoderPod(await fake.start(), ServedModel())
+    pod = EncoderPod(await fake.start(), ServedModel(), DIALLING)
 
     async def asked(end):
         fake.reset()
@@ -411,7 +415,7 @@ async def test_only_an_encoder_that_had_the_call_is_lost_with_it():
 async def test_an_encoder_that_fails_a_health_check_has_a_last_word():
     """A front whose engine has ended says so, and stops: the check may overtake that."""
     fake = FakeEncoder()
-    pod = EncoderPod(await fake.start(), ServedModel())
+    pod = EncoderPod(await fake.start(), ServedModel(), DIALLING)
     may_answer = asyncio.Event()
 
     async def end(_):
@@ -436,7 +440,7 @@ async def test_an_encoder_that_fails_a_health_check_has_a_last_word():
 async def test_an_error_after_the_caller_was_cancelled_is_not_reported_as_unretrieved():
     reported = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: reported.append(context))
-    pod = EncoderPod("127.0.0.1:1", ServedModel())
+    pod = EncoderPod("127.0.0.1:1", ServedModel(), DIALLING)
 
     async def cancel_as_it_fails():
         answer = asyncio.get_running_loop().create_future()
