@@ -62,8 +62,6 @@ class EncodeCalls:
     _calls: dict[bytes, _Call] = field(default_factory=dict[bytes, _Call])
     # Image key -> address of the encoder that has it.
     _encoded: dict[bytes, str] = field(default_factory=dict[bytes, str])
-    # Addresses at which a call of this attempt failed.
-    _failed: set[str] = field(default_factory=set[str])
     # For all units of a file, by `Run.image`.
     _of_videos: dict[int, EncoderPod] = field(default_factory=dict[int, EncoderPod])
     _may_readmit: bool = False
@@ -83,7 +81,6 @@ class EncodeCalls:
             raise self.losses.no_pod_left()
         prefix, salt = description.key_prefix, request.cache_salt
         self.keys = [await request.images[run.image].key(prefix, run.unit, salt) for run in runs]
-        self._failed.clear()
         self._of_videos.clear()
         addresses: dict[bytes, str] = {}
         for index, key in enumerate(self.keys):
@@ -130,7 +127,7 @@ class EncodeCalls:
         """
         address = lost.encoder_address
         have_ended = await self.hear(address)
-        if address not in self._failed:
+        if address not in self.losses.excluded["encoder"]:
             self._may_readmit = have_ended and address in self._encoded.values()
             self.losses.add("encoder", address, ProcessLost(lost.message))
         # That encoder must be called again for all its images.
@@ -195,7 +192,6 @@ class EncodeCalls:
             self.report(outcome)
         else:
             self.losses.add("encoder", pod.address, outcome, image.param, image.kind)
-            self._failed.add(pod.address)
             self._give_up_video(run.image, pod.address)
             self.report(RetryableFailure(outcome, "encoder", pod.address))
 
