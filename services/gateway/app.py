@@ -90,7 +90,7 @@ def create_gateway(settings: GatewaySettings, bounds: Bounds = _BOUNDS) -> Gatew
     template = ChatTemplate.from_directory(spec.directory, tokenizer.added)
     metrics = GatewayMetrics()
     leases = _leases(settings, metrics)
-    kept, held_bytes = _kept(settings, max_held_bytes(bounds.memory_bytes or memory_limit_bytes()))
+    kept, held_bytes = _kept(settings, max_held_bytes(memory_limit_bytes()))
     admission = Admission(bounds.max_concurrent_requests, held_bytes, leases)
     encoders, decoders = _pools(settings, spec, metrics)
     web = WebMedia(allow_private=settings.allows_private_media)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Of one gateway. Beyond the last two a request is a 503, beyond the others a 400.
+    """Of one gateway. Beyond the last a request is a 503, beyond the others a 400.
 
     Attributes:
         max_images_per_request: in all its messages.
@@ -19,7 +19,6 @@ class Bounds:
         max_video_frames: that are sampled, of all videos of a request.
         max_video_seconds: of one file.
         max_concurrent_requests: at a time.
-        memory_bytes: of the process, which bounds what requests hold; 0: the pod's.
     """
 
     max_images_per_request: int = 32
@@ -30,4 +29,3 @@ class Bounds:
     max_video_frames: int = 768
     max_video_seconds: float = 3600.0
     max_concurrent_requests: int = 1024
-    memory_bytes: int = 0

@@ -7,13 +7,11 @@ with a bare line feed is refused: a proxy in front may read another request in i
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import cast
 
 import h11
 from h11._receivebuffer import ReceiveBuffer
-from uvicorn import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
-from uvicorn.server import ServerState
 
 HEAD_TIMEOUT_S = 10.0
 _TIMEOUT_RESPONSE = (
@@ -52,18 +50,9 @@ class GatewayProtocol(H11Protocol):
     _head_timer: asyncio.TimerHandle | None = None
     _checked: RequestResponseCycle | None = None
 
-    def __init__(
-        self,
-        config: Config,
-        server_state: ServerState,
-        app_state: dict[str, Any],
-        _loop: asyncio.AbstractEventLoop | None = None,
-    ) -> None:
-        super().__init__(config, server_state, app_state, _loop)
-        self.conn._receive_buffer = _StrictLines()  # pyright: ignore[reportPrivateUsage]
-
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.conn._receive_buffer = _StrictLines()  # pyright: ignore[reportPrivateUsage]
         self._expect_head()
 
     def data_received(self, data: bytes) -> None:
