@@ -91,9 +91,9 @@ class Clients:
     async def _ask(self) -> None:
         tokens = self._random.randint(self._load.tokens // 2, self._load.tokens)
         used = self._random.randint(tokens // 10, tokens)
-        with counting(self._leases, self._tenant) as usage:
-            start = time.monotonic()
-            await usage.charge(tokens, 1)
+        start = time.monotonic()
+        async with counting(self._leases, self._tenant) as usage:
+            await usage.charge(tokens, 1, 0)
             at = time.monotonic()
             try:
                 await asyncio.sleep(self._load.pause_s)

@@ -220,7 +220,7 @@ async def received(
         async with admission.until_ended():
             body = await read_body(scope, receive, hold, types)
         try:
-            with admission.slot(hold) as slot:
+            async with admission.slot(hold) as slot:
                 yield slot, body
         finally:
             free(body)
@@ -245,7 +245,6 @@ class View:
         async with received(self.admission, scope, receive, self.types) as (slot, body):
             try:
                 async with self.admission.until_ended():
-                    await slot.charge(0, 0, 0)
                     response = await self.answer(self.service, Request(scope, receive), slot, body)
             except TriptychError as error:
                 if error.param is not None:

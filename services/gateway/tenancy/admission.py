@@ -91,8 +91,8 @@ class Admission:
         finally:
             self.held_bytes -= own_bytes
 
-    @contextmanager
-    def slot(self, hold: Callable[[int], None]) -> Generator[Slot]:
+    @asynccontextmanager
+    async def slot(self, hold: Callable[[int], None]) -> AsyncGenerator[Slot]:
         """Takes a slot of the bound tenant for the duration of a `with`; `hold` is of `holding`.
 
         Raises:
@@ -101,15 +101,15 @@ class Admission:
         """
         tenant = bound_tenant()
         self._check_room(tenant)
-        with counting(self._leases, tenant) as usage:
-            self._running.take(tenant.name, 1)
-            self._idle.clear()
-            try:
+        self._running.take(tenant.name, 1)
+        self._idle.clear()
+        try:
+            async with counting(self._leases, tenant) as usage:
                 yield Slot(tenant, usage.charge, usage.correct, hold)
-            finally:
-                self._running.give_back(tenant.name, 1)
-                if not self.num_running:
-                    self._idle.set()
+        finally:
+            self._running.give_back(tenant.name, 1)
+            if not self.num_running:
+                self._idle.set()
 
     def _check_room(self, tenant: Tenant) -> None:
         if self._refuses:

@@ -154,16 +154,6 @@ class Leases:
         """What is left to a tenant, for its responses."""
         return self.quota(tenant).headers(self.division)
 
-    def check_early(self, quota: Quota) -> None:
-        """Raises RateLimited for a new request that has no chance."""
-        try:
-            quota.check_early(self.division)
-        except RateLimited:
-            if self.division is None:  # to hear soon of what others give back
-                self._activate(quota)
-                self._told.pop(quota.tenant, None)
-            raise
-
     async def charge(self, quota: Quota, take: Callable[[Amounts], None], amounts: Amounts) -> None:
         """Takes amounts of a quota, by `take`, as soon as they fit.
 
@@ -177,11 +167,6 @@ class Leases:
             await self._wait(_Waiter(quota, take, amounts))
             return
         take(amounts)
-        self._activate(quota)
-
-    def report(self, quota: Quota, amounts: Amounts) -> None:
-        """Counts amounts that nobody has checked."""
-        quota.take(amounts)
         self._activate(quota)
 
     def _activate(self, quota: Quota) -> None:

@@ -154,7 +154,6 @@ class Quota:
 
     Attributes:
         limits: by kind; None: none.
-        early: requests that have not been charged yet.
         leases: what this gateway may use, by kind. It may have used more: what was never checked,
             or before the lease shrank.
         others: what other gateways have leased, when this one heard last.
@@ -170,7 +169,6 @@ class Quota:
         self.requests, self.tokens, self.pixels = (Window(clock, window_s) for _ in range(3))
         self.meters = (self.requests, self.tokens, self.pixels, Count(), Count())
         self.limits: tuple[int | None, ...] = (None,) * len(KINDS)
-        self.early = 0
         self.leases = [0] * len(KINDS)
         self.others = [0] * len(KINDS)
         self.is_busy = self.is_short = False
@@ -213,20 +211,6 @@ class Quota:
                 continue
             return kind
         return None
-
-    def check_early(self, division: Division | None) -> None:
-        """Raises RateLimited if what gateways have leased leaves no room for a new request."""
-        waiting = self.early + 1
-        if division is not None:
-            self.check_divided((waiting, 1, 0, waiting, 0), division)
-            return
-        for kind, amount in ((RUNNING, waiting), (REQUESTS, waiting), (TOKENS, 1)):
-            limit = self.limits[kind]
-            if limit is None:
-                continue
-            room = max(self.leases[kind], limit - self.others[kind])
-            if self.meters[kind].used + amount > room:
-                raise self.refusal(kind, amount)
 
     def check_hold_off(self, kind: int, amount: int) -> None:
         """Raises RateLimited for what is as large as what has just been refused."""
@@ -298,12 +282,11 @@ class Quota:
             if (limit := self.limits[kind]) is None:
                 continue
             window = self.requests if kind == REQUESTS else self.tokens
-            used = window.used + (self.early if kind == REQUESTS else 0)
             if division is None:
-                left = limit - self.others[kind] - used
+                left = limit - self.others[kind] - window.used
             else:
                 limit = division.share(limit)
-                left = min(limit, self.bound(kind, division)) - used
+                left = min(limit, self.bound(kind, division)) - window.used
             found += [
                 (b"x-ratelimit-limit-" + name, b"%d" % limit),
                 (b"x-ratelimit-remaining-" + name, b"%d" % max(0, left)),

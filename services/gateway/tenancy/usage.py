@@ -1,18 +1,21 @@
 """What one request takes of its tenant's limits, from its arrival to its end.
 
-A request that would go over a limit is a 429 that says when to come back. Tokens are counted when
-the prompt is known: the prompt's, and as many as the completion may have. When the request ends,
-those that it did not use are given back.
+A request that would go over a limit is a 429 that says when to come back. It counts from its
+arrival; tokens are counted when the prompt is known: the prompt's, and as many as the completion
+may have. When the request ends, those that it did not use are given back.
 """
 
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from services.common.errors import InvalidRequest
 from services.gateway.tenancy.leases import Leases
 from services.gateway.tenancy.quota import RUNNING, SEQUENCES, Amounts, Entry, Quota
 from services.gateway.tenancy.tenants import Tenant
+
+# What has to fit when a request arrives, and what it takes: one that has no token is not read.
+_ROOM, _ONE = (1, 1, 0, 1, 0), (1, 0, 0, 1, 0)
 
 
 @dataclass(slots=True)
@@ -21,14 +24,14 @@ class Usage:
 
     quota: Quota
     leases: Leases
+    num_requests: int = 0
     num_sequences: int = 0
-    # Of each charge; None: tokens have no limit.
-    _tokens: list[Entry | None] = field(default_factory=list[Entry | None])
+    _tokens: list[Entry] = field(default_factory=list[Entry])  # of each prompt, if they are limited
 
-    async def charge(self, tokens: int = 0, num_choices: int = 0, num_pixels: int = 0) -> None:
-        """Counts the request, its sequences, the pixels of its images, and the tokens of its prompt
-        and of the completions that it may have; before anything is encoded. Called again for each
-        further prompt. Waits for other gateways' leases, `leases.WAIT_S` at most.
+    async def charge(self, tokens: int, num_choices: int, num_pixels: int) -> None:
+        """Counts a prompt's sequences, the pixels of its images, its tokens and those of the
+        completions that it may have; before anything is encoded. Waits for other gateways' leases,
+        `Times.wait` at most.
 
         Raises:
             RateLimited: they are too many for now.
@@ -38,47 +41,35 @@ class Usage:
         if most is not None and wanted > most:
             message = f"the tenant may have {most} sequences at a time, the request has {wanted}"
             raise InvalidRequest(message, param="n")
-        own = 0 if self._tokens else 1
-        amounts = (own, tokens, num_pixels, own, num_choices)
-        await self.leases.charge(self.quota, self._take, amounts)
+        amounts = (0, tokens, num_pixels, 0, num_choices)
+        await self.leases.charge(self.quota, self.take, amounts)
 
-    def _take(self, amounts: Amounts) -> None:
+    def take(self, amounts: Amounts) -> None:
         """Counts amounts that fit."""
-        if not self._tokens:
-            self.quota.early -= 1
-        self._tokens.append(self.quota.take(amounts))
+        if (entry := self.quota.take(amounts)) is not None:
+            self._tokens.append(entry)
+        self.num_requests += amounts[RUNNING]
         self.num_sequences += amounts[SEQUENCES]
 
     def correct(self, used_tokens: Sequence[int]) -> None:
         """Gives back what was not used: prompt and completion tokens, charge by charge."""
         for index, entry in enumerate(self._tokens):
-            if entry is not None:
-                used = used_tokens[index] if index < len(used_tokens) else 0
-                self.quota.tokens.correct(entry, used)
-
-    def end(self) -> None:
-        """Gives back what counts at a time. A request that failed before its charge counts, too."""
-        meters = self.quota.meters
-        if self._tokens:
-            meters[RUNNING].add(-1)
-            meters[SEQUENCES].add(-self.num_sequences)
-        else:
-            self.quota.early -= 1
-            self.leases.report(self.quota, (1, 0, 0, 0, 0))
+            used = used_tokens[index] if index < len(used_tokens) else 0
+            self.quota.tokens.correct(entry, used)
 
 
-@contextmanager
-def counting(leases: Leases, tenant: Tenant) -> Generator[Usage]:
-    """Counts one request for the duration of a `with`.
+@asynccontextmanager
+async def counting(leases: Leases, tenant: Tenant) -> AsyncGenerator[Usage]:
+    """Counts one request for the duration of a `with`; waits as `Usage.charge`.
 
     Raises:
-        RateLimited: the tenant has as many as it may have.
+        RateLimited: the tenant has as many as it may have, or has used all its tokens.
     """
     quota = leases.quota(tenant)
-    leases.check_early(quota)
-    quota.early += 1
     usage = Usage(quota, leases)
     try:
+        await leases.charge(quota, lambda _: usage.take(_ONE), _ROOM)
         yield usage
     finally:
-        usage.end()
+        quota.meters[RUNNING].add(-usage.num_requests)
+        quota.meters[SEQUENCES].add(-usage.num_sequences)

@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from contextlib import contextmanager
+from contextlib import asynccontextmanager
 
 import pytest
 
@@ -11,20 +11,26 @@ from services.gateway.tenancy.admission import _CONNECTION_BYTES, Admission
 from tests.gateway_fixtures import asking, image_url
 
 
-@contextmanager
-def slot_of(admission):
-    with admission.holding() as hold, admission.slot(hold) as slot:
-        yield slot
+@asynccontextmanager
+async def slot_of(admission):
+    with admission.holding() as hold:
+        async with admission.slot(hold) as slot:
+            yield slot
+
+
+async def take(admission):
+    async with slot_of(admission):
+        pass
 
 
 async def test_full_refuses_at_once_and_recovers():
     admission = Admission(2)
-    with slot_of(admission):
-        with slot_of(admission):
-            with pytest.raises(Overloaded) as refused, slot_of(admission):
-                pass
+    async with slot_of(admission):
+        async with slot_of(admission):
+            with pytest.raises(Overloaded) as refused:
+                await take(admission)
             assert refused.value.retry_after_s == 1
-        with slot_of(admission):
+        async with slot_of(admission):
             assert admission.num_running == 2
     assert admission.num_running == 0
 
@@ -32,21 +38,22 @@ async def test_full_refuses_at_once_and_recovers():
 async def test_slot_is_returned_after_an_error():
     admission = Admission(1)
     for _ in range(3):
-        with pytest.raises(ValueError, match="x"), slot_of(admission) as slot:
-            slot.hold(5)
-            raise ValueError("x")
+        with pytest.raises(ValueError, match="x"):
+            async with slot_of(admission) as slot:
+                slot.hold(5)
+                raise ValueError("x")
     assert admission.num_running == 0
     assert admission.held_bytes == 0
 
 
 async def test_bytes_are_bounded_over_all_requests():
     admission = Admission(10, max_held_bytes=2 * _CONNECTION_BYTES + 100)
-    with slot_of(admission) as first, slot_of(admission) as second:
+    async with slot_of(admission) as first, slot_of(admission) as second:
         first.hold(60)
         with pytest.raises(Overloaded):
             second.hold(41)
         second.hold(40)
-    with slot_of(admission) as third:
+    async with slot_of(admission) as third:
         third.hold(_CONNECTION_BYTES + 100)
 
 
@@ -55,15 +62,15 @@ async def test_drain_refuses_new_and_waits_for_running():
     entered, leave = asyncio.Event(), asyncio.Event()
 
     async def request():
-        with slot_of(admission):
+        async with slot_of(admission):
             entered.set()
             await leave.wait()
 
     task = asyncio.create_task(request())
     await entered.wait()
     assert not await admission.drain(0.01)
-    with pytest.raises(Overloaded), slot_of(admission):
-        pass
+    with pytest.raises(Overloaded):
+        await take(admission)
     leave.set()
     assert await admission.drain(5)
     await task

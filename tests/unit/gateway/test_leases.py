@@ -63,8 +63,8 @@ async def until(condition: Callable[[], bool]) -> None:
 
 async def use(leases: Leases, who: Tenant, tokens: int) -> None:
     """One request that uses all it asked for; raises RateLimited."""
-    with counting(leases, who) as usage:
-        await usage.charge(tokens, 1)
+    async with counting(leases, who) as usage:
+        await usage.charge(tokens, 1, 0)
         usage.correct([tokens])
 
 
@@ -178,15 +178,15 @@ async def test_limits_at_a_time_are_of_all_gateways(redis_server: RedisServer) -
         who = tenant(max_requests=4, max_sequences=6)
         async with AsyncExitStack() as running:
             for index in (0, 0, 1, 2):
-                usage = running.enter_context(counting(found[index], who))
-                await usage.charge(10, 1)
+                usage = await running.enter_async_context(counting(found[index], who))
+                await usage.charge(10, 1, 0)
             for index in range(3):
                 with pytest.raises(RateLimited, match="4 requests at a time"):
                     await use(found[index], who, 10)
         await until(lambda: not any(leases._active for leases in found))
         await asyncio.sleep(0.12)  # what was refused is held off
-        with counting(found[1], who) as usage:
-            await usage.charge(10, 6)
+        async with counting(found[1], who) as usage:
+            await usage.charge(10, 6, 0)
             with pytest.raises(RateLimited, match="6 sequences at a time"):
                 await use(found[2], who, 10)
 
@@ -194,17 +194,15 @@ async def test_limits_at_a_time_are_of_all_gateways(redis_server: RedisServer) -
 async def test_what_a_dead_gateway_ran_is_free_again(redis_server: RedisServer) -> None:
     who = tenant(max_requests=1)
     async with gateways(redis_server.url, 2) as (dead, alive):
-        with counting(dead, who) as usage:
-            await usage.charge()
+        async with counting(dead, who):
             assert dead._keeper is not None
             dead._keeper.cancel()  # it says nothing more
-            with pytest.raises(RateLimited), counting(alive, who) as other:
-                await other.charge()
+            with pytest.raises(RateLimited):
+                await use(alive, who, 1)
             start = time.monotonic()
             while True:
                 try:
-                    with counting(alive, who) as other:
-                        await other.charge()
+                    await use(alive, who, 1)
                     break
                 except RateLimited:
                     assert time.monotonic() - start < PATIENCE_S
@@ -236,7 +234,9 @@ async def test_requests_within_a_lease_ask_nobody_and_floods_little(
         assert num_questions(redis_server) - before < 200
 
 
-async def test_a_request_asks_once_at_most(redis_server: RedisServer) -> None:
+async def test_a_request_asks_as_it_arrives_and_for_its_prompt_at_most(
+    redis_server: RedisServer,
+) -> None:
     slow = Times(window=60.0, sync=PATIENCE_S, settle=0.0, alive=600.0, wait=PATIENCE_S)
     who = tenant(
         tokens_per_minute=1000, requests_per_minute=2, pixels_per_minute=100, max_requests=2,
@@ -244,9 +244,9 @@ async def test_a_request_asks_once_at_most(redis_server: RedisServer) -> None:
     )  # fmt: skip
     async with gateways(redis_server.url, 1, slow) as (leases,):
         before = num_questions(redis_server)
-        with counting(leases, who) as usage:
+        async with counting(leases, who) as usage:
             await usage.charge(100, 1, 50)
-        assert num_questions(redis_server) - before == 1
+        assert num_questions(redis_server) - before == 2
 
 
 async def test_requests_that_wait_together_ask_together(redis_server: RedisServer) -> None:
@@ -297,7 +297,7 @@ async def test_a_cancelled_request_takes_nothing(redis_server: RedisServer) -> N
         await asyncio.gather(asking, return_exceptions=True)
         quota = leases.quota(who)
         await asyncio.sleep(5 * TIMES.sync)
-        assert quota.meters[TOKENS].used == quota.meters[RUNNING].used == quota.early == 0
+        assert quota.meters[TOKENS].used == quota.meters[RUNNING].used == 0
         await use(leases, who, 900)
 
 
@@ -307,7 +307,7 @@ async def test_requests_that_fail_early_are_counted_at_all_gateways(
     async with gateways(redis_server.url, 2) as found:
         who = tenant(requests_per_minute=10)
         for _ in range(10):
-            with counting(found[0], who):
+            async with counting(found[0], who):
                 pass
         await until(lambda: sum(found[1]._of_others.get("t", ())) == 10)
         with pytest.raises(RateLimited, match="10 requests per minute"):

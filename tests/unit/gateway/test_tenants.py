@@ -5,6 +5,7 @@ import json
 import os
 import random
 import time
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,12 @@ def write(path: Path, *keys: dict[str, object], **tenants: dict[str, object]) ->
 
 def limited(**limits: object) -> Tenant:
     return Tenant("t", Limits(**limits), shares_caches=False)
+
+
+async def one(leases: Leases, tenant: Tenant) -> None:
+    """A request that asks for nothing."""
+    async with counting(leases, tenant):
+        pass
 
 
 class Clock:
@@ -132,8 +139,8 @@ async def test_tokens_per_minute_are_exact():
         clock.now += rng.expovariate(100.0)
         size = rng.randrange(100, 900)
         try:
-            with counting(leases, tenant) as usage:
-                await usage.charge(size + 100, 1)
+            async with counting(leases, tenant) as usage:
+                await usage.charge(size + 100, 1, 0)
                 usage.correct([size + 50])
         except RateLimited as refused:
             assert refused.retry_after_s and 0 < refused.retry_after_s <= 60
@@ -151,50 +158,58 @@ async def test_tokens_per_minute_are_exact():
     assert sum(size for _, size in admitted) >= 0.99 * 100_000 * int(minutes)
 
 
-def test_a_refused_request_succeeds_after_its_retry_after():
+async def test_a_refused_request_succeeds_after_its_retry_after():
     clock = Clock()
     leases, tenant = Leases(clock=clock), limited(requests_per_minute=2)
     for _ in range(2):
-        with counting(leases, tenant):
+        async with counting(leases, tenant):
             clock.now += 7
-    with pytest.raises(RateLimited) as refused, counting(leases, tenant):
-        pass
+    with pytest.raises(RateLimited) as refused:
+        await one(leases, tenant)
     assert refused.value.http_status == 429
     clock.now += refused.value.retry_after_s or 0
-    with counting(leases, tenant):
-        pass
+    await one(leases, tenant)
 
 
 async def test_limits_at_a_time():
     leases, tenant = Leases(), limited(max_requests=2, max_sequences=5)
-    with counting(leases, tenant) as first, counting(leases, tenant) as second:
-        with pytest.raises(RateLimited, match="2 requests at a time"), counting(leases, tenant):
-            pass
-        await first.charge(5, 4)
+    async with counting(leases, tenant) as first, counting(leases, tenant) as second:
+        with pytest.raises(RateLimited, match="2 requests at a time"):
+            await one(leases, tenant)
+        await first.charge(5, 4, 0)
         with pytest.raises(RateLimited, match="5 sequences at a time"):
-            await second.charge(3, 2)
-    with counting(leases, tenant) as third:
-        await third.charge(6, 5)
+            await second.charge(3, 2, 0)
+    async with counting(leases, tenant) as third:
+        await third.charge(6, 5, 0)
+
+
+async def test_a_tenant_without_tokens_is_refused_as_it_arrives():
+    leases, tenant = Leases(), limited(tokens_per_minute=100)
+    async with counting(leases, tenant) as usage:
+        await one(leases, tenant)  # which takes none
+        await usage.charge(100, 1, 0)
+        with pytest.raises(RateLimited, match="100 tokens per minute"):
+            await one(leases, tenant)
 
 
 @pytest.mark.parametrize("charges", [(6,), (3, 3)])
 async def test_more_sequences_than_a_tenant_may_ever_have_are_a_mistake(charges: tuple[int, ...]):
     """A 429 would have the client come back for ever."""
     leases, tenant = Leases(), limited(max_sequences=5)
-    with counting(leases, tenant) as usage:
+    async with counting(leases, tenant) as usage:
         for count in charges[:-1]:
-            await usage.charge(1, count)
+            await usage.charge(1, count, 0)
         with pytest.raises(InvalidRequest, match="5 sequences at a time, the request has 6"):
-            await usage.charge(1, charges[-1])
-    with counting(leases, tenant) as usage:  # nothing is left of it
-        await usage.charge(1, 5)
+            await usage.charge(1, charges[-1], 0)
+    async with counting(leases, tenant) as usage:  # nothing is left of it
+        await usage.charge(1, 5, 0)
 
 
 async def test_headers_say_what_is_left():
     clock = Clock()
     leases, tenant = Leases(clock=clock), limited(requests_per_minute=10, tokens_per_minute=1000)
-    with counting(leases, tenant) as usage:
-        await usage.charge(400, 1)
+    async with counting(leases, tenant) as usage:
+        await usage.charge(400, 1, 0)
     clock.now += 20
     found = dict(leases.headers(tenant))
     assert found[b"x-ratelimit-remaining-requests"] == b"9"
@@ -209,11 +224,12 @@ async def test_one_tenant_cannot_take_all_slots():
         Identity(Tenant(name, Limits(), shares_caches=False)) for name in ("flood", "other")
     )
     bind_identity(flood)
-    held = [slot_of(admission) for _ in range(6)]
-    for slot in held:
-        slot.__enter__()
-    with pytest.raises(Overloaded), slot_of(admission):
-        pass
-    bind_identity(other)
-    with slot_of(admission), slot_of(admission):
+    async with AsyncExitStack() as held:
+        for _ in range(6):
+            await held.enter_async_context(slot_of(admission))
+        with pytest.raises(Overloaded):
+            await held.enter_async_context(slot_of(admission))
+        bind_identity(other)
+        await held.enter_async_context(slot_of(admission))
+        await held.enter_async_context(slot_of(admission))
         assert admission.num_running == 8
