@@ -212,9 +212,9 @@ def _pools(
     addresses = settings.encoders if spec.vision is not None else ()
     encoders = EncoderPool(addresses, served, dialling)
     decoders = DecoderPool(settings.decoders, served, dialling)
-    metrics.healthy_pods.labels("decoder").set_function(decoders.num_healthy)
+    metrics.healthy_pods.labels("decoder").set_function(lambda: len(decoders.healthy()))
     if spec.vision is not None:
-        metrics.healthy_pods.labels("encoder").set_function(encoders.num_healthy)
+        metrics.healthy_pods.labels("encoder").set_function(lambda: len(encoders.healthy()))
     name = settings.served_model_name or spec.name
     metrics.registry.register(PickerGauges(name, decoders.loads))
     return encoders, decoders

@@ -40,7 +40,7 @@ def test_all_decoders_empty_their_caches(pair):
     assert [decoder.num_resets for decoder in pair.decoders] == [1, 1]
     for decoder in pair.decoders:
         pair.thread.run(decoder.stop())
-    pair.wait(lambda: not pair.gateway.service.decoders.num_healthy())
+    pair.wait(lambda: not pair.gateway.service.decoders.healthy())
     response = ask(pair, "/reset_prefix_cache", "POST")
     assert response.status_code == 503 and response.headers["retry-after"]
 

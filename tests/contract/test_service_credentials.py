@@ -341,7 +341,7 @@ async def test_a_gateway_gives_no_work_to_a_pod_it_does_not_know(
     pool = kind_of_pool(addresses, ServedModel(), dialling)
     await pool.start()
     try:
-        await until(lambda: pool.num_healthy() == 1 and len(refused) >= 2)
+        await until(lambda: len(pool.healthy()) == 1 and len(refused) >= 2)
         assert [pod.address for pod in pool.healthy()] == addresses[:1]
         assert set(refused) == {"certificate" if kind == "foreign authority" else "token"}
         assert sum("gets no calls" in r.getMessage() for r in caplog.records) == 1

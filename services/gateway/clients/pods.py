@@ -279,9 +279,6 @@ class Pool(Generic[PodT]):
         """The pods that serve another model, and how it differs."""
         return {pod.address: pod.misfit for pod in self.serving() if pod.misfit}
 
-    def num_healthy(self) -> int:
-        return len(self.healthy())
-
     async def _watch_names(self) -> None:
         while True:
             await self._update()

@@ -500,7 +500,7 @@ def test_a_decoder_of_less_memory_fits_again_after_it_was_away(pair, restart_as)
     answer(pair.chat())
     try:
         pair.thread.run(first.stop())
-        pair.wait(lambda: pool.num_healthy() == 1)
+        pair.wait(lambda: len(pool.healthy()) == 1)
         answer(pair.chat())  # by the decoder with the longer context, alone
         pair.thread.run(first.start(first.address))
         pair.wait(lambda: len(pool.serving()) == 2)
