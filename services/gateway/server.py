@@ -78,9 +78,9 @@ class GatewayServer(uvicorn.Server):
                 _listen(self._settings.host, self._shared_port, shared=True),
             ]
         await super().startup(sockets)
-        for each in (each for server in self.servers for each in server.sockets):
-            # Connections inherit it.
-            each.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNREAD_S * 1000)
+        for server in self.servers:
+            for each in server.sockets:  # connections inherit it
+                each.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNREAD_S * 1000)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self._loop is None or self._grace_over.is_set():
