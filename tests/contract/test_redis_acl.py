@@ -75,7 +75,7 @@ async def test_the_gateway_may_count_and_nothing_else(tmp_path: Path) -> None:
     users.write_text("".join(f"user {u} on nopass {r}\n" for u, r in rules.items()))
     with RedisServer("--aclfile", str(users)) as server:
         url = server.url_of("gateway")
-        store = LeaseStore(url, "here", 60.0)
+        store = LeaseStore(url, "here", 60.0, 5.0)
         asked = Asked("t", (10, -1, -1, -1, -1), (0,) * 5, (4, 0, 0, 0, 0))
         for _ in range(2):
             answer = await store.ask([asked], all_tenants=True)
@@ -194,7 +194,7 @@ async def test_gateways_read_their_password_at_each_connection_too(tmp_path: Pat
     asked = Asked("t", (10, -1, -1, -1, -1), (0,) * 5, (4, 0, 0, 0, 0))
     with RedisServer() as server, server.client() as client:
         url = f"redis://gateway@127.0.0.1:{server.port}"
-        store = LeaseStore(url, "here", 60.0, password_file=path)
+        store = LeaseStore(url, "here", 60.0, 5.0, path)
         try:
             for password in ("one", "another"):
                 client.acl_setuser(

@@ -88,7 +88,7 @@ async def test_gateways_count_limits_over_tls(tmp_path: Path) -> None:
         )
         for authority in (directory, foreign):
             url = f"rediss://gateway@localhost:{server.port}?ssl_ca_certs={authority / 'ca.crt'}"
-            store = LeaseStore(url, "here", 60.0, password_file=tmp_path / "password")
+            store = LeaseStore(url, "here", 60.0, 5.0, tmp_path / "password")
             if authority == directory:
                 assert (await store.ask([asked])).rows[0][0] == [4, 0, 0, 0, 0]
             else:

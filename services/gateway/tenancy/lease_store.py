@@ -22,13 +22,11 @@ from services.gateway.redis_script import RedisScript
 from services.gateway.tenancy.quota import KINDS, PIXELS
 
 KEY = "triptych:limits"
-# A gateway that has not been seen for so long holds nothing at a time and is not counted.
-ALIVE_S = 5.0
 _KINDS, _IN_WINDOW = len(KINDS), PIXELS + 1
 _CONNECT_TIMEOUT_S = 1.0
 
 # KEYS: the hash. ARGV: this gateway; whether all tenants' leases are asked for; the window in ms;
-# `ALIVE_S` in ms; then for each tenant its name, and in one text 16 numbers: its limits (-1: none),
+# `alive_s` in ms; then for each tenant its name, and in one text 16 numbers: its limits (-1: none),
 # what is held, what is wanted, and whether it is short.
 # Answer: gateways alive; age of the hash in ms; for each tenant what may be used, then what others
 # hold; the hash, if all is asked for. Numbers are below 2^53. A field of the hash has what is held,
@@ -146,7 +144,7 @@ class LeaseStore:
     Args:
         url: `redis://`, `rediss://` or `unix://`.
         gateway: a name that no other gateway has.
-        alive_s: as `ALIVE_S`.
+        alive_s: as `leases.Times.alive`.
         password_file: password of the URL's user, read at each connection; None: the URL's.
     """
 
@@ -155,7 +153,7 @@ class LeaseStore:
         url: str,
         gateway: str,
         window_s: float,
-        alive_s: float = ALIVE_S,
+        alive_s: float,
         password_file: Path | None = None,
     ) -> None:
         self._gateway = gateway

@@ -21,11 +21,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from services.common.errors import RateLimited
-from services.gateway.tenancy.lease_store import ALIVE_S, Answer, Asked, LeaseStore
+from services.gateway.tenancy.lease_store import Answer, Asked, LeaseStore
 from services.gateway.tenancy.quota import (
     KINDS,
     NOTHING,
-    WINDOW_S,
     Amounts,
     Clock,
     Division,
@@ -51,14 +50,14 @@ class Times:
         window: how long requests count.
         sync: between two reports, if no request waits.
         settle: after Redis is back, until leases change. All gateways have found it by then.
-        alive: as `lease_store.ALIVE_S`.
+        alive: after which a gateway that is not seen holds nothing at a time and is not counted.
         wait: what a request may wait for its lease.
     """
 
-    window: float = WINDOW_S
+    window: float = 60.0
     sync: float = 0.25
     settle: float = 3.0
-    alive: float = ALIVE_S
+    alive: float = 5.0
     wait: float = 0.05
 
 
@@ -141,13 +140,13 @@ class Leases:
 
     def quota(self, tenant: Tenant) -> Quota:
         """A tenant's; made at its first request. Limits may have changed since."""
-        if (quota := self._quotas.get(tenant.name)) is None:
-            quota = self._quotas[tenant.name] = Quota(tenant.name, self._clock, self._times.window)
-            quota.limits = tenant.limits.of_kinds
-            quota.others = list(self._of_others.get(tenant.name, NOTHING))
+        name, limits = tenant.name, tenant.limits.of_kinds
+        if (quota := self._quotas.get(name)) is None:
+            quota = self._quotas[name] = Quota(name, limits, self._clock, self._times.window)
+            quota.others = list(self._of_others.get(name, NOTHING))
             if self.division is not None:
                 quota.divide(self.division)
-        quota.limits = tenant.limits.of_kinds
+        quota.limits = limits
         return quota
 
     def headers(self, tenant: Tenant) -> list[tuple[bytes, bytes]]:

@@ -7,7 +7,6 @@ this file only counts.
 """
 
 import math
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,7 +15,6 @@ from msgspec import Struct
 
 from services.common.errors import RateLimited
 
-WINDOW_S = 60.0
 Clock = Callable[[], float]
 
 # What is counted, as indices of `Amounts`: the first three in any 60 seconds, the others at a time.
@@ -161,14 +159,14 @@ class Quota:
     """
 
     def __init__(
-        self, tenant: str, clock: Clock = time.monotonic, window_s: float = WINDOW_S
+        self, tenant: str, limits: tuple[int | None, ...], clock: Clock, window_s: float
     ) -> None:
         self.tenant = tenant
+        self.limits = limits
         self._clock = clock
         self._window_s = window_s
         self.requests, self.tokens, self.pixels = (Window(clock, window_s) for _ in range(3))
         self.meters = (self.requests, self.tokens, self.pixels, Count(), Count())
-        self.limits: tuple[int | None, ...] = (None,) * len(KINDS)
         self.leases = [0] * len(KINDS)
         self.others = [0] * len(KINDS)
         self.is_busy = self.is_short = False
