@@ -31,7 +31,7 @@ _MAX_URL_LENGTH = 8192
 _MAX_REDIRECTS = 3
 _MAX_ADDRESSES, _DIAL_S = 4, 10.0  # of a host, that are tried, and for how long together
 _MAX_CONNECTIONS = 64
-_MAX_HEAD_BYTES, _PIECE_BYTES = 100 << 10, 64 << 10
+_MAX_HEAD_BYTES, _PIECE_BYTES = 100 << 10, 256 << 10
 _MAX_FETCHES_PER_HOST, _MAX_FETCHES_PER_TENANT = 8, 16
 # A body has this long to begin to arrive at the least rate, in bytes a second.
 _BODY_START_S, _MIN_BODY_RATE = 3.0, 32 << 10
