@@ -260,6 +260,21 @@ def test_a_whole_answer_keeps_its_slot_and_its_bytes_until_it_is_read(stack):
     assert len(json.loads(body)["choices"]) == 8
 
 
+def test_a_kept_answer_keeps_its_slot_and_its_bytes_until_it_is_read(stack, monkeypatch):
+    monkeypatch.setattr(stack.gateway.service.tokenizer, "token_bytes", lambda token: b"x" * 10_000)
+    stack.decoder.reply, stack.decoder.tokens_per_event = [40] * 1000, 100
+    with stack.client() as client:
+        kept = client.post("/v1/responses", json={"model": MODEL, "input": "hello"}).json()["id"]
+    admission = stack.gateway.admission
+    stack.wait(lambda: not admission.held_bytes)
+    with socket.create_connection(("127.0.0.1", stack.port), timeout=PATIENCE_S) as connection:
+        connection.sendall(f"GET /v1/responses/{kept} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
+        assert connection.recv(15) == b"HTTP/1.1 200 OK"
+        assert admission.num_running == 1
+        assert admission.held_bytes > 10_000 * 1000
+    stack.wait(lambda: not (admission.num_running or admission.held_bytes))
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_connection_ends_whose_client_never_reads(loop_thread, tmp_path, monkeypatch, stream):
     monkeypatch.setattr(server, "_UNREAD_S", 3)

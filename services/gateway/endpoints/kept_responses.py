@@ -18,12 +18,14 @@ from starlette.responses import Response
 from services.common.errors import InvalidRequest, NotFound
 from services.gateway.chat import ChatService
 from services.gateway.forms import responses_api as api
+from services.gateway.forms.json_body import Body
 from services.gateway.forms.openai import MAX_MESSAGES
 from services.gateway.forms.responses import encode_json
 from services.gateway.forms.video import InputVideoPart
 from services.gateway.http.exchange import JsonResponse
 from services.gateway.kept import Kept
 from services.gateway.media.images import kept_name
+from services.gateway.slot import Slot
 from services.gateway.tenancy.tenants import bound_tenant
 
 # Of the turns before one, without images.
@@ -114,12 +116,13 @@ class KeptResponses:
         turn = _Turn(items, Raw(encode_json(response)), request.previous_response_id)
         response.store = await self._kept.put(tenant, _name(response.id), encode_json(turn))
 
-    async def retrieve(self, request: Request) -> Response:
+    async def retrieve(self, _: ChatService, request: Request, slot: Slot, __: Body) -> Response:
         """GET: the answer again."""
         if request.query_params.get("stream") == "true":
             raise InvalidRequest("a response that is kept is not streamed", param="stream")
-        turn, _ = await self._turn(bound_tenant().name, request.path_params["name"])
-        return Response(bytes(turn.response), media_type="application/json")
+        turn, size = await self._turn(slot.tenant.name, request.path_params["name"])
+        slot.hold(2 * size)
+        return JsonResponse(turn.response)
 
     async def delete(self, request: Request) -> Response:
         """DELETE: the turn is forgotten, so what followed it cannot be continued."""

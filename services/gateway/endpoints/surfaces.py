@@ -62,7 +62,7 @@ def create_surfaces(
         Route("/tokenize", view(tokenize), methods=["POST"]),
         Route("/detokenize", view(detokenize), methods=["POST"]),
         Route("/tokenizer_info", partial(tokenizer_info, service, model_directory)),
-        Route("/v1/responses/{name}", answers.retrieve),
+        Route("/v1/responses/{name}", view(answers.retrieve), methods=["GET"]),
         Route("/v1/responses/{name}", answers.delete, methods=["DELETE"]),
         Route("/v1/responses/{name}/cancel", answers.cancel, methods=["POST"]),
         Route("/v1/media", view(upload, UPLOAD_TYPES), methods=["POST"]),
