@@ -234,22 +234,25 @@ def read_index(container: InputContainer, stream: VideoStream) -> Index:
     keys: list[_Frame] = []  # with which decoding may start, whether they are shown or not
     digests: list[bytes] = []
     by_order = container.format.name == "avi"
-    first_pts, end = None, 0
+    first_pts = latest = end = 0
     for number, packet in enumerate(packets_of(container, stream)):
         pts = packet.dts if packet.pts is None else packet.pts
         by_order = by_order or packet.pts is None
         pts = number if pts is None else pts
-        _digest_packet(hasher, packet, pts if first_pts is None else pts - first_pts)
+        _digest_packet(hasher, packet, pts - first_pts)
         digests.append(hasher.digest(FRAME_DIGEST_BYTES))
-        if first_pts is None and packet.is_keyframe:
-            first_pts = pts
-        if first_pts is None:
-            continue
-        if not keys or (packet.is_keyframe and codec.name in _INDEPENDENT):
+        # An APNG's first frame, which may say that it is blended over nothing, is a keyframe, too.
+        is_key = packet.is_keyframe or codec.name == "apng"
+        if is_key and (not keys or codec.name in _INDEPENDENT):
+            if not keys:
+                first_pts = latest = pts
             keys.append(_Frame(pts, number))
         # An edit list cuts a video anywhere: what its frames need is there, but not shown.
-        if packet.is_discard or _is_hidden(packet, codec.name):
+        if not keys or packet.is_discard or _is_hidden(packet, codec.name):
             continue
+        # Files that were joined start their clocks anew.
+        by_order = by_order or (packet.is_keyframe and pts < latest)
+        latest = max(latest, pts)
         if pts >= first_pts or by_order:
             shown.append(_Frame(pts, number))
             end = max(end, pts + max(packet.duration or 0, 0))

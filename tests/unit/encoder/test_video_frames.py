@@ -1,5 +1,6 @@
 """Frames of videos by index: which there are, and that they are those which PyAV decodes."""
 
+import io
 import struct
 import subprocess
 import sys
@@ -8,6 +9,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from services.common.errors import InvalidVideo
 from services.common.images.image_key import FRAME_DIGEST_BYTES
@@ -15,7 +17,19 @@ from services.encoder.clips.container import to_rgb, upright_size
 from services.encoder.clips.frames import Frames, probe
 from services.encoder.clips.questions import Facts
 from tests.noise import PATIENCE_S
-from tests.videos import KINDS, av1, box, cut, decoded, index_first, make, patched, segments, sound
+from tests.videos import (
+    KINDS,
+    av1,
+    box,
+    cut,
+    decoded,
+    index_first,
+    make,
+    patched,
+    picture,
+    segments,
+    sound,
+)
 
 
 def pixels(frames: Frames, index: int) -> np.ndarray:
@@ -131,6 +145,29 @@ def test_alpha_is_composited_on_white() -> None:
     assert data[at + 12 : at + 14] == b"\x08\x06"
     with closing(Frames(memoryview(data))) as frames:  # opaque
         assert np.array_equal(pixels(frames, 1), decoded(data)[1])
+
+
+def test_an_apng_whose_first_frame_is_blended_over_nothing() -> None:
+    """It has no keyframe."""
+    pictures = [Image.fromarray(picture(index, (48, 64))).convert("RGBA") for index in range(4)]
+    file = io.BytesIO()
+    pictures[0].save(file, "PNG", save_all=True, append_images=pictures[1:], blend=1)
+    facts = facts_of(file.getvalue())
+    assert facts.num_frames == 4
+    with closing(Frames(memoryview(file.getvalue()))) as frames:
+        assert np.array_equal(pixels(frames, 3), picture(3, (48, 64)))
+
+
+@pytest.mark.parametrize("kind", ["transport stream", "program stream", "webm"])
+def test_files_that_were_joined_are_shown_one_after_the_other(kind: str) -> None:
+    """Each starts its clock anew."""
+    data = make(kind, rate=25) + make(kind, rate=25, frames=30)
+    shown, facts = decoded(data), facts_of(data)
+    assert (facts.num_frames, facts.rate) == (54, 25.0)
+    assert facts.duration_s == pytest.approx(54 / 25, abs=0.02)
+    with closing(Frames(memoryview(data))) as frames:
+        for index in (0, 1, 23, 24, 25, 53, 3):
+            assert np.array_equal(pixels(frames, index), shown[index])
 
 
 def test_times_vary_and_the_average_rate_is_that_of_the_frames() -> None:
