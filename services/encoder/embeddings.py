@@ -50,8 +50,12 @@ class Encoded:
 class SharedTier(Protocol):
     """`RedisTier`, as far as it is used here. Never raises."""
 
-    async def find(self, key: bytes, spec: EmbeddingSpec, *, need_bytes: bool) -> bool:
-        """Whether it has an embedding, and memory, too, if its bytes are needed."""
+    async def has(self, key: bytes, spec: EmbeddingSpec) -> bool:
+        """Whether it has an embedding."""
+        ...
+
+    async def read(self, entry: ArenaEntry) -> bool:
+        """Whether it has an entry's embedding, whose bytes it writes there."""
         ...
 
     def put(self, entry: ArenaEntry) -> None:
@@ -292,42 +296,47 @@ class Embeddings:
 
     async def _run(self, encode: _Encode) -> Encoded:
         start = time.monotonic()  # the event loop's clock has a resolution of 1 ms
-        found = self._redis is not None and await self._redis.find(
-            encode.key, encode.spec, need_bytes=encode.need_bytes
-        )
+        redis, times = self._redis, NO_TIMES
+        if redis is not None and not encode.need_bytes and await redis.has(encode.key, encode.spec):
+            return Encoded(Origin.REDIS, time.monotonic() - start)
         lookup_s = time.monotonic() - start
-        if found:
-            return Encoded(Origin.REDIS, lookup_s)
-        entry, times = await self._compute(encode)
-        self._s_per_patch = (time.monotonic() - start) / encode.num_queued_patches
+        entry = await self._memory.reserve(encode.key, encode.spec)
         try:
-            if self._redis is not None:
-                self._redis.put(entry)
+            if not entry.committed:
+                self._memory.begin(entry)
+                encode.entry.set_result(entry)  # for readers, before it can be evicted
+                if redis is not None and encode.need_bytes and await self._read(redis, entry):
+                    return Encoded(Origin.REDIS, time.monotonic() - start)
+                times = await self._compute(encode.job, entry)
+                self._s_per_patch = (time.monotonic() - start) / encode.num_queued_patches
+            if redis is not None:
+                redis.put(entry)
         finally:
             self._memory.arena.release(entry)
         self._metrics.observe_stage("lookup", lookup_s)
         return Encoded(Origin.COMPUTED, lookup_s, times)
 
-    async def _compute(self, encode: _Encode) -> tuple[ArenaEntry, StageTimes]:
-        """Runs the engine; the caller releases the entry, which cannot be evicted until then."""
-        job = encode.job
-        entry = await self._memory.reserve(encode.key, encode.spec)
+    async def _read(self, redis: SharedTier, entry: ArenaEntry) -> bool:
+        """Whether Redis has the embedding, which is complete then."""
         try:
-            if entry.committed:
-                return entry, NO_TIMES
-            self._memory.begin(entry)
-            self._memory.arena.acquire(entry)  # for the engine, even if no caller waits any more
-            self._engine.place(job, entry.offset, lambda feature: self._feature(entry, feature))
-            job.done.add_done_callback(lambda done: self._written(entry, job.rank, done))
-            encode.entry.set_result(entry)
-            times = await asyncio.shield(job.done)
+            found = await redis.read(entry)
         except BaseException:
-            self._memory.arena.release(entry)
+            self._memory.abort(entry)
             raise
+        if found:
+            self._memory.commit(entry)
+        return found
+
+    async def _compute(self, job: EngineJob, entry: ArenaEntry) -> StageTimes:
+        """Runs the engine."""
+        self._memory.arena.acquire(entry)  # for the engine, even if no caller waits any more
+        self._engine.place(job, entry.offset, lambda feature: self._feature(entry, feature))
+        job.done.add_done_callback(lambda done: self._written(entry, job.rank, done))
+        times = await asyncio.shield(job.done)
         self._metrics.observe_stage("queue", times.queue_s)
         self._metrics.observe_stage("preprocess", times.preprocess_s)
         self._metrics.observe_stage("forward", times.forward_s)
-        return entry, times
+        return times
 
     def _feature(self, entry: ArenaEntry, feature: int) -> None:
         """The engine has written one feature; the others follow."""

@@ -1,7 +1,7 @@
 """The embeddings in this pod's arena: reserving, writing, reading while written, digests.
 
-`Embeddings` and `RedisTier` write here, the servicer reads through `Reading`. No room in time is
-`Overloaded`.
+`Embeddings` and `BroughtEmbeddings` write here, the servicer reads through `Reading`. No room in
+time is `Overloaded`.
 
 An embedding is written by the engine feature by feature. Readers may have each range as soon as it
 is written; threads digest it meanwhile; `commit` says that all of it is good.
@@ -109,16 +109,13 @@ class MemoryTier:
         partial.changed = asyncio.get_running_loop().create_future()
 
     def commit(self, entry: ArenaEntry) -> None:
-        """Marks the bytes complete. If the digest is not known, threads compute it from the ranges
-        that they have not seen yet.
-        """
-        if not entry.digest:
-            partial = self._partials[entry]
-            partial.digested = asyncio.get_running_loop().create_future()
-            for gap in _gaps(partial.ranges, entry.spec.size_bytes):
-                self._digest_range(entry, partial, gap, num_threads())  # a reader waits for it
-            partial.changed.set_result(None)
-            self._finish_if_digested(entry, partial)
+        """Marks the bytes complete. Threads digest the ranges that they have not seen yet."""
+        partial = self._partials[entry]
+        partial.digested = asyncio.get_running_loop().create_future()
+        for gap in _gaps(partial.ranges, entry.spec.size_bytes):
+            self._digest_range(entry, partial, gap, num_threads())  # a reader waits for it
+        partial.changed.set_result(None)
+        self._finish_if_digested(entry, partial)
         self.arena.commit(entry)
 
     def abort(self, entry: ArenaEntry) -> None:

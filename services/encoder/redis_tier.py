@@ -36,21 +36,14 @@ class RedisTier:
         self._writers = asyncio.Semaphore(_WRITERS)
         self._writes: set[asyncio.Task[bool]] = set()
 
-    async def find(self, key: bytes, spec: EmbeddingSpec, *, need_bytes: bool) -> bool:
-        """Whether an embedding is there; if its bytes are needed, it is in memory then, too."""
-        if not need_bytes:
-            return await self._cache.has(key, spec)
-        entry = await self._memory.reserve(key, spec)
-        try:
-            if not entry.committed:
-                digest = await self._cache.read(key, spec, self._memory.arena.view(entry))
-                if digest is None:
-                    return False
-                entry.digest = digest
-                self._memory.commit(entry)
-            return True
-        finally:
-            self._memory.arena.release(entry)
+    async def has(self, key: bytes, spec: EmbeddingSpec) -> bool:
+        """Whether an embedding is there."""
+        return await self._cache.has(key, spec)
+
+    async def read(self, entry: ArenaEntry) -> bool:
+        """Whether an embedding is there, and then in memory, too."""
+        view = self._memory.arena.view(entry)
+        return await self._cache.read(entry.key, entry.spec, view) is not None
 
     def put(self, entry: ArenaEntry) -> None:
         """Queues an entry for writing. If the queue is full, or Redis away, it is dropped."""

@@ -539,6 +539,25 @@ async def test_a_corrupt_entry_costs_one_encode(redis_server: RedisServer) -> No
         assert pod.cache is not None and pod.cache.counters["corrupt"] == 1
 
 
+async def test_what_is_read_from_redis_is_there_for_its_reader(redis_server: RedisServer) -> None:  # noqa: F811
+    """Though others wait for its room: it was evicted before, and read again and again."""
+    async with run_pod(redis_server.url, arena_bytes=8 << 10) as pod:  # room for one
+        claims = pod.memory.arena._claims
+        await pod.encode(b"evicted")
+        await pod.flush_writes()
+        pod.engine.gate.clear()
+        in_work = asyncio.ensure_future(pod.encode(b"in work"))
+        await until(lambda: len(pod.engine.jobs) == 2)
+        fetching = asyncio.ensure_future(pod.fetch(b"evicted"))
+        await until(lambda: len(claims) == 1)
+        waiting = asyncio.ensure_future(pod.encode(b"waiting"))
+        await until(lambda: len(claims) == 2)
+        pod.engine.gate.set()
+        assert await fetching == pod.expected(b"evicted")
+        await asyncio.gather(in_work, waiting)
+        assert pod.cache is not None and pod.cache.counters["hits"] == 1
+
+
 async def test_an_entry_of_another_shape_is_refused(redis_server: RedisServer) -> None:  # noqa: F811
     async with run_pod(redis_server.url) as pod:
         assert pod.cache is not None
