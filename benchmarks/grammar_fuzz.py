@@ -32,9 +32,8 @@ from services.common.families import read_spec
 from services.common.grammar.grammar_bounds import check_grammar
 from services.decoder.masks.compile_worker import Compiler
 from services.decoder.masks.compiler import Vocabulary
-from services.decoder.masks.grammar import Demands, Grammar
+from services.decoder.masks.grammar import Demands, Grammar, GrammarSource
 from services.decoder.masks.grammars import Grammars
-from services.decoder.masks.messages import Compile
 
 _MODEL = Path(__file__).parents[1] / "demo" / "model"
 _PR_SET_PDEATHSIG = 1
@@ -46,18 +45,18 @@ _FORMATS = ("date", "uuid", "ipv4", "email", "nonsense")
 Json = Any
 
 
-def case(number: int) -> Compile:
+def case(number: int) -> GrammarSource:
     """The grammar of a number."""
     rng = random.Random(number)
     make = rng.choice((_chain, _chain, _wide, _tree, _tree, _lark, _gbnf, _regex, _choice, _noise))
     return make(rng)
 
 
-def _schema(root: Json) -> Compile:
-    return Compile("json_schema", json.dumps(root))
+def _schema(root: Json) -> GrammarSource:
+    return GrammarSource("json_schema", json.dumps(root))
 
 
-def _chain(rng: random.Random) -> Compile:
+def _chain(rng: random.Random) -> GrammarSource:
     """Definitions that refer to the next one, or back."""
     count, form = rng.choice(_SIZES), rng.randrange(6)
     end = rng.choice((count, rng.randrange(count), 0))  # where the last one leads: on, or around
@@ -74,7 +73,7 @@ def _chain(rng: random.Random) -> Compile:
     return _schema({"$defs": defs, "$ref": "#/$defs/d0"})
 
 
-def _wide(rng: random.Random) -> Compile:
+def _wide(rng: random.Random) -> GrammarSource:
     count = rng.choice(_SIZES)
     kind = rng.randrange(4)
     if kind == 0:
@@ -88,7 +87,7 @@ def _wide(rng: random.Random) -> Compile:
     return _schema({"anyOf": [{"type": "string", "maxLength": n} for n in range(count)]})
 
 
-def _tree(rng: random.Random, levels: int = 7) -> Compile:
+def _tree(rng: random.Random, levels: int = 7) -> GrammarSource:
     """Any keywords, any depth."""
 
     def node(left: int) -> Json:
@@ -143,17 +142,17 @@ def _expression(rng: random.Random, levels: int) -> str:
     return inner + _expression(rng, levels - 1)
 
 
-def _regex(rng: random.Random) -> Compile:
+def _regex(rng: random.Random) -> GrammarSource:
     text = _expression(rng, rng.randrange(1, 9)) * rng.choice((1, 1, 1, 20, 2000))
-    return Compile("regex", text[:300_000])
+    return GrammarSource("regex", text[:300_000])
 
 
-def _choice(rng: random.Random) -> Compile:
+def _choice(rng: random.Random) -> GrammarSource:
     words = [rng.randbytes(rng.randrange(20)).hex() for _ in range(rng.choice(_SIZES))]
-    return Compile("choice", json.dumps(words))
+    return GrammarSource("choice", json.dumps(words))
 
 
-def _rules(rng: random.Random, first: str, assign: str, terminal: str) -> Compile:
+def _rules(rng: random.Random, first: str, assign: str, terminal: str) -> GrammarSource:
     count, order = rng.choice(_SIZES), rng.randrange(3)
 
     def body(number: int) -> str:
@@ -162,22 +161,24 @@ def _rules(rng: random.Random, first: str, assign: str, terminal: str) -> Compil
         return f"r{to}{more}" if order < 2 else f'"a" r{min(to, number + 1)}{more}'
 
     lines = [f"{first}{assign} r0", *(f"r{n}{assign} {body(n)}" for n in range(count))]
-    return Compile("grammar", "\n".join([*lines, f"r{count}{assign} {terminal}"]))
+    return GrammarSource("grammar", "\n".join([*lines, f"r{count}{assign} {terminal}"]))
 
 
-def _lark(rng: random.Random) -> Compile:
+def _lark(rng: random.Random) -> GrammarSource:
     if rng.random() < 0.3:  # terminals
         low = rng.choice((1, 2, 3, 50))
-        return Compile("grammar", f'start: R{{{low},{low + 1}}}\nR: "z" "z"{rng.choice("*+?")}\n')
+        return GrammarSource(
+            "grammar", f'start: R{{{low},{low + 1}}}\nR: "z" "z"{rng.choice("*+?")}\n'
+        )
     terminal = rng.choice(('"a"', f"/{_expression(rng, 3)}/".replace("//", "/x/"), "<[5]>"))
     return _rules(rng, "start", ":", terminal)
 
 
-def _gbnf(rng: random.Random) -> Compile:
+def _gbnf(rng: random.Random) -> GrammarSource:
     return _rules(rng, "root", " ::=", rng.choice(('"a"', "[a-z]+", "[^x]{3}")))
 
 
-def _noise(rng: random.Random) -> Compile:
+def _noise(rng: random.Random) -> GrammarSource:
     """A grammar with bytes that are wrong."""
     whole = rng.choice((_chain, _tree, _lark, _gbnf, _regex))(rng)
     text = list(whole.text[:20_000])
@@ -185,22 +186,22 @@ def _noise(rng: random.Random) -> Compile:
         text.insert(
             rng.randrange(len(text) + 1), chr(rng.choice((0, 34, 40, 91, 92, 123, 0x1F600)))
         )
-    return Compile(whole.kind, "".join(text))
+    return GrammarSource(whole.kind, "".join(text))
 
 
 class _Follower:
     """What a mask process does with an accepted grammar."""
 
     def __init__(self, directory: Path, vocab_size: int, end_ids: tuple[int, ...]) -> None:
-        self._grammars = Grammars(directory, vocab_size)
+        self._grammars = Grammars(directory, vocab_size, end_ids)
         self._end_ids = end_ids
         self._vocab_size = vocab_size
         self._loop = asyncio.new_event_loop()
 
-    def follow(self, task: Compile, rng: random.Random) -> str:
+    def follow(self, source: GrammarSource, rng: random.Random) -> str:
         """Fills masks along a text; how it ended."""
-        grammar = Grammar(task.kind, task.text, (), self._end_ids)
-        matcher = self._loop.run_until_complete(self._grammars.matcher(Demands(grammar)))
+        demands = Demands(Grammar(source))
+        matcher = self._loop.run_until_complete(self._grammars.matcher(demands))
         row = np.zeros(self._grammars.num_mask_words, np.int32)
         new: list[int] = []
         for _ in range(_TOKENS):

@@ -42,7 +42,7 @@ from jsonschema.validators import validator_for
 from tokenizers import Tokenizer
 
 from services.common.errors import InvalidGrammar
-from services.decoder.masks.grammar import Demands, Grammar
+from services.decoder.masks.grammar import Demands, Grammar, GrammarSource
 from services.decoder.masks.grammars import Grammars
 from services.decoder.masks.matcher import Matcher, MatcherFailed
 from services.decoder.masks.rows import PROBE_WORDS
@@ -112,12 +112,12 @@ class OfDecoder:
 
     def __init__(self, tokenizer: Path, vocab_size: int, end_id: int) -> None:
         self._end_ids = (end_id,)
-        self._grammars = Grammars(tokenizer.parent, vocab_size)
+        self._grammars = Grammars(tokenizer.parent, vocab_size, self._end_ids)
         self.compile_s = 0.0
         self.start('{"type": "string"}')  # reads the vocabulary
 
     def start(self, schema: str) -> "DecoderMatcher":
-        grammar = Grammar("json_schema", schema, (), self._end_ids, stop_ids=self._end_ids)
+        grammar = Grammar(GrammarSource("json_schema", schema), stop_ids=self._end_ids)
         return DecoderMatcher(self._grammars, asyncio.run(self._new(grammar)))
 
     async def _new(self, grammar: Grammar) -> Matcher:

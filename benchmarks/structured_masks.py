@@ -22,7 +22,7 @@ import numpy as np
 
 from benchmarks.structured import SCHEMA
 from benchmarks.workloads import WORDS
-from services.decoder.masks.grammar import Demands, Grammar
+from services.decoder.masks.grammar import Demands, Grammar, GrammarSource
 from services.decoder.masks.grammars import Grammars
 from services.gateway.answers.tool_grammar import answer_grammar
 from services.gateway.answers.tool_parsers import PARSERS
@@ -122,14 +122,14 @@ KINDS = [
 def grammar_of(kind: Kind, tokenizer: ModelTokenizer, end_id: int) -> Grammar:
     """For the decoder; a tool's is strict, so that text is free before a call."""
     if not kind.form:
-        return Grammar("json_schema", json.dumps(kind.schema), (), (end_id,), (end_id,))
+        source = GrammarSource("json_schema", json.dumps(kind.schema))
+        return Grammar(source, stop_ids=(end_id,))
     function = FunctionDefinition("f", parameters=kind.schema, strict=True)
     calls = ToolCalls(PARSERS[kind.form], {"f": 0}, {"f": function})
     asked = answer_grammar(None, None, calls, tokenizer)
     assert asked is not None
-    return Grammar(
-        asked.kind, asked.text, (), (end_id,), (end_id,), plain_strings=asked.plain_strings
-    )
+    source = GrammarSource(asked.kind, asked.text, asked.plain_strings)
+    return Grammar(source, stop_ids=(end_id,))
 
 
 def answer_of(kind: Kind, rng: random.Random, tokenizer: ModelTokenizer) -> list[int]:
@@ -194,7 +194,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     tokenizer = ModelTokenizer.from_directory(options.tokenizer.parent)
     end_id = tokenizer.added[options.end].token_id
-    grammars = Grammars(options.tokenizer.parent, options.vocab_size)
+    grammars = Grammars(options.tokenizer.parent, options.vocab_size, (end_id,))
     print(f"{'µs of CPU a mask':<28} {'p50':>7} {'p99':>7} {'max':>7}   cold: p50, max")
     for kind in KINDS:
         if options.only not in kind.name:

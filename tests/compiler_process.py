@@ -11,7 +11,8 @@ from typing import Any
 from services.decoder.masks import compile_worker
 from services.decoder.masks.compile_worker import Compiler
 from services.decoder.masks.compiler import Vocabulary
-from services.decoder.masks.messages import Compile, Verdict
+from services.decoder.masks.grammar import GrammarSource
+from services.decoder.masks.messages import Verdict
 
 
 class CompilerProcess:
@@ -20,7 +21,7 @@ class CompilerProcess:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
 
-    def compile(self, task: Compile) -> Verdict:
+    def compile(self, task: GrammarSource) -> Verdict:
         return self._call("compile", task)
 
     def memory_bytes(self, most: int) -> None:

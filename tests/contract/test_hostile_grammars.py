@@ -15,7 +15,7 @@ from services.common.pb import decoder_pb2 as pb
 from services.common.process import children
 from services.common.process.work_limits import SLACK_BYTES
 from services.decoder.masks import compile_worker
-from services.decoder.masks.messages import Compile
+from services.decoder.masks.grammar import GrammarSource
 from tests.cases import first
 from tests.compiler_process import compiler_process
 from tests.contract.test_structured_output import SCHEMA, answer, ask, grammar, text_of, told
@@ -24,10 +24,10 @@ from tests.noise import PATIENCE_S
 from tests.tiny_tokenizer import added_ids, vocab_size, write_text_model_directory
 
 END = added_ids()["<|im_end|>"]
-TEXT = Compile("json_schema", '{"type": "string"}')
+TEXT = GrammarSource("json_schema", '{"type": "string"}')
 
 
-def schema_chain(count: int, form: str) -> Compile:
+def schema_chain(count: int, form: str) -> GrammarSource:
     """`$defs`, each of which refers to the next one."""
 
     def link(number: int) -> dict:
@@ -41,17 +41,19 @@ def schema_chain(count: int, form: str) -> Compile:
         return wrapped[form]
 
     definitions = {f"d{n}": link(n + 1) for n in range(count)} | {f"d{count}": {"type": "null"}}
-    return Compile("json_schema", json.dumps({"$defs": definitions, "$ref": "#/$defs/d0"}))
+    return GrammarSource("json_schema", json.dumps({"$defs": definitions, "$ref": "#/$defs/d0"}))
 
 
-def rule_chain(count: int, first: str, assign: str) -> Compile:
+def rule_chain(count: int, first: str, assign: str) -> GrammarSource:
     rules = [f"r{n}{assign} r{n + 1}" for n in range(count)]
-    return Compile("grammar", "\n".join([f"{first}{assign} r0", *rules, f'r{count}{assign} "a"']))
+    return GrammarSource(
+        "grammar", "\n".join([f"{first}{assign} r0", *rules, f'r{count}{assign} "a"'])
+    )
 
 
-def optional(count: int) -> Compile:
+def optional(count: int) -> GrammarSource:
     properties = {f"p{number}": {"type": "integer"} for number in range(count)}
-    return Compile("json_schema", json.dumps({"type": "object", "properties": properties}))
+    return GrammarSource("json_schema", json.dumps({"type": "object", "properties": properties}))
 
 
 KILLERS = {
@@ -110,7 +112,7 @@ def test_the_bounds_refuse_them_before(model):
     "text", first(2, ["(a|b)*a(a|b){500}", ".*" * 2000, "^[^X a-z]{5000}$", "(" * 9000])
 )
 def test_hostile_regexes_end_in_time(unbounded, text):
-    verdict = unbounded.compile(Compile("regex", text))
+    verdict = unbounded.compile(GrammarSource("regex", text))
     assert verdict.cpu_s < compile_worker.CPU_S + 0.5
     assert not unbounded.compile(TEXT).error
 

@@ -186,6 +186,14 @@ async def test_refused_by_name(decoder):
     assert decoder.is_idle()
 
 
+async def test_end_tokens_are_the_models(decoder):
+    async with Gateway(decoder) as gateway:
+        for number, end_ids in enumerate(([], [END, 1]), 1):
+            form = grammar("REGEX", "a+", end_token_ids=end_ids)
+            _, end = await answer(gateway, number, form)
+            assert end.code == "invalid_request" and "end_token_ids" in end.message
+
+
 async def test_formats_that_no_standard_knows_forbid_nothing(decoder):
     schema = {
         "type": "object",

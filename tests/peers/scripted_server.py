@@ -21,6 +21,7 @@ import numpy as np
 from services.common.errors import InvalidGrammar
 from services.common.pb import decoder_pb2 as pb
 from services.decoder.masks.compiler import Vocabulary, compile_grammar
+from services.decoder.masks.grammar import GrammarSource
 from services.gateway.tokenizer.tokenizer import ModelTokenizer
 from tests.fakes import FakeDecoder
 from tests.gateway_stack import MODEL, GatewayStack, LoopThread
@@ -202,7 +203,8 @@ class _Writer:
             text = "|".join(re.escape(choice) for choice in json.loads(text))
         try:
             vocabulary = _vocabulary(directory, tuple(grammar.end_token_ids))
-            return compile_grammar(vocabulary, kind, text, grammar.plain_strings).state
+            source = GrammarSource(kind, text, grammar.plain_strings)
+            return compile_grammar(vocabulary, source).state
         except InvalidGrammar as error:
             raise _Refused(error.message) from None
 

@@ -17,8 +17,8 @@ from blake3 import blake3
 from services.common.errors import InvalidGrammar, Overloaded, ProcessLost, TriptychError
 from services.common.process import children
 from services.common.process.channel import ChannelClosed, FrontChannel, create_socket_pair
-from services.decoder.masks.grammar import Grammar
-from services.decoder.masks.messages import Compile, MaskSettings, Verdict
+from services.decoder.masks.grammar import GrammarSource
+from services.decoder.masks.messages import MaskSettings, Verdict
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ _KNOWN = 4096  # grammars whose verdicts are kept
 @dataclass(slots=True, eq=False)
 class _Job:
     key: bytes
-    task: Compile
+    source: GrammarSource
     done: "asyncio.Future[Verdict]"
     started: asyncio.Event = field(default_factory=asyncio.Event)
     num_waiting: int = 0
@@ -60,7 +60,7 @@ class CompilePool:
         self.process: asyncio.subprocess.Process | None = None
         self._task = asyncio.create_task(self._work())
 
-    async def check(self, grammar: Grammar, tenant: str) -> None:
+    async def check(self, source: GrammarSource, tenant: str) -> None:
         """Returns if the grammar can be compiled.
 
         Raises:
@@ -68,11 +68,11 @@ class CompilePool:
             Overloaded: too many wait, or it has waited too long.
             ProcessLost: two processes ended while they compiled it.
         """
-        key, task = _task(grammar)
+        key = _key(source)
         if (error := self._known.get(key)) is not None:
             self._known.move_to_end(key)
         else:
-            job = self._jobs.get(key) or self._enqueue(key, task, tenant)
+            job = self._jobs.get(key) or self._enqueue(key, source, tenant)
             job.num_waiting += 1
             try:
                 if not job.started.is_set():
@@ -87,20 +87,20 @@ class CompilePool:
         if error:
             raise InvalidGrammar(error)
 
-    def refuse(self, grammar: Grammar, error: InvalidGrammar) -> None:
+    def refuse(self, source: GrammarSource, error: InvalidGrammar) -> None:
         """Has the next requests with a grammar fail as one did that could not follow it."""
-        self._know(_task(grammar)[0], error.message)
+        self._know(_key(source), error.message)
 
     async def close(self) -> None:
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
         await children.end(self.process)
 
-    def _enqueue(self, key: bytes, task: Compile, tenant: str) -> _Job:
+    def _enqueue(self, key: bytes, source: GrammarSource, tenant: str) -> _Job:
         queue = self._queues.get(tenant)
         if self._num_waiting >= _MAX_WAITING or (queue and len(queue) >= _MAX_WAITING_OF_TENANT):
             raise Overloaded("too many grammars wait to be compiled", retry_after_s=2)
-        job = self._jobs[key] = _Job(key, task, asyncio.get_running_loop().create_future())
+        job = self._jobs[key] = _Job(key, source, asyncio.get_running_loop().create_future())
         self._queues.setdefault(tenant, deque()).append(job)
         self._num_waiting += 1
         self._arrived.release()
@@ -144,7 +144,7 @@ class CompilePool:
                 return job
             job.started.set()
             try:
-                channel.send(job.task)
+                channel.send(job.source)
                 async with asyncio.timeout(_PATIENCE_S):
                     verdict = await channel.receive()
             except (ChannelClosed, TimeoutError):
@@ -187,7 +187,5 @@ class CompilePool:
             raise
 
 
-def _task(grammar: Grammar) -> tuple[bytes, Compile]:
-    """The task to compile it, under a key."""
-    task = Compile(grammar.kind, grammar.text, grammar.plain_strings)
-    return blake3(msgspec.msgpack.encode(task)).digest(), task
+def _key(source: GrammarSource) -> bytes:
+    return blake3(msgspec.msgpack.encode(source)).digest()

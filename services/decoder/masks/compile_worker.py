@@ -27,7 +27,8 @@ from services.common.process.parent_death import end_with_parent
 from services.common.process.work_limits import go_first, limited, mapped_bytes
 from services.common.telemetry import setup_logging
 from services.decoder.masks.compiler import Vocabulary, compile_grammar
-from services.decoder.masks.messages import Compile, MaskSettings, Verdict
+from services.decoder.masks.grammar import GrammarSource
+from services.decoder.masks.messages import MaskSettings, Verdict
 
 CPU_S = 2.0  # of one grammar
 MEMORY_BYTES = 512 << 20  # of one grammar
@@ -55,14 +56,14 @@ class Compiler:
     _charged_s: float = 0.0  # of the fork's CPU time: to grammars before
     _channel: EngineChannel[Verdict] | None = None
 
-    def compile(self, task: Compile) -> Verdict:
+    def compile(self, source: GrammarSource) -> Verdict:
         """Whether the grammar can be compiled, or why not. Raises nothing."""
         for _ in range(2):  # a fork may have ended while it was idle
             if self._channel is None:
                 self._fork()
             assert self._channel is not None
             with suppress(ChannelClosed):
-                self._channel.send(task)
+                self._channel.send(source)
                 break
             self._reap()
         answers: list[Verdict] = []
@@ -120,23 +121,23 @@ class Compiler:
         """In the fork."""
         resource.setrlimit(resource.RLIMIT_STACK, (_STACK_BYTES, resource.RLIM_INFINITY))
         go_first()
-        channel = EngineChannel[Compile](end, Compile)
+        channel = EngineChannel[GrammarSource](end, GrammarSource)
         most = mapped_bytes() + _KEPT_BYTES
         charged_s = 0.0
         while True:
-            for task in channel.receive(None):
-                error = self._error(task)
+            for source in channel.receive(None):
+                error = self._error(source)
                 used_s = time.process_time()
                 is_last = mapped_bytes() > most
                 channel.send(Verdict(error, used_s - charged_s, is_last=is_last))
                 charged_s = used_s
 
-    def _error(self, task: Compile) -> str:
+    def _error(self, source: GrammarSource) -> str:
         """Why the grammar cannot be compiled; empty: it can."""
         with limited(CPU_S, MEMORY_BYTES):
             try:
-                self.check(task.kind, task.text)
-                compile_grammar(self.vocabulary, task.kind, task.text, task.plain_strings)
+                self.check(source.kind, source.text)
+                compile_grammar(self.vocabulary, source)
             except InvalidGrammar as refused:
                 return refused.message
             except MemoryError:
@@ -151,13 +152,13 @@ def main() -> int:
     data, (front,) = children.begin()
     settings = msgspec.json.decode(data, type=MaskSettings)
     setup_logging("decoder-compiler", settings.log_level)
-    channel = EngineChannel[Compile](socket.socket(fileno=front), Compile)
+    channel = EngineChannel[GrammarSource](socket.socket(fileno=front), GrammarSource)
     vocabulary = Vocabulary.read(Path(settings.directory), settings.vocab_size, settings.end_ids)
     compiler = Compiler(vocabulary)
     with suppress(ChannelClosed):
         while True:
-            for task in channel.receive(None):
-                channel.send(compiler.compile(task))
+            for source in channel.receive(None):
+                channel.send(compiler.compile(source))
     compiler.close()
     return 0
 

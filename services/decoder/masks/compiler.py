@@ -17,6 +17,7 @@ from services.common.grammar.grammar_bounds import is_gbnf
 from services.common.grammar.plain_strings import has_plain_bounds
 from services.common.grammar.schema_formats import without_unknown_formats
 from services.decoder.masks.bounded_strings import NUM_PROBES, BoundedStrings, PlainTokens
+from services.decoder.masks.grammar import GrammarSource
 
 # Texts within a JSON string, by length: the tokens of each are checked once, and not for each mask.
 # More lengths than the library's own (10, 30) take a third off the masks of short strings.
@@ -55,7 +56,7 @@ _WORDS = {
 
 
 class Vocabulary(NamedTuple):
-    """A model's tokens with certain end ids. About 100 MB for 150,000 tokens, read in a second."""
+    """A model's tokens. About 100 MB for 150,000 tokens, read in a second."""
 
     full: LLTokenizer
     plain: PlainTokens | None
@@ -76,16 +77,15 @@ class Compiled(NamedTuple):
     strings: BoundedStrings | None
 
 
-def compile_grammar(
-    vocabulary: Vocabulary, kind: str, text: str, plain_strings: bool = False
-) -> Compiled:
-    """The grammar, compiled, its first mask included; `plain_strings`: a grammar's are known to be.
+def compile_grammar(vocabulary: Vocabulary, source: GrammarSource) -> Compiled:
+    """The grammar, compiled, its first mask included.
 
     May take any time and memory, overflow the stack, or raise pyo3's `PanicException`.
 
     Raises:
         InvalidGrammar: it is none, or beyond what is supported.
     """
+    kind, text = source.kind, source.text
     try:
         compiled = _build(vocabulary.full, kind, text)
         if compiled.get_error().startswith(_UNKNOWN_FORMAT):
@@ -98,7 +98,8 @@ def compile_grammar(
     if compiled.is_error():
         raise _refused(kind, compiled.get_error())
     strings, plain = None, vocabulary.plain
-    if plain is not None and (plain_strings or (kind == "json_schema" and has_plain_bounds(text))):
+    is_plain = source.plain_strings or (kind == "json_schema" and has_plain_bounds(text))
+    if plain is not None and is_plain:
         state = _build(plain.others, kind, text)
         if not state.is_error():
             strings = BoundedStrings(state, plain)

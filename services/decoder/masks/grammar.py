@@ -2,29 +2,38 @@
 
 from typing import NamedTuple
 
+import msgspec
 
-class Grammar(NamedTuple):
-    """What a completion has to be; see proto/decoder.proto.
+
+class GrammarSource(msgspec.Struct, frozen=True):
+    """What is compiled.
 
     Attributes:
         kind: `json_schema`, `regex`, `choice` or `grammar`.
         text: of that kind.
-        begins_after: ids after which the grammar begins; empty: at once.
-        end_ids: of a complete text.
-        stop_ids: the sequence's; end ids that are not among them are sampled only where the text
-            cannot be continued.
-        min_tokens: the sequence's: before, no end id and no stop id is sampled, unless the text
-            cannot be continued.
         plain_strings: its bounded strings are known to be plain, see `plain_strings`.
     """
 
     kind: str
     text: str
-    begins_after: tuple[int, ...]
-    end_ids: tuple[int, ...]
+    plain_strings: bool = False
+
+
+class Grammar(NamedTuple):
+    """What a completion has to be; see proto/decoder.proto.
+
+    Attributes:
+        begins_after: ids after which the grammar begins; empty: at once.
+        stop_ids: the sequence's; end ids that are not among them are sampled only where the text
+            cannot be continued.
+        min_tokens: the sequence's: before, no end id and no stop id is sampled, unless the text
+            cannot be continued.
+    """
+
+    source: GrammarSource
+    begins_after: tuple[int, ...] = ()
     stop_ids: tuple[int, ...] = ()
     min_tokens: int = 0
-    plain_strings: bool = False
 
 
 class Demands(NamedTuple):

@@ -12,12 +12,10 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from threading import Lock
 
-from services.common.errors import InvalidGrammar
 from services.common.process.work_limits import resident_bytes
 from services.decoder.masks.compiler import Compiled, Vocabulary, compile_grammar
-from services.decoder.masks.grammar import Demands, Grammar
+from services.decoder.masks.grammar import Demands, GrammarSource
 from services.decoder.masks.matcher import (
     GrammarMatcher,
     Int32Array,
@@ -33,12 +31,10 @@ log = logging.getLogger(__name__)
 
 _CACHE_ENTRIES = 256
 CACHE_BYTES = 512 << 20  # that the process may grow by before compiled grammars are forgotten
-_MAX_VOCABULARIES = 4  # a model has one set of end ids
 
 # Whether a mask forbids any id, or why there is none.
 Found = bool | MatcherFailed
 During = Callable[[], AbstractContextManager[None]]
-_Key = tuple[str, str, tuple[int, ...], bool]  # kind, text, end ids, plain strings
 
 
 class Grammars:
@@ -46,31 +42,26 @@ class Grammars:
 
     Attributes:
         compiler: the thread, for compilations and for first masks, which take as long.
+        vocabulary: read in the thread, so that the first grammar waits for it as little as it can:
+            a second for 150,000 tokens. A tokenizer that cannot be read is each grammar's error.
         num_words: of a mask.
         num_mask_words: of the memory that it is filled in.
 
     Args:
-        directory: of the model; its tokenizer.json is read by `preload` or the first grammar.
+        directory: of the model.
         vocab_size: of the model's head, at least the tokenizer's.
+        end_ids: of the model.
     """
 
-    def __init__(self, directory: Path, vocab_size: int) -> None:
-        self._directory = directory
-        self.vocab_size = vocab_size
+    def __init__(self, directory: Path, vocab_size: int, end_ids: tuple[int, ...]) -> None:
+        self._end_ids = end_ids
         self.num_words = -(-vocab_size // 32)
         self.num_mask_words = num_mask_words(vocab_size)
-        self._vocabularies: dict[tuple[int, ...], Vocabulary] = {}  # by end ids
-        self._reading = Lock()
         self.compiler = ThreadPoolExecutor(1, "grammar")
+        self.vocabulary = self.compiler.submit(Vocabulary.read, directory, vocab_size, end_ids)
         # One that is being compiled is in it, too, so that it is compiled once.
-        self._cache: OrderedDict[_Key, Lexer] = OrderedDict()
-        self._first_bytes = 0  # of the process, with a vocabulary
-
-    def preload(self, end_ids: tuple[int, ...]) -> None:
-        """Reads the vocabulary in a thread, so that the first grammar does not wait for it: a
-        second for 150,000 tokens. A tokenizer that cannot be read is that grammar's error.
-        """
-        self.compiler.submit(self.vocabulary, end_ids)
+        self._cache: OrderedDict[GrammarSource, Lexer] = OrderedDict()
+        self._first_bytes = 0  # of the process, with the vocabulary
 
     async def matcher(self, demands: Demands, during: During = nullcontext) -> Matcher:
         """A matcher at the start of a sequence's completion.
@@ -84,11 +75,13 @@ class Grammars:
         grammar, allowed_ids, bad_words = demands
         matcher = None
         if grammar is not None:
-            lexer = self._lexer(grammar, during)
+            lexer = self._lexer(grammar.source, during)
             compiled = await asyncio.shield(lexer.compiled)
             state, strings = compiled.state.deep_copy(), compiled.strings
             strings = strings and strings.copy()
-            matcher = GrammarMatcher(state, lexer, grammar, grammar.begins_after, strings)
+            matcher = GrammarMatcher(
+                state, lexer, grammar, self._end_ids, grammar.begins_after, strings
+            )
         allowed = mask_of(list(allowed_ids), self.num_words) if allowed_ids else None
         return Matcher(matcher, allowed, bad_words)
 
@@ -128,40 +121,26 @@ class Grammars:
         """Ends the thread when it is idle."""
         self.compiler.shutdown(wait=False, cancel_futures=True)
 
-    def vocabulary(self, end_ids: tuple[int, ...]) -> Vocabulary:
-        """In any thread; raises InvalidGrammar."""
-        with self._reading:
-            found = self._vocabularies.get(end_ids)
-            if found is None:
-                if len(self._vocabularies) >= _MAX_VOCABULARIES:
-                    raise InvalidGrammar("other grammars have other end_token_ids")
-                found = Vocabulary.read(self._directory, self.vocab_size, end_ids)
-                self._vocabularies[end_ids] = found
-                self._first_bytes = self._first_bytes or resident_bytes()
-            return found
-
-    def _lexer(self, grammar: Grammar, during: During) -> Lexer:
+    def _lexer(self, source: GrammarSource, during: During) -> Lexer:
         """For one more sequence."""
-        key = (grammar.kind, grammar.text, grammar.end_ids, grammar.plain_strings)
-        found = self._cache.get(key)
+        found = self._cache.get(source)
         if found is None or found.is_broken:
-            found = self._cache[key] = Lexer(self._compiling(grammar, key, during))
-        self._cache.move_to_end(key)
+            found = self._cache[source] = Lexer(self._compiling(source, during))
+        self._cache.move_to_end(source)
         if len(self._cache) > _CACHE_ENTRIES:
             self._cache.popitem(last=False)
         return found
 
-    def _compiling(self, grammar: Grammar, key: _Key, during: During) -> "asyncio.Future[Compiled]":
+    def _compiling(self, source: GrammarSource, during: During) -> "asyncio.Future[Compiled]":
         def compile_one() -> Compiled:
-            vocabulary = self.vocabulary(grammar.end_ids)
+            vocabulary = self.vocabulary.result()
+            self._first_bytes = self._first_bytes or resident_bytes()
             with during():
-                return compile_grammar(
-                    vocabulary, grammar.kind, grammar.text, grammar.plain_strings
-                )
+                return compile_grammar(vocabulary, source)
 
         def compiled(done: "asyncio.Future[Compiled]") -> None:
             if done.cancelled() or done.exception():
-                self._cache.pop(key, None)
+                self._cache.pop(source, None)
             self.trim()
 
         compiling = asyncio.get_running_loop().run_in_executor(self.compiler, compile_one)

@@ -53,8 +53,7 @@ async def serve(
     def failed(number: int, error: TriptychError) -> None:
         front.send(CannotFollow(number, error.code, error.message))
 
-    grammars = Grammars(Path(settings.directory), settings.vocab_size)
-    grammars.preload(settings.end_ids)
+    grammars = Grammars(Path(settings.directory), settings.vocab_size, settings.end_ids)
     rows = MaskRows(memory, settings.num_rows, grammars.num_mask_words)
     masks = SequenceMasks(
         grammars, rows, settings.link, engine, front, times.seconds.append, failed

@@ -56,6 +56,7 @@ class GrammarMatcher:
 
     Attributes:
         lexer: which it shares with other sequences.
+        end_ids: the model's.
         begins_after: ids after which the grammar begins; empty once it has begun.
         strings: the same grammar, for masks within bounded strings; None: it has none.
     """
@@ -63,6 +64,7 @@ class GrammarMatcher:
     state: LLMatcher
     lexer: Lexer
     grammar: Grammar
+    end_ids: tuple[int, ...]
     begins_after: tuple[int, ...]
     strings: BoundedStrings | None = None
     _recent: tuple[int, ...] = ()
@@ -87,7 +89,7 @@ class GrammarMatcher:
         """Fills the next mask, `[words + PROBE_WORDS]`, without ids that may not end the sequence
         yet; raises MatcherFailed.
         """
-        mask, ends, stops = row[:-PROBE_WORDS], self.grammar.end_ids, self.grammar.stop_ids
+        mask, ends, stops = row[:-PROBE_WORDS], self.end_ids, self.grammar.stop_ids
         if self.begins_after:
             mask[:] = _mask_without(ends, len(mask))
         else:

@@ -17,7 +17,7 @@ class MaskSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         vocab_size: of the model's head.
-        end_ids: of the model; the vocabulary is read for these at once.
+        end_ids: of the model, which end a complete text.
         num_rows: sequences that a process may have at once.
         link: the number of a process that fills masks.
     """
@@ -28,14 +28,6 @@ class MaskSettings(msgspec.Struct, frozen=True, kw_only=True):
     num_rows: int
     link: int = 0
     log_level: str = "INFO"
-
-
-class Compile(msgspec.Struct, tag="compile"):
-    """Whether this grammar can be compiled; see `Grammar`."""
-
-    kind: str
-    text: str
-    plain_strings: bool = False
 
 
 class Follow(msgspec.Struct, tag="follow"):

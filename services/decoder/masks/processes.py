@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 
 import msgspec
 
@@ -125,9 +126,9 @@ class MaskProcesses:
     count: int = 0
     _num_started: int = 0
     _sequences: dict[int, _Followed] = field(default_factory=dict[int, _Followed])
-    read_demands = staticmethod(read_demands)
 
     def __post_init__(self) -> None:
+        self.read_demands = partial(read_demands, self.settings.end_ids)
         self._num_words = num_mask_words(self.settings.vocab_size)
         self.compilers = CompilePool(self.settings, self.metrics.grammar_compile.observe)
         self.processes = [_Process() for _ in range(self.count or num_mask_processes())]
@@ -191,7 +192,7 @@ class MaskProcesses:
         grammar = sequence.demands.grammar
         assert grammar is not None
         try:
-            await self.compilers.check(grammar, tenant)
+            await self.compilers.check(grammar.source, tenant)
         except TriptychError as error:
             self.failed(sequence.number, error)
         else:
@@ -260,7 +261,7 @@ class MaskProcesses:
                 sequence.process = None
                 error = InvalidGrammar("it takes too much work to follow")
                 if sequence.demands.grammar is not None:
-                    self.compilers.refuse(sequence.demands.grammar, error)
+                    self.compilers.refuse(sequence.demands.grammar.source, error)
                 self.failed(number, error)
         process.overdue.clear()
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from services.common.grammar.plain_strings import has_plain_bounds
-from services.decoder.masks.grammar import Demands, Grammar
+from services.decoder.masks.grammar import Demands, Grammar, GrammarSource
 from services.decoder.masks.grammars import Grammars
 from services.decoder.masks.rows import PROBE_WORDS
 from tests.tiny_tokenizer import added_ids, tokenizer_json
@@ -46,7 +46,7 @@ NOT_PLAIN = [
 def grammars(tmp_path_factory):
     directory = tmp_path_factory.mktemp("model")
     (directory / "tokenizer.json").write_text(tokenizer_json())
-    return Grammars(directory, VOCAB_SIZE)
+    return Grammars(directory, VOCAB_SIZE, (END,))
 
 
 @pytest.mark.parametrize("schema", NOT_PLAIN, ids=json.dumps)
@@ -58,7 +58,7 @@ def test_other_schemas_have_one_matcher(schema):
 def test_masks_are_llguidances(grammars, schema):
     text = json.dumps(schema)
     assert has_plain_bounds(text)
-    form = Grammar("json_schema", text, (), (END,), stop_ids=(END,))
+    form = Grammar(GrammarSource("json_schema", text), stop_ids=(END,))
     num_in_strings = 0
     for seed in range(30):
         matcher = asyncio.run(grammars.matcher(Demands(form)))
@@ -83,9 +83,9 @@ def test_masks_are_llguidances(grammars, schema):
 
 
 def test_a_second_matcher_that_fails_is_left(grammars):
-    form = Grammar("json_schema", json.dumps(SHORT), (), (END,), stop_ids=(END,))
+    form = Grammar(GrammarSource("json_schema", json.dumps(SHORT)), stop_ids=(END,))
     matcher = asyncio.run(grammars.matcher(Demands(form)))
-    opening = grammars.vocabulary((END,)).full.tokenize_str('"')
+    opening = grammars.vocabulary.result().full.tokenize_str('"')
     matcher.consume(opening)
     alone = matcher.grammar.state.deep_copy()
     second = matcher.grammar.strings.state

@@ -12,7 +12,7 @@ from llguidance import LLParserLimits
 from services.common.errors import InternalError, InvalidGrammar, Overloaded
 from services.decoder.engine.messages import NewTokens, TokenMasks
 from services.decoder.masks import compiler, grammars
-from services.decoder.masks.grammar import Demands, Grammar
+from services.decoder.masks.grammar import Demands, Grammar, GrammarSource
 from services.decoder.masks.grammars import Grammars
 from services.decoder.masks.matcher import MatcherFailed
 from services.decoder.masks.rows import MaskRows, create_mask_memory
@@ -20,7 +20,13 @@ from services.decoder.masks.sequences import SequenceMasks
 from tests.tiny_tokenizer import added_ids, tokenizer_json, vocab_size
 
 END = added_ids()["<|im_end|>"]
-LONG = Grammar("json_schema", json.dumps({"type": "string", "minLength": 5000}), (), (END,))
+
+
+def schema(**keywords: object) -> Grammar:
+    return Grammar(GrammarSource("json_schema", json.dumps(keywords)))
+
+
+LONG = schema(type="string", minLength=5000)
 WAIT_S = 20
 
 
@@ -38,7 +44,7 @@ class Process:
 
     def __init__(self, tmp_path, num_rows=8):
         (tmp_path / "tokenizer.json").write_text(tokenizer_json())
-        self.grammars = Grammars(tmp_path, vocab_size())
+        self.grammars = Grammars(tmp_path, vocab_size(), (END,))
         memory = create_mask_memory(num_rows, self.grammars.num_mask_words)
         self.rows = MaskRows(memory, num_rows, self.grammars.num_mask_words)
         os.close(memory)
@@ -47,7 +53,7 @@ class Process:
             self.grammars, self.rows, 3, self.inbox, self.inbox, lambda seconds: None,
             lambda *failure: self.failures.append(failure),
         )  # fmt: skip
-        self.tokenizer = self.grammars.vocabulary((END,)).full
+        self.tokenizer = self.grammars.vocabulary.result().full
 
     async def received(self) -> TokenMasks:
         return await asyncio.wait_for(self.inbox.masks.get(), WAIT_S)
@@ -110,7 +116,7 @@ async def test_a_panic_fails_its_sequence_alone(process, monkeypatch):
     monkeypatch.undo()
     assert (await process.received()).num_generated == [1]  # by a new matcher, for once
     monkeypatch.setattr(grammars, "compile_grammar", panics)
-    process.masks.add(2, Demands(LONG._replace(text='{"type": "null"}')), [])
+    process.masks.add(2, Demands(schema(type="null")), [])
     await asyncio.gather(*process.masks._tasks)
     ((number, error),) = process.failures
     assert number == 2 and isinstance(error, InternalError)
@@ -159,7 +165,7 @@ def write_without_end(matcher, process):
 async def test_a_parser_at_its_limit_is_the_grammars_fault(process):
     wide = " | ".join(f'"{number}" t' for number in range(2100))
     text = f'start: "a" r\nr: {wide}\nt: "x" | "y" t'
-    process.masks.add(1, Demands(Grammar("grammar", text, (), (END,))), [])
+    process.masks.add(1, Demands(Grammar(GrammarSource("grammar", text))), [])
     assert (await process.received()).num_generated == [0]
     process.step(1, process.tokenizer.tokenize_str("a")[:1], 1)
     async with asyncio.timeout(WAIT_S):
@@ -171,7 +177,7 @@ async def test_a_parser_at_its_limit_is_the_grammars_fault(process):
 
 async def test_compiled_grammars_are_forgotten_when_the_process_is_too_large(process, monkeypatch):
     for length in range(8):
-        form = LONG._replace(text=json.dumps({"type": "string", "minLength": length}))
+        form = schema(type="string", minLength=length)
         await process.grammars.matcher(Demands(form))
     assert len(process.grammars._cache) == 8
     monkeypatch.setattr(grammars, "CACHE_BYTES", -(1 << 40))

@@ -19,7 +19,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 
 from services.common.errors import InvalidRequest
-from services.decoder.masks.grammar import Demands
+from services.decoder.masks.grammar import Demands, GrammarSource
 from services.decoder.masks.grammar import Grammar as Form
 from services.decoder.masks.grammars import Grammars
 from services.gateway.answers.answer import AnswerFormat
@@ -264,14 +264,17 @@ def test_every_call_of_a_random_model_validates(name, tokenizer, vocabulary):
 def grammars(tmp_path_factory):
     directory = tmp_path_factory.mktemp("model")
     (directory / "tokenizer.json").write_text(tokenizer_json())
-    return Grammars(directory, vocab_size())
+    return Grammars(directory, vocab_size(), (END,))
+
+
+def form_of(grammar):
+    source = GrammarSource(grammar.kind, grammar.text, grammar.plain_strings)
+    return Form(source, stop_ids=(END,))
 
 
 def check_masks(grammar, tokenizer, grammars, rng):
     """A random model's masks, of the decoder and of llguidance alone; how many had a probe."""
-    form = Form(
-        grammar.kind, grammar.text, (), (END,), stop_ids=(END,), plain_strings=grammar.plain_strings
-    )
+    form = form_of(grammar)
     rows = np.zeros((2, grammars.num_mask_words), np.int32)
     openers = [
         tokenizer.encode_text(text)
@@ -308,9 +311,7 @@ def test_a_long_string_is_no_work_that_ends_a_call(length, tokenizer, grammars):
     grammar = answer_grammar(None, *format_of(schema), tokenizer)
     assert grammar is not None
     rows = np.zeros((1, grammars.num_mask_words), np.int32)
-    form = Form(
-        grammar.kind, grammar.text, (), (END,), stop_ids=(END,), plain_strings=grammar.plain_strings
-    )
+    form = form_of(grammar)
     matcher = asyncio.run(grammars.matcher(Demands(form)))
     text = ("é </p \n</parameter " * (length // 30 + 1))[:length].rstrip()
     for token_id in encode(tokenizer, call_of(a=text[:1000])):
@@ -324,7 +325,7 @@ def test_free_text_beside_strict_calls_has_its_least_tokens(form, tokenizer, gra
     grammar = answer_grammar(None, *format_of(schema, required=False, form=form), tokenizer)
     assert grammar is not None
     rows = np.zeros((1, grammars.num_mask_words), np.int32)
-    form = Form(grammar.kind, grammar.text, (), (END,), (END,), 3, grammar.plain_strings)
+    form = form_of(grammar)._replace(min_tokens=3)
     matcher = asyncio.run(grammars.matcher(Demands(form)))
     may_end: list[bool] = []
     for ids in ([], *([i] for i in tokenizer.encode_text("some words of an answer")[:5])):
