@@ -33,10 +33,6 @@ class CompilerProcess:
         """Of the fork."""
         return self._call("pid", None)
 
-    @property
-    def num_deaths(self) -> int:
-        return self._call("num_deaths", None)
-
     def _call(self, name: str, argument: object) -> Any:
         self._connection.send((name, argument))
         assert self._connection.poll(60), f"{name}: no answer"

@@ -107,7 +107,7 @@ async def create_front(
         registry=metrics.registry,
         servicer=servicer,
         is_busy=lambda: engine.is_busy,
-        watch_silence=metrics.watch_silence,
+        watch_silence=metrics.silence.set_function,
         run=engine.run,
         drain=drain,
         close=close,

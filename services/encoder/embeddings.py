@@ -313,7 +313,7 @@ class Embeddings:
                 redis.put(entry)
         finally:
             self._memory.arena.release(entry)
-        self._metrics.observe_stage("lookup", lookup_s)
+        self._metrics.stages.labels("lookup").observe(lookup_s)
         return Encoded(Origin.COMPUTED, lookup_s, times)
 
     async def _read(self, redis: SharedTier, entry: ArenaEntry) -> bool:
@@ -333,9 +333,9 @@ class Embeddings:
         self._engine.place(job, entry.offset, lambda feature: self._feature(entry, feature))
         job.done.add_done_callback(lambda done: self._written(entry, job.rank, done))
         times = await asyncio.shield(job.done)
-        self._metrics.observe_stage("queue", times.queue_s)
-        self._metrics.observe_stage("preprocess", times.preprocess_s)
-        self._metrics.observe_stage("forward", times.forward_s)
+        self._metrics.stages.labels("queue").observe(times.queue_s)
+        self._metrics.stages.labels("preprocess").observe(times.preprocess_s)
+        self._metrics.stages.labels("forward").observe(times.forward_s)
         return times
 
     def _feature(self, entry: ArenaEntry, feature: int) -> None:

@@ -90,14 +90,14 @@ class EngineClient:
     def place(self, job: EngineJob, arena_offset: int, on_feature: Callable[[int], None]) -> None:
         """Memory for the embedding is reserved: the image may run. Called once per job."""
         job.on_feature = on_feature
-        if job.job_id in self._jobs and not self._died:
+        if job.job_id in self._jobs:
             self._link.send(PlaceImage(job.job_id, arena_offset))
 
     def cancel(self, job: EngineJob) -> None:
         """Called when no caller waits for the job. Its future still ends, once the engine no longer
         uses the memory.
         """
-        if job.job_id in self._jobs and not self._died:
+        if job.job_id in self._jobs:
             self._link.send(CancelImage(job.job_id))
 
     async def run(self) -> None:

@@ -4,7 +4,7 @@ Servicer, `Embeddings` and `EngineClient` record; the metrics port exports. docs
 table.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
@@ -60,7 +60,7 @@ class EncoderMetrics:
         self.cache_bytes = gauge("embedding_cache_bytes", "Bytes of the arena in use.")
         self.batch_images = histogram("batch_images", "Images per batch.", _BATCH_IMAGES)
         self.batch_patches = histogram("batch_patches", "Patches per batch.", _BATCH_PATCHES)
-        self._stages = histogram(
+        self.stages = histogram(
             "stage_seconds", "Time per image, by stage: lookup, queue, preprocess, forward.",
             LATENCY_BUCKETS, "stage",
         )  # fmt: skip
@@ -69,17 +69,9 @@ class EncoderMetrics:
             "operation", "implementation",
         )  # fmt: skip
         self._last_stats = EngineStats(0, 0)
-        self._silence = gauge(
+        self.silence = gauge(
             "engine_silence_seconds", "Time since the engine last showed that it works."
         )
-
-    def observe_stage(self, stage: str, seconds: float) -> None:
-        """`stage` is lookup, queue, preprocess or forward."""
-        self._stages.labels(stage).observe(seconds)
-
-    def watch_silence(self, silence_s: Callable[[], float]) -> None:
-        """Seconds since the engine last showed that it works."""
-        self._silence.set_function(silence_s)
 
     def observe_batch(self, stats: EngineStats) -> None:
         """Called after each batch with the engine's totals."""

@@ -51,12 +51,9 @@ def preprocess(
     if not geometry.is_of(unit, size):
         raise InvalidImage(f"an image of {size[0]}x{size[1]} has no grid of {unit.grid}")
     pinned = pinned and height * width * 3 <= MAX_PINNED_BYTES
+    out = torch.empty((height, width, 3), dtype=torch.uint8, pin_memory=pinned)
     with decode(data, header) as pixels:
-        if size == (height, width):
-            resized = torch.empty((*size, 3), dtype=torch.uint8, pin_memory=pinned)
-            return resized.copy_(torch.from_numpy(pixels))
-        resized = resize(torch.from_numpy(pixels), height, width, geometry.resample)
-    return resized.pin_memory() if pinned else resized
+        return out.copy_(resize(torch.from_numpy(pixels), height, width, geometry.resample))
 
 
 def resize(pixels: Tensor, height: int, width: int, mode: str = "bicubic") -> Tensor:

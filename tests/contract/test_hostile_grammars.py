@@ -95,7 +95,6 @@ def test_what_ends_the_compiler_is_refused_and_the_next_one_compiles(unbounded):
         assert verdict.died and verdict.error, name
         assert verdict.cpu_s < compile_worker.CPU_S + 0.5, (name, time.monotonic() - started)
         assert not unbounded.compile(TEXT).error
-    assert unbounded.num_deaths == len(KILLERS)
 
 
 def test_the_bounds_refuse_them_before(model):
@@ -104,7 +103,6 @@ def test_the_bounds_refuse_them_before(model):
             verdict = compiler.compile(task)
             assert verdict.error and not verdict.died, name
         assert not compiler.compile(TEXT).error
-        assert not compiler.num_deaths
 
 
 @pytest.mark.thorough

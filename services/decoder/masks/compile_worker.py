@@ -52,7 +52,6 @@ class Compiler:
     wall_s: float = _WALL_S
     check: Callable[[str, str], None] = check_grammar
     pid: int = 0
-    num_deaths: int = 0
     _charged_s: float = 0.0  # of the fork's CPU time: to grammars before
     _channel: EngineChannel[Verdict] | None = None
 
@@ -74,7 +73,6 @@ class Compiler:
             if answers[0].is_last:
                 self._reap()
             return answers[0]
-        self.num_deaths += 1
         status, used_s = self._reap()
         cpu_s = used_s - self._charged_s
         if status == signal.SIGPROF:

@@ -87,12 +87,14 @@ class Index:
             the decoder gives.
         rate: frames per second on average; 0: unknown.
         duration_s: 0: unknown.
+        codec: FFmpeg's name of it, whichever decoder there is.
         digests: of the packets, in order of decoding: of all up to each of them.
         time_base: seconds of a unit of `Entry.pts`.
     """
 
     entries: list[Entry]
     by_order: bool
+    codec: str
     rate: float
     duration_s: float
     digests: list[bytes]
@@ -262,7 +264,8 @@ def read_index(container: InputContainer, stream: VideoStream) -> Index:
     end = len(entries) if by_order else end
     time_base = 1 / (stream.average_rate or Fraction(24)) if by_order else time_base
     rate, duration_s = _times(entries, end, time_base, stream.average_rate)
-    return Index(entries, by_order, rate, duration_s, digests, time_base)
+    name = codec.codec.canonical_name
+    return Index(entries, by_order, name, rate, duration_s, digests, time_base)
 
 
 def _digest_packet(hasher: blake3, packet: Packet, pts: int) -> None:

@@ -17,7 +17,6 @@ from av.video.stream import VideoStream
 from services.common.errors import InvalidVideo
 from services.encoder.clips.container import (
     Entry,
-    Index,
     check_amount,
     check_size,
     failures,
@@ -38,12 +37,10 @@ def probe(data: memoryview) -> Facts:
     Raises:
         InvalidVideo: it cannot be decoded, or has too many frames or pixels.
     """
-    with opened(data) as (container, stream):
-        index = read_index(container, stream)
-        codec = stream.codec_context.codec.canonical_name
-    with closing(Frames(data, index)) as frames:
+    with closing(Frames(data)) as frames:
         height, width = upright_size(frames.frame(0))
-    check_amount(len(index.entries), height, width, codec)
+    index = frames.index
+    check_amount(len(index.entries), height, width, index.codec)
     return Facts(
         num_frames=len(index.entries),
         rate=index.rate,
@@ -63,14 +60,12 @@ class _Given(NamedTuple):
 
 
 class Frames:
-    """A file that is being decoded, until `close`. Its index is read unless it is given."""
+    """A file that is being decoded, until `close`."""
 
-    def __init__(self, data: memoryview, index: Index | None = None) -> None:
-        if index is None:
-            with opened(data) as (container, stream):
-                index = read_index(container, stream)
+    def __init__(self, data: memoryview) -> None:
+        with opened(data) as (container, stream):
+            self.index = index = read_index(container, stream)
         self._data = data
-        self._index = index
         frames_s = _LONG_GONE_FRAMES / index.rate if index.rate else 0.0
         self._most_s = max(frames_s, _LONG_GONE_S)
         self._opened = None
@@ -83,10 +78,10 @@ class Frames:
         Raises:
             InvalidVideo: there is none of that index, or it cannot be decoded.
         """
-        if index >= len(self._index.entries):
-            raise InvalidVideo(f"the video has {len(self._index.entries)} frames, none of {index}")
+        if index >= len(self.index.entries):
+            raise InvalidVideo(f"the video has {len(self.index.entries)} frames, none of {index}")
         with failures():
-            found = self._found(self._index.entries[index])
+            found = self._found(self.index.entries[index])
         if found is None:
             raise InvalidVideo(f"frame {index} of the video cannot be decoded")
         check_size(found.height, found.width)
@@ -101,7 +96,7 @@ class Frames:
             self._opened = None
 
     def _found(self, entry: Entry) -> VideoFrame | None:
-        place = entry.pts, -1 if self._index.by_order else entry.packet
+        place = entry.pts, -1 if self.index.by_order else entry.packet
         if self._shown is not None and self._shown[:2] > place:
             self._rewind()
         if self._skips and entry.start > self._num_read:
@@ -117,7 +112,7 @@ class Frames:
             self._shown = self._decoded.popleft()
         if self._shown is None:
             return None
-        behind_s = float((entry.pts - self._shown.pts) * self._index.time_base)
+        behind_s = float((entry.pts - self._shown.pts) * self.index.time_base)
         return self._shown.frame if behind_s <= self._most_s else None
 
     def _rewind(self) -> None:
@@ -169,7 +164,7 @@ class Frames:
         for frame in given:
             pts = frame.dts if frame.pts is None else frame.pts
             number = frame.opaque if isinstance(frame.opaque, int) else -1
-            if self._index.by_order or pts is None:
+            if self.index.by_order or pts is None:
                 pts, number = self._num_given, -1
             self._num_given += 1
             self._decoded.append(_Given(pts, number, frame))

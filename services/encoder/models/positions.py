@@ -6,7 +6,7 @@ layouts with it.
 """
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -16,7 +16,6 @@ from kernels.attention.segments import BatchSegments, Segments, StaticSegments
 from services.common.geometry import Grid
 
 ROPE_THETA = 10_000.0
-FULL = "full"  # segments of whole images, or of frames
 _CACHE_BYTES = 256 << 20
 _ROWS_AT_ONCE = 8192
 
@@ -43,11 +42,11 @@ class VisionLayout(NamedTuple):
     """What a packed batch's shape alone decides; made before the forward, shared by all blocks.
 
     Attributes:
-        segments: of the attention, by what the model calls them: full, or of windows.
+        segments: of the attention: whole images, or frames.
     """
 
     positions: GridPositions
-    segments: Mapping[str, Segments]
+    segments: Segments
 
 
 class PositionCache:
@@ -112,7 +111,7 @@ class StaticLayout:
     def rows(self, num_patches: int) -> VisionLayout:
         """The layout of a graph of `num_patches` rows: views of the buffers."""
         positions = GridPositions(*(buffer[:num_patches] for buffer in self._positions))
-        return VisionLayout(positions, {FULL: self._segments})
+        return VisionLayout(positions, self._segments)
 
     def set(self, grids: Sequence[Grid]) -> None:
         """Enqueues the positions of a batch of at most `max_patches`. Rows behind the batch hold
@@ -133,7 +132,7 @@ def batch_layout(cache: PositionCache, grids: Sequence[Grid]) -> VisionLayout:
     frames = frames_of(grids)
     found = cache.of(frames)
     lengths = [height * width for height, width in frames]
-    return VisionLayout(found, {FULL: BatchSegments(lengths, found.cos.device)})
+    return VisionLayout(found, BatchSegments(lengths, found.cos.device))
 
 
 def frames_of(grids: Sequence[Grid]) -> list[tuple[int, int]]:

@@ -17,7 +17,6 @@ from services.common.nn.layers import embedding
 from services.common.nn.linear import Linear, UnquantizedLinear
 from services.common.nn.weight_map import WeightMap
 from services.encoder.models.positions import (
-    FULL,
     PositionCache,
     StaticLayout,
     VisionLayout,
@@ -172,7 +171,7 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, residual: Tensor, layout: VisionLayout) -> Tensor | None:
         """`[N, hidden]`, as `x`, see `project_back`."""
         query, key, value = self._heads(x, layout)
-        attended = self.ops.ragged_attention(query, key, value, layout.segments[FULL])
+        attended = self.ops.ragged_attention(query, key, value, layout.segments)
         return project_back(attended.flatten(1), self.proj, residual, self.ops)
 
     def _heads(self, x: Tensor, layout: VisionLayout) -> tuple[Tensor, ...]:
