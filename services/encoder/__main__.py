@@ -98,8 +98,8 @@ async def create_front(
         await embeddings.close()
 
     async def close() -> None:
-        if redis is not None:
-            await redis.close()
+        if cache is not None:
+            await cache.close()
         await asyncio.to_thread(videos.close)
         await memory.close()
 

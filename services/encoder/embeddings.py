@@ -155,7 +155,7 @@ class Embeddings:
 
     @asynccontextmanager
     async def reading(
-        self, key: bytes, timeout_s: float, word: Word | None = None
+        self, key: bytes, timeout_s: float | None, word: Word | None = None
     ) -> AsyncGenerator[Reading]:
         """An embedding, held in memory for the block. Waits until its first bytes are about to be
         written: by an encode in flight, or by one that has not been requested yet. `word` is called

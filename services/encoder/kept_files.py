@@ -62,9 +62,15 @@ class KeptFiles:
         """
         if (data := self._files.get(tenant, digest)) is not None:
             return data
-        if (data := await self._in_redis(tenant, digest)) is None:
-            raise NotFound("no such file is kept: upload it again")
-        return data
+        if self._redis is not None:
+            async with self._reads:
+                if (data := self._files.get(tenant, digest)) is not None:  # read by another call
+                    return data
+                data = await self._redis.read_file(_name(tenant, digest), self._max_bytes)
+                if data is not None and await _digest(data) == digest:
+                    self._files.put(tenant, digest, data)
+                    return data
+        raise NotFound("no such file is kept: upload it again")
 
     async def delete(self, tenant: str, digest: bytes) -> bool:
         """Forgets a file; returns whether there was one. Raises Overloaded: Redis may have it."""
@@ -74,18 +80,6 @@ class KeptFiles:
                 raise Overloaded("Redis, which may have the file, is away", retry_after_s=1)
             found |= was_there
         return found
-
-    async def _in_redis(self, tenant: str, digest: bytes) -> bytes | None:
-        if self._redis is None:
-            return None
-        async with self._reads:
-            if (data := self._files.get(tenant, digest)) is not None:  # read by another call
-                return data
-            data = await self._redis.read_file(_name(tenant, digest), self._max_bytes)
-            if data is None or await _digest(data) != digest:
-                return None
-            self._files.put(tenant, digest, data)
-            return data
 
 
 async def _digest(data: bytes) -> bytes:

@@ -66,10 +66,6 @@ class RedisTier:
             write.cancel()
         await asyncio.gather(*self._writes, return_exceptions=True)
 
-    async def close(self) -> None:
-        """Closes the connections."""
-        await self._cache.close()
-
     async def _write(self, entry: ArenaEntry) -> bool:
         async with self._writers:
             digest = await self._memory.digest_of(entry)

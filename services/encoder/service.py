@@ -37,13 +37,7 @@ from services.common.images.image_key import KEY_BYTES, MAX_SALT_BYTES, image_ke
 from services.common.pb import encoder_pb2 as pb
 from services.common.spans import span
 from services.common.threads import INLINE_BYTES
-from services.common.transport.rpc import (
-    MAX_MESSAGE_BYTES,
-    Servicer,
-    abort,
-    adopt_metadata,
-    message_bytes,
-)
+from services.common.transport.rpc import Servicer, abort, adopt_metadata, message_bytes
 from services.encoder.admission import Share
 from services.encoder.embeddings import Embeddings, Encoded, Work
 from services.encoder.engine.messages import Source
@@ -55,8 +49,6 @@ log = logging.getLogger(__name__)
 Request = TypeVar("Request", bound=Message)
 
 _CHUNK_BYTES = 1 << 20
-# Of a Fetch that has none: how long it waits for its embedding.
-_FETCH_DEADLINE_S = 30.0
 # An entry in shared memory is held at most this long for a reader that does not end its call.
 _MAX_READ_S = 10.0
 # A draining encoder stops when it has had no call for this long: gateways find out within a second
@@ -82,7 +74,7 @@ class EncoderServicer(Servicer):
         description: pb.DescribeEncoderResponse,
         embeddings: Embeddings,
         metrics: EncoderMetrics,
-        max_read_bytes: int = 4 * MAX_MESSAGE_BYTES,
+        max_read_bytes: int,
     ) -> None:
         self._max_read_bytes = max_read_bytes
         self._bytes_under_way = 0
@@ -188,10 +180,8 @@ class EncoderServicer(Servicer):
     async def Fetch(self, request: pb.FetchRequest, context: grpc.aio.ServicerContext) -> None:
         async with self._call("fetch", context) as parent:
             key = _checked_key(request.image_key)
-            left_s = context.time_remaining()
-            wait_s = _FETCH_DEADLINE_S if left_s is None else left_s
             word = partial(_tell_waiting, context) if request.tell_waiting else None
-            async with self._embeddings.reading(key, wait_s, word) as reading:
+            async with self._embeddings.reading(key, context.time_remaining(), word) as reading:
                 shared = bool(self._host) and request.reader_host == self._host
                 size_bytes = reading.entry.spec.size_bytes
                 with span("send embedding", parent, size_bytes=size_bytes, shared=shared):

@@ -117,12 +117,6 @@ def test_a_packed_batch_agrees(pair: Pair) -> None:
     assert error(pair.actual(patches, IMAGES), pair.expected(patches, IMAGES)) < TOLERANCE
 
 
-def test_a_video_is_frames_apart(pair: Pair) -> None:
-    grids: list[Grid] = [(3, 4, 6), (1, 4, 4)]
-    patches = pair.patches(grids)
-    assert error(pair.actual(patches, grids), pair.expected(patches, grids)) < TOLERANCE
-
-
 def test_an_image_is_the_same_alone_and_in_a_batch(pair: Pair) -> None:
     patches = pair.patches(IMAGES)
     together = pair.actual(patches, IMAGES)

@@ -15,6 +15,7 @@ from typing import Protocol
 
 from services.common.embeddings.arena import Arena, ArenaEntry
 from services.common.embeddings.embedding import EmbeddingSpec
+from services.common.embeddings.shared_memory import PAGE_BYTES
 from services.common.embeddings.single_flight import InFlight
 from services.common.errors import InternalError, InvalidRequest, TriptychError
 from services.common.process.channel import FrontChannel
@@ -24,7 +25,6 @@ from services.decoder.metrics import DecoderMetrics
 
 log = logging.getLogger(__name__)
 
-_PAGE_BYTES = 4096  # the arena's granularity
 # An image that is asked for at another encoder is fetched from there when the fetch in flight has
 # taken this long: gateways name another encoder when the first one does not answer.
 _TAKEOVER_S = 1.0
@@ -123,7 +123,7 @@ class EmbeddingSource:
             EncoderFailed: one was not delivered; references given to `ready` stay the caller's.
             InvalidRequest: they would not fit into an empty arena, or have another size.
         """
-        needed = sum(-(-r.spec.size_bytes // _PAGE_BYTES) * _PAGE_BYTES for r in requests)
+        needed = sum(-(-r.spec.size_bytes // PAGE_BYTES) * PAGE_BYTES for r in requests)
         if needed > self.arena.size_bytes:
             raise InvalidRequest(
                 f"the images' embeddings need {needed} bytes; this decoder has room for "

@@ -42,25 +42,21 @@ class Worker:
 
     def answer(self, question: list[bytes], shared: np.ndarray) -> bytes:
         asked = msgspec.msgpack.decode(question[0], type=Question)
-        answer = self._answer_or_error(asked, shared)
+        try:
+            answer = self._answer(asked, shared)
+        except (InvalidVideo, VideoNotHeld) as error:
+            answer = Answer(error_code=error.code, message=error.message)
+        except MemoryError:
+            answer = Answer(error_code=InvalidVideo.code, message=_TOO_LARGE)
+        except Exception:
+            # PyAV raises exceptions of many types on hostile bytes; their text is not passed on.
+            answer = Answer(error_code=InvalidVideo.code, message=CORRUPT)
+        if answer.error_code:
+            self._close()
         # PyAV's frames refer to themselves once their side data is looked at; of a minute of video
         # there would be more than a decoder may hold before the collector comes by itself.
         gc.collect()
         return msgspec.msgpack.encode(answer)
-
-    def _answer_or_error(self, asked: Question, shared: np.ndarray) -> Answer:
-        try:
-            return self._answer(asked, shared)
-        except (InvalidVideo, VideoNotHeld) as error:
-            self._close()
-            return Answer(error_code=error.code, message=error.message)
-        except MemoryError:
-            self._close()
-            return Answer(error_code=InvalidVideo.code, message=_TOO_LARGE)
-        except Exception:
-            # PyAV raises exceptions of many types on hostile bytes; their text is not passed on.
-            self._close()
-            return Answer(error_code=InvalidVideo.code, message=CORRUPT)
 
     def _answer(self, asked: Question, shared: np.ndarray) -> Answer:
         is_open = self._frames is not None and self._name == asked.file.name

@@ -15,7 +15,7 @@ from blake3 import blake3
 
 from services.common.embeddings.shared_memory import MemoryAddress, create_memory
 from services.common.embeddings.single_flight import InFlight
-from services.common.errors import VideoNotHeld
+from services.common.errors import InvalidRequest, VideoNotHeld
 from services.common.images.image_key import FRAME_DIGEST_BYTES, KEY_BYTES
 from services.encoder.clips.clip_pool import ClipPool
 from services.encoder.clips.questions import Facts
@@ -32,16 +32,16 @@ class HeldVideo:
     digest: bytes
     file: MemoryAddress
     facts: Facts
-    expires_at: float = 0.0  # time.monotonic()
+    expires_at: float  # time.monotonic()
 
     @property
     def video(self) -> Video:
         return Video(self.file, (self.facts.height, self.facts.width))
 
     def frame_digest(self, index: int) -> bytes:
-        """Raises IndexError: there is no such frame."""
+        """Raises InvalidRequest: there is no such frame."""
         if not 0 <= index < self.facts.num_frames:
-            raise IndexError
+            raise InvalidRequest(f"the video has {self.facts.num_frames} frames, none of {index}")
         return self.facts.frame_digests[FRAME_DIGEST_BYTES * index :][:FRAME_DIGEST_BYTES]
 
 
@@ -117,9 +117,11 @@ class HeldVideos:
             os.close(address.fd)
             raise
         self._drop(digest)  # a probe that was given up may have left it
-        self._held[digest] = HeldVideo(digest, address, facts)
+        held = HeldVideo(digest, address, facts, time.monotonic() + self._ttl_s)
+        self._held[digest] = held
         self._used_bytes += address.size_bytes
-        return self.get(digest)
+        self._expire()
+        return held
 
     def _renewed(self, digest: bytes) -> HeldVideo | None:
         """A file that is held, for some time from now on."""
@@ -135,7 +137,7 @@ class HeldVideos:
         while self._held:
             digest, oldest = next(iter(self._held.items()))
             is_full = self._used_bytes > self._max_bytes and len(self._held) > 1
-            if not is_full and (not oldest.expires_at or oldest.expires_at > now):
+            if not is_full and oldest.expires_at > now:
                 break
             self._drop(digest)
 

@@ -88,7 +88,7 @@ class TowerGraphs:
 
     def fits(self, grids: Sequence[Grid]) -> bool:
         """Whether there is a graph for a batch."""
-        return self._size(grids) is not None and sum(time for time, _, _ in grids) <= _MAX_SEGMENTS
+        return self._size(grids) is not None and len(grids) <= _MAX_SEGMENTS
 
     def replay(self, pixels: Tensor, grids: Sequence[Grid]) -> Iterator[tuple[int, Tensor]]:
         """Enqueues a batch that fits, part after part; yields each part's feature, in new memory.
@@ -135,4 +135,4 @@ class TowerGraphs:
 
 
 def _num_patches(grids: Sequence[Grid]) -> int:
-    return sum(time * height * width for time, height, width in grids)
+    return sum(height * width for _, height, width in grids)

@@ -23,12 +23,9 @@ _LARGE_BATCH_FLOPS = 1e14
 
 def count_flops(spec: TowerSpec, grids: Iterable[Grid]) -> float:
     """Floating-point operations of the tower's blocks: GEMMs and attention."""
-    total = 0.0
-    for time, height, width in grids:
-        size = height * width
-        weights = 4 * spec.hidden_size**2 + 2 * spec.hidden_size * spec.intermediate_size
-        total += time * (2.0 * size * weights + 4.0 * size**2 * spec.hidden_size)
-    return spec.depth * total
+    weights = 4 * spec.hidden_size**2 + 2 * spec.hidden_size * spec.intermediate_size
+    sizes = [height * width for _, height, width in grids]
+    return spec.depth * sum(2.0 * n * weights + 4.0 * n**2 * spec.hidden_size for n in sizes)
 
 
 class Throttle:

@@ -117,7 +117,7 @@ class StaticLayout:
         """Enqueues the positions of a batch of at most `max_patches`. Rows behind the batch hold
         undefined values, and no row of the batch reads them.
         """
-        frames = frames_of(grids)
+        frames = [(height, width) for _, height, width in grids]
         if frames == self._frames:
             return
         self._frames = []  # until all of it is enqueued
@@ -129,15 +129,10 @@ class StaticLayout:
 
 def batch_layout(cache: PositionCache, grids: Sequence[Grid]) -> VisionLayout:
     """The layout of one batch."""
-    frames = frames_of(grids)
+    frames = [(height, width) for _, height, width in grids]
     found = cache.of(frames)
     lengths = [height * width for height, width in frames]
     return VisionLayout(found, BatchSegments(lengths, found.cos.device))
-
-
-def frames_of(grids: Sequence[Grid]) -> list[tuple[int, int]]:
-    """The segments of a batch, (h, w) each: every frame of a video is one of its own."""
-    return [(height, width) for time, height, width in grids for _ in range(time)]
 
 
 def merge_block_order(height: int, width: int, merge_size: int) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from services.common.embeddings.shared_memory import ForeignMemory, MemoryAddress, NotReadable
-from services.common.errors import InvalidVideo, VideoNotHeld
+from services.common.errors import InvalidRequest, InvalidVideo, VideoNotHeld
 from services.encoder.clips import held_videos
 from services.encoder.clips.held_videos import HeldVideo, HeldVideos
 from services.encoder.clips.questions import Facts
@@ -53,7 +53,7 @@ async def test_a_file_is_read_once_and_named_by_its_digest(
     assert first.video.size == (48, 64)
     assert (first.frame_digest(0), first.frame_digest(1)) == (b"a" * 16, b"b" * 16)
     for index in (2, -1):
-        with pytest.raises(IndexError):
+        with pytest.raises(InvalidRequest):
             first.frame_digest(index)
 
 
