@@ -79,11 +79,9 @@ class DecodePool:
         *,
         memory_bytes: int,
         max_source_pixels: int,
-        cpu_s: float = DECODE_CPU_S,
     ) -> None:
         self.num_workers = num_workers
         self._budget = MemoryBudget(memory_bytes)
-        self._cpu_s = cpu_s
         self._workers = [Child(_WORKER, max_source_pixels * 3) for _ in range(num_workers)]
         self._idle: queue.LifoQueue[Child] = queue.LifoQueue()
         for worker in self._workers:
@@ -95,7 +93,7 @@ class DecodePool:
         with self._budget.taken(memory_bytes):
             worker = self._idle.get()
             try:
-                yield _decode(worker, data, Task(header, memory_bytes, self._cpu_s))
+                yield _decode(worker, data, Task(header, memory_bytes, DECODE_CPU_S))
             finally:
                 worker.trim()
                 self._idle.put(worker)

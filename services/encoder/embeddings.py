@@ -26,7 +26,7 @@ from services.encoder.memory_tier import MemoryTier, Reading, Word, first_of
 from services.encoder.metrics import EncoderMetrics
 
 _MAX_RETRY_AFTER_S = 60.0  # OpenAI's clients follow no longer wait
-_MAX_SOURCES_BYTES = 256 << 20
+_MAX_SOURCES_BYTES, _SOURCE_S = 256 << 20, 120.0
 
 
 class Origin(Enum):
@@ -358,13 +358,12 @@ class Embeddings:
 class SourceStore:
     """The files of images answered lately, in case their embedding is needed again.
 
-    Holds at most `max_bytes`, each file for `ttl_s`; the oldest are dropped first. Of videos only
-    their names are here.
+    Holds at most `max_bytes`, each file for two minutes; the oldest are dropped first. Of videos
+    only their names are here.
     """
 
-    def __init__(self, max_bytes: int = _MAX_SOURCES_BYTES, ttl_s: float = 120.0) -> None:
+    def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        self._ttl_s = ttl_s
         # By time of `put`: each and when it expires, as time.monotonic().
         self._sources: OrderedDict[bytes, tuple[Work, float]] = OrderedDict()
         self._used_bytes = 0
@@ -381,7 +380,7 @@ class SourceStore:
         self._drop(key)
         if work.source.num_bytes > self._max_bytes:
             return
-        self._sources[key] = work, time.monotonic() + self._ttl_s
+        self._sources[key] = work, time.monotonic() + _SOURCE_S
         self._used_bytes += work.source.num_bytes
         self._expire()
 

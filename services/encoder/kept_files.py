@@ -14,7 +14,7 @@ from services.common.tenancy.tenant_store import TenantStore
 from services.common.threads import INLINE_BYTES
 
 DIGEST_BYTES = 32
-KEPT_S = 3600
+KEPT_S = 3600  # since a file's last use
 MAX_BYTES = 256 << 20
 _MAX_READS = 2  # of Redis at a time: how large a file is, and so its memory, is known afterwards
 _DOMAIN = "triptych 2026 kept file: name in Redis"
@@ -26,17 +26,13 @@ class KeptFiles:
     Args:
         redis: shared by all encoders; None: files end with this process.
         max_bytes: held here, of which one tenant has half; a larger file is not held.
-        ttl_s: since a file's last use.
     """
 
-    def __init__(
-        self, redis: RedisCache | None, max_bytes: int = MAX_BYTES, ttl_s: int = KEPT_S
-    ) -> None:
+    def __init__(self, redis: RedisCache | None, max_bytes: int = MAX_BYTES) -> None:
         self._redis = redis
         self._max_bytes = max_bytes
-        self._ttl_s = ttl_s
         self._reads = asyncio.Semaphore(_MAX_READS)
-        self._files = TenantStore[bytes](max_bytes // 2, max_bytes, ttl_s)
+        self._files = TenantStore[bytes](max_bytes // 2, max_bytes, KEPT_S)
 
     async def put(self, tenant: str, data: bytes) -> bytes:
         """Keeps a file; returns its digest.
@@ -47,7 +43,7 @@ class KeptFiles:
         digest = await _digest(data)
         is_kept = self._files.put(tenant, digest, data)
         if self._redis is not None:
-            is_kept |= await self._redis.write_file(_name(tenant, digest), data, self._ttl_s)
+            is_kept |= await self._redis.write_file(_name(tenant, digest), data, KEPT_S)
         if not is_kept:
             raise PayloadTooLarge(
                 f"at most {self._max_bytes // 2} bytes of a tenant's files are kept here"

@@ -323,10 +323,10 @@ async def test_a_part_of_the_places_is_for_tenants_with_less_than_their_share():
             assert isinstance(await gateway.end(number), pb.Finished)
 
 
-async def test_a_gateway_that_does_not_read_is_bounded_and_then_cut():
+async def test_a_gateway_that_does_not_read_is_bounded_and_then_cut(monkeypatch):
+    monkeypatch.setattr("services.decoder.front.outbox.MAX_WEIGHT", 20_000)
     async with Decoder(max_model_len=4096, num_blocks=4096) as decoder, Gateway(decoder) as other:
         stream = decoder.front.open_stream()  # no writer takes from its outbox
-        stream.outbox._max_weight = 20_000
         for number in range(4):
             decoder.front.submit(stream, submit_of(number, prompt_of(number, 4), max_tokens=4000))
         await until(lambda: not stream.live)

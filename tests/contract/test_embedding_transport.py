@@ -34,7 +34,7 @@ class Reader:
     def __init__(self, *, shared_memory: bool = True) -> None:
         self.arena = Arena(8 << 20)
         self.registry = CollectorRegistry()
-        self.fetcher = EncoderFetcher(timeout_s=PATIENCE_S, shared_memory=shared_memory)
+        self.fetcher = EncoderFetcher(shared_memory=shared_memory)
         metrics = DecoderMetrics(self.registry)
         self.source = EmbeddingSource(self.arena, self.fetcher, None, metrics)
 

@@ -292,8 +292,8 @@ async def test_a_decoder_fetches_with_credentials_and_not_without(
     address = f"127.0.0.1:{check.add_port(server, '127.0.0.1:0')}"
     await server.start()
     into = memoryview(bytearray(spec.size_bytes))
-    known = EncoderFetcher(timeout_s=PATIENCE_S, shared_memory=False, credentials=ours)
-    stranger = EncoderFetcher(timeout_s=PATIENCE_S, shared_memory=False)
+    known = EncoderFetcher(shared_memory=False, credentials=ours)
+    stranger = EncoderFetcher(shared_memory=False)
     try:
         with pytest.raises(EncoderFailed):
             await stranger.fetch(address, key, spec, into)

@@ -24,8 +24,7 @@ class Outbox:
         takes_bare_tokens: the gateway reads tokens without an event, which cost a third.
     """
 
-    def __init__(self, max_weight: int = MAX_WEIGHT) -> None:
-        self._max_weight = max_weight
+    def __init__(self) -> None:
         self._weight = 0  # of what is queued; each event and token has some
         self._message = pb.GenerateEvents()
         self._open: dict[int, pb.SequenceEvent] = {}
@@ -38,7 +37,7 @@ class Outbox:
     @property
     def is_full(self) -> bool:
         """Whether the gateway has left more unread than it may."""
-        return self._weight > self._max_weight
+        return self._weight > MAX_WEIGHT
 
     def add_token(self, sequence_id: int, token_id: int) -> None:
         """Adds a sequence's new token, about which there is nothing else to say."""

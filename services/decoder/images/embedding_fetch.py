@@ -41,6 +41,8 @@ from services.decoder.images.known_encoders import KnownEncoders
 log = logging.getLogger(__name__)
 
 _METHOD = "/triptych.v1.Encoder/Fetch"
+_TIMEOUT_S = 3600.0  # of a call, which its caller ends before
+_IDLE_S = 60.0  # an unused channel stays open
 
 Heard = Callable[[bool], None]  # whether the embedding is in work, or comes
 
@@ -213,7 +215,7 @@ class _Channel:
     channel: grpc.aio.Channel
     fetch: Callable[..., Any]
     users: int = 0
-    idle_since: float = 0.0
+    closing: asyncio.TimerHandle | None = None  # where it has none
     memory: ForeignMemory | None = None
     not_readable: bool = False  # its memory could not be opened; it is not tried again
 
@@ -221,18 +223,14 @@ class _Channel:
 @dataclass(slots=True)
 class EncoderFetcher:
     """Fetches embeddings. Keeps a channel per encoder and, where possible, the encoder's memory
-    mapped, until the encoder has been idle for `idle_s`.
+    mapped, until the encoder has been idle for a minute.
 
     Attributes:
-        timeout_s: of a call, which its caller ends before.
-        idle_s: how long an unused channel stays open.
         shared_memory: False: all embeddings come over gRPC.
         credentials: that encoders ask for.
         known: the encoders that may be dialled.
     """
 
-    timeout_s: float = 3600.0
-    idle_s: float = 60.0
     shared_memory: bool = True
     credentials: Credentials = NO_CREDENTIALS
     known: KnownEncoders = field(default_factory=KnownEncoders)
@@ -303,7 +301,7 @@ class EncoderFetcher:
         """
         host = self._host if self.shared_memory and not channel.not_readable else b""
         request = pb.FetchRequest(image_key=receiver.key, reader_host=host, tell_waiting=True)
-        call = channel.fetch(request, timeout=self.timeout_s, metadata=outgoing_metadata())
+        call = channel.fetch(request, timeout=_TIMEOUT_S, metadata=outgoing_metadata())
         loop = asyncio.get_running_loop()
         jobs: list[asyncio.Future[None]] = []
         shared: memoryview | None = None
@@ -357,22 +355,21 @@ class EncoderFetcher:
                 _METHOD, request_serializer=pb.FetchRequest.SerializeToString
             )
             entry = self._channels[address] = _Channel(channel, fetch)
+        if entry.closing is not None:
+            entry.closing.cancel()
         entry.users += 1
         try:
             yield entry
         finally:
             entry.users -= 1
-            loop = asyncio.get_running_loop()
-            entry.idle_since = loop.time()
-            loop.call_later(self.idle_s, self._close_if_idle, address, entry)
-
-    def _close_if_idle(self, address: str, entry: _Channel) -> None:
-        idle_for = asyncio.get_running_loop().time() - entry.idle_since
-        known = self._channels.get(address) is entry
-        if known and entry.users == 0 and idle_for >= 0.99 * self.idle_s:
-            self._close(address)
+            if not entry.users:
+                loop = asyncio.get_running_loop()
+                entry.closing = loop.call_later(_IDLE_S, self._close, address)
 
     def _close(self, address: str) -> None:
-        task = asyncio.create_task(self._channels.pop(address).channel.close())
+        entry = self._channels.pop(address)
+        if entry.closing is not None:
+            entry.closing.cancel()
+        task = asyncio.create_task(entry.channel.close())
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)

@@ -50,13 +50,11 @@ class HeldVideos:
 
     Args:
         max_bytes: of all files; the longest unused is dropped first.
-        ttl_s: since a file's last use.
     """
 
-    def __init__(self, pool: ClipPool, max_bytes: int, ttl_s: float = _TTL_S) -> None:
+    def __init__(self, pool: ClipPool, max_bytes: int) -> None:
         self._pool = pool
         self._max_bytes = max_bytes
-        self._ttl_s = ttl_s
         self._held: OrderedDict[bytes, HeldVideo] = OrderedDict()  # by last use
         self._used_bytes = 0
         self._probes: dict[bytes, InFlight[HeldVideo]] = {}
@@ -117,7 +115,7 @@ class HeldVideos:
             os.close(address.fd)
             raise
         self._drop(digest)  # a probe that was given up may have left it
-        held = HeldVideo(digest, address, facts, time.monotonic() + self._ttl_s)
+        held = HeldVideo(digest, address, facts, time.monotonic() + _TTL_S)
         self._held[digest] = held
         self._used_bytes += address.size_bytes
         self._expire()
@@ -128,7 +126,7 @@ class HeldVideos:
         self._expire()
         held = self._held.get(digest)
         if held is not None:
-            held.expires_at = time.monotonic() + self._ttl_s
+            held.expires_at = time.monotonic() + _TTL_S
             self._held.move_to_end(digest)
         return held
 

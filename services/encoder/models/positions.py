@@ -50,7 +50,7 @@ class VisionLayout(NamedTuple):
 
 
 class PositionCache:
-    """An LRU cache of positions by grid, at most `max_bytes` (and always one batch's).
+    """An LRU cache of positions by grid, at most 256 MiB (and always one batch's).
 
     Args:
         table: the learned `[side * side, hidden]` position embeddings; its device and dtype are
@@ -58,12 +58,9 @@ class PositionCache:
         merge_size: patches per image-token side.
     """
 
-    def __init__(
-        self, table: Tensor, head_dim: int, merge_size: int, max_bytes: int = _CACHE_BYTES
-    ) -> None:
+    def __init__(self, table: Tensor, head_dim: int, merge_size: int) -> None:
         self._table = table
         self.merge_size = merge_size
-        self._max_bytes = max_bytes
         quarter = torch.arange(0, head_dim // 2, 2, dtype=torch.float32)
         self._frequencies = 1.0 / ROPE_THETA ** (quarter / (head_dim // 2))  # [head_dim / 4], host
         self._cache: OrderedDict[tuple[int, int], GridPositions] = OrderedDict()
@@ -72,7 +69,7 @@ class PositionCache:
     def of(self, frames: Sequence[tuple[int, int]]) -> GridPositions:
         """Positions of frames (h, w), packed in this order."""
         found = [self._one(height, width) for height, width in frames]
-        while self._cached_bytes > self._max_bytes and len(self._cache) > 1:
+        while self._cached_bytes > _CACHE_BYTES and len(self._cache) > 1:
             self._cached_bytes -= self._cache.popitem(last=False)[1].size_bytes
         if len(found) == 1:
             return found[0]

@@ -401,9 +401,9 @@ async def test_what_fits_into_an_empty_arena_is_had_wherever_the_last_ones_lie()
         assert world.observer.found["memory"] > 0
 
 
-async def test_unused_channels_are_closed():
+async def test_unused_channels_are_closed(monkeypatch):
+    monkeypatch.setattr("services.decoder.images.embedding_fetch._IDLE_S", 0.02)
     async with World() as world:
-        world.fetcher.idle_s = 0.02
         await world.obtain(world.request(1))
         assert len(world.fetcher._channels) == 1
         await until(lambda: not world.fetcher._channels)

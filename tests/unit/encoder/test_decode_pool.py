@@ -78,8 +78,11 @@ def test_threads_get_their_own_images(pool: DecodePool) -> None:
         assert list(threads.map(first_pixel, files)) == colors
 
 
-def test_an_image_over_its_time_is_invalid_and_the_next_one_is_served() -> None:
-    pool = DecodePool(1, memory_bytes=4 << 30, max_source_pixels=MAX_PIXELS, cpu_s=0.02)
+def test_an_image_over_its_time_is_invalid_and_the_next_one_is_served(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("services.encoder.decode_pool.DECODE_CPU_S", 0.02)
+    pool = DecodePool(1, memory_bytes=4 << 30, max_source_pixels=MAX_PIXELS)
     try:
         slow, quick = encoded(Image.new("RGB", (6000, 6000))), encoded(noise(8, 8))
         for _ in range(2):

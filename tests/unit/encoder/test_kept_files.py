@@ -137,12 +137,12 @@ async def test_many_small_files_take_room_and_no_time():
 
 async def test_files_expire_after_their_last_use(monkeypatch: pytest.MonkeyPatch):
     now = [100.0]
-    files = KeptFiles(None, ttl_s=10)
+    files = KeptFiles(None)
     monkeypatch.setattr(files._files, "_clock", lambda: now[0])
     used, unused = await files.put("a", b"1"), await files.put("a", b"2")
-    now[0] = 109.0
+    now[0] += kept_files.KEPT_S - 1.0
     await files.get("a", used)
-    now[0] = 111.0
+    now[0] += 2.0
     assert await files.get("a", used) == b"1"
     with pytest.raises(NotFound):
         await files.get("a", unused)

@@ -12,15 +12,15 @@ UNIT = Unit((1, 2, 2))
 def test_a_file_is_kept_until_its_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
-    store = SourceStore(max_bytes=100, ttl_s=10.0)
+    store = SourceStore(max_bytes=100)
     store.put(b"a", Work(Source(b"x" * 10), UNIT))
-    now = 105.0
+    now = 160.0
     store.put(b"b", Work(Source(b"y" * 10), UNIT))
     found = store.get(b"a")
     assert found is not None and (found.source.image, found.unit) == (b"x" * 10, UNIT)
-    now = 110.5
+    now = 220.5
     assert store.get(b"a") is None and store.get(b"b") is not None
-    now = 120.0
+    now = 280.0
     assert store.get(b"b") is None and len(store) == 0
 
 
