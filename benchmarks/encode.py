@@ -32,13 +32,11 @@ from kernels.device import KNOWN_DEVICES
 from services.common.families import read_spec
 from services.common.families.qwen3_vl import DeepStackTower
 from services.common.geometry import Geometry, Grid, Unit
-from services.common.images.image_header import MAX_SOURCE_PIXELS
 from services.common.model_spec import TowerSpec
 from services.common.nn.device import resolve_device, resolve_dtype
 from services.common.nn.dispatch import UnknownOverride, parse_overrides
 from services.common.nn.dummy_weights import load_dummy
 from services.common.process.channel import EngineChannel, create_socket_pair
-from services.encoder.clips.clip_pool import ClipPool
 from services.encoder.engine.engine import Engine
 from services.encoder.engine.graphs import MAX_CAPTURED_PATCHES, TowerGraphs, buckets
 from services.encoder.engine.messages import (
@@ -62,7 +60,7 @@ from services.encoder.engine_main import (
 from services.encoder.models import model_class
 from services.encoder.models.qwen3_vl import VisionTower
 from services.encoder.operations.table import TowerFacts, resolve
-from services.encoder.prepare import Preparer
+from services.encoder.preprocess import Preprocessor
 from services.encoder.settings import EncoderSettings
 
 # Measured on an H200 with large GEMMs; see benchmarks/LOG.md.
@@ -283,10 +281,7 @@ class EngineBench:
         self.runner = Runner(bench.model, bench.device, bench.dtype, arena)
         geometry = bench.geometry
         self._decoders = create_decoders()
-        prepare = Preparer(
-            geometry, None, MAX_SOURCE_PIXELS, self._decoders.decoded, ClipPool(1, memory_bytes=0),
-            pinned=bench.device.type == "cuda",
-        )  # fmt: skip
+        prepare = Preprocessor(geometry, self._decoders.decoded, bench.device.type == "cuda")
         warm_up(prepare, geometry)
         self.runner.warm_up(MAX_BATCH_PATCHES)
         self._ends = create_socket_pair()

@@ -120,7 +120,7 @@ def run(num_cases: int, num_decoded: int, first: int = 0) -> dict[str, float]:
     files = seeds()
     found: dict[str, float] = {"read": 0, "refused": 0, "decoded": 0, "damaged": 0, "longest": 0.0}
     found |= {"most": 0, "most_decoding": 0}
-    pool = DecodePool(1, memory_bytes=1 << 30, max_source_pixels=_MAX_PIXELS)
+    pool = DecodePool(1, memory_bytes=1 << 30)
     pids = worker_pids(pool)
     mine, decoders = Peak(), Peak(pids[0])
     try:

@@ -4,9 +4,13 @@ from collections.abc import Generator
 from contextlib import contextmanager
 
 import numpy as np
+from torch import Tensor
 
+from services.common.geometry import Geometry, Unit
 from services.common.images.image_header import ImageHeader
 from services.encoder.decode import decode
+from services.encoder.engine.messages import Source
+from services.encoder.preprocess import Preprocessor
 
 
 @contextmanager
@@ -15,3 +19,8 @@ def decode_in_process(data: bytes, header: ImageHeader) -> Generator[np.ndarray]
     pixels = np.empty((*header.upright_size, 3), np.uint8)
     decode(data, header, pixels)
     yield pixels
+
+
+def preprocess(data: bytes, unit: Unit, geometry: Geometry) -> Tensor:
+    """A still image's pixels."""
+    return Preprocessor(geometry, decode_in_process, pinned=False)(Source(data), unit, lambda: None)

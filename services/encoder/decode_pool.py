@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from services.common.errors import InvalidImage
-from services.common.images.image_header import ImageHeader
+from services.common.images.image_header import MAX_SOURCE_PIXELS, ImageHeader
 from services.encoder.child import Child, ChildLost
 from services.encoder.decode import worst_case_bytes
 from services.encoder.decode_worker import Task
@@ -73,16 +73,10 @@ class DecodePool:
         memory_bytes: of all images that are being decoded.
     """
 
-    def __init__(
-        self,
-        num_workers: int,
-        *,
-        memory_bytes: int,
-        max_source_pixels: int,
-    ) -> None:
+    def __init__(self, num_workers: int, *, memory_bytes: int) -> None:
         self.num_workers = num_workers
         self._budget = MemoryBudget(memory_bytes)
-        self._workers = [Child(_WORKER, max_source_pixels * 3) for _ in range(num_workers)]
+        self._workers = [Child(_WORKER, 3 * MAX_SOURCE_PIXELS) for _ in range(num_workers)]
         self._idle: queue.LifoQueue[Child] = queue.LifoQueue()
         for worker in self._workers:
             self._idle.put(worker)

@@ -22,7 +22,6 @@ from PIL import Image
 from kernels.device import DeviceFacts
 from services.common.families import read_spec
 from services.common.geometry import Geometry
-from services.common.images.image_header import MAX_SOURCE_PIXELS
 from services.common.images.image_key import key_prefix
 from services.common.model_spec import ModelSpec, ModelSpecError, TowerSpec
 from services.common.nn.checkpoint import Checkpoint, CheckpointError, fingerprint
@@ -47,6 +46,7 @@ from services.encoder.models import model_class
 from services.encoder.operations.ops import Ops
 from services.encoder.operations.table import TowerFacts, resolve
 from services.encoder.prepare import Preparer
+from services.encoder.preprocess import Preprocessor
 from services.encoder.settings import EncoderSettings
 
 if TYPE_CHECKING:
@@ -100,14 +100,11 @@ def _run(end: EngineEnd, settings: EncoderSettings) -> None:
     shares_device = settings.memory_fraction < _MEMORY_FRACTION_OF_SOLE_USER
     runner = Runner(model, device, dtype, end.arena, shares_device=shares_device)
     decoders = create_decoders()
-    prepare = Preparer(
-        geometry=vision.geometry,
-        resample=vision.video.resample if vision.video else None,
-        max_source_pixels=MAX_SOURCE_PIXELS,
-        decode=decoders.decoded,
-        video_decoder=ClipPool(decoders.num_workers, memory_bytes=memory_limit_bytes() // 4),
-        pinned=device.type == "cuda",
-    )
+    of_images = vision.geometry, decoders.decoded, device.type == "cuda"
+    prepare = Preprocessor(*of_images)
+    if vision.video is not None:
+        clips = ClipPool(decoders.num_workers, memory_bytes=memory_limit_bytes() // 4)
+        prepare = Preparer(*of_images, vision.video.resample, clips)
     log_progress("kernels")
     warm_up(prepare, vision.geometry)
     runner.warm_up(MAX_BATCH_PATCHES, takes_videos=vision.video is not None)
@@ -163,11 +160,7 @@ def create_decoders() -> DecodePool:
     those that decode videos another one.
     """
     num_workers = max(2, min(omp_num_threads() or num_cpus(), _MAX_DECODERS))
-    return DecodePool(
-        num_workers,
-        memory_bytes=memory_limit_bytes() // 4,
-        max_source_pixels=MAX_SOURCE_PIXELS,
-    )
+    return DecodePool(num_workers, memory_bytes=memory_limit_bytes() // 4)
 
 
 def create_ops(

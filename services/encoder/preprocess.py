@@ -1,12 +1,14 @@
 """Encoded image → resized RGB pixels, as the reference image processor makes them.
 
-The engine's pool of threads calls `preprocess`: a decoder gives the pixels, torch resizes them
+The engine's pool of threads calls a `Preprocessor`: a decoder gives the pixels, torch resizes them
 without the interpreter lock. Normalization and patches are made on the device, from these bytes.
 Whatever is wrong with an image is an `InvalidImage`.
 """
 
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -15,45 +17,54 @@ from torch.nn import functional as F
 
 from services.common.errors import InvalidImage
 from services.common.geometry import Geometry, Unit
-from services.common.images.image_header import ImageHeader, read_header
+from services.common.images.image_header import MAX_SOURCE_PIXELS, ImageHeader, read_header
+from services.encoder.engine.messages import Source
 
-MAX_PINNED_BYTES = 16 << 20
+_MAX_PINNED_BYTES = 16 << 20
 # From a file to upright pixels `[height, width, 3]` uint8, valid inside the `with`. InvalidImage:
 # it is truncated or corrupt, or needs more than an image of its size may.
 Decode = Callable[[bytes, ImageHeader], AbstractContextManager[np.ndarray]]
 
 
-def preprocess(
-    data: bytes,
-    unit: Unit,
-    geometry: Geometry,
-    *,
-    max_source_pixels: int,
-    decode: Decode,
-    pinned: bool = False,
-) -> Tensor:
-    """Decodes and resizes one unit.
+@dataclass(frozen=True)
+class Preprocessor:
+    """Decodes and resizes one unit. Threads share it.
 
-    Args:
-        unit: of the image, as made from the header elsewhere.
-        max_source_pixels: larger images are refused before a pixel is decoded.
+    Attributes:
         pinned: the result is in pinned memory, unless it is large.
-
-    Returns:
-        `[height, width, 3]` uint8 of the unit's size, contiguous.
-
-    Raises:
-        InvalidImage: not a readable image, too large, or the unit is none of its.
     """
-    header = read_header(data, max_source_pixels=max_source_pixels)
-    size = header.upright_size
-    height, width = geometry.size_of(unit)
-    if not geometry.is_of(unit, size):
-        raise InvalidImage(f"an image of {size[0]}x{size[1]} has no grid of {unit.grid}")
-    pinned = pinned and height * width * 3 <= MAX_PINNED_BYTES
-    out = torch.empty((height, width, 3), dtype=torch.uint8, pin_memory=pinned)
-    with decode(data, header) as pixels:
-        return out.copy_(resize(torch.from_numpy(pixels), height, width, geometry.resample))
+
+    geometry: Geometry
+    decode: Decode
+    pinned: bool
+
+    def __call__(self, source: Source, unit: Unit, decoded: Callable[[], None]) -> Tensor:
+        """Pixels of a unit.
+
+        Args:
+            unit: of it, as made from its header elsewhere.
+            decoded: called if a video's decoder is free again before its frames are resized.
+
+        Returns:
+            `[height, width, 3]` uint8 of the unit's size, contiguous; of frames `[2, ...]`.
+
+        Raises:
+            InvalidImage: not a readable image, too large, or the unit is none of its.
+        """
+        header = read_header(source.image, max_source_pixels=MAX_SOURCE_PIXELS)
+        size = header.upright_size
+        height, width = self.geometry.size_of(unit)
+        if not self.geometry.is_of(unit, size):
+            raise InvalidImage(f"an image of {size[0]}x{size[1]} has no grid of {unit.grid}")
+        out = self.empty(height, width, 3)
+        with self.decode(source.image, header) as pixels:
+            resized = resize(torch.from_numpy(pixels), height, width, self.geometry.resample)
+            return out.copy_(resized)
+
+    def empty(self, *shape: int) -> Tensor:
+        """Memory for pixels."""
+        pinned = self.pinned and math.prod(shape) <= _MAX_PINNED_BYTES
+        return torch.empty(shape, dtype=torch.uint8, pin_memory=pinned)
 
 
 def resize(pixels: Tensor, height: int, width: int, mode: str = "bicubic") -> Tensor:

@@ -19,9 +19,9 @@ from services.common.model_spec import ModelSpec
 from services.common.nn.checkpoint import Checkpoint
 from services.common.nn.weights import load_weights
 from services.encoder.models.qwen3_vl import VisionTower
-from services.encoder.preprocess import preprocess, resize
+from services.encoder.preprocess import resize
 from tests.image_processor import write_image_processor, write_video_processor
-from tests.in_process_decoder import decode_in_process
+from tests.in_process_decoder import preprocess
 from tests.tower import cpu_ops, pack_patches
 
 CONFIG = {
@@ -65,13 +65,7 @@ def expected(config: ModelSpec, data: bytes) -> np.ndarray:
     tower = _loaded(config)
     with Image.open(io.BytesIO(data)) as image:
         (unit,) = config.vision_part.geometry.units((image.height, image.width))
-    pixels = preprocess(
-        data,
-        unit,
-        config.vision_part.geometry,
-        max_source_pixels=1 << 24,
-        decode=decode_in_process,
-    )
+    pixels = preprocess(data, unit, config.vision_part.geometry)
     patches = pack_patches(pixels.reshape(-1), [unit.grid], 16, 2, torch.float32)
     with torch.inference_mode():
         return tower(patches, tower.layout([unit.grid])).numpy()

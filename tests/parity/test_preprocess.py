@@ -13,8 +13,8 @@ import tests.parity.torchvision_ops  # noqa: F401 - before transformers
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
 
 from services.common.geometry import Geometry
-from services.encoder.preprocess import preprocess, resize
-from tests.in_process_decoder import decode_in_process
+from services.encoder.preprocess import resize
+from tests.in_process_decoder import preprocess
 from tests.tower import pack_patches
 
 LIMITS = {
@@ -53,7 +53,7 @@ def noise(height: int, width: int, seed: int = 0) -> Image.Image:
 def ours(data: bytes, size: tuple[int, int], limits: Geometry) -> torch.Tensor:
     """pixel_values as the tower gets them, with the time axis spelled out."""
     (unit,) = limits.units(size)
-    pixels = preprocess(data, unit, limits, max_source_pixels=1 << 26, decode=decode_in_process)
+    pixels = preprocess(data, unit, limits)
     patches = pack_patches(
         pixels.reshape(-1), [unit.grid], limits.patch_size, limits.merge_size, torch.float32
     )
@@ -95,9 +95,7 @@ def test_several_images_pack_as_the_processor_packs_them() -> None:
     theirs = processor(limits)(images=images, return_tensors="pt")
     units = [limits.units((image.height, image.width))[0] for image in images]
     pixels = [
-        preprocess(
-            encoded(image), unit, limits, max_source_pixels=1 << 20, decode=decode_in_process
-        ).reshape(-1)
+        preprocess(encoded(image), unit, limits).reshape(-1)
         for image, unit in zip(images, units, strict=True)
     ]
     grids = [unit.grid for unit in units]

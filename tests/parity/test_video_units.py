@@ -51,7 +51,7 @@ OPS = cpu_ops(TOWER)
 
 def preparer(**files: bytes) -> Preparer:
     geometry = Geometry(0, 16, 2, 1024, 1 << 24)
-    return Preparer(geometry, "bicubic", 1 << 24, decode_in_process, InProcessClips(**files))
+    return Preparer(geometry, decode_in_process, False, "bicubic", InProcessClips(**files))
 
 
 def theirs(frames: list[np.ndarray]) -> tuple[torch.Tensor, torch.Tensor]:

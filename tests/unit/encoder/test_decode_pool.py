@@ -42,7 +42,7 @@ def read(data: bytes) -> ImageHeader:
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[DecodePool]:
-    pool = DecodePool(2, memory_bytes=4 << 30, max_source_pixels=MAX_PIXELS)
+    pool = DecodePool(2, memory_bytes=4 << 30)
     yield pool
     pool.close()
 
@@ -82,7 +82,7 @@ def test_an_image_over_its_time_is_invalid_and_the_next_one_is_served(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("services.encoder.decode_pool.DECODE_CPU_S", 0.02)
-    pool = DecodePool(1, memory_bytes=4 << 30, max_source_pixels=MAX_PIXELS)
+    pool = DecodePool(1, memory_bytes=4 << 30)
     try:
         slow, quick = encoded(Image.new("RGB", (6000, 6000))), encoded(noise(8, 8))
         for _ in range(2):
@@ -109,7 +109,7 @@ def test_an_image_over_its_memory_is_invalid_and_its_decoder_lives(
 @pytest.mark.parametrize("num_kills", [1, 2])
 def test_an_image_whose_decoder_is_killed_is_tried_once_more(num_kills: int) -> None:
     """The kernel kills decoders first where a pod's memory is short, whatever took it."""
-    pool = DecodePool(1, memory_bytes=4 << 30, max_source_pixels=MAX_PIXELS)
+    pool = DecodePool(1, memory_bytes=4 << 30)
     (worker,) = pool._workers
     slow, quick = encoded(Image.new("RGB", (6000, 6000))), encoded(noise(8, 8))
     try:

@@ -15,8 +15,7 @@ from services.common.errors import InvalidImage
 from services.common.geometry import Geometry, Unit
 from services.common.images.image_header import read_header
 from services.encoder.decode import decode, to_rgb
-from services.encoder.preprocess import preprocess
-from tests.in_process_decoder import decode_in_process
+from tests.in_process_decoder import preprocess
 
 GEOMETRY = Geometry(0, 16, 2, 1024, 1 << 20)
 WHITE = (255, 255, 255)
@@ -240,10 +239,10 @@ def test_a_broken_exif_block_counts_as_none(exif: bytes) -> None:
 def test_a_grid_that_is_not_the_images_is_refused() -> None:
     data = encoded(make_image(64, 96))
     (unit,) = GEOMETRY.units((96, 64))
-    preprocess(data, unit, GEOMETRY, max_source_pixels=10_000, decode=decode_in_process)
+    preprocess(data, unit, GEOMETRY)
     turned = Unit((1, unit.grid[2], unit.grid[1]))
     with pytest.raises(InvalidImage, match="grid"):
-        preprocess(data, turned, GEOMETRY, max_source_pixels=10_000, decode=decode_in_process)
+        preprocess(data, turned, GEOMETRY)
 
 
 def test_what_a_requests_limits_make_of_an_image_is_made() -> None:
@@ -251,18 +250,15 @@ def test_what_a_requests_limits_make_of_an_image_is_made() -> None:
     for geometry in (GEOMETRY.narrowed(None, 100_000), GEOMETRY.narrowed(600_000, None)):
         (unit,) = geometry.units(size)
         assert geometry.size_of(unit) != GEOMETRY.size_of(*GEOMETRY.units(size))
-        pixels = preprocess(
-            data, unit, GEOMETRY, max_source_pixels=1 << 20, decode=decode_in_process
-        )
+        pixels = preprocess(data, unit, GEOMETRY)
         assert pixels.shape == (*geometry.size_of(unit), 3)
 
 
-def test_the_pixel_cap_holds_before_decoding() -> None:
+def test_the_pixel_cap_holds_before_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.encoder.preprocess.MAX_SOURCE_PIXELS", 10_000)
     data = encoded(Image.new("RGB", (500, 500)))
     with pytest.raises(InvalidImage, match="500x500"):
-        preprocess(
-            data, Unit((1, 2, 2)), GEOMETRY, max_source_pixels=10_000, decode=decode_in_process
-        )
+        preprocess(data, Unit((1, 2, 2)), GEOMETRY)
 
 
 def hostile() -> dict[str, bytes]:
@@ -290,9 +286,7 @@ def test_hostile_bytes_are_invalid_images_or_pixels() -> None:
         try:
             header = read_header(data, max_source_pixels=1 << 20)
             (unit,) = GEOMETRY.units(header.upright_size)
-            pixels = preprocess(
-                data, unit, GEOMETRY, max_source_pixels=1 << 20, decode=decode_in_process
-            )
+            pixels = preprocess(data, unit, GEOMETRY)
             assert pixels.dtype == torch.uint8 and pixels.is_contiguous()
             assert pixels.shape == (*GEOMETRY.size_of(unit), 3)
         except InvalidImage as error:
@@ -306,13 +300,7 @@ def test_truncated_files_are_refused(kind: str) -> None:
     data = encoded(make_image(300, 200), kind)
     (unit,) = GEOMETRY.units((200, 300))
     with pytest.raises(InvalidImage):
-        preprocess(
-            data[: len(data) // 2],
-            unit,
-            GEOMETRY,
-            max_source_pixels=1 << 20,
-            decode=decode_in_process,
-        )
+        preprocess(data[: len(data) // 2], unit, GEOMETRY)
 
 
 def test_bands_are_converted_as_a_whole_image_is() -> None:
