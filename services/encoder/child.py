@@ -27,6 +27,7 @@ _KEPT_BYTES = 48 << 20  # of the memory between two questions
 _START_S, _STOP_S = 30.0, 2.0
 _STALL = struct.pack("@ll", 30, 0)  # of a part that a child does not read, or not write on
 _KILLED = signal.SIGKILL.name
+_WALL_FACTOR = 6  # of the CPU time: for a machine that does other things, too
 
 
 class ChildLost(Exception):
@@ -56,10 +57,10 @@ class Child:
             os.close(self._fd)
             raise
 
-    def ask(self, *parts: bytes, timeout_s: float) -> bytes:
-        """The child's answer to a question of some parts. Of a child that is killed the question is
-        asked once more: under memory pressure it goes first (`go_first`), whatever caused that, and
-        its own limits end it by other signals.
+    def ask(self, *parts: bytes, cpu_s: float) -> bytes:
+        """The child's answer to a question of some parts, within that CPU time. Of a child that is
+        killed the question is asked once more: under memory pressure it goes first (`go_first`),
+        whatever caused that, and its own limits end it by other signals.
 
         Raises:
             ChildLost: there is none, and what the child knew is lost.
@@ -68,22 +69,22 @@ class Child:
         """
         try:
             try:
-                return self._ask(parts, timeout_s)
+                return self._ask(parts, cpu_s)
             except ChildLost as lost:
                 if str(lost) != _KILLED:
                     raise
-                return self._ask(parts, timeout_s)
+                return self._ask(parts, cpu_s)
         except OSError as error:
             raise not_started(error) from None
 
-    def _ask(self, parts: tuple[bytes, ...], timeout_s: float) -> bytes:
+    def _ask(self, parts: tuple[bytes, ...], cpu_s: float) -> bytes:
         if self._process.poll() is not None:  # ended while it was idle
             self._restart()
         self._wait_until_ready()
         try:
             for part in parts:
                 self._channel.send_bytes(part)
-            return self._receive(timeout_s)
+            return self._receive(cpu_s * _WALL_FACTOR)
         except (OSError, EOFError):
             raise ChildLost(self._restart()) from None
 

@@ -26,7 +26,6 @@ log = logging.getLogger(__name__)
 
 # CPU time of one image. 40 million pixels take 1 to 3 s in the slowest format.
 DECODE_CPU_S = 10.0
-_WALL_FACTOR = 6  # of the CPU time: for a machine that does other things, too
 _WORKER = "services.encoder.decode_worker"
 
 
@@ -100,9 +99,8 @@ class DecodePool:
 
 def _decode(worker: Child, data: bytes, task: Task) -> np.ndarray:
     """Pixels in the shared memory, until the worker's next image."""
-    timeout_s = task.cpu_s * _WALL_FACTOR
     try:
-        error = worker.ask(msgspec.msgpack.encode(task), data, timeout_s=timeout_s)
+        error = worker.ask(msgspec.msgpack.encode(task), data, cpu_s=task.cpu_s)
     except ChildLost as lost:
         log.warning("an image of %d bytes ended its decoder: %s", len(data), lost)
         raise InvalidImage(

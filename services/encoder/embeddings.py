@@ -131,6 +131,9 @@ class Embeddings:
         self._s_per_patch = 0.0  # measured on the last image; 0: none yet
         self._awaited: dict[bytes, set[asyncio.Future[None]]] = {}  # readers of keys without encode
         metrics.backlog_seconds.set_function(self._backlog_s)
+        metrics.queue_images.set_function(lambda: len(self._encodes))
+        metrics.queue_patches.set_function(lambda: admission.num_patches)
+        metrics.cache_bytes.set_function(lambda: memory.arena.used_bytes)
 
     def spec_of(self, unit: Unit) -> EmbeddingSpec:
         return replace(self._like, num_tokens=self.geometry.num_tokens(unit))
@@ -261,7 +264,6 @@ class Embeddings:
             # A new caller for the key starts a new encode, even before this task has ended.
             on_abandoned=lambda: self._remove(encode),
         )
-        self._update_gauges()
         self.announce(key)
         return encode
 
@@ -281,18 +283,12 @@ class Embeddings:
         self._admission.leave(share, unit.num_patches)
         self._queued_bytes -= source.num_bytes
         self._remove(encode)
-        self._update_gauges()
         if not task.cancelled() and task.exception() is None:
             self._sources.put(encode.key, encode.work)
 
     def _remove(self, encode: _Encode) -> None:
         if self._encodes.get(encode.key) is encode:
             del self._encodes[encode.key]
-
-    def _update_gauges(self) -> None:
-        self._metrics.queue_images.set(len(self._encodes))
-        self._metrics.queue_patches.set(self._admission.num_patches)
-        self._metrics.cache_bytes.set(self._memory.arena.used_bytes)
 
     async def _run(self, encode: _Encode) -> Encoded:
         start = time.monotonic()  # the event loop's clock has a resolution of 1 ms

@@ -186,41 +186,40 @@ class EncoderServicer(Servicer):
                 size_bytes = reading.entry.spec.size_bytes
                 with span("send embedding", parent, size_bytes=size_bytes, shared=shared):
                     await context.write(_header(reading.entry))
-                    await (self._share if shared else self._stream)(reading, word, context)
+                    await self._send(reading, word, context, shared=shared)
                 if shared:  # the reader ends the call when it has copied the bytes, or dies
                     await asyncio.sleep(_MAX_READ_S)
 
-    async def _stream(
-        self, reading: Reading, word: Word | None, context: grpc.aio.ServicerContext
+    async def _send(
+        self,
+        reading: Reading,
+        word: Word | None,
+        context: grpc.aio.ServicerContext,
+        *,
+        shared: bool,
     ) -> None:
-        view = reading.memory.arena.view(reading.entry)
+        """The bytes as they are written, or where they are and which of them are written; and the
+        digest, which may be known only after all bytes have been sent.
+        """
+        entry, arena = reading.entry, reading.memory.arena
+        if shared:
+            place = pb.FetchShared(**asdict(arena.address), offset=entry.offset)
+            await context.write(pb.FetchResponse(shared=place))
+        view = arena.view(entry)
         async with aclosing(reading.ranges(word)) as ranges:
             async for start, stop in ranges:
+                if shared:
+                    ready = pb.FetchReady(offset=start, size_bytes=stop - start)
+                    await context.write(pb.FetchResponse(ready=ready))
+                    continue
                 for first in range(start, stop, _CHUNK_BYTES):
                     last = min(first + _CHUNK_BYTES, stop)
                     await context.write(WireChunk(first, view[first:last]))
-        await self._finish(reading, context)
-
-    async def _share(
-        self, reading: Reading, word: Word | None, context: grpc.aio.ServicerContext
-    ) -> None:
-        """Says where the bytes are and which of them are written."""
-        memory = asdict(reading.memory.arena.address)
-        shared = pb.FetchShared(**memory, offset=reading.entry.offset)
-        await context.write(pb.FetchResponse(shared=shared))
-        async with aclosing(reading.ranges(word)) as ranges:
-            async for start, stop in ranges:
-                ready = pb.FetchReady(offset=start, size_bytes=stop - start)
-                await context.write(pb.FetchResponse(ready=ready))
-        await self._finish(reading, context)
-        self._metrics.shared_fetches.inc()
-
-    async def _finish(self, reading: Reading, context: grpc.aio.ServicerContext) -> None:
-        """Sends the digest, which may be known only after all bytes have been sent."""
-        digest = await reading.memory.digest_of(reading.entry)
+        digest = await reading.memory.digest_of(entry)
         await context.write(pb.FetchResponse(trailer=pb.FetchTrailer(digest=digest)))
         self._metrics.fetches.inc()
-        self._metrics.fetched_bytes.inc(reading.entry.spec.size_bytes)
+        self._metrics.shared_fetches.inc(shared)
+        self._metrics.fetched_bytes.inc(entry.spec.size_bytes)
 
     async def _source(self, request: pb.EncodeRequest, unit: Unit) -> tuple[Source, bytes]:
         """What the unit is made from, and its key, which the caller's must be: 0.15 ms per MiB of

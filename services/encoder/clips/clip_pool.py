@@ -26,7 +26,6 @@ log = logging.getLogger(__name__)
 
 _WORKER = "services.encoder.clips.clip_worker"
 _PROBE_CPU_S, _FRAMES_CPU_S = 4.0, 10.0
-_WALL_FACTOR = 6  # of the CPU time: for a machine that does other things, too
 # Bytes a pixel that a decoder may hold: 17 reference frames of 16 bits, those of its threads, RGB.
 _BYTES_PER_PIXEL = 100
 _BASE_BYTES = 96 << 20
@@ -174,9 +173,7 @@ class ClipPool:
 
 def _ask(slot: _Slot, question: Question) -> Answer:
     try:
-        data = slot.child.ask(
-            msgspec.msgpack.encode(question), timeout_s=question.cpu_s * _WALL_FACTOR
-        )
+        data = slot.child.ask(msgspec.msgpack.encode(question), cpu_s=question.cpu_s)
     except ChildLost as lost:
         slot.name = ""
         log.warning("a video of %d bytes ended its decoder: %s", question.file.size_bytes, lost)
