@@ -40,6 +40,7 @@ _PREFIXES = {
 }  # fmt: skip
 _MOV_BOXES = (b"ftyp", b"moov", b"mdat", b"free", b"skip", b"wide", b"pnot")
 _TS_BYTES = (188, 192)  # of a packet of a transport stream
+_APNG_HEAD = 1 << 16  # in which a PNG says that it is one
 # Decoders whose keyframes stand for themselves, so that what is before one need not be decoded.
 _INDEPENDENT = {
     "h264", "hevc", "vp8", "vp9", "av1", "libdav1d", "mpeg4", "mpeg2video", "mpeg1video", "mjpeg",
@@ -135,7 +136,7 @@ def demuxer_of(data: memoryview) -> str:
     """
     head = bytes(data[:16])
     for prefix, name in _PREFIXES.items():
-        if head.startswith(prefix):
+        if head.startswith(prefix) and (name != "apng" or b"acTL" in bytes(data[:_APNG_HEAD])):
             return name
     if head[4:8] in _MOV_BOXES:
         return "mov"

@@ -249,6 +249,7 @@ def test_frames_that_cannot_be_decoded_are_the_ones_before() -> None:
     [
         (b"", "no video of a known container"),
         (b"\x89PNG", "no video of a known container"),
+        (b"\x89PNG\r\n\x1a\n\0\0\0\x0dIHDR" + bytes(40), "no video of a known container"),
         (b"#EXTM3U\n#EXTINF:1,\nfile:///etc/passwd\n", "no video of a known container"),
         (b"v=0\r\no=- 0 0 IN IP4 127.0.0.1\r\nm=video 9 RTP/AVP 96\r\n", "no video of a known"),
         (b"ffconcat version 1.0\nfile /etc/passwd\n", "no video of a known container"),
