@@ -43,7 +43,7 @@ from services.decoder.engine.messages import (
 )
 from services.decoder.front.departure import Departure
 from services.decoder.front.outbox import Outbox
-from services.decoder.front.submission import Demands, ReadDemands, read_submit
+from services.decoder.front.submission import INT_BYTES, Demands, ReadDemands, read_submit
 from services.decoder.images.embedding_fetch import EncoderFailed
 from services.decoder.images.embeddings import EmbeddingSource, ImageRequest, SequenceImages
 from services.decoder.metrics import DecoderMetrics
@@ -54,7 +54,6 @@ log = logging.getLogger(__name__)
 QUEUE_FACTOR = 3
 # A CPU runs fewer at once by default, and accepts as many as a GPU.
 _LEAST_ROWS_ON_CPU = 256
-_TOKEN_BYTES = 4
 _REASONS = {"stop": pb.Finished.REASON_STOP, "length": pb.Finished.REASON_LENGTH}
 
 
@@ -426,12 +425,9 @@ class DecoderFront:
         has answered, because a step in flight may read them.
         """
         live.reported = True
-        if live.deadline is not None:
-            live.deadline.cancel()
         self._images.cancel_fetches(live.number)
         self._masks.remove(live.number)
-        if live.number in self._live:
-            self._channel.send(AbortSequence(live.number))
+        self._channel.send(AbortSequence(live.number))
 
     def _remove(self, live: _Live) -> None:
         """The engine has ended the sequence."""
@@ -459,9 +455,9 @@ class DecoderFront:
             )
 
     def _most_tokens(self, message: AddSequence) -> int:
-        num_prompt = len(message.prompt_token_ids) // _TOKEN_BYTES
+        num_prompt = len(message.prompt_token_ids) // INT_BYTES
         room = min(message.sampling.max_tokens, self.engine.max_model_len - num_prompt)
-        return room - len(message.generated_token_ids) // _TOKEN_BYTES
+        return room - len(message.generated_token_ids) // INT_BYTES
 
     def _input_failed(self, number: int, error: TriptychError) -> None:
         """An image or a token mask cannot be obtained."""
