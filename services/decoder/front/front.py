@@ -446,18 +446,14 @@ class DecoderFront:
         self._live[live.number] = live
         live.tenant = message.tenant
         self._room.take(live.tenant, 1)
-        live.max_generated = self._most_tokens(message)
+        num_before = len(message.generated_token_ids) // INT_BYTES
+        live.max_generated = message.sampling.max_tokens - num_before
         self._empty.clear()
         self._images.add(message, images)
         if timeout_s:
             live.deadline = asyncio.get_running_loop().call_later(
                 timeout_s, self._fail, live, DeadlineExceeded("the request's time is over")
             )
-
-    def _most_tokens(self, message: AddSequence) -> int:
-        num_prompt = len(message.prompt_token_ids) // INT_BYTES
-        room = min(message.sampling.max_tokens, self.engine.max_model_len - num_prompt)
-        return room - len(message.generated_token_ids) // INT_BYTES
 
     def _input_failed(self, number: int, error: TriptychError) -> None:
         """An image or a token mask cannot be obtained."""

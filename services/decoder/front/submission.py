@@ -50,8 +50,8 @@ def read_submit(
         raise InvalidRequest(f"tenant has more than {MAX_TENANT_CHARS} characters")
     if not (math.isfinite(submit.timeout_s) and submit.timeout_s >= 0):
         raise InvalidRequest("timeout_s is not a time")
-    sampling = _sampling(submit.sampling, engine)
-    _check_generated(submit, num_tokens, sampling, engine)
+    sampling = _sampling(submit.sampling, engine, engine.max_model_len - num_tokens)
+    _check_generated(submit, sampling, engine)
     sampling, demands = read_demands(submit, sampling, engine)
     wanted = sampling.prompt_logprobs
     if wanted is not None and num_tokens * (wanted + 1) > MAX_PROMPT_LOGPROBS:
@@ -86,11 +86,9 @@ def _num_ids(name: str, data: bytes, engine: EngineInfo) -> int:
     return len(data) // INT_BYTES
 
 
-def _check_generated(
-    submit: pb.Submit, num_prompt: int, sampling: SamplingParams, engine: EngineInfo
-) -> None:
+def _check_generated(submit: pb.Submit, sampling: SamplingParams, engine: EngineInfo) -> None:
     count = _num_ids("generated_token_ids", submit.generated_token_ids, engine)
-    if count and count >= min(sampling.max_tokens, engine.max_model_len - num_prompt):
+    if count and count >= sampling.max_tokens:
         raise InvalidRequest(f"nothing is left to generate after {count} tokens")
 
 
@@ -143,7 +141,8 @@ def _images(
     return spans, list(requests.values())
 
 
-def _sampling(given: pb.SamplingParams, engine: EngineInfo) -> SamplingParams:
+def _sampling(given: pb.SamplingParams, engine: EngineInfo, room: int) -> SamplingParams:
+    """`room`: tokens that fit behind the prompt."""
     _check_range("temperature", given.temperature, 0.0, 1e4)
     _check_range("min_p", given.min_p, 0.0, 1.0)
     _check_range("presence_penalty", given.presence_penalty, -1e4, 1e4)
@@ -171,7 +170,7 @@ def _sampling(given: pb.SamplingParams, engine: EngineInfo) -> SamplingParams:
         logit_bias=logit_bias,
         seed=given.seed,
         stop_token_ids=tuple(given.stop_token_ids),
-        max_tokens=min(given.max_tokens, engine.max_model_len),
+        max_tokens=min(given.max_tokens, room),
         min_tokens=min(given.min_tokens, engine.max_model_len),
         top_logprobs=top_logprobs,
         prompt_logprobs=prompt_logprobs,
