@@ -47,7 +47,6 @@ class _Slot:
     name: str = ""
     memory_bytes: int = 0
     is_busy: bool = False
-    last_use: int = 0
 
 
 class ClipPool:
@@ -60,9 +59,8 @@ class ClipPool:
     def __init__(self, max_workers: int, *, memory_bytes: int) -> None:
         self._max_workers = max_workers
         self._memory_bytes = max(memory_bytes, PROBE_BYTES)
-        self._slots: list[_Slot] = []
+        self._slots: list[_Slot] = []  # by last use
         self._changed = threading.Condition()
-        self._num_uses = 0
 
     def probe(self, file: MemoryAddress) -> Facts:
         """A file's facts.
@@ -121,9 +119,9 @@ class ClipPool:
                     self._changed.wait()
             except OSError as error:
                 raise not_started(error) from None
-            self._num_uses += 1
-            slot.name, slot.memory_bytes = name, memory_bytes
-            slot.is_busy, slot.last_use = True, self._num_uses
+            self._slots.remove(slot)
+            self._slots.append(slot)
+            slot.name, slot.memory_bytes, slot.is_busy = name, memory_bytes, True
             with suppress(OSError):  # as where a pod may have no more processes: later, then
                 self._keep_spare(memory_bytes)
         try:
@@ -139,7 +137,7 @@ class ClipPool:
         mine = next((slot for slot in self._slots if slot.name == name), None)
         if mine is not None:
             return None if mine.is_busy else mine
-        idle = sorted((s for s in self._slots if not s.is_busy), key=lambda slot: slot.last_use)
+        idle = [slot for slot in self._slots if not slot.is_busy]
         spare = next((slot for slot in idle if not slot.name), None)
         others = [slot for slot in idle if slot.name]
         while not self._has_room(memory_bytes) or (spare is None and self._is_full):

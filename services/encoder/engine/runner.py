@@ -9,7 +9,7 @@ import mmap
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -47,9 +47,7 @@ class LaunchedBatch:
     images: list[Job]
     row_peaks: Tensor
     done: torch.cuda.Event | None
-    written: list[tuple[int, torch.cuda.Event]] = field(
-        default_factory=list[tuple[int, torch.cuda.Event]]
-    )
+    written: list[tuple[int, torch.cuda.Event]]
 
 
 class Runner:

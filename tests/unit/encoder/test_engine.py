@@ -68,7 +68,7 @@ class FakeRunner:
         if any(image.job_id in self.poisoned for image in images):
             raise ValueError("poisoned")
         self.batches.append([image.job_id for image in images])
-        return LaunchedBatch(list(images), torch.zeros(1, 1), None)
+        return LaunchedBatch(list(images), torch.zeros(1, 1), None, [])
 
     def wait(self, batch: LaunchedBatch) -> Iterator[int]:
         yield from self.features
