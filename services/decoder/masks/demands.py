@@ -9,7 +9,7 @@ from services.common.errors import InvalidGrammar, InvalidRequest
 from services.common.grammar.grammar_bounds import MAX_GRAMMAR_CHARS
 from services.common.pb import decoder_pb2 as pb
 from services.decoder.engine.messages import EngineInfo, SamplingParams
-from services.decoder.front.submission import check_ids
+from services.decoder.front.submission import MAX_STOP_TOKEN_IDS, check_ids
 from services.decoder.masks.grammar import Demands, Grammar, GrammarSource
 
 MAX_BEGINS_AFTER = 64
@@ -36,9 +36,12 @@ def read_demands(
     """
     given, grammar = submit.sampling, None
     if submit.HasField("grammar"):
-        grammar = _grammar(end_ids, submit, sampling, engine)
+        if not end_ids:
+            raise InvalidRequest("the model has no end token")
+        grammar = _grammar(submit, sampling, engine)
         # The grammar decides when the sequence may end.
-        stop_ids = tuple(dict.fromkeys((*sampling.stop_token_ids, *end_ids)))
+        ends = *end_ids, *submit.grammar.end_token_ids
+        stop_ids = tuple(dict.fromkeys((*sampling.stop_token_ids, *ends)))
         sampling = structs.replace(sampling, stop_token_ids=stop_ids, min_tokens=0)
     elif not (given.allowed_token_ids or given.bad_words):
         return sampling, None
@@ -53,17 +56,14 @@ def read_demands(
     return sampling, Demands(grammar, tuple(given.allowed_token_ids), bad_words)
 
 
-def _grammar(
-    end_ids: tuple[int, ...], submit: pb.Submit, sampling: SamplingParams, engine: EngineInfo
-) -> Grammar:
+def _grammar(submit: pb.Submit, sampling: SamplingParams, engine: EngineInfo) -> Grammar:
     given = submit.grammar
     kind = _GRAMMAR_KINDS.get(given.kind)
     if kind is None:
         raise InvalidRequest(f"grammar has the unknown kind {given.kind}")
     if len(given.text) > MAX_GRAMMAR_CHARS:
         raise InvalidGrammar(f"has more than {MAX_GRAMMAR_CHARS} characters")
-    if not end_ids or tuple(given.end_token_ids) != end_ids:
-        raise InvalidRequest("grammar.end_token_ids are not the model's")
+    check_ids("grammar.end_token_ids", given.end_token_ids, engine, MAX_STOP_TOKEN_IDS)
     check_ids("grammar.begins_after", given.begins_after, engine, MAX_BEGINS_AFTER)
     source = GrammarSource(kind, given.text, given.plain_strings)
     begins_after = tuple(given.begins_after)
