@@ -68,11 +68,11 @@ class Preprocessor:
 
 
 def resize(pixels: Tensor, height: int, width: int, mode: str = "bicubic") -> Tensor:
-    """From `[H, W, 3]` to `[height, width, 3]` uint8, contiguous; antialiased (bicubic: a = -0.5),
-    in two passes, each rounded to uint8: torch's own on the CPU.
+    """From `[H, W, 3]` to `[height, width, 3]` uint8, strided; antialiased (bicubic: a = -0.5), in
+    two passes, each rounded to uint8: torch's own on the CPU.
     """
     if pixels.shape[:2] == (height, width):
         return pixels
     planes = pixels.permute(2, 0, 1)[None]
     resized = F.interpolate(planes, (height, width), mode=mode, antialias=True)
-    return resized[0].permute(1, 2, 0).contiguous()
+    return resized[0].permute(1, 2, 0)
