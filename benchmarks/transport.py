@@ -126,7 +126,7 @@ async def serve(num_tokens: int, link: Link) -> None:
     )  # fmt: skip
     running = asyncio.create_task(client.run())
     description = pb.DescribeEncoderResponse(key_prefix=_PREFIX, max_image_patches=1 << 20)
-    servicer = EncoderServicer(description, embeddings, metrics)
+    servicer = EncoderServicer(description, embeddings, metrics, max_read_bytes=256 << 20)
     check = PeerCheck(link.credentials, "encoder", ("decoder",), metrics.registry)
     server, _ = await create_service_server(servicer, check=check if link.credentials else None)
     port = check.add_port(server, link.listen)
