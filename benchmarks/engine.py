@@ -13,6 +13,7 @@ size the decoder would choose.
 import argparse
 import functools
 import gc
+import os
 import statistics
 import sys
 import time
@@ -85,10 +86,10 @@ def prefill_floor_s(config: ModelSpec, tokens: int) -> float:
 
 
 def add(engine: Engine, number: int, prompt: int, completion: int, vocab: int) -> None:
-    """Queues one greedy sequence of random tokens."""
+    """Queues one greedy sequence of random tokens, which finds nothing of others."""
     ids = np.random.default_rng(number).integers(0, vocab, prompt, dtype=np.int32)
     sampling = SamplingParams(max_tokens=completion)
-    engine.add(AddSequence(number, ids.tobytes(), b"", 0, [], sampling))
+    engine.add(AddSequence(number, ids.tobytes(), b"", 0, [], sampling, cache_salt=os.urandom(8)))
 
 
 def measure_decode(
@@ -98,7 +99,7 @@ def measure_decode(
 
     The context is the mean over sequences and timed steps: sequences that started first are longer.
     """
-    engine = Engine(runner, overlap=torch.cuda.is_available(), prefix_caching=False)
+    engine = Engine(runner, overlap=torch.cuda.is_available())
     vocab = runner.info.vocab_size
     to_start = batch * context / runner.info.max_batched_tokens
     prompt = max(1, round(context - to_start / 2 - _SETTLE_STEPS - steps / 2))
@@ -137,7 +138,7 @@ def measure_prefill(runner: ModelRunner, count: int, prompt: int, repeats: int) 
     """Median seconds from the arrival of `count` prompts at an idle engine to all their first
     tokens.
     """
-    engine = Engine(runner, overlap=torch.cuda.is_available(), prefix_caching=False)
+    engine = Engine(runner, overlap=torch.cuda.is_available())
     taken = []
     for repeat in range(repeats + 2):
         begin = time.perf_counter()
@@ -155,7 +156,7 @@ def measure_sizes(runner: ModelRunner, sizes: list[int], context: int) -> list[f
     """Seconds of steps of so many tokens: decodes of the context and one prompt; of four the
     fastest.
     """
-    engine = Engine(runner, overlap=False, prefix_caching=False)
+    engine = Engine(runner, overlap=False)
     vocab, found = runner.info.vocab_size, []
     for number in range(_BESIDE):
         add(engine, number, context, 16 + 4 * len(sizes), vocab)

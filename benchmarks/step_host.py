@@ -46,7 +46,7 @@ def timed(original: Callable[..., Any], taken: list[float]) -> Callable[..., Any
 
 def measure(runner: ModelRunner, rows: int, steps: int, prompt: int) -> dict[str, float]:
     """Median microseconds of each part of a step of `rows` decodes."""
-    engine = Engine(runner, overlap=torch.cuda.is_available(), prefix_caching=False)
+    engine = Engine(runner, overlap=torch.cuda.is_available())
     for number in range(rows):
         add(engine, number, prompt, steps + 4 * rows, runner.info.vocab_size)
     started = 0

@@ -43,7 +43,10 @@ def runner_info(**overrides: int) -> EngineInfo:
         "block_size": 4, "num_blocks": 64, "max_num_sequences": 8, "max_batched_tokens": 64,
         "num_weight_tokens": 60,
     }  # fmt: skip
-    return EngineInfo(model_name="fake", dtype="bfloat16", **(values | overrides))
+    values |= overrides
+    room = values["num_blocks"] * values["block_size"] + 1  # the last token is not computed
+    values["max_model_len"] = min(values["max_model_len"], room)
+    return EngineInfo(model_name="fake", dtype="bfloat16", **values)
 
 
 def next_entry(previous: int, token: int, position: tuple[int, ...], feature: int) -> int:

@@ -4,8 +4,6 @@ import asyncio
 import contextlib
 import socket
 
-from msgspec import structs
-
 from services.common.process.channel import ChannelClosed, EngineChannel
 from services.decoder.engine.engine import Engine
 from services.decoder.engine.mask_gate import MaskGate
@@ -35,10 +33,8 @@ class InProcessEngine:
         self._opened: list[EngineChannel] = []  # `send_tokens` drops those that have ended
         self.runner = runner
         self._gate = MaskGate(runner.info.vocab_size)
-        self.engine = Engine(
-            runner, overlap=overlap, gate=self._gate,
-            min_partial_tokens=1,
-        )  # fmt: skip
+        self.engine = Engine(runner, overlap=overlap, gate=self._gate)
+        self.engine.scheduler.min_partial_tokens = 1
         self.running = asyncio.Event()
         self.running.set()
         self._inbox: list[FrontMessage] = []
@@ -47,7 +43,7 @@ class InProcessEngine:
 
     @property
     def ready(self) -> EngineInfo:
-        return structs.replace(self.runner.info, max_model_len=self.engine.max_model_len)
+        return self.runner.info
 
     def send(self, *messages: FrontMessage) -> None:
         self._inbox += messages

@@ -15,7 +15,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from msgspec import structs
 
 from services.common.nn.collectives import ALONE, Ranks
 from services.common.nn.device import resolve_device
@@ -154,9 +153,7 @@ def _serve(
         ),
     )
     freeze_gc()
-    # The engine's limits, which the front announces to gateways.
-    limits = structs.replace(runner.info, max_model_len=engine.max_model_len, on_gpu=on_gpu)
-    channel.send(limits)
+    channel.send(runner.info)
     awake_s = AWAKE_S if on_gpu else 0.0
     run(engine, gate, channel, lambda: model_runner.kernel_calls, end.links[0], awake_s=awake_s)
 

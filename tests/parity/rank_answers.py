@@ -15,6 +15,7 @@ from services.decoder.engine.model_runner import ModelRunner
 from services.decoder.engine.runner_factory import RunnerOptions, create_runner
 from services.decoder.models.rank_spec import rank_spec
 from services.decoder.ranks.steps import Follower, LeadingRunner
+from tests.engine_harness import small_pieces
 
 NUM_BLOCKS = 8  # fewer than three sequences have at their ends
 
@@ -40,7 +41,8 @@ def answers(directory: Path, ranks: Ranks = ALONE, link: socket.socket | None = 
     runner = leading = created(directory, ranks)
     if link is not None:
         leading = LeadingRunner(runner, link.sendall)
-    engine = Engine(leading, overlap=True, min_partial_tokens=1, min_checkpoint_tokens=1)
+    engine = Engine(leading, overlap=True)
+    small_pieces(engine)
     found: dict = {"tokens": {}, "prompt": [], "hits": []}
     for turn in range(2):
         for number in range(5):

@@ -12,6 +12,7 @@ from services.common.embeddings.embedding import EmbeddingSpec
 from services.decoder.engine.engine import Engine
 from services.decoder.engine.messages import AddSequence, ImageSpan, SamplingParams
 from services.decoder.engine.runner_factory import RunnerOptions, create_runner
+from tests.engine_harness import small_pieces
 from tests.parity import text_oracle
 from tests.parity.oracle import CONFIGS, Prompt, make_oracle
 
@@ -34,7 +35,8 @@ class Scored:
         runner = create_runner(
             RunnerOptions(model_directory=oracle.directory, **chosen), self.arena
         )
-        self.engine = Engine(runner, overlap=False, min_partial_tokens=1)
+        self.engine = Engine(runner, overlap=False)
+        small_pieces(self.engine)
         self._used = 0
         self.parts: dict[int, list] = {}
         self.cached: dict[int, int] = {}

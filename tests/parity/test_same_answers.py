@@ -21,6 +21,7 @@ from services.decoder.engine.engine import Engine
 from services.decoder.engine.messages import AddSequence, ImageSpan, SamplingParams
 from services.decoder.engine.runner_factory import RunnerOptions, create_runner
 from tests.cases import THOROUGH, cases, first
+from tests.engine_harness import small_pieces
 from tests.integrity import check_engine
 from tests.parity import text_oracle
 from tests.parity.oracle import CONFIGS, Oracle, make_oracle
@@ -108,14 +109,11 @@ class Bench:
         runner = create_runner(
             RunnerOptions(model_directory=self.oracle.directory, **chosen), self.arena
         )
-        return Engine(
-            runner,
-            overlap=overlap,
-            out_of_memory=(torch.OutOfMemoryError,),
-            prefix_caching=prefix_caching,
-            min_partial_tokens=1,
-            min_checkpoint_tokens=1,
-        )
+        engine = Engine(runner, overlap=overlap, out_of_memory=(torch.OutOfMemoryError,))
+        small_pieces(engine)
+        if not prefix_caching:
+            engine.scheduler.blocks.find_prefix = lambda sequence: []
+        return engine
 
     def ask(self, engine: Engine, numbers: Seq[int], *, failures: int = 0) -> dict[int, list[int]]:
         """All at once; the tokens of each that does not fail."""

@@ -103,7 +103,7 @@ def test_sharers_of_a_checkpoint_diverge(
     bench: Conversations, sharers: list[int], alone: dict[int, list[int]], state_tokens: int
 ) -> None:
     engine = bench.poisoned_engine()
-    engine.scheduler._state_tokens = state_tokens
+    engine.scheduler.blocks.states._state_tokens = state_tokens
     bench.ask(engine, [0, 1, 2])
     assert hits(engine) == 0
     found = bench.ask(engine, sharers)

@@ -20,7 +20,6 @@ class BlockManager:
 
     Args:
         num_blocks: blocks of the pool, ids 0 .. num_blocks - 1.
-        prefix_caching: whether blocks are shared at all.
         states: recurrent ones, without which blocks are not shared; None: the model has none.
 
     Attributes:
@@ -28,19 +27,11 @@ class BlockManager:
             of any sequence is found.
     """
 
-    def __init__(
-        self,
-        num_blocks: int,
-        block_size: int,
-        *,
-        prefix_caching: bool = True,
-        states: RowStates | None = None,
-    ) -> None:
+    def __init__(self, num_blocks: int, block_size: int, states: RowStates | None = None) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.states = states or RowStates()
         self.num_registrations = 0
-        self._prefix_caching = prefix_caching
         self._references = [0] * num_blocks
         self._blank = list(range(num_blocks - 1, -1, -1))  # free and not registered
         # Free and registered, least recently used first. Not a dict: finding the first key of a
@@ -65,7 +56,7 @@ class BlockManager:
         The block of the last known token is never among them: at least one token has to be
         computed for the next to be sampled.
         """
-        if not self._prefix_caching or sequence.needs_scores:
+        if sequence.needs_scores:
             return []
         most = (len(sequence.token_ids) - 1) // self.block_size
         prefix: list[int] = []
@@ -109,8 +100,6 @@ class BlockManager:
 
     def register(self, sequence: Sequence) -> None:
         """Registers the full blocks whose ids are known and whose steps were launched."""
-        if not self._prefix_caching:
-            return
         known = min(len(sequence.token_ids), sequence.num_computed_tokens)
         num_full = known // self.block_size
         first = sequence.num_registered_blocks

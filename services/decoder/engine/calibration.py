@@ -1,6 +1,7 @@
 """Times steps of a loaded model, to begin with a `StepCost` that is right."""
 
 import math
+import os
 import sys
 import time
 
@@ -52,7 +53,7 @@ def measured_cost(runner: Runner, budget_s: float, step_ms: float) -> StepCost:
     runs = [(1, length) for length in sorted(lengths) if length > 0]
     runs.insert(2, (min(_ROWS, info.max_num_sequences, info.num_blocks), 1))
     timings = _Timings()
-    engine = Engine(runner, overlap=False, prefix_caching=False, step_cost=timings)
+    engine = Engine(runner, overlap=False, step_cost=timings)
     began, round_s = time.monotonic(), 0.0
     for _ in range(_ROUNDS):
         taken = 0.0
@@ -79,7 +80,7 @@ def _efficient_tokens(runner: Runner, cost: StepCost, budget_s: float, step_ms: 
     a sixth longer than one of 1,024.
     """
     timings, info = _Timings(), runner.info
-    engine = Engine(runner, overlap=False, prefix_caching=False, step_cost=timings)
+    engine = Engine(runner, overlap=False, step_cost=timings)
     began, taken = time.monotonic(), dict[int, float]()
     most = min(info.max_batched_tokens, info.num_blocks * info.block_size)
     for size in [size for size in _SIZES if size <= most]:
@@ -103,10 +104,10 @@ def _efficient_tokens(runner: Runner, cost: StepCost, budget_s: float, step_ms: 
 def _run(
     engine: Engine, count: int, length: int, vocab_size: int, num_tokens: int = _NUM_TOKENS
 ) -> None:
-    """Runs sequences of random tokens from beginning to end."""
-    sampling = SamplingParams(max_tokens=num_tokens)
+    """Runs sequences of random tokens, which find nothing of others, from beginning to end."""
+    sampling, salt = SamplingParams(max_tokens=num_tokens), os.urandom(8)
     for number in range(count):
         ids = np.random.default_rng(number).integers(0, vocab_size, length, dtype=np.int32)
-        engine.add(AddSequence(number, ids.tobytes(), b"", 0, [], sampling))
+        engine.add(AddSequence(number, ids.tobytes(), b"", 0, [], sampling, cache_salt=salt))
     while engine.has_work:
         engine.step()

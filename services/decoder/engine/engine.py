@@ -33,7 +33,7 @@ from services.decoder.engine.messages import (
 )
 from services.decoder.engine.row_states import row_states
 from services.decoder.engine.sampling_gate import SamplingGate
-from services.decoder.engine.scheduler import MIN_PARTIAL_TOKENS, CannotSchedule, Scheduler
+from services.decoder.engine.scheduler import CannotSchedule, Scheduler
 from services.decoder.engine.sequence import Sequence, SequenceState
 from services.decoder.engine.step import PendingStep, Runner, Scores, Step, StepOutput
 from services.decoder.engine.step_cost import StepCost, StepLoad
@@ -56,12 +56,9 @@ class Engine:
         overlap: launch a step before the last one's ids are read. With a runner whose `execute`
             blocks until the step is done, this only delays every token by a step.
         out_of_memory: exceptions of `Runner.execute` that end one sequence, not the engine.
-        prefix_caching: share blocks of equal prefixes.
         gate: what sampling waits for; None: nothing.
         step_ms: how long a step may last, see `Scheduler`.
-        step_cost: learns how long steps last; None: they are bounded by their tokens alone.
-        min_partial_tokens: see `Scheduler`.
-        min_checkpoint_tokens: see `StateCheckpoints`.
+        step_cost: learns how long steps last.
     """
 
     def __init__(
@@ -70,36 +67,24 @@ class Engine:
         *,
         overlap: bool,
         out_of_memory: tuple[type[BaseException], ...] = (),
-        prefix_caching: bool = True,
         gate: SamplingGate | None = None,
         step_ms: float = math.inf,
         step_cost: StepCost | None = None,
-        min_partial_tokens: int = MIN_PARTIAL_TOKENS,
-        min_checkpoint_tokens: int | None = None,
     ) -> None:
         info = runner.info
         self._info = info
         self._runner = runner
         self._overlap = overlap
         self._out_of_memory = out_of_memory
-        self._blocks = BlockManager(
-            info.num_blocks,
-            info.block_size,
-            prefix_caching=prefix_caching,
-            states=row_states(info, prefix_caching=prefix_caching, least=min_checkpoint_tokens),
-        )
+        self._step_cost = StepCost() if step_cost is None else step_cost
+        self._blocks = BlockManager(info.num_blocks, info.block_size, row_states(info))
         self.scheduler = Scheduler(
+            info,
             self._blocks,
-            max_num_sequences=info.max_num_sequences,
-            max_batched_tokens=info.max_batched_tokens,
-            # One sequence alone must fit: its last token is sampled, never computed.
-            max_model_len=min(info.max_model_len, info.num_blocks * info.block_size + 1),
-            max_tokens_per_step=info.max_tokens_per_step,
             # A step without its mask is computed again, which recurrent states do not allow.
             late_masks=overlap and not info.has_states,
             step_ms=step_ms,
-            step_cost=step_cost,
-            min_partial_tokens=min_partial_tokens,
+            step_cost=self._step_cost,
         )
         self._sequences: dict[int, Sequence] = {}
         self._pending: deque[tuple[int, Batch, PendingStep]] = deque()
@@ -113,16 +98,10 @@ class Engine:
         # End events that wait for a step in flight which may read the sequence's images.
         self._delayed: list[tuple[int, SequenceEvent]] = []
         self._num_prompt_tokens = 0
-        self._step_cost = step_cost
         self._read_at = 0.0  # the last step's result
         self._busy_s = 0.0
         self._busy_since = 0.0  # while a step is in flight
         self._sent = _gauges(self.stats())
-
-    @property
-    def max_model_len(self) -> int:
-        """Most tokens of a sequence, prompt and completion."""
-        return self.scheduler.max_model_len
 
     @property
     def has_work(self) -> bool:
@@ -208,8 +187,7 @@ class Engine:
             self.gate.read(self._pending[0][1] if self._pending else None, now)
             if not self._pending:
                 self._busy_s += now - self._busy_since
-            if self._step_cost is not None:
-                self._measure(self._step_cost, done, now)
+            self._measure(done, now)
             self._postprocess(done, output)
         if self._delayed:
             first = self._first_in_flight()
@@ -266,7 +244,7 @@ class Engine:
             if chunk.checkpoints:
                 self._blocks.states.commit(chunk.checkpoints)
 
-    def _measure(self, cost: StepCost, batch: Batch, now: float) -> None:
+    def _measure(self, batch: Batch, now: float) -> None:
         """Learns from a step whose result was just read, at `now`. It began when the one before it
         was read, or when it was launched. Steps that waited for masks say nothing; of those of
         decodes alone, some are enough.
@@ -274,11 +252,11 @@ class Engine:
         ms = (now - max(self._read_at, batch.launched_at)) * 1e3
         self._read_at = now
         load = batch.load
-        if load is None and self._num_steps % cost.decode_period == 0:
+        if load is None and self._num_steps % self._step_cost.decode_period == 0:
             load = StepLoad(len(batch.chunks), batch.num_tokens)
             load.keys = sum([chunk.start + 1 for chunk in batch.chunks])
         if load is not None and not batch.late:
-            cost.observe(load, ms)
+            self._step_cost.observe(load, ms)
 
     def discard_plan(self) -> None:
         """To be called before a sequence leaves the planned step, or joins it."""

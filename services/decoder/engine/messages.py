@@ -146,11 +146,11 @@ class EngineInfo(msgspec.Struct, tag="ready", frozen=True, kw_only=True):
         num_features: of an image's embedding; 0: the model takes no images.
         hidden: width of an image's embedding.
         vocab_size: rows of the head.
-        max_model_len: prompt and completion tokens of one sequence.
+        max_model_len: prompt and completion tokens of one sequence; all blocks together hold them.
         block_size: tokens per KV block.
         num_blocks: block ids 0 .. num_blocks - 1 are the scheduler's.
         max_num_sequences: rows 0 .. max_num_sequences - 1.
-        max_batched_tokens: tokens of one step.
+        max_batched_tokens: tokens of one step; at least one for each row, or k.
         max_tokens_per_step: k, the most tokens that a step yields for one sequence.
         num_weight_tokens: tokens whose keys and values have as many bytes as the weights.
         expert_share: of a layer's experts, what one token uses; 0: it has none.

@@ -43,9 +43,8 @@ class RowStates:
         """It was not."""
 
 
-def row_states(info: EngineInfo, *, prefix_caching: bool, least: int | None) -> RowStates:
-    """Those of a model's rows, by `state_pool` if there are any; see `StateCheckpoints`."""
+def row_states(info: EngineInfo) -> RowStates:
+    """Those of a model's rows, by `state_pool` if there are any."""
     if not info.has_states:
         return RowStates()
-    pool = importlib.import_module("services.decoder.engine.state_pool")
-    return pool.StateCheckpoints(info, prefix_caching=prefix_caching, least=least)
+    return importlib.import_module("services.decoder.engine.state_pool").StateCheckpoints(info)

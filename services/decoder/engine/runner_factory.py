@@ -258,7 +258,7 @@ def _attention_facts(
 
 def _info(spec: ModelSpec, options: RunnerOptions, dtype: torch.dtype) -> EngineInfo:
     """The info of a runner without KV blocks, which can run one sequence as long as a step."""
-    moe = spec.text.moe
+    moe, on_gpu = spec.text.moe, resolve_device(options.device).type == "cuda"
     return EngineInfo(
         model_name=spec.name,
         dtype=str(dtype).removeprefix("torch."),
@@ -271,8 +271,9 @@ def _info(spec: ModelSpec, options: RunnerOptions, dtype: torch.dtype) -> Engine
         max_num_sequences=options.max_num_sequences,
         max_batched_tokens=options.max_batched_tokens,
         expert_share=moe.top_k / moe.num_experts if moe is not None else 0.0,
+        on_gpu=on_gpu,
         has_states=spec.text.linear_attention is not None,
-        state_tokens=PIECE if resolve_device(options.device).type == "cuda" else 1,
+        state_tokens=PIECE if on_gpu else 1,
     )
 
 

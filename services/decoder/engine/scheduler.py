@@ -37,13 +37,10 @@ import numpy.typing as npt
 from services.decoder.engine.admission import Admission, latest
 from services.decoder.engine.batch import Batch, Chunk
 from services.decoder.engine.block_manager import BlockManager
-from services.decoder.engine.messages import ImagesOf
+from services.decoder.engine.messages import EngineInfo, ImagesOf
 from services.decoder.engine.sequence import Sequence, SequenceState
 from services.decoder.engine.step_cost import Limit, StepCost, StepLoad
 
-# Below this many tokens a step's time is dominated by kernel launches and weight reads, so a
-# smaller chunk before a missing image saves nothing.
-MIN_PARTIAL_TOKENS = 512
 # The step of a lone prompt delays only what arrives meanwhile.
 _ALONE = 4  # times as long
 
@@ -56,50 +53,42 @@ class Scheduler:
     """Owner of the queues and the rows.
 
     Args:
+        info: how many rows there are, one for each running sequence, and how many tokens a step and
+            a sequence may have.
         blocks: the KV blocks; no other object allocates or frees them.
-        max_num_sequences: rows, one for each running sequence.
-        max_batched_tokens: most tokens of a step, however short it is; at least
-            `max_num_sequences` times `max_tokens_per_step`.
-        max_model_len: most tokens of a sequence, prompt and completion.
-        max_tokens_per_step: k, the most tokens that a step yields for one sequence.
         late_masks: steps may be planned before the masks for their samples are there.
         step_ms: bound of a step, see `StepCost.bound`; prompts are cut to fit, to
             `StepCost.min_chunk` tokens at least. The step of a prompt that is alone may last four
             times as long.
         step_cost: how long a step lasts.
+
+    Attributes:
         min_partial_tokens: a chunk that ends before a missing image has at least as many tokens.
+            Below 512 a step's time is dominated by kernel launches and weight reads, so that a
+            smaller chunk saves nothing.
     """
+
+    min_partial_tokens = 512
 
     def __init__(
         self,
+        info: EngineInfo,
         blocks: BlockManager,
         *,
-        max_num_sequences: int,
-        max_batched_tokens: int,
-        max_model_len: int,
-        max_tokens_per_step: int = 1,
-        late_masks: bool = False,
+        late_masks: bool,
         step_ms: float,
-        step_cost: StepCost | None,
-        min_partial_tokens: int,
+        step_cost: StepCost,
     ) -> None:
-        if max_batched_tokens < max_num_sequences * max_tokens_per_step:
-            raise ValueError(
-                f"max_batched_tokens ({max_batched_tokens}) is less than max_num_sequences "
-                f"({max_num_sequences}) times max_tokens_per_step ({max_tokens_per_step}): "
-                "a step could not advance every sequence"
-            )
         self.blocks = blocks
-        self.max_batched_tokens = max_batched_tokens
-        self.max_model_len = max_model_len
-        self._max_tokens_per_step = max_tokens_per_step
-        self._late_masks = late_masks and max_tokens_per_step == 1
+        self._max_batched_tokens = info.max_batched_tokens
+        self._max_model_len = info.max_model_len
+        self._max_tokens_per_step = info.max_tokens_per_step
+        self._late_masks = late_masks and info.max_tokens_per_step == 1
         self._num_late_masks = 0  # sequences that have them
         self._step_ms = step_ms
-        self._cost = step_cost or StepCost()
-        self._min_partial_tokens = min_partial_tokens
+        self._cost = step_cost
         self.num_preemptions = self.num_prefix_hit_tokens = 0
-        self._rows = list(range(max_num_sequences - 1, -1, -1))
+        self._rows = list(range(info.max_num_sequences - 1, -1, -1))
         # Blocks that admissions leave free, so that running sequences are not preempted at once.
         self._watermark = blocks.num_blocks // 100
         self._waiting = Admission()
@@ -160,19 +149,12 @@ class Scheduler:
         num_prompt = sequence.num_prompt_tokens
         if num_prompt == 0:
             raise CannotSchedule("the prompt is empty")
-        if num_prompt >= self.max_model_len:
+        if num_prompt >= self._max_model_len:
             raise CannotSchedule(
                 f"the prompt has {num_prompt} tokens; prompt and completion may have "
-                f"{self.max_model_len} together"
+                f"{self._max_model_len} together"
             )
-        sequence.max_length = min(num_prompt + sequence.sampling.max_tokens, self.max_model_len)
-        # The last token is sampled, never computed.
-        needed = self.blocks.num_blocks_for(sequence.max_length - 1)
-        if needed > self.blocks.num_blocks:
-            raise CannotSchedule(
-                f"prompt and completion of up to {sequence.max_length} tokens need {needed} "
-                f"KV blocks; there are {self.blocks.num_blocks}"
-            )
+        sequence.max_length = min(num_prompt + sequence.sampling.max_tokens, self._max_model_len)
         sequence.arrival = self._arrivals = self._arrivals + 1
         sequence.late_masks = sequence.late_masks and self._late_masks
         if sequence.late_masks:
@@ -373,8 +355,8 @@ class Scheduler:
         """
         alone = not chunks and len(self._prefilling) + len(self._waiting) == 1
         factor = _ALONE if alone else 1
-        least = min(self.max_batched_tokens, load.tokens + factor * self._cost.min_chunk)
-        whole = Limit(factor * self._cost.bound(self._step_ms), self.max_batched_tokens, least)
+        least = min(self._max_batched_tokens, load.tokens + factor * self._cost.min_chunk)
+        whole = Limit(factor * self._cost.bound(self._step_ms), self._max_batched_tokens, least)
         longest, long = self._cost.room(load, 0, whole), None
         if not alone:
             whole = whole._replace(tokens=min(whole.tokens, self._cost.efficient_tokens))
@@ -497,7 +479,7 @@ class Scheduler:
         if limit == len(sequence.token_ids):
             return limit
         limit = self.blocks.states.boundary(limit)
-        return limit if limit - start >= self._min_partial_tokens else start
+        return limit if limit - start >= self.min_partial_tokens else start
 
     # Leaving.
 

@@ -14,8 +14,6 @@ from services.decoder.engine.prefix_hash import extend_hashes
 from services.decoder.engine.row_states import Checkpoints, RowStates
 from services.decoder.engine.sequence import Sequence
 
-# A checkpoint that saves fewer tokens takes a slot from one that saves more.
-MIN_CHECKPOINT_TOKENS = 256
 # The next turn's prompt may differ from this one's in its last tokens: templates end a prompt in an
 # empty or an open thought, which they leave out of the history.
 _PROMPT_TAIL_TOKENS = 8
@@ -27,22 +25,21 @@ class StateCheckpoints(RowStates):
     A slot is free, or planned (the step that fills it has not been launched), or holds a
     checkpoint.
 
-    Args:
-        prefix_caching: whether there are any.
-        least: tokens from one checkpoint to the next; None: `MIN_CHECKPOINT_TOKENS`.
+    Attributes:
+        least: tokens from one checkpoint to the next: one that saves fewer takes a slot from one
+            that saves more.
 
     Raises:
         ValueError: steps may yield several tokens.
     """
 
-    def __init__(
-        self, info: EngineInfo, *, prefix_caching: bool = True, least: int | None = None
-    ) -> None:
+    least = 256
+
+    def __init__(self, info: EngineInfo) -> None:
         if info.max_tokens_per_step > 1:
             raise ValueError("recurrent states cannot be taken back: max_tokens_per_step must be 1")
-        self.num_slots = info.num_checkpoints if prefix_caching else 0
+        self.num_slots = info.num_checkpoints
         self._block_size, self._state_tokens = info.block_size, info.state_tokens
-        self._least = MIN_CHECKPOINT_TOKENS if least is None else least
         self._free = list(range(self.num_slots - 1, -1, -1))
         self._slot_of: OrderedDict[bytes, int] = OrderedDict()  # least recently used first
         self._planned: dict[int, bytes] = {}
@@ -93,7 +90,7 @@ class StateCheckpoints(RowStates):
         start, size, sequence.checkpoint = sequence.num_computed_tokens, self._block_size, -1
         if start:
             sequence.checkpoint = self.use(sequence.block_hashes[start // size - 1])
-        sequence.checkpoints = checkpoint_boundaries(sequence, size, start, self._least)
+        sequence.checkpoints = checkpoint_boundaries(sequence, size, start, self.least)
 
     def boundary(self, num_tokens: int) -> int:
         """Chunks of prompts begin at block boundaries, so that pieces of them end at others."""

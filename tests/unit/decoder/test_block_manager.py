@@ -115,12 +115,6 @@ def test_invalidated_blocks_are_not_found():
     check_blocks(blocks, [])
 
 
-def test_without_prefix_caching_nothing_is_found():
-    blocks = BlockManager(8, SIZE, prefix_caching=False)
-    admit(blocks, sequence_of(1, list(range(12))))
-    assert blocks.find_prefix(sequence_of(2, list(range(12)))) == []
-
-
 @pytest.mark.parametrize("damage", ["lost", "twice", "reference"])
 def test_check_integrity_sees_damage(damage):
     blocks = BlockManager(8, SIZE)

@@ -99,7 +99,7 @@ def test_every_sequence_ends_once_with_the_tokens_it_has_alone(
         fields = {name: arrival[name] for name in names}
         message = add_message(number, prompt_of(seed, length), images=images, **fields)
         if arrival["stop"]:
-            tokens, _ = expected_tokens(message, harness.engine.max_model_len)
+            tokens, _ = expected_tokens(message, harness.runner.info.max_model_len)
             stop = (tokens[len(tokens) // 2],)
             message = add_message(
                 number, prompt_of(seed, length), images=images, stop_token_ids=stop, **fields

@@ -30,7 +30,7 @@ def test_masks_that_arrive_while_a_step_is_computed_or_later_give_the_same_token
 
     def run(*, overlap: bool, delay: int) -> tuple[dict[int, list[int]], dict, int]:
         gate = MaskGate(harness.runner.info.vocab_size)
-        engine = Engine(harness.runner, overlap=overlap, gate=gate, min_partial_tokens=1)
+        engine = Engine(harness.runner, overlap=overlap, gate=gate)
         tokens: dict[int, list[int]] = {}
         logprobs: dict[int, list[float]] = {}
         due: list[tuple[int, tuple[int, int, np.ndarray]]] = []

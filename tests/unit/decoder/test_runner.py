@@ -34,6 +34,7 @@ from services.decoder.engine.step import ComputeStep, Step
 from services.decoder.engine.step_computer import Computed
 from services.decoder.engine.step_inputs import StepInputs
 from tests.decoder_harness import Harness, completion_of, write_checkpoint
+from tests.engine_harness import small_pieces
 from tests.sampling_twins import mask_of
 
 FEATURES, HIDDEN, NUM_TOKENS = 3, 32, 10
@@ -149,7 +150,8 @@ def test_a_runner_that_is_fed_from_bytes_alone_samples_the_same(
         harness.runner.info, num_blocks=24, max_batched_tokens=20, max_num_sequences=8
     )
     monkeypatch.setattr(harness.runner, "info", info)
-    engine = Engine(harness.runner, overlap=True, min_partial_tokens=1)
+    engine = Engine(harness.runner, overlap=True)
+    small_pieces(engine)
     offsets: dict[bytes, int] = {}
     for kind, params in enumerate(SAMPLED * 2):
         given = start(harness, kind % 6, 0)

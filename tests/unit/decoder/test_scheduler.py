@@ -11,7 +11,7 @@ from services.decoder.engine.messages import ImageSpan
 from services.decoder.engine.scheduler import CannotSchedule, Scheduler
 from services.decoder.engine.sequence import Sequence, SequenceState
 from services.decoder.engine.step_cost import StepCost, StepLoad
-from tests.fake_runner import add_message
+from tests.fake_runner import add_message, runner_info
 from tests.integrity import check_scheduler, waiting
 
 KEY = b"k" * 32
@@ -27,15 +27,15 @@ def scheduler_of(
     step_ms: float = math.inf,
     cost: StepCost | None = None,
 ):
-    return Scheduler(
-        BlockManager(blocks, 4),
-        max_num_sequences=rows,
-        max_batched_tokens=budget,
-        max_model_len=length,
-        min_partial_tokens=partial,
-        step_ms=step_ms,
-        step_cost=cost,
+    info = runner_info(
+        num_blocks=blocks, max_num_sequences=rows, max_batched_tokens=budget, max_model_len=length
     )
+    scheduler = Scheduler(
+        info, BlockManager(blocks, 4), late_masks=False, step_ms=step_ms,
+        step_cost=cost or StepCost(),
+    )  # fmt: skip
+    scheduler.min_partial_tokens = partial
+    return scheduler
 
 
 def cost_of(token_ms: float) -> StepCost:
@@ -219,17 +219,6 @@ def test_sequences_of_a_batch_that_was_abandoned_begin_again():
 def test_what_can_never_run_is_refused(length, words):
     with pytest.raises(CannotSchedule, match=words):
         add(scheduler_of(), 1, length)
-
-
-def test_what_needs_more_blocks_than_there_are_is_refused():
-    with pytest.raises(CannotSchedule, match="need 9 KV blocks; there are 8"):
-        add(scheduler_of(blocks=8), 1, 20, max_tokens=16)
-    add(scheduler_of(blocks=8), 1, 20, max_tokens=13)
-
-
-def test_a_budget_below_the_rows_is_a_mistake():
-    with pytest.raises(ValueError, match="less than max_num_sequences"):
-        scheduler_of(rows=8, budget=7)
 
 
 @settings(max_examples=100, deadline=None)
