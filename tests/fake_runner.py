@@ -94,7 +94,6 @@ def add_message(
     positions: np.ndarray | None = None,
     delta: int = 0,
     salt: bytes = b"",
-    plan_ahead: bool = True,
     token_masks: bool = False,
     tenant: str = "",
     tenant_weight: float = 1.0,
@@ -109,7 +108,6 @@ def add_message(
         images=list(images),
         sampling=SamplingParams(**sampling),  # type: ignore[arg-type]
         cache_salt=salt,
-        plan_ahead=plan_ahead,
         token_masks=token_masks,
         tenant=tenant,
         tenant_weight=tenant_weight,

@@ -64,12 +64,9 @@ class AddSequence(msgspec.Struct, tag="add"):
     priority: int = 0  # lower ones first among those that wait; the highest is preempted first
     tenant: str = ""  # shares the engine fairly with others, see engine/admission.py
     tenant_weight: float = 1.0
-    # False: a step is planned for it only when its last token has arrived. It then takes part in
-    # every second step, and others in every one.
-    plan_ahead: bool = True
     # Each token is sampled under a mask that a process sends (`TokenMasks`) when it has seen
-    # the token before. With `plan_ahead` a step may be computed meanwhile; if the mask is not there
-    # when the step is to be sampled, the sequence gets no token from it.
+    # the token before. A step may be computed meanwhile; if the mask is not there when the step is
+    # to be sampled, the sequence gets no token from it.
     token_masks: bool = False
 
 

@@ -156,7 +156,7 @@ class Scheduler:
             )
         sequence.max_length = min(num_prompt + sequence.sampling.max_tokens, self._max_model_len)
         sequence.arrival = self._arrivals = self._arrivals + 1
-        sequence.late_masks = sequence.late_masks and self._late_masks
+        sequence.late_masks = sequence.token_masks and self._late_masks
         if sequence.late_masks:
             sequence.plans_ahead = True
             self._num_late_masks += 1

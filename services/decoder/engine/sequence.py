@@ -124,8 +124,7 @@ class Sequence:
             tenant_weight=message.tenant_weight,
             stop_ids=frozenset(message.sampling.stop_token_ids),
             priority=message.priority,
-            plans_ahead=message.plan_ahead and not message.token_masks,
-            late_masks=message.plan_ahead and message.token_masks,
+            plans_ahead=not message.token_masks,
             token_masks=message.token_masks,
         )
 

@@ -27,7 +27,6 @@ arrivals = st.lists(
             "stop": st.booleans(),
             "at": st.integers(0, 15),
             "abort_after": st.none() | st.integers(0, 15),
-            "plan_ahead": st.booleans(),
             "token_masks": st.booleans(),
             "tenant": st.sampled_from(["", "a", "b"]),
             "priority": st.integers(-2, 2),
@@ -93,9 +92,7 @@ def test_every_sequence_ends_once_with_the_tokens_it_has_alone(
             key, offset = arrival["image"]
             offset = min(offset, length - 1)
             images = (ImageSpan(key, offset, min(6, length - offset)),)
-        names = (
-            "max_tokens", "plan_ahead", "token_masks", "tenant", "priority", "prompt_logprobs"
-        )  # fmt: skip
+        names = ("max_tokens", "token_masks", "tenant", "priority", "prompt_logprobs")
         fields = {name: arrival[name] for name in names}
         message = add_message(number, prompt_of(seed, length), images=images, **fields)
         if arrival["stop"]:
@@ -139,31 +136,27 @@ def test_every_sequence_ends_once_with_the_tokens_it_has_alone(
 @settings(max_examples=cases(8, 60), deadline=None)
 @given(
     ahead=st.integers(0, 5),
-    opted_out=st.integers(1, 4),
-    masked=st.integers(0, 3),
+    masked=st.integers(1, 4),
     mask_after=st.integers(0, 5),
     prompt=st.integers(1, 20),
-    most=st.sampled_from([1, 1, 4]),
+    kind=st.sampled_from([{}, {"has_states": True}, {"max_tokens_per_step": 4}]),
 )
-def test_opting_out_costs_the_sequence_every_other_step_and_others_nothing(
-    ahead, opted_out, masked, mask_after, prompt, most
+def test_a_late_mask_costs_the_sequence_steps_and_others_nothing(
+    ahead, masked, mask_after, prompt, kind
 ):
-    """A sequence that opts out runs in every second step; one with masks in the step after its
-    mask has arrived; all others in every step, one step ahead of their tokens.
+    """A sequence with masks runs in every step if each arrives while the step before is computed.
+    Where that does not help, it runs in the step after its mask has arrived. All others run in
+    every step, one step ahead of their tokens.
     """
     steps = 30
-    if most > 1:
-        masked = 0  # as those that opt out
     harness = Harness(
-        max_num_sequences=12, num_blocks=1000, max_batched_tokens=256, mask_after=mask_after,
-        max_tokens_per_step=most,
+        max_num_sequences=12, num_blocks=1000, max_batched_tokens=256, mask_after=mask_after, **kind
     )  # fmt: skip
-    kinds = [{}] * ahead + [{"plan_ahead": False}] * opted_out + [{"token_masks": True}] * masked
+    kinds = [{}] * ahead + [{"token_masks": True}] * masked
     for number, fields in enumerate(kinds):
         harness.add(add_message(number, prompt_of(number, prompt), max_tokens=150, **fields))
-    if masked:
-        for _ in range(mask_after + 1):  # masks of the first tokens arrive
-            harness.step()
+    for _ in range(mask_after + 1):  # masks of the first tokens arrive
+        harness.step()
     for _ in range(4):
         harness.step()
     # A read after the launch of an empty step adds none: counted are steps of the engine.
@@ -177,8 +170,8 @@ def test_opting_out_costs_the_sequence_every_other_step_and_others_nothing(
         gaps = {after - before for before, after in itertools.pairwise(ran)}
         if not fields:
             assert gaps == {1} and len(ran) == steps
-        elif "plan_ahead" in fields:
-            assert gaps == {2}
+        elif kind:
+            assert gaps == {max(2, 1 + mask_after)}
         else:
             # A mask in time costs nothing; a late one costs the step that it missed.
             assert max(gaps) <= (1 if mask_after == 0 else 2 + mask_after)

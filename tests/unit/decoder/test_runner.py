@@ -161,7 +161,7 @@ def test_a_runner_that_is_fed_from_bytes_alone_samples_the_same(
             AddSequence(
                 sequence_id=kind, prompt_token_ids=given.token_ids.tobytes(), positions=positions,
                 position_delta=given.position_delta, images=given.images,
-                sampling=msgspec.structs.replace(params, **limits), plan_ahead=kind % 3 > 0,
+                sampling=msgspec.structs.replace(params, **limits),
             )
         )  # fmt: skip
         for key, offset in given.image_offsets.items():

@@ -27,7 +27,6 @@ def test_a_message_becomes_a_waiting_sequence():
     assert sequence.positions is not None and (sequence.positions == positions).all()
     assert sequence.stop_ids == {7, 9}
     assert (sequence.num_generated, sequence.row, sequence.plans_ahead) == (0, -1, True)
-    assert not sequence_of(plan_ahead=False).plans_ahead
     assert not sequence_of(token_masks=True).plans_ahead
 
 

@@ -29,7 +29,6 @@ arrivals = st.lists(
             "max_tokens": st.integers(1, 16),
             "at": st.integers(0, 25),
             "abort_after": st.none() | st.integers(0, 12),
-            "plan_ahead": st.booleans(),
             "token_masks": st.booleans(),
         }
     ),
@@ -71,7 +70,7 @@ def test_every_sequence_has_the_state_it_has_alone(
             images = (ImageSpan(key, offset, min(6, len(prompt) - offset)),)
         message = add_message(
             number, prompt, images=images, max_tokens=arrival["max_tokens"],
-            plan_ahead=arrival["plan_ahead"], token_masks=arrival["token_masks"],
+            token_masks=arrival["token_masks"],
         )  # fmt: skip
         at = arrival["at"]
         todo.setdefault(at, []).append(("add", message))
