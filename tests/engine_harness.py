@@ -44,15 +44,14 @@ class Harness:
         **info: int,
     ) -> None:
         self.runner = FakeRunner(runner_info(**info))
-        self.gate = MaskGate(self.runner.info.vocab_size)
         self.engine = Engine(
             self.runner,
-            gate=self.gate,
             overlap=overlap,
             out_of_memory=(MemoryError,),
             step_ms=step_ms,
             step_cost=step_cost or Untimed(),
         )
+        self.gate = MaskGate(self.engine)
         small_pieces(self.engine)
         if not prefix_caching:
             self.engine.scheduler.blocks.find_prefix = lambda sequence: []

@@ -32,8 +32,8 @@ class InProcessEngine:
         self._links: dict[int, EngineChannel] = {}
         self._opened: list[EngineChannel] = []  # `send_tokens` drops those that have ended
         self.runner = runner
-        self._gate = MaskGate(runner.info.vocab_size)
-        self.engine = Engine(runner, overlap=overlap, gate=self._gate)
+        self.engine = Engine(runner, overlap=overlap)
+        self._gate = MaskGate(self.engine)
         self.engine.scheduler.min_partial_tokens = 1
         self.running = asyncio.Event()
         self.running.set()

@@ -140,11 +140,9 @@ def _serve(
         processes.ready(on_gpu=on_gpu)
         runner = LeadingRunner(model_runner, processes.tell)
     log_progress("timing steps")
-    gate = MaskGate(runner.info.vocab_size)
     engine = Engine(
         runner,
         overlap=on_gpu,
-        gate=gate,
         # The other ranks would wait for the rest of the step.
         out_of_memory=(torch.OutOfMemoryError,) if processes is None else (),
         step_ms=settings.step_ms,
@@ -152,6 +150,7 @@ def _serve(
             runner, _TIMING_S_GPU if on_gpu else _TIMING_S_CPU, settings.step_ms
         ),
     )
+    gate = MaskGate(engine)
     freeze_gc()
     channel.send(runner.info)
     awake_s = AWAKE_S if on_gpu else 0.0

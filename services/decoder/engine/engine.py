@@ -52,11 +52,14 @@ _FAILURES = {
 class Engine:
     """All sequences of one device.
 
+    Attributes:
+        info: the runner's.
+        gate: what sampling waits for. At first, nothing.
+
     Args:
         overlap: launch a step before the last one's ids are read. With a runner whose `execute`
             blocks until the step is done, this only delays every token by a step.
         out_of_memory: exceptions of `Runner.execute` that end one sequence, not the engine.
-        gate: what sampling waits for; None: nothing.
         step_ms: how long a step may last, see `Scheduler`.
         step_cost: learns how long steps last.
     """
@@ -67,12 +70,10 @@ class Engine:
         *,
         overlap: bool,
         out_of_memory: tuple[type[BaseException], ...] = (),
-        gate: SamplingGate | None = None,
         step_ms: float = math.inf,
         step_cost: StepCost | None = None,
     ) -> None:
-        info = runner.info
-        self._info = info
+        info = self.info = runner.info
         self._runner = runner
         self._overlap = overlap
         self._out_of_memory = out_of_memory
@@ -90,8 +91,7 @@ class Engine:
         self._pending: deque[tuple[int, Batch, PendingStep]] = deque()
         # The next step, while the last one that was launched is not sampled.
         self._planned: tuple[Batch, Step] | None = None
-        self.gate = SamplingGate() if gate is None else gate
-        self.gate.attach(self)
+        self.gate = SamplingGate()
         self._num_steps = 0
         self._events: list[SequenceEvent] = []
         self._images_read: list[ImagesOf] = []
@@ -153,7 +153,7 @@ class Engine:
         sequence = Sequence.from_message(message)
         sequence.received_at = time.monotonic()
         try:
-            if sequence.images and not self._info.num_features:
+            if sequence.images and not self.info.num_features:
                 raise CannotSchedule("the model takes no images")
             self.scheduler.add(sequence)
         except CannotSchedule as error:
@@ -297,7 +297,6 @@ class Engine:
             if count != chunk.limit:
                 self.scheduler.yielded_less(sequence, chunk.limit - count)
                 if count == 0:
-                    self.scheduler.tokens_arrived(sequence, 0)
                     continue
             if ids[0] < 0:
                 poisoned = ids[0] == NOT_FINITE
@@ -334,7 +333,7 @@ class Engine:
                 continue
             events.append(event)
             if not sequence.plans_ahead:
-                self.scheduler.tokens_arrived(sequence, count)
+                sequence.token_mask = None
             if len(token_ids) % block_size <= count:
                 self._blocks.register(sequence)
 

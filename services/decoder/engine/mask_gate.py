@@ -22,14 +22,16 @@ _NO_MASK = np.empty(0, np.int32)
 class MaskGate(SamplingGate):
     """Opens when all masks of the step are there, or when the others would wait for them.
 
+    Args:
+        engine: whose gate this is from now on.
+
     Attributes:
         rows: of each `MaskLink`, by its number; `[num_rows, num_words]`.
     """
 
-    _engine: Engine
-
-    def __init__(self, vocab_size: int) -> None:
-        num_words = -(-vocab_size // 32)
+    def __init__(self, engine: Engine) -> None:
+        engine.gate, self._engine = self, engine
+        num_words = -(-engine.info.vocab_size // 32)
         self.rows: dict[int, Int32Array] = {}
         self._nothing_allowed = np.zeros(num_words, np.int32)
         self._all_allowed = np.full(num_words, -1, np.int32)
@@ -38,9 +40,6 @@ class MaskGate(SamplingGate):
         self._unsampled: tuple[Batch, PendingStep] | None = None
         self._places: dict[int, int] = {}
         self._computed_at = self._sampled_at = 0.0
-
-    def attach(self, engine: Engine) -> None:
-        self._engine = engine
 
     @property
     def is_closed(self) -> bool:

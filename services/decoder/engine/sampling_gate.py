@@ -1,7 +1,5 @@
 """What the sampling of a launched step waits for. In the core: nothing."""
 
-from typing import Any
-
 from services.decoder.engine.batch import Batch
 from services.decoder.engine.messages import TokenMasks
 from services.decoder.engine.step import PendingStep
@@ -25,9 +23,6 @@ class SamplingGate:
     def waits(self) -> bool:
         """Whether it is better sampled later."""
         return False
-
-    def attach(self, engine: Any) -> None:  # noqa: ANN401 - an `Engine`, which imports this
-        """Called once, by the engine."""
 
     def handle(self, message: TokenMasks) -> None:
         """Takes a message of the front's that is the gate's."""

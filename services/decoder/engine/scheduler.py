@@ -97,12 +97,8 @@ class Scheduler:
         self._prefilling: dict[int, Sequence] = {}  # in order of admission
         self._stalled: dict[int, Sequence] = {}
         self._decoding: dict[int, Sequence] = {}  # planned ahead
-        # Decoding sequences that are not planned ahead: the last token has arrived, or not.
-        self._ready: dict[int, Sequence] = {}
-        self._awaiting: dict[int, Sequence] = {}
-        self._running = (
-            self._decoding, self._ready, self._awaiting, self._prefilling, self._stalled
-        )  # fmt: skip
+        self._awaiting: dict[int, Sequence] = {}  # decoding, not planned ahead
+        self._running = self._decoding, self._awaiting, self._prefilling, self._stalled
         # Since the last step that was launched, see Batch.
         self._admitted: list[Sequence] = []
         self._extended: list[Sequence] = []
@@ -132,12 +128,12 @@ class Scheduler:
     def has_work(self) -> bool:
         """Whether a step could be planned now, or may be when those in flight have finished."""
         waiting = len(self._waiting) and not self._admission_blocked
-        return bool(self._decoding or self._ready or self._prefilling or waiting)
+        return bool(self._decoding or self._prefilling or waiting or self._ready())
 
     @property
     def is_steady(self) -> bool:
         """Whether the next step has decodes alone, planned ahead, for which blocks are free."""
-        others = self._prefilling or self._ready or len(self._waiting)
+        others = self._prefilling or len(self._waiting) or self._ready()
         return not others and len(self._decoding) <= self.blocks.num_free
 
     def add(self, sequence: Sequence) -> None:
@@ -188,18 +184,6 @@ class Scheduler:
         """
         if sequence.state is SequenceState.RUNNING:
             sequence.num_computed_tokens -= lacking
-
-    def tokens_arrived(self, sequence: Sequence, count: int) -> None:
-        """The ids of a sequence that does not plan ahead were appended to it.
-
-        Args:
-            sequence: not finished; it may have been preempted meanwhile.
-            count: how many. The mask is still the next token's if there is none.
-        """
-        if count:
-            sequence.token_mask = None
-        if sequence.state is SequenceState.RUNNING:
-            self._input_arrived(sequence)
 
     def finish(self, sequence: Sequence, *, poisoned: bool = False) -> None:
         """Ends a sequence in any state; its row and its blocks are free when this returns.
@@ -283,10 +267,8 @@ class Scheduler:
         lacking = [s for s in decoding if s.num_computed_tokens + most > s.capacity]
         if most > 1:
             lacking = [s for s in lacking if self._num_lacking_blocks(s)]
-        known = []
-        if self._ready:
-            known = list(self._ready.values())
-            lacking += [s for s in known if self._num_lacking_blocks(s)]
+        known = self._ready()
+        lacking += [s for s in known if self._num_lacking_blocks(s)]
         if lacking:
             self._append_blocks(lacking)
             decoding = [s for s in decoding if s.state is SequenceState.RUNNING]
@@ -305,11 +287,16 @@ class Scheduler:
             sequence.num_computed_tokens = start + limit
             sequence.num_in_flight += 1
             sequence.plans_ahead = sequence.late_masks
-            group = self._decoding if sequence.plans_ahead else self._awaiting
-            group[sequence.sequence_id] = self._ready.pop(sequence.sequence_id)
+            if sequence.plans_ahead:
+                number = sequence.sequence_id
+                self._decoding[number] = self._awaiting.pop(number)
             chunks.append(Chunk(sequence, start, 1, False, True, limit))
             num_tokens += limit
         return chunks, num_tokens
+
+    def _ready(self) -> list[Sequence]:
+        """Awaiting sequences whose last token has arrived, and the mask of the next."""
+        return [s for s in self._awaiting.values() if not (s.num_in_flight or s.awaits_mask)]
 
     def _limit(self, sequence: Sequence) -> int:
         """The most tokens that the next step may yield for a decoding sequence."""
@@ -408,7 +395,7 @@ class Scheduler:
             prefix = self.blocks.find_prefix(sequence)
             if self._parks(sequence, prefix):
                 continue
-            others = self._decoding or self._ready or self._awaiting or self._prefilling
+            others = self._decoding or self._awaiting or self._prefilling
             keep_free = self._watermark if others else 0
             fits = self.blocks.can_allocate(len(sequence.token_ids), prefix, keep_free)
             if fits and self._rows:
@@ -470,8 +457,6 @@ class Scheduler:
             start = sequence.num_computed_tokens
             if self._chunk_limit(sequence, start) > start:
                 self._prefilling[number] = self._stalled.pop(number)
-        elif number in self._awaiting and not (sequence.num_in_flight or sequence.awaits_mask):
-            self._ready[number] = self._awaiting.pop(number)
 
     def _chunk_limit(self, sequence: Sequence, start: int) -> int:
         """The latest end of a chunk from `start` on; `start` if none is worth a step."""

@@ -29,8 +29,8 @@ def test_masks_that_arrive_while_a_step_is_computed_or_later_give_the_same_token
     allowed = chooser.random((len(sampled), NUM_TOKENS + 1, vocab_size)) < 0.15
 
     def run(*, overlap: bool, delay: int) -> tuple[dict[int, list[int]], dict, int]:
-        gate = MaskGate(harness.runner.info.vocab_size)
-        engine = Engine(harness.runner, overlap=overlap, gate=gate)
+        engine = Engine(harness.runner, overlap=overlap)
+        gate = MaskGate(engine)
         tokens: dict[int, list[int]] = {}
         logprobs: dict[int, list[float]] = {}
         due: list[tuple[int, tuple[int, int, np.ndarray]]] = []
