@@ -2,7 +2,6 @@
 
 import json
 import mmap
-from array import array
 from collections.abc import Sequence as Seq
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from services.common.nn.checkpoint import Checkpoint
 from services.common.nn.pinned import unpin
 from services.decoder.engine import step_inputs
 from services.decoder.engine.batch import Batch, Chunk
-from services.decoder.engine.messages import ImageSpan, SamplingParams
+from services.decoder.engine.messages import AddSequence, ImageSpan, SamplingParams
 from services.decoder.engine.model_runner import ModelRunner
 from services.decoder.engine.pending_step import DevicePendingStep
 from services.decoder.engine.runner_factory import RunnerOptions, create_runner
@@ -83,11 +82,12 @@ class Harness:
             key = f"{self._next_id}/{index}".encode()
             spans.append(ImageSpan(key, offset, embedding.shape[1]))
             offsets[key] = self.put(embedding)
-        sequence = Sequence(
-            sequence_id=self._next_id, token_ids=array("i", token_ids),
-            num_prompt_tokens=len(token_ids), positions=positions, position_delta=delta,
-            images=spans, sampling=sampling or SamplingParams(), image_offsets=offsets,
+        given = b"" if positions is None else positions.astype(np.int32).tobytes()
+        message = AddSequence(
+            self._next_id, np.array(token_ids, np.int32).tobytes(), given, delta, spans,
+            sampling or SamplingParams(),
         )  # fmt: skip
+        sequence = Sequence(message, image_offsets=offsets)
         return self.restart(sequence, row)
 
     def restart(self, sequence: Sequence, row: int) -> Sequence:

@@ -13,7 +13,7 @@ from operator import attrgetter
 
 from services.decoder.engine.sequence import Sequence
 
-latest = attrgetter("priority", "admission")  # the greatest is preempted first
+latest = attrgetter("message.priority", "admission")  # the greatest is preempted first
 _MUCH = 2  # times the rows of another tenant
 
 
@@ -36,7 +36,7 @@ class Admission:
     def wait(self, sequence: Sequence) -> None:
         """Queues a sequence: a new one, or one that was preempted."""
         queue = self._queues.setdefault(sequence.tenant, [])
-        insort(queue, sequence, key=lambda s: (s.priority, s.arrival))
+        insort(queue, sequence, key=lambda s: (s.message.priority, s.arrival))
 
     def remove(self, sequence: Sequence) -> None:
         queue = self._queues[sequence.tenant]
@@ -83,16 +83,16 @@ class Admission:
         in turn, and with one less still more than the head's has, so that the head is the next.
         """
         use = self._use(head)
-        wanted = _MUCH * (use + 1 / head.tenant_weight)
+        wanted = _MUCH * (use + 1 / head.message.tenant_weight)
         able = [
             sequence
             for sequence in running
             if sequence.tenant != head.tenant
             and self._use(sequence) >= wanted
-            and (self._rows[sequence.tenant] - 1) / sequence.tenant_weight > use
+            and (self._rows[sequence.tenant] - 1) / sequence.message.tenant_weight > use
         ]
         return self.victim(able) if able else None
 
     def _use(self, sequence: Sequence) -> float:
         """A tenant's rows for its weight."""
-        return self._rows[sequence.tenant] / sequence.tenant_weight
+        return self._rows[sequence.tenant] / sequence.message.tenant_weight

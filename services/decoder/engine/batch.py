@@ -100,7 +100,7 @@ class Batch:
         if known := chunks[num_from_device:]:
             compute.token_ids, compute.positions = _known_tokens(known)
             compute.state_saves = _state_saves(known, num_from_device)
-            if any(chunk.sequence.images for chunk in known):
+            if any(chunk.sequence.message.images for chunk in known):
                 compute.images = _image_runs(known, num_from_device)
             if any([chunk.sequence.needs_scores for chunk in known]):
                 compute.scored, sample.followers = self._scored_runs(num_from_device)
@@ -116,7 +116,7 @@ class Batch:
             compute.block_updates, compute.block_ids = self._block_updates()
         for s in dict.fromkeys(self.admitted):
             if s.row >= 0:
-                start = RowStart(s.row, s.sequence_id, s.position_delta, s.checkpoint)
+                start = RowStart(s.row, s.sequence_id, s.message.position_delta, s.checkpoint)
                 compute.row_starts.append(start)
                 sample.row_starts.append(_row_sampling(s))
         return Step(compute, sample)
@@ -130,7 +130,7 @@ class Batch:
         for chunk in self.chunks[first:]:
             sequence, start = chunk.sequence, chunk.start
             end = min(start + chunk.length, sequence.num_prompt_tokens - 1)
-            most = sequence.sampling.prompt_logprobs
+            most = sequence.message.sampling.prompt_logprobs
             if most is not None and start < end and sequence.num_scored < end:
                 self.scored.append(chunk)
                 runs.append((first, end - start, most))
@@ -162,12 +162,12 @@ def _token_masks(sampling: list[Chunk], first: int) -> dict[int, Int32Array]:
 
 def _row_sampling(sequence: Sequence) -> RowSampling:
     prompt, completion = b"", b""
-    if sequence.sampling.has_penalties:
+    if sequence.message.sampling.has_penalties:
         count = sequence.num_prompt_tokens
         prompt = sequence.token_ids[:count].tobytes()
         completion = sequence.token_ids[count:].tobytes()
     return RowSampling(
-        sequence.row, sequence.sampling, sequence.num_prompt_tokens, prompt, completion
+        sequence.row, sequence.message.sampling, sequence.num_prompt_tokens, prompt, completion
     )
 
 
@@ -212,7 +212,7 @@ def _fill_positions(chunk: Chunk, positions: Int32Array) -> None:
             else given[:, start : start + num_prompt]
         )
     if num_prompt < chunk.length:  # completion tokens
-        delta = sequence.position_delta
+        delta = sequence.message.position_delta
         positions[:, num_prompt:] = np.arange(start + num_prompt + delta, end + delta)
 
 
@@ -221,7 +221,7 @@ def _image_runs(chunks: list[Chunk], first: int) -> Int64Array:
     runs: list[tuple[int, int, int, int, int]] = []
     for chunk in chunks:
         sequence = chunk.sequence
-        for image in sequence.images:
+        for image in sequence.message.images:
             start = max(chunk.start, image.offset)
             stop = min(chunk.start + chunk.length, image.offset + image.num_tokens)
             if start < stop:

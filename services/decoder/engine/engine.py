@@ -150,10 +150,10 @@ class Engine:
     def add(self, message: AddSequence) -> None:
         """Queues a sequence; one that can never run fails at once."""
         self.discard_plan()
-        sequence = Sequence.from_message(message)
+        sequence = Sequence(message)
         sequence.received_at = time.monotonic()
         try:
-            if sequence.images and not self.info.num_features:
+            if sequence.message.images and not self.info.num_features:
                 raise CannotSchedule("the model takes no images")
             self.scheduler.add(sequence)
         except CannotSchedule as error:
@@ -307,10 +307,10 @@ class Engine:
             if count < len(ids):
                 ids = ids[:count]
             token_ids, stop_ids, reason = sequence.token_ids, sequence.stop_ids, None
-            known = len(token_ids)
+            known, min_tokens = len(token_ids), sequence.message.sampling.min_tokens
             for token_id in ids:
                 token_ids.append(token_id)
-                if token_id in stop_ids and sequence.num_generated > sequence.sampling.min_tokens:
+                if token_id in stop_ids and sequence.num_generated > min_tokens:
                     reason = "stop"
                 elif len(token_ids) >= sequence.max_length:
                     reason = "length"
@@ -382,7 +382,7 @@ class Engine:
     ) -> None:
         event = event or SequenceEvent(sequence.sequence_id, [])
         event.end = EndOfSequence(reason, message, sequence.num_preemptions)
-        if sequence.images and sequence.last_prefill_step >= self._first_in_flight():
+        if sequence.message.images and sequence.last_prefill_step >= self._first_in_flight():
             self._delayed.append((sequence.last_prefill_step, event))
         else:
             self._events.append(event)

@@ -162,7 +162,7 @@ class MaskGate(SamplingGate):
         found = NewTokens([], [], [])
         for event in events:
             sequence = self._engine.find(event.sequence_id)
-            if sequence is not None and sequence.token_masks and event.token_ids:
+            if sequence is not None and sequence.message.token_masks and event.token_ids:
                 found.sequence_ids.append(event.sequence_id)
                 found.token_ids.append(event.token_ids)
                 found.num_generated.append(sequence.num_generated)

@@ -56,7 +56,7 @@ class AddSequence(msgspec.Struct, tag="add"):
     prompt_token_ids: bytes  # int32 [num_tokens]
     positions: bytes  # int32 [3, num_tokens], or empty: text only
     position_delta: int
-    images: list[ImageSpan]
+    images: list[ImageSpan]  # by offset
     sampling: SamplingParams
     # int32: the completion's first tokens, if it is continued.
     generated_token_ids: bytes = b""

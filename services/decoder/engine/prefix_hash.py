@@ -20,18 +20,18 @@ def extend_hashes(sequence: Sequence, block_size: int, num_blocks: int) -> None:
     if len(hashes) >= num_blocks:
         return
     first, end_of_all = len(hashes) * block_size, num_blocks * block_size
-    parent = hashes[-1] if hashes else blake3(_ROOT + sequence.cache_salt).digest()
+    parent = hashes[-1] if hashes else blake3(_ROOT + sequence.message.cache_salt).digest()
     positions = _positions(sequence, first, end_of_all, block_size)
-    first_image = 0
+    images, first_image = sequence.message.images, 0
     for start in range(first, end_of_all, block_size):
         end = start + block_size
         parts = [parent, sequence.token_ids[start:end].tobytes()]
-        while first_image < len(sequence.images):
-            span = sequence.images[first_image]
+        while first_image < len(images):
+            span = images[first_image]
             if span.offset + span.num_tokens > start:
                 break
             first_image += 1
-        for span in sequence.images[first_image : first_image + block_size]:
+        for span in images[first_image : first_image + block_size]:
             if span.offset >= end:
                 break
             parts.append(b"image%d,%d,%d:" % (span.offset - start, span.num_tokens, len(span.key)))
@@ -48,10 +48,10 @@ def _positions(sequence: Sequence, start: int, end: int, block_size: int) -> lis
     That is the case before the first image, whether positions are given or not: a text prompt and
     one with an image share the blocks of their common prefix. An empty list: in all blocks.
     """
-    if sequence.positions is None and sequence.position_delta == 0:
+    if sequence.positions is None and sequence.message.position_delta == 0:
         return []
     index = np.arange(start, end, dtype=np.int32)[:, None]
-    positions = np.repeat(index + np.int32(sequence.position_delta), 3, axis=1)
+    positions = np.repeat(index + np.int32(sequence.message.position_delta), 3, axis=1)
     num_prompt = min(end, sequence.num_prompt_tokens) - start
     if num_prompt > 0:
         given = sequence.positions

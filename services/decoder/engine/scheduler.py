@@ -142,7 +142,7 @@ class Scheduler:
         Raises:
             CannotSchedule: it does not fit even alone.
         """
-        num_prompt = sequence.num_prompt_tokens
+        num_prompt, message = sequence.num_prompt_tokens, sequence.message
         if num_prompt == 0:
             raise CannotSchedule("the prompt is empty")
         if num_prompt >= self._max_model_len:
@@ -150,9 +150,9 @@ class Scheduler:
                 f"the prompt has {num_prompt} tokens; prompt and completion may have "
                 f"{self._max_model_len} together"
             )
-        sequence.max_length = min(num_prompt + sequence.sampling.max_tokens, self._max_model_len)
+        sequence.max_length = min(num_prompt + message.sampling.max_tokens, self._max_model_len)
         sequence.arrival = self._arrivals = self._arrivals + 1
-        sequence.late_masks = sequence.token_masks and self._late_masks
+        sequence.late_masks = message.token_masks and self._late_masks
         if sequence.late_masks:
             sequence.plans_ahead = True
             self._num_late_masks += 1
@@ -300,7 +300,7 @@ class Scheduler:
 
     def _limit(self, sequence: Sequence) -> int:
         """The most tokens that the next step may yield for a decoding sequence."""
-        if sequence.token_masks:
+        if sequence.message.token_masks:
             return 1  # a mask is for one token
         room = sequence.max_length - 1 - sequence.num_computed_tokens
         return min(self._max_tokens_per_step, room)

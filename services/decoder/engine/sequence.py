@@ -7,7 +7,7 @@ from enum import Enum, auto
 import numpy as np
 import numpy.typing as npt
 
-from services.decoder.engine.messages import AddSequence, ImageSpan, SamplingParams
+from services.decoder.engine.messages import AddSequence, ImageSpan
 
 
 class SequenceState(Enum):
@@ -23,17 +23,15 @@ class Sequence:
     """One generation: its tokens, its KV blocks, its progress.
 
     Attributes:
-        sequence_id: unique for the life of the engine.
+        message: what the front asked for.
+        sequence_id: the message's.
         token_ids: prompt, then the completion tokens known so far; int32.
         num_prompt_tokens: length of the prompt.
         positions: int32 `[3, num_prompt_tokens]`, or None: the token's index on each axis.
-        position_delta: token i of the completion, at index j of `token_ids`, has position
-            j + position_delta on each axis.
-        images: placeholder spans, by offset.
         image_offsets: image key → byte offset in the arena, while the embedding is there.
         images_read: keys of embeddings that were released after they were read; needed again if
             the sequence is preempted.
-        tenant, tenant_weight: whose it is.
+        tenant: whose it is.
         row: index in the runner's tables while RUNNING, else -1.
         block_table: ids of the KV blocks, in order.
         capacity: tokens that the block table has room for.
@@ -47,12 +45,10 @@ class Sequence:
         plans_ahead: the next step may be planned while the last token is in flight.
         late_masks: it may even while the last token's mask is not there, which then arrives while
             the step is computed.
-        token_masks: each token is sampled under a mask that a process sends.
         num_masked: tokens before the one that the last mask was for; -1: none has come.
         token_mask: the mask for the next token, int32 words; empty: every token is allowed.
         max_length: tokens, prompt included, at which the sequence ends by length.
-        stop_ids: `sampling.stop_token_ids` as a set.
-        priority: lower ones are admitted first and preempted last.
+        stop_ids: those of the message as a set.
         num_scored: prompt tokens, but the first, whose logprobs were sent.
         block_hashes: hashes of the leading full blocks, as far as they were computed.
         num_registered_blocks: leading blocks that were registered in the prefix cache.
@@ -62,16 +58,12 @@ class Sequence:
         received_at, first_scheduled_at, first_token_at: `time.monotonic()`, 0 where not yet.
     """
 
-    sequence_id: int
-    token_ids: "array[int]"
-    num_prompt_tokens: int
-    positions: npt.NDArray[np.int32] | None
-    position_delta: int
-    images: list[ImageSpan]
-    sampling: SamplingParams
-    cache_salt: bytes = b""
-    tenant: str = ""
-    tenant_weight: float = 1.0
+    message: AddSequence
+    sequence_id: int = field(init=False)
+    token_ids: "array[int]" = field(init=False)
+    num_prompt_tokens: int = field(init=False)
+    positions: npt.NDArray[np.int32] | None = None
+    tenant: str = field(init=False)
     state: SequenceState = SequenceState.WAITING
     image_offsets: dict[bytes, int] = field(default_factory=dict[bytes, int])
     images_read: list[bytes] = field(default_factory=list[bytes])
@@ -84,15 +76,13 @@ class Sequence:
     checkpoint: int = -1
     checkpoints: tuple[int, ...] = ()
     num_sent_blocks: int = 0
-    plans_ahead: bool = True
+    plans_ahead: bool = field(init=False)
     late_masks: bool = False
-    token_masks: bool = False
     num_masked: int = -1
     token_mask: npt.NDArray[np.int32] | None = None
     num_preemptions: int = 0
     max_length: int = 0
-    stop_ids: frozenset[int] = frozenset()
-    priority: int = 0
+    stop_ids: frozenset[int] = field(init=False)
     num_scored: int = 0
     block_hashes: list[bytes] = field(default_factory=list[bytes])
     num_registered_blocks: int = 0
@@ -103,30 +93,16 @@ class Sequence:
     first_scheduled_at: float = 0.0
     first_token_at: float = 0.0
 
-    @classmethod
-    def from_message(cls, message: AddSequence) -> "Sequence":
-        """The sequence that a message of the front describes."""
-        token_ids = array("i", message.prompt_token_ids)  # little-endian, as GPUs' machines are
-        num_prompt, positions = len(token_ids), None
+    def __post_init__(self) -> None:
+        message = self.message
+        self.sequence_id, self.tenant = message.sequence_id, message.tenant
+        self.token_ids = array("i", message.prompt_token_ids)  # little-endian, as GPUs' hosts
+        self.num_prompt_tokens = len(self.token_ids)
         if message.positions:
-            positions = np.frombuffer(message.positions, dtype="<i4").reshape(3, num_prompt)
-        token_ids.frombytes(message.generated_token_ids)  # as if it had been preempted
-        return cls(
-            sequence_id=message.sequence_id,
-            token_ids=token_ids,
-            num_prompt_tokens=num_prompt,
-            positions=positions,
-            position_delta=message.position_delta,
-            images=sorted(message.images, key=lambda span: span.offset),
-            sampling=message.sampling,
-            cache_salt=message.cache_salt,
-            tenant=message.tenant,
-            tenant_weight=message.tenant_weight,
-            stop_ids=frozenset(message.sampling.stop_token_ids),
-            priority=message.priority,
-            plans_ahead=not message.token_masks,
-            token_masks=message.token_masks,
-        )
+            self.positions = np.frombuffer(message.positions, dtype="<i4").reshape(3, -1)
+        self.token_ids.frombytes(message.generated_token_ids)  # as if it had been preempted
+        self.plans_ahead = not message.token_masks
+        self.stop_ids = frozenset(message.sampling.stop_token_ids)
 
     @property
     def num_generated(self) -> int:
@@ -138,17 +114,17 @@ class Sequence:
         """Whether logprobs of the prompt are still wanted: each of its tokens has to be computed,
         cached or not.
         """
-        wanted = self.sampling.prompt_logprobs is not None
+        wanted = self.message.sampling.prompt_logprobs is not None
         return wanted and self.num_scored < self.num_prompt_tokens - 1
 
     @property
     def awaits_mask(self) -> bool:
         """Whether the next token cannot be sampled before a mask arrives."""
-        return self.token_masks and self.token_mask is None
+        return self.message.token_masks and self.token_mask is None
 
     def missing_image(self, start: int) -> ImageSpan | None:
         """The first image at or after `start`, or across it, that has not arrived."""
-        for span in self.images:
+        for span in self.message.images:
             if span.offset + span.num_tokens > start and span.key not in self.image_offsets:
                 return span
         return None

@@ -136,8 +136,8 @@ def checkpoint_boundaries(
     """
     last = (sequence.num_prompt_tokens - 1 - _PROMPT_TAIL_TOKENS) // block_size * block_size
     wanted = [last]
-    if sequence.images:
-        span = sequence.images[-1]
+    if sequence.message.images:
+        span = sequence.message.images[-1]
         wanted.insert(0, (span.offset + span.num_tokens) // block_size * block_size)
     found: list[int] = []
     for boundary in wanted:

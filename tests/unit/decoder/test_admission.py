@@ -19,7 +19,7 @@ def add(
         number, prompt_of(number, length), tenant=tenant, tenant_weight=weight,
         max_tokens=max_tokens,
     )  # fmt: skip
-    sequence = Sequence.from_message(message)
+    sequence = Sequence(message)
     scheduler.add(sequence)
     return sequence
 
@@ -62,7 +62,7 @@ def test_nobody_yields_to_a_request_whose_image_has_not_arrived() -> None:
     for _ in range(20):
         run_step(scheduler)
     assert scheduler.num_running == 32
-    quiet = Sequence.from_message(
+    quiet = Sequence(
         add_message(500, prompt_of(500, 20), tenant="quiet", images=(ImageSpan(KEYS[0], 0, 8),))
     )
     scheduler.add(quiet)
@@ -80,9 +80,7 @@ def test_a_row_that_is_free_again_is_given_at_once(max_tokens: int) -> None:
     add(scheduler, 1, "", length=4)
     run_step(scheduler)
     image = (ImageSpan(KEYS[0], 4, 4),)
-    stalls = Sequence.from_message(
-        add_message(2, prompt_of(2, 8), images=image, max_tokens=max_tokens)
-    )
+    stalls = Sequence(add_message(2, prompt_of(2, 8), images=image, max_tokens=max_tokens))
     scheduler.add(stalls)
     waits = add(scheduler, 3, "")
     run_step(scheduler)
@@ -97,8 +95,7 @@ def test_a_prompt_whose_beginning_is_being_computed_is_admitted_once_it_is() -> 
     """Of two equal prompts that come together, the second needs few blocks behind the first."""
     scheduler = scheduler_of(blocks=12, rows=2, budget=64, length=256)
     first, second = [
-        Sequence.from_message(add_message(number, prompt_of(1, 30), max_tokens=9))
-        for number in (1, 2)
+        Sequence(add_message(number, prompt_of(1, 30), max_tokens=9)) for number in (1, 2)
     ]
     scheduler.add(first)
     scheduler.add(second)

@@ -17,7 +17,7 @@ SIZE = 4
 
 
 def sequence_of(number: int, tokens: list[int], salt: bytes = b"") -> Sequence:
-    return Sequence.from_message(add_message(number, tokens, salt=salt))
+    return Sequence(add_message(number, tokens, salt=salt))
 
 
 def admit(blocks: BlockManager, sequence: Sequence, *, computed: bool = True) -> list[int]:

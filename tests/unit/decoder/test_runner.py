@@ -160,7 +160,7 @@ def test_a_runner_that_is_fed_from_bytes_alone_samples_the_same(
         engine.add(
             AddSequence(
                 sequence_id=kind, prompt_token_ids=given.token_ids.tobytes(), positions=positions,
-                position_delta=given.position_delta, images=given.images,
+                position_delta=given.message.position_delta, images=given.message.images,
                 sampling=msgspec.structs.replace(params, **limits),
             )
         )  # fmt: skip
@@ -401,7 +401,7 @@ def test_an_absent_gpu_is_refused() -> None:
 
 def test_image_segments_are_cut_by_chunks(harness: Harness) -> None:
     sequence = start(harness, 2, 0)
-    first, second = sequence.images
+    first, second = sequence.message.images
     other = start_text(harness, 1)
     chunks = harness.chunk(other, 5), harness.chunk(sequence, 8)
     (part,) = harness.inputs(*chunks).images

@@ -55,7 +55,7 @@ def add(
     priority: int = 0,
 ):
     tokens = [(number * 31 + i) % 97 for i in range(length)]
-    sequence = Sequence.from_message(
+    sequence = Sequence(
         add_message(number, tokens, images=images, max_tokens=max_tokens, priority=priority)
     )
     scheduler.add(sequence)
@@ -314,7 +314,7 @@ def test_steps_keep_their_time_and_every_prompt_goes_on(
         spans = (ImageSpan(KEY, length // 2, 1),) if image[number] and length > 2 else ()
         tokens = [(number * 31 + i) % 97 for i in range(length)]
         message = add_message(number, tokens, images=spans, max_tokens=20, tenant=tenants[number])
-        sequences.append(Sequence.from_message(message))
+        sequences.append(Sequence(message))
         if spans:
             late.append((delays[number], sequences[-1]))
     arrivals = sorted(
@@ -371,5 +371,5 @@ def test_the_queue_of_a_tenant_is_one_of_priority_and_arrival():
     scheduler = scheduler_of(rows=1)
     for number, priority in enumerate([1, 0, 0, -1]):
         message = add_message(number, [1, 2, 3, 4], tenant="a", priority=priority, max_tokens=1)
-        scheduler.add(Sequence.from_message(message))
+        scheduler.add(Sequence(message))
     assert [step(scheduler)[0][0] for _ in range(4)] == [3, 1, 2, 0]

@@ -308,5 +308,5 @@ def test_where_a_prompts_state_is_kept(
     spans = () if image is None else (ImageSpan(KEYS[0], *image),)
     positions = np.tile(np.arange(length, dtype=np.int32), (3, 1))
     message = add_message(0, prompt_of(0, length), images=spans, positions=positions)
-    sequence = Sequence.from_message(message)
+    sequence = Sequence(message)
     assert checkpoint_boundaries(sequence, 16, start, least) == expected
