@@ -1,6 +1,6 @@
 """A runner without a model: a simulated device whose tokens reveal every wrong schedule.
 
-It knows sequences from steps alone, each of which it reads from bytes. Its KV cache is a list of
+It knows sequences from steps alone, of each of which it has a copy. Its KV cache is a list of
 integers. Computing token i stores a hash of the token, its position, its image feature and the
 entry before it; sampling reads *all* entries of the sequence through the row's block table, checks
 each against those of the sequence running alone, and hashes the last. So a block that was shared
@@ -15,6 +15,7 @@ differs from the cache. A row's state is garbage when it is given to a sequence.
 from __future__ import annotations
 
 import contextlib
+import copy
 import random
 from collections import deque
 from collections.abc import Callable
@@ -31,7 +32,7 @@ from services.decoder.engine.messages import (
     Logprobs,
     SamplingParams,
 )
-from services.decoder.engine.step import RowStart, Scores, Step, StepOutput
+from services.decoder.engine.step import ComputeStep, RowStart, Scores, Step, StepOutput
 
 VOCAB_SIZE = 1000
 _GARBAGE = -7  # the entry of a token that was not accepted
@@ -247,7 +248,8 @@ class FakeRunner:
         """It executes what it is given."""
 
     def execute(self, step: Step) -> FakePending:
-        step = Step.from_bytes(step.to_bytes())
+        compute = ComputeStep.from_bytes(step.compute.to_bytes())
+        step = Step(compute, copy.deepcopy(step.sample))
         if self.on_execute is not None:
             try:
                 self.on_execute(step)

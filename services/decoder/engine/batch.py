@@ -104,7 +104,6 @@ class Batch:
                 compute.images = _image_runs(known, num_from_device)
             if any([chunk.sequence.needs_scores for chunk in known]):
                 compute.scored, sample.followers = self._scored_runs(num_from_device)
-                compute.keeps_hidden = len(compute.scored) > 0
             if masks := _token_masks(sampling, num_from_device):
                 sample.masked = np.array([*masks], np.int64)
                 sample.token_masks = np.stack([*masks.values()])

@@ -1,8 +1,8 @@
 """The runner's contract: a step of plain arrays in, sampled tokens out.
 
-A `Step` holds numpy arrays, integers and sampling parameters, and no live object: it can be written
-to a buffer and executed in another process. Every rank computes its `ComputeStep`; one of them
-samples, by its `SampleStep`.
+A `Step` holds numpy arrays, integers and sampling parameters, and no live object: it can be
+executed in another process. Every rank computes its `ComputeStep`, which is sent as bytes; one of
+them samples, by its `SampleStep`.
 
 Steps are planned one ahead of sampling: when step n + 1 is planned, the tokens of step n are still
 on the device. So a step never needs a sampled token's id. A decode says only "the token that this
@@ -41,23 +41,6 @@ def _array_in(_kind: type, value: Any) -> npt.NDArray[Any]:  # noqa: ANN401 - ms
 _ENCODER = msgspec.msgpack.Encoder(enc_hook=_array_out)
 
 
-class Sendable(msgspec.Struct, array_like=True):
-    """What can be executed in another process."""
-
-    def to_bytes(self) -> bytes:
-        """One buffer: MessagePack; arrays as type, shape and bytes."""
-        return _ENCODER.encode(self)
-
-    @classmethod
-    def from_bytes(cls, data: bytes) -> Self:
-        """Reads `to_bytes`; arrays are read-only.
-
-        Raises:
-            msgspec.DecodeError: it is another thing.
-        """
-        return msgspec.msgpack.decode(data, type=cls, dec_hook=_array_in)
-
-
 class RowStart(msgspec.Struct, array_like=True, frozen=True):
     """A row is given to a sequence, from this step on.
 
@@ -76,7 +59,7 @@ class RowStart(msgspec.Struct, array_like=True, frozen=True):
     checkpoint: int = -1
 
 
-class RowSampling(msgspec.Struct, array_like=True, frozen=True):
+class RowSampling(msgspec.Struct, frozen=True):
     """How the tokens of a row that is given to a sequence are sampled.
 
     Attributes:
@@ -94,7 +77,7 @@ class RowSampling(msgspec.Struct, array_like=True, frozen=True):
     completion_token_ids: bytes = b""
 
 
-class ComputeStep(Sendable, array_like=True):
+class ComputeStep(msgspec.Struct, array_like=True):
     """What each rank computes: S chunks of T tokens, of which B reach their sequence's last token.
 
     A chunk is one sequence's part of the step: its tokens [start, start + length) are computed.
@@ -123,9 +106,7 @@ class ComputeStep(Sendable, array_like=True):
         state_saves: `[C, 2]`, tokens after which recurrent states are kept: the index in the step,
             and the slot of a checkpoint. None: there are none.
         scored: `[P, 3]`, runs of prompt tokens whose followers' logprobs are wanted: the index in
-            the step of the first, their number n, and the number of alternatives. If there are
-            any, `keeps_hidden`.
-        keeps_hidden: the hidden states of all tokens are kept, not those alone that sample.
+            the step of the first, their number n, and the number of alternatives.
     """
 
     rows: Int64Array
@@ -142,14 +123,27 @@ class ComputeStep(Sendable, array_like=True):
     images: Int64Array = _empty(np.int64, 0, 5)
     state_saves: Int64Array | None = None
     scored: Int64Array = _empty(np.int64, 0, 3)
-    keeps_hidden: bool = False
 
     @property
     def num_tokens(self) -> int:
         return self.num_from_device + len(self.token_ids)
 
+    @property
+    def keeps_hidden(self) -> bool:
+        """Whether hidden states of all tokens are kept, not those alone that sample."""
+        return len(self.scored) > 0
 
-class SampleStep(msgspec.Struct, array_like=True):
+    def to_bytes(self) -> bytes:
+        """One buffer: MessagePack; arrays as type, shape and bytes."""
+        return _ENCODER.encode(self)
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Self:
+        """Reads `to_bytes`; arrays are read-only."""
+        return msgspec.msgpack.decode(data, type=cls, dec_hook=_array_in)
+
+
+class SampleStep(msgspec.Struct):
     """What the rank that samples does with the logits of the B chunks of `ComputeStep.samples`.
 
     Attributes:
@@ -169,7 +163,7 @@ class SampleStep(msgspec.Struct, array_like=True):
     followers: Int32Array = _empty(np.int32)
 
 
-class Step(Sendable, array_like=True):
+class Step(NamedTuple):
     """One step: what every rank computes, and what one of them samples."""
 
     compute: ComputeStep

@@ -1,5 +1,6 @@
 """The runner: a sequence's tokens do not depend on how its prompt is chunked or on its batch."""
 
+import copy
 import dataclasses
 import logging
 import multiprocessing
@@ -142,7 +143,7 @@ def test_a_runner_that_is_fed_from_bytes_alone_samples_the_same(
 
     def recorded(step: Step) -> DevicePendingStep:
         pending = original(step)
-        steps.append((step.to_bytes(), pending.result().token_ids.tolist()))
+        steps.append((copy.deepcopy(step), pending.result().token_ids.tolist()))
         return pending
 
     monkeypatch.setattr(harness.runner, "execute", recorded)
@@ -216,12 +217,12 @@ def test_a_rank_computes_the_logits_by_its_half_of_a_step_alone(
     assert 0 < largest < 400, "what a rank gets for a decode is small"
 
 
-def run_steps(directory: Path, arena: bytes, steps: Seq[bytes]) -> list[list[list[int]]]:
-    """The tokens of each step, in a process that has nothing but their bytes and the images."""
+def run_steps(directory: Path, arena: bytes, steps: Seq[Step]) -> list[list[list[int]]]:
+    """The tokens of each step, in a process that has nothing but these and the images."""
     harness = Harness(directory)
     harness.arena[:] = arena
     run = harness.runner.execute
-    return [run(Step.from_bytes(data)).result().token_ids.tolist() for data in steps]
+    return [run(step).result().token_ids.tolist() for step in steps]
 
 
 def test_two_steps_in_flight_on_reused_rows(harness: Harness, alone) -> None:
