@@ -27,11 +27,11 @@ _RING = 3
 class _PinnedRing:
     """Pinned memory of plans in flight: a buffer is free again when its event has passed."""
 
-    def __init__(self, size_bytes: int, count: int = _RING) -> None:
+    def __init__(self, size_bytes: int) -> None:
         self._buffers = [
-            torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(count)
+            torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(_RING)
         ]
-        self._events = [torch.cuda.Event() for _ in range(count)]
+        self._events = [torch.cuda.Event() for _ in range(_RING)]
         self._turn = 0
 
     def take(self) -> Tensor:

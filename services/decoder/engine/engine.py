@@ -295,7 +295,8 @@ class Engine:
             if sequence.state is finished:
                 continue
             if count != chunk.limit:
-                self.scheduler.yielded_less(sequence, chunk.limit - count)
+                if sequence.state is SequenceState.RUNNING:  # else it begins again
+                    sequence.num_computed_tokens -= chunk.limit - count
                 if count == 0:
                     continue
             if ids[0] < 0:

@@ -175,16 +175,6 @@ class Scheduler:
         sequence.plans_ahead = False
         self._awaiting[sequence.sequence_id] = self._decoding.pop(sequence.sequence_id)
 
-    def yielded_less(self, sequence: Sequence, lacking: int) -> None:
-        """A step yielded fewer tokens than its limit; to be called before they are appended.
-
-        Args:
-            sequence: not finished; it may have been preempted meanwhile.
-            lacking: tokens. What was computed for them is overwritten.
-        """
-        if sequence.state is SequenceState.RUNNING:
-            sequence.num_computed_tokens -= lacking
-
     def finish(self, sequence: Sequence, *, poisoned: bool = False) -> None:
         """Ends a sequence in any state; its row and its blocks are free when this returns.
 

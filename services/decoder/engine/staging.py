@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 _ALIGNMENT = 16
+_TURNS = 3
 _DTYPES = {
     np.dtype(np.int32): torch.int32,
     np.dtype(np.int64): torch.int64,
@@ -38,14 +39,14 @@ class Staging:
     order on one stream. On a CPU there are only the host buffers.
     """
 
-    def __init__(self, size_bytes: int, device: torch.device, turns: int = 3) -> None:
+    def __init__(self, size_bytes: int, device: torch.device) -> None:
         cuda = device.type == "cuda"
         self._hosts = [
-            torch.empty(size_bytes, dtype=torch.uint8, pin_memory=cuda) for _ in range(turns)
+            torch.empty(size_bytes, dtype=torch.uint8, pin_memory=cuda) for _ in range(_TURNS)
         ]
         self._arrays = [host.numpy() for host in self._hosts]
         self._cuda = cuda
-        self._copied = [torch.cuda.Event() for _ in range(turns)] if cuda else []
+        self._copied = [torch.cuda.Event() for _ in range(_TURNS)] if cuda else []
         self._device_side = torch.empty(size_bytes, dtype=torch.uint8, device=device)
         self._size_bytes = size_bytes
         self._turn = 0
