@@ -333,8 +333,6 @@ class Engine:
                 self._finish(sequence, reason, event=event)
                 continue
             events.append(event)
-            if not sequence.plans_ahead:
-                sequence.token_mask = None
             if len(token_ids) % block_size <= count:
                 self._blocks.register(sequence)
 

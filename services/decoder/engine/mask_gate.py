@@ -96,7 +96,7 @@ class MaskGate(SamplingGate):
         if sequence is None or num_generated <= sequence.num_masked:
             return
         wanted = sequence.num_generated
-        early = sequence.num_in_flight and not sequence.late_masks
+        early = sequence.num_in_flight and not sequence.plans_ahead
         if not sequence.awaits_mask or early or num_generated != wanted:
             problem = f"a token mask for token {num_generated} came, at token {wanted}"
             self._engine.fail(sequence, problem)
@@ -104,12 +104,12 @@ class MaskGate(SamplingGate):
             problem = f"a token mask has {mask.nbytes} bytes, not {self._all_allowed.nbytes}"
             self._engine.fail(sequence, problem)
         else:
-            if not sequence.plans_ahead:  # it is planned again
-                self._engine.discard_plan()
             sequence.num_masked = num_generated
             place = self._places.get(sequence_id)
             if place is not None and self._unsampled is not None:
                 self._unsampled[1].put_mask(place, mask if len(mask) else self._all_allowed)
+            else:  # it is planned again
+                self._engine.discard_plan()
             self._engine.scheduler.mask_ready(sequence, mask)
 
     def sample(self) -> None:
@@ -148,7 +148,7 @@ class MaskGate(SamplingGate):
         for chunk in reversed(batch.chunks):
             if chunk.from_device:
                 break
-            if chunk.samples and chunk.sequence.late_masks:
+            if chunk.samples:
                 chunk.sequence.token_mask = None  # the step has it
 
     def read(self, following: Batch | None, now: float) -> None:

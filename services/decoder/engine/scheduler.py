@@ -84,7 +84,7 @@ class Scheduler:
         self._max_model_len = info.max_model_len
         self._max_tokens_per_step = info.max_tokens_per_step
         self._late_masks = late_masks and info.max_tokens_per_step == 1
-        self._num_late_masks = 0  # sequences that have them
+        self._num_masked = 0  # sequences with token masks
         self._step_ms = step_ms
         self._cost = step_cost
         self.num_preemptions = self.num_prefix_hit_tokens = 0
@@ -152,10 +152,8 @@ class Scheduler:
             )
         sequence.max_length = min(num_prompt + message.sampling.max_tokens, self._max_model_len)
         sequence.arrival = self._arrivals = self._arrivals + 1
-        sequence.late_masks = message.token_masks and self._late_masks
-        if sequence.late_masks:
-            sequence.plans_ahead = True
-            self._num_late_masks += 1
+        sequence.plans_ahead |= self._late_masks
+        self._num_masked += message.token_masks
         self._wait(sequence)
 
     def image_ready(self, sequence: Sequence, key: bytes, arena_offset: int) -> None:
@@ -172,7 +170,6 @@ class Scheduler:
         """The mask of a step that was launched did not arrive in time: the step yields nothing for
         the sequence, which is planned again when its mask is there.
         """
-        sequence.plans_ahead = False
         self._awaiting[sequence.sequence_id] = self._decoding.pop(sequence.sequence_id)
 
     def finish(self, sequence: Sequence, *, poisoned: bool = False) -> None:
@@ -190,7 +187,7 @@ class Scheduler:
         else:
             self.blocks.register(sequence)
         self._leave(sequence)
-        self._num_late_masks -= sequence.late_masks
+        self._num_masked -= sequence.message.token_masks
         sequence.state = SequenceState.FINISHED
 
     def schedule(self) -> Batch:
@@ -205,8 +202,8 @@ class Scheduler:
             batch.load = StepLoad(len(chunks), num_tokens, keys=keys)
             self._fill(chunks, batch.load)
             batch.num_tokens = batch.load.tokens
-        if self._num_late_masks:
-            batch.late = [c for c in chunks if c.from_device and c.sequence.late_masks]
+        if self._num_masked:
+            batch.late = [c for c in chunks if c.from_device and c.sequence.message.token_masks]
             for chunk in batch.late:
                 chunk.is_late = True
         if chunks:
@@ -276,7 +273,6 @@ class Scheduler:
             start, limit = sequence.num_computed_tokens, self._limit(sequence)
             sequence.num_computed_tokens = start + limit
             sequence.num_in_flight += 1
-            sequence.plans_ahead = sequence.late_masks
             if sequence.plans_ahead:
                 number = sequence.sequence_id
                 self._decoding[number] = self._awaiting.pop(number)
@@ -361,7 +357,6 @@ class Scheduler:
         number = sequence.sequence_id
         if samples:
             sequence.num_in_flight += 1
-            sequence.plans_ahead = sequence.plans_ahead or sequence.late_masks
             group = self._decoding if sequence.plans_ahead else self._awaiting
             group[number] = self._prefilling.pop(number)
         elif self._chunk_limit(sequence, end) == end:

@@ -42,9 +42,8 @@ class Sequence:
         checkpoint: slot of the recurrent state that the row starts from; -1: zero.
         checkpoints: after how many tokens the state is to be kept, ascending.
         num_sent_blocks: entries of the block table that were sent to the runner.
-        plans_ahead: the next step may be planned while the last token is in flight.
-        late_masks: it may even while the last token's mask is not there, which then arrives while
-            the step is computed.
+        plans_ahead: the next step may be planned while the last token is in flight, whose mask, if
+            there is one, then arrives while the step is computed.
         num_masked: tokens before the one that the last mask was for; -1: none has come.
         token_mask: the mask for the next token, int32 words; empty: every token is allowed.
         max_length: tokens, prompt included, at which the sequence ends by length.
@@ -77,7 +76,6 @@ class Sequence:
     checkpoints: tuple[int, ...] = ()
     num_sent_blocks: int = 0
     plans_ahead: bool = field(init=False)
-    late_masks: bool = False
     num_masked: int = -1
     token_mask: npt.NDArray[np.int32] | None = None
     num_preemptions: int = 0
