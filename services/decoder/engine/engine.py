@@ -124,7 +124,7 @@ class Engine:
         """Plans the next step while the engine waits, so that the device gets it sooner. Whatever
         else the front sends takes part in it, so that it is then planned anew.
         """
-        if self._planned is None and self.gate.is_closed and self.scheduler.is_steady:
+        if self._planned is None and self.scheduler.is_steady:
             batch = self.scheduler.schedule()
             if batch.chunks:
                 self._planned = batch, batch.to_step()

@@ -42,10 +42,6 @@ class MaskGate(SamplingGate):
         self._computed_at = self._sampled_at = 0.0
 
     @property
-    def is_closed(self) -> bool:
-        return self._unsampled is not None
-
-    @property
     def waits(self) -> bool:
         """Whether the masks that are missing will arrive in time."""
         if self._unsampled is None:

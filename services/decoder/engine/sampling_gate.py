@@ -15,13 +15,8 @@ class SamplingGate:
     num_missed = 0
 
     @property
-    def is_closed(self) -> bool:
-        """Whether the last step that was launched is not sampled yet."""
-        return False
-
-    @property
     def waits(self) -> bool:
-        """Whether it is better sampled later."""
+        """Whether the last step that was launched is better sampled later."""
         return False
 
     def handle(self, message: TokenMasks) -> None:
