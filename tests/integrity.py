@@ -36,6 +36,7 @@ def check_scheduler(scheduler: Scheduler) -> None:
     assert all(s.state is SequenceState.WAITING and s.row == -1 for s in idle)
     assert all(s.plans_ahead for s in scheduler._decoding.values())
     assert all(s.message.token_masks for s in scheduler._awaiting.values())
+    assert scheduler._num_masked == sum(s.message.token_masks for s in (*running, *idle))
     assert not any(s.block_table for s in idle), "a waiting sequence holds blocks"
     assert len({s.sequence_id for s in running + idle}) == len(running) + len(idle)
     check_blocks(scheduler.blocks, running)
