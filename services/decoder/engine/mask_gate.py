@@ -81,7 +81,7 @@ class MaskGate(SamplingGate):
 
     def mask_ready(self, sequence_id: int, num_generated: int, mask: Int32Array) -> None:
         """The mask of a sequence's next token. One that the sequence has had is ignored: its
-        process may have ended, and another one does not know that. One that does not fit fails the
+        process may have ended, and another one does not know that. One for another token fails the
         sequence.
 
         Args:
@@ -92,12 +92,8 @@ class MaskGate(SamplingGate):
         if sequence is None or num_generated <= sequence.num_masked:
             return
         wanted = sequence.num_generated
-        early = sequence.num_in_flight and not sequence.plans_ahead
-        if not sequence.awaits_mask or early or num_generated != wanted:
+        if not sequence.awaits_mask or num_generated != wanted:
             problem = f"a token mask for token {num_generated} came, at token {wanted}"
-            self._engine.fail(sequence, problem)
-        elif mask.nbytes not in (0, self._all_allowed.nbytes):
-            problem = f"a token mask has {mask.nbytes} bytes, not {self._all_allowed.nbytes}"
             self._engine.fail(sequence, problem)
         else:
             sequence.num_masked = num_generated
