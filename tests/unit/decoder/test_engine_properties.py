@@ -4,11 +4,12 @@ import itertools
 import math
 import random
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.decoder.engine.messages import ImageSpan
+from services.decoder.engine.messages import ImageSpan, ResetPrefixCache
 from services.decoder.engine.step_cost import StepCost, StepLoad
 from tests.cases import cases
 from tests.engine_harness import KEYS, Harness, prompt_of
@@ -25,6 +26,8 @@ arrivals = st.lists(
             "image_delay": st.integers(0, 12),
             "max_tokens": st.integers(1, 24),
             "stop": st.booleans(),
+            "continued": st.integers(0, 6),
+            "reset_after": st.none() | st.integers(0, 15),
             "at": st.integers(0, 15),
             "abort_after": st.none() | st.integers(0, 15),
             "token_masks": st.booleans(),
@@ -74,8 +77,8 @@ def test_every_sequence_ends_once_with_the_tokens_it_has_alone(
     mask_after, plans, most, step_ms, seed,
 ):  # fmt: skip
     """No token lost or doubled, no block lost, whatever runs beside a sequence, and however many
-    tokens a step yields and however long it takes, images and masks that arrive late, and
-    preemptions.
+    tokens a step yields and however long it takes, images and masks that arrive late, preemptions,
+    and answers that another decoder has begun.
     """
     harness = Harness(
         overlap=overlap, prefix_caching=prefix_caching, max_num_sequences=rows,
@@ -95,14 +98,20 @@ def test_every_sequence_ends_once_with_the_tokens_it_has_alone(
         names = ("max_tokens", "token_masks", "tenant", "priority", "prompt_logprobs")
         fields = {name: arrival[name] for name in names}
         message = add_message(number, prompt_of(seed, length), images=images, **fields)
+        limit = harness.runner.info.max_model_len
+        tokens, _ = expected_tokens(message, limit)
         if arrival["stop"]:
-            tokens, _ = expected_tokens(message, harness.runner.info.max_model_len)
             stop = (tokens[len(tokens) // 2],)
             message = add_message(
                 number, prompt_of(seed, length), images=images, stop_token_ids=stop, **fields
             )
+            tokens, _ = expected_tokens(message, limit)
+        known = tokens[: min(arrival["continued"], len(tokens) - 1)]
+        message.generated_token_ids = np.array(known, "<i4").tobytes()
         at = arrival["at"]
         todo.setdefault(at, []).append(("add", message))
+        if arrival["reset_after"] is not None:
+            todo.setdefault(at + arrival["reset_after"], []).append(("reset", None))
         if arrival["abort_after"] is not None:
             todo.setdefault(at + arrival["abort_after"], []).append(("abort", number))
         for span in images:
@@ -123,6 +132,8 @@ def test_every_sequence_ends_once_with_the_tokens_it_has_alone(
                     harness.add(subject, images_ready=False)
                 case "image":
                     harness.image(subject, rest[0])
+                case "reset":
+                    harness.engine.handle(ResetPrefixCache())
                 case _:
                     harness.engine.abort(subject)
         harness.step()
