@@ -60,6 +60,7 @@ class Ports:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             held.bind((host, port))
+            held.listen()  # else others may bind it, too
         except OSError as error:
             held.close()
             raise StackError(f"cannot listen on {host}:{port}: {error.strerror}", 2) from error

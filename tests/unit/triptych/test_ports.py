@@ -29,6 +29,16 @@ def test_two_that_begin_at_the_same_one_differ(monkeypatch: pytest.MonkeyPatch) 
     third.close()
 
 
+def test_a_port_has_one_user() -> None:
+    """As `--port` and `--metrics-port` that are the same."""
+    ports = Ports()
+    chosen = ports.claim(LOOPBACK, 0)
+    for host in (LOOPBACK, "0.0.0.0"):
+        with pytest.raises(StackError, match=f"cannot listen on {host}:{chosen}: Address already"):
+            ports.claim(host, chosen)
+    ports.close()
+
+
 def test_processes_differ() -> None:
     code = (
         "import random, sys; from triptych.ports import Ports; random.seed(5); ports = Ports(); "
