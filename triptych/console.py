@@ -6,6 +6,7 @@ not start is kept, and said once.
 """
 
 import json
+import os
 import sys
 import threading
 import time
@@ -23,7 +24,9 @@ _COMMON = {"time", "level", "service", "logger", "message", "exception"}
 
 
 def write(text: str, stream: TextIO) -> None:
-    """Prints a line. On a full disk it is lost: neither what comes after it nor who serves ends."""
+    """Prints a line. On a full disk, and where the terminal is gone, it is lost: neither what comes
+    after it nor who serves ends.
+    """
     with suppress(OSError):
         print(text, file=stream, flush=True)
 
@@ -45,7 +48,8 @@ class Console:
         }
         self._access_log = access_log
         out = stream or sys.stderr
-        self._bars = _TerminalBars() if out.isatty() else _Lines(out)
+        is_dumb = os.environ.get("TERM") == "dumb"
+        self._bars = _TerminalBars() if out.isatty() and not is_dumb else _Lines(out)
         self._lock = threading.Lock()
         self._causes: dict[str, str] = {}
         self._is_ready = False
@@ -142,7 +146,9 @@ class _Lines:
 
 
 class _TerminalBars:
-    """For people: one bar for each process that starts."""
+    """For people: one bar for each process that starts. What a terminal that is gone refuses is
+    lost.
+    """
 
     def __init__(self) -> None:
         from rich.console import Console as Terminal
@@ -166,16 +172,21 @@ class _TerminalBars:
     def show(self, child: str, stage: str, done: int, total: int) -> None:
         if not self._is_open:
             return
-        if not self._tasks:
+        with suppress(OSError):
             self._progress.start()
-        if child not in self._tasks:
-            self._tasks[child] = self._progress.add_task(stage, child=child)
-        task = self._tasks[child]
-        self._progress.update(task, description=stage, completed=done, total=total or None)
+            if child not in self._tasks:
+                self._tasks[child] = self._progress.add_task(stage, child=child)
+            task = self._tasks[child]
+            self._progress.update(task, description=stage, completed=done, total=total or None)
 
     def print(self, text: str) -> None:
-        self._terminal.print(text)
+        if self._is_open:
+            with suppress(OSError):
+                self._terminal.print(text)
+        else:  # rich would keep what was refused
+            write(text, sys.stderr)
 
     def close(self) -> None:
         self._is_open = False
-        self._progress.stop()
+        with suppress(OSError):
+            self._progress.stop()

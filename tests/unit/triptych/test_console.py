@@ -95,6 +95,40 @@ def test_a_terminal_has_a_bar_for_each_process() -> None:
     assert "triptych: one line" in shown and "triptych: another [line]" in shown
 
 
+def test_a_dumb_terminal_has_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such a one shows no bars, so that nothing would be seen of a start."""
+    leader, follower = pty.openpty()
+    monkeypatch.setenv("TERM", "dumb")
+    with os.fdopen(follower, "w") as terminal:
+        monkeypatch.setattr(sys, "stderr", terminal)
+        console = Console({"decoder-0": "WARNING"}, stream=terminal)
+        console.output("decoder-0", record(stage="weights", done=3, total=8))
+        assert os.read(leader, 1 << 16) == b"triptych: decoder-0: weights, 3 of 8\r\n"
+    os.close(leader)
+
+
+@pytest.mark.parametrize("is_ready", [False, True])
+def test_a_terminal_that_is_gone_ends_nothing(
+    is_ready: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after `setsid` or `disown`, when no signal says so."""
+    leader, follower = pty.openpty()
+    terminal = os.fdopen(follower, "w")
+    monkeypatch.setattr(sys, "stderr", terminal)
+    console = Console({"decoder-0": "WARNING"}, stream=terminal)
+    console.output("decoder-0", record(stage="weights", done=3, total=8))
+    if is_ready:
+        console.ready()
+    os.close(leader)
+    console.output("decoder-0", record(stage="graphs", done=1, total=8))
+    console.report("lost")
+    console.ready()
+    console.report("lost")
+    console.close()
+    with suppress(OSError):
+        terminal.close()
+
+
 def test_why_a_service_could_not_start_is_said_once() -> None:
     stream = io.StringIO()
     console = Console({"decoder-0": "WARNING"}, stream=stream)
