@@ -13,7 +13,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -64,6 +64,8 @@ class Server:
             url = f"http://{url}"
         self.url = re.sub(r"/v1(/.*)?$", "", url.rstrip("/")).rstrip("/")
         self.key = os.environ.get("OPENAI_API_KEY", "") if key is None else key
+        if not (self.key.isascii() and self.key.isprintable()):
+            raise AskError("the API key has characters that no key has, perhaps the end of a line")
         try:
             parts = urlsplit(self.url)
             port = parts.port
@@ -101,20 +103,18 @@ class Server:
             AskError: nobody answers, or no longer.
         """
         kind = http.client.HTTPSConnection if self._is_encrypted else http.client.HTTPConnection
-        connection = kind(self._host, self._port, timeout=_TIMEOUT_S)
         headers = {"Content-Type": "application/json", "Accept": "text/event-stream"}
         if self.key:
             headers["Authorization"] = f"Bearer {self.key}"
         try:
             payload = None if body is None else json.dumps(body)
-            connection.request(method, self._path + path, payload, headers)
-            yield connection.getresponse()
+            with closing(kind(self._host, self._port, timeout=_TIMEOUT_S)) as connection:
+                connection.request(method, self._path + path, payload, headers)
+                yield connection.getresponse()
         except (OSError, http.client.HTTPException) as error:
             raise AskError(
                 f"no answer from {self.url} ({error}); is `triptych serve` running?"
             ) from error
-        finally:
-            connection.close()
 
 
 def media_part(named: str) -> dict[str, Any]:

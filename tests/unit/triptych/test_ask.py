@@ -49,6 +49,16 @@ def test_a_key_is_sent_with_each_request(stub: StubServer) -> None:
     assert stub.authorizations == ["Bearer sk-Me"] * 2
 
 
+@pytest.mark.parametrize("key", ["sk-Me\r", "sk-Mé"])
+def test_a_key_that_cannot_be_sent_is_a_line(
+    key: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As the first one is, if a file of another system's lines has it."""
+    monkeypatch.setenv("OPENAI_API_KEY", key)
+    assert cli.main(["ask", "Who?", "--url", "127.0.0.1:9"]) == 1
+    assert capsys.readouterr().err.startswith("triptych ask: the API key has characters")
+
+
 def test_a_url_is_passed_on_as_it_is() -> None:
     url = "https://example.org/a.png"
     assert media_part(url) == {"type": "image_url", "image_url": {"url": url}}
@@ -117,6 +127,8 @@ def test_nobody_there_is_said_in_one_line(capsys: pytest.CaptureFixture[str]) ->
     for url in ("ftp://x", "http://[::1", "http://h:port"):
         with pytest.raises(AskError, match="not an http URL"):
             Server(url)
+    with pytest.raises(AskError, match="no answer from http://a b"):
+        Server("http://a b").first_model()
     assert Server("http://[::1]")._port == 80
 
 
