@@ -50,8 +50,8 @@ _ELSEWHERE = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command; returns its exit status. If nobody reads what it writes, as after
-    `| head`, it ends as programs of the shell do, without a word.
+    """Runs one command; returns its exit status. At Ctrl-C, and if nobody reads what it writes,
+    as after `| head`, it ends as programs of the shell do.
     """
     try:
         status = _run(list(sys.argv[1:] if arguments is None else arguments))
@@ -60,6 +60,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Python writes what is left when it ends, and would report the same error then.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
+    except KeyboardInterrupt:
+        print("\ntriptych: stopped", file=sys.stderr)
+        return 128 + signal.SIGINT
     return status
 
 

@@ -194,8 +194,6 @@ def ask_once(options: argparse.Namespace) -> int:
     except AskError as error:
         print(f"triptych ask: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        return 130
     print()
     return 0
 

@@ -6,6 +6,8 @@ again must not be encoded again. Exit status 1 if it was, or if a question was n
 
 import asyncio
 import json
+import signal
+import sys
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -21,7 +23,7 @@ from triptych.client import Answer, AskError, Server, ask, question_message
 from triptych.options import LOOPBACK, ServeOptions
 from triptych.plan import Plan
 from triptych.serve import READY_TIMEOUT_S, prepare, private_directory
-from triptych.stack import Quiet, Stack, StackError
+from triptych.stack import Quiet, Stack, StackError, end_signals
 from triptych.stats import Scraper
 
 SAMPLES = ROOT / "demo" / "samples"
@@ -79,6 +81,8 @@ def demo() -> int:
     """Starts the stack, asks, stops; returns 0 if every question was answered."""
     console = Console(highlight=False, soft_wrap=True)
     start = time.monotonic()
+    for number in end_signals():  # the stack ends, and its directory goes
+        signal.signal(number, lambda ended_by, _: sys.exit(128 + ended_by))
     try:
         with private_directory() as directory:
             samples = load_samples()
@@ -87,9 +91,6 @@ def demo() -> int:
     except (StackError, AskError, ValueError) as error:
         console.print(f"[red]{escape(str(error))}[/]")
         return error.status if isinstance(error, StackError) else 1
-    except KeyboardInterrupt:
-        console.print("stopped")
-        return 130
     _conclude(console, totals, time.monotonic() - start)
     return 1 if totals.repeat_encodes else 0
 

@@ -29,7 +29,7 @@ from triptych.hub import resolve_model
 from triptych.options import ServeOptions
 from triptych.plan import Links, Plan, RedisUrls, devices_of, plan_stack, ranks_of, read_model
 from triptych.probes import redis_ready
-from triptych.stack import ChildSpec, Stack, StackError, run_until_signal
+from triptych.stack import ChildSpec, Stack, StackError, end_signals, run_until_signal
 from triptych.stats import Scraper, report_stopping, report_throughput, serve_metrics
 
 # Loading a large checkpoint and capturing graphs takes minutes on a slow disk.
@@ -56,7 +56,8 @@ def serve(options: ServeOptions, revision: str | None = None) -> int:
         options: of the command line; `model` may be the name of one of the hub.
     """
     # Until there is a stack that stops, too: as first process of a container it would be ignored.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    for number in end_signals():
+        signal.signal(number, lambda *_: sys.exit(0))
     try:
         with private_directory() as directory:
             model, name = resolve_model(options.model, revision)
@@ -66,9 +67,6 @@ def serve(options: ServeOptions, revision: str | None = None) -> int:
     except StackError as error:
         _say(str(error))
         return error.status
-    except KeyboardInterrupt:  # before there is a stack that stops: a download, a check
-        _say("stopped")
-        return 130
 
 
 def private_directory() -> "tempfile.TemporaryDirectory[str]":

@@ -87,6 +87,12 @@ class _Child:
     started: float = field(default_factory=time.monotonic)
 
 
+def end_signals() -> list[signal.Signals]:
+    """Beside Ctrl-C's: SIGTERM, and a closing terminal's unless `nohup` has it ignored."""
+    numbers = [signal.SIGTERM, signal.SIGHUP]
+    return [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
+
+
 def exit_status(returncode: int) -> int:
     """A shell's exit status for a `Popen.returncode` (128 + n for signal n)."""
     return 128 - returncode if returncode < 0 else returncode
@@ -272,9 +278,7 @@ async def run_until_signal(
             stack.hurry()
         stopped.set()
 
-    numbers = [signal.SIGINT, signal.SIGTERM]
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as `nohup` has it
-        numbers.append(signal.SIGHUP)
+    numbers = [signal.SIGINT, *end_signals()]
     for number in numbers:
         loop.add_signal_handler(number, stop)
     beside: list[asyncio.Task[None]] = []

@@ -91,29 +91,53 @@ def test_a_model_that_is_not_there_is_said_in_one_line(
     )
 
 
-def test_ctrl_c_while_a_model_arrives_is_a_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("words", "meanwhile"),
+    [
+        ("serve org/name", "triptych.serve.resolve_model"),
+        ("demo", "triptych.demo.load_samples"),
+        ("ask Who?", "triptych.client.Server.first_model"),
+        ("chat", "triptych.client.Server.first_model"),
+    ],
+)
+def test_ctrl_c_is_a_line(
+    words: str,
+    meanwhile: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(serve, "resolve_model", interrupted)
-    assert cli.main(["serve", "org/name"]) == 130
-    assert capsys.readouterr().err == "triptych: stopped\n"
+    monkeypatch.setattr(meanwhile, interrupted)
+    assert cli.main(words.split()) == 130
+    assert capsys.readouterr().err == "\ntriptych: stopped\n"
 
 
-def test_sigterm_while_a_model_arrives_ends_without_a_failure(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    former = signal.getsignal(signal.SIGTERM)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(
+    ("words", "meanwhile", "failed"),
+    [
+        ("serve org/name", "triptych.serve.resolve_model", False),
+        ("demo", "triptych.demo.load_samples", True),
+    ],
+)
+def test_what_ends_a_command_before_it_has_a_stack_leaves_nothing(
+    number: signal.Signals, words: str, meanwhile: str, failed: bool,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Who ends a server gets what was asked for; questions that are not answered are a failure."""
+    both = (signal.SIGTERM, signal.SIGHUP)
+    former = {each: signal.signal(each, lambda *_: None) for each in both}
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setattr(serve, "resolve_model", lambda *_: signal.raise_signal(signal.SIGTERM))
+    monkeypatch.setattr(meanwhile, lambda *_: signal.raise_signal(number))
     try:
         with pytest.raises(SystemExit) as ended:
-            cli.main(["serve", "org/name"])
+            cli.main(words.split())
     finally:
-        signal.signal(signal.SIGTERM, former)
-    assert ended.value.code == 0
+        for each, handler in former.items():
+            signal.signal(each, handler)
+    assert ended.value.code == (128 + number if failed else 0)
     assert not list(tmp_path.iterdir())
 
 
