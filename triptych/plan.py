@@ -56,11 +56,11 @@ _OWN_PACKAGES = {
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """How services on one machine reach each other, and nobody else does.
+    """How services on one machine reach each other, and nobody else does: one of both.
 
     Attributes:
-        sockets: a private directory for Unix sockets; None: TCP on loopback.
-        token_file: for TCP, which every user of the machine reaches.
+        sockets: a private directory for Unix sockets.
+        token_file: for TCP on loopback, which every user of the machine reaches.
     """
 
     sockets: Path | None = None
@@ -143,7 +143,7 @@ def plan_stack(
     redis: RedisUrls | None,
     environment: Mapping[str, str],
     cpus: int,
-    links: Links | None = None,
+    links: Links,
     *,
     fits_beside: bool = True,
 ) -> Plan:
@@ -153,7 +153,7 @@ def plan_stack(
         redis: None: the encoders cache in memory only.
         environment: variables of the services, and which GPUs may be used.
         cpus: divided among the processes.
-        links: between the services; None: TCP that asks for no token.
+        links: between the services.
         fits_beside: a decoder fits a card beside an encoder.
 
     Raises:
@@ -162,7 +162,6 @@ def plan_stack(
     host = options.host or environment.get("GATEWAY_HOST") or LOOPBACK
     wanted = _port(options, environment)
     _check_keys(options, environment, host, wanted)
-    links = links or Links()
     encoders, decoders, layout = _places(options, spec, environment, cpus, fits_beside)
     name = _model_name(options, environment)
     with contextlib.closing(Ports()) as ports:
@@ -453,10 +452,10 @@ def _listening(name: str, links: Links, ports: Ports) -> dict[str, str]:
     """Where an engine's service listens."""
     if links.sockets is not None:
         return {"ADDRESS": f"unix:{links.sockets / name}.sock"}
-    listening = {"ADDRESS": f"{LOOPBACK}:{ports.claim(LOOPBACK, 0)}"}
-    if links.token_file is not None:
-        listening["HEALTH_PORT"] = str(ports.claim(LOOPBACK, 0))
-    return listening
+    return {
+        "ADDRESS": f"{LOOPBACK}:{ports.claim(LOOPBACK, 0)}",
+        "HEALTH_PORT": str(ports.claim(LOOPBACK, 0)),
+    }
 
 
 def _token(links: Links) -> dict[str, str]:

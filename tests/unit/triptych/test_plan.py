@@ -21,6 +21,7 @@ from triptych.plan import Links, Plan, RedisUrls, plan_stack, read_model
 from triptych.serve import make_links, redis_spec
 from triptych.stack import StackError
 
+LINKS = Links(token_file=Path("/run/triptych/token"))
 REDIS = {kind: f"redis://{kind}@localhost" for kind in ("encoder", "decoder", "gateway")}
 
 
@@ -43,7 +44,7 @@ def planned(
     redis: RedisUrls | None,
     environment: dict[str, str] | None = None,
     cpus: int = 2,
-    links: Links | None = None,
+    links: Links = LINKS,
     *,
     fits_beside: bool = True,
     **options: object,
