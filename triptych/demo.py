@@ -41,21 +41,11 @@ class Sample:
 
 
 def load_samples(directory: Path = SAMPLES) -> list[Sample]:
-    """The samples that `samples.json` lists.
-
-    Raises:
-        ValueError: the file is malformed, or one that it names is missing.
-    """
-    samples: list[Sample] = []
-    try:
-        for entry in json.loads((directory / "samples.json").read_text()):
-            files = tuple(directory / name for name in entry["files"])
-            if missing := [path.name for path in files if not path.is_file()]:
-                raise ValueError(f"missing {', '.join(missing)}")
-            samples.append(Sample(files, tuple(entry["questions"])))
-    except (OSError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{directory / 'samples.json'}: {error}") from error
-    return samples
+    """The samples that `samples.json` lists."""
+    return [
+        Sample(tuple(directory / name for name in entry["files"]), tuple(entry["questions"]))
+        for entry in json.loads((directory / "samples.json").read_text())
+    ]
 
 
 @dataclass(slots=True)
@@ -88,7 +78,7 @@ def demo() -> int:
             samples = load_samples()
             _introduce(console)
             totals = asyncio.run(_serve_and_ask(console, samples, Path(directory)))
-    except (StackError, AskError, ValueError) as error:
+    except (StackError, AskError) as error:
         console.print(f"[red]{escape(str(error))}[/]")
         return error.status if isinstance(error, StackError) else 1
     _conclude(console, totals, time.monotonic() - start)

@@ -77,11 +77,5 @@ def test_the_shipped_samples_can_be_asked_about() -> None:
     assert any(len(sample.files) > 1 for sample in found)
     assert any(path.suffix == ".mp4" for sample in found for path in sample.files)
     for sample in found:
+        assert all(path.is_file() for path in sample.files)
         assert all(question.strip() for question in sample.questions)
-
-
-@pytest.mark.parametrize("content", ["", "[{}]", '[{"files": ["no.png"], "questions": ["?"]}]'])
-def test_bad_samples_name_their_file(tmp_path: Path, content: str) -> None:
-    (tmp_path / "samples.json").write_text(content)
-    with pytest.raises(ValueError, match=r"samples\.json: "):
-        load_samples(tmp_path)
