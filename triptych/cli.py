@@ -118,13 +118,15 @@ class _Version(argparse.Action):
 
 def _add_serve(commands: "argparse._SubParsersAction[_Parser]") -> None:
     serve = commands.add_parser("serve", help="serve a model on this machine", allow_abbrev=False)
-    model = serve.add_argument_group("model").add_argument
+    group = serve.add_argument_group("model")
+    model = group.add_argument
+    once = group.add_mutually_exclusive_group().add_argument
     kind = "ORG/NAME|DIR"
     what = "of the hub, or a checkpoint directory; default: the demonstration model"
-    model("model", nargs="?", type=Path, metavar=kind, help=what)
-    model("--model", dest="model_option", type=Path, metavar=kind, help="the same")
+    once("model", nargs="?", type=Path, metavar=kind, help=what)
+    once("--model", dest="model_option", type=Path, metavar=kind, help="the same")
     model("--revision", help="branch, tag or commit of a model of the hub")
-    model("--served-model-name", metavar="NAME", help="`model` of requests")
+    model("--served-model-name", dest="served_name", metavar="NAME", help="`model` of requests")
     dtypes = ("auto", "float32", "bfloat16", "float16")
     model("--dtype", choices=dtypes, help="of weights and caches; auto: bfloat16 on a GPU")
     model("--load-format", choices=("auto", "dummy"), help="dummy: random weights")
@@ -160,7 +162,10 @@ def _add_serve(commands: "argparse._SubParsersAction[_Parser]") -> None:
         "share of encoding, which is printed",
     )  # fmt: skip
     share = f"of each card's memory; default: {CARD_SHARE:g}"
-    cards("--gpu-memory-utilization", type=_share, default=CARD_SHARE, metavar="SHARE", help=share)
+    cards(
+        "--gpu-memory-utilization", dest="memory_share", type=_share, default=CARD_SHARE,
+        metavar="SHARE", help=share,
+    )  # fmt: skip
     length = "most tokens of prompt and answer; default: what fits, or the model's"
     cards("--max-model-len", type=_length, metavar="N", help=length)
     running = "sequences that run at once; default: 256 on a GPU, 64 on a CPU"
@@ -249,16 +254,8 @@ def _device(text: str) -> str:
 def _serve(options: argparse.Namespace) -> int:
     from triptych.serve import serve
 
-    if options.model and options.model_option:
-        print(
-            f"triptych serve: two models are named, {options.model} and {options.model_option}",
-            file=sys.stderr,
-        )
-        return 2
     chosen = vars(options) | {
         "model": options.model or options.model_option or DEMONSTRATION_MODEL,
-        "served_name": options.served_model_name,
-        "memory_share": options.gpu_memory_utilization,
         "log_level": options.log_level.upper(),
     }
     names = chosen.keys() & ServeOptions.__dataclass_fields__.keys()

@@ -137,8 +137,9 @@ class Stack:
         for spec in specs:
             self._children.append(_spawn(spec, self._observer))
         deadline = time.monotonic() + timeout_s
-        started = [child for child in self._children if child.spec in specs]
-        waiters = [asyncio.create_task(self._wait_ready(child, deadline)) for child in started]
+        waiters = [
+            asyncio.create_task(self._wait_ready(child, deadline)) for child in self._children
+        ]
         try:
             await asyncio.gather(*waiters)
         finally:
