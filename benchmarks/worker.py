@@ -10,12 +10,14 @@ import json
 import mmap
 import signal
 from dataclasses import dataclass
+from multiprocessing import parent_process
 from multiprocessing.queues import Queue
 from multiprocessing.sharedctypes import Synchronized
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
 from benchmarks.client import Connection, Sample, Target
+from services.common.process.parent_death import end_with_parent
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +57,11 @@ def run_worker(
     """Entry point of the process: sends requests until the counter is past the last one.
 
     All workers begin in the same instant, when the last of them has reached the barrier. Ctrl-C
-    reaches the process that started them, which ends them.
+    reaches the process that started them, which ends them; so does its own end.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if (parent := parent_process()) is not None and parent.pid is not None:
+        end_with_parent(parent.pid)
     with job.bodies_path.open("rb") as file:
         bodies = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     barrier.wait()

@@ -1,9 +1,12 @@
 """The load generator, against a server whose timing and tokens are known."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 
 from benchmarks import serve
@@ -11,6 +14,7 @@ from benchmarks.client import Connection, Target
 from benchmarks.peers import FLOORS, TARGETS, VLLM
 from benchmarks.report import RowResult, times_better
 from benchmarks.workloads import ROWS, WORDS, random_image, request_bodies, scaled
+from tests.noise import PATIENCE_S, wait_until
 from tests.unit.triptych.stub_server import StubServer
 
 _ROW = {row.name: row for row in ROWS}
@@ -147,6 +151,18 @@ def test_ctrl_c_is_a_line(
     monkeypatch.setattr(serve, "_send", interrupted)
     assert serve.main(["--url", stub.url, "--rows", "text_c1"]) == 130
     assert capsys.readouterr().err.splitlines()[-1] == "bench: stopped"
+
+
+def test_who_is_killed_leaves_no_load_behind(stub: StubServer) -> None:
+    """Nor does `timeout`, whose signal ends as suddenly."""
+    words = [sys.executable, "-m", "triptych", "bench", "--url", stub.url, "--rows", "text_c256"]
+    with subprocess.Popen(words, stderr=subprocess.DEVNULL) as bench:
+        # More than the warm-up's.
+        wait_until(lambda: len(stub.bodies) > 20, "the measured requests")
+        workers = psutil.Process(bench.pid).children(recursive=True)
+        bench.terminate()
+    assert workers
+    assert psutil.wait_procs(workers, timeout=PATIENCE_S)[1] == []
 
 
 def test_times_better_points_the_same_way_for_times_and_rates() -> None:
