@@ -120,6 +120,8 @@ def test_a_terminal_that_is_gone_ends_nothing(
     if is_ready:
         console.ready()
     os.close(leader)
+    with pytest.raises(OSError, match="Input/output error"):  # so what follows cannot be shown
+        os.write(follower, b"lost")
     console.output("decoder-0", record(stage="graphs", done=1, total=8))
     console.report("lost")
     console.ready()
