@@ -31,7 +31,7 @@ def enter_step(step: StepEntry, rows: DeviceRows, out: EnteredStep, block_size: 
 
 def rope_and_rows(
     positions: Tensor, slots: Tensor, rope: Rotary, dtype: torch.dtype, block_size: int, *,
-    pdl: bool = False,
+    pdl: int = 0,
 ) -> tuple[tuple[Tensor, Tensor], Tensor]:  # fmt: skip
     """Implements `Ops.rope_and_rows`."""
     positions, slots = positions.contiguous(), slots.contiguous()
@@ -42,7 +42,7 @@ def rope_and_rows(
         positions, slots, rope.axis, rope.inv_freq, cos, sin, rows, count,
         rope.attention_factor,
         HALF=half, COLUMNS=triton.next_power_of_2(half), BLOCK_SIZE=block_size, PDL=pdl,
-        num_warps=1, launch_pdl=pdl,
+        num_warps=1, launch_pdl=pdl > 0,
     )  # fmt: skip
     return (cos, sin), rows
 

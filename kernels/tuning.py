@@ -147,7 +147,7 @@ class DeltaPrefillConfig:
 
     columns: int = 32
     channels: int = 64
-    solve_warps: int = 8
+    solve_warps: int = 4
     scan_warps: int = 4
     scan_stages: int = 1
 

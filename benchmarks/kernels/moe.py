@@ -160,8 +160,8 @@ class Bench:
 
     def parts(self, num_tokens: int) -> dict[str, Call]:
         """The kernels of an implementation by themselves."""
-        kernels = MoEKernels(self.device, self.moe)
         pdl = self.device.supports_pdl
+        kernels = MoEKernels(self.device, self.moe, pdl)
         config = kernels.gemm_config(num_tokens, *self.weights())
         kept = {}
 
@@ -218,7 +218,7 @@ class Bench:
     def tune(self, counts: tuple[int, ...]) -> None:
         """Prints configurations by time, the present one marked."""
         pdl = self.device.supports_pdl
-        kernels = MoEKernels(self.device, self.moe)
+        kernels = MoEKernels(self.device, self.moe, pdl)
         for count in counts:
             inputs = self.inputs(count)
             floor, limit = self.floor_us(inputs)

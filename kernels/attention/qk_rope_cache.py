@@ -22,7 +22,7 @@ def qk_rope_cache(
     keys_values: Tensor | None = None,
     gates: Tensor | None = None,
     *,
-    pdl: bool = False,
+    pdl: int = 0,
 ) -> Tensor:
     """Implements `plain.qk_rope_cache` where all tensors are contiguous."""
     assert heads.is_contiguous
@@ -41,7 +41,7 @@ def qk_rope_cache(
         REST_COLUMNS=triton.next_power_of_2(max(rest, 1)), BLOCK=block,
         NORM=heads.norms is not None, SPLITS=heads.num_splits, KEEP=keys_values is not None,
         GATED=heads.gated, FP8=heads.kv_scales is not None, PDL=pdl,
-        num_warps=num_warps, launch_pdl=pdl,
+        num_warps=num_warps, launch_pdl=pdl > 0,
     )  # fmt: skip
     return query
 

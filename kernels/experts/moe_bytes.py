@@ -37,7 +37,7 @@ def fits(weight: PackedWeight) -> bool:
 
 def launch_gemm(
     x: Tensor, routing: Routing, weight: PackedWeight, out: Tensor, *, config: MoETilesConfig,
-    is_up: bool, pure: bool = False, pdl: bool,
+    is_up: bool, pure: bool = False, pdl: int,
 ) -> None:  # fmt: skip
     """One of the two GEMMs, of sizes as `fits` wants them; see `moe_gemm.grouped_experts`."""
     num_tiles = routing.tiles.shape[1]
@@ -51,7 +51,7 @@ def launch_gemm(
         BITS=weight.bits, GROUP=weight.group,
         GROUPS=weight.scale.shape[-1], FLOAT=weight.is_float, ZEROS=weight.zero is not None,
         STAGES=config.stages, UP=is_up, PACKED=is_e4m3 and codes.dtype == torch.uint8, PURE=pure,
-        PDL=pdl, num_warps=4, launch_pdl=pdl,
+        PDL=pdl, num_warps=4, launch_pdl=pdl > 0,
     )  # fmt: skip
 
 

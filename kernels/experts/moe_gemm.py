@@ -36,7 +36,7 @@ def grouped_experts(
     residual: Tensor,
     gemm: Callable[..., None],
     *,
-    pdl: bool,
+    pdl: int,
 ) -> None:
     """Adds the experts' weighted outputs to the residual stream, in place.
 
@@ -47,7 +47,7 @@ def grouped_experts(
         down: the same, of `[E, hidden, I]`.
         residual: `[T, hidden]`.
         gemm: the `launch_gemm` that reads such matrices, with its keyword arguments but `is_up`.
-        pdl: see `DeviceFacts.supports_pdl`.
+        pdl: see `dependent_launch.wait_for_earlier`.
     """
     num_rows = len(routing.order)
     inner = x.new_empty(num_rows, gate_up.rows // 2)
@@ -57,20 +57,20 @@ def grouped_experts(
     combine(out, routing, residual, pdl=pdl)
 
 
-def combine(outputs: Tensor, routing: Routing, residual: Tensor, *, pdl: bool) -> None:
+def combine(outputs: Tensor, routing: Routing, residual: Tensor, *, pdl: int) -> None:
     """Adds each token's weighted outputs to the residual stream, in place.
 
     Args:
         outputs: `[T * k, hidden]`, in the routing's order.
         routing: of the tokens.
         residual: `[T, hidden]`.
-        pdl: see `DeviceFacts.supports_pdl`.
+        pdl: see `dependent_launch.wait_for_earlier`.
     """
     num_tokens, hidden = residual.shape
     top_k = routing.experts.shape[1]
     _combine_kernel[(num_tokens, triton.cdiv(hidden, _COMBINE_COLUMNS))](
         outputs, routing.places, routing.weights, residual, WIDTH=hidden, TOP_K=top_k,
-        COLUMNS=_COMBINE_COLUMNS, PDL=pdl, launch_pdl=pdl,
+        COLUMNS=_COMBINE_COLUMNS, PDL=pdl, launch_pdl=pdl > 0,
     )  # fmt: skip
 
 
@@ -83,7 +83,7 @@ def launch_gemm(
     config: MoEGemmConfig,
     is_up: bool,
     pure: bool = False,
-    pdl: bool,
+    pdl: int,
 ) -> None:
     """One of the two GEMMs, the quantization of its activations included; `pure`: see
     `fp8_kernels.unpack`.
@@ -106,7 +106,7 @@ def launch_gemm(
         0 if x_scale is None else x_scale.stride(1), X_COLUMNS=x_columns, WIDTH=width,
         HEIGHT=weight.rows, TOP_K=routing.experts.shape[1], TOKENS=config.tokens,
         ROWS=2 * rows if is_up else rows, COLUMNS=columns, STAGES=config.stages, UP=is_up,
-        **constants, PURE=pure, PDL=pdl, num_warps=config.warps, launch_pdl=pdl,
+        **constants, PURE=pure, PDL=pdl, num_warps=config.warps, launch_pdl=pdl > 0,
     )  # fmt: skip
 
 

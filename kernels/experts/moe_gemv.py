@@ -30,7 +30,7 @@ def experts(
     config: MoEGemvConfig,
     *,
     pure: bool = False,
-    pdl: bool,
+    pdl: int,
 ) -> None:
     """Adds the experts' weighted outputs to the residual stream, in place.
 
@@ -42,7 +42,7 @@ def experts(
         residual: `[T, hidden]`.
         config: of both kernels.
         pure: see `fp8_kernels.unpack`.
-        pdl: see `DeviceFacts.supports_pdl`.
+        pdl: see `dependent_launch.wait_for_earlier`.
     """
     num_tokens, hidden = x.shape
     top_k, size = routing.experts.shape[1], gate_up.rows // 2
@@ -52,13 +52,13 @@ def experts(
         x, gate_up.values, gate_up.scale, routing.experts, inner,
         WIDTH=hidden, HEIGHT=size, TOP_K=top_k, ROWS=up_rows,
         COLUMNS=min(config.up_columns, _padded(hidden)),
-        **gate_up.constants, PURE=pure, PDL=pdl, num_warps=config.up_warps, launch_pdl=pdl,
+        **gate_up.constants, PURE=pure, PDL=pdl, num_warps=config.up_warps, launch_pdl=pdl > 0,
     )  # fmt: skip
     _down_kernel[(hidden // down_rows, num_tokens)](
         inner, down.values, down.scale, routing.experts, routing.weights, residual, WIDTH=size,
         HEIGHT=hidden, TOP_K=top_k, PADDED_K=_padded(top_k), ROWS=down_rows,
         COLUMNS=min(config.down_columns, _padded(size)), **down.constants, PURE=pure, PDL=pdl,
-        num_warps=config.down_warps, launch_pdl=pdl,
+        num_warps=config.down_warps, launch_pdl=pdl > 0,
     )  # fmt: skip
 
 

@@ -48,7 +48,7 @@ def max_tiles(num_rows: int, num_experts: int, tile: int) -> int:
 
 
 def route(
-    logits: Tensor, top_k: int, *, normalize: bool, dtype: torch.dtype, tile: int, pdl: bool = False
+    logits: Tensor, top_k: int, *, normalize: bool, dtype: torch.dtype, tile: int, pdl: int = 0
 ) -> Routing:
     """The routing of a step.
 
@@ -58,7 +58,7 @@ def route(
         normalize: scale a token's weights to a sum of 1.
         dtype: the model's.
         tile: most rows of a tile; 0: no lists are wanted.
-        pdl: see `DeviceFacts.supports_pdl`.
+        pdl: see `dependent_launch.wait_for_earlier`.
     """
     num_tokens, num_experts = logits.shape[-2:]
     rows = num_tokens * top_k
@@ -78,7 +78,7 @@ def route(
     _route_kernel[(num_tokens,)](
         logits, routing.experts, routing.weights, counts, num_experts, num_tokens,
         EXPERTS=size, TOP_K=top_k, SPLITS=len(logits) if logits.dim() == 3 else 0,
-        NORMALIZE=normalize, HALF=_half(dtype), PDL=pdl, num_warps=1, launch_pdl=pdl,
+        NORMALIZE=normalize, HALF=_half(dtype), PDL=pdl, num_warps=1, launch_pdl=pdl > 0,
     )  # fmt: skip
     if tile:
         _sort_kernel[(num_experts,)](
@@ -86,7 +86,7 @@ def route(
             routing.tiles.shape[1], TOP_K=top_k,
             PADDED_K=triton.next_power_of_2(top_k),
             TOKENS=min(triton.next_power_of_2(num_tokens), _SORTED_TOKENS), EXPERTS=size,
-            TILE=tile, PDL=pdl, num_warps=4, launch_pdl=pdl,
+            TILE=tile, PDL=pdl, num_warps=4, launch_pdl=pdl > 0,
         )  # fmt: skip
     return routing
 

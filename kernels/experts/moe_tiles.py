@@ -30,7 +30,7 @@ from kernels.tuning import MoETilesConfig
 
 def launch_gemm(
     x: Tensor, routing: Routing, weight: PackedWeight, out: Tensor, *, config: MoETilesConfig,
-    is_up: bool, pdl: bool,
+    is_up: bool, pdl: int,
 ) -> None:  # fmt: skip
     """One of the two GEMMs, of a stack in tiles; see `moe_gemm.grouped_experts`."""
     num_tiles = routing.tiles.shape[1]
@@ -39,7 +39,7 @@ def launch_gemm(
         x, weight.codes, weight.scale, weight.zero, out, routing.order, routing.tiles, num_tiles,
         WIDTH=weight.columns, HEIGHT=weight.rows, TOP_K=routing.experts.shape[1],
         TOKENS=config.tokens, GROUP=weight.group, ZEROS=has_zeros, STAGES=config.stages, UP=is_up,
-        ASSEMBLY=assembly(x.dtype, has_zeros), PDL=pdl, num_warps=4, launch_pdl=pdl,
+        ASSEMBLY=assembly(x.dtype, has_zeros), PDL=pdl, num_warps=4, launch_pdl=pdl > 0,
     )  # fmt: skip
 
 

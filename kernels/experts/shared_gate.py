@@ -11,7 +11,7 @@ from kernels.dependent_launch import wait_for_earlier
 from kernels.gemm.skinny_gemm import load_reduced
 
 
-def add(out: Tensor, x: Tensor, gate: Tensor, residual: Tensor, *, pdl: bool = False) -> None:
+def add(out: Tensor, x: Tensor, gate: Tensor, residual: Tensor, *, pdl: int = 0) -> None:
     """`residual += out * sigmoid(x @ gate.T)`, in place.
 
     Args:
@@ -19,13 +19,13 @@ def add(out: Tensor, x: Tensor, gate: Tensor, residual: Tensor, *, pdl: bool = F
         x: `[T, hidden]`.
         gate: `[1, hidden]`.
         residual: `[T, hidden]`.
-        pdl: see `DeviceFacts.supports_pdl`.
+        pdl: see `dependent_launch.wait_for_earlier`.
     """
     num_tokens, width = residual.shape
     _shared_gate_kernel[(num_tokens,)](
         out, x, gate, residual, width, residual.numel(),
         SPLITS=len(out) if out.dim() == 3 else 0, BLOCK=triton.next_power_of_2(width), PDL=pdl,
-        num_warps=4 if width <= 2048 else 8, launch_pdl=pdl,
+        num_warps=4 if width <= 2048 else 8, launch_pdl=pdl > 0,
     )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from kernels.dependent_launch import wait_for_earlier
 from kernels.gemm.skinny_gemm import load_reduced
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, *, pdl: bool = False) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, pdl: int = 0) -> Tensor:
     """`[T, hidden]` → the same."""
     out = torch.empty_like(x)
     _launch(x, x, weight, out, eps, add=False, pdl=pdl)
@@ -21,7 +21,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, pdl: bool = False) -> Ten
 
 
 def add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, pdl: bool = False
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, pdl: int = 0
 ) -> tuple[Tensor, Tensor]:
     """`[T, hidden]`, or split-K partials of that, and `[T, hidden]` → the norm of the sum, and the
     sum, which takes the memory of `residual`.
@@ -32,13 +32,13 @@ def add_rms_norm(
 
 
 def _launch(
-    x: Tensor, residual: Tensor, weight: Tensor, out: Tensor, eps: float, *, add: bool, pdl: bool
+    x: Tensor, residual: Tensor, weight: Tensor, out: Tensor, eps: float, *, add: bool, pdl: int
 ) -> None:
     num_tokens, width = residual.shape
     _add_norm_kernel[(num_tokens,)](
         x, residual, weight, out, width, residual.numel(), eps,
         ADD=add, SPLITS=len(x) if x.dim() == 3 else 0, BLOCK=triton.next_power_of_2(width),
-        PDL=pdl, num_warps=4 if width <= 2048 else 8, launch_pdl=pdl,
+        PDL=pdl, num_warps=4 if width <= 2048 else 8, launch_pdl=pdl > 0,
     )  # fmt: skip
 
 

@@ -18,7 +18,7 @@ from kernels.tuning import GemvConfig, gemv_config
 
 def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out: Tensor | None = None,
-    pdl: bool = False, config: GemvConfig | None = None,
+    pdl: int = 0, config: GemvConfig | None = None,
 ) -> Tensor:  # fmt: skip
     """`x @ weight.T + bias`: `[1, K]`, `[N, K]` → `[1, N]`; to `out`, if there is one."""
     if out is None:
@@ -29,7 +29,7 @@ def linear(
 
 def norm_linear(
     x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None, *,
-    pdl: bool = False, config: GemvConfig | None = None,
+    pdl: int = 0, config: GemvConfig | None = None,
 ) -> Tensor:  # fmt: skip
     """`rms_norm(x) @ weight.T + bias`."""
     out = x.new_empty(x.shape[0], weight.shape[0])
@@ -39,7 +39,7 @@ def norm_linear(
 
 def norm_swiglu(
     x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None, *,
-    pdl: bool = False, config: GemvConfig | None = None,
+    pdl: int = 0, config: GemvConfig | None = None,
 ) -> Tensor:  # fmt: skip
     """`silu_and_mul(rms_norm(x) @ weight.T + bias)`: `[1, K]`, `[2 * N, K]` → `[1, N]`."""
     out = x.new_empty(x.shape[0], weight.shape[0] // 2)
@@ -49,7 +49,7 @@ def norm_swiglu(
 
 def linear_residual(
     x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, *,
-    pdl: bool = False, config: GemvConfig | None = None,
+    pdl: int = 0, config: GemvConfig | None = None,
 ) -> None:  # fmt: skip
     """`residual += x @ weight.T + bias`, in place."""
     _launch(x, weight, residual, "linear_residual", bias, None, 0.0, pdl, config)
@@ -57,7 +57,7 @@ def linear_residual(
 
 def _launch(
     x: Tensor, weight: Tensor, out: Tensor, kind: str, bias: Tensor | None, norm: Tensor | None,
-    eps: float, pdl: bool, config: GemvConfig | None,
+    eps: float, pdl: int, config: GemvConfig | None,
 ) -> None:  # fmt: skip
     num_columns, num_rows = x.shape[1], out.shape[1]
     if config is None:
@@ -70,7 +70,7 @@ def _launch(
         WIDTH=num_columns, ROWS=rows, TILE=config.tile,
         NUM_TILES=triton.cdiv(num_columns, config.tile), STAGES=config.stages,
         NORM=norm is not None, BIAS=bias is not None, SWIGLU=kind == "norm_swiglu",
-        ADD=kind == "linear_residual", PDL=pdl, num_warps=config.warps, launch_pdl=pdl,
+        ADD=kind == "linear_residual", PDL=pdl, num_warps=config.warps, launch_pdl=pdl > 0,
     )  # fmt: skip
 
 

@@ -13,13 +13,13 @@ _BLOCK = 1024
 _MINUS_LOG2_E = tl.constexpr(-1.4426950408889634)
 
 
-def silu_and_mul(gate_up: Tensor, *, pdl: bool = False) -> Tensor:
+def silu_and_mul(gate_up: Tensor, *, pdl: int = 0) -> Tensor:
     """`[T, 2 * n]` → `[T, n]`."""
     num_tokens, width = gate_up.shape
     width //= 2
     out = gate_up.new_empty(num_tokens, width)
     _silu_mul_kernel[(num_tokens, triton.cdiv(width, _BLOCK))](
-        gate_up, out, width, BLOCK=_BLOCK, PDL=pdl, launch_pdl=pdl
+        gate_up, out, width, BLOCK=_BLOCK, PDL=pdl, launch_pdl=pdl > 0
     )
     return out
 

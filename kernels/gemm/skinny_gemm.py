@@ -29,7 +29,7 @@ _REDUCED = 1024  # elements of a CTA
 
 def split_k_partials(
     x: Tensor, weight: Tensor, bias: Tensor | None, config: SkinnyConfig, *,
-    shared_memory_bytes: int, pdl: bool = False,
+    shared_memory_bytes: int, pdl: int = 0,
 ) -> Tensor:  # fmt: skip
     """`[T, K]`, `[N, K]` → `[S, T, N]` float32, which add up to `x @ weight.T + bias`."""
     num_columns = x.shape[1]
@@ -41,7 +41,7 @@ def split_k_partials(
 
 def linear_swiglu(
     x: Tensor, weight: Tensor, bias: Tensor | None, config: SkinnyConfig, *,
-    shared_memory_bytes: int, pdl: bool = False,
+    shared_memory_bytes: int, pdl: int = 0,
 ) -> Tensor:  # fmt: skip
     """`silu_and_mul(x @ weight.T + bias)`: `[T, K]`, `[2 * N, K]` → `[T, N]`."""
     out = x.new_empty(len(x), len(weight) // 2)
@@ -49,12 +49,12 @@ def linear_swiglu(
     return out
 
 
-def reduce_split_k(x: Tensor, dtype: torch.dtype, *, pdl: bool = False) -> Tensor:
+def reduce_split_k(x: Tensor, dtype: torch.dtype, *, pdl: int = 0) -> Tensor:
     """Implements `plain.reduce_split_k` of partials `[S, T, N]`."""
     out = torch.empty(x.shape[1:], dtype=dtype, device=x.device)
     size = out.numel()
     _reduce_kernel[(triton.cdiv(size, _REDUCED),)](
-        x, out, size, SPLITS=len(x), BLOCK=_REDUCED, PDL=pdl, launch_pdl=pdl
+        x, out, size, SPLITS=len(x), BLOCK=_REDUCED, PDL=pdl, launch_pdl=pdl > 0
     )
     return out
 
@@ -97,7 +97,7 @@ def summed(
 
 def _launch(
     x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, config: SkinnyConfig,
-    shared_memory_bytes: int, pdl: bool, *, swiglu: bool,
+    shared_memory_bytes: int, pdl: int, *, swiglu: bool,
 ) -> None:  # fmt: skip
     num_tokens, num_columns = x.shape
     num_rows, span = len(weight), config.span(num_columns)
@@ -107,7 +107,7 @@ def _launch(
         x, weight, bias, out, num_tokens, num_rows, num_columns,
         TOKENS=padded, ROWS=config.rows, TILE=config.tile, SPAN=span,
         EVEN=num_columns % span == 0, STAGES=config.stages(padded, shared_memory_bytes),
-        BIAS=bias is not None, SWIGLU=swiglu, PDL=pdl, num_warps=config.warps, launch_pdl=pdl,
+        BIAS=bias is not None, SWIGLU=swiglu, PDL=pdl, num_warps=config.warps, launch_pdl=pdl > 0,
     )  # fmt: skip
 
 

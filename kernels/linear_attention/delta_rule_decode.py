@@ -20,7 +20,7 @@ NORM_EPS = tl.constexpr(1e-6)
 
 def decode(
     inputs: DeltaInputs, states: LayerStates, layout: StateLayout, out: Tensor, *,
-    pdl: bool = False, config: DeltaDecodeConfig | None = None,
+    pdl: int = 0, config: DeltaDecodeConfig | None = None,
 ) -> None:  # fmt: skip
     """Implements `delta_rule.decode`."""
     spec, count = inputs.spec, layout.num_decodes
@@ -35,7 +35,7 @@ def decode(
         HEADS=spec.num_value_heads, GROUP=spec.group_size, KEY_DIM=spec.key_head_dim,
         VALUE_DIM=spec.value_head_dim, KEY_SIZE=spec.key_size, CHANNELS=spec.num_channels,
         WIDTH=spec.conv_width, ROWS=triton.next_power_of_2(spec.key_head_dim), COLUMNS=columns,
-        PDL=pdl, num_warps=config.warps, launch_pdl=pdl,
+        PDL=pdl, num_warps=config.warps, launch_pdl=pdl > 0,
     )  # fmt: skip
 
 

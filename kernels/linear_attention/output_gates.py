@@ -13,23 +13,23 @@ _BLOCK = 1024
 _HEADS = 4  # of a CTA
 
 
-def output_gate(attended: Tensor, gates: Tensor, *, pdl: bool = False) -> Tensor:
+def output_gate(attended: Tensor, gates: Tensor, *, pdl: int = 0) -> Tensor:
     """Implements `plain.output_gate`; both are contiguous."""
     size = attended.numel()
     _output_gate_kernel[(triton.cdiv(size, _BLOCK),)](
-        attended, gates, size, BLOCK=_BLOCK, PDL=pdl, launch_pdl=pdl
+        attended, gates, size, BLOCK=_BLOCK, PDL=pdl, launch_pdl=pdl > 0
     )
     return attended
 
 
-def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, pdl: bool = False) -> Tensor:
+def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, pdl: int = 0) -> Tensor:
     """Implements `delta_rule.gated_norm`."""
     num_tokens, num_heads, width = x.shape
     out = x.new_empty(num_tokens, num_heads * width)
     _gated_norm_kernel[(num_tokens, triton.cdiv(num_heads, _HEADS))](
         x, gate, weight, out, gate.stride(0), num_heads, eps,
         WIDTH=width, COLUMNS=triton.next_power_of_2(width), HEADS=_HEADS, PDL=pdl,
-        num_warps=_HEADS, launch_pdl=pdl,
+        num_warps=_HEADS, launch_pdl=pdl > 0,
     )  # fmt: skip
     return out
 

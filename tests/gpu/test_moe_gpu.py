@@ -158,10 +158,12 @@ def small(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def test_graphs_and_kernels_generate_what_torch_does(small: Path) -> None:
-    """Random weights leave little between the first and the second token: most of a completion is
-    the same.
+    """A token may be another than the twin's where rounding chooses another expert. So what the
+    twin's logits of all tokens of an answer lose by it is within a tenth of their standard
+    deviation on average; by tokens at random it is more than three.
     """
-    answers: dict[str, list[list[int]]] = {}
+    answers: dict[int, list[int]] = {}
+    losses: list[float] = []
     for kernels in ("", "plain"):
         options: dict[str, object] = {
             "device": "cuda", "dtype": "bfloat16", "load_format": "dummy",
@@ -169,16 +171,22 @@ def test_graphs_and_kernels_generate_what_torch_does(small: Path) -> None:
             "cuda_graphs": not kernels,  # `plain` waits for the device
         }  # fmt: skip
         with closing(Harness(small, **options, kernels=kernels)) as harness:
-            found = []
-            for seed, length in enumerate((1, 30, 300)):
-                torch.manual_seed(seed)
-                ids = torch.randint(0, 2048, (length,)).tolist()
-                sequence = harness.start(ids)
-                found.append(harness.generate(sequence, 16))
-                harness.finish(sequence)
-            answers[kernels] = found
+            for length in (1, 30, 300):
+                ids = torch.randint(0, 2048, (length,), generator=_seeded(length)).tolist()
+                if kernels:
+                    sequence = harness.start(ids + answers[length][:-1])
+                    logits = harness.prompt_logits(sequence)[length - 1 :].float()
+                    chosen = logits[torch.arange(16), answers[length]]
+                    losses += ((logits.amax(-1) - chosen) / logits.std()).tolist()
+                else:
+                    sequence = harness.start(ids)
+                    answers[length] = harness.generate(sequence, 16)
+                    harness.finish(sequence)
             calls = harness.runner.kernel_calls
             assert ("moe=plain" in calls) == (kernels == "plain"), calls
-    first = [(a[0], b[0]) for a, b in zip(answers[""], answers["plain"], strict=True)]
-    print(answers)
-    assert all(a == b for a, b in first)
+    print(f"loss {sum(losses) / len(losses):.4f} on average, {max(losses):.4f} at most")
+    assert sum(losses) / len(losses) <= 0.1
+
+
+def _seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)

@@ -33,6 +33,15 @@ class KernelFacts:
     num_ranks: int = 1
 
     @property
+    def pdl(self) -> int:
+        """How kernels that are not of a quantized format let the next one start, see
+        `dependent_launch.wait_for_earlier`. A step of 64 decodes of the 2B takes 2.7 % less time by
+        2 than by 1, but one decode of the 8B in W4A16 takes 23 % more.
+        """
+        early = self.weight_format == UNQUANTIZED
+        return self.device.supports_pdl * (2 if early else 1)
+
+    @property
     def query_size(self) -> int:
         """Columns of the output projection."""
         return self.text.num_heads * self.text.head_dim

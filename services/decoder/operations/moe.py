@@ -50,12 +50,12 @@ def weights_of(stack: StackedLinear, dtype: torch.dtype = torch.bfloat16) -> Exp
 
 
 class MoEKernels:
-    """The implementations of `moe` for one model on one device."""
+    """The implementations of `moe` for one model on one device; `pdl`: see `KernelFacts.pdl`."""
 
-    def __init__(self, device: DeviceFacts, spec: MoESpec) -> None:
+    def __init__(self, device: DeviceFacts, spec: MoESpec, pdl: int) -> None:
         self._device = device
         self._spec = spec
-        self._pdl = device.supports_pdl
+        self._pdl = pdl
         # Blackwell's data center GPUs want the assembly that unpacks FP8 declared pure.
         self._pure = device.capability[0] == 10
 

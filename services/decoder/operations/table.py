@@ -178,7 +178,7 @@ def _kernel(module: str, name: str, *, pdl: bool = False) -> Callable[[KernelFac
 
     def create(facts: KernelFacts) -> Kernel:
         kernel = getattr(importlib.import_module(f"kernels.{module}"), name)
-        return partial(kernel, pdl=facts.device.supports_pdl) if pdl else kernel
+        return partial(kernel, pdl=facts.pdl) if pdl else kernel
 
     return create
 
@@ -252,7 +252,7 @@ def _moe(facts: KernelFacts, name: str) -> Kernel:
     from services.decoder.operations.moe import MoEKernels
 
     assert facts.text.moe is not None
-    return getattr(MoEKernels(facts.device, facts.text.moe), name)
+    return getattr(MoEKernels(facts.device, facts.text.moe, facts.pdl), name)
 
 
 def _shared_gate(facts: KernelFacts) -> Kernel:

@@ -46,6 +46,13 @@ def test_every_size_has_its_kernels_on_an_h200(shape: str) -> None:
     assert names(facts, "linear_swiglu", [64, 65], captured=False) == ["skinny_gemm", "silu_mul"]
 
 
+def test_the_next_kernel_starts_before_the_wait_unless_weights_are_quantized() -> None:
+    facts = facts_of("8b")
+    assert (facts.pdl, facts_of("8b", KNOWN_DEVICES["a100"]).pdl) == (2, 0)
+    for weight_format in ("fp8_block", "w4a16", "plain+w4a16"):
+        assert replace(facts, weight_format=weight_format).pdl == 1
+
+
 def test_experts_that_no_kernel_reads_are_dequantized() -> None:
     for weight_format in ("int8+plain", "w4a16+plain"):
         facts = replace(facts_of("30b-a3b"), weight_format=weight_format)

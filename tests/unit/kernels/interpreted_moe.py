@@ -106,7 +106,7 @@ def check_experts(
     x, residual = torch.randn(num_tokens, hidden), torch.randn(num_tokens, hidden)
     if isinstance(config, MoEGemvConfig):
         kernels = MoEKernels(
-            DeviceFacts("cpu"), MoESpec(num_experts=count, top_k=top_k, intermediate_size=size)
+            DeviceFacts("cpu"), MoESpec(num_experts=count, top_k=top_k, intermediate_size=size), 0
         )
         expected = residual + plain_moe(x, router, experts, residual)
         kernels.gemv(x, router, experts, residual, config=config)

@@ -76,5 +76,8 @@ def test_a_layers_kernels_compile_and_fit(device: str, shape: str) -> None:
     assert gpu.supports_pdl == ({"_gemv_kernel", "_skinny_gemm_kernel"} <= compiled)
     assert gpu.is_hopper == ("_swiglu_gemm_kernel" in compiled)
     for launch in launches:
+        if gpu.supports_pdl and launch.name in {"_add_norm_kernel", "_gemv_kernel"}:
+            start, wait = map(launch.ptx.index, ("griddepcontrol.launch", "griddepcontrol.wait"))
+            assert start < wait, "the model is not quantized"
         if launch.name == "_skinny_gemm_kernel" and gpu.is_hopper:
             assert "wgmma" in launch.ptx

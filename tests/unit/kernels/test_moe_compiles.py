@@ -115,7 +115,7 @@ def test_packed_experts_compile_and_fit(
             return replace(found, codes=found.codes.view(torch.uint8))
 
         monkeypatch.setattr(PackedLinear, "weight", as_on_a_gpu)
-    kernels = MoEKernels(gpu, TEXT_SHAPES["30b-a3b"].moe)  # type: ignore[arg-type]
+    kernels = MoEKernels(gpu, TEXT_SHAPES["30b-a3b"].moe, gpu.supports_pdl)  # type: ignore[arg-type]
     with compiled_launches(gpu) as launches:
         for count in (1, 300, 1008):
             run = kernels.int8 if weight_format == "int8" else kernels.packed
