@@ -85,6 +85,14 @@ def test_answer(client, stack):
     assert found == chat_prompt(stack, messages=messages)
 
 
+def test_models_have_what_the_client_reads(client):
+    (model,) = client.models.list().data
+    assert (model.id, model.type, model.display_name) == (MODEL, "model", MODEL)
+    assert model.lifecycle == "active"
+    assert model.created_at.timestamp() == model.created
+    assert client.models.retrieve(MODEL) == model
+
+
 def test_text_has_no_citations(stack):
     """Clients that know them as a list refuse null: @ai-sdk/anthropic 3."""
     assert post(stack).json()["content"] == [{"type": "text", "text": "A red circle."}]
@@ -152,6 +160,20 @@ def test_thinking_text_and_tools(thinking, tokens_per_event):
         assert first.id != second.id
         assert answer.stop_reason == "tool_use"
     assert streamed.usage == whole.usage
+
+
+def test_usage_has_the_thoughts_that_a_chats_has(thinking):
+    say(thinking, THOUGHT + "Done.")
+    chat = thinking.chat(messages=HELLO, max_tokens=99).json()["usage"]
+    with client_of(thinking) as client:
+        fields = {"model": MODEL, "messages": HELLO, "max_tokens": 99}
+        whole = client.messages.create(**fields)
+        with client.messages.stream(**fields) as stream:
+            begun = next(iter(stream)).message.usage.output_tokens_details
+            streamed = stream.get_final_message()
+    reasoning = chat["completion_tokens_details"]["reasoning_tokens"]
+    assert whole.usage.output_tokens_details.thinking_tokens == reasoning > 0
+    assert (begun, streamed.usage) == (None, whole.usage)
 
 
 def test_answer_can_be_sent_back(thinking):

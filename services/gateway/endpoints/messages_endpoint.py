@@ -5,7 +5,7 @@ A stream has Anthropic's events in Anthropic's order.
 
 from collections.abc import Callable, Sequence
 
-from msgspec import Raw
+from msgspec import UNSET, Raw
 from starlette.requests import Request
 
 from services.common.errors import InvalidRequest, TriptychError
@@ -21,7 +21,6 @@ from services.gateway.forms.generation import JsonSchema, JsonSchemaFormat
 from services.gateway.forms.json_body import Body
 from services.gateway.forms.openai import (
     ChatRequest,
-    ImageUrl,
     ImageUrlPart,
     Message,
     TextPart,
@@ -206,7 +205,7 @@ def _part(block: api.TextBlock | api.ImageBlock | api.DocumentBlock, path: str) 
     source = block.source
     if isinstance(source, api.Base64Source):
         return ImageUrlPart(image_url=f"data:{source.media_type};base64,{source.data}")
-    return ImageUrlPart(image_url=ImageUrl(source.url))
+    return ImageUrlPart(image_url=source.url)
 
 
 def _tool_choice(request: api.CountTokensRequest) -> tuple[ToolChoice | None, bool | None]:
@@ -252,7 +251,10 @@ def _stop(update: Update) -> tuple[api.StopReason, str | None]:
 
 def _usage(completion: Completion) -> api.MessageUsage:
     usage, cached = completion.usage(), completion.cached_tokens or 0
-    return api.MessageUsage(usage.prompt_tokens - cached, usage.completion_tokens, cached)
+    found = api.MessageUsage(usage.prompt_tokens - cached, usage.completion_tokens, cached)
+    if (details := usage.completion_tokens_details) is not UNSET:
+        found.output_tokens_details = api.OutputTokensDetails(details.reasoning_tokens)
+    return found
 
 
 class MessageWriter(AnswerWriter[api.MessageEvent]):
@@ -265,7 +267,7 @@ class MessageWriter(AnswerWriter[api.MessageEvent]):
 
     def begin(self) -> list[api.MessageEvent]:
         self._answer.usage = usage = _usage(self._completion)
-        usage.output_tokens = 0
+        usage.output_tokens, usage.output_tokens_details = 0, UNSET
         return [api.MessageStart(self._answer)]
 
     def open(self, part: Part) -> list[api.MessageEvent]:

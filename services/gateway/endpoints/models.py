@@ -9,6 +9,7 @@ import asyncio
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from typing import Literal
 
 import httpx2
@@ -29,13 +30,17 @@ _TIMEOUT_S = 2.0
 
 
 class ModelCard(Struct):
-    """The served model."""
+    """The served model, with the fields that OpenAI's, vLLM's and Anthropic's clients read."""
 
     id: str
     created: int
     max_model_len: int | None
     input_modalities: list[str]
     root: str
+    display_name: str
+    created_at: datetime
+    type: Literal["model"] = "model"
+    lifecycle: Literal["active"] = "active"
     object: Literal["model"] = "model"
     owned_by: str = "triptych"
     parent: None = None
@@ -88,6 +93,8 @@ class ModelRoutes:
             service.max_model_len(),
             service.input_modalities,
             root=service.model_name,
+            display_name=service.model_name,
+            created_at=datetime.fromtimestamp(self._created, UTC),
         )
 
     async def _of_others(self, request: Request) -> Mapping[str, Raw]:

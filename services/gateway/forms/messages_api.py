@@ -5,7 +5,7 @@
 
 from typing import Annotated, Any, Literal
 
-from msgspec import Meta, Raw, Struct
+from msgspec import UNSET, Meta, Raw, Struct, UnsetType
 
 from services.common.errors import InvalidRequest, ThreadUnsupported
 from services.gateway.forms.generation import MAX_STOPS, StopString
@@ -242,13 +242,22 @@ class ToolUseAnswer(Struct, tag_field="type", tag="tool_use"):
 AnswerBlock = TextAnswer | ThinkingAnswer | ToolUseAnswer
 
 
+class OutputTokensDetails(Struct):
+    """Tokens of the reasoning, with its tags."""
+
+    thinking_tokens: int
+
+
 class MessageUsage(Struct):
-    """Tokens; `input_tokens` without those found in the prefix cache."""
+    """Tokens; `input_tokens` without those found in the prefix cache. `output_tokens_details` is
+    there at the end if the model thinks.
+    """
 
     input_tokens: int
     output_tokens: int
     cache_read_input_tokens: int = 0
     cache_creation_input_tokens: int = 0
+    output_tokens_details: OutputTokensDetails | UnsetType = UNSET
 
 
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
