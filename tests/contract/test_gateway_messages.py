@@ -91,6 +91,15 @@ def test_models_have_what_the_client_reads(client):
     assert model.lifecycle == "active"
     assert model.created_at.timestamp() == model.created
     assert client.models.retrieve(MODEL) == model
+    assert client.models.retrieve(MODEL)._request_id.startswith("req-")
+
+
+@pytest.mark.parametrize("path", ["/v1/models/other", "/v1/files"])
+def test_errors_of_all_paths_are_the_clients(client, anthropic, path):
+    with pytest.raises(anthropic.NotFoundError) as missing:
+        client.get(path, cast_to=object)
+    assert missing.value.type == "not_found_error"
+    assert missing.value.request_id.startswith("req-")
 
 
 def test_text_has_no_citations(stack):

@@ -1,4 +1,4 @@
-"""The bodies of errors: OpenAI's shape, and Anthropic's on Anthropic's paths."""
+"""The bodies of errors: OpenAI's shape, and Anthropic's for its clients."""
 
 import re
 
@@ -7,7 +7,6 @@ from msgspec import Struct
 from services.common.errors import InvalidImage, TriptychError
 
 _ADDRESS = re.compile(r"0x[0-9a-fA-F]{6,}")
-_MESSAGES_PATH = "/v1/messages"
 _ANTHROPIC_TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -44,7 +43,7 @@ class MessagesErrorDetail(Struct):
 
 
 class MessagesErrorAnswer(Struct, tag_field="type", tag="error"):
-    """The body of every error below /v1/messages, and the last event of a stream that failed."""
+    """The body of errors for Anthropic's clients, and the last event of a stream that failed."""
 
     error: MessagesErrorDetail
 
@@ -71,8 +70,3 @@ def messages_error(status: int, body: ErrorAnswer) -> MessagesErrorAnswer:
     if code == InvalidImage.code:  # the words by which Claude Code goes on without the image
         message = f"Could not process image: {message}"
     return MessagesErrorAnswer(MessagesErrorDetail(kind, message, {"error_code": code}))
-
-
-def is_anthropics(path: str) -> bool:
-    """Whether Anthropic's clients ask there."""
-    return path == _MESSAGES_PATH or path.startswith(f"{_MESSAGES_PATH}/")

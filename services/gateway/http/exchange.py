@@ -27,7 +27,6 @@ from services.gateway.forms.error_answers import (
     ErrorAnswer,
     error_body,
     error_of,
-    is_anthropics,
     messages_error,
 )
 from services.gateway.forms.responses import encode_json
@@ -188,11 +187,13 @@ async def read_body(
 
 
 def error_response(
-    path: str, status: int, body: ErrorAnswer, headers: Mapping[str, str] | None = None
+    scope: Scope, status: int, body: ErrorAnswer, headers: Mapping[str, str] | None = None
 ) -> JsonResponse:
-    """An error in the shape that the path's clients read."""
-    shaped = messages_error(status, body) if is_anthropics(path) else body
-    return JsonResponse(shaped, status, headers)
+    """An error in the shape that the client reads; Anthropic's name their version on all paths."""
+    is_anthropics = scope["path"].startswith("/v1/messages") or any(
+        name == b"anthropic-version" for name, _ in scope["headers"]
+    )
+    return JsonResponse(messages_error(status, body) if is_anthropics else body, status, headers)
 
 
 async def handle_triptych_error(request: Request, error: Exception) -> Response:
@@ -204,7 +205,7 @@ async def handle_triptych_error(request: Request, error: Exception) -> Response:
     headers: dict[str, str] = {}
     if error.http_status == 503 or error.retry_after_s is not None:
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s or 1)))
-    return error_response(request.url.path, error.http_status, error_of(error), headers)
+    return error_response(request.scope, error.http_status, error_of(error), headers)
 
 
 async def handle_http_error(request: Request, error: Exception) -> Response:
@@ -212,10 +213,10 @@ async def handle_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "http_error")
     body = error_body(str(error.detail), kind="invalid_request_error", code=code)
-    return error_response(request.url.path, error.status_code, body, error.headers)
+    return error_response(request.scope, error.status_code, body, error.headers)
 
 
 async def handle_bug(request: Request, error: Exception) -> Response:
     """Starlette's handler for all other errors: the middleware logs them, the client sees none."""
     body = error_body("internal error", kind="server_error", code="internal_error")
-    return error_response(request.url.path, 500, body)
+    return error_response(request.scope, 500, body)

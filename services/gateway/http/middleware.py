@@ -21,7 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from services.common.errors import TriptychError
 from services.common.spans import TRACEPARENT, Span, span
 from services.common.telemetry import bind_request_id
-from services.gateway.forms.error_answers import error_body, is_anthropics
+from services.gateway.forms.error_answers import error_body
 from services.gateway.http.exchange import error_response, handle_bug, handle_triptych_error
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.tenancy.admission import Admission
@@ -107,9 +107,8 @@ class Middleware:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                ids = [(b"x-request-id", request_id.encode())]
-                if is_anthropics(scope["path"]):
-                    ids.append((b"request-id", request_id.encode()))
+                # The second is what Anthropic's clients read.
+                ids = [(name, request_id.encode()) for name in (b"x-request-id", b"request-id")]
                 message["headers"] = [*message.get("headers", ()), *ids]
                 if (ignored := scope["state"].get("ignored")) and ignored.names:
                     message["headers"].append(ignored.header())
@@ -175,13 +174,13 @@ def with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
 async def _forbidden(scope: Scope, receive: Receive, send: Send) -> None:
     message = f"the API key does not open {scope['path']}"
     body = error_body(message, kind="permission_error", code="forbidden")
-    await error_response(scope["path"], 403, body)(scope, receive, send)
+    await error_response(scope, 403, body)(scope, receive, send)
 
 
 async def _unauthorized(scope: Scope, receive: Receive, send: Send) -> None:
     message = "a valid API key is needed: Authorization: Bearer <key>"
     body = error_body(message, kind="authentication_error", code="invalid_api_key")
-    answer = error_response(scope["path"], 401, body, {"www-authenticate": "Bearer"})
+    answer = error_response(scope, 401, body, {"www-authenticate": "Bearer"})
     await answer(scope, receive, send)
 
 

@@ -89,7 +89,7 @@ class SameSite:
             await self._app(scope, receive, send)
             return
         body = error_body(refused, kind="permission_error", code="forbidden")
-        await error_response(scope["path"], 403, body)(scope, receive, send)
+        await error_response(scope, 403, body)(scope, receive, send)
 
     def _refused(self, headers: dict[bytes, bytes]) -> str:
         """Why a request is not answered, or ""."""
