@@ -52,14 +52,14 @@ def check_devices(devices: Sequence[str], gpus: int, environment: Mapping[str, s
             hidden = environment.get("CUDA_VISIBLE_DEVICES")
             why = "no /dev/nvidia*" if hidden is None else f"CUDA_VISIBLE_DEVICES={hidden}"
             raise StackError(
-                f"--device {device}, but there is no GPU here ({why}): check the driver with "
+                f"{device} is asked for, but there is no GPU here ({why}): check the driver with "
                 "nvidia-smi (a container needs --gpus all), or serve with --device cpu",
                 2,
             )
         number = int(device.partition(":")[2] or 0)
         if number >= gpus:
             last = "only cuda:0 is" if gpus == 1 else f"cuda:0 to cuda:{gpus - 1} are"
-            raise StackError(f"--device {device}: {last} visible", 2)
+            raise StackError(f"{device}: {last} visible", 2)
     on_gpu = any(d.startswith("cuda") or (d == "auto" and gpus) for d in devices)
     if on_gpu and (build := importlib.metadata.version("torch")).endswith("+cpu"):
         raise StackError(

@@ -363,7 +363,8 @@ class _Service:
                 chosen = str(self.shared_port)
             if exported is None or exported == chosen:
                 continue
-            if field != "DEVICE" or exported not in ("auto", "cuda"):
+            # `auto` and `cuda` leave the card to serve.
+            if field != "DEVICE" or exported not in ("auto", chosen.partition(":")[0]):
                 by = _OPTIONS.get(field)
                 name = f"{self.kind.upper()}_{field}"
                 yield f"{name} of the environment gives way to {by or 'what serve chooses'}"

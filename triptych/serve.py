@@ -195,11 +195,12 @@ def _given_redis(url: str | None, environment: Mapping[str, str]) -> RedisUrls |
         urls = {kind: environment.get(f"{kind.upper()}_REDIS_URL", "") for kind in REDIS_RULES}
         return urls if urls["encoder"] or urls["decoder"] else None
     try:
-        password = urlsplit(url).password
+        parts = urlsplit(url)
+        scheme, password = parts.scheme, parts.password
     except ValueError:  # its text may show a password
-        raise StackError(
-            "--redis-url is no URL of Redis: redis://, rediss:// or unix://", 2
-        ) from None
+        scheme, password = "", None
+    if scheme not in ("redis", "rediss", "unix"):
+        raise StackError("--redis-url is no URL of Redis: redis://, rediss:// or unix://", 2)
     if password is not None or "password=" in url:
         raise StackError(
             "all users of this machine see a password in --redis-url: export ENCODER_REDIS_URL "

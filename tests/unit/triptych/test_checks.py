@@ -122,7 +122,7 @@ TURNS = {
     "no tokenizer": ("serve {model}", remove("tokenizer.json"), "it has no tokenizer.json"),
     "no template": ("serve {model}", remove("chat_template.jinja"), "no chat template at {model}"),
     "architecture": ("serve {model}", unknown, "architecture GPT2LMHeadModel is not supported"),
-    "no GPU": ("serve {model} --device cuda", None, "there is no GPU here (CUDA_VISIBLE_DEVICES=)"),
+    "no GPU": ("serve {model} --device cuda", None, "cuda is asked for, but there is no GPU here"),
     "device": ("serve {model} --device gpu", None, "gpu is none of auto, cpu, cuda and cuda:N"),
     "port": ("serve {model} --port 99999", None, "99999 is no whole number from 0 to 65,535"),
     "option": (
@@ -237,7 +237,7 @@ def test_linux_on_windows_has_the_cards_that_its_driver_names(
 def test_a_card_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.metadata.version", lambda _: "2.11.0")
     checks.check_devices(["cuda", "cuda:1", "auto", "cpu"], 2, {})
-    with pytest.raises(StackError, match="--device cuda:2: cuda:0 to cuda:1 are visible"):
+    with pytest.raises(StackError, match=r"^cuda:2: cuda:0 to cuda:1 are visible"):
         checks.check_devices(["cuda:2"], 2, {})
     with pytest.raises(StackError, match=r"no GPU here \(no /dev/nvidia\*\): check the driver"):
         checks.check_devices(["cuda"], 0, {})

@@ -198,10 +198,10 @@ def test_a_redis_with_passwords_comes_from_the_environment(
         assert cli.main(["serve", str(model), "--load-format", "dummy", "--redis-url", url]) == 2
         said = capsys.readouterr().err.splitlines()[-1]
         assert "export ENCODER_REDIS_URL" in said and "secret" not in said
-    url = "redis://u:secret@["
-    assert cli.main(["serve", str(model), "--load-format", "dummy", "--redis-url", url]) == 2
-    said = capsys.readouterr().err.splitlines()[-1]
-    assert "--redis-url is no URL of Redis" in said and "secret" not in said
+    for url in ("redis://u:secret@[", "http://u:secret@r", "localhost:6379"):
+        assert cli.main(["serve", str(model), "--load-format", "dummy", "--redis-url", url]) == 2
+        said = capsys.readouterr().err.splitlines()[-1]
+        assert "--redis-url is no URL of Redis" in said and "secret" not in said
     monkeypatch.setenv("ENCODER_REDIS_URL", "redis://e:secret@localhost")
     monkeypatch.setenv("DECODER_REDIS_URL", "redis://d:secret@localhost")
     _, specs = serve.prepare(

@@ -225,14 +225,16 @@ def test_an_exported_variable_that_gives_way_is_named(model: Path, tmp_path: Pat
         "CUDA_VISIBLE_DEVICES": "", "GATEWAY_SERVED_MODEL_NAME": "theirs",
         "DECODER_DTYPE": "float16",
         "DECODER_ADDRESS": "h:5", "GATEWAY_DECODER_ADDRESSES": "elsewhere:1",
-        "ENCODER_DTYPE": "float32",
+        "ENCODER_DTYPE": "float32", "DECODER_DEVICE": "cuda", "ENCODER_DEVICE": "auto",
     }  # fmt: skip
     links = make_links("unix", tmp_path)
     made = planned(
-        model, REDIS, exported, links=links, dtype="float32", served_name="ours", api_key="k"
-    )
+        model, REDIS, exported, links=links, device="cpu", dtype="float32", served_name="ours",
+        api_key="k",
+    )  # fmt: skip
     assert made.notes == [
         "DECODER_ADDRESS of the environment gives way to what serve chooses",
+        "DECODER_DEVICE of the environment gives way to --device",
         "DECODER_DTYPE of the environment gives way to --dtype",
         "GATEWAY_DECODER_ADDRESSES of the environment gives way to what serve chooses",
         "GATEWAY_SERVED_MODEL_NAME of the environment gives way to --served-model-name",
