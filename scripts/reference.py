@@ -79,7 +79,7 @@ def _kind(field: FieldInfo) -> str:
         if typing.get_origin(kind) in (typing.Union, types.UnionType):
             return " or ".join(name(k) for k in typing.get_args(kind) if k is not type(None))
         if typing.get_origin(kind) is typing.Literal:
-            return ", ".join(map(str, typing.get_args(kind)))
+            return ", ".join(str(value) for value in typing.get_args(kind) if value != "")
         names = {int: "whole number", float: "number", bool: "true, false", Path: "path"}
         return names.get(kind, "text")
 

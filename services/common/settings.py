@@ -67,10 +67,8 @@ class ServiceSettings(BaseModel):
         try:
             return cls.model_validate_strings({known[name]: value for name, value in given.items()})
         except ValidationError as error:
-            lines = [
-                f"{prefix}{'.'.join(map(str, e['loc'])).upper()}: {e['msg']}"
-                for e in error.errors()
-            ]
+            found = ((e["loc"], e["msg"].removeprefix("Value error, ")) for e in error.errors())
+            lines = [f"{prefix}{loc[0]}".upper() + f": {why}" if loc else why for loc, why in found]
             raise SettingsError("; ".join(lines)) from None
 
 
@@ -147,8 +145,8 @@ class EngineServiceSettings(PeerSettings):
     def _redis_is_sealed_or_here(self) -> Self:
         if self.redis_directory is None and not _is_on_this_machine(self.redis_url):
             raise ValueError(
-                "redis_url is on another machine, where others may write: set redis_directory, "
-                "with seal-keys in it"
+                f"{self.prefix}REDIS_URL is on another machine, where others may write: set "
+                f"{self.prefix}REDIS_DIRECTORY, with seal-keys in it"
             )
         return self
 

@@ -19,16 +19,16 @@ class DecoderSettings(EngineServiceSettings):
         kv_cache_dtype: `fp8` (or `fp8_e4m3`): keys and values are cached in 8 bits, which doubles
             the context; `auto`: in the model's precision, unless the checkpoint asks for FP8.
         kernels: overrides of the dispatch table: `operation=implementation,...`; `plain`: torch.
-        max_num_sequences: sequences that run at once; default: 256 on a GPU, 64 on a CPU. As many
-            again times `QUEUE_FACTOR` may wait; on a CPU, 1024 run or wait at least.
+        max_num_sequences: sequences that run at once; default: 256 on a GPU, 64 on a CPU. Three
+            times as many may wait; on a CPU, 1024 run or wait at least.
         step_ms: how long a step may last: prompts are cut to fit. Longer steps serve a little more,
             shorter ones keep answers flowing. At least twice what reading the weights takes.
         max_model_len: most tokens of prompt and completion; default: the model's.
         kv_cache_bytes: default: what `memory_fraction` leaves on a GPU, 512 MiB on a CPU. The arena
             of images' embeddings, in host memory, has 1 GiB, or a quarter of this if that is less.
         encoder_addresses: the encoders that this decoder fetches from, which gateways name:
-            comma-separated, as the gateway's, or ranges of addresses, see `known_encoders.py`;
-            empty: those on loopback.
+            comma-separated, as the gateway's, or ranges of addresses, `10.0.0.0/8` or
+            `10.0.0.0/8:50051`; empty: those on loopback.
     """
 
     prefix = "DECODER_"

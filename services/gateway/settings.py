@@ -39,15 +39,15 @@ class GatewaySettings(PeerSettings):
         allowed_media: where images may come from besides public addresses, comma-separated: a
             directory, for `file:` URLs; `private`: addresses that are private or loopback.
         api_keys: comma-separated; `file:PATH` among them: a file of keys as digests, with their
-            tenants and limits, see `tenancy/tenants.py`. Without any, requests on loopback need no
+            tenants and limits, see docs/api.md. Without any, requests on loopback need no
             key, and other addresses are not listened on; `none`: requests need no key there,
             either.
         other_gateways: comma-separated URLs of gateways that serve other models behind the same
             address; `GET /v1/models` lists theirs, too.
         redis_url: where gateways count tenants' limits together, and keep answers and images that
             clients name again; empty: limits are divided, and each keeps its own in memory.
-        redis_password_file: password of the URL's user, read again at each connection; None: the
-            URL's.
+        redis_password_file: password of the URL's user, read again at each connection; unset:
+            the URL's.
         replicas: the number of gateways, by which limits are divided until Redis has told it.
         allowed_sites: comma-separated. Names under which requests are answered, besides addresses;
             `.example.com`: all names under it; without names: any where keys are needed, else those

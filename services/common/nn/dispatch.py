@@ -108,7 +108,7 @@ def parse_overrides(text: str) -> dict[str, str]:
             overrides[operation.strip()] = name.strip()
         else:
             raise UnknownOverride(
-                f"{entry!r} in {text!r}: expected operation=implementation, or {PLAIN}"
+                f"*_KERNELS: {entry!r} in {text!r}: expected operation=implementation, or {PLAIN}"
             )
     return overrides
 
@@ -191,7 +191,7 @@ class KernelTable(Generic[FactsT]):
         there_are = {entry.operation for _, entries in groups.values() for entry in entries}
         if unknown := set(overrides) - there_are:
             known = ", ".join(sorted(there_are))
-            raise UnknownOverride(f"no operation {', '.join(sorted(unknown))}; there are: {known}")
+            raise UnknownOverride(f"*_KERNELS: no operation {min(unknown)}; there are: {known}")
         refused: dict[str, str] = {}  # operation → why its override does not hold
         held: set[str] = set()
         for weight_format, (of_format, entries) in groups.items():
@@ -207,7 +207,7 @@ class KernelTable(Generic[FactsT]):
                 refused[operation] = f"{operation}={wanted}: {why}"
                 table._add(key, rows, of_format, None)
         if failed := refused.keys() - held:
-            raise UnknownOverride(refused[min(failed)])
+            raise UnknownOverride(f"*_KERNELS: {refused[min(failed)]}")
         return table
 
     def _add(

@@ -129,8 +129,8 @@ def _check_redis(settings: EngineServiceSettings) -> None:
             RedisCache(settings.redis_url, ttl_s=1)
         except ValueError:  # its text may show a password
             raise SettingsError(
-                "redis_url is no URL of Redis: redis://, rediss:// or unix://, perhaps with "
-                "?socket_timeout= in seconds"
+                f"{settings.prefix}REDIS_URL is no URL of Redis: redis://, rediss:// or unix://, "
+                "perhaps with ?socket_timeout= in seconds"
             ) from None
     _seals_of(settings, b"")
     if (path := _redis_password(settings)) is not None:

@@ -82,7 +82,7 @@ def test_a_url_of_redis_is_refused_before_a_model_is_loaded(
     monkeypatch.setenv("DECODER_MODEL", str(text_model))
     monkeypatch.setenv("DECODER_REDIS_URL", url)
     assert run_service(DECODER) == 2
-    assert "redis_url is no URL of Redis" in capsys.readouterr().err
+    assert "DECODER_REDIS_URL is no URL of Redis" in capsys.readouterr().err
 
 
 def stopped(*_: object) -> None:
