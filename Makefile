@@ -164,7 +164,7 @@ $(SITE): Makefile
 
 .PHONY: site
 site: $(SITE) ## build the documentation into build/site; a broken link is an error
-	@NO_MKDOCS_2_WARNING=1 build/site-tool/bin/mkdocs build --strict --quiet
+	@NO_MKDOCS_2_WARNING=1 build/site-tool/bin/mkdocs build --strict
 
 .PHONY: pictures
 pictures: system-test $(DEV) ## take the pictures of the chat page in docs/chat-page
