@@ -1,4 +1,4 @@
-"""The HTTP server: uvicorn with a limit on headers and a shutdown that drains requests.
+"""The HTTP server: uvicorn, which ends connections that read nothing and drains at a shutdown.
 
 `__main__` runs it with what `create_gateway` returned; it knows no routes. A port that is taken
 ends the process.

@@ -1,4 +1,4 @@
-"""HTTP/1.1 on one connection: uvicorn's protocol, with four things that it lacks.
+"""HTTP/1.1 on one connection: uvicorn's protocol, with a time for heads and stricter framing.
 
 A request head that has not arrived after some seconds ends its connection. A client that closes
 only its sending side gets its answer. A request with two lengths is its connection's last. A head
