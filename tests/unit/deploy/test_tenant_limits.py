@@ -50,7 +50,10 @@ def mounted(resources: list[Resource], name: str) -> tuple[str, dict[str, str]]:
     return volume["secretName"], {item["key"]: item["path"] for item in volume["items"]}
 
 
-@pytest.mark.parametrize("name", ["priority", "tenant-limits", "autoscaling", "autoscaling-text"])
+@pytest.mark.parametrize(
+    "name",
+    ["priority", "tenant-limits", "token", "autoscaling", "autoscaling-text", "autoscaling-local"],
+)
 def test_limits_are_divided_by_as_many_gateways_as_there_may_be(name: str, tmp_path: Path) -> None:
     resources = rendered(name, tmp_path)
     spec = named(resources, "Deployment", "gateway")["spec"]
