@@ -283,6 +283,7 @@ class Embeddings:
         self._admission.leave(share, unit.num_patches)
         self._queued_bytes -= source.num_bytes
         self._remove(encode)
+        del encode.flight  # whose error's traceback refers to the encode
         if not task.cancelled() and task.exception() is None:
             self._sources.put(encode.key, encode.work)
 

@@ -50,25 +50,28 @@ class MediaServicer(EncoderServicer):
     async def Probe(self, request: object, context: grpc.aio.ServicerContext) -> pb.ProbeResponse:
         async with self._call("probe", context) as parent:
             with span("probe", parent) as current:
-                async with self._message(context, pb.ProbeRequest) as message:
-                    held = await self._probed(message)
+                held = await self._probed(context)
                 current.set(num_frames=held.facts.num_frames, size_bytes=held.file.size_bytes)
             return pb.ProbeResponse(video_digest=held.digest, **asdict(held.facts))
 
-    async def _probed(self, message: pb.ProbeRequest) -> HeldVideo:
-        if not self._takes_videos:
-            raise InvalidVideo("this model takes no videos")
-        if bool(message.video) == bool(message.video_digest):
-            raise InvalidRequest("a probe has either a video or a video_digest")
-        if message.video:
-            return await self._videos.probe(message.video)
-        return self._videos.get(message.video_digest)
+    async def _probed(self, context: grpc.aio.ServicerContext) -> HeldVideo:
+        async with self._message(context, pb.ProbeRequest) as message:
+            if not self._takes_videos:
+                raise InvalidVideo("this model takes no videos")
+            if bool(message.video) == bool(message.video_digest):
+                raise InvalidRequest("a probe has either a video or a video_digest")
+            if message.video:
+                return await self._videos.probe(message.video)
+            return self._videos.get(message.video_digest)
 
     async def Upload(self, request: object, context: grpc.aio.ServicerContext) -> pb.UploadResponse:
         async with self._call("upload", context):
-            async with self._message(context, pb.UploadRequest) as message:
-                digest = await self._files.put(message.tenant, message.file)
+            digest = await self._uploaded(context)
             return pb.UploadResponse(digest=digest, kept_s=KEPT_S)
+
+    async def _uploaded(self, context: grpc.aio.ServicerContext) -> bytes:
+        async with self._message(context, pb.UploadRequest) as message:
+            return await self._files.put(message.tenant, message.file)
 
     async def Download(
         self, request: pb.DownloadRequest, context: grpc.aio.ServicerContext

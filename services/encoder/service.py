@@ -12,6 +12,7 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import asdict
 from functools import partial
+from traceback import clear_frames
 from typing import ClassVar, NoReturn, TypeVar, cast
 
 import grpc
@@ -256,6 +257,8 @@ class EncoderServicer(Servicer):
         self, method: str, error: Exception, context: grpc.aio.ServicerContext
     ) -> NoReturn:
         """Ends the call with an error of our tree."""
+        # gRPC keeps it in a cycle, and with it what the call's functions had: its message.
+        clear_frames(error.__traceback__)
         if isinstance(error, TriptychError):
             level = logging.INFO
             if isinstance(error, WrongImageKey):

@@ -28,7 +28,7 @@ class InFlight(Generic[Result]):
         on_abandoned: Callable[[], None] = lambda: None,
     ) -> None:
         self.task = asyncio.create_task(work)
-        self.task.add_done_callback(retrieve_exception)
+        self.task.add_done_callback(self._end)
         self.task.add_done_callback(on_end)
         self.num_waiters = 0
         self._on_abandoned = on_abandoned
@@ -39,6 +39,10 @@ class InFlight(Generic[Result]):
         joined = asyncio.shield(self.task)
         joined.add_done_callback(self._leave)
         return joined
+
+    def _end(self, task: "asyncio.Task[Result]") -> None:
+        retrieve_exception(task)
+        del self._on_abandoned  # which may refer to this
 
     def _leave(self, joined: "asyncio.Future[Result]") -> None:
         retrieve_exception(joined)
