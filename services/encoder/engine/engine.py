@@ -179,7 +179,7 @@ class Engine:
         except ChannelClosed:
             job.cancelled = True
         except TriptychError as error:
-            job.error = error
+            job.error = error.with_traceback(None)  # whose frames have the job, and its file
         except Exception:
             logging.exception("preprocessing failed")
             job.error = InternalError("preprocessing failed")

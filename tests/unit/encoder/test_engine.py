@@ -1,5 +1,6 @@
 """The engine's loop: one end per job, bad images fail alone, cancelled ones are not run."""
 
+import gc
 import socket
 import threading
 import time
@@ -260,6 +261,19 @@ def test_a_bad_image_fails_alone(running: Running) -> None:
     assert running.front.codes(1, 2, 3) == ["", "", ""]
     assert running.front.codes(666, 667) == ["invalid_image", "internal_error"]
     assert "bug" not in running.front.done[667].message
+
+
+def test_nothing_holds_bad_images_until_the_collector_runs(running: Running) -> None:
+    """But a thread of the pool its last one."""
+    gc.collect()
+    gc.disable()
+    try:
+        for job_id in range(8):
+            running.front.send(EncodeImage(job_id, Source(b"666"), Unit(GRID)))
+        assert running.front.codes(*range(8)) == ["invalid_image"] * 8
+        wait_until(lambda: sum(isinstance(each, Job) for each in gc.get_objects()) <= 2)
+    finally:
+        gc.enable()
 
 
 def test_the_next_frames_are_decoded_while_the_last_are_resized(running: Running) -> None:
