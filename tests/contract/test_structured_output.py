@@ -1,6 +1,7 @@
 """Grammars from a Submit to tokens: the decoder's front and engine, a random model."""
 
 import json
+import logging
 import re
 
 import jsonschema
@@ -167,7 +168,8 @@ async def test_continued_behind_the_tokens_of_another_decoder(decoder, begins_af
     assert decoder.is_idle()
 
 
-async def test_refused_by_name(decoder):
+async def test_refused_by_name(decoder, caplog):
+    """The client hears of it; in the log it is no warning."""
     cases = {
         "not": grammar("JSON_SCHEMA", {"not": {"type": "string"}}),
         "uniqueItems": grammar("JSON_SCHEMA", {"properties": {"a": {"uniqueItems": True}}}),
@@ -184,6 +186,7 @@ async def test_refused_by_name(decoder):
             assert end.code == "invalid_grammar" and name in end.message, (name, end)
             assert "\n" not in end.message and "1 |" not in end.message
     assert decoder.is_idle()
+    assert not [each for each in caplog.records if each.levelno >= logging.WARNING]
 
 
 async def test_a_text_ends_by_the_end_token_that_the_decoder_has_read(decoder):

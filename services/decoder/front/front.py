@@ -458,7 +458,8 @@ class DecoderFront:
     def _input_failed(self, number: int, error: TriptychError) -> None:
         """An image or a token mask cannot be obtained."""
         if (live := self._live.get(number)) is not None:
-            log.warning("a sequence cannot go on: %s", error, extra=_fields(live))
+            level = logging.INFO if isinstance(error, InvalidRequest) else logging.WARNING
+            log.log(level, "a sequence cannot go on: %s", error, extra=_fields(live))
             self._fail(live, error)
 
 
