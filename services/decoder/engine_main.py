@@ -19,7 +19,7 @@ import torch
 from services.common.nn.collectives import ALONE, Ranks
 from services.common.nn.device import resolve_device
 from services.common.process.channel import ChannelClosed, EngineChannel
-from services.common.process.engine_process import EngineEnd, accept
+from services.common.process.engine_process import EngineEnd, accept, leave
 from services.common.process.heartbeat import Ping, Pong
 from services.common.process.process_memory import freeze_gc
 from services.common.process.progress import log_progress
@@ -32,7 +32,7 @@ from services.decoder.engine.runner_factory import create_runner
 from services.decoder.engine.step import Runner
 from services.decoder.engine_options import AWAKE_S, log_failure, runner_options, set_threads
 from services.decoder.masks.links import open_link, send_tokens
-from services.decoder.ranks.joining import device_of, join, leave
+from services.decoder.ranks.joining import device_of, join
 from services.decoder.ranks.processes import RankProcesses
 from services.decoder.ranks.steps import LeadingRunner
 from services.decoder.settings import DecoderSettings

@@ -11,7 +11,6 @@ import services.common.process.rare_gc  # noqa: F401 - before torch
 import io
 import json
 import logging
-import os
 import time
 from dataclasses import asdict
 from typing import TYPE_CHECKING
@@ -31,7 +30,7 @@ from services.common.nn.dummy_weights import load_dummy
 from services.common.nn.layer_formats import set_methods
 from services.common.nn.weights import DUMMY_FINGERPRINT, load_weights
 from services.common.process.channel import ChannelClosed, EngineChannel
-from services.common.process.engine_process import REFUSED, EngineEnd, accept
+from services.common.process.engine_process import REFUSED, EngineEnd, accept, leave
 from services.common.process.pod_limits import memory_limit_bytes, num_cpus
 from services.common.process.process_memory import freeze_gc
 from services.common.process.progress import log_progress
@@ -222,7 +221,4 @@ def warm_up(prepare: Prepare, geometry: Geometry) -> None:
 
 
 if __name__ == "__main__":
-    status = main()
-    # Not through the interpreter's finalizers: pool threads may still decode, the arena is mapped.
-    logging.shutdown()
-    os._exit(status)
+    leave(main())

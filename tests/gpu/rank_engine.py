@@ -21,13 +21,14 @@ from transformers import Qwen3Config, Qwen3MoeConfig
 
 from services.common.embeddings.arena import Arena
 from services.common.nn.collectives import ALONE
+from services.common.process.engine_process import leave
 from services.decoder.engine.engine import Engine
 from services.decoder.engine.messages import AddSequence, Logprobs, SamplingParams
 from services.decoder.engine.model_runner import ModelRunner
 from services.decoder.engine.runner_factory import create_runner
 from services.decoder.engine.step import Runner
 from services.decoder.engine_options import runner_options
-from services.decoder.ranks.joining import device_of, join, leave
+from services.decoder.ranks.joining import device_of, join
 from services.decoder.ranks.processes import RankProcesses
 from services.decoder.ranks.steps import LeadingRunner
 from services.decoder.settings import DecoderSettings

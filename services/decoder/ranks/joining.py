@@ -1,10 +1,7 @@
 """How a process takes its place among the ranks: its card, and the process group."""
 
-import logging
 import os
-import sys
 from datetime import timedelta
-from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -60,13 +57,3 @@ def join(rank: int, count: int, device: str, store_fd: int) -> Ranks:
         device_id=where if on_gpu else None,
     )
     return Ranks(rank, count, PrefixStore("ranks", store))
-
-
-def leave(status: int) -> NoReturn:
-    """Ends this process. One of several ranks does not take the process group apart, which would
-    wait for the others, and for graphs that hold its calls.
-    """
-    if dist.is_initialized():
-        logging.shutdown()
-        os._exit(status)
-    sys.exit(status)

@@ -16,13 +16,13 @@ from contextlib import suppress
 
 from services.common.model_spec import ModelSpecError
 from services.common.process import children
-from services.common.process.engine_process import REFUSED
+from services.common.process.engine_process import REFUSED, leave
 from services.common.process.parent_death import end_with_parent
 from services.common.process.process_memory import freeze_gc
 from services.common.telemetry import setup_logging
 from services.decoder.engine.runner_factory import create_runner
 from services.decoder.engine_options import AWAKE_S, log_failure, runner_options, set_threads
-from services.decoder.ranks.joining import device_of, join, leave
+from services.decoder.ranks.joining import device_of, join
 from services.decoder.ranks.steps import Follower
 from services.decoder.settings import DecoderSettings
 

@@ -90,11 +90,17 @@ def stopped(*_: object) -> None:
 
 
 def test_a_checkpoint_that_the_engine_refuses_is_status_2(tmp_path: Path, text_model: Path):
+    """Also by one whose interpreter would take long to end, as torch's does on a busy machine."""
     for path in text_model.iterdir():
         if path.suffix == ".json":
             (tmp_path / path.name).write_bytes(path.read_bytes())  # no weights
+    (tmp_path / "sitecustomize.py").write_text(
+        "import atexit, sys, time\n"
+        "if 'services.decoder.engine_main' in sys.orig_argv: atexit.register(time.sleep, 20)"
+    )
     ended = start("decoder", DECODER_MODEL=str(tmp_path), DECODER_DEVICE="cpu",
-                  DECODER_ADDRESS="127.0.0.1:0", DECODER_METRICS_PORT="0")  # fmt: skip
+                  DECODER_ADDRESS="127.0.0.1:0", DECODER_METRICS_PORT="0",
+                  PYTHONPATH=os.pathsep.join((str(tmp_path), *sys.path)))  # fmt: skip
     assert ended.returncode == 2
     lines = [json.loads(line) for line in ended.stderr.splitlines() if line.startswith("{")]
     assert any("before it was ready" in line["message"] for line in lines)
