@@ -1,7 +1,8 @@
 """Notices that an engine process hangs: it runs, and nothing comes of it.
 
 A front pings its engine, seldom while there is no work; an engine answers between two steps. On a
-GPU a step takes a second at most. On a CPU it may take minutes, but then the process uses the CPU.
+GPU a step takes a second at most. On a CPU it may take minutes, but then the process uses the CPU,
+or would if others let it.
 """
 
 import asyncio
@@ -60,11 +61,11 @@ class CpuUse:
         self._ticks = 0
 
     def is_used(self) -> bool:
-        """Whether it did since the last look."""
-        found = [_stat(pid)[11:13] for pid in (self._pid, *_children(self._pid))]
+        """Whether it did since the last look, or waits for a CPU now."""
+        found = [_stat(pid) for pid in (self._pid, *_children(self._pid))]
         before = self._ticks
-        self._ticks = sum(int(ticks) for each in found for ticks in each)  # user's and system's
-        return self._ticks - before >= _MIN_TICKS
+        self._ticks = sum(int(ticks) for each in found for ticks in each[11:13])  # user's, system's
+        return self._ticks - before >= _MIN_TICKS or any(each[:1] == ["R"] for each in found)
 
 
 def _children(pid: int) -> list[int]:

@@ -5,25 +5,30 @@ import os
 import signal
 import sys
 import time
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
 
 import pytest
 
 from services.common.process import engine_watch
 from services.common.process.engine_watch import EngineWatch
 from services.common.process.heartbeat import Ping
+from tests.noise import PATIENCE_S
 
-SPIN, SLEEP = "while True: pass", "import time; time.sleep(60)"
+SPIN, SLEEP = "print(flush=True)\nwhile True: pass", "print(flush=True); input()"
 
 
 class Channel:
     def __init__(self) -> None:
         self.received_at = time.monotonic()
         self.answers = False
+        self.num_answers = 0
 
     def send(self, message: object) -> None:
         assert isinstance(message, Ping)
         if self.answers:
             self.received_at = time.monotonic()
+            self.num_answers += 1
 
 
 class Engine:
@@ -38,9 +43,20 @@ async def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(engine_watch, "MAX_SILENCE_S", 1.0)
     monkeypatch.setattr(engine_watch, "_PERIOD_S", 0.2)
     does = getattr(request, "param", SPIN)
-    process = await asyncio.create_subprocess_exec(sys.executable, "-c", does)
-    try:
+    async with running(does) as process:
         yield Engine(process)
+
+
+@asynccontextmanager
+async def running(does: str) -> AsyncGenerator[asyncio.subprocess.Process]:
+    """A process that has begun with it."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", does, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
+    )
+    assert process.stdout is not None
+    try:
+        await process.stdout.readline()
+        yield process
     finally:
         process.kill()
         await process.wait()
@@ -72,6 +88,14 @@ async def test_a_cpu_engine_that_computes_does_not_hang(engine):
     assert not await hangs_within(EngineWatch(engine, lambda: True, on_gpu=False), 2)
 
 
+async def test_a_cpu_engine_that_waits_for_a_cpu_does_not_hang(engine):
+    async with running(SPIN) as other:
+        for process in (engine.process, other):
+            os.sched_setaffinity(process.pid, {min(os.sched_getaffinity(0))})
+        os.sched_setscheduler(engine.process.pid, os.SCHED_IDLE, os.sched_param(0))
+        assert not await hangs_within(EngineWatch(engine, lambda: True, on_gpu=False), 2)
+
+
 async def test_an_engine_without_work_does_not_hang(engine):
     os.kill(engine.process.pid, signal.SIGSTOP)
     assert not await hangs_within(EngineWatch(engine, lambda: False, on_gpu=True), 2)
@@ -88,8 +112,11 @@ async def test_an_engine_without_work_is_asked_now_and_then(engine, monkeypatch)
     monkeypatch.setattr(engine_watch, "_IDLE_PERIOD_S", 0.5)
     engine.channel.answers = True
     watch = EngineWatch(engine, lambda: False, on_gpu=True)
-    assert not await hangs_within(watch, 2)
-    assert watch.silence_s < 1.5
+    watching = asyncio.create_task(watch.hangs())
+    async with asyncio.timeout(PATIENCE_S):
+        while engine.channel.num_answers < 3:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+    watching.cancel()
     engine.channel.answers = False
     assert not await hangs_within(watch, 2)
     assert watch.silence_s > 1.5
