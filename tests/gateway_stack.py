@@ -129,11 +129,17 @@ class GatewayStack:
         """Resets the fakes; restarts stopped ones at their address."""
 
         async def reset() -> None:
-            for fake in (*self.encoders, *self.decoders):
-                fake.reset()
-                if fake.server is None:
-                    await fake.start(fake.address)
+            fakes: Sequence[FakeEncoder | FakeDecoder] = (*self.encoders, *self.decoders)
+            stopped = {fake.address for fake in fakes if fake.server is None}
+            pools = self.gateway.service.encoders, self.gateway.service.decoders
             async with asyncio.timeout(PATIENCE_S):
+                # One that comes back unmissed is taken for what it was before.
+                while stopped & {pod.address for pool in pools for pod in pool.serving()}:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+                for fake in fakes:
+                    fake.reset()
+                    if fake.server is None:
+                        await fake.start(fake.address)
                 while not self.all_healthy():  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
 
