@@ -13,14 +13,15 @@ import pytest
 from services.common.errors import from_code
 from services.common.pb import decoder_pb2 as pb
 from services.common.process import children
+from services.common.process.engine_watch import is_stopped
 from services.common.process.work_limits import SLACK_BYTES
 from services.decoder.masks import compile_worker
 from services.decoder.masks.grammar import GrammarSource
+from services.decoder.masks.rows import COMPILING, FILLING
 from tests.cases import first
 from tests.compiler_process import compiler_process
 from tests.contract.test_structured_output import SCHEMA, answer, ask, grammar, text_of, told
 from tests.decoder_service_harness import Decoder, Gateway, prompt_of, submit_of, until
-from tests.noise import PATIENCE_S
 from tests.tiny_tokenizer import added_ids, vocab_size, write_text_model_directory
 
 END = added_ids()["<|im_end|>"]
@@ -339,17 +340,20 @@ async def test_a_sequence_in_work_at_two_deaths_fails_alone(decoder):
         for number in (1, 2, 3):
             await ask(gateway, number, form)
         for least in (1, 40):
-            await gateway.until(
-                lambda least=least: all(len(gateway.tokens.get(n, ())) > least for n in (1, 2, 3))
+            # What the gateway has of them may be old.
+            await until(
+                lambda least=least: (
+                    process.is_ready
+                    and [len(s.generated) > least for s in process.sequences.values()] == [True] * 3
+                )
             )
             process.process.send_signal(signal.SIGSTOP)
-            marked = next(iter(sorted(process.sequences)))  # the first submission
-            process.marks.set(0, marked)
+            await until(lambda: is_stopped(process.process.pid))
+            process.marks.set(FILLING, min(process.sequences))  # the first submission
+            process.marks.set(COMPILING, 0)
             link = process.link
             process.process.kill()
-            async with asyncio.timeout(PATIENCE_S):
-                while process.link == link:  # noqa: ASYNC110
-                    await asyncio.sleep(0.01)
+            await until(lambda link=link: process.link != link)
         _, end = await told(gateway, 1)
         assert isinstance(end, pb.Failed) and end.code == "invalid_grammar"
         for number in (2, 3):
