@@ -223,6 +223,25 @@ async def test_a_process_that_cannot_be_started_is_started_later(decoder, monkey
     assert refused
 
 
+async def generated(decoder: Decoder, count: int, least: int) -> None:
+    """Waits until as many sequences run with more than `least` tokens each. A client learns of
+    them late: when it has read those, a sequence may be over.
+    """
+
+    def numbers() -> list[int]:
+        processes = decoder.masks.processes
+        return [len(each.generated) for p in processes for each in p.sequences.values()]
+
+    await until(lambda: len(numbers()) == count and min(numbers()) > least)
+
+
+async def stop_in_work(process, sequence: int) -> None:
+    process.process.send_signal(signal.SIGSTOP)
+    await until(lambda: is_stopped(process.process.pid))
+    process.marks.set(FILLING, sequence)
+    process.marks.set(COMPILING, 0)
+
+
 async def refused(*_, **__):
     raise OSError(errno.EMFILE, "no descriptors left")
 
@@ -250,7 +269,7 @@ async def test_where_no_mask_process_can_be_started_another_decoder_is_tried(dec
     (process,) = decoder.masks.processes
     async with Gateway(decoder) as gateway:
         await ask(gateway, 1, grammar("JSON_SCHEMA", {"type": "string", "minLength": 300}))
-        await gateway.until(lambda: len(gateway.tokens.get(1, ())) > 2)
+        await generated(decoder, 1, 2)
         with monkeypatch.context() as patched:
             patched.setattr(children, "start", refused)
             process.process.kill()
@@ -291,7 +310,7 @@ async def test_sequences_of_a_mask_process_that_cannot_be_started_go_on_in_anoth
         numbers = range(1, 5)
         for number in numbers:
             await ask(gateway, number, grammar("JSON_SCHEMA", schema), temperature=1.0)
-        await gateway.until(lambda: all(len(gateway.tokens.get(n, ())) > 2 for n in numbers))
+        await generated(decoder, 4, 2)
         ended, other = decoder.masks.processes
         assert len(ended.sequences) == len(other.sequences) == 2
         with monkeypatch.context() as patched:
@@ -340,17 +359,9 @@ async def test_a_sequence_in_work_at_two_deaths_fails_alone(decoder):
         for number in (1, 2, 3):
             await ask(gateway, number, form)
         for least in (1, 40):
-            # What the gateway has of them may be old.
-            await until(
-                lambda least=least: (
-                    process.is_ready
-                    and [len(s.generated) > least for s in process.sequences.values()] == [True] * 3
-                )
-            )
-            process.process.send_signal(signal.SIGSTOP)
-            await until(lambda: is_stopped(process.process.pid))
-            process.marks.set(FILLING, min(process.sequences))  # the first submission
-            process.marks.set(COMPILING, 0)
+            await until(lambda: process.is_ready)
+            await generated(decoder, 3, least)
+            await stop_in_work(process, min(process.sequences))  # the first submission
             link = process.link
             process.process.kill()
             await until(lambda link=link: process.link != link)
@@ -366,7 +377,7 @@ async def test_a_mask_process_that_hangs_is_replaced(decoder, monkeypatch):
     (process,) = decoder.masks.processes
     async with Gateway(decoder) as gateway:
         await ask(gateway, 1, grammar("JSON_SCHEMA", SCHEMA))
-        await gateway.until(lambda: len(gateway.tokens.get(1, ())) > 2)
+        await generated(decoder, 1, 2)
         process.process.send_signal(signal.SIGSTOP)
         ids, end = await told(gateway, 1)
         assert end.reason == pb.Finished.REASON_STOP
@@ -394,9 +405,8 @@ async def test_a_sequence_without_an_end_of_work_fails_alone_and_is_not_tried_ag
     async with Gateway(decoder) as gateway:
         await ask(gateway, 1, grammar("JSON_SCHEMA", {"type": "string", "minLength": 300}))
         await ask(gateway, 2, endless)
-        await gateway.until(lambda: all(len(gateway.tokens.get(n, ())) > 1 for n in (1, 2)))
-        process.process.send_signal(signal.SIGSTOP)
-        process.marks.set(0, max(process.sequences))  # the second submission
+        await generated(decoder, 2, 1)
+        await stop_in_work(process, max(process.sequences))  # the second submission
         _, end = await told(gateway, 2)
         assert isinstance(end, pb.Failed) and end.code == "invalid_grammar"
         _, end = await told(gateway, 1)
