@@ -24,6 +24,32 @@ from services.common.images.image_key import embedding_key, frames_key, image_ke
 from services.common.pb import decoder_pb2, encoder_pb2
 from services.common.spans import TRACEPARENT
 from services.common.transport import rpc
+from tests.noise import PATIENCE_S
+
+
+def raising(error: TriptychError) -> Callable[[object], Awaitable[None]]:
+    """A `before` of a fake, which fails."""
+
+    async def before(_: object) -> None:
+        raise error
+
+    return before
+
+
+def once(condition: Callable[[], object]) -> Callable[[object], Awaitable[None]]:
+    """A `before` of a fake, which waits until `condition` holds."""
+
+    async def before(_: object) -> None:
+        async with asyncio.timeout(PATIENCE_S):
+            while not condition():  # noqa: ASYNC110 - of fakes, which have no event
+                await asyncio.sleep(0.005)
+
+    return before
+
+
+async def forever(_: object) -> None:
+    """A `before` of a fake, which hangs."""
+    await asyncio.Event().wait()
 
 
 class _Health(health.aio.HealthServicer):

@@ -4,7 +4,6 @@ The admission's bound on memory counts a request until it ends. What a cycle kee
 held but not counted, and a gateway that collects rarely holds hundreds of megabytes of it.
 """
 
-import asyncio
 import base64
 import contextlib
 import gc
@@ -12,7 +11,6 @@ import logging
 from collections import Counter
 
 import grpc.aio
-import httpx2
 import pytest
 
 from services.common.errors import (
@@ -29,6 +27,8 @@ from services.gateway.media.images import Image
 from services.gateway.prompts.prompt import PromptBuilder
 from services.gateway.tenancy.admission import Slot
 from tests.attacks.images import small
+from tests.contract.test_gateway_openai import send_raw
+from tests.fakes import forever, raising
 from tests.gateway_stack import MODEL
 
 KEPT = (Attempts, Completion, Image, Slot, Work)
@@ -54,17 +54,6 @@ REFUSED = {
     "large unknown field": {"nonsense": "x" * LARGE},
     "long prompt": {"messages": [{"role": "user", "content": "hello " * 20_000}]},
 }
-
-
-def raising(error):
-    async def before(_):
-        raise error
-
-    return before
-
-
-async def forever(_):
-    await asyncio.Event().wait()
 
 
 def fail_encoder(error):
@@ -140,10 +129,8 @@ def test_failed(stack, name, stream):
 
 def test_abandoned(stack):
     stack.decoder.delay_s = 30.0
-    with everything_is_freed(stack), stack.client() as client:
-        with pytest.raises(httpx2.TimeoutException):
-            client.post("/v1/chat/completions", json=GOOD | {"model": MODEL}, timeout=0.5)
-        assert stack.decoder.submits
+    with everything_is_freed(stack), send_raw(stack, GOOD | {"model": MODEL}):
+        stack.wait(lambda: stack.decoder.submits)
 
 
 def test_a_cycle_would_be_seen(stack):

@@ -8,6 +8,7 @@ import socket
 import pytest
 
 from tests.contract.hostile_rows import ROWS, content, data, encoded, image
+from tests.noise import PATIENCE_S
 from tests.tiny_tokenizer import ADDED, SPECIAL
 
 ADDRESS = re.compile(r"0x[0-9a-fA-F]{6,}")
@@ -127,7 +128,7 @@ def test_loopback_is_never_dialled(stack):
 
 
 def raw_request(stack, head: bytes) -> bytes:
-    with socket.create_connection(("127.0.0.1", stack.port), timeout=5) as connection:
+    with socket.create_connection(("127.0.0.1", stack.port), timeout=PATIENCE_S) as connection:
         try:
             connection.sendall(head)
             return connection.recv(65536)
@@ -180,7 +181,7 @@ def test_a_request_with_two_lengths_is_the_last_of_its_connection(stack):
     smuggled = b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
     type_ = b"Content-Type: application/json\r\n"
     for lengths, answers in ((one, 2), (both, 1)):
-        with socket.create_connection(("127.0.0.1", stack.port), timeout=5) as connection:
+        with socket.create_connection(("127.0.0.1", stack.port), timeout=PATIENCE_S) as connection:
             connection.sendall(head + type_ + lengths + smuggled)
             received = b"".join(iter(lambda c=connection: c.recv(65536), b""))
         assert received.count(b"HTTP/1.1 ") == answers, received

@@ -20,19 +20,9 @@ from services.common.errors import (
     Unavailable,
 )
 from services.common.transport import rpc
+from tests.fakes import forever, once, raising
 from tests.gateway_fixtures import asking, image_url
 from tests.noise import PATIENCE_S
-
-
-def raising(error):
-    async def before(_):
-        raise error
-
-    return before
-
-
-async def forever(_):
-    await asyncio.sleep(60)
 
 
 def new_image() -> str:
@@ -78,9 +68,8 @@ def test_broken_encoder_costs_a_retry(pair, failure):
     url = new_image()
     answer(pair.chat(messages=asking(url)))
     first, second = serving(pair)
-    pair.decoders[0].delay_s = pair.decoders[1].delay_s = 0.0
     for decoder in pair.decoders:
-        decoder.before = lambda _: asyncio.sleep(0.7 if failure is None else 0.2)
+        decoder.before = once(lambda: second.requests)
     first.before = forever if failure is None else raising(failure)
     retries = pair.metric("gateway_retries_total", service="encoder")
     assert answer(pair.chat(messages=asking(url))) == "A red circle."
@@ -96,7 +85,7 @@ def test_killed_encoder_costs_a_retry(pair):
     first, second = serving(pair)
     first.before = forever
     for decoder in pair.decoders:
-        decoder.before = lambda _: asyncio.sleep(0.4)
+        decoder.before = once(lambda: second.requests)
     killer = threading.Timer(0.1, lambda: pair.thread.run(first.stop()))
     killer.start()
     assert answer(pair.chat(messages=asking(url))) == "A red circle."
@@ -110,7 +99,7 @@ def test_an_image_that_waited_in_a_lost_engine_is_not_counted(pair):
     first, second = serving(pair)
     first.before = raising(Unavailable("the engine ended"))
     for decoder in pair.decoders:
-        decoder.before = lambda _: asyncio.sleep(0.2)
+        decoder.before = once(lambda: second.requests)
     assert answer(pair.chat(messages=asking(url))) == "A red circle."
     assert len(second.requests) == 1
 
@@ -128,28 +117,22 @@ def test_an_image_that_was_in_work_when_two_engines_ended_is_refused(pair):
 
 def test_images_of_an_encoder_that_an_operator_kills_are_encoded_elsewhere(pair, monkeypatch):
     monkeypatch.setattr(pair.gateway.service, "encode_timeout_s", PATIENCE_S)
-    released = threading.Event()
-
-    async def until_released(_):
-        while not released.is_set():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-
-    for encoder in pair.encoders:
-        encoder.before = until_released
-    for decoder in pair.decoders:
-        decoder.before = lambda _: asyncio.sleep(4)
+    released, lost = threading.Event(), set()
     killed, other = pair.encoders
+    for encoder in pair.encoders:
+        encoder.before = once(released.is_set)
+    for decoder in pair.decoders:
+        decoder.before = once(lambda: released.is_set() and lost <= other.known)
     with ThreadPoolExecutor(30) as threads:
         urls = [new_image() for _ in range(30)]
         asked = [threads.submit(pair.chat, messages=asking(url)) for url in urls]
         pair.wait(lambda: len(killed.requests) + len(other.requests) == 30)
-        lost = {request.image_key for request in killed.requests}
+        lost |= {request.image_key for request in killed.requests}
         assert len(lost) > 1
         pair.thread.run(killed.stop())
         released.set()
         for one in asked:
             assert answer(one.result()) == "A red circle."
-    assert lost <= other.known
 
 
 def test_encoder_that_returns_another_size_costs_a_retry(pair):
@@ -158,7 +141,7 @@ def test_encoder_that_returns_another_size_costs_a_retry(pair):
     first, second = serving(pair)
     first.num_tokens_error = 1
     for decoder in pair.decoders:
-        decoder.before = lambda _: asyncio.sleep(0.2)
+        decoder.before = once(lambda: second.requests)
     answer(pair.chat(messages=asking(url)))
     assert len(second.requests) == 1
 
@@ -196,6 +179,7 @@ def test_decoder_that_cannot_get_an_embedding_names_the_encoder_to_avoid(pair):
     async def before(submit):
         if submit.images[0].encoder_address == first.address:
             raise EmbeddingUnavailable("gone")
+        await once(lambda: second.requests)(submit)
 
     for decoder in pair.decoders:
         decoder.fail_encoder_address = first.address
@@ -224,13 +208,22 @@ def test_only_encoder_is_retried_once_for_a_lost_embedding(stack):
 def test_late_encode_failure_after_the_first_token_is_no_failure(stack):
     """The decoder had the embedding from its own cache."""
 
-    async def fail_late(_):
-        await asyncio.sleep(0.05)
+    begun = threading.Event()
+
+    async def fail_late(submit):
+        await once(begun.is_set)(submit)
         raise Unavailable("too late")
 
     stack.encoder.before = fail_late
     stack.decoder.delay_s = 0.04
-    assert answer(stack.chat(messages=asking(new_image()))) == "A red circle."
+    body = {"model": "tiny", "messages": asking(new_image()), "stream": True}
+    with stack.client() as client, client.stream("POST", "/v1/chat/completions", json=body) as got:
+        text = ""
+        for piece in got.iter_text():
+            text += piece
+            if '"content":"A' in text:
+                begun.set()
+    assert text.endswith("data: [DONE]\n\n")
     assert len(stack.decoder.submits) == 1
 
 
@@ -340,10 +333,11 @@ def test_a_choice_that_has_ended_is_not_submitted_again(pair):
     async def slow_second_choice(submit):
         seeds.append(submit.sampling.seed)
         if len(seeds) == 2:
-            await asyncio.sleep(0.3)
+            await once(lambda: first.cancelled)(submit)
             first.die_after = 0
 
-    first.before = slow_second_choice
+    first.before, first.delay_s = slow_second_choice, 0.02
+    first.reply += [40] * 1000  # it ends because the gateway has found the stop
     response = pair.chat(n=2, stop=["red"])
     assert [c["message"]["content"] for c in response.json()["choices"]] == ["A "] * 2
     assert [s.sampling.seed for s in second.submits] == [seeds[1]]

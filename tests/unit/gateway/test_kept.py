@@ -9,6 +9,7 @@ from services.common.errors import Unavailable
 from services.gateway import kept, kept_redis
 from services.gateway.kept import Kept, MemoryKept
 from services.gateway.kept_redis import RedisKept
+from tests.noise import PATIENCE_S
 from tests.redis_server import RedisServer
 
 ROOM = 4000  # of one tenant; all together have twice as much
@@ -100,17 +101,22 @@ async def test_an_hour_after_its_last_use_an_entry_is_gone():
 
 
 async def test_the_same_in_redis(server, monkeypatch):
-    monkeypatch.setattr(kept_redis, "KEPT_S", 0.3)
     server.flush()
     store = RedisKept(server.url)
-    await store.put("t", "a", b"x")
-    await store.put("t", "b", b"x")
-    await asyncio.sleep(0.2)
-    assert await store.get("t", "a") == b"x"
-    await asyncio.sleep(0.2)
+    a, b = f"{kept_redis.PREFIX}t/a", f"{kept_redis.PREFIX}t/b"
+    with server.client() as client:
+        for name, key in (("a", a), ("b", b)):
+            await store.put("t", name, b"x")
+            assert client.pttl(key) > 1000 * (kept.KEPT_S - PATIENCE_S)
+            client.expire(key, 100)
+        assert await store.get("t", "a") == b"x"
+        assert client.pttl(a) > 1000 * (kept.KEPT_S - PATIENCE_S)
+        assert client.pttl(b) <= 100_000
+        client.pexpire(b, 0)
     assert await store.get("t", "b") is None
     assert await store.get("t", "a") == b"x"
-    await asyncio.sleep(0.4)
+    monkeypatch.setattr(kept_redis, "KEPT_S", 0.001)
+    await asyncio.sleep(0.01)
     await store.put("u", "c", b"x")  # takes away what others have left
     with server.client() as client:
         assert client.zrange(f"{kept_redis.PREFIX}@used", 0, -1) == [b"u/c"]
