@@ -4,8 +4,6 @@ import io
 import os
 import signal
 import subprocess
-import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -19,7 +17,7 @@ from services.encoder.child import Child
 from services.encoder.decode import worst_case_bytes
 from services.encoder.decode_pool import DecodePool, MemoryBudget
 from tests.in_process_decoder import decode_in_process
-from tests.noise import PATIENCE_S
+from tests.noise import PATIENCE_S, wait_until
 from tests.worker_pids import worker_pids
 
 MAX_PIXELS = 40_000_000
@@ -187,18 +185,15 @@ def test_an_image_that_never_fits_is_refused_and_others_wait_in_order() -> None:
     budget, order = MemoryBudget(100), []
     with pytest.raises(InvalidImage, match="at most 100"), budget.taken(101):
         pass
-    started = threading.Semaphore(0)
 
     def take(name: str, size: int) -> None:
-        started.release()
         with budget.taken(size):
             order.append(name)
 
     with ThreadPoolExecutor(3) as threads, budget.taken(60):
-        for name, size in (("large", 90), ("small", 10)):
+        for count, (name, size) in enumerate((("large", 90), ("small", 10)), 1):
             threads.submit(take, name, size)
-            started.acquire()
-            time.sleep(0.05)  # until it waits
+            wait_until(lambda count=count: len(budget._waiting) == count, f"{name} waits")
         assert order == []  # the small one is behind the large one
     assert order == ["large", "small"]
     with budget.taken(100):
