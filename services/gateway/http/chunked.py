@@ -1,7 +1,9 @@
-"""Pieces of a streamed answer, framed without uvicorn's HTTP parser.
+"""Answers with few writes, and pieces of a stream framed without uvicorn's HTTP parser.
 
-h11, which frames everything else and is the plain twin, takes a sixth of all that the gateway does
-for a token; the bytes are the same. `server` puts `chunked` around the application.
+Each write is a call of the system and wakes the client: the head waits for the first piece, as ASGI
+has it, and the last piece for what ends the body. h11, which frames everything else and is the
+plain twin, takes a sixth of all that the gateway does for a token; the bytes are the same. `server`
+puts `chunked` around the application.
 """
 
 from collections.abc import Mapping
@@ -19,31 +21,53 @@ def chunked(app: ASGIApp) -> ASGIApp:
     async def call(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             cycle = cast("MethodType", send).__self__
-            send = _cheaper(cast("RequestResponseCycle", cycle))
+            send = _Channel(cast("RequestResponseCycle", cycle)).send
         await app(scope, receive, send)
 
     return call
 
 
-def _cheaper(cycle: RequestResponseCycle) -> Send:
-    """The end of one request's channel, in place of its cycle's `send`."""
-    is_chunked = False
+class _Channel:
+    """One answer's, in place of its cycle's `send` and of the transport that the cycle has."""
 
-    async def send(message: Message) -> None:
-        nonlocal is_chunked
-        if not (is_chunked and message.get("more_body")):
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle = cycle
+        self._transport = cycle.transport
+        self._held: list[bytes] = []
+        self._is_chunked = False
+        self.is_closing = self._transport.is_closing
+        cast("Any", cycle).transport = self
+
+    async def send(self, message: Message) -> None:
+        cycle = self._cycle
+        if self._is_chunked and message.get("more_body"):
+            if cycle.flow.write_paused and not cycle.disconnected:
+                await cycle.flow.drain()
+            if body := message.get("body", b""):  # an empty one would end the answer
+                self._held.append(b"%x\r\n%b\r\n" % (len(body), body))
+        else:
             # False after the last piece: what follows is an error, and uvicorn's to raise.
             starts = message["type"] == "http.response.start"
-            is_chunked = starts and _is_chunked(cycle.scope, message)
+            self._is_chunked = starts and _is_chunked(cycle.scope, message)
             await cycle.send(cast("ASGISendEvent", message))
-            return
-        if cycle.flow.write_paused and not cycle.disconnected:
-            await cycle.flow.drain()
-        body: bytes = message.get("body", b"")
-        if body and not cycle.disconnected:  # an empty one would end the answer
-            cycle.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
+            if starts:
+                return
+        self._flush()
 
-    return send
+    def write(self, data: bytes) -> None:
+        """For the cycle: at once before an answer, and with the end of an answer."""
+        self._held.append(data)
+        if self._cycle.response_complete or not self._cycle.response_started:
+            self._flush()
+
+    def close(self) -> None:
+        self._flush()
+        self._transport.close()
+
+    def _flush(self) -> None:
+        if (data := b"".join(self._held)) and not self._cycle.disconnected:
+            self._transport.write(data)
+        self._held.clear()
 
 
 def _is_chunked(scope: Mapping[str, Any], start: Message) -> bool:

@@ -22,11 +22,11 @@ class Wire(asyncio.Transport):
 
     def __init__(self) -> None:
         super().__init__()
-        self.written = bytearray()
+        self.writes: list[bytes] = []
         self.closed = False
 
     def write(self, data: Any) -> None:
-        self.written += data
+        self.writes.append(bytes(data))
 
     def close(self) -> None:
         self.closed = True
@@ -61,20 +61,22 @@ def stream(*pieces: bytes, status: int = 200, headers: Any = STREAM) -> list[Mes
     return [start, *body, {"type": "http.response.body", "body": b"data: [DONE]\n\n"}]
 
 
-async def answer(app: Any, request: bytes) -> tuple[bytes, bool]:
+async def answer(app: Any, *received: bytes) -> tuple[list[bytes], bool]:
     """What uvicorn writes, and whether it has closed the connection then."""
     config = uvicorn.Config(app, date_header=False, log_config=None, access_log=False)
     state, wire = ServerState(), Wire()
     protocol = H11Protocol(config=config, server_state=state, app_state={})
     protocol.connection_made(wire)
-    protocol.data_received(request)
+    for data in received:
+        protocol.data_received(data)
+        await asyncio.sleep(0)
     while state.tasks:
         await asyncio.gather(*state.tasks)
     closed = wire.closed
     protocol.connection_lost(None)
     if protocol.timeout_keep_alive_task is not None:
         protocol.timeout_keep_alive_task.cancel()
-    return bytes(wire.written), closed
+    return wire.writes, closed
 
 
 def get(version: str = "1.1", method: str = "GET", headers: str = "") -> bytes:
@@ -102,7 +104,41 @@ def get(version: str = "1.1", method: str = "GET", headers: str = "") -> bytes:
 )
 async def test_pieces_are_framed_as_by_uvicorn(messages: list[Message], request_: bytes) -> None:
     app = answering(messages)
-    assert await answer(chunked(app), request_) == await answer(app, request_)
+    writes, closed = await answer(chunked(app), request_)
+    written, has_to_close = await answer(app, request_)
+    assert (b"".join(writes), closed) == (b"".join(written), has_to_close)
+
+
+async def test_the_head_goes_with_the_first_piece_and_the_end_with_the_last() -> None:
+    writes, _ = await answer(chunked(answering(stream(b"a", b"", b"b"))), get())
+    first, second, last = writes
+    assert first.startswith(b"HTTP/1.1 200") and first.endswith(b"\r\n\r\n1\r\na\r\n")
+    assert second == b"1\r\nb\r\n"
+    assert last == b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n"
+    whole = stream(b"abc", headers=[(b"content-length", b"17")])
+    writes, _ = await answer(chunked(answering([whole[0], whole[1], whole[2]])), get())
+    assert [write[-3:] for write in writes] == [b"abc", b"]\n\n"]
+
+
+async def test_a_pipelined_request_that_is_wrong_is_answered_behind_the_first() -> None:
+    writes, closed = await answer(chunked(answering(stream(b"a"))), get() + b"wrong\r\n\r\n")
+    written = b"".join(writes)
+    assert 0 < written.index(b"\r\n0\r\n\r\n") < written.index(b"HTTP/1.1 400") and closed
+
+
+async def test_a_client_that_waits_to_be_asked_for_its_body_is_asked_at_once() -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await receive()
+        await answering(stream(b"a"))(scope, receive, send)
+
+    head = get(headers="Expect: 100-continue\r\nContent-Length: 1\r\n")
+    writes, _ = await answer(chunked(app), head, b"x")
+    assert [write[:12] for write in writes] == [b"HTTP/1.1 100", b"HTTP/1.1 200", b"e\r\ndata: [DO"]
+
+
+async def test_what_an_application_left_undone_is_written_before_the_connection_is_closed() -> None:
+    writes, closed = await answer(chunked(answering(stream(b"a")[:1])), get())
+    assert b"".join(writes).startswith(b"HTTP/1.1 200") and closed
 
 
 async def test_h11_sees_only_the_last_piece_of_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,5 +157,5 @@ async def test_h11_sees_only_the_last_piece_of_a_stream(monkeypatch: pytest.Monk
 
 async def test_nothing_is_sent_after_the_end_of_an_answer() -> None:
     messages = [*stream(b"a"), {"type": "http.response.body", "body": b"late", "more_body": True}]
-    written, _ = await answer(chunked(answering(messages)), get())
-    assert b"late" not in written
+    writes, _ = await answer(chunked(answering(messages)), get())
+    assert b"late" not in b"".join(writes)
