@@ -9,6 +9,8 @@
     │   ├── ThreadUnsupported          400
     │   ├── ModelNotFound              404
     │   └── NotFound                   404  what an earlier request made, or another tenant's did
+    ├── Unauthorized                   401  the caller has no valid key
+    ├── Forbidden                      403  its key, or the page that it is, may not ask this
     ├── PayloadTooLarge                413
     ├── UnsupportedMediaType           415  the body is declared as something other than JSON
     ├── MediaFetchFailed               422  a URL answered, but not with an image
@@ -111,6 +113,19 @@ class ModelNotFound(InvalidRequest, code="model_not_found", http=404, grpc="NOT_
 
 class NotFound(InvalidRequest, code="not_found", http=404, grpc="NOT_FOUND"):
     """What the request names is not kept here, or belongs to another tenant."""
+
+
+class Unauthorized(
+    TriptychError,
+    code="invalid_api_key", http=401, openai="authentication_error", grpc="UNAUTHENTICATED",
+):  # fmt: skip
+    """A key is needed, and none that is valid was given."""
+
+
+class Forbidden(
+    TriptychError, code="forbidden", http=403, openai="permission_error", grpc="PERMISSION_DENIED"
+):
+    """The caller is known, or is a page of another site, and may not ask this."""
 
 
 class PayloadTooLarge(

@@ -126,10 +126,10 @@ def create_gateway(settings: GatewaySettings, bounds: Bounds = _BOUNDS) -> Gatew
         service, admission, metrics, spec.directory, kept, settings.others
     )
     app = _application(routes, lambda _: _running(service, leases, web, loader, kept))
-    middleware: ASGIApp = Middleware(
-        app, endpoints, admission, keyring, leases, metrics, service.model_name
+    same_site = _same_site(settings, needs_key=not keyring.is_open)
+    middleware = Middleware(
+        app, endpoints, same_site, admission, keyring, leases, metrics, service.model_name
     )
-    middleware = _same_site(middleware, settings, needs_key=not keyring.is_open)
     app_with_cors = with_cors(middleware, settings.cors_origins)
     return Gateway(app_with_cors, admission, service, metrics)
 
@@ -150,12 +150,12 @@ async def _running(
         await kept.close()
 
 
-def _same_site(app: ASGIApp, settings: GatewaySettings, *, needs_key: bool) -> ASGIApp:
+def _same_site(settings: GatewaySettings, *, needs_key: bool) -> SameSite | None:
     is_served = served_hosts(settings.host, settings.served_hosts, needs_key=needs_key)
     if is_served is None:
-        return app
+        return None
     origins = settings.cors_origins if is_loopback(settings.host) else None
-    return SameSite(app, is_served, origins)
+    return SameSite(is_served, origins)
 
 
 def _leases(settings: GatewaySettings, metrics: GatewayMetrics) -> Leases:

@@ -188,6 +188,19 @@ def test_other_origins_get_nothing(open_stack, stack):
     assert "access-control-allow-origin" not in refused.headers
 
 
+def test_a_page_of_another_site_gets_a_refusal_with_an_id_and_nothing_else(stack):
+    for host, origin in (("evil.example", ""), ("localhost", "https://evil.example"), ("[", "")):
+        with stack.client(headers={"host": host, "x-request-id": "its-id"}) as client:
+            headers = {"origin": origin} if origin else {}
+            for path in ("/", "/v1/models"):
+                refused = client.get(path, headers=headers)
+                assert refused.status_code == 403
+                assert refused.json()["error"]["code"] == "forbidden"
+                assert refused.headers["x-request-id"] == "its-id"
+            refused = client.post("/v1/messages", headers=headers, json={})
+            assert refused.json()["type"] == "error"
+
+
 def test_answers_and_errors_can_be_read_by_the_page(open_stack):
     with open_stack.client(headers={"origin": PAGE}) as client:
         refused = client.post("/v1/chat/completions", json={})

@@ -21,6 +21,7 @@ from services.common.errors import (
     DeadlineExceeded,
     PayloadTooLarge,
     TriptychError,
+    Unauthorized,
     UnsupportedMediaType,
 )
 from services.gateway.forms.error_answers import (
@@ -203,6 +204,8 @@ async def handle_triptych_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, TriptychError)
     error.without_frames()
     headers: dict[str, str] = {}
+    if isinstance(error, Unauthorized):
+        headers["www-authenticate"] = "Bearer"
     if error.http_status == 503 or error.retry_after_s is not None:
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s or 1)))
     return error_response(request.scope, error.http_status, error_of(error), headers)

@@ -1,9 +1,10 @@
-"""ASGI middleware around all routes: request ids, traces, API keys and the access log.
+"""ASGI middleware around all routes: request ids, traces, who may call, and the access log.
 
-uvicorn calls it, and it calls the routes. A wrong key is answered here with a 401. Requests that
-generate go straight to their endpoint: FastAPI's own layers, which find routes, trace and turn
-errors into responses, take a twentieth of what the gateway does for such a request. So what an
-endpoint raises is answered here, as FastAPI's handlers would; any other exception is logged here.
+uvicorn calls it, and it calls the routes. A wrong key is a 401, a page of another site a 403.
+Requests that generate go straight to their endpoint: FastAPI's own layers, which find routes, trace
+and turn errors into responses, take a twentieth of what the gateway does for such a request. So
+what an endpoint raises is answered here, as FastAPI's handlers would; any other exception is logged
+here.
 """
 
 import logging
@@ -18,11 +19,11 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from services.common.errors import TriptychError
+from services.common.errors import Forbidden, TriptychError, Unauthorized
 from services.common.spans import TRACEPARENT, Span, span
 from services.common.telemetry import bind_request_id
-from services.gateway.forms.error_answers import error_body
-from services.gateway.http.exchange import error_response, handle_bug, handle_triptych_error
+from services.gateway.http.exchange import handle_bug, handle_triptych_error
+from services.gateway.http.same_site import SameSite
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.tenancy.admission import Admission
 from services.gateway.tenancy.leases import Leases
@@ -37,6 +38,7 @@ _PAGE_FILES = "/static/"  # open and quiet, too
 _SCOPES: Mapping[str, KeyScope] = {
     "/metrics": "metrics", "/load": "metrics", "/reset_prefix_cache": "admin"
 }  # fmt: skip
+_NO_KEY = "a valid API key is needed: Authorization: Bearer <key>"
 _PREFLIGHT_AGE_S = 600
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
@@ -47,12 +49,14 @@ class Middleware:
 
     Attributes:
         endpoints: that generate, by their paths; the routes have them, too, for other methods.
+        same_site: None: pages of all sites may call.
         leases: of tenants' limits, for the headers that tell them what is left.
         model: its name, for the audit log.
     """
 
     app: ASGIApp
     endpoints: Mapping[str, ASGIApp]
+    same_site: SameSite | None
     admission: Admission
     keyring: Keyring
     leases: Leases
@@ -92,16 +96,6 @@ class Middleware:
         app, identity = self.app, None
         if scope["method"] == "POST":
             app = self.endpoints.get(scope["path"], app)
-        if scope["path"] not in _OPEN_PATHS and not scope["path"].startswith(_PAGE_FILES):
-            # The second is what Anthropic's clients send.
-            key = headers.get(b"authorization") or b"Bearer " + headers.get(b"x-api-key", b"")
-            identity = self.keyring.identify(key)
-            if identity is None:
-                app = _unauthorized
-            elif scope_of(scope["path"]) not in identity.scopes:
-                app = _forbidden
-            else:
-                bind_identity(identity)
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
@@ -120,6 +114,18 @@ class Middleware:
 
         try:
             try:
+                if self.same_site is not None:
+                    self.same_site.check(headers)
+                if scope["path"] not in _OPEN_PATHS and not scope["path"].startswith(_PAGE_FILES):
+                    # What Anthropic's clients send.
+                    key = headers.get(b"x-api-key", b"")
+                    key = headers.get(b"authorization") or b"Bearer " + key
+                    identity = self.keyring.identify(key)
+                    if identity is None:
+                        raise Unauthorized(_NO_KEY)
+                    if scope_of(scope["path"]) not in identity.scopes:
+                        raise Forbidden(f"the API key does not open {scope['path']}")
+                    bind_identity(identity)
                 await app(scope, receive, send_with_id)
             finally:
                 if identity is not None and "used" in scope["state"]:
@@ -169,19 +175,6 @@ def with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
         expose_headers=["x-request-id", "retry-after", "x-triptych-ignored"],
         max_age=_PREFLIGHT_AGE_S,
     )
-
-
-async def _forbidden(scope: Scope, receive: Receive, send: Send) -> None:
-    message = f"the API key does not open {scope['path']}"
-    body = error_body(message, kind="permission_error", code="forbidden")
-    await error_response(scope, 403, body)(scope, receive, send)
-
-
-async def _unauthorized(scope: Scope, receive: Receive, send: Send) -> None:
-    message = "a valid API key is needed: Authorization: Bearer <key>"
-    body = error_body(message, kind="authentication_error", code="invalid_api_key")
-    answer = error_response(scope, 401, body, {"www-authenticate": "Bearer"})
-    await answer(scope, receive, send)
 
 
 def _outcome(scope: Scope) -> dict[str, str]:

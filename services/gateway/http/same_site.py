@@ -7,14 +7,11 @@ foreign `Host` is refused, and on loopback so is a request that a browser sends 
 unless CORS allows it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from ipaddress import ip_address
 from urllib.parse import urlsplit
 
-from starlette.types import ASGIApp, Receive, Scope, Send
-
-from services.gateway.forms.error_answers import error_body
-from services.gateway.http.exchange import error_response
+from services.common.errors import Forbidden
 
 
 def is_loopback(host: str) -> bool:
@@ -64,7 +61,7 @@ def served_hosts(
 
 
 class SameSite:
-    """ASGI middleware.
+    """What the middleware asks before it serves a request.
 
     Args:
         is_served: whether requests for a host are answered.
@@ -73,26 +70,14 @@ class SameSite:
     """
 
     def __init__(
-        self,
-        app: ASGIApp,
-        is_served: Callable[[str], bool],
-        allowed_origins: Sequence[str] | None = None,
+        self, is_served: Callable[[str], bool], allowed_origins: Sequence[str] | None = None
     ) -> None:
-        self._app = app
         self._is_served = is_served
         self._allowed = frozenset(("*",) if allowed_origins is None else allowed_origins)
         self._last_host = ""  # that was served: most requests have the same
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        refused = self._refused(dict(scope["headers"])) if scope["type"] == "http" else ""
-        if not refused:
-            await self._app(scope, receive, send)
-            return
-        body = error_body(refused, kind="permission_error", code="forbidden")
-        await error_response(scope, 403, body)(scope, receive, send)
-
-    def _refused(self, headers: dict[bytes, bytes]) -> str:
-        """Why a request is not answered, or ""."""
+    def check(self, headers: Mapping[bytes, bytes]) -> None:
+        """Raises Forbidden if a request is not answered."""
         host = headers.get(b"host", b"").decode("latin-1")
         if host != self._last_host:
             try:
@@ -101,11 +86,12 @@ class SameSite:
                 name = ""
             if host and not (name and self._is_served(name)):
                 shown = (name or host)[:100]
-                return f"the host {shown!r} is not served: see GATEWAY_ALLOWED_SITES"
+                raise Forbidden(f"the host {shown!r} is not served: see GATEWAY_ALLOWED_SITES")
             self._last_host = host
         origin = headers.get(b"origin", b"").decode("latin-1")
         if not origin or origin in self._allowed or "*" in self._allowed:
-            return ""
-        if origin.partition("://")[2] == host:
-            return ""
-        return f"pages of {origin[:100]!r} may not call: GATEWAY_ALLOWED_SITES does not name it"
+            return
+        if origin.partition("://")[2] != host:
+            raise Forbidden(
+                f"pages of {origin[:100]!r} may not call: GATEWAY_ALLOWED_SITES does not name it"
+            )

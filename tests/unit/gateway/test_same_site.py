@@ -1,9 +1,8 @@
 """Which callers a gateway on loopback answers."""
 
-import httpx
 import pytest
-from starlette.responses import PlainTextResponse
 
+from services.common.errors import Forbidden
 from services.gateway.http.same_site import SameSite, is_loopback, served_hosts
 
 
@@ -19,43 +18,38 @@ def test_loopback(host: str, expected: bool) -> None:
     assert is_loopback(host) is expected
 
 
-async def ask(
-    host: str, origin: str | None = None, allowed: tuple[str, ...] = (), path: str = "/"
-) -> httpx.Response:
+def is_answered(host: str, origin: str | None = None, allowed: tuple[str, ...] = ()) -> bool:
     is_served = served_hosts("127.0.0.1", (), needs_key=False)
     assert is_served is not None
-    app = SameSite(PlainTextResponse("x"), is_served, allowed)
-    headers = {"host": host} | ({} if origin is None else {"origin": origin})
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app)) as client:
-        return await client.post(f"http://x{path}", headers=headers)
+    headers = {b"host": host.encode()} | ({} if origin is None else {b"origin": origin.encode()})
+    try:
+        SameSite(is_served, allowed).check(headers)
+    except Forbidden:
+        return False
+    return True
 
 
 @pytest.mark.parametrize(
     ("host", "origin", "allowed", "expected"),
     [
-        ("localhost:8000", None, (), 200),
-        ("127.0.0.1:8000", "http://127.0.0.1:8000", (), 200),
-        ("[::1]:8000", None, (), 200),
-        ("evil.example:8000", None, (), 403),  # DNS rebinding
-        ("evil.example:8000", "http://evil.example:8000", (), 403),
-        ("localhost:8000", "https://evil.example", (), 403),
-        ("localhost:8000", "null", (), 403),  # a page in a sandboxed frame
-        ("localhost:8000", "http://localhost:3000", (), 403),
-        ("localhost:8000", "http://localhost:3000", ("http://localhost:3000",), 200),
-        ("localhost:8000", "https://evil.example", ("*",), 200),
-        ("[", None, (), 403),
-        ("[::1", None, (), 403),
-        (":8000", None, (), 403),
-        ("localhost:8000", "http://[", (), 403),
+        ("localhost:8000", None, (), True),
+        ("127.0.0.1:8000", "http://127.0.0.1:8000", (), True),
+        ("[::1]:8000", None, (), True),
+        ("evil.example:8000", None, (), False),  # DNS rebinding
+        ("evil.example:8000", "http://evil.example:8000", (), False),
+        ("localhost:8000", "https://evil.example", (), False),
+        ("localhost:8000", "null", (), False),  # a page in a sandboxed frame
+        ("localhost:8000", "http://localhost:3000", (), False),
+        ("localhost:8000", "http://localhost:3000", ("http://localhost:3000",), True),
+        ("localhost:8000", "https://evil.example", ("*",), True),
+        ("[", None, (), False),
+        ("[::1", None, (), False),
+        (":8000", None, (), False),
+        ("localhost:8000", "http://[", (), False),
     ],
 )
-async def test_foreign_hosts_and_sites_are_refused(host, origin, allowed, expected) -> None:
-    assert (await ask(host, origin, allowed)).status_code == expected
-
-
-async def test_a_refusal_has_the_shape_of_the_path() -> None:
-    assert (await ask("evil.example", path="/v1/messages")).json()["type"] == "error"
-    assert "type" not in (await ask("evil.example", path="/v1/models")).json()
+def test_foreign_hosts_and_sites_are_refused(host, origin, allowed, expected) -> None:
+    assert is_answered(host, origin, allowed) is expected
 
 
 @pytest.mark.parametrize(
