@@ -11,7 +11,6 @@ answer.
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import takewhile
 from typing import Protocol, TypeVar
 
@@ -34,37 +33,37 @@ _HOME = 0.5
 
 
 class PromptChain:
-    """Hashes of a prompt's beginnings, made when they are first asked for.
+    """Hashes of a prompt's beginnings.
 
     Args:
         token_ids: int32 [num_tokens], contiguous, placeholders expanded.
         images: in order of offset.
         salt: separates tenants.
+
+    Attributes:
+        links: (hash, tokens up to its end) of each beginning. The last token is in none of them: it
+            is computed in any case.
     """
 
     def __init__(self, token_ids: Int32s, images: Sequence[pb.ImageRef], salt: bytes) -> None:
         self.num_tokens = len(token_ids)
         self.images = images
-        self._token_ids = token_ids
-        self._salt = salt
-
-    @cached_property
-    def links(self) -> list[tuple[bytes, int]]:
-        """(hash, tokens up to its end) of each beginning. The last token is in none of them: it is
-        computed in any case.
-        """
-        links: list[tuple[bytes, int]] = []
-        data, images = self._token_ids.data.cast("B"), iter(self.images)
-        hashed = blake3(self._salt)
-        image, start = next(images, None), 0
-        while (end := start + (_SHORT if len(links) < _NUM_SHORT else _LONG)) < self.num_tokens:
+        self.links: list[tuple[bytes, int]] = []
+        data, following = token_ids.data.cast("B"), iter(images)
+        hashed = blake3(salt)
+        image, start = next(following, None), 0
+        while (end := start + _size(start)) < self.num_tokens:
             hashed.update(data[4 * start : 4 * end])
             while image is not None and image.offset < end:
                 hashed.update(b"image%d:%s" % (image.offset, image.image_key))
-                image = next(images, None)
-            links.append((hashed.digest(16), end))
+                image = next(following, None)
+            self.links.append((hashed.digest(16), end))
             start = end
-        return links
+
+
+def _size(index: int) -> int:
+    """Tokens of the link that has a prompt's token of that index."""
+    return _SHORT if index < _NUM_SHORT * _SHORT else _LONG
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +133,7 @@ class SentPrompts:
             uses_cache: the decoder will look for the prompt in its cache.
         """
         oldest_waiting = next(iter(self._waiting), self._number + 1)
-        before = [(self._links.get(link, (oldest_waiting, 0))[0], end) for link, end in chain.links]
+        before = ((self._links.get(link, (oldest_waiting, 0))[0], end) for link, end in chain.links)
         computed = list(takewhile(lambda found: found[0] < oldest_waiting, before))
         self._number += 1
         last, found = self._last_found(chain) if uses_cache else (b"", 0)
@@ -147,12 +146,11 @@ class SentPrompts:
         self._num_running += 1
         self._num_running_tokens += chain.num_tokens
         # The end of a prompt first, so that it is also forgotten first, as decoders do.
-        starts = [0, *(end for _, end in chain.links)]
-        for index in range(len(chain.links) - 1, -1, -1):
-            link, end = chain.links[index]
-            self._forget(link)
-            self._links[link] = sent.number, end - starts[index]
-            self._num_tokens += end - starts[index]
+        for link, end in reversed(chain.links):
+            size = _size(end - 1)
+            if self._links.pop(link, None) is None:
+                self._num_tokens += size
+            self._links[link] = sent.number, size
         while self._num_tokens > self._room:
             self._forget(next(iter(self._links)))
         return sent
