@@ -16,13 +16,14 @@ class Mailbox(Generic[Item]):
     def __init__(self) -> None:
         self._items: list[Item] = []
         self.num_bytes = 0
-        self._arrived = asyncio.Event()
+        self._arrival: asyncio.Future[None] | None = None  # that `take` waits for
 
     def put(self, item: Item, num_bytes: int = 0) -> None:
         """Adds an item; never waits."""
         self._items.append(item)
         self.num_bytes += num_bytes
-        self._arrived.set()
+        if self._arrival is not None and not self._arrival.done():
+            self._arrival.set_result(None)
 
     def clear(self) -> None:
         self._items = []
@@ -31,8 +32,8 @@ class Mailbox(Generic[Item]):
     async def take(self) -> list[Item]:
         """All items at hand, at least one. For one caller at a time."""
         while not self._items:
-            self._arrived.clear()
-            await self._arrived.wait()
+            self._arrival = asyncio.get_running_loop().create_future()
+            await self._arrival
         items = self._items
         self.clear()
         return items

@@ -33,7 +33,7 @@ class _Channel:
     def __init__(self, cycle: RequestResponseCycle) -> None:
         self._cycle = cycle
         self._transport = cycle.transport
-        self._held: list[bytes] = []
+        self._held = b""
         self._is_chunked = False
         self.is_closing = self._transport.is_closing
         cast("Any", cycle).transport = self
@@ -44,7 +44,7 @@ class _Channel:
             if cycle.flow.write_paused and not cycle.disconnected:
                 await cycle.flow.drain()
             if body := message.get("body", b""):  # an empty one would end the answer
-                self._held.append(b"%x\r\n%b\r\n" % (len(body), body))
+                self._held += b"%x\r\n%b\r\n" % (len(body), body)
         else:
             # False after the last piece: what follows is an error, and uvicorn's to raise.
             starts = message["type"] == "http.response.start"
@@ -56,7 +56,7 @@ class _Channel:
 
     def write(self, data: bytes) -> None:
         """For the cycle: at once before an answer, and with the end of an answer."""
-        self._held.append(data)
+        self._held += data
         if self._cycle.response_complete or not self._cycle.response_started:
             self._flush()
 
@@ -65,9 +65,9 @@ class _Channel:
         self._transport.close()
 
     def _flush(self) -> None:
-        if (data := b"".join(self._held)) and not self._cycle.disconnected:
-            self._transport.write(data)
-        self._held.clear()
+        if self._held and not self._cycle.disconnected:
+            self._transport.write(self._held)
+        self._held = b""
 
 
 def _is_chunked(scope: Mapping[str, Any], start: Message) -> bool:
