@@ -92,6 +92,7 @@ def create_gateway(settings: GatewaySettings, bounds: Bounds = _BOUNDS) -> Gatew
     leases = _leases(settings, metrics)
     kept, held_bytes = _kept(settings, max_held_bytes(memory_limit_bytes()))
     admission = Admission(bounds.max_concurrent_requests, held_bytes, leases)
+    metrics.running.set_function(lambda: admission.num_running)
     encoders, decoders = _pools(settings, spec, metrics)
     web = WebMedia(allow_private=settings.allows_private_media)
     directory = settings.media_directory

@@ -33,6 +33,7 @@ def test_load_counts_requests_that_run(stack):
         with client.stream("POST", "/v1/chat/completions", json=body) as response:
             next(response.iter_lines())
             assert ask(stack, "/load", "GET").json() == {"server_load": 1}
+            assert stack.metric("gateway_requests_running") == 1
 
 
 def test_all_decoders_empty_their_caches(pair):

@@ -99,8 +99,7 @@ class Endpoint(ABC):
             async with received(self._admission, scope, receive) as (slot, body):
                 exchange = Exchange(scope, receive, send)
                 work = Work(exchange, timings, slot)
-                with self._metrics.running.track_inprogress():
-                    outcome = await exchange.while_connected(self._serve(work, body))
+                outcome = await exchange.while_connected(self._serve(work, body))
         except TriptychError as error:
             outcome = error.code
             if isinstance(error, Overloaded):
