@@ -126,8 +126,7 @@ class ChatTemplate:
         self.heads = frozenset(c[:n] for c in contents for n in range(1, len(c)))
         self.tails = frozenset(c[n:] for c in contents for n in range(1, len(c)))
         self.max_part = max(map(len, contents), default=1) - 1
-        ends = sorted({c[0] for c in contents} | {c[-1] for c in contents})
-        self.edges = re.compile(f"[{re.escape(''.join(ends))}]" if ends else "(?!)")
+        self.edges = frozenset(character for c in contents for character in (c[0], c[-1]))
 
     @cached_property
     def takes_late_system(self) -> bool:
@@ -243,7 +242,7 @@ class _Guard:
 
     def _string(self, text: str, quotable: frozenset[str]) -> str:
         template, break_ = self._template, self._break
-        if template.edges.search(text) is None:
+        if not any(character in text for character in template.edges):
             return text
 
         def guard_token(match: re.Match[str]) -> str:
