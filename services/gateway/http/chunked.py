@@ -40,19 +40,20 @@ class _Channel:
 
     async def send(self, message: Message) -> None:
         cycle = self._cycle
-        if self._is_chunked and message.get("more_body"):
-            if cycle.flow.write_paused and not cycle.disconnected:
-                await cycle.flow.drain()
-            if body := message.get("body", b""):  # an empty one would end the answer
-                self._held += b"%x\r\n%b\r\n" % (len(body), body)
-        else:
+        if not (self._is_chunked and message.get("more_body")):
             # False after the last piece: what follows is an error, and uvicorn's to raise.
             starts = message["type"] == "http.response.start"
             self._is_chunked = starts and _is_chunked(cycle.scope, message)
             await cycle.send(cast("ASGISendEvent", message))
-            if starts:
-                return
-        self._flush()
+            if not starts:
+                self._flush()
+            return
+        if cycle.flow.write_paused and not cycle.disconnected:
+            await cycle.flow.drain()
+        body: bytes = message.get("body", b"")
+        if body and not cycle.disconnected:  # an empty one would end the answer
+            self._transport.write(b"%b%x\r\n%b\r\n" % (self._held, len(body), body))
+            self._held = b""
 
     def write(self, data: bytes) -> None:
         """For the cycle: at once before an answer, and with the end of an answer."""
