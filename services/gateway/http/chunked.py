@@ -6,10 +6,10 @@ plain twin, takes a sixth of all that the gateway does for a token; the bytes ar
 puts `chunked` around the application.
 """
 
-from collections.abc import Mapping
 from types import MethodType
 from typing import Any, cast
 
+from h11._writers import ChunkedWriter
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn._types import ASGISendEvent
 from uvicorn.protocols.http.h11_impl import RequestResponseCycle
@@ -34,18 +34,15 @@ class _Channel:
         self._cycle = cycle
         self._transport = cycle.transport
         self._held = b""
-        self._is_chunked = False
         self.is_closing = self._transport.is_closing
         cast("Any", cycle).transport = self
 
     async def send(self, message: Message) -> None:
         cycle = self._cycle
-        if not (self._is_chunked and message.get("more_body")):
-            # False after the last piece: what follows is an error, and uvicorn's to raise.
-            starts = message["type"] == "http.response.start"
-            self._is_chunked = starts and _is_chunked(cycle.scope, message)
+        writer = cycle.conn._writer  # pyright: ignore[reportPrivateUsage]
+        if not (message.get("more_body") and isinstance(writer, ChunkedWriter)):
             await cycle.send(cast("ASGISendEvent", message))
-            if not starts:
+            if message["type"] != "http.response.start":
                 self._flush()
             return
         if cycle.flow.write_paused and not cycle.disconnected:
@@ -69,13 +66,3 @@ class _Channel:
         if self._held and not self._cycle.disconnected:
             self._transport.write(self._held)
         self._held = b""
-
-
-def _is_chunked(scope: Mapping[str, Any], start: Message) -> bool:
-    """Whether the body has chunked transfer coding, by RFC 9112, 6.3, and by h11."""
-    return (
-        scope["http_version"] == "1.1"
-        and scope["method"] != "HEAD"
-        and start["status"] == 200
-        and all(name != b"content-length" for name, _ in start["headers"])
-    )

@@ -28,20 +28,12 @@ class _StrictLines(ReceiveBuffer):
     2.2; h11 0.16 also takes a bare LF).
     """
 
-    _are_lines = False
-
     def maybe_extract_lines(self) -> list[bytearray] | None:
-        self._are_lines = True
-        try:
-            return super().maybe_extract_lines()
-        finally:
-            self._are_lines = False
-
-    def _extract(self, count: int) -> bytearray:
-        found = super()._extract(count)
-        if self._are_lines and found.count(b"\n") != found.count(b"\r\n"):
+        num_before = len(self)
+        lines = super().maybe_extract_lines()
+        if lines is not None and num_before - len(self) != 2 + sum(len(line) + 2 for line in lines):
             raise h11.RemoteProtocolError("a bare line feed in a request head")
-        return found
+        return lines
 
 
 class GatewayProtocol(H11Protocol):
