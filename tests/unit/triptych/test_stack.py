@@ -196,12 +196,15 @@ _SUPERVISOR = textwrap.dedent(
 
 
 def _supervisor(
-    directory: Path, grace_s: str = "2.5", *stubborn: str
+    directory: Path, grace_s: str = "2.5", *stubborn: str, nohup: bool = False
 ) -> tuple[subprocess.Popen[str], list[psutil.Process]]:
+    # Inherited; the tests themselves may run under nohup.
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN if nohup else signal.SIG_DFL)
     process = subprocess.Popen(
         [sys.executable, "-c", _SUPERVISOR, str(directory), grace_s, *stubborn],
         stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
+    signal.signal(signal.SIGHUP, before)
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     children = psutil.Process(process.pid).children()
@@ -219,11 +222,7 @@ def test_a_signal_ends_all_within_five_seconds(tmp_path: Path, number: signal.Si
 
 
 def test_a_closed_terminal_ends_nothing_under_nohup(tmp_path: Path) -> None:
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # inherited
-    try:
-        process, _ = _supervisor(tmp_path)
-    finally:
-        signal.signal(signal.SIGHUP, before)
+    process, _ = _supervisor(tmp_path, nohup=True)
     with process:
         process.send_signal(signal.SIGHUP)
         with pytest.raises(subprocess.TimeoutExpired):
