@@ -80,6 +80,7 @@ class Bench:
         self.text, self.format = text, weight_format
         self.bandwidth, self.rate = rates
         self.device = DeviceFacts.of(torch.device("cuda"))
+        self.facts = KernelFacts(self.device, text, torch.bfloat16, weight_format)
         assert text.moe is not None
         self.moe = text.moe
         self.layers: list[Layer] = []
@@ -149,18 +150,17 @@ class Bench:
 
     def implementations(self) -> dict[str, Call]:
         """Those of the dispatch table that run here, but for the plain one."""
-        facts = KernelFacts(self.device, self.text, torch.bfloat16, self.format)
         found: dict[str, Call] = {}
         for row in table.ROWS:
-            if row.operation == "moe" and not row.obstacle(facts) and row.name != "plain":
-                kernel = row.create(facts)
+            if row.operation == "moe" and not row.obstacle(self.facts) and row.name != "plain":
+                kernel = row.create(self.facts)
                 assert kernel is not None
                 found[row.name] = kernel
         return found
 
     def parts(self, num_tokens: int) -> dict[str, Call]:
         """The kernels of an implementation by themselves."""
-        pdl = self.device.supports_pdl
+        pdl = self.facts.pdl
         kernels = MoEKernels(self.device, self.moe, pdl)
         config = kernels.gemm_config(num_tokens, *self.weights())
         kept = {}
@@ -217,7 +217,7 @@ class Bench:
 
     def tune(self, counts: tuple[int, ...]) -> None:
         """Prints configurations by time, the present one marked."""
-        pdl = self.device.supports_pdl
+        pdl = self.facts.pdl
         kernels = MoEKernels(self.device, self.moe, pdl)
         for count in counts:
             inputs = self.inputs(count)

@@ -27,6 +27,7 @@ from services.common.nn.dummy_weights import load_dummy
 from services.common.nn.experts import moe as plain_moe
 from services.common.nn.layers import RMSNorm
 from services.common.nn.weights import materialize
+from services.decoder.operations.kernel_facts import KernelFacts
 from services.decoder.operations.moe import MoEKernels
 
 CHAIN = 24  # layers
@@ -76,20 +77,22 @@ class Variants:
             torch.nn.init.uniform_(norm.weight, 0.8, 1.2)
             self.layers.append((layer, norm))
         device = DeviceFacts.of(torch.device("cuda"))
-        self.kernels = {pdl: MoEKernels(device, text.moe, pdl) for pdl in range(3)}
+        facts = KernelFacts(device, text, torch.bfloat16, weight_format)
+        self.pdl = {True: facts.pdl, False: 0}
+        self.kernels = {pdl: MoEKernels(device, text.moe, mode) for pdl, mode in self.pdl.items()}
         # Small, so that the sum rounds little of an output away.
         self.starts = {
             count: (torch.randn(count, text.hidden_size, device="cuda") * 0.01).bfloat16()
             for count in (1, 2, 3, 4)
         }
 
-    def layer(self, config: MoEGemvConfig, residual: Tensor, index: int, *, pdl: int) -> None:
+    def layer(self, config: MoEGemvConfig, residual: Tensor, index: int, *, pdl: bool) -> None:
         """Adds a layer's output to the residual stream."""
         layer, norm = self.layers[index % len(self.layers)]
-        x = add_norm.rms_norm(residual, norm.weight, norm.eps, pdl=pdl)
+        x = add_norm.rms_norm(residual, norm.weight, norm.eps, pdl=self.pdl[pdl])
         self.kernels[pdl].gemv(x, layer.router, layer.experts, residual, config=config)
 
-    def graph(self, config: MoEGemvConfig, count: int, *, pdl: int) -> tuple[Tensor, object]:
+    def graph(self, config: MoEGemvConfig, count: int, *, pdl: bool) -> tuple[Tensor, object]:
         """The chain's residual stream, and the graph that fills it."""
         residual = self.starts[count].clone()
         stream = torch.cuda.Stream()
@@ -111,7 +114,7 @@ class Variants:
             x = plain.rms_norm(start, norm.weight, norm.eps)
             twin = plain_moe(x, layer.router, layer.experts, start).float()
             found = start.clone()
-            self.layer(config, found, 0, pdl=2)
+            self.layer(config, found, 0, pdl=True)
             expected = (start.float() + twin).bfloat16().float()
         return float((found.float() - expected).norm() / twin.norm())
 
@@ -119,9 +122,9 @@ class Variants:
         self, config: MoEGemvConfig, count: int, other: MoEGemvConfig | None = None
     ) -> bool:
         """Whether each replay of the chain leaves what it, or the other, leaves without PDL."""
-        expected, graph = self.graph(other or config, count, pdl=0)
+        expected, graph = self.graph(other or config, count, pdl=False)
         graph.replay()  # type: ignore[attr-defined]
-        found, graph = self.graph(config, count, pdl=2)
+        found, graph = self.graph(config, count, pdl=True)
         same = torch.ones((), dtype=torch.bool, device="cuda")
         for _ in range(_CHECKED):
             graph.replay()  # type: ignore[attr-defined]
@@ -130,7 +133,7 @@ class Variants:
 
     def time_us(self, config: MoEGemvConfig, count: int) -> float:
         """Median of one layer."""
-        _, graph = self.graph(config, count, pdl=2)
+        _, graph = self.graph(config, count, pdl=True)
         times: list[float] = []
         for _ in range(_TIMED):
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -163,7 +166,7 @@ def compile_ahead(
     text: TextSpec, weight_format: str, counts: tuple[int, ...], configs: list[MoEGemvConfig]
 ) -> None:
     """Fills Triton's cache by several processes."""
-    work = [(config, pdl) for pdl in (2, 0) for config in configs]
+    work = [(config, pdl) for pdl in (True, False) for config in configs]
     workers = min(_WORKERS, len(work))
     shares = [(text, weight_format, counts, work[first::workers]) for first in range(workers)]
     with ProcessPoolExecutor(workers, get_context("spawn")) as pool:

@@ -121,6 +121,7 @@ class Step:
 
     def __init__(self, case: Case) -> None:
         self.facts = facts = facts_of(case.shape)
+        self.pdl = KernelFacts(facts.device, TEXT_SHAPES[case.shape], torch.bfloat16).pdl
         hidden = TEXT_SHAPES[case.shape].hidden_size
         heads, kv_heads, dim = facts.num_heads, facts.num_kv_heads, facts.head_dim
         count, context = case.num_sequences, case.context
@@ -153,14 +154,13 @@ class Step:
 
     def projected(self, layer: int) -> ProjectedHeads:
         """The layer's GEMV, ready for q/k norm and rotation."""
-        pdl = self.facts.device.supports_pdl
-        qkv = gemv.linear(self.x, self.weights[layer % len(self.weights)], pdl=pdl)
+        qkv = gemv.linear(self.x, self.weights[layer % len(self.weights)], pdl=self.pdl)
         pool = self.pool[layer]
         return ProjectedHeads(qkv, self.norms, _EPS, self.rope, pool, self.rows)
 
     def rotated(self, layer: int) -> Tensor:
         """The layer's queries, after the write to the cache."""
-        return qk_rope_cache(self.projected(layer), pdl=self.facts.device.supports_pdl)
+        return qk_rope_cache(self.projected(layer), pdl=self.pdl)
 
     def expected(self, query: Tensor) -> Tensor:
         """Attention of layer 0 in float32, whose cache has the new tokens."""

@@ -27,6 +27,7 @@ from benchmarks.text_shapes import TEXT_SHAPES
 from kernels import plain, tuning
 from kernels.device import DeviceFacts
 from kernels.tuning import GemvConfig, SkinnyConfig, SwigluGemmConfig
+from services.decoder.operations.kernel_facts import KernelFacts
 
 Config = GemvConfig | SkinnyConfig | SwigluGemmConfig
 _EPS = 1e-6
@@ -151,6 +152,8 @@ class Runner:
     def __init__(self, gemm: Gemm, num_tokens: int, device: DeviceFacts, copies: int) -> None:
         torch.manual_seed(0)
         self.gemm, self.device = gemm, device
+        # Nothing is quantized, whatever the shape.
+        self.pdl = KernelFacts(device, TEXT_SHAPES["8b"], torch.bfloat16).pdl
         rows, columns = gemm.num_rows, gemm.num_columns
         self.x = torch.randn(num_tokens, columns, device="cuda").bfloat16()
         self.norm = torch.randn(columns, device="cuda").bfloat16()
@@ -179,7 +182,7 @@ class Runner:
         """The kernel's output."""
         from kernels.gemm import gemv, skinny_gemm, swiglu_gemm
 
-        kind, x, pdl = self.gemm.kind, self.x, self.device.supports_pdl
+        kind, x, pdl = self.gemm.kind, self.x, self.pdl
         if isinstance(config, SwigluGemmConfig):
             return swiglu_gemm.linear_swiglu(x, weight, config)
         if isinstance(config, SkinnyConfig):
@@ -201,8 +204,8 @@ class Runner:
         if self.gemm.kind == "linear_residual" and isinstance(config, GemvConfig):
             from kernels.gemm import gemv
 
-            pdl = self.device.supports_pdl
-            gemv.linear_residual(self.x, weight, None, self.residual, pdl=pdl, config=config)
+            residual = self.residual
+            gemv.linear_residual(self.x, weight, None, residual, pdl=self.pdl, config=config)
         else:
             self.call(weight, config)
 
@@ -212,7 +215,7 @@ class Runner:
         if "swiglu" in self.gemm.kind:
             from kernels.gemm import silu_mul
 
-            silu_mul.silu_and_mul(out, pdl=self.device.supports_pdl)
+            silu_mul.silu_and_mul(out, pdl=self.pdl)
 
 
 def error(found: Tensor, twin: Tensor) -> float:
