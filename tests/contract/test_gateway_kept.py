@@ -5,6 +5,7 @@ import json
 
 import openai
 import pytest
+from blake3 import blake3
 
 from tests.contract.test_gateway_responses import (
     THOUGHT,
@@ -213,6 +214,50 @@ def test_unknown_uuids_and_images_without_any_are_refused(stack):
     refused = stack.chat(messages=by_uuid(None))
     assert refused.json()["error"]["param"] == "messages[0].content[0]"
     assert not stack.decoder.submits
+
+
+@pytest.mark.parametrize("prefix", ["blake3:", "image:blake3:", "content:", ""])
+@pytest.mark.parametrize("path", ["chat", "responses"])
+def test_no_uuid_of_a_client_names_an_image_of_a_response(stack, path, prefix):
+    """The images of a kept response stay what they were, whatever a client calls another image."""
+    width = {"chat": 64, "responses": 96}[path]  # the tests of this table share a gateway
+    red, blue = image_url(width, 64), image_url(width, 64, (0, 0, 255))
+    item = {"role": "user", "content": [{"type": "input_image", "image_url": red}]}
+    first = post(stack, input=[item]).json()
+    assert first["store"] is True
+    (kept,) = [ref.image_key for ref in stack.decoder.submits[-1].images]
+    uuid = prefix + blake3(base64.b64decode(red.partition(",")[2])).hexdigest()
+
+    def ask(**image):
+        if path == "chat":
+            return stack.chat(messages=[{"role": "user", "content": [
+                {"type": "image_url", "uuid": uuid, "image_url": image.get("image_url")}
+            ]}])  # fmt: skip
+        part = {"type": "input_image", "uuid": uuid, **image}
+        return post(stack, input=[{"role": "user", "content": [part]}])
+
+    assert ask().status_code == 400  # nothing has been sent under this uuid yet
+    assert ask(image_url=blue).status_code == 200
+    (other,) = [ref.image_key for ref in stack.decoder.submits[-1].images]
+    assert other != kept
+    for _ in range(2):  # a turn that was kept, and one that goes on from it
+        assert post(stack, previous_response_id=first["id"]).status_code == 200
+        assert [ref.image_key for ref in stack.decoder.submits[-1].images] == [kept]
+        assert ask().status_code == 200
+        assert [ref.image_key for ref in stack.decoder.submits[-1].images] == [other]
+
+
+def test_an_image_of_a_uuid_is_kept_with_its_response_by_its_bytes(stack):
+    """A response keeps the image that it has seen, also when its uuid names another one later."""
+    red, blue = image_url(64, 64), image_url(64, 64, (0, 0, 255))
+    part = {"type": "input_image", "uuid": "mine", "image_url": red}
+    first = post(stack, input=[{"role": "user", "content": [part]}]).json()
+    keys = [ref.image_key for ref in stack.decoder.submits[-1].images]
+    part = {**part, "image_url": blue}
+    assert post(stack, input=[{"role": "user", "content": [part]}]).status_code == 200
+    assert [ref.image_key for ref in stack.decoder.submits[-1].images] != keys
+    assert post(stack, previous_response_id=first["id"]).status_code == 200
+    assert [ref.image_key for ref in stack.decoder.submits[-1].images] == keys
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,8 @@
 """Answers of /v1/responses that later requests go on from, and that clients ask for again.
 
 Each entry has its own turn alone, and the id of the one before, so a conversation takes its bytes
-once. Images are entries of their own under their digests, whatever URL they came by.
+once. Images are entries of their own under their digests, whatever URL or `uuid` they came by, in
+a namespace that no `uuid` reaches.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,7 +25,6 @@ from services.gateway.forms.responses import encode_json
 from services.gateway.forms.video import InputVideoPart
 from services.gateway.http.exchange import JsonResponse
 from services.gateway.kept import Kept
-from services.gateway.media.images import kept_name
 from services.gateway.slot import Slot
 from services.gateway.tenancy.tenants import bound_tenant
 
@@ -43,6 +43,27 @@ class _Turn(Struct, omit_defaults=True):
 
 
 _decoder = msgspec.json.Decoder(_Turn)
+
+
+class _KeptImage(api.ResponseImage, tag="input_image"):
+    """An image of a turn that was kept: `uuid` is the digest of its bytes."""
+
+    @property
+    def kept_name(self) -> str | None:
+        return _content_name(self.uuid or "")
+
+
+def _decode(data: bytes) -> _Turn:
+    """Reads a turn, in which all images are `_KeptImage`s."""
+    turn = _decoder.decode(data)
+    for item in turn.items:
+        for parts in (item.content, item.output):
+            if not isinstance(parts, list):
+                continue
+            for index, part in enumerate(parts):
+                if isinstance(part, api.ResponseImage):
+                    parts[index] = _KeptImage(**structs.asdict(part))
+    return turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,8 +165,8 @@ class KeptResponses:
         if data is not None:
             with suppress(msgspec.DecodeError):  # of another version's gateway
                 if len(data) <= _INLINE_BYTES:
-                    return _decoder.decode(data), len(data)
-                return await self._service.parsers.run(_decoder.decode, data), len(data)
+                    return _decode(data), len(data)
+                return await self._service.parsers.run(_decode, data), len(data)
         raise self._not_found(response_id, param)
 
     def _not_found(self, response_id: str, param: str | None) -> NotFound:
@@ -184,7 +205,7 @@ class KeptResponses:
                 if data is None:  # its turn was cut
                     return None
                 digest = f"blake3:{blake3(data).hexdigest()}"
-                if not await self._kept.put(tenant, kept_name(digest), data):
+                if not await self._kept.put(tenant, _content_name(digest), data):
                     return None
                 image = structs.replace(part.image, url=None)
                 part = structs.replace(part, image_url=image, uuid=digest)
@@ -200,6 +221,11 @@ def _check_length(num_items: int, num_bytes: int, param: str) -> None:
             f"the conversation has more than {MAX_MESSAGES} items or {_MAX_BYTES} bytes",
             param=param,
         )
+
+
+def _content_name(digest: str) -> str:
+    """The name of an image's entry, which only its bytes decide."""
+    return f"image:{digest}"
 
 
 def _name(response_id: str) -> str:

@@ -84,6 +84,13 @@ class ImagePart(Struct, kw_only=True, forbid_unknown_fields=True):
     max_pixels: Pixels | None = None
     uuid: ImageUuid | None = None
 
+    @property
+    def kept_name(self) -> str | None:
+        """Name of the image's entry among what is kept, in the namespace of clients' uuids. None
+        if the image has no uuid.
+        """
+        return None if self.uuid is None else f"uuid:{self.uuid}"
+
 
 class ImageUrlPart(ImagePart, tag_field="type", tag="image_url"):
     """OpenAI's part."""

@@ -46,10 +46,11 @@ class ImageSource:
     """An image as a request names it.
 
     Attributes:
-        url: of its bytes; empty: they are kept under the `uuid`.
+        url: of its bytes; empty: they are kept under `kept_name`.
         detail: `low`, or one that means the model's limits.
         min_pixels, max_pixels: of the resized image; None: the model's.
-        uuid: what later requests of the tenant call it; None: nothing.
+        kept_name: name of the image's entry among what is kept for the tenant. None if no later
+            request names the image.
         grid: of an embedding that the client brings, behind the URL; None: an image.
     """
 
@@ -58,7 +59,7 @@ class ImageSource:
     detail: str = "auto"
     min_pixels: int | None = None
     max_pixels: int | None = None
-    uuid: str | None = None
+    kept_name: str | None = None
     grid: Grid | None = None
 
 
@@ -90,7 +91,7 @@ class Image:
 
 
 class KeptImages(Protocol):
-    """Images by their `uuid`, of tenants that have names of their own.
+    """Images that later requests name, of tenants that have names of their own.
 
     Attributes:
         terms: when an entry is no longer found, for the error that says so.
@@ -112,7 +113,7 @@ class ImageReader:
     """Loads images and divides them into units.
 
     Attributes:
-        kept: where images with a `uuid` are put, and those without a URL are.
+        kept: store of the images that have a name for later requests.
         embeddings: loads an embedding's file, see `load_embedding`; None: clients may not bring
             them.
     """
@@ -142,14 +143,14 @@ class ImageReader:
                 if source.grid is not None:
                     return await self._embedding(source, source.grid, hold, max_patches, tenant)
                 geometry = self._geometry_for(source)
-                if source.uuid is not None and not source.url:
-                    data = await self._kept_image(source.uuid, hold, tenant)
+                if source.kept_name is not None and not source.url:
+                    data = await self._kept_image(source.kept_name, hold, tenant)
                     return self._measure(data, source.param, geometry, max_patches)
                 most = self.bounds.max_image_bytes
                 data = await self.loader.load(source.url, most, IMAGE, hold, tenant)
                 image = self._measure(data, source.param, geometry, max_patches)
-                if source.uuid is not None:
-                    await self.kept.put(tenant, kept_name(source.uuid), data)
+                if source.kept_name is not None:
+                    await self.kept.put(tenant, source.kept_name, data)
                 return image
             except TriptychError as error:
                 error.param = error.param or source.param
@@ -172,11 +173,12 @@ class ImageReader:
         data = await self.embeddings(source.url, num_tokens, hold, tenant)
         return Image(source.param, data, (unit,), is_embedding=True)
 
-    async def _kept_image(self, uuid: str, hold: Hold, tenant: str) -> bytes:
-        data = await self.kept.get(tenant, kept_name(uuid))
+    async def _kept_image(self, name: str, hold: Hold, tenant: str) -> bytes:
+        data = await self.kept.get(tenant, name)
         if data is None:
             raise InvalidRequest(
-                f"no image is kept under this uuid: send it with its URL. {self.kept.terms}"
+                f"this image is not kept here, or no longer: send it with its URL. "
+                f"{self.kept.terms}"
             )
         hold(len(data) * _MEMORY_PER_FETCHED_BYTE)
         return data
@@ -201,11 +203,6 @@ class ImageReader:
                     f"{area // unit.num_patches * max_patches} are served: lower max_pixels"
                 )
         return Image(param, data, units)
-
-
-def kept_name(uuid: str) -> str:
-    """Of an image among what is kept."""
-    return f"image:{uuid}"
 
 
 @dataclass(frozen=True, slots=True)

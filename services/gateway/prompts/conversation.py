@@ -305,14 +305,15 @@ def _source(part: _Image, param: str, request: ChatRequest) -> ImageSource:
         url, grid = part.source(param)
         return ImageSource(url, param, grid=grid)
     image = part.image
-    if not image.url and part.uuid is None:
+    if not image.url and part.kept_name is None:
         raise InvalidRequest("an image needs a URL, or the uuid of an earlier one", param=param)
     scopes = (image, part, request, request.mm_processor_kwargs)
     found = {
         name: next((v for s in scopes if s and (v := getattr(s, name)) is not None), None)
         for name in ("min_pixels", "max_pixels")
     }
-    return ImageSource(image.url or "", param, image.detail or "auto", uuid=part.uuid, **found)
+    detail = image.detail or "auto"
+    return ImageSource(image.url or "", param, detail, kept_name=part.kept_name, **found)
 
 
 def _video(part: AnyVideo, param: str, request: ChatRequest, index: int) -> VideoSource:
