@@ -1,6 +1,7 @@
-"""Model families by their architecture in config.json. A family: one file and one line here.
+"""Registry of model families, by the architecture that config.json names.
 
-All three services and the command line call `read_spec`; it reads JSON files, never weights.
+A new family needs one file in this package and one line in `FAMILIES`. All three services and the
+command line call `read_spec`, which reads JSON files and never weights.
 """
 
 import importlib
@@ -25,14 +26,17 @@ FAMILIES = {
 
 
 def read_spec(directory: Path | str) -> ModelSpec:
-    """Reads the JSON files of a checkpoint directory.
+    """Reads the JSON files of a checkpoint directory into a `ModelSpec`.
 
     Raises:
-        UnsupportedOption: the model needs what is not implemented; names the option.
-        ModelSpecError: a file is missing or malformed, or the architecture is not served.
+        UnsupportedOption: the model needs an option that is not implemented. The message names the
+            option and its file.
+        ModelSpecError: a file is missing or malformed, or the architecture is not supported.
     """
     directory = Path(directory).resolve()
-    if not os.path.exists(directory / "config.json"):  # pathlib raises where it may not look
+    # Path.exists raises PermissionError if a parent directory cannot be read; os.path.exists
+    # returns False.
+    if not os.path.exists(directory / "config.json"):
         is_adapter = os.path.exists(directory / "adapter_config.json")
         why = "is an adapter: merge it into its model" if is_adapter else "has no config.json"
         raise ModelSpecError(f"no model at {directory}: it {why}")

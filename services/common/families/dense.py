@@ -1,7 +1,7 @@
-"""Fields of config.json that dense families share, and the options that none of them serves.
+"""Readers of the config.json fields that all dense families share.
 
-Defaults of absent fields are those of transformers' configuration classes. An option that would
-change the model's answers and is not implemented is refused by name.
+An absent field has the default of transformers' configuration class. An option that would change
+the model's answers and is not implemented raises `UnsupportedOption` with the option's name.
 """
 
 import math
@@ -26,12 +26,24 @@ from services.common.quantization import read_quantization
 
 _ROPE_KINDS = ("default", "llama3", "yarn")
 _ROPE_FIELDS = {
-    "rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings",
-    "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "truncate",
-    "attention_factor", "mscale", "mscale_all_dim", "partial_rotary_factor",
-}  # fmt: skip
+    "rope_type",
+    "type",
+    "rope_theta",
+    "factor",
+    "original_max_position_embeddings",
+    "low_freq_factor",
+    "high_freq_factor",
+    "beta_fast",
+    "beta_slow",
+    "truncate",
+    "attention_factor",
+    "mscale",
+    "mscale_all_dim",
+    "partial_rotary_factor",
+}
 _MROPE_FIELDS = {"mrope_section", "mrope_interleaved"}
-# Newer checkpoints of an architecture may write calls in the newer form.
+# Both parsers are listed because newer checkpoints of the same architecture may write their tool
+# calls in the format of Qwen3-Coder instead of that of Hermes.
 QWEN_CONVERSATION = ConversationSpec(tool_parsers=("qwen3_coder", "hermes"), thinks=True)
 _EXPERT_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts")
 
@@ -45,8 +57,15 @@ def read_model(
     checkpoint: CheckpointSpec | None = None,
     conversation: ConversationSpec | None = None,
 ) -> ModelSpec:
-    """The spec of a whole directory, of which the family has read the parts; without them it is
-    that of a text model, whose names begin with `model.`, with neither tool calls nor reasoning.
+    """Builds the spec of a checkpoint directory from the parts that the family has read.
+
+    Args:
+        directory: absolute path of the checkpoint.
+        config: parsed config.json.
+        text: spec of the language model.
+        vision: spec of the vision tower. None if the model is a text model.
+        checkpoint: names of the tensors. Defaults to names that begin with `model.`.
+        conversation: formats of tool calls and reasoning. Defaults to neither.
     """
     generation = read_generation(directory)
     names = checkpoint or text_checkpoint()
@@ -65,7 +84,7 @@ def read_model(
 
 
 def text_checkpoint(prefix: str = "model.", vision_prefix: str = "") -> CheckpointSpec:
-    """Names of the language model's tensors, and of those that older files carry needlessly."""
+    """Tensor names of a language model. `inv_freq` buffers of older checkpoints are ignored."""
     return CheckpointSpec(
         text_prefix=prefix,
         vision_prefix=vision_prefix,
@@ -74,10 +93,15 @@ def text_checkpoint(prefix: str = "model.", vision_prefix: str = "") -> Checkpoi
 
 
 def with_tie(section: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-    """A `text_config` with what the config.json around it says of tied embeddings.
+    """Copies `tie_word_embeddings` from config.json into its `text_config`.
+
+    Args:
+        section: `text_config` of the config.json.
+        config: the whole config.json. Its value takes precedence over the section's.
 
     Raises:
-        UnsupportedOption: that says of rotation what would not be read.
+        UnsupportedOption: the rope options beside `text_config` differ from the rope options in
+            `text_config`, which are the only ones that are read.
     """
     for name in ("rope_scaling", "rope_parameters"):
         if config.get(name) not in (None, section.get(name)):
@@ -101,19 +125,18 @@ def read_text(
     sliding_window: int | None = None,
     moe: MoESpec | None = None,
 ) -> TextSpec:
-    """The language model of a config.json, or of its `text_config`.
+    """Reads the language model of a config.json, or of its `text_config`.
 
     Args:
-        head_dim: the family's default; None: hidden_size / heads.
-        num_kv_heads: the family's default of an absent field; None: as many as heads.
-        rope_theta: the family's default.
-        mrope_section: the family's default; None: positions are 1-D.
-        partial_rotary_factor: the family's default; None: heads rotate whole.
-        qk_norm, qkv_bias, o_bias, mlp_bias, sliding_window, moe: see `TextSpec`; biases that are
-            None are as `attention_bias` says.
+        head_dim: default of an absent field. None if it is hidden_size / num_attention_heads.
+        num_kv_heads: default of an absent field. None if it is num_attention_heads.
+        rope_theta, mrope_section: defaults of absent fields. No section if positions are 1-D.
+        partial_rotary_factor: default of an absent field. None if a factor below 1 is refused.
+        qk_norm, mlp_bias, sliding_window, moe: fields of `TextSpec`.
+        qkv_bias, o_bias: fields of `TextSpec`. None if `attention_bias` of `config` decides.
 
     Raises:
-        UnsupportedOption: names the option and what to do.
+        UnsupportedOption: an option is not implemented. The message names the option.
     """
     _refuse_unsupported(config, has_experts=moe is not None)
     num_heads = read_size(config, "num_attention_heads")
@@ -134,7 +157,8 @@ def read_text(
         positions = max(positions, int(rope.factor * rope.original_max_position_embeddings))
     bias = bool(config.get("attention_bias", False))
     qkv_bias = bias if qkv_bias is None else qkv_bias
-    expect_given(config, "use_qk_norm", qk_norm)  # transformers does so, whatever they say
+    # transformers ignores these two fields; a value that differs from the architecture is refused.
+    expect_given(config, "use_qk_norm", qk_norm)
     expect_given(config, "qkv_bias", qkv_bias)
     no_mlp = None if moe is None else moe.shared_intermediate_size or moe.intermediate_size
     return TextSpec(
@@ -165,13 +189,20 @@ def read_rope(
     mrope_section: tuple[int, int, int] | None = None,
     default_partial: float | None = None,
 ) -> RopeSpec:
-    """`rope_parameters`, or the older `rope_scaling` with a top-level `rope_theta`.
+    """Reads `rope_parameters`, or the older `rope_scaling` with a top-level `rope_theta`.
 
-    As in transformers, `rope_scaling` wins where both are there. Without `default_partial`, heads
-    rotate whole.
+    As in transformers, `rope_scaling` takes precedence if a config.json has both.
+
+    Args:
+        config: the JSON object that has the language model's fields.
+        head_dim: elements of a head.
+        default_theta: base of the frequencies if `rope_theta` is absent.
+        mrope_section: the family's default section. None if the family has 1-D positions.
+        default_partial: the family's default of `partial_rotary_factor`. None if the family rotates
+            whole heads.
 
     Raises:
-        UnsupportedOption: a kind or a field that is not implemented.
+        UnsupportedOption: the rope type or one of its fields is not implemented.
     """
     given: Mapping[str, Any] = config.get("rope_scaling") or config.get("rope_parameters") or {}
     known = _ROPE_FIELDS if mrope_section is None else _ROPE_FIELDS | _MROPE_FIELDS
@@ -211,10 +242,12 @@ def read_rope(
 
 
 def qwen_sliding_window(config: Mapping[str, Any], *, by_layer: bool = True) -> int | None:
-    """The window of a Qwen config's layers; None: `use_sliding_window` is off, or none has it.
+    """Sliding window of a Qwen model. None if no layer uses a sliding window.
 
     Args:
-        by_layer: `layer_types` or `max_window_layers` say which layers have it; else all do.
+        config: the JSON object that has the language model's fields.
+        by_layer: True if `layer_types` or `max_window_layers` select the layers that have the
+            window. False if all layers have it.
     """
     window = config.get("sliding_window", 4096) if config.get("use_sliding_window") else None
     if window is None or not by_layer:
@@ -230,7 +263,7 @@ def qwen_sliding_window(config: Mapping[str, Any], *, by_layer: bool = True) -> 
 def _scaled(
     rope: RopeSpec, kind: str, given: Mapping[str, Any], config: Mapping[str, Any]
 ) -> RopeSpec:
-    """`llama3` or `yarn`, with transformers' defaults."""
+    """Adds the scaling parameters of `llama3` or `yarn`, with transformers' defaults."""
     context = (
         config.get("original_max_position_embeddings")
         or given.get("original_max_position_embeddings")
@@ -288,7 +321,7 @@ def _refuse_unsupported(config: Mapping[str, Any], *, has_experts: bool) -> None
 
 
 def expect_given(config: Mapping[str, Any], name: str, *served: object) -> None:
-    """`expect` of an option that may be absent or null."""
+    """Calls `expect` for an option unless the option is absent or null."""
     if config.get(name) is not None:
         expect(name, config[name], *served)
 
@@ -296,11 +329,17 @@ def expect_given(config: Mapping[str, Any], name: str, *served: object) -> None:
 def read_size(
     config: Mapping[str, Any], name: str, absent: int | None = None, null: int | None = None
 ) -> int:
-    """A positive integer; `absent` and `null` stand for a missing field and for null.
+    """Reads a field that is a positive integer.
+
+    Args:
+        config: the JSON object that has the field.
+        name: name of the field.
+        absent: value of a missing field. None if the field is required.
+        null: value of a field that is null. None if null is refused.
 
     Raises:
-        KeyError: it is missing, and `absent` is None.
-        TypeError: it is something else.
+        KeyError: the field is missing, and `absent` is None.
+        TypeError: the field is not a positive integer.
     """
     value = config[name] if absent is None else config.get(name, absent)
     value = null if value is None else value

@@ -1,4 +1,4 @@
-"""Where a checkpoint's answers end and how its tokens are drawn, from its JSON files."""
+"""Reads a checkpoint's generation_config.json and the ids of its end-of-sequence tokens."""
 
 import logging
 from collections.abc import Mapping
@@ -7,8 +7,8 @@ from typing import Any, cast
 
 from services.common.model_spec import UnsupportedOption, read_json
 
-# generation_config.json: options that change answers and that no request can set here, by the
-# values that leave answers as they are.
+# Options of generation_config.json that would change answers and are not implemented, each with the
+# values under which it changes nothing. Any other value is refused.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     name: values
     for values, names in (
@@ -30,10 +30,10 @@ log = logging.getLogger(__name__)
 
 
 def read_generation(directory: Path) -> dict[str, Any]:
-    """generation_config.json; empty if there is none.
+    """Reads generation_config.json. Returns an empty dictionary if the file does not exist.
 
     Raises:
-        UnsupportedOption: an option that would change answers and is not served.
+        UnsupportedOption: the file has an option that would change answers and is not implemented.
     """
     path = directory / "generation_config.json"
     generation = read_json(path) if path.exists() else {}
@@ -47,11 +47,15 @@ def read_generation(directory: Path) -> dict[str, Any]:
 
 
 def eos_token_ids(directory: Path, vocab_size: int, *sources: Mapping[str, Any]) -> tuple[int, ...]:
-    """The union, first named first, with the tokenizer's own: files do not always agree.
+    """Collects the end-of-sequence token ids of several files, which do not always agree.
+
+    Returns the ids of `sources` in their order and then the id of the tokenizer's own token,
+    without duplicates. An id outside the vocabulary is left out with a warning.
 
     Args:
-        vocab_size: ids that are below can be sampled; no others count.
-        sources: JSON objects with an `eos_token_id`.
+        directory: the checkpoint.
+        vocab_size: number of token ids that the model can sample.
+        sources: JSON objects that may have an `eos_token_id`.
     """
     found: list[int | None] = []
     for source in sources:
@@ -61,12 +65,16 @@ def eos_token_ids(directory: Path, vocab_size: int, *sources: Mapping[str, Any])
         found.append(_token_id(directory, token))
     known = tuple(i for i in dict.fromkeys(found) if i is not None and 0 <= i < vocab_size)
     if lost := [token if i is None else i for i in dict.fromkeys(found) if i not in known]:
-        log.warning("%s: not in the vocabulary, and end no answer: %s", directory, lost)
+        log.warning(
+            "%s: these end-of-sequence tokens are not in the vocabulary and are ignored: %s",
+            directory,
+            lost,
+        )
     return known
 
 
 def _eos_token(directory: Path) -> str | None:
-    """tokenizer_config.json's, else that of the older special_tokens_map.json."""
+    """Reads `eos_token` from tokenizer_config.json, or else from special_tokens_map.json."""
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
         path = directory / name
         token = read_json(path).get("eos_token") if path.exists() else None

@@ -1,5 +1,7 @@
-"""The image processor's options, with the precedence and the defaults of transformers'
-`Qwen2VLImageProcessor`. Each is obeyed or refused by name.
+"""Reads the image processor's options.
+
+Precedence and defaults are those of transformers' `Qwen2VLImageProcessor`. An option that is not
+implemented raises `UnsupportedOption` with the option's name.
 """
 
 from collections.abc import Mapping
@@ -34,16 +36,22 @@ DEFAULTS: dict[str, Any] = {
 }
 _NULL_IS_ABSENT = ("size", "min_pixels", "max_pixels", "image_processor_type")
 FILTERS: dict[object, Literal["bilinear", "bicubic"]] = {2: "bilinear", 3: "bicubic"}
-# Mean and deviation of pixels of 0 to 255 that nearly all checkpoints have, but for rounding.
+# Mean and standard deviation, for pixel values from 0 to 255, of nearly all checkpoints. Values
+# that differ from it by rounding only are replaced by it.
 _CENTRE = 127.5
 
 
 def read_vision_spec(directory: Path, tower: TowerSpec, image_token_id: int) -> VisionSpec:
-    """How images become patches, and patches tokens.
+    """Reads the vision part of a model: image geometry and pixel normalization.
+
+    Args:
+        directory: the checkpoint.
+        tower: spec of the vision tower, without pixel normalization.
+        image_token_id: id of the token that stands for an image in the prompt.
 
     Raises:
-        ModelSpecError: there is no file, or it is malformed.
-        UnsupportedOption: an option's value is not served, or does not fit the tower.
+        ModelSpecError: the image processor's file is missing or malformed.
+        UnsupportedOption: the value of an option is not implemented or does not fit the tower.
     """
     found = read_processor(directory, "image_processor", "preprocessor_config.json")
     if found is None:
@@ -71,8 +79,18 @@ def read_vision_spec(directory: Path, tower: TowerSpec, image_token_id: int) -> 
 def read_processor(
     directory: Path, section: str, file: str
 ) -> tuple[str, Mapping[str, Any]] | None:
-    """The name of the file with a processor's options, and these: processor_config.json's section
-    comes first, then a file of its own; None: there is neither.
+    """Finds the options of an image or video processor.
+
+    The section of processor_config.json takes precedence over the processor's own file.
+
+    Args:
+        directory: the checkpoint.
+        section: name of the section in processor_config.json.
+        file: name of the processor's own file.
+
+    Returns:
+        Name of the file that has the options, and the options. None if the checkpoint has neither
+        the section nor the file.
     """
     path = directory / "processor_config.json"
     nested = read_json(path).get(section) if path.exists() else None
@@ -85,14 +103,18 @@ def read_processor(
 
 
 def check_options(
-    options: Mapping[str, Any], given: Mapping[str, Any], tower: TowerSpec,
+    options: Mapping[str, Any],
+    given: Mapping[str, Any],
+    tower: TowerSpec,
     **others: tuple[object, ...],
-) -> None:  # fmt: skip
-    """Raises UnsupportedOption: a value is not among those that are served.
+) -> None:
+    """Raises UnsupportedOption if the value of an option is not supported.
 
     Args:
-        options: of which the file has those `given`.
-        others: option → what is served, besides what images and videos share.
+        options: all options, with defaults for those that the file does not have.
+        given: the options that the file has.
+        tower: spec of the vision tower.
+        others: supported values of the options that image and video processors do not share.
     """
     for option, served in {
         **others,
@@ -117,7 +139,10 @@ def check_options(
 def normalization(
     options: Mapping[str, Any], num_channels: int
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Mean and standard deviation of pixels of 0 to 255, by channel or of all."""
+    """Mean and standard deviation of pixel values from 0 to 255.
+
+    Each has one value per channel, or a single value for all channels.
+    """
     (factor,) = _positive("rescale_factor", options, 1) if options["do_rescale"] else (1.0,)
     if not options["do_normalize"]:
         return (0.0,), (1 / factor,)
@@ -139,7 +164,7 @@ def _positive(option: str, options: Mapping[str, Any], count: int) -> tuple[floa
 
 
 def _numbers(option: str, options: Mapping[str, Any], count: int) -> tuple[float, ...]:
-    """A number, or one for each of several channels."""
+    """Reads an option that is a number or a list with a number per channel."""
     given = options[option]
     values = tuple(given) if isinstance(given, list) else (given,)
     if len(values) not in (1, count) or not all(type(value) in (int, float) for value in values):
@@ -148,7 +173,10 @@ def _numbers(option: str, options: Mapping[str, Any], count: int) -> tuple[float
 
 
 def pixel_limits(options: Mapping[str, Any]) -> tuple[int, int]:
-    """`min_pixels` and `max_pixels` replace what `size` says."""
+    """Smallest and largest area of a resized image, in pixels.
+
+    `min_pixels` and `max_pixels` take precedence over the edges in `size`.
+    """
     size = options["size"]
     if not isinstance(size, dict):
         raise UnsupportedOption(f"size {size!r} is not supported; supported: an object")

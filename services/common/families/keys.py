@@ -1,7 +1,8 @@
-"""The keys of a checkpoint's JSON files that are known here. Each is read, and obeyed or refused by
-name, or has no effect, for a reason. Any other is a warning when a model is loaded.
+"""Lists of the known keys in a checkpoint's JSON files.
 
-`docs/checkpoints.md` is made from these lists.
+A known key is either read, so that its value is applied or refused by name, or ignored for a stated
+reason. An unknown key is logged as a warning when a model is loaded. `scripts/reference.py` writes
+`docs/checkpoints.md` from these lists.
 """
 
 from collections.abc import Iterator, Mapping
@@ -13,19 +14,19 @@ from services.common.families.generation import NEUTRAL
 from services.common.model_spec import read_json
 
 _NAMES = "a name or a version"
-_TRAINING = "training alone"
-_RETURNED = "what a method of transformers takes or returns"
-_SPECULATION = "drafts change no answer"
-_BEAMS = "beam search, which `num_beams` asks for, is refused"
-_PLACES = "tokenizer.json says so"
-_MEMORY = "how transformers computes"
+_TRAINING = "used in training only"
+_RETURNED = "an argument or a return value of a method of transformers"
+_SPECULATION = "speculative decoding does not change answers"
+_BEAMS = "beam search, which `num_beams` enables, is refused"
+_PLACES = "tokenizer.json has the same information"
+_MEMORY = "memory and speed of transformers"
 
 
 def _words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-# Read, and obeyed or refused by name.
+# Keys that are read. An unsupported value is refused by the key's name.
 READ: dict[str, frozenset[str]] = {
     "config.json": _words(
         """
@@ -91,9 +92,9 @@ _REASONS: dict[str, dict[str, str]] = {
                 is_decoder is_encoder_decoder label2id output_attentions output_hidden_states
                 problem_type return_dict torchscript use_cache""",
         _MEMORY: "attn_implementation _attn_implementation use_flash_attn",
-        "`--dtype` decides": "dtype torch_dtype",
-        "the chat template writes them, and nothing is padded": "bos_token_id pad_token_id",
-        "always interleaved": "mrope_interleaved",
+        "`--dtype` sets the data type": "dtype torch_dtype",
+        "the chat template writes these tokens, and nothing is padded": "bos_token_id pad_token_id",
+        "M-RoPE is always interleaved": "mrope_interleaved",
         _SPECULATION: "mtp_num_hidden_layers mtp_use_dedicated_embeddings num_nextn_predict_layers",
     },
     "config.json: vision_config": {
@@ -101,7 +102,7 @@ _REASONS: dict[str, dict[str, str]] = {
         _TRAINING: "attention_dropout initializer_range",
         _RETURNED: """chunk_size_feed_forward id2label is_encoder_decoder label2id
                 output_attentions output_hidden_states problem_type return_dict""",
-        "`--dtype` decides": "dtype torch_dtype",
+        "`--dtype` sets the data type": "dtype torch_dtype",
     },
     "config.json: quantization_config": {
         _NAMES: "meta model_file_base_name model_name_or_path producer quantizer",
@@ -111,7 +112,7 @@ _REASONS: dict[str, dict[str, str]] = {
                 max_input_length minmax_lr model_free model_seqlen
                 module_name_preceding_first_block mse nsamples pad_token_id quantization_status
                 seqlen static_groups tokenizer true_sequential""",
-        "the files say which modules are quantized": """modules_in_block_to_quantize
+        "the names of the tensors show which modules are quantized": """modules_in_block_to_quantize
                 modules_to_convert""",
         _MEMORY: """dequantize do_fuse exllama_config fuse_max_seq_len modules_to_fuse
                 run_compressed use_cuda_fp16 use_exllama use_optimized_inference""",
@@ -127,10 +128,10 @@ _REASONS: dict[str, dict[str, str]] = {
                 assistant_ensemble_weight assistant_lookbehind is_assistant
                 max_matching_ngram_size num_assistant_tokens num_assistant_tokens_schedule
                 prompt_lookup_num_tokens speculation_type target_lookbehind use_mtp""",
-        "the chat template writes them, and nothing is padded": """bos_token_id
+        "the chat template writes these tokens, and nothing is padded": """bos_token_id
                 decoder_start_token_id pad_token_id""",
-        "the model's context decides": "max_length",
-        "of chat programs": "chat_format max_window_size",
+        "the model's context limits the length": "max_length",
+        "options of chat programs": "chat_format max_window_size",
     },
     "tokenizer_config.json": {
         _NAMES: """auto_map backend is_local name_or_path processor_class special_tokens_map_file
@@ -138,12 +139,13 @@ _REASONS: dict[str, dict[str, str]] = {
         _PLACES: """add_bos_token add_eos_token add_prefix_space added_tokens_decoder
                 additional_special_tokens extra_special_tokens legacy sp_model_kwargs
                 split_special_tokens use_fast""",
-        "answers keep the model's blanks": """clean_up_tokenization_spaces
+        "the white space of answers is never changed": """clean_up_tokenization_spaces
                 spaces_between_special_tokens""",
-        "bytes that are no UTF-8 are always replaced": "errors",
-        "nothing is padded or cut": "max_length model_max_length padding_side truncation_side",
+        "bytes that are not valid UTF-8 are always replaced": "errors",
+        "prompts are neither padded nor truncated": """max_length model_max_length padding_side
+                truncation_side""",
         _RETURNED: "model_input_names model_specific_special_tokens stride",
-        "config.json says so": """audio_bos_token audio_eos_token audio_token image_token
+        "config.json has the token ids": """audio_bos_token audio_eos_token audio_token image_token
                 video_token vision_bos_token vision_eos_token""",
     },
     "preprocessor_config.json": {
@@ -165,7 +167,7 @@ WITHOUT_EFFECT: dict[str, dict[str, str]] = {
     file: {key: reason for reason, keys in reasons.items() for key in keys.split()}
     for file, reasons in _REASONS.items()
 }
-# Sections that are nested in a file → the table of their keys.
+# Table of keys for each section that is nested in a file.
 _SECTIONS = {
     "config.json": {
         "text_config": "config.json",
@@ -181,17 +183,17 @@ _SECTIONS = {
 
 
 def unknown_keys(directory: Path) -> list[str]:
-    """`FILE: KEY` of each key that is on no list."""
+    """Unknown keys of a checkpoint's files, each as `FILE: KEY`."""
     return [f"{where}: {key}" for where, table, key in _keys(directory) if not is_known(table, key)]
 
 
 def is_known(table: str, key: str) -> bool:
-    """Whether a key is on a list."""
+    """Returns whether the table lists the key, as read or as ignored."""
     return key in READ[table] or key in WITHOUT_EFFECT[table]
 
 
 def _keys(directory: Path) -> Iterator[tuple[str, str, str]]:
-    """Place, table and key of each that is not null."""
+    """Yields the place, the table and the name of each key that is not null."""
     for file in READ:
         path = directory / file
         if not path.exists():

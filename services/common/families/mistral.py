@@ -9,7 +9,7 @@ from services.common.model_spec import ModelSpec
 
 
 def read(directory: Path, config: Mapping[str, Any]) -> ModelSpec:
-    # transformers' default of an absent field; published models without a window say null.
+    # 4096 is transformers' default of an absent field. Published models without a window have null.
     window = config.get("sliding_window", 4096)
     text = read_text(config, num_kv_heads=8, qkv_bias=False, o_bias=False, sliding_window=window)
     return read_model(directory, config, text)

@@ -15,7 +15,10 @@ from services.common.model_spec import ModelSpec
 
 def read(directory: Path, config: Mapping[str, Any]) -> ModelSpec:
     text = read_text(
-        config, num_kv_heads=32, qkv_bias=True, o_bias=False,
+        config,
+        num_kv_heads=32,
+        qkv_bias=True,
+        o_bias=False,
         sliding_window=qwen_sliding_window(config),
-    )  # fmt: skip
+    )
     return read_model(directory, config, text, conversation=QWEN_CONVERSATION)

@@ -15,7 +15,10 @@ from services.common.model_spec import ModelSpec
 
 def read(directory: Path, config: Mapping[str, Any]) -> ModelSpec:
     text = read_text(
-        config, head_dim=128, num_kv_heads=32, qk_norm=True,
+        config,
+        head_dim=128,
+        num_kv_heads=32,
+        qk_norm=True,
         sliding_window=qwen_sliding_window(config),
-    )  # fmt: skip
+    )
     return read_model(directory, config, text, conversation=QWEN_CONVERSATION)

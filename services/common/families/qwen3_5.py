@@ -1,6 +1,8 @@
-"""Qwen3.5, which Qwen3.6 and 3.8 share: gated delta net layers, every fourth one full attention
-with an output gate; all with an MLP, or with experts and a shared one. The tower is Qwen3-VL's
-without DeepStack.
+"""Qwen3.5, and Qwen3.6 and Qwen3.8 of the same architecture.
+
+Three of four layers are gated delta nets; every fourth layer is full attention with an output gate.
+Each layer has an MLP or, in the MoE models, routed experts and a shared expert. The vision tower is
+that of Qwen3-VL without DeepStack.
 """
 
 from collections.abc import Mapping
@@ -28,22 +30,26 @@ from services.common.model_spec import (
     VisionSpec,
 )
 
-_MTP = r"mtp\."  # layers that predict several tokens: a draft model, not served
+_MTP = r"mtp\."  # multi-token prediction layers: a draft model, which is not loaded
 _KINDS = ("full_attention", "linear_attention")
 
 
 def read(directory: Path, config: Mapping[str, Any]) -> ModelSpec:
     vision, checkpoint = _read_parts(directory, config)
     return read_model(
-        directory, config, _read_text(config), vision=vision, checkpoint=checkpoint,
+        directory,
+        config,
+        _read_text(config),
+        vision=vision,
+        checkpoint=checkpoint,
         conversation=QWEN_CONVERSATION,
-    )  # fmt: skip
+    )
 
 
 def _read_parts(
     directory: Path, config: Mapping[str, Any]
 ) -> tuple[VisionSpec | None, CheckpointSpec]:
-    """The tower, if the architecture has one, and the names of tensors."""
+    """Reads the vision part, or None for a text architecture, and the names of the tensors."""
     if "text_config" not in config:
         names = text_checkpoint()
         return None, replace(names, ignored=(*names.ignored, _MTP, r"model\.visual\."))
@@ -55,17 +61,21 @@ def _read_parts(
 
 
 def _read_text(config: Mapping[str, Any]) -> TextSpec:
-    """The language model, with layers of both kinds."""
+    """Reads the language model, with layers of full and of linear attention."""
     section = with_tie(config.get("text_config") or config, config)
     _refuse_unsupported(section)
     kinds = _layer_kinds(section)
     has_experts = "Moe" in config["architectures"][0]
     shared = {key: value for key, value in section.items() if key != "layer_types"}
     text = read_text(
-        shared, head_dim=256, num_kv_heads=2 if has_experts else 4, mrope_section=(11, 11, 10),
-        partial_rotary_factor=0.25, qk_norm=True,
+        shared,
+        head_dim=256,
+        num_kv_heads=2 if has_experts else 4,
+        mrope_section=(11, 11, 10),
+        partial_rotary_factor=0.25,
+        qk_norm=True,
         moe=read_moe(section, has_shared_expert=True) if has_experts else None,
-    )  # fmt: skip
+    )
     return replace(
         text,
         output_gate=True,
@@ -107,10 +117,10 @@ def _linear_attention(config: Mapping[str, Any]) -> LinearAttentionSpec:
 
 
 def _refuse_unsupported(config: Mapping[str, Any]) -> None:
-    """Options that would change answers, in these models or in others of their line."""
+    """Refuses options of this model line that would change answers and are not implemented."""
     for name, supported in (
         ("attn_output_gate", (True,)),
-        ("output_gate_type", ("silu", "swish")),  # of the gated norm
+        ("output_gate_type", ("silu", "swish")),  # activation of the gated norm
         ("mamba_ssm_dtype", ("float32",)),
         ("layer_scale", (False,)),
         ("mlp_only_layers", ([],)),

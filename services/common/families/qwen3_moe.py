@@ -1,6 +1,6 @@
 """Qwen3 with a mixture of experts in place of the MLP of most layers.
 
-As in transformers, a sliding window is that of all layers, whatever `max_window_layers` says.
+As in transformers, a sliding window applies to all layers, and `max_window_layers` is ignored.
 """
 
 from collections.abc import Mapping
@@ -31,13 +31,15 @@ def read(directory: Path, config: Mapping[str, Any]) -> ModelSpec:
 def read_moe(
     config: Mapping[str, Any], *, norm_topk_prob: bool = True, has_shared_expert: bool = False
 ) -> MoESpec:
-    """The experts of a config.json, or of its `text_config`.
+    """Reads the mixture of experts of a config.json, or of its `text_config`.
 
     Args:
-        has_shared_expert: read its size.
+        config: the JSON object that has the language model's fields.
+        norm_topk_prob: True if the probabilities of a token's experts are scaled to a sum of 1.
+        has_shared_expert: True if every token also goes to a shared expert.
 
     Raises:
-        UnsupportedOption: names the option and what to do.
+        UnsupportedOption: an option is not implemented. The message names the option.
     """
     count = "num_experts" if "num_experts" in config else "num_local_experts"
     num_experts, top_k = read_size(config, count), read_size(config, "num_experts_per_tok")

@@ -19,7 +19,12 @@ from services.common.model_spec import ModelSpec, MoESpec, TowerSpec, VisionSpec
 
 @dataclass(frozen=True, slots=True)
 class DeepStackTower(TowerSpec):
-    """Of Qwen3-VL and Qwen3.5, which has no taps."""
+    """The vision tower of Qwen3-VL and Qwen3.5. That of Qwen3.5 has no DeepStack taps.
+
+    Attributes:
+        num_position_embeddings: entries of the learned position table.
+        deepstack_indexes: blocks whose outputs are DeepStack features.
+    """
 
     kind = "qwen3_vl"
     num_position_embeddings: int
@@ -27,7 +32,7 @@ class DeepStackTower(TowerSpec):
 
     @property
     def num_features(self) -> int:
-        """The merged output, and one tensor per DeepStack tap."""
+        """Tensors per unit: the merged output, and one tensor per DeepStack tap."""
         return 1 + len(self.deepstack_indexes)
 
 
@@ -43,23 +48,37 @@ def read_vision_language(
     num_kv_heads: int,
     moe: MoESpec | None = None,
 ) -> ModelSpec:
-    """Both parts; the arguments are the language model's, see `read_text`."""
+    """Reads the language model and the vision tower.
+
+    Args:
+        directory: the checkpoint.
+        config: parsed config.json.
+        head_dim, num_kv_heads, moe: arguments of `read_text` for the language model.
+    """
     text = read_text(
-        with_tie(config["text_config"], config), head_dim=head_dim, num_kv_heads=num_kv_heads,
-        rope_theta=500_000.0, mrope_section=(24, 20, 20), qk_norm=True, moe=moe,
-    )  # fmt: skip
+        with_tie(config["text_config"], config),
+        head_dim=head_dim,
+        num_kv_heads=num_kv_heads,
+        rope_theta=500_000.0,
+        mrope_section=(24, 20, 20),
+        qk_norm=True,
+        moe=moe,
+    )
     taps = config["vision_config"]["deepstack_visual_indexes"]
     return read_model(
-        directory, config, text, vision=read_vision(directory, config, taps),
+        directory,
+        config,
+        text,
+        vision=read_vision(directory, config, taps),
         checkpoint=text_checkpoint("model.language_model.", "model.visual."),
         conversation=QWEN_CONVERSATION,
-    )  # fmt: skip
+    )
 
 
 def read_vision(
     directory: Path, config: Mapping[str, Any], deepstack_indexes: Sequence[int]
 ) -> VisionSpec:
-    """The tower of a config.json, and what the directory's image processor says."""
+    """Reads the vision tower of a config.json and the image and video processors' options."""
     vision = config["vision_config"]
     activation = "gelu_pytorch_tanh"
     expect("vision hidden_act", vision.get("hidden_act", activation), activation)

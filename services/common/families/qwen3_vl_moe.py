@@ -1,7 +1,7 @@
 """Qwen3-VL with a mixture of experts in its language model.
 
-As in transformers, the probabilities of a token's experts are scaled to a sum of 1, whatever
-`norm_topk_prob` says.
+As in transformers, the probabilities of a token's experts are always scaled to a sum of 1, and
+`norm_topk_prob` is ignored.
 """
 
 from collections.abc import Mapping

@@ -1,5 +1,7 @@
-"""The video processor's options, with the precedence and the defaults of transformers'
-`Qwen3VLVideoProcessor`. Each is obeyed, or videos are refused by its name, and images alone served.
+"""Reads the video processor's options.
+
+Precedence and defaults are those of transformers' `Qwen3VLVideoProcessor`. If an option is not
+implemented, the model is served without videos, and the answer to a video names the option.
 """
 
 import math
@@ -46,7 +48,7 @@ _TOKENS = ("video_token_id", "vision_start_token_id", "vision_end_token_id")
 
 
 def with_video(vision: VisionSpec, directory: Path, config: Mapping[str, Any]) -> VisionSpec:
-    """With how the directory's video processor divides videos, or why they are not served."""
+    """Adds the sampling of video frames, or the reason why videos are not served, to the spec."""
     try:
         found = read_processor(directory, "video_processor", "video_preprocessor_config.json")
         if found is None:
@@ -61,17 +63,22 @@ def _frame_pairs(
 ) -> FramePairs:
     options, tower = DEFAULTS | dict(given), vision.tower
     check_options(
-        options, given, tower,
-        video_processor_type=("Qwen3VLVideoProcessor",), do_sample_frames=(True,),
-        cap_pixels_per_frame=(None, True, False), min_pixels=(None,), max_pixels=(None,),
-    )  # fmt: skip
+        options,
+        given,
+        tower,
+        video_processor_type=("Qwen3VLVideoProcessor",),
+        do_sample_frames=(True,),
+        cap_pixels_per_frame=(None, True, False),
+        min_pixels=(None,),
+        max_pixels=(None,),
+    )
     if tower.temporal_patch_size != 2:
         raise UnsupportedOption("temporal_patch_size is not 2")
     if normalization(options, tower.in_channels) != (tower.pixel_mean, tower.pixel_std):
-        raise UnsupportedOption("frames are normalized in another way than images")
+        raise UnsupportedOption("frames are normalized differently from images")
     if missing := [name for name in _TOKENS if not isinstance(config.get(name), int)]:
         raise UnsupportedOption(f"config.json has no {missing[0]}")
-    limits = ("min_pixels", "max_pixels")  # transformers reads `size` alone
+    limits = ("min_pixels", "max_pixels")  # transformers ignores them here and reads only `size`
     size = {key: value for key, value in options.items() if key not in limits}
     min_pixels, max_pixels = pixel_limits(size)
     fps = options["fps"]
