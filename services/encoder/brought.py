@@ -10,7 +10,7 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from services.common.embeddings.embedding import EmbeddingSpec, all_finite
+from services.common.embeddings.embedding import EmbeddingSpec, all_within
 from services.common.embeddings.tensor_file import TensorPlace, find_tensor
 from services.common.errors import InvalidRequest
 from services.common.threads import finished
@@ -85,7 +85,8 @@ def write_tensor(file: bytes, place: TensorPlace, spec: EmbeddingSpec, into: mem
     the model's embedding `[num_features, num_tokens, hidden]`, feature after feature.
 
     Raises:
-        InvalidRequest: a value is not finite, or is not in the model's dtype.
+        InvalidRequest: a value is not finite in the model's dtype, or is so large that the language
+            model would overflow.
     """
     kind = np.uint16 if place.dtype == "bfloat16" else np.dtype(place.dtype)
     rows = np.frombuffer(file, kind, offset=place.offset).reshape(place.shape)
@@ -95,8 +96,11 @@ def write_tensor(file: bytes, place: TensorPlace, spec: EmbeddingSpec, into: mem
         data = part if place.dtype == spec.dtype else _cast(part, place.dtype, spec.dtype)
         target = into[feature * size : (feature + 1) * size]
         np.frombuffer(target, data.dtype).reshape(part.shape)[:] = data
-        if not all_finite(target, spec.dtype):
-            raise InvalidRequest(f"the tensor has values that no {spec.dtype} is: NaN or infinite")
+        if not all_within(target, spec.dtype, spec.max_magnitude):
+            raise InvalidRequest(
+                f"the tensor has values that are NaN or infinite, or beyond {spec.max_magnitude:g} "
+                f"in magnitude: a model that computes in {spec.dtype} would overflow"
+            )
 
 
 def _cast(part: npt.NDArray[np.generic], given: str, dtype: str) -> npt.NDArray[np.generic]:

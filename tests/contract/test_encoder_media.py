@@ -120,6 +120,8 @@ async def test_an_embedding_stands_under_no_images_name(pod: Pod) -> None:
         (brought(file, image_key=name), errors.WrongImageKey),
         (brought(file, is_embedding=False), errors.WrongImageKey),
         (brought(nan), errors.InvalidRequest),
+        (brought(save({"e": TENSOR * 0 + 3e38})), errors.InvalidRequest),
+        (brought(save({"e": TENSOR * 0 - 3e38})), errors.InvalidRequest),
         (brought(save({"e": TENSOR[:8].contiguous()})), errors.InvalidRequest),
         (brought(b"no tensor"), errors.InvalidRequest),
         (brought(file, frames=pb.FramePair()), errors.InvalidRequest),

@@ -11,10 +11,12 @@ import pytest
 import torch
 from safetensors.torch import save
 
+from services.common.embeddings.embedding import EmbeddingSpec
 from services.common.errors import InternalError, TriptychError, Unavailable
 from services.common.geometry import Unit
 from services.common.images.image_key import embedding_key
-from tests.fakes import clip_file
+from services.encoder.brought import checked, write_tensor
+from tests.fakes import clip_file, forever
 from tests.gateway_fixtures import image_url
 from tests.gateway_stack import GatewayStack, LoopThread
 
@@ -227,6 +229,23 @@ def test_other_embeddings_are_a_400_that_names_the_part(media, data, grid):
     status, param, message = error_of(ask(media, embeds(data, grid)))
     assert status == 400 and param.startswith("messages[0].content[0]") and message
     assert not media.encoder.requests and not media.decoder.submits
+
+
+@pytest.mark.parametrize("value", [3e38, -3e38, float("inf"), float("nan")])
+def test_values_that_a_model_cannot_add_are_a_400_that_names_the_part(media, value: float):
+    """The encoder reads the values, while the decoder waits for the embedding."""
+
+    async def read(request) -> None:
+        spec = EmbeddingSpec("float32", 3, TOKENS, 32)
+        place = checked(request.image, spec)
+        write_tensor(request.image, place, spec, memoryview(bytearray(spec.size_bytes)))
+
+    media.encoder.before, media.decoder.before = read, forever
+    file = save({"e": torch.full_like(TENSOR, value)})
+    text_part = {"type": "text", "text": "look:"}
+    status, param, message = error_of(ask(media, text_part, embeds(file)))
+    assert (status, param) == (400, "messages[0].content[1]")
+    assert "would overflow" in message
 
 
 def test_a_bare_tensor_needs_its_grid(media):

@@ -25,6 +25,10 @@ _NOT_FINITE = {
     "bfloat16": (np.int16, np.uint16, 0x7F80),
     "float16": (np.int16, np.uint16, 0x7C00),
 }
+# Largest sum of a token's features in the residual stream of a language model, whose norms sum the
+# squares of a row in float32: 2^112, times a hidden size below 2^15, is below float32's 2^128. In
+# float16 half of the range is left for what the model's own layers add.
+_MAX_TOKEN_MAGNITUDE = {"float32": 2.0**56, "bfloat16": 2.0**56, "float16": 2.0**15}
 # The digest is that of its blocks' digests, so that threads can compute blocks in parallel.
 BLOCK_BYTES = 1 << 20
 
@@ -50,6 +54,13 @@ class EmbeddingSpec:
     @property
     def size_bytes(self) -> int:
         return self.num_features * self.num_tokens * self.hidden * ITEM_BYTES[self.dtype]
+
+    @property
+    def max_magnitude(self) -> float:
+        """Largest magnitude of a value with which no model overflows, although it adds all features
+        of a token to its residual stream.
+        """
+        return _MAX_TOKEN_MAGNITUDE[self.dtype] / self.num_features
 
 
 class CorruptEmbedding(ValueError):
@@ -115,13 +126,28 @@ def split_evenly(ranges: Sequence[tuple[int, int]], max_parts: int) -> list[list
 
 
 def all_finite(data: bytes | memoryview, dtype: str) -> bool:
-    """Whether no value is infinite or NaN; releases the interpreter lock.
+    """Returns whether no value is infinite or NaN; releases the interpreter lock."""
+    return _all_below(data, dtype, _NOT_FINITE[dtype][2])
 
-    Decided from the bits, because numpy has no bfloat16, in two passes without temporaries: as
-    signed integers the largest values are the positive non-finite ones, as unsigned integers the
-    negative ones.
+
+def all_within(data: bytes | memoryview, dtype: str, magnitude: float) -> bool:
+    """Returns whether no value is NaN or beyond a magnitude; releases the interpreter lock."""
+    nearest = np.float16(magnitude) if dtype == "float16" else np.float32(magnitude)
+    bits = int.from_bytes(nearest.tobytes(), "little") - (float(nearest) > magnitude)
+    if dtype == "bfloat16":  # the upper half of a float32
+        bits >>= 16
+    return _all_below(data, dtype, bits + 1)
+
+
+def _all_below(data: bytes | memoryview, dtype: str, least: int) -> bool:
+    """Returns whether the bits of every value, without its sign, are below `least`: larger
+    magnitudes have larger bits, and NaN has the largest.
+
+    The bits are compared because numpy has no bfloat16, in two passes without temporaries: as
+    signed integers the positive values are the largest ones, as unsigned integers the negative
+    ones.
     """
-    signed, unsigned, least = _NOT_FINITE[dtype]
+    signed, unsigned, _ = _NOT_FINITE[dtype]
     if not len(data):
         return True
     sign = least + np.iinfo(signed).max + 1

@@ -17,6 +17,7 @@ from services.common.embeddings.embedding import (
     EmbeddingSpec,
     TensorDigest,
     all_finite,
+    all_within,
     digest,
     pack_header,
     split_blocks,
@@ -82,6 +83,25 @@ def test_finite_is_torchs_finite(dtype: str, bad: float | None) -> None:
     data = tensor.view(torch.uint8).numpy().tobytes()
     assert len(data) == 1000 * ITEM_BYTES[dtype]
     assert all_finite(data, dtype) == bool(torch.isfinite(tensor).all()) == (bad is None)
+
+
+@pytest.mark.parametrize("dtype", sorted(ITEM_BYTES))
+@pytest.mark.parametrize("bound", [1.0, 8192.0, 2.0**15 / 3, 300.7])
+def test_magnitudes_are_bounded_to_the_last_bit(dtype: str, bound: float) -> None:
+    kind = getattr(torch, dtype)
+    most = torch.tensor(bound, dtype=torch.float64)
+    nearest = most.to(kind)
+    if nearest.double() > most:
+        nearest = torch.nextafter(nearest, torch.zeros((), dtype=kind))
+    beyond = torch.nextafter(nearest, torch.full((), float("inf"), dtype=kind))
+    for value, is_within in ((nearest, True), (beyond, False)):
+        for sign in (1, -1):
+            data = torch.stack([torch.zeros((), dtype=kind), sign * value]).view(torch.uint8)
+            assert all_within(data.numpy().tobytes(), dtype, bound) is is_within
+    for value in (float("nan"), float("inf"), -float("inf")):
+        data = torch.tensor([0.0, value], dtype=kind).view(torch.uint8).numpy().tobytes()
+        assert not all_within(data, dtype, bound)
+    assert all_within(b"", dtype, bound)
 
 
 def test_a_digest_covers_every_byte() -> None:

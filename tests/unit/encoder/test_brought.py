@@ -43,7 +43,7 @@ def test_features_are_written_one_after_another_in_the_models_dtype(given: str, 
 def test_all_bits_round_to_bfloat16_as_torch_rounds(seed: int):
     bits = torch.randint(-(2**31), 2**31, (TOKENS, FEATURES * HIDDEN), dtype=torch.int64,
                          generator=torch.Generator().manual_seed(seed))  # fmt: skip
-    tensor = bits.to(torch.int32).view(torch.float32).nan_to_num(1.0, 1.0, 1.0).clamp(-1e38, 1e38)
+    tensor = bits.to(torch.int32).view(torch.float32).nan_to_num(1.0, 1.0, 1.0).clamp(-1e16, 1e16)
     spec, file = spec_of("bfloat16"), save({"e": tensor})
     into = bytearray(spec.size_bytes)
     write_tensor(file, checked(file, spec), spec, memoryview(into))
@@ -62,10 +62,27 @@ def test_values_that_are_not_finite_are_refused(given: str, wanted: str, value: 
         write_tensor(file, checked(file, spec), spec, memoryview(bytearray(spec.size_bytes)))
 
 
-def test_values_beyond_the_models_dtype_are_refused():
-    spec, file = spec_of("float16"), save({"e": rows() * 1e6})
-    with pytest.raises(InvalidRequest, match="float16"):
-        write_tensor(file, checked(file, spec), spec, memoryview(bytearray(spec.size_bytes)))
+@pytest.mark.parametrize("wanted", DTYPES)
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+@pytest.mark.parametrize("feature", range(FEATURES))
+@pytest.mark.parametrize(
+    ("given", "value"),
+    [("float32", 3.4e38), ("float32", 3e38), ("float32", 1e20), ("float32", 1e17),
+     ("bfloat16", 3e38), ("bfloat16", 1e17), ("float16", 65504.0), ("float16", 12000.0),
+     ("float16", 10000.0), ("float32", 10000.0), ("bfloat16", 9000.0)],
+)  # fmt: skip
+def test_values_at_which_a_model_overflows_are_refused(
+    given: str, value: float, feature: int, sign: float, wanted: str
+):
+    """Three features of a token add up to 2^15 in float16, and to 2^56 in the other dtypes."""
+    tensor, spec = rows(), spec_of(wanted)
+    tensor[4, feature * HIDDEN + 3] = sign * value
+    file, into = save({"e": tensor.to(DTYPES[given])}), bytearray(spec.size_bytes)
+    if value * FEATURES <= (2.0**15 if wanted == "float16" else 2.0**56):
+        write_tensor(file, checked(file, spec), spec, memoryview(into))
+        return
+    with pytest.raises(InvalidRequest, match=f"magnitude: a model that computes in {wanted}"):
+        write_tensor(file, checked(file, spec), spec, memoryview(into))
 
 
 @pytest.mark.parametrize(
