@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 
+from services.gateway.forms.foreign_history import READINGS
 from services.gateway.forms.hints import LEFT_OUT, TABLE, Values
 from services.gateway.forms.ignored import HEADER
 
@@ -55,13 +56,23 @@ def document() -> str:
         + " |"
         for found in LEFT_OUT
     ]
+    readings = [
+        f"| {', '.join(map(_list, each.lists))} | {', '.join(f'`{t}`' for t in each.types)} "
+        f"| {each.becomes} |"
+        for each in READINGS
+    ]
     return "\n".join([
         _HEAD,
         "A value in brackets is the one that is accepted beside null and empty ones; without "
         "brackets it may be any.\n",
         "| of | fields | why |", "|---|---|---|", *fields,
         "\nElements of lists that are left out and named in the same way:\n",
-        "| of | which |", "|---|---|", *elements, "",
+        "| of | which |", "|---|---|", *elements,
+        "\nElements of lists that come from other servers' answers, and what they are read as:\n",
+        "| of | which | read as |", "|---|---|---|", *readings,
+        "\nA chat message's `refusal` is the assistant's text, its `function_call` a tool call, "
+        "and a message of the role `function` the result of a tool call. The transcript in `audio` "
+        "is the assistant's text if it has no other text.", "",
     ])  # fmt: skip
 
 

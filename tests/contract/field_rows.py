@@ -159,7 +159,8 @@ _CHAT_ROWS = [
             "reasoning_details": (None, [], [{"type": "reasoning.text", "text": "x"}]),
             "images": (None, [], [{"type": "image_url", "image_url": {"url": "x"}}]),
             "annotations": ([], [{"type": "url_citation"}]),
-            "refusal": (None,), "audio": (None,), "function_call": (None,), "name": ("x",),
+            "refusal": (None,), "audio": (None, {"id": "x"}), "function_call": (None,),
+            "name": ("x",),
             "id": ("x",), "created": (1,), "parsed": ({},), "unheard_of": (None, {}, [], ""),
         }.items()
         for value in values
@@ -167,8 +168,7 @@ _CHAT_ROWS = [
     *[
         Row(CHAT, assistant(**{name: value}), Refused(f"messages[1].{name}"))
         for name, value in {
-            "audio": {"id": "x"}, "function_call": {"name": "f", "arguments": "{}"},
-            "refusal": "no", "unheard_of": 1,
+            "refusal": 1, "unheard_of": 1,
         }.items()
     ],
     Row(CHAT, assistant(tool_calls=[]), SERVED),
@@ -180,8 +180,12 @@ _CHAT_ROWS = [
         "messages.content.thinking"),
     Row(CHAT, {"messages": [{"role": "system", "content": "a"}, {"role": "developer", "content":
         [{"type": "text", "text": "b"}]}, user()]}, SERVED),
-    Row(CHAT, {"messages": [user(), {"role": "function", "content": "x", "name": "f"}]},
+    Row(CHAT, assistant(function_call={"name": "f", "arguments": "{}"}), SERVED),
+    Row(CHAT, assistant(refusal="no"), SERVED),
+    Row(CHAT, {"messages": [user(), {"role": "function", "content": "x", "name": "f"}]}, SERVED),
+    Row(CHAT, {"messages": [user(), {"role": "function", "content": "x"}]},
         Refused("messages[1].role")),
+    Row(CHAT, {"messages": [user(refusal="no")]}, Refused("messages[0].refusal")),
     Row(CHAT, {"messages": [user(), {"role": "critic", "content": "x"}]},
         Refused("messages[1].role")),
     Row(CHAT, part("input_text", text="x"), SERVED),
@@ -286,7 +290,20 @@ _RESPONSE_ROWS = [
         "input.encrypted_content"),
     Row(RESPONSES, {"previous_response_id": None}, SERVED),
     Row(RESPONSES, {"store": True}, SERVED),
-    Row(RESPONSES, items({"type": "computer_call_output"}), Refused("input[1].type")),
+    *[Row(RESPONSES, items({"type": kind}), f"input.{kind}")
+      for kind in ("mcp_call", "mcp_approval_request", "mcp_approval_response", "mcp_list_tools",
+                   "code_interpreter_call", "file_search_call", "image_generation_call",
+                   "program", "program_output", "compaction_trigger")],
+    Row(RESPONSES, items({"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}",
+                          "async": True}), "input.async"),
+    Row(RESPONSES, items({"type": "computer_call_output"}), Refused("input[1].output")),
+    Row(RESPONSES, items({"type": "shell_call"}), Refused("input[1].action")),
+    Row(RESPONSES, items({"type": "shell_call", "action": {}}), Refused("input[1].call_id")),
+    Row(RESPONSES, items({"type": "apply_patch_call", "id": "x"}), Refused("input[1].operation")),
+    # Developers send them; without them the answer would be another.
+    Row(RESPONSES, items({"type": "additional_tools", "role": "developer", "tools": []}),
+        Refused("input[1].type")),
+    Row(RESPONSES, items({"type": "configuration_update"}), Refused("input[1].type")),
 ]  # fmt: skip
 
 _MESSAGE_ROWS = [
@@ -327,7 +344,8 @@ _MESSAGE_ROWS = [
     *[
         Row(MESSAGES, blocks("assistant", {"type": kind}), f"messages.content.{kind}")
         for kind in ("redacted_thinking", "server_tool_use", "web_search_tool_result",
-                     "code_execution_tool_result", "tool_search_tool_result")
+                     "code_execution_tool_result", "tool_search_tool_result", "compaction",
+                     "advisor_tool_result", "mcp_tool_listing", "fallback")
     ],
     Row(MESSAGES, blocks("assistant", {"type": "thinking", "thinking": "x", "signature": "s"}),
         "messages.content.signature"),
@@ -339,8 +357,10 @@ _MESSAGE_ROWS = [
     Row(MESSAGES, blocks("user", {"type": "document", "source": {
         "type": "base64", "media_type": "application/pdf", "data": "x"}}),
         Refused("messages[0].content[1]")),
-    Row(MESSAGES, blocks("user", {"type": "search_result"}),
-        Refused("messages[0].content[1].type")),
+    Row(MESSAGES, blocks("user", {"type": "search_result", "source": "s", "title": "t",
+                                  "content": [{"type": "text", "text": "x"}]}), SERVED),
+    Row(MESSAGES, blocks("user", {"type": "search_result", "source": "s", "title": "t"}),
+        Refused("messages[0].content[1].content")),
 ]  # fmt: skip
 
 ROWS = [

@@ -169,7 +169,7 @@ class _Messages(ChatMessages):
                     self._paths[arguments] = f"{place}.input"
                     function = FunctionCall(block.name, bytes(block.input).decode())
                     calls.append(ToolCall(block.id, function))
-                case api.TextBlock() | api.ImageBlock() | api.DocumentBlock():
+                case _:
                     self._paths[f"{own}.content[{len(parts)}]"] = place
                     parts.append(_part(block, place))
         is_left = turn.content or turn.role == "assistant"
@@ -196,11 +196,11 @@ def _system(given: str | list[api.TextBlock]) -> str | list[ContentPart]:
     return given if isinstance(given, str) else [TextPart(block.text) for block in given]
 
 
-def _part(block: api.TextBlock | api.ImageBlock | api.DocumentBlock, path: str) -> ContentPart:
+def _part(block: api.ContentBlock, path: str) -> ContentPart:
     if isinstance(block, api.DocumentBlock) and isinstance(block.source, api.Base64Source):
         # The words by which Claude Code goes on without it.
         raise InvalidRequest("Could not process PDF: the model reads none", param=path)
-    if isinstance(block, api.TextBlock | api.DocumentBlock):
+    if not isinstance(block, api.ImageBlock):
         return TextPart(block.text)
     source = block.source
     if isinstance(source, api.Base64Source):

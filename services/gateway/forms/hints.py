@@ -43,6 +43,7 @@ _CHAT_PARTS = (
 _RESPONSE_PARTS = ("ResponseOutputText", "ResponseImage", "ResponseReasoningText")
 _BLOCKS = (
     "TextBlock", "ImageBlock", "ThinkingBlock", "ToolUseBlock", "ToolResultBlock", "DocumentBlock",
+    "SearchResultBlock",
 )  # fmt: skip
 
 TABLE: Sequence[Hints] = (
@@ -106,8 +107,9 @@ TABLE: Sequence[Hints] = (
         {**_all(
             "name id created created_at timestamp parsed cache_control provider_specific_fields "
             "thinking_blocks reasoning_details reasoning_signature extra_content images "
-            "annotations citations response_metadata additional_kwargs"
-        ), "refusal": (), "audio": (), "function_call": ()},
+            "annotations citations response_metadata additional_kwargs "
+            "audio function_call"
+        ), "refusal": ()},
         "name a participant, or come back with an earlier answer",
     ),
     Hints(
@@ -130,12 +132,13 @@ TABLE: Sequence[Hints] = (
     Hints(("ImageUrl",), _all("format"), "guess what the bytes decide"),
     Hints(
         ("InputItem",),
-        _all("status phase summary encrypted_content created_by cache_control execution"),
+        _all("status phase summary encrypted_content created_by cache_control execution caller "
+             "async"),
         "come back with an earlier answer",
     ),
     Hints(
         _BLOCKS,
-        _all("cache_control citations signature caller is_error"),
+        _all("cache_control citations signature caller is_error toolset_name"),
         "end a cached prefix, or come back with an earlier answer",
     ),
     Hints(("Turn",), _all("id cache_control name"), "come back with an earlier answer"),
@@ -194,8 +197,10 @@ LEFT_OUT: Sequence[Elements] = (
         "items of tools that another server ran",
         frozenset((
             "web_search_call", "file_search_call", "code_interpreter_call",
-            "image_generation_call", "mcp_list_tools", "tool_search_call", "tool_search_output",
-            "compaction", "compaction_summary", "ghost_snapshot",
+            "image_generation_call", "mcp_list_tools", "mcp_call", "mcp_approval_request",
+            "mcp_approval_response", "tool_search_call", "tool_search_output", "program",
+            "program_output", "compaction", "compaction_summary", "compaction_trigger",
+            "ghost_snapshot",
         )),
     ),
     Elements(
@@ -210,7 +215,8 @@ LEFT_OUT: Sequence[Elements] = (
             "redacted_thinking", "server_tool_use", "mcp_tool_use", "mcp_tool_result",
             "web_search_tool_result", "web_fetch_tool_result", "code_execution_tool_result",
             "bash_code_execution_tool_result", "text_editor_code_execution_tool_result",
-            "tool_search_tool_result", "tool_reference", "container_upload", "compaction",
+            "tool_search_tool_result", "advisor_tool_result", "mcp_tool_listing", "fallback",
+            "tool_reference", "container_upload", "compaction",
         )),
     ),
 )  # fmt: skip

@@ -1,4 +1,5 @@
-"""What a request's body holds beside what is served: judged by `hints`, taken out and named.
+"""What a request's body holds beside what is served: judged by `hints`, taken out and named; and
+what `foreign_history` reads as something that is served.
 
 `Parser` calls `Ignored.without` for a body that does not fit its type, so a request without
 such fields pays nothing for it. The body is walked along the type once, whatever it holds.
@@ -14,6 +15,8 @@ import msgspec
 from msgspec import inspect
 
 from services.common.errors import InvalidRequest
+from services.gateway.forms import foreign_history
+from services.gateway.forms.foreign_history import Reading
 from services.gateway.forms.hints import BY_LIST, BY_OBJECT, Elements
 
 HEADER = b"x-triptych-ignored"
@@ -40,6 +43,7 @@ class _Shape:
     tag_field: str = "type"
     items: "_Shape | None" = None
     elements: Elements | None = None
+    readings: Mapping[str, Reading] = field(default_factory=dict[str, Reading])
 
     def object_of(self, value: Mapping[str, object]) -> _Object | None:
         tag = value.get(self.tag_field)
@@ -56,7 +60,7 @@ def _shape(kind: Any) -> _Shape:  # noqa: ANN401 - a body's struct
 
 def _shape_of(info: inspect.Type, place: str) -> _Shape | None:
     """None: there is no struct, and nothing that may be left out."""
-    shape = _Shape(elements=BY_LIST.get(place))
+    shape = _Shape(elements=BY_LIST.get(place), readings=foreign_history.BY_LIST.get(place) or {})
     for member in _members(info):
         if isinstance(member, inspect.StructType):
             name = member.cls.__name__
@@ -64,7 +68,8 @@ def _shape_of(info: inspect.Type, place: str) -> _Shape | None:
             shape.objects[cast("str | None", member.tag)] = _Object(name, fields, member.tag_field)
         elif isinstance(member, inspect.ListType):
             shape.items = _shape_of(member.item_type, "") or _Shape()
-    return shape if shape.objects or shape.elements or _has_structs(shape.items) else None
+    is_walked = shape.objects or shape.elements or shape.readings
+    return shape if is_walked or _has_structs(shape.items) else None
 
 
 def _has_structs(shape: _Shape | None) -> bool:
@@ -105,8 +110,9 @@ class Ignored:
         return HEADER, ", ".join(self.names).encode("latin-1")
 
     def without(self, kind: object, body: bytes | bytearray) -> bytes | None:
-        """A body's JSON without what changes no answer, and with `1` for `1.0`, as programs without
-        whole numbers write them; None: its type's error stands.
+        """A body's JSON without what changes no answer, with histories of other servers in the
+        shapes that are served, and with `1` for `1.0`, as programs without whole numbers write
+        them; None: its type's error stands.
 
         Raises:
             InvalidRequest: a field that is not served has a value that would change the answer.
@@ -123,9 +129,13 @@ class Ignored:
         if isinstance(value, dict):
             members = cast("dict[str, object]", value)
             if (found := shape.object_of(members)) is not None:
+                if found.name == "Message":
+                    foreign_history.read_message(members)
                 self._object(members, found, path, name)
         elif isinstance(value, list):
             elements = cast("list[object]", value)
+            if shape.readings:
+                _read(elements, shape.readings, path)
             if shape.elements is not None:
                 self._leave_out(elements, shape, path, name)
             if (items := shape.items) is not None and (items.objects or items.items):
@@ -169,6 +179,17 @@ class Ignored:
                 self.paths[f"{path}[{len(kept)}]"] = f"{path}[{index}]"
             kept.append(value)
         values[:] = kept
+
+
+def _read(values: list[object], readings: Mapping[str, Reading], path: str) -> None:
+    """Puts what the elements of a list are read as in their places."""
+    for index, value in enumerate(values):
+        if not isinstance(value, dict):
+            continue
+        element = cast("foreign_history.Object", value)
+        if isinstance(kind := element.get("type"), str) and kind in readings:
+            served = readings[kind].read(element, f"{path}[{index}]")
+            values[index] = value if served is None else served
 
 
 def _refusal(key: str, taken: tuple[Any, ...], path: str) -> InvalidRequest:

@@ -28,9 +28,11 @@ MAX_JSON_BYTES = 4 << 20
 MAX_JSON_NODES = 1 << 17
 _MAX_UNCOUNTED_BYTES = 256 << 10
 # The beginning of base64: of a `data:` URL, whose type may have quotes (`codecs="vp8, opus"`, as
-# Firefox records), or in a field of Anthropic's.
+# Firefox records), or in a field of Anthropic's, or the image in `result` of OpenAI's
+# `image_generation_call`.
 _BASE64 = re.compile(
-    rb'"data(?:"\s{0,64}:\s{0,64}"|:[^",]{0,256},|:[^",\\]{0,64}\\"[^"\\]{0,64}\\"[^",\\]{0,64},)'
+    rb'"(?:data(?:"\s{0,64}:\s{0,64}"|:[^",]{0,256},|:[^",\\]{0,64}\\"[^"\\]{0,64}\\"[^",\\]{0,64},)'
+    rb'|result"\s{0,64}:\s{0,64}"(?=[A-Za-z0-9+/\\]{64}))'
 )
 _MAX_IMAGES = 4096  # looked for
 

@@ -70,6 +70,23 @@ class DocumentBlock(Struct, forbid_unknown_fields=True, tag_field="type", tag="d
         return "\n".join(line for line in (self.title, self.context, text) if line)
 
 
+class SearchResultBlock(Struct, forbid_unknown_fields=True, tag_field="type", tag="search_result"):
+    """A passage that the client's search found."""
+
+    source: str
+    title: str
+    content: Annotated[list[TextBlock], Meta(max_length=MAX_PARTS)]
+
+    @property
+    def text(self) -> str:
+        """Title, source and text, in lines."""
+        return "\n".join([self.title, self.source, *(block.text for block in self.content)])
+
+
+# Blocks that a turn of the user and the result of a tool may have.
+ContentBlock = TextBlock | ImageBlock | DocumentBlock | SearchResultBlock
+
+
 class ThinkingBlock(Struct, forbid_unknown_fields=True, tag_field="type", tag="thinking"):
     """Reasoning of an earlier answer."""
 
@@ -88,14 +105,10 @@ class ToolResultBlock(Struct, forbid_unknown_fields=True, tag_field="type", tag=
     """What a call gave; the content says whether it failed."""
 
     tool_use_id: str
-    content: (
-        str
-        | Annotated[list[TextBlock | ImageBlock | DocumentBlock], Meta(max_length=MAX_PARTS)]
-        | None
-    ) = None
+    content: str | Annotated[list[ContentBlock], Meta(max_length=MAX_PARTS)] | None = None
 
 
-Block = TextBlock | ImageBlock | DocumentBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock
+Block = ContentBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock
 
 
 class Turn(Struct, forbid_unknown_fields=True):
@@ -191,7 +204,7 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
 
 
 _ROLES: dict[str, tuple[type[Struct], ...]] = {
-    "user": (TextBlock, ImageBlock, DocumentBlock, ToolResultBlock),
+    "user": (TextBlock, ImageBlock, DocumentBlock, SearchResultBlock, ToolResultBlock),
     "assistant": (TextBlock, ThinkingBlock, ToolUseBlock),
     "system": (TextBlock,),
 }

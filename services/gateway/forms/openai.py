@@ -143,7 +143,7 @@ _Parts = Annotated[list[Part], Meta(max_length=MAX_PARTS)]
 class Message(Struct, forbid_unknown_fields=True):
     """One turn. Clients echo the fields after `content` from earlier responses."""
 
-    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | _Parts | None = None
     tool_calls: Annotated[list[ToolCall], Meta(max_length=MAX_CALLS)] | None = None
     tool_call_id: str | None = None
@@ -246,8 +246,6 @@ parse_chat_request = Parser(ChatRequest, check_chat_request)
 def _check_message(message: Message, index: int) -> None:
     path = f"messages[{index}]"
     role = message.role
-    if role == "function":
-        raise InvalidRequest(f"role {role} is not supported", param=f"{path}.role")
     if message.content is None and role not in ("assistant", "tool"):
         raise InvalidRequest("content is missing", param=f"{path}.content")
     for name in ("tool_calls", "reasoning", "reasoning_content"):

@@ -179,7 +179,7 @@ class ResponsesRequest(SamplingFields, kw_only=True):
 _FIELDS: Mapping[str, tuple[Sequence[str], Sequence[str]]] = {
     "message": (("role", "content"), ()),
     "function_call": (("call_id", "name", "arguments"), ("namespace",)),
-    "function_call_output": (("call_id", "output"), ()),
+    "function_call_output": (("call_id", "output"), ("name", "namespace")),
     "custom_tool_call": (("call_id", "name", "input"), ("namespace",)),
     "custom_tool_call_output": (("call_id", "output"), ("name",)),
     "reasoning": ((), ("content",)),

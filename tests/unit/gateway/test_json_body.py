@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.common.errors import InvalidRequest, PayloadTooLarge
+from services.gateway.forms.ignored import Ignored
 from services.gateway.forms.json_body import (
     MAX_JSON_BYTES,
     MAX_JSON_NODES,
@@ -15,6 +16,7 @@ from services.gateway.forms.json_body import (
     without_images,
 )
 from services.gateway.forms.openai import parse_chat_request
+from services.gateway.forms.responses_api import parse_responses_request
 from tests.attacks.rows import HELLO, body, json_bodies, many
 from tests.noise import least
 
@@ -67,6 +69,14 @@ def test_base64_does_not_count_as_json(value):
     assert without_images(source) == b'{"type": "base64", "data" : "", "b": 1}'
 
 
+def test_an_image_that_another_server_made_does_not_count_as_json():
+    item = {"type": "image_generation_call", "id": "i", "result": "A/" + "A" * MAX_JSON_BYTES}
+    body = json.dumps({"input": [item, {"role": "user", "content": "x"}]}).encode()
+    ignored = Ignored()
+    assert len(parse_responses_request(body, ignored).input) == 1
+    assert list(ignored.names) == ["input.image_generation_call"]
+
+
 @pytest.mark.parametrize("codecs", ["vp8,opus", '"vp9"', '"vp8, opus"'])
 def test_base64_of_what_browsers_record_does_not_count_as_json(codecs):
     url = f"data:video/webm; codecs={codecs};base64,{'A' * 100_000}"
@@ -74,7 +84,7 @@ def test_base64_of_what_browsers_record_does_not_count_as_json(codecs):
 
 
 def test_other_strings_count_as_json():
-    for item in ('"text": "{}"', '"x": "\\"data\\":\\"{}"', '"url": "http:{}"'):
+    for item in ('"text": "{}"', '"result": "a {}"', '"x": "\\"data\\":\\"{}"', '"url": "http:{}"'):
         text = ("{" + item.format("A" * 100_000) + "}").encode()
         assert without_images(text) is text
 
