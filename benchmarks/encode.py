@@ -37,6 +37,7 @@ from services.common.nn.device import resolve_device, resolve_dtype
 from services.common.nn.dispatch import UnknownOverride, parse_overrides
 from services.common.nn.dummy_weights import load_dummy
 from services.common.process.channel import EngineChannel, create_socket_pair
+from services.encoder.decoding.preprocess import Preprocessor
 from services.encoder.engine.engine import Engine
 from services.encoder.engine.graphs import MAX_CAPTURED_PATCHES, TowerGraphs, buckets
 from services.encoder.engine.messages import (
@@ -60,7 +61,6 @@ from services.encoder.engine_main import (
 from services.encoder.models import model_class
 from services.encoder.models.qwen3_vl import VisionTower
 from services.encoder.operations.table import TowerFacts, resolve
-from services.encoder.preprocess import Preprocessor
 from services.encoder.settings import EncoderSettings
 
 # Measured on an H200 with large GEMMs; see benchmarks/LOG.md.

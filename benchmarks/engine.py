@@ -28,8 +28,8 @@ from services.common.model_spec import ModelSpec
 from services.decoder.engine.calibration import measured_cost
 from services.decoder.engine.engine import Engine
 from services.decoder.engine.messages import AddSequence, SamplingParams
-from services.decoder.engine.model_runner import ModelRunner
-from services.decoder.engine.runner_factory import RunnerOptions, create_runner
+from services.decoder.engine.run.model_runner import ModelRunner
+from services.decoder.engine.run.runner_factory import RunnerOptions, create_runner
 from services.decoder.settings import DecoderSettings
 
 # Measured on an H200 with large copies and GEMMs; see benchmarks/LOG.md.

@@ -18,11 +18,11 @@ from typing import Any
 import torch
 
 from benchmarks.engine import add
-from services.decoder.engine.batch import Batch
 from services.decoder.engine.engine import Engine
-from services.decoder.engine.model_runner import ModelRunner
-from services.decoder.engine.runner_factory import RunnerOptions, create_runner
-from services.decoder.engine.scheduler import Scheduler
+from services.decoder.engine.run.model_runner import ModelRunner
+from services.decoder.engine.run.runner_factory import RunnerOptions, create_runner
+from services.decoder.engine.schedule.batch import Batch
+from services.decoder.engine.schedule.scheduler import Scheduler
 
 _PARTS = {
     "schedule": (Scheduler, "schedule"),

@@ -37,8 +37,6 @@ from services.common.security.rpc_credentials import PeerCheck
 from services.common.transport.rpc import create_channel
 from services.decoder.images.embedding_fetch import EncoderFetcher
 from services.decoder.images.known_encoders import KnownEncoders
-from services.encoder.admission import Admission
-from services.encoder.embeddings import Embeddings
 from services.encoder.engine.messages import (
     EncodeImage,
     EngineMessage,
@@ -47,10 +45,12 @@ from services.encoder.engine.messages import (
     ImageDone,
     PlaceImage,
 )
-from services.encoder.engine_client import EngineClient
-from services.encoder.memory_tier import MemoryTier
+from services.encoder.front.admission import Admission
+from services.encoder.front.embeddings import Embeddings
+from services.encoder.front.engine_client import EngineClient
+from services.encoder.front.memory_tier import MemoryTier
+from services.encoder.front.service import EncoderServicer
 from services.encoder.metrics import EncoderMetrics
-from services.encoder.service import EncoderServicer
 from tests.stubs import EncoderStub
 
 _FEATURES, _HIDDEN = 4, 2048  # of the 2B model

@@ -1,4 +1,4 @@
-"""The last section of docs/architecture.md: every file and the first sentence of its docstring."""
+"""The page docs/files.md: every file and the first sentence of its docstring."""
 
 import ast
 import re
@@ -7,19 +7,18 @@ from itertools import groupby
 from pathlib import Path
 
 _ROOT = Path(__file__).resolve().parents[1]
-_PAGE = _ROOT / "docs" / "architecture.md"
 _FOLDERS = "services", "kernels", "triptych", "benchmarks", "scripts"
-_HEAD = "## Every file\n"
-_NOTE = """
-What each file owns, by the first sentence of its docstring; `scripts/reference.py` writes this \
-section, and a test compares it.
+_HEAD = """# Every file
+
+This page lists what each file owns, by the first sentence of its docstring. \
+`scripts/reference.py` writes the page, and a test compares it with the code. \
+[The architecture](architecture.md) has a reading order of the most important files.
 """
 
 
-def architecture_page() -> str:
-    """docs/architecture.md: as it is, with its last section written anew."""
-    text = _PAGE.read_text(encoding="utf-8").partition(_HEAD)[0]
-    return text + _HEAD + _NOTE + "".join(_folders())
+def files_page() -> str:
+    """Returns the text of docs/files.md."""
+    return _HEAD + "".join(_folders())
 
 
 def _folders() -> Iterator[str]:

@@ -22,7 +22,7 @@ from pydantic_core import PydanticUndefined  # noqa: E402
 
 from benchmarks.text_shapes import TEXT_SHAPES  # noqa: E402
 from scripts import checkpoint_keys, grafana_dashboard, hints_table, metrics_table  # noqa: E402
-from scripts.file_map import architecture_page  # noqa: E402
+from scripts.file_map import files_page  # noqa: E402
 from services.common.model_spec import LinearAttentionSpec, RopeSpec, TextSpec  # noqa: E402
 from services.common.settings import ServiceSettings  # noqa: E402
 from services.decoder.settings import DecoderSettings  # noqa: E402
@@ -291,7 +291,7 @@ PAGES: dict[Path, Callable[[], str]] = {
     DOCS / "metrics.md": metrics_table.document,
     DOCS / "fields.md": hints_table.document,
     DOCS / "checkpoints.md": checkpoint_keys.document,
-    DOCS / "architecture.md": architecture_page,
+    DOCS / "files.md": files_page,
     _ROOT / "deploy/k8s/components/monitoring/triptych-dashboard.json": grafana_dashboard.document,
 }
 

@@ -14,15 +14,15 @@ from services.common.families import read_spec
 from services.common.nn import weights
 from services.common.nn.checkpoint import Checkpoint
 from services.common.nn.pinned import unpin
-from services.decoder.engine import step_inputs
-from services.decoder.engine.batch import Batch, Chunk
 from services.decoder.engine.messages import AddSequence, ImageSpan, SamplingParams
-from services.decoder.engine.model_runner import ModelRunner
-from services.decoder.engine.pending_step import DevicePendingStep
-from services.decoder.engine.runner_factory import RunnerOptions, create_runner
-from services.decoder.engine.sequence import Sequence
+from services.decoder.engine.run import step_inputs
+from services.decoder.engine.run.model_runner import ModelRunner
+from services.decoder.engine.run.pending_step import DevicePendingStep
+from services.decoder.engine.run.runner_factory import RunnerOptions, create_runner
+from services.decoder.engine.run.step_inputs import StepInputs
+from services.decoder.engine.schedule.batch import Batch, Chunk
+from services.decoder.engine.schedule.sequence import Sequence
 from services.decoder.engine.step import Step
-from services.decoder.engine.step_inputs import StepInputs
 from services.decoder.models.transformer import Transformer
 from services.decoder.operations.ops import PlainOps
 from tests.image_processor import write_image_processor

@@ -8,8 +8,8 @@ import numpy as np
 from services.decoder.engine.engine import Engine
 from services.decoder.engine.mask_gate import MaskGate
 from services.decoder.engine.messages import AddSequence, StepDone
-from services.decoder.engine.state_pool import StateCheckpoints
-from services.decoder.engine.step_cost import StepCost, StepLoad
+from services.decoder.engine.schedule.state_pool import StateCheckpoints
+from services.decoder.engine.schedule.step_cost import StepCost, StepLoad
 from tests.fake_runner import FakeRunner, expected_tokens, mask_of, runner_info
 from tests.integrity import check_engine
 

@@ -18,8 +18,8 @@ from PIL import Image
 from services.common.errors import InvalidImage
 from services.common.images.image_header import ImageHeader, read_header
 from services.common.process.work_limits import SLACK_BYTES
-from services.encoder.decode import worst_case_bytes
-from services.encoder.decode_pool import DecodePool
+from services.encoder.decoding.decode import worst_case_bytes
+from services.encoder.decoding.decode_pool import DecodePool
 from tests.worker_pids import worker_pids
 
 MAX_CASE_S, MAX_CASE_BYTES = 0.05, 64 << 20

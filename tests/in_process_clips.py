@@ -7,8 +7,8 @@ import numpy as np
 
 from services.common.embeddings.shared_memory import MemoryAddress
 from services.common.geometry import Size
-from services.encoder.clips.container import to_rgb, upright_size
-from services.encoder.clips.frames import Frames
+from services.encoder.decoding.clips.container import to_rgb, upright_size
+from services.encoder.decoding.clips.frames import Frames
 
 
 def frame_pixels(data: bytes, indices: tuple[int, ...]) -> list[np.ndarray]:

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from services.common.geometry import Geometry, Unit
 from services.common.images.image_header import ImageHeader
-from services.encoder.decode import decode
+from services.encoder.decoding.decode import decode
+from services.encoder.decoding.preprocess import Preprocessor
 from services.encoder.engine.messages import Source
-from services.encoder.preprocess import Preprocessor
 
 
 @contextmanager

@@ -4,11 +4,11 @@
 
 from collections.abc import Container, Iterable
 
-from services.decoder.engine.block_manager import BlockManager
 from services.decoder.engine.engine import Engine
-from services.decoder.engine.scheduler import Scheduler
-from services.decoder.engine.sequence import Sequence, SequenceState
-from services.decoder.engine.state_pool import StateCheckpoints
+from services.decoder.engine.schedule.block_manager import BlockManager
+from services.decoder.engine.schedule.scheduler import Scheduler
+from services.decoder.engine.schedule.sequence import Sequence, SequenceState
+from services.decoder.engine.schedule.state_pool import StateCheckpoints
 
 
 def check_engine(engine: Engine) -> None:

@@ -14,7 +14,7 @@ import time
 from services.common.embeddings.shared_memory import MemoryAddress, create_memory
 from services.common.errors import InvalidVideo
 from services.common.process.work_limits import SLACK_BYTES
-from services.encoder.clips.clip_pool import PROBE_BYTES, ClipPool
+from services.encoder.decoding.clips.clip_pool import PROBE_BYTES, ClipPool
 from tests.image_fuzz import Peak, mutated
 from tests.videos import KINDS, av1, make
 from tests.worker_pids import worker_pids

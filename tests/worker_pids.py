@@ -1,7 +1,7 @@
 """The processes of the encoder's pools, which tests count and kill."""
 
-from services.encoder.clips.clip_pool import ClipPool
-from services.encoder.decode_pool import DecodePool
+from services.encoder.decoding.clips.clip_pool import ClipPool
+from services.encoder.decoding.decode_pool import DecodePool
 
 
 def worker_pids(pool: ClipPool | DecodePool) -> list[int]:

@@ -28,7 +28,7 @@ from services.decoder.engine.calibration import measured_cost
 from services.decoder.engine.engine import Engine
 from services.decoder.engine.mask_gate import MaskGate
 from services.decoder.engine.messages import FrontMessage, KernelCalls, MaskLink, Shutdown
-from services.decoder.engine.runner_factory import create_runner
+from services.decoder.engine.run.runner_factory import create_runner
 from services.decoder.engine.step import Runner
 from services.decoder.engine_options import AWAKE_S, log_failure, runner_options, set_threads
 from services.decoder.masks.links import open_link, send_tokens

@@ -7,7 +7,7 @@ import torch
 from services.common.model_spec import ModelSpecError
 from services.common.process.engine_process import REFUSED
 from services.common.process.pod_limits import num_cpus
-from services.decoder.engine.runner_factory import RunnerOptions
+from services.decoder.engine.run.runner_factory import RunnerOptions
 from services.decoder.settings import DecoderSettings
 
 # An idle engine with a GPU polls this long before its thread blocks: somewhat longer than a client

@@ -26,18 +26,18 @@ from services.common.process.service_process import (
 )
 from services.common.security.credentials import Credentials
 from services.common.transport.rpc import PROTOCOL
-from services.encoder.admission import Admission
-from services.encoder.brought import BroughtEmbeddings
-from services.encoder.clips.clip_pool import PROBE_BYTES, ClipPool
-from services.encoder.clips.held_videos import HeldVideos
-from services.encoder.embeddings import Embeddings
+from services.encoder.decoding.clips.clip_pool import PROBE_BYTES, ClipPool
+from services.encoder.decoding.clips.held_videos import HeldVideos
 from services.encoder.engine.messages import EngineMessage, EngineReady, Shutdown
-from services.encoder.engine_client import EngineClient
-from services.encoder.kept_files import MAX_BYTES, KeptFiles
-from services.encoder.media_service import MediaServicer
-from services.encoder.memory_tier import MemoryTier
+from services.encoder.front.admission import Admission
+from services.encoder.front.brought import BroughtEmbeddings
+from services.encoder.front.embeddings import Embeddings
+from services.encoder.front.engine_client import EngineClient
+from services.encoder.front.kept_files import MAX_BYTES, KeptFiles
+from services.encoder.front.media_service import MediaServicer
+from services.encoder.front.memory_tier import MemoryTier
+from services.encoder.front.redis_tier import RedisTier
 from services.encoder.metrics import EncoderMetrics
-from services.encoder.redis_tier import RedisTier
 from services.encoder.settings import EncoderSettings
 
 # Files of images in work, which front and engine both hold, and as many that arrive: a sixteenth of

@@ -36,16 +36,16 @@ from services.common.process.process_memory import freeze_gc
 from services.common.process.progress import log_progress
 from services.common.settings import SettingsError, omp_num_threads
 from services.common.telemetry import setup_logging
-from services.encoder.clips.clip_pool import ClipPool
-from services.encoder.decode_pool import DecodePool
+from services.encoder.decoding.clips.clip_pool import ClipPool
+from services.encoder.decoding.decode_pool import DecodePool
+from services.encoder.decoding.prepare import Preparer
+from services.encoder.decoding.preprocess import Preprocessor
 from services.encoder.engine.engine import Engine, Prepare
 from services.encoder.engine.messages import EngineReady, FrontMessage, Source
 from services.encoder.engine.runner import Runner
 from services.encoder.models import model_class
 from services.encoder.operations.ops import Ops
 from services.encoder.operations.table import TowerFacts, resolve
-from services.encoder.prepare import Preparer
-from services.encoder.preprocess import Preprocessor
 from services.encoder.settings import EncoderSettings
 
 if TYPE_CHECKING:

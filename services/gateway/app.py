@@ -26,7 +26,6 @@ from services.common.threads import WorkerThreads
 from services.common.transport.rpc import create_channel
 from services.gateway.answers.answer_reader import AnswerReader
 from services.gateway.bounds import Bounds
-from services.gateway.chat import ChatService
 from services.gateway.clients import uploads
 from services.gateway.clients.decoders import DecoderPool
 from services.gateway.clients.encoders import EncoderPool
@@ -48,7 +47,8 @@ from services.gateway.picker_gauges import PickerGauges
 from services.gateway.prompts.chat_template import ChatTemplate
 from services.gateway.prompts.conversation import ConversationReader
 from services.gateway.prompts.prompt import PromptBuilder
-from services.gateway.sampling import model_defaults
+from services.gateway.request.chat import ChatService
+from services.gateway.request.sampling import model_defaults
 from services.gateway.settings import GatewaySettings
 from services.gateway.tenancy.admission import Admission, max_held_bytes
 from services.gateway.tenancy.leases import Leases

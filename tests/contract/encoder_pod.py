@@ -18,11 +18,8 @@ from services.common.pb import encoder_pb2 as pb
 from services.common.process.channel import ChannelClosed
 from services.common.process.service_process import create_service_server
 from services.common.transport.rpc import create_channel, outgoing_metadata
-from services.encoder.admission import Admission
-from services.encoder.brought import BroughtEmbeddings
-from services.encoder.clips.clip_pool import ClipPool
-from services.encoder.clips.held_videos import HeldVideos
-from services.encoder.embeddings import Embeddings
+from services.encoder.decoding.clips.clip_pool import ClipPool
+from services.encoder.decoding.clips.held_videos import HeldVideos
 from services.encoder.engine.messages import (
     CancelImage,
     EncodeImage,
@@ -33,12 +30,15 @@ from services.encoder.engine.messages import (
     PlaceImage,
     StageTimes,
 )
-from services.encoder.engine_client import EngineClient
-from services.encoder.kept_files import KeptFiles
-from services.encoder.media_service import MediaServicer
-from services.encoder.memory_tier import MemoryTier
+from services.encoder.front.admission import Admission
+from services.encoder.front.brought import BroughtEmbeddings
+from services.encoder.front.embeddings import Embeddings
+from services.encoder.front.engine_client import EngineClient
+from services.encoder.front.kept_files import KeptFiles
+from services.encoder.front.media_service import MediaServicer
+from services.encoder.front.memory_tier import MemoryTier
+from services.encoder.front.redis_tier import RedisTier
 from services.encoder.metrics import EncoderMetrics
-from services.encoder.redis_tier import RedisTier
 from tests.noise import PATIENCE_S
 from tests.stubs import EncoderStub
 

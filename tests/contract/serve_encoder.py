@@ -6,7 +6,7 @@ Prints its address; encodes whatever it is asked for. FAULT `hang` never knows a
 import asyncio
 import sys
 
-from services.encoder.memory_tier import MemoryTier
+from services.encoder.front.memory_tier import MemoryTier
 from tests.contract.encoder_pod import run_pod
 
 

@@ -10,8 +10,8 @@ from services.common.errors import EmbeddingUnavailable, TriptychError
 from services.common.geometry import Unit
 from services.common.pb import encoder_pb2 as pb
 from services.decoder.images.embedding_fetch import EncoderFailed
-from services.encoder.embeddings import Work
 from services.encoder.engine.messages import Source
+from services.encoder.front.embeddings import Work
 from tests.cases import cases
 from tests.contract.encoder_pod import Pod, key_of
 from tests.contract.test_embedding_transport import (

@@ -18,7 +18,7 @@ from services.common.transport.rpc import create_channel
 from services.decoder.images.embedding_fetch import EncoderFailed, EncoderFetcher
 from services.decoder.images.embeddings import EmbeddingSource, ImageRequest
 from services.decoder.metrics import DecoderMetrics
-from services.encoder import redis_tier
+from services.encoder.front import redis_tier
 from tests.contract.encoder_pod import LIKE, Pod, embedding_of, key_of, run_pod
 from tests.noise import PATIENCE_S
 from tests.redis_server import RedisServer, redis_server  # noqa: F401

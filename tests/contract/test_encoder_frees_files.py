@@ -13,8 +13,8 @@ import pytest
 
 from services.common.pb import encoder_pb2 as pb
 from services.common.transport.rpc import outgoing_metadata
-from services.encoder.embeddings import SourceStore, Work
-from services.encoder.kept_files import KeptFiles
+from services.encoder.front.embeddings import SourceStore, Work
+from services.encoder.front.kept_files import KeptFiles
 from tests.contract.encoder_pod import Pod, run_pod
 from tests.decoder_service_harness import until
 

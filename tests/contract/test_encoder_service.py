@@ -17,7 +17,7 @@ from services.common.geometry import Unit
 from services.common.images.image_key import image_key
 from services.common.pb import encoder_pb2 as pb
 from services.common.transport.rpc import error_from_rpc
-from services.encoder import memory_tier, service
+from services.encoder.front import memory_tier, service
 from tests.contract.encoder_pod import LIKE, PREFIX, Pod, key_of, run_pod
 from tests.noise import PATIENCE_S, async_least, timed
 from tests.redis_server import RedisServer, redis_server  # noqa: F401

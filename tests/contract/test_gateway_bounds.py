@@ -13,11 +13,12 @@ from contextlib import contextmanager
 import httpx2
 import pytest
 
-from services.gateway import attempts, server
+from services.gateway import server
 from services.gateway.forms.json_body import MAX_JSON_BYTES
 from services.gateway.http import exchange
 from services.gateway.media.kinds import IMAGE
 from services.gateway.media.web_media import WebMedia
+from services.gateway.request import attempts
 from tests.gateway_fixtures import asking
 from tests.gateway_stack import MODEL, GatewayStack
 from tests.noise import PATIENCE_S, least

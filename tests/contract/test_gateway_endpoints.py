@@ -7,9 +7,9 @@ import httpx2
 import numpy as np
 import pytest
 
-from services.gateway.chat import ChatService
 from services.gateway.forms.parts import Text
 from services.gateway.forms.responses import Update
+from services.gateway.request.chat import ChatService
 from tests.gateway_stack import MODEL, GatewayStack
 from tests.noise import PATIENCE_S
 

@@ -20,11 +20,11 @@ from services.common.errors import (
     TriptychError,
     Unavailable,
 )
-from services.gateway.attempts import Attempts
-from services.gateway.completion import Completion
 from services.gateway.endpoints.endpoint import Work
 from services.gateway.media.images import Image
 from services.gateway.prompts.prompt import PromptBuilder
+from services.gateway.request.attempts import Attempts
+from services.gateway.request.completion import Completion
 from services.gateway.tenancy.admission import Slot
 from tests.attacks.images import small
 from tests.contract.test_gateway_openai import send_raw

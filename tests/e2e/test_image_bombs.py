@@ -19,7 +19,7 @@ from services.common.images.image_header import read_header
 from services.common.images.image_key import image_key
 from services.common.pb import encoder_pb2 as pb
 from services.common.transport.rpc import outgoing_metadata
-from services.encoder.decode import worst_case_bytes
+from services.encoder.decoding.decode import worst_case_bytes
 from tests.e2e.test_encoder_process import (
     Encoder,
     error_from_rpc,

@@ -18,8 +18,8 @@ from services.common.families import read_spec
 from services.common.model_spec import ModelSpec
 from services.common.nn.checkpoint import Checkpoint
 from services.common.nn.weights import load_weights
+from services.encoder.decoding.preprocess import resize
 from services.encoder.models.qwen3_vl import VisionTower
-from services.encoder.preprocess import resize
 from tests.image_processor import write_image_processor, write_video_processor
 from tests.in_process_decoder import preprocess
 from tests.tower import cpu_ops, pack_patches

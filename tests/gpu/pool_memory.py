@@ -10,7 +10,11 @@ from pathlib import Path
 
 import torch
 
-from services.decoder.engine.runner_factory import RunnerOptions, _run_largest_step, create_runner
+from services.decoder.engine.run.runner_factory import (
+    RunnerOptions,
+    _run_largest_step,
+    create_runner,
+)
 from tests.gpu.decoder_2b import GPU, options
 
 

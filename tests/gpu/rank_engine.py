@@ -24,8 +24,8 @@ from services.common.nn.collectives import ALONE
 from services.common.process.engine_process import leave
 from services.decoder.engine.engine import Engine
 from services.decoder.engine.messages import AddSequence, Logprobs, SamplingParams
-from services.decoder.engine.model_runner import ModelRunner
-from services.decoder.engine.runner_factory import create_runner
+from services.decoder.engine.run.model_runner import ModelRunner
+from services.decoder.engine.run.runner_factory import create_runner
 from services.decoder.engine.step import Runner
 from services.decoder.engine_options import runner_options
 from services.decoder.ranks.joining import device_of, join

@@ -23,8 +23,8 @@ import torch
 from services.decoder.attention import create_backend
 from services.decoder.attention.base import AttentionMetadata
 from services.decoder.engine.messages import SamplingParams
-from services.decoder.engine.sampler import Sampler
-from services.decoder.engine.staging import Staging
+from services.decoder.engine.run.sampler import Sampler
+from services.decoder.engine.run.staging import Staging
 from services.decoder.engine.step import RowSampling, SampleStep
 from services.decoder.operations.ops import PlainOps
 from tests.block_tables import first_blocks

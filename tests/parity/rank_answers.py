@@ -9,10 +9,10 @@ import torch
 from services.common.families import read_spec
 from services.common.nn.collectives import ALONE, Ranks
 from services.decoder.engine.engine import Engine
-from services.decoder.engine.kv_cache import KVCacheShape
 from services.decoder.engine.messages import AddSequence, SamplingParams
-from services.decoder.engine.model_runner import ModelRunner
-from services.decoder.engine.runner_factory import RunnerOptions, create_runner
+from services.decoder.engine.run.kv_cache import KVCacheShape
+from services.decoder.engine.run.model_runner import ModelRunner
+from services.decoder.engine.run.runner_factory import RunnerOptions, create_runner
 from services.decoder.models.rank_spec import rank_spec
 from services.decoder.ranks.steps import Follower, LeadingRunner
 from tests.engine_harness import small_pieces

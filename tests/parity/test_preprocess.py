@@ -13,7 +13,7 @@ import tests.parity.torchvision_ops  # noqa: F401 - before transformers
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
 
 from services.common.geometry import Geometry
-from services.encoder.preprocess import resize
+from services.encoder.decoding.preprocess import resize
 from tests.in_process_decoder import preprocess
 from tests.tower import pack_patches
 

@@ -11,7 +11,7 @@ import torch
 from services.common.embeddings.embedding import EmbeddingSpec
 from services.decoder.engine.engine import Engine
 from services.decoder.engine.messages import AddSequence, ImageSpan, SamplingParams
-from services.decoder.engine.runner_factory import RunnerOptions, create_runner
+from services.decoder.engine.run.runner_factory import RunnerOptions, create_runner
 from tests.engine_harness import small_pieces
 from tests.parity import text_oracle
 from tests.parity.oracle import CONFIGS, Prompt, make_oracle

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from services.common.nn.layers import RMSNorm
-from services.decoder.engine.sequence import Sequence
+from services.decoder.engine.schedule.sequence import Sequence
 from services.decoder.models.transformer import Transformer
 from tests.cases import THOROUGH
 from tests.decoder_harness import Harness

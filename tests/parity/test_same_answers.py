@@ -19,7 +19,7 @@ import torch
 from services.common.embeddings.embedding import EmbeddingSpec
 from services.decoder.engine.engine import Engine
 from services.decoder.engine.messages import AddSequence, ImageSpan, SamplingParams
-from services.decoder.engine.runner_factory import RunnerOptions, create_runner
+from services.decoder.engine.run.runner_factory import RunnerOptions, create_runner
 from tests.cases import THOROUGH, cases, first
 from tests.engine_harness import small_pieces
 from tests.integrity import check_engine

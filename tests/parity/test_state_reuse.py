@@ -13,7 +13,7 @@ import torch
 from kernels.linear_attention.states import StateCache
 from services.decoder.engine.engine import Engine
 from services.decoder.engine.messages import AddSequence, ImageSpan, SamplingParams
-from services.decoder.engine.model_runner import ModelRunner
+from services.decoder.engine.run.model_runner import ModelRunner
 from tests.integrity import check_engine
 from tests.parity.oracle import Prompt
 from tests.parity.qwen3_5_oracle import CONFIGS, make_qwen3_5

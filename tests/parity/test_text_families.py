@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from services.common.model_spec import RopeSpec, UnsupportedOption
-from services.decoder.engine.sequence import Sequence
+from services.decoder.engine.schedule.sequence import Sequence
 from tests.decoder_harness import Harness
 from tests.parity.oracle import Oracle, Prompt
 from tests.parity.oracle import largest_difference as difference

@@ -26,10 +26,10 @@ from services.common.frame_pairs import FramePairs
 from services.common.geometry import Geometry, Unit
 from services.common.nn.checkpoint import Checkpoint
 from services.common.nn.weights import load_weights
-from services.encoder import prepare
+from services.encoder.decoding import prepare
+from services.encoder.decoding.prepare import Preparer
 from services.encoder.engine.messages import Source, Video
 from services.encoder.models import qwen3_vl
-from services.encoder.prepare import Preparer
 from tests.in_process_clips import InProcessClips, frame_pixels
 from tests.in_process_decoder import decode_in_process
 from tests.tower import cpu_ops

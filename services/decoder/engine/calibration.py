@@ -9,8 +9,8 @@ import numpy as np
 
 from services.decoder.engine.engine import Engine
 from services.decoder.engine.messages import AddSequence, SamplingParams
+from services.decoder.engine.schedule.step_cost import StepCost, StepLoad
 from services.decoder.engine.step import Runner
-from services.decoder.engine.step_cost import StepCost, StepLoad
 
 _PROMPTS = 1, 32, 256, 1024, 4096  # tokens
 _ROWS = 64

@@ -15,8 +15,6 @@ from collections import deque
 import numpy as np
 
 from kernels.sampling import ALL_MASKED, NOT_FINITE
-from services.decoder.engine.batch import Batch, Chunk
-from services.decoder.engine.block_manager import BlockManager
 from services.decoder.engine.messages import (
     AbortSequence,
     AddSequence,
@@ -31,12 +29,14 @@ from services.decoder.engine.messages import (
     StepDone,
     TokenMasks,
 )
-from services.decoder.engine.row_states import row_states
 from services.decoder.engine.sampling_gate import SamplingGate
-from services.decoder.engine.scheduler import CannotSchedule, Scheduler
-from services.decoder.engine.sequence import Sequence, SequenceState
+from services.decoder.engine.schedule.batch import Batch, Chunk
+from services.decoder.engine.schedule.block_manager import BlockManager
+from services.decoder.engine.schedule.row_states import row_states
+from services.decoder.engine.schedule.scheduler import CannotSchedule, Scheduler
+from services.decoder.engine.schedule.sequence import Sequence, SequenceState
+from services.decoder.engine.schedule.step_cost import StepCost, StepLoad
 from services.decoder.engine.step import PendingStep, Runner, Scores, Step, StepOutput
-from services.decoder.engine.step_cost import StepCost, StepLoad
 
 log = logging.getLogger(__name__)
 

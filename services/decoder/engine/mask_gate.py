@@ -6,12 +6,12 @@ import time
 
 import numpy as np
 
-from services.decoder.engine.batch import Batch
 from services.decoder.engine.engine import Engine
 from services.decoder.engine.mask_deadline import MaskDeadline
 from services.decoder.engine.messages import NewTokens, SequenceEvent, TokenMasks
 from services.decoder.engine.sampling_gate import SamplingGate
-from services.decoder.engine.sequence import SequenceState
+from services.decoder.engine.schedule.batch import Batch
+from services.decoder.engine.schedule.sequence import SequenceState
 from services.decoder.engine.step import Int32Array, PendingStep
 
 # How long the device waits for late masks where no other row of the batch could be sampled.

@@ -1,7 +1,7 @@
 """What the sampling of a launched step waits for. In the core: nothing."""
 
-from services.decoder.engine.batch import Batch
 from services.decoder.engine.messages import TokenMasks
+from services.decoder.engine.schedule.batch import Batch
 from services.decoder.engine.step import PendingStep
 
 

@@ -20,7 +20,7 @@ from services.common.process.engine_process import REFUSED, leave
 from services.common.process.parent_death import end_with_parent
 from services.common.process.process_memory import freeze_gc
 from services.common.telemetry import setup_logging
-from services.decoder.engine.runner_factory import create_runner
+from services.decoder.engine.run.runner_factory import create_runner
 from services.decoder.engine_options import AWAKE_S, log_failure, runner_options, set_threads
 from services.decoder.ranks.joining import device_of, join
 from services.decoder.ranks.steps import Follower

@@ -11,9 +11,9 @@ from collections.abc import Callable
 import torch
 
 from services.decoder.engine.messages import EngineInfo
-from services.decoder.engine.model_runner import ModelRunner
+from services.decoder.engine.run.model_runner import ModelRunner
+from services.decoder.engine.run.step_inputs import StepInputs
 from services.decoder.engine.step import ComputeStep, PendingStep, Step
-from services.decoder.engine.step_inputs import StepInputs
 
 # A record: its length, its kind and, of the first two kinds, a `ComputeStep`.
 _STAGE, _RUN, _RUN_STAGED = b"s", b"r", b"x"

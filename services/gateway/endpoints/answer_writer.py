@@ -11,10 +11,10 @@ from typing import Generic, TypeVar
 
 from msgspec import Struct
 
-from services.gateway.completion import Completion
 from services.gateway.forms.parts import Part, Text, continues
 from services.gateway.forms.responses import LogprobEntry, Update, encode_json
 from services.gateway.http.exchange import Exchange
+from services.gateway.request.completion import Completion
 
 Event = TypeVar("Event", bound=Struct)
 

@@ -2,7 +2,6 @@
 
 from contextlib import aclosing
 
-from services.gateway.completion import Completion
 from services.gateway.endpoints.endpoint import Endpoint, Work, now
 from services.gateway.forms.json_body import Body
 from services.gateway.forms.openai import ChatRequest, parse_chat_request
@@ -18,6 +17,7 @@ from services.gateway.forms.responses import (
     assistant_message,
     request_metrics,
 )
+from services.gateway.request.completion import Completion
 
 
 class ChatEndpoint(Endpoint):

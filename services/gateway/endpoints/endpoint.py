@@ -19,8 +19,6 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from services.common.errors import DeadlineExceeded, Overloaded, TriptychError
-from services.gateway.chat import ChatService
-from services.gateway.completion import Completion
 from services.gateway.forms.ignored import Ignored
 from services.gateway.forms.json_body import Body, free
 from services.gateway.forms.openai import ChatRequest
@@ -28,6 +26,8 @@ from services.gateway.forms.responses import Update, Usage, error_event
 from services.gateway.http.exchange import JSON_TYPES, Exchange, read_body
 from services.gateway.metrics import GatewayMetrics, Timings
 from services.gateway.prompts.prompt import Draft
+from services.gateway.request.chat import ChatService
+from services.gateway.request.completion import Completion
 from services.gateway.slot import Slot
 from services.gateway.tenancy.admission import Admission
 

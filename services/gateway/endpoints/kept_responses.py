@@ -17,7 +17,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from services.common.errors import InvalidRequest, NotFound
-from services.gateway.chat import ChatService
 from services.gateway.forms import responses_api as api
 from services.gateway.forms.json_body import Body
 from services.gateway.forms.openai import MAX_MESSAGES
@@ -25,6 +24,7 @@ from services.gateway.forms.responses import encode_json
 from services.gateway.forms.video import InputVideoPart
 from services.gateway.http.exchange import JsonResponse
 from services.gateway.kept import Kept
+from services.gateway.request.chat import ChatService
 from services.gateway.slot import Slot
 from services.gateway.tenancy.tenants import bound_tenant
 

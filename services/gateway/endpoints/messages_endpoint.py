@@ -9,8 +9,6 @@ from msgspec import UNSET, Raw
 from starlette.requests import Request
 
 from services.common.errors import InvalidRequest, TriptychError
-from services.gateway.chat import ChatService
-from services.gateway.completion import Completion
 from services.gateway.endpoints.answer_writer import AnswerWriter
 from services.gateway.endpoints.chat_messages import ChatMessages
 from services.gateway.endpoints.endpoint import Endpoint, Work, parse_body, renamed
@@ -39,6 +37,8 @@ from services.gateway.forms.tools import (
     ToolChoice,
 )
 from services.gateway.http.exchange import JsonResponse
+from services.gateway.request.chat import ChatService
+from services.gateway.request.completion import Completion
 from services.gateway.slot import Slot
 
 _PATHS = {

@@ -18,8 +18,8 @@ from msgspec import Raw, Struct
 from starlette.requests import Request
 from starlette.responses import Response
 
-from services.gateway.chat import ChatService
 from services.gateway.http.exchange import JsonResponse
+from services.gateway.request.chat import ChatService
 
 log = logging.getLogger(__name__)
 

@@ -10,10 +10,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from services.common.errors import Unavailable
-from services.gateway.chat import ChatService
 from services.gateway.endpoints.openapi import openapi_document
 from services.gateway.http.exchange import JsonResponse
 from services.gateway.metrics import GatewayMetrics
+from services.gateway.request.chat import ChatService
 from services.gateway.tenancy.admission import Admission
 
 # After so long, services that are not there are taken to be scaled to zero.

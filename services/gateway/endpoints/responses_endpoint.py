@@ -11,7 +11,6 @@ from secrets import token_hex
 from msgspec import UNSET, structs
 
 from services.common.errors import InvalidImage, InvalidRequest, TriptychError
-from services.gateway.completion import Completion
 from services.gateway.endpoints.answer_writer import AnswerWriter
 from services.gateway.endpoints.chat_messages import ChatMessages
 from services.gateway.endpoints.endpoint import Endpoint, Work, now, renamed
@@ -41,6 +40,7 @@ from services.gateway.forms.tools import (
     ToolChoice,
 )
 from services.gateway.media.images import Image
+from services.gateway.request.completion import Completion
 
 _PATHS = {
     "messages": "input",

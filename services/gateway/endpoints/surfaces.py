@@ -11,7 +11,6 @@ from pathlib import Path
 
 from starlette.routing import Route
 
-from services.gateway.chat import ChatService
 from services.gateway.endpoints.chat_endpoint import ChatEndpoint
 from services.gateway.endpoints.endpoint import Endpoint, View
 from services.gateway.endpoints.kept_responses import KeptResponses
@@ -26,6 +25,7 @@ from services.gateway.endpoints.upload_routes import TYPES as UPLOAD_TYPES
 from services.gateway.endpoints.upload_routes import delete_upload, upload
 from services.gateway.kept import Kept
 from services.gateway.metrics import GatewayMetrics
+from services.gateway.request.chat import ChatService
 from services.gateway.tenancy.admission import Admission
 
 

@@ -10,8 +10,6 @@ from contextlib import aclosing
 from dataclasses import replace
 
 from services.common.errors import InvalidRequest
-from services.gateway.chat import MAX_TRUNCATED
-from services.gateway.completion import Completion
 from services.gateway.endpoints.endpoint import Endpoint, Work, now
 from services.gateway.forms.json_body import Body
 from services.gateway.forms.parts import Text
@@ -32,7 +30,9 @@ from services.gateway.forms.text_completions import (
 )
 from services.gateway.gather import gather
 from services.gateway.prompts.prompt import Draft
-from services.gateway.sampling import check_ids, check_room
+from services.gateway.request.chat import MAX_TRUNCATED
+from services.gateway.request.completion import Completion
+from services.gateway.request.sampling import check_ids, check_room
 from services.gateway.tokenizer.tokenizer import ModelTokenizer, token_name
 
 

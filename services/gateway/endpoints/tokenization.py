@@ -13,7 +13,6 @@ from starlette.responses import Response
 
 from services.common.errors import InvalidRequest
 from services.common.model_spec import read_json
-from services.gateway.chat import ChatService
 from services.gateway.endpoints.endpoint import parse_body
 from services.gateway.forms.generation import TokenId
 from services.gateway.forms.json_body import Body, Parser
@@ -29,7 +28,8 @@ from services.gateway.forms.tools import MAX_TOOLS, Tool
 from services.gateway.forms.video import MediaOptions
 from services.gateway.http.exchange import JsonResponse
 from services.gateway.prompts.chat_template import read_template
-from services.gateway.sampling import check_ids
+from services.gateway.request.chat import ChatService
+from services.gateway.request.sampling import check_ids
 from services.gateway.slot import Slot
 
 _MAX_TOKENS = 1 << 20  # of a body; a context has fewer

@@ -6,11 +6,11 @@ from contextlib import suppress
 from msgspec import structs
 
 from services.common.errors import ContextLengthExceeded
-from services.gateway.chat import ChatService
 from services.gateway.forms.openai import ChatRequest, Message
 from services.gateway.forms.tools import FunctionDefinition, Tool
 from services.gateway.prompts.prompt import Draft
-from services.gateway.sampling import max_completion_tokens
+from services.gateway.request.chat import ChatService
+from services.gateway.request.sampling import max_completion_tokens
 
 _TOOL = Tool("function", FunctionDefinition("f"))
 

@@ -7,13 +7,13 @@ from msgspec import Struct
 from starlette.requests import Request
 
 from services.common.errors import InvalidRequest
-from services.gateway.chat import ChatService
 from services.gateway.clients import uploads
 from services.gateway.clients.encoders import EncoderPool
 from services.gateway.forms.json_body import Body, Parser
 from services.gateway.http.exchange import JsonResponse
 from services.gateway.media.images import decode_data_url
 from services.gateway.media.kinds import IMAGE, VIDEO
+from services.gateway.request.chat import ChatService
 from services.gateway.slot import Slot
 
 # No form of a page can declare one of these, so that a page of another origin has to ask first.

@@ -7,7 +7,7 @@ import pytest
 
 from services.common.embeddings.arena import Arena, ArenaEntry
 from services.common.embeddings.embedding import EmbeddingSpec
-from services.encoder.memory_tier import MemoryTier
+from services.encoder.front.memory_tier import MemoryTier
 
 PAGE = 4096
 PAGES = 8

@@ -8,7 +8,7 @@ import pytest
 from services.common.families import read_spec
 from services.common.model_spec import ModelSpec, UnsupportedOption
 from services.common.pb.decoder_pb2 import SamplingParams
-from services.gateway.sampling import model_defaults
+from services.gateway.request.sampling import model_defaults
 from tests.unit.common.test_families import QWEN2
 
 

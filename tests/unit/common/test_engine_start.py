@@ -12,7 +12,7 @@ import sys
 import torch
 from pathlib import Path
 from services.common.families import read_spec
-from services.decoder.engine.runner_factory import RunnerOptions, create_runner
+from services.decoder.engine.run.runner_factory import RunnerOptions, create_runner
 from services.encoder.engine_main import load_model
 from services.encoder.settings import EncoderSettings
 

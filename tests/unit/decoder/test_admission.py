@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 
 from services.decoder.engine.messages import ImageSpan
-from services.decoder.engine.sequence import Sequence
+from services.decoder.engine.schedule.sequence import Sequence
 from tests.engine_harness import KEYS, Harness, prompt_of
 from tests.fake_runner import add_message
 from tests.integrity import check_scheduler

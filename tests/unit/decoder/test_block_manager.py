@@ -8,8 +8,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from services.decoder.engine.block_manager import BlockManager
-from services.decoder.engine.sequence import Sequence
+from services.decoder.engine.schedule.block_manager import BlockManager
+from services.decoder.engine.schedule.sequence import Sequence
 from tests.fake_runner import add_message
 from tests.integrity import check_blocks
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.decoder.engine.messages import ImageSpan, ResetPrefixCache
-from services.decoder.engine.step_cost import StepCost, StepLoad
+from services.decoder.engine.schedule.step_cost import StepCost, StepLoad
 from tests.cases import cases
 from tests.engine_harness import KEYS, Harness, prompt_of
 from tests.fake_runner import add_message, expected_tokens

@@ -6,7 +6,7 @@ import psutil
 import pytest
 import torch
 
-from services.decoder.engine.kv_cache import KVCacheShape, allocate, count_blocks, device_budget
+from services.decoder.engine.run.kv_cache import KVCacheShape, allocate, count_blocks, device_budget
 
 SHAPE = KVCacheShape(num_layers=3, block_size=4, num_kv_heads=2, head_dim=8, dtype=torch.bfloat16)
 

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from services.decoder.engine.pending_step import DevicePendingStep, Readback
-from services.decoder.engine.sampler import Sampled
+from services.decoder.engine.run.pending_step import DevicePendingStep, Readback
+from services.decoder.engine.run.sampler import Sampled
 
 
 class FakeEvent:

@@ -17,7 +17,8 @@ import torch
 from kernels.sampling import ALL_MASKED
 from services.common.nn.device import resolve_device
 from services.decoder.engine.engine import Engine
-from services.decoder.engine.graphs import (
+from services.decoder.engine.messages import AddSequence, SamplingParams
+from services.decoder.engine.run.graphs import (
     DecodeGraphs,
     Graphs,
     Kind,
@@ -26,14 +27,13 @@ from services.decoder.engine.graphs import (
     pad_decodes,
     pad_mixed,
 )
-from services.decoder.engine.messages import AddSequence, SamplingParams
-from services.decoder.engine.model_runner import ModelRunner
-from services.decoder.engine.pending_step import DevicePendingStep
-from services.decoder.engine.runner_factory import RunnerOptions, create_runner
-from services.decoder.engine.sequence import Sequence
+from services.decoder.engine.run.model_runner import ModelRunner
+from services.decoder.engine.run.pending_step import DevicePendingStep
+from services.decoder.engine.run.runner_factory import RunnerOptions, create_runner
+from services.decoder.engine.run.step_computer import Computed
+from services.decoder.engine.run.step_inputs import StepInputs
+from services.decoder.engine.schedule.sequence import Sequence
 from services.decoder.engine.step import ComputeStep, Step
-from services.decoder.engine.step_computer import Computed
-from services.decoder.engine.step_inputs import StepInputs
 from tests.decoder_harness import Harness, completion_of, write_checkpoint
 from tests.engine_harness import small_pieces
 from tests.sampling_twins import mask_of

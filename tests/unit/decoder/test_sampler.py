@@ -19,9 +19,9 @@ from kernels.sampling.sampling import (
     split_width,
 )
 from services.decoder.engine.messages import SamplingParams
-from services.decoder.engine.pending_step import DevicePendingStep, Readback
-from services.decoder.engine.sampler import Sampled, Sampler, uniforms
-from services.decoder.engine.staging import Staging
+from services.decoder.engine.run.pending_step import DevicePendingStep, Readback
+from services.decoder.engine.run.sampler import Sampled, Sampler, uniforms
+from services.decoder.engine.run.staging import Staging
 from services.decoder.engine.step import RowSampling, SampleStep
 from services.decoder.operations.ops import PlainOps
 from tests import sampling_twins

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.decoder.engine.block_manager import BlockManager
 from services.decoder.engine.messages import ImageSpan
-from services.decoder.engine.scheduler import CannotSchedule, Scheduler
-from services.decoder.engine.sequence import Sequence, SequenceState
-from services.decoder.engine.step_cost import StepCost, StepLoad
+from services.decoder.engine.schedule.block_manager import BlockManager
+from services.decoder.engine.schedule.scheduler import CannotSchedule, Scheduler
+from services.decoder.engine.schedule.sequence import Sequence, SequenceState
+from services.decoder.engine.schedule.step_cost import StepCost, StepLoad
 from tests.fake_runner import add_message, runner_info
 from tests.integrity import check_scheduler, waiting
 

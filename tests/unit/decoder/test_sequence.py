@@ -3,8 +3,8 @@
 import numpy as np
 
 from services.decoder.engine.messages import ImageSpan
-from services.decoder.engine.prefix_hash import extend_hashes
-from services.decoder.engine.sequence import Sequence, SequenceState
+from services.decoder.engine.schedule.prefix_hash import extend_hashes
+from services.decoder.engine.schedule.sequence import Sequence, SequenceState
 from tests.fake_runner import add_message
 
 KEY, OTHER = b"a" * 32, b"b" * 32

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from services.decoder.engine.staging import Staging
+from services.decoder.engine.run.staging import Staging
 
 
 def test_it_packs_apart_and_refuses_too_much() -> None:

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.decoder.engine.messages import ImageSpan
-from services.decoder.engine.sequence import Sequence
-from services.decoder.engine.state_pool import StateCheckpoints, checkpoint_boundaries
+from services.decoder.engine.schedule.sequence import Sequence
+from services.decoder.engine.schedule.state_pool import StateCheckpoints, checkpoint_boundaries
 from services.decoder.engine.step import Step
 from tests.engine_harness import KEYS, Harness, prompt_of
 from tests.fake_runner import FakeRunner, add_message, runner_info

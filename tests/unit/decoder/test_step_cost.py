@@ -11,8 +11,8 @@ from services.decoder.engine import calibration
 from services.decoder.engine import engine as engine_module
 from services.decoder.engine.calibration import measured_cost
 from services.decoder.engine.engine import Engine
+from services.decoder.engine.schedule.step_cost import Limit, StepCost, StepLoad
 from services.decoder.engine.step import Step
-from services.decoder.engine.step_cost import Limit, StepCost, StepLoad
 from tests.fake_runner import FakeRunner, add_message, runner_info
 
 ms = float

@@ -12,10 +12,10 @@ from safetensors.torch import save
 from services.common.embeddings.arena import Arena
 from services.common.embeddings.embedding import EmbeddingSpec
 from services.common.errors import InvalidRequest
-from services.encoder import brought
-from services.encoder.brought import BroughtEmbeddings, checked, write_tensor
-from services.encoder.embeddings import Origin
-from services.encoder.memory_tier import MemoryTier
+from services.encoder.front import brought
+from services.encoder.front.brought import BroughtEmbeddings, checked, write_tensor
+from services.encoder.front.embeddings import Origin
+from services.encoder.front.memory_tier import MemoryTier
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 FEATURES, TOKENS, HIDDEN = 3, 5, 8

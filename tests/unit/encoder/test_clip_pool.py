@@ -13,8 +13,8 @@ import pytest
 
 from services.common.embeddings.shared_memory import MemoryAddress, create_memory
 from services.common.errors import InvalidVideo, Overloaded, VideoNotHeld
-from services.encoder.clips import clip_pool
-from services.encoder.clips.clip_pool import PROBE_BYTES, ClipPool
+from services.encoder.decoding.clips import clip_pool
+from services.encoder.decoding.clips.clip_pool import PROBE_BYTES, ClipPool
 from tests.in_process_clips import frame_pixels
 from tests.noise import PATIENCE_S
 from tests.videos import index_first, make

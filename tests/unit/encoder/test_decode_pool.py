@@ -13,9 +13,9 @@ from PIL import Image
 
 from services.common.errors import InvalidImage
 from services.common.images.image_header import ImageHeader, read_header
-from services.encoder.child import Child
-from services.encoder.decode import worst_case_bytes
-from services.encoder.decode_pool import DecodePool, MemoryBudget
+from services.encoder.decoding.child import Child
+from services.encoder.decoding.decode import worst_case_bytes
+from services.encoder.decoding.decode_pool import DecodePool, MemoryBudget
 from tests.in_process_decoder import decode_in_process
 from tests.noise import PATIENCE_S, wait_until
 from tests.worker_pids import worker_pids
@@ -79,7 +79,7 @@ def test_threads_get_their_own_images(pool: DecodePool) -> None:
 def test_an_image_over_its_time_is_invalid_and_the_next_one_is_served(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("services.encoder.decode_pool.DECODE_CPU_S", 0.02)
+    monkeypatch.setattr("services.encoder.decoding.decode_pool.DECODE_CPU_S", 0.02)
     pool = DecodePool(1, memory_bytes=4 << 30)
     try:
         slow, quick = encoded(Image.new("RGB", (6000, 6000))), encoded(noise(8, 8))
@@ -96,7 +96,7 @@ def test_an_image_over_its_time_is_invalid_and_the_next_one_is_served(
 def test_an_image_over_its_memory_is_invalid_and_its_decoder_lives(
     pool: DecodePool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.encoder.decode_pool.worst_case_bytes", lambda *_: 1)
+    monkeypatch.setattr("services.encoder.decoding.decode_pool.worst_case_bytes", lambda *_: 1)
     before = worker_pids(pool)
     data = encoded(Image.new("RGB", (6000, 6000)))
     with pytest.raises(InvalidImage, match="memory"):
@@ -143,7 +143,7 @@ def test_a_child_that_cannot_be_started_leaves_no_descriptor(
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(5):
         with pytest.raises(BlockingIOError):
-            Child("services.encoder.decode_worker", 4096)
+            Child("services.encoder.decoding.decode_worker", 4096)
     assert len(os.listdir("/proc/self/fd")) == before
 
 
@@ -213,8 +213,8 @@ def test_a_process_that_cannot_be_started_leaves_no_file_open(
         raise BlockingIOError("no more processes")
 
     before = len(os.listdir("/proc/self/fd"))
-    monkeypatch.setattr("services.encoder.child.subprocess.Popen", refused)
+    monkeypatch.setattr("services.encoder.decoding.child.subprocess.Popen", refused)
     for _ in range(3):
         with pytest.raises(BlockingIOError):
-            Child("services.encoder.decode_worker", 1 << 20)
+            Child("services.encoder.decoding.decode_worker", 1 << 20)
     assert len(os.listdir("/proc/self/fd")) == before

@@ -6,7 +6,7 @@ from services.common.errors import EngineLost, TriptychError, Unavailable
 from services.common.geometry import Unit
 from services.common.process.channel import ChannelClosed
 from services.encoder.engine.messages import EngineMessage, FrontMessage, ImageDone, InHand, Source
-from services.encoder.engine_client import EngineClient
+from services.encoder.front.engine_client import EngineClient
 
 UNIT = Unit((1, 4, 4))
 

@@ -10,9 +10,9 @@ import pytest
 
 from services.common.embeddings.shared_memory import ForeignMemory, MemoryAddress, NotReadable
 from services.common.errors import InvalidRequest, InvalidVideo, VideoNotHeld
-from services.encoder.clips import held_videos
-from services.encoder.clips.held_videos import HeldVideo, HeldVideos
-from services.encoder.clips.questions import Facts
+from services.encoder.decoding.clips import held_videos
+from services.encoder.decoding.clips.held_videos import HeldVideo, HeldVideos
+from services.encoder.decoding.clips.questions import Facts
 
 
 class Reader:

@@ -8,8 +8,8 @@ import pytest
 from blake3 import blake3
 
 from services.common.errors import NotFound, Overloaded, PayloadTooLarge
-from services.encoder import kept_files
-from services.encoder.kept_files import KeptFiles
+from services.encoder.front import kept_files
+from services.encoder.front.kept_files import KeptFiles
 
 
 class Cache:

@@ -14,7 +14,7 @@ from PIL import Image, PngImagePlugin
 from services.common.errors import InvalidImage
 from services.common.geometry import Geometry, Unit
 from services.common.images.image_header import read_header
-from services.encoder.decode import decode, to_rgb
+from services.encoder.decoding.decode import decode, to_rgb
 from tests.in_process_decoder import preprocess
 
 GEOMETRY = Geometry(0, 16, 2, 1024, 1 << 20)
@@ -255,7 +255,7 @@ def test_what_a_requests_limits_make_of_an_image_is_made() -> None:
 
 
 def test_the_pixel_cap_holds_before_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.encoder.preprocess.MAX_SOURCE_PIXELS", 10_000)
+    monkeypatch.setattr("services.encoder.decoding.preprocess.MAX_SOURCE_PIXELS", 10_000)
     data = encoded(Image.new("RGB", (500, 500)))
     with pytest.raises(InvalidImage, match="500x500"):
         preprocess(data, Unit((1, 2, 2)), GEOMETRY)

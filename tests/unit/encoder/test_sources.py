@@ -3,8 +3,8 @@ import time
 import pytest
 
 from services.common.geometry import Unit
-from services.encoder.embeddings import SourceStore, Work
 from services.encoder.engine.messages import Source
+from services.encoder.front.embeddings import SourceStore, Work
 
 UNIT = Unit((1, 2, 2))
 

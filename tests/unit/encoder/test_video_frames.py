@@ -13,9 +13,9 @@ from PIL import Image
 
 from services.common.errors import InvalidVideo
 from services.common.images.image_key import FRAME_DIGEST_BYTES
-from services.encoder.clips.container import to_rgb, upright_size
-from services.encoder.clips.frames import Frames, probe
-from services.encoder.clips.questions import Facts
+from services.encoder.decoding.clips.container import to_rgb, upright_size
+from services.encoder.decoding.clips.frames import Frames, probe
+from services.encoder.decoding.clips.questions import Facts
 from tests.noise import PATIENCE_S
 from tests.videos import (
     KINDS,
@@ -102,7 +102,7 @@ def test_a_decoder_is_freed_while_its_threads_work() -> None:
     for each other.
     """
     rewind = (
-        "from services.encoder.clips.frames import Frames; from tests.videos import av1\n"
+        "from services.encoder.decoding.clips.frames import Frames; from tests.videos import av1\n"
         "frames = Frames(memoryview(av1()))\n"
         "for index in (4, 0) * 1000: frames.frame(index)\n"
     )

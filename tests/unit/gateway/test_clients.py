@@ -17,7 +17,7 @@ from services.gateway.clients.encoders import EncoderPod, EncoderPool
 from services.gateway.clients.pods import Dialling, Pod, Pool, pick
 from services.gateway.clients.sent_prompts import PromptChain
 from services.gateway.clients.served_model import ServedModel
-from services.gateway.mailbox import Mailbox
+from services.gateway.request.mailbox import Mailbox
 from tests.fakes import FakeDecoder, FakeEncoder
 from tests.noise import PATIENCE_S
 

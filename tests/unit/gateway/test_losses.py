@@ -28,15 +28,15 @@ from services.common.errors import (
 from services.common.geometry import Run, Unit
 from services.common.pb import decoder_pb2 as pb
 from services.common.pb.encoder_pb2 import EncodeRequest, EncodeResponse
-from services.gateway import encode_calls
 from services.gateway.answers.answer import AnswerFormat
-from services.gateway.attempts import MAX_ATTEMPTS, Attempts
 from services.gateway.clients.decoders import EmbeddingLost, TokenEvent
-from services.gateway.completion import Completion
 from services.gateway.forms.openai import ChatRequest
 from services.gateway.media.images import Image
 from services.gateway.metrics import GatewayMetrics, Timings
 from services.gateway.prompts.prompt import Prompt
+from services.gateway.request import encode_calls
+from services.gateway.request.attempts import MAX_ATTEMPTS, Attempts
+from services.gateway.request.completion import Completion
 from services.gateway.slot import Slot
 from services.gateway.tenancy.tenants import ANONYMOUS
 from tests.cases import cases

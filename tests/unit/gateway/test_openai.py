@@ -11,7 +11,7 @@ from services.gateway.answers.answer_reader import _num_characters
 from services.gateway.bounds import Bounds
 from services.gateway.forms.openai import MAX_PARTS, parse_chat_request
 from services.gateway.prompts.conversation import read_messages
-from services.gateway.sampling import (
+from services.gateway.request.sampling import (
     bad_word_ids,
     choice_seed,
     limit_completion,

@@ -25,8 +25,8 @@ from kernels.sampling import greedy, penalties, sampling, top_k_top_p_sampling
 from kernels.tuning import GemvConfig, SkinnyConfig, SwigluGemmConfig
 from services.common.model_spec import RopeSpec
 from services.decoder.engine.messages import SamplingParams
-from services.decoder.engine.sampler import Sampler
-from services.decoder.engine.staging import Staging
+from services.decoder.engine.run.sampler import Sampler
+from services.decoder.engine.run.staging import Staging
 from services.decoder.engine.step import RowSampling, SampleStep
 from services.decoder.models.rope import RotaryEmbedding
 from services.decoder.operations.ops import PlainOps

@@ -1,0 +1,374 @@
+"""Creates a model runner from options: loads the model, sizes the KV pool, warms up.
+
+The engine process calls it once. A model, device or option that cannot be served is an error here,
+before the first request.
+"""
+
+import importlib.util
+import logging
+import mmap
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from msgspec import structs
+from torch import nn
+
+from kernels.attention.attention_tuning import AttentionFacts
+from kernels.attention.fp8_pages import E4M3
+from kernels.device import DeviceFacts
+from kernels.linear_attention.states import PIECE, StateCache
+from kernels.rows import DeviceRows
+from services.common.families import read_spec
+from services.common.model_spec import ModelSpec, TextSpec, longest_context
+from services.common.nn.checkpoint import Checkpoint
+from services.common.nn.collectives import ALONE, Ranks
+from services.common.nn.device import resolve_device, resolve_dtype
+from services.common.nn.dispatch import parse_overrides
+from services.common.nn.dummy_weights import load_dummy
+from services.common.nn.formats import rows_of_layers
+from services.common.nn.layer_formats import set_methods
+from services.common.nn.linear import set_kernels
+from services.common.nn.weights import load_weights
+from services.common.process.progress import log_progress
+from services.common.quantization import quantized_at_load
+from services.decoder.attention import create_backend
+from services.decoder.attention.base import AttentionBackend
+from services.decoder.engine.messages import EngineInfo
+from services.decoder.engine.run import kv_cache
+from services.decoder.engine.run.graphs import (
+    DeviceState,
+    decode_buckets,
+    mixed_buckets,
+    prompt_buckets,
+)
+from services.decoder.engine.run.images import ImageReader
+from services.decoder.engine.run.kv_cache import KVCacheShape
+from services.decoder.engine.run.mask_buffer import MaskBuffer
+from services.decoder.engine.run.model_runner import Extras, ModelRunner
+from services.decoder.engine.run.prompt_scores import score_prompt
+from services.decoder.models.kv_scales import finish_scales, read_scales
+from services.decoder.models.rank_spec import rank_spec
+from services.decoder.models.stored import as_stored
+from services.decoder.models.transformer import Transformer
+from services.decoder.operations.kernel_facts import KernelFacts, attention_facts
+from services.decoder.operations.ops import Ops, PlainOps, create_ops
+
+logger = logging.getLogger(__name__)
+
+_CPU_KV_CACHE_BYTES = 512 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunnerOptions:
+    """What a runner is created from.
+
+    Attributes:
+        model_directory: checkpoint in Hugging Face layout; with load_format "dummy" only its
+            JSON files are read.
+        device: "cpu", "cuda" or "cuda:N" ("auto": cuda if there is one).
+        dtype: "float32", "bfloat16", "float16" ("auto": bfloat16 on a GPU, float32 on a CPU).
+        load_format: "auto" (safetensors) or "dummy" (random weights).
+        quantization: of weights while they are read, see `quantized_at_load`; "": none.
+        fp8_cache: keys and values are cached in e4m3, as they are, too, where the checkpoint says
+            so.
+        max_model_len: prompt + completion tokens of one sequence; None: the model's own limit, or
+            what the KV pool holds if that is less.
+        memory_fraction: share of the whole card this process may use (GPU).
+        kv_cache_bytes: size of the KV pool; None: what the fraction leaves (GPU), 512 MiB (CPU).
+        checkpoint_bytes: for checkpoints of recurrent states; None: an eighth of what is left for
+            them and the KV pool, or of `kv_cache_bytes` besides.
+        cuda_graphs: capture decode steps (GPU).
+        kernels: overrides of the dispatch table: `op=implementation,...`, or `plain`.
+    """
+
+    model_directory: Path
+    device: str = "auto"
+    dtype: str = "auto"
+    load_format: str = "auto"
+    quantization: str = ""
+    fp8_cache: bool = False
+    block_size: int = 16
+    max_num_sequences: int = 256
+    max_batched_tokens: int = 8192
+    max_model_len: int | None = None
+    memory_fraction: float = 0.9
+    kv_cache_bytes: int | None = None
+    checkpoint_bytes: int | None = None
+    cuda_graphs: bool = True
+    kernels: str = ""
+
+
+def create_runner(
+    options: RunnerOptions, arena: mmap.mmap | None = None, ranks: Ranks = ALONE
+) -> ModelRunner:
+    """Loads the model, sizes the KV pool, warms up each kernel. Takes seconds to minutes.
+
+    Args:
+        arena: the front's shared memory with the image embeddings; None: no sequence has images.
+            Not used for a text model.
+        ranks: that share the model; all call this together, with the same options but the device.
+
+    Raises:
+        ModelSpecError, CheckpointError: the directory is not a model that can be served.
+        UnsupportedOption: the model needs what is not implemented.
+        ValueError: an option does not fit the machine or the model (says which).
+    """
+    started = time.monotonic()
+    spec = quantized_at_load(read_spec(options.model_directory), options.quantization)
+    wanted = options.max_model_len
+    limit = longest_context(spec.text, wanted)
+    device = resolve_device(options.device)
+    dtype = resolve_dtype(options.dtype, device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    ranks = ranks.with_peers(options.max_batched_tokens, spec.text.hidden_size, dtype, device)
+    text = rank_spec(spec.text, ranks)
+    linear, fp8_cache = text.linear_attention, options.fp8_cache or _has_fp8_scales(spec)
+    of_model = KernelFacts(DeviceFacts.of(device), text, dtype)
+    facts = _attention_facts(of_model, options, limit, fp8_cache=fp8_cache)
+    backend = create_backend(facts, device, parse_overrides(options.kernels))
+    model = _load(spec, backend, options, device, dtype, ranks)
+    shape = _shape(text, options, E4M3 if fp8_cache else dtype)
+    images = _image_reader(spec, options, arena, device, dtype)
+
+    def make_states(count: int) -> StateCache | None:
+        if linear is None or not count:
+            return None
+        return StateCache.allocate(linear, len(text.linear_layers), count, dtype, device)
+
+    states = make_states(options.max_num_sequences + 1)  # the last one is scratch
+
+    def make(info: EngineInfo) -> ModelRunner:
+        pool = kv_cache.allocate(shape, info.num_blocks, device)
+        max_blocks = -(-info.max_model_len // info.block_size)
+        kept = DeviceRows.allocate(options.max_num_sequences, max_blocks, device)
+        state = DeviceState(pool, states, make_states(info.num_checkpoints), kept)
+        extras = Extras(MaskBuffer(info.max_num_sequences, info.vocab_size, device), score_prompt)
+        return ModelRunner(info, model, backend, state, images, extras, ranks)
+
+    info, with_graphs = _info(spec, options, dtype), options.cuda_graphs and device.type == "cuda"
+    with model.ops.warming_up():
+        if fp8_cache:
+            finish_scales(model, text, device, dtype, options.max_batched_tokens)
+        budget = _budget(options, device, lambda: _run_largest_step(make(info)))
+        budget = min(ranks.exchange(budget))
+        num_checkpoints, budget = _count_checkpoints(text, options, dtype, budget)
+        num_blocks = kv_cache.count_blocks(shape, budget, wanted or options.block_size)
+        max_model_len = min(limit, num_blocks * options.block_size)
+        runner = make(
+            structs.replace(
+                info,
+                num_blocks=num_blocks,
+                max_model_len=max_model_len,
+                num_checkpoints=num_checkpoints,
+                num_weight_tokens=_weight_bytes(model) * shape.block_size // shape.block_bytes,
+            )
+        )
+        _warm_up(runner, model, backend, ranks, with_graphs=with_graphs)
+    _log_ready(runner.info, device, backend, model, shape, time.monotonic() - started)
+    return runner
+
+
+def _load(
+    spec: ModelSpec,
+    backend: AttentionBackend,
+    options: RunnerOptions,
+    device: torch.device,
+    dtype: torch.dtype,
+    ranks: Ranks,
+) -> Transformer:
+    checkpoint = None
+    if options.load_format == "auto":
+        checkpoint = Checkpoint.open(spec.directory)
+        spec = as_stored(spec, checkpoint)
+    elif options.load_format != "dummy":
+        raise ValueError(f"load_format {options.load_format!r} is not known; use auto or dummy")
+    with torch.device("meta"):
+        model = Transformer(spec, backend, PlainOps(), ranks=ranks)
+    if checkpoint is None:
+        load_dummy(
+            model, device=device, dtype=dtype,
+            weight_map=model.weight_map, quantization=spec.checkpoint.quantization,
+        )  # fmt: skip
+    else:
+        if _has_fp8_scales(spec):
+            read_scales(model, spec, checkpoint)
+        set_methods(model, checkpoint, model.weight_map, spec.checkpoint.quantization)
+        load_weights(
+            model, checkpoint, model.weight_map, device=device, dtype=dtype, spec=spec.checkpoint
+        )
+    # Which kernels can read the weights is known once these are loaded.
+    log_progress("kernels")
+    model.ops = create_ops(
+        device,
+        rank_spec(spec.text, ranks),
+        dtype,
+        formats=rows_of_layers(model.layers),
+        overrides=options.kernels,
+        attention=backend.table,
+        num_ranks=ranks.count,
+    )
+    set_kernels(model, model.ops.table)
+    return model.eval()
+
+
+def _image_reader(
+    spec: ModelSpec,
+    options: RunnerOptions,
+    arena: mmap.mmap | None,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> ImageReader | None:
+    if arena is None or spec.vision is None:
+        return None
+    num_features, rows = spec.vision.tower.num_features, options.max_batched_tokens
+    return ImageReader(arena, num_features, spec.text.hidden_size, dtype, device, rows)
+
+
+def _has_fp8_scales(spec: ModelSpec) -> bool:
+    quantization = spec.checkpoint.quantization
+    return quantization is not None and quantization.fp8_cache
+
+
+def _shape(text: TextSpec, options: RunnerOptions, dtype: torch.dtype) -> KVCacheShape:
+    return KVCacheShape(
+        len(text.attention_layers), options.block_size, text.num_kv_heads, text.head_dim, dtype
+    )
+
+
+def _weight_bytes(model: nn.Module) -> int:
+    return sum(part.nbytes for part in (*model.parameters(), *model.buffers()))
+
+
+def _attention_facts(
+    facts: KernelFacts, options: RunnerOptions, max_model_len: int, *, fp8_cache: bool
+) -> AttentionFacts:
+    return attention_facts(
+        facts,
+        block_size=options.block_size,
+        has_flashinfer=importlib.util.find_spec("flashinfer") is not None,
+        fp8_cache=fp8_cache,
+        max_num_sequences=options.max_num_sequences,
+        max_num_blocks=-(-max_model_len // options.block_size),
+    )
+
+
+def _info(spec: ModelSpec, options: RunnerOptions, dtype: torch.dtype) -> EngineInfo:
+    """The info of a runner without KV blocks, which can run one sequence as long as a step."""
+    moe, on_gpu = spec.text.moe, resolve_device(options.device).type == "cuda"
+    return EngineInfo(
+        model_name=spec.name,
+        dtype=str(dtype).removeprefix("torch."),
+        num_features=0 if spec.vision is None else spec.vision.tower.num_features,
+        hidden=spec.text.hidden_size,
+        vocab_size=spec.text.vocab_size,
+        max_model_len=options.max_batched_tokens,
+        block_size=options.block_size,
+        num_blocks=0,
+        max_num_sequences=options.max_num_sequences,
+        max_batched_tokens=options.max_batched_tokens,
+        expert_share=moe.top_k / moe.num_experts if moe is not None else 0.0,
+        on_gpu=on_gpu,
+        has_states=spec.text.linear_attention is not None,
+        state_tokens=PIECE if on_gpu else 1,
+    )
+
+
+def _budget(
+    options: RunnerOptions, device: torch.device, run_largest_step: Callable[[], int]
+) -> int:
+    """Bytes for the KV pool."""
+    if options.kv_cache_bytes is not None:
+        return options.kv_cache_bytes
+    if device.type != "cuda":
+        return _CPU_KV_CACHE_BYTES
+    return kv_cache.device_budget(device, options.memory_fraction, run_largest_step())
+
+
+def _count_checkpoints(
+    text: TextSpec, options: RunnerOptions, dtype: torch.dtype, budget: int
+) -> tuple[int, int]:
+    """How many checkpoints of recurrent states fit, and the bytes left for the KV pool."""
+    if text.linear_attention is None:
+        return 0, budget
+    size = StateCache.slot_bytes(text.linear_attention, len(text.linear_layers), dtype)
+    wanted = options.checkpoint_bytes
+    count = (budget // 8 if wanted is None else wanted) // size
+    return count, budget if options.kv_cache_bytes is not None else budget - count * size
+
+
+def _log_ready(
+    info: EngineInfo,
+    device: torch.device,
+    backend: AttentionBackend,
+    model: nn.Module,
+    shape: KVCacheShape,
+    seconds: float,
+) -> None:
+    fields = {
+        "device": str(device),
+        "dtype": info.dtype,
+        "backend": type(backend).__name__,
+        "num_blocks": info.num_blocks,
+        "block_size": info.block_size,
+        "weight_bytes": _weight_bytes(model),
+        "block_bytes": shape.block_bytes,
+        "kv_cache_dtype": str(shape.dtype).removeprefix("torch."),
+        "num_checkpoints": info.num_checkpoints,
+        "max_model_len": info.max_model_len,
+        "seconds": round(seconds, 2),
+    }
+    logger.info("runner is ready", extra={"fields": fields})
+
+
+def _run_largest_step(runner: ModelRunner) -> int:
+    """Runs the largest step; returns the peak bytes reserved before sampling, loading excluded."""
+    info = runner.info
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    ones = min(info.max_num_sequences, info.max_batched_tokens) - 1
+    runner.computer.forward_scratch([1] * ones + [info.max_batched_tokens - ones])
+    forward_peak = torch.cuda.max_memory_reserved()
+    runner.sample_scratch(info.max_num_sequences)
+    torch.cuda.synchronize()
+    return forward_peak
+
+
+def _warm_up(
+    runner: ModelRunner,
+    model: Transformer,
+    backend: AttentionBackend,
+    ranks: Ranks,
+    *,
+    with_graphs: bool,
+) -> None:
+    """Runs decode, prefill and mixed steps, and each way of sampling, once."""
+    info = runner.info
+    longest = min(info.max_batched_tokens, info.max_model_len)
+    steps = [[1], [2], [1, 2]]
+    if backend.captures("prompts"):  # the number of decodes selects the kernels of large steps
+        counts = {1, 128, 256, info.max_num_sequences - 1}
+        steps += [[1] * decodes + [longest - decodes] for decodes in sorted(counts)]
+    num_rows, num_tokens = info.max_num_sequences, info.max_batched_tokens
+    steps = [s for s in steps if len(s) <= num_rows and sum(s) <= num_tokens and s[-1] > 0]
+    differ = True
+    while differ:
+        for lengths in steps:
+            runner.computer.forward_scratch(lengths)
+        runner.sample_scratch(1)
+        differ = _agree(model.ops, ranks)
+    if with_graphs and backend.captures("decodes"):
+        prompts = prompt_buckets(longest) if backend.captures("prompts") else []
+        mixed = mixed_buckets(longest) if backend.captures("mixed") else []
+        runner.computer.capture_graphs(decode_buckets(info.max_num_sequences), prompts, mixed)
+        _agree(model.ops, ranks)
+
+
+def _agree(ops: Ops, ranks: Ranks) -> bool:
+    """Keeps the kernels that every rank can run; whether some cannot run all."""
+    in_use: list[dict[str, list[str]]] = ranks.exchange(ops.table.in_use())
+    ops.keep({key: set.intersection(*(set(each[key]) for each in in_use)) for key in in_use[0]})
+    return any(each != in_use[0] for each in in_use)

@@ -1,0 +1,286 @@
+"""Sampling on the device, for a whole step: each row's parameters, and its token counts.
+
+`ModelRunner` owns the sampler. Logits and token ids stay on the device; the host knows all that it
+has to decide before the step is launched.
+
+Order of operations (vLLM's): log-probabilities are taken from the raw logits; then logit bias and
+min_tokens; repetition penalty over prompt and completion, frequency and presence penalty over the
+completion; the token mask; then, if not greedy: temperature, min_p, top_k, top_p, one sample. See
+`kernels.sampling` for the last ones.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from kernels.sampling import NOT_FINITE
+from kernels.sampling.sampling import (
+    FLOATS,
+    FloatArray,
+    MaskedRows,
+    SamplingInputs,
+    are_finite,
+    by_rank,
+)
+from services.decoder.engine.run.staging import Staging
+from services.decoder.engine.step import Int64Array, RowSampling, SampleStep
+from services.decoder.operations.ops import Ops
+
+_NO_IDS = np.empty(0, np.int64)
+GREEDY_TEMPERATURE = 1e-5  # below it, sampling is greedy, as in vLLM
+
+
+@dataclass(frozen=True, slots=True)
+class SampledLogprobs:
+    """Log-probabilities of the g rows that request them."""
+
+    chosen: Tensor  # [g] float32
+    top_ids: Tensor  # [g, n + m] int32: the most likely ones, then those that rows name
+    top: Tensor  # [g, n + m] float32
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """A step's tokens, on the device."""
+
+    token_ids: Tensor  # [B] int32; below zero: the row failed
+    logprobs: SampledLogprobs | None
+
+
+class Sampler:
+    """Sampling parameters and token counts of all rows."""
+
+    def __init__(self, num_rows: int, vocab_size: int, device: torch.device, ops: Ops) -> None:
+        self._vocab_size = vocab_size
+        self._device = device
+        self._ops = ops
+        self._floats = np.zeros((len(FLOATS), num_rows), np.float32)
+        self._num_prompt = np.zeros(num_rows, np.int64)
+        self._top_k = np.zeros(num_rows, np.int64)
+        self._seed = np.zeros(num_rows, np.uint64)
+        self._min_tokens = np.zeros(num_rows, np.int64)
+        self._top_logprobs = np.full(num_rows, -1, np.int64)  # -1: none requested
+        self._plain = np.ones(num_rows, np.bool_)  # greedy, without any other option
+        self._penalized = np.zeros(num_rows, np.bool_)
+        self._named: dict[int, Int64Array] = {}  # ids whose logprobs are wanted
+        self._bias: dict[int, tuple[Int64Array, FloatArray]] = {}
+        self._stops: dict[int, Int64Array] = {}
+        # See SamplingInputs. On a CPU, pages are allocated when first written.
+        self._seen = torch.zeros((num_rows, vocab_size), dtype=torch.int32, device=device)
+
+    def start_row(self, start: RowSampling) -> None:
+        """Gives a row to another sequence."""
+        row, params = start.row, start.params
+        self._num_prompt[row] = start.num_prompt_tokens
+        self._floats[:, row] = [getattr(params, name) for name in FLOATS]
+        greedy = params.temperature < GREEDY_TEMPERATURE
+        if greedy:
+            self._floats[0, row] = 0.0
+        self._top_k[row] = min(params.top_k, self._vocab_size) or self._vocab_size
+        self._seed[row] = params.seed & 0xFFFFFFFFFFFFFFFF
+        self._min_tokens[row] = params.min_tokens
+        self._top_logprobs[row] = -1 if params.top_logprobs is None else params.top_logprobs
+        self._penalized[row] = params.has_penalties
+        self._named.pop(row, None)
+        if params.logprob_token_ids and params.top_logprobs is not None:
+            self._named[row] = np.array(params.logprob_token_ids, np.int64)
+        self._bias.pop(row, None)
+        self._stops.pop(row, None)
+        ids = np.array([i for i in params.logit_bias if 0 <= i < self._vocab_size], np.int64)
+        if len(ids):
+            values = np.array([params.logit_bias[int(i)] for i in ids], np.float32)
+            self._bias[row] = ids, values
+        if params.min_tokens > 0:
+            stops = np.array(params.stop_token_ids, np.int64)
+            self._stops[row] = stops[(stops >= 0) & (stops < self._vocab_size)]
+        self._plain[row] = (
+            greedy
+            and not params.has_penalties
+            and params.top_logprobs is None
+            and row not in self._bias
+            and row not in self._stops
+        )
+        if params.has_penalties:
+            self._count_all(start)
+
+    def prepare(
+        self,
+        rows: Int64Array,
+        ends: Int64Array,
+        staging: Staging,
+        step: SampleStep,
+        late_masks: Tensor | None = None,
+    ) -> SamplingInputs | MaskedRows | None:
+        """The inputs of a step, its arrays in `staging`, to be uploaded.
+
+        Args:
+            rows: `[B]`.
+            ends: `[B]`, tokens of their sequences before this step.
+            step: says which rows have masks.
+            late_masks: `[M + L, words]` on the device, filled later: the masks of `step.masked`,
+                then those of `step.late`; None: none is late.
+
+        Returns:
+            None: every row is greedy, without penalties, biases, masks and log-probabilities.
+            MaskedRows: so is every row but for masks.
+        """
+
+        def put(array: npt.NDArray[np.generic]) -> Tensor:
+            return staging.device(staging.add(array))
+
+        samples, masks = step.masked, late_masks
+        if len(step.late):
+            samples = np.concatenate((samples, step.late))
+        plain = self._plain[rows].all()
+        if plain and not len(samples):
+            return None
+        if len(samples) and masks is None:
+            masks = put(step.token_masks)
+        if plain and masks is not None:
+            return MaskedRows(put(samples), put(rows[samples]), masks)
+        generated = ends - self._num_prompt[rows]
+        floats, top_k = self._floats[:, rows], self._top_k[rows]
+        sampled = floats[0] > 0.0
+        mask_index = logprob_index = None
+        if len(samples):
+            index = np.full(len(rows), -1)
+            index[samples] = np.arange(len(samples))
+            mask_index = put(index)
+        counts = self._top_logprobs[rows]
+        asking = np.flatnonzero(counts >= 0)
+        if len(asking):
+            logprob_index = put(asking)
+        named, num_named = self._named_ids(rows[asking])
+        return SamplingInputs(
+            rows=put(rows),
+            floats=put(floats),
+            top_k=put(top_k),
+            uniforms=put(uniforms(self._seed[rows], generated)),
+            host_floats=floats,
+            host_top_k=top_k,
+            has_top_k=bool((sampled & (top_k < self._vocab_size)).any()),
+            has_top_p=bool((sampled & (floats[1] < 1.0)).any()),
+            mask_index=mask_index,
+            token_masks=masks,
+            seen=self._seen if self._penalized[rows].any() else None,
+            bias=self._biases(rows, generated),
+            logprob_index=logprob_index,
+            logprob_rows=tuple(asking.tolist()),
+            logprob_counts=tuple(counts[asking].tolist()),
+            logprob_ids=None if named is None else put(named),
+            logprob_named=num_named,
+        )
+
+    def _named_ids(self, rows: Int64Array) -> tuple[Int64Array | None, tuple[int, ...]]:
+        """`SamplingInputs.logprob_ids` and `logprob_named`."""
+        if not self._named or len(rows) == 0:
+            return None, ()
+        found = [self._named.get(row, _NO_IDS) for row in rows.tolist()]
+        counts = tuple(map(len, found))
+        if not any(counts):
+            return None, ()
+        ids = np.zeros((len(found), max(counts)), np.int64)
+        for place, named in enumerate(found):
+            ids[place, : len(named)] = named
+        return ids, counts
+
+    def sample(self, raw: Tensor, inputs: SamplingInputs) -> Sampled:
+        """Samples one token per row.
+
+        Args:
+            raw: `[B, vocab_size]`, left unchanged.
+            inputs: from `prepare`, uploaded.
+        """
+        logits, finite = raw, None
+        if inputs.bias is not None:
+            logits, finite = raw.to(torch.float32, copy=True), are_finite(raw)
+            index, ids, values = (self.upload(torch.from_numpy(part)) for part in inputs.bias)
+            logits.index_put_((index, ids), values, accumulate=True)
+        if inputs.seen is not None:
+            logits = self._ops.penalize(logits, inputs)
+        token_ids = self._ops.sample(logits, inputs)
+        if finite is not None:
+            token_ids = token_ids.masked_fill(~finite, NOT_FINITE)
+        if inputs.seen is not None:
+            self._ops.count_tokens(token_ids, inputs)
+        logprobs = None
+        if inputs.logprob_index is not None:
+            most = min(max(inputs.logprob_counts), raw.shape[-1])
+            chosen = token_ids[inputs.logprob_index].long().clamp(min=0)
+            wanted = raw[inputs.logprob_index].float()
+            logprobs = logprobs_of(wanted, chosen, most, inputs.logprob_ids)
+        return Sampled(token_ids, logprobs)
+
+    def _count_all(self, start: RowSampling) -> None:
+        seen = self._seen[start.row]
+        seen.zero_()
+        prompt, completion = (
+            self.upload(torch.from_numpy(np.frombuffer(ids, np.int32).astype(np.int64)))
+            for ids in (start.prompt_token_ids, start.completion_token_ids)
+        )
+        seen.index_fill_(0, prompt, 1)
+        seen.index_add_(0, completion, torch.full_like(completion, 2, dtype=torch.int32))
+
+    def _biases(
+        self, rows: Int64Array, generated: Int64Array
+    ) -> tuple[Int64Array, Int64Array, FloatArray] | None:
+        """`SamplingInputs.bias`: logit biases, and -inf for stop ids before min_tokens."""
+        if not self._bias and not self._stops:
+            return None
+        found: list[tuple[Int64Array, Int64Array, FloatArray]] = []
+        early = generated < self._min_tokens[rows]
+        for index, row in enumerate(rows.tolist()):
+            if row in self._bias:
+                tokens, addends = self._bias[row]
+                found.append((np.full(len(tokens), index), tokens, addends))
+            if early[index] and row in self._stops:
+                tokens = self._stops[row]
+                forbidden = np.full(len(tokens), -np.inf, np.float32)
+                found.append((np.full(len(tokens), index), tokens, forbidden))
+        if not found:
+            return None
+        indices, ids, values = zip(*found, strict=True)
+        return np.concatenate(indices), np.concatenate(ids), np.concatenate(values)
+
+    def upload(self, values: Tensor) -> Tensor:
+        """A tensor of the host, on the device."""
+        if self._device.type != "cuda":
+            return values
+        # The pinned copy returns to torch's allocator, which waits for the stream.
+        return values.pin_memory().to(self._device, non_blocking=True)
+
+
+def uniforms(seeds: npt.NDArray[np.uint64], counters: Int64Array) -> npt.NDArray[np.float64]:
+    """One number in (0, 1) for each (seed, counter): splitmix64 of both, its upper 40 bits.
+
+    Depends on nothing else, so a sequence has the same numbers in every batch. Forty bits keep
+    number * total < total in float64.
+    """
+    with np.errstate(over="ignore"):
+        state = _mix(seeds + np.uint64(0x9E3779B97F4A7C15))
+        state = _mix(state + np.uint64(0x9E3779B97F4A7C15) * (counters.astype(np.uint64)))
+    return ((state >> np.uint64(24)).astype(np.float64) + 0.5) * 2.0**-40
+
+
+def _mix(state: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return state ^ (state >> np.uint64(31))
+
+
+def logprobs_of(
+    raw: Tensor, token_ids: Tensor, count: int, named: Tensor | None = None
+) -> SampledLogprobs:
+    """Those of a token of each row, the `count` most likely and the `named` tokens, from the raw
+    logits.
+    """
+    total = raw.logsumexp(-1, keepdim=True)
+    chosen = raw.gather(-1, token_ids[:, None]) - total
+    values, ids = by_rank(raw, count) if count else (raw[:, :0], token_ids[:, None][:, :0])
+    if named is not None:
+        values = torch.cat((values, raw.gather(-1, named)), -1)
+        ids = torch.cat((ids, named), -1)
+    return SampledLogprobs(chosen.squeeze(-1), ids.to(torch.int32), values - total)

@@ -1,0 +1,237 @@
+"""What the scheduler planned for one step, and its conversion to the runner's `Step`.
+
+The scheduler makes a batch and the engine launches it. Chunks refer to live sequences, so that the
+engine finds them again when the step's tokens arrive. No other module turns sequences into arrays.
+Pure: no torch, no device.
+"""
+
+from dataclasses import dataclass, field
+
+import msgspec
+import numpy as np
+
+from services.decoder.engine.schedule.sequence import Sequence
+from services.decoder.engine.schedule.step_cost import StepLoad
+from services.decoder.engine.step import (
+    ComputeStep,
+    Int32Array,
+    Int64Array,
+    RowSampling,
+    RowStart,
+    SampleStep,
+    Step,
+)
+
+
+class Chunk(msgspec.Struct, gc=False, eq=False):
+    """One sequence's part of a step: its tokens [start, start + length) are computed.
+
+    Attributes:
+        sequence: it holds a row, and its block table covers start + length - 1 + limit tokens.
+        start: tokens whose keys and values are in the cache already, at most.
+        length: tokens to compute now, at least 1.
+        from_device: the one input token is the row's last sampled one, whose id may not have
+            arrived; otherwise the ids are `sequence.token_ids[start : start + length]`.
+        samples: the chunk reaches the last token of the sequence, so a token is sampled.
+        limit: the most tokens that the step may yield for the sequence.
+        checkpoints: where its recurrent state is kept: the number of the sequence's tokens, and
+            the slot that takes the state after them.
+        is_late: the sequence's mask arrives while the step is computed.
+        is_void: its mask did not: the token is not the sequence's.
+    """
+
+    sequence: Sequence
+    start: int
+    length: int
+    from_device: bool
+    samples: bool
+    limit: int = 1
+    checkpoints: tuple[tuple[int, int], ...] = ()
+    is_late: bool = False
+    is_void: bool = False
+
+
+@dataclass(slots=True)
+class Batch:
+    """One step: decodes first, those whose token is on the device before the others; then prompts.
+
+    Attributes:
+        chunks: at most one per sequence, and at least one when the step is launched.
+        num_tokens: most tokens that the step computes.
+        admitted: sequences that were given a row since the last step that was launched.
+        extended: sequences that were given a block since then.
+        late: the chunks whose masks arrive late.
+        scored: the chunks with prompt tokens whose logprobs are wanted, as of `to_step`.
+        load: its work; None: of a step of decodes alone, which is not counted.
+        launched_at: `time.monotonic()`.
+    """
+
+    chunks: list[Chunk]
+    num_tokens: int
+    admitted: list[Sequence] = field(default_factory=list[Sequence])
+    extended: list[Sequence] = field(default_factory=list[Sequence])
+    late: list[Chunk] = field(default_factory=list[Chunk])
+    scored: list[Chunk] = field(default_factory=list[Chunk])
+    load: StepLoad | None = None
+    launched_at: float = 0.0
+
+    def to_step(self) -> Step:
+        """The step as arrays. Block table entries count as sent from here on; a step that cannot be
+        launched has to be reverted (`Scheduler.roll_back`).
+
+        Plain Python per chunk: after an idle time, the first use of each numpy function costs 10 to
+        80 µs, which a lone prompt would wait for.
+        """
+        chunks = sampling = self.chunks
+        num_from_device = len(chunks)
+        rows = [chunk.sequence.row for chunk in chunks]
+        starts = [chunk.start for chunk in chunks]
+        if chunks[-1].from_device:
+            rows, starts = np.array([rows, starts], np.int64)
+            lengths, samples = np.ones_like(rows), np.arange(num_from_device)
+        else:
+            num_from_device = sum([chunk.from_device for chunk in chunks])
+            lengths = [chunk.length for chunk in chunks]
+            rows, starts, lengths = np.array([rows, starts, lengths], np.int64)
+            sampling = [chunk for chunk in chunks if chunk.samples]
+            samples = np.array([i for i, chunk in enumerate(chunks) if chunk.samples], np.int64)
+        compute = ComputeStep(rows, starts, lengths, num_from_device, samples)
+        sample = SampleStep()
+        if known := chunks[num_from_device:]:
+            compute.token_ids, compute.positions = _known_tokens(known)
+            compute.state_saves = _state_saves(known, num_from_device)
+            if any(chunk.sequence.message.images for chunk in known):
+                compute.images = _image_runs(known, num_from_device)
+            if any([chunk.sequence.needs_scores for chunk in known]):
+                compute.scored, sample.followers = self._scored_runs(num_from_device)
+            if masks := _token_masks(sampling, num_from_device):
+                sample.masked = np.array([*masks], np.int64)
+                sample.token_masks = np.stack([*masks.values()])
+        if self.num_tokens > compute.num_tokens:  # some may yield several
+            compute.limits = np.array([chunk.limit for chunk in sampling], np.int64)
+        if self.late:
+            sample.late = np.array([i for i, c in enumerate(sampling) if c.is_late], np.int64)
+        if self.admitted or self.extended:
+            compute.block_updates, compute.block_ids = self._block_updates()
+        for s in dict.fromkeys(self.admitted):
+            if s.row >= 0:
+                start = RowStart(s.row, s.sequence_id, s.message.position_delta, s.checkpoint)
+                compute.row_starts.append(start)
+                sample.row_starts.append(_row_sampling(s))
+        return Step(compute, sample)
+
+    def _scored_runs(self, first: int) -> tuple[Int64Array, Int32Array]:
+        """`ComputeStep.scored` and `followers`; `first` is the index in the step of the first token
+        whose id the host knows.
+        """
+        runs: list[tuple[int, int, int]] = []
+        followers: list[int] = []
+        for chunk in self.chunks[first:]:
+            sequence, start = chunk.sequence, chunk.start
+            end = min(start + chunk.length, sequence.num_prompt_tokens - 1)
+            most = sequence.message.sampling.prompt_logprobs
+            if most is not None and start < end and sequence.num_scored < end:
+                self.scored.append(chunk)
+                runs.append((first, end - start, most))
+                followers += sequence.token_ids[start + 1 : end + 1]
+            first += chunk.length
+        return np.array(runs, np.int64).reshape(-1, 3), np.array(followers, np.int32)
+
+    def _block_updates(self) -> tuple[Int64Array, Int32Array]:
+        """`ComputeStep.block_updates` and `block_ids`."""
+        changed = [s for s in dict.fromkeys(self.admitted + self.extended) if s.row >= 0]
+        updates: list[tuple[int, int, int]] = []
+        ids: list[int] = []
+        for sequence in changed:
+            start, end = sequence.num_sent_blocks, len(sequence.block_table)
+            updates.append((sequence.row, start, end - start))
+            ids += sequence.block_table[start:]
+            sequence.num_sent_blocks = end
+        return np.array(updates, np.int64).reshape(-1, 3), np.array(ids, np.int32)
+
+
+def _token_masks(sampling: list[Chunk], first: int) -> dict[int, Int32Array]:
+    """`SampleStep.token_masks` by sample; chunks before `first` have none."""
+    return {
+        index: mask
+        for index in range(first, len(sampling))
+        if (mask := sampling[index].sequence.token_mask) is not None and len(mask)
+    }
+
+
+def _row_sampling(sequence: Sequence) -> RowSampling:
+    prompt, completion = b"", b""
+    if sequence.message.sampling.has_penalties:
+        count = sequence.num_prompt_tokens
+        prompt = sequence.token_ids[:count].tobytes()
+        completion = sequence.token_ids[count:].tobytes()
+    return RowSampling(
+        sequence.row, sequence.message.sampling, sequence.num_prompt_tokens, prompt, completion
+    )
+
+
+def _state_saves(chunks: list[Chunk], first: int) -> Int64Array | None:
+    """`ComputeStep.state_saves`; `first` is the index in the step of the first chunk's token."""
+    saves: list[tuple[int, int]] = []
+    for chunk in chunks:
+        saves += [(first + tokens - 1 - chunk.start, slot) for tokens, slot in chunk.checkpoints]
+        first += chunk.length
+    return np.array(saves, np.int64) if saves else None
+
+
+def _known_tokens(chunks: list[Chunk]) -> tuple[Int32Array, Int32Array]:
+    """Ids `[K]` and positions `[3, K]` of chunks whose ids the host knows."""
+    if len(chunks) == 1:
+        (chunk,) = chunks
+        token_ids = chunk.sequence.token_ids[chunk.start : chunk.start + chunk.length]
+        positions = np.empty((3, chunk.length), np.int32)
+        _fill_positions(chunk, positions)
+        return np.frombuffer(token_ids, np.int32), positions
+    num_tokens = sum([chunk.length for chunk in chunks])
+    token_ids = np.empty(num_tokens, np.int32)
+    positions = np.empty((3, num_tokens), np.int32)
+    first = 0
+    for chunk in chunks:
+        end = first + chunk.length
+        token_ids[first:end] = chunk.sequence.token_ids[chunk.start : chunk.start + chunk.length]
+        _fill_positions(chunk, positions[:, first:end])
+        first = end
+    return token_ids, positions
+
+
+def _fill_positions(chunk: Chunk, positions: Int32Array) -> None:
+    """Writes the positions `[3, length]` of a chunk's tokens."""
+    sequence, start, end = chunk.sequence, chunk.start, chunk.start + chunk.length
+    num_prompt = max(0, min(end, sequence.num_prompt_tokens) - start)
+    if num_prompt:
+        given = sequence.positions
+        positions[:, :num_prompt] = (
+            np.arange(start, start + num_prompt)
+            if given is None
+            else given[:, start : start + num_prompt]
+        )
+    if num_prompt < chunk.length:  # completion tokens
+        delta = sequence.message.position_delta
+        positions[:, num_prompt:] = np.arange(start + num_prompt + delta, end + delta)
+
+
+def _image_runs(chunks: list[Chunk], first: int) -> Int64Array:
+    """`ComputeStep.images`; `first` is the index in the step of the first chunk's first token."""
+    runs: list[tuple[int, int, int, int, int]] = []
+    for chunk in chunks:
+        sequence = chunk.sequence
+        for image in sequence.message.images:
+            start = max(chunk.start, image.offset)
+            stop = min(chunk.start + chunk.length, image.offset + image.num_tokens)
+            if start < stop:
+                runs.append(
+                    (
+                        first + start - chunk.start,
+                        stop - start,
+                        sequence.image_offsets[image.key],
+                        image.num_tokens,
+                        start - image.offset,
+                    )
+                )
+        first += chunk.length
+    return np.array(runs, np.int64).reshape(-1, 5)

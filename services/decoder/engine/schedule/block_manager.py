@@ -1,0 +1,163 @@
+"""The block manager: owners of KV blocks, and the prefix cache.
+
+Pure Python. A block is free, or owned by one or more sequences. A full block whose token ids are
+known can be registered under its hash. It can then be found until it is given to another sequence,
+so a free block may still serve a later prompt with the same prefix.
+
+A block is registered as soon as the step that fills it was launched. A sequence that finds the
+block reads it in a later step, and the device runs steps in order, so nothing has to wait.
+"""
+
+from collections import OrderedDict
+
+from services.decoder.engine.schedule.prefix_hash import extend_hashes
+from services.decoder.engine.schedule.row_states import RowStates
+from services.decoder.engine.schedule.sequence import Sequence
+
+
+class BlockManager:
+    """Owner of the free list, the reference counts and the prefix cache.
+
+    Args:
+        num_blocks: blocks of the pool, ids 0 .. num_blocks - 1.
+        states: recurrent ones, without which blocks are not shared; None: the model has none.
+
+    Attributes:
+        num_registrations: blocks that were registered so far. As long as it stays, no longer prefix
+            of any sequence is found.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, states: RowStates | None = None) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.states = states or RowStates()
+        self.num_registrations = 0
+        self._references = [0] * num_blocks
+        self._blank = list(range(num_blocks - 1, -1, -1))  # free and not registered
+        # Free and registered, least recently used first. Not a dict: finding the first key of a
+        # dict whose first keys were deleted scans their empty entries each time.
+        self._reusable: OrderedDict[int, None] = OrderedDict()
+        self._hash_of: dict[int, bytes] = {}
+        self._block_of: dict[bytes, int] = {}
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that no sequence owns."""
+        return len(self._blank) + len(self._reusable)
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        """Blocks that hold `num_tokens` tokens."""
+        return -(-num_tokens // self.block_size)
+
+    def find_prefix(self, sequence: Sequence) -> list[int]:
+        """The longest run of registered blocks that the sequence begins with; of a model with
+        recurrent states, the longest one that ends at a checkpoint.
+
+        The block of the last known token is never among them: at least one token has to be
+        computed for the next to be sampled.
+        """
+        if sequence.needs_scores:
+            return []
+        most = (len(sequence.token_ids) - 1) // self.block_size
+        prefix: list[int] = []
+        while len(prefix) < most:
+            if len(prefix) >= len(sequence.block_hashes):
+                # A few hashes at a time: most prompts are new from their first block on.
+                extend_hashes(sequence, self.block_size, min(most, 2 * len(prefix) + 1))
+            block = self._block_of.get(sequence.block_hashes[len(prefix)])
+            if block is None:
+                break
+            prefix.append(block)
+        while prefix and sequence.block_hashes[len(prefix) - 1] not in self.states:
+            prefix.pop()
+        return prefix
+
+    def can_allocate(self, num_tokens: int, prefix: list[int], keep_free: int = 0) -> bool:
+        """Whether `num_tokens` fit, `prefix` being shared, with `keep_free` blocks left over."""
+        revived = sum(1 for block in prefix if self._references[block] == 0)
+        needed = self.num_blocks_for(num_tokens) - len(prefix) + revived
+        return needed + keep_free <= self.num_free
+
+    def allocate(self, sequence: Sequence, num_tokens: int, prefix: list[int]) -> None:
+        """Gives a sequence without blocks the prefix and enough others for `num_tokens`.
+
+        Call it only after `can_allocate`, in the same schedule.
+        """
+        assert not sequence.block_table, "the sequence has blocks already"
+        for block in prefix:
+            if self._references[block] == 0:
+                del self._reusable[block]
+            self._references[block] += 1
+        fresh = [self._take() for _ in range(self.num_blocks_for(num_tokens) - len(prefix))]
+        sequence.block_table = prefix + fresh
+        sequence.capacity = len(sequence.block_table) * self.block_size
+        sequence.num_registered_blocks = len(prefix)
+
+    def append_block(self, sequence: Sequence) -> None:
+        """Gives the sequence one more block. Call it only while `num_free` is not 0."""
+        sequence.block_table.append(self._take())
+        sequence.capacity += self.block_size
+
+    def register(self, sequence: Sequence) -> None:
+        """Registers the full blocks whose ids are known and whose steps were launched."""
+        known = min(len(sequence.token_ids), sequence.num_computed_tokens)
+        num_full = known // self.block_size
+        first = sequence.num_registered_blocks
+        if num_full <= first:
+            return
+        extend_hashes(sequence, self.block_size, num_full)
+        for index in range(first, num_full):
+            block_hash = sequence.block_hashes[index]
+            # Of two blocks with equal contents, the first stays registered.
+            if block_hash not in self._block_of:
+                block = sequence.block_table[index]
+                self._block_of[block_hash] = block
+                self._hash_of[block] = block_hash
+                self.num_registrations += 1
+        sequence.num_registered_blocks = num_full
+
+    def free(self, sequence: Sequence) -> None:
+        """Takes the sequence's blocks back; registered ones can be found until they are reused."""
+        # The last block first, so that it is also reused first: a block is found only if all blocks
+        # before it are.
+        for block in reversed(sequence.block_table):
+            self._references[block] -= 1
+            if self._references[block] == 0:
+                if block in self._hash_of:
+                    self._reusable[block] = None
+                else:
+                    self._blank.append(block)
+        sequence.block_table = []
+        sequence.capacity = 0
+        sequence.num_registered_blocks = 0
+        sequence.num_sent_blocks = 0
+
+    def invalidate(self, sequence: Sequence) -> None:
+        """Removes the sequence's blocks and states from the prefix cache: they are wrong."""
+        for block in sequence.block_table:
+            self._unregister(block)
+        for block_hash in sequence.block_hashes:
+            self.states.drop(block_hash)
+
+    def reset(self) -> None:
+        """Empties the prefix cache; sequences keep their blocks."""
+        for block in list(self._hash_of):
+            self._unregister(block)
+
+    def _take(self) -> int:
+        if self._blank:
+            block = self._blank.pop()
+        else:
+            block, _ = self._reusable.popitem(last=False)
+            self._unregister(block)
+        self._references[block] = 1
+        return block
+
+    def _unregister(self, block: int) -> None:
+        block_hash = self._hash_of.pop(block, None)
+        if block_hash is not None:
+            del self._block_of[block_hash]
+            self.states.drop(block_hash)
+            if block in self._reusable:
+                del self._reusable[block]
+                self._blank.append(block)

@@ -1,0 +1,381 @@
+"""A video's container, by PyAV: which frames it has, in which order, and what each depends on.
+
+Headers lie about counts, rates and sizes, so packets are counted, their timestamps read, and one
+frame is decoded. The container's demuxer is chosen by the file's first bytes, never by FFmpeg: one
+that opens other files or URLs (playlists, SDP, concat) is not among those that are. In child
+processes alone; whatever is wrong with a file is an `InvalidVideo`.
+"""
+
+import errno
+from bisect import bisect_right
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import NamedTuple, NoReturn
+
+import av
+import numpy as np
+from av.container import InputContainer
+from av.error import FFmpegError
+from av.packet import Packet
+from av.stream import Discard
+from av.video.frame import VideoFrame
+from av.video.stream import VideoStream
+from blake3 import blake3
+
+from services.common.errors import InvalidVideo
+from services.common.images.image_key import FRAME_DIGEST_BYTES
+from services.encoder.decoding.clips.questions import CORRUPT, MAX_FRAME_PIXELS
+
+MAX_FRAMES = 250_000
+# Of all frames: nine minutes of 1080p at 60 a second; where a frame needs all that are before it:
+# five seconds of the decoder.
+_MAX_DECODED_PIXELS, _MAX_DEPENDENT_PIXELS = 1 << 36, 1 << 32
+# Demuxers by the first bytes of their files.
+_MATROSKA, _OGG, _ASF = b"\x1aE\xdf\xa3", b"OggS", bytes.fromhex("3026b2758e66cf11")
+_PREFIXES = {
+    _MATROSKA: "matroska", _OGG: "ogg", _ASF: "asf", b"FLV\x01": "flv", b"GIF87a": "gif",
+    b"GIF89a": "gif", b"\x89PNG\r\n\x1a\n": "apng", b"\0\0\x01\xba": "mpeg", b"DKIF": "ivf",
+}  # fmt: skip
+_MOV_BOXES = (b"ftyp", b"moov", b"mdat", b"free", b"skip", b"wide", b"pnot")
+_TS_BYTES = (188, 192)  # of a packet of a transport stream
+_APNG_HEAD = 1 << 16  # in which a PNG says that it is one
+# Decoders whose keyframes stand for themselves, so that what is before one need not be decoded.
+_INDEPENDENT = {
+    "h264", "hevc", "vp8", "vp9", "av1", "libdav1d", "mpeg4", "mpeg2video", "mpeg1video", "mjpeg",
+}  # fmt: skip
+_DECODERS = _INDEPENDENT | {
+    "gif", "apng", "png", "wmv1", "wmv2", "wmv3", "vc1", "msmpeg4v1", "msmpeg4v2", "msmpeg4v3",
+    "msmpeg4", "h263", "h263p", "flv", "theora", "prores", "dnxhd", "ffv1", "vp6f", "vp6", "qtrle",
+    "rawvideo", "huffyuv", "ffvhuff", "libvpx-vp9",
+}  # fmt: skip
+_REORDERED = 16  # frames that a decoder may keep to give another one first
+_RATE_SLACK = 0.02
+_DOMAIN = b"triptych/frame/v1"
+_THREADS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A frame before it is decoded.
+
+    Attributes:
+        pts: its time, in the stream's units.
+        packet: index of its packet, in the order of decoding.
+        start: index of the packet that decoding may start with.
+    """
+
+    pts: int
+    packet: int
+    start: int
+
+
+class _Frame(NamedTuple):
+    """A frame's time, and its packet."""
+
+    pts: int
+    packet: int
+
+
+@dataclass(frozen=True, slots=True)
+class Index:
+    """What the packets of a file say.
+
+    Attributes:
+        entries: of the frames, in order of presentation.
+        by_order: timestamps are missing or those of decoding: the frames are, in their order, what
+            the decoder gives.
+        rate: frames per second on average; 0: unknown.
+        duration_s: 0: unknown.
+        codec: FFmpeg's name of it, whichever decoder there is.
+        digests: of the packets, in order of decoding: of all up to each of them.
+        time_base: seconds of a unit of `Entry.pts`.
+    """
+
+    entries: list[Entry]
+    by_order: bool
+    codec: str
+    rate: float
+    duration_s: float
+    digests: list[bytes]
+    time_base: Fraction
+
+    @property
+    def frame_digests(self) -> bytes:
+        return b"".join(self.digests[entry.packet] for entry in self.entries)
+
+
+class Reader:
+    """A file in memory, as PyAV reads it; no copy."""
+
+    def __init__(self, data: memoryview) -> None:
+        self._data = data
+        self._position = 0
+
+    def read(self, size: int = -1) -> bytes:
+        stop = len(self._data) if size < 0 else min(self._position + size, len(self._data))
+        part = bytes(self._data[self._position : stop])
+        self._position = max(stop, self._position)
+        return part
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        base = (0, self._position, len(self._data))[whence]
+        self._position = max(0, base + offset)
+        return self._position
+
+    def tell(self) -> int:
+        return self._position
+
+
+def demuxer_of(data: memoryview) -> str:
+    """FFmpeg's name of a file's container.
+
+    Raises:
+        InvalidVideo: it is none that is decoded here.
+    """
+    head = bytes(data[:16])
+    for prefix, name in _PREFIXES.items():
+        if head.startswith(prefix) and (name != "apng" or b"acTL" in bytes(data[:_APNG_HEAD])):
+            return name
+    if head[4:8] in _MOV_BOXES:
+        return "mov"
+    if head[:4] == b"RIFF" and head[8:12] in (b"AVI ", b"AVIX"):
+        return "avi"
+    for size in _TS_BYTES:
+        first = size - 188
+        if len(data) >= 3 * size and all(data[first + at * size] == 0x47 for at in range(3)):
+            return "mpegts"
+    raise InvalidVideo(
+        "the file is no video of a known container: MP4, MOV, WebM, Matroska, AVI, MPEG, ASF, FLV, "
+        "Ogg, IVF, GIF or APNG"
+    )
+
+
+def _no_other_file(*_: object) -> NoReturn:
+    raise OSError(errno.EACCES, "a video opens no other file")
+
+
+@contextmanager
+def opened(data: memoryview) -> Generator[tuple[InputContainer, VideoStream]]:
+    """A file's demuxer and its video stream.
+
+    Raises:
+        InvalidVideo: it cannot be opened, or has no video that is decoded here.
+    """
+    with failures():
+        container: InputContainer = av.open(  # pyright: ignore[reportAssignmentType]
+            Reader(data),
+            format=demuxer_of(data),
+            io_open=_no_other_file,
+            options={"protocol_whitelist": "none", "max_pixels": str(MAX_FRAME_PIXELS)},
+            metadata_errors="replace",
+        )
+    try:
+        stream = container.streams.best("video")
+        if not isinstance(stream, VideoStream):
+            raise InvalidVideo("the file has no video stream")
+        for other in container.streams:
+            if other is not stream:
+                other.discard = Discard.all
+        codec = stream.codec_context
+        if codec.name not in _DECODERS:
+            raise InvalidVideo(f"videos of the codec {codec.name} are not decoded here")
+        check_size(codec.height, codec.width)
+        codec.thread_type, codec.thread_count = "AUTO", _THREADS
+        codec.options = {"max_pixels": str(MAX_FRAME_PIXELS)}
+        yield container, stream
+    finally:
+        container.close()
+
+
+@contextmanager
+def failures() -> Generator[None]:
+    """FFmpeg's errors as ours; their text is not passed on."""
+    try:
+        yield
+    except FFmpegError as error:
+        if error.errno == errno.ENOMEM:
+            raise MemoryError from None
+        raise InvalidVideo(CORRUPT) from None
+
+
+def packets_of(container: InputContainer, stream: VideoStream) -> Iterator[Packet]:
+    """The stream's packets in order of decoding, until the file ends, as it should or not.
+
+    Raises:
+        InvalidVideo: there are too many.
+    """
+    last: Packet | None = None
+    try:
+        for count, packet in enumerate(container.demux(stream)):
+            if count > MAX_FRAMES:
+                raise InvalidVideo(f"the video has more than {MAX_FRAMES} frames")
+            if packet.size:  # the last one says that there are no more
+                if last is not None:
+                    yield last
+                last = packet
+    except FFmpegError as error:
+        if error.errno == errno.ENOMEM:
+            raise MemoryError from None
+    if last is not None and not last.is_corrupt:  # as where a file is cut
+        yield last
+
+
+def read_index(container: InputContainer, stream: VideoStream) -> Index:
+    """Demuxes a whole file.
+
+    Raises:
+        InvalidVideo: it has no frame.
+    """
+    codec, time_base = stream.codec_context, stream.time_base or Fraction(1, 1000)
+    hasher = blake3(_DOMAIN)
+    setup = f"{codec.name},{codec.width},{codec.height},{codec.pix_fmt},{time_base}"
+    for part in (setup.encode(), codec.extradata or b""):
+        hasher.update(len(part).to_bytes(8, "little") + part)
+    shown: list[_Frame] = []
+    keys: list[_Frame] = []  # with which decoding may start, whether they are shown or not
+    digests: list[bytes] = []
+    by_order = container.format.name == "avi"
+    first_pts = latest = end = 0
+    for number, packet in enumerate(packets_of(container, stream)):
+        pts = packet.dts if packet.pts is None else packet.pts
+        by_order = by_order or packet.pts is None
+        pts = number if pts is None else pts
+        _digest_packet(hasher, packet, pts - first_pts)
+        digests.append(hasher.digest(FRAME_DIGEST_BYTES))
+        # An APNG's first frame, which may say that it is blended over nothing, is a keyframe, too.
+        is_key = packet.is_keyframe or codec.name == "apng"
+        if is_key and (not keys or codec.name in _INDEPENDENT):
+            if not keys:
+                first_pts = latest = pts
+            keys.append(_Frame(pts, number))
+        # An edit list cuts a video anywhere: what its frames need is there, but not shown.
+        if not keys or packet.is_discard or _is_hidden(packet, codec.name):
+            continue
+        # Files that were joined start their clocks anew.
+        by_order = by_order or (packet.is_keyframe and pts < latest)
+        latest = max(latest, pts)
+        if pts >= first_pts or by_order:
+            shown.append(_Frame(pts, number))
+            end = max(end, pts + max(packet.duration or 0, 0))
+    if not shown:
+        raise InvalidVideo("the video has no frame")
+    entries = _presented(shown, keys, by_order)
+    end = len(entries) if by_order else end
+    time_base = 1 / (stream.average_rate or Fraction(24)) if by_order else time_base
+    rate, duration_s = _times(entries, end, time_base, stream.average_rate)
+    name = codec.codec.canonical_name
+    return Index(entries, by_order, name, rate, duration_s, digests, time_base)
+
+
+def _digest_packet(hasher: blake3, packet: Packet, pts: int) -> None:
+    data = bytes(packet)
+    hasher.update(b"%d,%d,%d," % (pts, packet.is_discard, len(data)))
+    hasher.update(data)
+    for side in packet.iter_sidedata():
+        extra = bytes(side)
+        hasher.update(b"%s,%d," % (side.data_type.encode(), len(extra)))
+        hasher.update(extra)
+
+
+def _is_hidden(packet: Packet, codec: str) -> bool:
+    """VP8 has frames that are referred to and never shown."""
+    return codec == "vp8" and not memoryview(packet)[0] >> 4 & 1
+
+
+def _presented(shown: list[_Frame], keys: list[_Frame], by_order: bool) -> list[Entry]:
+    """In order of presentation. Decoding may start with the last keyframe that is both decoded and
+    shown before: frames that are decoded behind a keyframe, but shown before it, may need others.
+    """
+    if by_order:
+        last = shown[-1].packet
+        return [
+            Entry(index, min(packet + _REORDERED, last), keys[0].packet)
+            for index, (_, packet) in enumerate(shown)
+        ]
+    entries: list[Entry] = []
+    for pts, packet in sorted(shown):
+        at = bisect_right(keys, packet, key=lambda key: key.packet) - 1
+        while keys[at].pts > pts:  # the first one's is the lowest
+            at -= 1
+        entries.append(Entry(pts, packet, keys[at].packet))
+    return entries
+
+
+def _times(
+    entries: list[Entry], end: int, time_base: Fraction, average: Fraction | None
+) -> tuple[float, float]:
+    """Frames per second, and seconds. The header's average, if the timestamps agree with it."""
+    told = float(average) if average else 0.0
+    span = float((entries[-1].pts - entries[0].pts) * time_base)
+    if len(entries) < 2 or span <= 0:
+        duration_s = float((end - entries[0].pts) * time_base)
+        return told, max(duration_s, 0.0)
+    counted = (len(entries) - 1) / span
+    rate = told if abs(told - counted) <= _RATE_SLACK * counted else counted
+    duration_s = float((end - entries[0].pts) * time_base)
+    return rate, duration_s if duration_s > span else len(entries) / rate
+
+
+def upright_size(frame: VideoFrame) -> tuple[int, int]:
+    """Height and width after rotation."""
+    if _matrix(frame)[1]:
+        return frame.width, frame.height
+    return frame.height, frame.width
+
+
+def check_size(height: int, width: int) -> None:
+    """Raises InvalidVideo if a frame has too many pixels."""
+    if height * width > MAX_FRAME_PIXELS:
+        raise InvalidVideo(
+            f"the video's frames have {width}x{height} pixels; at most {MAX_FRAME_PIXELS} pixels "
+            "are decoded here"
+        )
+
+
+def check_amount(num_frames: int, height: int, width: int, codec: str) -> None:
+    """Raises InvalidVideo if decoding all frames would be too much."""
+    most = _MAX_DECODED_PIXELS if codec in _INDEPENDENT else _MAX_DEPENDENT_PIXELS
+    if num_frames * height * width > most:
+        raise InvalidVideo(
+            f"the video has {num_frames} frames of {width}x{height} pixels; at most {most} pixels "
+            f"in all are decoded of {codec}"
+        )
+
+
+def to_rgb(frame: VideoFrame, out: np.ndarray) -> None:
+    """Upright pixels, transparency on white: swscale's conversion as `VideoFrame.to_ndarray` calls
+    it, from the colour space and range that the frame says. Neither tone mapping nor square pixels
+    are made.
+
+    Args:
+        out: `[height, width, 3]` uint8; written.
+    """
+    if any(component.is_alpha for component in frame.format.components):
+        rgba = frame.to_ndarray(format="rgba", threads=1)
+        alpha = rgba[..., 3:].astype(np.uint16)
+        mixed = rgba[..., :3] * alpha + 255 * (255 - alpha) + 127
+        pixels = (mixed // 255).astype(np.uint8)
+    else:
+        pixels = frame.to_ndarray(format="rgb24", threads=1)
+    flips, transposed = _matrix(frame)
+    if transposed:
+        pixels = pixels.transpose(1, 0, 2)
+    out[...] = pixels[:: flips[0], :: flips[1]]
+
+
+def _matrix(frame: VideoFrame) -> tuple[tuple[int, int], bool]:
+    """A frame's display matrix: steps along rows and columns, after a transposition or none. One
+    that does not turn by right angles is passed over.
+    """
+    side = frame.side_data.get("DISPLAYMATRIX")
+    if side is None or len(bytes(side)) < 20:
+        return (1, 1), False
+    a, b, _, c, d = np.frombuffer(bytes(side), np.int32, 5).tolist()
+    # x' = a x + c y, y' = b x + d y
+    if b == c == 0 and a and d:
+        return (1 if d > 0 else -1, 1 if a > 0 else -1), False
+    if a == d == 0 and b and c:
+        return (1 if b > 0 else -1, 1 if c > 0 else -1), True
+    return (1, 1), False
