@@ -10,6 +10,7 @@ import pytest
 from services.gateway.forms.parts import Text
 from services.gateway.forms.responses import Update
 from services.gateway.request.chat import ChatService
+from tests.gateway_fixtures import image_url
 from tests.gateway_stack import MODEL, GatewayStack
 from tests.noise import PATIENCE_S
 
@@ -230,6 +231,54 @@ def test_a_body_declared_as_something_other_than_json_is_refused(stack, path, co
     assert response.status_code == status
     if status == 415:
         assert response.json()["error"]["code"] == "unsupported_media_type"
+
+
+@pytest.fixture(scope="module")
+def network_stack(loop_thread, tmp_path_factory):
+    """A gateway without keys that does not listen on loopback alone."""
+    stack = GatewayStack(
+        loop_thread, tmp_path_factory.mktemp("network"), host="0.0.0.0", api_keys="none"
+    )
+    yield stack
+    stack.close()
+
+
+_HELLO = {"model": MODEL, "messages": [{"role": "user", "content": "hello"}]}
+_BODIES = {
+    "/v1/chat/completions": _HELLO, "/v1/completions": {"prompt": "hello"},
+    "/v1/responses": {"input": "hello"}, "/v1/messages": {**_HELLO, "max_tokens": 1},
+    "/v1/messages/count_tokens": _HELLO, "/v1/media": {"url": image_url()},
+    "/tokenize": {"prompt": "hello"}, "/detokenize": {"tokens": [1]},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("origin", ["https://evil.example", "null", "its own", ""])
+@pytest.mark.parametrize(("path", "body"), _BODIES.items(), ids=_BODIES.keys())
+def test_a_web_page_cannot_send_a_body_without_a_type(network_stack, path, body, origin):
+    """A Blob without a type needs no preflight. A program sends no Origin and need name no type."""
+    if origin == "its own":
+        origin = f"http://127.0.0.1:{network_stack.port}"
+    for kind in (None, "application/json"):
+        headers = {"origin": origin} if origin else {}
+        if kind is not None:
+            headers["content-type"] = kind
+        num_submits = len(network_stack.decoder.submits)
+        with network_stack.client() as client:
+            answer = client.post(path, content=json.dumps(body).encode(), headers=headers)
+        if kind is None and origin:
+            assert answer.status_code == 415
+            assert "Content-Type must be application/json" in answer.text
+            assert len(network_stack.decoder.submits) == num_submits
+        else:
+            assert answer.status_code == 200, answer.text
+
+
+def test_a_web_page_needs_no_type_where_it_sends_no_body(open_stack):
+    headers = {"origin": PAGE, "authorization": "Bearer secret"}
+    with open_stack.client(headers=headers) as client:
+        assert client.get("/v1/models").status_code == 200
+        assert client.get("/v1/responses/resp_unknown").status_code == 404
+        assert client.delete("/v1/responses/resp_unknown").status_code == 404
 
 
 def test_a_bug_before_the_answer_is_a_500_that_says_nothing_of_it(stack, monkeypatch, caplog):

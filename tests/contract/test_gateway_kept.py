@@ -119,6 +119,25 @@ def test_answers_to_requests_of_one_id_are_kept_apart(client, stack):
     assert first.id.startswith("resp_mine") and client.responses.retrieve(first.id) == first
 
 
+@pytest.mark.parametrize("given", ["", "known", "a" * 128, "resp_x-y_z.1:2"])
+def test_whoever_knows_a_requests_id_does_not_know_its_responses(stack, given):
+    """The id of a response has 160 random bits of its own, with a client's `x-request-id`, too."""
+    found: set[str] = set()
+    for _ in range(2):
+        headers = {"x-request-id": given} if given else {}
+        with stack.client(headers=headers) as client:
+            answer = client.post("/v1/responses", json={"model": MODEL, "input": "one"}).json()
+        name, _, secret = answer["id"].rpartition("-")
+        assert name == f"resp_{given}" if given else name.startswith("resp_")
+        assert len(secret) == 40 and set(secret) <= set("0123456789abcdef")
+        found.add(secret)
+        assert get(stack, answer["id"]).json() == answer
+        assert get(stack, answer["id"][:-1]).status_code == 404
+        item = {"type": "item_reference", "id": answer["output"][0]["id"]}
+        assert post(stack, input=[item, {"role": "user", "content": "and?"}]).status_code == 200
+    assert len(found) == 2
+
+
 def test_long_turns_are_kept_too(stack):
     metadata = {"note": "x" * 90_000}
     first = post(stack, input="one", metadata=metadata).json()

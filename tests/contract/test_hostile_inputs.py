@@ -173,6 +173,26 @@ def test_a_bare_line_feed_ends_no_line_of_a_head(stack, head):
     assert b" 200 " in raw_request(stack, head.replace(b"\r\n", b"\n").replace(b"\n", b"\r\n"))
 
 
+@pytest.mark.parametrize("blank", [b" ", b"\t", b"  \t", b""])
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\nX-A: b\r\n%bX-C: d\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\nX-A:\r\n%bX-C: d\r\n\r\n",
+        b"GET /health HTTP/1.1\r\n%bHost: localhost\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\n%bContent-Length: 0\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\n%bTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+        b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+        b'10\r\n{"prompt": "hi"}\r\n0\r\nX-A: b\r\n%bX-C: d\r\n\r\n',
+    ],
+)
+def test_no_line_of_a_head_goes_on_in_the_next(stack, head, blank):
+    """A proxy in front may take a folded line for a header of its own, or the reverse."""
+    answer = raw_request(stack, head % blank).split(b"\r\n")[0]
+    assert (b" 400 " if blank else b" 200 ") in answer
+    assert stack.chat(max_tokens=1).status_code == 200
+
+
 def test_a_request_with_two_lengths_is_the_last_of_its_connection(stack):
     """What follows it may be another request to a proxy in front, and part of this one to us."""
     head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"

@@ -42,6 +42,7 @@ from services.gateway.forms.tools import (
 from services.gateway.media.images import Image
 from services.gateway.request.completion import Completion
 
+_RANDOM_ID_BYTES = 20  # 160 bits, which nobody guesses
 _PATHS = {
     "messages": "input",
     "max_completion_tokens": "max_output_tokens",
@@ -75,8 +76,9 @@ class ResponsesEndpoint(Endpoint):
             with work.timings.measure("tokenize"):
                 draft = await draft_with_room(self._service, chat)
         completion = await self.prepare(work, chat, draft=draft)
-        # Its own: a client's id may be that of several requests.
-        name = f"{work.answer_id}-{token_hex(4)}"
+        # A client's id may be that of several requests, and known to others: whoever knows the
+        # response's id finds what is kept under it.
+        name = f"{work.answer_id}-{token_hex(_RANDOM_ID_BYTES)}"
         writer = work.writer = ResponseWriter(request, name, completion, self._service.model_name)
         if request.stream:
             answer = self._service.answer(completion, is_kept=True)

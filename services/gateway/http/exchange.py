@@ -143,15 +143,16 @@ async def read_body(
 ) -> bytes | bytearray:
     """A request's whole body, which is JSON unless `types` say otherwise.
 
-    A page of another origin can send every form's type without asking first (CORS), so a body
-    that is declared as anything else is refused; one that is not declared at all is read.
+    A web page can send a body of every form's type, or of no type at all, to another origin without
+    asking first (CORS). So a body of another type is refused, and one without a type if the request
+    has an `Origin`, which browsers add. Programs may leave the type out.
 
     Args:
         hold: counts the memory that the request will take, as bytes arrive; may refuse.
         types: how its content type may begin.
 
     Raises:
-        UnsupportedMediaType: its content type is another one.
+        UnsupportedMediaType: its content type is another one, or a web page has named none.
         PayloadTooLarge: over the limit, by content-length or by count.
         DeadlineExceeded: it arrives too slowly.
         ClientDisconnect: the client disconnected.
@@ -159,7 +160,8 @@ async def read_body(
     headers = dict(scope["headers"])
     given = headers.get(b"content-type", types[0].encode()).partition(b";")[0].strip().lower()
     if not given.decode("latin-1").startswith(tuple(types)):
-        raise UnsupportedMediaType(f"the body's Content-Type must be {', '.join(types)}")
+        raise _unsupported(types)
+    needs_type = b"origin" in headers and b"content-type" not in headers
     declared = headers.get(b"content-length", b"0")
     if declared.isdigit() and int(declared) > MAX_BODY_BYTES:
         raise PayloadTooLarge(f"the body is larger than {MAX_BODY_BYTES} bytes")
@@ -172,6 +174,8 @@ async def read_body(
                 if message["type"] == "http.disconnect":
                     raise ClientDisconnect
                 chunk: bytes = message.get("body", b"")
+                if chunk and needs_type:
+                    raise _unsupported(types)
                 if len(body) + len(chunk) > MAX_BODY_BYTES:
                     raise PayloadTooLarge(f"the body is larger than {MAX_BODY_BYTES} bytes")
                 hold(len(chunk) * MEMORY_PER_BODY_BYTE)
@@ -185,6 +189,10 @@ async def read_body(
         if isinstance(error, TimeoutError):
             raise DeadlineExceeded("the body did not arrive in time") from None
         raise
+
+
+def _unsupported(types: Sequence[str]) -> UnsupportedMediaType:
+    return UnsupportedMediaType(f"the body's Content-Type must be {', '.join(types)}")
 
 
 def error_response(

@@ -2,7 +2,7 @@
 
 A request head that has not arrived after some seconds ends its connection. A client that closes
 only its sending side gets its answer. A request with two lengths is its connection's last. A head
-with a bare line feed is refused: a proxy in front may read another request in it.
+with a bare line feed or a folded line is refused: a proxy in front may read another request in it.
 """
 
 import asyncio
@@ -24,8 +24,9 @@ _PROBE_DELAYS_S = (0.02, 0.2, 2.0)
 
 
 class _StrictLines(ReceiveBuffer):
-    """h11's buffer of what has arrived; lines of heads and trailers end with CR LF alone (RFC 9112,
-    2.2; h11 0.16 also takes a bare LF).
+    """h11's buffer of what has arrived. Lines of heads and trailers end with CR LF alone, and none
+    continues the line before it (RFC 9112, 2.2 and 5.2; h11 0.16 takes a bare LF and joins folded
+    lines).
     """
 
     def maybe_extract_lines(self) -> list[bytearray] | None:
@@ -33,6 +34,8 @@ class _StrictLines(ReceiveBuffer):
         lines = super().maybe_extract_lines()
         if lines is not None and num_before - len(self) != 2 + sum(len(line) + 2 for line in lines):
             raise h11.RemoteProtocolError("a bare line feed in a request head")
+        if lines is not None and any(line.startswith((b" ", b"\t")) for line in lines):
+            raise h11.RemoteProtocolError("a folded line in a request head")
         return lines
 
 
