@@ -114,6 +114,12 @@ _CHAT_ROWS = [
     Row(CHAT, {"logprobs": True, "logprob_token_ids": [5]}, SERVED),
     Row(CHAT, {"messages": [user(), {"role": "assistant", "content": "x"}], "echo": True,
                "continue_final_message": True, "add_generation_prompt": False}, SERVED),
+    Row(CHAT, {"messages": [user(), {"role": "assistant", "content": ""}],
+               "continue_final_message": True, "add_generation_prompt": False}, SERVED),
+    *[Row(CHAT, {"response_format": {"type": "json_object", **more}}, SERVED)
+      for more in ({}, {"schema": SCHEMA}, {"schema": None})],
+    Row(CHAT, {"response_format": {"type": "json_object", "schema": 1}},
+        Refused("response_format.schema")),
     Row(CHAT, {"max_tokens": 5, "max_completion_tokens": 3}, SERVED),
     Row(CHAT, {"tools": []}, SERVED),
     Row(CHAT, {"thinking_token_budget": 5}, "thinking_token_budget"),
@@ -276,6 +282,9 @@ _RESPONSE_ROWS = [
     Row(RESPONSES, {"include": ["web_search_call.action.sources"]},
         "include.web_search_call.action.sources"),
     Row(RESPONSES, {"include": ["no_such_part"]}, Refused("include[0]")),
+    Row(RESPONSES, {"text": {"format": {"type": "json_object", "schema": SCHEMA}}}, SERVED),
+    Row(RESPONSES, {"text": {"format": {"type": "json_object", "schema": [1]}}},
+        Refused("text.format.schema")),
     Row(RESPONSES, {"text": {"verbosity": "low"}}, "text.verbosity"),
     Row(RESPONSES, {"reasoning": {"effort": "high"}}, "reasoning.effort"),
     Row(RESPONSES, items({"type": "web_search_call", "id": "x"}), "input.web_search_call"),
@@ -332,6 +341,14 @@ _MESSAGE_ROWS = [
         "thinking.budget_tokens"),
     Row(MESSAGES, {"thinking": {"type": "adaptive", "budget_tokens": 0}}, SERVED),
     Row(MESSAGES, {"thinking": {"type": "disabled"}}, "thinking"),
+    *[Row(MESSAGES, {"messages": [user(), {"role": "assistant", "content": content}]}, SERVED)
+      for content in ("", [], [{"type": "text", "text": ""}])],
+    Row(MESSAGES, {"output_format": {"type": "json_schema", "schema": SCHEMA}}, SERVED),
+    Row(MESSAGES, {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}}, SERVED),
+    Row(MESSAGES, {"output_format": {"type": "json_schema", "schema": []}},
+        Refused("output_format.schema")),
+    Row(MESSAGES, {"output_format": {"type": "json_schema", "schema": SCHEMA}, "output_config": {
+        "format": {"type": "json_schema", "schema": SCHEMA}}}, Refused("output_format")),
     Row(MESSAGES, {"output_config": {"effort": "high"}}, "output_config.effort"),
     Row(MESSAGES, {"output_config": {"task_budget": {"total": 5}}}, "output_config.task_budget"),
     *[

@@ -13,7 +13,7 @@ from services.gateway.answers.reasoning import CLOSE, answer_start
 from services.gateway.answers.tool_grammar import answer_grammar
 from services.gateway.answers.tool_parsers import PARSERS
 from services.gateway.answers.tool_use import read_tools
-from services.gateway.forms.generation import JsonSchemaFormat
+from services.gateway.forms.generation import JsonObjectFormat, JsonSchemaFormat
 from services.gateway.forms.openai import ChatRequest
 from services.gateway.forms.tools import tool_characters
 from services.gateway.tokenizer.tokenizer import ModelTokenizer
@@ -73,8 +73,8 @@ class AnswerReader:
 def _num_characters(request: ChatRequest) -> int:
     """Length of the schemas and grammars that the answer may be held to, nearly."""
     size, given = 0, request.structured_outputs
-    if isinstance(request.response_format, JsonSchemaFormat):
-        schema = request.response_format.json_schema.schema
+    if isinstance(request.response_format, JsonObjectFormat | JsonSchemaFormat):
+        schema = request.response_format.schema
         size += 0 if schema is UNSET else len(schema)
     if given is not None:
         size += sum(map(len, (given.regex or "", given.grammar or "", *(given.choice or ()))))

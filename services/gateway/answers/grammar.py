@@ -69,14 +69,13 @@ def read_grammar(request: ChatRequest) -> Grammar | None:
         InvalidRequest: `response_format` and `structured_outputs` are not one grammar.
     """
     grammar, given = None, request.response_format
-    if isinstance(given, JsonObjectFormat):
-        grammar = _of_schema(_ANY_OBJECT, "response_format")
-    elif isinstance(given, JsonSchemaFormat):
-        schema, param = given.json_schema.schema, "response_format.json_schema.schema"
-        if schema is UNSET or bytes(schema) == b"null":
-            grammar = _of_schema(_ANY_OBJECT, param)
+    if isinstance(given, JsonObjectFormat | JsonSchemaFormat):
+        is_wrapped = isinstance(given, JsonSchemaFormat)
+        param = "response_format.json_schema.schema" if is_wrapped else "response_format.schema"
+        if given.schema is UNSET or bytes(given.schema) == b"null":
+            grammar = _of_schema(_ANY_OBJECT, param if is_wrapped else "response_format")
         else:
-            grammar = _of_schema(text_of(schema, param), param)
+            grammar = _of_schema(text_of(given.schema, param), param)
     if request.structured_outputs is None:
         return grammar
     if grammar is not None:

@@ -137,8 +137,10 @@ def to_chat(request: api.CountTokensRequest, paths: dict[str, str]) -> ChatReque
         chat.thinking_token_budget = thinking.budget_tokens or None  # proxies write 0
     if config is not None and config.effort is not None and chat.enable_thinking is not False:
         chat.reasoning_effort = config.effort
-    if config is not None and config.format is not None:
-        chat.response_format = JsonSchemaFormat(JsonSchema(schema=config.format.schema))
+    if given := request.output_format or (config and config.format):
+        chat.response_format = JsonSchemaFormat(JsonSchema(schema=given.schema))
+    if request.output_format:
+        paths |= dict.fromkeys(("response_format", "response_format.json_schema"), "output_format")
     return chat
 
 
@@ -177,7 +179,8 @@ class _Messages(ChatMessages):
             return  # results alone, or thoughts that only their server reads
         content: str | list[ContentPart] | None = parts
         if turn.role == "assistant":
-            content = "".join(part.text for part in parts if isinstance(part, TextPart)) or None
+            texts = [part.text for part in parts if isinstance(part, TextPart)]
+            content = "".join(texts) if texts else None
         message = Message(turn.role, content, tool_calls=calls or None)
         message.reasoning_content = "\n".join(thoughts) or None
         self.add(message, path)

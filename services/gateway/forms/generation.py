@@ -52,7 +52,9 @@ class TextFormat(Struct, forbid_unknown_fields=True, tag_field="type", tag="text
 
 
 class JsonObjectFormat(Struct, forbid_unknown_fields=True, tag_field="type", tag="json_object"):
-    """A JSON object of any kind."""
+    """A JSON object: a value of the schema, as llama.cpp's clients send it, or of any kind."""
+
+    schema: Raw | UnsetType = UNSET
 
 
 class JsonSchema(Struct, forbid_unknown_fields=True):
@@ -68,6 +70,11 @@ class JsonSchemaFormat(Struct, forbid_unknown_fields=True, tag_field="type", tag
     """A value of a schema."""
 
     json_schema: JsonSchema
+
+    @property
+    def schema(self) -> Raw | UnsetType:
+        """The JSON Schema. UNSET if the answer may be any object."""
+        return self.json_schema.schema
 
 
 class StructuredOutputs(Struct, forbid_unknown_fields=True):

@@ -187,6 +187,7 @@ class CountTokensRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     tool_choice: AutoChoice | AnyChoice | ToolNameChoice | NoChoice | None = None
     thinking: EnabledThinking | AdaptiveThinking | DisabledThinking | None = None
     output_config: OutputConfig | None = None
+    output_format: SchemaFormat | None = None  # the beta's place of `output_config.format`
     chat_template_kwargs: dict[str, Any] | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=128)] | None = None
 
@@ -213,6 +214,8 @@ _ROLES: dict[str, tuple[type[Struct], ...]] = {
 def _check(request: CountTokensRequest) -> None:
     if isinstance(request, MessagesRequest) and request.thread is not None:
         raise ThreadUnsupported("no conversation is kept: send all of it", param="thread")
+    if request.output_format and request.output_config and request.output_config.format:
+        raise InvalidRequest("give it or output_config.format, not both", param="output_format")
     for index, turn in enumerate(request.messages):
         blocks = turn.content if isinstance(turn.content, list) else ()
         for position, block in enumerate(blocks):

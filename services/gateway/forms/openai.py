@@ -234,13 +234,19 @@ def check_chat_request(request: ChatRequest) -> None:
                 "give add_generation_prompt or continue_final_message, not both",
                 param="continue_final_message",
             )
-        if request.messages[-1].role != "assistant" or not request.messages[-1].content:
+        if not _has_text_to_continue(request.messages[-1]):
             raise InvalidRequest(
                 "the last message is not an assistant's text", param="continue_final_message"
             )
 
 
 parse_chat_request = Parser(ChatRequest, check_chat_request)
+
+
+def _has_text_to_continue(message: Message) -> bool:
+    """Returns whether an answer can go on with the message's text, which may be empty."""
+    is_empty_text = message.content == "" and not message.tool_calls
+    return message.role == "assistant" and (bool(message.content) or is_empty_text)
 
 
 def _check_message(message: Message, index: int) -> None:

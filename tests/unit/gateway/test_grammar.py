@@ -37,6 +37,14 @@ def test_no_grammar(value):
             {"response_format": schema_format(schema=SCHEMA, strict=True)},
             "json_schema", json.dumps(SCHEMA), SCHEMA_PARAM,
         ),
+        (
+            {"response_format": {"type": "json_object", "schema": SCHEMA}},
+            "json_schema", json.dumps(SCHEMA), "response_format.schema",
+        ),
+        (
+            {"response_format": {"type": "json_object", "schema": None}},
+            "json_schema", OBJECT, "response_format",
+        ),
         *(
             ({"response_format": given}, "json_schema", OBJECT, SCHEMA_PARAM)
             for given in (schema_format(), schema_format(schema=None))

@@ -338,7 +338,7 @@ def test_any_variable_of_the_template_can_be_set(models):
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_5", "qwen3_vl", "llama3", "mistral"])
-@pytest.mark.parametrize("text", ["The answer", "ends <", "blank \n"])
+@pytest.mark.parametrize("text", ["The answer", "ends <", "blank \n", ""])
 def test_continued_messages_equal_hf(models, name, text):
     messages = [user(), {"role": "assistant", "content": text}]
     draft, answer_format = models[name].draft_and_format(messages, continue_final_message=True)
@@ -396,6 +396,10 @@ def test_calls_that_a_client_interrupted_do_not_end_the_conversation(models, nam
         ({"messages": [user(), {"role": "assistant", "content": "x"}],
           "continue_final_message": True, "add_generation_prompt": True},
          "continue_final_message"),
+        ({"messages": [user(), {"role": "assistant", "content": None}],
+          "continue_final_message": True}, "continue_final_message"),
+        ({"messages": [user(), {"role": "assistant", "content": "", "tool_calls": [call()]}],
+          "continue_final_message": True}, "continue_final_message"),
     ],
 )  # fmt: skip
 def test_refused_by_name(models, fields, param):
