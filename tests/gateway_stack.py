@@ -68,11 +68,14 @@ class GatewayStack:
         num_decoders: int = 1,
         generation: dict[str, object] | None = None,
         text_only: bool = False,
+        template: Path | None = None,
         **settings: object,
     ) -> None:
         self.thread = thread
         write = write_text_model_directory if text_only else write_model_directory
         self.model_directory = write(directory / MODEL, **(generation or {}))
+        if template is not None:
+            (self.model_directory / "chat_template.jinja").write_text(template.read_text())
         self.tokenizer = ModelTokenizer.from_directory(self.model_directory)
         self.encoders = [FakeEncoder() for _ in range(num_encoders)]
         features = {"num_features": 0} if text_only else {}

@@ -11,7 +11,7 @@ from typing import ClassVar, Protocol
 
 from services.common.pb import decoder_pb2 as pb
 from services.gateway.answers.reasoning import ReasoningSplitter, Start
-from services.gateway.forms.parts import Part, Reasoning, Text
+from services.gateway.forms.parts import Call, Part, Reasoning, Text
 
 
 class Calls(Protocol):
@@ -74,11 +74,19 @@ class AnswerParser:
     splitter: ReasoningSplitter
     calls: Calls | None
     _in_call: bool = False  # within the reasoning
+    _has_begun: bool = False  # the call within the reasoning: its name is known
 
     @property
     def thinking(self) -> bool:
         """Whether the text up to now ends in the reasoning."""
         return self.splitter.thinking and not self._in_call
+
+    @property
+    def in_head(self) -> bool:
+        """Whether the text up to now ends, within the reasoning, in what may be the head of a call
+        or of the closing tag.
+        """
+        return not self._has_begun if self._in_call else self.splitter.in_head
 
     @property
     def done(self) -> bool:
@@ -91,12 +99,13 @@ class AnswerParser:
         while text and not self.done:
             if self._in_call and self.calls is not None:
                 found, text = self.calls.feed_call(text)
+                self._has_begun = self._has_begun or any(isinstance(part, Call) for part in found)
                 self._in_call = self.calls.in_call
                 parts += self._thoughts(found)
             else:
                 parts += self._parse_calls(self.splitter.feed(text))
                 text = self.splitter.take_call()
-                self._in_call = bool(text)
+                self._in_call, self._has_begun = bool(text), False
         return parts
 
     def finish(self) -> list[Part]:

@@ -116,6 +116,10 @@ class Choice:
     def thinking(self) -> bool:
         return self._parser is not None and self._parser.thinking
 
+    @property
+    def in_head(self) -> bool:
+        return self._parser is not None and self._parser.in_head
+
     def feed(self, event: TokenEvent) -> Update:
         """Takes an event; no event may follow an update with a finish reason."""
         ids = event.token_ids

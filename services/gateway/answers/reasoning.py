@@ -110,6 +110,11 @@ class ReasoningSplitter:
         self.thinking = False
         return parts + self._content(text[end + len(CLOSE) :])
 
+    @property
+    def in_head(self) -> bool:
+        """Whether the reasoning ends in what may be the head of a call or of the closing tag."""
+        return self.thinking and bool(self._held.strip("\n"))
+
     def take_call(self) -> str:
         """The call that begins here, and what follows it; empty if none does."""
         call, self.call = self.call, ""

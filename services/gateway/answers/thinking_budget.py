@@ -1,7 +1,9 @@
 """A bound on an answer's reasoning: after so many tokens it is closed in the model's place.
 
 `Attempts` runs each choice up to the budget first. If it still thinks there, what closes the
-reasoning is appended, as if the model had written it, and the choice goes on behind it.
+reasoning is appended, as if the model had written it, and the choice goes on behind it. What may
+become a tool call is not cut apart: a choice whose text ends in the head of a call goes on for some
+tokens, until the head is a call, which stays whole, or a mention of its tag, which is a thought.
 """
 
 from collections.abc import Sequence
@@ -14,6 +16,8 @@ from services.gateway.forms.openai import ChatRequest
 from services.gateway.tokenizer.tokenizer import ModelTokenizer
 
 _EMPTY_LINE = "\n\n"
+# Tokens beyond the budget in which the head of a call has to become a call.
+_MAX_HEAD_TOKENS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +33,16 @@ class ThinkingBudget:
     is_held: bool
     _choices: Sequence[Choice]
     _tokenizer: ModelTokenizer
+
+    def more_tokens(self, choice: int, num_generated: int) -> int:
+        """Number of tokens that a choice at the budget may go on for before the budget is looked at
+        again; 0 unless its text ends in the head of a call. The number doubles, so that a head of n
+        tokens is continued about log2(n) times.
+        """
+        num_beyond = num_generated - self.num_tokens
+        if num_beyond >= _MAX_HEAD_TOKENS or not self._choices[choice].in_head:
+            return 0
+        return max(1, num_beyond)
 
     def ids_behind(self, choice: int) -> list[int]:
         """What closes the reasoning of a choice that has come to the budget; empty: nothing."""

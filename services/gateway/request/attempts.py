@@ -83,11 +83,13 @@ class Attempts:
         self._sequences: dict[int, int] = {}  # of this attempt: running choice -> sequence id
         # Of the choices that have not ended: the token ids so far.
         self._generated = {choice: array("i") for choice in range(request.chat.num_choices)}
-        # Choices that run up to the budget of their reasoning, and those that have come to it.
+        # Choices that run up to the budget of their reasoning -> the number of tokens at which they
+        # pause, and the choices that have come to it.
         self._budget = budget = thinking_budget
-        is_bounded = budget is not None and budget.num_tokens < request.sampling.max_tokens
-        self._bounded = set(self._generated) if is_bounded else set[int]()
-        self._at_budget = list(self._bounded) if budget and not budget.num_tokens else []
+        self._pauses: dict[int, int] = {}
+        if budget is not None and budget.num_tokens < request.sampling.max_tokens:
+            self._pauses = dict.fromkeys(self._generated, budget.num_tokens)
+        self._at_budget = list(self._pauses) if budget and not budget.num_tokens else []
         self._lost_at = 0.0  # when a decoder was lost in mid-answer; 0: the answer goes on
         self._decoder_leaves = False
         self._span = Span()  # of the running attempt's sequences
@@ -157,10 +159,14 @@ class Attempts:
         budget, max_tokens = self._budget, self._request.sampling.max_tokens
         at_budget, self._at_budget = self._at_budget, []
         for choice in at_budget:
-            self._bounded.discard(choice)
+            del self._pauses[choice]
             if budget is None or choice not in self._generated:  # the caller has stopped it
                 continue
             generated = self._generated[choice]
+            if more := budget.more_tokens(choice, len(generated)):
+                if len(generated) + more < max_tokens:
+                    self._pauses[choice] = len(generated) + more
+                continue
             ids = budget.ids_behind(choice)[: max_tokens - len(generated)]
             generated.extend(ids)
             is_full = len(generated) == max_tokens
@@ -232,9 +238,9 @@ class Attempts:
             self._sequences[choice] = decoder.submit(submit, choice, self._deliver, self._chain)
 
     def _set_length(self, sampling: pb.SamplingParams, choice: int) -> None:
-        """Up to the budget of the reasoning, or as the request says."""
-        wanted, budget = self._request.sampling, self._budget
-        most = budget.num_tokens if budget and choice in self._bounded else wanted.max_tokens
+        """Up to the choice's pause, or as the request says."""
+        wanted = self._request.sampling
+        most = self._pauses.get(choice, wanted.max_tokens)
         sampling.max_tokens, sampling.min_tokens = most, min(wanted.min_tokens, most)
 
     def _choose_decoder(self, exclude: Collection[str]) -> DecoderPod:
@@ -293,7 +299,7 @@ class Attempts:
             if item.error is not None:
                 del self._sequences[item.choice]
                 return good, self._decoder_failure(item.error)
-            if item.finish_reason == "length" and item.choice in self._bounded:
+            if item.finish_reason == "length" and item.choice in self._pauses:
                 item = structs.replace(item, finish_reason=None)
                 del self._sequences[item.choice]
                 self._at_budget.append(item.choice)
