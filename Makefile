@@ -89,12 +89,13 @@ test: | $(BIN)/python ## everything that must hold
 	@$(MAKE) --no-print-directory unit ARGS="$$($(BIN)/python scripts/check_without_torch.py --ran)"
 
 .PHONY: lint
-lint: $(DEV) ## style, formatting, dependency rules, sizes
-	$(call say,ruff; import-linter; sizes)
+lint: $(DEV) ## style, formatting, dependency rules, sizes, prose
+	$(call say,ruff; import-linter; sizes; prose)
 	@$(BIN)/ruff check
 	@$(BIN)/ruff format --check
 	@$(BIN)/lint-imports
 	@$(BIN)/python scripts/check_sizes.py
+	@$(BIN)/python scripts/check_prose.py
 
 .PHONY: type
 type: $(DEV) ## static types

@@ -81,6 +81,7 @@ def commands(files: list[str]) -> dict[str, list[str]]:
     found = {
         "imports": [str(tools / "lint-imports")],
         "sizes": [sys.executable, "scripts/check_sizes.py"],
+        "prose": [sys.executable, "scripts/check_prose.py"],
         "tests": tests,
     }
     if python:
