@@ -1,8 +1,8 @@
-"""A checkpoint's safetensors files, read by name and by slice through the `safetensors` package.
+"""Reads tensors and slices of a checkpoint's safetensors files by name.
 
-The package maps a file and checks its header; a slice is a view of the mapped file, so that nothing
-is held twice but what the kernel can drop. What a tensor means is not known here. A malformed file
-is a `CheckpointError` that names it.
+The `safetensors` package maps a file into memory and checks its header. A tensor that is read is a
+view of the mapped file, whose pages the operating system can drop. This module does not know the
+meaning of a tensor. A malformed file raises `CheckpointError` with the file's name.
 """
 
 import json
@@ -22,24 +22,36 @@ from torch import Tensor
 from services.common.model_spec import INDEX, WHOLE, weight_files
 
 DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
-    "U8": torch.uint8, "BOOL": torch.bool,
-}  # fmt: skip
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
 _HASH_BYTES = 16 << 20
 
 log = logging.getLogger(__name__)
 
 
 class CheckpointError(ValueError):
-    """The files are not a checkpoint of this model; the message names what is wrong."""
+    """The files are not a valid checkpoint of the model. The message names the cause."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """What a file's header says of one tensor; a dtype that no weight here has is the file's name
-    for it.
+    """Header entry of a tensor.
+
+    Attributes:
+        path: file that holds the tensor.
+        dtype: data type. A string, as in the header, if it is not in `DTYPES`.
+        shape: shape of the whole tensor.
     """
 
     path: Path
@@ -48,10 +60,11 @@ class TensorInfo:
 
 
 class Checkpoint:
-    """The tensors of a model directory, by name.
+    """The tensors of a checkpoint directory.
 
     Attributes:
-        tensors: name → what its file says of it, in name order.
+        directory: directory of the files.
+        tensors: header entries by tensor name, sorted by name.
     """
 
     def __init__(self, directory: Path, tensors: Mapping[str, TensorInfo]) -> None:
@@ -60,17 +73,17 @@ class Checkpoint:
 
     @classmethod
     def open(cls, directory: Path | str) -> "Checkpoint":
-        """Reads the headers of the weight files. Those that are not used are logged.
+        """Reads the headers of the weight files. Logs a warning about files that are not used.
 
         Raises:
-            ModelSpecError: one is missing.
-            CheckpointError: one is malformed.
+            ModelSpecError: a file is missing.
+            CheckpointError: a file is malformed.
         """
         directory = Path(directory)
         names, tensors = weight_files(directory), dict[str, TensorInfo]()
         for path in (directory / name for name in names):
             file = _opened(path)
-            for name in file.keys():  # noqa: SIM118 - not a mapping
+            for name in file.keys():  # noqa: SIM118 - `safe_open` does not return a mapping
                 header = file.get_slice(name)
                 kind: str = header.get_dtype()
                 tensors[name] = TensorInfo(path, DTYPES.get(kind, kind), tuple(header.get_shape()))
@@ -80,17 +93,19 @@ class Checkpoint:
         if unused:
             log.warning(
                 "%s: weights are read from %s; not used: %s",
-                directory, listed(names), listed(sorted(unused)),
-            )  # fmt: skip
+                directory,
+                listed(names),
+                listed(sorted(unused)),
+            )
         return cls(directory, tensors)
 
     def reader(self) -> "closing[Reader]":
-        """Reads tensors, with one file open at a time."""
+        """Returns a context manager whose value is a `Reader` of these files."""
         return closing(Reader(self))
 
 
 class Reader:
-    """The open file of a checkpoint. Fastest if tensors are asked for file by file."""
+    """Reads tensors, with one file open at a time. Reading file by file is the fastest order."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
@@ -98,11 +113,14 @@ class Reader:
         self._file: Any = None
 
     def read(self, name: str, cut: tuple[int | slice, ...] = ()) -> Tensor:
-        """A tensor, or the part of it that `cut` indexes: a view of the mapped file, not to be
-        written to.
+        """Reads a tensor, or a part of it, as a view of the mapped file. Do not write to the view.
+
+        Args:
+            name: name of the tensor.
+            cut: index of the part. Empty for the whole tensor.
 
         Raises:
-            CheckpointError: the file has changed.
+            CheckpointError: the file has changed since its header was read.
         """
         path = self._checkpoint.tensors[name].path
         if path != self._path:
@@ -114,12 +132,12 @@ class Reader:
             raise CheckpointError(f"{path}: tensor {name} cannot be read: {error}") from None
 
     def close(self) -> None:
-        """Unmaps the file once its views are gone."""
+        """Closes the file. It is unmapped when its last view is freed."""
         self._file = self._path = None
 
 
 def fingerprint(checkpoint: Checkpoint, prefix: str = "") -> str:
-    """BLAKE3 (hex) over name, dtype, shape and bytes of each tensor whose name has the prefix."""
+    """BLAKE3 hex digest over name, dtype, shape and bytes of each tensor with the name prefix."""
     hasher = blake3(max_threads=blake3.AUTO)
     with checkpoint.reader() as reader:
         for name, info in checkpoint.tensors.items():
@@ -134,12 +152,12 @@ def fingerprint(checkpoint: Checkpoint, prefix: str = "") -> str:
 
 
 def listed(names: list[str], limit: int = 20) -> str:
-    """Names for an error message, capped."""
+    """Joins names for an error message. Only the first `limit` names are listed."""
     shown = ", ".join(names[:limit])
     return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"
 
 
-def _opened(path: Path) -> Any:  # noqa: ANN401 - the package's
+def _opened(path: Path) -> Any:  # noqa: ANN401 - the package does not export the type
     try:
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError, RuntimeError) as error:

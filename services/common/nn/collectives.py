@@ -1,7 +1,7 @@
-"""Ranks that share a model by tensor parallelism: what each holds of a module, and their sums.
+"""Tensor parallelism: the ranks' shares of a module's rows and columns, and their collectives.
 
-A rank's part is cut when a tensor is read: a layer is made with the `Share` that its rank holds of
-the checkpoint's module, and the loader reads those rows and columns of the file alone.
+A layer is made with the `Share` of the checkpoint's module that its rank holds. The loader reads
+only these rows and columns of the files.
 """
 
 import itertools
@@ -22,11 +22,12 @@ from kernels.ranks.peer_buffers import PeerBuffers, most_rows
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Rows, or columns, of a checkpoint's module.
+    """The rows, or the columns, of a checkpoint's module that a layer holds.
 
     Attributes:
-        size: of the whole module.
-        ranges: (first, last + 1) of what is held, in the layer's order.
+        size: number of rows or columns of the whole module.
+        ranges: ranges (first, last + 1) of the rows or columns that the layer holds, in the order
+            of the layer's parameter.
     """
 
     size: int
@@ -34,12 +35,12 @@ class Share:
 
     @classmethod
     def of(cls, size: "int | Share") -> "Share":
-        """All of a module of that size."""
+        """Returns `size` if it is a share, or else the share of a whole module of that size."""
         return size if isinstance(size, Share) else cls(size, ((0, size),))
 
     @classmethod
     def joined(cls, parts: "Sequence[Share]") -> "Share":
-        """Of a module in which parts follow each other."""
+        """Joins the shares of several modules into the share of their concatenation."""
         ranges: list[tuple[int, int]] = []
         size = 0
         for part in parts:
@@ -60,10 +61,10 @@ class Share:
         return self.ranges == ((0, self.size),)
 
     def elements(self, per: int, what: str) -> list[slice]:
-        """The ranges of a tensor with an element for each `per` rows or columns.
+        """Converts the ranges to those of a tensor with one element per `per` rows or columns.
 
         Raises:
-            ValueError: a range would cut through an element; names `what`.
+            ValueError: a range would cut through an element. The message begins with `what`.
         """
         edges = [edge for part in self.ranges for edge in part if edge != self.size]
         if any(edge % per for edge in edges):
@@ -71,21 +72,25 @@ class Share:
         return [slice(start // per, -(-stop // per)) for start, stop in self.ranges]
 
 
-# torch 2.13 gives it another name.
+# torch 2.13 has renamed the function.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process's place among those that share a model, and what these do together.
+    """This process's rank in a tensor-parallel group, and the group's collectives.
 
-    They do it on each one's current stream, by torch's default process group, which is gloo on
-    CPUs, NCCL on GPUs. All call the same in the same order, with tensors of the same shape.
+    Collectives run on the current stream in torch's default process group, which is gloo on CPUs
+    and NCCL on GPUs. All ranks call the same collectives in the same order, with tensors of the
+    same shape.
 
     Attributes:
-        rank: 0 samples.
-        store: where they meet on the host; None: they do not, their parts are only told apart.
-        peers: where ranks write terms of sums to each other; None: the process group sums them.
+        rank: index of this process. Rank 0 samples tokens.
+        count: number of ranks.
+        store: store through which ranks exchange values on the host. None if this object is only
+            used to compute shares.
+        peers: buffers in which ranks write the terms of sums to each other. None if the process
+            group computes all sums.
     """
 
     rank: int = 0
@@ -95,13 +100,16 @@ class Ranks:
     _exchanges: Iterator[int] = field(default_factory=itertools.count)
 
     def part(self, units: int, name: str, *, replicated: bool = False) -> range:
-        """The units (heads, rows) of this rank.
+        """Divides units, such as heads or rows, and returns this rank's range.
 
         Args:
-            replicated: where there are fewer units than ranks, several ranks hold the same one.
+            units: number of units.
+            name: name of the units for the error message.
+            replicated: True if several ranks may hold the same unit when there are fewer units than
+                ranks.
 
         Raises:
-            ValueError: they cannot be divided equally.
+            ValueError: the units cannot be divided equally.
         """
         if replicated and units < self.count and self.count % units == 0:
             unit = self.rank * units // self.count
@@ -112,18 +120,20 @@ class Ranks:
         return range(self.rank * each, (self.rank + 1) * each)
 
     def share(self, units: int, name: str, size: int = 1, *, replicated: bool = False) -> Share:
-        """This rank's part of a module with `size` rows or columns per unit."""
+        """Returns this rank's share of a module that has `size` rows or columns per unit."""
         part = self.part(units, name, replicated=replicated)
         return Share(units * size, ((part.start * size, part.stop * size),))
 
     def with_peers(
         self, rows: int, width: int, dtype: torch.dtype, device: torch.device
     ) -> "Ranks":
-        """With `peers`, if all cards reach each other's memory; all ranks call this together.
+        """Adds `peers` if all GPUs can access each other's memory. All ranks call this together.
 
         Args:
-            rows: of the largest step.
-            device: of this rank; the current one.
+            rows: number of rows of the largest step.
+            width: number of elements of a row.
+            dtype: data type of the sums.
+            device: this rank's device, which must be torch's current device.
         """
         rows = min(rows, most_rows(self.count, width, dtype))
         if self.count == 1 or device.type != "cuda" or not rows:
@@ -135,31 +145,37 @@ class Ranks:
         return replace(self, peers=PeerBuffers.create(rows, width, dtype, device))
 
     def add(self, term: Tensor, residual: Tensor) -> None:
-        """`residual +=` the sum of all ranks' terms, to the same bits on all of them.
+        """Adds the sum of all ranks' terms to `residual`, with bitwise equal results on all ranks.
 
-        Which way they are summed depends on the number of rows alone.
+        The number of rows alone decides which algorithm computes the sum.
 
         Args:
-            term: `[T, hidden]`, or split-K partials of it; may be overwritten.
-            residual: `[T, hidden]`, the same on all ranks.
+            term: this rank's term `[T, hidden]`, or split-K partials of it. May be overwritten.
+            residual: residual stream `[T, hidden]`, which is the same on all ranks.
         """
         if self.peers is not None and len(residual) <= self.peers.rows:
-            from kernels.ranks import peer_sum  # which imports Triton
+            from kernels.ranks import peer_sum  # imports Triton
 
             peer_sum.add(term, residual, self.peers)
         else:
             residual += self.all_reduce(plain.reduce_split_k(term, residual.dtype))
 
     def all_reduce(self, term: Tensor) -> Tensor:
-        """The sum of all ranks' terms, equal to the bit on all of them; may overwrite the term. How
-        it is rounded depends on the shape alone, not on what else is computed.
+        """Returns the sum of all ranks' terms, bitwise equal on all ranks. May overwrite `term`.
+
+        Its rounding depends only on the shape of the term.
         """
         dist.all_reduce(term)
         return term
 
     def gather(self, part: Tensor, out: Tensor | None = None) -> Tensor:
-        """`[R, n]` of each rank → `[R, count * n]` on rank 0, to `out` if given; other ranks get
-        a tensor of that shape that nobody reads.
+        """Concatenates the ranks' tensors along the last axis: `[R, n]` → `[R, count * n]`.
+
+        Only rank 0's result is used. Other ranks get a tensor of the same shape.
+
+        Args:
+            part: this rank's tensor `[R, n]`.
+            out: tensor to write the result to. None if a new tensor is made.
         """
         rows, columns = part.shape
         if out is None:
@@ -178,14 +194,17 @@ class Ranks:
             dist.broadcast(values, 0)
 
     def exchange(self, value: Any, timeout_s: float | None = None) -> list[Any]:  # noqa: ANN401
-        """What each rank says, by rank; on the host, before the first step.
+        """Exchanges a value between the ranks on the host, before the first step.
 
         Args:
-            value: what this one says, as JSON has it.
-            timeout_s: of the wait for each other; None: as long as a start may take.
+            value: this rank's value, which must be representable in JSON.
+            timeout_s: time limit of the wait for each rank. None if the store's own limit applies.
+
+        Returns:
+            Values of all ranks, by rank.
 
         Raises:
-            RuntimeError: a rank says nothing in time.
+            RuntimeError: a rank has sent nothing in time.
         """
         if self.count == 1:
             return [value]
@@ -198,7 +217,7 @@ class Ranks:
                 try:
                     self.store.wait([key], timedelta(seconds=timeout_s))
                 except RuntimeError:
-                    message = f"rank {rank} has said nothing for {timeout_s:g} s"
+                    message = f"rank {rank} has sent nothing for {timeout_s:g} s"
                     raise RuntimeError(message) from None
         return [json.loads(self.store.get(key)) for key in keys]
 

@@ -1,4 +1,4 @@
-"""The device and the dtype of an engine, by their settings."""
+"""Resolves the settings for an engine's device and data type."""
 
 import torch
 
@@ -6,10 +6,10 @@ from services.common.settings import SettingsError
 
 
 def resolve_device(name: str) -> torch.device:
-    """The device that a setting names; `auto`: the first GPU if there is one, else the CPU.
+    """The device that a setting names. `auto` is the first GPU, or the CPU if there is no GPU.
 
     Raises:
-        SettingsError: this machine does not have it.
+        SettingsError: the machine does not have the device.
     """
     available = torch.cuda.is_available()
     device = torch.device(("cuda" if available else "cpu") if name == "auto" else name)
@@ -21,7 +21,7 @@ def resolve_device(name: str) -> torch.device:
 
 
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
-    """The dtype that a setting names; `auto`: bfloat16 on a GPU, float32 on a CPU."""
+    """The data type that a setting names. `auto` is bfloat16 on a GPU and float32 on a CPU."""
     if name == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     return getattr(torch, name)

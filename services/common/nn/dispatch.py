@@ -1,10 +1,11 @@
-"""One dispatch table: operation → implementations in order of preference.
+"""The dispatch table: for each operation, its implementations in order of preference.
 
-An implementation says what it needs (an obstacle in words, or none) and for how many tokens it is
-the fastest. The table is resolved once, when a model is built, from facts of the device and the
-model; that needs no GPU, so that a table can be printed for any device. A call takes the first
-implementation that fits its number of tokens. While kernels warm up, an implementation whose
-compilation or launch fails is dropped, and the call goes to the next one.
+An implementation has an obstacle, which is the reason why a device cannot run it, and a range of
+numbers of tokens for which it is the fastest. The table is resolved once, when a model is built,
+from facts about the device and the model. Resolving needs no GPU, so a table can be printed for any
+device. A call takes the first implementation whose range has the call's number of tokens. While
+kernels warm up, an implementation that fails to compile or to launch is dropped, and the call goes
+to the next implementation.
 """
 
 import logging
@@ -28,15 +29,15 @@ _MAX_REASON = 200  # characters of an error that are logged
 
 @dataclass(frozen=True, slots=True)
 class TokenRange:
-    """For how many tokens an implementation is the fastest.
+    """Range of numbers of tokens for which an implementation is the fastest.
 
     Attributes:
-        least: fewest tokens.
-        most: most tokens; None: no limit.
-        least_eager: fewest tokens of a step that is launched kernel by kernel; for implementations
-            whose launch takes the host longer, which a long step hides.
-        is_faster: a further condition on the number of tokens.
-        condition: what `is_faster` tests, in words.
+        least: smallest number of tokens.
+        most: largest number of tokens. None if there is no limit.
+        least_eager: smallest number of tokens outside a CUDA graph. It is larger than `least` if
+            the implementation's launch takes the host long, which only a long step hides.
+        is_faster: further condition on the number of tokens. None if there is no such condition.
+        condition: description of `is_faster` for people.
     """
 
     least: int = 1
@@ -46,7 +47,7 @@ class TokenRange:
     condition: str = ""
 
     def has(self, num_tokens: int, *, captured: bool) -> bool:
-        """`captured`: the call is part of a CUDA graph."""
+        """Returns whether the range has `num_tokens`, inside a CUDA graph if `captured`."""
         if num_tokens < self.least or (self.most is not None and num_tokens > self.most):
             return False
         if not captured and num_tokens < self.least_eager:
@@ -64,22 +65,22 @@ class TokenRange:
 
 
 def up_to(most: int | None) -> Callable[[Any], TokenRange]:
-    """For any facts."""
+    """Makes an `Implementation.tokens` that is 1 to `most` tokens, regardless of the facts."""
     return lambda _: TokenRange(1, most)
 
 
 @dataclass(frozen=True)  # with slots, `Implementation[Facts](...)` fails in Python 3.11
 class Implementation(Generic[FactsT]):
-    """One way to compute an operation.
+    """A way to compute an operation. An operation's last implementation is plain torch.
 
     Attributes:
-        operation: what it computes; all implementations take the same arguments.
-        name: for people, metrics and overrides. The last implementation of an operation is its
-            specification in torch.
-        create: imports it and binds it to the facts; called once, before the first use. None as
-            its result: the caller composes the operation from others of the table.
-        obstacle: why it cannot run for these facts, or "".
-        tokens: for how many tokens it is the fastest, given the facts.
+        operation: name of the operation. All its implementations take the same arguments.
+        name: name of the implementation in logs, metrics and overrides.
+        create: function that imports the kernel and binds it to the facts. It is called once,
+            before the first use. None is returned if the caller has to compose the operation from
+            several operations of the table.
+        obstacle: function that returns why the implementation cannot run for these facts, or "".
+        tokens: function that returns the numbers of tokens for which it is the fastest.
     """
 
     operation: str
@@ -94,7 +95,9 @@ class UnknownOverride(ValueError):
 
 
 def parse_overrides(text: str) -> dict[str, str]:
-    """`op=implementation,...`, or `plain` for the last implementation of every operation.
+    """Parses `operation=implementation,...` into a dictionary.
+
+    The entry `plain` selects the last implementation of every operation and has the key `*`.
 
     Raises:
         UnknownOverride: an entry has another form.
@@ -115,18 +118,18 @@ def parse_overrides(text: str) -> dict[str, str]:
 
 @dataclass(eq=False)
 class Resolved:
-    """An implementation that can run, and how often it did."""
+    """An implementation that can run, and the number of its calls."""
 
     operation: str
     name: str
     tokens: TokenRange
     create: Callable[[], Kernel | None]
-    key: str  # in the table
+    key: str  # of the table: the operation, with the weight format if rows are per format
     num_calls: int = 0
 
     @cached_property
     def kernel(self) -> Kernel | None:
-        """What `Implementation.create` returned, which counts its calls."""
+        """The kernel that `Implementation.create` made, in a wrapper that counts the calls."""
         if (kernel := self.create()) is None:
             return None
 
@@ -139,19 +142,20 @@ class Resolved:
 
 @dataclass(slots=True)
 class CapturedCalls:
-    """Calls that one CUDA graph holds; its owner counts the replays."""
+    """Calls that were captured into one CUDA graph. The graph's owner counts the replays."""
 
     calls: Counter[tuple[str, str]] = field(default_factory=Counter[tuple[str, str]])
     num_replays: int = 0
 
 
 class KernelTable(Generic[FactsT]):
-    """The implementations that can run here, by operation.
+    """The implementations that can run on this device, by operation.
 
     Attributes:
-        rejected: (operation, implementation) → why it is not used.
-        is_captured: calls are part of a CUDA graph, whose launches cost the host nothing.
-        is_warming_up: failures of implementations are caught, see `call`.
+        rejected: reasons why implementations are not used, by (operation, implementation).
+        is_captured: True while calls are captured into a CUDA graph, whose kernels the host does
+            not launch one by one.
+        is_warming_up: True while the failure of an implementation makes `call` try the next.
     """
 
     def __init__(self, facts: FactsT) -> None:
@@ -171,15 +175,16 @@ class KernelTable(Generic[FactsT]):
         overrides: Mapping[str, str] | None = None,
         by_format: Mapping[str, tuple[FactsT, Sequence[Implementation[FactsT]]]] | None = None,
     ) -> "KernelTable[FactsT]":
-        """Keeps the implementations that can run.
+        """Makes a table of the implementations that can run for these facts.
 
         Args:
-            implementations: in order of preference; each operation's last one is its specification.
-            overrides: as from `parse_overrides`; an implementation that is named there is used for
-                any number of tokens. Where weight formats have operations of their own, it is one
-                of any of them.
-            by_format: weight format → facts and implementations of the operations that depend on
-                it, see `choose`.
+            implementations: rows of the table, each operation's in order of preference.
+            facts: facts about the device and the model.
+            overrides: result of `parse_overrides`. An implementation that it names is used for any
+                number of tokens. If an operation has rows per weight format, the name has to exist
+                for at least one format.
+            by_format: facts and rows of the operations that depend on the weight format, by format.
+                See `choose`.
 
         Raises:
             UnknownOverride: an operation or an implementation does not exist, or cannot run.
@@ -192,7 +197,7 @@ class KernelTable(Generic[FactsT]):
         if unknown := set(overrides) - there_are:
             known = ", ".join(sorted(there_are))
             raise UnknownOverride(f"*_KERNELS: no operation {min(unknown)}; there are: {known}")
-        refused: dict[str, str] = {}  # operation → why its override does not hold
+        refused: dict[str, str] = {}  # reason why an override cannot be applied, by operation
         held: set[str] = set()
         for weight_format, (of_format, entries) in groups.items():
             for operation in dict.fromkeys(entry.operation for entry in entries):
@@ -213,7 +218,7 @@ class KernelTable(Generic[FactsT]):
     def _add(
         self, key: str, entries: Sequence[Implementation[FactsT]], facts: FactsT, wanted: str | None
     ) -> list[Resolved]:
-        """Keeps those of one operation's implementations that can run, or the wanted one alone."""
+        """Adds the implementations of an operation that can run, or only the wanted one."""
         found: list[Resolved] = []
         for entry in entries:
             self.rejected.pop((key, entry.name), None)
@@ -229,8 +234,9 @@ class KernelTable(Generic[FactsT]):
         return found
 
     def include(self, other: "KernelTable[Any]") -> None:
-        """Shows and counts another table's operations with this one's, which are others; both warm
-        up and are captured together.
+        """Adds another table's operations to the logs and counts of this table.
+
+        The tables have no operation in common. Both warm up and are captured together.
         """
         self._included.append(other)
         self._operations |= other._operations
@@ -246,8 +252,9 @@ class KernelTable(Generic[FactsT]):
         return list(self._operations[operation])
 
     def choose(self, operation: str, num_tokens: int, weight_format: str = "") -> Resolved:
-        """The first implementation that fits this number of tokens, of layers of that weight
-        format if the operation has implementations by format.
+        """Returns the first implementation of an operation whose range has `num_tokens`.
+
+        If the operation has rows for `weight_format`, only these are considered.
         """
         own = self._operations.get(_key(operation, weight_format))
         for entry in self._operations[operation] if own is None else own:
@@ -262,7 +269,7 @@ class KernelTable(Generic[FactsT]):
         num_tokens: int | None = None,
         **keywords: Any,  # noqa: ANN401 - the kernel's
     ) -> Any:  # noqa: ANN401 - the kernel's
-        """Runs the chosen implementation for the length of the first argument, or `num_tokens`."""
+        """Runs the operation. `num_tokens` defaults to the length of the first argument."""
         count = len(arguments[0]) if num_tokens is None else num_tokens
         entry = self.choose(operation, count)
         try:
@@ -274,35 +281,44 @@ class KernelTable(Generic[FactsT]):
             return self.call(operation, *arguments, num_tokens=num_tokens, **keywords)
 
     def drop(self, entry: Resolved, error: Exception) -> bool:
-        """Stops using an implementation that failed; False: the error is not its own, or there is
-        no other.
+        """Stops using an implementation that failed.
+
+        Returns:
+            True if the caller can try again. False if the implementation did not cause the error
+            (out of memory, or a failed capture) or if it is the operation's last.
         """
         captures = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
         if isinstance(error, torch.OutOfMemoryError) or captures:
             return False
         found = self._operations[entry.key]
-        if entry not in found:  # dropped meanwhile, by a call that it made itself
+        if entry not in found:  # a nested call of the same implementation has dropped it already
             return True
         if entry is found[-1]:
             return False
         why = f"{type(error).__name__}: {error}".splitlines()[0][:_MAX_REASON]
         log.warning(
             "%s: %s failed and is not used; next is %s: %s",
-            entry.operation, entry.name, found[found.index(entry) + 1].name, why,
-        )  # fmt: skip
+            entry.operation,
+            entry.name,
+            found[found.index(entry) + 1].name,
+            why,
+        )
         found.remove(entry)
         self.rejected[entry.key, entry.name] = f"failed: {why}"
         return True
 
     def in_use(self) -> dict[str, list[str]]:
-        """The names of the implementations that can run, in their order, by key."""
+        """Names of the implementations that can run, in order of preference, by table key."""
         return {key: [entry.name for entry in found] for key, found in self._operations.items()}
 
     def keep(self, names: Mapping[str, Collection[str]]) -> None:
-        """Stops using all others.
+        """Drops all implementations except those named, so that all ranks use the same.
+
+        Args:
+            names: names of the implementations to keep, by table key.
 
         Raises:
-            ValueError: an operation has none of those.
+            ValueError: no implementation of an operation is named.
         """
         for key, found in self._operations.items():
             for entry in [entry for entry in found if entry.name not in names[key]]:
@@ -313,8 +329,9 @@ class KernelTable(Generic[FactsT]):
 
     @contextmanager
     def warming_up(self) -> Iterator[None]:
-        """Failures inside lead to the next implementation; calls and replays inside are not
-        counted.
+        """Context in which an implementation that fails is replaced by the next.
+
+        Calls and replays in it are not counted.
         """
         before = {entry: entry.num_calls for entry in self._entries()}
         replays = [graph.num_replays for graph in self._graphs]
@@ -334,8 +351,10 @@ class KernelTable(Generic[FactsT]):
 
     @contextmanager
     def capturing(self) -> Iterator[CapturedCalls]:
-        """Calls inside are those of one CUDA graph, for which the owner counts replays. Run the
-        step once eagerly inside `for_graph` before.
+        """Context in which the calls of one CUDA graph are recorded.
+
+        The owner counts the replays in the result. Before the capture, the owner has to run the
+        step once without a graph inside `for_graph`, which compiles the kernels.
         """
         before = {entry: entry.num_calls for entry in self._entries()}
         held = CapturedCalls()
@@ -349,7 +368,7 @@ class KernelTable(Generic[FactsT]):
 
     @contextmanager
     def for_graph(self) -> Iterator[None]:
-        """Implementations are chosen as they are for a CUDA graph."""
+        """Context in which implementations are chosen as in a CUDA graph."""
         was, self.is_captured = self.is_captured, True
         try:
             with ExitStack() as stack:
@@ -360,7 +379,7 @@ class KernelTable(Generic[FactsT]):
             self.is_captured = was
 
     def calls(self) -> Counter[tuple[str, str]]:
-        """(operation, implementation) → calls so far, those of replayed graphs included."""
+        """Number of calls so far, with those of replayed graphs, by (operation, implementation)."""
         total: Counter[tuple[str, str]] = Counter()
         for entry in self._entries():
             total[entry.operation, entry.name] += entry.num_calls
@@ -370,7 +389,10 @@ class KernelTable(Generic[FactsT]):
         return +total
 
     def rows(self) -> list[tuple[str, str, str]]:
-        """(operation, implementations in use with their tokens, those not used and why)."""
+        """Rows for logs: (operation, implementations in use, implementations not in use).
+
+        The former have their numbers of tokens, and the latter the reason.
+        """
         rows: list[tuple[str, str, str]] = []
         for operation, found in self._operations.items():
             used = [f"{entry.name} [{entry.tokens}]" for entry in found]
@@ -385,8 +407,10 @@ class KernelTable(Generic[FactsT]):
             log.info("kernels of %s: %s%s", operation, used, f"; not {unused}" if unused else "")
 
     def __str__(self) -> str:
-        """A line per operation: implementations in order of preference, the first that fits the
-        number of tokens in brackets is used; behind the bar those that cannot be used.
+        """The table as text, with a line per operation.
+
+        A line has the implementations in order of preference, with the numbers of tokens in
+        brackets, and behind the bar the implementations that cannot be used.
         """
         rows = self.rows()
         wide = max(len(operation) for operation, _, _ in rows)

@@ -1,4 +1,4 @@
-"""Random weights, for a model without a checkpoint: benchmarks and tests of speed."""
+"""Random weights in place of a checkpoint, for benchmarks and tests of speed."""
 
 import zlib
 from pathlib import Path
@@ -14,7 +14,7 @@ from services.common.nn.weight_map import WeightMap
 from services.common.nn.weights import materialize, process
 from services.common.process.progress import log_progress
 
-_WIDE = 1 << 22  # elements that are drawn at a time
+_WIDE = 1 << 22  # number of elements that are drawn at a time
 
 
 def load_dummy(
@@ -26,16 +26,19 @@ def load_dummy(
     weight_map: WeightMap | None = None,
     quantization: QuantizationSpec | None = None,
 ) -> None:
-    """Materializes the module with random weights: normal, std 0.02; norm weights 1.
+    """Materializes a module with random weights of standard deviation 0.02 and norm weights of 1.
 
-    Made on the device; the same on each run on the same kind of device, and on all ranks that hold
-    a whole tensor.
+    The weights are drawn on the device. They are the same in each run on the same kind of device,
+    and on all ranks that hold a whole tensor.
 
     Args:
-        module: built on `meta`.
-        weight_map: the module's names in a checkpoint; needed with `quantization`.
-        quantization: every linear layer that it applies to gets its method, as if a checkpoint
-            held just what the configuration says.
+        module: module that was built on `meta`.
+        seed: seed of the random numbers.
+        device: device of the parameters.
+        dtype: data type of the parameters.
+        weight_map: names of the module's layers in a checkpoint. Needed with `quantization`.
+        quantization: quantization of the layers, which get their methods as from a checkpoint that
+            agrees with its configuration. None if all layers are unquantized.
     """
     if quantization is not None:
         assert weight_map is not None
@@ -43,7 +46,7 @@ def load_dummy(
     log_progress("random weights")
     materialize(module, device, dtype)
     generator = torch.Generator(device=device)
-    for name, parameter in module.named_parameters():  # a shared parameter once
+    for name, parameter in module.named_parameters():  # yields a shared parameter once
         path, _, own_name = name.rpartition(".")
         layer = module.get_submodule(path)
         if parameter.ndim == 1 and own_name.endswith("weight"):
@@ -58,14 +61,15 @@ def load_dummy(
 
 
 def _drawn(like: Tensor, generator: torch.Generator, mean: float, deviation: float) -> Tensor:
-    """Mean and deviation are those of numbers; integers have all values alike."""
+    """Draws floats from a normal distribution, and integers uniformly from their whole range."""
     dtype = like.dtype
     if not dtype.is_floating_point:
         info = torch.iinfo(dtype)
-        end = min(info.max + 1, torch.iinfo(torch.int64).max)  # of 64 bits the last is left out
+        # `random_` takes int64 limits, so the largest int64 value is never drawn.
+        end = min(info.max + 1, torch.iinfo(torch.int64).max)
         return torch.empty_like(like).random_(info.min, end, generator=generator)
     values = torch.empty(len(like), device=like.device)
     values.normal_(mean, deviation, generator=generator)
-    if dtype not in FLOATS:  # above its limit, some versions of torch give NaN
+    if dtype not in FLOATS:  # some versions of torch convert values above an FP8 limit to NaN
         values.clamp_(-torch.finfo(dtype).max, torch.finfo(dtype).max)
     return values

@@ -6,9 +6,10 @@
 | fused      | `gate_up_proj` `[E, 2 * I, H]`     | `down_proj` `[E, H, I]`        |
 | transposed | `gate_up_proj` `[E, H, 2 * I]`     | `down_proj` `[E, I, H]`        |
 
-Names tell the first from the others, shapes these from each other: where H = 2 * I gate and up have
-the same shape in both, where H = I down has, never both. Scales of a fused tensor follow its name
-(`down_proj_scale_inv`) and are transposed as it is. In memory the layout is `fused`.
+`per expert` is recognized by the names, and `fused` and `transposed` are told apart by the shapes.
+`gate_up_proj` has the same shape in both if H = 2 * I, and `down_proj` if H = I, so at least one of
+the tensors always differs. The name of a fused tensor's scales is the tensor's own with an ending
+(`down_proj_scale_inv`); they are transposed if the tensor is. In memory the layout is `fused`.
 """
 
 from collections.abc import Iterator, Mapping
@@ -36,13 +37,13 @@ FileLayout = Literal["per expert", "fused", "transposed"]
 
 
 class Router(Linear):
-    """Scores the experts for each token.
+    """Linear layer that scores the experts for each token.
 
     Args:
-        hidden_size: of a token.
-        num_experts: E.
-        top_k: experts that a token goes to.
-        normalize: their probabilities are scaled to a sum of 1.
+        hidden_size: elements of a token's hidden state.
+        num_experts: number of experts, E.
+        top_k: number of experts that a token goes to.
+        normalize: True if the probabilities of a token's experts are scaled to a sum of 1.
     """
 
     def __init__(self, hidden_size: int, num_experts: int, top_k: int, *, normalize: bool) -> None:
@@ -52,9 +53,9 @@ class Router(Linear):
 
 
 class StackedLinear(Linear):
-    """Merged layers of one shape as one, with a leading axis: what the experts of a mixture have.
+    """The same merged linear layer of all experts, stacked along a leading axis.
 
-    It is not called: an operation reads the matrices that its tokens need.
+    A stack is not called as a layer. Operations read the matrices that their tokens need.
     """
 
     def __init__(
@@ -64,16 +65,16 @@ class StackedLinear(Linear):
         super().__init__(in_features, parts)
 
     def forward(self, x: Tensor) -> Tensor:
-        raise TypeError("a stack of layers is not called as one")
+        raise TypeError("StackedLinear cannot be called: it holds the layers of several experts")
 
 
 class Experts(StoredLayers):
-    """Gated MLPs of one size, without biases.
+    """The experts of a layer: gated MLPs of the same size, without biases.
 
     Args:
-        count: of the experts, E.
-        hidden_size: H.
-        intermediate_size: I, or a rank's share of it.
+        count: number of experts, E.
+        hidden_size: elements of a token's hidden state, H.
+        intermediate_size: elements of an expert's hidden layer, I, or this rank's share of these.
     """
 
     def __init__(self, count: int, hidden_size: int, intermediate_size: int | Share) -> None:
@@ -109,7 +110,11 @@ class Experts(StoredLayers):
         return {name: f"{name}.weight" for name in names}
 
     def tensors(self, layout: str) -> Iterator[StoredTensor]:
-        """Raises CheckpointError if a fused tensor has scales of blocks that gate and up share."""
+        """Yields the tensors that the files hold, see `StoredLayers.tensors`.
+
+        Raises:
+            CheckpointError: gate and up share a block of scales in a fused tensor.
+        """
         for name, stack in self.stacks.items():
             for tensor in filter(lambda layout: layout.name, stack.layouts()):
                 parameter = f"{name}.{tensor.parameter}" if tensor.parameter else ""
@@ -134,25 +139,28 @@ def _fused(
     parts = [rows.size for rows in stack.rows.values()]
     if any(rows % axis.per for axis in axes for rows in parts[:-1]):
         raise CheckpointError(
-            f"{name}: scales of {axes[0].per} rows are not supported where gate and up are one "
-            f"tensor of {parts[0]} rows each"
+            f"{name}: scales per {axes[0].per} rows are not supported, because gate and up are one "
+            f"tensor with {parts[0]} rows each"
         )
     source = f"{name}{layout.name.removeprefix('weight')}"
     way = -1 if transposed else 1
     pieces = pieces_of("", layout, Share.joined([*stack.rows.values()]), stack.columns)
-    if layout.parameter and not axes:  # one number, which is that of gate and of up
+    if layout.parameter and not axes:  # a single scale that gate and up share
         pieces = stack.pieces(layout)
     for piece in pieces:
         for expert in range(count):
             yield replace(
-                piece, name=source, shape=(count, *piece.shape[::way]),
-                place=(expert, *piece.place), cut=(expert, *piece.cut[::way]),
+                piece,
+                name=source,
+                shape=(count, *piece.shape[::way]),
+                place=(expert, *piece.place),
+                cut=(expert, *piece.cut[::way]),
                 transposed=transposed,
-            )  # fmt: skip
+            )
 
 
 def apply_one(stack: StackedLinear, index: int, x: Tensor) -> Tensor:
-    """One of a stack's matrices, in plain torch: `[T, K]` → `[T, N]`."""
+    """Multiplies by one matrix of a stack in plain torch: `[T, K]` → `[T, N]`."""
     weight = stack.method.weight(stack)[index]
     if isinstance(stack.method, QuantizedLinear):
         return stack.method.multiply(x, weight)
@@ -160,18 +168,20 @@ def apply_one(stack: StackedLinear, index: int, x: Tensor) -> Tensor:
 
 
 def moe(x: Tensor, router: Router, experts: Experts, residual: Tensor) -> Tensor:
-    """The sum of the outputs of each token's experts, weighted by their probabilities.
+    """Computes a mixture of experts: the sum of the experts' outputs, weighted by probabilities.
 
-    A token's sum is in float32 and in the order of the experts, whatever the other tokens are.
+    A token's sum is computed in float32 and in the order of the experts' indices, so that batch
+    composition does not change it.
 
     Args:
-        x: `[T, hidden]`.
-        router: of the layer.
-        experts: of the layer.
-        residual: not read: implementations may add to it in place and return None instead.
+        x: hidden states `[T, hidden]`.
+        router: the layer's router.
+        experts: the layer's experts.
+        residual: residual stream `[T, hidden]`. This implementation does not read it. Kernels of
+            the same operation may add their result to the stream and return None.
 
     Returns:
-        `[T, hidden]`.
+        Weighted sums `[T, hidden]`.
     """
     chosen, weights = plain.route(router(x), router.top_k, normalize=router.normalize)
     total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)

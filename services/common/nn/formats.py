@@ -1,6 +1,7 @@
-"""The weight formats: each is one `LinearMethod`, which brings its tensors and its kernels.
+"""Registry of the weight formats. A format is a `LinearMethod` with its tensors and its kernels.
 
-A format: one file and one line here; the file is imported by the checkpoints that need it.
+A new format needs one file and one line in `METHODS`. The file is imported when a checkpoint uses
+the format.
 """
 
 import importlib
@@ -12,7 +13,7 @@ from services.common.model_spec import QuantizationSpec
 from services.common.nn.dispatch import Implementation
 from services.common.nn.linear import Linear, LinearMethod, StoredLayers, UnquantizedLinear
 
-METHODS: Mapping[str, tuple[str, str]] = {  # format → module and class
+METHODS: Mapping[str, tuple[str, str]] = {  # module and class by format
     "fp8_block": ("services.common.nn.fp8", "Fp8Linear"),
     "fp8_channel": ("services.common.nn.fp8", "Fp8Linear"),
     "int8": ("services.common.nn.int8", "Int8Linear"),
@@ -25,16 +26,16 @@ METHODS: Mapping[str, tuple[str, str]] = {  # format → module and class
 
 
 def method_of(group: QuantizationSpec) -> LinearMethod:
-    """A new method for the modules of a group."""
+    """Makes the method for the modules of a quantization group."""
     module, name = METHODS[group.format]
     return getattr(importlib.import_module(module), name)(group)
 
 
-Rows = Mapping[str, Sequence[Implementation]]  # by weight format
+Rows = Mapping[str, Sequence[Implementation]]  # rows of a dispatch table by weight format
 
 
 def rows_of(weight_format: str) -> Rows:
-    """What a format brings to a dispatch table, without a model."""
+    """Rows that a weight format adds to a dispatch table, made without a model."""
     if weight_format == UnquantizedLinear.weight_format:
         return {weight_format: ()}
     group = QuantizationSpec(format=weight_format)  # pyright: ignore[reportArgumentType]
@@ -42,7 +43,7 @@ def rows_of(weight_format: str) -> Rows:
 
 
 def rows_of_layers(module: nn.Module) -> Rows:
-    """What the formats of a module's layers bring to a dispatch table."""
+    """Rows that the weight formats of a module's layers add to a dispatch table."""
     layers = [layer for layer in module.modules() if isinstance(layer, Linear)]
     rows = {layer.weight_format: layer.method.rows() for layer in layers}
     mixed = {part.weight_format: () for part in module.modules() if isinstance(part, StoredLayers)}

@@ -1,15 +1,14 @@
-"""Linear layers of FP8 weights: their plain twins, their dispatch rows, and the layers' method.
+"""Linear layers with FP8 weights: their `LinearMethod` and their rows of the dispatch table.
 
-Two computations of a layer are in use, both of an `Fp8Weight`:
+A layer is computed in one of two ways, both from an `Fp8Weight`:
 
-- weight-only: activations stay as they are. A CPU does nothing else, and a GPU does it for few
-  tokens, where reading the weights takes the time.
-- W8A8: activations are quantized, too, with scale `amax / 448` per token and 128 columns
+- weight-only: activations are not quantized. A CPU always computes this way, and a GPU does so for
+  few tokens, when the time goes into reading the weights.
+- W8A8: activations are quantized as well, with a scale of `amax / 448` per token and 128 columns
   (`fp8_block`) or per token (`fp8_channel`), so that FP8 tensor cores can multiply them.
 
-The functions here are the specification of both; `linear_rows` are the rows of a dispatch
-table, whose kernels are in `fp8_kernels` and `fp8_w8a8`. `weights` gives layers the method where
-the files hold FP8.
+`kernels.gemm.fp8_weight` specifies both in plain torch; `fp8_kernels` and `fp8_w8a8` have the
+kernels. `layer_formats` sets the method of layers whose tensors are FP8.
 """
 
 import importlib
@@ -36,25 +35,28 @@ from services.common.nn.quantized import (
     of_layer,
 )
 
-# The most tokens for which they are the fastest, by `benchmarks.kernels.fp8` on an H200, 8B shapes:
-# weight-only, and with quantized activations, which only Hopper is known to be faster with.
+# Largest numbers of tokens for which kernels are the fastest, measured by `benchmarks.kernels.fp8`
+# on an H200 with the shapes of an 8B model. The first two are weight-only kernels. The third
+# quantizes activations, which has been measured to be faster on Hopper only.
 GEMV_TOKENS = 1
 SKINNY_TOKENS = 32
 SKINNY_W8A8_TOKENS = 64
 
 
 def has_kernels(weight: Fp8Weight) -> bool:
-    """Whether kernels other than plain ones take the weight: whole blocks of columns, and scales
-    that cover 128 rows, or one.
+    """Returns whether the kernels support the weight.
+
+    They need a multiple of 16 rows, whole blocks of columns, and scales per 128 rows or per row.
     """
     rows, columns = weight.values.shape
     return rows % 16 == 0 and columns % BLOCK == 0 and weight.block_rows in (1, BLOCK)
 
 
 def linear_rows(operation: str) -> Sequence[Implementation[Any]]:
-    """Rows of a dispatch table: of `fp8_block_linear` or `fp8_channel_linear`, `(x, weight)` →
-    `[T, N]` with x `[T, K]`, or `Quantized`, and `weight` an `Fp8Weight`. Of the table's facts,
-    they read `device`.
+    """Rows of a dispatch table for `fp8_block_linear` or `fp8_channel_linear`.
+
+    The operations are `(x, weight)` → `[T, N]`, where `x` is `[T, K]` or `Quantized` and `weight`
+    is an `Fp8Weight`. The rows read only `device` of the table's facts.
     """
     is_block = operation == "fp8_block_linear"
 
@@ -71,7 +73,7 @@ def linear_rows(operation: str) -> Sequence[Implementation[Any]]:
     )
 
 
-def _linear(kernel: str, facts: Any) -> Kernel:  # noqa: ANN401 - a table's, as below
+def _linear(kernel: str, facts: Any) -> Kernel:  # noqa: ANN401 - the facts of any dispatch table
     from kernels.gemm.skinny_gemm import summed
 
     found = partial(summed, _bound(kernel, facts), device=facts.device)
@@ -79,12 +81,15 @@ def _linear(kernel: str, facts: Any) -> Kernel:  # noqa: ANN401 - a table's, as 
 
 
 def _weight_only(kernel: Kernel) -> Kernel:
-    """Takes activations, too, that were quantized for a kernel that has failed."""
+    """Wraps a weight-only kernel so that it also takes quantized activations.
+
+    It gets these if the kernel for which they were quantized has failed.
+    """
     return lambda x, weight: kernel(x if isinstance(x, Tensor) else x.dequantized(), weight)
 
 
 def _bound(kernel: str, facts: Any) -> Kernel:  # noqa: ANN401
-    """A function of `fp8_kernels` or `fp8_w8a8`, which are imported now, for the device."""
+    """Imports `fp8_kernels` or `fp8_w8a8` and binds its function `kernel` to the device."""
     module, _, name = kernel.partition(".")
     found = getattr(importlib.import_module(f"kernels.gemm.{module}"), name)
     return partial(found, device=facts.device)
@@ -109,14 +114,14 @@ def _block_scales(facts: Any) -> str:  # noqa: ANN401
 
 
 def _fused_rows(weight_format: str) -> Sequence[Implementation[Any]]:
-    """Rows of the operations of the decoder's layers, whose facts these are."""
+    """Rows for the operations of the decoder's layers. The facts are those of the decoder."""
 
     def fits(facts: Any) -> str:  # noqa: ANN401 - the decoder's
         if why := half_obstacle(facts):
             return why
         text = facts.text
         sizes = [text.hidden_size, facts.query_size, text.intermediate_size]
-        if weight_format == "fp8_block":  # rows, too; of q, k, v, gate and up one by one
+        if weight_format == "fp8_block":  # the rows of q, k, v, gate and up need whole blocks, too
             sizes.append(text.num_kv_heads * text.head_dim)
         odd = [size for size in sizes if size % BLOCK]
         return f"{odd[0]} is not a multiple of {BLOCK}" if odd else ""
@@ -182,7 +187,10 @@ def _block_columns(layer: Linear) -> int:
 
 
 class Fp8Linear(QuantizedLinear):
-    """Method of a linear layer: `weight` e4m3 `[N, K]`, `weight_scale` float32, see `Fp8Weight`."""
+    """Method of a linear layer with an e4m3 `weight` `[N, K]` and a float32 `weight_scale`.
+
+    `Fp8Weight` describes the scales.
+    """
 
     multiply = staticmethod(weight_only_linear)
     dequantize = staticmethod(fp8_weight.dequantize)
@@ -199,23 +207,35 @@ class Fp8Linear(QuantizedLinear):
         self._spec = spec
         self._layouts = (
             TensorLayout(
-                name="weight", parameter="weight", axes=(Axis("out"), Axis("in")),
-                stored=FLOATS if spec.at_load else (E4M3,), dtype=E4M3, dummy=(0.0, 100.0),
+                name="weight",
+                parameter="weight",
+                axes=(Axis("out"), Axis("in")),
+                stored=FLOATS if spec.at_load else (E4M3,),
+                dtype=E4M3,
+                dummy=(0.0, 100.0),
                 quantize=_by_rows if spec.at_load else None,
             ),
             TensorLayout(
-                name="" if spec.at_load else "weight_scale", other_ending="_inv",
-                parameter="weight_scale", axes=scale_axes, dtype=torch.float32, dummy=(2e-4, 0.0),
+                name="" if spec.at_load else "weight_scale",
+                other_ending="_inv",
+                parameter="weight_scale",
+                axes=scale_axes,
+                dtype=torch.float32,
+                dummy=(2e-4, 0.0),
             ),
-            TensorLayout(name="input_scale", axes=(1,)),  # of what was seen, not used
-        )  # fmt: skip
+            # A static scale of activations, which is not used: activations are scaled dynamically.
+            TensorLayout(name="input_scale", axes=(1,)),
+        )
 
     def layouts(self, layer: Linear) -> tuple[TensorLayout, ...]:
         return self._layouts
 
     def process_weights_after_loading(self, layer: Linear) -> None:
-        """Repeats block scales so that a scale covers rows of one part only, and the one scale of a
-        part for its channels.
+        """Expands the scales to the form that the kernels read.
+
+        The single scale of a module is repeated for each of its channels. Block scales are repeated
+        if the modules of a merged layer do not consist of whole blocks, so that each scale covers
+        rows of one module.
         """
         if self._spec.one_scale:
             rows = torch.tensor(list(layer.parts.values()), device=layer.weight_scale.device)

@@ -1,6 +1,7 @@
-"""Linear layers of int8 weights and activations (W8A8): the layers' method.
+"""Linear layers with int8 weights and activations (W8A8): their `LinearMethod`.
 
-Files are compressed-tensors' `int-quantized`; `int8_weight` is the specification.
+The files have the format `int-quantized` of compressed-tensors. `int8_weight` is the specification
+in plain torch.
 """
 
 from collections.abc import Sequence
@@ -23,21 +24,27 @@ from services.common.nn.quantized import (
     of_layer,
 )
 
-SKINNY_TOKENS = 64  # the most for which K is split
+SKINNY_TOKENS = 64  # largest number of tokens for the split-K kernel
 _LAYOUTS = (
     TensorLayout(
-        name="weight", parameter="weight", axes=(Axis("out"), Axis("in")), stored=(torch.int8,),
+        name="weight",
+        parameter="weight",
+        axes=(Axis("out"), Axis("in")),
+        stored=(torch.int8,),
         dtype=torch.int8,
     ),
     TensorLayout(
-        name="weight_scale", parameter="weight_scale", axes=(Axis("out"), 1),
-        dtype=torch.float32, dummy=(2.7e-4, 0.0),
+        name="weight_scale",
+        parameter="weight_scale",
+        axes=(Axis("out"), 1),
+        dtype=torch.float32,
+        dummy=(2.7e-4, 0.0),
     ),
-)  # fmt: skip
+)
 
 
 class Int8Linear(QuantizedLinear):
-    """Method of a linear layer: `weight` int8 `[N, K]`, `weight_scale` float32 `[N, 1]`."""
+    """Method of a linear layer with int8 `weight` `[N, K]` and float32 `weight_scale` `[N, 1]`."""
 
     multiply = staticmethod(int8_weight.w8a8_linear)
     dequantize = staticmethod(int8_weight.dequantize)
@@ -55,7 +62,7 @@ class Int8Linear(QuantizedLinear):
     def rows(self) -> Sequence[Implementation[Any]]:
         few = up_to(SKINNY_TOKENS)
 
-        def normed(facts: Any) -> TokenRange:  # noqa: ANN401 - the decoder's
+        def normed(facts: Any) -> TokenRange:  # noqa: ANN401 - the facts of the decoder
             return TokenRange() if facts.device.is_hopper else few(facts)
 
         return (
@@ -64,7 +71,10 @@ class Int8Linear(QuantizedLinear):
             Implementation("project", "int8_skinny_gemm", _project, half_obstacle, few),
             Implementation("linear_swiglu", "int8_gemm", _linear_swiglu, _hopper),
             Implementation(
-                self.operation, "skinny_gemm", partial(_gemm, "split_k_partials"), half_obstacle,
+                self.operation,
+                "skinny_gemm",
+                partial(_gemm, "split_k_partials"),
+                half_obstacle,
                 few,
             ),
             Implementation(self.operation, "gemm", partial(_gemm, "gemm"), _hopper),
@@ -72,10 +82,10 @@ class Int8Linear(QuantizedLinear):
                 self.operation, "int_mm", lambda _: int8_weight.int_mm_linear, _tensor_cores
             ),
             Implementation(self.operation, "plain", lambda _: int8_weight.w8a8_linear),
-        )  # fmt: skip
+        )
 
 
-def _tensor_cores(facts: Any) -> str:  # noqa: ANN401 - the decoder's
+def _tensor_cores(facts: Any) -> str:  # noqa: ANN401 - the facts of the decoder
     if facts.device.kind != "cuda":
         return "needs a GPU"
     return "" if facts.device.capability >= (8, 0) else "needs compute capability 8.0"
@@ -131,7 +141,7 @@ def _norm_swiglu(facts: Any) -> Kernel:  # noqa: ANN401
 
 
 def _columns(layer: Linear) -> int:
-    """Of the input, which has one scale; 0 where tiles do not divide the weight."""
+    """Columns of the layer's input, which share a scale. 0 if tiles do not divide the weight."""
     return layer.in_features if int8_weight.has_tiles(layer.method.weight(layer)) else 0
 
 

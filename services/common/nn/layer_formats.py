@@ -1,9 +1,9 @@
-"""The format that each linear layer of a quantized checkpoint has.
+"""Selects the weight format of each linear layer of a quantized checkpoint.
 
-For each linear layer the files decide how its weights are stored: a floating-point `weight` makes
-it plain, anything else gets the method of the checkpoint's quantization. The two must agree, with
-one exception: producers leave modules unquantized that their configuration does not list; these
-are plain and reported.
+The tensors in the files decide: a layer with a floating-point `weight` is unquantized, and any
+other layer gets the method of the checkpoint's `quantization_config`. Files and configuration must
+agree, with one exception: a module that is not quantized although the configuration says so is
+loaded as it is and reported in a warning, since some producers write such files.
 """
 
 import logging
@@ -26,11 +26,16 @@ def set_methods(
     weight_map: WeightMap,
     quantization: QuantizationSpec | None,
 ) -> None:
-    """Gives each linear layer the method that its tensors in the files call for; before they are
-    read. None: all stay plain.
+    """Sets the method of each linear layer. Called before any tensor is read.
+
+    Args:
+        module: model whose layers are unquantized so far.
+        checkpoint: the model's files.
+        weight_map: names of the model's layers in the files.
+        quantization: quantization of the checkpoint. None if all layers stay unquantized.
 
     Raises:
-        CheckpointError: names the modules whose files and configuration disagree.
+        CheckpointError: files and configuration disagree. The message names the modules.
     """
     if quantization is None:
         return
@@ -45,7 +50,7 @@ def set_methods(
         names = {name for each in layouts for name in (each.name, each.name + each.other_ending)}
         is_plain = [_is_plain(checkpoint, *each, names, wanted[each[0]]) for each in named.items()]
         first, *others = set(wanted.values())
-        group = None if others else first  # of all of them
+        group = None if others else first  # the quantization that all modules share
         if all(is_plain) and group is not None and group.at_load:
             layer.set_method(methods[group])
         elif all(is_plain):
@@ -53,7 +58,9 @@ def set_methods(
         elif any(is_plain):
             problems.append(f"{listed(modules)} are one layer, and not all are quantized")
         elif None in wanted.values():
-            problems.append(f"{listed(modules)}: quantized, which the configuration denies")
+            problems.append(
+                f"{listed(modules)}: quantized in the files, but not by quantization_config"
+            )
         elif group is None:
             problems.append(f"{listed(modules)} are one layer, in different formats")
         else:
@@ -62,27 +69,36 @@ def set_methods(
         raise CheckpointError(f"{checkpoint.directory}: {'; '.join(problems)}")
     if unlisted:
         log.warning(
-            "%s: %d modules are not quantized though quantization_config does not say so: %s",
-            checkpoint.directory, len(unlisted), listed(unlisted),
-        )  # fmt: skip
+            "%s: %d modules are not quantized, although quantization_config says they are: %s",
+            checkpoint.directory,
+            len(unlisted),
+            listed(unlisted),
+        )
 
 
 def _is_plain(
-    checkpoint: Checkpoint, module: str, weight: str, quantized: Collection[str],
+    checkpoint: Checkpoint,
+    module: str,
+    weight: str,
+    quantized: Collection[str],
     wanted: QuantizationSpec | None,
-) -> bool:  # fmt: skip
-    """Whether a module's weight is stored as it is. Where the files hold nothing of it, it is as it
-    should be: the loader names what is missing, and random weights need no files.
+) -> bool:
+    """Returns whether a module's weight is stored unquantized.
+
+    If the files have no tensor of the module, the configuration decides: the loader reports the
+    missing tensors later, and random weights need no files.
 
     Args:
-        weight: the name of an unquantized weight.
-        quantized: what follows the names of modules in the names of quantized tensors.
-        wanted: what should quantize the module.
+        checkpoint: the model's files.
+        module: checkpoint name of the module.
+        weight: checkpoint name of its weight if the weight is unquantized.
+        quantized: endings that the names of quantized tensors add to the module's name.
+        wanted: quantization of the module in the configuration. None if it is unquantized there.
     """
     info = checkpoint.tensors.get(weight)
     if info is not None:
         return info.dtype in FLOATS
-    # Scales of a fused tensor of experts follow its name, see `experts`.
+    # The scales of a fused tensor of experts are named after the tensor, see `experts`.
     fused = weight == module
     found = (
         module + name.removeprefix("weight") if fused else f"{module}.{name}" for name in quantized
@@ -93,7 +109,7 @@ def _is_plain(
 
 
 def _replaceable(module: nn.Module) -> Iterator[tuple[str, Linear]]:
-    """Linear layers, but those with a method of the model's own."""
+    """Yields path and layer of each linear layer whose method the model has not set itself."""
     for path, child in module.named_modules():
         if isinstance(child, Linear) and type(child.method) is UnquantizedLinear:
             yield path, child
@@ -102,7 +118,7 @@ def _replaceable(module: nn.Module) -> Iterator[tuple[str, Linear]]:
 def _checkpoint_modules(
     module: nn.Module, path: str, layer: Linear, weight_map: WeightMap, checkpoint: Checkpoint
 ) -> dict[str, str]:
-    """The checkpoint's modules of a layer → their weights' tensors."""
+    """Maps the checkpoint's modules that a layer merges to the names of their weights."""
     parent, _, stack = path.rpartition(".")
     stored = module.get_submodule(parent)
     if not isinstance(stored, StoredLayers):

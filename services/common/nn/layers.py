@@ -1,6 +1,7 @@
-"""Layers that encoder and decoder share. LayerNorm is torch's own.
+"""Layers that encoder and decoder share. For LayerNorm, torch's own module is used.
 
-Rounding points follow Hugging Face's modules, so that bf16 results can be compared with theirs.
+Intermediate results are rounded where the modules of transformers round them, so that bf16 results
+can be compared.
 """
 
 import torch
@@ -10,8 +11,10 @@ from kernels.plain import rms_norm
 
 
 def embedding(num: int, size: int) -> nn.Embedding:
-    """Without initial values. torch draws some otherwise, on the meta device by code for which it
-    imports its compiler: a second of CPU and 150 MiB at the start of an engine.
+    """Makes an embedding table without initial values.
+
+    `nn.Embedding(num, size)` would draw random values. On the meta device, torch imports its
+    compiler for that, which costs a second of CPU time and 150 MiB when an engine starts.
     """
     return nn.Embedding.from_pretrained(torch.empty(num, size))
 
@@ -20,8 +23,10 @@ class RMSNorm(nn.Module):
     """Root mean square norm over the last axis.
 
     Args:
-        eps: added to the mean square.
-        zero_centred: the checkpoint holds weights less 1. `weight` is 1 more, in float32.
+        size: elements of the last axis.
+        eps: constant that is added to the mean square.
+        zero_centred: True if the checkpoint holds the weights minus 1. `weight` is then the sum of
+            1 and the loaded value, in float32.
     """
 
     def __init__(self, size: int, eps: float, *, zero_centred: bool = False) -> None:
@@ -36,10 +41,10 @@ class RMSNorm(nn.Module):
         return frozenset({"weight"} if self._zero_centred else ())
 
     def process_weights_after_loading(self) -> None:
-        """Brings the loaded weight into the form that kernels multiply by."""
+        """Adds 1 to a zero-centred weight, so that kernels can multiply by it."""
         if self._zero_centred:
             self.weight.data += 1.0
 
     def forward(self, x: Tensor) -> Tensor:
-        """Same shape and dtype as `x`."""
+        """Normalizes `x`. The result has the shape and dtype of `x`."""
         return rms_norm(x, self.weight, self.eps)

@@ -1,8 +1,8 @@
-"""Linear layers. How weights are stored and multiplied is the business of a layer's method.
+"""Linear layers, whose `LinearMethod` defines how weights are stored and multiplied.
 
-A weight format is one `LinearMethod`: it lays out the tensors that a checkpoint holds for a module.
-From that layout a layer makes its parameters, and the loader fills them, with a rank's part of the
-files where ranks share a model. Layers and models do not change.
+Each weight format is a `LinearMethod`, which describes the tensors that a checkpoint holds for a
+module. A layer makes its parameters from this description, and the loader fills them, with tensor
+parallelism from a rank's share of the files. Layers and models are the same for all formats.
 """
 
 import itertools
@@ -25,19 +25,19 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """One dimension of a stored tensor.
+    """A dimension of a stored tensor.
 
     Attributes:
-        dimension: the dimension of the weight matrix `[out, in]` that it runs along.
-        per: matrix rows or columns per element: 1 for a weight, 128 for scales of 128-blocks, 8 for
-            eight packed values. The last element may cover fewer.
+        dimension: dimension of the weight matrix `[out, in]` to which the axis corresponds.
+        per: matrix rows or columns per element, for example 1 for a weight, 128 for scales of
+            blocks of 128, or 8 for eight packed values. The last element may cover fewer.
     """
 
     dimension: Dimension
     per: int = 1
 
     def count(self, size: int) -> int:
-        """Elements that `size` matrix rows or columns take."""
+        """Number of elements for `size` matrix rows or columns."""
         return -(-size // self.per)
 
 
@@ -45,23 +45,25 @@ class Axis:
 class TensorLayout:
     """A tensor that a checkpoint holds for each module of a format, and the parameter it fills.
 
-    A merged layer's parameter holds the modules' tensors one after the other along the `out` axis;
-    where there is none, along the first.
+    The parameter of a merged layer is the concatenation of the modules' tensors along the `out`
+    axis, or along the first axis if there is no `out` axis.
 
     Attributes:
-        name: what follows the module's name in the files, such as `weight_scale_inv`; "": the
-            files hold none, and another's `quantize` fills the parameter.
-        other_ending: what some producers add to the name.
-        parameter: of the layer; "": the tensor fills none, and is what `required` says, or of no
-            use, and may be missing.
-        axes: of the tensor; a number is a size that does not depend on the matrix.
-        stored: dtypes that the files may hold.
-        dtype: of the parameter; None: the model's.
-        dummy: mean and standard deviation of random values.
-        required: the only value that is supported, for a module of (rows, columns).
-        otherwise: what another value means, for the error.
-        quantize: floats `[rows, columns]` of the files → the parameter's values, and their scales
-            `[rows, 1]`, which go to the same rows of `weight_scale`.
+        name: name of the tensor within its module, such as `weight_scale_inv`. Empty if the files
+            have no such tensor and the `quantize` function of another tensor fills the parameter.
+        other_ending: ending that some producers add to the name.
+        parameter: name of the layer's parameter. Empty if the tensor fills no parameter; it is then
+            compared with `required`, or ignored if `required` is None.
+        axes: axes of the tensor. A number is a size that does not depend on the matrix.
+        stored: data types that the files may have.
+        dtype: data type of the parameter. None if it is the model's.
+        dummy: mean and standard deviation of random weights.
+        required: function of a module's (rows, columns) that returns the only supported value of
+            the tensor. None if any value is supported.
+        otherwise: error message for another value than the required one.
+        quantize: function that quantizes floats `[rows, columns]` of the files into values of the
+            parameter and scales `[rows, 1]`, which fill the same rows of `weight_scale`. None if
+            the tensor is copied.
     """
 
     name: str
@@ -84,19 +86,27 @@ class TensorLayout:
 
     @property
     def merged_axis(self) -> int:
-        """The tensor's dimension along which the parts of a merged layer follow each other."""
+        """The tensor's dimension along which the modules of a merged layer are concatenated."""
         found = [
-            i for i, axis in enumerate(self.axes)
+            i
+            for i, axis in enumerate(self.axes)
             if isinstance(axis, Axis) and axis.dimension == "out"
-        ]  # fmt: skip
+        ]
         return found[0] if found else 0
 
     def cuts(self, rows: Share, columns: Share, what: str) -> list[tuple[slice, ...]]:
-        """What a layer that holds these rows and columns of a module reads of its tensor, in the
-        order in which the pieces follow each other along `merged_axis`; an empty index is all.
+        """Indices of the pieces that a layer reads of a module's tensor.
+
+        The pieces are in the order in which they follow each other along `merged_axis`. An empty
+        index stands for the whole tensor.
+
+        Args:
+            rows: share of the module's rows that the layer holds.
+            columns: share of the module's columns that the layer holds.
+            what: name of the tensor for the error message.
 
         Raises:
-            ValueError: a piece would cut through a block; names `what`.
+            ValueError: a piece would cut through a block.
         """
         if rows.is_whole and columns.is_whole:
             return [()]
@@ -114,19 +124,21 @@ class TensorLayout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredTensor:
-    """What the files hold of a parameter: a module's tensor, or a rank's piece of it.
+    """A tensor in the files, or a rank's piece of a tensor, and the region that it fills.
 
     Attributes:
-        name: of the tensor; what follows the module's name, until the loader has found it.
-        part: the module, see `Linear.parts`.
-        parameter: "": the tensor fills none, and must hold what its layout requires, if that is
-            anything.
-        shape: of the whole tensor in the file.
+        name: name of the tensor within its module. The loader replaces it by the full name.
+        part: name of the module, see `Linear.parts`.
+        parameter: name of the parameter. Empty if the tensor fills no parameter and is at most
+            compared with the value that its layout requires.
+        layout: description of the tensor.
+        shape: shape of the whole tensor in the file.
         module: rows and columns of the module.
-        place: index of the parameter's part that is filled.
-        cut: index of the file's tensor that fills it; empty: all of it.
-        transposed: the tensor's last two axes are those of the part the other way round.
-        is_zero: the part is zeros instead: the first rank has the tensor.
+        place: index of the region of the parameter that is filled.
+        cut: index of the piece of the tensor that fills the region. Empty if it is the whole
+            tensor.
+        transposed: True if the tensor's last two axes have the opposite order of the region's.
+        is_zero: True if the region is filled with zeros because the first rank holds the tensor.
     """
 
     name: str
@@ -142,18 +154,20 @@ class StoredTensor:
 
     @property
     def is_read(self) -> bool:
-        """Whether the tensor is needed; one that is not may be missing."""
+        """Returns whether the tensor is needed. A tensor that is not needed may be missing."""
         return bool(self.parameter) or self.layout.required is not None
 
 
 def pieces_of(
     part: str, layout: TensorLayout, rows: Share, columns: Share, start: int = 0
 ) -> Iterator[StoredTensor]:
-    """The pieces of one module's tensor.
+    """Yields the pieces of a module's tensor that a layer holds.
 
     Args:
-        rows, columns: what is held of the module.
-        start: where the module begins along the parameter's merged axis.
+        part: name of the module, see `Linear.parts`.
+        layout: description of the tensor.
+        rows, columns: shares of the module's rows and columns that the layer holds.
+        start: index along the parameter's merged axis at which the module begins.
 
     Raises:
         ValueError: a piece would cut through a block.
@@ -163,20 +177,27 @@ def pieces_of(
         indices = range(whole[axis])[cut[axis]] if cut else range(whole[axis])
         stop = start + len(indices)
         yield StoredTensor(
-            name=layout.name, part=part, parameter=layout.parameter, layout=layout, shape=whole,
+            name=layout.name,
+            part=part,
+            parameter=layout.parameter,
+            layout=layout,
+            shape=whole,
             module=(rows.size, columns.size),
-            place=(*[slice(None)] * axis, slice(start, stop)), cut=cut,
-        )  # fmt: skip
+            place=(*[slice(None)] * axis, slice(start, stop)),
+            cut=cut,
+        )
         start = stop
 
 
 class LinearMethod(ABC):
-    """How a linear layer's weights are stored and applied. One value may serve many layers.
+    """Storage and multiplication of a linear layer's weights. Many layers may share a method.
 
     Attributes:
-        weight_format: for dispatch tables: `plain`, or a key of `formats.METHODS`.
-        operation: the dispatch table's name of a multiplication by such weights.
-        kernels: the model's dispatch table, if it has rows for `operation`; None: plain torch.
+        weight_format: name of the format in dispatch tables: `plain`, or a key of
+            `formats.METHODS`.
+        operation: name of the dispatch table's operation that multiplies by such weights.
+        kernels: the model's dispatch table. None if the table has no rows for `operation`; plain
+            torch multiplies then.
     """
 
     weight_format: str
@@ -185,24 +206,25 @@ class LinearMethod(ABC):
 
     @abstractmethod
     def layouts(self, layer: "Linear") -> tuple[TensorLayout, ...]:
-        """The tensors of each module, without the bias."""
+        """The tensors that a checkpoint holds for each module, without the bias."""
 
     def process_weights_after_loading(self, layer: "Linear") -> None:  # noqa: B027 - nothing to do
-        """Brings loaded parameters into the form that `apply` wants; called once."""
+        """Converts loaded parameters to the form that `apply` reads. Called once."""
 
     @abstractmethod
     def apply(self, layer: "Linear", x: Tensor) -> Tensor:
-        """`[..., in_features]` → `[..., out_features]`, with the bias, if there is one."""
+        """Applies the layer, with its bias: `[..., in_features]` → `[..., out_features]`."""
 
     @abstractmethod
-    def weight(self, layer: "Linear") -> Any:  # noqa: ANN401 - the format's
-        """The layer's matrix as its kernels take it; an index gives one of a stack."""
+    def weight(self, layer: "Linear") -> Any:  # noqa: ANN401 - a type of the format
+        """The layer's matrix in the form that kernels take. A stack of matrices can be indexed."""
 
     @abstractmethod
     def rows(self) -> Sequence[Implementation[Any]]:
-        """The rows that the format brings to a dispatch table: of `operation`, and of operations
-        that fuse a multiplication with its neighbours. They come before the table's own, and are
-        chosen for layers of this format alone.
+        """Rows that the format adds to a dispatch table.
+
+        The rows implement `operation`, and operations that fuse a multiplication with adjacent
+        operations. They have precedence over the table's own rows, for layers of this format only.
         """
 
 
@@ -211,7 +233,7 @@ _BIAS = TensorLayout(name="bias", parameter="bias", axes=(Axis("out"),))
 
 
 class UnquantizedLinear(LinearMethod):
-    """`weight` `[out_features, in_features]` in the model's dtype."""
+    """Method of a layer with a `weight` `[out_features, in_features]` in the model's dtype."""
 
     weight_format = "plain"
     operation = "linear"
@@ -228,30 +250,32 @@ class UnquantizedLinear(LinearMethod):
         return layer.weight
 
     def rows(self) -> Sequence[Implementation[Any]]:
-        return ()  # the table's own
+        return ()  # dispatch tables have their own rows for unquantized layers
 
 
 class Linear(nn.Module):
-    """`y = x @ W.T + b`; of several modules of the same input, one GEMM.
+    """Linear layer `y = x @ W.T + b`. A merged layer computes several modules of one input at once.
 
-    Parameters of a merged layer hold the parts one after the other, named as the checkpoint names
-    them: with `self.qkv_proj = Linear(hidden, {"q_proj": 2048, "k_proj": 1024, "v_proj": 1024})`
-    under `self_attn`, the rows of `self_attn.qkv_proj.weight` are `self_attn.q_proj.weight`,
+    The parameters of a merged layer are the concatenation of those of the checkpoint's modules.
+    For example, with
+    `self.qkv_proj = Linear(hidden, {"q_proj": 2048, "k_proj": 1024, "v_proj": 1024})` under
+    `self_attn`, the rows of `self_attn.qkv_proj.weight` are those of `self_attn.q_proj.weight`,
     `self_attn.k_proj.weight` and `self_attn.v_proj.weight`.
 
     Attributes:
-        parts: the checkpoint's modules whose rows follow each other here → their rows. A layer
-            that is not merged has one, named "".
-        method: of storing and applying the weights; the loader may change it before the parameters
-            have memory (`set_method`).
-        rows: by part, what the layer holds of the module's rows.
-        columns: what it holds of the modules' columns. Where that is not all, its output is a term
-            of a sum over ranks, and the bias is the first rank's.
+        parts: number of rows of each of the checkpoint's modules in this layer, by module name. A
+            layer that is not merged has one module, whose name is empty.
+        method: storage and multiplication of the weights. The loader may change it before the
+            parameters have memory (`set_method`).
+        rows: share of each module's rows that the layer holds, by module name.
+        columns: share of the modules' columns that the layer holds. If it is not the whole, the
+            layer's output is a term of a sum over ranks, and only the first rank adds the bias.
     """
 
-    stack: tuple[int, ...] = ()  # leading sizes of its parameters
-    weight: nn.Parameter  # its dtype and shape are the method's
-    weight_scale: nn.Parameter  # where the method has one, as the next
+    stack: tuple[int, ...] = ()  # leading sizes of the parameters of stacked layers
+    weight: nn.Parameter  # the method defines dtype and shape
+    # Only some methods have these three parameters.
+    weight_scale: nn.Parameter
     weight_zero: nn.Parameter
     weight_row_scale: nn.Parameter
     bias: nn.Parameter | None
@@ -273,7 +297,7 @@ class Linear(nn.Module):
         self.set_method(method or UnquantizedLinear())
 
     def set_method(self, method: LinearMethod) -> None:
-        """Registers the method's parameters instead of those that there are."""
+        """Replaces the method and the parameters of the layer."""
         for name in list(self._parameters):
             del self._parameters[name]
         self.method: LinearMethod = method
@@ -289,12 +313,13 @@ class Linear(nn.Module):
             self.register_parameter("bias", None)
 
     def layouts(self) -> tuple[TensorLayout, ...]:
-        """The tensors of each module, with the bias."""
+        """The tensors that a checkpoint holds for each module, with the bias."""
         return self.method.layouts(self) + ((_BIAS,) if self._has_bias else ())
 
     def regions(self, layout: TensorLayout) -> Iterator[tuple[str, int, int]]:
-        """Yields each part's name, and the first and last + 1 index that it fills along the
-        parameter's merged axis.
+        """Yields each module's name and the range (first, last + 1) that it fills.
+
+        The range is along the parameter's merged axis.
         """
         start = 0
         for part, rows in self.parts.items():
@@ -303,7 +328,7 @@ class Linear(nn.Module):
             start = stop
 
     def pieces(self, layout: TensorLayout) -> Iterator[StoredTensor]:
-        """What fills the parameter: the parts' tensors, or a rank's pieces of them.
+        """Yields the modules' tensors, or a rank's pieces of these, that fill a parameter.
 
         Raises:
             ValueError: a piece would cut through a block.
@@ -324,39 +349,40 @@ class Linear(nn.Module):
 
     @property
     def is_plain(self) -> bool:
-        """Whether `weight` is all there is to multiply with, so that a fused operation may."""
+        """Returns whether the layer is unquantized, so that fused operations can read `weight`."""
         return self.weight_format == UnquantizedLinear.weight_format
 
     def forward(self, x: Tensor) -> Tensor:
-        """`[..., in_features]` → `[..., out_features]`."""
+        """Applies the layer: `[..., in_features]` → `[..., out_features]`."""
         return self.method.apply(self, x)
 
 
 class StoredLayers(nn.Module, ABC):
-    """Stacked layers that files hold in one of several layouts: the experts of a mixture."""
+    """Stacked layers, such as the experts of a mixture, which files hold in various layouts."""
 
     @property
     @abstractmethod
     def weight_format(self) -> str:
-        """Of all layers, for dispatch tables; the formats joined where they differ."""
+        """Weight format in dispatch tables. If the layers' formats differ, joined by `+`."""
 
     @abstractmethod
     def file_layout(self, prefix: str, tensors: Mapping[str, TensorInfo]) -> str:
-        """How the files' tensors under `prefix` are laid out."""
+        """Name of the layout of the files' tensors under `prefix`."""
 
     @abstractmethod
     def modules_of(self, layer: str, layout: str) -> dict[str, str]:
-        """The files' modules of a layer → their weights' tensors; names without the prefix."""
+        """Maps a layer's modules in the files to their weights. Names are without the prefix."""
 
     @abstractmethod
     def tensors(self, layout: str) -> Iterator[StoredTensor]:
-        """All that the files hold, once the layers have their methods; names without the prefix,
-        and parameters as this module calls them.
+        """Yields the tensors that the files hold. Called once the layers have their methods.
+
+        Tensor names are without the prefix, and parameter names are relative to this module.
         """
 
 
 def set_kernels(module: nn.Module, kernels: KernelTable) -> None:
-    """Layers call a dispatch table from now on, where it has rows for their format."""
+    """Makes the layers of a module call a dispatch table, if it has rows for their format."""
     for layer in module.modules():
         if isinstance(layer, Linear) and layer.method.operation in kernels.operations:
             layer.method.kernels = kernels

@@ -1,5 +1,6 @@
-"""Linear layers of integers and small floats with a scale per group: how files hold them, and the
-layers' method.
+"""Linear layers whose weights are integers or small floats with a scale per group of columns.
+
+Integers of 4 or 8 bits, with groups of g columns, are in the files as follows:
 
 | packing            | codes                           | scales          |
 |--------------------|---------------------------------|-----------------|
@@ -7,14 +8,17 @@ layers' method.
 | awq                | `qweight` `[in, out / 8]`       | `[in / g, out]` |
 | gptq, auto-round   | `qweight` `[in / 8, out]`       | `[in / g, out]` |
 
-Zero points are packed along the outputs. GPTQ's are those of the middle, of which all but gptq_v2
-store 1 less.
-e2m1 lies in bytes `[out, in / 2]`, low half first: `weight_packed` of compressed-tensors, `weight`
-of ModelOpt. A scale of the whole module divides in the former and multiplies in the latter.
-e4m3 of MXFP8 is `weight` `[out, in]`. Scales of MX formats are exponents e of 2^(e - 127).
-A word of 32 bits holds eight codes of 4 bits, or four of 8, the lowest bits first; AWQ has them in
-an order of its own. After loading, each rank repacks what it has read into a `PackedWeight`.
-Activations stay as they are; `packed_weight` is the specification, and a CPU does nothing else.
+A 32-bit word holds eight codes of 4 bits or four codes of 8 bits, the lowest bits first; AWQ orders
+the codes of a word differently. Zero points are packed along the outputs. Only the middle of the
+range is supported as zero point of GPTQ files, which store it minus 1, except for gptq_v2.
+
+e2m1 values are in bytes `[out, in / 2]`, the low half first, named `weight_packed` in
+compressed-tensors files and `weight` in ModelOpt files. The scale of the whole module is a divisor
+in the former and a factor in the latter. The e4m3 values of MXFP8 are `weight` `[out, in]`. The
+scales of MX formats are exponents e of 2^(e - 127).
+
+After loading, each rank repacks its tensors into a `PackedWeight`. Activations are not quantized.
+`packed_weight` is the specification in plain torch, and the only implementation on a CPU.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -40,14 +44,16 @@ from services.common.nn.linear import Axis, Linear, TensorLayout
 from services.common.nn.quantized import QuantizedLinear, half_obstacle
 
 _WORDS = (torch.int32,)
-_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # columns of a word's codes, the lowest bits first
+_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # columns of the codes in a word, the lowest bits first
 _HALVES = (torch.float16, torch.bfloat16)
-SKINNY_TOKENS = 192  # for more, dequantizing the weight takes less than reading it again and again
-BYTES_TOKENS = 16  # of the kernels of bytes; not measured yet
+# Largest number of tokens for the split-K kernel. With more tokens it would read the codes so often
+# that dequantizing the weight first takes less time.
+SKINNY_TOKENS = 192
+BYTES_TOKENS = 16  # largest number of tokens for kernels of codes in bytes; not measured yet
 
 
 class PackedLinear(QuantizedLinear):
-    """Method of a linear layer, see `PackedWeight`."""
+    """Method of a linear layer whose matrix is a `PackedWeight`."""
 
     multiply = staticmethod(weight_only_linear)
     dequantize = staticmethod(packed_weight.dequantize)
@@ -60,22 +66,25 @@ class PackedLinear(QuantizedLinear):
         self._is_float = spec.format in ("nvfp4", "mxfp4", "mxfp8")
         self._is_mx = spec.format in ("mxfp4", "mxfp8")
         of_integers = {
-            "compressed-tensors": self._compressed_tensors, "awq": self._awq,
-            "gptq": self._gptq, "gptq_v2": self._gptq, "auto-round": self._gptq,
-        }  # fmt: skip
+            "compressed-tensors": self._compressed_tensors,
+            "awq": self._awq,
+            "gptq": self._gptq,
+            "gptq_v2": self._gptq,
+            "auto-round": self._gptq,
+        }
         self._layouts = self._floats() if self._is_float else of_integers[spec.packing]()
 
     def layouts(self, layer: Linear) -> tuple[TensorLayout, ...]:
         return self._layouts
 
     def process_weights_after_loading(self, layer: Linear) -> None:
-        """Repacks what the files hold."""
+        """Repacks the tensors of the files into a `PackedWeight`, in tiles if possible."""
         packing = self._spec.packing
         codes, scale = layer.weight.data, layer.weight_scale.data
         if self._is_float:
             scale = torch.exp2(scale - 127) if self._is_mx else scale
         elif packing == "compressed-tensors":
-            codes = codes.view(torch.uint8)  # along columns already
+            codes = codes.view(torch.uint8)  # already packed along columns
         elif packing == "awq":
             codes = _each(self._of_parts(layer, "weight"), _pack)
             scale = scale.mT
@@ -100,11 +109,16 @@ class PackedLinear(QuantizedLinear):
     def weight(self, layer: Linear) -> PackedWeight:
         zero = None if self._spec.symmetric else layer.weight_zero
         return PackedWeight(
-            layer.weight, layer.weight_scale, zero, self._spec.bits,
-            self._spec.group_size or layer.in_features, layer.in_features, self._is_float,
+            layer.weight,
+            layer.weight_scale,
+            zero,
+            self._spec.bits,
+            self._spec.group_size or layer.in_features,
+            layer.in_features,
+            self._is_float,
             layer.weight_row_scale if self._spec.format == "nvfp4" else None,
             layer.weight.dtype == torch.int16,
-        )  # fmt: skip
+        )
 
     def rows(self) -> Sequence[Implementation[Any]]:
         plain = Implementation(self.operation, "plain", lambda _: weight_only_linear)
@@ -125,7 +139,10 @@ class PackedLinear(QuantizedLinear):
         )
 
     def _of_parts(self, layer: Linear, parameter: str) -> Tensor:
-        """Codes `[..., N, columns]` of words along the outputs, whose last may be partly empty."""
+        """Unpacks a parameter that is packed along the outputs into codes `[..., N, columns]`.
+
+        The last word of each module may be partly empty.
+        """
         (layout,) = (each for each in self._layouts if each.parameter == parameter)
         words, axis, found = layer.get_parameter(parameter).data, layout.merged_axis, list[Tensor]()
         unpack = _awq_rows if self._spec.packing == "awq" else partial(_rows, self._spec.bits)
@@ -134,7 +151,7 @@ class PackedLinear(QuantizedLinear):
             found.append(_each(of_part, unpack)[..., : layer.parts[part], :])
         return torch.cat(found, -2)
 
-    # What the files hold of a module.
+    # Layouts of a module's tensors in the files.
 
     def _floats(self) -> tuple[TensorLayout, ...]:
         is_ours, is_mx = self._spec.packing == "compressed-tensors", self._is_mx
@@ -142,22 +159,30 @@ class PackedLinear(QuantizedLinear):
         per_byte = 8 // self._spec.bits
         kind, exponent = (torch.uint8, 119.0) if per_byte == 2 else (E4M3, 115.0)
         codes = TensorLayout(
-            name="weight_packed" if is_ours and per_byte == 2 else "weight", parameter="weight",
-            axes=(Axis("out"), Axis("in", per_byte)), stored=(kind,), dtype=kind,
-            dummy=(0.0, 100.0),  # of e4m3; random bytes are any
-        )  # fmt: skip
+            name="weight_packed" if is_ours and per_byte == 2 else "weight",
+            parameter="weight",
+            axes=(Axis("out"), Axis("in", per_byte)),
+            stored=(kind,),
+            dtype=kind,
+            dummy=(0.0, 100.0),  # applies to e4m3 only, since random bytes are uniform
+        )
         scale = TensorLayout(
-            name="weight_scale", parameter="weight_scale", axes=(Axis("out"), self._groups),
-            stored=(torch.uint8 if is_mx else E4M3,), dtype=torch.float32,
+            name="weight_scale",
+            parameter="weight_scale",
+            axes=(Axis("out"), self._groups),
+            stored=(torch.uint8 if is_mx else E4M3,),
+            dtype=torch.float32,
             dummy=(exponent if is_mx else 1.0, 0.0),
-        )  # fmt: skip
+        )
         if is_mx:
             return codes, scale
         whole = TensorLayout(
             name="weight_global_scale" if is_ours else "weight_scale_2",
-            parameter="weight_row_scale", dtype=torch.float32,
-            dummy=(150.0 if is_ours else 7e-3, 0.0), **number,
-        )  # fmt: skip
+            parameter="weight_row_scale",
+            dtype=torch.float32,
+            dummy=(150.0 if is_ours else 7e-3, 0.0),
+            **number,
+        )
         of_inputs = TensorLayout(name="input_global_scale" if is_ours else "input_scale", **number)
         return codes, scale, whole, of_inputs
 
@@ -167,11 +192,13 @@ class PackedLinear(QuantizedLinear):
             _words("weight_packed", "weight", out, Axis("in", per)),
             _scales("weight_scale", out, self._groups),
             TensorLayout(
-                name="weight_shape", axes=(2,), stored=(torch.int64, torch.int32),
+                name="weight_shape",
+                axes=(2,),
+                stored=(torch.int64, torch.int32),
                 required=lambda rows, columns: torch.tensor([rows, columns]),
-                otherwise="it is not the shape of the module",
+                otherwise="the value is not the shape of the module",
             ),
-        ]  # fmt: skip
+        ]
         if not self._spec.symmetric:
             zeros = _words("weight_zero_point", "weight_zero", Axis("out", per), self._groups)
             layouts.append(zeros)
@@ -202,30 +229,36 @@ class PackedLinear(QuantizedLinear):
             _words("qweight", "weight", Axis("in", per), Axis("out")),
             _scales("scales", self._groups, Axis("out")),
             TensorLayout(
-                name="qzeros", axes=(self._groups, Axis("out", per)), stored=_WORDS,
+                name="qzeros",
+                axes=(self._groups, Axis("out", per)),
+                stored=_WORDS,
                 required=zeros,
                 otherwise=f"zero points are not those of symmetric {spec.packing} files; "
                 "see checkpoint_format and sym in the configuration",
             ),
             TensorLayout(
-                name="g_idx", axes=(Axis("in"),), stored=(torch.int32, torch.int64),
+                name="g_idx",
+                axes=(Axis("in"),),
+                stored=(torch.int32, torch.int64),
                 required=groups,
                 otherwise="columns are not in the order of their groups: act-order (desc_act) is "
                 "not supported",
             ),
-        )  # fmt: skip
+        )
         return layouts[:-1] if spec.packing == "auto-round" else layouts
 
     @property
     def _groups(self) -> Axis | int:
-        """Along groups of columns."""
+        """Axis of the groups of columns. A size of 1 if a group is a whole row."""
         size = self._spec.group_size
         return Axis("in", size) if size else 1
 
 
-def _linear(facts: Any) -> Kernel:  # noqa: ANN401 - the decoder's, as below
-    """`(x, weight)` → `[T, N]`. Weights that are not in tiles go to the kernels of bytes for a few
-    tokens, and are dequantized for more, as other formats are.
+def _linear(facts: Any) -> Kernel:  # noqa: ANN401 - the facts of the decoder, as below
+    """Kernel `(x, weight)` → `[T, N]`.
+
+    For a weight that is not in tiles, a kernel of codes in bytes multiplies up to `BYTES_TOKENS`
+    tokens; for more tokens the weight is dequantized.
     """
     from kernels.gemm import packed_kernels, packed_tiles, packed_weight
     from kernels.gemm.skinny_gemm import summed
@@ -243,7 +276,7 @@ def _linear(facts: Any) -> Kernel:  # noqa: ANN401 - the decoder's, as below
 
 
 def _project(facts: Any) -> Kernel:  # noqa: ANN401
-    """`(x, layer)` → `[T, N]`, or partials, for up to `SKINNY_TOKENS`."""
+    """Kernel `(x, layer)` → `[T, N]` or split-K partials, for up to `SKINNY_TOKENS` tokens."""
     from kernels.gemm import packed_kernels, packed_tiles, packed_weight
 
     def multiply(x: Tensor, layer: Linear) -> Tensor:
@@ -258,7 +291,7 @@ def _project(facts: Any) -> Kernel:  # noqa: ANN401
 
 
 def _linear_swiglu(facts: Any) -> Kernel:  # noqa: ANN401
-    """`(x, layer of gate and up)` → `silu(gate) * up`, `[T, N]`."""
+    """Kernel `(x, layer of gate and up)` → `silu(gate) * up` `[T, N]`."""
     from kernels.gemm import packed_tiles, silu_mul, swiglu_gemm
 
     device = facts.device
@@ -294,7 +327,10 @@ def _scales(name: str, *axes: Axis | int) -> TensorLayout:
 
 
 def _narrowed(scale: Tensor) -> Tensor:
-    """In a half precision, if that holds each value exactly, as it does where files are of it."""
+    """Converts scales to float16 or bfloat16 if that keeps each value exactly.
+
+    It does if the files store the scales in this data type.
+    """
     for dtype in _HALVES:
         if scale.to(dtype).float().equal(scale):
             return scale.to(dtype)
@@ -302,7 +338,7 @@ def _narrowed(scale: Tensor) -> Tensor:
 
 
 def _each(stack: Tensor, repack: Callable[[Tensor], Tensor]) -> Tensor:
-    """A matrix, or each of a stack, repacked; one at a time, to bound the memory."""
+    """Repacks a matrix, or the matrices of a stack one at a time, which bounds the memory."""
     if stack.dim() == 2:
         return repack(stack)
     first = repack(stack[0]).contiguous()
@@ -313,31 +349,31 @@ def _each(stack: Tensor, repack: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 def _by_rows(words: Tensor) -> Tensor:
-    """Words `[K / per, N]` along K → bytes `[N, K]`, or `[N, K / 2]` of 4 bits."""
+    """Converts words `[K / per, N]` along K to bytes `[N, K]`, or `[N, K / 2]` for 4 bits."""
     return words.contiguous().view(torch.uint8).view(*words.shape, 4).transpose(0, 1).flatten(1)
 
 
 def _rows(bits: int, words: Tensor) -> Tensor:
-    """Words `[N / per, G]` along N → codes `[N, G]`."""
+    """Converts words `[N / per, G]` along N to codes `[N, G]`."""
     codes = words.contiguous().view(torch.uint8).view(*words.shape, 4)
     codes = _halves(codes) if bits == 4 else codes
     return codes.transpose(1, 2).flatten(0, 1)
 
 
 def _awq_rows(words: Tensor) -> Tensor:
-    """Words `[R, N / 8]` → codes `[N, R]`."""
+    """Converts AWQ words `[R, N / 8]` to codes `[N, R]`."""
     codes = _halves(words.contiguous().view(torch.uint8).view(*words.shape, 4))
     order = torch.tensor(_AWQ_ORDER, device=words.device).argsort()
     return codes[..., order].flatten(1).t()
 
 
 def _halves(codes: Tensor) -> Tensor:
-    """Bytes `[..., B]` → their low and high halves, `[..., 2 * B]`."""
+    """Splits bytes `[..., B]` into their low and high halves `[..., 2 * B]`."""
     return torch.stack((codes & 15, codes >> 4), -1).flatten(-2)
 
 
 def _pack(codes: Tensor) -> Tensor:
-    """Codes of 4 bits `[N, K]` → bytes `[N, ceil(K / 2)]`."""
+    """Packs codes of 4 bits `[N, K]` into bytes `[N, ceil(K / 2)]`."""
     if codes.shape[1] % 2:
         codes = nn.functional.pad(codes, (0, 1))
     return codes[:, ::2] | codes[:, 1::2] << 4

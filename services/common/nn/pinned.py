@@ -1,5 +1,6 @@
-"""Host memory that torch did not allocate, registered with CUDA: copies from and to it need not
-wait for the device. Both engines register the arena. What CUDA refuses is a RuntimeError.
+"""Registers host memory that torch did not allocate as pinned memory.
+
+Copies between pinned memory and a GPU can be asynchronous. Both engines register the arena.
 """
 
 from typing import Any, cast
@@ -9,14 +10,18 @@ from torch import Tensor
 
 
 def pin(memory: Tensor) -> None:
-    """Registers a tensor's memory, which must stay mapped until `unpin`."""
+    """Registers a tensor's memory, which must stay mapped until `unpin`.
+
+    Raises:
+        RuntimeError: CUDA refuses the memory.
+    """
     result = _cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
     if int(result) != 0:
         raise RuntimeError(f"{memory.nbytes} bytes cannot be registered as pinned memory: {result}")
 
 
 def unpin(memory: Tensor, device: torch.device) -> None:
-    """Ends the registration, once no copy of the device uses the memory."""
+    """Waits for the device's copies to end and then unregisters a tensor's memory."""
     torch.cuda.synchronize(device)
     _cudart().cudaHostUnregister(memory.data_ptr())
 

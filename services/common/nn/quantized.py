@@ -1,4 +1,4 @@
-"""What the methods of quantized linear layers share; a format is a file beside this one."""
+"""Base class and helpers of the methods for quantized linear layers."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,12 +13,12 @@ from services.common.nn.linear import Linear, LinearMethod
 
 
 class QuantizedLinear(LinearMethod):
-    """What the methods of quantized weights share. They hold no state but the format's.
+    """Base class of the methods for quantized weights. A method has no state of its layers.
 
     Attributes:
-        multiply: the plain twin: `[T, K]`, weight → `[T, N]`.
-        dequantize: (weight, dtype) → `[..., N, K]`.
-        has_kernels: whether all rows of the dispatch table take the matrix.
+        multiply: specification in plain torch: (x `[T, K]`, weight) → `[T, N]`.
+        dequantize: function (weight, dtype) → matrix `[..., N, K]`.
+        has_kernels: function that returns whether all rows of the dispatch table support a weight.
     """
 
     multiply: Callable[[Tensor, Any], Tensor]
@@ -40,15 +40,19 @@ class QuantizedLinear(LinearMethod):
         return found.view(*x.shape[:-1], layer.out_features)
 
 
-def half_obstacle(facts: Any) -> str:  # noqa: ANN401 - the decoder's
-    """Why a Triton kernel of half precision cannot run; empty: it can."""
+def half_obstacle(facts: Any) -> str:  # noqa: ANN401 - the facts of the decoder
+    """Reason why a half-precision Triton kernel cannot run. Empty if it can."""
     half = "" if facts.dtype.itemsize == 2 else f"needs bfloat16 or float16, not {facts.dtype}"
     return facts.device.triton_obstacle or half
 
 
 def of_layer(kernel: Kernel, takes: Callable[[Any], bool] = lambda _: True) -> Kernel:
-    """A kernel of (x, weight, bias, ...) as one of (x, layer, ...). In a projection, which has no
-    further arguments, the layer computes itself where the kernel does not take its weight.
+    """Wraps a kernel of (x, weight, bias, ...) as a kernel of (x, layer, ...).
+
+    Args:
+        kernel: the kernel.
+        takes: function that returns whether the kernel supports a weight. If it does not, the layer
+            itself is called, which is only possible without further arguments.
     """
 
     def call(x: Tensor, layer: Linear, *rest: Tensor) -> Tensor | None:
@@ -59,7 +63,7 @@ def of_layer(kernel: Kernel, takes: Callable[[Any], bool] = lambda _: True) -> K
 
 
 def gemv_after_norm(kernel: Kernel) -> Kernel:
-    """`norm_linear`, or `norm_swiglu`, by a GEMV of (x, norm, eps, weight, bias)."""
+    """Implements `norm_linear` or `norm_swiglu` by a GEMV of (x, norm, eps, weight, bias)."""
 
     def fused(
         x: Tensor | None, residual: Tensor, norm: RMSNorm, layer: Linear, *_: Linear
@@ -75,8 +79,13 @@ def gemv_after_norm(kernel: Kernel) -> Kernel:
 def few_or_many(
     few: Kernel, many: Kernel, most: int, then: Kernel = lambda found, *_: found
 ) -> Kernel:
-    """(quantized activations, layer, ...) → its output, by `few` for up to `most` tokens, else by a
-    GEMM without a bias and what comes behind it, which gets the further arguments.
+    """Makes a kernel (quantized activations, layer, ...) that depends on the number of tokens.
+
+    Args:
+        few: kernel (x, weight, bias) for up to `most` tokens.
+        many: GEMM (x, weight) for more tokens. The bias is added to its output.
+        most: largest number of tokens for `few`.
+        then: function of the output of `many` and the further arguments, such as an activation.
     """
 
     def multiply(x: Any, layer: Linear, *rest: Linear) -> Any:  # noqa: ANN401 - or `Quantized`
@@ -90,19 +99,21 @@ def few_or_many(
 
 
 def after_norm(
-    facts: Any,  # noqa: ANN401 - the decoder's
+    facts: Any,  # noqa: ANN401 - the facts of the decoder
     kind: torch.dtype,
     columns: Callable[[Linear], int],
     multiply: Kernel,
     other: Kernel,
 ) -> Kernel:
-    """`norm_linear`, or `norm_swiglu`, by a norm that quantizes.
+    """Implements `norm_linear` or `norm_swiglu` by a norm kernel that quantizes its output.
 
     Args:
-        kind: that activations become.
-        multiply: (quantized activations, layer, what follows it in the arguments) → its output.
-        columns: per scale of a layer's input; 0: `multiply` does not take the layer, which a plain
-            norm and `other` compute.
+        facts: facts about the device and the model.
+        kind: data type of the quantized activations.
+        columns: function that returns the columns per scale of a layer's input, or 0 if `multiply`
+            does not support the layer.
+        multiply: kernel (quantized activations, layer, further arguments) → the layer's output.
+        other: kernel (normed activations, layer, further arguments) for the remaining layers.
     """
     from kernels.gemm import add_norm, quantizing
 

@@ -1,4 +1,4 @@
-"""What a module's layers are called in a checkpoint."""
+"""Maps the names of a module's parameters to tensor names in a checkpoint."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,16 +9,17 @@ from services.common.nn.linear import StoredLayers
 
 @dataclass(frozen=True, slots=True)
 class WeightMap:
-    """How a module's parameters are called in a checkpoint.
+    """The checkpoint names of a module's parameters.
 
     Attributes:
-        prefixes: module prefix → checkpoint prefix; the longest module prefix that fits a
+        prefixes: checkpoint prefix for each module prefix. The longest module prefix that matches a
             parameter's name is replaced. A prefix may be a whole name.
-        shapes: parameter name → shape in the checkpoint, where it differs (same elements in the
-            same order, as a Conv3d's weight that is applied as a linear).
-        ignored: full checkpoint names that may be present and are not read.
-        others: prefix of another module's tensors, where this one owns all that are not; "": it
-            owns all; None: it owns what its prefixes say.
+        shapes: shape in the checkpoint of each parameter whose shape differs there. The elements
+            are the same and in the same order, for example a Conv3d weight that is applied as a
+            linear layer.
+        ignored: full checkpoint names of tensors that may be present and are not read.
+        others: prefix of another module's tensors; this module owns all tensors without the prefix.
+            Empty if this module owns all tensors. None if it owns the tensors under `prefixes`.
     """
 
     prefixes: Mapping[str, str]
@@ -27,22 +28,28 @@ class WeightMap:
     others: str | None = None
 
     def checkpoint_name(self, name: str) -> str:
-        """The checkpoint's name for a parameter."""
+        """Checkpoint name of a parameter."""
         prefix = max((p for p in self.prefixes if name.startswith(p)), key=len, default=None)
         if prefix is None:
-            raise KeyError(f"no prefix of the weight map fits parameter {name}")
+            raise KeyError(f"no prefix of the weight map matches parameter {name}")
         return self.prefixes[prefix] + name[len(prefix) :]
 
     def tensor_name(self, path: str, part: str, tensor: str) -> str:
-        """The checkpoint's name for a tensor of a module, or of a part of a merged layer, which
-        stands beside it there.
+        """Checkpoint name of a tensor of a module.
+
+        Args:
+            path: path of the module.
+            part: name of the checkpoint's module that is a part of a merged layer and takes the
+                last component of `path`. Empty if the layer is not merged.
+            tensor: name of the tensor within the module.
         """
         module = f"{path.rpartition('.')[0]}.{part}" if part else path
         return self.checkpoint_name(f"{module}.{tensor}".lstrip("."))
 
     def owns(self, name: str) -> bool:
-        """Whether a checkpoint tensor belongs to the module: if no parameter wants it, it is an
-        error.
+        """Returns whether a checkpoint tensor belongs to the module.
+
+        Loading fails if a tensor belongs to the module and no parameter is filled from it.
         """
         if self.others is None:
             is_own = name.startswith(tuple(self.prefixes.values()))
@@ -54,6 +61,6 @@ class WeightMap:
 def stored_files(
     stored: StoredLayers, path: str, weight_map: WeightMap, checkpoint: Checkpoint
 ) -> tuple[str, str]:
-    """The checkpoint's name for the layers, and their layout there."""
+    """Checkpoint prefix of stacked layers, and the layout of their tensors in the files."""
     prefix = weight_map.checkpoint_name(path)
     return prefix, stored.file_layout(prefix, checkpoint.tensors)

@@ -1,16 +1,18 @@
-"""Fills a module that was built on `meta` from a checkpoint; `dummy_weights` does without one.
+"""Loads the weights of a module that was built on `meta` from a checkpoint.
 
     with torch.device("meta"):
         model = LanguageModel(spec)
     load_weights(model, Checkpoint.open(directory), model.weight_map, device=..., dtype=...)
 
-Each tensor is read, ignored by name, or an error: scales that are left out would give fluent
-nonsense. `layer_formats` says before which format each layer has.
+Each tensor in the files is read, ignored by name, or an error, because a model without some of its
+scales would generate fluent nonsense. `layer_formats` sets the format of each layer beforehand.
+`dummy_weights` fills a module with random weights instead.
 
-Parameters get the model's dtype where they were made in float32, unless the module demands float32
-(`float32_parameters`, as scales do). Buffers are computed, not loaded: a module that has some
-defines `reset_buffers(device)`, which is called after its parameters have memory; they stay in the
-dtype it gives them (rope frequencies must stay float32 in a bf16 model).
+A parameter that was made in float32 gets the model's dtype, unless the module lists its name in
+`float32_parameters`, as for scales. Buffers are computed instead of loaded: a module that has
+buffers defines `reset_buffers(device)`, which is called after its parameters have memory. Buffers
+keep the dtype that this function gives them; rope frequencies, for example, stay float32 in a bf16
+model.
 """
 
 import math
@@ -44,22 +46,22 @@ from services.common.nn.weight_map import WeightMap, stored_files
 from services.common.process.progress import log_progress
 
 DUMMY_FINGERPRINT = "dummy"
-_WIDE = 1 << 22  # elements at a time, where they are quantized
+_WIDE = 1 << 22  # number of elements that are quantized at a time
 _NO_BIAS = TensorLayout(
     name="bias",
     axes=(Axis("out"),),
     required=lambda rows, _: torch.zeros(rows),
-    otherwise="the model has no such bias, and this one is not zero",
+    otherwise="the model has no such bias, and the bias in the file is not zero",
 )
 
 
 def materialize(module: nn.Module, device: torch.device | str, dtype: torch.dtype) -> None:
-    """Gives a `meta` module memory: float32 parameters become `dtype`, others keep theirs, as do
-    those that the module names in `float32_parameters`.
+    """Allocates the parameters of a `meta` module and computes its buffers by `reset_buffers`.
 
-    Parameters hold nothing of meaning afterwards; buffers are computed by `reset_buffers`.
+    Float32 parameters get `dtype`, except those that a module lists in `float32_parameters`. Other
+    parameters keep their dtype. The values of parameters are undefined afterwards.
     """
-    made: dict[nn.Parameter, nn.Parameter] = {}  # a shared parameter stays shared
+    made: dict[nn.Parameter, nn.Parameter] = {}  # so that a shared parameter stays shared
     for child in module.modules():
         float32: frozenset[str] = getattr(child, "float32_parameters", frozenset())
         for name, parameter in list(child.named_parameters(recurse=False)):
@@ -83,17 +85,21 @@ def load_weights(
     dtype: torch.dtype,
     spec: CheckpointSpec | None = None,
 ) -> None:
-    """Materializes the module and fills it.
+    """Materializes the module and fills its parameters from the files.
 
-    Peak host memory besides the mapped file: on the CPU the model and one tensor more, of a fused
-    tensor of experts one expert's part; on a GPU two tensors.
+    The peak of host memory besides the mapped file is two tensors if the device is a GPU, and the
+    model and one tensor if it is the CPU. Of a fused tensor of experts, one expert's part counts.
 
     Args:
-        module: built on `meta`; its layers have their methods, see `layer_formats`.
-        spec: of the checkpoint, for its ignored tensors; None: there are none.
+        module: module that was built on `meta`, whose layers have their methods (`layer_formats`).
+        checkpoint: the files.
+        weight_map: names of the module's parameters in the files.
+        device: device of the parameters.
+        dtype: data type of the parameters.
+        spec: spec of the checkpoint, which lists ignored tensors. None if no tensor is ignored.
 
     Raises:
-        CheckpointError: names every missing, unexpected or wrong-shaped tensor.
+        CheckpointError: tensors are missing, unexpected or of a wrong shape. The message names all.
     """
     spec = spec or CheckpointSpec(text_prefix="")
     try:
@@ -124,8 +130,10 @@ def load_weights(
 
 
 def _as_stored(source: StoredTensor, tensors: Mapping[str, TensorInfo]) -> StoredTensor:
-    """The source by its name in the files, whose tensor may have more or fewer axes of one element:
-    producers write scales as a number, `[N]`, `[N, 1]`, or `[N / 128, 1, K / 128, 1]`.
+    """Adapts a source to the name and the shape of its tensor in the files.
+
+    The shape may have more or fewer axes of size 1, because producers write scales as a number,
+    `[N]`, `[N, 1]`, or `[N / 128, 1, K / 128, 1]`.
     """
     other_name = source.name + source.layout.other_ending
     if source.name not in tensors and other_name in tensors:
@@ -142,7 +150,7 @@ def _as_stored(source: StoredTensor, tensors: Mapping[str, TensorInfo]) -> Store
 
 
 def _filled_by(source: StoredTensor, parameters: Mapping[str, nn.Parameter]) -> list[Tensor]:
-    """The part of a parameter, and that of its scales if it is quantized on the way."""
+    """Regions that a tensor fills: of a parameter, and of its scales if loading quantizes it."""
     names = [source.parameter]
     if source.layout.quantize is not None:
         names.append(source.parameter.rpartition(".")[0] + ".weight_scale")
@@ -150,14 +158,14 @@ def _filled_by(source: StoredTensor, parameters: Mapping[str, nn.Parameter]) -> 
 
 
 def _is_as_required(source: StoredTensor, reader: Reader) -> bool:
-    """Whether the file holds the one value that is supported."""
+    """Returns whether the tensor has the only value that is supported."""
     assert source.layout.required is not None
     wanted = source.layout.required(*source.module)[source.cut]
     return reader.read(source.name, source.cut).to(wanted.dtype).equal(wanted)
 
 
 class _Copier:
-    """Moves tensors from files to parameters with as little memory as can be."""
+    """Copies tensors from files to parameters through two staging buffers."""
 
     def __init__(self, reader: Reader, device: torch.device) -> None:
         self._reader = reader
@@ -167,8 +175,11 @@ class _Copier:
         self._turn = 0
 
     def fill(self, targets: list[Tensor], source: StoredTensor) -> None:
-        """Fills a part of a parameter with its tensor, or a part of it; and of its scales, if it is
-        quantized on the way.
+        """Fills a region of a parameter, and of its scales if the tensor is quantized on the way.
+
+        Args:
+            targets: the regions, as `_filled_by` returns them.
+            source: tensor that fills the regions, or piece of a tensor.
         """
         target = targets[0]
         if source.is_zero:
@@ -181,7 +192,7 @@ class _Copier:
         if self._device.type != "cuda":
             _put(values, target, targets, source)
             return
-        # Cast and transposed on the device: the bus carries the file's bytes.
+        # Values are cast and transposed on the device, so that the file's bytes cross the bus.
         values = self._staged(values)
         if values.dtype != target.dtype or source.transposed:
             values = values.to(self._device, non_blocking=True)
@@ -198,20 +209,20 @@ class _Copier:
         self._staging.clear()
 
     def _staged(self, values: Tensor) -> Tensor:
-        """The values in pinned memory: one buffer is filled while the other is copied."""
+        """Copies values to pinned memory. One buffer is filled while the other is transferred."""
         self._turn ^= 1
         event, size = self._events[self._turn], values.numel() * values.itemsize
         if event is not None:
             event.synchronize()
         if self._staging[self._turn].numel() < size:
-            self._staging[self._turn] = torch.empty(0, dtype=torch.uint8)  # free the old one first
+            self._staging[self._turn] = torch.empty(0, dtype=torch.uint8)  # frees the old buffer
             self._staging[self._turn] = torch.empty(size, dtype=torch.uint8, pin_memory=True)
         staged = self._staging[self._turn][:size].view(values.dtype).view(values.shape)
         return staged.copy_(values)
 
 
 def _put(values: Tensor, target: Tensor, targets: list[Tensor], source: StoredTensor) -> None:
-    """Copies, or quantizes some rows at a time: they are float32 on the way."""
+    """Copies values, or quantizes some rows at a time, because quantizing makes float32 copies."""
     if source.layout.quantize is None:
         target.copy_(values, non_blocking=True)
         return
@@ -226,8 +237,8 @@ def _put(values: Tensor, target: Tensor, targets: list[Tensor], source: StoredTe
 def _sources(
     module: nn.Module, weight_map: WeightMap, checkpoint: Checkpoint
 ) -> Iterator[StoredTensor]:
-    """What each parameter is filled from. A parameter shared by two modules appears once."""
-    filled: dict[int, str] = {}  # by id of a parameter
+    """Yields the tensors that fill the parameters. A parameter of two modules is filled once."""
+    filled: dict[int, str] = {}  # full names of parameters, by their `id`
     for path, child in module.named_modules():
         if isinstance(child, StoredLayers):
             prefix, layout = stored_files(child, path, weight_map, checkpoint)
@@ -236,7 +247,7 @@ def _sources(
                 yield replace(tensor, name=f"{prefix}.{tensor.name}", parameter=parameter)
             continue
         if isinstance(child, Linear) and child.stack:
-            continue  # of the stored layers above
+            continue  # `StoredLayers.tensors` has yielded its tensors
         for piece in _pieces_of(child):
             full = ""
             if piece.parameter:
@@ -252,7 +263,7 @@ def _sources(
 
 
 def _pieces_of(module: nn.Module) -> Iterator[StoredTensor]:
-    """What the files hold of a module, without those in it."""
+    """Yields the tensors of a module's own parameters, without those of its submodules."""
     if isinstance(module, Linear):
         for layout in module.layouts():
             if layout.name:
@@ -269,16 +280,23 @@ def _pieces_of(module: nn.Module) -> Iterator[StoredTensor]:
 def _zero_biases(
     layer: Linear, path: str, weight_map: WeightMap, checkpoint: Checkpoint
 ) -> Iterator[StoredTensor]:
-    """Biases that the model has not: some producers of GPTQ files write zeros for each module."""
+    """Yields biases in the files that the layer does not have. Their values have to be zero.
+
+    Some producers of GPTQ files write a bias of zeros for each module.
+    """
     if layer.is_plain or layer.bias is not None:
         return
     for part, rows in layer.rows.items():
         name = weight_map.tensor_name(path, part, "bias")
         if name in checkpoint.tensors:
             yield StoredTensor(
-                name=name, parameter="", layout=_NO_BIAS, shape=(rows.size,),
-                module=(rows.size, layer.columns.size), place=(),
-            )  # fmt: skip
+                name=name,
+                parameter="",
+                layout=_NO_BIAS,
+                shape=(rows.size,),
+                module=(rows.size, layer.columns.size),
+                place=(),
+            )
 
 
 def _check(
@@ -322,7 +340,7 @@ def _name(dtype: torch.dtype | str) -> str:
 
 
 def process(module: nn.Module) -> None:
-    """Brings what was loaded into the form that is computed with; once."""
+    """Converts loaded parameters to the form that layers compute with. Called once."""
     for child in module.modules():
         if isinstance(child, Linear):
             child.method.process_weights_after_loading(child)
