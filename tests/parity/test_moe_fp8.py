@@ -171,7 +171,7 @@ def test_scales_that_gate_and_up_share_are_refused(tmp_path: Path) -> None:
     model = Model(tmp_path, 160)
     model.write()
     fused(model.directory, transposed=False)
-    with pytest.raises(CheckpointError, match="scales of 128 rows are not supported"):
+    with pytest.raises(CheckpointError, match="scales per 128 rows are not supported"):
         model.ours()
 
 
