@@ -37,7 +37,7 @@ from services.gateway.http.middleware import Middleware, with_cors
 from services.gateway.http.same_site import SameSite, is_loopback, served_hosts
 from services.gateway.kept import MAX_BYTES, MAX_TENANT_BYTES, Kept, MemoryKept
 from services.gateway.kept_redis import RedisKept
-from services.gateway.media.embeddings import load_embedding
+from services.gateway.media.embeddings import load_embeddings
 from services.gateway.media.images import ImageReader, MediaLoader
 from services.gateway.media.local_files import read_local_file
 from services.gateway.media.videos import VideoReader
@@ -101,7 +101,7 @@ def create_gateway(settings: GatewaySettings, bounds: Bounds = _BOUNDS) -> Gatew
     images = videos = None
     if spec.vision is not None:
         width = spec.text.hidden_size * spec.vision.tower.num_features
-        brought = partial(load_embedding, width, loader) if settings.embeddings else None
+        brought = partial(load_embeddings, width, loader) if settings.embeddings else None
         images = ImageReader(loader, spec.vision.geometry, bounds, kept, brought)
         if spec.vision.video is not None:
             videos = VideoReader(loader, spec.vision.video, bounds)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save
+from safetensors.torch import load, save
 
 from services.common.embeddings.embedding import EmbeddingSpec
 from services.common.errors import InternalError, TriptychError, Unavailable
@@ -185,6 +185,50 @@ def test_an_embedding_takes_an_images_place(media, grid):
     assert details["image_tokens"] == TOKENS
 
 
+GRIDS = [GRID, [1, 2, 8], GRID]  # of 8, 4 and 8 tokens
+ROWS = torch.randn(20, WIDTH, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize(
+    "grids",
+    [GRIDS, text(npy(np.array(GRIDS))), text(save({"g": torch.tensor(GRIDS, dtype=torch.int32)}))],
+    ids=["rows", "npy", "safetensors of int32"],
+)
+@pytest.mark.parametrize(
+    ("file", "dtype"),
+    [
+        (save({"e": ROWS}), torch.float32),
+        (save({"e": ROWS.bfloat16()}), torch.bfloat16),
+        (npy(ROWS.half().numpy()), torch.float16),
+    ],
+    ids=["float32", "bfloat16", "npy of float16"],
+)
+def test_several_grids_are_as_many_images(media, grids, file, dtype):
+    asked = ask(media, embeds(file, grids))
+    assert asked.status_code == 200, asked.text
+    (submit,) = media.decoder.submits
+    assert [image.num_tokens for image in submit.images] == [8, 4, 8]
+    found = {r.image_key: load(r.image)["embedding"] for r in media.encoder.requests}
+    tensors = [found[image.image_key] for image in submit.images]
+    assert torch.equal(torch.cat(tensors), ROWS.to(dtype))
+    assert asked.json()["usage"]["prompt_tokens_details"]["image_tokens"] == 20
+
+
+def test_several_grids_are_the_prompt_of_as_many_parts(media):
+    pairs = zip(ROWS.split([8, 4, 8]), GRIDS, strict=True)
+    parts = [embeds(save({"e": rows.clone()}), grid) for rows, grid in pairs]
+    for given in (parts, [embeds(save({"e": ROWS}), GRIDS)]):
+        assert ask(media, *given).status_code == 200
+    apart, together = media.decoder.submits
+    assert apart.prompt_token_ids == together.prompt_token_ids
+
+
+def test_each_grid_counts_as_an_image(media):
+    grids = [[1, 2, 2]] * 1000
+    status, param, message = error_of(ask(media, embeds(save({"e": TENSOR}), grids)))
+    assert (status, param) == (400, "messages") and "1000 images" in message
+
+
 def test_tenants_have_embeddings_of_their_own(media):
     for key in ("one", "two"):
         assert ask(media, embeds(), key=key).status_code == 200
@@ -218,6 +262,11 @@ BAD = {
     "a grid that the merge does not divide": (save({"e": TENSOR}), [1, 3, 8]),
     "a grid of zeros": (save({"e": TENSOR}), [0, 0, 0]),
     "a grid of two numbers": (save({"e": TENSOR}), [4, 8]),
+    "no grid": (save({"e": TENSOR}), []),
+    "a row of two numbers": (save({"e": TENSOR}), [GRID, [4, 8]]),
+    "a row beside numbers": (save({"e": TENSOR}), [GRID, 1, 4, 8]),
+    "fewer rows than two grids": (save({"e": TENSOR}), [GRID, GRID]),
+    "grids in three dimensions": (save({"e": TENSOR}), text(npy(np.array([[GRID]])))),
     "a grid of floats": (save({"e": TENSOR}), text(npy(np.ones(3, np.float32)))),
     "a grid that is text": (save({"e": TENSOR}), "1,4,8"),
     "a grid of 2^40 patches": (save({"e": TENSOR}), [1, 1 << 16, 1 << 16]),

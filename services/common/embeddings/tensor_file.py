@@ -8,7 +8,7 @@ sizes that it claims are compared with the bytes that are there before any memor
 import ast
 import json
 import math
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -61,6 +61,22 @@ def find_tensor(data: bytes, dtypes: Set[str] = FLOATS) -> TensorPlace:
             f"the file has {len(data) - place.offset} of them"
         )
     return place
+
+
+def split_rows(data: bytes, place: TensorPlace, num_rows: Sequence[int]) -> list[bytes]:
+    """Divides a file's tensor `[rows, width]` into safetensors files of so many rows each."""
+    _, width = place.shape
+    (name,) = (name for name, dtype in _SAFETENSORS_DTYPES.items() if dtype == place.dtype)
+    files: list[bytes] = []
+    offset = place.offset
+    for rows in num_rows:
+        size = rows * width * ITEM_BYTES[place.dtype]
+        tensor = {"dtype": name, "shape": [rows, width], "data_offsets": [0, size]}
+        header = json.dumps({"embedding": tensor}).encode()
+        header += b" " * (-len(header) % 8)
+        files.append(len(header).to_bytes(8, "little") + header + data[offset : offset + size])
+        offset += size
+    return files
 
 
 def _in_npy(data: bytes) -> TensorPlace:

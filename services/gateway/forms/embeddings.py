@@ -15,17 +15,19 @@ from services.common.errors import InvalidRequest
 from services.common.geometry import Grid
 
 _MAX_GRID_CHARACTERS = 4096
+_MAX_GRIDS = 1024
 _Patches = Annotated[int, Meta(ge=1, le=1 << 16)]
 _Row = Annotated[list[_Patches], Meta(max_length=3)]
 
 
 class ImageEmbeds(Struct, forbid_unknown_fields=True):
     """The tensor `[tokens, hidden * (1 + DeepStack levels)]` and its grid (t, h, w) in patches
-    before merging: numbers, or base64 of a file of integers.
+    before merging: numbers, or base64 of a file of integers. With several grids the tensor holds
+    the embeddings of as many images, one after the other.
     """
 
     image_embeds: Annotated[str, Meta(min_length=1)]
-    image_grid_thw: Annotated[list[_Patches | _Row], Meta(max_length=3)] | str
+    image_grid_thw: Annotated[list[_Patches | _Row], Meta(max_length=_MAX_GRIDS)] | str
 
 
 class ImageEmbedsPart(Struct, forbid_unknown_fields=True, tag_field="type", tag="image_embeds"):
@@ -33,8 +35,11 @@ class ImageEmbedsPart(Struct, forbid_unknown_fields=True, tag_field="type", tag=
 
     image_embeds: ImageEmbeds | str
 
-    def source(self, path: str) -> tuple[str, Grid]:
-        """The URL of the tensor's file, and the image's grid; `path`: of the part.
+    def source(self, path: str) -> tuple[str, list[Grid]]:
+        """The URL of the tensor's file, and the grid of each image in it.
+
+        Args:
+            path: path of the part.
 
         Raises:
             InvalidRequest: there is none, or it is malformed.
@@ -49,27 +54,40 @@ class ImageEmbedsPart(Struct, forbid_unknown_fields=True, tag_field="type", tag=
         text = given.image_embeds
         url = text if text.startswith(("data:", "media:")) else f"data:;base64,{text}"
         try:
-            return url, _read_grid(given.image_grid_thw)
+            return url, _read_grids(given.image_grid_thw)
         except InvalidRequest as error:
             error.param = f"{path}.image_embeds.image_grid_thw"
             raise
 
 
-def _read_grid(given: list[int | list[int]] | str) -> Grid:
+def _read_grids(given: list[int | list[int]] | str) -> list[Grid]:
     if isinstance(given, str):
-        if len(given) > _MAX_GRID_CHARACTERS:
-            raise InvalidRequest(f"a grid has at most {_MAX_GRID_CHARACTERS} characters")
-        try:
-            data = pybase64.b64decode(given, validate=True)
-        except ValueError:
-            raise InvalidRequest("the grid is no base64") from None
-        place = find_tensor(data, INTEGERS)
-        if place.shape not in ((3,), (1, 3)):
-            raise InvalidRequest("a grid is three numbers: t, h, w")
-        numbers: list[int] = np.frombuffer(data, place.dtype, offset=place.offset).tolist()
+        rows = _read_file(given)
     else:
-        numbers = [each for row in given for each in (row if isinstance(row, list) else [row])]
-    if len(numbers) != 3 or not all(0 < number <= 1 << 16 for number in numbers):
-        raise InvalidRequest("a grid is three positive numbers: t, h, w")
-    time, height, width = numbers
-    return time, height, width
+        rows = [row for row in given if isinstance(row, list)]
+        numbers = [number for number in given if not isinstance(number, list)]
+        if numbers:  # one grid without a list around it
+            rows.append(numbers)
+    grids: list[Grid] = []
+    for row in rows:
+        if len(row) != 3 or not all(0 < number <= 1 << 16 for number in row):
+            raise InvalidRequest("a grid is three positive numbers: t, h, w")
+        time, height, width = row
+        grids.append((time, height, width))
+    if not grids:
+        raise InvalidRequest("a grid is three positive numbers: t, h, w; there is none")
+    return grids
+
+
+def _read_file(text: str) -> list[list[int]]:
+    """The rows of base64 of a file of integers, which has the shape [3] or [images, 3]."""
+    if len(text) > _MAX_GRID_CHARACTERS:
+        raise InvalidRequest(f"grids have at most {_MAX_GRID_CHARACTERS} characters")
+    try:
+        data = pybase64.b64decode(text, validate=True)
+    except ValueError:
+        raise InvalidRequest("the grid is no base64") from None
+    place = find_tensor(data, INTEGERS)
+    if place.shape[-1] != 3 or len(place.shape) > 2:
+        raise InvalidRequest("a grid is three numbers: t, h, w")
+    return np.frombuffer(data, place.dtype, offset=place.offset).reshape(-1, 3).tolist()

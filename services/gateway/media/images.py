@@ -51,7 +51,8 @@ class ImageSource:
         min_pixels, max_pixels: of the resized image; None: the model's.
         kept_name: name of the image's entry among what is kept for the tenant. None if no later
             request names the image.
-        grid: of an embedding that the client brings, behind the URL; None: an image.
+        grids: grids of the images whose embeddings the client brings in one file, behind the URL.
+            Empty if the URL is an image's.
     """
 
     url: str
@@ -60,7 +61,12 @@ class ImageSource:
     min_pixels: int | None = None
     max_pixels: int | None = None
     kept_name: str | None = None
-    grid: Grid | None = None
+    grids: Sequence[Grid] = ()
+
+    @property
+    def num_images(self) -> int:
+        """Number of images behind the URL."""
+        return len(self.grids) or 1
 
 
 @dataclass(slots=True)
@@ -114,15 +120,15 @@ class ImageReader:
 
     Attributes:
         kept: store of the images that have a name for later requests.
-        embeddings: loads an embedding's file, see `load_embedding`; None: clients may not bring
-            them.
+        embeddings: loads the files of embeddings, see `load_embeddings`; None: clients may not
+            bring them.
     """
 
     loader: "MediaLoader"
     geometry: Geometry
     bounds: Bounds
     kept: KeptImages
-    embeddings: Callable[[str, int, Hold, str], Awaitable[bytes]] | None = None
+    embeddings: Callable[[str, Sequence[int], Hold, str], Awaitable[list[bytes]]] | None = None
 
     async def read(
         self, sources: Sequence[ImageSource], hold: Hold, max_patches: int, tenant: str = ""
@@ -138,40 +144,47 @@ class ImageReader:
             TriptychError: of the first image that fails; its `param` names the image.
         """
 
-        async def read_one(source: ImageSource) -> Image:
+        async def read_one(source: ImageSource) -> list[Image]:
             try:
-                if source.grid is not None:
-                    return await self._embedding(source, source.grid, hold, max_patches, tenant)
+                if source.grids:
+                    return await self._embeddings(source, hold, max_patches, tenant)
                 geometry = self._geometry_for(source)
                 if source.kept_name is not None and not source.url:
                     data = await self._kept_image(source.kept_name, hold, tenant)
-                    return self._measure(data, source.param, geometry, max_patches)
+                    return [self._measure(data, source.param, geometry, max_patches)]
                 most = self.bounds.max_image_bytes
                 data = await self.loader.load(source.url, most, IMAGE, hold, tenant)
                 image = self._measure(data, source.param, geometry, max_patches)
                 if source.kept_name is not None:
                     await self.kept.put(tenant, source.kept_name, data)
-                return image
+                return [image]
             except TriptychError as error:
                 error.param = error.param or source.param
                 raise
 
-        return await gather(read_one, sources, MAX_CONCURRENT_LOADS)
+        found = await gather(read_one, sources, MAX_CONCURRENT_LOADS)
+        return [image for images in found for image in images]
 
-    async def _embedding(
-        self, source: ImageSource, grid: Grid, hold: Hold, max_patches: int, tenant: str
-    ) -> Image:
+    async def _embeddings(
+        self, source: ImageSource, hold: Hold, max_patches: int, tenant: str
+    ) -> list[Image]:
         if self.embeddings is None:
             raise InvalidRequest(
                 "this gateway takes no embeddings of clients: GATEWAY_EMBEDDINGS=true allows them"
             )
-        unit = Unit(grid)
-        self.geometry.check(unit)
-        if unit.num_patches > max_patches:
-            raise InvalidImage(f"the grid has {unit.num_patches} patches, more than {max_patches}")
-        num_tokens = self.geometry.num_tokens(unit)
-        data = await self.embeddings(source.url, num_tokens, hold, tenant)
-        return Image(source.param, data, (unit,), is_embedding=True)
+        units = [Unit(grid) for grid in source.grids]
+        for unit in units:
+            self.geometry.check(unit)
+            if unit.num_patches > max_patches:
+                raise InvalidImage(
+                    f"the grid has {unit.num_patches} patches, more than {max_patches}"
+                )
+        num_tokens = [self.geometry.num_tokens(unit) for unit in units]
+        files = await self.embeddings(source.url, num_tokens, hold, tenant)
+        return [
+            Image(source.param, data, (unit,), is_embedding=True)
+            for data, unit in zip(files, units, strict=True)
+        ]
 
     async def _kept_image(self, name: str, hold: Hold, tenant: str) -> bytes:
         data = await self.kept.get(tenant, name)

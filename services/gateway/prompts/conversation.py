@@ -201,10 +201,7 @@ def read_messages(
         (AnyVideo, "videos", bounds.max_videos_per_request),
     ):
         count = counts[noun] = sum(isinstance(part, kind) for _, part, _ in _parts(request, cut))
-        if count > limit:
-            raise InvalidRequest(
-                f"the request has {count} {noun}; at most {limit} are allowed", param="messages"
-            )
+        _check_count(count, noun, limit)
     if counts["videos"] and request.mm_processor_kwargs is not None:
         request.mm_processor_kwargs.check(counts["videos"], _KWARGS)
     images: list[ImageSource] = []
@@ -214,7 +211,15 @@ def read_messages(
         for index, message in enumerate(request.messages)
         if index not in cut
     ]
+    _check_count(sum(i.num_images for i in images), "images", bounds.max_images_per_request)
     return messages, images, videos
+
+
+def _check_count(count: int, noun: str, limit: int) -> None:
+    if count > limit:
+        raise InvalidRequest(
+            f"the request has {count} {noun}; at most {limit} are allowed", param="messages"
+        )
 
 
 def _parts(request: ChatRequest, cut: range = range(0)) -> Iterator[tuple[Message, Part, str]]:
@@ -275,8 +280,8 @@ def _template_message(
         for position, part in enumerate(message.content):
             place = f"{path}.content[{position}]"
             if isinstance(part, _Image):
-                images.append(_source(part, place, request))
-                parts.append({"type": "image"})
+                images.append(source := _source(part, place, request))
+                parts += [{"type": "image"}] * source.num_images
             elif isinstance(part, AnyVideo):
                 videos.append(_video(part, place, request, len(videos)))
                 parts.append({"type": "video"})
@@ -302,18 +307,19 @@ def _call(call: ToolCall, path: str) -> dict[str, Any]:
 def _source(part: _Image, param: str, request: ChatRequest) -> ImageSource:
     """The image with its pixel limits; the innermost limit that is given applies."""
     if isinstance(part, ImageEmbedsPart):
-        url, grid = part.source(param)
-        return ImageSource(url, param, grid=grid)
+        url, grids = part.source(param)
+        return ImageSource(url, param, grids=grids)
     image = part.image
     if not image.url and part.kept_name is None:
         raise InvalidRequest("an image needs a URL, or the uuid of an earlier one", param=param)
     scopes = (image, part, request, request.mm_processor_kwargs)
-    found = {
+    found: dict[str, int | None] = {
         name: next((v for s in scopes if s and (v := getattr(s, name)) is not None), None)
         for name in ("min_pixels", "max_pixels")
     }
     detail = image.detail or "auto"
-    return ImageSource(image.url or "", param, detail, kept_name=part.kept_name, **found)
+    least, most = found["min_pixels"], found["max_pixels"]
+    return ImageSource(image.url or "", param, detail, least, most, part.kept_name)
 
 
 def _video(part: AnyVideo, param: str, request: ChatRequest, index: int) -> VideoSource:
