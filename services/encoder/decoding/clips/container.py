@@ -7,7 +7,6 @@ processes alone; whatever is wrong with a file is an `InvalidVideo`.
 """
 
 import errno
-from bisect import bisect_right
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from av.container import InputContainer
 from av.error import FFmpegError
 from av.packet import Packet
 from av.stream import Discard
+from av.video.codeccontext import VideoCodecContext
 from av.video.frame import VideoFrame
 from av.video.stream import VideoStream
 from blake3 import blake3
@@ -51,13 +51,15 @@ _DECODERS = _INDEPENDENT | {
     "rawvideo", "huffyuv", "ffvhuff", "libvpx-vp9",
 }  # fmt: skip
 _REORDERED = 16  # frames that a decoder may keep to give another one first
+# Packets that overlap in the file would make a small file cost as much as a large one. Honest files
+# have a few bytes a packet beside what they store: a prefix that is stored once, a stream's number.
+_OVERLAP, _OVERLAP_BYTES = 2, 1 << 20
 _RATE_SLACK = 0.02
 _DOMAIN = b"triptych/frame/v1"
 _THREADS = 2
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(NamedTuple):
     """A frame before it is decoded.
 
     Attributes:
@@ -71,39 +73,42 @@ class Entry:
     start: int
 
 
-class _Frame(NamedTuple):
-    """A frame's time, and its packet."""
-
-    pts: int
-    packet: int
-
-
 @dataclass(frozen=True, slots=True)
 class Index:
-    """What the packets of a file say.
+    """The frames of a file, as its packets say.
 
     Attributes:
-        entries: of the frames, in order of presentation.
-        by_order: timestamps are missing or those of decoding: the frames are, in their order, what
-            the decoder gives.
-        rate: frames per second on average; 0: unknown.
-        duration_s: 0: unknown.
-        codec: FFmpeg's name of it, whichever decoder there is.
-        digests: of the packets, in order of decoding: of all up to each of them.
+        entries: the frames in order of presentation, columns as `Entry`'s: `[num_frames, 3]` int64.
+        by_order: whether timestamps are missing or those of decoding. The frames are then, in their
+            order, what the decoder gives.
+        codec: FFmpeg's name of the codec, whichever decoder there is.
+        rate: frames per second on average; 0 if unknown.
+        duration_s: seconds from the first frame's beginning to the last one's end; 0 if unknown.
+        digests: `FRAME_DIGEST_BYTES` for each packet, in order of decoding: the digest of all
+            packets up to this one.
         time_base: seconds of a unit of `Entry.pts`.
     """
 
-    entries: list[Entry]
+    entries: np.ndarray
     by_order: bool
     codec: str
     rate: float
     duration_s: float
-    digests: list[bytes]
+    digests: bytes
     time_base: Fraction
 
     @property
+    def num_frames(self) -> int:
+        return len(self.entries)
+
+    def entry(self, frame: int) -> Entry:
+        return Entry(*self.entries[frame].tolist())
+
+    @property
     def frame_digests(self) -> bytes:
-        return b"".join(self.digests[entry.packet] for entry in self.entries)
+        """The digests of the frames' packets, one after another."""
+        of_packets = np.frombuffer(self.digests, f"V{FRAME_DIGEST_BYTES}")
+        return of_packets[self.entries[:, 1]].tobytes()
 
 
 class Reader:
@@ -222,99 +227,157 @@ def packets_of(container: InputContainer, stream: VideoStream) -> Iterator[Packe
         yield last
 
 
-def read_index(container: InputContainer, stream: VideoStream) -> Index:
+def read_index(container: InputContainer, stream: VideoStream, file_bytes: int) -> Index:
     """Demuxes a whole file.
 
     Raises:
-        InvalidVideo: it has no frame.
+        InvalidVideo: the file has no frame, or its packets overlap.
     """
     codec, time_base = stream.codec_context, stream.time_base or Fraction(1, 1000)
-    hasher = blake3(_DOMAIN)
-    setup = f"{codec.name},{codec.width},{codec.height},{codec.pix_fmt},{time_base}"
-    for part in (setup.encode(), codec.extradata or b""):
-        hasher.update(len(part).to_bytes(8, "little") + part)
-    shown: list[_Frame] = []
-    keys: list[_Frame] = []  # with which decoding may start, whether they are shown or not
-    digests: list[bytes] = []
-    by_order = container.format.name == "avi"
+    digest = _PacketsDigest(codec, time_base, _OVERLAP * file_bytes + _OVERLAP_BYTES)
+    shown = _Frames()
+    keys = _Frames()  # with which decoding may start, whether they are shown or not
+    is_apng, is_vp8 = codec.name == "apng", codec.name == "vp8"
+    is_independent, by_order = codec.name in _INDEPENDENT, container.format.name == "avi"
     first_pts = latest = end = 0
     for number, packet in enumerate(packets_of(container, stream)):
         pts = packet.dts if packet.pts is None else packet.pts
         by_order = by_order or packet.pts is None
         pts = number if pts is None else pts
-        _digest_packet(hasher, packet, pts - first_pts)
-        digests.append(hasher.digest(FRAME_DIGEST_BYTES))
+        digest.add(packet, pts - first_pts)
         # An APNG's first frame, which may say that it is blended over nothing, is a keyframe, too.
-        is_key = packet.is_keyframe or codec.name == "apng"
-        if is_key and (not keys or codec.name in _INDEPENDENT):
-            if not keys:
+        is_key = packet.is_keyframe or is_apng
+        if is_key and (is_independent or not keys.pts):
+            if not keys.pts:
                 first_pts = latest = pts
-            keys.append(_Frame(pts, number))
+            keys.add(pts, number)
         # An edit list cuts a video anywhere: what its frames need is there, but not shown.
-        if not keys or packet.is_discard or _is_hidden(packet, codec.name):
+        if not keys.pts or packet.is_discard or (is_vp8 and _is_hidden(packet)):
             continue
         # Files that were joined start their clocks anew.
         by_order = by_order or (packet.is_keyframe and pts < latest)
         latest = max(latest, pts)
         if pts >= first_pts or by_order:
-            shown.append(_Frame(pts, number))
+            shown.add(pts, number)
             end = max(end, pts + max(packet.duration or 0, 0))
-    if not shown:
+    if not shown.pts:
         raise InvalidVideo("the video has no frame")
-    entries = _presented(shown, keys, by_order)
+    entries = _in_order(shown, keys) if by_order else _presented(shown, keys)
     end = len(entries) if by_order else end
     time_base = 1 / (stream.average_rate or Fraction(24)) if by_order else time_base
     rate, duration_s = _times(entries, end, time_base, stream.average_rate)
     name = codec.codec.canonical_name
-    return Index(entries, by_order, name, rate, duration_s, digests, time_base)
+    return Index(entries, by_order, name, rate, duration_s, bytes(digest.digests), time_base)
 
 
-def _digest_packet(hasher: blake3, packet: Packet, pts: int) -> None:
-    data = bytes(packet)
-    hasher.update(b"%d,%d,%d," % (pts, packet.is_discard, len(data)))
-    hasher.update(data)
-    for side in packet.iter_sidedata():
-        extra = bytes(side)
-        hasher.update(b"%s,%d," % (side.data_type.encode(), len(extra)))
-        hasher.update(extra)
+class _Frames:
+    """Frames in order of decoding. A file may have 250,000: no object for each.
 
-
-def _is_hidden(packet: Packet, codec: str) -> bool:
-    """VP8 has frames that are referred to and never shown."""
-    return codec == "vp8" and not memoryview(packet)[0] >> 4 & 1
-
-
-def _presented(shown: list[_Frame], keys: list[_Frame], by_order: bool) -> list[Entry]:
-    """In order of presentation. Decoding may start with the last keyframe that is both decoded and
-    shown before: frames that are decoded behind a keyframe, but shown before it, may need others.
+    Attributes:
+        pts: their times.
+        packets: indices of their packets.
     """
-    if by_order:
-        last = shown[-1].packet
-        return [
-            Entry(index, min(packet + _REORDERED, last), keys[0].packet)
-            for index, (_, packet) in enumerate(shown)
-        ]
-    entries: list[Entry] = []
-    for pts, packet in sorted(shown):
-        at = bisect_right(keys, packet, key=lambda key: key.packet) - 1
-        while keys[at].pts > pts:  # the first one's is the lowest
-            at -= 1
-        entries.append(Entry(pts, packet, keys[at].packet))
+
+    def __init__(self) -> None:
+        self.pts: list[int] = []
+        self.packets: list[int] = []
+
+    def add(self, pts: int, packet: int) -> None:
+        self.pts.append(pts)
+        self.packets.append(packet)
+
+    def arrays(self) -> tuple[np.ndarray, np.ndarray]:
+        """Times and packets, int64."""
+        return np.array(self.pts, np.int64), np.array(self.packets, np.int64)
+
+
+class _PacketsDigest:
+    """Digest of a stream's setup and of its packets, each of which covers all before it.
+
+    Args:
+        max_bytes: most bytes of all packets with their side data.
+
+    Attributes:
+        digests: `FRAME_DIGEST_BYTES` for each packet.
+    """
+
+    def __init__(self, codec: VideoCodecContext, time_base: Fraction, max_bytes: int) -> None:
+        self._bytes_left = max_bytes
+        setup = f"{codec.name},{codec.width},{codec.height},{codec.pix_fmt},{time_base}"
+        self._hasher = blake3(_DOMAIN)
+        for part in (setup.encode(), codec.extradata or b""):
+            self._hasher.update(len(part).to_bytes(8, "little") + part)
+        self.digests = bytearray()
+
+    def add(self, packet: Packet, pts: int) -> None:
+        """Covers a packet.
+
+        Raises:
+            InvalidVideo: the packets have too many bytes together.
+        """
+        self._count(packet.size)
+        hasher = self._hasher
+        hasher.update(b"%d,%d,%d," % (pts, packet.is_discard, packet.size))
+        hasher.update(packet)
+        for side in packet.iter_sidedata():
+            extra = bytes(side)
+            self._count(len(extra))
+            hasher.update(b"%s,%d," % (side.data_type.encode(), len(extra)))
+            hasher.update(extra)
+        self.digests += hasher.digest(FRAME_DIGEST_BYTES)
+
+    def _count(self, num_bytes: int) -> None:
+        self._bytes_left -= num_bytes
+        if self._bytes_left < 0:
+            raise InvalidVideo(
+                "the video's frames overlap in the file: together they have more than twice its "
+                "bytes"
+            )
+
+
+def _is_hidden(packet: Packet) -> bool:
+    """Returns whether a frame of VP8 is only referred to by others, and never shown."""
+    return not memoryview(packet)[0] >> 4 & 1
+
+
+def _in_order(shown: _Frames, keys: _Frames) -> np.ndarray:
+    """Entries of the frames in order of decoding, `[num_frames, 3]`."""
+    _, packets = shown.arrays()
+    entries = np.empty((len(packets), 3), np.int64)
+    entries[:, 0] = np.arange(len(packets))
+    entries[:, 1] = np.minimum(packets + _REORDERED, packets[-1])
+    entries[:, 2] = keys.packets[0]
     return entries
 
 
+def _presented(shown: _Frames, keys: _Frames) -> np.ndarray:
+    """Entries of the frames in order of presentation, `[num_frames, 3]`. Decoding may start with
+    the last keyframe that is both decoded and shown before a frame: frames that are decoded behind
+    a keyframe, but shown before it, may need others.
+    """
+    pts, packets = shown.arrays()
+    order = np.lexsort((packets, pts))
+    pts, packets = pts[order], packets[order]
+    key_pts, key_packets = keys.arrays()  # the first one's time is the lowest
+    start = np.searchsorted(key_packets, packets, "right") - 1
+    for _ in range(_REORDERED):
+        start -= key_pts[start] > pts
+    start[key_pts[start] > pts] = 0
+    return np.stack((pts, packets, key_packets[start]), axis=1)
+
+
 def _times(
-    entries: list[Entry], end: int, time_base: Fraction, average: Fraction | None
+    entries: np.ndarray, end: int, time_base: Fraction, average: Fraction | None
 ) -> tuple[float, float]:
-    """Frames per second, and seconds. The header's average, if the timestamps agree with it."""
+    """Frames per second, and seconds. The rate is the header's if the timestamps agree with it."""
     told = float(average) if average else 0.0
-    span = float((entries[-1].pts - entries[0].pts) * time_base)
+    first, last = int(entries[0, 0]), int(entries[-1, 0])
+    span = float((last - first) * time_base)
+    duration_s = float((end - first) * time_base)
     if len(entries) < 2 or span <= 0:
-        duration_s = float((end - entries[0].pts) * time_base)
         return told, max(duration_s, 0.0)
     counted = (len(entries) - 1) / span
     rate = told if abs(told - counted) <= _RATE_SLACK * counted else counted
-    duration_s = float((end - entries[0].pts) * time_base)
     return rate, duration_s if duration_s > span else len(entries) / rate
 
 

@@ -29,6 +29,9 @@ from services.encoder.decoding.clips.questions import Facts
 
 _LONG_GONE_S = 1.0
 _LONG_GONE_FRAMES = 3
+# A decoder gives a frame at most so many packets behind its own, or not at all. Gradual refreshes
+# of the picture take some hundreds.
+_LATE_PACKETS = 1024
 
 
 def probe(data: memoryview) -> Facts:
@@ -40,9 +43,9 @@ def probe(data: memoryview) -> Facts:
     with closing(Frames(data)) as frames:
         height, width = upright_size(frames.frame(0))
     index = frames.index
-    check_amount(len(index.entries), height, width, index.codec)
+    check_amount(index.num_frames, height, width, index.codec)
     return Facts(
-        num_frames=len(index.entries),
+        num_frames=index.num_frames,
         rate=index.rate,
         height=height,
         width=width,
@@ -64,7 +67,7 @@ class Frames:
 
     def __init__(self, data: memoryview) -> None:
         with opened(data) as (container, stream):
-            self.index = index = read_index(container, stream)
+            self.index = index = read_index(container, stream, len(data))
         self._data = data
         frames_s = _LONG_GONE_FRAMES / index.rate if index.rate else 0.0
         self._most_s = max(frames_s, _LONG_GONE_S)
@@ -78,10 +81,10 @@ class Frames:
         Raises:
             InvalidVideo: there is none of that index, or it cannot be decoded.
         """
-        if index >= len(self.index.entries):
-            raise InvalidVideo(f"the video has {len(self.index.entries)} frames, none of {index}")
+        if index >= self.index.num_frames:
+            raise InvalidVideo(f"the video has {self.index.num_frames} frames, none of {index}")
         with failures():
-            found = self._found(self.index.entries[index])
+            found = self._found(self.index.entry(index))
         if found is None:
             raise InvalidVideo(f"frame {index} of the video cannot be decoded")
         check_size(found.height, found.width)
@@ -102,7 +105,7 @@ class Frames:
         if self._skips and entry.start > self._num_read:
             self._skip(entry.start)
         while self._shown is None or self._shown[:2] < place:
-            following = self._peek()
+            following = self._peek(entry.packet)
             if following is None or following.pts > entry.pts:
                 break
             # Edit lists may show two frames at one time, which their packets tell apart.
@@ -137,14 +140,17 @@ class Frames:
         self._stream.codec_context.flush_buffers()
         self._decoded.clear()
         self._shown = None
-        first = self._peek()
+        first = self._peek(packet)
         if first is None or first.packet not in (packet, -1):
             self._skips = False
             self._rewind()
 
-    def _peek(self) -> _Given | None:
-        """The frame that the decoder gives next; None: there is none."""
-        while not self._decoded and not self._is_over:
+    def _peek(self, wanted: int) -> _Given | None:
+        """The frame that the decoder gives next. None if there is none, or none soon enough to be
+        that of the packet `wanted`.
+        """
+        last = wanted + _LATE_PACKETS
+        while not self._decoded and not self._is_over and self._num_read <= last:
             packet = next(self._packets, None)
             if packet is not None:
                 packet.opaque = self._num_read
