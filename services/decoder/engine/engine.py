@@ -32,7 +32,7 @@ from services.decoder.engine.messages import (
 from services.decoder.engine.sampling_gate import SamplingGate
 from services.decoder.engine.schedule.batch import Batch, Chunk
 from services.decoder.engine.schedule.block_manager import BlockManager
-from services.decoder.engine.schedule.row_states import row_states
+from services.decoder.engine.schedule.recurrent_states import states_of
 from services.decoder.engine.schedule.scheduler import CannotSchedule, Scheduler
 from services.decoder.engine.schedule.sequence import Sequence, SequenceState
 from services.decoder.engine.schedule.step_cost import StepCost, StepLoad
@@ -78,7 +78,7 @@ class Engine:
         self._overlap = overlap
         self._out_of_memory = out_of_memory
         self._step_cost = StepCost() if step_cost is None else step_cost
-        self._blocks = BlockManager(info.num_blocks, info.block_size, row_states(info))
+        self._blocks = BlockManager(info.num_blocks, info.block_size, states_of(info))
         self.scheduler = Scheduler(
             info,
             self._blocks,

@@ -11,7 +11,7 @@ block reads it in a later step, and the device runs steps in order, so nothing h
 from collections import OrderedDict
 
 from services.decoder.engine.schedule.prefix_hash import extend_hashes
-from services.decoder.engine.schedule.row_states import RowStates
+from services.decoder.engine.schedule.recurrent_states import NoStates
 from services.decoder.engine.schedule.sequence import Sequence
 
 
@@ -27,10 +27,10 @@ class BlockManager:
             of any sequence is found.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, states: RowStates | None = None) -> None:
+    def __init__(self, num_blocks: int, block_size: int, states: NoStates | None = None) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.states = states or RowStates()
+        self.states = states or NoStates()
         self.num_registrations = 0
         self._references = [0] * num_blocks
         self._blank = list(range(num_blocks - 1, -1, -1))  # free and not registered
