@@ -21,7 +21,7 @@ from services.common.errors import (
     TriptychError,
     Unavailable,
 )
-from services.common.frame_pairs import Clip, FramePairs, Sampling
+from services.common.frame_pairs import Clip, FramePairs, PixelLimits, Sampling
 from services.common.geometry import Size, Unit
 from services.common.images.image_header import read_header
 from services.common.images.image_key import FRAME_DIGEST_BYTES, frames_key, still_digest
@@ -29,11 +29,11 @@ from services.common.pb.encoder_pb2 import EncodeRequest, FramePair, ProbeRespon
 from services.gateway.bounds import Bounds
 from services.gateway.clients.encoders import EncoderPod
 from services.gateway.forms.responses import VideoUsage
+from services.gateway.forms.video import Taken, lists_frames
 from services.gateway.gather import gather
 from services.gateway.media.images import MAX_CONCURRENT_LOADS, Hold, MediaLoader, decode_base64
 from services.gateway.media.kinds import IMAGE, VIDEO, Kind
 
-_STILLS = "data:video/jpeg;"
 _MAX_LOST = 2  # encoders that may be lost over a file
 
 
@@ -42,12 +42,17 @@ class VideoSource:
     """A video as a request names it.
 
     Attributes:
-        urls: of its file, or of its frames.
+        urls: URL of the file, or URLs of the frames.
+        param: place of the video in the request.
+        limits: limits on the pixels of the resized frames.
+        taken: times of the frames that stand in place of a file.
     """
 
     urls: str | Sequence[str]
     param: str
     sampling: Sampling
+    limits: PixelLimits
+    taken: Taken
 
 
 def _has_failed(call: "asyncio.Task[ProbeResponse]") -> bool:
@@ -171,7 +176,7 @@ class VideoReader:
         videos: list[Video] = []
         for source in sources:
             try:
-                if isinstance(source.urls, str) and not source.urls.lower().startswith(_STILLS):
+                if isinstance(source.urls, str) and not lists_frames(source.urls):
                     most = self.bounds.max_video_bytes
                     data = await self.loader.load(source.urls, most, VIDEO, hold, tenant)
                     video = await self._of_file(source, data, probe)
@@ -241,8 +246,15 @@ class VideoReader:
             sizes.add(header.upright_size)
         if len(sizes) > 1:
             raise InvalidVideo("the frames of a video are of one size")
-        rate = wanted.fps or self.pairs.fps or 2.0
-        clip = Clip(count, rate, sizes.pop() if sizes else (1, 1))
+        taken = source.taken
+        rate = taken.rate or self.pairs.fps or 2.0
+        is_less = wanted.fps != rate and len(self.pairs.indices(count, rate, wanted)) < count
+        if taken.is_sampled and is_less:
+            raise InvalidRequest(
+                f"the video is given as {count} frames, of which none is left out: send fewer of "
+                "them, or leave out do_sample_frames"
+            )
+        clip = Clip(taken.num_frames or count, rate, sizes.pop() if sizes else (1, 1))
         digests = dict(enumerate(map(still_digest, stills)))
         video = self._video(source, range(count), clip, digests)
         video.stills = stills
@@ -255,16 +267,16 @@ class VideoReader:
         clip: Clip,
         digests: Mapping[int, bytes],
     ) -> Video:
-        pairs, cap = self.pairs, source.sampling.cap_pixels_per_frame
-        units = pairs.units(indices, clip.size, cap)
-        times = pairs.times(indices, clip.rate)
+        pairs, limits = self.pairs, source.limits
+        units = pairs.units(indices, clip.size, limits)
+        times = pairs.times(source.taken.indices or indices, clip.rate)
         usage = VideoUsage(
             len(indices),
             round(pairs.rate_of(indices, clip), 3),
             sum(pairs.num_tokens(unit) for unit in units),
             pairs.size_of(units[0]),
             [round(time, 1) for time in times],
-            pairs.cap_pixels_per_frame if cap is None else cap,
+            pairs.caps(limits),
         )
         return Video(source.param, units, times, usage, digests)
 
