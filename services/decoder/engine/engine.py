@@ -180,7 +180,7 @@ class Engine:
             self._finish(sequence, "aborted")
 
     def step(self) -> StepDone | None:
-        """Launches the next step, reads the step before, and returns the events if there are any."""
+        """Launches the next step, reads the step before, and returns its events, if any."""
         self.gate.sample()
         batch = self._planned[0] if self._planned is not None else self.scheduler.schedule()
         if batch.chunks:

@@ -118,7 +118,7 @@ class BlockManager:
         sequence.num_registered_blocks = num_full
 
     def free(self, sequence: Sequence) -> None:
-        """Takes the sequence's blocks back; registered blocks can be found until they are reused."""
+        """Takes the sequence's blocks back; registered blocks can be found until reused."""
         # The last block first, so that it is also reused first: a block is found only if all blocks
         # before it are.
         for block in reversed(sequence.block_table):
