@@ -409,6 +409,20 @@ def test_frames_count_as_pixels_of_the_tenant(loop_thread, tmp_path):
     assert "pixels per minute" in answers[1].json()["error"]["message"]
 
 
+def test_an_encoder_is_told_whose_file_it_is(loop_thread, tmp_path):
+    keys = tmp_path / "keys.json"
+    entry = {"id": "k", "tenant": "t", "sha256": hashlib.sha256(b"secret").hexdigest()}
+    keys.write_text(json.dumps({"keys": [entry], "tenants": {"t": {"weight": 2.5}}}))
+    stack = GatewayStack(loop_thread, tmp_path, api_keys=f"file:{keys}", log_level="ERROR")
+    body = {"messages": asking(video(clip(num_frames=75)))}
+    try:
+        with stack.client(headers={"authorization": "Bearer secret"}) as client:
+            assert client.post("/v1/chat/completions", json=body).status_code == 200
+        assert stack.encoder.probe_shares == [("t", 2.5)]
+    finally:
+        stack.close()
+
+
 def test_a_checkpoint_without_a_video_processor(loop_thread, tmp_path):
     stack = GatewayStack(loop_thread, tmp_path, log_level="ERROR")
     (stack.model_directory / "video_preprocessor_config.json").unlink()

@@ -31,8 +31,9 @@ from services.gateway.clients.encoders import EncoderPod
 from services.gateway.forms.responses import VideoUsage
 from services.gateway.forms.video import Taken, lists_frames
 from services.gateway.gather import gather
-from services.gateway.media.images import MAX_CONCURRENT_LOADS, Hold, MediaLoader, decode_base64
+from services.gateway.media.images import MAX_CONCURRENT_LOADS, MediaLoader, decode_base64
 from services.gateway.media.kinds import IMAGE, VIDEO, Kind
+from services.gateway.slot import Slot, Tenant
 
 _MAX_LOST = 2  # encoders that may be lost over a file
 
@@ -61,10 +62,11 @@ def _has_failed(call: "asyncio.Task[ProbeResponse]") -> bool:
 
 @dataclass(slots=True)
 class VideoFile:
-    """A file that encoders are sent once each."""
+    """A tenant's file that encoders are sent once each."""
 
     data: bytes
     digest: bytes
+    tenant: Tenant
     _sent: dict[str, "asyncio.Task[ProbeResponse]"] = field(
         default_factory=dict[str, "asyncio.Task[ProbeResponse]"]
     )
@@ -88,7 +90,7 @@ class VideoFile:
         """
         call = self._sent.get(encoder.address)
         if call is None or call is again or _has_failed(call):
-            call = asyncio.create_task(encoder.probe(self.data, timeout_s))
+            call = asyncio.create_task(encoder.probe(self.data, self.tenant, timeout_s))
             self._sent[encoder.address] = call
         await asyncio.shield(call)
         return call
@@ -158,17 +160,15 @@ class VideoReader:
     async def read(
         self,
         sources: Sequence[VideoSource],
-        hold: Hold,
+        slot: Slot,
         max_patches: int,
         probe: Probe,
-        tenant: str = "",
     ) -> list[Video]:
         """All videos, in order.
 
         Args:
-            hold: counts the bytes now held; may refuse.
-            max_patches: of one unit, before merging.
-            tenant: which of several asks.
+            slot: the request's. It counts the bytes that are held, and may refuse them.
+            max_patches: the most patches of one unit, before merging.
 
         Raises:
             TriptychError: of the first video that fails; its `param` names the video.
@@ -178,10 +178,11 @@ class VideoReader:
             try:
                 if isinstance(source.urls, str) and not lists_frames(source.urls):
                     most = self.bounds.max_video_bytes
-                    data = await self.loader.load(source.urls, most, VIDEO, hold, tenant)
-                    video = await self._of_file(source, data, probe)
+                    name = slot.tenant.name
+                    data = await self.loader.load(source.urls, most, VIDEO, slot.hold, name)
+                    video = await self._of_file(source, data, slot, probe)
                 else:
-                    stills = await self._stills(source, hold, tenant)
+                    stills = await self._stills(source, slot)
                     video = await asyncio.to_thread(self._of_stills, source, stills)
                 self._check(videos, video, max_patches)
             except TriptychError as error:
@@ -190,8 +191,8 @@ class VideoReader:
             videos.append(video)
         return videos
 
-    async def _of_file(self, source: VideoSource, data: bytes, probe: Probe) -> Video:
-        file = VideoFile(data, await asyncio.to_thread(still_digest, data))
+    async def _of_file(self, source: VideoSource, data: bytes, slot: Slot, probe: Probe) -> Video:
+        file = VideoFile(data, await asyncio.to_thread(still_digest, data), slot.tenant)
         try:
             probed, address = await probe(file)
         except BaseException:
@@ -211,7 +212,7 @@ class VideoReader:
         video.file, video.address = file, address
         return video
 
-    async def _stills(self, source: VideoSource, hold: Hold, tenant: str) -> list[bytes]:
+    async def _stills(self, source: VideoSource, slot: Slot) -> list[bytes]:
         if isinstance(source.urls, str):
             self._check_number(source.urls.count(",", 0, 1 << 20))
             most = (self.bounds.max_video_frames, self.bounds.max_image_bytes)
@@ -226,7 +227,7 @@ class VideoReader:
             index, url = place
             try:
                 most = self.bounds.max_image_bytes
-                data = await self.loader.load(url, most, IMAGE, hold, tenant)
+                data = await self.loader.load(url, most, IMAGE, slot.hold, slot.tenant.name)
             except TriptychError as error:
                 error.param = f"{source.param}.video[{index}]"
                 raise
