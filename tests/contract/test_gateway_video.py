@@ -409,6 +409,24 @@ def test_frames_count_as_pixels_of_the_tenant(loop_thread, tmp_path):
     assert "pixels per minute" in answers[1].json()["error"]["message"]
 
 
+def test_a_file_that_is_refused_counts_its_bytes(loop_thread, tmp_path):
+    keys = tmp_path / "keys.json"
+    entry = {"id": "k", "tenant": "t", "sha256": hashlib.sha256(b"secret").hexdigest()}
+    tenants = {"t": {"pixels_per_minute": 5000}}
+    keys.write_text(json.dumps({"keys": [entry], "tenants": tenants}))
+    stack = GatewayStack(loop_thread, tmp_path, api_keys=f"file:{keys}", log_level="ERROR")
+    body = {"messages": asking(video(data_url(b"x" * 2000)))}
+    try:
+        with stack.client(headers={"authorization": "Bearer secret"}) as client:
+            answers = [client.post("/v1/chat/completions", json=body) for _ in range(3)]
+        assert [answer.status_code for answer in answers] == [400, 400, 429]
+        assert "pixels per minute" in answers[2].json()["error"]["message"]
+        assert answers[2].json()["error"]["param"] == PLACE
+        assert len(stack.encoder.probes) == 2
+    finally:
+        stack.close()
+
+
 def test_an_encoder_is_told_whose_file_it_is(loop_thread, tmp_path):
     keys = tmp_path / "keys.json"
     entry = {"id": "k", "tenant": "t", "sha256": hashlib.sha256(b"secret").hexdigest()}

@@ -192,6 +192,7 @@ class VideoReader:
         return videos
 
     async def _of_file(self, source: VideoSource, data: bytes, slot: Slot, probe: Probe) -> Video:
+        await slot.charge_file(len(data))
         file = VideoFile(data, await asyncio.to_thread(still_digest, data), slot.tenant)
         try:
             probed, address = await probe(file)
