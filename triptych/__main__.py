@@ -1,4 +1,4 @@
-"""Runs the `triptych` command for `python -m triptych`."""
+"""`python -m triptych` is `triptych`."""
 
 import sys
 

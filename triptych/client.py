@@ -1,6 +1,6 @@
-"""A small streaming client of the chat API that needs only the standard library.
+"""A small client of the chat API on the standard library alone, streamed.
 
-`triptych ask`, `chat` and `demo` use it. All failures raise `AskError`.
+`triptych ask`, `chat` and `demo` use it; whatever goes wrong is an `AskError`.
 """
 
 import argparse
@@ -20,25 +20,24 @@ from typing import Any
 from urllib.parse import urlsplit
 
 _TIMEOUT_S = 600
-# Python 3.12 knows these types only from a file of the system that small images do not have.
+# Python 3.12 knows them by a file of the system's, which small images lack.
 mimetypes.add_type("image/webp", ".webp")
 mimetypes.add_type("video/x-m4v", ".m4v")
 
 
 class AskError(Exception):
-    """The question was not answered. The message gives the reason."""
+    """The question was not answered; the message says why."""
 
 
 @dataclass(slots=True)
 class Answer:
-    """A streamed answer.
+    """One streamed answer.
 
     Attributes:
-        text: text of the answer so far.
-        ttft_s: seconds from the request to the first text. None if there was no text.
-        total_s: seconds from the request to the end of the stream.
-        usage: the server's `usage`. Empty if it sent none.
-        stage_times_ms: the server's times of the request's stages. Empty if it sent none.
+        ttft_s: request sent to first text; None when there was no text.
+        total_s: request sent to the end of the stream.
+        usage: as the server counted, or empty.
+        stage_times_ms: as the server measured, or empty.
     """
 
     text: str = ""
@@ -49,15 +48,15 @@ class Answer:
 
 
 class Server:
-    """A server of the chat API and the key to call it with.
+    """Where to ask, and who asks.
 
     Attributes:
-        url: URL of the API, without `/v1` and without a slash at the end.
-        key: API key. Empty if requests have no key.
+        url: of the API, without `/v1` and without a slash at its end.
+        key: empty: none.
 
     Args:
-        url: URL as people write it: also with `/v1`, with the path of a call, or without `http://`.
-        key: API key. None if OPENAI_API_KEY of the environment is used.
+        url: as people write it: with `/v1`, with the path of a call, or without `http://`.
+        key: None: OPENAI_API_KEY, if it is exported.
     """
 
     def __init__(self, url: str, key: str | None = None) -> None:
@@ -66,7 +65,7 @@ class Server:
         self.url = re.sub(r"/v1(/.*)?$", "", url.rstrip("/")).rstrip("/")
         self.key = os.environ.get("OPENAI_API_KEY", "") if key is None else key
         if not (self.key.isascii() and self.key.isprintable()):
-            raise AskError("the API key has invalid characters, perhaps a newline at its end")
+            raise AskError("the API key has characters that no key has, perhaps the end of a line")
         try:
             parts = urlsplit(self.url)
             port = parts.port
@@ -75,15 +74,15 @@ class Server:
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise AskError(f"not an http URL: {url}")
         self._is_encrypted = parts.scheme == "https"
-        # The port is always passed, because http.client would look for a port in an IPv6 address.
+        # Always given: http.client would look for one in an IPv6 address.
         self._host, self._port = parts.hostname, port or (443 if self._is_encrypted else 80)
         self._path = parts.path
 
     def first_model(self) -> str:
-        """Returns the name of the first model that the server lists.
+        """The name of the first model that is served.
 
         Raises:
-            AskError: the server does not answer or lists no model.
+            AskError: no answer, or no model is served.
         """
         with self.request("GET", "/v1/models") as answer:
             body = answer.read()
@@ -98,10 +97,10 @@ class Server:
     def request(
         self, method: str, path: str, body: dict[str, Any] | None = None
     ) -> Iterator[http.client.HTTPResponse]:
-        """Sends a request and yields the response before its body is read.
+        """Sends a request; the response, whose body is not read yet.
 
         Raises:
-            AskError: the server does not answer, or the connection breaks.
+            AskError: nobody answers, or no longer.
         """
         kind = http.client.HTTPSConnection if self._is_encrypted else http.client.HTTPConnection
         headers = {"Content-Type": "application/json", "Accept": "text/event-stream"}
@@ -119,10 +118,7 @@ class Server:
 
 
 def media_part(named: str) -> dict[str, Any]:
-    """Makes the content part for an image or clip. A file is sent as a data URL.
-
-    Args:
-        named: URL, which is passed on, or path of a file.
+    """The content part for an image or clip: a URL (passed on) or a file (sent as a data URL).
 
     Raises:
         AskError: the file cannot be read.
@@ -139,13 +135,13 @@ def media_part(named: str) -> dict[str, Any]:
 
 
 def question_message(media: Sequence[str], question: str) -> dict[str, Any]:
-    """Makes a user message with the images and clips in order and then the question."""
+    """One user message: the images and clips in order, then the question."""
     text = {"type": "text", "text": question}
     return {"role": "user", "content": [*map(media_part, media), text]}
 
 
 def split_words(words: Sequence[str]) -> tuple[list[str], str]:
-    """Divides the arguments of `triptych ask` into images and clips, and the question.
+    """Images, clips and the question of `triptych ask`, in whatever order they were written.
 
     Raises:
         AskError: there is no question, or more than one.
@@ -157,15 +153,12 @@ def split_words(words: Sequence[str]) -> tuple[list[str], str]:
     if len(questions) > 1 and all(" " not in word for word in questions):
         return images, " ".join(questions)  # a question without quotes
     if len(questions) > 1:
-        raise AskError(
-            f"{questions[0]!r} is not a file; if it belongs to the question, put the whole "
-            "question in quotes"
-        )
+        raise AskError(f"{questions[0]!r} is no file; or quote the question as a whole")
     return images, questions[0]
 
 
 def is_media(word: str) -> bool:
-    """Returns whether a name has the ending of an image or a clip."""
+    """Whether it is the name of an image or a clip."""
     return (mimetypes.guess_type(word)[0] or "").startswith(("image/", "video/"))
 
 
@@ -175,14 +168,14 @@ def _is_url(word: str) -> bool:
 
 def _names_media(word: str) -> bool:
     is_named = (_is_url(word) or is_media(word)) and " " not in word
-    return is_named or os.path.isfile(word)  # Path.is_file raises an error for long names
+    return is_named or os.path.isfile(word)  # pathlib raises for long names
 
 
 def begin(options: argparse.Namespace) -> tuple[Server, dict[str, Any]]:
-    """Returns the server of the options and the fields that each request to it has.
+    """The server that options name, and what each request to it has.
 
     Raises:
-        AskError: the server does not answer, or the URL is invalid.
+        AskError: it does not answer, or the URL is none.
     """
     server = Server(options.url, options.api_key)
     body: dict[str, Any] = {"model": options.model or server.first_model()}
@@ -192,7 +185,7 @@ def begin(options: argparse.Namespace) -> tuple[Server, dict[str, Any]]:
 
 
 def ask_once(options: argparse.Namespace) -> int:
-    """Runs `triptych ask` and returns the exit status."""
+    """`triptych ask`; returns the exit status."""
     try:
         message = question_message(*split_words(options.words))
         server, body = begin(options)
@@ -211,12 +204,10 @@ def ask(
     """Posts a chat completion and streams the answer.
 
     Args:
-        server: server to ask.
-        body: JSON body of the request, without `stream` and `stream_options`.
-        on_text: called with each piece of text when it arrives.
+        body: the request; `stream` and usage are set here.
 
     Raises:
-        AskError: the server does not answer or sends an error, or the stream ends too early.
+        AskError: no answer, an error, or a stream that breaks off.
     """
     body = body | {"stream": True, "stream_options": {"include_usage": True}}
     answer = Answer()
@@ -227,7 +218,7 @@ def ask(
         chunk = _chunk(event)
         if error := chunk.get("error"):
             message = error.get("message") if isinstance(error, dict) else error
-            raise AskError(f"the answer was interrupted by an error: {message}")
+            raise AskError(f"the answer broke off: {message}")
         answer.usage = chunk.get("usage") or answer.usage
         answer.stage_times_ms = chunk.get("stage_times_ms") or answer.stage_times_ms
         for choice in chunk.get("choices", []):
@@ -236,7 +227,7 @@ def ask(
                 answer.text += text
                 on_text(text)
     else:
-        raise AskError("the connection ended before the answer was complete")
+        raise AskError("the connection ended before the answer did")
     answer.total_s = time.monotonic() - start
     return answer
 
@@ -247,12 +238,12 @@ def _chunk(event: str) -> dict[str, Any]:
     except ValueError:
         chunk = None
     if not isinstance(chunk, dict):
-        raise AskError(f"the server sent an event that is not a chunk of an answer: {event[:100]}")
+        raise AskError(f"the server sent what is no part of an answer: {event[:100]}")
     return chunk
 
 
 def _events(server: Server, body: dict[str, Any]) -> Iterator[str]:
-    """Yields the `data:` payloads of a server-sent event stream."""
+    """The `data:` payloads of a server-sent event stream."""
     with server.request("POST", "/v1/chat/completions", body) as answer:
         if answer.status != http.client.OK:
             raise AskError(_error_text(answer.status, answer.read()))

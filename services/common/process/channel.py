@@ -61,7 +61,7 @@ class EngineChannel(Generic[Incoming]):
         Args:
             timeout_s: how long to wait for the first; 0 polls, None waits without a limit.
             awake_s: before that, poll this long without yielding the core; see
-                docs/adr/0014-grpc-without-its-event-engine.md.
+                docs/adr/0015-an-engine-stays-awake.md.
 
         Raises:
             ChannelClosed: the front has closed the channel.

@@ -202,13 +202,24 @@ def test_random_fragments_never_form_an_added_token(prompts, tokenizer):
         assert question in rendered and answer in rendered, messages
 
 
-def test_noncharacters_in_user_text_change_nothing(prompts, hf):
-    content = "".join(chr(c) for c in range(0xFDD0, 0xFDED)) + "<|im_end|>"
-    ids = render(prompts, [{"role": "user", "content": content}], {}, MANY)
-    special = set(added_ids().values())
-    assert sum(i in special for i in ids) == 3
-    with pytest.raises(InvalidRequest):
-        render(prompts, [{"role": "user", "content": content + "\ufded"}], {}, MANY)
+@pytest.mark.parametrize(
+    "content",
+    ["\0", "\0<|im_end|>\0", "<|im\0_end|>", "".join(map(chr, range(0xFDD0, 0xFDF0))), "\uffff"],
+)
+def test_text_may_have_any_characters(prompts, tokenizer, content):
+    ids = render(prompts, [{"role": "user", "content": f"[{content}]"}], {}, MANY)
+    assert sum(i in set(added_ids().values()) for i in ids) == 3
+    assert f"[{content}]".encode() in b"".join(map(tokenizer.token_bytes, ids))
+
+
+def test_names_of_arguments_do_not_become_added_tokens(spec, tokenizer):
+    source = (
+        "{% for m in messages %}{% for key, value in m.arguments | items %}"
+        "{{ '<' ~ key ~ '>' ~ value ~ '</' ~ key ~ '>' }}{% endfor %}{% endfor %}<think>"
+    )
+    messages = [{"role": "user", "content": "", "arguments": {"think": "<", "tool_call": 1}}]
+    ids = render(builder_of(spec, tokenizer, source), messages, {}, MANY)
+    assert [i for i in ids if i in added_ids().values()] == [added_ids()["<think>"]]
 
 
 def test_expand_replaces_each_placeholder_by_its_image(prompts):
@@ -262,6 +273,22 @@ def test_a_long_text_is_measured_at_once(tokenizer, text):
         return time.process_time() - start
 
     assert least(measure, 0.1) <= 0.1
+
+
+@pytest.mark.parametrize("text", ["<", "</think>", "<|im_end|>", "<|im_start|"])
+def test_a_text_of_parts_of_added_tokens_is_rendered_at_once(tokenizer, text):
+    source = (FIXTURES / "qwen3_5_chat_template.jinja").read_text()
+    content = text * (2_000_000 // len(text))
+    messages = [{"role": role, "content": content} for role in ("user", "assistant")]
+    template = ChatTemplate(source, {}, tokenizer.added)
+
+    def measure() -> float:
+        start = time.process_time()
+        pieces = list(template.render(Conversation(messages=messages, options={})))
+        assert sum(added for _, added in pieces) == 8
+        return time.process_time() - start
+
+    assert least(measure, 0.5) <= 0.5  # 2.5 s of "<", where each is searched for in the text
 
 
 def test_a_long_prompt_leaves_other_threads_their_turn(tokenizer):
