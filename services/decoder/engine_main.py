@@ -1,8 +1,8 @@
 """The engine process: `python -m services.decoder.engine_main`, started by the decoder's front.
 
-It owns the device. It exits with status 0 when the front has exited or sends `Shutdown`. When the
-model cannot be loaded or the device fails, it logs the reason and exits with status 1, and so does
-the front. Where several ranks share the model, it is rank 0.
+The process owns the device. It exits with status 0 when the front has exited or sends `Shutdown`.
+If the model cannot be loaded or the device fails, the process logs the reason and exits with status
+1, and so does the front. Where several ranks share the model, the process is rank 0.
 """
 
 import services.common.process.rare_gc  # noqa: F401 - before torch
@@ -11,7 +11,6 @@ import services.common.process.rare_gc  # noqa: F401 - before torch
 import logging
 import socket
 import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,6 +27,7 @@ from services.decoder.engine.calibration import measured_cost
 from services.decoder.engine.engine import Engine
 from services.decoder.engine.mask_gate import MaskGate
 from services.decoder.engine.messages import FrontMessage, KernelCalls, MaskLink, Shutdown
+from services.decoder.engine.run.model_runner import ModelRunner
 from services.decoder.engine.run.runner_factory import create_runner
 from services.decoder.engine.step import Runner
 from services.decoder.engine_options import AWAKE_S, log_failure, runner_options, set_threads
@@ -40,8 +40,9 @@ from services.decoder.settings import DecoderSettings
 log = logging.getLogger("services.decoder.engine")
 
 _KERNEL_CALLS_PERIOD_S = 1.0
-_TIMING_S_GPU, _TIMING_S_CPU = 1.0, 0.4  # of the steps that are timed at the start
-# Between two looks at the device while token masks are missing.
+# Time that timing steps at the start may take.
+_TIMING_S_GPU, _TIMING_S_CPU = 1.0, 0.4
+# Time between two looks at the device while token masks are missing.
 _MASK_POLL_S = 0.00002
 
 
@@ -49,7 +50,7 @@ def run(
     engine: Engine,
     gate: MaskGate,
     channel: EngineChannel[FrontMessage],
-    kernel_calls: Callable[[], dict[str, int]],
+    runner: ModelRunner,
     link: socket.socket | None = None,
     *,
     awake_s: float = 0.0,
@@ -57,9 +58,13 @@ def run(
     """Serves the front until it sends `Shutdown`.
 
     Args:
-        kernel_calls: the runner's counts, for the front's metrics.
-        link: to the front, over which the descriptors of each `MaskLink` come.
-        awake_s: see `EngineChannel.receive`.
+        engine: the engine that obeys the front's messages.
+        gate: the engine's gate, which takes token masks.
+        channel: the channel to the front.
+        runner: the owner of the device, whose kernel calls the front exports as metrics.
+        link: socket to the front, over which the descriptors of each `MaskLink` come. None if
+            there are no mask processes.
+        awake_s: seconds of polling after the last work; see `EngineChannel.receive`.
 
     Raises:
         ChannelClosed: the front has exited.
@@ -95,7 +100,7 @@ def run(
             channel.send(done)
             if (now := time.monotonic()) - reported_at >= _KERNEL_CALLS_PERIOD_S:
                 reported_at = now
-                channel.send(KernelCalls(kernel_calls()))
+                channel.send(KernelCalls(runner.kernel_calls))
 
 
 def main() -> int:
@@ -132,7 +137,7 @@ def _serve(
     ranks: Ranks,
     processes: RankProcesses | None,
 ) -> None:
-    """Loads the model, and serves the front until it sends `Shutdown`."""
+    """Loads the model, and serves the front until the front sends `Shutdown`."""
     channel, on_gpu = EngineChannel[FrontMessage](end.end, FrontMessage), device != "cpu"
     model_runner = create_runner(runner_options(settings, device), end.arena, ranks)
     runner: Runner = model_runner
@@ -154,7 +159,7 @@ def _serve(
     freeze_gc()
     channel.send(runner.info)
     awake_s = AWAKE_S if on_gpu else 0.0
-    run(engine, gate, channel, lambda: model_runner.kernel_calls, end.links[0], awake_s=awake_s)
+    run(engine, gate, channel, model_runner, end.links[0], awake_s=awake_s)
 
 
 if __name__ == "__main__":

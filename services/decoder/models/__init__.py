@@ -1,11 +1,10 @@
 """Language models. Dense families share one transformer; their `TextSpec` holds what differs.
 
-`LAYER_KINDS` are what some models have in place of a layer's parts: one file and one line each,
-imported by the models that need it.
+`LAYER_KINDS` lists the parts that some models have in place of a dense layer's parts. Each kind is
+one file and one line here, and only the models that need it import it.
 """
 
 import importlib
-from collections.abc import Callable
 from typing import Any
 
 LAYER_KINDS = {
@@ -14,7 +13,7 @@ LAYER_KINDS = {
 }
 
 
-def layer_kind(name: str) -> Callable[..., Any]:
-    """The class of a kind."""
+def layer_kind(name: str) -> type[Any]:
+    """Returns the class of a kind."""
     module, found = LAYER_KINDS[name]
     return getattr(importlib.import_module(module), found)

@@ -1,9 +1,10 @@
 """The way of a step's tokens back to the host."""
 
-import torch
-from torch import Tensor
+from typing import cast
 
-from services.decoder.engine.run.pending_step import DevicePendingStep, Readback
+import torch
+
+from services.decoder.engine.run.pending_step import DevicePendingStep, PinnedBuffer, Readback
 from services.decoder.engine.run.sampler import Sampled
 
 
@@ -23,11 +24,12 @@ class PretendedGpu(Readback):
 
     def __init__(self) -> None:
         super().__init__(4, torch.device("cuda"))
-        self.made: list[tuple[Tensor, FakeEvent]] = []
+        self.made: list[FakeEvent] = []
 
-    def _made(self) -> tuple[Tensor, torch.cuda.Event]:
-        self.made.append((torch.full((4,), -9, dtype=torch.int32), FakeEvent()))
-        return self.made[-1]  # type: ignore[return-value]
+    def new_buffer(self) -> PinnedBuffer:
+        self.made.append(FakeEvent())
+        event = cast(torch.cuda.Event, self.made[-1])
+        return PinnedBuffer(torch.full((4,), -9, dtype=torch.int32), event, self.free)
 
 
 def test_buffers_and_events_are_used_again_when_their_step_was_read_and_not_before() -> None:
@@ -42,7 +44,7 @@ def test_buffers_and_events_are_used_again_when_their_step_was_read_and_not_befo
     assert first.result().token_ids.tolist() == [[1], [2], [3]]
     third = launch(5, 6)
     assert len(readback.made) == 2
-    assert readback.made[0][1].calls == ["record", "synchronize", "record"]
+    assert readback.made[0].calls == ["record", "synchronize", "record"]
     assert first.result().token_ids.tolist() == [[1], [2], [3]], "what was read stays"
     assert second.result().token_ids.tolist() == [[4]]
     assert third.result().token_ids.tolist() == [[5], [6]]

@@ -7,11 +7,16 @@ from torch import Tensor
 
 
 class MaskBuffer:
-    """The `model_runner.LateMasks` of a device: masks are packed on the host and uploaded at once.
+    """The token masks of one step after another, packed on the host and uploaded at once.
 
-    On a GPU there are two pinned host buffers, used in turn, and one on the device. The copy has a
-    stream of its own, so that it runs beside the step that will be sampled. On a CPU the host
-    buffer is read.
+    On a GPU there are two pinned host buffers, used in turn, and one buffer on the device. The copy
+    has a stream of its own, so that it runs beside the step that will be sampled. On a CPU the
+    sampler reads the host buffer.
+
+    Args:
+        num_rows: the most masks of a step.
+        vocab_size: number of tokens that a mask has bits for.
+        device: the device that samples.
     """
 
     def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
@@ -22,22 +27,30 @@ class MaskBuffer:
         self._events = [torch.cuda.Event() for _ in range(turns)] if cuda else []
         self._device_side = torch.empty(shape, dtype=torch.int32, device=device)
         self._stream = torch.cuda.Stream(device) if cuda else None
-        self._read = torch.cuda.Event() if cuda else None  # the last masks
+        self._read = torch.cuda.Event() if cuda else None  # after the last masks were read
         self._turn = 0
 
     def device(self, count: int) -> Tensor:
+        """Returns `[count, ceil(vocab_size / 32)]` int32, which the next `upload` fills."""
         return (self._device_side if self._events else self._hosts[0])[:count]
 
     def begin(self) -> None:
+        """Starts on the masks of another step.
+
+        The call has to come after the step with the masks before was sampled, and before the step
+        that reads these masks is launched.
+        """
         self._turn = (self._turn + 1) % len(self._hosts)
         if self._read is not None:
             self._events[self._turn].synchronize()  # long done
             self._read.record()
 
     def put(self, index: int, mask: npt.NDArray[np.int32]) -> None:
+        """Copies one of the step's masks."""
         self._arrays[self._turn][index] = mask
 
     def upload(self, count: int) -> None:
+        """Enqueues the copy of the first `count` masks before the next launch."""
         if self._stream is not None and self._read is not None:
             copied = self._events[self._turn]
             with torch.cuda.stream(self._stream):

@@ -1,13 +1,11 @@
-"""The model runner: steps in, sampled tokens out. The only owner of its device.
+"""The model runner turns steps into sampled tokens, and is the only owner of its device.
 
-The engine calls it, with nothing but a `Step`. An exception of the device is the engine's to
-handle. `StepComputer` is the half of a step that every rank has; here is the half of the one rank
-that samples: tokens of logits, log-probabilities, copies to the host.
+The engine calls the runner with nothing but a `Step`, and handles exceptions of the device.
+`StepComputer` computes the part of a step that every rank has. The runner does the part of the one
+rank that samples: tokens from logits, log-probabilities, and copies to the host.
 """
 
-from collections.abc import Callable
-from functools import partial
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -19,7 +17,9 @@ from services.decoder.attention.base import AttentionBackend
 from services.decoder.engine.messages import EngineInfo, SamplingParams
 from services.decoder.engine.run.graphs import DeviceState
 from services.decoder.engine.run.images import ImageReader
+from services.decoder.engine.run.mask_buffer import MaskBuffer
 from services.decoder.engine.run.pending_step import DevicePendingStep, HostTokens, Readback
+from services.decoder.engine.run.prompt_scores import score_prompt
 from services.decoder.engine.run.sampler import Sampled, Sampler
 from services.decoder.engine.run.step_computer import Computed, StepComputer
 from services.decoder.engine.run.step_inputs import StepInputs
@@ -38,35 +38,6 @@ _WARM_UP_PARAMS = (
 Sampling = SamplingInputs | MaskedRows | None  # what `Sampler.prepare` returns
 
 
-class LateMasks(Protocol):
-    """Token masks on their way to the device, of one step after the other."""
-
-    def device(self, count: int) -> Tensor:
-        """`[count, ceil(vocab_size / 32)]` int32, which the next `upload` fills."""
-        ...
-
-    def begin(self) -> None:
-        """Starts on the next step's masks. To be called when the step of the last ones was sampled,
-        and before the one that reads these is launched.
-        """
-        ...
-
-    def put(self, index: int, mask: Int32Array) -> None:
-        """Copies one of the step's masks."""
-        ...
-
-    def upload(self, count: int) -> None:
-        """Enqueues the copy of the first `count` masks before what is launched next."""
-        ...
-
-
-class Extras(NamedTuple):
-    """What of sampling is not the core's."""
-
-    masks: LateMasks
-    score_prompt: Callable[..., tuple[Tensor, ...]]  # see `prompt_scores`
-
-
 class ModelRunner:
     """The `step.Runner` of a model. Not thread-safe.
 
@@ -74,8 +45,16 @@ class ModelRunner:
     and one copy back. All steps run on one stream, so that step n + 1 finds the tokens of step n in
     the rows.
 
+    Args:
+        info: the engine's limits.
+        model: the language model.
+        backend: the attention backend, which owns the KV cache.
+        state: the device's state of each row.
+        images: the reader of embeddings from the arena. None for a text model.
+        ranks: the ranks that share the model. Defaults to this process alone.
+
     Attributes:
-        computer: the half of a step that every rank has.
+        computer: computes the part of a step that every rank has.
     """
 
     def __init__(
@@ -85,7 +64,6 @@ class ModelRunner:
         backend: AttentionBackend,
         state: DeviceState,
         images: ImageReader | None,
-        extras: Extras,
         ranks: Ranks = ALONE,
     ) -> None:
         device = state.rows.blocks.device
@@ -95,33 +73,39 @@ class ModelRunner:
         self._last_tokens = state.rows.last_tokens
         self._staging = self.computer.staging
         self._sampler = Sampler(info.max_num_sequences, info.vocab_size, device, model.ops)
-        self._masks, self._score_prompt = extras
+        self._masks = MaskBuffer(info.max_num_sequences, info.vocab_size, device)
         self._readback = Readback(info.max_num_sequences, device)
         self._prepared: tuple[Step, StepInputs, Sampling] | None = None
 
     @property
     def kernel_calls(self) -> dict[str, int]:
-        """Calls so far by "operation=implementation", replayed ones included."""
+        """Number of calls by "operation=implementation", with calls in replayed graphs."""
         calls = self._model.ops.table.calls()
         return {f"{operation}={name}": count for (operation, name), count in calls.items()}
 
     @torch.inference_mode()
     def prepare(self, step: Step) -> None:
-        """Stages a step; see `step.Runner`. A row that is given to another sequence is the last
-        one's until the step before is sampled, so that such a step is not staged yet.
+        """Stages a step ahead; see `step.Runner`.
+
+        A step that gives a row to another sequence is not staged ahead: the row belongs to the
+        sequence before until the previous step is sampled.
         """
         if not step.sample.row_starts:
             self._prepared = self._stage(step)
 
     @torch.inference_mode()
     def execute(self, step: Step) -> DevicePendingStep:
-        """Launches a step; see `step.Runner`. One with late masks is sampled by what it returns."""
+        """Launches a step; see `step.Runner`.
+
+        The `sample` of the pending step samples a step with late masks; any other step is sampled
+        at once.
+        """
         prepared, self._prepared = self._prepared, None
         if prepared is None or prepared[0] is not step:
             prepared = self._stage(step)
         _, inputs, sampling = prepared
         late, masks = step.sample.late, step.sample.token_masks
-        if len(late):  # all are uploaded beside the step
+        if len(late):  # all masks are uploaded together, while the step is computed
             self._masks.begin()
             for index, mask in enumerate(masks):
                 self._masks.put(index, mask)
@@ -131,18 +115,12 @@ class ModelRunner:
             # The step still reads the arena, which may be reused once its result is there.
             return DevicePendingStep(self._readback.tokens(None), scores)
         if len(late) == 0:
-            return DevicePendingStep(self._sample(computed, sampling), scores)
-        first = len(masks)
-        return DevicePendingStep(
-            None,
-            scores,
-            put=lambda index, mask: self._masks.put(first + index, mask),
-            launch=partial(self._sample_late, computed, sampling, first + len(late)),
-            computed=self._readback.mark(),
-        )
+            return DevicePendingStep(self.sample(computed, sampling), scores)
+        waiting = _LateSampling(self, self._masks, computed, sampling, len(masks), len(late))
+        return DevicePendingStep(None, scores, late=waiting, computed=self._readback.mark())
 
     def _stage(self, step: Step) -> tuple[Step, StepInputs, Sampling]:
-        """Gives rows to other sequences, and puts both halves' arrays into the staging buffer."""
+        """Starts rows of other sequences, and puts all arrays into the staging buffer."""
         for start in step.sample.row_starts:
             self._sampler.start_row(start)
         compute, late_masks = step.compute, None
@@ -156,7 +134,7 @@ class ModelRunner:
         return step, inputs, prepared
 
     def _score(self, step: Step, hidden: Tensor | None) -> list[tuple[Tensor, ...]]:
-        """Logprobs of the prompt tokens that a step names, on their way to the host."""
+        """Scores the prompt tokens that a step names, and starts the copies to the host."""
         assert hidden is not None
         runs: list[tuple[Tensor, ...]] = []
         taken = 0
@@ -164,21 +142,18 @@ class ModelRunner:
             ids = step.sample.followers[taken : taken + count]
             followers = torch.from_numpy(ids.astype(np.int64))
             taken += count
-            found = self._score_prompt(
-                hidden[first : first + count], self._sampler.upload(followers),
-                self._model.logits, min(most, self.info.vocab_size), self.info.max_num_sequences,
-            )  # fmt: skip
+            found = score_prompt(
+                self._model,
+                hidden[first : first + count],
+                self._sampler.upload(followers),
+                min(most, self.info.vocab_size),
+                self.info.max_num_sequences,
+            )
             runs.append(tuple(map(self._readback.copy, found)))
         return runs
 
-    @torch.inference_mode()
-    def _sample_late(self, computed: Computed, sampling: Sampling, num_masks: int) -> HostTokens:
-        """`_sample` of a step whose masks are all there."""
-        self._masks.upload(num_masks)
-        return self._sample(computed, sampling)
-
-    def _sample(self, computed: Computed, sampling: Sampling) -> HostTokens:
-        """Samples tokens, keeps them for the next step, copies them to the host."""
+    def sample(self, computed: Computed, sampling: Sampling) -> HostTokens:
+        """Samples tokens, stores them for the next step, and starts their copy to the host."""
         _, logits, token_ids, rows = computed
         assert logits is not None and rows is not None
         if isinstance(sampling, SamplingInputs):
@@ -193,7 +168,7 @@ class ModelRunner:
         return self._readback.tokens(Sampled(token_ids, None))
 
     def _keep(self, rows: Tensor, token_ids: Tensor) -> None:
-        """Writes a step's tokens where the next step reads them."""
+        """Writes a step's tokens into the rows, where the next step reads them."""
         rows = rows[: len(token_ids)]  # without padding
         # A row that failed may be in the next step already, which then needs any valid id.
         self._last_tokens.index_copy_(0, rows, token_ids.clamp(min=0))
@@ -222,5 +197,34 @@ class ModelRunner:
         self._staging.upload()
         assert isinstance(inputs, MaskedRows)
         token_ids = self._model.ops.greedy(logits)
-        # Of meaningless tokens, which the row's next sequence does not read.
+        # The tokens are meaningless, and the next sequence of the row does not read them.
         self._model.ops.greedy_masked(logits, inputs, token_ids, self._last_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class _LateSampling:
+    """The sampling of a step whose last `num_late` token masks arrive while it is computed.
+
+    Attributes:
+        runner: the runner that launched the step.
+        masks: the masks of the step on their way to the device.
+        computed: the step's logits.
+        sampling: the inputs of the sampler.
+        num_known: number of masks that came with the step; late masks stand behind them.
+        num_late: number of late masks.
+    """
+
+    runner: ModelRunner
+    masks: MaskBuffer
+    computed: Computed
+    sampling: Sampling
+    num_known: int
+    num_late: int
+
+    def put(self, index: int, mask: Int32Array) -> None:
+        self.masks.put(self.num_known + index, mask)
+
+    @torch.inference_mode()
+    def launch(self) -> HostTokens:
+        self.masks.upload(self.num_known + self.num_late)
+        return self.runner.sample(self.computed, self.sampling)

@@ -1,7 +1,8 @@
 """The `step.PendingStep` of a device: a launched step whose results are copied to pinned memory."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -14,46 +15,97 @@ from services.decoder.engine.step import Int32Array, Scores, StepOutput
 
 _NO_TOKENS = torch.empty(0, dtype=torch.int32)
 
-# What a step sampled, on its way to the host; called once, it waits for the copies. Token ids
-# `[B]`, and `StepOutput.logprobs`.
-HostTokens = Callable[[], tuple[Int32Array, dict[int, list[Logprobs]]]]
+
+class HostTokens:
+    """The tokens that a step sampled, on their way to the host.
+
+    Args:
+        token_ids: `[B]` int32 on the host, valid once the buffer's event has happened.
+        logprobs: log-probabilities on the host, likewise. None if no row wants any.
+        sampling: the rows that want log-probabilities. None if no row does.
+        buffer: the pinned buffer under `token_ids`, which goes back to its pool when it was read.
+            None on a CPU, where there is nothing to wait for.
+    """
+
+    def __init__(
+        self,
+        token_ids: Tensor,
+        logprobs: SampledLogprobs | None,
+        sampling: SamplingInputs | None,
+        buffer: "PinnedBuffer | None" = None,
+    ) -> None:
+        self._token_ids = token_ids
+        self._logprobs = logprobs
+        self._sampling = sampling
+        self._buffer = buffer
+
+    def wait(self) -> tuple[Int32Array, dict[int, list[Logprobs]]]:
+        """Waits for the copies, and returns ids `[B]` and `StepOutput.logprobs`; called once."""
+        token_ids = self._token_ids.numpy()
+        if self._buffer is not None:
+            self._buffer.copied.synchronize()
+            token_ids = token_ids.copy()
+            self._buffer.pool.append(self._buffer)
+        return token_ids, _logprobs(self._logprobs, self._sampling)
+
+
+@dataclass(frozen=True, slots=True)
+class PinnedBuffer:
+    """Pinned memory for the token ids of one step.
+
+    Attributes:
+        ids: `[num_rows]` int32.
+        copied: event after the copy of the ids.
+        pool: the list of free buffers, to which the buffer goes back.
+    """
+
+    ids: Tensor
+    copied: torch.cuda.Event
+    pool: "list[PinnedBuffer]"
 
 
 class Readback:
     """Copies to pinned memory that do not stop the device; on a CPU there is nothing to copy.
 
-    Token ids have buffers and events of their own, used again when their step was read. Other
-    copies are rare: torch's allocator keeps and reuses their memory.
+    Token ids have pinned buffers and events of their own, which are used again when their step was
+    read. Other copies are rare: torch's allocator caches and reuses their memory.
+
+    Args:
+        num_rows: the most samples of a step.
+        device: the device that the values are copied from.
+
+    Attributes:
+        free: buffers whose step was read.
     """
 
     def __init__(self, num_rows: int, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
         self._num_rows = num_rows
-        self._free: list[tuple[Tensor, torch.cuda.Event]] = []
+        self.free: list[PinnedBuffer] = []
 
     def tokens(self, sampled: Sampled | None, sampling: SamplingInputs | None = None) -> HostTokens:
-        """A step's tokens; None: it has none, and is over when they would be there."""
+        """Starts the copy of a step's tokens.
+
+        Args:
+            sampled: the sampled tokens on the device. None if the step samples nothing; the result
+                then only says when the step is over.
+            sampling: the rows that want log-probabilities. None if no row does.
+        """
         token_ids = _NO_TOKENS if sampled is None else sampled.token_ids
         logprobs = None if sampled is None else sampled.logprobs
         if not self._cuda:
-            return lambda: (token_ids.numpy(), _logprobs(logprobs, sampling))
+            return HostTokens(token_ids, logprobs, sampling)
         if logprobs is not None:
             parts = (logprobs.chosen, logprobs.top_ids, logprobs.top)
             logprobs = SampledLogprobs(*map(self.copy, parts))
-        buffer, event = taken = self._free.pop() if self._free else self._made()
-        ids = buffer[: len(token_ids)]
+        buffer = self.free.pop() if self.free else self.new_buffer()
+        ids = buffer.ids[: len(token_ids)]
         ids.copy_(token_ids, non_blocking=True)
-        event.record()
-
-        def wait() -> tuple[Int32Array, dict[int, list[Logprobs]]]:
-            event.synchronize()
-            self._free.append(taken)
-            return ids.numpy().copy(), _logprobs(logprobs, sampling)
-
-        return wait
+        buffer.copied.record()
+        return HostTokens(ids, logprobs, sampling, buffer)
 
     def mark(self) -> torch.cuda.Event | None:
-        """An event after everything launched so far; None on a CPU."""
+        """Returns an event after everything launched so far, or None on a CPU."""
         if not self._cuda:
             return None
         event = torch.cuda.Event()
@@ -61,15 +113,28 @@ class Readback:
         return event
 
     def copy(self, values: Tensor) -> Tensor:
-        """A tensor on the host, when what is launched next is done."""
+        """Returns a tensor on the host, which is valid once the tokens of the same step are."""
         if not self._cuda:
             return values
         target = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
         return target.copy_(values, non_blocking=True)
 
-    def _made(self) -> tuple[Tensor, torch.cuda.Event]:
-        buffer = torch.empty(self._num_rows, dtype=torch.int32, pin_memory=True)
-        return buffer, torch.cuda.Event()
+    def new_buffer(self) -> PinnedBuffer:
+        """Allocates a buffer for one more step in flight."""
+        ids = torch.empty(self._num_rows, dtype=torch.int32, pin_memory=True)
+        return PinnedBuffer(ids, torch.cuda.Event(), self.free)
+
+
+class LateSampling(Protocol):
+    """The sampling of a launched step whose token masks arrive while the step is computed."""
+
+    def put(self, index: int, mask: Int32Array) -> None:
+        """Copies the mask of `SampleStep.late[index]`."""
+        ...
+
+    def launch(self) -> HostTokens:
+        """Launches the sampling; the step's logits are valid until the next step is executed."""
+        ...
 
 
 @dataclass(slots=True)
@@ -77,17 +142,16 @@ class DevicePendingStep:
     """A launched step.
 
     Attributes:
-        tokens: its samples; None: not sampled yet, because masks arrive while it is computed.
+        tokens: the sampled tokens. None if the step is not sampled yet, because token masks arrive
+            while it is computed.
         scores: the parts of `Scores`, on the host when `tokens` are.
-        put: of a step without samples: takes a mask and its place in `SampleStep.late`.
-        launch: launches its sampling; its logits are valid until the next step.
-        computed: happens when they are there; None: they are.
+        late: the sampling that waits for token masks. None if the step was sampled at once.
+        computed: event after the step's logits. None if they are there already.
     """
 
     tokens: HostTokens | None
     scores: Sequence[tuple[Tensor, ...]] = ()
-    put: Callable[[int, Int32Array], None] | None = None
-    launch: Callable[[], HostTokens] | None = None
+    late: LateSampling | None = None
     computed: torch.cuda.Event | None = None
     _output: StepOutput | None = field(default=None, init=False)
 
@@ -95,18 +159,18 @@ class DevicePendingStep:
         return self.computed is None or self.computed.query()
 
     def put_mask(self, index: int, mask: Int32Array) -> None:
-        assert self.put is not None
-        self.put(index, mask)
+        assert self.late is not None
+        self.late.put(index, mask)
 
     def sample(self) -> None:
-        assert self.launch is not None
-        self.tokens = self.launch()
+        assert self.late is not None
+        self.tokens = self.late.launch()
 
     def result(self) -> StepOutput:
-        """The step's tokens and scores, once they are there."""
+        """Waits for the step's tokens and scores, and returns them."""
         if self._output is None:
             assert self.tokens is not None, "the step's masks have not arrived"
-            ids, logprobs = self.tokens()
+            ids, logprobs = self.tokens.wait()
             scores = [Scores(*(part.numpy() for part in found)) for found in self.scores]
             ones = np.ones(len(ids), np.int32)
             self._output = StepOutput(ids[:, None], ones, logprobs, scores)
@@ -116,7 +180,7 @@ class DevicePendingStep:
 def _logprobs(
     found: SampledLogprobs | None, inputs: SamplingInputs | None
 ) -> dict[int, list[Logprobs]]:
-    """`StepOutput.logprobs`."""
+    """Returns `StepOutput.logprobs`."""
     if found is None or inputs is None:
         return {}
     chosen, top_ids, top = found.chosen.tolist(), found.top_ids.tolist(), found.top.tolist()

@@ -3,36 +3,35 @@
 The head runs over few tokens at a time, so that the logits of a long prompt never exist at once.
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 from services.decoder.engine.run.sampler import logprobs_of
+from services.decoder.models.transformer import Transformer
 
 
 def score_prompt(
+    model: Transformer,
     hidden: Tensor,
     followers: Tensor,
-    logits_of: Callable[[Tensor], Tensor],
     count: int,
     most_rows: int,
 ) -> tuple[Tensor, ...]:
-    """Scores the tokens that follow.
+    """Scores the tokens of a prompt by the hidden states before them.
 
     Args:
-        hidden: `[n, hidden]`, the model's output for each token; n is at least 1.
-        followers: `[n]` int64, the token after each.
-        logits_of: the head: `[rows, hidden]` → `[rows, vocab_size]`.
-        count: alternatives, m.
-        most_rows: of one call of the head.
+        model: the model whose head computes logits.
+        hidden: `[n, hidden]`, the model's hidden state for each token; n is at least 1.
+        followers: `[n]` int64, the token after each of these tokens.
+        count: number m of alternatives.
+        most_rows: the most rows of one call of the head.
 
     Returns:
         The fields of `step.Scores`, on the device.
     """
     parts: list[tuple[Tensor, ...]] = []
     for start in range(0, len(hidden), most_rows):
-        raw = logits_of(hidden[start : start + most_rows]).float()
+        raw = model.logits(hidden[start : start + most_rows]).float()
         ids = followers[start : start + most_rows]
         found = logprobs_of(raw, ids, count)
         ranks = (raw > raw.gather(-1, ids[:, None])).sum(-1, dtype=torch.int32) + 1

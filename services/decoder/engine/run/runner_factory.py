@@ -8,7 +8,6 @@ import importlib.util
 import logging
 import mmap
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,9 +45,7 @@ from services.decoder.engine.run.graphs import (
 )
 from services.decoder.engine.run.images import ImageReader
 from services.decoder.engine.run.kv_cache import KVCacheShape
-from services.decoder.engine.run.mask_buffer import MaskBuffer
-from services.decoder.engine.run.model_runner import Extras, ModelRunner
-from services.decoder.engine.run.prompt_scores import score_prompt
+from services.decoder.engine.run.model_runner import ModelRunner
 from services.decoder.models.kv_scales import finish_scales, read_scales
 from services.decoder.models.rank_spec import rank_spec
 from services.decoder.models.stored import as_stored
@@ -104,29 +101,29 @@ class RunnerOptions:
 def create_runner(
     options: RunnerOptions, arena: mmap.mmap | None = None, ranks: Ranks = ALONE
 ) -> ModelRunner:
-    """Loads the model, sizes the KV pool, warms up each kernel. Takes seconds to minutes.
+    """Loads the model, sizes the KV pool and warms up each kernel, in seconds to minutes.
 
     Args:
-        arena: the front's shared memory with the image embeddings; None: no sequence has images.
-            Not used for a text model.
-        ranks: that share the model; all call this together, with the same options but the device.
+        options: the model and the limits of the runner.
+        arena: the front's shared memory with image embeddings. None if no sequence has images.
+        ranks: the ranks that share the model. All of them call this function together, with the
+            same options but for the device.
 
     Raises:
         ModelSpecError, CheckpointError: the directory is not a model that can be served.
-        UnsupportedOption: the model needs what is not implemented.
-        ValueError: an option does not fit the machine or the model (says which).
+        UnsupportedOption: the model needs a feature that is not implemented.
+        ValueError: an option does not fit the machine or the model; the message says which.
     """
     started = time.monotonic()
     spec = quantized_at_load(read_spec(options.model_directory), options.quantization)
-    wanted = options.max_model_len
-    limit = longest_context(spec.text, wanted)
+    limit = longest_context(spec.text, options.max_model_len)
     device = resolve_device(options.device)
     dtype = resolve_dtype(options.dtype, device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     ranks = ranks.with_peers(options.max_batched_tokens, spec.text.hidden_size, dtype, device)
     text = rank_spec(spec.text, ranks)
-    linear, fp8_cache = text.linear_attention, options.fp8_cache or _has_fp8_scales(spec)
+    fp8_cache = options.fp8_cache or _has_fp8_scales(spec)
     of_model = KernelFacts(DeviceFacts.of(device), text, dtype)
     facts = _attention_facts(of_model, options, limit, fp8_cache=fp8_cache)
     backend = create_backend(facts, device, parse_overrides(options.kernels))
@@ -134,29 +131,28 @@ def create_runner(
     shape = _shape(text, options, E4M3 if fp8_cache else dtype)
     images = _image_reader(spec, options, arena, device, dtype)
 
-    def make_states(count: int) -> StateCache | None:
-        if linear is None or not count:
-            return None
-        return StateCache.allocate(linear, len(text.linear_layers), count, dtype, device)
-
-    states = make_states(options.max_num_sequences + 1)  # the last one is scratch
+    states = _states(text, options.max_num_sequences + 1, dtype, device)  # the last is scratch
 
     def make(info: EngineInfo) -> ModelRunner:
         pool = kv_cache.allocate(shape, info.num_blocks, device)
         max_blocks = -(-info.max_model_len // info.block_size)
         kept = DeviceRows.allocate(options.max_num_sequences, max_blocks, device)
-        state = DeviceState(pool, states, make_states(info.num_checkpoints), kept)
-        extras = Extras(MaskBuffer(info.max_num_sequences, info.vocab_size, device), score_prompt)
-        return ModelRunner(info, model, backend, state, images, extras, ranks)
+        checkpoints = _states(text, info.num_checkpoints, dtype, device)
+        state = DeviceState(pool, states, checkpoints, kept)
+        return ModelRunner(info, model, backend, state, images, ranks)
 
-    info, with_graphs = _info(spec, options, dtype), options.cuda_graphs and device.type == "cuda"
+    info = _info(spec, options, dtype)
     with model.ops.warming_up():
         if fp8_cache:
             finish_scales(model, text, device, dtype, options.max_batched_tokens)
-        budget = _budget(options, device, lambda: _run_largest_step(make(info)))
+        budget = _fixed_budget(options, device)
+        if budget is None:
+            peak = _run_largest_step(make(info))
+            budget = kv_cache.device_budget(device, options.memory_fraction, peak)
         budget = min(ranks.exchange(budget))
         num_checkpoints, budget = _count_checkpoints(text, options, dtype, budget)
-        num_blocks = kv_cache.count_blocks(shape, budget, wanted or options.block_size)
+        longest = options.max_model_len or options.block_size
+        num_blocks = kv_cache.count_blocks(shape, budget, longest)
         max_model_len = min(limit, num_blocks * options.block_size)
         runner = make(
             structs.replace(
@@ -167,7 +163,7 @@ def create_runner(
                 num_weight_tokens=_weight_bytes(model) * shape.block_size // shape.block_bytes,
             )
         )
-        _warm_up(runner, model, backend, ranks, with_graphs=with_graphs)
+        _warm_up(runner, model, backend, ranks, with_graphs=options.cuda_graphs and info.on_gpu)
     _log_ready(runner.info, device, backend, model, shape, time.monotonic() - started)
     return runner
 
@@ -277,15 +273,21 @@ def _info(spec: ModelSpec, options: RunnerOptions, dtype: torch.dtype) -> Engine
     )
 
 
-def _budget(
-    options: RunnerOptions, device: torch.device, run_largest_step: Callable[[], int]
-) -> int:
-    """Bytes for the KV pool."""
+def _states(
+    text: TextSpec, count: int, dtype: torch.dtype, device: torch.device
+) -> StateCache | None:
+    """Allocates `count` recurrent states. Returns None if the model has none, or for no states."""
+    if text.linear_attention is None or not count:
+        return None
+    num_layers = len(text.linear_layers)
+    return StateCache.allocate(text.linear_attention, num_layers, count, dtype, device)
+
+
+def _fixed_budget(options: RunnerOptions, device: torch.device) -> int | None:
+    """Returns the bytes of the KV pool, or None if they depend on what a step leaves of a GPU."""
     if options.kv_cache_bytes is not None:
         return options.kv_cache_bytes
-    if device.type != "cuda":
-        return _CPU_KV_CACHE_BYTES
-    return kv_cache.device_budget(device, options.memory_fraction, run_largest_step())
+    return None if device.type == "cuda" else _CPU_KV_CACHE_BYTES
 
 
 def _count_checkpoints(
