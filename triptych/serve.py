@@ -38,10 +38,13 @@ _REQUEST_TOKENS = 4096
 _REDIS_MAX_MEMORY = "1gb"
 # The kernel's limit for a socket's path is 108 bytes, with its name and the end.
 _MAX_SOCKET_DIRECTORY = 80
-# What the services may do: encoders write embeddings, decoders read them, gateways run the scripts
-# of tenants' limits and of what clients name again later. deploy/k8s has the same rules.
+# What the services may do: encoders write embeddings and run the script that bounds clients' files,
+# decoders read embeddings, gateways run the scripts of tenants' limits and of what clients name
+# again later. deploy/k8s has the same rules.
 REDIS_RULES = {
-    "encoder": "~triptych:embedding:* -@all +ping +getrange +set",
+    "encoder": "~triptych:embedding:* -@all +ping +info +getrange +set "
+    "(~triptych:file:* -@all +eval +evalsha +time +getrange +set +del +hget +hset +hdel +hincrby "
+    "+zadd +zrem +zscore +zincrby +zrange +zrevrange +zrangebyscore)",
     "decoder": "~triptych:embedding:* -@all +ping +getrange",
     "gateway": "~triptych:limits ~triptych:kept:* -@all "
     "+eval +evalsha +time +hget +hmget +hgetall +hkeys +hset +hdel +hincrby "

@@ -83,7 +83,7 @@ class Stack:
         self._ports = {kind: free_port() for kind in KINDS}
         self._numbers = itertools.count(1)
         self.dns = DnsServer(f"127.{self._net}.0.53")
-        self.redis = RedisServer("--maxmemory", "64mb", "--maxmemory-policy", "allkeys-lru")
+        self.redis = RedisServer("--maxmemory", "64mb", "--maxmemory-policy", "volatile-lru")
         self.redis_proxies = {
             kind: Proxy((f"127.{self._net}.9.{i}", self.redis.port), ("127.0.0.1", self.redis.port))
             for i, kind in enumerate(("encoder", "decoder"), 1)

@@ -10,8 +10,8 @@ redis() {
   encoder=$(random 24) decoder=$(random 24)
   cat <<EOF
 ---
-# Redis' users: the encoder writes, the decoder only reads. seal-keys: what embeddings are sealed
-# with, a key a line.
+# Redis' users: the encoder writes embeddings and keeps clients' files within bounds, by a script; the
+# decoder only reads embeddings. seal-keys: what embeddings are sealed with, a key a line.
 apiVersion: v1
 kind: Secret
 metadata:
@@ -19,7 +19,7 @@ metadata:
 stringData:
   users.acl: |
     user default off
-    user encoder on >$encoder ~triptych:embedding:* -@all +ping +getrange +set
+    user encoder on >$encoder ~triptych:embedding:* -@all +ping +info +getrange +set (~triptych:file:* -@all +eval +evalsha +time +getrange +set +del +hget +hset +hdel +hincrby +zadd +zrem +zscore +zincrby +zrange +zrevrange +zrangebyscore)
     user decoder on >$decoder ~triptych:embedding:* -@all +ping +getrange
   encoder-password: $encoder
   decoder-password: $decoder

@@ -8,7 +8,7 @@ import asyncio
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Any, TypeVar
 
 Result = TypeVar("Result")
 
@@ -38,7 +38,7 @@ class WorkerThreads(ThreadPoolExecutor):
         self.shutdown(wait=False, cancel_futures=True)
 
 
-async def finished(jobs: "Sequence[asyncio.Future[None]]") -> None:
+async def finished(jobs: "Sequence[asyncio.Future[Any]]") -> None:
     """Waits for jobs in threads, and raises the first error. A cancelled caller still waits until
     all threads are done, because they use memory that the caller is about to release.
     """

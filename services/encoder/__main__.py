@@ -83,7 +83,7 @@ async def create_front(
     max_held = memory_limit_bytes() // _HELD_SHARE
     pool = ClipPool(_PROBES, memory_bytes=_PROBES * PROBE_BYTES)
     videos = HeldVideos(pool, min(_MAX_HELD_BYTES, max_held))
-    brought = BroughtEmbeddings(memory, redis, embeddings.announce)
+    brought = BroughtEmbeddings(memory, embeddings.announce)
     files = KeptFiles(cache, min(MAX_BYTES, max_held))
     servicer = MediaServicer(
         describe(ready, settings, vision, fingerprint), embeddings, metrics, videos, brought,

@@ -232,7 +232,7 @@ async def run_pod(
         num_features=LIKE.num_features, hidden=LIKE.hidden, max_image_patches=max_image_patches,
     )  # fmt: skip
     videos = HeldVideos(ClipPool(1, memory_bytes=0), max_bytes=1 << 30)
-    brought = BroughtEmbeddings(memory, redis, embeddings.announce)
+    brought = BroughtEmbeddings(memory, embeddings.announce)
     servicer = MediaServicer(
         description, embeddings, metrics, videos, brought, KeptFiles(cache),
         takes_videos=takes_videos, max_read_bytes=max_read_bytes,

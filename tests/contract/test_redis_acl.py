@@ -100,7 +100,26 @@ async def test_the_encoder_may_do_all_that_it_does(
     assert await encoder.has(KEY, SPEC)
     into = memoryview(bytearray(SPEC.size_bytes))
     assert await encoder.read(KEY, SPEC, into) == digest(DATA) and bytes(into) == DATA
+    for size in (10, 1 << 20):  # the second takes the first one's place
+        assert await encoder.write_file(b"tenant/file", bytes(size), 60)
+        assert await encoder.read_file(b"tenant/file", 1 << 20) == bytes(size)
+    assert await encoder.delete_file(b"tenant/file")
+    assert await encoder.read_file(b"tenant/file", 1 << 20) is None
     assert encoder.counters["errors"] == 0
+
+
+async def test_an_encoder_of_an_older_secret_keeps_embeddings_and_no_files(tmp_path: Path) -> None:
+    users = tmp_path / "users.acl"
+    users.write_text("user encoder on nopass ~triptych:embedding:* -@all +ping +getrange +set\n")
+    with RedisServer("--aclfile", str(users), user="encoder", password="any") as server:
+        cache = RedisCache(server.url, ttl_s=60, timeout_s=PATIENCE_S)
+        try:
+            assert not await cache.write_file(b"tenant/file", b"x", 60)
+            assert await cache.read_file(b"tenant/file", 1) is None
+            assert await cache.delete_file(b"tenant/file") is None
+            assert await cache.write(KEY, SPEC, digest(DATA), DATA) and cache.available
+        finally:
+            await cache.close()
 
 
 async def test_the_decoder_reads_and_leaves_what_is_corrupt_to_the_encoder(
@@ -127,7 +146,7 @@ async def test_the_decoder_reads_and_leaves_what_is_corrupt_to_the_encoder(
 
 NEITHER = [
     ("SET", "other", "1"), ("FLUSHALL",), ("FLUSHDB",), ("KEYS", "*"), ("SCAN", "0"),
-    ("CONFIG", "GET", "dir"), ("CONFIG", "SET", "dir", "/"), ("EVAL", "return 1", "0"),
+    ("CONFIG", "GET", "dir"), ("CONFIG", "SET", "dir", "/"),
     ("SHUTDOWN",), ("ACL", "LIST"), ("MONITOR",), ("DEBUG", "SLEEP", "0"), ("SAVE",),
     ("REPLICAOF", "NO", "ONE"), ("SUBSCRIBE", "triptych:x"), ("PUBLISH", "triptych:x", "1"),
     ("MODULE", "LIST"), ("CLIENT", "LIST"), ("RENAME", ENTRY, "triptych:x"),
@@ -136,7 +155,11 @@ NEITHER = [
     ("SETRANGE", ENTRY, "0", "x"), ("APPEND", ENTRY, "x"), ("GETDEL", ENTRY),
     ("RESTORE", ENTRY, 0, b"x"), ("COPY", ENTRY, "triptych:embedding:x"),
 ]  # fmt: skip
-NOT_THE_DECODER = [("SET", ENTRY, "1"), ("SET", ENTRY, "1", "NX", "PX", "5")]
+FILE = "triptych:file:tenant/file"
+NOT_THE_DECODER = [
+    ("SET", ENTRY, "1"), ("SET", ENTRY, "1", "NX", "PX", "5"), ("EVAL", "return 1", "0"),
+    ("GETRANGE", FILE, 0, 1), ("SET", FILE, "1"), ("INFO",),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -153,6 +176,22 @@ def test_and_nothing_else(server: RedisServer, user: str, command: tuple[object,
         pytest.raises(redis.exceptions.NoPermissionError),
     ):
         client.execute_command(*command)
+
+
+@pytest.mark.parametrize(
+    "command", ["'DEL', ARGV[1]", "'GET', ARGV[1]", "'CONFIG', 'GET', '*'", "'FLUSHALL'"]
+)
+@pytest.mark.parametrize(
+    "key", [ENTRY, "triptych:kept:t/x", "triptych:limits"], ids=["embedding", "kept", "limits"]
+)
+def test_a_script_of_the_encoder_reaches_files_alone(
+    server: RedisServer, command: str, key: str | bytes
+) -> None:
+    with (
+        redis.Redis.from_url(url_of(server, "encoder"), socket_timeout=PATIENCE_S) as client,
+        pytest.raises(redis.exceptions.ResponseError, match=r"can't (run|access)|not allowed"),
+    ):
+        client.eval(f"return redis.call({command})", 0, key)  # type: ignore[arg-type]
 
 
 def test_nobody_else_comes_in(server: RedisServer) -> None:

@@ -178,7 +178,7 @@ class Cluster:
         users.write_text("".join(f"user {u} on nopass {r}\n" for u, r in rules.items()))
         seal_keys.write_text(secrets.token_hex(32))
         self.redis = RedisServer(
-            "--aclfile", str(users), "--maxmemory", "256mb", "--maxmemory-policy", "allkeys-lru"
+            "--aclfile", str(users), "--maxmemory", "256mb", "--maxmemory-policy", "volatile-lru"
         )
         common = {
             "model": model, "device": "cpu", "dtype": "float32", "redis_directory": directory,

@@ -47,7 +47,7 @@ class ProcessFleet:
         self._pods: dict[str, list[Service]] = {kind: [] for kind in _NETS}
         self._leaving: list[Service] = []
         self._ready: list[Service] = []  # gateways
-        self.redis = RedisServer("--maxmemory", "64mb", "--maxmemory-policy", "allkeys-lru")
+        self.redis = RedisServer("--maxmemory", "64mb", "--maxmemory-policy", "volatile-lru")
         self.dns = DnsServer(f"127.{self._net}.0.53")
 
     def __enter__(self) -> "ProcessFleet":

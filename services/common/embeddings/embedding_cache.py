@@ -9,6 +9,7 @@ writes it anew.
 
 import asyncio
 import contextlib
+import hashlib
 import logging
 import time
 from collections.abc import Awaitable, Generator, Iterable
@@ -25,7 +26,7 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.connection import PythonRespSerializer
 from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import ResponseError
+from redis.exceptions import NoScriptError, ResponseError
 from redis.retry import Retry as BlockingRetry
 
 from services.common.embeddings.embedding import (
@@ -39,6 +40,7 @@ from services.common.embeddings.embedding import (
 from services.common.embeddings.embedding import digest as digest_of
 from services.common.security.redis_login import login
 from services.common.security.seals import NO_SEAL, SEAL_BYTES, SealKeys
+from services.common.tenancy.bounded_entries import BOUNDED_ENTRIES, OVERHEAD_BYTES
 from services.common.threads import finished
 
 log = logging.getLogger(__name__)
@@ -48,7 +50,18 @@ MAX_VALUE_BYTES = 512 << 20
 # An entry: its header, its seal, the tensor.
 _BODY_OFFSET = STORED_HEADER_BYTES + SEAL_BYTES
 _ENTRY = b"triptych:embedding:"
-_FILE = b"file:"  # no image key is as long
+# A client's file: its size in 8 bytes, the file. Decoders may not read these keys.
+_FILE = b"triptych:file:"
+_SIZE_BYTES = 8
+# Shares of a Redis' memory: what files may take, so that embeddings keep their place; the files of
+# one tenant; one file, which takes twice its size while it arrives, beside those that it replaces.
+_FILES_SHARE, _TENANT_SHARE, _FILE_SHARE = 3 / 8, 1 / 4, 1 / 32
+_MEMORY_WITHOUT_LIMIT = 1 << 30  # where Redis has no `maxmemory`
+_ALLOCATED = 5, 4  # jemalloc rounds the size of a value up by at most a quarter
+# A short file counts as so many bytes, so that a long file never takes the place of more than some
+# thousand: Redis does nothing else meanwhile.
+_LEAST_FILE_BYTES = 64 << 10
+_BOUNDED_SHA = hashlib.sha1(BOUNDED_ENTRIES.encode(), usedforsecurity=False).hexdigest()
 # Of one command: its reply is parsed, and copied into the arena, in the event loop.
 _RANGE_BYTES = 1 << 20
 # Slower than this, Redis is no accelerator: bytes per second of a body.
@@ -219,36 +232,52 @@ class RedisCache(Collector):
 
     async def read_file(self, name: bytes, max_bytes: int) -> bytes | None:
         """What `write_file` has stored, unchecked; None: nothing, more than that, or no answer."""
+        key = _FILE + name
         try:
-            size = int.from_bytes(await self._range(_FILE + name, 0, 8, self._timeout_s), "little")
-            if size > max_bytes:
+            head = await self._range(key, 0, _SIZE_BYTES, self._timeout_s)
+            end = _SIZE_BYTES + int.from_bytes(head, "little")
+            if end > _SIZE_BYTES + max_bytes:
                 return None
             pieces: list[bytes] = []
             limit_s = self._timeout_s + _RANGE_BYTES / _MIN_READ_RATE
-            for start in range(8, 8 + size, _RANGE_BYTES):
-                stop = min(start + _RANGE_BYTES, 8 + size)
-                pieces.append(await self._range(_FILE + name, start, stop, limit_s))
+            for start in range(_SIZE_BYTES, end, _RANGE_BYTES):
+                stop = min(start + _RANGE_BYTES, end)
+                pieces.append(await self._range(key, start, stop, limit_s))
         except (_Absent, CorruptEmbedding):
             return None
         return b"".join(pieces)
 
     async def write_file(self, name: bytes, data: bytes, ttl_s: int) -> bool:
-        """Stores bytes under a name that no embedding has; best effort, as `write`."""
-        value = len(data).to_bytes(8, "little") + data if data else b""
+        """Stores a client's file within the bytes of its tenant; best effort, as `write`.
+
+        Args:
+            name: `<tenant>/<file>`.
+
+        Returns:
+            Whether the file was stored. Older files of its tenant, or of the tenant with the most,
+            have made room for it.
+        """
+        value = len(data).to_bytes(_SIZE_BYTES, "little") + data
         try:
             with self._guarded():
-                await asyncio.to_thread(self._blocking.set, _ENTRY + _FILE + name, value, ex=ttl_s)
+                loop = asyncio.get_running_loop()
+                writing = loop.run_in_executor(None, self._set_file, name, value, ttl_s)
+                await finished([writing])  # also for a caller that leaves: one file at a time
+                return writing.result()
         except _Absent:
             return False
-        return True
 
     async def delete_file(self, name: bytes) -> bool | None:
-        """Forgets what `write_file` has stored; whether there was something, None: no answer."""
+        """Forgets what `write_file` has stored.
+
+        Returns:
+            Whether there was such a file. None if Redis does not answer.
+        """
         try:
-            was_there = bool(await self._range(_FILE + name, 0, 8, self._timeout_s))
-        except (_Absent, CorruptEmbedding):
-            was_there = False
-        return was_there if await self.write_file(name, b"", 1) else None  # it may not DEL
+            with self._guarded():
+                return bool(await asyncio.to_thread(self._run_bounded, "delete", name, 0))
+        except _Absent:
+            return None
 
     async def close(self) -> None:
         self._blocking.close()
@@ -269,7 +298,7 @@ class RedisCache(Collector):
 
     async def _head(self, key: bytes, spec: EmbeddingSpec) -> bytes:
         """An entry's header and seal, not opened yet."""
-        head = await self._range(key, 0, _BODY_OFFSET, self._timeout_s)
+        head = await self._range(_ENTRY + key, 0, _BODY_OFFSET, self._timeout_s)
         if unpack_header(head[:STORED_HEADER_BYTES], key)[0] != spec:
             raise CorruptEmbedding("an entry has another shape")
         return head
@@ -281,7 +310,8 @@ class RedisCache(Collector):
         for start in range(0, spec.size_bytes, _RANGE_BYTES):
             stop = min(start + _RANGE_BYTES, spec.size_bytes)
             left_s = min(limit_s, deadline - time.monotonic())
-            data = await self._range(key, _BODY_OFFSET + start, _BODY_OFFSET + stop, left_s)
+            place = _BODY_OFFSET + start, _BODY_OFFSET + stop
+            data = await self._range(_ENTRY + key, *place, left_s)
             into[start:stop] = data
         return await asyncio.to_thread(self._checked, key, head, into[: spec.size_bytes])
 
@@ -307,9 +337,32 @@ class RedisCache(Collector):
         entry[:_BODY_OFFSET] = np.frombuffer(header + seal, np.uint8)
         self._blocking.set(name, entry.data, ex=self._ttl_s)
 
-    async def _range(self, key: bytes, start: int, stop: int, timeout_s: float) -> bytes:
-        """The bytes `[start, stop)` of an entry."""
-        command = "GETRANGE", _ENTRY + key, start, stop - 1
+    def _set_file(self, name: bytes, value: bytes, ttl_s: int) -> bool:
+        """Makes room for a file and sends it, in a thread; returns whether there is room."""
+        memory: int = self._blocking.info("memory").get("maxmemory") or _MEMORY_WITHOUT_LIMIT
+        if len(value) > memory * _FILE_SHARE:
+            return False
+        size = (len(value) + len(name)) * _ALLOCATED[0] // _ALLOCATED[1] + OVERHEAD_BYTES
+        put = (
+            "put", name, ttl_s, max(size, _LEAST_FILE_BYTES),
+            int(memory * _TENANT_SHARE), int(memory * _FILES_SHARE),
+        )  # fmt: skip
+        if not self._run_bounded(*put):
+            return False
+        self._blocking.set(_FILE + name, value, ex=ttl_s)
+        return bool(self._run_bounded(*put))
+
+    def _run_bounded(self, what: str, name: bytes, ttl_s: int, *more: int) -> int:
+        """Runs the script `bounded_entries` on a file, in a thread."""
+        arguments = 1, _FILE, what, name, ttl_s * 1000, *more
+        try:
+            return self._blocking.execute_command("EVALSHA", _BOUNDED_SHA, *arguments)
+        except NoScriptError:  # a new server
+            return self._blocking.execute_command("EVAL", BOUNDED_ENTRIES, *arguments)
+
+    async def _range(self, name: bytes, start: int, stop: int, timeout_s: float) -> bytes:
+        """The bytes `[start, stop)` of a key's value."""
+        command = "GETRANGE", name, start, stop - 1
         with self._guarded():
             data = await _within(timeout_s, self._redis.execute_command(*command))
         if data == b"":

@@ -57,7 +57,9 @@ class TenantStore(Generic[Name]):
         while self._num_bytes.get(tenant, 0) + size > most_of_tenant:
             self._forget_oldest(tenant)
         while sum(self._num_bytes.values()) + size > most:
-            self._forget_oldest(max(self._num_bytes, key=lambda t: self._num_bytes[t]))
+            self._forget_oldest(
+                max(self._num_bytes, key=lambda t: self._num_bytes[t] + size * (t == tenant))
+            )
         self._entries.setdefault(tenant, OrderedDict())[name] = data, self._clock()
         self._num_bytes[tenant] = self._num_bytes.get(tenant, 0) + size
         return True

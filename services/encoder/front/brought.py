@@ -14,25 +14,24 @@ from services.common.embeddings.embedding import EmbeddingSpec, all_within
 from services.common.embeddings.tensor_file import TensorPlace, find_tensor
 from services.common.errors import InvalidRequest
 from services.common.threads import finished
-from services.encoder.front.embeddings import Encoded, Origin, SharedTier
+from services.encoder.front.embeddings import Encoded, Origin
 from services.encoder.front.memory_tier import MemoryTier
 
 _HALF = 0x7FFF  # of the part of a float32 that bfloat16 has no bits for
 
 
 class BroughtEmbeddings:
-    """Puts embeddings of clients into memory and Redis.
+    """Puts embeddings of clients into memory.
+
+    Redis gets none of them: each request has the file, from which an embedding costs a copy, and
+    files that cost nothing would take the place of embeddings that were computed.
 
     Args:
-        redis: shared by all pods; None: there is none.
         announce: called with the key of one that is there now, for those who wait for it.
     """
 
-    def __init__(
-        self, memory: MemoryTier, redis: SharedTier | None, announce: Callable[[bytes], None]
-    ) -> None:
+    def __init__(self, memory: MemoryTier, announce: Callable[[bytes], None]) -> None:
         self._memory = memory
-        self._redis = redis
         self._announce = announce
 
     async def bring(self, key: bytes, file: bytes, spec: EmbeddingSpec) -> Encoded:
@@ -57,8 +56,6 @@ class BroughtEmbeddings:
                 raise
             self._memory.commit(entry)
             self._announce(key)
-            if self._redis is not None:
-                self._redis.put(entry)
             return Encoded(Origin.COMPUTED)
         finally:
             self._memory.arena.release(entry)

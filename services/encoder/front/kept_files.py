@@ -17,14 +17,17 @@ DIGEST_BYTES = 32
 KEPT_S = 3600  # since a file's last use
 MAX_BYTES = 256 << 20
 _MAX_READS = 2  # of Redis at a time: how large a file is, and so its memory, is known afterwards
+_MAX_WRITES = 1  # to Redis at a time: a file takes memory there before it has replaced others
 _DOMAIN = "triptych 2026 kept file: name in Redis"
+_TENANT_DOMAIN = "triptych 2026 kept file: tenant in Redis"
 
 
 class KeptFiles:
     """Files by tenant and digest. One event loop owns it.
 
     Args:
-        redis: shared by all encoders; None: files end with this process.
+        redis: shared by all encoders, and bounds the bytes of tenants. None if files end with this
+            process.
         max_bytes: held here, of which one tenant has half; a larger file is not held.
     """
 
@@ -32,6 +35,7 @@ class KeptFiles:
         self._redis = redis
         self._max_bytes = max_bytes
         self._reads = asyncio.Semaphore(_MAX_READS)
+        self._writes = asyncio.Semaphore(_MAX_WRITES)
         self._files = TenantStore[bytes](max_bytes // 2, max_bytes, KEPT_S)
 
     async def put(self, tenant: str, data: bytes) -> bytes:
@@ -43,7 +47,8 @@ class KeptFiles:
         digest = await _digest(data)
         is_kept = self._files.put(tenant, digest, data)
         if self._redis is not None:
-            is_kept |= await self._redis.write_file(_name(tenant, digest), data, KEPT_S)
+            async with self._writes:
+                is_kept |= await self._redis.write_file(_name(tenant, digest), data, KEPT_S)
         if not is_kept:
             raise PayloadTooLarge(
                 f"at most {self._max_bytes // 2} bytes of a tenant's files are kept here"
@@ -87,5 +92,7 @@ async def _digest(data: bytes) -> bytes:
 
 
 def _name(tenant: str, digest: bytes) -> bytes:
-    """In Redis: says nothing of the tenant."""
-    return blake3(digest + tenant.encode(), derive_key_context=_DOMAIN).hexdigest().encode()
+    """The file's name in Redis, `<tenant>/<file>`: both are hashes, which tell neither."""
+    owner = blake3(tenant.encode(), derive_key_context=_TENANT_DOMAIN).hexdigest()[:32]
+    file = blake3(digest + tenant.encode(), derive_key_context=_DOMAIN).hexdigest()
+    return f"{owner}/{file}".encode()

@@ -419,6 +419,24 @@ async def test_a_frozen_redis_costs_a_burst_one_timeout(
     assert await async_least(burst, ONE_TIMEOUT_S) < ONE_TIMEOUT_S
 
 
+async def test_a_file_is_written_to_its_end_although_its_caller_leaves(
+    cache: RedisCache,
+    redis_server: RedisServer,  # noqa: F811
+) -> None:
+    """Callers that leave would else have any number of files under way to Redis."""
+    assert await cache.write_file(b"t/first", b"1", 60)
+    redis_server.freeze()
+    leaving = asyncio.create_task(cache.write_file(b"t/second", b"2", 60))
+    await asyncio.sleep(0)  # the thread has its work
+    leaving.cancel()
+    await asyncio.wait({leaving}, timeout=0.1)
+    assert not leaving.done()
+    redis_server.thaw()
+    with pytest.raises(asyncio.CancelledError):
+        await leaving
+    assert await cache.read_file(b"t/second", 1) == b"2"
+
+
 async def test_files_are_kept_beside_embeddings(
     cache: RedisCache,
     redis_server: RedisServer,  # noqa: F811
@@ -429,8 +447,7 @@ async def test_files_are_kept_beside_embeddings(
     assert await cache.read_file(b"n" * 64, len(data)) == data
     assert await cache.read_file(b"n" * 64, len(data) - 1) is None
     with redis_server.client() as client:
-        (name,) = client.keys("*")
-        assert 50 < client.ttl(name) <= 60
+        assert 50 < client.ttl(b"triptych:file:" + b"n" * 64) <= 60
     assert await cache.delete_file(b"n" * 64) and not await cache.delete_file(b"n" * 64)
     assert await cache.write_file(b"n" * 64, data, 60)
     redis_server.stop()

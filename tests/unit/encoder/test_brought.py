@@ -97,7 +97,7 @@ def test_another_shape_is_refused_by_both_shapes(shape: tuple[int, ...]):
 
 async def test_an_embedding_is_there_once_and_a_bad_one_leaves_nothing():
     memory, announced = MemoryTier(Arena(1 << 20)), list[bytes]()
-    embeddings, spec = BroughtEmbeddings(memory, None, announced.append), spec_of("bfloat16")
+    embeddings, spec = BroughtEmbeddings(memory, announced.append), spec_of("bfloat16")
     file = save({"e": rows()})
     bad = save({"e": rows().fill_(float("nan"))})
     try:
@@ -128,7 +128,7 @@ async def test_memory_is_not_given_away_while_a_thread_writes_there(
         write_tensor(*arguments)
 
     monkeypatch.setattr(brought, "write_tensor", slow)
-    embeddings = BroughtEmbeddings(memory, None, lambda _: None)
+    embeddings = BroughtEmbeddings(memory, lambda _: None)
     caller = asyncio.create_task(embeddings.bring(b"k" * 32, save({"e": rows()}), spec))
     try:
         assert await asyncio.to_thread(writing.wait, 10)

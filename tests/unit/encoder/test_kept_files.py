@@ -83,6 +83,38 @@ async def test_few_files_are_read_from_redis_at_a_time_and_one_file_once():
     assert most == 2 and len(names) == len(set(names)) == 4
 
 
+async def test_files_are_written_to_redis_one_at_a_time():
+    """Each takes memory there before it has replaced others."""
+    going, most = 0, 0
+
+    class Slow(Cache):
+        async def write_file(self, name: bytes, data: bytes, ttl_s: int) -> bool:
+            nonlocal going, most
+            going += 1
+            most = max(most, going)
+            await asyncio.sleep(0)
+            going -= 1
+            return await super().write_file(name, data, ttl_s)
+
+    cache = Slow()
+    files = KeptFiles(cache)
+    names = await asyncio.gather(*(files.put("a", b"clip %d" % n) for n in range(8)))
+    assert most == 1 and len(cache.files) == 8
+    assert [await KeptFiles(cache).get("a", name) for name in names] == [
+        b"clip %d" % n for n in range(8)
+    ]
+
+
+async def test_files_of_a_tenant_have_one_owner_in_redis():
+    """Redis counts bytes by what stands before the slash."""
+    cache = Cache()
+    for tenant, data in (("a", b"1"), ("a", b"2"), ("b", b"1"), ("", b"1")):
+        await KeptFiles(cache).put(tenant, data)
+    owners = [name.partition(b"/")[0] for name in cache.files]
+    assert len(set(cache.files)) == 4
+    assert owners[0] == owners[1] and len(set(owners)) == 3
+
+
 async def test_names_in_redis_say_nothing_of_tenants():
     cache = Cache()
     await KeptFiles(cache).put("secret-tenant", b"clip")

@@ -73,6 +73,19 @@ async def test_where_all_are_full_the_largest_tenant_makes_room(store):
     assert await names(store, "v") == "a"
 
 
+async def test_what_is_put_counts_as_its_tenants_where_room_is_short(store):
+    """A tenant whose new entry makes it the largest makes room itself."""
+    for tenant, name, size in (
+        ("u", "a", 1400),
+        ("u", "b", 1400),
+        ("v", "a", 1250),
+        ("t", "a", 1000),
+    ):
+        assert await store.put(tenant, name, bytes(size))
+    assert await store.put("t", "b", bytes(2000))
+    assert [await names(store, tenant) for tenant in "tuv"] == ["b", "ab", "a"]
+
+
 async def test_nothing_is_left_of_what_has_gone(server):
     store = RedisKept(server.url, ROOM, 2 * ROOM)
     server.flush()
