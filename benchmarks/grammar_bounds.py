@@ -2,33 +2,25 @@
 
     python -m benchmarks.grammar_bounds --tokenizer tokenizer.json
 
-Each compiles in a process of its own, in a thread with a stack of 8 MiB, as llguidance does it for
-the decoder, with the first mask. A row that dies or takes more than a second fails the command.
+Each is compiled as a decoder does it, with the first mask, in a fork with the slow lane's limits of
+CPU time, memory and stack. A row that dies fails the command.
 """
 
 import argparse
 import json
-import multiprocessing
-import resource
 import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
+from tokenizers import Tokenizer
 
 from services.common.errors import InvalidGrammar
 from services.common.grammar.grammar_bounds import check_grammar
-
-_STACK_BYTES = 8 << 20
-_MAX_CPU_S = 1.0
-_TIMEOUT_S = 20
-_LIMITS = LLParserLimits(  # the decoder's
-    initial_lexer_fuel=1_000_000, step_lexer_fuel=100_000, step_max_items=50_000,
-    max_lexer_states=60_000, max_grammar_size=200_000, verbose_errors=False,
-)  # fmt: skip
+from services.decoder.masks.compile_worker import Compiler
+from services.decoder.masks.compiler import Vocabulary
+from services.decoder.masks.grammar import GrammarSource
 
 
 class Bound(NamedTuple):
@@ -45,15 +37,6 @@ class Bound(NamedTuple):
     kind: str
     text: Callable[[int], str]
     most: int
-
-
-class Compiled(NamedTuple):
-    """How a grammar compiled: CPU seconds, resident MiB before and after, and an error or none."""
-
-    cpu_s: float
-    before_mib: float
-    after_mib: float
-    error: str
 
 
 def chain(links: int, wrap: Callable[[Any], Any]) -> str:
@@ -160,54 +143,8 @@ BOUNDS = [
 ]  # fmt: skip
 
 
-def compile_alone(vocabulary: LLTokenizer, kind: str, text: str) -> Compiled | None:
-    """Compiles in a process of its own; None: it died, or took longer than it may."""
-    context = multiprocessing.get_context("fork")  # shares the vocabulary
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_compile, args=(vocabulary, kind, text, sender))
-    process.start()
-    sender.close()
-    try:
-        found = Compiled(*receiver.recv()) if receiver.poll(_TIMEOUT_S) else None
-    except EOFError:
-        found = None
-    process.kill()
-    process.join()
-    return found
-
-
-def _compile(vocabulary: LLTokenizer, kind: str, text: str, sender: Any) -> None:  # noqa: ANN401
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-
-    def work() -> None:
-        before, started = _resident_mib(), time.thread_time()
-        error = _error_of(vocabulary, kind, text)
-        sender.send((time.thread_time() - started, before, _resident_mib(), error))
-
-    threading.stack_size(_STACK_BYTES)
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-
-
-def _error_of(vocabulary: LLTokenizer, kind: str, text: str) -> str:
-    try:
-        source = grammar_from(kind, text)  # pyright: ignore[reportArgumentType]
-    except ValueError as error:
-        return str(error)
-    matcher = LLMatcher(vocabulary, source, log_level=0, limits=_LIMITS)
-    if not matcher.is_error():
-        matcher.compute_bitmask()
-    return matcher.get_error()
-
-
-def _resident_mib() -> float:
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * resource.getpagesize() / 2**20
-
-
-def measure(bound: Bound, vocabulary: LLTokenizer) -> tuple[str, bool]:
-    """A row of the table, and whether all is as it should be."""
+def measure(bound: Bound, compiler: Compiler) -> tuple[str, bool]:
+    """Returns a row of the table, and whether the grammar was compiled."""
     text = bound.text(bound.most)
     started = time.thread_time()
     check_grammar(bound.kind, text)
@@ -215,14 +152,11 @@ def measure(bound: Bound, vocabulary: LLTokenizer) -> tuple[str, bool]:
     beyond = bound.most + 1
     while not _is_refused(bound.kind, bound.text(beyond)):
         beyond += 1
-    found = compile_alone(vocabulary, bound.kind, text)
-    if found is None:
-        return f"| {bound.name} | {bound.most} | {beyond} | {len(text)} | died | | | |", False
+    verdict = compiler.compile(GrammarSource(bound.kind, text))
     return (
         f"| {bound.name} | {bound.most} | {beyond} | {len(text)} | {check_ms:.1f} |"
-        f" {found.cpu_s:.3f} | {found.before_mib:.0f} | {found.after_mib:.0f} |"
-        + (f" {found.error[:60]!r}" if found.error else ""),
-        not found.error and found.cpu_s <= _MAX_CPU_S,
+        f" {verdict.cpu_s:.3f} | {verdict.error}",
+        not verdict.error,
     )
 
 
@@ -239,14 +173,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--tokenizer", type=Path, required=True, metavar="FILE")
     options = parser.parse_args(arguments)
-    vocabulary = LLTokenizer(str(options.tokenizer))
-    print("| bound | largest | refused | chars | check, ms | compile, s | MiB before | after |")
-    print("|---|--:|--:|--:|--:|--:|--:|--:|")
+    size = Tokenizer.from_file(str(options.tokenizer)).get_vocab_size()
+    compiler = Compiler(Vocabulary.read(options.tokenizer.parent, size, (size - 1,)))
+    print("| bound | largest | refused | chars | check, ms | compile, s | error")
+    print("|---|--:|--:|--:|--:|--:|---")
     is_right = True
     for bound in BOUNDS:
-        row, is_well = measure(bound, vocabulary)
+        row, is_well = measure(bound, compiler)
         print(row if is_well else f"{row} <- not within", flush=True)
         is_right = is_right and is_well
+    compiler.close()
     return 0 if is_right else 1
 
 

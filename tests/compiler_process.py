@@ -8,7 +8,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from services.decoder.masks import compile_worker
 from services.decoder.masks.compile_worker import Compiler
 from services.decoder.masks.compiler import Vocabulary
 from services.decoder.masks.grammar import GrammarSource
@@ -74,7 +73,7 @@ def _serve(
         if name == "compile":
             answer = compiler.compile(argument)
         elif name == "memory_bytes":
-            compile_worker.MEMORY_BYTES = argument
+            compiler.memory_bytes = argument
             compiler.close()  # the fork has the limit before
         else:
             answer = getattr(compiler, name)

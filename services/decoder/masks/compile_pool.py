@@ -1,191 +1,204 @@
-"""Whether a grammar can be compiled: asked of a process that may die of it.
+"""Verdicts on grammars: can a grammar be compiled, and does that take long?
 
-Tenants take turns. A grammar that cannot be compiled, or ends its process, is its request's error;
-waiting for a turn is an overload of the decoder, never the grammar's fault.
+A grammar is first compiled in the quick lane, where it may take as much CPU time as nearly all
+grammars need. If it takes more, it is compiled again in the slow lane, so that a common schema
+never waits for a hostile grammar, whoever has sent it. In each lane tenants take turns by the CPU
+time that they have used. A grammar that cannot be compiled, or ends its fork, is its request's
+error; waiting for a turn is an overload of the decoder, never the grammar's fault.
 """
 
 import asyncio
 import logging
-from collections import OrderedDict, deque
 from collections.abc import Callable
-from contextlib import closing
 from dataclasses import dataclass, field
-
-import msgspec
-from blake3 import blake3
 
 from services.common.errors import InvalidGrammar, Overloaded, ProcessLost, TriptychError
 from services.common.process import children
-from services.common.process.channel import ChannelClosed, FrontChannel, create_socket_pair
+from services.common.process.channel import ChannelClosed, FrontChannel
+from services.decoder.masks.compile_process import CompileProcess
+from services.decoder.masks.compile_queue import CompileJob, CompileQueue
 from services.decoder.masks.grammar import GrammarSource
-from services.decoder.masks.messages import MaskSettings, Verdict
+from services.decoder.masks.messages import Verdict
+from services.decoder.masks.verdicts import Known, Verdicts, key_of
 
 log = logging.getLogger(__name__)
 
-_WORKER = "services.decoder.masks.compile_worker"
-_MAX_WAITING = 256
-_MAX_WAITING_OF_TENANT = 64
-_MAX_WAIT_S = 10.0
-# Of the process, which limits each grammar itself; a vocabulary is read first.
+_MAX_WAIT_S = 10.0  # for a verdict
+# Within which the process answers: it reads a vocabulary first, and limits each grammar itself.
 _PATIENCE_S = 60.0
-_MAX_DEATHS = 2
-_KNOWN = 4096  # grammars whose verdicts are kept
+_MAX_LOSSES = 2
 
 
 @dataclass(slots=True, eq=False)
-class _Job:
-    key: bytes
-    source: GrammarSource
-    done: "asyncio.Future[Verdict]"
-    started: asyncio.Event = field(default_factory=asyncio.Event)
-    num_waiting: int = 0
-    num_deaths: int = 0  # of processes, while they worked on it
+class _Lane:
+    """A fork that compiles one grammar after the other, and the jobs that wait for it.
+
+    Attributes:
+        job: the job in work, which outlives the process; None if the lane is idle.
+    """
+
+    queue: CompileQueue = field(default_factory=CompileQueue)
+    arrived: asyncio.Event = field(default_factory=asyncio.Event)
+    job: CompileJob | None = None
+
+    def put(self, job: CompileJob) -> None:
+        """Adds a job; raises Overloaded if too many wait."""
+        self.queue.put(job)
+        self.arrived.set()
 
 
 class CompilePool:
-    """Owner of the process, and of what waits for it. Used in the event loop.
+    """Owner of the process that compiles, and of what waits for it. Used in the event loop.
 
     Args:
         observe: called with the CPU seconds of a compilation.
     """
 
-    def __init__(self, settings: MaskSettings, observe: Callable[[float], None]) -> None:
-        self._settings = settings
+    def __init__(
+        self, process: CompileProcess, observe: Callable[[float], None], verdicts: Verdicts
+    ) -> None:
+        self.process = process
         self._observe = observe
-        self._queues: OrderedDict[str, deque[_Job]] = OrderedDict()  # by tenant, whose turn first
-        self._num_waiting = 0
-        self._arrived = asyncio.Semaphore(0)
-        self._jobs: dict[bytes, _Job] = {}  # that wait or are in work
-        self._known: OrderedDict[bytes, str] = OrderedDict()
-        self.process: asyncio.subprocess.Process | None = None
+        self._verdicts = verdicts
+        self._quick, self._slow = _Lane(), _Lane()
+        self._jobs: dict[bytes, CompileJob] = {}  # that wait or are in work
         self._task = asyncio.create_task(self._work())
 
-    async def check(self, source: GrammarSource, tenant: str) -> None:
-        """Returns if the grammar can be compiled.
+    @property
+    def num_in_work(self) -> int:
+        """Number of grammars that are being compiled."""
+        return sum(lane.job is not None for lane in (self._quick, self._slow))
+
+    async def check(self, source: GrammarSource, tenant: str) -> bool:
+        """Returns if the grammar can be compiled, and then whether that takes long.
+
+        Args:
+            tenant: tenant that is charged for the compilation.
 
         Raises:
-            InvalidGrammar: it cannot.
-            Overloaded: too many wait, or it has waited too long.
-            ProcessLost: two processes ended while they compiled it.
+            InvalidGrammar: the grammar cannot be compiled.
+            Overloaded: too many grammars wait, or this one has waited too long.
+            ProcessLost: two processes ended while they compiled the grammar.
         """
-        key = _key(source)
-        if (error := self._known.get(key)) is not None:
-            self._known.move_to_end(key)
-        else:
+        key = key_of(source)
+        if (known := self._verdicts.find(key)) is None:
             job = self._jobs.get(key) or self._enqueue(key, source, tenant)
             job.num_waiting += 1
             try:
-                if not job.started.is_set():
-                    async with asyncio.timeout(_MAX_WAIT_S):
-                        await job.started.wait()
-                error = (await asyncio.shield(job.done)).error
+                async with asyncio.timeout(_MAX_WAIT_S):
+                    known = await asyncio.shield(job.done)
             except TimeoutError:
                 message = "grammars wait too long to be compiled"
                 raise Overloaded(message, retry_after_s=2) from None
             finally:
                 job.num_waiting -= 1
-        if error:
-            raise InvalidGrammar(error)
+        if known.error:
+            raise InvalidGrammar(known.error)
+        return known.is_slow
 
     def refuse(self, source: GrammarSource, error: InvalidGrammar) -> None:
         """Has the next requests with a grammar fail as one did that could not follow it."""
-        self._know(_key(source), error.message)
+        self._verdicts.keep(key_of(source), Known(error.message))
 
     async def close(self) -> None:
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
-        await children.end(self.process)
+        await self.process.close()
 
-    def _enqueue(self, key: bytes, source: GrammarSource, tenant: str) -> _Job:
-        queue = self._queues.get(tenant)
-        if self._num_waiting >= _MAX_WAITING or (queue and len(queue) >= _MAX_WAITING_OF_TENANT):
-            raise Overloaded("too many grammars wait to be compiled", retry_after_s=2)
-        job = self._jobs[key] = _Job(key, source, asyncio.get_running_loop().create_future())
-        self._queues.setdefault(tenant, deque()).append(job)
-        self._num_waiting += 1
-        self._arrived.release()
+    def _enqueue(self, key: bytes, source: GrammarSource, tenant: str) -> CompileJob:
+        done: asyncio.Future[Known] = asyncio.get_running_loop().create_future()
+        job = CompileJob(key, source, tenant, done)
+        self._quick.put(job)
+        self._jobs[key] = job
         return job
 
-    async def _next(self) -> _Job:
-        while True:
-            await self._arrived.acquire()
-            tenant, queue = self._queues.popitem(last=False)
-            job = queue.popleft()
-            self._num_waiting -= 1
-            if queue:
-                self._queues[tenant] = queue  # behind the others
-            if job.num_waiting:
-                return job
-            del self._jobs[job.key]  # its requests have ended
-
     async def _work(self) -> None:
-        job: _Job | None = None
+        """Keeps the process running, and its lanes at work."""
+        lanes = self._quick, self._slow
         while True:
             try:
-                channel = await self._start()
+                channels = await self.process.start()
             except OSError as error:
                 log.error("a process that compiles grammars was not started: %s", error)
-                if job is not None:
-                    self._finish(job, ProcessLost("the grammar was not compiled"))
-                    job = None
+                for lane in lanes:
+                    if lane.job is not None:
+                        self._fail(lane, ProcessLost("the grammar was not compiled"))
                 await asyncio.sleep(children.RETRY_S)
                 continue
-            with closing(channel):
-                job = await self._serve(channel, job)
+            serving = [
+                asyncio.create_task(self._serve(lane, channel))
+                for lane, channel in zip(lanes, channels, strict=True)
+            ]
+            try:
+                ended, _ = await asyncio.wait(serving, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for task in serving:
+                    task.cancel()
+                await asyncio.gather(*serving, return_exceptions=True)
+                for channel in channels:
+                    channel.close()
+            for task in ended:
+                task.result()  # raises what is no end of the process
+            log.error("a process that compiles grammars has ended")
 
-    async def _serve(self, channel: FrontChannel[Verdict], job: _Job | None) -> _Job | None:
-        """Works until the process has ended, of something else than a grammar: the job that is to
-        be tried in the next one.
+    async def _serve(self, lane: _Lane, channel: FrontChannel[Verdict]) -> None:
+        """Works until the process has ended. A job that was in work stays the lane's, to be tried
+        in the next process, unless it was in work when the one before ended, too.
         """
         while True:
-            job = job or await self._next()
-            assert self.process is not None
-            if self.process.returncode is not None:  # it ended while it was idle
-                return job
-            job.started.set()
+            job = lane.job or await self._next(lane)
+            if self.process.has_ended:  # while the lane was idle
+                return
+            channel.send(job.source)
             try:
-                channel.send(job.source)
                 async with asyncio.timeout(_PATIENCE_S):
                     verdict = await channel.receive()
             except (ChannelClosed, TimeoutError):
-                log.error("a process that compiles grammars has ended")
-                job.num_deaths += 1
-                if job.num_deaths < _MAX_DEATHS:
-                    return job
-                self._finish(job, ProcessLost("the grammar was not compiled"))
-                return None
-            self._observe(verdict.cpu_s)
-            self._finish(job, verdict)
-            job = None
+                job.num_losses += 1
+                if job.num_losses >= _MAX_LOSSES:
+                    self._fail(lane, ProcessLost("the grammar was not compiled"))
+                return
+            self._judge(lane, job, verdict)
 
-    def _finish(self, job: _Job, result: Verdict | TriptychError) -> None:
-        del self._jobs[job.key]
-        if isinstance(result, TriptychError):
-            job.done.set_exception(result)
-            job.done.exception()  # perhaps nothing waits for it any more
+    async def _next(self, lane: _Lane) -> CompileJob:
+        """Waits for the lane's next job, which some request waits for, and begins it."""
+        while True:
+            while not len(lane.queue):
+                lane.arrived.clear()
+                await lane.arrived.wait()
+            job = lane.queue.take()
+            if job.num_waiting:
+                lane.job = job
+                return job
+            lane.queue.charge(job.tenant, 0.0)
+            del self._jobs[job.key]
+
+    def _judge(self, lane: _Lane, job: CompileJob, verdict: Verdict) -> None:
+        """A lane has done with a job."""
+        lane.queue.charge(job.tenant, verdict.cpu_s)
+        job.cpu_s += verdict.cpu_s
+        if verdict.timed_out and lane is self._quick:
+            try:
+                self._slow.put(job)
+            except Overloaded as error:
+                self._fail(lane, error)
+            lane.job = None
             return
-        job.done.set_result(result)
-        if not result.died:  # perhaps of something else
-            self._know(job.key, result.error)
+        self._observe(job.cpu_s)
+        known = Known(verdict.error, is_slow=lane is self._slow)
+        if verdict.died:
+            self._verdicts.died(job.key, verdict.error)
+        else:
+            self._verdicts.keep(job.key, known)
+        lane.job = None
+        del self._jobs[job.key]
+        job.done.set_result(known)
 
-    def _know(self, key: bytes, error: str) -> None:
-        self._known[key] = error
-        if len(self._known) > _KNOWN:
-            self._known.popitem(last=False)
-
-    async def _start(self) -> FrontChannel[Verdict]:
-        """Raises OSError, as `children.start` does."""
-        await children.end(self.process)
-        front_end, end = create_socket_pair()
-        try:
-            with end:
-                settings = msgspec.json.encode(self._settings)
-                self.process = await children.start(_WORKER, settings, end.fileno())
-            return await FrontChannel[Verdict].open(front_end, Verdict)
-        except BaseException:
-            front_end.close()
-            raise
-
-
-def _key(source: GrammarSource) -> bytes:
-    return blake3(msgspec.msgpack.encode(source)).digest()
+    def _fail(self, lane: _Lane, error: TriptychError) -> None:
+        """Ends the lane's job with an error, which says nothing about the grammar."""
+        job, lane.job = lane.job, None
+        assert job is not None
+        lane.queue.charge(job.tenant, 0.0)
+        del self._jobs[job.key]
+        job.done.set_exception(error)
+        job.done.exception()  # perhaps nothing waits for it any more

@@ -1,9 +1,10 @@
 """A process that finds out whether grammars can be compiled: `python -m
-services.decoder.masks.compile_worker`, run by `compile_pool`.
+services.decoder.masks.compile_worker`, started by `compile_process`.
 
 llguidance recurses along references and has no limit of time: a grammar may overflow the stack. So
-each is compiled in a fork of this process, which has read the vocabulary, and with limits. Another
-fork takes milliseconds, so that many such grammars delay others little more than long ones do.
+this process reads the vocabulary and forks into lanes, and each lane compiles grammars in a fork
+of its own, with limits of CPU time, memory and stack. The vocabulary's memory is shared by all.
+Another fork takes milliseconds.
 """
 
 import os
@@ -28,10 +29,9 @@ from services.common.process.work_limits import go_first, limited, mapped_bytes
 from services.common.telemetry import setup_logging
 from services.decoder.masks.compiler import Vocabulary, compile_grammar
 from services.decoder.masks.grammar import GrammarSource
-from services.decoder.masks.messages import MaskSettings, Verdict
+from services.decoder.masks.messages import LANES, Lane, MaskSettings, Verdict
 
-CPU_S = 2.0  # of one grammar
-MEMORY_BYTES = 512 << 20  # of one grammar
+MEMORY_BYTES = 192 << 20  # of one grammar
 # Less than the processes have in which the grammar is compiled again.
 _STACK_BYTES = 8 << 20
 _WALL_S = 20.0  # of one grammar, on a machine that does other things, too
@@ -43,20 +43,24 @@ class Compiler:
     """Compiles one grammar after the other in a fork of this process, which may die.
 
     Attributes:
-        wall_s: of one grammar.
+        cpu_s: limit of one grammar's CPU seconds.
+        memory_bytes: limit of one grammar's memory.
+        wall_s: limit of one grammar's seconds.
         check: raises InvalidGrammar before a grammar is compiled that is beyond the bounds.
-        pid: of the fork; 0: there is none.
+        pid: process id of the fork; 0 if there is none.
     """
 
     vocabulary: Vocabulary
+    cpu_s: float = LANES[-1].cpu_s
+    memory_bytes: int = MEMORY_BYTES
     wall_s: float = _WALL_S
     check: Callable[[str, str], None] = check_grammar
     pid: int = 0
-    _charged_s: float = 0.0  # of the fork's CPU time: to grammars before
+    _charged_s: float = 0.0  # CPU time of the fork that went into earlier grammars
     _channel: EngineChannel[Verdict] | None = None
 
     def compile(self, source: GrammarSource) -> Verdict:
-        """Whether the grammar can be compiled, or why not. Raises nothing."""
+        """Returns whether the grammar can be compiled, or why not. Raises nothing."""
         for _ in range(2):  # a fork may have ended while it was idle
             if self._channel is None:
                 self._fork()
@@ -76,7 +80,8 @@ class Compiler:
         status, used_s = self._reap()
         cpu_s = used_s - self._charged_s
         if status == signal.SIGPROF:
-            return Verdict(f"takes more than {CPU_S:g} s of CPU time to compile", cpu_s, died=True)
+            error = f"takes more than {self.cpu_s:g} s of CPU time to compile"
+            return Verdict(error, cpu_s, died=True, timed_out=True)
         return Verdict("takes more memory, time or levels to compile than it may", cpu_s, died=True)
 
     def close(self) -> None:
@@ -84,7 +89,7 @@ class Compiler:
             self._reap()
 
     def _reap(self) -> tuple[int, float]:
-        """Ends the fork: the signal that ended it, and its seconds of CPU time."""
+        """Ends the fork; returns the signal that ended it, and its seconds of CPU time."""
         assert self._channel is not None
         self._channel.close()
         self._channel = None
@@ -131,8 +136,8 @@ class Compiler:
                 charged_s = used_s
 
     def _error(self, source: GrammarSource) -> str:
-        """Why the grammar cannot be compiled; empty: it can."""
-        with limited(CPU_S, MEMORY_BYTES):
+        """Returns why the grammar cannot be compiled; empty if it can be."""
+        with limited(self.cpu_s, self.memory_bytes):
             try:
                 self.check(source.kind, source.text)
                 compile_grammar(self.vocabulary, source)
@@ -146,19 +151,36 @@ class Compiler:
 
 
 def main() -> int:
-    """Compiles until the front closes its channel; returns the exit status."""
-    data, (front,) = children.begin()
+    """Compiles until the front closes a lane's channel; returns the exit status."""
+    data, ends = children.begin()
     settings = msgspec.json.decode(data, type=MaskSettings)
     setup_logging("decoder-compiler", settings.log_level)
-    channel = EngineChannel[GrammarSource](socket.socket(fileno=front), GrammarSource)
     vocabulary = Vocabulary.read(Path(settings.directory), settings.vocab_size, settings.end_ids)
-    compiler = Compiler(vocabulary)
+    parent = os.getpid()
+    for lane, own in zip(LANES, ends, strict=True):
+        if os.fork() == 0:
+            end_with_parent(parent)
+            for end in ends:
+                if end != own:
+                    os.close(end)
+            _serve(vocabulary, lane, own)
+            return 0
+    for end in ends:
+        os.close(end)
+    os.wait()  # the lanes end together
+    return 0
+
+
+def _serve(vocabulary: Vocabulary, lane: Lane, end: int) -> None:
+    """Compiles a lane's grammars until the front closes its channel."""
+    os.nice(lane.niceness)
+    channel = EngineChannel[GrammarSource](socket.socket(fileno=end), GrammarSource)
+    compiler = Compiler(vocabulary, lane.cpu_s)
     with suppress(ChannelClosed):
         while True:
             for source in channel.receive(None):
                 channel.send(compiler.compile(source))
     compiler.close()
-    return 0
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from services.common.process.channel import ChannelClosed, FrontChannel, create_
 from services.common.process.pod_limits import num_cpus
 from services.decoder.engine.messages import EngineMessage, MaskLink, NewTokens, TokenMasks
 from services.decoder.masks.compile_pool import CompilePool
+from services.decoder.masks.compile_process import CompileProcess
 from services.decoder.masks.demands import read_demands
 from services.decoder.masks.grammar import Demands
 from services.decoder.masks.messages import (
@@ -35,6 +36,7 @@ from services.decoder.masks.messages import (
     MaskTimes,
 )
 from services.decoder.masks.rows import Marks, create_mask_memory, num_mask_words
+from services.decoder.masks.verdicts import Verdicts
 from services.decoder.metrics import DecoderMetrics
 
 log = logging.getLogger(__name__)
@@ -130,7 +132,9 @@ class MaskProcesses:
     def __post_init__(self) -> None:
         self.read_demands = partial(read_demands, self.settings.end_ids)
         self._num_words = num_mask_words(self.settings.vocab_size)
-        self.compilers = CompilePool(self.settings, self.metrics.grammar_compile.observe)
+        self.compilers = CompilePool(
+            CompileProcess(self.settings), self.metrics.grammar_compile.observe, Verdicts()
+        )
         self.processes = [_Process() for _ in range(self.count or num_mask_processes())]
         self._tasks = [asyncio.create_task(self._keep(process)) for process in self.processes]
         self._tasks.append(asyncio.create_task(self._watch()))

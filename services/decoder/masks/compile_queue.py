@@ -1,0 +1,92 @@
+"""Grammars that wait to be compiled, in the order of their tenants' turns.
+
+Pure state of the front: no process and no waiting here.
+"""
+
+import asyncio
+from collections import deque
+from dataclasses import dataclass
+
+from services.common.errors import Overloaded
+from services.common.tenancy.fair_order import FairOrder
+from services.decoder.masks.grammar import GrammarSource
+from services.decoder.masks.verdicts import Known
+
+MAX_WAITING = 256
+MAX_WAITING_OF_TENANT = 64
+
+
+@dataclass(slots=True, eq=False)
+class CompileJob:
+    """A grammar that waits to be compiled, or is being compiled.
+
+    Attributes:
+        key: digest of the grammar.
+        tenant: tenant that is charged for the compilation.
+        done: the verdict.
+        num_waiting: number of requests that wait for the verdict.
+        num_losses: number of processes that ended while they worked on the grammar.
+        cpu_s: CPU seconds that were spent on the grammar so far.
+    """
+
+    key: bytes
+    source: GrammarSource
+    tenant: str
+    done: "asyncio.Future[Known]"
+    num_waiting: int = 0
+    num_losses: int = 0
+    cpu_s: float = 0.0
+
+
+class CompileQueue:
+    """Orders jobs by weighted fair queueing among tenants, whose unit is the CPU second.
+
+    The cost of a job is known when the job is done, so a tenant's next job gets its place then:
+    behind all that the tenant has used. Jobs of one tenant keep their order.
+    """
+
+    def __init__(self) -> None:
+        self._order = FairOrder()
+        self._jobs: dict[str, deque[CompileJob]] = {}  # by tenant, never empty
+        self._places: dict[str, float] = {}  # of each tenant's first job
+        self._num_jobs = 0
+
+    def __len__(self) -> int:
+        return self._num_jobs
+
+    def put(self, job: CompileJob) -> None:
+        """Adds a job behind all of the same tenant.
+
+        Raises:
+            Overloaded: too many jobs wait, in all or of this tenant.
+        """
+        jobs = self._jobs.get(job.tenant, ())
+        if self._num_jobs >= MAX_WAITING or len(jobs) >= MAX_WAITING_OF_TENANT:
+            raise Overloaded("too many grammars wait to be compiled", retry_after_s=2)
+        self._jobs.setdefault(job.tenant, deque()).append(job)
+        self._num_jobs += 1
+        self._place(job.tenant)
+
+    def take(self) -> CompileJob:
+        """Removes and returns the job whose turn it is. The queue must not be empty, and the job
+        taken before must have been charged.
+        """
+        tenant = min(self._places, key=self._places.__getitem__)
+        self._order.served(self._places.pop(tenant))
+        jobs = self._jobs[tenant]
+        job = jobs.popleft()
+        self._num_jobs -= 1
+        if not jobs:
+            del self._jobs[tenant]
+        return job
+
+    def charge(self, tenant: str, cpu_s: float) -> None:
+        """Charges a tenant for the job that was taken last, which is done."""
+        self._order.place(tenant, cost=cpu_s)
+        if tenant in self._jobs:
+            self._places.pop(tenant, None)
+            self._place(tenant)
+
+    def _place(self, tenant: str) -> None:
+        if tenant not in self._places:
+            self._places[tenant] = self._order.place(tenant, cost=0.0)
