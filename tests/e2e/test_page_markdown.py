@@ -43,6 +43,84 @@ HOSTILE = """<img src=x onerror="boom()"><script>boom()</script>
 """
 
 
+# Of each, the page draws 100,000 characters in a fraction of a second; an expression that takes the
+# square of a text's length takes at least ten seconds.
+LONG = {
+    "blanks in a heading": "'# a' + ' '.repeat(n) + 'b'",
+    "blanks in a heading that ends with CR": "'#' + ' '.repeat(n) + '\\r'",
+    "number signs in a heading": "'# ' + ' #'.repeat(n / 2) + 'x'",
+    "blanks in an item that ends with CR": "'-' + ' '.repeat(n) + '\\r'",
+    "blanks after a fence": "'```' + ' '.repeat(n) + '!'",
+    "blanks in a table's second line": "'a|b\\n' + ' '.repeat(n) + '-x'",
+    "dashes in a table's second line": "'a|b\\n' + ' -|'.repeat(n / 3) + 'x'",
+    "growing runs of backticks":
+        "Array.from({length: Math.sqrt(2 * n)}, (_, k) => '`'.repeat(k + 1)).join(' ')",
+    "two runs of backticks": "'` `` ``` '.repeat(n / 9)",
+    "brackets": "'['.repeat(n)",
+    "brackets before a long address": "'['.repeat(n / 2) + '](' + 'x'.repeat(n / 2)",
+    "openings of links": "'[a]('.repeat(n / 4)",
+    "openings of displayed formulas": r"'\\['.repeat(n / 2)",
+    "openings of formulas before an end": r"'\\('.repeat(n / 2) + '\\)'",
+    "dollars": "'$a '.repeat(n / 3)",
+    "escaped dollars": r"'$' + '\\$'.repeat(n / 2)",
+    "asterisks": "'**a* '.repeat(n / 5)",
+    "underscores": "' _a'.repeat(n / 3)",
+    "tildes": "'~~a~'.repeat(n / 4)",
+    "quotes within quotes": "'>'.repeat(n)",
+    "items within items": "'- '.repeat(n / 2)",
+    "lines of an item": "'- a\\n' + '  b\\n'.repeat(n / 4)",
+    "escaped quotes in Python": r"""'```py\n' + '\\"'.repeat(n / 2)""",
+    "escaped quotes in a string without an end": r"""'```c\n"' + '\\"'.repeat(n / 2)""",
+    "escaped backticks in a string without an end":
+        r"""'```js\n`a' + '\\`'.repeat(n / 2) + '\\'""",
+    "openings of comments": "'```c\\n' + '/*'.repeat(n / 2)",
+    "openings of tags": "'```html\\n' + '<!--'.repeat(n / 4)",
+}  # fmt: skip
+
+
+def test_the_time_of_drawing_is_linear_in_the_text(page: Page) -> None:
+    page.evaluate("window.n = 100000, 0")
+    cases = ", ".join(f"[{name!r}, {text}]" for name, text in LONG.items())
+    times = page.evaluate(
+        f"""import("/static/markdown.js").then(({{markdown}}) => [{cases}].map(([name, text]) => {{
+          const start = performance.now();
+          markdown(document.createElement("div"), text);
+          return [name, text.length, performance.now() - start];
+        }}))"""
+    )
+    assert len(times) == len(LONG) and all(size > 90_000 for _, size, _ in times), times
+    assert {name: ms for name, _, ms in times if ms > 3000} == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "html"),
+    [  # CommonMark: a run of backticks ends at the next run of its length, or is text.
+        ("`a`", "<code>a</code>"),
+        ("``a ` b``", "<code>a ` b</code>"),
+        ("`a``b`", "<code>a``b</code>"),
+        ("``a`", "``a`"),
+        ("`a``", "`a``"),
+        (r"\``a`", "`<code>a</code>"),
+        ("`a` ``b``", "<code>a</code> <code>b</code>"),
+        ("[[a](http://x)", '<a href="http://x" target="_blank"'),
+        ("[a\n](http://x)", "[a\n](http://x)"),
+        ("![a](b)", "![a](b)"),
+        (r"\[x", "[x"),
+        ("**a*b**", "<strong>a*b</strong>"),
+        ("# a ##", "<h3>a</h3>"),
+        ("# a##", "<h3>a##</h3>"),
+        ("# a\r", "<h3>a\r</h3>"),
+        ("``` py\t\nx\n``` ", "<span>py</span>"),
+    ],
+)  # fmt: skip
+def test_inline_markdown_is_drawn(page: Page, text: str, html: str) -> None:
+    drawn = page.evaluate(
+        "import('/static/markdown.js').then(({markdown}) => "
+        f"markdown(document.createElement('div'), {json.dumps(text)}).innerHTML)"
+    )
+    assert html in drawn, drawn
+
+
 def test_markdown_is_elements_and_text(page: Page) -> None:
     def drawn(text: str, script: str) -> Any:
         page.evaluate(

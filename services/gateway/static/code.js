@@ -4,7 +4,8 @@ import {copyButton, element} from "./dom.js";
 
 const C_COMMENTS = String.raw`\/\/[^\n]*|\/\*[^]*?(?:\*\/|$)`, HASH = String.raw`(?<![^\s;])#[^\n]*`;
 const DOUBLE = String.raw`"(?:\\[^]|[^"\\\n])*"`, SINGLE = String.raw`'(?:\\[^]|[^'\\\n])*'`;
-const TRIPLE = String.raw`"""[^]*?(?:"""|$)|'''[^]*?(?:'''|$)`, TICKS = "`(?:\\\\[^]|[^`\\\\])*(?:`|$)";
+const TRIPLE = String.raw`"""[^]*?(?:"""|$)|'''[^]*?(?:'''|$)`, TICKS = "`(?:\\\\[^]?|[^`\\\\])*(?:`|$)";
+const ESCAPED = String.raw`\\[^]`;   // of no string: its quote begins none, or each would be read to the end of its line
 const KEYWORDS = `abstract and as assert async await begin bool boolean break case catch char class const continue
  def default defer del delete do double elif else end enum except export extends extern false False final finally
  float fn for foreach from func function global go if impl implements import in instanceof int interface is lambda
@@ -26,7 +27,7 @@ const FAMILIES = [   // languages, comments, strings; keywords and numbers where
 ];
 const PATTERNS = new Map();
 for (const [names, comments, strings, words = WORDS, numbers = NUMBER] of FAMILIES) {
-  const pattern = new RegExp(`(?<comment>${comments})|(?<string>${strings})|(?<number>${numbers})|(?<keyword>${words})`, "g");
+  const pattern = new RegExp(`(?<comment>${comments})|(?<string>${strings})|(?<number>${numbers})|(?<keyword>${words})|${ESCAPED}`, "g");
   for (const name of names.split(" ")) PATTERNS.set(name, pattern);
 }
 
@@ -36,6 +37,7 @@ export function codeBlock(language, text) {
   let at = 0;
   for (const found of pattern ? text.matchAll(pattern) : []) {
     const kind = Object.keys(found.groups).find(name => found.groups[name] !== undefined);
+    if (!kind) continue;
     code.append(text.slice(at, found.index), element("span", kind, found[0]));
     at = found.index + found[0].length;
   }

@@ -1,60 +1,35 @@
 /* Markdown: elements and text nodes only, so that nothing of an answer is HTML; nothing of it is loaded. */
 import {codeBlock} from "./code.js";
 import {element} from "./dom.js";
-import {formula} from "./formulas.js";
+import {inline} from "./inline.js";
 
-const INLINE = new RegExp([
-  String.raw`(?<code>(?<ticks>${"`+"})(?<inner>(?:(?!\k<ticks>)[^])+?)\k<ticks>(?!${"`"}))`,
-  String.raw`\$\$(?<displayed>[^$]+)\$\$|\\\[(?<bracketed>[^]{1,4000}?)\\\]|\\\((?<tex>[^]{1,4000}?)\\\)`,
-  String.raw`(?<![\w$${"`"}])\$(?<dollars>(?![\s$])(?:\\[^]|[^$${"`"}\\\n])*?(?<![\s\\]))\$(?![\w$])`,   // prices are no formulas, nor is code whose end has not come yet
-  String.raw`\\(?<escaped>[\\${"`"}*_{}\[\]()#+.!|~>$-])`,
-  String.raw`\*\*(?=\S)(?<bold>[^*]+(?:\*[^*]+)*?)\*\*`,
-  String.raw`(?<![\w*])(?<mark>[*_])(?=\S)(?<italic>[^*_\n]+)\k<mark>(?!\w)`,
-  String.raw`~~(?<struck>[^~\n]+)~~`,
-  String.raw`!?\[(?<label>[^\]\n]*)\]\((?<url>[^()\s]*)\)`,
-].join("|"), "g");
-const FENCE = /^ *(`{3,}|~{3,}) *([\w+#.-]*)\s*$/, HEADING = /^ {0,3}#{1,6} +(.*?)(?: +#+)?$/, RULE = /^ {0,3}([-*_])(?: *\1){2,} *$/;
-const QUOTE = /^ {0,3}> ?/, ITEM = /^( *)(?:[-*+]|(\d{1,9})[.)])(?: +|$)(.*)$/, DASHES = /^ *\|?(?: *:?-+:? *\|)+(?: *:?-+:? *)?$/;
+/* No two neighbours of an expression match the same characters: else a line would take the square of its length. */
+const FENCE = /^ *(`{3,}|~{3,}) *([\w+#.-]*)$/, HEADING = /^ {0,3}#{1,6} +([^]*)$/, RULE = /^ {0,3}([-*_])(?: *\1){2,} *$/;
+const QUOTE = /^ {0,3}> ?/, ITEM = /^( *)(?:[-*+]|(\d{1,9})[.)])(?: +|$)([^]*)$/, DASHES = /^\|?(?: *:?-+:? *\|)+(?: *:?-+:?)?$/;
 const FORMULA = /^ *(\$\$|\\\[)/, FORMULA_END = {"$$": "$$", "\\[": "\\]"};
 const MAX_DEPTH = 8;
 
-function inline(into, text) {
-  let at = 0;
-  for (const match of text.matchAll(INLINE)) {
-    const {inner, displayed, bracketed, tex, dollars, escaped, bold, italic, struck, label, url} = match.groups;
-    into.append(text.slice(at, match.index));
-    at = match.index + match[0].length;
-    const math = displayed ?? bracketed ?? tex ?? dollars;
-    if (inner !== undefined) into.append(element("code", "", inner.trim() || inner));
-    else if (math !== undefined) into.append(formula(math, (displayed ?? bracketed) !== undefined));
-    else if (escaped !== undefined) into.append(escaped);
-    else if (bold !== undefined) into.append(inline(element("strong"), bold));
-    else if (italic !== undefined) into.append(inline(element("em"), italic));
-    else if (struck !== undefined) into.append(element("s", "", struck));
-    else if (/^(https?:|mailto:)/i.test(url)) {
-      const link = element("a", "", label || url);   // an image, too: it is not loaded
-      link.href = url;
-      link.target = "_blank";
-      link.rel = "noopener noreferrer nofollow";
-      into.append(link);
-    } else into.append(match[0]);
-  }
-  into.append(text.slice(at));
-  return into;
-}
-
 const cells = line => line.trim().replace(/^\||\|$/g, "").split(/(?<!\\)\|/).map(cell => cell.trim());
-const begins = (lines, i) => FENCE.test(lines[i]) || HEADING.test(lines[i]) || RULE.test(lines[i]) || QUOTE.test(lines[i])
-  || FORMULA.test(lines[i]) || ITEM.test(lines[i]) || (lines[i].includes("|") && DASHES.test(lines[i + 1] ?? ""));
+const fenceOf = line => FENCE.exec(line.trimEnd());
+const begins = (lines, i) => fenceOf(lines[i]) || HEADING.test(lines[i]) || RULE.test(lines[i]) || QUOTE.test(lines[i])
+  || FORMULA.test(lines[i]) || ITEM.test(lines[i]) || (lines[i].includes("|") && DASHES.test((lines[i + 1] ?? "").trim()));
+
+/* A heading's text, without the number signs that may close it. */
+function headingOf(line) {
+  const text = HEADING.exec(line)[1];
+  let end = text.length;
+  while (text[end - 1] === "#") end--;
+  return end < text.length && text[end - 1] === " " ? text.slice(0, end).trimEnd() : text;
+}
 
 /* Where the block that begins at line `i` ends. */
 function endOf(lines, i, depth) {
   const line = lines[i], start = i;
   if (depth >= MAX_DEPTH || !begins(lines, i)) {
     do i++; while (i < lines.length && lines[i].trim() && (depth >= MAX_DEPTH || !begins(lines, i)));
-  } else if (FENCE.test(line)) {
-    const fence = FENCE.exec(line)[1];
-    do i++; while (i < lines.length && !(lines[i].trim().startsWith(fence) && FENCE.test(lines[i])));
+  } else if (fenceOf(line)) {
+    const fence = fenceOf(line)[1];
+    do i++; while (i < lines.length && !fenceOf(lines[i])?.[1].startsWith(fence));
     i++;
   } else if (FORMULA.test(line)) {
     const [opening, delimiter] = FORMULA.exec(line), end = FORMULA_END[delimiter];
@@ -78,7 +53,7 @@ function list(lines, depth) {
   for (let i = 0; i < lines.length;) {
     const inner = [ITEM.exec(lines[i])[3]];
     while (++i < lines.length && !(ITEM.test(lines[i]) && ITEM.exec(lines[i])[1].length <= indent.length)) inner.push(lines[i]);
-    const margin = Math.min(...inner.slice(1).filter(l => l.trim()).map(l => l.length - l.trimStart().length));
+    const margin = inner.slice(1).filter(l => l.trim()).reduce((least, l) => Math.min(least, l.length - l.trimStart().length), Infinity);
     made.append(markdown(element("li"), inner.map((l, n) => n ? l.slice(margin) : l).join("\n"), depth + 1));
   }
   return made;
@@ -98,12 +73,12 @@ function table(lines) {
 function block(lines, depth) {
   const [line] = lines, text = lines.join("\n");
   if (depth >= MAX_DEPTH || !begins(lines, 0)) return inline(element("p"), text);
-  if (FENCE.test(line)) {
-    const [, fence, language] = FENCE.exec(line), last = lines.at(-1);
-    const isClosed = lines.length > 1 && last.trim().startsWith(fence) && FENCE.test(last);
+  if (fenceOf(line)) {
+    const [, fence, language] = fenceOf(line);
+    const isClosed = lines.length > 1 && fenceOf(lines.at(-1))?.[1].startsWith(fence);
     return codeBlock(language, lines.slice(1, isClosed ? -1 : undefined).join("\n"));
   }
-  if (HEADING.test(line)) return inline(element("h3"), HEADING.exec(line)[1]);
+  if (HEADING.test(line)) return inline(element("h3"), headingOf(line));
   if (RULE.test(line)) return element("hr");
   if (QUOTE.test(line)) return markdown(element("blockquote"), lines.map(l => l.replace(QUOTE, "")).join("\n"), depth + 1);
   if (ITEM.test(line)) return list(lines, depth);
