@@ -221,7 +221,8 @@ async def test_a_process_that_cannot_be_started_is_started_later(decoder, monkey
         compilers = decoder.masks.compilers.process
         killed = compilers.process if of == "compilers" else process.process
         killed.kill()
-        await answer(gateway, 2, grammar("REGEX", "a{4}"))  # may be in work at that moment
+        await killed.wait()
+        await answer(gateway, 2, grammar("REGEX", "a{4}"))  # may be lost with its process
         _, end = await answer(gateway, 3, grammar("REGEX", "a{5}"))
         assert end.reason == pb.Finished.REASON_STOP
     assert refused
