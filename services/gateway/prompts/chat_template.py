@@ -58,13 +58,13 @@ Message = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Conversation:
-    """What a chat template takes.
+    """The input of a chat template.
 
     Attributes:
         messages: dicts of `role` and `content`; content is a string, or a list of
             `{"type": "text", "text": ...}`, `{"type": "image"}` and `{"type": "video"}`. Further:
             `tool_calls`, `tool_call_id`, `name`, `reasoning_content`.
-        tools: definitions in OpenAI's shape; None: none.
+        tools: definitions in OpenAI's shape. None if the request has no tools.
         options: further variables of the template.
         add_generation_prompt: the prompt ends with the beginning of the model's turn.
         continue_final_message: it ends with the last message's text instead.
@@ -121,7 +121,7 @@ class ChatTemplate:
 
     @cached_property
     def takes_late_system(self) -> bool:
-        """Whether system messages after the first are rendered, not refused or left out."""
+        """Tells whether later system messages than the first are rendered."""
         user, first, late = (
             {"role": "user", "content": "u"}, {"role": "system", "content": "f"},
             {"role": "system", "content": _PROBE},
@@ -130,7 +130,7 @@ class ChatTemplate:
         return all(_PROBE in "".join(p for p, _ in self.probed(*probe)) for probe in probes)
 
     def probed(self, *messages: Message) -> list[tuple[str, bool]]:
-        """The pieces of such messages; none: they are refused."""
+        """Returns the pieces of a prompt of the messages. Empty if the template refuses them."""
         try:
             return list(self.render(Conversation(messages=messages, options={})))
         except InvalidRequest:
@@ -141,15 +141,15 @@ class ChatTemplate:
         """Reads a checkpoint directory.
 
         Raises:
-            ModelSpecError: it has no chat template, or one that is not valid.
+            ModelSpecError: the directory has no chat template, or the template is not valid.
         """
         return cls(read_template(directory), read_special_tokens(directory), added)
 
     def render(self, conversation: Conversation) -> Iterator[tuple[str, bool]]:
-        """The prompt in pieces, in order.
+        """Yields the prompt in pieces, in order.
 
         Yields:
-            A piece, and whether it is an added token.
+            A piece, and whether the piece is an added token that the template writes.
 
         Raises:
             InvalidRequest: the template refuses the messages.

@@ -1,10 +1,10 @@
 """Jinja as transformers configures it for chat templates, with operations that keep traces.
 
-A template sees the same strings as in transformers, and writes the same text. What is rendered is a
-traced text (`traced_text.py`). Jinja's own operations return plain strings of traced texts, so the
-environment replaces them: the output of expressions, concatenation, `%`, methods of plain strings,
-and filters. A filter that keeps no traces returns a text of the request if one of its arguments may
-hold one.
+A template sees the same strings as in transformers, and writes the same text. The result of
+rendering is a traced text (`traced_text.py`). Jinja's own operations return plain strings of traced
+texts, so the environment replaces these operations: the output of expressions, concatenation, `%`,
+methods of plain strings, and filters. The result of a filter that cannot keep traces counts as the
+request's if an argument may hold text of the request.
 
 Numbers are not traced: a template may write a number of the request into the name of a token.
 """

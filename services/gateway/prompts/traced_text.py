@@ -34,7 +34,7 @@ def template_text(text: str) -> "TracedText":
 
 
 def shadow_of(text: str) -> str:
-    """The shadow of a text. An instance of another subclass of `str` counts as the request's."""
+    """Returns the shadow of a text. Other subclasses of `str` count as the request's."""
     kind = type(text)
     if kind is str:
         return text
@@ -255,5 +255,5 @@ class TracedText(str):
         return request_text(str.translate(self, table))
 
     def _rewritten(self, text: str) -> str:
-        """Returns a text that is made of this one in a way that is not followed."""
+        """Returns a text that an operation without a counterpart for shadows makes of this one."""
         return text if self._shadow == self else request_text(text)
