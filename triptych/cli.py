@@ -125,7 +125,7 @@ def _add_serve(commands: "argparse._SubParsersAction[_Parser]") -> None:
     what = "of the hub, or a checkpoint directory; default: the demonstration model"
     once("model", nargs="?", type=Path, metavar=kind, help=what)
     once("--model", dest="model_option", type=Path, metavar=kind, help="the same")
-    model("--revision", help="branch, tag or commit of a model of the hub")
+    model("--revision", help="branch, tag or commit of a model of the hub; pin a commit")
     model("--served-model-name", dest="served_name", metavar="NAME", help="`model` of requests")
     dtypes = ("auto", "float32", "bfloat16", "float16")
     model("--dtype", choices=dtypes, help="of weights and caches; auto: bfloat16 on a GPU")
