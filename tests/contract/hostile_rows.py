@@ -61,7 +61,7 @@ def bad_values() -> Iterator[Row]:
         "top_p": [0, -1, 1.1, "x"],
         "top_k": [-2, 1.5, "x", 1 << 40],
         "min_p": [-0.1, 1.1],
-        "repetition_penalty": [0, -1, 11],
+        "repetition_penalty": [0, -1, 11, 1e-38, 1e-300, 9e-7],
         "presence_penalty": [-2.1, 2.1],
         "frequency_penalty": [-2.1, 2.1, "x"],
         "n": [0, -1, 9, 1 << 31, 1 << 70, 1.5, "1", True],

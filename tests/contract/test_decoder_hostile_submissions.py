@@ -66,6 +66,7 @@ HOSTILE = {
     "top_p above one": submit_of(1, prompt_of(1), top_p=1.5),
     "min_p above one": submit_of(1, prompt_of(1), min_p=1.5),
     "no repetition penalty": submit_of(1, prompt_of(1), repetition_penalty=0.0),
+    "tiny repetition penalty": submit_of(1, prompt_of(1), repetition_penalty=1e-37),
     "infinite presence penalty": submit_of(1, prompt_of(1), presence_penalty=math.inf),
     "NaN frequency penalty": submit_of(1, prompt_of(1), frequency_penalty=math.nan),
     "bias beyond the vocabulary": submit_of(1, prompt_of(1), logit_bias={VOCAB_SIZE: 1.0}),

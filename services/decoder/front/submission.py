@@ -148,7 +148,8 @@ def _sampling(given: pb.SamplingParams, engine: EngineInfo, room: int) -> Sampli
     _check_range("presence_penalty", given.presence_penalty, -1e4, 1e4)
     _check_range("frequency_penalty", given.frequency_penalty, -1e4, 1e4)
     _check_range("top_p", given.top_p, 0.0, 1.0, open_below=True)
-    _check_range("repetition_penalty", given.repetition_penalty, 0.0, 1e4, open_below=True)
+    # Logits that are divided by it and by the temperature stay finite in float32.
+    _check_range("repetition_penalty", given.repetition_penalty, 1e-7, 1e4)
     if given.max_tokens < 1:
         raise InvalidRequest("max_tokens is less than 1")
     logit_bias = dict(given.logit_bias)

@@ -20,7 +20,12 @@ from kernels.sampling.sampling import (
 )
 from services.decoder.engine.messages import SamplingParams
 from services.decoder.engine.run.pending_step import DevicePendingStep, Readback
-from services.decoder.engine.run.sampler import Sampled, Sampler, uniforms
+from services.decoder.engine.run.sampler import (
+    GREEDY_TEMPERATURE,
+    Sampled,
+    Sampler,
+    uniforms,
+)
 from services.decoder.engine.run.staging import Staging
 from services.decoder.engine.step import RowSampling, SampleStep
 from services.decoder.operations.ops import PlainOps
@@ -95,6 +100,20 @@ TRUNCATIONS = {
 def seeded(params: SamplingParams, seed: int) -> SamplingParams:
     fields = {name: getattr(params, name) for name in params.__struct_fields__}
     return SamplingParams(**fields | {"seed": seed})
+
+
+@pytest.mark.parametrize("temperature", [0.0, GREEDY_TEMPERATURE, 1.0, 2.0])
+@pytest.mark.parametrize("penalty", [1e-6, 10.0])
+def test_the_extreme_penalties_of_a_request_leave_logits_finite(
+    penalty: float, temperature: float
+) -> None:
+    params = SamplingParams(temperature=temperature, repetition_penalty=penalty)
+    bench = Bench([params], VOCAB_SIZE)
+    logits = torch.full((1, VOCAB_SIZE), -1e5)  # far beyond what models give
+    logits[0, 3] = 1e5
+    for generated in range(3):  # what was sampled is penalized afterwards
+        (token_id,) = bench.draw(logits, [0], [generated]).token_ids.tolist()
+        assert token_id == 3
 
 
 @pytest.mark.parametrize("params", TRUNCATIONS.values(), ids=TRUNCATIONS)
