@@ -25,8 +25,8 @@ def loop_thread() -> Iterator[LoopThread]:
 def _stack(loop_thread, tmp_path_factory) -> Iterator[GatewayStack]:
     directory = tmp_path_factory.mktemp("stack")
     stack = GatewayStack(
-        loop_thread, directory, max_images_per_request=4, max_image_bytes=1 << 20,
-        max_source_pixels=4_000_000, log_level="ERROR",
+        loop_thread, directory, max_images=4, max_image_bytes=1 << 20,
+        max_image_pixels=4_000_000, log_level="ERROR",
     )  # fmt: skip
     yield stack
     stack.close()

@@ -5,7 +5,7 @@ import concurrent.futures
 import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +88,7 @@ class GatewayStack:
             decoder.default_reply = self.tokenizer.encode_text("A red circle.")
             decoder.reset()
         names = {each.name for each in fields(Bounds)}
-        self.bounds = Bounds(**{name: settings.pop(name) for name in names & settings.keys()})
+        self._bounds = {name: settings.pop(name) for name in names & settings.keys()}
         self._settings = settings
         thread.run(self._start())
 
@@ -113,6 +113,7 @@ class GatewayStack:
                 **self._settings,
             }
         )
+        self.bounds = replace(self.settings.bounds, **self._bounds)
         self.gateway: Gateway = create_gateway(self.settings, self.bounds)
         self.server = GatewayServer(self.gateway, self.settings)
         self._serving = asyncio.create_task(self.server.serve())

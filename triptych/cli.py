@@ -28,7 +28,7 @@ _ELSEWHERE = {
     "--pipeline-parallel-size": "--tensor-parallel N divides a model among N cards",
     "--data-parallel-size": "--decoders N is that here: one decoder a card",
     "--enable-lora": "LoRA is not served",
-    "--limit-mm-per-prompt": "a request may have 32 images and 8 videos",
+    "--limit-mm-per-prompt": "export GATEWAY_MAX_IMAGES and GATEWAY_MAX_VIDEOS",
     "--allowed-local-media-path": "export GATEWAY_ALLOWED_MEDIA",
     "--allowed-origins": "export GATEWAY_ALLOWED_SITES",
     "--uvicorn-log-level": "--log-level is that here",

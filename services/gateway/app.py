@@ -32,7 +32,11 @@ from services.gateway.clients.encoders import EncoderPool
 from services.gateway.clients.pods import Dialling
 from services.gateway.clients.served_model import ServedModel
 from services.gateway.endpoints.surfaces import create_surfaces
-from services.gateway.http.exchange import handle_bug, handle_http_error, handle_triptych_error
+from services.gateway.http.exchange import (
+    handle_bug,
+    handle_http_error,
+    handle_triptych_error,
+)
 from services.gateway.http.middleware import Middleware, with_cors
 from services.gateway.http.same_site import SameSite, is_loopback, served_hosts
 from services.gateway.kept import MAX_BYTES, MAX_TENANT_BYTES, Kept, MemoryKept
@@ -50,14 +54,13 @@ from services.gateway.prompts.prompt import PromptBuilder
 from services.gateway.request.chat import ChatService
 from services.gateway.request.sampling import model_defaults
 from services.gateway.settings import GatewaySettings
-from services.gateway.tenancy.admission import Admission, max_held_bytes
+from services.gateway.tenancy.admission import Admission, largest_body, max_held_bytes
 from services.gateway.tenancy.leases import Leases
 from services.gateway.tenancy.tenants import Keyring
 from services.gateway.tokenizer.tokenizer import ModelTokenizer
 
 log = logging.getLogger(__name__)
 
-_BOUNDS = Bounds()
 # Of the memory for requests, what clients name again later takes an eighth at most.
 _KEPT_PART = 8
 
@@ -72,14 +75,18 @@ class Gateway:
     metrics: GatewayMetrics
 
 
-def create_gateway(settings: GatewaySettings, bounds: Bounds = _BOUNDS) -> Gateway:
+def create_gateway(settings: GatewaySettings, bounds: Bounds | None = None) -> Gateway:
     """Builds everything; connects nothing before the application starts.
+
+    Args:
+        bounds: bounds of requests. Defaults to those of the settings.
 
     Raises:
         ModelSpecError: the model directory cannot be served.
         SettingsError: the model takes images and no encoder address is set, or a file of keys,
             certificates or tokens cannot be read, or there are no keys where they are needed.
     """
+    bounds = bounds or settings.bounds
     keyring = _keyring(settings)
     spec = read_spec(settings.model)
     if spec.vision is not None and not settings.encoders:
@@ -91,7 +98,8 @@ def create_gateway(settings: GatewaySettings, bounds: Bounds = _BOUNDS) -> Gatew
     metrics = GatewayMetrics()
     leases = _leases(settings, metrics)
     kept, held_bytes = _kept(settings, max_held_bytes(memory_limit_bytes()))
-    admission = Admission(bounds.max_concurrent_requests, held_bytes, leases)
+    max_body_bytes = _max_body_bytes(settings, held_bytes)
+    admission = Admission(bounds.max_concurrent_requests, held_bytes, leases, max_body_bytes)
     metrics.running.set_function(lambda: admission.num_running)
     encoders, decoders = _pools(settings, spec, metrics)
     web = WebMedia(allow_private=settings.allows_private_media)
@@ -179,6 +187,17 @@ def _kept(settings: GatewaySettings, held_bytes: int) -> tuple[Kept, int]:
         )
     num_bytes = min(MAX_BYTES, held_bytes // _KEPT_PART)
     return MemoryKept(MAX_TENANT_BYTES, num_bytes), held_bytes - num_bytes
+
+
+def _max_body_bytes(settings: GatewaySettings, held_bytes: int) -> int:
+    """The setting, or what the memory for requests can hold of one body if that is less."""
+    most = largest_body(held_bytes)
+    if most < settings.max_body_bytes:
+        log.warning(
+            "bodies may have %d bytes, not GATEWAY_MAX_BODY_BYTES (%d): the memory of this gateway "
+            "holds no larger body", most, settings.max_body_bytes,
+        )  # fmt: skip
+    return min(most, settings.max_body_bytes)
 
 
 def _keyring(settings: GatewaySettings) -> Keyring:

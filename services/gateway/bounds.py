@@ -1,29 +1,34 @@
-"""What requests may take: images, pixels, places; bytes of a body are `json_body`'s. These are no
-settings: they fit any model, and what a smaller machine can bear follows from its memory.
+"""Bounds of requests: images, pixels, places. Some are settings of the gateway (`settings`), the
+others fit any model; the memory of all requests follows from the pod's (`tenancy.admission`).
 """
 
 from dataclasses import dataclass
 
+MAX_BODY_BYTES = 64 << 20  # of a request, unless the gateway's settings say another number
+# Memory that a byte of a body may take until its request ends: as received, in the parsed strings,
+# decoded from base64, in the call to an encoder.
+MEMORY_PER_BODY_BYTE = 4
+
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Of one gateway. Beyond the last a request is a 503, beyond the others a 400.
+    """The bounds of one gateway. A request beyond the last bound is a 503, beyond another a 400.
 
     Attributes:
-        max_images_per_request: in all its messages.
-        max_image_bytes: of one encoded image.
-        max_source_pixels: width times height of one image as sent; not above the encoder's.
-        max_videos_per_request: in all its messages.
-        max_video_bytes: of one file, which the call to an encoder carries whole, or of all frames
-            that are given in its place.
-        max_video_frames: that are sampled, of all videos of a request.
-        max_video_seconds: of one file.
-        max_concurrent_requests: at a time.
+        max_images_per_request: most images in all messages of a request.
+        max_image_bytes: most bytes of one encoded image.
+        max_source_pixels: most pixels of one image as sent, width times height.
+        max_videos_per_request: most videos in all messages of a request.
+        max_video_bytes: most bytes of one file, which the call to an encoder carries whole, or of
+            all frames that are given in its place.
+        max_video_frames: most sampled frames of all videos of a request.
+        max_video_seconds: longest duration of one file.
+        max_concurrent_requests: most requests at a time.
     """
 
     max_images_per_request: int = 32
-    max_image_bytes: int = 20 << 20
-    max_source_pixels: int = 40_000_000
+    max_image_bytes: int = 32 << 20
+    max_source_pixels: int = 52_000_000
     max_videos_per_request: int = 8
     max_video_bytes: int = 60 << 20
     max_video_frames: int = 768

@@ -10,7 +10,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field, SecretStr, field_validator
 
+from services.common.images.image_header import MAX_SOURCE_PIXELS
 from services.common.settings import PeerSettings, Port, split_list
+from services.gateway.bounds import MAX_BODY_BYTES, Bounds
 
 # What stands in settings for no keys, and for private addresses.
 NO_KEYS = "none"
@@ -19,6 +21,7 @@ _FILE = "file:"
 # As requests have them: a name of other letters comes in Punycode.
 _ORIGIN = re.compile(r"\*|[A-Za-z][\w+.-]*://[^/?#@*\s\x7F-\U0010FFFF]+/?")
 _NAME = re.compile(r"[^/?#@*:\s\x7F-\U0010FFFF]+|\[?(?:[0-9A-Fa-f.]*:){2}[0-9A-Fa-f:.]*\]?")
+_BOUNDS = Bounds()
 _OWN_PORTS = {"http": ":80", "https": ":443"}
 
 
@@ -53,6 +56,15 @@ class GatewaySettings(PeerSettings):
             `.example.com`: all names under it; without names: any where keys are needed, else those
             of this machine (on loopback) or of a local network. Origins of web pages that may call,
             such as `https://example.com:8443`, or `*`: any.
+        max_images: most images of a request. Each is a call to an encoder, and its bytes are held
+            until the request ends; its tokens count as the context's do.
+        max_image_pixels: most pixels of one image as sent, width times height. While an encoder
+            decodes an image it needs 7 to 23 bytes for each pixel, of at most a quarter of its
+            pod's memory, see docs/tuning.md.
+        max_image_bytes: most bytes of one encoded image; three times as many are held.
+        max_videos: most videos of a request. Files are held at an encoder, too.
+        max_body_bytes: most bytes of a request's body; four times as many are held until the
+            request ends, of the pod's memory less 384 MiB.
         embeddings: clients may bring embeddings of images (`image_embeds`).
         unknown_fields: of requests: refuse them, or ignore them as the hints of docs/api.md.
         shutdown_grace_s: how long running requests may continue after SIGTERM.
@@ -76,10 +88,25 @@ class GatewaySettings(PeerSettings):
     redis_password_file: Path | None = None
     replicas: Annotated[int, Field(ge=1)] = 1
     allowed_sites: str = ""
+    max_images: Annotated[int, Field(ge=0, le=1024)] = _BOUNDS.max_images_per_request
+    max_image_pixels: Annotated[int, Field(ge=1, le=MAX_SOURCE_PIXELS)] = _BOUNDS.max_source_pixels
+    max_image_bytes: Annotated[int, Field(ge=1024, le=60 << 20)] = _BOUNDS.max_image_bytes
+    max_videos: Annotated[int, Field(ge=0, le=256)] = _BOUNDS.max_videos_per_request
+    max_body_bytes: Annotated[int, Field(ge=1 << 20, le=512 << 20)] = MAX_BODY_BYTES
     embeddings: bool = False
     unknown_fields: Literal["refuse", "ignore"] = "refuse"
     shutdown_grace_s: Annotated[float, Field(ge=0)] = 30.0
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
+
+    @property
+    def bounds(self) -> Bounds:
+        """The bounds of requests."""
+        return Bounds(
+            max_images_per_request=self.max_images,
+            max_image_bytes=self.max_image_bytes,
+            max_source_pixels=self.max_image_pixels,
+            max_videos_per_request=self.max_videos,
+        )
 
     @property
     def encoders(self) -> tuple[str, ...]:

@@ -288,7 +288,7 @@ def test_what_is_not_served_is_a_400(stack, part, fields, code, param, text):
 
 
 def test_limits_of_a_request(stack):
-    assert refused(stack, *[video(clip())] * 9)[3].endswith("at most 8 are allowed")
+    assert refused(stack, *[video(clip())] * 9)[3].endswith("are allowed (GATEWAY_MAX_VIDEOS)")
     many = video(clip(num_frames=500, rate=1.0), num_frames=400)
     status, _, param, message = refused(stack, many, many)
     assert (status, param) == (400, "messages[0].content[1]") and "of all videos" in message

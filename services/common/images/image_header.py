@@ -23,7 +23,7 @@ from services.common.errors import InvalidImage
 Format = Literal["PNG", "JPEG", "GIF", "WEBP"]
 ALLOWED_FORMATS: tuple[Format, ...] = ("JPEG", "PNG", "WEBP", "GIF")
 
-MAX_SOURCE_PIXELS = 40_000_000  # an encoder decodes no larger image
+MAX_SOURCE_PIXELS = 256_000_000  # no encoder decodes a larger image, whatever its memory
 MAX_HEADER_BYTES = 1 << 20
 MAX_SEGMENTS = 256
 _MAX_PADDING = MAX_HEADER_BYTES // MAX_SEGMENTS  # before a segment

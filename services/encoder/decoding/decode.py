@@ -21,6 +21,7 @@ from services.common.images.image_header import ALLOWED_FORMATS, ImageHeader
 # Pillow warns of damage beside the pixels, as in EXIF, and of sizes that we bound ourselves. Once
 # for the process: `catch_warnings` is not for threads, and images are opened in several.
 warnings.filterwarnings("ignore", module=r"PIL\.")
+Image.MAX_IMAGE_PIXELS = None
 # Pillow would load its plugins in the first call. It knows WebP once its module is imported.
 Image.preinit()
 assert WebPImagePlugin.SUPPORTED

@@ -24,8 +24,9 @@ from services.encoder.decoding.decode_worker import Task
 
 log = logging.getLogger(__name__)
 
-# CPU time of one image. 40 million pixels take 1 to 3 s in the slowest format.
-DECODE_CPU_S = 10.0
+# CPU time of one image of up to so many pixels, and in proportion of a larger one. 40 million
+# pixels take 1 to 3 s in the slowest format.
+DECODE_CPU_S, _DECODE_PIXELS = 10.0, 40_000_000
 _WORKER = "services.encoder.decoding.decode_worker"
 
 
@@ -47,8 +48,8 @@ class MemoryBudget:
         """
         if num_bytes > self.total_bytes:
             raise InvalidImage(
-                f"decoding the image may take {num_bytes} bytes; at most {self.total_bytes} are "
-                "given to one image here"
+                f"decoding the image may take {num_bytes} bytes; at most {self.total_bytes}, a "
+                "quarter of the encoder's memory, are given to one image here"
             )
         me = object()
         with self._changed:
@@ -63,6 +64,11 @@ class MemoryBudget:
             with self._changed:
                 self._free_bytes += num_bytes
                 self._changed.notify_all()
+
+
+def cpu_limit_s(header: ImageHeader) -> float:
+    """Seconds of CPU time that decoding an image may take."""
+    return DECODE_CPU_S * max(1.0, header.width * header.height / _DECODE_PIXELS)
 
 
 class DecodePool:
@@ -86,7 +92,7 @@ class DecodePool:
         with self._budget.taken(memory_bytes):
             worker = self._idle.get()
             try:
-                yield _decode(worker, data, Task(header, memory_bytes, DECODE_CPU_S))
+                yield _decode(worker, data, Task(header, memory_bytes, cpu_limit_s(header)))
             finally:
                 worker.trim()
                 self._idle.put(worker)

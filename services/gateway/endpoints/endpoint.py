@@ -217,7 +217,7 @@ async def received(
     """A slot and the whole body, of such a type, which is freed at the end."""
     with admission.holding() as hold:
         async with admission.until_ended():
-            body = await read_body(scope, receive, hold, types)
+            body = await read_body(scope, receive, hold, admission.max_body_bytes, types)
         try:
             async with admission.slot(hold) as slot:
                 yield slot, body

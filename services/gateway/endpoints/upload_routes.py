@@ -1,6 +1,7 @@
 """POST /v1/media and DELETE /v1/media/{name}: files that later requests name by `media:` URLs."""
 
 import asyncio
+from dataclasses import replace
 
 from blake3 import blake3
 from msgspec import Struct
@@ -19,6 +20,7 @@ from services.gateway.slot import Slot
 # No form of a page can declare one of these, so that a page of another origin has to ask first.
 TYPES = ("application/json", "image/", "video/", "application/octet-stream")
 _MAX_BYTES = 60 << 20  # the call to an encoder carries it whole
+_IMAGE = replace(IMAGE, setting="")  # the setting is of images in requests
 
 
 class UploadRequest(Struct, forbid_unknown_fields=True):
@@ -75,7 +77,7 @@ def _encoders(service: ChatService) -> EncoderPool:
 
 def _file_in(body: Body) -> bytes:
     url = _parse(body).url
-    kind = VIDEO if url.startswith("data:video/") else IMAGE
+    kind = VIDEO if url.startswith("data:video/") else _IMAGE
     if not url.startswith("data:"):
         raise InvalidRequest("an upload is a data: URL, or the file itself", param="url")
     return decode_data_url(url, _MAX_BYTES, kind)

@@ -24,6 +24,7 @@ from services.common.errors import (
     Unauthorized,
     UnsupportedMediaType,
 )
+from services.gateway.bounds import MEMORY_PER_BODY_BYTE
 from services.gateway.forms.error_answers import (
     ErrorAnswer,
     error_body,
@@ -34,13 +35,10 @@ from services.gateway.forms.responses import encode_json
 
 log = logging.getLogger(__name__)
 
-MAX_BODY_BYTES = 64 << 20
-# A body has the first time, and more for each of its bytes that has arrived, up to the second.
+# A body has the first time, and more for each of its bytes that has arrived, up to the second, or
+# up to a second for each MiB that a body may have.
 BODY_START_S, BODY_TIMEOUT_S = 10.0, 60.0
 _MIN_BODY_RATE = 16 << 10  # bytes a second
-# Memory that a byte of a body may take until its request ends: as received, in the parsed strings,
-# decoded from base64, in the call to an encoder.
-MEMORY_PER_BODY_BYTE = 4
 _LONG_BODY_BYTES = 256 << 10
 _PIECE_BYTES = 64 << 10  # of a long answer
 _STREAM_HEADERS = [
@@ -139,7 +137,11 @@ async def _disconnected(receive: Receive) -> None:
 
 
 async def read_body(
-    scope: Scope, receive: Receive, hold: Callable[[int], None], types: Sequence[str] = JSON_TYPES
+    scope: Scope,
+    receive: Receive,
+    hold: Callable[[int], None],
+    max_bytes: int,
+    types: Sequence[str] = JSON_TYPES,
 ) -> bytes | bytearray:
     """A request's whole body, which is JSON unless `types` say otherwise.
 
@@ -149,6 +151,7 @@ async def read_body(
 
     Args:
         hold: counts the memory that the request will take, as bytes arrive; may refuse.
+        max_bytes: most bytes of the body.
         types: how its content type may begin.
 
     Raises:
@@ -163,9 +166,10 @@ async def read_body(
         raise _unsupported(types)
     needs_type = b"origin" in headers and b"content-type" not in headers
     declared = headers.get(b"content-length", b"0")
-    if declared.isdigit() and int(declared) > MAX_BODY_BYTES:
-        raise PayloadTooLarge(f"the body is larger than {MAX_BODY_BYTES} bytes")
+    if declared.isdigit() and int(declared) > max_bytes:
+        raise _too_large(max_bytes)
     body = bytearray()
+    timeout_s = max(BODY_TIMEOUT_S, max_bytes / (1 << 20))
     start = asyncio.get_running_loop().time()
     try:
         async with asyncio.timeout(BODY_START_S) as deadline:
@@ -176,19 +180,23 @@ async def read_body(
                 chunk: bytes = message.get("body", b"")
                 if chunk and needs_type:
                     raise _unsupported(types)
-                if len(body) + len(chunk) > MAX_BODY_BYTES:
-                    raise PayloadTooLarge(f"the body is larger than {MAX_BODY_BYTES} bytes")
+                if len(body) + len(chunk) > max_bytes:
+                    raise _too_large(max_bytes)
                 hold(len(chunk) * MEMORY_PER_BODY_BYTE)
                 body += chunk
                 if not message.get("more_body", False):
                     return body if len(body) > _LONG_BODY_BYTES else bytes(body)
-                time_s = min(BODY_START_S + len(body) / _MIN_BODY_RATE, BODY_TIMEOUT_S)
+                time_s = min(BODY_START_S + len(body) / _MIN_BODY_RATE, timeout_s)
                 deadline.reschedule(start + time_s)
     except BaseException as error:
         body.clear()  # the error's traceback may keep the frame for long
         if isinstance(error, TimeoutError):
             raise DeadlineExceeded("the body did not arrive in time") from None
         raise
+
+
+def _too_large(max_bytes: int) -> PayloadTooLarge:
+    return PayloadTooLarge(f"the body is larger than {max_bytes} bytes (GATEWAY_MAX_BODY_BYTES)")
 
 
 def _unsupported(types: Sequence[str]) -> UnsupportedMediaType:

@@ -17,7 +17,7 @@ import pybase64
 
 from services.common.errors import InvalidImage, InvalidRequest, TriptychError
 from services.common.geometry import Geometry, Grid, Unit
-from services.common.images.image_header import read_header
+from services.common.images.image_header import MAX_SOURCE_PIXELS, ImageHeader, read_header
 from services.common.images.image_key import embedding_key, image_key
 from services.common.pb.encoder_pb2 import EncodeRequest
 from services.common.threads import INLINE_BYTES, WorkerThreads, num_threads
@@ -206,7 +206,7 @@ class ImageReader:
         return self.geometry.narrowed(lower, upper)
 
     def _measure(self, data: bytes, param: str, geometry: Geometry, max_patches: int) -> Image:
-        header = read_header(data, max_source_pixels=self.bounds.max_source_pixels)
+        header = header_within(data, self.bounds)
         units = geometry.units(header.upright_size)
         for unit in units:
             if unit.num_patches > max_patches:
@@ -216,6 +216,21 @@ class ImageReader:
                     f"{area // unit.num_patches * max_patches} are served: lower max_pixels"
                 )
         return Image(param, data, units)
+
+
+def header_within(data: bytes, bounds: Bounds) -> ImageHeader:
+    """The header of an image that has no more pixels than the bounds allow.
+
+    Raises:
+        InvalidImage: it has more pixels, or it is no readable image.
+    """
+    header = read_header(data, max_source_pixels=MAX_SOURCE_PIXELS)
+    if header.width * header.height > bounds.max_source_pixels:
+        raise InvalidImage(
+            f"the image has {header.width}x{header.height} pixels; at most "
+            f"{bounds.max_source_pixels} are allowed (GATEWAY_MAX_IMAGE_PIXELS)"
+        )
+    return header
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,25 +7,28 @@ from services.common.errors import InvalidImage, InvalidRequest, InvalidVideo
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """Of media.
+    """A kind of media.
 
     Attributes:
-        noun: in errors.
-        accept: of the request to an origin.
-        error: of bytes that are not such media.
-        fetch_s: for lookup, connections, redirects and bytes of a web address together.
+        noun: name of one such medium in errors.
+        accept: `Accept` header of the request to an origin.
+        error: error for bytes that are not such media.
+        fetch_s: seconds for lookup, connections, redirects and bytes of a web address together.
+        setting: setting of the most bytes, which errors name. Empty if there is none.
     """
 
     noun: str
     accept: bytes
     error: type[InvalidImage] | type[InvalidVideo]
     fetch_s: float = 10.0
+    setting: str = ""
 
     def too_large(self, max_bytes: int) -> InvalidRequest:
         """The error for more than so many bytes."""
-        return self.error(f"the {self.noun} has more than {max_bytes} bytes")
+        named = f" ({self.setting})" if self.setting else ""
+        return self.error(f"the {self.noun} has more than {max_bytes} bytes{named}")
 
 
 EMBEDDING = Kind("tensor", b"application/octet-stream", InvalidImage)
-IMAGE = Kind("image", b"image/*", InvalidImage)
+IMAGE = Kind("image", b"image/*", InvalidImage, setting="GATEWAY_MAX_IMAGE_BYTES")
 VIDEO = Kind("video", b"video/*", InvalidVideo, fetch_s=30.0)

@@ -23,14 +23,19 @@ from services.common.errors import (
 )
 from services.common.frame_pairs import Clip, FramePairs, Sampling
 from services.common.geometry import Size, Unit
-from services.common.images.image_header import read_header
 from services.common.images.image_key import FRAME_DIGEST_BYTES, frames_key, still_digest
 from services.common.pb.encoder_pb2 import EncodeRequest, FramePair, ProbeResponse
 from services.gateway.bounds import Bounds
 from services.gateway.clients.encoders import EncoderPod
 from services.gateway.forms.responses import VideoUsage
 from services.gateway.gather import gather
-from services.gateway.media.images import MAX_CONCURRENT_LOADS, Hold, MediaLoader, decode_base64
+from services.gateway.media.images import (
+    MAX_CONCURRENT_LOADS,
+    Hold,
+    MediaLoader,
+    decode_base64,
+    header_within,
+)
 from services.gateway.media.kinds import IMAGE, VIDEO, Kind
 
 _STILLS = "data:video/jpeg;"
@@ -237,8 +242,7 @@ class VideoReader:
             raise InvalidRequest(f"the video is given as {count} frames, of which none is left out")
         sizes: set[Size] = set()
         for still in stills:
-            header = read_header(still, max_source_pixels=self.bounds.max_source_pixels)
-            sizes.add(header.upright_size)
+            sizes.add(header_within(still, self.bounds).upright_size)
         if len(sizes) > 1:
             raise InvalidVideo("the frames of a video are of one size")
         rate = wanted.fps or self.pairs.fps or 2.0
@@ -273,7 +277,7 @@ class VideoReader:
         if num_frames > most:
             raise InvalidRequest(
                 f"{num_frames} frames are wanted; at most {most} of all videos of a request are "
-                "served"
+                "served: lower fps, num_frames or max_frames"
             )
 
     def _check_bytes(self, num_bytes: int) -> None:

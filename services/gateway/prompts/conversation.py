@@ -218,7 +218,9 @@ def read_messages(
 def _check_count(count: int, noun: str, limit: int) -> None:
     if count > limit:
         raise InvalidRequest(
-            f"the request has {count} {noun}; at most {limit} are allowed", param="messages"
+            f"the request has {count} {noun}; at most {limit} are allowed "
+            f"(GATEWAY_MAX_{noun.upper()})",
+            param="messages",
         )
 
 

@@ -14,6 +14,7 @@ from contextlib import asynccontextmanager, contextmanager
 
 from services.common.errors import Overloaded, Unavailable
 from services.common.tenancy.tenant_room import TenantRoom
+from services.gateway.bounds import MAX_BODY_BYTES, MEMORY_PER_BODY_BYTE
 from services.gateway.slot import Slot
 from services.gateway.tenancy.leases import Leases
 from services.gateway.tenancy.tenants import Tenant, bound_tenant
@@ -36,17 +37,29 @@ def max_held_bytes(memory_bytes: int) -> int:
     return min(MAX_HELD_BYTES, max(memory_bytes - _PROCESS_BYTES, memory_bytes // 4))
 
 
+def largest_body(max_held_bytes: int) -> int:
+    """Bytes of the largest body for which there is memory while no other request holds any."""
+    for_one = max_held_bytes - max_held_bytes // _RESERVED_BYTES - _CONNECTION_BYTES
+    return for_one // MEMORY_PER_BODY_BYTE
+
+
 class Admission:
     """Counts running requests. Only the event loop's thread uses it.
 
     Attributes:
+        max_body_bytes: most bytes of a request's body.
         draining: clients should go elsewhere, with the next request at the latest.
     """
 
     def __init__(
-        self, max_requests: int, max_held_bytes: int = MAX_HELD_BYTES, leases: Leases | None = None
+        self,
+        max_requests: int,
+        max_held_bytes: int = MAX_HELD_BYTES,
+        leases: Leases | None = None,
+        max_body_bytes: int = MAX_BODY_BYTES,
     ) -> None:
         self.max_held_bytes = max_held_bytes
+        self.max_body_bytes = max_body_bytes
         self._leases = leases or Leases()
         self.held_bytes = 0
         self._running = TenantRoom(max_requests)

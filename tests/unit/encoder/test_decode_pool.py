@@ -12,15 +12,15 @@ import pytest
 from PIL import Image
 
 from services.common.errors import InvalidImage
-from services.common.images.image_header import ImageHeader, read_header
+from services.common.images.image_header import Format, ImageHeader, read_header
 from services.encoder.decoding.child import Child
 from services.encoder.decoding.decode import worst_case_bytes
-from services.encoder.decoding.decode_pool import DecodePool, MemoryBudget
+from services.encoder.decoding.decode_pool import DecodePool, MemoryBudget, cpu_limit_s
 from tests.in_process_decoder import decode_in_process
 from tests.noise import PATIENCE_S, wait_until
 from tests.worker_pids import worker_pids
 
-MAX_PIXELS = 40_000_000
+MAX_PIXELS = 52_000_000
 
 
 def encoded(image: Image.Image, kind: str = "PNG", **options: object) -> bytes:
@@ -198,6 +198,38 @@ def test_an_image_that_never_fits_is_refused_and_others_wait_in_order() -> None:
     assert order == ["large", "small"]
     with budget.taken(100):
         pass
+
+
+PHONE = (8192, 6144)  # a photo of 50 million pixels
+
+
+def test_a_photo_of_a_phone_is_decoded_within_a_quarter_of_eight_gibibytes() -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    data = encoded(Image.new("RGB", PHONE, (10, 200, 30)), "JPEG", exif=exif.tobytes())
+    pool = DecodePool(1, memory_bytes=2 << 30)
+    try:
+        before = worker_pids(pool)
+        with pool.decoded(data, read(data)) as pixels:
+            assert pixels.shape == (*PHONE, 3)
+            assert np.ptp(pixels[::512, ::512], axis=(0, 1)).max() == 0
+        assert worker_pids(pool) == before
+    finally:
+        pool.close()
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "GIF"])
+@pytest.mark.parametrize("buffered", [False, True])
+def test_the_worst_case_of_a_photo_fits_the_encoder(kind: Format, buffered: bool) -> None:
+    header = ImageHeader(kind, *PHONE, orientation=6, buffered=buffered)
+    assert worst_case_bytes(header, 32 << 20) < 2 << 30
+
+
+@pytest.mark.parametrize(
+    ("size", "seconds"), [((1, 1), 10), ((8000, 5000), 10), ((10_000, 8000), 20), (PHONE, 12.58)]
+)
+def test_a_larger_image_may_take_longer(size: tuple[int, int], seconds: float) -> None:
+    assert cpu_limit_s(ImageHeader("PNG", *size)) == pytest.approx(seconds, abs=0.01)
 
 
 def test_the_worst_case_is_bytes_a_pixel() -> None:

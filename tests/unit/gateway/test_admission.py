@@ -6,8 +6,10 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from services.common.errors import Overloaded
-from services.gateway.tenancy.admission import _CONNECTION_BYTES, Admission
+from services.common.errors import Overloaded, PayloadTooLarge
+from services.gateway.bounds import MEMORY_PER_BODY_BYTE
+from services.gateway.endpoints.endpoint import received
+from services.gateway.tenancy.admission import _CONNECTION_BYTES, Admission, largest_body
 from tests.gateway_fixtures import asking, image_url
 
 
@@ -95,6 +97,29 @@ def test_full_gateway_refuses_before_image_work(stack):
         assert stack.chat(messages=asking(image_url())).status_code == 200
     finally:
         admission._running._most = 512
+
+
+@pytest.mark.parametrize("max_held_bytes", [64 << 20, 640 << 20, 4 << 30])
+def test_the_largest_body_is_held_and_no_larger_one(max_held_bytes):
+    most = largest_body(max_held_bytes)
+    admission = Admission(10, max_held_bytes)
+    with admission.holding() as hold:
+        hold(most * MEMORY_PER_BODY_BYTE)
+    with admission.holding() as hold, pytest.raises(Overloaded):
+        hold((most + 1) * MEMORY_PER_BODY_BYTE)
+
+
+async def test_a_body_that_no_memory_can_hold_is_too_large_and_not_a_matter_of_time():
+    admission = Admission(1, max_body_bytes=largest_body(1 << 20))
+    pieces = [b" " * (1 << 17)] * 8
+
+    async def receive():
+        return {"type": "http.request", "body": pieces.pop(), "more_body": bool(pieces)}
+
+    with pytest.raises(PayloadTooLarge, match="GATEWAY_MAX_BODY_BYTES"):
+        async with received(admission, {"type": "http", "headers": []}, receive):
+            pass
+    assert admission.held_bytes == 0
 
 
 def test_large_requests_leave_memory_to_small_ones():

@@ -7,6 +7,7 @@ import pytest
 from services.common.model_spec import ModelSpecError
 from services.common.settings import SettingsError
 from services.gateway.app import create_gateway
+from services.gateway.bounds import Bounds
 from services.gateway.redis_script import RedisScript
 from services.gateway.settings import GatewaySettings
 
@@ -39,6 +40,40 @@ def test_addresses_and_keys_are_split():
 def test_bad_variable_is_named(name, value):
     with pytest.raises(SettingsError, match=name):
         GatewaySettings.from_environment({**GOOD, name: value})
+
+
+LIMITS = {
+    "GATEWAY_MAX_IMAGES": ("max_images_per_request", 32, (0, 1, 1024), ("-1", "1025", "many")),
+    "GATEWAY_MAX_VIDEOS": ("max_videos_per_request", 8, (0, 256), ("-1", "257", "")),
+    "GATEWAY_MAX_IMAGE_PIXELS": (
+        "max_source_pixels", 52_000_000, (1, 40_000_000, 256_000_000), ("0", "256000001", "5e7"),
+    ),
+    "GATEWAY_MAX_IMAGE_BYTES": (
+        "max_image_bytes", 32 << 20, (1024, 60 << 20), ("1023", str((60 << 20) + 1)),
+    ),
+    "GATEWAY_MAX_BODY_BYTES": (
+        "max_body_bytes", 64 << 20, (1 << 20, 512 << 20), ("1000", str((512 << 20) + 1)),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LIMITS)
+def test_a_limit_has_a_default_and_a_range(name):
+    bound, default, good, bad = LIMITS[name]
+
+    def read(**given):
+        settings = GatewaySettings.from_environment({**GOOD, **given})
+        return getattr(settings if bound == "max_body_bytes" else settings.bounds, bound)
+
+    assert read() == default
+    assert [read(**{name: str(value)}) for value in good] == list(good)
+    for value in bad:
+        with pytest.raises(SettingsError, match=name):
+            read(**{name: value})
+
+
+def test_bounds_are_their_defaults_unless_a_setting_says_otherwise():
+    assert GatewaySettings.from_environment(GOOD).bounds == Bounds()
 
 
 def test_sites_are_names_and_origins_and_media_a_directory_and_private_hosts():
@@ -110,7 +145,7 @@ def test_missing_variable_is_named():
 
 
 def test_settings_are_few():
-    assert len(GatewaySettings.model_fields) <= 22
+    assert len(GatewaySettings.model_fields) <= 27
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.7", "gateway"])
