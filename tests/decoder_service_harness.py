@@ -60,6 +60,7 @@ class Decoder:
         timeout_s: float = 5.0,
         model_directory: Path | None = None,
         num_processes: int = 1,
+        max_work_s: float = 5.0,
         **info: int,
     ) -> None:
         self.runner = FakeRunner(runner_info(**info))
@@ -76,7 +77,7 @@ class Decoder:
             settings = MaskSettings(
                 directory=str(model_directory), vocab_size=vocab_size,
                 end_ids=(added_ids()["<|im_end|>"],),
-                num_rows=max_live(self.engine.ready) + SPARE_ROWS,
+                num_rows=max_live(self.engine.ready) + SPARE_ROWS, max_work_s=max_work_s,
             )  # fmt: skip
             masks = partial(
                 MaskProcesses, settings, self.engine.link, self.engine, metrics, count=num_processes

@@ -9,7 +9,9 @@ import time
 from pathlib import Path
 
 import jsonschema
+import numpy as np
 import pytest
+from tokenizers import Tokenizer
 
 from services.common.errors import from_code
 from services.common.pb import decoder_pb2 as pb
@@ -19,15 +21,21 @@ from services.common.process.work_limits import SLACK_BYTES
 from services.decoder.masks.compile_worker import MEMORY_BYTES
 from services.decoder.masks.grammar import GrammarSource
 from services.decoder.masks.messages import LANES
-from services.decoder.masks.rows import COMPILING, FILLING
+from services.decoder.masks.rows import FILLING, QUICK, SLOW
 from tests.cases import first
 from tests.compiler_process import compiler_process
 from tests.contract.test_structured_output import SCHEMA, answer, ask, grammar, text_of, told
 from tests.decoder_service_harness import Decoder, Gateway, prompt_of, submit_of, until
-from tests.tiny_tokenizer import added_ids, vocab_size, write_text_model_directory
+from tests.tiny_tokenizer import (
+    added_ids,
+    tokenizer_json,
+    vocab_size,
+    write_text_model_directory,
+)
 
 CPU_S = LANES[-1].cpu_s
 END = added_ids()["<|im_end|>"]
+(A,) = Tokenizer.from_str(tokenizer_json()).encode("a").ids
 TEXT = GrammarSource("json_schema", '{"type": "string"}')
 
 
@@ -59,6 +67,9 @@ def optional(count: int) -> GrammarSource:
     properties = {f"p{number}": {"type": "integer"} for number in range(count)}
     return GrammarSource("json_schema", json.dumps({"type": "object", "properties": properties}))
 
+
+# An Earley parser keeps all ways in which a text may be cut into parts.
+AMBIGUOUS = 'start: s\ns: s s | s s s | s s s s | t\nt: t t | "a" | "b"\n'
 
 KILLERS = {
     "properties": schema_chain(2000, "properties"),
@@ -251,7 +262,8 @@ async def stop_in_work(process, sequence: int) -> None:
     process.process.send_signal(signal.SIGSTOP)
     await until(lambda: is_stopped(process.process.pid))
     process.marks.set(FILLING, sequence)
-    process.marks.set(COMPILING, 0)
+    process.marks.set(QUICK, 0)
+    process.marks.set(SLOW, 0)
 
 
 async def refused(*_, **__):
@@ -407,23 +419,33 @@ async def test_a_lexeme_that_takes_what_should_follow_it_ends_nothing(decoder, n
     assert process.link == 1, "one process ended"
 
 
-async def test_a_sequence_without_an_end_of_work_fails_alone_and_is_not_tried_again(
-    decoder, monkeypatch
-):
-    monkeypatch.setattr("services.decoder.masks.processes._WORK_S", 1.0)
-    monkeypatch.setattr("services.decoder.masks.processes._RUNS_S", 60.0)
-    (process,) = decoder.masks.processes
-    endless = grammar("JSON_SCHEMA", {"type": "string", "minLength": 301})
-    async with Gateway(decoder) as gateway:
-        await ask(gateway, 1, grammar("JSON_SCHEMA", {"type": "string", "minLength": 300}))
-        await ask(gateway, 2, endless)
+async def test_no_mask_process_is_ended_over_one_grammar(model):
+    """Its thread is taken: the others' masks go on there, what waits goes on in its successor."""
+    long = grammar("JSON_SCHEMA", {"type": "string", "minLength": 3000})
+    taking = grammar("GRAMMAR", AMBIGUOUS)
+    async with Decoder(
+        model_directory=model, num_blocks=2048, max_model_len=2048, max_work_s=0.1
+    ) as decoder, Gateway(decoder) as gateway:  # fmt: skip
+        (process,) = decoder.masks.processes
+        for number in (1, 2):
+            await ask(gateway, number, long, max_tokens=2000)
         await generated(decoder, 2, 1)
-        await stop_in_work(process, max(process.sequences))  # the second submission
-        _, end = await told(gateway, 2)
+        submit = submit_of(3, prompt_of(3), max_tokens=400, stop_token_ids=[END])
+        submit.grammar.CopyFrom(taking)
+        submit.generated_token_ids = 160 * np.int32(A).tobytes()  # takes seconds to read again
+        await gateway.submit(submit)
+        _, end = await told(gateway, 3)
+        assert isinstance(end, pb.Failed) and end.code == "invalid_grammar", end
+        assert decoder.masks.processes != [process]
+        for number in (1, 2):
+            _, end = await told(gateway, number)
+            assert isinstance(end, pb.Finished), end
+        await until(lambda: process.process.returncode is not None)  # with its last sequence
+        assert process.link == 1, "it was started again"
+        _, end = await answer(gateway, 4, taking)
         assert isinstance(end, pb.Failed) and end.code == "invalid_grammar"
-        _, end = await told(gateway, 1)
-        assert isinstance(end, pb.Finished)
-        assert process.link == 2, "one process ended"
-        _, end = await answer(gateway, 3, endless)
-        assert isinstance(end, pb.Failed) and end.code == "invalid_grammar"
-        assert process.link == 2, "the grammar was tried again"
+        _, end = await answer(gateway, 5, grammar("REGEX", "a{5}"))
+        assert isinstance(end, pb.Finished), end
+        (successor,) = decoder.masks.processes
+        assert successor.link == 2, "the grammar was tried again"
+    assert decoder.is_idle()

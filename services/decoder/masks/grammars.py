@@ -7,10 +7,9 @@ bounded by the memory of this process.
 import asyncio
 import ctypes
 import logging
+import time
 from collections import OrderedDict
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 
 from services.common.process.work_limits import resident_bytes
@@ -25,57 +24,84 @@ from services.decoder.masks.matcher import (
     UnexpectedToken,
     mask_of,
 )
-from services.decoder.masks.rows import num_mask_words
+from services.decoder.masks.rows import QUICK, SLOW, Marks, num_mask_words
+from services.decoder.masks.work_thread import WorkThread
 
 log = logging.getLogger(__name__)
 
 _CACHE_ENTRIES = 256
 CACHE_BYTES = 512 << 20  # that the process may grow by before compiled grammars are forgotten
 
+# Honest masks take 7 ms of CPU time at most, those of an ambiguous grammar seconds.
+_SLOW_MASK_S = 0.02
+_MAX_MASK_S = 0.5
+_MAX_READ_S = 2.0  # of CPU time for the tokens that a sequence had before
+# The library holds the interpreter's lock while it reads tokens.
+_READ_AT_ONCE = 8
+_SLOW_NICENESS = 5
+
 # Whether a mask forbids any id, or why there is none.
 Found = bool | MatcherFailed
-During = Callable[[], AbstractContextManager[None]]
 
 
 class Grammars:
-    """Owner of the vocabulary, the compiled grammars and the thread that compiles.
+    """Owner of the vocabulary, the compiled grammars and the threads that compile.
 
     Attributes:
-        compiler: the thread, for compilations and for first masks, which take as long.
-        vocabulary: read in the thread, so that the first grammar waits for it as little as it can:
-            a second for 150,000 tokens. A tokenizer that cannot be read is each grammar's error.
-        num_words: of a mask.
-        num_mask_words: of the memory that it is filled in.
+        quick: thread for the first work on sequences whose grammars compile quickly.
+        slow: thread for grammars that take long to compile, and for slow masks.
+        vocabulary: the vocabulary, read in the quick thread, so that the first grammar waits for it
+            as little as it can: a second for 150,000 tokens. A tokenizer that cannot be read is
+            each grammar's error.
+        num_words: number of words of a mask.
+        num_mask_words: number of words of the memory that a mask is filled in.
 
     Args:
-        directory: of the model.
-        vocab_size: of the model's head, at least the tokenizer's.
-        end_ids: of the model.
+        directory: directory of the model.
+        vocab_size: size of the model's head, at least the tokenizer's.
+        end_ids: ids that end the model's texts.
+        marks: marks of the process. By default nobody reads them.
     """
 
-    def __init__(self, directory: Path, vocab_size: int, end_ids: tuple[int, ...]) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        vocab_size: int,
+        end_ids: tuple[int, ...],
+        marks: Marks | None = None,
+    ) -> None:
         self._end_ids = end_ids
         self.num_words = -(-vocab_size // 32)
         self.num_mask_words = num_mask_words(vocab_size)
-        self.compiler = ThreadPoolExecutor(1, "grammar")
-        self.vocabulary = self.compiler.submit(Vocabulary.read, directory, vocab_size, end_ids)
+        marks = marks or Marks.unshared()
+        self.quick = WorkThread("quick", QUICK, marks)
+        self.slow = WorkThread("slow", SLOW, marks, _SLOW_NICENESS)
+        self.vocabulary = self.quick.submit(
+            partial(Vocabulary.read, directory, vocab_size, end_ids)
+        )
         # One that is being compiled is in it, too, so that it is compiled once.
         self._cache: OrderedDict[GrammarSource, Lexer] = OrderedDict()
         self._first_bytes = 0  # of the process, with the vocabulary
 
-    async def matcher(self, demands: Demands, during: During = nullcontext) -> Matcher:
-        """A matcher at the start of a sequence's completion.
+    async def matcher(
+        self, demands: Demands, number: int = 0, thread: WorkThread | None = None
+    ) -> Matcher:
+        """Makes a matcher at the start of a sequence's completion.
 
         Args:
-            during: a context in which its grammar is compiled, if it has to be.
+            number: number of the sequence.
+            thread: thread in which its grammar is compiled, if it has to be. Defaults to the quick
+                one.
 
         Raises:
-            InvalidGrammar: it is not a grammar, or beyond what is supported; the message names it.
+            InvalidGrammar: the grammar is none, or beyond what is supported; the message names it.
         """
         grammar, allowed_ids, bad_words = demands
         matcher = None
         if grammar is not None:
-            lexer = self._lexer(grammar.source, during)
+            await asyncio.shield(asyncio.wrap_future(self.vocabulary))
+            self._first_bytes = self._first_bytes or resident_bytes()
+            lexer = self._lexer(grammar.source, number, thread or self.quick)
             compiled = await asyncio.shield(lexer.compiled)
             state, strings = compiled.state.deep_copy(), compiled.strings
             strings = strings and strings.copy()
@@ -90,12 +116,23 @@ class Grammars:
         nothing. A matcher is used by one thread at a time.
 
         Args:
-            token_ids: may be none.
+            token_ids: new tokens; may be none.
             row: `[num_mask_words]`; the mask is in its first `num_words` words.
         """
         try:
-            matcher.consume(token_ids)
-            return matcher.fill(row)
+            began = now = time.thread_time()
+            for first in range(0, len(token_ids), _READ_AT_ONCE):
+                matcher.consume(token_ids[first : first + _READ_AT_ONCE])
+                now = time.thread_time()
+                if now - began > _MAX_READ_S:
+                    raise MatcherFailed(f"its text takes more than {_MAX_READ_S:g} s to read")
+            found = matcher.fill(row)
+            mask_s = time.thread_time() - now
+            if mask_s > _SLOW_MASK_S:
+                matcher.is_slow = True
+                if mask_s > _MAX_MASK_S:
+                    raise MatcherFailed(f"a token mask takes more than {_MAX_MASK_S:g} s")
+            return found
         except MatcherFailed as error:
             return error
         except BaseException as error:
@@ -118,32 +155,30 @@ class Grammars:
                 trim(0)
 
     def close(self) -> None:
-        """Ends the thread when it is idle."""
-        self.compiler.shutdown(wait=False, cancel_futures=True)
+        """Ends the threads when they are idle."""
+        self.quick.close()
+        self.slow.close()
 
-    def _lexer(self, source: GrammarSource, during: During) -> Lexer:
-        """For one more sequence."""
+    def _lexer(self, source: GrammarSource, number: int, thread: WorkThread) -> Lexer:
+        """Returns the lexer for one more sequence."""
         found = self._cache.get(source)
         if found is None or found.is_broken:
-            found = self._cache[source] = Lexer(self._compiling(source, during))
+            found = self._cache[source] = Lexer(self._compiling(source, number, thread))
         self._cache.move_to_end(source)
         if len(self._cache) > _CACHE_ENTRIES:
             self._cache.popitem(last=False)
         return found
 
-    def _compiling(self, source: GrammarSource, during: During) -> "asyncio.Future[Compiled]":
-        def compile_one() -> Compiled:
-            vocabulary = self.vocabulary.result()
-            self._first_bytes = self._first_bytes or resident_bytes()
-            with during():
-                return compile_grammar(vocabulary, source)
-
+    def _compiling(
+        self, source: GrammarSource, number: int, thread: WorkThread
+    ) -> "asyncio.Future[Compiled]":
         def compiled(done: "asyncio.Future[Compiled]") -> None:
             if done.cancelled() or done.exception():
                 self._cache.pop(source, None)
             self.trim()
 
-        compiling = asyncio.get_running_loop().run_in_executor(self.compiler, compile_one)
+        work = partial(compile_grammar, self.vocabulary.result(), source)
+        compiling = thread.run(number, source, work)
         compiling.add_done_callback(compiled)
         return compiling
 

@@ -14,7 +14,6 @@ from pathlib import Path
 import msgspec
 import uvloop
 
-from services.common.errors import TriptychError
 from services.common.process import children
 from services.common.process.channel import ChannelClosed, FrontChannel
 from services.common.process.process_memory import freeze_gc
@@ -22,14 +21,13 @@ from services.common.telemetry import setup_logging
 from services.decoder.engine.messages import NewTokens
 from services.decoder.masks.grammars import Grammars
 from services.decoder.masks.messages import (
-    CannotFollow,
     Follow,
     Forget,
     MaskSettings,
     MaskTimes,
     ToProcess,
 )
-from services.decoder.masks.rows import MaskRows
+from services.decoder.masks.rows import MaskRows, num_mask_words
 from services.decoder.masks.sequences import SequenceMasks
 
 TIMES_PERIOD_S = 1.0
@@ -49,21 +47,16 @@ async def serve(
     front = await FrontChannel[ToProcess].open(front_end, ToProcess)
     engine = await FrontChannel[NewTokens].open(link, NewTokens)
     times = MaskTimes([])
-
-    def failed(number: int, error: TriptychError) -> None:
-        front.send(CannotFollow(number, error.code, error.message))
-
-    grammars = Grammars(Path(settings.directory), settings.vocab_size, settings.end_ids)
-    rows = MaskRows(memory, settings.num_rows, grammars.num_mask_words)
-    masks = SequenceMasks(
-        grammars, rows, settings.link, engine, front, times.seconds.append, failed
-    )
+    rows = MaskRows(memory, settings.num_rows, num_mask_words(settings.vocab_size))
+    grammars = Grammars(Path(settings.directory), settings.vocab_size, settings.end_ids, rows.marks)
+    masks = SequenceMasks(grammars, rows, settings.link, engine, front, times, settings.max_work_s)
 
     async def report() -> None:
         while True:
             front.send(times)
             times.seconds.clear()
             grammars.trim()
+            masks.check_threads()
             await asyncio.sleep(TIMES_PERIOD_S)
 
     async def answer() -> None:
@@ -80,7 +73,7 @@ async def serve(
         while True:
             match await front.receive():
                 case Follow() as follow:
-                    masks.add(follow.sequence_id, follow.demands, follow.generated)
+                    masks.add(follow.sequence_id, follow.demands, follow.generated, follow.is_slow)
                 case Forget() as forget:
                     masks.remove(forget.sequence_id)
                 case NewTokens() as tokens:

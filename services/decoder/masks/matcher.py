@@ -44,10 +44,12 @@ class Lexer:
     Attributes:
         compiled: with it, or to be.
         is_broken: it has reached a limit: no further sequence gets it.
+        is_slow: whether masks of it take long, so that all are filled in a thread.
     """
 
     compiled: "asyncio.Future[Compiled]"
     is_broken: bool = False
+    is_slow: bool = False
 
 
 @dataclass(slots=True)
@@ -150,6 +152,16 @@ class Matcher:
     @property
     def num_generated(self) -> int:
         return len(self.generated)
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether masks of the grammar take long."""
+        return self.grammar is not None and self.grammar.lexer.is_slow
+
+    @is_slow.setter
+    def is_slow(self, is_slow: bool) -> None:
+        if self.grammar is not None:
+            self.grammar.lexer.is_slow = is_slow
 
     def consume(self, token_ids: list[int]) -> None:
         """Takes the sequence's next tokens.

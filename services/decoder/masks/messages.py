@@ -9,7 +9,7 @@ from typing import NamedTuple
 import msgspec
 
 from services.decoder.engine.messages import NewTokens, TokenMasks
-from services.decoder.masks.grammar import Demands
+from services.decoder.masks.grammar import Demands, GrammarSource
 
 
 class Lane(NamedTuple):
@@ -39,6 +39,9 @@ class MaskSettings(msgspec.Struct, frozen=True, kw_only=True):
         end_ids: of the model, which end a complete text.
         num_rows: sequences that a process may have at once.
         link: the number of a process that fills masks.
+        max_work_s: CPU seconds after which a piece of work in a thread is given up. The compile
+            process allows a grammar half a second, and compiling it again took 2.6 times as long
+            at most.
     """
 
     directory: str
@@ -46,6 +49,7 @@ class MaskSettings(msgspec.Struct, frozen=True, kw_only=True):
     end_ids: tuple[int, ...]
     num_rows: int
     link: int = 0
+    max_work_s: float = 5.0
     log_level: str = "INFO"
 
 
@@ -53,13 +57,15 @@ class Follow(msgspec.Struct, tag="follow"):
     """A sequence that the engine was sent, whose masks this process fills.
 
     Attributes:
-        sequence_id: the engine's.
-        generated: completion tokens so far: of another decoder, or of a process that has ended.
+        sequence_id: the engine's number of the sequence.
+        generated: completion tokens so far, of another decoder or of a process that has ended.
+        is_slow: whether its grammar takes long to compile.
     """
 
     sequence_id: int
     demands: Demands
     generated: list[int]
+    is_slow: bool = False
 
 
 class Forget(msgspec.Struct, tag="forget"):
@@ -99,6 +105,19 @@ class CannotFollow(msgspec.Struct, tag="cannot_follow"):
     message: str
 
 
+class ThreadTaken(msgspec.Struct, tag="thread_taken"):
+    """Work on one grammar has taken a thread for so long that it is given up. The process goes on
+    with the sequences whose masks it fills in other threads; further ones need another process.
+
+    Attributes:
+        source: the grammar, which is to be refused; None if the grammar has none.
+        sequence_ids: sequences that wait for the thread; the process has forgotten them.
+    """
+
+    source: GrammarSource | None
+    sequence_ids: list[int]
+
+
 class MaskTimes(msgspec.Struct, tag="mask_times"):
     """Seconds that masks of steps took since the last such message; sent every second, also to
     show that the process runs.
@@ -107,4 +126,4 @@ class MaskTimes(msgspec.Struct, tag="mask_times"):
     seconds: list[float]
 
 
-FromProcess = CannotFollow | MaskTimes | TokenMasks
+FromProcess = CannotFollow | ThreadTaken | MaskTimes | TokenMasks

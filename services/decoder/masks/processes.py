@@ -3,7 +3,9 @@
 The front's interpreter streams every token of every sequence, so masks that are filled in it would
 wait for it, and it for them; and what strangers' grammars do to llguidance ends no front. A process
 that ends is replaced, and its sequences go on in the next one, from their tokens; only a sequence
-that was in work when a process ended, twice, fails, or one that is in work for too long.
+that was in work when a process ended, twice, fails. A process whose thread is taken by work that
+takes too long is not ended: it goes on with the sequences that it fills masks of, and all others go
+on in its successor.
 """
 
 import asyncio
@@ -26,7 +28,7 @@ from services.decoder.engine.messages import EngineMessage, MaskLink, NewTokens,
 from services.decoder.masks.compile_pool import CompilePool
 from services.decoder.masks.compile_process import CompileProcess
 from services.decoder.masks.demands import read_demands
-from services.decoder.masks.grammar import Demands
+from services.decoder.masks.grammar import Demands, GrammarSource
 from services.decoder.masks.messages import (
     CannotFollow,
     Follow,
@@ -34,6 +36,7 @@ from services.decoder.masks.messages import (
     FromProcess,
     MaskSettings,
     MaskTimes,
+    ThreadTaken,
 )
 from services.decoder.masks.rows import Marks, create_mask_memory, num_mask_words
 from services.decoder.masks.verdicts import Verdicts
@@ -50,12 +53,10 @@ _MAX_DEATHS = 2  # of processes, while they worked on one sequence
 _EXIT_S = 5.0
 _WATCH_PERIOD_S = 1.0
 _HANG_S = 15.0  # a process says every second that it runs
-_RUNS_S = 3.0  # since a process that runs was heard
-# On one sequence: a grammar takes two seconds of CPU time at most, a mask milliseconds.
-_WORK_S = 5.0
 _START_S = 60.0
 _MAX_FAILED_STARTS = 3
 _PAUSE_S = 5.0  # behind these
+_MAX_LEAVING = 2  # processes whose threads are taken; beyond, the first of them is ended
 
 Failed = Callable[[int, TriptychError], None]
 
@@ -75,6 +76,7 @@ class _Followed:
         process: that fills its masks; None: its grammar is being checked.
         checking: the task that does so.
         num_deaths: of processes that worked on it.
+        is_slow: whether its grammar takes long to compile.
         is_renewed: the process may not get all tokens from the engine.
     """
 
@@ -84,7 +86,18 @@ class _Followed:
     process: "_Process | None" = None
     checking: asyncio.Task[None] | None = None
     num_deaths: int = 0
+    is_slow: bool = False
     is_renewed: bool = False
+
+    @property
+    def source(self) -> GrammarSource | None:
+        """The sequence's grammar."""
+        return self.demands.grammar.source if self.demands.grammar is not None else None
+
+    @property
+    def follow(self) -> Follow:
+        """The message with which a process starts on the sequence."""
+        return Follow(self.number, self.demands, self.generated, self.is_slow)
 
 
 @dataclass(slots=True, eq=False)
@@ -96,7 +109,7 @@ class _Process:
         link: its number, see `MaskLink`.
         channel: None: it is being started.
         num_failed_starts: since it last ran; one with fewer gets what comes.
-        overdue: sequences for whose work it was ended.
+        is_leaving: whether it ends with the last of its sequences.
     """
 
     sequences: dict[int, _Followed] = field(default_factory=dict[int, _Followed])
@@ -107,7 +120,7 @@ class _Process:
     started_at: float = 0.0
     is_ready: bool = False
     num_failed_starts: int = 0
-    overdue: set[int] = field(default_factory=set[int])
+    is_leaving: bool = False
 
 
 @dataclass(eq=False)
@@ -128,6 +141,7 @@ class MaskProcesses:
     count: int = 0
     _num_started: int = 0
     _sequences: dict[int, _Followed] = field(default_factory=dict[int, _Followed])
+    _leaving: list[_Process] = field(default_factory=list[_Process])
 
     def __post_init__(self) -> None:
         self.read_demands = partial(read_demands, self.settings.end_ids)
@@ -178,6 +192,7 @@ class MaskProcesses:
             del process.sequences[number]
             if process.channel is not None:
                 process.channel.send(Forget(number))
+            self._let_go(process)
 
     async def close(self) -> None:
         checking = [s.checking for s in self._sequences.values() if s.checking is not None]
@@ -185,10 +200,11 @@ class MaskProcesses:
             task.cancel()
         await asyncio.gather(*self._tasks, *checking, return_exceptions=True)
         await self.compilers.close()
-        for process in self.processes:
+        processes = self.processes + self._leaving
+        for process in processes:
             if process.channel is not None:
                 process.channel.close()
-        for process in self.processes:
+        for process in processes:
             await children.end(process.process, _EXIT_S)
         self.link.close()
 
@@ -196,7 +212,7 @@ class MaskProcesses:
         grammar = sequence.demands.grammar
         assert grammar is not None
         try:
-            await self.compilers.check(grammar.source, tenant)
+            sequence.is_slow = await self.compilers.check(grammar.source, tenant)
         except TriptychError as error:
             self.failed(sequence.number, error)
         else:
@@ -211,11 +227,13 @@ class MaskProcesses:
         process.sequences[sequence.number] = sequence
         sequence.process = process
         if process.channel is not None:
-            process.channel.send(Follow(sequence.number, sequence.demands, sequence.generated))
+            process.channel.send(sequence.follow)
 
     async def _keep(self, process: _Process) -> None:
-        """Starts the process, again whenever it has ended or could not be started."""
-        while True:
+        """Starts the process, again whenever it has ended or could not be started, unless it is to
+        end with its sequences.
+        """
+        while not process.is_leaving:
             try:
                 channel = await self._start(process)
             except OSError as error:
@@ -225,7 +243,7 @@ class MaskProcesses:
             else:
                 with suppress(ChannelClosed):
                     while True:
-                        self._handle(await channel.receive())
+                        self._handle(process, await channel.receive())
                         process.is_ready, process.num_failed_starts = True, 0
                 channel.close()
                 await children.end(process.process, 0.1)
@@ -234,10 +252,12 @@ class MaskProcesses:
             if process.num_failed_starts >= _MAX_FAILED_STARTS:
                 self._hand_over(process)
                 await asyncio.sleep(_PAUSE_S)
+        self._leaving.remove(process)
+        self._hand_over(process)
 
     def _hand_over(self, process: _Process) -> None:
-        """The sequences of one that cannot be started go on in another; where none runs or may be
-        started, they fail.
+        """The sequences of one that cannot be started, or has left, go on in another; where none
+        runs or may be started, they fail.
         """
         can_go_on = any(p.num_failed_starts < _MAX_FAILED_STARTS for p in self.processes)
         for sequence in list(process.sequences.values()):
@@ -248,7 +268,39 @@ class MaskProcesses:
             else:
                 self.failed(sequence.number, Unavailable("token masks cannot be filled"))
 
+    def _leave(self, process: _Process, taken: ThreadTaken) -> None:
+        """A thread of the process is taken: what waits for it, and what comes, goes on in another
+        process; sequences with the grammar that took it fail.
+        """
+        error = InvalidGrammar("it takes too much work to follow")
+        if taken.source is not None:
+            self.compilers.refuse(taken.source, error)
+        if not process.is_leaving:
+            process.is_leaving = True
+            self._leaving.append(process)
+            successor = self.processes[self.processes.index(process)] = _Process()
+            self._tasks.append(asyncio.create_task(self._keep(successor)))
+            if len(self._leaving) > _MAX_LEAVING:
+                _kill(self._leaving[0])
+        for number in taken.sequence_ids:
+            if (sequence := process.sequences.pop(number, None)) is None:
+                continue
+            sequence.process = None
+            if sequence.source == taken.source:
+                self.failed(number, error)
+            else:
+                sequence.is_renewed = True
+                self._follow(sequence)
+        self._let_go(process)
+
+    def _let_go(self, process: _Process) -> None:
+        """Ends a process that leaves, once it has no sequence any more."""
+        if process.is_leaving and not process.sequences and process.channel is not None:
+            process.channel.close()
+
     def _has_ended(self, process: _Process) -> None:
+        if process.is_leaving and not process.sequences:
+            return
         process.num_failed_starts += not process.is_ready
         assert process.marks is not None and process.process is not None
         in_work = [number for number, _ in process.marks.get()]
@@ -260,14 +312,13 @@ class MaskProcesses:
             if (sequence := process.sequences.get(number)) is None:
                 continue
             sequence.num_deaths += 1
-            if number in process.overdue or sequence.num_deaths >= _MAX_DEATHS:
+            if sequence.num_deaths >= _MAX_DEATHS:
                 del process.sequences[number]
                 sequence.process = None
                 error = InvalidGrammar("it takes too much work to follow")
-                if sequence.demands.grammar is not None:
-                    self.compilers.refuse(sequence.demands.grammar.source, error)
+                if sequence.source is not None:
+                    self.compilers.refuse(sequence.source, error)
                 self.failed(number, error)
-        process.overdue.clear()
 
     async def _start(self, process: _Process) -> FrontChannel[FromProcess]:
         """Raises OSError, as `children.start` does."""
@@ -296,14 +347,16 @@ class MaskProcesses:
         process.channel = channel
         for sequence in process.sequences.values():
             sequence.is_renewed = True
-            channel.send(Follow(sequence.number, sequence.demands, sequence.generated))
+            channel.send(sequence.follow)
         return channel
 
-    def _handle(self, message: FromProcess) -> None:
+    def _handle(self, process: _Process, message: FromProcess) -> None:
         match message:
             case CannotFollow():
                 if message.sequence_id in self._sequences:
                     self.failed(message.sequence_id, from_code(message.code, message.message))
+            case ThreadTaken():
+                self._leave(process, message)
             case MaskTimes():
                 for seconds in message.seconds:
                     self.metrics.token_mask.observe(seconds)
@@ -311,25 +364,23 @@ class MaskProcesses:
                 self.engine.send(message)
 
     async def _watch(self) -> None:
-        """Ends processes that hang."""
+        """Ends processes that hang: those that say nothing, although they should every second."""
         while True:
             await asyncio.sleep(_WATCH_PERIOD_S)
             now = time.monotonic()
-            for process in self.processes:
-                if process.channel is None or process.process is None or process.marks is None:
+            for process in self.processes + self._leaving:
+                if process.channel is None:
                     continue
                 heard = process.started_at + _START_S - _HANG_S
                 if process.is_ready:
                     heard = process.channel.received_at
-                late = [number for number, at in process.marks.get() if now - at > _WORK_S]
-                if late and now - heard < _RUNS_S:
-                    process.overdue.update(late)
-                elif now - heard < _HANG_S:
-                    continue
-                if process.process.returncode is None:
-                    log.error(
-                        "a process that fills token masks hangs; ending it",
-                        extra={"fields": {"overdue": late}},
-                    )
-                    with suppress(ProcessLookupError):
-                        process.process.kill()
+                if now - heard >= _HANG_S:
+                    log.error("a process that fills token masks hangs; ending it")
+                    _kill(process)
+
+
+def _kill(process: _Process) -> None:
+    """Ends a process at once, if it runs."""
+    if process.process is not None and process.process.returncode is None:
+        with suppress(ProcessLookupError):
+            process.process.kill()

@@ -22,9 +22,8 @@ ROWS_OFFSET = PAGE_BYTES
 # For sequences that have ended, and whose masks are still being filled.
 SPARE_ROWS = 128
 PROBE_WORDS = 2  # behind each mask, see `bounded_strings`
-# What a process may work on at once.
-FILLING, COMPILING = 0, 1
-_SLOTS = (FILLING, COMPILING)
+# What a process may work on at once: in its event loop, and in two threads.
+FILLING, QUICK, SLOW = _SLOTS = (0, 1, 2)
 
 
 def create_mask_memory(num_rows: int, num_words: int) -> int:
@@ -44,6 +43,15 @@ class Marks:
         self._memory = mmap.mmap(fd, PAGE_BYTES)
         self._numbers = memoryview(self._memory)[:64].cast("q")
         self._times = memoryview(self._memory)[64:128].cast("d")
+
+    @classmethod
+    def unshared(cls) -> "Marks":
+        """Makes marks that no other process reads."""
+        memory, _ = create_memory(PAGE_BYTES)
+        try:
+            return cls(memory)
+        finally:
+            os.close(memory)
 
     def set(self, slot: int, number: int) -> None:
         """Work on a sequence begins; 0: it is done."""

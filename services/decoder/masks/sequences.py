@@ -1,9 +1,13 @@
-"""Token masks of a process's sequences: from the tokens of a step to the masks of the next one."""
+"""Token masks of a process's sequences: from the tokens of a step to the masks of the next one.
+
+Most masks are filled in the event loop, as they take microseconds. A sequence's first mask, for
+which its grammar is compiled, and the masks of a grammar that has had a slow one are filled in a
+thread, so that the other sequences' masks do not wait.
+"""
 
 import asyncio
 import logging
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -17,11 +21,12 @@ from services.common.errors import (
 )
 from services.common.process.channel import FrontChannel
 from services.decoder.engine.messages import NewTokens, TokenMasks
-from services.decoder.masks.grammar import Demands
+from services.decoder.masks.grammar import Demands, GrammarSource
 from services.decoder.masks.grammars import Found, Grammars, is_failure
 from services.decoder.masks.matcher import Matcher, MatcherFailed, NothingAllowed, UnexpectedToken
-from services.decoder.masks.messages import ToProcess
-from services.decoder.masks.rows import COMPILING, FILLING, MaskRows
+from services.decoder.masks.messages import CannotFollow, MaskTimes, ThreadTaken, ToProcess
+from services.decoder.masks.rows import FILLING, MaskRows
+from services.decoder.masks.work_thread import WorkThread
 
 log = logging.getLogger(__name__)
 
@@ -36,21 +41,30 @@ class _Masked:
     """A sequence.
 
     Attributes:
-        number: the engine's id of it.
-        matcher: None: being compiled, or its first mask is filled in the thread.
-        num_renewed: matchers that were made anew.
-        is_begun: the thread may write to the row.
-        is_removed: the front has forgotten it.
+        number: the engine's number of the sequence.
+        is_slow: whether its grammar takes long to compile.
+        matcher: its matcher; None until its grammar has been compiled.
+        thread: thread that has the matcher and the row; None if the event loop has them.
+        task: task that waits for the thread.
+        num_renewed: number of matchers that were made anew.
+        is_removed: whether the front has forgotten the sequence.
     """
 
     number: int
     row: int
     demands: Demands
     generated: list[int]
+    is_slow: bool = False
     matcher: Matcher | None = None
+    thread: WorkThread | None = None
+    task: asyncio.Task[None] | None = None
     num_renewed: int = 0
-    is_begun: bool = False
     is_removed: bool = False
+
+    @property
+    def source(self) -> GrammarSource | None:
+        """The sequence's grammar."""
+        return self.demands.grammar.source if self.demands.grammar is not None else None
 
 
 @dataclass(slots=True, eq=False)
@@ -58,36 +72,37 @@ class SequenceMasks:
     """Owner of the matchers, one for each running sequence whose tokens are masked.
 
     Attributes:
-        rows: what masks are filled in.
-        link: the number of this process, see `MaskLink`.
-        engine: gets the masks.
-        first: gets the first masks of sequences.
-        observe: called with the seconds that the masks of a step took.
-        failed: called with a sequence's number and an error when it cannot go on.
+        rows: memory that masks are filled in.
+        link: number of this process, see `MaskLink`.
+        engine: channel for masks.
+        front: channel for the first masks of sequences, and for what the front has to know.
+        times: gets the seconds that the masks of a step took.
+        max_work_s: CPU seconds after which a piece of work in a thread is given up.
     """
 
     grammars: Grammars
     rows: MaskRows
     link: int
     engine: FrontChannel[NewTokens]
-    first: FrontChannel[ToProcess]
-    observe: Callable[[float], None]
-    failed: Callable[[int, TriptychError], None]
+    front: FrontChannel[ToProcess]
+    times: MaskTimes
+    max_work_s: float
     _sequences: dict[int, _Masked] = field(default_factory=dict[int, _Masked])
     _tasks: set[asyncio.Task[None]] = field(default_factory=set[asyncio.Task[None]])
 
-    def add(self, number: int, demands: Demands, generated: list[int]) -> None:
+    def add(self, number: int, demands: Demands, generated: list[int], is_slow: bool) -> None:
         """Starts on a sequence that the engine was sent: its next mask follows.
 
         Args:
-            demands: of its completion.
+            demands: demands of its completion.
+            is_slow: whether its grammar takes long to compile.
         """
         row = self.rows.take()
         if row is None:
-            self.failed(number, Overloaded("too many sequences have token masks"))
+            self._fail(number, Overloaded("too many sequences have token masks"))
             return
-        sequence = self._sequences[number] = _Masked(number, row, demands, generated)
-        self._start(sequence)
+        sequence = self._sequences[number] = _Masked(number, row, demands, generated, is_slow)
+        self._start(sequence, self.front)
 
     def tokens_arrived(self, tokens: NewTokens) -> None:
         """Fills the next masks of sequences that had tokens in a step and go on. Of another
@@ -99,24 +114,39 @@ class SequenceMasks:
             tokens.sequence_ids, tokens.token_ids, tokens.num_generated, strict=True
         ):
             sequence = self._sequences.get(number)
-            if sequence is not None and len(sequence.generated) == count - len(token_ids):
-                sequence.generated += token_ids
-                if sequence.matcher is not None:
-                    work.append(sequence)
+            if sequence is None or len(sequence.generated) != count - len(token_ids):
+                continue
+            sequence.generated += token_ids
+            if sequence.thread is not None or sequence.matcher is None:
+                continue  # its task looks for further tokens, or it has failed
+            if sequence.matcher.is_slow:
+                self._start(sequence, self.engine)
+            else:
+                work.append(sequence)
         if not work:
             return
         started = time.monotonic()
         for first in range(0, len(work), _AT_ONCE):
             part = work[first : first + _AT_ONCE]
             self._send(part, [self._fill(sequence) for sequence in part], self.engine)
-        self.observe(time.monotonic() - started)
+        self.times.seconds.append(time.monotonic() - started)
 
     def remove(self, number: int) -> None:
         """A sequence has ended; of one without masks nothing is known."""
         if (sequence := self._sequences.pop(number, None)) is not None:
             sequence.is_removed = True
-            if not sequence.is_begun:
+            if sequence.thread is None:
                 self.rows.give_back(sequence.row)
+
+    def check_threads(self) -> None:
+        """Gives up work that has taken a thread too long, and sequences that wait behind it."""
+        for thread in (self.grammars.quick, self.grammars.slow):
+            if thread.is_taken or thread.used_s() <= self.max_work_s:
+                continue
+            thread.is_taken = True
+            log.error("work on a grammar takes too long", extra={"fields": _work_of(thread)})
+            waiting = [s for s in self._sequences.values() if s.thread is thread]
+            self._give_up(waiting, thread)
 
     async def close(self) -> None:
         for task in self._tasks:
@@ -124,19 +154,21 @@ class SequenceMasks:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self.grammars.close()
 
-    async def _begin(self, sequence: _Masked) -> None:
-        during = partial(self.rows.marks.during, COMPILING, sequence.number)
+    def _start(self, sequence: _Masked, to: FrontChannel[Any]) -> None:
+        """Has a thread fill the next mask of a sequence, and compile its grammar before."""
+        is_slow = sequence.is_slow or sequence.matcher is not None
+        thread = self.grammars.slow if is_slow else self.grammars.quick
+        if thread.is_taken:
+            self._give_up([sequence], thread)
+            return
+        sequence.thread = thread
+        sequence.task = task = asyncio.create_task(self._work(sequence, to))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _work(self, sequence: _Masked, to: FrontChannel[Any]) -> None:
         try:
-            matcher = await self.grammars.matcher(sequence.demands, during)
-            row, known = self.rows.array[sequence.row], sequence.generated.copy()
-
-            def fill() -> Found:
-                with during():
-                    return self.grammars.fill(matcher, known, row)
-
-            # In the thread, because the first mask takes longest: up to a second.
-            loop = asyncio.get_running_loop()
-            mask = await loop.run_in_executor(self.grammars.compiler, fill)
+            mask = await self._fill_in_thread(sequence)
         except TriptychError as error:
             self._fail(sequence.number, error)
             return
@@ -147,16 +179,27 @@ class SequenceMasks:
             self._fail(sequence.number, InternalError("the grammar was not compiled"))
             return
         finally:
-            sequence.is_begun = False
+            sequence.thread = None
             if sequence.is_removed:
                 self.rows.give_back(sequence.row)
-        sequence.matcher = matcher
-        # The tokens of a step may have come meanwhile, of a sequence that another process had.
-        while not isinstance(mask, MatcherFailed) and (
-            len(sequence.generated) > matcher.num_generated
-        ):
-            mask = self._fill(sequence)
-        self._send([sequence], [mask], self.first)
+        self._send([sequence], [mask], to)
+
+    async def _fill_in_thread(self, sequence: _Masked) -> Found:
+        thread, number = sequence.thread, sequence.number
+        assert thread is not None
+        if (matcher := sequence.matcher) is None:
+            matcher = await self.grammars.matcher(sequence.demands, number, thread)
+            sequence.matcher = matcher
+        row = self.rows.array[sequence.row]
+        while True:
+            unread = sequence.generated[matcher.num_generated :]
+            work = partial(self.grammars.fill, matcher, unread, row)
+            mask = await thread.run(number, sequence.source, work)
+            # The tokens of a step may have come meanwhile, of a sequence that another process had.
+            if isinstance(mask, MatcherFailed) or (
+                matcher.num_generated == len(sequence.generated)
+            ):
+                return mask
 
     def _fill(self, sequence: _Masked) -> Found:
         matcher = sequence.matcher
@@ -183,8 +226,8 @@ class SequenceMasks:
             to.send(found)
 
     def _renews(self, sequence: _Masked) -> bool:
-        """Whether a sequence whose matcher has failed gets another one, because others' texts may
-        have led to its lexer's limit.
+        """Returns whether a sequence whose matcher has failed gets another one, because others'
+        texts may have led to its lexer's limit.
         """
         matcher = sequence.matcher
         if matcher is None or matcher.grammar is None or not matcher.grammar.lexer.is_broken:
@@ -193,18 +236,25 @@ class SequenceMasks:
             return False
         sequence.num_renewed += 1
         sequence.matcher = None
-        self._start(sequence)
+        self._start(sequence, self.front)
         return True
 
-    def _fail(self, number: int, error: TriptychError) -> None:
-        if number in self._sequences:
-            self.failed(number, error)
+    def _give_up(self, sequences: list[_Masked], thread: WorkThread) -> None:
+        """Leaves sequences that wait for a thread which is taken to another process."""
+        numbers = [sequence.number for sequence in sequences]
+        self.front.send(ThreadTaken(thread.source, numbers))
+        for sequence in sequences:
+            # The row of the sequence in work is the thread's until the work is done.
+            if sequence.task is not None and sequence.number != thread.number:
+                sequence.task.cancel()
+            self.remove(sequence.number)
 
-    def _start(self, sequence: _Masked) -> None:
-        sequence.is_begun = True
-        task = asyncio.create_task(self._begin(sequence))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+    def _fail(self, number: int, error: TriptychError) -> None:
+        self.front.send(CannotFollow(number, error.code, error.message))
+
+
+def _work_of(thread: WorkThread) -> dict[str, object]:
+    return {"sequence": thread.number, "cpu_s": round(thread.used_s(), 1)}
 
 
 def _error_of(failure: MatcherFailed) -> TriptychError:

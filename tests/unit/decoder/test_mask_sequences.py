@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import random
+import threading
 
 import numpy as np
 import pytest
@@ -15,7 +16,8 @@ from services.decoder.masks import compiler, grammars
 from services.decoder.masks.grammar import Demands, Grammar, GrammarSource
 from services.decoder.masks.grammars import Grammars
 from services.decoder.masks.matcher import MatcherFailed
-from services.decoder.masks.rows import MaskRows, create_mask_memory
+from services.decoder.masks.messages import CannotFollow, MaskTimes, ThreadTaken
+from services.decoder.masks.rows import QUICK, SLOW, MaskRows, create_mask_memory, num_mask_words
 from services.decoder.masks.sequences import SequenceMasks
 from tests.tiny_tokenizer import added_ids, tokenizer_json, vocab_size
 
@@ -26,17 +28,30 @@ def schema(**keywords: object) -> Grammar:
     return Grammar(GrammarSource("json_schema", json.dumps(keywords)))
 
 
+# An Earley parser keeps all ways in which a text may be cut into parts.
+PARTS = " | ".join(" ".join(["s"] * number) for number in range(2, 10))
+AMBIGUOUS = Grammar(GrammarSource("grammar", f'start: s\ns: {PARTS} | "a"\n'))
 LONG = schema(type="string", minLength=5000)
 WAIT_S = 20
 
 
 class Inbox:
+    """As both channels: what the front and the engine are sent."""
+
     def __init__(self):
         self.masks: asyncio.Queue[TokenMasks] = asyncio.Queue()
+        self.failures: list[CannotFollow] = []
+        self.taken: list[ThreadTaken] = []
 
     def send(self, *messages):
         for message in messages:
-            self.masks.put_nowait(message)
+            match message:
+                case TokenMasks():
+                    self.masks.put_nowait(message)
+                case CannotFollow():
+                    self.failures.append(message)
+                case ThreadTaken():
+                    self.taken.append(message)
 
 
 class Process:
@@ -44,19 +59,31 @@ class Process:
 
     def __init__(self, tmp_path, num_rows=8):
         (tmp_path / "tokenizer.json").write_text(tokenizer_json())
-        self.grammars = Grammars(tmp_path, vocab_size(), (END,))
-        memory = create_mask_memory(num_rows, self.grammars.num_mask_words)
-        self.rows = MaskRows(memory, num_rows, self.grammars.num_mask_words)
+        num_words = num_mask_words(vocab_size())
+        memory = create_mask_memory(num_rows, num_words)
+        self.rows = MaskRows(memory, num_rows, num_words)
         os.close(memory)
-        self.inbox, self.failures = Inbox(), []
+        self.grammars = Grammars(tmp_path, vocab_size(), (END,), self.rows.marks)
+        self.inbox = Inbox()
+        self.failures = self.inbox.failures
         self.masks = SequenceMasks(
-            self.grammars, self.rows, 3, self.inbox, self.inbox, lambda seconds: None,
-            lambda *failure: self.failures.append(failure),
-        )  # fmt: skip
+            self.grammars, self.rows, 3, self.inbox, self.inbox, MaskTimes([]), 0.05
+        )
         self.tokenizer = self.grammars.vocabulary.result().full
 
     async def received(self) -> TokenMasks:
         return await asyncio.wait_for(self.inbox.masks.get(), WAIT_S)
+
+    def add(self, number, grammar, generated=(), *, is_slow=False):
+        self.masks.add(number, Demands(grammar), list(generated), is_slow)
+
+    async def failure(self) -> CannotFollow:
+        """The only one."""
+        async with asyncio.timeout(WAIT_S):
+            while not self.failures:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        (failure,) = self.failures
+        return failure
 
     def step(self, number, ids, count):
         self.masks.tokens_arrived(NewTokens([number], [ids], [count]))
@@ -72,7 +99,7 @@ async def process(tmp_path):
 async def test_tokens_that_come_twice_or_too_soon_are_ignored(process):
     """Of a sequence that another process had, the front and the engine both send tokens."""
     quote, a = (process.tokenizer.tokenize_str(text) for text in ('"', "a"))
-    process.masks.add(1, Demands(LONG), quote + a)
+    process.add(1, LONG, quote + a)
     process.step(1, a, 3)  # while its grammar is compiled
     first = await process.received()
     assert (first.link, first.sequence_ids, first.num_generated) == (3, [1], [3])
@@ -86,13 +113,12 @@ async def test_tokens_that_come_twice_or_too_soon_are_ignored(process):
 
 async def test_a_row_has_another_sequence_only_when_nothing_writes_to_it(tmp_path):
     process = Process(tmp_path, num_rows=1)
-    process.masks.add(1, Demands(LONG), [])
+    process.add(1, LONG)
     process.masks.remove(1)
-    process.masks.add(2, Demands(LONG), [])
-    ((number, error),) = process.failures
-    assert number == 2 and isinstance(error, Overloaded)
+    process.add(2, LONG)
+    assert (await process.failure()).code == Overloaded.code
     await asyncio.gather(*process.masks._tasks)
-    process.masks.add(3, Demands(LONG), [])
+    process.add(3, LONG)
     assert (await process.received()).sequence_ids == [3]
     process.masks.remove(3)
     assert process.rows.take() == 0 and process.rows.take() is None
@@ -104,7 +130,7 @@ class PanicException(BaseException):
 
 
 async def test_a_panic_fails_its_sequence_alone(process, monkeypatch):
-    process.masks.add(1, Demands(LONG), [])
+    process.add(1, LONG)
     await process.received()
 
     def panics(*_):
@@ -116,21 +142,21 @@ async def test_a_panic_fails_its_sequence_alone(process, monkeypatch):
     monkeypatch.undo()
     assert (await process.received()).num_generated == [1]  # by a new matcher, for once
     monkeypatch.setattr(grammars, "compile_grammar", panics)
-    process.masks.add(2, Demands(schema(type="null")), [])
+    process.add(2, schema(type="null"))
     await asyncio.gather(*process.masks._tasks)
-    ((number, error),) = process.failures
-    assert number == 2 and isinstance(error, InternalError)
+    failure = await process.failure()
+    assert failure.sequence_id == 2 and failure.code == InternalError.code
 
 
 async def test_a_lexer_at_its_limit_ends_no_other_sequence(process, monkeypatch):
     """The states of a lexer are of all texts that its sequences have written."""
     limits = LLParserLimits(max_lexer_states=8000, verbose_errors=False)
     monkeypatch.setattr(compiler, "limits", lambda: limits)
-    demands, chooser = Demands(LONG), random.Random(0)
+    chooser = random.Random(0)
     ids: dict[int, list[int]] = {number: [] for number in range(3)}
     for number in ids:
-        process.masks.add(number, demands, [])
-    neighbour = await process.grammars.matcher(demands)
+        process.add(number, LONG)
+    neighbour = await process.grammars.matcher(Demands(LONG))
     lexers = set()
     while min(map(len, ids.values())) < 60 and not process.failures:
         if len(ids[0]) == 20 and neighbour is not None:
@@ -165,14 +191,12 @@ def write_without_end(matcher, process):
 async def test_a_parser_at_its_limit_is_the_grammars_fault(process):
     wide = " | ".join(f'"{number}" t' for number in range(2100))
     text = f'start: "a" r\nr: {wide}\nt: "x" | "y" t'
-    process.masks.add(1, Demands(Grammar(GrammarSource("grammar", text))), [])
+    process.add(1, Grammar(GrammarSource("grammar", text)))
     assert (await process.received()).num_generated == [0]
     process.step(1, process.tokenizer.tokenize_str("a")[:1], 1)
-    async with asyncio.timeout(WAIT_S):
-        while not process.failures:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-    ((number, error),) = process.failures
-    assert number == 1 and isinstance(error, InvalidGrammar) and "max is 2000" in error.message
+    failure = await process.failure()
+    assert failure.sequence_id == 1 and failure.code == InvalidGrammar.code
+    assert "max is 2000" in failure.message
 
 
 async def test_compiled_grammars_are_forgotten_when_the_process_is_too_large(process, monkeypatch):
@@ -183,3 +207,80 @@ async def test_compiled_grammars_are_forgotten_when_the_process_is_too_large(pro
     monkeypatch.setattr(grammars, "CACHE_BYTES", -(1 << 40))
     process.grammars.trim()
     assert not process.grammars._cache
+
+
+async def test_masks_that_take_long_are_filled_in_a_thread(process):
+    """The other sequence's masks do not wait for them, until the ambiguous one comes to a limit."""
+    quote, a = (process.tokenizer.tokenize_str(text) for text in ('"', "a"))
+    process.add(1, AMBIGUOUS)
+    process.add(2, LONG, quote)
+    counts, most, between = {1: 0, 2: 1}, 0, 0
+    while not process.failures:
+        try:
+            async with asyncio.timeout(1.0):
+                sent = await process.inbox.masks.get()
+        except TimeoutError:
+            continue
+        for number in sent.sequence_ids:
+            between = between + 1 if number == 2 else 0
+            most = max(most, between)
+            counts[number] += 1
+            process.step(number, a, counts[number])
+        await asyncio.sleep(0)
+    failure = await process.failure()
+    assert (failure.sequence_id, failure.code) == (1, InvalidGrammar.code)
+    assert "too much work" in failure.message
+    assert most > 20 and counts[2] > 5 * counts[1]
+
+
+async def test_what_waits_for_a_thread_that_is_taken_is_left_to_another_process(process):
+    grammar, release = schema(type="null"), threading.Event()
+    quote, a = (process.tokenizer.tokenize_str(text) for text in ('"', "a"))
+    process.add(1, LONG, quote)
+    await process.received()
+
+    def work():
+        while not release.is_set():
+            pass
+
+    process.masks.check_threads()
+    assert not process.inbox.taken
+    taking = process.grammars.quick.run(2, grammar.source, work)
+    process.add(3, schema(type="integer"))
+    process.add(4, schema(type="boolean"), is_slow=True)
+    assert (await process.received()).sequence_ids == [4], "its thread is the slow one"
+    async with asyncio.timeout(WAIT_S):
+        while not process.inbox.taken:
+            process.masks.check_threads()
+            await asyncio.sleep(0.01)
+    process.masks.check_threads()
+    assert process.inbox.taken == [ThreadTaken(grammar.source, [3])]
+    process.step(1, a, 2)
+    assert (await process.received()).sequence_ids == [1]
+    process.add(5, schema(type="number"))
+    assert process.inbox.taken[1:] == [ThreadTaken(grammar.source, [5])]
+    release.set()
+    await taking
+    assert not process.failures and process.inbox.masks.empty()
+    free = {process.rows.take() for _ in range(6)}
+    assert len(free) == 6 and process.rows.take() is None, "1 and 4 have the others"
+
+
+async def test_threads_mark_the_sequence_in_work(process):
+    started, release = threading.Event(), threading.Event()
+
+    def work():
+        started.set()
+        release.wait(WAIT_S)
+
+    await asyncio.wrap_future(process.grammars.vocabulary)
+    for thread, slot in ((process.grammars.quick, QUICK), (process.grammars.slow, SLOW)):
+        running = thread.run(7 + slot, None, work)
+        await asyncio.to_thread(started.wait, WAIT_S)
+        assert [number for number, _ in process.rows.marks.get()] == [thread.number] == [7 + slot]
+        assert thread.used_s() < 1.0
+        release.set()
+        await running
+        assert process.rows.marks.get() == [] and thread.used_s() == 0.0
+        started.clear()
+        release.clear()
