@@ -66,7 +66,7 @@ class Decoder:
         self.runner = FakeRunner(runner_info(**info))
         self.engine = InProcessEngine(self.runner)
         self.registry = CollectorRegistry()
-        metrics = DecoderMetrics(self.registry)
+        self.metrics = metrics = DecoderMetrics(self.registry)
         self.arena = Arena(arena_pages * 4096)
         self.source = EmbeddingSource(
             self.arena, EncoderFetcher(), None, metrics, standstill_s=timeout_s

@@ -1,28 +1,33 @@
-"""`python -m services.decoder`: the front process. No torch here; the engine process has it."""
+"""`python -m services.decoder` runs the decoder's front process, which does not import torch.
+
+`DECODER` describes the service, and `service_process` runs it. `DecoderFrontProcess` is the one
+place where the front's objects are created and closed. The engine is a process of its own.
+"""
 
 import logging
-import socket
 import sys
 from functools import partial
+from typing import Self
 
 from prometheus_client import CollectorRegistry
 
 from services.common.embeddings.arena import Arena
+from services.common.embeddings.embedding_cache import RedisCache
 from services.common.embeddings.shared_memory import PAGE_BYTES
 from services.common.families import read_spec
 from services.common.families.keys import unknown_keys
 from services.common.model_spec import ModelSpec
 from services.common.process.channel import FrontChannel
+from services.common.process.engine_process import EngineProcess
+from services.common.process.front_process import FrontProcess, GpuService
 from services.common.process.service_process import (
-    Front,
-    GpuService,
-    StopServer,
     connect_redis,
     run_service,
     served_fingerprint,
 )
 from services.common.security.credentials import Credentials
 from services.common.tenancy.tenant_room import TenantRoom
+from services.common.transport.rpc import Server
 from services.decoder.engine.messages import EngineInfo, EngineMessage, Shutdown
 from services.decoder.front.front import DecoderFront, max_live
 from services.decoder.front.service import DecoderServicer
@@ -38,67 +43,87 @@ from services.decoder.settings import DecoderSettings
 log = logging.getLogger(__name__)
 
 _MIN_ARENA_BYTES, _MAX_ARENA_BYTES = 1 << 20, 1 << 30
-# For the last events of a stream, once they are written, to reach the gateway.
-_LINGER_S = 1.0
+_LINGER_S = 1.0  # time for the last events of the streams to reach the gateways
 
 
-def arena_bytes(settings: DecoderSettings, spec: ModelSpec) -> int:
-    """The arena's size: a text model has no embeddings, and a mapping cannot be empty."""
-    if spec.vision is None:
-        return PAGE_BYTES
-    if settings.kv_cache_bytes is None:
-        return _MAX_ARENA_BYTES
-    quarter = settings.kv_cache_bytes // 4
-    return max(_MIN_ARENA_BYTES, min(quarter, _MAX_ARENA_BYTES))
+class DecoderFrontProcess(FrontProcess[DecoderSettings]):
+    """The objects of the decoder's front process.
 
+    Args:
+        registry: the decoder's metrics.
+        servicer: the decoder's gRPC methods.
+        front: the owner of the sequences.
+        cache: Redis. None if the settings name none, or if the model takes no images.
+    """
 
-async def create_front(
-    settings: DecoderSettings,
-    ready: EngineInfo,
-    channel: "FrontChannel[EngineMessage]",
-    arena: Arena,
-    credentials: Credentials,
-    links: list[socket.socket],
-) -> Front:
-    """Wires the objects of the front process; connects to Redis if the model takes images."""
-    registry = CollectorRegistry()
-    cache = None
-    fingerprint = await served_fingerprint(settings)
-    if ready.num_features:
-        cache = await connect_redis(settings, fingerprint, "decoder", registry)
-    metrics = DecoderMetrics(registry)
-    fetcher = EncoderFetcher(credentials=credentials, known=KnownEncoders(settings.encoders))
-    source = EmbeddingSource(arena, fetcher, cache, metrics)
-    for key in unknown_keys(settings.model):
-        log.warning("%s is not known, and has no effect here", key)
-    mask_settings = MaskSettings(
-        directory=str(settings.model),
-        vocab_size=ready.vocab_size,
-        end_ids=read_spec(settings.model).eos_token_ids,
-        num_rows=max_live(ready) + SPARE_ROWS,
-        log_level=settings.log_level,
-    )
-    masks = partial(MaskProcesses, mask_settings, links[0], channel, metrics)
-    front = DecoderFront(ready, channel, source, masks, metrics, TenantRoom(max_live(ready)))
+    def __init__(
+        self,
+        registry: CollectorRegistry,
+        servicer: DecoderServicer,
+        front: DecoderFront,
+        cache: RedisCache | None,
+    ) -> None:
+        self.registry = registry
+        self.servicer = servicer
+        self._front = front
+        self._cache = cache
 
-    async def drain(stop_server: StopServer, grace_s: float) -> None:
-        await front.drain(grace_s)
-        await stop_server(_LINGER_S)
+    @staticmethod
+    def arena_bytes(settings: DecoderSettings, spec: ModelSpec) -> int:
+        if spec.vision is None:  # a text model has no embeddings, and a mapping cannot be empty
+            return PAGE_BYTES
+        if settings.kv_cache_bytes is None:
+            return _MAX_ARENA_BYTES
+        quarter = settings.kv_cache_bytes // 4
+        return max(_MIN_ARENA_BYTES, min(quarter, _MAX_ARENA_BYTES))
 
-    async def close() -> None:
-        await front.close()
-        if cache is not None:
-            await cache.close()
+    @classmethod
+    async def create(
+        cls,
+        settings: DecoderSettings,
+        ready: EngineInfo,
+        engine: EngineProcess,
+        arena: Arena,
+        credentials: Credentials,
+    ) -> Self:
+        registry = CollectorRegistry()
+        cache = None
+        fingerprint = await served_fingerprint(settings)
+        if ready.num_features:
+            cache = await connect_redis(settings, fingerprint, "decoder", registry)
+        metrics = DecoderMetrics(registry)
+        metrics.engine = engine
+        fetcher = EncoderFetcher(credentials=credentials, known=KnownEncoders(settings.encoders))
+        source = EmbeddingSource(arena, fetcher, cache, metrics)
+        for key in unknown_keys(settings.model):
+            log.warning("%s is not known, and has no effect here", key)
+        mask_settings = MaskSettings(
+            directory=str(settings.model),
+            vocab_size=ready.vocab_size,
+            end_ids=read_spec(settings.model).eos_token_ids,
+            num_rows=max_live(ready) + SPARE_ROWS,
+            log_level=settings.log_level,
+        )
+        channel: FrontChannel[EngineMessage] = engine.channel
+        masks = partial(MaskProcesses, mask_settings, engine.links[0], channel, metrics)
+        front = DecoderFront(ready, channel, source, masks, metrics, TenantRoom(max_live(ready)))
+        return cls(registry, DecoderServicer(front, fingerprint), front, cache)
 
-    return Front(
-        registry=registry,
-        servicer=DecoderServicer(front, fingerprint),
-        is_busy=lambda: front.is_busy,
-        watch_silence=partial(setattr, metrics, "silence_s"),
-        run=front.run,
-        drain=drain,
-        close=close,
-    )
+    @property
+    def is_busy(self) -> bool:
+        return self._front.is_busy
+
+    async def run(self) -> None:
+        await self._front.run()
+
+    async def drain(self, server: Server, grace_s: float) -> None:
+        await self._front.drain(grace_s)
+        await server.stop(_LINGER_S)
+
+    async def close(self) -> None:
+        await self._front.close()
+        if self._cache is not None:
+            await self._cache.close()
 
 
 DECODER = GpuService(
@@ -108,8 +133,7 @@ DECODER = GpuService(
     shutdown_message=Shutdown(),
     callers=("gateway",),
     settings=DecoderSettings,
-    arena_bytes=arena_bytes,
-    create_front=create_front,
+    front=DecoderFrontProcess,
     num_links=1,
 )
 

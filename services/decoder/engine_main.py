@@ -87,7 +87,7 @@ def run(
             if isinstance(message, MaskLink):
                 assert link is not None
                 links[message.link], gate.rows[message.link] = open_link(link, message)
-                channel.join(links[message.link])
+                channel.include(links[message.link])
                 continue
             engine.handle(message)
         if engine.waits:

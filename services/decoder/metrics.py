@@ -1,11 +1,12 @@
 """The decoder's metrics, all recorded in its front process, from the engine's messages."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from services.common.process.engine_process import EngineProcess
 from services.common.telemetry import LATENCY_BUCKETS
 from services.decoder.engine.messages import EngineStats
 
@@ -31,13 +32,13 @@ class DecoderMetrics(Collector):
     thousand times as many.
 
     Attributes:
-        silence_s: seconds since the engine last showed that it works.
+        engine: the engine process. None where an engine runs inside this process, in tests.
         kernel_calls: the engine's totals, by "operation=implementation".
     """
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.num_rows = 1
-        self.silence_s: Callable[[], float] = lambda: 0.0
+        self.engine: EngineProcess | None = None
         self.kernel_calls: dict[str, int] = {}
         self._stats = EngineStats(0, 0, 0, 0, 0, 0, 0, 0)
 
@@ -91,12 +92,17 @@ class DecoderMetrics(Collector):
             "embedding_fetch_bytes", "Bytes of embeddings fetched, by path: shm, grpc.", "path"
         )
 
+    @property
+    def silence_s(self) -> float:
+        """Seconds since the engine last showed that it works."""
+        return 0.0 if self.engine is None else self.engine.silence_s
+
     def collect(self) -> Iterator[Metric]:
         """What the engine said last; without its state while it is silent, because a value of one
         that hangs would read as that.
         """
         silence = "Time since the engine last showed that it works."
-        yield GaugeMetricFamily("decoder_engine_silence_seconds", silence, self.silence_s())
+        yield GaugeMetricFamily("decoder_engine_silence_seconds", silence, self.silence_s)
         if (stats := self.stats()) is not None:
             yield from self._state(stats)
         for field, (name, text) in _TOTALS.items():
@@ -138,4 +144,4 @@ class DecoderMetrics(Collector):
 
     def stats(self) -> EngineStats | None:
         """What the engine said last; None while it is silent."""
-        return None if self.silence_s() > MAX_SILENCE_S else self._stats
+        return None if self.silence_s > MAX_SILENCE_S else self._stats

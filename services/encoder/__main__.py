@@ -1,31 +1,30 @@
-"""`python -m services.encoder`: the front process. No torch here; the engine process has it.
+"""`python -m services.encoder` runs the encoder's front process, which does not import torch.
 
-`ENCODER` is what tells this service from the decoder; `service_process` runs it, and decides the
-exit status. `create_front` is the one place where the front's objects are created and closed.
+`ENCODER` describes the service, and `service_process` runs it. `EncoderFrontProcess` is the one
+place where the front's objects are created and closed. The engine is a process of its own.
 """
 
 import asyncio
-import socket
 import sys
+from typing import Self
 
 from services.common.embeddings.arena import Arena
 from services.common.embeddings.embedding import ITEM_BYTES, EmbeddingSpec
+from services.common.embeddings.embedding_cache import RedisCache
 from services.common.embeddings.fetch_wire import DTYPES
 from services.common.families import read_spec
 from services.common.model_spec import ModelSpec, VisionSpec
 from services.common.pb import encoder_pb2 as pb
-from services.common.process.channel import FrontChannel
+from services.common.process.engine_process import EngineProcess
+from services.common.process.front_process import FrontProcess, GpuService
 from services.common.process.pod_limits import memory_limit_bytes
 from services.common.process.service_process import (
-    Front,
-    GpuService,
-    StopServer,
     connect_redis,
     run_service,
     served_fingerprint,
 )
 from services.common.security.credentials import Credentials
-from services.common.transport.rpc import PROTOCOL
+from services.common.transport.rpc import PROTOCOL, Server
 from services.encoder.decoding.clips.clip_pool import PROBE_BYTES, ClipPool
 from services.encoder.decoding.clips.held_videos import HeldVideos
 from services.encoder.engine.messages import EngineMessage, EngineReady, Shutdown
@@ -52,72 +51,115 @@ _WRITES_GRACE_S = 2.0
 _FAILED_CALLS_GRACE_S = 2.0  # for calls whose error is on its way when the engine has died
 
 
-def arena_bytes(settings: EncoderSettings, spec: ModelSpec) -> int:
-    """The arena's size; a text model is refused here, before a process starts."""
-    _ = spec.vision_part
-    return settings.cache_bytes
+class EncoderFrontProcess(FrontProcess[EncoderSettings]):
+    """The objects of the encoder's front process.
 
+    Args:
+        metrics: the encoder's metrics.
+        servicer: the encoder's gRPC methods.
+        engine: client of the engine process.
+        embeddings: embeddings that are stored or computed now.
+        memory: the embeddings in the arena.
+        cache: Redis. None if the settings name none.
+        redis: the embeddings in Redis. None without `cache`.
+        videos: files of videos that clients have sent.
+    """
 
-async def create_front(
-    settings: EncoderSettings,
-    ready: EngineReady,
-    channel: "FrontChannel[EngineMessage]",
-    arena: Arena,
-    credentials: Credentials,
-    _links: list[socket.socket],
-) -> Front:
-    """Wires the objects of the front process; connects to Redis."""
-    metrics = EncoderMetrics()
-    engine = EngineClient(channel, metrics.observe_batch)
-    memory = MemoryTier(arena)
-    fingerprint = await served_fingerprint(settings)
-    cache = await connect_redis(settings, fingerprint, "encoder", metrics.registry)
-    redis = RedisTier(cache, memory, metrics.redis_writes_dropped) if cache else None
-    vision = read_spec(settings.model).vision_part
-    max_bytes = max(_MIN_QUEUED_BYTES, memory_limit_bytes() // _QUEUED_SHARE)
-    embeddings = Embeddings(
-        like=EmbeddingSpec(ready.dtype, ready.num_features, 0, ready.hidden),
-        geometry=vision.geometry, memory=memory, engine=engine, redis=redis,
-        admission=Admission(_MAX_QUEUED_PATCHES), metrics=metrics, max_queued_bytes=max_bytes,
-    )  # fmt: skip
-    max_held = memory_limit_bytes() // _HELD_SHARE
-    pool = ClipPool(_PROBES, memory_bytes=_PROBES * PROBE_BYTES)
-    videos = HeldVideos(pool, min(_MAX_HELD_BYTES, max_held))
-    brought = BroughtEmbeddings(memory, embeddings.announce)
-    files = KeptFiles(cache, min(MAX_BYTES, max_held))
-    servicer = MediaServicer(
-        describe(ready, settings, vision, fingerprint), embeddings, metrics, videos, brought,
-        files, takes_videos=vision.video is not None, max_read_bytes=max_bytes,
-    )  # fmt: skip
+    def __init__(
+        self,
+        metrics: EncoderMetrics,
+        servicer: MediaServicer,
+        engine: EngineClient,
+        embeddings: Embeddings,
+        memory: MemoryTier,
+        cache: RedisCache | None,
+        redis: RedisTier | None,
+        videos: HeldVideos,
+    ) -> None:
+        self.registry = metrics.registry
+        self.servicer = self._media = servicer
+        self._engine = engine
+        self._embeddings = embeddings
+        self._memory = memory
+        self._cache = cache
+        self._redis = redis
+        self._videos = videos
 
-    async def drain(stop_server: StopServer, grace_s: float) -> None:
-        await servicer.drain(grace_s)  # the server answers health checks meanwhile
-        await stop_server(_FAILED_CALLS_GRACE_S)
-        if redis is not None:
-            await redis.drain(_WRITES_GRACE_S if grace_s else 0.0)
-        await embeddings.close()
+    @staticmethod
+    def arena_bytes(settings: EncoderSettings, spec: ModelSpec) -> int:
+        _ = spec.vision_part  # refuses a text model before a process starts
+        return settings.cache_bytes
 
-    async def close() -> None:
-        if cache is not None:
-            await cache.close()
-        await asyncio.to_thread(videos.close)
-        await memory.close()
+    @classmethod
+    async def create(
+        cls,
+        settings: EncoderSettings,
+        ready: EngineReady,
+        engine: EngineProcess,
+        arena: Arena,
+        credentials: Credentials,
+    ) -> Self:
+        metrics = EncoderMetrics()
+        metrics.silence.set_function(lambda: engine.silence_s)
+        client = EngineClient(engine.channel, metrics.observe_batch)
+        memory = MemoryTier(arena)
+        fingerprint = await served_fingerprint(settings)
+        cache = await connect_redis(settings, fingerprint, "encoder", metrics.registry)
+        redis = RedisTier(cache, memory, metrics.redis_writes_dropped) if cache else None
+        vision = read_spec(settings.model).vision_part
+        max_bytes = max(_MIN_QUEUED_BYTES, memory_limit_bytes() // _QUEUED_SHARE)
+        embeddings = Embeddings(
+            like=EmbeddingSpec(ready.dtype, ready.num_features, 0, ready.hidden),
+            geometry=vision.geometry,
+            memory=memory,
+            engine=client,
+            redis=redis,
+            admission=Admission(_MAX_QUEUED_PATCHES),
+            metrics=metrics,
+            max_queued_bytes=max_bytes,
+        )
+        max_held = memory_limit_bytes() // _HELD_SHARE
+        pool = ClipPool(_PROBES, memory_bytes=_PROBES * PROBE_BYTES)
+        videos = HeldVideos(pool, min(_MAX_HELD_BYTES, max_held))
+        brought = BroughtEmbeddings(memory, embeddings.announce)
+        files = KeptFiles(cache, min(MAX_BYTES, max_held))
+        servicer = MediaServicer(
+            describe(ready, settings, vision, fingerprint),
+            embeddings,
+            metrics,
+            videos,
+            brought,
+            files,
+            takes_videos=vision.video is not None,
+            max_read_bytes=max_bytes,
+        )
+        return cls(metrics, servicer, client, embeddings, memory, cache, redis, videos)
 
-    return Front(
-        registry=metrics.registry,
-        servicer=servicer,
-        is_busy=lambda: engine.is_busy,
-        watch_silence=metrics.silence.set_function,
-        run=engine.run,
-        drain=drain,
-        close=close,
-    )
+    @property
+    def is_busy(self) -> bool:
+        return self._engine.is_busy
+
+    async def run(self) -> None:
+        await self._engine.run()
+
+    async def drain(self, server: Server, grace_s: float) -> None:
+        await self._media.drain(grace_s)  # the server answers health checks meanwhile
+        await server.stop(_FAILED_CALLS_GRACE_S)
+        if self._redis is not None:
+            await self._redis.drain(_WRITES_GRACE_S if grace_s else 0.0)
+        await self._embeddings.close()
+
+    async def close(self) -> None:
+        if self._cache is not None:
+            await self._cache.close()
+        await asyncio.to_thread(self._videos.close)
+        await self._memory.close()
 
 
 def describe(
     ready: EngineReady, settings: EncoderSettings, vision: VisionSpec, fingerprint: bytes
 ) -> pb.DescribeEncoderResponse:
-    """What this encoder serves. Arena and queue bound the largest image."""
+    """Describes what this encoder serves. The largest image is bounded by arena and queue."""
     row_bytes = ready.num_features * ready.hidden * ITEM_BYTES[ready.dtype]
     arena_patches = settings.cache_bytes // row_bytes * vision.geometry.patches_per_token
     return pb.DescribeEncoderResponse(
@@ -139,8 +181,7 @@ ENCODER = GpuService(
     shutdown_message=Shutdown(),
     callers=("gateway", "decoder"),
     settings=EncoderSettings,
-    arena_bytes=arena_bytes,
-    create_front=create_front,
+    front=EncoderFrontProcess,
 )
 
 if __name__ == "__main__":

@@ -5,6 +5,8 @@ import contextlib
 import gc
 import itertools
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import cast
 
 import grpc.aio
 import numpy as np
@@ -14,6 +16,7 @@ from kernels.sampling import ALL_MASKED
 from services.common.pb import decoder_pb2 as pb
 from services.common.pb import encoder_pb2
 from services.common.process.channel import ChannelClosed
+from services.common.process.engine_process import EngineProcess
 from services.decoder.engine.messages import ImageSpan
 from services.decoder.engine.step import Step
 from tests import fake_runner
@@ -50,7 +53,7 @@ async def test_load_says_what_there_is_to_do_unless_the_engine_is_silent():
         while not load.num_waiting + load.num_running:
             load = await decoder.stub.Load(pb.LoadRequest())
         decoder.encoder.gate.set()
-        decoder.front._metrics.silence_s = lambda: 31.0
+        decoder.metrics.engine = cast("EngineProcess", SimpleNamespace(silence_s=31.0))
         with pytest.raises(grpc.aio.AioRpcError) as failed:
             await decoder.stub.Load(pb.LoadRequest())
         assert failed.value.code() is grpc.StatusCode.UNAVAILABLE

@@ -1,8 +1,11 @@
-"""Typed messages between a front process and its engine process.
+"""Channels of typed messages between a front process and its engine process.
 
-Frames on a Unix socket pair: a 4-byte little-endian length, then a MessagePack body that msgspec
-decodes into one of a closed set of structs. No pickle: a frame can only ever become one of them.
-The services define the structs. A process that ends shows as `ChannelClosed` at the other end.
+A channel is a Unix socket pair. A frame on it is a length of 4 bytes, little-endian, and a
+MessagePack body, which msgspec decodes into one of a closed set of structs. The services define the
+structs. Nothing is pickled, so a frame can become nothing else than one of these structs. When a
+process ends, its peer gets `ChannelClosed`.
+
+For example, the struct `Ping` (tag "ping") is the frame `0b 00 00 00 81 a4 "type" a4 "ping"`.
 """
 
 import asyncio
@@ -18,17 +21,17 @@ import msgspec
 _LENGTH = struct.Struct("<I")
 _READ_BYTES = 1 << 20
 _BUFFER_BYTES = 8 << 20
-_UNSENT_S = 0.01  # between two attempts to send
+_RETRY_S = 0.01  # time between two attempts to send what the peer did not accept
 
 Incoming = TypeVar("Incoming")
 
 
 class ChannelClosed(Exception):
-    """The other process has ended or closed the channel."""
+    """Raised when the other process has ended or has closed the channel."""
 
 
 def create_socket_pair() -> tuple[socket.socket, socket.socket]:
-    """A connected pair whose buffers are large enough that neither side blocks in normal work."""
+    """Creates a connected pair with buffers so large that neither side blocks in normal work."""
     pair = socket.socketpair()
     for end in pair:
         end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
@@ -37,10 +40,14 @@ def create_socket_pair() -> tuple[socket.socket, socket.socket]:
 
 
 class EngineChannel(Generic[Incoming]):
-    """The engine's end: synchronous, polled once a step.
+    """The engine's end of a channel, which is synchronous and is polled once per step.
+
+    An engine may have several channels. `include` adds one to the channel whose `receive` the
+    engine calls.
 
     Args:
-        incoming: union of the message structs the front may send.
+        end: one socket of `create_socket_pair`.
+        incoming: union of the message structs that the front may send.
     """
 
     def __init__(self, end: socket.socket, incoming: Any) -> None:  # noqa: ANN401 - a type form
@@ -49,47 +56,47 @@ class EngineChannel(Generic[Incoming]):
         self._encoder = msgspec.msgpack.Encoder()
         self._buffer = bytearray()
         self._unsent = bytearray()
-        self._others: list[EngineChannel[Incoming]] = []
+        self._included: list[EngineChannel[Incoming]] = []
 
-    def join(self, other: "EngineChannel[Incoming]") -> None:
-        """Has `receive` return another channel's messages, too, until that one is closed."""
-        self._others.append(other)
+    def include(self, channel: "EngineChannel[Incoming]") -> None:
+        """Makes `receive` return another channel's messages, too, until that channel is closed."""
+        self._included.append(channel)
 
     def receive(self, timeout_s: float | None, *, awake_s: float = 0.0) -> list[Incoming]:
-        """All complete messages that have arrived, those of a channel in order.
+        """Returns all complete messages that have arrived. Those of one channel are in order.
 
         Args:
-            timeout_s: how long to wait for the first; 0 polls, None waits without a limit.
-            awake_s: before that, poll this long without yielding the core; see
+            timeout_s: seconds to wait for the first message. 0 polls; None waits without a limit.
+            awake_s: seconds to poll without sleeping before that, see
                 docs/adr/0015-an-engine-stays-awake.md.
 
         Raises:
             ChannelClosed: the front has closed the channel.
         """
         messages = self._split()
-        for other in self._others:
-            if other._unsent:
-                with suppress(ChannelClosed):  # which reading finds
-                    other._flush()
-                timeout_s = _UNSENT_S if timeout_s is None else min(timeout_s, _UNSENT_S)
+        for channel in self._included:
+            if channel._unsent:
+                with suppress(ChannelClosed):  # the loop below reads and removes such a channel
+                    channel._flush()
+                timeout_s = _RETRY_S if timeout_s is None else min(timeout_s, _RETRY_S)
         if messages:
             timeout_s = 0.0
         elif awake_s:
-            self._watch(awake_s)
-        while ready := select.select([self, *self._others], [], [], timeout_s)[0]:
+            self._spin(awake_s)
+        while ready := select.select([self, *self._included], [], [], timeout_s)[0]:
             for channel in ready:
                 try:
                     messages += channel._read()
                 except (ChannelClosed, OSError, msgspec.MsgspecError):
                     if channel is self:
                         raise
-                    self._others.remove(channel)
+                    self._included.remove(channel)
                     channel.close()
             timeout_s = 0.0 if messages else timeout_s
         return messages
 
     def send(self, message: msgspec.Struct) -> None:
-        """Sends one message; blocks while the socket's buffer is full.
+        """Sends one message and blocks while the socket's buffer is full.
 
         Raises:
             ChannelClosed: the front has closed the channel.
@@ -100,12 +107,13 @@ class EngineChannel(Generic[Incoming]):
         except OSError as error:
             raise ChannelClosed from error
 
-    def offer(self, message: msgspec.Struct) -> None:
-        """Sends one message without ever blocking: what the other end does not take now is sent
-        with the next one, or by `receive`.
+    def send_nowait(self, message: msgspec.Struct) -> None:
+        """Sends one message without blocking. Bytes that the socket's buffer has no space for are
+        sent with the next message, or by `receive`.
 
         Raises:
-            ChannelClosed: the other end has closed the channel, or reads nothing.
+            ChannelClosed: the other end has closed the channel, or has not read for so long that
+                more than 8 MiB are unsent.
         """
         body = self._encoder.encode(message)
         self._unsent += _LENGTH.pack(len(body)) + body
@@ -114,11 +122,13 @@ class EngineChannel(Generic[Incoming]):
             raise ChannelClosed
 
     def close(self) -> None:
-        """Closes this end."""
+        """Closes the socket."""
         self._socket.close()
 
-    def shut(self) -> None:
-        """Has `receive`, in which it still takes part, find it closed; so does the other end."""
+    def shutdown(self) -> None:
+        """Ends the connection at both ends. An included channel is removed and closed by the next
+        `receive`, which still uses its socket.
+        """
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
@@ -133,18 +143,18 @@ class EngineChannel(Generic[Incoming]):
             raise ChannelClosed from error
 
     def fileno(self) -> int:
-        """Of the socket, to wait for."""
+        """Returns the socket's descriptor, which `select` waits for."""
         return self._socket.fileno()
 
-    def _watch(self, duration_s: float) -> None:
-        end, channels = time.monotonic() + duration_s, [self, *self._others]
+    def _spin(self, duration_s: float) -> None:
+        end, channels = time.monotonic() + duration_s, [self, *self._included]
         while time.monotonic() < end and not select.select(channels, [], [], 0.0)[0]:
             pass
 
     def _read(self) -> list[Incoming]:
         try:
             data = self._socket.recv(_READ_BYTES)
-        except ConnectionResetError:  # it ended with messages unread
+        except ConnectionResetError:  # the peer ended before it had read all messages
             data = b""
         if not data:
             raise ChannelClosed
@@ -167,10 +177,10 @@ class EngineChannel(Generic[Incoming]):
 
 
 class FrontChannel(Generic[Incoming]):
-    """The front's end: asynchronous. `send` never waits; `receive` yields message by message.
+    """The front's end of a channel, which is asynchronous. `send` never waits.
 
     Attributes:
-        received_at: when the last message came, as `time.monotonic()`.
+        received_at: time of the last message, by `time.monotonic()`.
     """
 
     def __init__(
@@ -187,12 +197,16 @@ class FrontChannel(Generic[Incoming]):
 
     @classmethod
     async def open(cls, end: socket.socket, incoming: Any) -> "FrontChannel[Incoming]":  # noqa: ANN401
-        """Wraps one end of `create_socket_pair` for the running event loop."""
+        """Wraps one socket of `create_socket_pair` for the running event loop.
+
+        Args:
+            incoming: union of the message structs that the engine may send.
+        """
         reader, writer = await asyncio.open_connection(sock=end, limit=_BUFFER_BYTES)
         return cls(reader, writer, incoming)
 
     async def receive(self) -> Incoming:
-        """The next message.
+        """Returns the next message.
 
         Raises:
             ChannelClosed: the engine process has ended.
@@ -206,12 +220,14 @@ class FrontChannel(Generic[Incoming]):
         return self._decoder.decode(body)
 
     def send(self, *messages: msgspec.Struct) -> None:
-        """Queues messages in order; drops them once the engine has ended (`receive` says so)."""
-        if not self._writer.is_closing():  # uvloop would raise
+        """Queues messages in order. They are dropped once the engine has ended, which `receive`
+        reports.
+        """
+        if not self._writer.is_closing():  # uvloop raises for a transport that is closing
             bodies = map(self._encoder.encode, messages)
             frames = [part for body in bodies for part in (_LENGTH.pack(len(body)), body)]
             self._writer.write(b"".join(frames))
 
     def close(self) -> None:
-        """Closes this end; the engine's next `receive` raises `ChannelClosed`."""
+        """Closes the socket. The engine's next `receive` raises `ChannelClosed`."""
         self._writer.close()

@@ -1,8 +1,8 @@
-"""Child processes that are modules: how they start, what they inherit, how they end.
+"""Child processes that are modules: their start, the descriptors they inherit, and their end.
 
 A child is spawned, not forked. It inherits descriptors, whose numbers are its arguments, and reads
-its settings from standard input. Signals are its parent's to handle, so that running work can end
-first.
+its settings from standard input. It ignores SIGINT and SIGTERM: its parent handles them and ends
+the child when running work is done.
 """
 
 import asyncio
@@ -10,19 +10,27 @@ import signal
 import sys
 from contextlib import suppress
 
-RETRY_S = 1.0  # behind a start that the machine had no memory, processes or descriptors for
+RETRY_S = 1.0  # pause after a start that failed for lack of memory, processes or descriptors
 
 
 async def start(module: str, settings: bytes, *descriptors: int) -> asyncio.subprocess.Process:
     """Runs `python -m module`, which calls `begin`.
 
+    Args:
+        settings: bytes that the child reads from standard input.
+        descriptors: file descriptors that the child inherits under the same numbers.
+
     Raises:
         OSError: the machine has no memory, processes or descriptors left.
     """
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", module, *map(str, descriptors),
-        stdin=asyncio.subprocess.PIPE, pass_fds=descriptors,
-    )  # fmt: skip
+        sys.executable,
+        "-m",
+        module,
+        *map(str, descriptors),
+        stdin=asyncio.subprocess.PIPE,
+        pass_fds=descriptors,
+    )
     assert process.stdin is not None
     process.stdin.write(settings)
     process.stdin.close()
@@ -30,14 +38,19 @@ async def start(module: str, settings: bytes, *descriptors: int) -> asyncio.subp
 
 
 def begin() -> tuple[bytes, list[int]]:
-    """Called first in a child: its settings, and the numbers among its arguments."""
+    """Returns a child's settings and the numbers of its descriptors. A child calls it first."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     return sys.stdin.buffer.read(), list(map(int, sys.argv[1:]))
 
 
 async def end(process: asyncio.subprocess.Process | None, grace_s: float = 0.0) -> None:
-    """Waits for the end of a process, if there is one; kills it when the grace is over."""
+    """Waits for the end of a process and kills it when the grace period is over.
+
+    Args:
+        process: the process. Nothing is done if it is None.
+        grace_s: seconds that the process may take.
+    """
     if process is None:
         return
     try:

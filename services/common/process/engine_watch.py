@@ -1,75 +1,99 @@
-"""Notices that an engine process hangs: it runs, and nothing comes of it.
+"""Detects an engine process that hangs: it still runs, and makes no progress.
 
-A front pings its engine, seldom while there is no work; an engine answers between two steps. On a
-GPU a step takes a second at most. On a CPU it may take minutes, but then the process uses the CPU,
-or would if others let it.
+A front pings its engine, rarely while there is no work, and the engine answers between two steps. A
+step takes a second at most on a GPU. On a CPU it may take minutes; then the process uses the CPU,
+or waits for one.
 """
 
 import asyncio
 import time
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from services.common.process.engine_process import EngineProcess
+from services.common.process.front_process import FrontProcess
 from services.common.process.heartbeat import Ping
 
 MAX_SILENCE_S = 8.0
 _PERIOD_S = 1.0
 _IDLE_PERIOD_S = 5.0  # between pings without work, so that `silence_s` stays small
-_MIN_TICKS = 2  # of CPU time, between two looks
+_MIN_TICKS = 2  # clock ticks of CPU time between two checks that count as computing
 
 
 class EngineWatch:
-    """Watches one engine."""
+    """Watches one engine.
 
-    def __init__(self, engine: EngineProcess, is_busy: Callable[[], bool], *, on_gpu: bool) -> None:
+    Args:
+        front: front of the engine, which knows whether the engine has work.
+        on_gpu: whether the engine computes on a GPU, so that using a CPU is no sign of progress.
+        max_silence_s: longest time without a sign of life while there is work.
+        period_s: time between two checks.
+        idle_period_s: time between two pings while there is no work.
+    """
+
+    def __init__(
+        self,
+        engine: EngineProcess,
+        front: FrontProcess[Any],
+        *,
+        on_gpu: bool,
+        max_silence_s: float = MAX_SILENCE_S,
+        period_s: float = _PERIOD_S,
+        idle_period_s: float = _IDLE_PERIOD_S,
+    ) -> None:
         self._engine = engine
-        self._is_busy = is_busy
+        self._front = front
         self._on_gpu = on_gpu
+        self._max_silence_s = max_silence_s
+        self._period_s = period_s
+        self._idle_period_s = idle_period_s
         self._cpu = CpuUse(engine.process.pid)
-        self._idle_at = self._computed_at = self._pinged_at = time.monotonic()
+        self._idle_at = self._pinged_at = time.monotonic()
 
-    @property
-    def silence_s(self) -> float:
-        """Seconds since the engine last showed that it works."""
-        return time.monotonic() - max(self._computed_at, self._engine.channel.received_at)
-
-    async def hangs(self) -> None:
-        """Returns when the engine hangs; never if it does not."""
+    async def wait_until_hanging(self) -> None:
+        """Returns when the engine hangs, and never if it does not."""
         while True:
             looked_at = time.monotonic()
-            await asyncio.sleep(_PERIOD_S)
+            await asyncio.sleep(self._period_s)
             now = time.monotonic()
-            stood_still = now - looked_at > 2 * _PERIOD_S  # this process itself
-            is_busy = self._is_busy()
-            if stood_still or not is_busy:
+            was_stopped = now - looked_at > 2 * self._period_s  # this process, not the engine
+            is_busy = self._front.is_busy
+            if was_stopped or not is_busy:
                 self._idle_at = now
-            if not self._on_gpu and self._cpu.is_used():  # waiting for a device may use it, too
-                self._computed_at = now
-            if min(self.silence_s, now - self._idle_at) > MAX_SILENCE_S:
+            if not self._on_gpu and self._cpu.is_used():  # waiting for a GPU may use a CPU, too
+                self._engine.computed_at = now
+            if min(self._engine.silence_s, now - self._idle_at) > self._max_silence_s:
                 return
-            if is_busy or now - self._pinged_at >= _IDLE_PERIOD_S:
+            if is_busy or now - self._pinged_at >= self._idle_period_s:
                 self._pinged_at = now
                 self._engine.channel.send(Ping())
 
 
 class CpuUse:
-    """Whether a process or one of its children uses a CPU: an engine's other ranks compute, too."""
+    """Observes the CPU time of a process and its children, which are the other ranks of an engine.
+
+    Args:
+        pid: the process.
+    """
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
         self._ticks = 0
 
     def is_used(self) -> bool:
-        """Whether it did since the last look, or waits for a CPU now."""
+        """Returns whether one of the processes has used a CPU since the last call, or waits for a
+        CPU now.
+        """
         found = [_stat(pid) for pid in (self._pid, *_children(self._pid))]
         before = self._ticks
-        self._ticks = sum(int(ticks) for each in found for ticks in each[11:13])  # user's, system's
+        self._ticks = sum(
+            int(ticks) for each in found for ticks in each[11:13]
+        )  # user and system time
         return self._ticks - before >= _MIN_TICKS or any(each[:1] == ["R"] for each in found)
 
 
 def _children(pid: int) -> list[int]:
-    """Those that its first thread has started."""
+    """Returns the child processes that the first thread of a process has started."""
     try:
         return list(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
     except OSError:
@@ -77,13 +101,13 @@ def _children(pid: int) -> list[int]:
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a signal has stopped a process, so that it does not run."""
+    """Returns whether a signal has stopped a process (state T)."""
     return _stat(pid)[:1] == ["T"]
 
 
 def _stat(pid: int) -> list[str]:
-    """What the kernel says of a process, from its state on; empty: it has ended, which shows
-    elsewhere.
+    """Returns the fields of `/proc/PID/stat` from the state on, or an empty list if the process has
+    ended.
     """
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

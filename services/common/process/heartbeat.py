@@ -1,11 +1,11 @@
-"""Messages by which a front sees that its engine process works; `engine_watch` sends them."""
+"""Messages by which a front sees that its engine process works. `engine_watch` sends the pings."""
 
 import msgspec
 
 
 class Ping(msgspec.Struct, tag="ping"):
-    """To an engine, which answers with `Pong` when it is between two steps."""
+    """A ping to the engine, which answers with `Pong` between two steps."""
 
 
 class Pong(msgspec.Struct, tag="pong"):
-    """The engine's answer."""
+    """The engine's answer to a `Ping`."""

@@ -1,9 +1,9 @@
-"""A process that ends with the one that started it, however that one ends.
+"""Ends a process together with its parent, in whatever way the parent ends.
 
-Also a program, `python parent_death.py PARENT_PID COMMAND…`, because code between fork and exec is
-not safe once a library has started threads. It becomes the command (exec), so it does not appear in
-the process tree. Standard library only, so that it starts in a few milliseconds without
-site-packages.
+The file is also a program, `python parent_death.py PARENT_PID COMMAND…`, because code between fork
+and exec is not safe once a library has started threads. The program becomes the command (exec), so
+that it does not appear in the process tree. It uses the standard library only, so that it starts in
+a few milliseconds without site-packages.
 """
 
 import ctypes
@@ -18,7 +18,8 @@ def end_with_parent(parent: int) -> None:
     """Has the kernel kill this process when the thread that started it ends.
 
     Args:
-        parent: the process that did; if it has ended already, this one ends now.
+        parent: pid of the process that started this process. If it has ended already, this process
+            exits now.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -28,6 +29,6 @@ def end_with_parent(parent: int) -> None:
 
 if __name__ == "__main__":
     end_with_parent(int(sys.argv[1]))
-    # It writes to the terminal from the background, which `stty tostop` would stop it for.
+    # The command may write to the terminal from the background; `stty tostop` would stop it then.
     signal.signal(signal.SIGTTOU, signal.SIG_IGN)
     os.execvp(sys.argv[2], sys.argv[2:])

@@ -1,7 +1,7 @@
-"""What this process may use: the memory and the CPUs of its cgroup, not the machine's.
+"""Limits of this process: the memory and the CPUs of its cgroup, not those of the machine.
 
-Both generations of cgroups are read, with all ancestors that the process can see; without a limit
-there, the machine's own. Asked once, at a service's start.
+Both generations of cgroups are read, with all ancestors that the process can see. Without a limit
+there, the machine's own memory and CPUs count. Each service reads the limits once, at its start.
 """
 
 import math
@@ -14,7 +14,11 @@ _CGROUPS = "sys/fs/cgroup"
 
 
 def memory_limit_bytes(root: Path = Path("/")) -> int:
-    """The least memory limit that applies, or the machine's memory."""
+    """Returns the lowest memory limit that applies, or the machine's memory.
+
+    Args:
+        root: directory that contains `proc` and `sys`.
+    """
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     for folder in _folders(root, "memory"):
         for name in ("memory.max", "memory.limit_in_bytes"):
@@ -23,7 +27,12 @@ def memory_limit_bytes(root: Path = Path("/")) -> int:
 
 
 def num_cpus(root: Path = Path("/")) -> int:
-    """The least CPU quota that applies, rounded up, or the CPUs that the process may run on."""
+    """Returns the lowest CPU quota that applies, rounded up, or the number of CPUs that the process
+    may run on.
+
+    Args:
+        root: directory that contains `proc` and `sys`.
+    """
     counts = [len(os.sched_getaffinity(0))]
     for folder in _folders(root, "cpu"):
         older = (_numbers(folder / f"cpu.cfs_{name}_us") for name in ("quota", "period"))
@@ -34,7 +43,8 @@ def num_cpus(root: Path = Path("/")) -> int:
 
 
 def _folders(root: Path, controller: str) -> Iterator[Path]:
-    """The process's cgroups that may limit `controller`, and their ancestors.
+    """Yields the directories of the process's cgroups that may limit `controller`, and of their
+    ancestors.
 
     A container sees its own cgroup as the mount's root, whatever path `/proc` says.
     """
@@ -55,7 +65,7 @@ def _folders(root: Path, controller: str) -> Iterator[Path]:
 
 
 def _numbers(file: Path) -> list[int]:
-    """The numbers in a file; none where it does not exist or says `max`."""
+    """Returns the numbers in a file. The list is empty if the file is missing or contains `max`."""
     try:
         return [int(word) for word in file.read_text().split()]
     except (OSError, ValueError):
@@ -63,6 +73,8 @@ def _numbers(file: Path) -> list[int]:
 
 
 def raise_descriptor_limit() -> None:
-    """A client takes a descriptor, and a held video; systemd's soft limit is 1024."""
+    """Raises the soft limit of descriptors to the hard limit: each client and each stored video
+    takes a descriptor, and systemd's soft limit is 1024.
+    """
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

@@ -1,7 +1,7 @@
-"""How far a start is: records that whoever started the process can show.
+"""Progress of a service's start, as log records that the program which started it can show.
 
-A record at INFO has the fields `stage`, `done` and `total`, where a stage is what people wait for
-(weights, kernels, graphs). Loaders and runners call `log_progress` as often as they like.
+A record at INFO has the fields `stage`, `done` and `total`. A stage is something that people wait
+for: weights, kernels, graphs. Loaders and runners call `log_progress` as often as they like.
 """
 
 import logging
@@ -14,10 +14,12 @@ _last = ("", 0.0)
 
 
 def log_progress(stage: str, done: int = 0, total: int = 0) -> None:
-    """Logs a stage when it begins and ends, and between at most twice a second.
+    """Logs a stage when it begins and when it ends, and at most twice a second in between.
 
     Args:
-        total: 0: not known.
+        stage: name of the stage.
+        done: number of units of work that are done.
+        total: number of all units of work. 0 if it is not known.
     """
     global _last
     now = time.monotonic()

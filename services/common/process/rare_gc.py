@@ -1,5 +1,7 @@
-"""Imported first by processes with torch: its import makes half a million objects, none of them
-garbage, and to search them for some would take a tenth of the start.
+"""Reduces garbage collection during the import of torch, and so is imported before torch.
+
+That import creates half a million objects, none of which is garbage. Searching them for cycles
+would take a tenth of the start.
 """
 
 from services.common.process.process_memory import search_rarely

@@ -1,24 +1,24 @@
-"""The front process of a GPU service, from its settings to its exit status.
+"""Runs the front process of a GPU service, from its settings to its exit status.
 
-It starts the engine process, waits until that is ready, serves gRPC with health checks, and drains
-on SIGTERM or SIGINT. Exit status: 0 after a signal, 1 when the engine
-process ended by itself, 2 when settings or checkpoint are refused, by either process. A service's
-`__main__` calls `run_service` with what tells it from the other one.
+The process starts the engine process, waits until the engine is ready, serves gRPC with health
+checks, and drains on SIGTERM or SIGINT. A service's `__main__` calls `run_service` with its
+`GpuService`. The exit status is
+
+- 0 after a signal,
+- 1 if the engine process ended by itself,
+- 2 if the settings or the checkpoint are refused, by the front or by the engine.
 """
 
 import asyncio
 import logging
 import signal
-import socket
 import sys
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import grpc.aio
-import msgspec
 import uvloop
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from prometheus_client import CollectorRegistry
@@ -27,10 +27,11 @@ from services.common.checkpoint_fingerprint import checkpoint_fingerprint
 from services.common.embeddings.arena import Arena
 from services.common.embeddings.embedding_cache import RedisCache
 from services.common.families import read_spec
-from services.common.model_spec import ModelSpec, ModelSpecError
-from services.common.process.channel import ChannelClosed, FrontChannel
+from services.common.model_spec import ModelSpecError
+from services.common.process.channel import ChannelClosed
 from services.common.process.engine_process import REFUSED, EngineProcess
 from services.common.process.engine_watch import MAX_SILENCE_S, EngineWatch
+from services.common.process.front_process import FrontProcess, GpuService, SettingsT
 from services.common.process.pod_limits import raise_descriptor_limit
 from services.common.process.process_memory import freeze_gc, raise_malloc_trim_threshold
 from services.common.security.credentials import NO_CREDENTIALS, Credentials
@@ -44,77 +45,21 @@ from services.common.transport.rpc import Servicer, create_server
 
 log = logging.getLogger(__name__)
 
-_REDIS_TTL_S = 3600  # of what encoders write; decoders only read
+_REDIS_TTL_S = 3600  # time to live of the entries that encoders write; decoders only read
 
-SettingsT = TypeVar("SettingsT", bound=EngineServiceSettings)
 Result = TypeVar("Result")
-StopServer = Callable[[float], Awaitable[None]]  # grace for running calls, in seconds
-HealthServicer = Any  # of `grpc_health`, which has no types
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Front:
-    """What a service does in the front process, once the engine is ready.
-
-    Attributes:
-        registry: its metrics.
-        servicer: its gRPC methods.
-        is_busy: whether the engine has work.
-        watch_silence: given once, before metrics are served, what returns the seconds since the
-            engine last showed that it works.
-        run: handles the engine's messages until the engine process has ended.
-        drain: lets running requests end for the time given (0 when the engine process has ended),
-            stops the server, and cancels what still runs.
-        close: releases everything, after `run` has been cancelled.
-    """
-
-    registry: CollectorRegistry
-    servicer: Servicer
-    is_busy: Callable[[], bool]
-    watch_silence: Callable[[Callable[[], float]], None]
-    run: Callable[[], Coroutine[Any, Any, None]]
-    drain: Callable[[StopServer, float], Awaitable[None]]
-    close: Callable[[], Awaitable[None]]
-
-
-@dataclass(frozen=True, slots=True)
-class GpuService(Generic[SettingsT]):
-    """What tells one GPU service from another.
-
-    Attributes:
-        name: of logs and traces.
-        engine_module: run as the engine process.
-        engine_message: union of the messages that the engine sends, its ready message included.
-        arena_bytes: size of the embedding arena for this model; may refuse the model with
-            ModelSpecError.
-        create_front: given settings, ready message, channel, arena, the service's credentials and
-            ends of the engine's links.
-        num_links: of the engine, to processes that the front starts.
-    """
-
-    name: str
-    engine_module: str
-    engine_message: Any  # a type form
-    shutdown_message: msgspec.Struct
-    callers: tuple[str, ...]
-    settings: type[SettingsT]
-    arena_bytes: Callable[[SettingsT, ModelSpec], int]
-    create_front: Callable[
-        [SettingsT, Any, "FrontChannel[Any]", Arena, Credentials, list[socket.socket]],
-        Awaitable[Front],
-    ]
-    num_links: int = 0
+HealthServicer = Any  # the class of `grpc_health`, which has no types
 
 
 def run_service(service: GpuService[SettingsT]) -> int:
-    """Runs the process; its exit status."""
+    """Runs the process and returns its exit status."""
     try:
         settings = service.settings.from_environment()
         _check_redis(settings)  # before a model is loaded
         setup_logging(service.name, settings.log_level)
         setup_tracing(service.name)
         credentials = Credentials.from_settings(settings)
-        arena_bytes = service.arena_bytes(settings, read_spec(settings.model))
+        arena_bytes = service.front.arena_bytes(settings, read_spec(settings.model))
         raise_malloc_trim_threshold()
         raise_descriptor_limit()
         return uvloop.run(serve(service, settings, arena_bytes, credentials))
@@ -127,17 +72,17 @@ def _check_redis(settings: EngineServiceSettings) -> None:
     if settings.redis_url:
         try:
             RedisCache(settings.redis_url, ttl_s=1)
-        except ValueError:  # its text may show a password
+        except ValueError:  # the text of the error may show a password
             raise SettingsError(
-                f"{settings.prefix}REDIS_URL is no URL of Redis: redis://, rediss:// or unix://, "
-                "perhaps with ?socket_timeout= in seconds"
+                f"{settings.prefix}REDIS_URL is not a URL of Redis. A URL begins with redis://, "
+                "rediss:// or unix:// and may end with ?socket_timeout=SECONDS"
             ) from None
     _seals_of(settings, b"")
     if (path := _redis_password(settings)) is not None:
         try:
             path.read_text()
         except (OSError, UnicodeDecodeError) as error:
-            raise SettingsError(f"the password of Redis cannot be read: {error}") from None
+            raise SettingsError(f"the file with Redis' password cannot be read: {error}") from None
 
 
 async def serve(
@@ -146,35 +91,40 @@ async def serve(
     arena_bytes: int,
     credentials: Credentials = NO_CREDENTIALS,
 ) -> int:
-    """Serves until a signal or the engine's end; the exit status."""
+    """Serves until a signal arrives or the engine ends, and returns the exit status.
+
+    Args:
+        arena_bytes: size of the embedding arena.
+        credentials: credentials of the service; the default has neither certificates nor a token.
+    """
     stopping = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopping.set)
     arena = Arena(arena_bytes)
     engine = await EngineProcess.start(
-        service.engine_module, settings.model_dump_json(), arena, service.engine_message,
+        service.engine_module,
+        settings.model_dump_json(),
+        arena,
+        service.engine_message,
         service.num_links,
-    )  # fmt: skip
+    )
     try:
         ready = await _unless(stopping, engine.channel.receive())
         if ready is None:
             return 0
         await asyncio.to_thread(arena.prefault)
-        front = await service.create_front(
-            settings, ready, engine.channel, arena, credentials.shown, engine.links
-        )
+        front = await service.front.create(settings, ready, engine, arena, credentials.shown)
         freeze_gc()
-        watch = EngineWatch(engine, front.is_busy, on_gpu=ready.on_gpu)
-        front.watch_silence(lambda: watch.silence_s)
+        watch = EngineWatch(engine, front, on_gpu=ready.on_gpu)
         serve_metrics(front.registry, settings.host, settings.metrics_port)
-        watching = asyncio.create_task(_kill_if_it_hangs(engine, watch))
+        watching = asyncio.create_task(_kill_if_hanging(engine, watch))
         try:
             return await _serve_front(service, settings, front, engine, stopping, credentials)
         finally:
             watching.cancel()
     except ChannelClosed:
-        how = await engine.ended()
-        log.critical("the engine process ended (%s) before it was ready; its own log says why", how)
+        status = await engine.exit_status()
+        log.critical("the engine process ended (%s) before it was ready; see its own log", status)
         return REFUSED if engine.process.returncode == REFUSED else 1
     finally:
         engine.channel.send(service.shutdown_message)
@@ -182,7 +132,9 @@ async def serve(
 
 
 async def served_fingerprint(settings: EngineServiceSettings) -> bytes:
-    """The fingerprint of what the engine has loaded; empty: of random weights."""
+    """Returns the fingerprint of the checkpoint that the engine has loaded. It is empty if the
+    weights are random.
+    """
     if settings.load_format == "dummy":
         return b""
     return await asyncio.to_thread(checkpoint_fingerprint, settings.model)
@@ -191,7 +143,11 @@ async def served_fingerprint(settings: EngineServiceSettings) -> bytes:
 async def connect_redis(
     settings: EngineServiceSettings, fingerprint: bytes, service: str, registry: CollectorRegistry
 ) -> RedisCache | None:
-    """Redis, with its events among a service's metrics; None: there is none."""
+    """Connects to Redis and exports its events among the service's metrics.
+
+    Returns:
+        The cache, or None if the settings name no Redis.
+    """
     if not settings.redis_url:
         return None
     cache = RedisCache(
@@ -207,13 +163,13 @@ async def connect_redis(
 
 
 def _seals_of(settings: EngineServiceSettings, fingerprint: bytes) -> SealKeys | None:
-    """What seals embeddings in Redis; None: nothing does."""
+    """Returns the keys that seal embeddings in Redis, or None if the settings name no directory."""
     directory = settings.redis_directory
     return None if directory is None else SealKeys(directory / "seal-keys", fingerprint)
 
 
 def _redis_password(settings: EngineServiceSettings) -> Path | None:
-    """The file of Redis' password; None: there is none."""
+    """Returns the path of the file with Redis' password, or None if there is no such file."""
     path = settings.redis_directory and settings.redis_directory / "password"
     return path if path is not None and path.exists() else None
 
@@ -221,7 +177,14 @@ def _redis_password(settings: EngineServiceSettings) -> Path | None:
 async def create_service_server(
     servicer: Servicer, *, check: PeerCheck | None = None
 ) -> tuple[grpc.aio.Server, HealthServicer]:
-    """A server with its servicer and health (serving), without a port."""
+    """Creates a gRPC server without a port, with its servicer and a health service.
+
+    Args:
+        check: check of the callers' credentials. Without it, every call is served.
+
+    Returns:
+        The server, and the health servicer, whose status is SERVING.
+    """
     server = create_server(check)
     servicer.register(server)
     healths: HealthServicer = cast("Any", health).aio.HealthServicer()
@@ -232,7 +195,7 @@ async def create_service_server(
 
 
 async def _serve_health(servicer: HealthServicer, host: str, port: int) -> grpc.aio.Server:
-    """The same health on a port of its own, which asks for no credentials."""
+    """Serves the health checks on a second port, which asks for no credentials."""
     server = create_server()
     cast("Any", health_pb2_grpc).add_HealthServicer_to_server(servicer, server)
     server.add_insecure_port(f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
@@ -243,7 +206,7 @@ async def _serve_health(servicer: HealthServicer, host: str, port: int) -> grpc.
 async def _serve_front(
     service: GpuService[SettingsT],
     settings: SettingsT,
-    front: Front,
+    front: FrontProcess[SettingsT],
     engine: EngineProcess,
     stopping: asyncio.Event,
     credentials: Credentials,
@@ -253,7 +216,7 @@ async def _serve_front(
         front.servicer, check=check if credentials else None
     )
     if credentials.stage != "required":
-        log.warning("calls without credentials are served, too, until they are required")
+        log.warning("calls without credentials are served until peer_credentials is 'required'")
     async with AsyncExitStack() as closing:
         try:
             listens = listening(server, check, credentials, settings.address)
@@ -261,37 +224,38 @@ async def _serve_front(
             if settings.health_port:
                 healths = await _serve_health(health_servicer, settings.host, settings.health_port)
                 closing.push_async_callback(healths.stop, None)
-        except (OSError, RuntimeError) as error:  # the latter is gRPC's, with a hint at its own log
+        except (OSError, RuntimeError) as error:  # gRPC's RuntimeError ends with a hint at its log
             raise SettingsError(str(error).partition(";")[0]) from error
         await server.start()
-        where, _, _ = settings.address.rpartition(":")
-        named = settings.address if where == "unix" else f"{where}:{port}"
-        log.info("serving %s on %s", settings.model.name, named)
+        host, _, _ = settings.address.rpartition(":")
+        address = settings.address if host == "unix" else f"{host}:{port}"
+        log.info("serving %s on %s", settings.model.name, address)
         running = asyncio.create_task(front.run())
         await _unless(stopping, asyncio.wait([running]))
         engine_died = running.done()
         await health_servicer.enter_graceful_shutdown()
-        await front.drain(server.stop, 0.0 if engine_died else settings.shutdown_grace_s)
+        await front.drain(server, 0.0 if engine_died else settings.shutdown_grace_s)
         if engine_died:
-            error, how = running.exception(), await engine.ended()
+            error, status = running.exception(), await engine.exit_status()
             cause = None if isinstance(error, ChannelClosed) else error
-            log.critical("the engine process ended (%s); its own log says why", how, exc_info=cause)
+            log.critical("the engine process ended (%s); see its own log", status, exc_info=cause)
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
     await front.close()
     return 1 if engine_died else 0
 
 
-async def _kill_if_it_hangs(engine: EngineProcess, watch: EngineWatch) -> None:
-    await watch.hangs()
-    log.critical("the engine process has hung for %g s; ending it", MAX_SILENCE_S)
+async def _kill_if_hanging(engine: EngineProcess, watch: EngineWatch) -> None:
+    await watch.wait_until_hanging()
+    log.critical("the engine process did not answer for %g s and is killed", MAX_SILENCE_S)
     if engine.process.returncode is None:
         engine.process.kill()
-    engine.channel.close()  # in a driver's call it may outlive the signal
+    # A process inside a call of the device driver may outlive the signal.
+    engine.channel.close()
 
 
 async def _unless(stopping: asyncio.Event, work: Awaitable[Result]) -> Result | None:
-    """The result of `work`; None if `stopping` is set first."""
+    """Returns the result of `work`, or None if `stopping` is set first."""
     stop = asyncio.ensure_future(stopping.wait())
     task = asyncio.ensure_future(work)
     try:

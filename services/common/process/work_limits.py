@@ -1,4 +1,4 @@
-"""Limits of one piece of work in a process that may die of it."""
+"""Limits of CPU time and memory for one piece of work, at which its process is ended."""
 
 import resource
 import signal
@@ -6,20 +6,27 @@ from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-SLACK_BYTES = 64 << 20  # of the allocators
+SLACK_BYTES = 64 << 20  # memory that allocators take beyond what the work asks for
 
 
-def go_first() -> None:
-    """Under memory pressure in the pod this process goes before the others; it leaves no core."""
+def prefer_oom_kill() -> None:
+    """Makes the kernel kill this process before the others when the pod runs out of memory, and
+    disables core dumps.
+    """
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    with suppress(OSError):  # where the sandbox has no such file
+    with suppress(OSError):  # some sandboxes have no such file
         Path("/proc/self/oom_score_adj").write_text("1000")
 
 
 @contextmanager
 def limited(cpu_s: float, memory_bytes: int, base_bytes: int | None = None) -> Generator[None]:
-    """Within the block the kernel ends the process after `cpu_s` of CPU time (SIGPROF), and it may
-    map `memory_bytes` more than `base_bytes`, or than it has now; beyond, allocations fail.
+    """Limits the process within the block. The kernel ends the process with SIGPROF after `cpu_s`,
+    and allocations beyond the memory limit fail.
+
+    Args:
+        cpu_s: seconds of CPU time.
+        memory_bytes: bytes of address space that the block may map in addition to `base_bytes`.
+        base_bytes: bytes of address space that are not counted. Defaults to what is mapped now.
     """
     base = mapped_bytes() if base_bytes is None else base_bytes
     limit = base + memory_bytes + SLACK_BYTES
@@ -33,10 +40,10 @@ def limited(cpu_s: float, memory_bytes: int, base_bytes: int | None = None) -> G
 
 
 def mapped_bytes() -> int:
-    """Of this process's address space."""
+    """Returns the size of this process's address space."""
     return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 
 
 def resident_bytes() -> int:
-    """Of this process's memory."""
+    """Returns the size of this process's resident memory."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()

@@ -27,6 +27,7 @@ from services.common.security.rpc_credentials import CredentialedChannel, PeerCh
 from services.common.spans import TRACEPARENT, traceparent
 from services.common.telemetry import bind_request_id, current_request_id
 
+Server = grpc.aio.Server
 # Of proto/, as `DescribeEncoderResponse.protocol` says.
 PROTOCOL = 1
 # An encoded image is at most tens of MiB and an embedding travels in chunks.

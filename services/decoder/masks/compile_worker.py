@@ -25,7 +25,7 @@ from services.common.grammar.grammar_bounds import check_grammar
 from services.common.process import children
 from services.common.process.channel import ChannelClosed, EngineChannel, create_socket_pair
 from services.common.process.parent_death import end_with_parent
-from services.common.process.work_limits import go_first, limited, mapped_bytes
+from services.common.process.work_limits import limited, mapped_bytes, prefer_oom_kill
 from services.common.telemetry import setup_logging
 from services.decoder.masks.compiler import Vocabulary, compile_grammar
 from services.decoder.masks.grammar import GrammarSource
@@ -123,7 +123,7 @@ class Compiler:
     def _serve(self, end: socket.socket) -> None:
         """In the fork."""
         resource.setrlimit(resource.RLIMIT_STACK, (_STACK_BYTES, resource.RLIM_INFINITY))
-        go_first()
+        prefer_oom_kill()
         channel = EngineChannel[GrammarSource](end, GrammarSource)
         most = mapped_bytes() + _KEPT_BYTES
         charged_s = 0.0

@@ -24,9 +24,9 @@ def send_tokens(
         return
     for number, link in list(links.items()):
         try:
-            link.offer(tokens)
+            link.send_nowait(tokens)
         except ChannelClosed:
-            link.shut()
+            link.shutdown()
             del links[number], gate.rows[number]
 
 

@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection
 import numpy as np
 
 from services.common.errors import InternalError, Overloaded
-from services.common.process.work_limits import go_first
+from services.common.process.work_limits import prefer_oom_kill
 
 log = logging.getLogger(__name__)
 
@@ -59,8 +59,8 @@ class Child:
 
     def ask(self, *parts: bytes, cpu_s: float) -> bytes:
         """The child's answer to a question of some parts, within that CPU time. Of a child that is
-        killed the question is asked once more: under memory pressure it goes first (`go_first`),
-        whatever caused that, and its own limits end it by other signals.
+        killed the question is asked once more: under memory pressure the kernel kills it first
+        (`prefer_oom_kill`), whatever caused that, and its own limits end it by other signals.
 
         Raises:
             ChildLost: there is none, and what the child knew is lost.
@@ -166,7 +166,7 @@ def serve(num_parts: int, answer: Callable[[list[bytes], np.ndarray], bytes]) ->
         signal.signal(number, signal.SIG_IGN)  # the front handles them
     channel, memory = Connection(int(sys.argv[1])), int(sys.argv[2])
     shared = np.frombuffer(mmap.mmap(memory, int(sys.argv[3])), np.uint8)
-    go_first()
+    prefer_oom_kill()
     with suppress(EOFError, ConnectionError):
         channel.send_bytes(b"")  # ready
         while True:

@@ -61,7 +61,7 @@ def test_a_joined_channel_is_heard_until_it_is_closed(pair: Pair) -> None:
     engine: EngineChannel[Message] = EngineChannel(pair[1], Message)
     front: EngineChannel[Message] = EngineChannel(pair[0], Message)
     for _, end in others:
-        engine.join(EngineChannel(end, Message))
+        engine.include(EngineChannel(end, Message))
     ends = [EngineChannel[Message](end, Message) for end, _ in others]
     ends[1].send(Text(1))
     assert engine.receive(5.0) == [Text(1)]

@@ -7,11 +7,15 @@ import sys
 import time
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, cast
 
 import pytest
 
-from services.common.process import engine_watch
+from services.common.process.channel import FrontChannel
+from services.common.process.engine_process import EngineProcess
 from services.common.process.engine_watch import EngineWatch
+from services.common.process.front_process import FrontProcess
 from services.common.process.heartbeat import Ping
 from tests.noise import PATIENCE_S
 
@@ -31,20 +35,26 @@ class Channel:
             self.num_answers += 1
 
 
-class Engine:
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        self.process = process
-        self.channel = Channel()
+@dataclass
+class Front:
+    is_busy: bool
+
+
+BUSY, IDLE = Front(is_busy=True), Front(is_busy=False)
 
 
 @pytest.fixture
-async def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
-    """One that computes, or what is asked for."""
-    monkeypatch.setattr(engine_watch, "MAX_SILENCE_S", 1.0)
-    monkeypatch.setattr(engine_watch, "_PERIOD_S", 0.2)
+async def engine(request: pytest.FixtureRequest):
+    """An engine that computes, or runs the code that the test asks for."""
     does = getattr(request, "param", SPIN)
     async with running(does) as process:
-        yield Engine(process)
+        yield EngineProcess(process, cast("FrontChannel[Any]", Channel()), [])
+
+
+def watch_of(engine: EngineProcess, front: Front, *, on_gpu: bool, **times: float) -> EngineWatch:
+    """A watch whose limits are so short that tests can wait for them."""
+    times = {"max_silence_s": 1.0, "period_s": 0.2, **times}
+    return EngineWatch(engine, cast("FrontProcess[Any]", front), on_gpu=on_gpu, **times)
 
 
 @asynccontextmanager
@@ -62,13 +72,13 @@ async def running(does: str) -> AsyncGenerator[asyncio.subprocess.Process]:
         await process.wait()
 
 
-IDLE = pytest.mark.parametrize("engine", [SLEEP], ids=["idle"], indirect=True)
+SLEEPING = pytest.mark.parametrize("engine", [SLEEP], ids=["sleeping"], indirect=True)
 
 
 async def hangs_within(watch: EngineWatch, seconds: float) -> bool:
     try:
         async with asyncio.timeout(seconds):
-            await watch.hangs()
+            await watch.wait_until_hanging()
     except TimeoutError:
         return False
     return True
@@ -77,15 +87,15 @@ async def hangs_within(watch: EngineWatch, seconds: float) -> bool:
 @pytest.mark.parametrize("on_gpu", [True, False])
 async def test_an_engine_that_stands_still_hangs(engine, on_gpu):
     os.kill(engine.process.pid, signal.SIGSTOP)
-    assert await hangs_within(EngineWatch(engine, lambda: True, on_gpu=on_gpu), 20)
+    assert await hangs_within(watch_of(engine, BUSY, on_gpu=on_gpu), 20)
 
 
 async def test_a_gpu_engine_that_waits_for_its_device_hangs(engine):
-    assert await hangs_within(EngineWatch(engine, lambda: True, on_gpu=True), 20)
+    assert await hangs_within(watch_of(engine, BUSY, on_gpu=True), 20)
 
 
 async def test_a_cpu_engine_that_computes_does_not_hang(engine):
-    assert not await hangs_within(EngineWatch(engine, lambda: True, on_gpu=False), 2)
+    assert not await hangs_within(watch_of(engine, BUSY, on_gpu=False), 2)
 
 
 async def test_a_cpu_engine_that_waits_for_a_cpu_does_not_hang(engine):
@@ -93,39 +103,38 @@ async def test_a_cpu_engine_that_waits_for_a_cpu_does_not_hang(engine):
         for process in (engine.process, other):
             os.sched_setaffinity(process.pid, {min(os.sched_getaffinity(0))})
         os.sched_setscheduler(engine.process.pid, os.SCHED_IDLE, os.sched_param(0))
-        assert not await hangs_within(EngineWatch(engine, lambda: True, on_gpu=False), 2)
+        assert not await hangs_within(watch_of(engine, BUSY, on_gpu=False), 2)
 
 
 async def test_an_engine_without_work_does_not_hang(engine):
     os.kill(engine.process.pid, signal.SIGSTOP)
-    assert not await hangs_within(EngineWatch(engine, lambda: False, on_gpu=True), 2)
+    assert not await hangs_within(watch_of(engine, IDLE, on_gpu=True), 2)
 
 
 async def test_an_engine_that_answers_does_not_hang(engine):
     engine.channel.answers = True
     os.kill(engine.process.pid, signal.SIGSTOP)
-    assert not await hangs_within(EngineWatch(engine, lambda: True, on_gpu=True), 2)
+    assert not await hangs_within(watch_of(engine, BUSY, on_gpu=True), 2)
 
 
-@IDLE
-async def test_an_engine_without_work_is_asked_now_and_then(engine, monkeypatch):
-    monkeypatch.setattr(engine_watch, "_IDLE_PERIOD_S", 0.5)
+@SLEEPING
+async def test_an_engine_without_work_is_asked_now_and_then(engine):
     engine.channel.answers = True
-    watch = EngineWatch(engine, lambda: False, on_gpu=True)
-    watching = asyncio.create_task(watch.hangs())
+    watch = watch_of(engine, IDLE, on_gpu=True, idle_period_s=0.5)
+    watching = asyncio.create_task(watch.wait_until_hanging())
     async with asyncio.timeout(PATIENCE_S):
         while engine.channel.num_answers < 3:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
     watching.cancel()
     engine.channel.answers = False
     assert not await hangs_within(watch, 2)
-    assert watch.silence_s > 1.5
+    assert engine.silence_s > 1.5
 
 
-@IDLE
+@SLEEPING
 async def test_silence_without_work_does_not_count_against_the_work_that_follows(engine):
-    busy = False
-    watch = EngineWatch(engine, lambda: busy, on_gpu=True)
+    front = Front(is_busy=False)
+    watch = watch_of(engine, front, on_gpu=True)
     assert not await hangs_within(watch, 2)  # longer than an engine with work may be silent
-    busy = True
+    front.is_busy = True
     assert not await hangs_within(watch, 0.5)
