@@ -1,7 +1,7 @@
-"""The kernels: Triton, Gluon and cuBLASLt, with their plain twins and tuned constants.
+"""Kernels in Triton, Gluon and cuBLASLt, with reference implementations and tuned constants.
 
-They take tensors and plain values and import torch, Triton, numpy and each other alone. A service's
-operations (`services/decoder/operations`, `services/encoder/operations`) bind layers to them and
-have the dispatch tables, whose groups are the folders here. Modules that import Triton are imported
-when a table makes their kernel, so that all else runs without it.
+Kernels take tensors and plain values. This package imports only torch, Triton and numpy. The
+services' operations (`services/decoder/operations`, `services/encoder/operations`) bind layers to
+kernels and have the dispatch tables, whose groups are the folders here. Modules that import Triton
+are not imported before a table makes their kernels, and all other modules run without Triton.
 """

@@ -1,7 +1,7 @@
-"""What kernels must know of a device; queried once.
+"""Facts about a device that kernels and dispatch tables depend on.
 
-Dispatch tables are resolved from it; the known devices are for tables and compilation without a
-GPU.
+`KNOWN_DEVICES` has the facts of common GPUs, for which tables can be printed and kernels compiled
+without a GPU.
 """
 
 import importlib.util
@@ -12,15 +12,15 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class DeviceFacts:
-    """One device.
+    """Facts about a device.
 
     Attributes:
         kind: `cpu` or `cuda`.
-        name: as the driver calls it.
-        capability: compute capability; (0, 0) on a CPU.
-        num_sms: streaming multiprocessors; 0 on a CPU.
-        shared_memory_bytes: most that one CTA can have.
-        has_triton: Triton can compile for it here.
+        name: name in the driver.
+        capability: compute capability. (0, 0) for a CPU.
+        num_sms: number of streaming multiprocessors. 0 for a CPU.
+        shared_memory_bytes: largest shared memory of a CTA.
+        has_triton: True if Triton is installed.
     """
 
     kind: str
@@ -32,7 +32,7 @@ class DeviceFacts:
 
     @classmethod
     def of(cls, device: torch.device) -> "DeviceFacts":
-        """Facts of a device of this machine."""
+        """Queries the facts of a device of this machine."""
         if device.type != "cuda":
             return cls(device.type)
         found = torch.cuda.get_device_properties(device)
@@ -47,12 +47,12 @@ class DeviceFacts:
 
     @property
     def supports_pdl(self) -> bool:
-        """Programmatic dependent launch: Hopper and later."""
+        """Returns whether the device has programmatic dependent launch (Hopper and later)."""
         return self.capability >= (9, 0)
 
     @property
     def triton_obstacle(self) -> str:
-        """Why Triton's kernels do not run there, or ""; Triton supports Ampere and later."""
+        """Reason why Triton's kernels cannot run on the device, or "". Triton needs Ampere."""
         if self.kind != "cuda":
             return "needs a GPU"
         if self.capability < (8, 0):
@@ -61,13 +61,12 @@ class DeviceFacts:
 
     @property
     def is_hopper(self) -> bool:
-        """Whether it has `wgmma`, which Blackwell has not."""
+        """Returns whether the device has `wgmma` instructions, which Blackwell lacks."""
         return self.capability[0] == 9
 
 
 _KIB = 1 << 10
-# By NVIDIA's data sheets and the CUDA programming guide's table of compute capabilities: to print
-# and compile for a device that is not here.
+# From NVIDIA's data sheets and the table of compute capabilities in the CUDA programming guide.
 KNOWN_DEVICES = {
     name.lower().replace(" ", "-"): DeviceFacts("cuda", name, capability, num_sms, shared, True)
     for name, capability, num_sms, shared in (

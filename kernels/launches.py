@@ -1,7 +1,7 @@
-"""Capture of CUDA graphs, fast launches, and where the host's time for a launch counts.
+"""Captures CUDA graphs, and launches Triton kernels with little overhead on the host.
 
-A captured step pays for its launches once; a short step that is launched kernel by kernel may keep
-the device waiting for the host.
+The host needs no time per kernel when it replays a captured step. In a short step that is launched
+kernel by kernel, the device may have to wait for the host.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,22 +11,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Steps of at least this many tokens keep the device busy for longer than the host needs to launch
-# them kernel by kernel, so that kernels whose launch takes longer may serve.
+# A step of at least this many tokens keeps the device busy for longer than the host needs to launch
+# the step kernel by kernel, so that kernels with a slow launch can be used.
 LAUNCH_HIDING_TOKENS = 2048
 
 _compiled: dict[tuple[object, ...], Any] = {}
 
 
 @contextmanager
-def captured_graph(pool: Any) -> Iterator[torch.cuda.CUDAGraph]:  # noqa: ANN401 - torch's
-    """Captures the launches of the block on the current stream, which is not the default one; the
-    graph can be replayed after the block. Other threads may allocate pinned memory meanwhile.
+def captured_graph(pool: Any) -> Iterator[torch.cuda.CUDAGraph]:  # noqa: ANN401 - torch has no type
+    """Captures the launches in its block on the current stream into a CUDA graph.
 
-    Run the same launches once on that stream before: libraries allocate and choose kernels then.
+    The current stream must not be the default stream. The graph can be replayed after the block.
+    Other threads may allocate pinned memory during the capture. Run the same launches once on the
+    stream before, because libraries allocate memory and choose kernels at the first launch.
 
     Args:
-        pool: memory that graphs share, from `torch.cuda.graph_pool_handle`; None: its own.
+        pool: memory pool of the graph, from `torch.cuda.graph_pool_handle`. None for a pool of its
+            own.
     """
     graph = torch.cuda.CUDAGraph()
     graph.capture_begin(pool=pool, capture_error_mode="thread_local")
@@ -40,7 +42,7 @@ def captured_graph(pool: Any) -> Iterator[torch.cuda.CUDAGraph]:  # noqa: ANN401
 
 
 def launch(
-    kernel: Any,  # noqa: ANN401 - Triton's, or its interpreter's
+    kernel: Any,  # noqa: ANN401 - a function of Triton or of its interpreter
     grid: tuple[int, int, int],
     arguments: Sequence[Tensor | int],
     *,
@@ -48,17 +50,20 @@ def launch(
     enable_fp_fusion: bool = True,
     **constants: int,
 ) -> None:
-    """Does what `kernel[grid](*arguments, **constants, ...)` does in a sixth of the host's time.
+    """Launches `kernel[grid](*arguments, **constants, ...)` in a sixth of the host's time.
 
-    Triton's own lookup of the compiled kernel would be a quarter of the time between two steps of a
-    single sequence.
+    Triton's own lookup of the compiled kernel would take a quarter of the time between two steps of
+    a single sequence.
 
     Args:
-        kernel: its constants follow its arguments, and it is specialized for no integer.
-        arguments: the first is a tensor; all others always have the same types, and tensors among
-            them are aligned.
-        enable_fp_fusion: whether a multiplication and an addition may become one FMA.
-        **constants: all of the kernel's.
+        kernel: Triton function whose constants follow its arguments, and which is not specialized
+            for the values of integers.
+        grid: numbers of CTAs.
+        arguments: arguments of the kernel. The first is a tensor. The types of all others are the
+            same in each call, and tensors among them are aligned to 16 bytes.
+        num_warps: warps per CTA.
+        enable_fp_fusion: True if a multiplication and an addition may become one FMA.
+        **constants: all constants of the kernel.
     """
     first, values = arguments[0], [constants[name] for name in kernel.arg_names[len(arguments) :]]
     assert isinstance(first, Tensor)
@@ -69,5 +74,5 @@ def launch(
         return
     options = {"num_warps": num_warps, "enable_fp_fusion": enable_fp_fusion}
     made = kernel[grid](*arguments, **constants, **options)
-    if aligned and first.is_cuda:  # else it may be the interpreter's
+    if aligned and first.is_cuda:  # on a CPU, `made` may be a result of the interpreter
         _compiled[key] = made

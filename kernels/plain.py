@@ -1,8 +1,9 @@
-"""A language model's operations in plain torch: the specification, and the path of CPUs.
+"""Reference implementations of a language model's operations in plain torch, also used on CPUs.
 
-Each function is the plain twin of a kernel of this package and fuses what the kernel fuses.
-Rounding points follow Hugging Face's modules, so that bf16 results can be compared with theirs. For
-others see `sampling.sampling`, `linear_attention.delta_rule`, `gemm.fp8_weight` and `tower.plain`.
+Each function specifies a kernel of this package and fuses the same operations. Intermediate results
+are rounded where the modules of transformers round them, so that bf16 results can be compared.
+Other reference implementations are in `sampling.sampling`, `linear_attention.delta_rule`,
+`gemm.fp8_weight`, `gemm.int8_weight`, `gemm.packed_weight` and `tower.plain`.
 """
 
 from collections.abc import Callable
@@ -46,12 +47,14 @@ def rope_and_rows(
     return rope(positions, dtype), kv_rows(slots, block_size)
 
 
-# Norm, activation and sum, alone.
+# Norms, activations and sums.
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Normalises the last axis in fp32, casts to the weight's dtype, multiplies by the weight, and
-    casts to x's dtype.
+    """RMSNorm over the last axis.
+
+    The normalized values in float32 are cast to the weight's dtype and multiplied by the weight.
+    The product is cast to the dtype of `x`.
     """
     wide = x.float()
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
@@ -59,66 +62,70 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:
-    """`[..., 2 * n]`, gate then up → `silu(gate) * up`, `[..., n]`."""
+    """Computes `silu(gate) * up` `[..., n]` from gate and up, concatenated to `[..., 2 * n]`."""
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate) * up
 
 
 def reduce_split_k(output: Tensor, dtype: torch.dtype) -> Tensor:
-    """A GEMM's output `[T, N]`: as it is, or summed from its split-K partials `[S, T, N]` float32
-    and rounded to `dtype`.
+    """Sums split-K partials `[S, T, N]` float32 of a GEMM's output and rounds the sum to `dtype`.
+
+    An output `[T, N]` without partials is returned unchanged.
     """
     return output if output.dim() == 2 else output.sum(0).to(dtype)
 
 
-# GEMMs with what is before and after them.
+# GEMMs, also fused with the operations before and after them.
 
 
 def split_k_partials(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`[T, K]`, `[N, K]` → `[1, T, N]` float32."""
+    """Linear layer as a single split-K partial: `[T, K]`, `[N, K]` → `[1, T, N]` float32."""
     return F.linear(x.float(), weight.float(), None if bias is None else bias.float())[None]
 
 
 def linear(x: Tensor, weight: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """`[T, K]`, `[N, K]` → `[T, N]`; to `out`, if there is one."""
+    """Linear layer `[T, K]`, `[N, K]` → `[T, N]`. The result is written to `out` if it is given."""
     return torch.mm(x, weight.t(), out=out)
 
 
 def linear_residual(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> None:
-    """`residual += x @ weight.T + bias`; the GEMM is rounded before it is added."""
+    """Computes `residual += x @ weight.T + bias`. The sum is rounded before the addition."""
     residual += F.linear(x, weight, bias)
 
 
 def linear_swiglu(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`[T, K]`, gate and up `[2 * N, K]` → `silu(gate) * up`, `[T, N]`."""
+    """Linear layer of gate and up `[2 * N, K]`, then `silu_and_mul`: `[T, K]` → `[T, N]`."""
     return silu_and_mul(F.linear(x, weight, bias))
 
 
 def norm_linear(
     x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None
 ) -> Tensor:
-    """RMSNorm with weight `norm`, then the linear layer."""
+    """RMSNorm with weight `norm`, then a linear layer."""
     return F.linear(rms_norm(x, norm, eps), weight, bias)
 
 
 def norm_swiglu(
     x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None
 ) -> Tensor:
-    """`norm_linear` to gate and up, `[2 * N, K]`, then `silu_and_mul`."""
+    """RMSNorm, linear layer of gate and up `[2 * N, K]`, then `silu_and_mul`."""
     return silu_and_mul(norm_linear(x, norm, eps, weight, bias))
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The residual addition of a GEMM's output, which may be split-K partials, and the norm after
-    it: `(rms_norm(x + residual), x + residual)`.
+    """Adds a GEMM's output, which may be split-K partials, to the residual stream and normalizes.
+
+    Returns:
+        `rms_norm(x + residual)`, and `x + residual`.
     """
     residual = reduce_split_k(x, residual.dtype) + residual
     return rms_norm(residual, weight, eps), residual
 
 
 def add_terms(terms: Tensor, residual: Tensor) -> Tensor:
-    """`residual + ` the sum of ranks' terms `[ranks, T, hidden]`: added in their order in float32,
-    rounded once.
+    """Adds the sum of the ranks' terms `[ranks, T, hidden]` to the residual stream.
+
+    The terms are added in the order of the ranks in float32, and the sum is rounded once.
     """
     total = terms[0].float()
     for term in terms[1:]:
@@ -130,17 +137,18 @@ def add_terms(terms: Tensor, residual: Tensor) -> Tensor:
 
 
 def route(logits: Tensor, top_k: int, *, normalize: bool) -> tuple[Tensor, Tensor]:
-    """The experts of each token by the router's logits `[T, E]`.
+    """Chooses the experts of each token by the router's logits.
 
-    Probabilities are a softmax in float32 over all experts; of equal ones the lowest expert's come
-    first.
+    Probabilities are a softmax in float32 over all experts. Of experts with equal probabilities,
+    those with the lowest index come first.
 
     Args:
-        logits: in the model's dtype.
-        normalize: scale a token's probabilities to a sum of 1.
+        logits: `[T, E]` in the model's dtype.
+        top_k: number of experts of a token.
+        normalize: True if a token's probabilities are scaled to a sum of 1.
 
     Returns:
-        `[T, top_k]` experts, ascending, and their probabilities, rounded to the logits' dtype.
+        Experts `[T, top_k]`, ascending, and their probabilities, rounded to the dtype of `logits`.
     """
     found, experts = logits.float().softmax(-1).sort(dim=-1, descending=True, stable=True)
     found, experts = found[:, :top_k], experts[:, :top_k]
@@ -153,16 +161,17 @@ def route(logits: Tensor, top_k: int, *, normalize: bool) -> tuple[Tensor, Tenso
 def shared_gate(
     out: Tensor, x: Tensor, gate: Callable[[Tensor], Tensor], residual: Tensor
 ) -> Tensor:
-    """A shared expert's output, scaled for each token by a sigmoid gate.
+    """Scales the shared expert's output for each token by a sigmoid gate.
 
     Args:
-        out: of the expert, `[T, hidden]` or split-K partials.
-        x: its input, `[T, hidden]`.
-        gate: a layer with one output.
-        residual: not read: implementations may add to it in place and return None instead.
+        out: output of the expert, `[T, hidden]` or split-K partials.
+        x: input of the expert, `[T, hidden]`.
+        gate: layer with one output.
+        residual: residual stream `[T, hidden]`. This implementation does not read it. A kernel may
+            add its result to the stream and return None.
 
     Returns:
-        `[T, hidden]`.
+        Scaled output `[T, hidden]`.
     """
     return reduce_split_k(out, x.dtype) * torch.sigmoid(gate(x))
 
@@ -173,7 +182,7 @@ def shared_gate(
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotates the first R elements of each head of `x` `[T, H, D]`; cos and sin are `[T, R / 2]`.
 
-    Element j pairs with j + R / 2; elements from R on pass through.
+    Elements j and j + R / 2 are a pair. Elements from R on stay unchanged.
     """
     width = 2 * cos.shape[-1]
     first, second = x[..., :width].chunk(2, dim=-1)
@@ -185,17 +194,18 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def qk_rope_cache(
     heads: ProjectedHeads, keys_values: Tensor | None = None, gates: Tensor | None = None
 ) -> Tensor:
-    """Normalises queries and keys, if the model does, rotates them, and writes keys and values to
-    the cache.
+    """Applies q/k norm and rotation, and writes keys and values to the KV cache.
 
     Args:
-        heads: of the projection; its memory may be overwritten.
-        keys_values: `[T, 2 * num_kv_heads, head_dim]`, where keys and then values go, too, as the
-            cache has them, in the model's dtype; those of e4m3 without their scales.
-        gates: `[T, num_heads, head_dim]`, where gates go, if the projection has them.
+        heads: output of the projection. Its memory may be overwritten.
+        keys_values: tensor `[T, 2 * num_kv_heads, head_dim]` that also gets the keys and then the
+            values as they are in the cache, in the model's dtype. For an e4m3 cache, values are
+            without scales. None if they are only written to the cache.
+        gates: tensor `[T, num_heads, head_dim]` that gets the output gates. None if the projection
+            has no gates.
 
     Returns:
-        Queries, `[T, num_heads, head_dim]`.
+        Queries `[T, num_heads, head_dim]`.
     """
     num_kv_heads, head_dim = heads.kv_cache.shape[-2:]
     qkv = reduce_split_k(heads.qkv, heads.dtype)
@@ -218,23 +228,23 @@ def qk_rope_cache(
 
 
 def output_gate(attended: Tensor, gates: Tensor) -> Tensor:
-    """`attended * sigmoid(gates)`; its memory may be overwritten."""
+    """Computes `attended * sigmoid(gates)` in the memory of `attended`."""
     return attended.mul_(gates.sigmoid())
 
 
 def fused_decode_attention(
     heads: ProjectedHeads, block_ids: Tensor, first_blocks: Tensor, seq_lens: Tensor
 ) -> Tensor:
-    """q/k norm, rotation, the write to the KV cache, and attention of one token per sequence.
+    """Applies q/k norm and rotation, writes to the KV cache, and attends to the context.
 
     Args:
-        heads: of the projection, one token per sequence; its memory may be overwritten.
-        block_ids: KV blocks of all sequences, int32.
-        first_blocks: `[T]` int32, where each sequence's blocks begin among them.
-        seq_lens: `[T]` int32, the new token included.
+        heads: output of the projection, with one token per sequence. Its memory may be overwritten.
+        block_ids: int32 KV blocks of all sequences.
+        first_blocks: `[T]` int32, index in `block_ids` of each sequence's first block.
+        seq_lens: `[T]` int32, length of each sequence with the new token.
 
     Returns:
-        `[T, num_heads * head_dim]`.
+        Attention output `[T, num_heads * head_dim]`.
     """
     query = qk_rope_cache(heads)
     kv_cache, block_size = heads.kv_cache, heads.kv_cache.shape[2]
@@ -243,10 +253,11 @@ def fused_decode_attention(
     place = first_blocks[:, None] + index // block_size
     blocks = block_ids[place.where(inside, 0)]
     keys, values = (
-        read_kv(kv_cache[blocks, part, index % block_size], part, query.dtype, heads.kv_scales)
-        .transpose(1, 2)
+        read_kv(
+            kv_cache[blocks, part, index % block_size], part, query.dtype, heads.kv_scales
+        ).transpose(1, 2)
         for part in (0, 1)
-    )  # fmt: skip
+    )
     attended = F.scaled_dot_product_attention(
         query[:, :, None], keys, values, attn_mask=inside[:, None, None], enable_gqa=True
     )

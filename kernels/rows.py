@@ -1,17 +1,27 @@
-"""Rows on the device: what is kept of each running sequence, and how a step enters them."""
+"""Per-sequence state on the device, and the input of a step that updates it.
+
+Each running sequence has a row in `DeviceRows`.
+"""
 
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-# Of a step in which entries change: one program of a kernel has to see all of them.
+# Largest number of chunks of a step in which entries of `DeviceRows.blocks` change, because a
+# single program of the kernel has to apply all changes.
 MAX_CHANGING_CHUNKS = 1024
 
 
 class OfToken:
-    """Rows of `StepEntry.tokens`: the token's row (-1: padding), its index in the sequence (-1: it
-    is the one that the row sampled last), its id, its position on each axis.
+    """Indices of the fields in `StepEntry.tokens`.
+
+    Attributes:
+        ROW: row of the token's sequence in `DeviceRows`. -1 for padding.
+        INDEX: index of the token in its sequence. -1 if it is the token that was sampled last.
+        ID: token id.
+        POSITION: first of three fields with the token's position on each axis.
+        COUNT: number of fields.
     """
 
     ROW, INDEX, ID, POSITION = 0, 1, 2, 3
@@ -19,9 +29,15 @@ class OfToken:
 
 
 class OfChunk:
-    """Rows of `StepEntry.chunks`: the chunk's row, the row's length after the step (-1: one more
-    than before), an entry of `DeviceRows.blocks`, flat, that changes before (-1: none), and its new
-    value.
+    """Indices of the fields in `StepEntry.chunks`.
+
+    Attributes:
+        ROW: row of the chunk's sequence in `DeviceRows`.
+        END: length of the sequence after the step. -1 if it grows by one token.
+        PLACE: flat index of an entry of `DeviceRows.blocks` that changes before the step. -1 if no
+            entry changes.
+        BLOCK: new value of the entry.
+        COUNT: number of fields.
     """
 
     ROW, END, PLACE, BLOCK = 0, 1, 2, 3
@@ -30,13 +46,14 @@ class OfChunk:
 
 @dataclass(frozen=True, slots=True)
 class DeviceRows:
-    """What the device keeps of R rows between steps, and of one of scratch behind them.
+    """State of R running sequences between steps. The last row is scratch for padding.
 
     Attributes:
-        blocks: `[R + 1, max_blocks]` int32, the rows' KV blocks in order.
-        lengths: `[R + 1]` int32, tokens whose keys and values are in the cache.
-        position_deltas: `[R + 1]` int32, a generated token's position minus its index.
-        last_tokens: `[R + 1]` int32, what the row sampled last.
+        blocks: `[R + 1, max_blocks]` int32, KV blocks of each sequence in order.
+        lengths: `[R + 1]` int32, number of tokens whose keys and values are in the cache.
+        position_deltas: `[R + 1]` int32, difference between a generated token's position and its
+            index.
+        last_tokens: `[R + 1]` int32, token that was sampled last.
     """
 
     blocks: Tensor
@@ -46,7 +63,7 @@ class DeviceRows:
 
     @classmethod
     def allocate(cls, num_rows: int, max_blocks: int, device: torch.device) -> "DeviceRows":
-        """Rows of sequences without tokens."""
+        """Allocates rows, all for sequences without tokens."""
 
         def zeros(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
@@ -57,11 +74,11 @@ class DeviceRows:
 
 @dataclass(frozen=True, slots=True)
 class StepEntry:
-    """A step of T tokens in S chunks as the host sends it; those of one token come first.
+    """A step of T tokens in S chunks, as the host sends it. Chunks of one token come first.
 
     Attributes:
-        tokens: `[6, T]` int32, see `OfToken`.
-        chunks: `[4, S]` int32, see `OfChunk`.
+        tokens: `[6, T]` int32, with the fields of `OfToken`.
+        chunks: `[4, S]` int32, with the fields of `OfChunk`.
     """
 
     tokens: Tensor
@@ -70,15 +87,16 @@ class StepEntry:
 
 @dataclass(frozen=True, slots=True)
 class EnteredStep:
-    """A step of T tokens in S chunks as the model reads it.
+    """A step of T tokens in S chunks, as the model reads it.
 
     Attributes:
-        input_ids: `[T]` int32.
-        positions: `[3, T]` int32.
-        slots: `[T]` int64, where keys and values go: block * block_size + offset; -1: nowhere.
-        rows: `[S]` int64, each chunk's row.
-        lengths: `[S]` int32, each row's length after the step.
-        first_blocks: `[S]` int32, where each row's blocks begin in `DeviceRows.blocks`, flat.
+        input_ids: `[T]` int32, token ids.
+        positions: `[3, T]` int32, positions on each axis.
+        slots: `[T]` int64, slots of the KV cache for keys and values: block * block_size + offset.
+            -1 for padding, which is not stored.
+        rows: `[S]` int64, row of each chunk in `DeviceRows`.
+        lengths: `[S]` int32, length of each chunk's sequence after the step.
+        first_blocks: `[S]` int32, flat index in `DeviceRows.blocks` of each sequence's first block.
     """
 
     input_ids: Tensor
@@ -90,21 +108,27 @@ class EnteredStep:
 
     @classmethod
     def allocate(cls, num_tokens: int, num_chunks: int, device: torch.device) -> "EnteredStep":
-        """Memory of the largest step; `part` has that of any other."""
+        """Allocates the memory of the largest step. `part` returns that of a smaller step."""
 
         def empty(size: int, dtype: torch.dtype) -> Tensor:
             return torch.zeros(size, dtype=dtype, device=device)
 
         return cls(
-            empty(num_tokens, torch.int32), empty(3 * num_tokens, torch.int32),
-            empty(num_tokens, torch.int64), empty(num_chunks, torch.int64),
-            empty(num_chunks, torch.int32), empty(num_chunks, torch.int32),
-        )  # fmt: skip
+            empty(num_tokens, torch.int32),
+            empty(3 * num_tokens, torch.int32),
+            empty(num_tokens, torch.int64),
+            empty(num_chunks, torch.int64),
+            empty(num_chunks, torch.int32),
+            empty(num_chunks, torch.int32),
+        )
 
     def part(self, num_tokens: int, num_chunks: int) -> "EnteredStep":
-        """A step of this size in the same memory."""
+        """Returns a step of a smaller size in the same memory."""
         return EnteredStep(
-            self.input_ids[:num_tokens], self.positions[: 3 * num_tokens].view(3, num_tokens),
-            self.slots[:num_tokens], self.rows[:num_chunks],
-            self.lengths[:num_chunks], self.first_blocks[:num_chunks],
-        )  # fmt: skip
+            self.input_ids[:num_tokens],
+            self.positions[: 3 * num_tokens].view(3, num_tokens),
+            self.slots[:num_tokens],
+            self.rows[:num_chunks],
+            self.lengths[:num_chunks],
+            self.first_blocks[:num_chunks],
+        )

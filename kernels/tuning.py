@@ -1,7 +1,7 @@
-"""Tuned constants of the decoder's GEMM kernels, by size class: the one place that has them.
+"""Tuned constants of the decoder's GEMM kernels, by the shape of the weight.
 
 `benchmarks.kernels.tune_kernels` times the candidates on a GPU and prints rows for the tables. A
-GEMM without a row gets its constants by the rules below, which need the device's facts alone.
+GEMM without a row gets its constants by rules that depend only on the facts about the device.
 """
 
 from collections.abc import Sequence
@@ -11,31 +11,31 @@ from typing import TypeVar
 from kernels.device import DeviceFacts
 from kernels.launches import LAUNCH_HIDING_TOKENS as LAUNCH_HIDING_TOKENS
 
-# From this many tokens a GEMM that adds to the residual stream beats a GEMM and a fused norm
-# (H200: cuBLAS' own choice is better below).
+# Number of tokens from which a GEMM that adds to the residual stream is faster than a GEMM and a
+# fused norm. On an H200, cuBLAS' own choice of a kernel is better for fewer tokens.
 RESIDUAL_GEMM_TOKENS = 832
-GEMV_TOKENS = 1  # above, tensor cores are faster
-SKINNY_TOKENS = 64  # above, cuBLAS is faster
-# Steps are captured as CUDA graphs up to these sizes: above, the device takes longer than the
-# launches; alone (prompts), or while an encoder shares it (mixed steps).
+GEMV_TOKENS = 1  # tensor cores are faster for more tokens
+SKINNY_TOKENS = 64  # cuBLAS is faster for more tokens
+# Largest numbers of tokens of captured prompts and of captured mixed steps. The device takes longer
+# than the launches for larger prompts, and for larger mixed steps while an encoder shares it.
 MAX_CAPTURED_PROMPT, MAX_CAPTURED_TOKENS = 2048, 4096
-MAX_CAPTURED_CHUNKS, MAX_CAPTURED_DECODES = 16, 64  # of a mixed step
+MAX_CAPTURED_CHUNKS, MAX_CAPTURED_DECODES = 16, 64  # limits of a captured mixed step
 
 _WARP = 32
-_GEMV_ELEMENTS = 64  # of the weight that a thread holds at once
-_MAX_TILE = 8192  # elements of a row that a CTA loads at once
+_GEMV_ELEMENTS = 64  # elements of the weight that a thread has at the same time
+_MAX_TILE = 8192  # elements of a row that a CTA loads at the same time
 
 
 @dataclass(frozen=True, slots=True)
 class GemvConfig:
-    """How a GEMV is divided.
+    """Division of a GEMV.
 
     Attributes:
-        rows: of the weight, per CTA.
-        tile: elements of a row that are loaded at once, a power of two. If it covers the row, all
-            of the weight is loaded before the input is there.
-        stages: of the software pipeline over tiles; 0: the loop is unrolled.
-        warps: per CTA.
+        rows: rows of the weight per CTA.
+        tile: elements of a row that are loaded at the same time, a power of two. If a tile covers
+            the row, the whole weight is loaded before the input is there.
+        stages: stages of the software pipeline over tiles. 0 if the loop is unrolled.
+        warps: warps per CTA.
     """
 
     rows: int
@@ -46,15 +46,15 @@ class GemvConfig:
 
 @dataclass(frozen=True, slots=True)
 class SkinnyConfig:
-    """How a skinny GEMM (up to 64 tokens) is divided.
+    """Division of a skinny GEMM, which has up to 64 tokens.
 
     Attributes:
-        rows: of the weight, per CTA: 64 or 128.
+        rows: rows of the weight per CTA, 64 or 128.
         tile: elements of K per pipeline stage.
-        warps: per CTA.
-        ctas_per_sm: CTAs whose shared memory is to fit an SM together.
-        max_stages: of the pipeline; fewer where shared memory has no room for them.
-        splits: of K, at most; each leaves a partial.
+        warps: warps per CTA.
+        ctas_per_sm: number of CTAs that have to fit the shared memory of an SM.
+        max_stages: largest number of pipeline stages. There are fewer if they do not fit.
+        splits: largest number of splits of K, each of which computes a partial sum.
     """
 
     rows: int
@@ -65,28 +65,28 @@ class SkinnyConfig:
     splits: int = 1
 
     def span(self, num_columns: int) -> int:
-        """Columns of a split; the last one may have fewer, and there may be one split less."""
+        """Columns of a split. The last split may have fewer, and there may be one split less."""
         return -(-num_columns // (self.tile * self.splits)) * self.tile
 
     def stages(self, padded_tokens: int, shared_memory_bytes: int) -> int:
-        """Pipeline stages for 2-byte elements; below 2 it does not fit the device."""
+        """Number of pipeline stages for 2-byte elements. Below 2, the kernel does not fit."""
         stage_bytes = (self.rows + padded_tokens) * self.tile * 2
         return min(self.max_stages, shared_memory_bytes // self.ctas_per_sm // stage_bytes)
 
 
 @dataclass(frozen=True, slots=True)
 class SwigluGemmConfig:
-    """How the persistent SwiGLU GEMM of many tokens is divided. Measured on an H200.
+    """Division of the persistent SwiGLU GEMM of many tokens, measured on an H200.
 
     Attributes:
-        num_sms: of the device.
-        tokens: of a tile.
-        rows: of gate, and of up, of a tile.
-        columns: of K per pipeline stage.
-        stages: of the pipeline.
-        warps: per CTA.
-        group: tiles of tokens that share rows of the weight in L2.
-        least_fill: share of the SMs that the tiles keep busy, below which cuBLAS is faster.
+        num_sms: number of SMs of the device.
+        tokens: tokens of a tile.
+        rows: rows of gate, and as many of up, of a tile.
+        columns: columns of K per pipeline stage.
+        stages: pipeline stages.
+        warps: warps per CTA.
+        group: number of tiles of tokens that share rows of the weight in L2.
+        least_fill: share of the SMs that tiles have to keep busy. Below it, cuBLAS is faster.
     """
 
     num_sms: int
@@ -99,28 +99,28 @@ class SwigluGemmConfig:
     least_fill: float = 1 / 1.05
 
     def obstacle(self, num_rows: int, num_columns: int) -> str:
-        """Why it cannot compute with a weight `[num_rows, num_columns]` of gate and up, or ""."""
+        """Reason why a weight `[num_rows, num_columns]` of gate and up is not supported, or ""."""
         if num_columns % self.columns or num_rows % (2 * self.rows):
             return f"the weight [{num_rows}, {num_columns}] does not divide into tiles"
         return ""
 
     def is_faster(self, num_tokens: int, num_rows: int) -> bool:
-        """Whether tiles, one per SM at a time, fill their waves; `num_rows` as above."""
+        """Returns whether tiles, one per SM at a time, fill their waves well enough."""
         tiles = self.count_tiles(num_tokens, num_rows // 2)
         return tiles / (-(-tiles // self.num_sms) * self.num_sms) >= self.least_fill
 
     def count_tiles(self, num_tokens: int, num_rows: int) -> int:
-        """Tiles of an output `[num_tokens, num_rows]`."""
+        """Number of tiles of an output `[num_tokens, num_rows]`."""
         return -(-num_tokens // self.tokens) * (num_rows // self.rows)
 
 
 @dataclass(frozen=True, slots=True)
 class DeltaDecodeConfig:
-    """How the decode kernel of the gated delta rule divides a head's state. Not measured yet.
+    """Division of a head's state by the decode kernel of the gated delta rule. Not measured yet.
 
     Attributes:
-        columns: of the state, per CTA.
-        warps: of a CTA.
+        columns: columns of the state per CTA.
+        warps: warps per CTA.
     """
 
     columns: int
@@ -128,21 +128,23 @@ class DeltaDecodeConfig:
 
 
 def delta_decode_config(num_sequences: int) -> DeltaDecodeConfig:
-    """Small parts where few sequences must fill the device."""
+    """Configuration by number of sequences. Few sequences need small parts to fill the device."""
     return DeltaDecodeConfig(32, 4) if num_sequences < 4 else DeltaDecodeConfig(64, 4)
 
 
 @dataclass(frozen=True, slots=True)
 class DeltaPrefillConfig:
-    """How the prefill kernels of the gated delta rule are divided. Measured on an H100, for the
-    heads of the 4B and the 27B: no other scan serves one prompt of both and eight as well.
+    """Division of the prefill kernels of the gated delta rule.
+
+    The values were measured on an H100 for the heads of the 4B and 27B models. They are the best
+    compromise between one and eight prompts.
 
     Attributes:
-        columns: of a head's state, per CTA of the scan.
-        channels: of the convolution, per CTA.
-        solve_warps: of a CTA that inverts.
-        scan_warps: of a CTA of the scan.
-        scan_stages: of its pipeline.
+        columns: columns of a head's state per CTA of the scan.
+        channels: channels of the convolution per CTA.
+        solve_warps: warps per CTA of the kernel that inverts matrices.
+        scan_warps: warps per CTA of the scan.
+        scan_stages: pipeline stages of the scan.
     """
 
     columns: int = 32
@@ -153,23 +155,26 @@ class DeltaPrefillConfig:
 
 
 def swiglu_gemm_config(device: DeviceFacts, num_columns: int) -> SwigluGemmConfig:
-    """For a weight with this many columns: with 4,096, a fourth stage saves 2.7 % of 8,064 tokens'
-    time.
+    """Configuration of the SwiGLU GEMM by the number of columns of the weight.
+
+    With 4,096 columns, a fourth stage saves 2.7 % of the time for 8,064 tokens.
     """
     return SwigluGemmConfig(device.num_sms, stages=4 if num_columns >= 4096 else 3)
 
 
 @dataclass(frozen=True, slots=True)
 class MoEGemvConfig:
-    """How the experts' GEMVs of a few tokens are divided.
+    """Division of the experts' GEMVs of a few tokens.
+
+    The defaults were measured on an H200 for the shape of 30B-A3B.
 
     Attributes:
-        up_rows: rows of gate, and of up, that a CTA loads at once.
-        up_columns: columns that a CTA loads at once.
-        up_warps: of a CTA.
-        down_rows: rows of each of a token's experts, per CTA.
-        down_columns: as `up_columns`.
-        down_warps: of a CTA.
+        up_rows: rows of gate, and as many of up, that a CTA loads at the same time.
+        up_columns: columns of gate and up that a CTA loads at the same time.
+        up_warps: warps per CTA of the kernel of gate and up.
+        down_rows: rows of each of a token's experts per CTA.
+        down_columns: columns of down that a CTA loads at the same time.
+        down_warps: warps per CTA of the kernel of down.
     """
 
     up_rows: int = 2
@@ -182,15 +187,15 @@ class MoEGemvConfig:
 
 @dataclass(frozen=True, slots=True)
 class MoEGemmConfig:
-    """How the experts' grouped GEMMs are divided.
+    """Division of the experts' grouped GEMMs.
 
     Attributes:
-        tokens: of a tile, all of one expert.
-        rows: of an expert's matrix, per tile.
-        columns: of K per pipeline stage.
-        stages: of the pipeline.
-        warps: per CTA.
-        w8a8: activations are quantized as weights are, for tensor cores of 8 bits.
+        tokens: tokens of a tile, which have the same expert.
+        rows: rows of an expert's matrix per tile.
+        columns: columns of K per pipeline stage.
+        stages: pipeline stages.
+        warps: warps per CTA.
+        w8a8: True if activations are quantized like the weights, for 8-bit tensor cores.
     """
 
     tokens: int
@@ -201,34 +206,37 @@ class MoEGemmConfig:
     w8a8: bool = False
 
     def shared_bytes(self) -> int:
-        """Of the pipeline."""
+        """Shared memory of the pipeline in bytes."""
         size = 1 if self.w8a8 else 2
         return (self.rows + self.tokens) * self.columns * size * self.stages
 
 
 @dataclass(frozen=True, slots=True)
 class MoETilesConfig:
-    """How the grouped GEMMs of experts of packed codes are divided.
+    """Division of the grouped GEMMs of experts with packed codes.
 
     Attributes:
-        tokens: of a tile, all of one expert.
-        stages: of the pipeline.
+        tokens: tokens of a tile, which have the same expert.
+        stages: pipeline stages.
     """
 
     tokens: int
     stages: int
 
     def shared_bytes(self) -> int:
-        """Of the pipeline, at most: 128 columns of inputs, of 64 rows of codes, and scales."""
+        """Largest shared memory of the pipeline in bytes.
+
+        A stage has 128 columns of the inputs and of 64 rows of codes, and scales.
+        """
         return (256 * self.tokens + 10240) * self.stages
 
 
 _GroupedT = TypeVar("_GroupedT", MoEGemmConfig, MoETilesConfig)
 
-# Of a mixture of experts. `MoEGemvConfig`'s own are measured on an H200, the 30B-A3B's shape.
-MOE_GEMV_TOKENS = 4  # above, tokens share experts often enough
-ROUTER_TOKENS = 2048  # above, the router's GEMM is the library's
-# Mean number of rows per expert up to which a configuration serves.
+# Constants of mixtures of experts.
+MOE_GEMV_TOKENS = 4  # with more tokens, several often share an expert, so that GEMMs are faster
+ROUTER_TOKENS = 2048  # with more tokens, a library computes the router's GEMM
+# Largest mean number of rows per expert for which a configuration is used, and the configuration.
 _MOE_GEMM = (
     (12, MoEGemmConfig(16, 64, 128, 5, 4)),
     (24, MoEGemmConfig(32, 64, 128, 4, 4)),
@@ -237,13 +245,13 @@ _MOE_GEMM = (
 )
 
 
-# The same where activations are quantized, too; measured for FP8 on an H200.
+# Configurations for quantized activations, measured for FP8 on an H200.
 _MOE_W8A8 = (
     (12, MoEGemmConfig(16, 128, 128, 3, 4, w8a8=True)),
     (80, MoEGemmConfig(64, 128, 128, 4, 4, w8a8=True)),
     (None, MoEGemmConfig(64, 128, 128, 3, 4, w8a8=True)),
 )
-# Of W4A16.
+# Configurations for W4A16.
 _MOE_TILES = (
     (12, MoETilesConfig(16, 5)),
     (24, MoETilesConfig(32, 4)),
@@ -252,17 +260,17 @@ _MOE_TILES = (
 
 
 def router_splits(num_tokens: int) -> int:
-    """Of K, of the router's skinny GEMM: fewer where tiles of tokens fill the device."""
+    """Splits of K of the router's skinny GEMM. Fewer if tiles of tokens fill the device."""
     return 8 if num_tokens <= 512 else 4
 
 
 def moe_gemm_config(device: DeviceFacts, mean_rows: float, *, w8a8: bool) -> MoEGemmConfig:
-    """By the mean number of rows per expert; fewer stages where shared memory has no room."""
+    """Configuration by the mean number of rows per expert, with the stages that fit the device."""
     return _fitting(device, mean_rows, _MOE_W8A8 if w8a8 else _MOE_GEMM)
 
 
 def moe_tiles_config(device: DeviceFacts, mean_rows: float) -> MoETilesConfig:
-    """As `moe_gemm_config`."""
+    """Configuration for packed codes, chosen as in `moe_gemm_config`."""
     return _fitting(device, mean_rows, _MOE_TILES)
 
 
@@ -275,9 +283,8 @@ def _fitting(
     return found
 
 
-# As `benchmarks.kernels.tune_kernels` found them on an H200, for the shapes of the 2B, 4B, 8B, 32B
-# and 30B-A3B.
-# (kind, rows N, columns K)
+# GEMV configurations by (kind, rows N, columns K), which `benchmarks.kernels.tune_kernels` found on
+# an H200 for the shapes of the 2B, 4B, 8B, 32B and 30B-A3B models.
 _GEMV = {
     ("norm_linear", 4096, 2048): GemvConfig(4, 1024, 0, 4),
     ("norm_swiglu", 12288, 2048): GemvConfig(4, 512, 0, 2),
@@ -300,7 +307,7 @@ _GEMV = {
     ("linear", 151936, 5120): GemvConfig(2, 8192, 0, 8),
     ("norm_linear", 5120, 2048): GemvConfig(8, 512, 0, 4),
     ("linear_residual", 2048, 4096): GemvConfig(4, 2048, 0, 8),
-    # A rank's part of the 32B and 8B, of two, and of the 32B, of four.
+    # Shapes of a rank's share of the 32B and 8B with two ranks, and of the 32B with four ranks.
     ("norm_linear", 5120, 5120): GemvConfig(4, 1024, 3, 4),
     ("linear", 5120, 4096): GemvConfig(2, 1024, 3, 2),
     ("norm_swiglu", 25600, 5120): GemvConfig(1, 8192, 0, 4),
@@ -317,8 +324,9 @@ _GEMV = {
     ("linear", 5120, 6400): GemvConfig(2, 8192, 0, 8),
     ("linear", 37984, 5120): GemvConfig(4, 1024, 3, 4),
 }
-_MEASURED_SMS = 132  # splits and CTAs per SM are those of a device with this many SMs
-# (N, K) → configuration of `split_k_partials`, the best sum of 16 and 64 tokens.
+_MEASURED_SMS = 132  # the measured splits and CTAs per SM apply to devices with this many SMs
+# Configurations of `split_k_partials` by (N, K), with the least sum of the times for 16 and 64
+# tokens.
 _SPLIT_K = {
     (4096, 2048): SkinnyConfig(64, 128, 4, 1, 6, splits=2),
     (2048, 2048): SkinnyConfig(64, 128, 4, 1, 6, splits=4),
@@ -332,7 +340,7 @@ _SPLIT_K = {
     (5120, 8192): SkinnyConfig(64, 128, 4, 2, 6, splits=3),
     (5120, 25600): SkinnyConfig(64, 128, 4, 2, 6, splits=3),
 }
-# (N, K) → configuration of `linear_swiglu`; N counts gate and up.
+# Configurations of `linear_swiglu` by (N, K), where N counts the rows of gate and up.
 _SKINNY_SWIGLU = {
     (12288, 2048): SkinnyConfig(64, 128, 4, 2, 3),
     (19456, 2560): SkinnyConfig(64, 64, 4, 3, 6),
@@ -340,7 +348,8 @@ _SKINNY_SWIGLU = {
     (51200, 5120): SkinnyConfig(128, 64, 8, 2, 6),
 }
 
-_ROWS = {"norm_linear": 4, "linear": 4, "norm_swiglu": 2, "linear_residual": 4}  # per CTA, by kind
+# Rows per CTA by kind of GEMV.
+_ROWS = {"norm_linear": 4, "linear": 4, "norm_swiglu": 2, "linear_residual": 4}
 
 
 def gemv_config(kind: str, num_rows: int, num_columns: int) -> GemvConfig:
@@ -348,8 +357,8 @@ def gemv_config(kind: str, num_rows: int, num_columns: int) -> GemvConfig:
 
     Args:
         kind: `linear`, `norm_linear`, `norm_swiglu` or `linear_residual`.
-        num_rows: N; of `norm_swiglu`, gate and up together.
-        num_columns: K.
+        num_rows: rows of the weight, N. For `norm_swiglu`, those of gate and up together.
+        num_columns: columns of the weight, K.
     """
     found = _GEMV.get((kind, num_rows, num_columns))
     if found is not None:
@@ -363,8 +372,10 @@ def gemv_config(kind: str, num_rows: int, num_columns: int) -> GemvConfig:
 
 
 def _gemv_tile(num_columns: int) -> int:
-    """The whole row where its padding to a power of two is small, else the largest tile that pads
-    it little.
+    """Chooses the tile of a GEMV.
+
+    This is the whole row if its padding to a power of two is small, or else the largest tile with
+    little padding.
     """
     whole = 1 << (num_columns - 1).bit_length()
     if whole <= _MAX_TILE and pads_little(num_columns, whole):
@@ -374,12 +385,12 @@ def _gemv_tile(num_columns: int) -> int:
 
 
 def pads_little(num_columns: int, tile: int) -> bool:
-    """Whether tiles exceed a row by less than a fourteenth."""
+    """Returns whether tiles exceed a row by less than a fourteenth of the row."""
     return -(-num_columns // tile) * tile * 14 < num_columns * 15
 
 
 def split_k_config(device: DeviceFacts, num_rows: int, num_columns: int) -> SkinnyConfig | None:
-    """The configuration of `split_k_partials`; None: the shape does not divide into tiles."""
+    """Configuration of `split_k_partials`. None if the shape does not divide into tiles."""
     measured = _SPLIT_K.get((num_rows, num_columns)) if device.num_sms == _MEASURED_SMS else None
     return measured or _best_fill(device, num_rows, num_columns, most_splits=8)
 
@@ -387,7 +398,10 @@ def split_k_config(device: DeviceFacts, num_rows: int, num_columns: int) -> Skin
 def skinny_swiglu_config(
     device: DeviceFacts, num_rows: int, num_columns: int
 ) -> SkinnyConfig | None:
-    """The same of the skinny `linear_swiglu`, which is not split."""
+    """Configuration of the skinny `linear_swiglu`, which has no splits.
+
+    None if the shape does not divide into tiles.
+    """
     shape = num_rows, num_columns
     measured = _SKINNY_SWIGLU.get(shape) if device.num_sms == _MEASURED_SMS else None
     return measured or _best_fill(device, *shape, most_splits=1)
@@ -396,9 +410,11 @@ def skinny_swiglu_config(
 def _best_fill(
     device: DeviceFacts, num_rows: int, num_columns: int, most_splits: int
 ) -> SkinnyConfig | None:
-    """The split of K that divides the CTAs most evenly among the SMs. Ties go to fewer splits,
-    because the consumer reads each one. Up to three CTAs share an SM, so that one's prologue hides
-    behind another's loop, as long as three stages fit for the most tokens.
+    """Chooses the number of splits of K that divides the CTAs most evenly among the SMs.
+
+    Of equal numbers the smallest is chosen, because the consumer reads each partial sum. Up to
+    three CTAs share an SM, so that the prologue of a CTA overlaps the loop of another, as long as
+    three stages fit for the largest number of tokens.
     """
     rows, tile, warps = 64, 128, 4
     if num_rows % rows or num_columns % tile:
@@ -412,7 +428,7 @@ def _best_fill(
     splits = min(range(1, min(most_splits, num_columns // tile) + 1), key=cost)
     ctas = num_rows // rows * splits
     for ctas_per_sm in range(min(3, -(-ctas // device.num_sms)), 0, -1):
-        for stage_columns in (tile, tile // 2):  # more stages are worth more than larger ones
+        for stage_columns in (tile, tile // 2):  # more stages are better than larger stages
             config = SkinnyConfig(rows, stage_columns, warps, ctas_per_sm, 5, splits)
             if config.stages(SKINNY_TOKENS, device.shared_memory_bytes) >= 3:
                 return config
@@ -420,7 +436,9 @@ def _best_fill(
 
 
 def qk_rope_config(num_tokens: int, head_dim: int) -> tuple[int, int]:
-    """Heads per CTA of `qk_rope_cache`, and its warps: few heads where a step is short and must
-    fill the device, many where it is long, as far as registers allow.
+    """Heads per CTA of `qk_rope_cache`, and its warps.
+
+    A short step needs few heads per CTA to fill the device. A long step has as many as fit the
+    registers.
     """
     return (16 if head_dim <= 128 else 8, 4) if num_tokens >= 128 else (1, 1)

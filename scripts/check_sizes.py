@@ -1,6 +1,8 @@
-"""Fails when a hand-written file or function outgrows the house's limits.
+"""Fails when a hand-written file or function is longer than the limits.
 
-A longer one may hold a second noun. Exceptions are listed here, each with its reason.
+A longer file or function often has a second purpose. The lines of a function are those of its body:
+neither its signature nor its docstring counts, so that neither is shortened to meet the limit.
+Exceptions are listed here, each with its reason.
 """
 
 import ast
@@ -12,17 +14,30 @@ MAX_FUNCTION_LINES = 70
 FOLDERS = ("services", "kernels", "triptych", "demo", "benchmarks", "scripts", "tests")
 GENERATED = "services/common/pb/"
 
-# "path" or "path::function" -> why it may be longer.
+# Reason why a file or a function may be longer, by "path" or "path::function".
 ALLOWED: dict[str, str] = {
     "kernels/attention/fused_decode_attention.py::_fused_decode_kernel": "one kernel",
     "kernels/attention/hopper_attention.py::_attend": "one kernel's main loop",
+    "kernels/attention/hopper_attention.py::ragged_attention_kernel": "one kernel",
+    "kernels/attention/paged_decode_attention.py::_paged_decode_kernel": "one kernel",
+    "kernels/attention/prefill_kernel.py::_attend_pass": "one kernel's main part",
+    "kernels/gemm/gemv.py::_gemv_kernel": "one kernel",
+    "kernels/linear_attention/delta_rule_prefill.py::prefill": "the launches of three kernels",
 }
 
 _ROOT = Path(__file__).resolve().parents[1]
 
 
+def _first_line(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Line of the first statement after the docstring."""
+    statements = function.body
+    if ast.get_docstring(function) is not None and len(statements) > 1:
+        return statements[1].lineno
+    return statements[0].lineno
+
+
 def findings(path: Path, name: str) -> list[str]:
-    """What is too long in one file, as lines for people."""
+    """Messages about what is too long in a file."""
     text = path.read_text(encoding="utf-8")
     found: list[str] = []
     num_lines = text.count("\n")
@@ -30,7 +45,7 @@ def findings(path: Path, name: str) -> list[str]:
         found.append(f"{name}: {num_lines} lines, at most {MAX_FILE_LINES}")
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            length = (node.end_lineno or node.lineno) - node.lineno + 1
+            length = (node.end_lineno or node.lineno) - _first_line(node) + 1
             if length > MAX_FUNCTION_LINES and f"{name}::{node.name}" not in ALLOWED:
                 found.append(
                     f"{name}:{node.lineno}: {node.name} has {length} lines, "

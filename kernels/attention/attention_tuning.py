@@ -1,8 +1,9 @@
-"""Facts that attention kernels are chosen by, and their tuned constants by size class.
+"""Facts that attention kernels are chosen by, and tuned constants of the kernels by size class.
 
-A size class is the number of query heads per key head (the group), the head dimension and the
-number of key heads. All that are listed but one were measured on an H200 (the 2B, 4B, 8B, 32B and
-30B-A3B); others are extrapolated until `benchmarks.kernels.tune_attention` has been run for them.
+A size class is a number of query heads per key head (the group), a head dimension and a number of
+key heads. All classes in the table except one were measured on an H200 (those of the 2B, 4B, 8B,
+32B and 30B-A3B models). Other classes are extrapolated until
+`benchmarks.kernels.tune_attention` has been run for them.
 """
 
 from dataclasses import dataclass, replace
@@ -11,21 +12,27 @@ import torch
 
 from kernels.device import DeviceFacts
 
-FUSED_MAX_SEQUENCES = 2  # with more, separate kernels are faster
+FUSED_MAX_SEQUENCES = 2  # separate kernels are faster for more sequences
 _MMA_ROWS = 16  # query rows of a tensor-core instruction
-_SHARED_MEMORY_RESERVE = 8 << 10  # what a compiled kernel needs beside its tiles
+_SHARED_MEMORY_RESERVE = 8 << 10  # shared memory that a compiled kernel needs besides its tiles
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionFacts:
-    """What decides which attention kernels a model can use on a device, and their memory.
+    """Facts about a model and a device that decide which attention kernels can run.
 
     Attributes:
+        device: facts about the device.
+        dtype: data type of queries.
+        num_heads: number of query heads.
+        num_kv_heads: number of key heads.
+        head_dim: elements of a head.
         block_size: tokens of a KV block.
-        rotary_dim: leading elements of a head that rotate; None: all.
-        has_flashinfer: the package is installed.
-        fp8_cache: keys and values are cached in e4m3.
-        max_num_sequences, max_num_blocks: of a step, and of one sequence.
+        rotary_dim: number of leading elements of a head that are rotated. None if it is all.
+        has_flashinfer: True if the package flashinfer is installed.
+        fp8_cache: True if keys and values are cached in e4m3.
+        max_num_sequences: largest number of sequences of a step.
+        max_num_blocks: largest number of blocks of a sequence.
     """
 
     device: DeviceFacts
@@ -48,14 +55,14 @@ class AttentionFacts:
 
 @dataclass(frozen=True, slots=True)
 class FusedDecodeConfig:
-    """How `FusedDecodeAttention` divides a step.
+    """Division of a step's work by `FusedDecodeAttention`.
 
     Attributes:
-        heads: query heads of a CTA; all of a group, or a power of two that divides it.
-        num_splits: CTAs that share a head's context; a power of two.
+        heads: query heads of a CTA: all of a group, or a power of two that divides the group.
+        num_splits: number of CTAs that share a head's context, a power of two.
         tile: tokens of a K/V tile.
-        tensor_cores: use MMAs, with the group padded to their 16 rows; else FMAs.
-        num_warps: of a CTA.
+        tensor_cores: True if the kernel uses MMAs with the group padded to 16 rows, False if FMAs.
+        num_warps: warps of a CTA.
     """
 
     heads: int
@@ -67,16 +74,17 @@ class FusedDecodeConfig:
 
 @dataclass(frozen=True, slots=True)
 class PagedDecodeConfig:
-    """How `PagedDecodeAttention` divides a step.
+    """Division of a step's work by `PagedDecodeAttention`.
 
     Attributes:
-        kv_heads: key heads of a work item; a power of two.
-        tile_rows: rows of a K/V tile, each of one token and one key head.
-        num_warps: of a CTA.
-        alone: CTAs per SM and pipeline stages where the kernel has the device to itself.
-        beside_few: the same beside prefill attention, for up to `few` sequences.
-        beside_many: the same beside prefill attention, for more.
-        few: most sequences for which `beside_few` holds.
+        kv_heads: key heads of a work item, a power of two.
+        tile_rows: rows of a K/V tile. A row is a key head of a token.
+        num_warps: warps of a CTA.
+        alone: CTAs per SM and pipeline stages if no other kernel runs at the same time.
+        beside_few: CTAs per SM and pipeline stages beside prefill attention, for up to `few`
+            sequences.
+        beside_many: CTAs per SM and pipeline stages beside prefill attention, for more sequences.
+        few: largest number of sequences for which `beside_few` is used.
     """
 
     kv_heads: int
@@ -97,13 +105,14 @@ class SizeClass:
     """Tuned constants of a size class.
 
     Attributes:
-        fused: by number of sequences, from one: for 132 SMs; None: by `fused_decode_config`'s rule.
-        fused_max_context: longest context, the new token included, for which the fused kernel is
-            faster than separate ones, by number of sequences, from one.
-        paged: for 227 KiB of shared memory.
+        fused: configurations of the fused kernel on 132 SMs, by number of sequences minus 1. None
+            if `fused_decode_config` computes them by a rule.
+        fused_max_context: longest context, with the new token, for which the fused kernel is faster
+            than separate kernels, by number of sequences minus 1.
+        paged: configuration of the paged kernel for 227 KiB of shared memory.
         paged_min_sequences: number of sequences from which the paged kernel in a graph is faster
-            than flashinfer's.
-        flashinfer_tensor_cores: whether flashinfer's decode uses its tensor-core kernel.
+            than flashinfer.
+        flashinfer_tensor_cores: True if flashinfer's tensor-core kernel is used for decodes.
     """
 
     fused: tuple[FusedDecodeConfig, ...] | None = None
@@ -113,11 +122,10 @@ class SizeClass:
     flashinfer_tensor_cores: bool = True
 
 
-# (group, head_dim, key heads) → constants, as `benchmarks.kernels.tune_attention` prints them.
-# Contexts longer than `fused_max_context` are faster through flashinfer, which keeps more reads in
-# flight.
-# With one or two query heads per key head, flashinfer's CUDA-core decode is up to a sixth faster
-# than its tensor-core one.
+# Constants by (group, head_dim, key heads), as `benchmarks.kernels.tune_attention` prints them.
+# For contexts longer than `fused_max_context`, flashinfer is faster because it has more reads in
+# flight. With one or two query heads per key head, flashinfer's CUDA-core decode is up to a sixth
+# faster than its tensor-core decode.
 _CLASSES: dict[tuple[int, int, int], SizeClass] = {
     (2, 128, 8): SizeClass(
         fused=(FusedDecodeConfig(2, 32), FusedDecodeConfig(2, 16)), flashinfer_tensor_cores=False
@@ -146,13 +154,15 @@ _CLASSES: dict[tuple[int, int, int], SizeClass] = {
 }
 
 
-# With a cache in e4m3, of any class: measured for the 8B on an H100 (alone).
+# For an e4m3 cache and any class. `alone` was measured for the 8B model on an H100.
 _FP8_PAGED = PagedDecodeConfig(8, alone=(2, 3))
 
 
 def size_class(facts: AttentionFacts) -> SizeClass:
-    """Constants of a size class. Those of an unlisted one are extrapolated: from the class with 8
-    key heads, whose division of the fused kernel's work does not serve another number.
+    """Returns the constants of the facts' size class.
+
+    Constants of a class that is not in the table are extrapolated from the class with 8 key heads,
+    except `fused`, which depends on the number of key heads.
     """
     group, dim, kv_heads = facts.group_size, facts.head_dim, facts.num_kv_heads
     if (found := _CLASSES.get((group, dim, kv_heads))) is not None:
@@ -161,10 +171,10 @@ def size_class(facts: AttentionFacts) -> SizeClass:
 
 
 def fused_decode_config(facts: AttentionFacts, num_sequences: int) -> FusedDecodeConfig:
-    """For a step of this many decodes.
+    """Configuration of the fused kernel for a step of `num_sequences` decodes.
 
-    The rule: a CTA has all query heads of a key head, as FMAs up to four, and there are two CTAs
-    per SM, as far as powers of two allow.
+    Without tuned constants, a CTA has all query heads of a key head and uses tensor cores for three
+    or more than four, and splits are chosen for about two CTAs per SM.
     """
     group, device = facts.group_size, facts.device
     tuned = size_class(facts).fused
@@ -177,9 +187,9 @@ def fused_decode_config(facts: AttentionFacts, num_sequences: int) -> FusedDecod
 
 
 def paged_decode_config(facts: AttentionFacts) -> PagedDecodeConfig:
-    """The tuned configuration, with as many stages and CTAs as fit the shared memory of an SM.
+    """Configuration of the paged kernel, reduced to the stages and CTAs that fit an SM.
 
-    The rule: as many key heads, up to eight, as fill the rows of an MMA.
+    A work item has as many key heads as fit the rows of an MMA, up to the tuned number.
     """
     tuned = size_class(facts).paged
     if facts.fp8_cache:
@@ -191,12 +201,12 @@ def paged_decode_config(facts: AttentionFacts) -> PagedDecodeConfig:
         kv_heads //= 2
     width = 1 << (facts.head_dim - 1).bit_length()
     stage_bytes = 2 * tuned.tile_rows * width * (1 if facts.fp8_cache else facts.dtype.itemsize)
-    # What is read in e4m3 goes through shared memory once more, in the model's dtype.
+    # Tiles in e4m3 are stored in shared memory a second time, in the model's dtype.
     decoded_bytes = tuned.tile_rows * width * facts.dtype.itemsize if facts.fp8_cache else 0
     room = facts.device.shared_memory_bytes
 
     def fitting(ctas: int, stages: int) -> tuple[int, int]:
-        """A pipeline of n stages has n - 1 buffers."""
+        """Reduces CTAs and stages to what fits. A pipeline of n stages has n - 1 buffers."""
         most = room // ctas - _SHARED_MEMORY_RESERVE - decoded_bytes
         if ctas > 1 and 2 * stage_bytes > most:
             return fitting(ctas - 1, stages)
@@ -211,30 +221,31 @@ def paged_decode_config(facts: AttentionFacts) -> PagedDecodeConfig:
     )
 
 
-# When `PrefillAttention` is faster than FA3, and how it splits; measured for the 2B (28 layers) on
-# an H200. FA3 attends to twice as many pairs of a new and a cached token in the same time, but runs
-# in no graph. It is faster once the eager step keeps the device longer than its launches take the
-# host, some 10 ms: 1,000 new tokens take 5, and a million pairs 0.8.
-PREFILL_CTAS_PER_SM = 2  # that fit
-MIN_SPLIT_TILES = 4  # K/V tiles of a split, at least
-MAX_CACHED_SHARE = 0.25  # pairs with cached tokens per pair within the chunk
-# Pairs with cached tokens that a captured step may have: so many always, and at most so many, less
-# some for each new token.
+# Constants that decide whether `PrefillAttention` is faster than FlashAttention-3 (FA3), and how it
+# splits work. They were measured for the 2B model (28 layers) on an H200. FA3 processes twice as
+# many pairs of a new and a cached token in the same time, but cannot be captured in a graph. FA3 is
+# faster if the step keeps the device busy for longer than the host needs for its launches, about
+# 10 ms: 1,000 new tokens take 5 ms, and a million pairs take 0.8 ms.
+PREFILL_CTAS_PER_SM = 2  # CTAs that fit an SM
+MIN_SPLIT_TILES = 4  # least number of K/V tiles of a split
+MAX_CACHED_SHARE = 0.25  # largest ratio of pairs with cached tokens to pairs within the chunk
+# Limits of the pairs with cached tokens for which a captured step is faster: it always is up to the
+# first number, and otherwise up to the second, less the third for each new token.
 MIN_CAPTURED_PAIRS, MAX_CAPTURED_PAIRS, PAIRS_PER_TOKEN = 1_000_000, 12_000_000, 6_000
 
 
-# What the kernels need; a check returns the obstacle in words, or "".
+# Requirements of the kernels. A check returns the obstacle for an error message, or "".
 
 
 def fused_decode_obstacle(facts: AttentionFacts) -> str:
-    """Why `fused_decode_attention` cannot serve these facts, or ""."""
+    """Reason why `fused_decode_attention` cannot run with these facts, or ""."""
     if facts.rotary_dim not in (None, facts.head_dim):
         return f"needs rotary_dim {facts.rotary_dim} to be head_dim {facts.head_dim}"
     return _decode_obstacle(facts)
 
 
 def paged_decode_obstacle(facts: AttentionFacts) -> str:
-    """Why `paged_decode_attention` cannot serve these facts, or ""."""
+    """Reason why `paged_decode_attention` cannot run with these facts, or ""."""
     if why := _decode_obstacle(facts):
         return why
     tokens = paged_decode_config(facts).tile_tokens
@@ -244,7 +255,7 @@ def paged_decode_obstacle(facts: AttentionFacts) -> str:
 
 
 def prefill_obstacle(facts: AttentionFacts) -> str:
-    """Why `prefill_attention` cannot serve these facts, or ""."""
+    """Reason why `prefill_attention` cannot run with these facts, or ""."""
     if not facts.device.has_triton or not facts.device.is_hopper:
         return "needs Triton and Hopper's wgmma"
     if facts.dtype.itemsize != 2:
@@ -266,6 +277,6 @@ def _decode_obstacle(facts: AttentionFacts) -> str:
     return ""
 
 
-# Of `hopper_attention`, which vision towers use.
+# Head dimensions that `hopper_attention` supports, which vision towers use.
 HOPPER_HEAD_DIMS = (64, 72, 80)
-HOPPER_SHARED_MEMORY = 62 << 10  # bytes of a CTA with the widest of these heads
+HOPPER_SHARED_MEMORY = 62 << 10  # shared memory in bytes of a CTA with the widest of these heads

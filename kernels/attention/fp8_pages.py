@@ -1,11 +1,12 @@
 """Keys and values of 8 bits in the KV cache: e4m3, with a scale per key head.
 
-Scales are powers of two. e4m3 has an exponent of its own, so that a finer scale would not make it
-more precise: a scale only moves its range to where a head's values are. And multiplying by a power
-of two is exact, wherever it is done: of the query, of the accumulator, of what is read.
+Scales are powers of two. Since e4m3 has exponents, a finer scale would not make it more precise; a
+scale only shifts the range to that of a head's values. Multiplication by a power of two is exact,
+so kernels may scale the query, the accumulator, or keys and values.
 
-Kernels see the pool as bytes, because Triton has e4m3 only from compute capability 8.9 on. Their
-codec is `fp8_codec`, whose plain twin is this file, without Triton: engines on a CPU import it.
+Kernels see the pool as bytes, because Triton has e4m3 only from compute capability 8.9 on, and
+convert with `fp8_codec`. This module is the reference implementation. Engines on a CPU import it,
+so it does not import Triton.
 """
 
 import torch
@@ -16,20 +17,20 @@ _LARGEST = 448.0
 
 
 def quantize(x: Tensor, scales: Tensor) -> Tensor:
-    """`[..., H, D]` of any float → e4m3, to the nearest, ties to even; what is beyond its range
-    becomes its largest value.
+    """Converts floats to e4m3, rounding to nearest even and saturating at the largest value.
 
     Args:
-        scales: `[H]` float32, what the result is to be multiplied with.
+        x: floats `[..., H, D]`.
+        scales: `[H]` float32, factors of the result.
     """
     return (x.float() / scales[:, None]).clamp(-_LARGEST, _LARGEST).to(E4M3)
 
 
 def dequantize(x: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """`[..., H, D]` e4m3 → `dtype`: exact, as far as it has the range."""
+    """Converts e4m3 `[..., H, D]` to `dtype`, exactly if the values are in its range."""
     return (x.float() * scales[:, None]).to(dtype)
 
 
 def as_bytes(pool: Tensor) -> Tensor:
-    """A pool as kernels take it: bytes, if it is e4m3."""
+    """Views an e4m3 pool as bytes, as kernels need it. Other pools are returned unchanged."""
     return pool.view(torch.uint8) if pool.dtype == E4M3 else pool

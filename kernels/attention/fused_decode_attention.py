@@ -1,15 +1,15 @@
-"""Decode attention and all else between its projections, for one or two sequences, as one kernel.
+"""Decode attention with q/k norm, rotation and cache write in one kernel, for up to two sequences.
 
-In small batches attention waits longer than it reads: q/k norm with rotation, split-KV attention
-and the merge of the splits would be three launches of a few microseconds each. Here each CTA
-normalises and rotates its own heads and attends to one split of the context; the last CTA of a head
+In small batches the latency of launches dominates: q/k norm with rotation, split-KV attention and
+the merge of the splits would be three launches of a few microseconds each. In this kernel, each CTA
+normalizes and rotates its own heads and attends to one split of the context. The last CTA of a head
 to finish merges the splits, always in the same order. Keys and values of earlier steps are loaded
-before the projection's result is there, by programmatic dependent launch where the device has it.
+before the result of the projection is there, if the device has programmatic dependent launch.
 
-The query heads of one key head are one CTA's, so that a K/V tile is loaded once: as FMAs for small
-groups, else on tensor cores with the group padded to the 16 rows of an MMA.
+A CTA has the query heads of a key head, so that a K/V tile is loaded once. Small groups are
+computed by FMAs, and larger groups on tensor cores, padded to the 16 rows of an MMA.
 
-The plain twin is `kernels.plain.fused_decode_attention`.
+The reference implementation is `kernels.plain.fused_decode_attention`.
 """
 
 from collections.abc import Callable
@@ -32,15 +32,18 @@ from kernels.attention.qk_rope_cache import normed, turned
 from kernels.dependent_launch import wait_for_earlier
 from kernels.gemm.skinny_gemm import load_reduced
 
-_MERGED_ELEMENTS = 8192  # of splits that a CTA holds in registers at once
+_MERGED_ELEMENTS = 8192  # elements of splits that a CTA has in registers at the same time
 _LOG2_E = 1.4426950408889634
 
 
 class FusedDecodeAttention:
-    """The kernel and its split-KV scratch: for one device, one step at a time.
+    """The kernel and its split-KV scratch memory, for one step of a device at a time.
 
     Args:
-        configure: configuration by number of sequences; default: the tuned constants.
+        facts: facts about the model and the device.
+        device: device of the scratch memory.
+        configure: function that returns the configuration for a number of sequences. Defaults to
+            the tuned constants.
     """
 
     def __init__(
@@ -61,16 +64,17 @@ class FusedDecodeAttention:
     def __call__(
         self, heads: ProjectedHeads, block_ids: Tensor, first_blocks: Tensor, seq_lens: Tensor
     ) -> Tensor:
-        """q/k norm (if the model has it), rotation, the write to the KV cache and attention.
+        """Applies q/k norm and rotation, writes to the KV cache, and attends to the context.
 
         Args:
-            heads: one token per sequence; all tensors are contiguous.
-            block_ids: KV blocks of all sequences, int32.
-            first_blocks: `[T]` int32, where each sequence's blocks begin among them.
-            seq_lens: `[T]` int32, the new token included.
+            heads: output of the projection, with one token per sequence. All tensors are
+                contiguous.
+            block_ids: int32 KV blocks of all sequences.
+            first_blocks: `[T]` int32, index in `block_ids` of each sequence's first block.
+            seq_lens: `[T]` int32, length of each sequence with the new token.
 
         Returns:
-            `[T, num_heads * head_dim]`.
+            Attention output `[T, num_heads * head_dim]`.
         """
         num_tokens, facts = heads.num_tokens, self._facts
         assert heads.is_contiguous and num_tokens <= FUSED_MAX_SEQUENCES
@@ -80,39 +84,93 @@ class FusedDecodeAttention:
         if config.tensor_cores:
             rows = max(16, triton.next_power_of_2(rows))
         out = heads.rope[0].new_empty(num_tokens, num_heads * head_dim)
-        # Splits are merged one by one where many rows fill the threads, else a few at once.
+        # Splits are merged one at a time if there are enough rows for all threads, else several.
         at_once = _MERGED_ELEMENTS // (rows * triton.next_power_of_2(head_dim))
         at_once = 1 if rows > 4 else min(max(at_once, 1), config.num_splits)
         _fused_decode_kernel[(num_heads // config.heads, config.num_splits, num_tokens)](
-            heads.qkv, *(heads.norms or (out, out)),
-            *heads.rope, heads.rows, as_bytes(heads.kv_cache),
-            out if heads.kv_scales is None else heads.kv_scales, block_ids, first_blocks, seq_lens,
-            self._acc, self._m_l, self._arrived, out,
-            num_tokens, num_heads, num_kv_heads, heads.eps, head_dim**-0.5 * _LOG2_E,
+            heads.qkv,
+            *(heads.norms or (out, out)),
+            *heads.rope,
+            heads.rows,
+            as_bytes(heads.kv_cache),
+            out if heads.kv_scales is None else heads.kv_scales,
+            block_ids,
+            first_blocks,
+            seq_lens,
+            self._acc,
+            self._m_l,
+            self._arrived,
+            out,
+            num_tokens,
+            num_heads,
+            num_kv_heads,
+            heads.eps,
+            head_dim**-0.5 * _LOG2_E,
             heads.qkv[0].numel(),
-            HEADS=config.heads, ROWS=rows, GROUP=num_heads // num_kv_heads, HALF=head_dim // 2,
-            COLUMNS=triton.next_power_of_2(head_dim // 2), BLOCK_SIZE=block_size, TILE=config.tile,
-            SPLITS=config.num_splits, MERGED=at_once,
-            SCRATCH=len(self._acc), NORM=heads.norms is not None, PARTIALS=heads.num_splits,
-            TENSOR_CORES=config.tensor_cores, FP8=heads.kv_scales is not None, PDL=pdl,
-            num_warps=config.num_warps, launch_pdl=pdl,
-        )  # fmt: skip
+            HEADS=config.heads,
+            ROWS=rows,
+            GROUP=num_heads // num_kv_heads,
+            HALF=head_dim // 2,
+            COLUMNS=triton.next_power_of_2(head_dim // 2),
+            BLOCK_SIZE=block_size,
+            TILE=config.tile,
+            SPLITS=config.num_splits,
+            MERGED=at_once,
+            SCRATCH=len(self._acc),
+            NORM=heads.norms is not None,
+            PARTIALS=heads.num_splits,
+            TENSOR_CORES=config.tensor_cores,
+            FP8=heads.kv_scales is not None,
+            PDL=pdl,
+            num_warps=config.num_warps,
+            launch_pdl=pdl,
+        )
         return out
 
 
 @triton.jit
 def _fused_decode_kernel(
-    qkv_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, rows_ptr, cache_ptr, scales_ptr,
-    block_ids_ptr, first_blocks_ptr, seq_lens_ptr, acc_ptr, m_l_ptr, arrived_ptr, out_ptr,
-    num_tokens, num_heads, num_kv_heads, eps, scale, stride,
-    HEADS: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr, HALF: tl.constexpr,
-    COLUMNS: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr,
-    MERGED: tl.constexpr, SCRATCH: tl.constexpr, NORM: tl.constexpr,
-    PARTIALS: tl.constexpr, TENSOR_CORES: tl.constexpr, FP8: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """HEADS query heads of one key head, padded to ROWS, one split, one sequence. A half of a head
-    has HALF elements, padded to COLUMNS. The projection is its PARTIALS split-K partials, `stride`
-    elements apart; 0: it is whole.
+    qkv_ptr,
+    q_norm_ptr,
+    k_norm_ptr,
+    cos_ptr,
+    sin_ptr,
+    rows_ptr,
+    cache_ptr,
+    scales_ptr,
+    block_ids_ptr,
+    first_blocks_ptr,
+    seq_lens_ptr,
+    acc_ptr,
+    m_l_ptr,
+    arrived_ptr,
+    out_ptr,
+    num_tokens,
+    num_heads,
+    num_kv_heads,
+    eps,
+    scale,
+    stride,
+    HEADS: tl.constexpr,
+    ROWS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HALF: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    SPLITS: tl.constexpr,
+    MERGED: tl.constexpr,
+    SCRATCH: tl.constexpr,
+    NORM: tl.constexpr,
+    PARTIALS: tl.constexpr,
+    TENSOR_CORES: tl.constexpr,
+    FP8: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Computes HEADS query heads of one key head, padded to ROWS, for a split of a sequence.
+
+    A half of a head has HALF elements, padded to COLUMNS. The projection is given by PARTIALS
+    split-K partials, which are `stride` elements apart, or reduced if PARTIALS is 0.
     """
     DIM: tl.constexpr = 2 * HALF
     first_head = tl.program_id(0) * HEADS
@@ -121,7 +179,8 @@ def _fused_decode_kernel(
     half = tl.arange(0, COLUMNS)
     dtype: tl.constexpr = out_ptr.dtype.element_ty
 
-    # The context without the new token, in equal splits. No kernel of this step writes to it.
+    # The context without the new token is divided into equal splits. No kernel of this step writes
+    # to it.
     table_ptr = block_ids_ptr + tl.load(first_blocks_ptr + token)
     context = tl.load(seq_lens_ptr + token) - 1
     split_tokens = tl.cdiv(context, SPLITS)
@@ -129,9 +188,18 @@ def _fused_decode_kernel(
     end = tl.minimum(begin + split_tokens, context)
     keys_ptr = cache_ptr + kv_head * DIM
     k_first, k_second, value, inside = _load_tile(
-        keys_ptr, table_ptr, begin, end, num_kv_heads, HALF, COLUMNS, BLOCK_SIZE, TILE,
-        TENSOR_CORES, dtype,
-    )  # fmt: skip
+        keys_ptr,
+        table_ptr,
+        begin,
+        end,
+        num_kv_heads,
+        HALF,
+        COLUMNS,
+        BLOCK_SIZE,
+        TILE,
+        TENSOR_CORES,
+        dtype,
+    )
     k_scale, v_scale = 1.0, 1.0
     if FP8:
         k_scale = tl.load(scales_ptr + kv_head)
@@ -146,10 +214,21 @@ def _fused_decode_kernel(
     sin = tl.load(sin_ptr + token * HALF + half, mask=half < HALF, other=0.0)[None, :]
     row = tl.arange(0, ROWS)
     q_first, q_second = _load_rotated(
-        token_ptr, first_head + row, row < HEADS, q_norm, cos, sin, eps, stride, dtype,
-        HALF, COLUMNS, NORM, PARTIALS,
-    )  # fmt: skip
-    # Scores of FMAs are scaled through the query, in float32.
+        token_ptr,
+        first_head + row,
+        row < HEADS,
+        q_norm,
+        cos,
+        sin,
+        eps,
+        stride,
+        dtype,
+        HALF,
+        COLUMNS,
+        NORM,
+        PARTIALS,
+    )
+    # For FMAs the query is scaled instead of the scores, in float32.
     wide_first, wide_second = q_first.to(tl.float32) * scale, q_second.to(tl.float32) * scale
 
     m_i = tl.full((ROWS,), -1e30, tl.float32)
@@ -165,9 +244,18 @@ def _fused_decode_kernel(
         )
     for start in range(begin + TILE, end, TILE):
         k_first, k_second, value, inside = _load_tile(
-            keys_ptr, table_ptr, start, end, num_kv_heads, HALF, COLUMNS, BLOCK_SIZE, TILE,
-            TENSOR_CORES, dtype,
-        )  # fmt: skip
+            keys_ptr,
+            table_ptr,
+            start,
+            end,
+            num_kv_heads,
+            HALF,
+            COLUMNS,
+            BLOCK_SIZE,
+            TILE,
+            TENSOR_CORES,
+            dtype,
+        )
         if TENSOR_CORES:
             m_i, l_i, acc = _attend_mma(
                 m_i, l_i, acc, q_first, q_second, scale, k_first, k_second, value, inside
@@ -179,10 +267,29 @@ def _fused_decode_kernel(
 
     if split == SPLITS - 1:
         new_first, new_second, new_value = _write_new(
-            token_ptr, k_norm, cos, sin, eps, rows_ptr, keys_ptr, token, num_tokens, num_heads,
-            num_kv_heads, kv_head, first_head % GROUP == 0, stride, k_scale, v_scale, dtype,
-            HALF, COLUMNS, NORM, PARTIALS, FP8,
-        )  # fmt: skip
+            token_ptr,
+            k_norm,
+            cos,
+            sin,
+            eps,
+            rows_ptr,
+            keys_ptr,
+            token,
+            num_tokens,
+            num_heads,
+            num_kv_heads,
+            kv_head,
+            first_head % GROUP == 0,
+            stride,
+            k_scale,
+            v_scale,
+            dtype,
+            HALF,
+            COLUMNS,
+            NORM,
+            PARTIALS,
+            FP8,
+        )
         alone = tl.full((1,), 1, tl.int1)
         m_i, l_i, acc = _attend_fma(
             m_i, l_i, acc, wide_first, wide_second, new_first, new_second, new_value, alone
@@ -190,14 +297,28 @@ def _fused_decode_kernel(
     if FP8:
         acc *= v_scale
     _merge_when_last(
-        acc_ptr, m_l_ptr, arrived_ptr, out_ptr, token * num_heads + first_head, split,
-        m_i, l_i, acc, HEADS, ROWS, DIM, 2 * COLUMNS, SPLITS, MERGED, SCRATCH,
-    )  # fmt: skip
+        acc_ptr,
+        m_l_ptr,
+        arrived_ptr,
+        out_ptr,
+        token * num_heads + first_head,
+        split,
+        m_i,
+        l_i,
+        acc,
+        HEADS,
+        ROWS,
+        DIM,
+        2 * COLUMNS,
+        SPLITS,
+        MERGED,
+        SCRATCH,
+    )
 
 
 @triton.jit
 def _load_norm(norm_ptr, HALF: tl.constexpr, COLUMNS: tl.constexpr, NORM: tl.constexpr):
-    """The halves of a norm's weight `[1, COLUMNS]`; ones where the model has no norm."""
+    """Loads the halves `[1, COLUMNS]` of a norm's weight. Ones if the model has no norm."""
     half = tl.arange(0, COLUMNS)[None, :]
     if NORM:
         first = tl.load(norm_ptr + half, mask=half < HALF, other=0.0)
@@ -210,10 +331,21 @@ def _load_norm(norm_ptr, HALF: tl.constexpr, COLUMNS: tl.constexpr, NORM: tl.con
 
 @triton.jit
 def _load_rotated(
-    token_ptr, heads, inside, norm, cos, sin, eps, stride, dtype: tl.constexpr,
-    HALF: tl.constexpr, COLUMNS: tl.constexpr, NORM: tl.constexpr, PARTIALS: tl.constexpr,
-):  # fmt: skip
-    """Heads of the projection, normalised if NORM, and rotated: the halves `[heads, COLUMNS]`."""
+    token_ptr,
+    heads,
+    inside,
+    norm,
+    cos,
+    sin,
+    eps,
+    stride,
+    dtype: tl.constexpr,
+    HALF: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    NORM: tl.constexpr,
+    PARTIALS: tl.constexpr,
+):
+    """Loads, normalizes (if NORM) and rotates heads. Returns their halves `[heads, COLUMNS]`."""
     half = tl.arange(0, COLUMNS)[None, :]
     offset = heads[:, None] * (2 * HALF) + half
     mask = inside[:, None] & (half < HALF)
@@ -226,22 +358,52 @@ def _load_rotated(
 
 @triton.jit
 def _write_new(
-    token_ptr, norm, cos, sin, eps, rows_ptr, keys_ptr, token, num_tokens, num_heads,
-    num_kv_heads, kv_head, writes, stride, k_scale, v_scale, dtype: tl.constexpr,
-    HALF: tl.constexpr, COLUMNS: tl.constexpr, NORM: tl.constexpr, PARTIALS: tl.constexpr,
+    token_ptr,
+    norm,
+    cos,
+    sin,
+    eps,
+    rows_ptr,
+    keys_ptr,
+    token,
+    num_tokens,
+    num_heads,
+    num_kv_heads,
+    kv_head,
+    writes,
+    stride,
+    k_scale,
+    v_scale,
+    dtype: tl.constexpr,
+    HALF: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    NORM: tl.constexpr,
+    PARTIALS: tl.constexpr,
     FP8: tl.constexpr,
-):  # fmt: skip
-    """The new token's key and value, as a tile of one token, as later steps read them. One CTA of a
-    key head (`writes`) puts them into the cache.
+):
+    """Returns the new token's key and value as a tile of one token, rounded as in the cache.
+
+    The CTA of a key head for which `writes` is True also writes the key and the value to the cache.
     """
     DIM: tl.constexpr = 2 * HALF
     half, column = tl.arange(0, COLUMNS)[None, :], tl.arange(0, 2 * COLUMNS)[None, :]
     head = num_heads + kv_head + tl.zeros((1,), tl.int32)
     is_head = tl.full((1,), 1, tl.int1)
     first, second = _load_rotated(
-        token_ptr, head, is_head, norm, cos, sin, eps, stride, dtype,
-        HALF, COLUMNS, NORM, PARTIALS,
-    )  # fmt: skip
+        token_ptr,
+        head,
+        is_head,
+        norm,
+        cos,
+        sin,
+        eps,
+        stride,
+        dtype,
+        HALF,
+        COLUMNS,
+        NORM,
+        PARTIALS,
+    )
     offset = (num_heads + num_kv_heads + kv_head) * DIM + column
     value = load_reduced(token_ptr, offset, column < DIM, stride, PARTIALS, dtype)
     key_row, value_row = tl.load(rows_ptr + token), tl.load(rows_ptr + num_tokens + token)
@@ -264,16 +426,29 @@ def _write_new(
 
 @triton.jit
 def _merge_when_last(
-    acc_ptr, m_l_ptr, arrived_ptr, out_ptr, first_row, split, m_i, l_i, acc,
-    HEADS: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
-    SPLITS: tl.constexpr, MERGED: tl.constexpr, SCRATCH: tl.constexpr,
-):  # fmt: skip
-    """Stores a split; the last CTA of the heads to arrive merges all of their splits."""
+    acc_ptr,
+    m_l_ptr,
+    arrived_ptr,
+    out_ptr,
+    first_row,
+    split,
+    m_i,
+    l_i,
+    acc,
+    HEADS: tl.constexpr,
+    ROWS: tl.constexpr,
+    DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SPLITS: tl.constexpr,
+    MERGED: tl.constexpr,
+    SCRATCH: tl.constexpr,
+):
+    """Stores a split. The last CTA of the same heads to arrive merges all splits."""
     row, column = tl.arange(0, ROWS), tl.arange(0, WIDTH)
     index = (first_row + row) * SPLITS + split
     inside = row < HEADS
     mask = inside[:, None] & (column < DIM)[None, :]
-    # Past L1, which is not coherent between SMs.
+    # `.cg` bypasses L1, which is not coherent between SMs.
     tl.store(acc_ptr + index[:, None] * DIM + column[None, :], acc, mask=mask, cache_modifier=".cg")
     tl.store(m_l_ptr + index, m_i, mask=inside, cache_modifier=".cg")
     tl.store(m_l_ptr + SCRATCH + index, l_i, mask=inside, cache_modifier=".cg")
@@ -288,11 +463,19 @@ def _merge_when_last(
 
 @triton.jit
 def _merge(
-    acc_ptr, m_l_ptr, out_ptr, first_row,
-    HEADS: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
-    SPLITS: tl.constexpr, MERGED: tl.constexpr, SCRATCH: tl.constexpr,
-):  # fmt: skip
-    """The splits of HEADS heads, in one order whichever CTA arrives last; MERGED at once."""
+    acc_ptr,
+    m_l_ptr,
+    out_ptr,
+    first_row,
+    HEADS: tl.constexpr,
+    ROWS: tl.constexpr,
+    DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SPLITS: tl.constexpr,
+    MERGED: tl.constexpr,
+    SCRATCH: tl.constexpr,
+):
+    """Merges the splits of HEADS heads in a fixed order, MERGED splits at a time."""
     row, column = tl.arange(0, ROWS), tl.arange(0, WIDTH)
     head = (first_row + row) * SPLITS
     all_splits = head[:, None] + tl.arange(0, SPLITS)[None, :]
@@ -324,12 +507,25 @@ def _merge(
 
 @triton.jit
 def _load_tile(
-    keys_ptr, table_ptr, start, end, num_kv_heads,
-    HALF: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
-    TENSOR_CORES: tl.constexpr, dtype: tl.constexpr,
-):  # fmt: skip
-    """The halves of the keys `[TILE, COLUMNS]`, the values `[TILE, 2 * COLUMNS]`, and which tokens
-    are before `end`. FMAs take keys and values with a first axis of one, for the heads.
+    keys_ptr,
+    table_ptr,
+    start,
+    end,
+    num_kv_heads,
+    HALF: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    TENSOR_CORES: tl.constexpr,
+    dtype: tl.constexpr,
+):
+    """Loads a tile of keys and values.
+
+    For FMAs, keys and values have a first axis of size 1, for the heads.
+
+    Returns:
+        Halves of the keys `[TILE, COLUMNS]`, values `[TILE, 2 * COLUMNS]`, and which tokens are
+        before `end`.
     """
     index = start + tl.arange(0, TILE)
     inside = index < end
@@ -357,11 +553,10 @@ def _load_tile(
 
 @triton.jit
 def _attend_fma(m_i, l_i, acc, q_first, q_second, k_first, k_second, value, inside):
-    """One more tile of an online softmax in base 2; the queries are scaled float32."""
-    products = (
-        q_first[:, None, :] * k_first.to(tl.float32)
-        + q_second[:, None, :] * k_second.to(tl.float32)
-    )  # fmt: skip
+    """Continues an online softmax in base 2 with a tile, by FMAs. Queries are scaled float32."""
+    products = q_first[:, None, :] * k_first.to(tl.float32) + q_second[:, None, :] * k_second.to(
+        tl.float32
+    )
     score = tl.where(inside[None, :], tl.sum(products, axis=2), float("-inf"))
     new_m = tl.maximum(m_i, tl.max(score, axis=1))
     p = tl.exp2(score - new_m[:, None])
@@ -373,7 +568,7 @@ def _attend_fma(m_i, l_i, acc, q_first, q_second, k_first, k_second, value, insi
 
 @triton.jit
 def _attend_mma(m_i, l_i, acc, q_first, q_second, scale, k_first, k_second, value, inside):
-    """One more tile on tensor cores; `p` is rounded to the values' type."""
+    """Continues an online softmax with a tile, on tensor cores. `p` gets the values' dtype."""
     score = tl.dot(q_first, tl.trans(k_first))
     score = tl.dot(q_second, tl.trans(k_second), score) * scale
     score = tl.where(inside[None, :], score, float("-inf"))

@@ -1,4 +1,4 @@
-"""Projected heads on their way to attention and the KV cache: the types that kernels share."""
+"""Types that attention kernels share, and the layout of keys and values in the KV cache."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -10,12 +10,12 @@ from kernels.attention.fp8_pages import E4M3, as_bytes, dequantize, quantize
 
 
 class Rotary(Protocol):
-    """Angles of positions; `services.decoder.models.rope.RotaryEmbedding` is one.
+    """Rotary embedding, implemented by `services.decoder.models.rope.RotaryEmbedding`.
 
     Attributes:
-        attention_factor: cos and sin are multiplied by it.
-        inv_freq: `[rotary_dim / 2]` float32.
-        axis: `[rotary_dim / 2]` int64: the position row of each frequency, 0, 1 or 2.
+        attention_factor: factor of cos and sin.
+        inv_freq: `[rotary_dim / 2]` float32, inverse frequencies.
+        axis: `[rotary_dim / 2]` int64, position axis of each frequency: 0, 1 or 2.
     """
 
     attention_factor: float
@@ -23,26 +23,27 @@ class Rotary(Protocol):
     axis: Tensor
 
     def __call__(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """`[3, T]` → cos and sin, each `[T, rotary_dim / 2]`."""
+        """Computes cos and sin `[T, rotary_dim / 2]` of positions `[3, T]`."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class ProjectedHeads:
-    """One layer's queries, keys and values of a step's tokens, what is done with them, and where
-    they go.
+    """A layer's projected queries, keys and values of a step, with norms, rotation and KV cache.
 
     Attributes:
-        qkv: `[T, (num_heads + 2 * num_kv_heads) * head_dim]`, q then k then v; or its split-K
-            partials, `[S, T, ...]` float32, see `plain.reduce_split_k`. With gates, q has twice as
-            many heads.
-        norms: weights of the query's and the key's RMSNorm, `[head_dim]` each; None: the model has
-            no such norms.
-        rope: cos and sin, `[T, rotary_dim / 2]`.
+        qkv: queries, keys and values `[T, (num_heads + 2 * num_kv_heads) * head_dim]`, or split-K
+            partials of these, `[S, T, ...]` float32 (`plain.reduce_split_k`). With output gates,
+            there are twice as many query heads.
+        norms: weights `[head_dim]` of the RMSNorms of queries and keys. None if the model has no
+            such norms.
+        eps: constant of the norms.
+        rope: cos and sin, `[T, rotary_dim / 2]` each.
         kv_cache: `[num_blocks, 2, block_size, num_kv_heads, head_dim]`.
         rows: `[2, T]`, from `kv_rows`.
-        gated: each query head is followed by its output gate.
-        kv_scales: of a cache in e4m3, see `write_kv`; None: it holds the model's dtype.
+        gated: True if each query head is followed by its output gate.
+        kv_scales: scales of an e4m3 cache, see `as_stored`. None if the cache has the model's
+            dtype.
     """
 
     qkv: Tensor
@@ -56,12 +57,12 @@ class ProjectedHeads:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The model's."""
+        """Data type of the model."""
         return self.rope[0].dtype
 
     @property
     def num_heads(self) -> int:
-        """Query heads."""
+        """Number of query heads."""
         num_kv_heads, head_dim = self.kv_cache.shape[-2:]
         found = self.qkv.shape[-1] // head_dim - 2 * num_kv_heads
         return found // 2 if self.gated else found
@@ -72,20 +73,21 @@ class ProjectedHeads:
 
     @property
     def num_splits(self) -> int:
-        """Split-K partials, S; 0: `qkv` is reduced already."""
+        """Number of split-K partials, S. 0 if `qkv` is reduced already."""
         return len(self.qkv) if self.qkv.dim() == 3 else 0
 
     @property
     def is_contiguous(self) -> bool:
-        """Whether all tensors are contiguous, as kernels need them."""
+        """Returns whether all tensors are contiguous, as kernels need them."""
         tensors = (self.qkv, *(self.norms or ()), *self.rope, self.kv_cache, self.rows)
         return all(tensor.is_contiguous() for tensor in tensors)
 
 
 def kv_rows(slot_mapping: Tensor, block_size: int) -> Tensor:
-    """`[T]` slots → `[2, T]` int64: where keys and values go, see `write_kv`.
+    """Converts slots `[T]` to rows of the KV cache for keys and values, `[2, T]` int64.
 
-    Slot -1 goes to the last slot of the pool's last block, which belongs to no sequence.
+    `write_kv` describes rows. Slot -1 becomes the last slot of the last block, which no sequence
+    uses.
     """
     blocks = torch.div(slot_mapping, block_size, rounding_mode="floor")
     keys = blocks * (2 * block_size) + torch.remainder(slot_mapping, block_size)
@@ -93,12 +95,13 @@ def kv_rows(slot_mapping: Tensor, block_size: int) -> Tensor:
 
 
 def as_stored(key: Tensor, value: Tensor, kv_cache: Tensor, scales: Tensor | None) -> list[Tensor]:
-    """Keys and values `[T, num_kv_heads, head_dim]` in the pool's dtype.
+    """Converts keys and values to the data type of the KV cache.
 
     Args:
-        key, value: in the model's dtype.
-        scales: of a pool in e4m3: `[2, num_kv_heads]` float32, what stored keys and values are to
-            be multiplied with, powers of two.
+        key, value: `[T, num_kv_heads, head_dim]` in the model's dtype.
+        kv_cache: the cache.
+        scales: `[2, num_kv_heads]` float32 factors of stored keys and values, which are powers of
+            two. None if the cache is not e4m3.
     """
     if kv_cache.dtype != E4M3:
         return [key, value]
@@ -109,10 +112,10 @@ def as_stored(key: Tensor, value: Tensor, kv_cache: Tensor, scales: Tensor | Non
 def write_kv(
     kv_cache: Tensor, rows: Tensor, key: Tensor, value: Tensor, scales: Tensor | None = None
 ) -> None:
-    """Writes `[T, num_kv_heads, head_dim]` keys and values to one layer's pool; see `as_stored`.
+    """Writes keys and values to a layer's KV cache. Arguments are as for `as_stored`.
 
-    The pool is seen as rows of `[num_kv_heads, head_dim]`: the key of (block, offset) is row
-    block * 2 * block_size + offset, its value lies block_size rows further.
+    The cache is seen as rows of `[num_kv_heads, head_dim]`: the key of (block, offset) is row
+    block * 2 * block_size + offset, and the value is block_size rows further.
     """
     flat = as_bytes(kv_cache).view(-1, *kv_cache.shape[-2:])
     for place, part in zip(rows, as_stored(key, value, kv_cache, scales), strict=True):
@@ -120,8 +123,13 @@ def write_kv(
 
 
 def read_kv(stored: Tensor, part: int, dtype: torch.dtype, scales: Tensor | None) -> Tensor:
-    """Keys (part 0) or values (part 1) of a pool, `[..., num_kv_heads, head_dim]`, in the model's
-    dtype; see `as_stored`.
+    """Converts stored keys or values to the model's data type.
+
+    Args:
+        stored: `[..., num_kv_heads, head_dim]` of the cache.
+        part: 0 for keys, 1 for values.
+        dtype: data type of the model.
+        scales: see `as_stored`.
     """
     if stored.dtype != E4M3:
         return stored

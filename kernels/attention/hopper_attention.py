@@ -1,21 +1,22 @@
-"""Ragged attention for Hopper in Gluon: a CTA computes one head of one block of queries.
+"""Ragged attention for Hopper in Gluon. A CTA computes one head of one block of queries.
 
-The kernel table picks it on Hopper, for 16-bit dtypes; its twin is `plain.ragged_attention`.
+The dispatch table chooses it on Hopper for 16-bit data types. The reference implementation is
+`tower.plain.ragged_attention`.
 
-The pipeline is FlashAttention-3's (https://arxiv.org/abs/2407.08608, section 3.2): the GEMM of one
-tile's probabilities with its values overlaps the softmax of the next tile. Unlike there,
-probabilities are relative to the row max of the first tile instead of a running one, which takes a
-third fewer instructions (see `warpgroups.softmax`); a block whose row sums overflow is computed
-again with a running max.
+The pipeline is that of FlashAttention-3 (https://arxiv.org/abs/2407.08608, section 3.2): the GEMM
+of one tile's probabilities with its values overlaps the softmax of the next tile. In contrast to
+FlashAttention-3, probabilities are relative to the row max of the first tile instead of a running
+row max, which takes a third fewer instructions (`warpgroups.softmax`). A block whose row sums
+overflow is computed again with a running max.
 
-A head of more than 64 elements is two TMA tiles: 64 columns, and a tail of 16. The tail of a head
-of 72 also holds 8 columns of the next head: the query's are set to zero before Q·Kᵀ, and those of
-the output are not stored.
+A head of more than 64 elements consists of two TMA tiles, with 64 and 16 columns. The second tile
+of a head of 72 elements also has 8 columns of the next head. These columns of the query are set to
+zero before Q·Kᵀ, and these columns of the output are not stored.
 """
 
+# Gluon's constants and launches have no types that pyright understands.
 # pyright: reportAssignmentType=false, reportAttributeAccessIssue=false
 # pyright: reportFunctionMemberAccess=false
-# (constants of the kernel's compiler, and how a kernel is launched)
 
 from torch import Tensor
 from triton.experimental import gluon
@@ -56,11 +57,11 @@ _TAIL_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=32, element_bitwidth=16, 
 
 
 class HopperAttention:
-    """`Ops.ragged_attention` for heads of `HOPPER_HEAD_DIMS` in bfloat16 or float16.
+    """Implements `Ops.ragged_attention` for heads of `HOPPER_HEAD_DIMS` in bfloat16 or float16.
 
     Args:
-        num_sms: of the device. With few rows a CTA has 64 queries instead of 128, so that no SM
-            is idle.
+        num_sms: number of SMs of the device. With few rows, a CTA has 64 queries instead of 128, so
+            that no SM is idle.
     """
 
     def __init__(self, num_sms: int) -> None:
@@ -76,20 +77,27 @@ class HopperAttention:
         main = [_tiles(x, rows, _MAIN) for x, rows in operands]
         tail = [_tiles(x, rows, _TAIL) for x, rows in operands] if head_dim > _MAIN else main
         ragged_attention_kernel[(work.max_blocks * num_heads,)](
-            *main, *tail, work.items, out, head_dim**-0.5 * LOG2_E,
-            HEADS=num_heads, HEAD_DIM=head_dim, BLOCK_M=block_m,
-            TAIL_TILE=_TAIL if head_dim > _MAIN else 0, num_warps=NUM_WARPS,
-        )  # fmt: skip
+            *main,
+            *tail,
+            work.items,
+            out,
+            head_dim**-0.5 * LOG2_E,
+            HEADS=num_heads,
+            HEAD_DIM=head_dim,
+            BLOCK_M=block_m,
+            TAIL_TILE=_TAIL if head_dim > _MAIN else 0,
+            num_warps=NUM_WARPS,
+        )
         return out
 
     def block_m(self, num_rows: int, num_heads: int) -> int:
-        """Queries of a CTA."""
+        """Number of queries of a CTA."""
         few_rows = self._num_sms // num_heads * _BLOCK_M
         return _SMALL_BLOCK_M if num_rows <= few_rows else _BLOCK_M
 
 
 def _tiles(x: Tensor, num_rows: int, num_columns: int) -> TensorDescriptor:
-    """TMA tiles of `[num_rows, num_columns]` of `[N, heads, head_dim]`, heads side by side."""
+    """Describes `[N, heads, head_dim]` as TMA tiles of `[num_rows, num_columns]`."""
     flat = x.flatten(1)
     layout = TILE_LAYOUT if num_columns == _MAIN else _TAIL_LAYOUT
     return TensorDescriptor(
@@ -98,21 +106,33 @@ def _tiles(x: Tensor, num_rows: int, num_columns: int) -> TensorDescriptor:
 
 
 @gluon.jit
-def ragged_attention_kernel(  # noqa: ANN201 - nothing
-    query_tiles, key_tiles, value_tiles, query_tails, key_tails, value_tails, work_ptr, out_ptr,
-    scale, HEADS: gl.constexpr, HEAD_DIM: gl.constexpr, BLOCK_M: gl.constexpr,
+def ragged_attention_kernel(  # noqa: ANN201 - a kernel returns nothing
+    query_tiles,
+    key_tiles,
+    value_tiles,
+    query_tails,
+    key_tails,
+    value_tails,
+    work_ptr,
+    out_ptr,
+    scale,
+    HEADS: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
+    BLOCK_M: gl.constexpr,
     TAIL_TILE: gl.constexpr,
-):  # fmt: skip
-    """CTAs of one head and segment follow each other, so that its keys and values stay in L2.
+):
+    """Computes one head of one block of queries.
+
+    CTAs of the same head and segment have consecutive numbers, so that keys and values stay in L2.
 
     Args:
-        query_tiles: TMA descriptor of `[BLOCK_M, 64]`.
-        key_tiles: of `[keys of a tile, 64]`; `value_tiles` as well.
-        query_tails: of `[BLOCK_M, TAIL_TILE]`, not used where that is 0; `key_tails` and
-            `value_tails` as well.
-        work_ptr: see `segments.list_work`.
-        out_ptr: `[N, HEADS, HEAD_DIM]`.
-        scale: of the scores, in base 2.
+        query_tiles: TMA descriptor of query tiles `[BLOCK_M, 64]`.
+        key_tiles, value_tiles: TMA descriptors of tiles `[_BLOCK_N, 64]`.
+        query_tails: TMA descriptor of tails `[BLOCK_M, TAIL_TILE]`. Not used if TAIL_TILE is 0.
+        key_tails, value_tails: TMA descriptors of tails `[_BLOCK_N, TAIL_TILE]`.
+        work_ptr: work list, see `segments.list_work`.
+        out_ptr: output `[N, HEADS, HEAD_DIM]`.
+        scale: factor of the scores, in base 2.
     """
     MAIN: gl.constexpr = query_tiles.block_type.shape[1]
     TAIL: gl.constexpr = HEAD_DIM - MAIN
@@ -145,15 +165,37 @@ def ragged_attention_kernel(  # noqa: ANN201 - nothing
         descriptors = (key_tiles, value_tiles, key_tails, value_tails)
         tiles = (keys, values, keys_tail, values_tail)
         l_i, acc, acc_tail = _attend(
-            query, query_tail, query_arrived, tiles, mbarriers, descriptors, column, begin, end,
-            scale, TAIL, TAIL_TILE, RUNNING=False,
-        )  # fmt: skip
+            query,
+            query_tail,
+            query_arrived,
+            tiles,
+            mbarriers,
+            descriptors,
+            column,
+            begin,
+            end,
+            scale,
+            TAIL,
+            TAIL_TILE,
+            RUNNING=False,
+        )
         if overflows(l_i, size, query.dtype):
             reset_mbarriers(mbarriers)
             l_i, acc, acc_tail = _attend(
-                query, query_tail, query_arrived, tiles, mbarriers, descriptors, column, begin, end,
-                scale, TAIL, TAIL_TILE, RUNNING=True,
-            )  # fmt: skip
+                query,
+                query_tail,
+                query_arrived,
+                tiles,
+                mbarriers,
+                descriptors,
+                column,
+                begin,
+                end,
+                scale,
+                TAIL,
+                TAIL_TILE,
+                RUNNING=True,
+            )
         debug_barrier()
         place = (first.to(gl.int64) * HEADS + head) * HEAD_DIM
         query.store((acc / l_i[:, None]).to(query.dtype))
@@ -168,7 +210,7 @@ def ragged_attention_kernel(  # noqa: ANN201 - nothing
 
 @gluon.jit
 def _zero_columns(tile, first: gl.constexpr):
-    """Zeroes columns of a tile of shared memory from `first` on."""
+    """Zeroes the columns of a tile in shared memory from `first` on."""
     ROWS: gl.constexpr = rows_layout(tile.shape[1], gl.num_warps())
     inside = gl.arange(0, tile.shape[1], gl.SliceLayout(0, ROWS)) < first
     tile.store(gl.where(inside[None, :], tile.load(ROWS), 0.0))
@@ -177,7 +219,7 @@ def _zero_columns(tile, first: gl.constexpr):
 
 @gluon.jit
 def _store(tile, out_ptr, stride: gl.constexpr, size, COLUMNS: gl.constexpr):
-    """The first rows and columns of a tile of shared memory."""
+    """Stores the first `size` rows and COLUMNS columns of a tile in shared memory."""
     ROWS: gl.constexpr = rows_layout(tile.shape[1], gl.num_warps())
     row = gl.arange(0, tile.shape[0], gl.SliceLayout(1, ROWS))[:, None]
     column = gl.arange(0, tile.shape[1], gl.SliceLayout(0, ROWS))[None, :]
@@ -187,14 +229,26 @@ def _store(tile, out_ptr, stride: gl.constexpr, size, COLUMNS: gl.constexpr):
 
 @gluon.jit
 def _attend(
-    query, query_tail, query_arrived, tiles, mbarriers, descriptors, column, begin, end, scale,
-    TAIL: gl.constexpr, TAIL_TILE: gl.constexpr, RUNNING: gl.constexpr,
-):  # fmt: skip
-    """Row sums `l_i` and unnormalized outputs of one head, over the segment [begin, end).
+    query,
+    query_tail,
+    query_arrived,
+    tiles,
+    mbarriers,
+    descriptors,
+    column,
+    begin,
+    end,
+    scale,
+    TAIL: gl.constexpr,
+    TAIL_TILE: gl.constexpr,
+    RUNNING: gl.constexpr,
+):
+    """Computes row sums and unnormalized outputs of one head over the segment [begin, end).
 
-    The last tile of keys comes first, then the others in their order. The keys of a tile and the
-    values of the one before report to one mbarrier; while they are used the next ones arrive.
-    `RUNNING`: probabilities are relative to the running row max instead of that of the first tile.
+    The last tile of keys comes first, and then the other tiles in order. The keys of a tile and the
+    values of the previous tile share an mbarrier; the next keys and values arrive while these are
+    used. If RUNNING, probabilities are relative to the running row max instead of that of the first
+    tile.
     """
     keys, values, _, values_tail = tiles
     BLOCK_M: gl.constexpr = query.shape[0]
@@ -209,7 +263,8 @@ def _attend(
     dtype: gl.constexpr = query.dtype
     count = (end - begin + BLOCK_N - 1) // BLOCK_N
     remaining = begin + (count - 1) * BLOCK_N
-    last = gl.maximum(begin, end - BLOCK_N)  # a whole tile, if the segment has one: for its row max
+    # A whole tile if the segment is long enough, so that the row max covers many keys.
+    last = gl.maximum(begin, end - BLOCK_N)
     mbarrier.expect(mbarriers.index(0), BLOCK_N * (MAIN + TAIL_TILE) * _ITEM_BYTES)
     _fetch_keys(tiles, mbarriers.index(0), descriptors, column, last, 0, True, TAIL_TILE)
     _fetch(tiles, mbarriers, descriptors, column, 1, count, begin, last, TAIL_TILE)
@@ -270,7 +325,7 @@ def _attend(
 
 @gluon.jit
 def _scores(q, q_tail, tiles, slot, SCORES: gl.constexpr, TAIL_TILE: gl.constexpr):
-    """Q·Kᵀ with a tile of keys, in flight."""
+    """Starts Q·Kᵀ with a tile of keys, and returns the scores in flight."""
     keys, _, keys_tail, _ = tiles
     score = start_scores(q, keys.index(slot), SCORES)
     if TAIL_TILE > 0:
@@ -283,7 +338,7 @@ def _scores(q, q_tail, tiles, slot, SCORES: gl.constexpr, TAIL_TILE: gl.constexp
 def _fetch(
     tiles, mbarriers, descriptors, column, index, count, begin, last, TAIL_TILE: gl.constexpr
 ):
-    """Starts the copies of one tile's keys and of the values before it, where these exist."""
+    """Starts the copies of a tile's keys and of the previous tile's values, if they exist."""
     keys, values, _, values_tail = tiles
     _, value_tiles, _, value_tails = descriptors
     slot = index % 2
@@ -299,18 +354,21 @@ def _fetch(
     )
     if TAIL_TILE > 0:
         tma.async_copy_global_to_shared(
-            value_tails, [before, column + keys.shape[2]], arrived,
-            values_tail.index(slot), pred=index <= count,
-        )  # fmt: skip
+            value_tails,
+            [before, column + keys.shape[2]],
+            arrived,
+            values_tail.index(slot),
+            pred=index <= count,
+        )
 
 
 @gluon.jit
 def _fetch_keys(tiles, arrived, descriptors, column, at, slot, wanted, TAIL_TILE: gl.constexpr):
-    """Starts the copies of one tile's keys."""
+    """Starts the copies of a tile's keys."""
     keys, _, keys_tail, _ = tiles
     key_tiles, _, key_tails, _ = descriptors
     tma.async_copy_global_to_shared(key_tiles, [at, column], arrived, keys.index(slot), pred=wanted)
     if TAIL_TILE > 0:
         tma.async_copy_global_to_shared(
             key_tails, [at, column + keys.shape[2]], arrived, keys_tail.index(slot), pred=wanted
-        )  # fmt: skip
+        )

@@ -1,17 +1,17 @@
-"""Paged decode attention of many sequences as one persistent Triton kernel.
+"""Paged decode attention of many sequences by one persistent Triton kernel.
 
-A work item is one sequence with some of its key heads; a unit is the tokens of it that one K/V tile
-holds. Units are ordered by sequence, heads and tokens, and each CTA takes an equal range of them,
-which it computes from the context lengths (as in stream-K): nothing is planned on the host,
-and a CUDA graph serves any lengths. A range covers the end of one item, some whole ones and the
-start of another. Whole items are written to the output; the partials of a split item lie in float32
-until the last of its CTAs to finish merges them, in the order of the CTAs.
+A work item is a sequence with some of its key heads. It is divided into units, which are the tokens
+of a K/V tile. Units are ordered by sequence, heads and tokens, and each CTA takes a range of equal
+size, which it computes from the context lengths (as in stream-K). The host plans nothing, so a CUDA
+graph works for any lengths. A range covers the end of one item, some whole items and the beginning
+of another. The results of whole items are written to the output. The partial results of a split
+item are stored in float32 until the last of its CTAs merges them, in the order of the CTAs.
 
-A tile's rows are tokens times key heads, so that a token is read as one run of memory. All query
-heads of the item are multiplied with all rows, and scores of another key head are masked: an MMA
-has 16 query rows anyway, many more than share a key head.
+The rows of a tile are tokens times key heads, so that a token is contiguous in memory. All query
+heads of the item are multiplied with all rows, and scores of other key heads are masked. This costs
+nothing, because an MMA has 16 query rows and fewer query heads share a key head.
 
-The plain twin is `services.decoder.attention.sdpa`.
+The reference implementation is `services.decoder.attention.sdpa`.
 """
 
 import torch
@@ -28,15 +28,17 @@ from kernels.attention.attention_tuning import (
 from kernels.attention.fp8_codec import decode_e4m3
 from kernels.attention.fp8_pages import as_bytes
 
-_PREFETCHED_TILES = 1  # into L2, while the kernel before ends
+_PREFETCHED_TILES = 1  # tiles that are prefetched to L2 while the previous kernel ends
 _LOG2_E = 1.4426950408889634
 
 
 class PagedDecodeAttention:
-    """The kernel and its scratch for split items: for one device, one step at a time.
+    """The kernel and its scratch memory for split items, for one step of a device at a time.
 
     Args:
-        config: default: the tuned constants.
+        facts: facts about the model and the device.
+        device: device of the scratch memory.
+        config: configuration of the kernel. Defaults to the tuned constants.
     """
 
     def __init__(
@@ -48,7 +50,7 @@ class PagedDecodeAttention:
         self._rows = config.kv_heads * facts.group_size
         most = max(ctas for ctas, _ in (config.alone, config.beside_few, config.beside_many))
         num_ctas = facts.device.num_sms * most
-        # A CTA has at most two partials of split items: at the start and at the end of its range.
+        # A CTA has at most two partial results of split items, at the ends of its range.
         rows = 2 * num_ctas * self._rows
         self._acc = torch.empty((rows, facts.head_dim), dtype=torch.float32, device=device)
         self._m_l = torch.empty((2, rows), dtype=torch.float32, device=device)
@@ -66,19 +68,21 @@ class PagedDecodeAttention:
         kv_scales: Tensor | None = None,
         beside_prefill: bool = False,
     ) -> None:
-        """Attention of one token of each of S sequences, whose key and value are in the cache.
+        """Computes attention of S sequences with one token each, whose key and value are cached.
 
         Args:
             query: `[S, num_heads, head_dim]`, contiguous.
             kv_cache: `[num_blocks, 2, block_size, num_kv_heads, head_dim]`, contiguous.
-            block_ids: blocks of all sequences, int32.
-            first_blocks: where each sequence's blocks begin among them, int32; more may follow.
-            seq_lens: context lengths, int32; more may follow. Sequences of length 0 come after all
-                others; their rows of `out` are not written.
-            out: the result, as `query`.
-            kv_scales: of a cache in e4m3, see `heads.as_stored`.
-            beside_prefill: the next kernel on the stream reads what this one reads, runs
-                concurrently and waits for it at its end (PDL).
+            block_ids: int32 blocks of all sequences.
+            first_blocks: int32 indices in `block_ids` of each sequence's first block. The tensor
+                may be longer than S.
+            seq_lens: int32 context lengths. The tensor may be longer than S. Sequences of length 0
+                come last, and their rows of `out` are not written.
+            out: tensor for the result, with the shape of `query`.
+            kv_scales: scales of an e4m3 cache, see `heads.as_stored`. None if the cache has the
+                model's dtype.
+            beside_prefill: True if the next kernel on the stream runs concurrently, reads the same
+                inputs, and waits for this kernel at its end (PDL).
         """
         assert query.is_contiguous() and kv_cache.is_contiguous() and out.is_contiguous()
         config, facts, num_sequences = self.config, self._facts, len(query)
@@ -86,34 +90,77 @@ class PagedDecodeAttention:
         ctas_per_sm, stages = beside if beside_prefill else config.alone
         num_ctas, pdl = facts.device.num_sms * ctas_per_sm, facts.device.supports_pdl
         _paged_decode_kernel[(num_ctas,)](
-            query, as_bytes(kv_cache), query if kv_scales is None else kv_scales, block_ids,
-            first_blocks, seq_lens, self._acc, self._m_l, self._arrived, out,
-            num_sequences, facts.head_dim**-0.5 * _LOG2_E,
-            ITEMS=facts.num_kv_heads // config.kv_heads, KV_HEADS=config.kv_heads,
-            GROUP=facts.group_size, DIM=facts.head_dim,
+            query,
+            as_bytes(kv_cache),
+            query if kv_scales is None else kv_scales,
+            block_ids,
+            first_blocks,
+            seq_lens,
+            self._acc,
+            self._m_l,
+            self._arrived,
+            out,
+            num_sequences,
+            facts.head_dim**-0.5 * _LOG2_E,
+            ITEMS=facts.num_kv_heads // config.kv_heads,
+            KV_HEADS=config.kv_heads,
+            GROUP=facts.group_size,
+            DIM=facts.head_dim,
             COLUMNS=triton.next_power_of_2(facts.head_dim),
-            ROWS=max(16, triton.next_power_of_2(self._rows)), BLOCK_SIZE=kv_cache.shape[2],
-            TILE=config.tile_rows, STAGES=stages, PREFETCHED=_PREFETCHED_TILES,
+            ROWS=max(16, triton.next_power_of_2(self._rows)),
+            BLOCK_SIZE=kv_cache.shape[2],
+            TILE=config.tile_rows,
+            STAGES=stages,
+            PREFETCHED=_PREFETCHED_TILES,
             SEQUENCES=max(triton.next_power_of_2(num_sequences), 32 * config.num_warps),
-            CTAS=num_ctas, SCRATCH=self._m_l.shape[1], FP8=kv_scales is not None, PDL=pdl,
-            BESIDE_PREFILL=beside_prefill, num_warps=config.num_warps, launch_pdl=pdl,
-        )  # fmt: skip
+            CTAS=num_ctas,
+            SCRATCH=self._m_l.shape[1],
+            FP8=kv_scales is not None,
+            PDL=pdl,
+            BESIDE_PREFILL=beside_prefill,
+            num_warps=config.num_warps,
+            launch_pdl=pdl,
+        )
 
 
 @triton.jit(do_not_specialize=["num_sequences"])
 def _paged_decode_kernel(
-    query_ptr, cache_ptr, scales_ptr, block_ids_ptr, first_blocks_ptr, seq_lens_ptr, acc_ptr,
-    m_l_ptr, arrived_ptr, out_ptr, num_sequences, scale,
-    ITEMS: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
-    COLUMNS: tl.constexpr, ROWS: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
-    STAGES: tl.constexpr, PREFETCHED: tl.constexpr, SEQUENCES: tl.constexpr, CTAS: tl.constexpr,
-    SCRATCH: tl.constexpr, FP8: tl.constexpr, PDL: tl.constexpr, BESIDE_PREFILL: tl.constexpr,
-):  # fmt: skip
-    """A sequence has ITEMS work items of KV_HEADS key heads; their query heads are padded to ROWS,
-    and head_dim DIM to COLUMNS.
+    query_ptr,
+    cache_ptr,
+    scales_ptr,
+    block_ids_ptr,
+    first_blocks_ptr,
+    seq_lens_ptr,
+    acc_ptr,
+    m_l_ptr,
+    arrived_ptr,
+    out_ptr,
+    num_sequences,
+    scale,
+    ITEMS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    STAGES: tl.constexpr,
+    PREFETCHED: tl.constexpr,
+    SEQUENCES: tl.constexpr,
+    CTAS: tl.constexpr,
+    SCRATCH: tl.constexpr,
+    FP8: tl.constexpr,
+    PDL: tl.constexpr,
+    BESIDE_PREFILL: tl.constexpr,
+):
+    """Computes a CTA's range of units.
+
+    A sequence has ITEMS work items of KV_HEADS key heads each. The query heads of an item are
+    padded to ROWS, and the DIM elements of a head to COLUMNS.
     """
-    HEADS: tl.constexpr = KV_HEADS * GROUP  # of queries
-    UNIT: tl.constexpr = TILE // KV_HEADS  # tokens
+    HEADS: tl.constexpr = KV_HEADS * GROUP  # query heads of an item
+    UNIT: tl.constexpr = TILE // KV_HEADS  # tokens of a unit
     cta = tl.program_id(0)
     if PDL and not BESIDE_PREFILL:
         gdc_launch_dependents()
@@ -127,11 +174,18 @@ def _paged_decode_kernel(
     if PDL:
         if unit < stop:
             _prefetch(
-                cache_ptr, table_ptr, unit - origin, length,
-                ITEMS, UNIT, KV_HEADS * DIM, BLOCK_SIZE, PREFETCHED,
-            )  # fmt: skip
+                cache_ptr,
+                table_ptr,
+                unit - origin,
+                length,
+                ITEMS,
+                UNIT,
+                KV_HEADS * DIM,
+                BLOCK_SIZE,
+                PREFETCHED,
+            )
         gdc_wait()
-        if BESIDE_PREFILL:  # not before what it reads is there
+        if BESIDE_PREFILL:  # the next kernel's inputs are there after the wait
             gdc_launch_dependents()
 
     row, column = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
@@ -154,18 +208,40 @@ def _paged_decode_kernel(
         if FP8:
             query = _times(query, scale_place + item * KV_HEADS)
         m_i, l_i, acc = _attend(
-            query, cache_ptr + item * (KV_HEADS * DIM), table_ptr, first * UNIT,
-            tl.minimum((first + taken) * UNIT, length), scale,
-            ITEMS * KV_HEADS * DIM, KV_HEADS, GROUP, DIM, COLUMNS, BLOCK_SIZE, TILE, STAGES,
-        )  # fmt: skip
+            query,
+            cache_ptr + item * (KV_HEADS * DIM),
+            table_ptr,
+            first * UNIT,
+            tl.minimum((first + taken) * UNIT, length),
+            scale,
+            ITEMS * KV_HEADS * DIM,
+            KV_HEADS,
+            GROUP,
+            DIM,
+            COLUMNS,
+            BLOCK_SIZE,
+            TILE,
+            STAGES,
+        )
         if FP8:
             acc = _times(acc, scale_place + (ITEMS + item) * KV_HEADS)
         begin = unit - first
         _finish_item(
-            acc_ptr, m_l_ptr, arrived_ptr, out_ptr + number * (HEADS * DIM), taken == count,
-            2 * cta + (first == 0).to(tl.int32), _cta_of(begin, least, rest),
-            _cta_of(begin + count - 1, least, rest), m_i, l_i, acc, HEADS, DIM, SCRATCH,
-        )  # fmt: skip
+            acc_ptr,
+            m_l_ptr,
+            arrived_ptr,
+            out_ptr + number * (HEADS * DIM),
+            taken == count,
+            2 * cta + (first == 0).to(tl.int32),
+            _cta_of(begin, least, rest),
+            _cta_of(begin + count - 1, least, rest),
+            m_i,
+            l_i,
+            acc,
+            HEADS,
+            DIM,
+            SCRATCH,
+        )
         if ends:
             origin += count * ITEMS
             table_ptr = block_ids_ptr + next_table
@@ -175,18 +251,25 @@ def _paged_decode_kernel(
 
 @triton.jit
 def _times(x, scales_ptr):
-    """Rows times their scales, which is exact."""
+    """Multiplies rows by their scales, which is exact for powers of two."""
     return (x.to(tl.float32) * tl.load(scales_ptr)[:, None]).to(x.dtype)
 
 
 @triton.jit
 def _find_range(
-    cta, seq_lens_ptr, num_sequences,
-    ITEMS: tl.constexpr, UNIT: tl.constexpr, SEQUENCES: tl.constexpr, CTAS: tl.constexpr,
-):  # fmt: skip
-    """A CTA's range of units: its first and the one after its last; `least`, which each CTA has,
-    and `rest`, the number of CTAs with one more; the first unit's sequence, and the units before
-    that sequence.
+    cta,
+    seq_lens_ptr,
+    num_sequences,
+    ITEMS: tl.constexpr,
+    UNIT: tl.constexpr,
+    SEQUENCES: tl.constexpr,
+    CTAS: tl.constexpr,
+):
+    """Computes a CTA's range of units.
+
+    Returns:
+        First unit; end of the range; number of units of each CTA; number of CTAs with one unit
+        more; sequence of the first unit; number of units before this sequence.
     """
     sequences = tl.arange(0, SEQUENCES)
     lengths = tl.load(seq_lens_ptr + sequences, mask=sequences < num_sequences, other=0)
@@ -201,12 +284,19 @@ def _find_range(
 
 @triton.jit
 def _prefetch(
-    cache_ptr, table_ptr, within, length,
-    ITEMS: tl.constexpr, UNIT: tl.constexpr, WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    cache_ptr,
+    table_ptr,
+    within,
+    length,
+    ITEMS: tl.constexpr,
+    UNIT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
     PREFETCHED: tl.constexpr,
-):  # fmt: skip
-    """Prefetches the first tiles of a range to L2. Among them may be the new token's key and
-    value, whose writes reach L2, too.
+):
+    """Prefetches the first tiles of a range to L2.
+
+    The tiles may contain the new token's key and value. This is safe because writes go to L2 too.
     """
     count = (length + UNIT - 1) // UNIT
     item = within // count
@@ -219,33 +309,49 @@ def _prefetch(
     num_bytes = tl.full((PREFETCHED * UNIT,), width, tl.int32)
     for is_value in tl.static_range(2):
         tl.inline_asm_elementwise(
-            "{ mov.u32 $0, 0; cp.async.bulk.prefetch.L2.global [$1], $2; }", "=r,l,r",
+            "{ mov.u32 $0, 0; cp.async.bulk.prefetch.L2.global [$1], $2; }",
+            "=r,l,r",
             [key_ptr + is_value * (BLOCK_SIZE * ITEMS * WIDTH), num_bytes],
-            dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
 
 
 @triton.jit
 def _attend(
-    query, keys_ptr, table_ptr, begin, end, scale,
-    STRIDE: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
-    COLUMNS: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """Online softmax, in base 2, over tokens [begin, end), where begin is the first of a unit:
-    row max, row sum and accumulator. STRIDE: elements from one token of a block to the next.
+    query,
+    keys_ptr,
+    table_ptr,
+    begin,
+    end,
+    scale,
+    STRIDE: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Computes row max, row sum and accumulator of a softmax in base 2 over tokens [begin, end).
+
+    `begin` is the first token of a unit. STRIDE is the number of elements from a token of a block
+    to the next.
     """
     ROWS: tl.constexpr = query.shape[0]
     UNIT: tl.constexpr = TILE // KV_HEADS
     row, column, query_row = tl.arange(0, TILE), tl.arange(0, COLUMNS), tl.arange(0, ROWS)
     token = row // KV_HEADS
-    # Padding rows count as the first head's.
+    # Padding rows are treated as rows of the first head.
     own = tl.where(query_row < KV_HEADS * GROUP, query_row // GROUP, 0)
     matches = own[:, None] == (row % KV_HEADS)[None, :]
     m_i = tl.full((ROWS,), -1e30, tl.float32)
     p_sum = tl.zeros((ROWS, TILE), tl.float32)
     acc = tl.zeros((ROWS, COLUMNS), tl.float32)
-    # Block ids are loaded a tile ahead, so that keys and values need not wait for them. A tile lies
-    # in one block, or covers whole ones.
+    # Block ids are loaded a tile ahead, so that loads of keys and values do not wait. A tile is
+    # part of one block, or consists of whole blocks.
     if UNIT <= BLOCK_SIZE:
         offset = (token * STRIDE + row % KV_HEADS * DIM)[:, None] + column[None, :]
         block = tl.load(table_ptr + begin // BLOCK_SIZE)
@@ -266,8 +372,9 @@ def _attend(
             ptr = keys_ptr + line[:, None] + offset
             block = tl.load(
                 table_ptr + (following + token) // BLOCK_SIZE,
-                mask=following + token < end, other=0,
-            )  # fmt: skip
+                mask=following + token < end,
+                other=0,
+            )
         mask = inside[:, None]
         if COLUMNS > DIM:
             mask = mask & (column < DIM)[None, :]
@@ -288,11 +395,24 @@ def _attend(
 
 @triton.jit
 def _finish_item(
-    acc_ptr, m_l_ptr, arrived_ptr, out_ptr, is_whole, partial, first, last, m_i, l_i, acc,
-    HEADS: tl.constexpr, DIM: tl.constexpr, SCRATCH: tl.constexpr,
-):  # fmt: skip
-    """Writes an item out, or stores a partial of an item that CTAs [first, last] share; the last of
-    them to finish merges.
+    acc_ptr,
+    m_l_ptr,
+    arrived_ptr,
+    out_ptr,
+    is_whole,
+    partial,
+    first,
+    last,
+    m_i,
+    l_i,
+    acc,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    SCRATCH: tl.constexpr,
+):
+    """Writes the result of a whole item, or stores a partial result of a split item.
+
+    CTAs [first, last] share a split item, and the last of them to finish merges their results.
     """
     ROWS: tl.constexpr = acc.shape[0]
     row, column = tl.arange(0, ROWS), tl.arange(0, acc.shape[1])
@@ -303,7 +423,7 @@ def _finish_item(
         result = (acc / l_i[:, None]).to(out_ptr.dtype.element_ty)
         tl.store(out_ptr + offset, result, mask=mask)
     else:
-        # Past L1, which is not coherent between SMs.
+        # `.cg` bypasses L1, which is not coherent between SMs.
         tl.store(acc_ptr + partial * (HEADS * DIM) + offset, acc, mask=mask, cache_modifier=".cg")
         tl.store(m_ptr, m_i, mask=inside, cache_modifier=".cg")
         tl.store(m_ptr + SCRATCH, l_i, mask=inside, cache_modifier=".cg")
@@ -316,7 +436,7 @@ def _finish_item(
 
 @triton.jit
 def _cta_of(unit, least, rest):
-    """The CTA that has a unit: the first `rest` CTAs have one more than `least`."""
+    """Returns the CTA that has a unit. The first `rest` CTAs have `least + 1` units."""
     longer = rest * (least + 1)
     behind = rest + (unit - longer) // tl.maximum(least, 1)
     return tl.where(unit < longer, unit // (least + 1), behind)
@@ -324,11 +444,18 @@ def _cta_of(unit, least, rest):
 
 @triton.jit
 def _merge(
-    acc_ptr, m_l_ptr, out_ptr, first, last,
-    ROWS: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr,
+    acc_ptr,
+    m_l_ptr,
+    out_ptr,
+    first,
+    last,
+    ROWS: tl.constexpr,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    COLUMNS: tl.constexpr,
     SCRATCH: tl.constexpr,
-):  # fmt: skip
-    """The partials of one item, in the order of the CTAs."""
+):
+    """Merges the partial results of an item, in the order of the CTAs."""
     row, column = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
     offset = row[:, None] * DIM + column[None, :]
     inside = row < HEADS
@@ -337,7 +464,7 @@ def _merge(
     l_i = tl.zeros((ROWS,), tl.float32)
     acc = tl.zeros((ROWS, COLUMNS), tl.float32)
     for cta in tl.range(first, last + 1, num_stages=4):
-        # The item starts in the first CTA's second partial.
+        # The item begins at the end of the first CTA's range, which is its second partial result.
         partial = 2 * cta + (cta == first).to(tl.int32)
         m_ptr = m_l_ptr + partial * HEADS + row
         part_m = tl.load(m_ptr, mask=inside, other=0.0, cache_modifier=".cg")
@@ -351,10 +478,10 @@ def _merge(
 
 
 @triton.jit
-def merge_softmax(  # noqa: ANN201 - three of the inputs' kind
+def merge_softmax(  # noqa: ANN201 - Triton blocks have no type
     m_i, l_i, acc, part_m, part_l, part_acc
 ):
-    """Two partial softmaxes, in base 2, as one: row max, row sum, accumulator."""
+    """Merges two partial softmaxes in base 2, given by row max, row sum and accumulator."""
     new_m = tl.maximum(m_i, part_m)
     alpha, beta = tl.exp2(m_i - new_m), tl.exp2(part_m - new_m)
     return new_m, l_i * alpha + part_l * beta, acc * alpha[:, None] + part_acc * beta[:, None]

@@ -1,22 +1,22 @@
-"""Attention of prefill chunks by one kernel in Gluon, for Hopper.
+"""Attention of prefill chunks for Hopper, by one Gluon kernel.
 
-A work item is up to 64 query tokens of one chunk; a CTA computes one head of it. Work items lie on
-the device in a list, those with the longest contexts first, so that a CUDA graph serves any chunks.
-Where a few items have long cached contexts, as a short question after a long conversation, each is
-split among several CTAs; the last one to finish merges the splits, in their order.
+A work item is up to 64 query tokens of a chunk, of which a CTA computes one head. Work items are in
+a list on the device, with the longest contexts first, so that a CUDA graph works for any chunks. If
+there are few items with long cached contexts, such as a short question after a long conversation,
+each item is split among several CTAs. The last CTA to finish merges the splits in their order.
 
-A CTA loads the step's own keys and values, which `qk_rope_cache` has left in order beside the
-cache, by TMA, and then gathers the cached ones from the KV cache. As in FlashAttention-3
-(https://arxiv.org/abs/2407.08608, section 3.2), the GEMM of one tile's probabilities with its
-values overlaps the softmax of the next tile, which Triton's own compiler does not do. Rows that are
-not the sequence's own are masked out of every GEMM, because they need not be finite.
+A CTA first loads the keys and values of the step itself by TMA, since `qk_rope_cache` has also
+written these to a contiguous tensor, and then gathers cached keys and values from the KV cache. As
+in FlashAttention-3 (https://arxiv.org/abs/2407.08608, section 3.2), the GEMM of one tile's
+probabilities with its values overlaps the softmax of the next tile, which Triton's compiler does
+not do. Rows of other sequences are masked out of every GEMM, because they may not be finite.
 
-The plain twin is `services.decoder.attention.sdpa`.
+The reference implementation is `services.decoder.attention.sdpa`.
 """
 
+# Gluon's constants and launches have no types that pyright understands.
 # pyright: reportAssignmentType=false, reportAttributeAccessIssue=false
 # pyright: reportFunctionMemberAccess=false
-# (constants of the kernel's compiler)
 
 from collections.abc import Sequence
 from operator import itemgetter
@@ -26,19 +26,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    async_copy,
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-from triton.language import debug_barrier
-from triton.language.extra.cuda import gdc_wait
 
 from kernels.attention.attention_tuning import (
     MAX_CACHED_SHARE,
@@ -49,38 +37,22 @@ from kernels.attention.attention_tuning import (
     PREFILL_CTAS_PER_SM,
     AttentionFacts,
 )
-from kernels.attention.fp8_codec import decode_e4m3
 from kernels.attention.fp8_pages import as_bytes
-from kernels.attention.paged_decode_attention import merge_softmax
-from kernels.attention.warpgroups import (
-    LOG2_E,
-    NUM_WARPS,
-    TILE_LAYOUT,
-    allocate_tile_pair,
-    as_dot_operand,
-    load_query,
-    make_mbarrier_pair,
-    overflows,
-    reset_mbarriers,
-    rows_layout,
-    sliced_row_sum,
-    softmax,
-    start_scores,
-    zero_rows_from,
-)
+from kernels.attention.prefill_kernel import prefill_kernel
+from kernels.attention.warpgroups import LOG2_E, NUM_WARPS, TILE_LAYOUT
 
 TILE = 64  # query tokens of a work item, and tokens of a K/V tile
-_FIELDS = 8  # of a work item in the list
+_FIELDS = 8  # fields of a work item in the list
 
 
 class PrefillChunk(NamedTuple):
-    """Some tokens of a prompt in a step.
+    """Tokens of a prompt that a step computes.
 
     Attributes:
-        first_token: tokens of the step before it.
-        length: number of its tokens.
-        cached: tokens of its sequence that are in the cache.
-        first_block: where the sequence's blocks begin among the block ids.
+        first_token: index in the step of the chunk's first token.
+        length: number of tokens of the chunk.
+        cached: number of tokens of the sequence that are in the KV cache.
+        first_block: index among the block ids of the sequence's first block.
     """
 
     first_token: int
@@ -90,11 +62,11 @@ class PrefillChunk(NamedTuple):
 
 
 class PrefillAttention:
-    """The kernel and its scratch for split work items: for one device, one step at a time."""
+    """The kernel and its scratch memory for split items, for one step of a device at a time."""
 
     def __init__(self, facts: AttentionFacts, device: torch.device) -> None:
         num_heads, head_dim = facts.num_heads, facts.head_dim
-        # With this many work items there are enough CTAs, and none is split.
+        # With this many work items there are enough CTAs without splitting.
         ctas_per_sm = PREFILL_CTAS_PER_SM if head_dim <= 128 else 1
         self._max_splits = facts.device.num_sms * ctas_per_sm // num_heads
         rows = self._max_splits * num_heads * TILE
@@ -104,36 +76,40 @@ class PrefillAttention:
 
     @staticmethod
     def is_faster_than_fa3(chunks: Sequence[PrefillChunk]) -> bool:
-        """Whether the kernel itself takes less time than FA3, launches and graphs aside. A chunk of
-        n tokens has n² / 2 pairs of its own.
-        """
+        """Returns whether the kernel takes less device time than FA3, without launches."""
+        # A chunk of n tokens has n² / 2 pairs of its own tokens.
         own = sum(chunk.length**2 for chunk in chunks) / 2
         return _cached_pairs(chunks) <= MAX_CACHED_SHARE * own
 
     @staticmethod
     def is_faster_captured(chunks: Sequence[PrefillChunk]) -> bool:
-        """Whether a captured step with this kernel is faster than an eager one with FA3."""
+        """Returns whether a captured step with this kernel is faster than one with eager FA3."""
         tokens = sum(chunk.length for chunk in chunks)
         most = MAX_CAPTURED_PAIRS - PAIRS_PER_TOKEN * tokens
         return _cached_pairs(chunks) <= max(MIN_CAPTURED_PAIRS, most)
 
     def count_work(self, num_tokens: int, num_chunks: int) -> int:
-        """The most work items of a step of this many tokens in this many chunks."""
+        """Largest number of work items of a step with these numbers of tokens and chunks."""
         return max(-(-num_tokens // TILE) + num_chunks - 1, self._max_splits)
 
     def list_work(self, chunks: Sequence[PrefillChunk], room: int) -> npt.NDArray[np.int32]:
-        """The work items, with room for at least `count_work`.
+        """Lists the work items of a step.
 
-        In plain Python: a lone prompt's list is short, and a numpy call takes 10 µs on a CPU core
-        that has been idle.
+        This is plain Python because the list of a single prompt is short, and a numpy call takes
+        10 µs on a CPU core that has been idle.
+
+        Args:
+            chunks: chunks of the step.
+            room: length of the list, at least `count_work`. Items that are not needed are empty.
 
         Returns:
-            `[room, 8]`: first query token; number of query tokens, 0 where there is no item; first
-            token of the chunk; where the sequence's block ids start; cached tokens, from and to;
-            number of splits, which follow each other in the list; index of the split.
+            `[room, 8]` with the fields: first query token; number of query tokens, 0 for an empty
+            item; first token of the chunk; index of the sequence's first block; first cached token
+            and end of the cached tokens; number of splits, which are consecutive items; index of
+            the split.
         """
         tiles = [(chunk, at) for chunk in chunks for at in range(0, chunk.length, TILE)]
-        share = 0  # K/V tiles of a split; 0: no item is split
+        share = 0  # K/V tiles of a split; 0 if no item is split
         if (spare := self._max_splits - len(tiles)) > 0:
             total = sum(-(-chunk.cached // TILE) for chunk, _ in tiles)
             share = max(MIN_SPLIT_TILES, -(-total // spare))
@@ -165,367 +141,51 @@ class PrefillAttention:
         kv_scales: Tensor | None = None,
         beside_decode: bool = False,
     ) -> None:
-        """Attention of the chunks that `work` lists; rows of other tokens are not written.
+        """Computes attention of the chunks in `work`. Rows of other tokens are not written.
 
         Args:
             query: `[T, num_heads, head_dim]`, contiguous.
-            keys_values: `[T, 2 * num_kv_heads, head_dim]`, contiguous: the step's own, see
-                `qk_rope_cache`.
+            keys_values: keys and values of the step, `[T, 2 * num_kv_heads, head_dim]`, contiguous,
+                as `qk_rope_cache` writes them.
             kv_cache: `[num_blocks, 2, block_size, num_kv_heads, head_dim]`, contiguous.
-            block_ids: of all sequences, int32.
-            work: `[room, 8]` int32, from `list_work`, on the device.
-            out: the result, as `query`.
-            kv_scales: of a cache in e4m3, see `heads.as_stored`; `keys_values` have them, too.
-            beside_decode: it runs concurrently with the kernel before it on the stream,
-                `PagedDecodeAttention` of the same step (PDL).
+            block_ids: int32 block ids of all sequences.
+            work: `[room, 8]` int32 on the device, from `list_work`.
+            out: tensor for the result, with the shape of `query`.
+            kv_scales: scales of an e4m3 cache, see `heads.as_stored`, which also apply to
+                `keys_values`. None if the cache has the model's dtype.
+            beside_decode: True if the kernel runs concurrently with the previous kernel on the
+                stream, `PagedDecodeAttention` of the same step (PDL).
         """
         num_heads, head_dim = query.shape[1:]
         tiles = (
             TensorDescriptor.from_tensor(rows.flatten(1), [TILE, head_dim], TILE_LAYOUT)
             for rows in (query, keys_values)
         )
-        _prefill_kernel[(len(work) * num_heads,)](
-            *tiles, as_bytes(kv_cache), query if kv_scales is None else kv_scales, block_ids, work,
-            self._acc, self._m_l, self._arrived, out, head_dim**-0.5 * LOG2_E,
-            SCRATCH=len(self._acc), HEADS=num_heads, KV_HEADS=kv_cache.shape[3], DIM=head_dim,
-            BLOCK_SIZE=kv_cache.shape[2], TILE=TILE, FIELDS=_FIELDS, FP8=kv_scales is not None,
-            BESIDE_DECODE=beside_decode, num_warps=NUM_WARPS, launch_pdl=True,
-        )  # fmt: skip
+        prefill_kernel[(len(work) * num_heads,)](
+            *tiles,
+            as_bytes(kv_cache),
+            query if kv_scales is None else kv_scales,
+            block_ids,
+            work,
+            self._acc,
+            self._m_l,
+            self._arrived,
+            out,
+            head_dim**-0.5 * LOG2_E,
+            SCRATCH=len(self._acc),
+            HEADS=num_heads,
+            KV_HEADS=kv_cache.shape[3],
+            DIM=head_dim,
+            BLOCK_SIZE=kv_cache.shape[2],
+            TILE=TILE,
+            FIELDS=_FIELDS,
+            FP8=kv_scales is not None,
+            BESIDE_DECODE=beside_decode,
+            num_warps=NUM_WARPS,
+            launch_pdl=True,
+        )
 
 
 def _cached_pairs(chunks: Sequence[PrefillChunk]) -> int:
-    """Pairs of a new and a cached token."""
+    """Number of pairs of a new and a cached token."""
     return sum(chunk.cached * chunk.length for chunk in chunks)
-
-
-@gluon.jit
-def _prefill_kernel(
-    query_tiles, own_tiles, cache_ptr, scales_ptr, block_ids_ptr, work_ptr, acc_ptr, m_l_ptr,
-    arrived_ptr, out_ptr, scale,
-    SCRATCH: gl.constexpr, HEADS: gl.constexpr, KV_HEADS: gl.constexpr, DIM: gl.constexpr,
-    BLOCK_SIZE: gl.constexpr, TILE: gl.constexpr, FIELDS: gl.constexpr, FP8: gl.constexpr,
-    BESIDE_DECODE: gl.constexpr,
-):  # fmt: skip
-    """One head of one work item, see `PrefillAttention.list_work`."""
-    cta = gl.program_id(0)
-    fields_ptr = work_ptr + cta // HEADS * FIELDS
-    head = cta % HEADS
-    # All loads are issued before the first use, so that their latencies overlap.
-    first, size = gl.load(fields_ptr), gl.load(fields_ptr + 1)
-    chunk, table_ptr = gl.load(fields_ptr + 2), block_ids_ptr + gl.load(fields_ptr + 3)
-    begin, end = gl.load(fields_ptr + 4), gl.load(fields_ptr + 5)
-    num_splits, split = gl.load(fields_ptr + 6), gl.load(fields_ptr + 7)
-    if not BESIDE_DECODE:
-        gdc_wait()
-    if size > 0:
-        query = gl.allocate_shared_memory(query_tiles.dtype, [TILE, DIM], query_tiles.layout)
-        kv_head = head // (HEADS // KV_HEADS)
-        keys_at = kv_head * DIM
-        if FP8:
-            scale *= gl.load(scales_ptr + kv_head)
-        m_i, l_i, acc = _attend(
-            query, query_tiles, head * DIM, own_tiles, keys_at, cache_ptr + keys_at, table_ptr,
-            (first, size, chunk, begin, end), split == num_splits - 1, scale, KV_HEADS * DIM,
-            BLOCK_SIZE,
-        )  # fmt: skip
-        if FP8:
-            acc *= gl.load(scales_ptr + KV_HEADS + kv_head)
-        ROWS: gl.constexpr = rows_layout(DIM, gl.num_warps())
-        row = gl.arange(0, TILE, gl.SliceLayout(1, ROWS))
-        column = gl.arange(0, DIM, gl.SliceLayout(0, ROWS))
-        inside = (row < size)[:, None]
-        offset = ((first + row) * HEADS + head)[:, None] * DIM + column[None, :]
-        if num_splits == 1:
-            query.store((acc / l_i[:, None]).to(query.dtype))
-            gl.store(out_ptr + offset, query.load(ROWS), mask=inside)
-        else:
-            # Past L1, which is not coherent between SMs.
-            line = cta * TILE + gl.arange(0, TILE, m_i.type.layout)
-            gl.store(m_l_ptr + line, m_i, cache_modifier=".cg")
-            gl.store(m_l_ptr + SCRATCH + line, l_i, cache_modifier=".cg")
-            within = gl.arange(0, DIM, gl.SliceLayout(0, acc.type.layout))
-            acc_ptrs = acc_ptr + line[:, None] * DIM + within[None, :]
-            gl.store(acc_ptrs, acc, cache_modifier=".cg")
-            debug_barrier()
-            first_cta = cta - split * HEADS
-            if gl.atomic_add(arrived_ptr + first_cta, 1, sem="acq_rel") == num_splits - 1:
-                debug_barrier()
-                result = _merge_splits(
-                    acc_ptr, m_l_ptr, first_cta, num_splits, row, column, SCRATCH, HEADS, DIM, TILE
-                )
-                gl.store(out_ptr + offset, result.to(query.dtype), mask=inside)
-                gl.store(arrived_ptr + first_cta, 0)
-    # A kernel that waits for this one waits for all of its CTAs, so that one CTA's wait is enough;
-    # others would occupy their SMs for as long.
-    if BESIDE_DECODE and cta == gl.num_programs(0) - 1:
-        gdc_wait()
-
-
-@gluon.jit
-def _attend(
-    query, query_tiles, query_column, own_tiles, column, keys_ptr, table_ptr, item, has_own,
-    scale, WIDTH: gl.constexpr, BLOCK_SIZE: gl.constexpr,
-):  # fmt: skip
-    """Row max, row sum and accumulator, in base 2, of one head of a work item. The row max may be
-    that of the first tile, see `warpgroups.softmax`.
-    """
-    keys, k_mbars = allocate_tile_pair(own_tiles), make_mbarrier_pair()
-    values, v_mbars = allocate_tile_pair(own_tiles), make_mbarrier_pair()
-    query_arrived = load_query(query, query_tiles, item[0], query_column)
-    m_i, l_i, acc, overflowed = _attend_pass(
-        query, query_arrived, keys, k_mbars, values, v_mbars, own_tiles, column, keys_ptr,
-        table_ptr, item, has_own, scale, WIDTH, BLOCK_SIZE, RUNNING=False,
-    )  # fmt: skip
-    if overflowed:
-        reset_mbarriers(k_mbars)
-        reset_mbarriers(v_mbars)
-        m_i, l_i, acc, overflowed = _attend_pass(
-            query, query_arrived, keys, k_mbars, values, v_mbars, own_tiles, column, keys_ptr,
-            table_ptr, item, has_own, scale, WIDTH, BLOCK_SIZE, RUNNING=True,
-        )  # fmt: skip
-    return m_i, l_i, acc
-
-
-@gluon.jit
-def _attend_pass(
-    query, query_arrived, keys, k_mbars, values, v_mbars, own_tiles, column, keys_ptr, table_ptr,
-    item, has_own, scale, WIDTH: gl.constexpr, BLOCK_SIZE: gl.constexpr, RUNNING: gl.constexpr,
-):  # fmt: skip
-    """One pass of `_attend`, and whether a row sum overflowed; then `_attend` repeats the pass with
-    RUNNING.
-
-    The step's own tiles come first, the diagonal one before the others, and then the cached ones.
-    Keys and values have a double buffer each; the next load is issued as soon as all warps have
-    used a tile. `has_own`: else another split has the step's own tokens.
-    """
-    TILE: gl.constexpr = query.shape[0]
-    DIM: gl.constexpr = query.shape[1]
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, TILE, 16])
-    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, DIM, 16])
-    first, size, chunk, begin, end = item
-    num_own = gl.where(has_own, (first - chunk) // TILE + 1, 1)
-    for index in gl.static_range(2):
-        _expect(k_mbars, index, own_tiles, num_own)
-        _expect(v_mbars, index, own_tiles, num_own)
-    for index in gl.static_range(2):
-        at = first if index == 0 else chunk
-        _load_own(keys, k_mbars, index, at, own_tiles, column, num_own)
-        _load_own(values, v_mbars, index, at, own_tiles, WIDTH + column, num_own)
-
-    # The diagonal tile, where a token attends to itself and those before it.
-    row = gl.arange(0, TILE, gl.SliceLayout(1, SCORES))
-    key = gl.arange(0, TILE, gl.SliceLayout(0, SCORES))
-    mbarrier.wait(query_arrived, 0)
-    mbarrier.wait(k_mbars.index(0), 0)
-    score = warpgroup_mma_wait(0, deps=[start_scores(query, keys.index(0), SCORES)])
-    attended = (key[None, :] <= row[:, None]) & (key < size)[None, :] & has_own
-    score = gl.where(attended, score, float("-inf"))
-    m_i = gl.maximum(gl.max(score, axis=1) * scale, -1e30)
-    p = gl.exp2(score * scale - m_i[:, None])
-    l_i = sliced_row_sum(p)
-    if size < TILE:
-        mbarrier.wait(v_mbars.index(0), 0)
-        zero_rows_from(values.index(0), size)
-    debug_barrier()
-    _expect(k_mbars, 2, own_tiles, num_own)
-    _load_own(keys, k_mbars, 2, chunk + TILE, own_tiles, column, num_own)
-
-    acc = gl.full([TILE, DIM], 0.0, gl.float32, ACC)
-    p_op = as_dot_operand(p, query.dtype, ACC)
-    m_i, l_i, acc, p_op = _attend_own(
-        query, keys, k_mbars, values, v_mbars, own_tiles, column, chunk, num_own, scale,
-        m_i, l_i, acc, p_op, SCORES, ACC, WIDTH, RUNNING,
-    )  # fmt: skip
-    overflowed = False
-    if not RUNNING:
-        overflowed = overflows(gl.sum(l_i, axis=1), size, query.dtype)
-    if begin < end:
-        if keys_ptr.dtype.element_ty == gl.uint8:
-            m_i, l_i, acc, p_op, num_own = _attend_fp8(
-                query, keys, values, keys_ptr, table_ptr, begin, end, num_own, scale,
-                m_i, l_i, acc, p_op, SCORES, ACC, WIDTH, BLOCK_SIZE,
-            )  # fmt: skip
-        else:
-            m_i, l_i, acc, p_op, num_own = _attend_cached(
-                query, keys, values, keys_ptr, table_ptr, begin, end, num_own, scale,
-                m_i, l_i, acc, p_op, SCORES, ACC, WIDTH, BLOCK_SIZE,
-            )  # fmt: skip
-    acc = warpgroup_mma(p_op, values.index((num_own - 1) % 2), acc)
-    m_i = gl.convert_layout(m_i, gl.SliceLayout(1, ACC))
-    return m_i, gl.convert_layout(gl.sum(l_i, axis=1), gl.SliceLayout(1, ACC)), acc, overflowed
-
-
-@gluon.jit
-def _attend_own(
-    query, keys, k_mbars, values, v_mbars, own_tiles, column, chunk, num_own, scale,
-    m_i, l_i, acc, p_op, SCORES: gl.constexpr, ACC: gl.constexpr, WIDTH: gl.constexpr,
-    RUNNING: gl.constexpr,
-):  # fmt: skip
-    """Continues with the chunk's tokens before the diagonal tile. The GEMM of p and the values lags
-    one tile behind: `p_op` is the p of the tile before, on entry and on return.
-    """
-    TILE: gl.constexpr = query.shape[0]
-    for index in range(1, num_own):
-        before = index - 1
-        at = chunk + before * TILE
-        mbarrier.wait(k_mbars.index(index % 2), index // 2 & 1)
-        score = start_scores(query, keys.index(index % 2), SCORES)
-        mbarrier.wait(v_mbars.index(before % 2), before // 2 & 1)
-        acc = warpgroup_mma(p_op, values.index(before % 2), acc, is_async=True)
-        score = warpgroup_mma_wait(1, deps=[score])
-        m_i, l_i, p, alpha = softmax(score, scale, m_i, l_i, RUNNING)
-        acc, p_op = warpgroup_mma_wait(0, deps=[acc, p_op])
-        debug_barrier()
-        _expect(k_mbars, index + 2, own_tiles, num_own)
-        _expect(v_mbars, index + 1, own_tiles, num_own)
-        _load_own(keys, k_mbars, index + 2, at + 2 * TILE, own_tiles, column, num_own)
-        _load_own(values, v_mbars, index + 1, at + TILE, own_tiles, WIDTH + column, num_own)
-        if RUNNING:
-            acc *= gl.convert_layout(alpha, gl.SliceLayout(1, ACC))[:, None]
-        p_op = as_dot_operand(p, query.dtype, ACC)
-    mbarrier.wait(v_mbars.index((num_own - 1) % 2), (num_own - 1) // 2 & 1)
-    return m_i, l_i, acc, p_op
-
-
-@gluon.jit
-def _attend_cached(
-    query, keys, values, keys_ptr, table_ptr, begin, end, turn, scale, m_i, l_i, acc, p_op,
-    SCORES: gl.constexpr, ACC: gl.constexpr, WIDTH: gl.constexpr, BLOCK_SIZE: gl.constexpr,
-):  # fmt: skip
-    """Continues with cached tokens [begin, end), after `turn` tiles."""
-    TILE: gl.constexpr = query.shape[0]
-    key = gl.arange(0, TILE, gl.SliceLayout(0, SCORES))
-    values_ptr = keys_ptr + BLOCK_SIZE * WIDTH
-    after = begin + TILE
-    _load_cached(keys.index(turn % 2), keys_ptr, table_ptr, begin, end, WIDTH, BLOCK_SIZE)
-    _load_cached(values.index(turn % 2), values_ptr, table_ptr, begin, end, WIDTH, BLOCK_SIZE)
-    _load_cached(keys.index((turn + 1) % 2), keys_ptr, table_ptr, after, end, WIDTH, BLOCK_SIZE)
-    for at in range(begin, end, TILE):
-        next_keys, last_values = keys.index(turn % 2), values.index((turn + 1) % 2)
-        async_copy.wait_group(2)  # all but the keys after these and the values of these
-        fence_async_shared()
-        debug_barrier()
-        score = start_scores(query, next_keys, SCORES)
-        acc = warpgroup_mma(p_op, last_values, acc, is_async=True)
-        score = warpgroup_mma_wait(1, deps=[score])
-        score = gl.where((at + key < end)[None, :], score, float("-inf"))
-        m_i, l_i, p, alpha = softmax(score, scale, m_i, l_i, RUNNING=True)
-        acc, p_op = warpgroup_mma_wait(0, deps=[acc, p_op])
-        debug_barrier()
-        after = at + TILE
-        _load_cached(next_keys, keys_ptr, table_ptr, after + TILE, end, WIDTH, BLOCK_SIZE)
-        _load_cached(last_values, values_ptr, table_ptr, after, end, WIDTH, BLOCK_SIZE)
-        acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, ACC))[:, None]
-        p_op = as_dot_operand(p, query.dtype, ACC)
-        turn += 1
-    async_copy.wait_group(0)
-    fence_async_shared()
-    debug_barrier()
-    return m_i, l_i, acc, p_op, turn
-
-
-@gluon.jit
-def _attend_fp8(
-    query, keys, values, keys_ptr, table_ptr, begin, end, turn, scale, m_i, l_i, acc, p_op,
-    SCORES: gl.constexpr, ACC: gl.constexpr, WIDTH: gl.constexpr, BLOCK_SIZE: gl.constexpr,
-):  # fmt: skip
-    """`_attend_cached` of a cache in e4m3: its bytes go through registers, where they arrive while
-    the GEMMs of the tile before run.
-    """
-    TILE: gl.constexpr = query.shape[0]
-    DIM: gl.constexpr = query.shape[1]
-    key = gl.arange(0, TILE, gl.SliceLayout(0, SCORES))
-    values_ptr = keys_ptr + BLOCK_SIZE * WIDTH
-    next_keys = _load_bytes(keys_ptr, table_ptr, begin, end, TILE, DIM, WIDTH, BLOCK_SIZE)
-    next_values = _load_bytes(values_ptr, table_ptr, begin, end, TILE, DIM, WIDTH, BLOCK_SIZE)
-    keys.index(turn % 2).store(decode_e4m3(next_keys, query.dtype))
-    values.index(turn % 2).store(decode_e4m3(next_values, query.dtype))
-    for at in range(begin, end, TILE):
-        after, other = at + TILE, (turn + 1) % 2
-        next_keys = _load_bytes(keys_ptr, table_ptr, after, end, TILE, DIM, WIDTH, BLOCK_SIZE)
-        next_values = _load_bytes(values_ptr, table_ptr, after, end, TILE, DIM, WIDTH, BLOCK_SIZE)
-        fence_async_shared()
-        debug_barrier()
-        score = start_scores(query, keys.index(turn % 2), SCORES)
-        acc = warpgroup_mma(p_op, values.index(other), acc, is_async=True)
-        score = warpgroup_mma_wait(1, deps=[score])
-        score = gl.where((at + key < end)[None, :], score, float("-inf"))
-        m_i, l_i, p, alpha = softmax(score, scale, m_i, l_i, RUNNING=True)
-        acc, p_op = warpgroup_mma_wait(0, deps=[acc, p_op])
-        debug_barrier()
-        keys.index(other).store(decode_e4m3(next_keys, query.dtype))
-        values.index(other).store(decode_e4m3(next_values, query.dtype))
-        acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, ACC))[:, None]
-        p_op = as_dot_operand(p, query.dtype, ACC)
-        turn += 1
-    fence_async_shared()
-    debug_barrier()
-    return m_i, l_i, acc, p_op, turn
-
-
-@gluon.jit
-def _load_bytes(
-    rows_ptr, table_ptr, at, end, TILE: gl.constexpr, DIM: gl.constexpr, WIDTH: gl.constexpr,
-    BLOCK_SIZE: gl.constexpr,
-):  # fmt: skip
-    """A tile of the KV cache in registers; rows from `end` on are zeros."""
-    ROWS: gl.constexpr = rows_layout(DIM, gl.num_warps())
-    ptr, inside = _cached_rows(rows_ptr, table_ptr, at, end, TILE, DIM, ROWS, WIDTH, BLOCK_SIZE)
-    return gl.load(ptr, mask=inside, other=0)
-
-
-@gluon.jit
-def _cached_rows(
-    rows_ptr, table_ptr, at, end, TILE: gl.constexpr, DIM: gl.constexpr, ROWS: gl.constexpr,
-    WIDTH: gl.constexpr, BLOCK_SIZE: gl.constexpr,
-):  # fmt: skip
-    """Where a tile lies in the KV cache, and which of its rows are before `end`."""
-    token = at + gl.arange(0, TILE, gl.SliceLayout(1, ROWS))
-    column = gl.arange(0, DIM, gl.SliceLayout(0, ROWS))
-    inside = token < end
-    block = gl.load(table_ptr + token // BLOCK_SIZE, mask=inside, other=0).to(gl.int64)
-    row = block * (2 * BLOCK_SIZE) + token % BLOCK_SIZE
-    return rows_ptr + (row * WIDTH)[:, None] + column[None, :], inside[:, None]
-
-
-@gluon.jit
-def _expect(mbars, index, tiles, count):
-    """Arms the mbarrier of a load; before `_load_own`."""
-    mbarrier.expect(mbars.index(index % 2), tiles.block_type.nbytes, pred=index < count)
-
-
-@gluon.jit
-def _load_own(buffers, mbars, index, row, tiles, column, count):
-    """Starts the TMA load of tile `index` of `count` of the step's own keys or values."""
-    tile, mbar = buffers.index(index % 2), mbars.index(index % 2)
-    tma.async_copy_global_to_shared(tiles, [row, column], mbar, tile, pred=index < count)
-
-
-@gluon.jit
-def _load_cached(tile, rows_ptr, table_ptr, at, end, WIDTH: gl.constexpr, BLOCK_SIZE: gl.constexpr):
-    """Starts the gather of a tile from the KV cache; rows from `end` on become zeros."""
-    ROWS: gl.constexpr = rows_layout(tile.shape[1], gl.num_warps())
-    ptr, inside = _cached_rows(
-        rows_ptr, table_ptr, at, end, tile.shape[0], tile.shape[1], ROWS, WIDTH, BLOCK_SIZE
-    )
-    async_copy.async_copy_global_to_shared(tile, ptr, mask=inside)
-    async_copy.commit_group()
-
-
-@gluon.jit
-def _merge_splits(
-    acc_ptr, m_l_ptr, first_cta, num_splits, row, column,
-    SCRATCH: gl.constexpr, HEADS: gl.constexpr, DIM: gl.constexpr, TILE: gl.constexpr,
-):  # fmt: skip
-    """The splits of one head of a work item, in their order."""
-    LINE: gl.constexpr = row.type.layout
-    m_i = gl.full([TILE], -1e30, gl.float32, LINE)
-    l_i = gl.full([TILE], 0.0, gl.float32, LINE)
-    acc = gl.full([TILE, DIM], 0.0, gl.float32, LINE.parent)
-    for split in range(num_splits):
-        line = (first_cta + split * HEADS) * TILE + row
-        part_m = gl.load(m_l_ptr + line, cache_modifier=".cg")
-        part_l = gl.load(m_l_ptr + SCRATCH + line, cache_modifier=".cg")
-        part_acc = gl.load(acc_ptr + line[:, None] * DIM + column[None, :], cache_modifier=".cg")
-        m_i, l_i, acc = merge_softmax(m_i, l_i, acc, part_m, part_l, part_acc)
-    return acc / l_i[:, None]

@@ -1,8 +1,8 @@
-"""q/k norm, rotation and the write to the KV cache as one Triton kernel.
+"""Triton kernel for q/k norm, rotation and the write to the KV cache.
 
-Between the fused q/k/v projection and attention, plain torch launches a score of small kernels that
-each read and write q, k and v. This one reads them once. Its plain twin is
-`kernels.plain.qk_rope_cache`; the rounding points are the same.
+Plain torch would launch about twenty small kernels between the fused q/k/v projection and
+attention, each of which reads and writes q, k and v. This kernel reads them once. The reference
+implementation is `kernels.plain.qk_rope_cache`, with the same rounding.
 """
 
 import triton
@@ -24,7 +24,7 @@ def qk_rope_cache(
     *,
     pdl: int = 0,
 ) -> Tensor:
-    """Implements `plain.qk_rope_cache` where all tensors are contiguous."""
+    """Implements `plain.qk_rope_cache` for contiguous tensors."""
     assert heads.is_contiguous
     num_kv_heads, head_dim = heads.kv_cache.shape[-2:]
     num_tokens, num_heads = heads.num_tokens, heads.num_heads
@@ -33,33 +33,52 @@ def qk_rope_cache(
     norms, half = heads.norms or (query, query), heads.rope[0].shape[-1]
     rest = head_dim - 2 * half
     _qk_rope_cache_kernel[(num_tokens, triton.cdiv(num_heads + 2 * num_kv_heads, block))](
-        heads.qkv, *norms, *heads.rope, heads.rows, as_bytes(heads.kv_cache),
-        query if heads.kv_scales is None else heads.kv_scales, query,
-        query if keys_values is None else keys_values, query if gates is None else gates,
-        num_tokens, num_heads, num_kv_heads, heads.eps, heads.qkv[0].numel(),
-        HALF=half, COLUMNS=triton.next_power_of_2(half), REST=rest,
-        REST_COLUMNS=triton.next_power_of_2(max(rest, 1)), BLOCK=block,
-        NORM=heads.norms is not None, SPLITS=heads.num_splits, KEEP=keys_values is not None,
-        GATED=heads.gated, FP8=heads.kv_scales is not None, PDL=pdl,
-        num_warps=num_warps, launch_pdl=pdl > 0,
-    )  # fmt: skip
+        heads.qkv,
+        *norms,
+        *heads.rope,
+        heads.rows,
+        as_bytes(heads.kv_cache),
+        query if heads.kv_scales is None else heads.kv_scales,
+        query,
+        query if keys_values is None else keys_values,
+        query if gates is None else gates,
+        num_tokens,
+        num_heads,
+        num_kv_heads,
+        heads.eps,
+        heads.qkv[0].numel(),
+        HALF=half,
+        COLUMNS=triton.next_power_of_2(half),
+        REST=rest,
+        REST_COLUMNS=triton.next_power_of_2(max(rest, 1)),
+        BLOCK=block,
+        NORM=heads.norms is not None,
+        SPLITS=heads.num_splits,
+        KEEP=keys_values is not None,
+        GATED=heads.gated,
+        FP8=heads.kv_scales is not None,
+        PDL=pdl,
+        num_warps=num_warps,
+        launch_pdl=pdl > 0,
+    )
     return query
 
 
 @triton.jit
 def _product(a, b):
-    """Product of a and b with one rounding, as in torch. The compiler would contract a
-    multiplication in the narrow type and the addition after it to an FMA, which does not round the
-    product.
+    """Multiplies a and b and rounds the product, as torch does.
+
+    The compiler would contract a multiplication in the narrow type and an addition after it to an
+    FMA, which does not round the product.
     """
     return tl.fma(a.to(tl.float32), b.to(tl.float32), 0.0).to(a.dtype)
 
 
 @triton.jit
-def normed(  # noqa: ANN201 - two of the inputs' kind
+def normed(  # noqa: ANN201 - Triton blocks have no type
     first, second, weight_first, weight_second, eps, HALF: tl.constexpr
 ):
-    """RMSNorm of heads, by halves: `[heads, columns]` each, zeros behind the HALF columns."""
+    """RMSNorm of heads, whose halves are `[heads, columns]` with zeros from column HALF on."""
     squares = _squares(first) + _squares(second)
     scale = tl.rsqrt(squares / (2 * HALF) + eps)[:, None]
     return _scaled(first, scale, weight_first), _scaled(second, scale, weight_second)
@@ -67,20 +86,20 @@ def normed(  # noqa: ANN201 - two of the inputs' kind
 
 @triton.jit
 def _squares(x):
-    """Sum of each head's squares."""
+    """Sums the squares of each head's elements."""
     wide = x.to(tl.float32)
     return tl.sum(wide * wide, axis=1)
 
 
 @triton.jit
 def _scaled(x, scale, weight):
-    """Heads times `scale`, rounded to the weight's dtype, times the weight."""
+    """Multiplies heads by `scale`, rounds to the weight's dtype and multiplies by the weight."""
     return _product((x.to(tl.float32) * scale).to(weight.dtype), weight).to(x.dtype)
 
 
 @triton.jit
-def turned(one, two, cos, sin):  # noqa: ANN201 - two of the inputs' kind
-    """Heads rotated, by halves, rounded as in torch."""
+def turned(one, two, cos, sin):  # noqa: ANN201 - Triton blocks have no type
+    """Rotates heads, given by halves, with the rounding of torch."""
     first = _product(one, cos).to(tl.float32) - _product(two, sin).to(tl.float32)
     second = _product(two, cos).to(tl.float32) + _product(one, sin).to(tl.float32)
     return first.to(one.dtype), second.to(one.dtype)
@@ -88,13 +107,38 @@ def turned(one, two, cos, sin):  # noqa: ANN201 - two of the inputs' kind
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _qk_rope_cache_kernel(
-    qkv_ptr, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, rows_ptr, cache_ptr, scales_ptr, query_ptr,
-    kept_ptr, gate_ptr, num_tokens, num_heads, num_kv_heads, eps, stride, HALF: tl.constexpr,
-    COLUMNS: tl.constexpr, REST: tl.constexpr, REST_COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
-    NORM: tl.constexpr, SPLITS: tl.constexpr, KEEP: tl.constexpr, GATED: tl.constexpr,
-    FP8: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """A head is two halves that rotate, and REST elements behind them that do not."""
+    qkv_ptr,
+    q_norm_ptr,
+    k_norm_ptr,
+    cos_ptr,
+    sin_ptr,
+    rows_ptr,
+    cache_ptr,
+    scales_ptr,
+    query_ptr,
+    kept_ptr,
+    gate_ptr,
+    num_tokens,
+    num_heads,
+    num_kv_heads,
+    eps,
+    stride,
+    HALF: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    REST: tl.constexpr,
+    REST_COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    NORM: tl.constexpr,
+    SPLITS: tl.constexpr,
+    KEEP: tl.constexpr,
+    GATED: tl.constexpr,
+    FP8: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Processes BLOCK heads of a token.
+
+    A head consists of two halves of HALF elements that are rotated, and REST further elements.
+    """
     DIM: tl.constexpr = 2 * HALF + REST
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -146,20 +190,20 @@ def _qk_rope_cache_kernel(
     if KEEP:
         out = kept_ptr + (token * (2 * num_kv_heads) + head[:, None] - num_heads) * DIM
         _store(out, first, second, rest, column, rest_column, is_head & ~is_query, HALF, REST)
-    # rows: [2, T], the cache's row of the token's keys, then of its values.
+    # `rows` is [2, T]: rows of the cache for the tokens' keys, and rows for the tokens' values.
     key_row, value_row = tl.load(rows_ptr + token), tl.load(rows_ptr + num_tokens + token)
     kv_head = head[:, None] - num_heads - tl.where(is_value, num_kv_heads, 0)
     row = tl.where(is_value, value_row, key_row) * num_kv_heads + kv_head
     if FP8:
         first, second, rest = encode_e4m3(first), encode_e4m3(second), encode_e4m3(rest)
-    # Padding has negative rows: they count from the cache's end in torch, and go nowhere here.
+    # Padding has negative rows, which torch counts from the end of the cache. Here it is skipped.
     keep = is_head & ~is_query & (key_row >= 0)
     _store(cache_ptr + row * DIM, first, second, rest, column, rest_column, keep, HALF, REST)
 
 
 @triton.jit
 def _rounded(first, second, rest, scale):
-    """The parts of heads as e4m3 has them, in float32."""
+    """Rounds the parts of heads to values of e4m3, in float32."""
     first = round_to_e4m3(first.to(tl.float32), scale)
     second = round_to_e4m3(second.to(tl.float32), scale)
     return first, second, round_to_e4m3(rest.to(tl.float32), scale)
@@ -169,7 +213,7 @@ def _rounded(first, second, rest, scale):
 def _copy_gates(
     qkv_ptr, place, gate, column, is_query, stride, DIM: tl.constexpr, SPLITS: tl.constexpr
 ):
-    """Copies output gates of heads."""
+    """Copies the output gates of heads."""
     COLUMNS: tl.constexpr = column.shape[1]
     for start in tl.static_range(0, DIM, COLUMNS):
         inside = is_query & (start + column < DIM)
@@ -182,7 +226,7 @@ def _copy_gates(
 def _store(
     out, first, second, rest, column, rest_column, inside, HALF: tl.constexpr, REST: tl.constexpr
 ):
-    """Writes heads of which `inside` says that they are to be written."""
+    """Writes the heads that `inside` selects."""
     tl.store(out + column, first, mask=inside & (column < HALF))
     tl.store(out + HALF + column, second, mask=inside & (column < HALF))
     if REST > 0:

@@ -1,9 +1,9 @@
-"""The segments of a packed batch: an image, or one frame of a video, each attends to itself only.
+"""Segments of a packed batch, each of which attends to itself only: an image or a video frame.
 
-One object describes them for every implementation of ragged attention: lengths on the host,
-`cu_seqlens` on the device (FlashAttention's word), and a list of the work for kernels whose CTAs
-take one block of queries each. A model's layout creates one per batch, or one in static buffers per
-set of CUDA graphs.
+An object describes the segments for every implementation of ragged attention. It has lengths on the
+host, FlashAttention's `cu_seqlens` on the device, and a work list for kernels whose CTAs each
+process a block of queries. A model's layout makes an object per batch, or an object with static
+buffers per set of CUDA graphs.
 """
 
 from collections.abc import Sequence
@@ -14,17 +14,17 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-BLOCK_SIZES = (64, 128)  # queries of a CTA, for which there are lists of the work
+BLOCK_SIZES = (64, 128)  # numbers of queries of a CTA for which there are work lists
 _FIELDS = 4
 
 
 @dataclass(frozen=True, slots=True)
 class WorkList:
-    """Blocks of queries on the device.
+    """Work list of blocks of queries on the device.
 
     Attributes:
-        items: `[1 + max_blocks, 4]` int32, see `list_work`.
-        max_blocks: upper bound of `items[0, 0]`, for the launch grid.
+        items: `[1 + max_blocks, 4]` int32, from `list_work`.
+        max_blocks: upper bound of `items[0, 0]`, from which the launch grid is computed.
     """
 
     items: Tensor
@@ -32,11 +32,11 @@ class WorkList:
 
 
 class BatchSegments:
-    """The segments of one batch. Copies to the device start at the first use of each.
+    """Segments of one batch. Data is copied to the device at its first use.
 
     Attributes:
-        lengths: rows of each segment, in the order they are packed; all positive. Rows behind the
-            last segment belong to none; their output is undefined.
+        lengths: number of rows of each segment, in the order of the batch. All are positive. Rows
+            after the last segment are padding, whose output is undefined.
     """
 
     def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
@@ -47,17 +47,17 @@ class BatchSegments:
 
     @property
     def cu_seqlens(self) -> Tensor:
-        """`[S + 1]` int32 on the device: where each segment begins; segments may be empty."""
+        """Start of each segment and end of the last: `[S + 1]` int32 on the device."""
         if self._cu_seqlens is None:
             self._cu_seqlens = self._upload(_cumulate(self.lengths))
         return self._cu_seqlens
 
     def max_length(self, num_rows: int) -> int:
-        """Upper bound of a segment's rows in a batch of `num_rows`."""
+        """Largest number of rows that a segment has in a batch of `num_rows` rows."""
         return max(self.lengths)
 
     def work_list(self, block_size: int, num_rows: int) -> WorkList:
-        """Blocks of `block_size` queries (of `BLOCK_SIZES`) for a batch of `num_rows`."""
+        """Work list with blocks of `block_size` queries, which is one of `BLOCK_SIZES`."""
         found = self._work.get(block_size)
         if found is None:
             items = list_work(self.lengths, block_size)
@@ -73,14 +73,17 @@ class BatchSegments:
 
 
 class StaticSegments:
-    """Static buffers of a CUDA graph: captured once, set before each replay."""
+    """Segments in static buffers of CUDA graphs, which are set before each replay.
+
+    A batch with fewer than `max_segments` segments has empty segments at its end.
+    """
 
     def __init__(self, max_rows: int, max_segments: int, device: torch.device) -> None:
         self.lengths: Sequence[int] = ()
         self._max_segments = max_segments
         pinned = device.type == "cuda"
-        # One buffer, so that one copy sets all: cu_seqlens, then the lists of the work, each
-        # 16-byte aligned for the kernels.
+        # A single buffer, so that one copy sets cu_seqlens and the work lists. Each of them is
+        # aligned to 16 bytes for the kernels.
         sizes = [_aligned(max_segments + 1)]
         sizes += [
             _FIELDS * (1 + count_blocks(max_rows, max_segments, size)) for size in BLOCK_SIZES
@@ -99,13 +102,15 @@ class StaticSegments:
         return num_rows
 
     def work_list(self, block_size: int, num_rows: int) -> WorkList:
-        """The list for a graph of `num_rows`; the buffer is the same for all graphs."""
+        """Work list for a graph of `num_rows` rows. All graphs share the buffer."""
         items = self._views[1 + BLOCK_SIZES.index(block_size)].view(-1, _FIELDS)
         return WorkList(items, count_blocks(num_rows, self._max_segments, block_size))
 
     def set(self, lengths: Sequence[int]) -> None:
-        """Enqueues the copy for a batch. Waits for the copy before it, which the device does before
-        that copy's batch: with two batches in flight it is long done.
+        """Enqueues the copy for a batch.
+
+        Waits until the previous copy has ended, because both use the same host buffer. The device
+        copies before it runs the previous batch, so with two batches in flight it has long ended.
         """
         assert len(lengths) <= self._max_segments
         if self._copied is not None:
@@ -127,15 +132,15 @@ Segments = BatchSegments | StaticSegments
 
 
 def count_blocks(num_rows: int, num_segments: int, block_size: int) -> int:
-    """The most blocks that `num_rows` in `num_segments` segments can have."""
+    """Largest number of blocks that `num_rows` rows in `num_segments` segments can have."""
     return -(-num_rows // block_size) + num_segments - 1
 
 
 def list_work(lengths: Sequence[int], block_size: int) -> npt.NDArray[np.int32]:
-    """Blocks of queries, `[1 + blocks, 4]`.
+    """Makes a work list of blocks of queries, `[1 + blocks, 4]`.
 
-    Row 0 holds the number of blocks; each other row a block's first row, its number of rows, and
-    the begin and end of its segment.
+    Row 0 has the number of blocks. Each further row has a block's first row and number of rows, and
+    the begin and the end of the block's segment.
     """
     sizes = np.asarray(lengths)
     ends = sizes.cumsum()

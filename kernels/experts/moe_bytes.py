@@ -1,11 +1,12 @@
-"""The experts of codes in bytes: GEMMs over tiles of rows that share an expert.
+"""Experts with codes in bytes: GEMMs over tiles of rows that share an expert.
 
-As `moe_tiles`, for what is not in tiles: integers of 4 and 8 bits, e2m1, and e4m3 in groups of
-columns. Codes are widened in registers as `packed_kernels` does it, so that a layer is read once,
-as it is packed. The same kernels serve any number of tokens.
+The kernel is like that of `moe_tiles`, for codes that are not in tiles: integers of 4 and 8 bits,
+e2m1, and e4m3 with scales per group of columns. Codes are converted in registers as in
+`packed_kernels`, so that a layer is read once in its packed form. The kernel works for any number
+of tokens.
 
-The plain twin is `services.common.nn.experts.moe`; the rounding points are the same, but for a
-group of 128 columns or more, which scales sums.
+The reference implementation is `services.common.nn.experts.moe`. The rounding is the same, except
+that sums are scaled instead of weights if a group has 128 columns or more.
 """
 
 # pyright: reportArgumentType=false, reportIndexIssue=false, reportOperatorIssue=false
@@ -27,8 +28,10 @@ _ROWS = 64
 
 
 def fits(weight: PackedWeight) -> bool:
-    """Whether tiles of rows and columns divide a matrix, and groups divide tiles or consist of
-    them.
+    """Returns whether the kernel supports a weight.
+
+    Tiles have to divide the rows and columns, and a group has to divide the columns of a tile or be
+    a multiple of them.
     """
     group = weight.group
     whole = weight.rows % (2 * _ROWS) == 0 and weight.columns % TILE == 0
@@ -36,36 +39,86 @@ def fits(weight: PackedWeight) -> bool:
 
 
 def launch_gemm(
-    x: Tensor, routing: Routing, weight: PackedWeight, out: Tensor, *, config: MoETilesConfig,
-    is_up: bool, pure: bool = False, pdl: int,
-) -> None:  # fmt: skip
-    """One of the two GEMMs, of sizes as `fits` wants them; see `moe_gemm.grouped_experts`."""
+    x: Tensor,
+    routing: Routing,
+    weight: PackedWeight,
+    out: Tensor,
+    *,
+    config: MoETilesConfig,
+    is_up: bool,
+    pure: bool = False,
+    pdl: int,
+) -> None:
+    """Computes one of the two GEMMs for weights that `fits`, see `moe_gemm.grouped_experts`."""
     num_tiles = routing.tiles.shape[1]
     codes, is_e4m3 = weight.codes, weight.is_float and weight.bits == 8
-    if is_e4m3 and codes.is_cuda:  # the interpreter has no assembly
+    if is_e4m3 and codes.is_cuda:  # on a CPU, Triton's interpreter cannot run assembly
         codes = codes.view(torch.uint8)
     _grouped_kernel[(weight.rows // _ROWS, num_tiles)](
-        x, codes, weight.scale, weight.zero, weight.row_scale, out, routing.order, routing.tiles,
-        num_tiles, WIDTH=weight.columns, HEIGHT=weight.rows, STRIDE=codes.shape[-1],
-        TOP_K=routing.experts.shape[1], TOKENS=config.tokens, ROWS=_ROWS, COLUMNS=TILE,
-        BITS=weight.bits, GROUP=weight.group,
-        GROUPS=weight.scale.shape[-1], FLOAT=weight.is_float, ZEROS=weight.zero is not None,
-        STAGES=config.stages, UP=is_up, PACKED=is_e4m3 and codes.dtype == torch.uint8, PURE=pure,
-        PDL=pdl, num_warps=4, launch_pdl=pdl > 0,
-    )  # fmt: skip
+        x,
+        codes,
+        weight.scale,
+        weight.zero,
+        weight.row_scale,
+        out,
+        routing.order,
+        routing.tiles,
+        num_tiles,
+        WIDTH=weight.columns,
+        HEIGHT=weight.rows,
+        STRIDE=codes.shape[-1],
+        TOP_K=routing.experts.shape[1],
+        TOKENS=config.tokens,
+        ROWS=_ROWS,
+        COLUMNS=TILE,
+        BITS=weight.bits,
+        GROUP=weight.group,
+        GROUPS=weight.scale.shape[-1],
+        FLOAT=weight.is_float,
+        ZEROS=weight.zero is not None,
+        STAGES=config.stages,
+        UP=is_up,
+        PACKED=is_e4m3 and codes.dtype == torch.uint8,
+        PURE=pure,
+        PDL=pdl,
+        num_warps=4,
+        launch_pdl=pdl > 0,
+    )
 
 
 @triton.jit(do_not_specialize=["num_tiles"])
 def _grouped_kernel(
-    x_ptr, codes_ptr, scale_ptr, zero_ptr, row_scale_ptr, out_ptr, order_ptr, tiles_ptr, num_tiles,
-    WIDTH: tl.constexpr, HEIGHT: tl.constexpr, STRIDE: tl.constexpr, TOP_K: tl.constexpr,
-    TOKENS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BITS: tl.constexpr,
-    GROUP: tl.constexpr, GROUPS: tl.constexpr, FLOAT: tl.constexpr, ZEROS: tl.constexpr,
-    STAGES: tl.constexpr, UP: tl.constexpr, PACKED: tl.constexpr, PURE: tl.constexpr,
+    x_ptr,
+    codes_ptr,
+    scale_ptr,
+    zero_ptr,
+    row_scale_ptr,
+    out_ptr,
+    order_ptr,
+    tiles_ptr,
+    num_tiles,
+    WIDTH: tl.constexpr,
+    HEIGHT: tl.constexpr,
+    STRIDE: tl.constexpr,
+    TOP_K: tl.constexpr,
+    TOKENS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    FLOAT: tl.constexpr,
+    ZEROS: tl.constexpr,
+    STAGES: tl.constexpr,
+    UP: tl.constexpr,
+    PACKED: tl.constexpr,
+    PURE: tl.constexpr,
     PDL: tl.constexpr,
-):  # fmt: skip
-    """A tile of rows of one expert by ROWS of its matrix. UP: the rows are read where their tokens
-    lie, half of the matrix' rows are the gate's and half the same rows of up, and SwiGLU follows.
+):
+    """Multiplies a tile of rows of one expert with ROWS rows of its matrix.
+
+    If UP, half of the matrix rows belong to gate and half are the same rows of up, the inputs are
+    gathered from their tokens, and SwiGLU is applied.
     """
     HALF: tl.constexpr = ROWS // 2
     PER: tl.constexpr = 8 // BITS  # codes in a byte
@@ -84,12 +137,12 @@ def _grouped_kernel(
         byte = tl.arange(0, BYTES)
         place, source, is_row = rows_of_tile(
             order_ptr, tiles_ptr, num_tiles, size, TOP_K, TOKENS, UP
-        )  # fmt: skip
+        )
         of_expert = expert * HEIGHT + row
         codes = codes_ptr + of_expert[:, None] * STRIDE + byte[None, :]
         groups = of_expert[:, None] * GROUPS
         inputs = x_ptr + source.to(tl.int64)[:, None] * WIDTH + tl.arange(0, COLUMNS)[None, :]
-        # Tensor cores want 64 rows on one side, which tokens need not have.
+        # The weight is the first operand, because tensor cores need 64 rows of it.
         sums = tl.zeros((ROWS, TOKENS), tl.float32)
         for at in tl.range(0, WIDTH, COLUMNS, num_stages=STAGES):
             packed = tl.load(codes + at // PER)
@@ -123,7 +176,10 @@ def _grouped_kernel(
 
 @triton.jit
 def _of_groups(ptr, BYTES: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr):
-    """float32: what the groups of COLUMNS have, for each of their bytes; of one group `[R, 1]`."""
+    """Loads values per group of COLUMNS columns and repeats them for each byte, in float32.
+
+    The result is `[R, 1]` if a group covers all columns.
+    """
     if GROUP < COLUMNS:
         NUM: tl.constexpr = COLUMNS // GROUP
         found = tl.load(ptr + tl.arange(0, NUM)[None, :]).to(tl.float32)

@@ -1,11 +1,12 @@
-"""The experts of many tokens: GEMMs over tiles of rows that share an expert.
+"""Experts for many tokens: GEMMs over tiles of rows that share an expert.
 
-The GEMM reads its tokens where they lie, and its epilogue applies SwiGLU. It leaves the outputs
-sorted by expert, and `_combine_kernel` adds up each token's in the order of its experts.
+A row is a token with one of its experts. The first GEMM gathers its tokens, and its epilogue
+applies SwiGLU. Outputs of the second GEMM are sorted by expert, and `_combine_kernel` sums each
+token's outputs in the order of its experts.
 
-The plain twin is `services.common.nn.experts.moe`; the rounding points are the same. Weights of 8
-bits multiply quantized activations (`MoEGemmConfig.w8a8`), as `w8a8_linear` of `fp8_weight` and
-`int8_weight`.
+The reference implementation is `services.common.nn.experts.moe`, with the same rounding. 8-bit
+weights can be multiplied with quantized activations (`MoEGemmConfig.w8a8`), as in `w8a8_linear` of
+`fp8_weight` and `int8_weight`.
 """
 
 import math
@@ -38,15 +39,15 @@ def grouped_experts(
     *,
     pdl: int,
 ) -> None:
-    """Adds the experts' weighted outputs to the residual stream, in place.
+    """Adds the experts' weighted outputs to the residual stream in place.
 
     Args:
-        x: `[T, hidden]`.
-        routing: of the tokens, with tiles of the GEMMs' `config.tokens`.
-        gate_up: a stack of `[E, 2 * I, hidden]`.
-        down: the same, of `[E, hidden, I]`.
-        residual: `[T, hidden]`.
-        gemm: the `launch_gemm` that reads such matrices, with its keyword arguments but `is_up`.
+        x: hidden states `[T, hidden]`.
+        routing: routing of the tokens, with tiles of `config.tokens` rows of the GEMMs.
+        gate_up: stack of matrices `[E, 2 * I, hidden]`.
+        down: stack of matrices `[E, hidden, I]`.
+        residual: residual stream `[T, hidden]`.
+        gemm: function `launch_gemm` for such matrices, with all keyword arguments except `is_up`.
         pdl: see `dependent_launch.wait_for_earlier`.
     """
     num_rows = len(routing.order)
@@ -58,20 +59,27 @@ def grouped_experts(
 
 
 def combine(outputs: Tensor, routing: Routing, residual: Tensor, *, pdl: int) -> None:
-    """Adds each token's weighted outputs to the residual stream, in place.
+    """Adds each token's weighted outputs to the residual stream in place.
 
     Args:
-        outputs: `[T * k, hidden]`, in the routing's order.
-        routing: of the tokens.
-        residual: `[T, hidden]`.
+        outputs: outputs of the experts, `[T * k, hidden]`, in the order of the routing.
+        routing: routing of the tokens.
+        residual: residual stream `[T, hidden]`.
         pdl: see `dependent_launch.wait_for_earlier`.
     """
     num_tokens, hidden = residual.shape
     top_k = routing.experts.shape[1]
     _combine_kernel[(num_tokens, triton.cdiv(hidden, _COMBINE_COLUMNS))](
-        outputs, routing.places, routing.weights, residual, WIDTH=hidden, TOP_K=top_k,
-        COLUMNS=_COMBINE_COLUMNS, PDL=pdl, launch_pdl=pdl > 0,
-    )  # fmt: skip
+        outputs,
+        routing.places,
+        routing.weights,
+        residual,
+        WIDTH=hidden,
+        TOP_K=top_k,
+        COLUMNS=_COMBINE_COLUMNS,
+        PDL=pdl,
+        launch_pdl=pdl > 0,
+    )
 
 
 def launch_gemm(
@@ -85,8 +93,17 @@ def launch_gemm(
     pure: bool = False,
     pdl: int,
 ) -> None:
-    """One of the two GEMMs, the quantization of its activations included; `pure`: see
-    `fp8_kernels.unpack`.
+    """Computes one of the two GEMMs, and quantizes its activations before if needed.
+
+    Args:
+        x: hidden states of the tokens if `is_up`, or else of the rows.
+        routing: routing of the tokens.
+        weight: stack of matrices.
+        out: tensor for the result, with a row for each row of the routing.
+        config: division of the GEMM.
+        is_up: True for gate and up with SwiGLU, False for down.
+        pure: see `fp8_kernels.unpack`.
+        pdl: see `dependent_launch.wait_for_earlier`.
     """
     num_tiles = routing.tiles.shape[1]
     num_rows = weight.rows // 2 if is_up else weight.rows
@@ -102,25 +119,63 @@ def launch_gemm(
         if not weight.is_int8:
             values, constants["PACKED"] = values.view(E4M3), False
     _grouped_gemm_kernel[(num_rows // rows, num_tiles)](
-        x, values, weight.scale, out, routing.order, routing.tiles, num_tiles, x_scale,
-        0 if x_scale is None else x_scale.stride(1), X_COLUMNS=x_columns, WIDTH=width,
-        HEIGHT=weight.rows, TOP_K=routing.experts.shape[1], TOKENS=config.tokens,
-        ROWS=2 * rows if is_up else rows, COLUMNS=columns, STAGES=config.stages, UP=is_up,
-        **constants, PURE=pure, PDL=pdl, num_warps=config.warps, launch_pdl=pdl > 0,
-    )  # fmt: skip
+        x,
+        values,
+        weight.scale,
+        out,
+        routing.order,
+        routing.tiles,
+        num_tiles,
+        x_scale,
+        0 if x_scale is None else x_scale.stride(1),
+        X_COLUMNS=x_columns,
+        WIDTH=width,
+        HEIGHT=weight.rows,
+        TOP_K=routing.experts.shape[1],
+        TOKENS=config.tokens,
+        ROWS=2 * rows if is_up else rows,
+        COLUMNS=columns,
+        STAGES=config.stages,
+        UP=is_up,
+        **constants,
+        PURE=pure,
+        PDL=pdl,
+        num_warps=config.warps,
+        launch_pdl=pdl > 0,
+    )
 
 
 @triton.jit(do_not_specialize=["num_tiles", "x_stride"])
 def _grouped_gemm_kernel(
-    x_ptr, weight_ptr, scale_ptr, out_ptr, order_ptr, tiles_ptr, num_tiles, x_scale_ptr, x_stride,
-    X_COLUMNS: tl.constexpr, WIDTH: tl.constexpr, HEIGHT: tl.constexpr, TOP_K: tl.constexpr,
-    TOKENS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
-    UP: tl.constexpr, BLOCK_ROWS: tl.constexpr,
-    SCALE_ROWS: tl.constexpr, SCALE_COLUMNS: tl.constexpr, PACKED: tl.constexpr,
-    PURE: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """A tile of rows of one expert by ROWS of its matrix. UP: the rows are read where their tokens
-    lie, half of the matrix' rows are the gate's and half the same rows of up, and SwiGLU follows.
+    x_ptr,
+    weight_ptr,
+    scale_ptr,
+    out_ptr,
+    order_ptr,
+    tiles_ptr,
+    num_tiles,
+    x_scale_ptr,
+    x_stride,
+    X_COLUMNS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    HEIGHT: tl.constexpr,
+    TOP_K: tl.constexpr,
+    TOKENS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    STAGES: tl.constexpr,
+    UP: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    SCALE_ROWS: tl.constexpr,
+    SCALE_COLUMNS: tl.constexpr,
+    PACKED: tl.constexpr,
+    PURE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Multiplies a tile of rows of one expert with ROWS rows of its matrix.
+
+    If UP, half of the matrix rows belong to gate and half are the same rows of up, the inputs are
+    gathered from their tokens, and SwiGLU is applied.
     """
     HALF: tl.constexpr = ROWS // 2
     wait_for_earlier(PDL)
@@ -135,7 +190,7 @@ def _grouped_gemm_kernel(
             row = tl.program_id(0) * ROWS + index
         place, source, is_row = rows_of_tile(
             order_ptr, tiles_ptr, num_tiles, size, TOP_K, TOKENS, UP
-        )  # fmt: skip
+        )
         column = tl.arange(0, COLUMNS)
         weights = weight_ptr + (expert * HEIGHT + row)[:, None] * WIDTH + column[None, :]
         inputs = x_ptr + source.to(tl.int64)[:, None] * WIDTH + column[None, :]
@@ -144,14 +199,14 @@ def _grouped_gemm_kernel(
         if BLOCK_ROWS > 0:
             scales = scale_ptr + (expert * SCALE_ROWS + row // BLOCK_ROWS) * SCALE_COLUMNS
         dtype: tl.constexpr = out_ptr.dtype.element_ty
-        # Tensor cores want at least 64 rows on one side, which tokens need not have.
+        # The weight is the first operand, because tensor cores need at least 64 rows of it.
         acc = tl.zeros((ROWS, TOKENS), tl.float32)
         for at in tl.range(0, WIDTH, COLUMNS, num_stages=STAGES):
             weight = tl.load(weights + at)
             x = tl.load(inputs + at, mask=is_row[:, None], other=0.0)
             if BLOCK_ROWS > 0 and X_COLUMNS == 0:
                 weight = widen(weight, dtype, PACKED, PURE)
-            if X_COLUMNS > 0:  # tensor cores of 8 bits add few columns exactly
+            if X_COLUMNS > 0:  # 8-bit tensor cores sum only few columns exactly
                 sums = tl.dot(weight, tl.trans(x)).to(tl.float32)
                 if BLOCK_ROWS > 1:
                     block = at // 128
@@ -171,11 +226,17 @@ def _grouped_gemm_kernel(
 
 @triton.jit
 def rows_of_tile(  # noqa: ANN201
-    order_ptr, tiles_ptr, num_tiles, size, TOP_K: tl.constexpr, TOKENS: tl.constexpr,
+    order_ptr,
+    tiles_ptr,
+    num_tiles,
+    size,
+    TOP_K: tl.constexpr,
+    TOKENS: tl.constexpr,
     UP: tl.constexpr,
-):  # fmt: skip
-    """The places of a tile's rows in the routing's order, where their inputs lie (UP: of the
-    tokens), and which of them there are.
+):
+    """Returns indices of a tile's rows and of their inputs, and which of the rows exist.
+
+    Rows are indices in the order of the routing. Inputs are tokens if UP, or else the same rows.
     """
     within = tl.arange(0, TOKENS)
     is_row = within < size
@@ -189,8 +250,8 @@ def rows_of_tile(  # noqa: ANN201
 @triton.jit
 def store_tile(  # noqa: ANN201
     out_ptr, sums, place, row, is_row, HEIGHT: tl.constexpr, UP: tl.constexpr
-):  # fmt: skip
-    """Writes `[ROWS, TOKENS]` sums to the rows' places. UP: after SwiGLU of their halves."""
+):
+    """Writes sums `[ROWS, TOKENS]` to the output. If UP, SwiGLU is applied to their halves."""
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     out = out_ptr + place.to(tl.int64)[:, None] * (HEIGHT // 2 if UP else HEIGHT)
     if UP:
@@ -205,9 +266,15 @@ def store_tile(  # noqa: ANN201
 
 @triton.jit
 def _combine_kernel(
-    outputs_ptr, places_ptr, weights_ptr, residual_ptr, WIDTH: tl.constexpr,
-    TOP_K: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    outputs_ptr,
+    places_ptr,
+    weights_ptr,
+    residual_ptr,
+    WIDTH: tl.constexpr,
+    TOP_K: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PDL: tl.constexpr,
+):
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < WIDTH

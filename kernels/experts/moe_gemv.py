@@ -1,11 +1,11 @@
-"""The experts of a few tokens, whose time is that of reading the experts' weights.
+"""Experts for a few tokens, whose time is that of reading the experts' weights.
 
-Each row, a token with one of its experts, is a GEMV of its own: few tokens seldom share an expert,
-and what they share the L2 has. The first kernel computes gate and up and their activation; the
-second the down projections of a token's experts, their weighted sum, and the addition to the
+Each row, which is a token with one of its experts, is a GEMV. Few tokens rarely share an expert,
+and if they do, its weights are in L2. The first kernel computes gate and up with SwiGLU. The second
+kernel computes the down projections of a token's experts and adds their weighted sum to the
 residual stream.
 
-The plain twin is `services.common.nn.experts.moe`; the rounding points are the same.
+The reference implementation is `services.common.nn.experts.moe`, with the same rounding.
 """
 
 import math
@@ -32,15 +32,15 @@ def experts(
     pure: bool = False,
     pdl: int,
 ) -> None:
-    """Adds the experts' weighted outputs to the residual stream, in place.
+    """Adds the experts' weighted outputs to the residual stream in place.
 
     Args:
-        x: `[T, hidden]`.
-        routing: of the tokens.
-        gate_up: `[E, 2 * I, hidden]`.
-        down: `[E, hidden, I]`.
-        residual: `[T, hidden]`.
-        config: of both kernels.
+        x: hidden states `[T, hidden]`.
+        routing: routing of the tokens.
+        gate_up: matrices `[E, 2 * I, hidden]`.
+        down: matrices `[E, hidden, I]`.
+        residual: residual stream `[T, hidden]`.
+        config: division of both kernels.
         pure: see `fp8_kernels.unpack`.
         pdl: see `dependent_launch.wait_for_earlier`.
     """
@@ -49,17 +49,41 @@ def experts(
     inner = x.new_empty(num_tokens * top_k, size)
     up_rows, down_rows = math.gcd(config.up_rows, size), math.gcd(config.down_rows, hidden)
     _gate_up_kernel[(size // up_rows, num_tokens * top_k)](
-        x, gate_up.values, gate_up.scale, routing.experts, inner,
-        WIDTH=hidden, HEIGHT=size, TOP_K=top_k, ROWS=up_rows,
+        x,
+        gate_up.values,
+        gate_up.scale,
+        routing.experts,
+        inner,
+        WIDTH=hidden,
+        HEIGHT=size,
+        TOP_K=top_k,
+        ROWS=up_rows,
         COLUMNS=min(config.up_columns, _padded(hidden)),
-        **gate_up.constants, PURE=pure, PDL=pdl, num_warps=config.up_warps, launch_pdl=pdl > 0,
-    )  # fmt: skip
+        **gate_up.constants,
+        PURE=pure,
+        PDL=pdl,
+        num_warps=config.up_warps,
+        launch_pdl=pdl > 0,
+    )
     _down_kernel[(hidden // down_rows, num_tokens)](
-        inner, down.values, down.scale, routing.experts, routing.weights, residual, WIDTH=size,
-        HEIGHT=hidden, TOP_K=top_k, PADDED_K=_padded(top_k), ROWS=down_rows,
-        COLUMNS=min(config.down_columns, _padded(size)), **down.constants, PURE=pure, PDL=pdl,
-        num_warps=config.down_warps, launch_pdl=pdl > 0,
-    )  # fmt: skip
+        inner,
+        down.values,
+        down.scale,
+        routing.experts,
+        routing.weights,
+        residual,
+        WIDTH=size,
+        HEIGHT=hidden,
+        TOP_K=top_k,
+        PADDED_K=_padded(top_k),
+        ROWS=down_rows,
+        COLUMNS=min(config.down_columns, _padded(size)),
+        **down.constants,
+        PURE=pure,
+        PDL=pdl,
+        num_warps=config.down_warps,
+        launch_pdl=pdl > 0,
+    )
 
 
 def _padded(size: int) -> int:
@@ -68,13 +92,25 @@ def _padded(size: int) -> int:
 
 @triton.jit
 def _gate_up_kernel(
-    x_ptr, weight_ptr, scale_ptr, experts_ptr, out_ptr, WIDTH: tl.constexpr,
-    HEIGHT: tl.constexpr, TOP_K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, SCALE_ROWS: tl.constexpr,
-    SCALE_COLUMNS: tl.constexpr, PACKED: tl.constexpr, PURE: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    weight_ptr,
+    scale_ptr,
+    experts_ptr,
+    out_ptr,
+    WIDTH: tl.constexpr,
+    HEIGHT: tl.constexpr,
+    TOP_K: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    SCALE_ROWS: tl.constexpr,
+    SCALE_COLUMNS: tl.constexpr,
+    PACKED: tl.constexpr,
+    PURE: tl.constexpr,
+    PDL: tl.constexpr,
+):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    number = tl.program_id(1)  # of the token with one of its experts
+    number = tl.program_id(1)  # index of the row: a token with one of its experts
     wait_for_earlier(PDL)
     expert = tl.load(experts_ptr + number).to(tl.int64)
     x_row = x_ptr + number // TOP_K * WIDTH
@@ -92,7 +128,7 @@ def _gate_up_kernel(
         x = tl.load(x_row + column, mask=inside, other=0.0).to(tl.float32)
         gate_x = x
         up_x = x
-        if BLOCK_ROWS > 1:  # a CTA's rows have one row of scales
+        if BLOCK_ROWS > 1:  # all rows of a CTA share a row of scales
             block = tl.program_id(0) * ROWS // BLOCK_ROWS * SCALE_COLUMNS + column // 128
             of_gate = scale_ptr + scales + block
             of_up = of_gate + HEIGHT // BLOCK_ROWS * SCALE_COLUMNS
@@ -111,14 +147,28 @@ def _gate_up_kernel(
 
 @triton.jit
 def _down_kernel(
-    x_ptr, weight_ptr, scale_ptr, experts_ptr, weights_ptr, residual_ptr, WIDTH: tl.constexpr,
-    HEIGHT: tl.constexpr, TOP_K: tl.constexpr, PADDED_K: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, BLOCK_ROWS: tl.constexpr, SCALE_ROWS: tl.constexpr,
-    SCALE_COLUMNS: tl.constexpr, PACKED: tl.constexpr, PURE: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    weight_ptr,
+    scale_ptr,
+    experts_ptr,
+    weights_ptr,
+    residual_ptr,
+    WIDTH: tl.constexpr,
+    HEIGHT: tl.constexpr,
+    TOP_K: tl.constexpr,
+    PADDED_K: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    SCALE_ROWS: tl.constexpr,
+    SCALE_COLUMNS: tl.constexpr,
+    PACKED: tl.constexpr,
+    PURE: tl.constexpr,
+    PDL: tl.constexpr,
+):
     token = tl.program_id(1)
     first = tl.program_id(0) * ROWS
-    # All rows of all of the token's experts are loaded at once, one expert after the other.
+    # The index runs over the rows of all of the token's experts, one expert after the other.
     index = tl.arange(0, PADDED_K * ROWS)
     place, row = index // ROWS, first + index % ROWS
     is_row = place < TOP_K

@@ -1,9 +1,10 @@
-"""The experts of W4A16: GEMMs over tiles of rows that share an expert, of codes in tiles.
+"""W4A16 experts with codes in tiles: GEMMs over tiles of rows that share an expert.
 
-As `moe_gemm`, with the weights of `packed_tiles`: codes are widened in registers, so that a layer
-is read once, as it is packed. The same kernels serve any number of tokens.
+The kernel is like that of `moe_gemm` with the weights of `packed_tiles`. Codes are converted in
+registers, so that a layer is read once in its packed form. The kernel works for any number of
+tokens.
 
-The plain twin is `services.common.nn.experts.moe`; the rounding points are the same.
+The reference implementation is `services.common.nn.experts.moe`, with the same rounding.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
@@ -29,31 +30,69 @@ from kernels.tuning import MoETilesConfig
 
 
 def launch_gemm(
-    x: Tensor, routing: Routing, weight: PackedWeight, out: Tensor, *, config: MoETilesConfig,
-    is_up: bool, pdl: int,
-) -> None:  # fmt: skip
-    """One of the two GEMMs, of a stack in tiles; see `moe_gemm.grouped_experts`."""
+    x: Tensor,
+    routing: Routing,
+    weight: PackedWeight,
+    out: Tensor,
+    *,
+    config: MoETilesConfig,
+    is_up: bool,
+    pdl: int,
+) -> None:
+    """Computes one of the two GEMMs with weights in tiles, see `moe_gemm.grouped_experts`."""
     num_tiles = routing.tiles.shape[1]
     has_zeros = weight.zero is not None
     _grouped_kernel[(weight.rows // TILE_ROWS, num_tiles)](
-        x, weight.codes, weight.scale, weight.zero, out, routing.order, routing.tiles, num_tiles,
-        WIDTH=weight.columns, HEIGHT=weight.rows, TOP_K=routing.experts.shape[1],
-        TOKENS=config.tokens, GROUP=weight.group, ZEROS=has_zeros, STAGES=config.stages, UP=is_up,
-        ASSEMBLY=assembly(x.dtype, has_zeros), PDL=pdl, num_warps=4, launch_pdl=pdl > 0,
-    )  # fmt: skip
+        x,
+        weight.codes,
+        weight.scale,
+        weight.zero,
+        out,
+        routing.order,
+        routing.tiles,
+        num_tiles,
+        WIDTH=weight.columns,
+        HEIGHT=weight.rows,
+        TOP_K=routing.experts.shape[1],
+        TOKENS=config.tokens,
+        GROUP=weight.group,
+        ZEROS=has_zeros,
+        STAGES=config.stages,
+        UP=is_up,
+        ASSEMBLY=assembly(x.dtype, has_zeros),
+        PDL=pdl,
+        num_warps=4,
+        launch_pdl=pdl > 0,
+    )
 
 
 @triton.jit(do_not_specialize=["num_tiles"])
 def _grouped_kernel(
-    x_ptr, codes_ptr, scale_ptr, zero_ptr, out_ptr, order_ptr, tiles_ptr, num_tiles,
-    WIDTH: tl.constexpr, HEIGHT: tl.constexpr, TOP_K: tl.constexpr, TOKENS: tl.constexpr,
-    GROUP: tl.constexpr, ZEROS: tl.constexpr, STAGES: tl.constexpr, UP: tl.constexpr,
-    ASSEMBLY: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """A tile of rows of one expert by 64 rows of its matrix: UP 32 of the gate and the same of up,
-    where the inputs are read where their tokens lie, and SwiGLU follows.
+    x_ptr,
+    codes_ptr,
+    scale_ptr,
+    zero_ptr,
+    out_ptr,
+    order_ptr,
+    tiles_ptr,
+    num_tiles,
+    WIDTH: tl.constexpr,
+    HEIGHT: tl.constexpr,
+    TOP_K: tl.constexpr,
+    TOKENS: tl.constexpr,
+    GROUP: tl.constexpr,
+    ZEROS: tl.constexpr,
+    STAGES: tl.constexpr,
+    UP: tl.constexpr,
+    ASSEMBLY: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Multiplies a tile of rows of one expert with 64 rows of its matrix.
+
+    If UP, these are 32 rows of gate and the same rows of up, the inputs are gathered from their
+    tokens, and SwiGLU is applied.
     """
-    STRIDE: tl.constexpr = WIDTH // 128 * 2048  # words of a row of tiles
+    STRIDE: tl.constexpr = WIDTH // 128 * 2048  # 16-bit words of a row of tiles
     wait_for_earlier(PDL)
     part, tile = tl.program_id(0), tl.program_id(1)
     size = tl.load(tiles_ptr + 2 * num_tiles + tile)
@@ -70,7 +109,7 @@ def _grouped_kernel(
         group = expert * (WIDTH // GROUP * HEIGHT) + row[:, None]
         place, source, is_row = rows_of_tile(
             order_ptr, tiles_ptr, num_tiles, size, TOP_K, TOKENS, UP
-        )  # fmt: skip
+        )
         inputs = x_ptr + source.to(tl.int64)[:, None] * WIDTH
         sums = tl.zeros((64, TOKENS), tl.float32)
         for at in tl.range(0, WIDTH, 128, num_stages=STAGES):

@@ -1,4 +1,4 @@
-"""The experts' matrices as their kernels read them: unquantized, or 8 bits with scales."""
+"""Matrices of experts as the kernels read them: unquantized, or with 8 bits and scales."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -16,12 +16,12 @@ from kernels.gemm.int8_weight import Int8Weight
 
 @dataclass(frozen=True, slots=True)
 class ExpertWeights:
-    """One of the matrices of each expert.
+    """A stack of matrices, one of each expert.
 
     Attributes:
-        values: `[E, N, K]`; FP8 on a GPU as bytes.
-        scale: of 8 bits, `[E, ...]` float32, else None.
-        block_rows: rows per scale, see `Fp8Weight`; 0: there are none.
+        values: `[E, N, K]`. FP8 values on a GPU are bytes.
+        scale: scales `[E, ...]` float32. None if the matrices are unquantized.
+        block_rows: rows per scale, see `Fp8Weight`. 0 if the matrices are unquantized.
     """
 
     values: Tensor
@@ -30,7 +30,7 @@ class ExpertWeights:
 
     @classmethod
     def of(cls, weight: Tensor | Fp8Weight | Int8Weight) -> "ExpertWeights":
-        """Of a stack of matrices, `[E, N, K]`."""
+        """Converts a stack of matrices `[E, N, K]` to the form that kernels read."""
         if isinstance(weight, Tensor):
             return cls(weight)
         if isinstance(weight, Int8Weight):
@@ -47,20 +47,22 @@ class ExpertWeights:
         return self.values.dtype == torch.int8
 
     def multiplies_quantized(self, device: DeviceFacts) -> bool:
-        """Whether GEMMs multiply them with quantized activations there."""
+        """Returns whether GEMMs on the device multiply the weights with quantized activations."""
         return self.is_int8 or (self.block_rows > 0 and device.capability >= (8, 9))
 
     @property
     def constants(self) -> dict[str, Any]:
         rows, columns = (0, 0) if self.scale is None else self.scale.shape[1:]
         return {
-            "BLOCK_ROWS": self.block_rows, "SCALE_ROWS": rows, "SCALE_COLUMNS": columns,
+            "BLOCK_ROWS": self.block_rows,
+            "SCALE_ROWS": rows,
+            "SCALE_COLUMNS": columns,
             "PACKED": self.values.dtype == torch.uint8,
-        }  # fmt: skip
+        }
 
 
 @triton.jit
 def widen(values, dtype: tl.constexpr, PACKED: tl.constexpr, PURE: tl.constexpr):  # noqa: ANN201
-    """Weights in the activations' dtype, exactly; bytes of FP8 by assembly."""
-    # The interpreter has no assembly.
+    """Converts weights exactly to the dtype of activations. FP8 bytes are converted by assembly."""
+    # Triton's interpreter cannot run assembly.
     return unpack(values, dtype, PURE) if PACKED else values.to(tl.float32).to(dtype)

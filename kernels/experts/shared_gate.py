@@ -1,6 +1,6 @@
-"""A shared expert's gate, its sigmoid and product, and the residual addition, as one Triton kernel.
+"""Triton kernel that gates a shared expert's output and adds it to the residual stream.
 
-The plain twin is `kernels.plain.shared_gate`; the rounding points are the same.
+The reference implementation is `kernels.plain.shared_gate`, with the same rounding.
 """
 
 import triton
@@ -12,28 +12,43 @@ from kernels.gemm.skinny_gemm import load_reduced
 
 
 def add(out: Tensor, x: Tensor, gate: Tensor, residual: Tensor, *, pdl: int = 0) -> None:
-    """`residual += out * sigmoid(x @ gate.T)`, in place.
+    """Computes `residual += out * sigmoid(x @ gate.T)` in place.
 
     Args:
-        out: `[T, hidden]`, or split-K partials of it.
-        x: `[T, hidden]`.
-        gate: `[1, hidden]`.
-        residual: `[T, hidden]`.
+        out: output of the shared expert, `[T, hidden]` or split-K partials of it.
+        x: input of the expert, `[T, hidden]`.
+        gate: weight of the gate, `[1, hidden]`.
+        residual: residual stream `[T, hidden]`.
         pdl: see `dependent_launch.wait_for_earlier`.
     """
     num_tokens, width = residual.shape
     _shared_gate_kernel[(num_tokens,)](
-        out, x, gate, residual, width, residual.numel(),
-        SPLITS=len(out) if out.dim() == 3 else 0, BLOCK=triton.next_power_of_2(width), PDL=pdl,
-        num_warps=4 if width <= 2048 else 8, launch_pdl=pdl > 0,
-    )  # fmt: skip
+        out,
+        x,
+        gate,
+        residual,
+        width,
+        residual.numel(),
+        SPLITS=len(out) if out.dim() == 3 else 0,
+        BLOCK=triton.next_power_of_2(width),
+        PDL=pdl,
+        num_warps=4 if width <= 2048 else 8,
+        launch_pdl=pdl > 0,
+    )
 
 
 @triton.jit(do_not_specialize=["stride"])
 def _shared_gate_kernel(
-    out_ptr, x_ptr, gate_ptr, residual_ptr, width, stride, SPLITS: tl.constexpr,
-    BLOCK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    out_ptr,
+    x_ptr,
+    gate_ptr,
+    residual_ptr,
+    width,
+    stride,
+    SPLITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64) * width
     column = tl.arange(0, BLOCK)
     inside = column < width

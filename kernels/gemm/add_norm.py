@@ -1,7 +1,7 @@
-"""Residual addition and RMSNorm in one pass over the row, as one Triton kernel.
+"""Triton kernel for residual addition and RMSNorm in one pass over the row.
 
-The plain twins are `rms_norm` and `add_rms_norm` of `kernels.plain`; the rounding
-points are the same, the order of the sum is not.
+The reference implementations are `rms_norm` and `add_rms_norm` of `kernels.plain`. The rounding is
+the same, but the order of the sum is not.
 """
 
 import torch
@@ -14,7 +14,7 @@ from kernels.gemm.skinny_gemm import load_reduced
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, pdl: int = 0) -> Tensor:
-    """`[T, hidden]` → the same."""
+    """Implements `plain.rms_norm` for `[T, hidden]`."""
     out = torch.empty_like(x)
     _launch(x, x, weight, out, eps, add=False, pdl=pdl)
     return out
@@ -23,8 +23,17 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, pdl: int = 0) -> Tensor:
 def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, pdl: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """`[T, hidden]`, or split-K partials of that, and `[T, hidden]` → the norm of the sum, and the
-    sum, which takes the memory of `residual`.
+    """Implements `plain.add_rms_norm`. The sum is written to the memory of `residual`.
+
+    Args:
+        x: `[T, hidden]`, or split-K partials of it.
+        residual: `[T, hidden]`.
+        weight: weight of the norm, `[hidden]`.
+        eps: constant of the norm.
+        pdl: see `dependent_launch.wait_for_earlier`.
+
+    Returns:
+        Norm of the sum, and the sum.
     """
     out = torch.empty_like(residual)
     _launch(x, residual, weight, out, eps, add=True, pdl=pdl)
@@ -36,17 +45,36 @@ def _launch(
 ) -> None:
     num_tokens, width = residual.shape
     _add_norm_kernel[(num_tokens,)](
-        x, residual, weight, out, width, residual.numel(), eps,
-        ADD=add, SPLITS=len(x) if x.dim() == 3 else 0, BLOCK=triton.next_power_of_2(width),
-        PDL=pdl, num_warps=4 if width <= 2048 else 8, launch_pdl=pdl > 0,
-    )  # fmt: skip
+        x,
+        residual,
+        weight,
+        out,
+        width,
+        residual.numel(),
+        eps,
+        ADD=add,
+        SPLITS=len(x) if x.dim() == 3 else 0,
+        BLOCK=triton.next_power_of_2(width),
+        PDL=pdl,
+        num_warps=4 if width <= 2048 else 8,
+        launch_pdl=pdl > 0,
+    )
 
 
 @triton.jit
 def _add_norm_kernel(
-    x_ptr, residual_ptr, weight_ptr, out_ptr, width, stride, eps,
-    ADD: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    out_ptr,
+    width,
+    stride,
+    eps,
+    ADD: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64) * width
     column = tl.arange(0, BLOCK)
     inside = column < width
@@ -55,7 +83,7 @@ def _add_norm_kernel(
     total = load_reduced(x_ptr, row + column, inside, stride, SPLITS, out_ptr.dtype.element_ty)
     if ADD:
         residual = tl.load(residual_ptr + row + column, mask=inside, other=0.0)
-        # Rounded to the stored dtype before it is normalised, as in the plain twin.
+        # The sum is rounded before it is normalized, as in the reference implementation.
         total = (total.to(tl.float32) + residual.to(tl.float32)).to(total.dtype)
         tl.store(residual_ptr + row + column, total, mask=inside)
     wide = total.to(tl.float32)

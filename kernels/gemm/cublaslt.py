@@ -1,10 +1,10 @@
-"""GEMMs on Hopper by cuBLASLt's kernels, with a tile of our choice.
+"""GEMMs on Hopper by kernels of cuBLASLt with a tile that this module chooses.
 
-cuBLAS picks a kernel as if time were all; a busy H200 is at its power limit instead, where a kernel
-with another tile needs up to a sixth less energy, and so less time. For a lone prompt the tile is
-chosen so that the tiles fill whole waves of CTAs. The sums are in the same order: results
-are bit for bit those of `F.linear`. Where the library refuses a choice (another version, another
-device), callers go on with torch.
+cuBLAS chooses a kernel by time alone. A busy H200 is at its power limit, where a kernel with
+another tile needs up to a sixth less energy and thus less time. For a single prompt, the tile is
+chosen so that the tiles fill whole waves of CTAs. The order of the sums is the same, so results are
+bitwise equal to those of `F.linear`. If the library refuses a choice, because of another version or
+another device, callers use torch instead.
 
 Names and numbers are those of `cublasLt.h`.
 """
@@ -23,29 +23,30 @@ _TRANSA, _EPILOGUE, _BIAS_POINTER = 3, 7, 8
 _TRANSPOSED = 1
 _PLAIN, _WITH_BIAS, _GELU_BIAS = 1, 4, 36
 _TILE, _STAGES, _CUSTOM, _CLUSTER = 1, 6, 5, 8
-# The kernels for Hopper; 64 columns of K in as many stages as fit; two tiles of features share
-# their tokens; the schedule that needed the least.
+# Algorithm with the kernels for Hopper; 64 columns of K per stage, with as many stages as fit;
+# clusters of two tiles of features that share their tokens; schedule that needs the least energy.
 _ALGORITHM, _STAGES_64_AUTO, _CLUSTER_2X1, _SCHEDULE = 66, 35, 3, 1
-# CUBLASLT_MATMUL_TILE_128x<tokens>, by tokens.
+# Values of CUBLASLT_MATMUL_TILE_128x<tokens>, by number of tokens.
 _TILE_IDS = {
     64: 18, 72: 399, 80: 400, 88: 401, 96: 33, 104: 402, 112: 403, 120: 404, 128: 20, 136: 405,
     144: 406, 152: 407, 160: 29, 168: 408,
 }  # fmt: skip
-_FEATURES = 128  # of a tile
-_TILES = range(64, 169, 8)  # tokens; with more, a tile's end is not hidden behind the next one
-_END = 12  # what the end of a tile costs, in tokens
-# Measured on an H200: with fewer tokens cuBLAS' choice is better, and so it is where a long sum
-# hides the epilogue of its large tiles and these fill enough of their waves. Sums of medium length
-# are faster with tiles of our choice where many tokens keep the GPU at its power limit.
+_FEATURES = 128  # features of a tile
+# Numbers of tokens of a tile. With more, the epilogue of a tile does not overlap the next tile.
+_TILES = range(64, 169, 8)
+_END = 12  # cost of a tile's epilogue, as a number of tokens
+# Limits that were measured on an H200. cuBLAS' choice is better for fewer tokens, and also if a
+# long sum hides the epilogue of its large tiles and these fill their waves well enough. For sums of
+# medium length, the tiles chosen here are faster if many tokens keep the GPU at its power limit.
 LEAST_TOKENS, _MEDIUM_SUM, _LONG_SUM = 832, 2048, 4096
 _POWER_LIMITED_TOKENS = 2048
-# (N, K) of a weight and tokens of lone prompts for which tiles of our choice take several waves:
-# that costs a memset before the kernel, which hides behind no other one; cuBLAS' own choice needs
-# none, and is faster by a tenth to a sixth.
+# Shapes (N, K) of a weight and numbers of tokens of a single prompt for which the tiles chosen here
+# take several waves. This needs a memset before the kernel, which does not overlap another kernel.
+# cuBLAS' own choice does not need it and is faster by a tenth to a sixth.
 _FASTER_BY_CUBLAS = {(5120, 2048): range(1024, 1217)}
 _LARGE_TILE, _LONG_FILL, _MEDIUM_FILL = 128 * 256, 0.9, 0.7
 _MAX_KEPT = 4096
-_WORKSPACE_BYTES = 256  # for the tile counters of kernels that schedule tiles dynamically
+_WORKSPACE_BYTES = 256  # tile counters of kernels that schedule tiles dynamically
 
 
 def linear(
@@ -56,14 +57,19 @@ def linear(
     gelu: bool = False,
     residual: Tensor | None = None,
 ) -> Tensor | None:
-    """`x @ weight.T`, with a bias, and GELU's tanh form of that, rounded once; None: not done, as
-    torch is as fast.
+    """Computes `x @ weight.T`, optionally with bias, GELU (tanh) and residual, rounded once.
 
     Args:
         x: `[T, K]`, bfloat16 or float16, on CUDA.
         weight: `[N, K]`.
-        bias: `[N]`; there must be one for `gelu`.
-        residual: `[T, N]`, contiguous: is added, and takes the result.
+        bias: `[N]`. None if there is no bias. Required for `gelu`.
+        gelu: True if GELU is applied.
+        residual: contiguous `[T, N]`, which is added and whose memory gets the result. None if
+            nothing is added.
+
+    Returns:
+        Result `[T, N]`. None if nothing was computed, because torch is as fast or the library
+        refuses.
     """
     num_tokens, num_columns = x.shape
     adds_both = residual is not None and bias is not None
@@ -90,9 +96,12 @@ def linear(
 def tile_tokens(
     num_tokens: int, num_rows: int, num_columns: int, *, num_sms: int, adds_both: bool = False
 ) -> int:
-    """Tokens of a tile of 128 features for a GEMM of this shape; 0: cuBLAS' own choice is better.
+    """Number of tokens of a tile of 128 features. 0 if cuBLAS' own choice is better.
 
-    `adds_both`: a bias and a residual, which torch would add one after the other.
+    Args:
+        num_tokens, num_rows, num_columns: shape of the GEMM.
+        num_sms: number of SMs of the device.
+        adds_both: True if a bias and a residual are added, for which torch needs two kernels.
     """
     if num_tokens < LEAST_TOKENS:
         return 0
@@ -116,8 +125,10 @@ def _large_tile_fill(num_tokens: int, num_rows: int, num_sms: int) -> float:
 
 @functools.lru_cache(_MAX_KEPT)
 def _cheapest_tile(num_tokens: int, num_rows: int, num_sms: int) -> int:
-    """Tiles run in waves of one per SM; a wave takes as long as its tiles are wide, and a
-    bit for their end.
+    """Chooses the tile with the least estimated time.
+
+    Tiles run in waves of one tile per SM. The time of a wave is estimated by the width of its tiles
+    plus a constant for the epilogue.
     """
 
     def cost(tokens: int) -> int:
@@ -133,22 +144,31 @@ class _Algorithm(Structure):
 
 class _Checked(Structure):
     _fields_ = (
-        ("algorithm", _Algorithm), ("workspace_bytes", c_size_t), ("status", c_int),
-        ("waves", c_float), ("reserved", c_int * 4),
-    )  # fmt: skip
+        ("algorithm", _Algorithm),
+        ("workspace_bytes", c_size_t),
+        ("status", c_int),
+        ("waves", c_float),
+        ("reserved", c_int * 4),
+    )
 
 
 class Refused(Exception):
-    """The library refused a choice."""
+    """The library refused a kernel."""
 
 
 class _Gemm:
-    """One GEMM's descriptors. cuBLAS counts columns first: to it, a weight is `[K, N]`."""
+    """Descriptors of a GEMM. Matrices of cuBLAS are column-major, so that a weight is `[K, N]`."""
 
     def __init__(
-        self, library: "_Library", num_tokens: int, num_rows: int, num_columns: int,
-        dtype: int, epilogue: int, tile: int,
-    ) -> None:  # fmt: skip
+        self,
+        library: "_Library",
+        num_tokens: int,
+        num_rows: int,
+        num_columns: int,
+        dtype: int,
+        epilogue: int,
+        tile: int,
+    ) -> None:
         self._library = library
         self._layouts = [
             library.made("MatrixLayoutCreate", dtype, *sizes)
@@ -163,27 +183,44 @@ class _Gemm:
         library.set("MatmulDescSetAttribute", self._how, _EPILOGUE, c_int(epilogue))
         self._algorithm = _Algorithm()
         library.call(
-            "MatmulAlgoInit", library.handle, _COMPUTE_FP32, _FP32, dtype, dtype, dtype, dtype,
-            _ALGORITHM, byref(self._algorithm),
-        )  # fmt: skip
+            "MatmulAlgoInit",
+            library.handle,
+            _COMPUTE_FP32,
+            _FP32,
+            dtype,
+            dtype,
+            dtype,
+            dtype,
+            _ALGORITHM,
+            byref(self._algorithm),
+        )
         for attribute, value in (
-            (_TILE, c_int(_TILE_IDS[tile])), (_STAGES, c_int(_STAGES_64_AUTO)),
-            (_CLUSTER, ctypes.c_uint16(_CLUSTER_2X1)), (_CUSTOM, c_int(_SCHEDULE)),
-        ):  # fmt: skip
+            (_TILE, c_int(_TILE_IDS[tile])),
+            (_STAGES, c_int(_STAGES_64_AUTO)),
+            (_CLUSTER, ctypes.c_uint16(_CLUSTER_2X1)),
+            (_CUSTOM, c_int(_SCHEDULE)),
+        ):
             library.set(
                 "MatmulAlgoConfigSetAttribute", addressof(self._algorithm), attribute, value
             )
         checked = _Checked()
         weight, x, out = self._layouts
         library.call(
-            "MatmulAlgoCheck", library.handle, self._how, weight, x, out, out,
-            byref(self._algorithm), byref(checked),
-        )  # fmt: skip
+            "MatmulAlgoCheck",
+            library.handle,
+            self._how,
+            weight,
+            x,
+            out,
+            out,
+            byref(self._algorithm),
+            byref(checked),
+        )
         if checked.workspace_bytes > _WORKSPACE_BYTES:
-            raise Refused(f"it wants {checked.workspace_bytes} bytes of workspace")
+            raise Refused(f"the kernel needs {checked.workspace_bytes} bytes of workspace")
 
     def close(self) -> None:
-        """Destroys the descriptors; kernels under way have read them."""
+        """Destroys the descriptors. Kernels that are running do not need them any more."""
         for layout in self._layouts:
             self._library.call("MatrixLayoutDestroy", layout)
         self._library.call("MatmulDescDestroy", self._how)
@@ -191,9 +228,17 @@ class _Gemm:
     def run(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, *, add: bool
     ) -> None:
-        """Puts the kernel on the current stream; raises Refused where it does not.
+        """Launches the kernel on the current stream.
 
-        `add`: to what `out` holds.
+        Args:
+            x: `[T, K]`.
+            weight: `[N, K]`.
+            bias: `[N]`. None if the epilogue has no bias.
+            out: tensor for the result, `[T, N]`.
+            add: True if the result is added to `out`.
+
+        Raises:
+            Refused: the library does not launch the kernel.
         """
         library = self._library
         if bias is not None:
@@ -201,15 +246,28 @@ class _Gemm:
             library.set("MatmulDescSetAttribute", self._how, _BIAS_POINTER, pointer)
         of_weight, of_x, of_out = self._layouts
         library.call(
-            "Matmul", library.handle, self._how, library.one, weight.data_ptr(), of_weight,
-            x.data_ptr(), of_x, library.one if add else library.zero, out.data_ptr(), of_out,
-            out.data_ptr(), of_out, addressof(self._algorithm), library.workspace.data_ptr(),
-            _WORKSPACE_BYTES, torch.cuda.current_stream().cuda_stream,
-        )  # fmt: skip
+            "Matmul",
+            library.handle,
+            self._how,
+            library.one,
+            weight.data_ptr(),
+            of_weight,
+            x.data_ptr(),
+            of_x,
+            library.one if add else library.zero,
+            out.data_ptr(),
+            of_out,
+            out.data_ptr(),
+            of_out,
+            addressof(self._algorithm),
+            library.workspace.data_ptr(),
+            _WORKSPACE_BYTES,
+            torch.cuda.current_stream().cuda_stream,
+        )
 
 
 class _Library:
-    """cuBLASLt, which torch has loaded, and the GEMMs made so far."""
+    """The cuBLASLt library that torch has loaded, and the GEMMs that were made so far."""
 
     def __init__(self) -> None:
         assert torch.version.cuda is not None
@@ -221,34 +279,35 @@ class _Library:
             function.argtypes, function.restype = types, c_int
         self.handle = self.made("Create")
         self.num_sms: int = torch.cuda.get_device_properties(None).multi_processor_count
-        with torch.inference_mode(False):  # used inside that mode and outside
+        with torch.inference_mode(False):  # the workspace is used inside and outside of this mode
             self.workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device="cuda")
-        self._gemms: dict[tuple[object, ...], _Gemm | str] = {}  # or why there is none
+        # GEMMs by their key, or the reason why the library refused.
+        self._gemms: dict[tuple[object, ...], _Gemm | str] = {}
 
     def call(self, name: str, *arguments: object) -> None:
-        """Calls a function; raises Refused where it does not succeed."""
+        """Calls a function of the library. Raises Refused if it fails."""
         status = getattr(self._functions, f"cublasLt{name}")(*arguments)
         if status:
             raise Refused(f"cublasLt{name} returned {status}")
 
     def made(self, name: str, *arguments: object) -> int:
-        """What a function that creates something puts at its first argument."""
+        """Calls a function that creates an object, and returns the object's handle."""
         pointer = c_void_p()
         self.call(name, byref(pointer), *arguments)
         assert pointer.value is not None
         return pointer.value
 
     def set(self, name: str, target: int, attribute: int, value: Any) -> None:  # noqa: ANN401
-        """Sets an attribute to a value of one of ctypes' types."""
+        """Sets an attribute to a ctypes value."""
         self.call(name, target, attribute, addressof(value), sizeof(value))
 
     def gemm(
         self, shape: tuple[int, int, int], dtype: torch.dtype, epilogue: int, tile: int
     ) -> _Gemm:
-        """The GEMM of this shape, `(tokens, rows, columns)`, made at its first use.
+        """Returns the GEMM of a shape `(tokens, rows, columns)`, which is made at its first use.
 
         Raises:
-            Refused: now, or at its first use.
+            Refused: the library refuses the GEMM, or did so at its first use.
         """
         key = (shape, dtype, epilogue, tile)
         if (found := self._gemms.get(key)) is None:
@@ -284,7 +343,7 @@ def _library() -> _Library | None:
 
 @functools.cache
 def _warn_once(why: str) -> None:
-    logging.warning("GEMMs with tiles of our choice are left to torch: %s", why)
+    logging.warning("cuBLASLt refuses a GEMM with a chosen tile; torch computes it: %s", why)
 
 
 _POINTER = c_void_p

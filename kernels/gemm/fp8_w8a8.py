@@ -1,13 +1,13 @@
-"""FP8 linear layers on a GPU whose activations are quantized, too (W8A8), for FP8 tensor cores.
+"""FP8 linear layers on a GPU with quantized activations (W8A8), for FP8 tensor cores.
 
 | name        | tokens | how                                                                     |
 |-------------|--------|-------------------------------------------------------------------------|
 | skinny_w8a8 | 2-64   | split-K, for reading the weights fast; partials are scaled, in float32  |
 | scaled_mm   | any    | cuBLAS or CUTLASS                                                       |
-| triton_gemm | any    | by a kernel of ours, where cuBLAS has no blocks                         |
+| triton_gemm | any    | a Triton kernel, if cuBLAS does not support the block scales            |
 
-Activations are quantized by a kernel before the GEMM, which may compute the norm, too. Tensor cores
-add up 128 columns, whose sums are scaled and added in float32. The plain twin is
+A kernel before the GEMM quantizes activations, and may compute the norm as well. Tensor cores sum
+128 columns, and these sums are scaled and added in float32. The reference implementation is
 `fp8_weight.w8a8_linear`.
 """
 
@@ -29,15 +29,16 @@ from kernels.gemm.quantizing import Quantized, quantize_activations
 from kernels.gemm.silu_mul import swiglu
 from kernels.gemm.skinny_gemm import num_splits, output_of
 
-_ROWS = 64  # of the weight, of a CTA of the skinny GEMM
+_ROWS = 64  # rows of the weight of a CTA of the skinny GEMM
 _MAX_SPLITS = 8
-_FEW_TOKENS = 32  # for more, CTAs have less room beside one another
-_TRITON_TILE = {16: (16, 64, 4), 64: (64, 128, 4), 128: (128, 128, 8)}  # tokens, rows, warps
+_FEW_TOKENS = 32  # with more tokens, fewer CTAs fit an SM
+# Tokens, rows and warps of a tile, by largest number of tokens.
+_TRITON_TILE = {16: (16, 64, 4), 64: (64, 128, 4), 128: (128, 128, 8)}
 
 
 @dataclass(frozen=True, slots=True)
 class SkinnyConfig:
-    """Parts that K is split into, and buffers of the pipeline."""
+    """Division of the skinny GEMM: splits of K, and buffers of the pipeline."""
 
     splits: int
     stages: int
@@ -46,8 +47,10 @@ class SkinnyConfig:
 def skinny_config(
     num_tokens: int, num_rows: int, columns: int, device: DeviceFacts
 ) -> SkinnyConfig:
-    """K is split while CTAs have a place on the device at once; by `benchmarks.kernels.fp8 --tune`
-    on an H200, 8B shapes.
+    """Chooses a configuration by the rule that is best on an H200 for 8B shapes.
+
+    K is split as long as all CTAs fit the device together. `benchmarks.kernels.fp8 --tune` measured
+    the candidates.
     """
     is_few = num_tokens <= _FEW_TOKENS
     most_ctas = (4 if is_few else 3) * device.num_sms
@@ -63,8 +66,11 @@ def split_k_partials(
     device: DeviceFacts,
     config: SkinnyConfig | None = None,
 ) -> Tensor:
-    """For few tokens: split-K partials `[S, T, N]` float32, whose sum is `w8a8_linear(x) + bias`;
-    or, where K is not split, the result `[T, N]` in x's dtype.
+    """Computes `w8a8_linear(x) + bias` for few tokens.
+
+    Returns:
+        Split-K partials `[S, T, N]` float32, or the result `[T, N]` in the dtype of `x` if K is not
+        split.
     """
     found = quantize_activations(x, E4M3, weight.block_columns, pdl=device.supports_pdl)
     num_rows, columns = weight.values.shape
@@ -77,7 +83,10 @@ def split_k_partials(
 def linear_swiglu(
     x: Tensor | Quantized, weight: Fp8Weight, bias: Tensor | None = None, *, device: DeviceFacts
 ) -> Tensor:
-    """`silu_and_mul(w8a8_linear(x) + bias)` for few tokens: `[T, K]`, `[2 * N, K]` → `[T, N]`."""
+    """Computes `silu_and_mul(w8a8_linear(x) + bias)` for few tokens.
+
+    Shapes are `[T, K]`, `[2 * N, K]` → `[T, N]`.
+    """
     found = quantize_activations(x, E4M3, weight.block_columns, pdl=device.supports_pdl)
     config = SkinnyConfig(1, stages=4 if found.num_tokens <= _FEW_TOKENS else 3)
     size = found.num_tokens, len(weight.values) // 2
@@ -87,38 +96,64 @@ def linear_swiglu(
 
 
 def _launch_skinny(
-    x: Quantized, weight: Fp8Weight, bias: Tensor | None, out: Tensor, config: SkinnyConfig,
-    device: DeviceFacts, *, is_swiglu: bool,
-) -> None:  # fmt: skip
+    x: Quantized,
+    weight: Fp8Weight,
+    bias: Tensor | None,
+    out: Tensor,
+    config: SkinnyConfig,
+    device: DeviceFacts,
+    *,
+    is_swiglu: bool,
+) -> None:
     num_rows, columns = weight.values.shape
     _skinny_kernel[(triton.cdiv(num_rows, _ROWS), config.splits)](
-        x.values, x.scale, weight.values, weight.scale, bias, out, x.num_tokens, len(x.values),
-        num_rows, columns, TOKENS=max(16, triton.next_power_of_2(x.num_tokens)), ROWS=_ROWS,
-        SPAN=columns // config.splits, BLOCK_ROWS=weight.block_rows,
-        SCALE_COLUMNS=weight.scale.shape[1], BIAS=bias is not None, SWIGLU=is_swiglu,
-        STAGES=config.stages, PDL=device.supports_pdl,
-        num_warps=4, launch_pdl=device.supports_pdl,
-    )  # fmt: skip
+        x.values,
+        x.scale,
+        weight.values,
+        weight.scale,
+        bias,
+        out,
+        x.num_tokens,
+        len(x.values),
+        num_rows,
+        columns,
+        TOKENS=max(16, triton.next_power_of_2(x.num_tokens)),
+        ROWS=_ROWS,
+        SPAN=columns // config.splits,
+        BLOCK_ROWS=weight.block_rows,
+        SCALE_COLUMNS=weight.scale.shape[1],
+        BIAS=bias is not None,
+        SWIGLU=is_swiglu,
+        STAGES=config.stages,
+        PDL=device.supports_pdl,
+        num_warps=4,
+        launch_pdl=device.supports_pdl,
+    )
 
 
 def scaled_mm(x: Tensor | Quantized, weight: Fp8Weight, *, device: DeviceFacts) -> Tensor:
-    """`[T, K]` → `[T, N]`: torch's scaled GEMM, with slow accumulation (the exact one)."""
+    """Linear layer `[T, K]` → `[T, N]` by torch's scaled GEMM with exact (slow) accumulation."""
     found = quantize_activations(x, E4M3, weight.block_columns, pdl=device.supports_pdl)
     if weight.block_columns == found.values.shape[1]:  # per channel
         return torch._scaled_mm(
             found.values, weight.values.t(), found.scale, weight.scale.t(), out_dtype=found.dtype
         )[: found.num_tokens]
-    if weight.scale.shape[1] % 4:  # which cuBLAS does not take
+    if weight.scale.shape[1] % 4:  # cuBLAS needs a multiple of 4
         return triton_gemm(found, weight, device=device)
     kinds: Any = F.ScalingType
     return F.scaled_mm(
-        found.values, weight.values.t(), found.scale, kinds.BlockWise1x128, weight.scale.t(),
-        kinds.BlockWise128x128, output_dtype=found.dtype,
-    )[: found.num_tokens]  # fmt: skip
+        found.values,
+        weight.values.t(),
+        found.scale,
+        kinds.BlockWise1x128,
+        weight.scale.t(),
+        kinds.BlockWise128x128,
+        output_dtype=found.dtype,
+    )[: found.num_tokens]
 
 
 def triton_gemm(x: Tensor | Quantized, weight: Fp8Weight, *, device: DeviceFacts) -> Tensor:
-    """`[T, K]` → `[T, N]` with block scales."""
+    """Linear layer `[T, K]` → `[T, N]` with block scales, by a Triton kernel."""
     pdl = device.supports_pdl
     found = quantize_activations(x, E4M3, weight.block_columns, pdl=pdl)
     num_tokens, (num_rows, columns) = found.num_tokens, weight.values.shape
@@ -127,24 +162,53 @@ def triton_gemm(x: Tensor | Quantized, weight: Fp8Weight, *, device: DeviceFacts
     tokens, rows, warps = _TRITON_TILE[limit]
     grid = (triton.cdiv(num_tokens, tokens) * triton.cdiv(num_rows, rows),)
     _block_gemm_kernel[grid](
-        found.values, found.scale, weight.values, weight.scale, out, num_tokens, num_rows, columns,
-        found.scale.stride(1), weight.scale.shape[1],
-        TOKENS=tokens, ROWS=rows, COLUMNS=BLOCK, GROUP=16, PDL=pdl,
-        num_warps=warps, num_stages=3, launch_pdl=pdl,
-    )  # fmt: skip
+        found.values,
+        found.scale,
+        weight.values,
+        weight.scale,
+        out,
+        num_tokens,
+        num_rows,
+        columns,
+        found.scale.stride(1),
+        weight.scale.shape[1],
+        TOKENS=tokens,
+        ROWS=rows,
+        COLUMNS=BLOCK,
+        GROUP=16,
+        PDL=pdl,
+        num_warps=warps,
+        num_stages=3,
+        launch_pdl=pdl,
+    )
     return out
 
 
 @triton.jit(do_not_specialize=["num_tokens", "padded"])
 def _skinny_kernel(
-    x_ptr, x_scale_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr, num_tokens, padded, num_rows,
-    num_columns, TOKENS: tl.constexpr, ROWS: tl.constexpr, SPAN: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, SCALE_COLUMNS: tl.constexpr, BIAS: tl.constexpr,
-    SWIGLU: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    x_scale_ptr,
+    weight_ptr,
+    scale_ptr,
+    bias_ptr,
+    out_ptr,
+    num_tokens,
+    padded,
+    num_rows,
+    num_columns,
+    TOKENS: tl.constexpr,
+    ROWS: tl.constexpr,
+    SPAN: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    SCALE_COLUMNS: tl.constexpr,
+    BIAS: tl.constexpr,
+    SWIGLU: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
     HALF: tl.constexpr = ROWS // 2
     index = tl.arange(0, ROWS)
-    if SWIGLU:  # half of them the gate's, half the same rows of up
+    if SWIGLU:  # half of the rows belong to gate, and half are the same rows of up
         row = tl.program_id(0) * HALF + index % HALF + index // HALF * (num_rows // 2)
         is_row = index % HALF < num_rows // 2 - tl.program_id(0) * HALF
     else:
@@ -160,11 +224,11 @@ def _skinny_kernel(
     if BLOCK_ROWS > 1:
         scales += split * (SPAN // 128)
         x_scales += split * (SPAN // 128) * padded
-    # Scales are read an iteration ahead: only what the tensor cores take is read in a pipeline.
+    # Scales are read an iteration ahead, because only operands of tensor cores are pipelined.
     scale = tl.load(scales, mask=is_row, other=0.0)
     wait_for_earlier(PDL)
     x_scale = tl.load(x_scales, mask=is_token, other=0.0)
-    # Tensor cores want 64 rows on one side, which tokens need not have.
+    # The weight is the first operand, because tensor cores need 64 rows of it.
     sums = tl.zeros((ROWS, TOKENS), tl.float32)
     for at in tl.range(0, SPAN, 128, num_stages=STAGES):
         weight = tl.load(weights + at, mask=is_row[:, None], other=0.0)
@@ -199,12 +263,24 @@ def _skinny_kernel(
 
 @triton.jit(do_not_specialize=["num_tokens", "scale_stride"])
 def _block_gemm_kernel(
-    x_ptr, x_scale_ptr, weight_ptr, scale_ptr, out_ptr, num_tokens, num_rows, num_columns,
-    scale_stride, scale_columns,
-    TOKENS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr,
+    x_ptr,
+    x_scale_ptr,
+    weight_ptr,
+    scale_ptr,
+    out_ptr,
+    num_tokens,
+    num_rows,
+    num_columns,
+    scale_stride,
+    scale_columns,
+    TOKENS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    GROUP: tl.constexpr,
     PDL: tl.constexpr,
-):  # fmt: skip
-    # GROUP tiles of rows for all tokens before the next ones: their weights stay in the L2.
+):
+    # GROUP tiles of rows are multiplied with all tokens before the next GROUP, so that their
+    # weights stay in L2.
     token_tiles, row_tiles = tl.cdiv(num_tokens, TOKENS), tl.cdiv(num_rows, ROWS)
     index = tl.program_id(0)
     first = index // (GROUP * token_tiles) * GROUP
@@ -216,7 +292,7 @@ def _block_gemm_kernel(
     is_token, is_row = token < num_tokens, row < num_rows
     inputs = x_ptr + token.to(tl.int64)[:, None] * num_columns + column[None, :]
     weights = weight_ptr + row.to(tl.int64)[None, :] * num_columns + column[:, None]
-    # ROWS divides 128: one scale for all of them.
+    # ROWS divides 128, so all rows of a tile share a scale.
     scales = scale_ptr + (first + index % height) * ROWS // 128 * scale_columns
     x_scales = x_scale_ptr + token
     wait_for_earlier(PDL)

@@ -1,11 +1,12 @@
-"""W8A8 linear layers of int8 on a GPU: activations are quantized by one kernel, then multiplied.
+"""W8A8 linear layers of int8 on a GPU. One kernel quantizes activations, another multiplies.
 
 | name     | tokens | how                                                                        |
 |----------|--------|----------------------------------------------------------------------------|
 | skinny   | 1-64   | split-K, for reading the weights fast; partials are scaled, in float32     |
 | gemm     | more   | persistent tiles on Hopper; scales, and SwiGLU, in the epilogue            |
 
-Sums of integers are exact; scales come last, as in the plain twin, `int8_weight.w8a8_linear`.
+Sums of integers are exact, and scales are applied last, as in the reference implementation,
+`int8_weight.w8a8_linear`.
 """
 
 # pyright: reportOperatorIssue=false, reportAttributeAccessIssue=false
@@ -28,7 +29,14 @@ from kernels.gemm.skinny_gemm import num_splits, output_of
 
 @dataclass(frozen=True, slots=True)
 class GemmConfig:
-    """How `gemm` is divided: sizes of a tile, stages, warps, tiles of tokens that share rows."""
+    """Division of `gemm`.
+
+    Attributes:
+        tokens, rows, columns: sizes of a tile.
+        stages: pipeline stages.
+        warps: warps per CTA.
+        group: number of tiles of tokens that share rows of the weight in L2.
+    """
 
     tokens: int = 128
     rows: int = 256
@@ -38,15 +46,17 @@ class GemmConfig:
     group: int = 16
 
 
-# A tile's time relative to others, by `benchmarks.kernels.packed` on an H100.
+# Relative time of a tile, measured by `benchmarks.kernels.packed` on an H100, and configuration.
 _CONFIGS = (
-    (28.7, GemmConfig()), (17.9, GemmConfig(128, 128, 128, 4, 8)),
-    (19.9, GemmConfig(64, 256, 128, 3, 8)), (11.2, GemmConfig(64, 128, 128, 5, 4)),
-)  # fmt: skip
+    (28.7, GemmConfig()),
+    (17.9, GemmConfig(128, 128, 128, 4, 8)),
+    (19.9, GemmConfig(64, 256, 128, 3, 8)),
+    (11.2, GemmConfig(64, 128, 128, 5, 4)),
+)
 
 
 def gemm_config(num_tokens: int, num_rows: int, device: DeviceFacts) -> GemmConfig:
-    """The tiles whose waves take the least time; `num_rows` are of the weight."""
+    """Chooses the tiles whose waves take the least time for a weight with `num_rows` rows."""
 
     def cost(choice: tuple[float, GemmConfig]) -> float:
         time, config = choice
@@ -57,11 +67,19 @@ def gemm_config(num_tokens: int, num_rows: int, device: DeviceFacts) -> GemmConf
 
 
 def split_k_partials(
-    x: Tensor | Quantized, weight: Int8Weight, bias: Tensor | None = None, *, device: DeviceFacts,
-    splits: int | None = None, stages: int = 4,
-) -> Tensor:  # fmt: skip
-    """For up to 64 tokens: split-K partials `[S, T, N]` float32, whose sum is
-    `w8a8_linear(x) + bias`; or, where K is not split, the result `[T, N]` in x's dtype.
+    x: Tensor | Quantized,
+    weight: Int8Weight,
+    bias: Tensor | None = None,
+    *,
+    device: DeviceFacts,
+    splits: int | None = None,
+    stages: int = 4,
+) -> Tensor:
+    """Computes `w8a8_linear(x) + bias` for up to 64 tokens.
+
+    Returns:
+        Split-K partials `[S, T, N]` float32, or the result `[T, N]` in the dtype of `x` if K is not
+        split.
     """
     columns, pdl = weight.values.shape[1], device.supports_pdl
     values, scale, num_tokens, dtype = quantize_activations(x, torch.int8, columns, pdl=pdl)
@@ -70,19 +88,40 @@ def split_k_partials(
     count = splits or num_splits(tiles, columns, TILE_COLUMNS, 3 * device.num_sms)
     out = output_of(count, num_tokens, num_rows, dtype, values.device)
     _skinny_kernel[(tiles, count)](
-        values, scale, weight.values, weight.scale, bias, out, num_tokens, num_rows, columns,
-        TOKENS=max(16, triton.next_power_of_2(num_tokens)), ROWS=TILE_ROWS, COLUMNS=TILE_COLUMNS,
-        SPAN=columns // count, BIAS=bias is not None, STAGES=stages, PDL=device.supports_pdl,
-        num_warps=4, launch_pdl=device.supports_pdl,
-    )  # fmt: skip
+        values,
+        scale,
+        weight.values,
+        weight.scale,
+        bias,
+        out,
+        num_tokens,
+        num_rows,
+        columns,
+        TOKENS=max(16, triton.next_power_of_2(num_tokens)),
+        ROWS=TILE_ROWS,
+        COLUMNS=TILE_COLUMNS,
+        SPAN=columns // count,
+        BIAS=bias is not None,
+        STAGES=stages,
+        PDL=device.supports_pdl,
+        num_warps=4,
+        launch_pdl=device.supports_pdl,
+    )
     return out
 
 
 def gemm(
-    x: Tensor | Quantized, weight: Int8Weight, *, device: DeviceFacts,
-    config: GemmConfig | None = None, is_swiglu: bool = False,
-) -> Tensor:  # fmt: skip
-    """`[T, K]` → `[T, N]`; with SwiGLU `silu_and_mul` of `[T, 2 * N]`: `[T, N]`."""
+    x: Tensor | Quantized,
+    weight: Int8Weight,
+    *,
+    device: DeviceFacts,
+    config: GemmConfig | None = None,
+    is_swiglu: bool = False,
+) -> Tensor:
+    """Linear layer `[T, K]` → `[T, N]` for many tokens.
+
+    If `is_swiglu`, the weight has rows of gate and up, and `silu_and_mul` is applied.
+    """
     columns, pdl = weight.values.shape[1], device.supports_pdl
     values, scale, num_tokens, dtype = quantize_activations(x, torch.int8, columns, pdl=pdl)
     config = config or gemm_config(num_tokens, len(weight.values), device)
@@ -95,19 +134,41 @@ def gemm(
         TensorDescriptor.from_tensor(values, [config.tokens, config.columns]),
         TensorDescriptor.from_tensor(matrices, [len(matrices), rows, config.columns]),
         TensorDescriptor.from_tensor(out, [config.tokens, rows]),
-        scale, weight.scale, num_tokens, WIDTH=columns, HEIGHT=height, TOKENS=config.tokens,
-        ROWS=rows, COLUMNS=config.columns, GROUP=config.group, SWIGLU=is_swiglu,
-        STAGES=config.stages, num_warps=config.warps,
-    )  # fmt: skip
+        scale,
+        weight.scale,
+        num_tokens,
+        WIDTH=columns,
+        HEIGHT=height,
+        TOKENS=config.tokens,
+        ROWS=rows,
+        COLUMNS=config.columns,
+        GROUP=config.group,
+        SWIGLU=is_swiglu,
+        STAGES=config.stages,
+        num_warps=config.warps,
+    )
     return out
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _skinny_kernel(
-    x_ptr, x_scale_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr, num_tokens, num_rows,
-    num_columns, TOKENS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    SPAN: tl.constexpr, BIAS: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    x_scale_ptr,
+    weight_ptr,
+    scale_ptr,
+    bias_ptr,
+    out_ptr,
+    num_tokens,
+    num_rows,
+    num_columns,
+    TOKENS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SPAN: tl.constexpr,
+    BIAS: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     split = tl.program_id(1)
     token, column = tl.arange(0, TOKENS), split * SPAN + tl.arange(0, COLUMNS)
@@ -116,7 +177,7 @@ def _skinny_kernel(
     inputs = x_ptr + token[:, None] * num_columns + column[None, :]
     scale = tl.load(scale_ptr + row)
     wait_for_earlier(PDL)
-    # Tensor cores want 64 rows on one side, which tokens need not have.
+    # The weight is the first operand, because tensor cores need 64 rows of it.
     sums = tl.zeros((ROWS, TOKENS), tl.int32)
     for at in tl.range(0, SPAN, COLUMNS, num_stages=STAGES):
         weight = tl.load(weights + at)
@@ -133,16 +194,27 @@ def _skinny_kernel(
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _gemm_kernel(
-    x_tiles, weight_tiles, out_tiles, x_scale_ptr, scale_ptr, num_tokens, WIDTH: tl.constexpr,
-    HEIGHT: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    GROUP: tl.constexpr, SWIGLU: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
+    x_tiles,
+    weight_tiles,
+    out_tiles,
+    x_scale_ptr,
+    scale_ptr,
+    num_tokens,
+    WIDTH: tl.constexpr,
+    HEIGHT: tl.constexpr,
+    TOKENS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    GROUP: tl.constexpr,
+    SWIGLU: tl.constexpr,
+    STAGES: tl.constexpr,
+):
     ALL: tl.constexpr = 2 * ROWS if SWIGLU else ROWS
     wide: tl.constexpr = (HEIGHT + ROWS - 1) // ROWS
     high = tl.cdiv(num_tokens, TOKENS)
     first, step = tl.program_id(0), tl.num_programs(0)
     for index in tl.range(first, high * wide, step, flatten=True, num_stages=STAGES):
-        # A group of tiles of tokens goes through all rows of the weight together.
+        # A group of tiles of tokens is multiplied with all rows of the weight before the next.
         group = index // (GROUP * wide)
         within = index % (GROUP * wide)
         size = tl.minimum(high - group * GROUP, GROUP)
@@ -154,7 +226,7 @@ def _gemm_kernel(
             weight = weight_tiles.load([0, row, column]).reshape(ALL, COLUMNS)
             sums = tl.dot(x, weight.T, sums, out_dtype=tl.int32)
         each, of_row = token + tl.arange(0, TOKENS), tl.arange(0, ALL)
-        of_row = row + of_row % ROWS + of_row // ROWS * HEIGHT  # of the gate, then of up
+        of_row = row + of_row % ROWS + of_row // ROWS * HEIGHT  # rows of gate, then of up
         x_scale = tl.load(x_scale_ptr + each, mask=each < num_tokens, other=0.0)
         scale = tl.load(scale_ptr + of_row, mask=of_row < (2 * HEIGHT if SWIGLU else HEIGHT))
         dtype: tl.constexpr = out_tiles.dtype

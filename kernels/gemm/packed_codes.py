@@ -1,6 +1,6 @@
-"""Codes of 4 bits in tiles, see `packed_weight`, as floats in registers: parts of kernels."""
+"""Device code that converts 4-bit codes in tiles (`packed_weight`) to floats in registers."""
 
-# ruff: noqa: ANN201 - blocks and constants of the kernels' compiler
+# ruff: noqa: ANN201 - Triton blocks and constants have no type
 # pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
 # pyright: reportAssignmentType=false
 # pyright: reportGeneralTypeIssues=false, reportPossiblyUnboundVariable=false
@@ -12,7 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
-# By dtype: its vectors, the float of a code of 0, of 1, of the middle below zero.
+# By data type: PTX vector type, bits of the float for code 0, of 1.0, and of the negative offset
+# for the middle of the range.
 _FLOATS = {
     torch.bfloat16: ("bf16x2", 0x4300, 0x3F80, 0xC308),
     torch.float16: ("f16x2", 0x6400, 0x3C00, 0xE408),
@@ -22,11 +23,15 @@ _OPERANDS = tl.constexpr("=&r,=&r,=&r,=&r" + ",r" * 5)
 
 @cache
 def assembly(kind: torch.dtype, zeros: bool) -> str:
-    """PTX that makes four registers of two 16-bit floats from two words of four codes; "" for
-    other dtypes, those of the interpreter, which has no assembly.
+    """PTX that converts two words of four codes to four registers of two 16-bit floats.
 
-    A code becomes the lowest bits of a float whose unit is 1, from which its offset is taken, which
-    is exact.
+    A code becomes the lowest bits of a float whose last bit has the value 1. Subtracting the offset
+    is then exact. The result is "" for other data types, which only Triton's interpreter uses, as
+    the interpreter cannot run assembly.
+
+    Args:
+        kind: data type of the floats.
+        zeros: True if each code has its own zero point, False if it is the middle of the range.
     """
     if kind not in _FLOATS:
         return ""
@@ -48,31 +53,46 @@ def assembly(kind: torch.dtype, zeros: bool) -> str:
 
 @triton.jit
 def widen(words, zeros, dtype: tl.constexpr, ZEROS: tl.constexpr, ASSEMBLY: tl.constexpr):
-    """Words of tiles → their four codes less the zero points, each of the words' shape; of columns
-    0-31, 32-63, 64-95, 96-127 of a tile.
+    """Converts words of a tile to their four codes minus the zero points.
+
+    The four results have the shape of the words. They are the codes of columns 0-31, 32-63, 64-95
+    and 96-127 of the tile.
 
     Args:
-        words: int16.
-        zeros: four blocks of int32 that broadcast to the words; read if ZEROS.
-        dtype: of the codes.
+        words: int16 words.
+        zeros: four int32 blocks of zero points that broadcast to the words. Only read if ZEROS.
+        dtype: data type of the results.
+        ZEROS: True if there are zero points, False if the zero point is 8.
+        ASSEMBLY: result of `assembly`.
     """
     z0, z1, z2, z3 = zeros
     if ASSEMBLY != "":
-        o0, o1, o2, o3 = words, words, words, words  # which the assembly does not read
+        o0, o1, o2, o3 = words, words, words, words  # the assembly does not read these operands
         if ZEROS:
             o0, o1, o2, o3 = (
-                _offset(z0, dtype), _offset(z1, dtype), _offset(z2, dtype), _offset(z3, dtype)
-            )  # fmt: skip
+                _offset(z0, dtype),
+                _offset(z1, dtype),
+                _offset(z2, dtype),
+                _offset(z3, dtype),
+            )
         if dtype == tl.float16:
             a, b, c, d = tl.inline_asm_elementwise(
-                ASSEMBLY, _OPERANDS, [words, o0, o1, o2, o3],
-                dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2,
-            )  # fmt: skip
+                ASSEMBLY,
+                _OPERANDS,
+                [words, o0, o1, o2, o3],
+                dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
+                is_pure=True,
+                pack=2,
+            )
         else:
             a, b, c, d = tl.inline_asm_elementwise(
-                ASSEMBLY, _OPERANDS, [words, o0, o1, o2, o3],
-                dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
-            )  # fmt: skip
+                ASSEMBLY,
+                _OPERANDS,
+                [words, o0, o1, o2, o3],
+                dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+                is_pure=True,
+                pack=2,
+            )
     else:
         a = code(words, 0, z0, ZEROS).to(dtype)
         b = code(words, 4, z1, ZEROS).to(dtype)
@@ -83,14 +103,14 @@ def widen(words, zeros, dtype: tl.constexpr, ZEROS: tl.constexpr, ASSEMBLY: tl.c
 
 @triton.jit
 def _offset(zero, dtype: tl.constexpr):
-    """What makes a zero point of a code's float, see `assembly`."""
-    least: tl.constexpr = -0x1C00 if dtype == tl.float16 else -0x3D00  # of the float's bits
+    """Converts a zero point to the bits of the float that `assembly` adds to a code's float."""
+    least: tl.constexpr = -0x1C00 if dtype == tl.float16 else -0x3D00  # bits for zero point 0
     return zero.to(tl.int16) | tl.full(zero.shape, least, tl.int16)
 
 
 @triton.jit
 def code(words, shift: tl.constexpr, zero, ZEROS: tl.constexpr):
-    """float32: a code of each word, less its zero point, see `widen`."""
+    """Extracts one code of each word and subtracts its zero point, in float32. See `widen`."""
     found = ((words >> shift) & 15).to(tl.float32)
     if ZEROS:
         found -= zero.to(tl.float32)
@@ -101,13 +121,13 @@ def code(words, shift: tl.constexpr, zero, ZEROS: tl.constexpr):
 
 @triton.jit
 def beside(a, b):
-    """`[R, C]` twice → `[R, 2 * C]`."""
+    """Concatenates two blocks `[R, C]` to `[R, 2 * C]`."""
     return tl.reshape(tl.permute(tl.join(a, b), (0, 2, 1)), (a.shape[0], 2 * a.shape[1]))
 
 
 @triton.jit
 def load_words(ptr):
-    """A tile's words, `[64, 32]`."""
+    """Loads the words of a tile, `[64, 32]`."""
     words = tl.load(ptr + tl.arange(0, 2048))
     words = tl.permute(tl.reshape(words, (2, 4, 8, 4, 2, 2, 2)), (1, 5, 2, 0, 4, 3, 6))
     return tl.reshape(words, (64, 32))
@@ -115,7 +135,7 @@ def load_words(ptr):
 
 @triton.jit
 def load_halves(ptr, stride):
-    """32 rows of two tiles, which lie `stride` words apart, `[64, 32]`."""
+    """Loads 32 rows of each of two tiles that are `stride` words apart, `[64, 32]`."""
     index = tl.arange(0, 2048)
     place = index % 512 + index // 512 % 2 * tl.cast(stride, tl.int64) + index // 1024 * 1024
     words = tl.reshape(tl.load(ptr + place), (2, 4, 8, 4, 2, 2, 2))
@@ -124,7 +144,14 @@ def load_halves(ptr, stride):
 
 @triton.jit
 def load_groups(ptr, column, num_rows, GROUP: tl.constexpr):
-    """The values of rows for the four quarters of a tile that begins at a column, as `ptr`."""
+    """Loads scales or zero points for the four quarters of a tile's columns.
+
+    Args:
+        ptr: pointers to the first group of the rows.
+        column: first column of the tile.
+        num_rows: number of rows of the weight.
+        GROUP: columns of a group.
+    """
     group = tl.cast(column // GROUP, tl.int64) * num_rows
     a = tl.load(ptr + group)
     b, c, d = a, a, a
@@ -139,7 +166,7 @@ def load_groups(ptr, column, num_rows, GROUP: tl.constexpr):
 
 @triton.jit
 def load_inputs(ptr, inside, GROUP: tl.constexpr):
-    """A tile's 128 columns of inputs; of smaller groups, those of each group."""
+    """Loads the inputs of a tile's 128 columns. For smaller groups, a block for each group."""
     PART: tl.constexpr = GROUP if GROUP < 128 else 128
     place = ptr + tl.arange(0, PART)[None, :]
     x0 = tl.load(place, mask=inside, other=0.0)
@@ -154,10 +181,18 @@ def load_inputs(ptr, inside, GROUP: tl.constexpr):
 
 @triton.jit
 def term(
-    words, zeros, scales, x0, x1, x2, x3, GROUP: tl.constexpr, ZEROS: tl.constexpr,
+    words,
+    zeros,
+    scales,
+    x0,
+    x1,
+    x2,
+    x3,
+    GROUP: tl.constexpr,
+    ZEROS: tl.constexpr,
     ASSEMBLY: tl.constexpr,
-):  # fmt: skip
-    """`[64, TOKENS]` float32: a tile times its inputs, scaled."""
+):
+    """Multiplies a tile with its inputs and scales the product: `[64, TOKENS]` float32."""
     s0, s1, s2, s3 = scales
     a, b, c, d = widen(words, zeros, x0.dtype, ZEROS, ASSEMBLY)
     if GROUP >= 128:

@@ -1,10 +1,10 @@
-"""W8A16, e2m1, and W4A16 that is not in tiles: linear layers for a few tokens on a GPU, in Triton.
+"""Linear layers for up to 16 tokens with W8A16, e2m1, or W4A16 weights that are not in tiles.
 
-Codes are widened in registers for tensor cores, so that the weight is read as it is packed.
-For up to 16 tokens reading the weights is most of the work. K is split until CTAs fill the device;
-partials stay in float32 for the kernel that comes next, as those of `skinny_gemm`. A group of 128
-columns or more scales sums in float32; a smaller one scales weights, rounded as the plain twin's.
-The plain twin, which also serves more tokens, is `packed_weight.weight_only_linear`.
+The weight is read in its packed form, and codes are converted in registers for tensor cores,
+because the time is mostly that of reading the weight. K is split until CTAs fill the device, and
+partials stay in float32 for the next kernel, as in `skinny_gemm`. If a group has 128 columns or
+more, sums are scaled in float32. For smaller groups, weights are scaled and rounded as in the
+reference implementation, `packed_weight.weight_only_linear`, which is also used for more tokens.
 """
 
 # pyright: reportArgumentType=false, reportIndexIssue=false, reportOperatorIssue=false
@@ -20,17 +20,22 @@ from kernels.device import DeviceFacts
 from kernels.gemm.packed_weight import PackedWeight
 from kernels.gemm.skinny_gemm import num_splits, output_of
 
-TILE = 128  # columns of a step of a CTA
-_MOST_ROWS = 64  # of a CTA
-_PADDED = 16  # tokens: tensor cores want as many
+TILE = 128  # columns of an iteration of a CTA
+_MOST_ROWS = 64  # largest number of rows of a CTA
+_PADDED = 16  # least number of tokens of a tensor core instruction
 
 
 def split_k_partials(
     x: Tensor, weight: PackedWeight, bias: Tensor | None = None, *, device: DeviceFacts
 ) -> Tensor:
-    """For up to 16 tokens, and sizes as `packed_weight.has_kernels` wants them: split-K partials
-    `[S, T, N]` float32, whose sum is `x @ weight.T + bias`; or, where K is not split, the result
-    `[T, N]` in x's dtype. K is split while most SMs get no second CTA by that.
+    """Computes `x @ weight.T + bias` for up to 16 tokens.
+
+    `packed_weight.has_kernels` must be True for the weight. K is split as long as most SMs do not
+    get a second CTA.
+
+    Returns:
+        Split-K partials `[S, T, N]` float32, or the result `[T, N]` in the dtype of `x` if K is not
+        split.
     """
     num_tokens, columns = x.shape
     num_rows = len(weight.codes)
@@ -39,23 +44,59 @@ def split_k_partials(
     splits = num_splits(tiles, columns, TILE, 1.5 * device.num_sms)
     out = output_of(splits, num_tokens, num_rows, x.dtype, x.device)
     _skinny_kernel[(tiles, splits)](
-        x, weight.codes, weight.scale, weight.zero, bias, out, num_tokens, num_rows, columns,
-        weight.row_scale, TOKENS=_PADDED, ROWS=rows, COLUMNS=TILE, SPAN=columns // splits,
-        BITS=weight.bits, GROUP=weight.group, GROUPS=weight.scale.shape[1], FLOAT=weight.is_float,
-        ZEROS=weight.zero is not None, BIAS=bias is not None, STAGES=4, PDL=device.supports_pdl,
-        num_warps=4, launch_pdl=device.supports_pdl,
-    )  # fmt: skip
+        x,
+        weight.codes,
+        weight.scale,
+        weight.zero,
+        bias,
+        out,
+        num_tokens,
+        num_rows,
+        columns,
+        weight.row_scale,
+        TOKENS=_PADDED,
+        ROWS=rows,
+        COLUMNS=TILE,
+        SPAN=columns // splits,
+        BITS=weight.bits,
+        GROUP=weight.group,
+        GROUPS=weight.scale.shape[1],
+        FLOAT=weight.is_float,
+        ZEROS=weight.zero is not None,
+        BIAS=bias is not None,
+        STAGES=4,
+        PDL=device.supports_pdl,
+        num_warps=4,
+        launch_pdl=device.supports_pdl,
+    )
     return out
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _skinny_kernel(
-    x_ptr, codes_ptr, scale_ptr, zero_ptr, bias_ptr, out_ptr, num_tokens, num_rows, num_columns,
-    row_scale_ptr, TOKENS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    SPAN: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
-    FLOAT: tl.constexpr, ZEROS: tl.constexpr, BIAS: tl.constexpr, STAGES: tl.constexpr,
+    x_ptr,
+    codes_ptr,
+    scale_ptr,
+    zero_ptr,
+    bias_ptr,
+    out_ptr,
+    num_tokens,
+    num_rows,
+    num_columns,
+    row_scale_ptr,
+    TOKENS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SPAN: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    FLOAT: tl.constexpr,
+    ZEROS: tl.constexpr,
+    BIAS: tl.constexpr,
+    STAGES: tl.constexpr,
     PDL: tl.constexpr,
-):  # fmt: skip
+):
     PER: tl.constexpr = 8 // BITS  # codes in a byte
     BYTES: tl.constexpr = COLUMNS // PER
     MIDDLE: tl.constexpr = 1 << (BITS - 1)
@@ -67,12 +108,12 @@ def _skinny_kernel(
     codes = codes_ptr + row[:, None] * (num_columns // PER) + first // PER + byte[None, :]
     inputs = x_ptr + token[:, None] * num_columns + first + tl.arange(0, COLUMNS)[None, :]
     wait_for_earlier(PDL)
-    # Tensor cores want 64 rows on one side, which tokens need not have.
+    # The weight is the first operand, because tensor cores need 64 rows of it.
     sums = tl.zeros((ROWS, TOKENS), tl.float32)
     for at in tl.range(0, SPAN, COLUMNS, num_stages=STAGES):
         packed = tl.load(codes + at // PER)
         x = tl.load(inputs + at, mask=is_token, other=0.0)
-        if GROUP < COLUMNS:  # several groups
+        if GROUP < COLUMNS:  # an iteration has several groups
             group = row[:, None] * GROUPS + (first + at + byte[None, :] * PER) // GROUP
         else:
             group = row[:, None] * GROUPS + (first + at) // GROUP
@@ -104,7 +145,7 @@ def _skinny_kernel(
 
 @triton.jit
 def widened(codes, zero, scale, dtype: tl.constexpr, FLOAT: tl.constexpr):  # noqa: ANN201
-    """Codes less their zero point, or e2m1, both exact in any dtype, times a scale."""
+    """Converts codes minus their zero point, or e2m1 codes, exactly and multiplies by a scale."""
     if FLOAT:
         bits = codes.to(tl.int32)
         exponent, mantissa = (bits >> 1) & 3, bits & 1

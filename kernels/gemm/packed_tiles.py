@@ -1,15 +1,16 @@
-"""W4A16 linear layers on a GPU: kernels that read tiles of codes as tensor cores hold them.
+"""W4A16 linear layers on a GPU, by kernels that read tiles of codes in tensor-core order.
 
-A tile's order (`packed_weight`) is that of the registers of a tensor core's operand: threads load
-16 bytes that follow each other, and a code needs one and a half instructions until it is
-multiplied. K is split until CTAs fill the device; sums of a group are scaled in float32, and the
-partials, too, are left in float32 to the kernel that comes next. Gate and up of SwiGLU are halves
-of a CTA's rows, or two tiles, so that its epilogue applies the activation.
+The order of a tile (`packed_weight`) is that of the registers of a tensor core's operand: a thread
+loads 16 consecutive bytes, and a code takes one and a half instructions before it is multiplied.
+K is split until CTAs fill the device. Sums of a group are scaled in float32, and split-K partials
+stay in float32 until the next kernel reduces them. Gate and up of SwiGLU are halves of a CTA's
+rows, or two tiles, so that the kernel's epilogue can apply the activation.
 
-For many tokens the weight is dequantized once, for a GEMM of the library: a kernel of ours that
-dequantizes on the way kept products in flight whose operands the next step overwrote.
+For many tokens the weight is dequantized once, for a GEMM of cuBLAS. A kernel that dequantizes
+within the GEMM was tried and given up, because it had products in flight whose operands the next
+iteration overwrote.
 
-The plain twin is `packed_weight.weight_only_linear`.
+The reference implementation is `packed_weight.weight_only_linear`.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportIndexIssue=false
@@ -42,20 +43,20 @@ from kernels.gemm.packed_weight import TILE_COLUMNS, TILE_ROWS, PackedWeight
 from kernels.gemm.silu_mul import swiglu
 from kernels.gemm.skinny_gemm import num_splits, output_of
 
-_PADDED = 16  # tokens: tensor cores want as many
-_BLOCK = 64  # tokens of a CTA, at most
-_MOST_SPLITS = 4  # more cost the next kernel, which adds them up, more than they gain
+_PADDED = 16  # least number of tokens of a tensor core instruction
+_BLOCK = 64  # largest number of tokens of a CTA
+_MOST_SPLITS = 4  # more splits cost more in the next kernel, which adds them up, than they gain
 
 
 @dataclass(frozen=True, slots=True)
 class SkinnyConfig:
-    """How `skinny` is divided.
+    """Division of the kernel for few tokens.
 
     Attributes:
-        splits: parts of K; each leaves a partial.
-        pair: a CTA has two tiles of rows, so that inputs are read half as often.
-        stages: of the pipeline.
-        prefetched: bytes of its weight that a CTA asks for before its input is there.
+        splits: splits of K, each of which computes a partial sum.
+        pair: True if a CTA has two tiles of rows, so that inputs are read half as often.
+        stages: pipeline stages.
+        prefetched: bytes of the weight that a CTA prefetches before the input is there.
     """
 
     splits: int
@@ -67,7 +68,7 @@ class SkinnyConfig:
 def skinny_config(
     num_tokens: int, num_rows: int, columns: int, device: DeviceFacts
 ) -> SkinnyConfig:
-    """K is split while CTAs have a place on the device at once."""
+    """Chooses the configuration. K is split as long as all CTAs fit the device together."""
     is_few, tiles = num_tokens <= 16, num_rows // TILE_ROWS
     splits = num_splits(tiles, columns, TILE_COLUMNS, 6 * device.num_sms, _MOST_SPLITS)
     return SkinnyConfig(splits, stages=6 if is_few else 4, prefetched=4096 if is_few else 0)
@@ -81,8 +82,11 @@ def split_k_partials(
     device: DeviceFacts,
     config: SkinnyConfig | None = None,
 ) -> Tensor:
-    """For few tokens: split-K partials `[S, T, N]` float32, whose sum is `x @ weight.T + bias`; or,
-    where K is not split, the result `[T, N]` in x's dtype.
+    """Computes `x @ weight.T + bias` for few tokens.
+
+    Returns:
+        Split-K partials `[S, T, N]` float32, or the result `[T, N]` in the dtype of `x` if K is not
+        split.
     """
     config = config or skinny_config(len(x), weight.rows, x.shape[1], device)
     out = output_of(config.splits, len(x), weight.rows, x.dtype, x.device)
@@ -98,63 +102,102 @@ def linear_swiglu(
     device: DeviceFacts,
     config: SkinnyConfig | None = None,
 ) -> Tensor:
-    """`silu_and_mul(x @ weight.T + bias)`: `[T, K]`, `[2 * N, K]` → `[T, N]`."""
+    """Computes `silu_and_mul(x @ weight.T + bias)`: `[T, K]`, `[2 * N, K]` → `[T, N]`."""
     out = x.new_empty(len(x), weight.rows // 2)
     config = config or SkinnyConfig(1, pair=len(x) > 32, stages=4)
     _launch_skinny(
-        x, weight, bias, out, config, device,
+        x,
+        weight,
+        bias,
+        out,
+        config,
+        device,
         second="up" if config.pair else "halves",
-    )  # fmt: skip
+    )
     return out
 
 
 def _launch_skinny(
-    x: Tensor, weight: PackedWeight, bias: Tensor | None, out: Tensor, config: SkinnyConfig,
-    device: DeviceFacts, second: str,
-) -> None:  # fmt: skip
+    x: Tensor,
+    weight: PackedWeight,
+    bias: Tensor | None,
+    out: Tensor,
+    config: SkinnyConfig,
+    device: DeviceFacts,
+    second: str,
+) -> None:
     num_tokens, columns = x.shape
     tiles = weight.rows // TILE_ROWS // (2 if second in ("next", "up") else 1)
     blocks = triton.cdiv(num_tokens, _BLOCK)
     _skinny_kernel[(tiles, config.splits, blocks)](
-        x, weight.codes, weight.scale, weight.zero, bias, out, num_tokens, weight.rows, columns,
+        x,
+        weight.codes,
+        weight.scale,
+        weight.zero,
+        bias,
+        out,
+        num_tokens,
+        weight.rows,
+        columns,
         columns // config.splits,
         TOKENS=min(_BLOCK, max(_PADDED, triton.next_power_of_2(num_tokens))),
-        GROUP=weight.group, ZEROS=weight.zero is not None, BIAS=bias is not None,
-        SECOND=second, STAGES=config.stages,
+        GROUP=weight.group,
+        ZEROS=weight.zero is not None,
+        BIAS=bias is not None,
+        SECOND=second,
+        STAGES=config.stages,
         ASSEMBLY=assembly(x.dtype, weight.zero is not None),
         PREFETCHED=config.prefetched if device.supports_pdl else 0,
-        PDL=device.supports_pdl, num_warps=4, launch_pdl=device.supports_pdl,
-    )  # fmt: skip
+        PDL=device.supports_pdl,
+        num_warps=4,
+        launch_pdl=device.supports_pdl,
+    )
 
 
 def linear(x: Tensor, weight: PackedWeight, *, device: DeviceFacts) -> Tensor:
-    """`[T, K]` → `[T, N]` for many tokens."""
+    """Linear layer `[T, K]` → `[T, N]` for many tokens."""
     wide = dequantized(weight, x.dtype, device=device)
     found = cublaslt.linear(x, wide)
     return F.linear(x, wide) if found is None else found
 
 
 def dequantized(weight: PackedWeight, dtype: torch.dtype, *, device: DeviceFacts) -> Tensor:
-    """Implements `packed_weight.dequantize`: `[N, K]`."""
+    """Implements `packed_weight.dequantize` for a weight in tiles. Returns `[N, K]`."""
     out = torch.empty(weight.rows, weight.columns, dtype=dtype, device=weight.codes.device)
     dequantize(weight, out, device=device)
     return out
 
 
 def dequantize(weight: PackedWeight, out: Tensor, first: int = 0, *, device: DeviceFacts) -> None:
-    """The rows from `first` that fill `out` `[R, K]`, whole tiles."""
+    """Dequantizes rows of a weight, which are whole tiles, beginning with row `first`.
+
+    Args:
+        weight: weight in tiles.
+        out: tensor `[R, K]` that gets R rows.
+        first: first row.
+        device: facts about the device.
+    """
     wide = weight.columns // TILE_COLUMNS
     _dequantize_kernel[(wide, len(out) // TILE_ROWS)](
-        weight.codes, weight.scale, weight.zero, out, weight.rows, weight.columns, first,
-        GROUP=weight.group, ZEROS=weight.zero is not None,
-        ASSEMBLY=assembly(out.dtype, weight.zero is not None), PDL=device.supports_pdl,
-        num_warps=4, launch_pdl=device.supports_pdl,
-    )  # fmt: skip
+        weight.codes,
+        weight.scale,
+        weight.zero,
+        out,
+        weight.rows,
+        weight.columns,
+        first,
+        GROUP=weight.group,
+        ZEROS=weight.zero is not None,
+        ASSEMBLY=assembly(out.dtype, weight.zero is not None),
+        PDL=device.supports_pdl,
+        num_warps=4,
+        launch_pdl=device.supports_pdl,
+    )
 
 
 @triton.jit
 def _fetch_early(ptr, BYTES: tl.constexpr):
-    """Asks for memory that begins at a pointer, in lines of 128 bytes, to be in the L2."""
+    """Prefetches BYTES bytes at a pointer to L2, in lines of 128 bytes."""
     lines = ptr.to(tl.int64) + tl.arange(0, BYTES // 128) * 128
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
@@ -168,14 +211,29 @@ def _fetch_early(ptr, BYTES: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _skinny_kernel(
-    x_ptr, codes_ptr, scale_ptr, zero_ptr, bias_ptr, out_ptr, num_tokens, num_rows, num_columns,
-    span, TOKENS: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr,
-    BIAS: tl.constexpr, SECOND: tl.constexpr, STAGES: tl.constexpr, ASSEMBLY: tl.constexpr,
-    PREFETCHED: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    codes_ptr,
+    scale_ptr,
+    zero_ptr,
+    bias_ptr,
+    out_ptr,
+    num_tokens,
+    num_rows,
+    num_columns,
+    span,
+    TOKENS: tl.constexpr,
+    GROUP: tl.constexpr,
+    ZEROS: tl.constexpr,
+    BIAS: tl.constexpr,
+    SECOND: tl.constexpr,
+    STAGES: tl.constexpr,
+    ASSEMBLY: tl.constexpr,
+    PREFETCHED: tl.constexpr,
+    PDL: tl.constexpr,
+):
     PAIR: tl.constexpr = SECOND == "next" or SECOND == "up"
     tile, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    stride = num_columns // 128 * 2048  # words of a row of tiles
+    stride = num_columns // 128 * 2048  # 16-bit words of a row of tiles
     other = tile
     if SECOND == "next":
         tile = 2 * tile
@@ -189,7 +247,7 @@ def _skinny_kernel(
     other_codes = codes_ptr + other * stride + first // 128 * 2048
     row = tile * 64 + tl.arange(0, 64)
     other_row = other * 64 + tl.arange(0, 64)
-    if SECOND == "halves":  # 32 rows of the gate and the same of up
+    if SECOND == "halves":  # 32 rows of gate and the same rows of up
         codes += tl.program_id(0) % 2 * 512
         index = tl.arange(0, 64)
         row = tl.program_id(0) * 32 + index % 32 + index // 32 * (num_rows // 2)
@@ -238,7 +296,7 @@ def _skinny_kernel(
 
 @triton.jit
 def _store_swiglu(out_ptr, sums, other_sums, token, inside, height, SECOND: tl.constexpr):
-    """The activation of gate and up: of halves of the rows, or of two tiles."""
+    """Applies SwiGLU to gate and up, which are halves of the rows or two tiles, and stores."""
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     line = token.to(tl.int64)[:, None] * height
     if SECOND == "halves":
@@ -254,9 +312,18 @@ def _store_swiglu(out_ptr, sums, other_sums, token, inside, height, SECOND: tl.c
 
 @triton.jit
 def _dequantize_kernel(
-    codes_ptr, scale_ptr, zero_ptr, out_ptr, num_rows, num_columns, first, GROUP: tl.constexpr,
-    ZEROS: tl.constexpr, ASSEMBLY: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    codes_ptr,
+    scale_ptr,
+    zero_ptr,
+    out_ptr,
+    num_rows,
+    num_columns,
+    first,
+    GROUP: tl.constexpr,
+    ZEROS: tl.constexpr,
+    ASSEMBLY: tl.constexpr,
+    PDL: tl.constexpr,
+):
     column, tile = tl.program_id(0) * 128, tl.program_id(1) + first // 64
     words = load_words(codes_ptr + (tl.cast(tile, tl.int64) * num_columns + column) * 16)
     row = tile * 64 + tl.arange(0, 64)

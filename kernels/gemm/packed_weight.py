@@ -1,14 +1,15 @@
-"""A matrix of 4- or 8-bit codes with a scale, and perhaps a zero point, per group of columns.
+"""Matrices of 4- or 8-bit codes with a scale, and possibly a zero point, per group of columns.
 
-A weight is `(code - zero) * scale` of integers, `value * scale * row_scale` of e2m1 and e4m3.
-Checkpoints pack codes in several ways; layers repack them into this one layout after loading
-(`services.common.nn.packed`), so that one kernel reads all.
+A weight is `(code - zero) * scale` for integers, and `value * scale * row_scale` for e2m1 and e4m3.
+Checkpoints pack codes in several ways. Layers convert codes to the same layout after loading
+(`services.common.nn.packed`), for which there are kernels.
 
-Integers of 4 bits in whole tiles are laid out further, as tensor cores hold a matrix in registers:
-a tile of 64 rows and 128 columns is 4 KiB in one piece, of which each thread reads 16 bytes twice
-(`tiled`). A 16-bit word of a tile holds four codes, the lowest bits first, of one row and of
-columns 32 apart; offsets of words within a tile count, the slowest first, column 16, rows 32 and
-16, rows 4, 2 and 1, columns 4 and 2, column 8, row 8, column 1.
+4-bit integers can also be in tiles, in the order in which tensor cores have a matrix in registers.
+A tile of 64 rows and 128 columns is 4 KiB of contiguous memory, of which each thread reads 16 bytes
+twice (`tiled`). A 16-bit word of a tile has four codes, the lowest bits first, which belong to one
+row and to columns that are 32 apart. The index of a word within the tile consists of these bits of
+row and column, from the highest to the lowest: column 16; rows 32 and 16; rows 4, 2 and 1; columns
+4 and 2; column 8; row 8; column 1.
 """
 
 from dataclasses import dataclass, replace
@@ -20,21 +21,23 @@ from torch.nn import functional as F
 
 @dataclass(frozen=True, slots=True)
 class PackedWeight:
-    """A quantized matrix `[N, K]`.
+    """A quantized matrix `[N, K]`, or a stack of matrices with a leading axis.
 
     Attributes:
-        codes: uint8, of 4 bits `[N, ceil(K / 2)]` with the even column in the low half, of 8 bits
-            `[N, K]`, e4m3 if floats. There may be more columns, which mean nothing. Of tiles, int16
-            `[N / 64, K / 128, 2048]`.
-        scale: `[N, ceil(K / group)]` float32, or the half precision that holds it exactly. Of
-            tiles, `[K / group, N]` of 4 bytes each, as the next: asynchronous copies take no less.
-        zero: `[N, ceil(K / group)]` uint8; None: 8 or 128, the middle.
-        bits: 4 or 8.
-        group: columns per scale.
-        columns: K.
-        is_float: codes are e2m1 (a sign, two bits of exponent, one of mantissa), of 8 bits e4m3.
-        row_scale: `[N, 1]` float32; None: 1.
-        is_tiled: codes are in tiles.
+        codes: codes of the weights. For 4 bits, uint8 `[N, ceil(K / 2)]` with the even column in
+            the low half. For 8 bits, `[N, K]` uint8, or e4m3 if `is_float`. There may be more
+            columns, which are not used. In tiles, int16 `[N / 64, K / 128, 2048]`.
+        scale: `[N, ceil(K / group)]` float32, or a half precision that represents the scales
+            exactly. In tiles, `[K / group, N]` float32, because asynchronous copies need 4 bytes.
+        zero: zero points `[N, ceil(K / group)]` uint8, or int32 `[K / group, N]` in tiles. None if
+            the zero point is the middle of the range, 8 or 128.
+        bits: number of bits of a code, 4 or 8.
+        group: number of columns per scale.
+        columns: number of columns, K.
+        is_float: True if codes are e2m1 (sign, two exponent bits, one mantissa bit) or, with 8
+            bits, e4m3.
+        row_scale: factors of the rows, `[N, 1]` float32. None if there are no such factors.
+        is_tiled: True if codes are in tiles.
     """
 
     codes: Tensor
@@ -52,7 +55,7 @@ class PackedWeight:
         return self.scale.shape[-1] if self.is_tiled else self.codes.shape[-2]
 
     def __getitem__(self, index: int | slice) -> "PackedWeight":
-        """One matrix of a stack, or some, whose tensors have a leading axis."""
+        """Returns a matrix, or a slice, of a stack of matrices."""
         zero = None if self.zero is None else self.zero[index]
         row_scale = None if self.row_scale is None else self.row_scale[index]
         return replace(
@@ -61,7 +64,7 @@ class PackedWeight:
 
 
 def dequantize(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
-    """`[..., N, K]`: in float32, rounded once."""
+    """Dequantizes a weight to `[..., N, K]`, computed in float32 and rounded once."""
     codes = weight.codes
     if weight.is_tiled:
         weight = replace(
@@ -80,14 +83,14 @@ def dequantize(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
 
 
 def _e2m1(codes: Tensor) -> Tensor:
-    """float32: 0, 0.5, 1, 1.5, 2, 3, 4, 6, and the same below zero."""
+    """Converts e2m1 codes to float32: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives."""
     exponent, mantissa = codes >> 1 & 3, codes & 1
     quarters = torch.where(exponent == 0, 2 * mantissa, mantissa + 2 << exponent).float()
     return torch.where(codes > 7, -quarters, quarters) * 0.25
 
 
 def _per_column(values: Tensor, weight: PackedWeight) -> Tensor:
-    """`[..., N, K]`, or `[..., N, 1]`, of values per group."""
+    """Repeats values per group for each column: `[..., N, K]`, or `[..., N, 1]` for one group."""
     if values.shape[-1] == 1:
         return values
     return values.repeat_interleave(weight.group, -1)[..., : weight.columns]
@@ -95,13 +98,15 @@ def _per_column(values: Tensor, weight: PackedWeight) -> Tensor:
 
 TILE_ROWS, TILE_COLUMNS = 64, 128
 _WORDS = TILE_ROWS * TILE_COLUMNS // 4
-# Of a tile's words: column 16, rows 16, row 1, columns 2, column 8, row 8, column 1.
+# Sizes of the axes of a tile's words, in the order that the module's docstring describes.
 _ORDER = (2, 4, 8, 4, 2, 2, 2)
 
 
 def has_tiles(weight: PackedWeight) -> bool:
-    """Whether the weight may be in tiles: integers of 4 bits in whole ones, and groups of 32
-    columns or a multiple of it.
+    """Returns whether the weight can be converted to tiles.
+
+    It has to consist of 4-bit integers in whole tiles, with groups of 32, 64 or a multiple of 128
+    columns.
     """
     is_integer = weight.bits == 4 and not weight.is_float and weight.row_scale is None
     whole = weight.rows % TILE_ROWS == 0 and weight.columns % TILE_COLUMNS == 0
@@ -111,12 +116,18 @@ def has_tiles(weight: PackedWeight) -> bool:
 
 
 def tiled(weight: PackedWeight) -> PackedWeight:
-    """The same in tiles, see `has_tiles`; of a stack, one matrix at a time, to bound the memory."""
+    """Converts a weight, for which `has_tiles` is True, to tiles.
+
+    The matrices of a stack are converted one at a time, which bounds the memory.
+    """
     if weight.codes.dim() == 3:
         made = weight.codes.new_empty(
-            len(weight.codes), weight.rows // TILE_ROWS, weight.columns // TILE_COLUMNS, _WORDS,
+            len(weight.codes),
+            weight.rows // TILE_ROWS,
+            weight.columns // TILE_COLUMNS,
+            _WORDS,
             dtype=torch.int16,
-        )  # fmt: skip
+        )
         for index, codes in enumerate(weight.codes):
             made[index] = _in_tiles(codes)
     else:
@@ -127,10 +138,11 @@ def tiled(weight: PackedWeight) -> PackedWeight:
 
 
 def _in_tiles(codes: Tensor) -> Tensor:
-    """Bytes `[N, K / 2]` → words `[N / 64, K / 128, 2048]` int16."""
+    """Converts bytes `[N, K / 2]` to words of tiles `[N / 64, K / 128, 2048]` int16."""
     nibbles = torch.stack((codes & 15, codes >> 4), -1).flatten(-2)
     rows, columns = nibbles.shape
-    # Rows 16, row 8, row 1; the code of a word, column 16, column 8, columns 2, column 1.
+    # Axes: tile, then rows by 16, 8 and 1; tile, then the code in a word, then columns by 16, 8, 2
+    # and 1.
     parts = nibbles.view(rows // TILE_ROWS, 4, 2, 8, columns // TILE_COLUMNS, 4, 2, 2, 4, 2)
     found = parts.permute(0, 4, 6, 1, 3, 8, 7, 2, 9, 5)
     low, high = found[..., 0] | found[..., 1] << 4, found[..., 2] | found[..., 3] << 4
@@ -139,7 +151,7 @@ def _in_tiles(codes: Tensor) -> Tensor:
 
 
 def _of_tiles(words: Tensor) -> Tensor:
-    """Words `[..., N / 64, K / 128, 2048]` → codes uint8 `[..., N, K]`."""
+    """Converts words of tiles `[..., N / 64, K / 128, 2048]` to codes uint8 `[..., N, K]`."""
     high, wide = words.shape[-3:-1]
     shifts = torch.arange(0, 16, 4, dtype=torch.int32, device=words.device)
     codes = (words.int().unsqueeze(-1) >> shifts & 15).to(torch.uint8)
@@ -148,8 +160,10 @@ def _of_tiles(words: Tensor) -> Tensor:
 
 
 def has_kernels(weight: PackedWeight) -> bool:
-    """Whether kernels take the weight: whole tiles of rows and columns, and groups that divide
-    tiles of 128 columns or consist of them.
+    """Returns whether the kernels of codes in bytes support the weight.
+
+    The rows have to be a multiple of 16, the columns a multiple of 128, and the columns of a group
+    a divisor or a multiple of 128.
     """
     rows, columns = weight.rows, weight.columns
     group = weight.group
@@ -157,5 +171,5 @@ def has_kernels(weight: PackedWeight) -> bool:
 
 
 def weight_only_linear(x: Tensor, weight: PackedWeight) -> Tensor:
-    """`[T, K]` → `[T, N]` in x's dtype: `F.linear` with the dequantized weight."""
+    """Linear layer `[T, K]` → `[T, N]` with the dequantized weight, in the dtype of `x`."""
     return F.linear(x, dequantize(weight, x.dtype))

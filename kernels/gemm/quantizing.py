@@ -1,8 +1,8 @@
-"""Activations become e4m3 or int8, with scales of their own, for tensor cores of 8 bits; the norm
-before, or SwiGLU's activation, may be computed by the same kernel.
+"""Triton kernel that quantizes activations to e4m3 or int8 for 8-bit tensor cores.
 
-The plain twins are `quantize_activations` of `fp8_weight` and `int8_weight`: quotients are
-divisions' to the bit.
+The same kernel can compute the RMSNorm, or SwiGLU, before the quantization. The reference
+implementations are `quantize_activations` of `fp8_weight` and `int8_weight`, with bitwise equal
+results.
 """
 
 import math
@@ -20,18 +20,20 @@ from kernels.gemm.int8_weight import INT8_MAX
 from kernels.gemm.silu_mul import swiglu
 from kernels.gemm.skinny_gemm import load_reduced
 
-_TOKEN_MULTIPLE = 4  # cuBLAS wants scales in multiples of it
-_LEAST_GROUPS, _MOST_GROUPS = 8, 32  # of a CTA that has no whole row
-_LEAST = tl.constexpr(2.0**-126)  # of what has a reciprocal
-_HALF = tl.constexpr(12582912.0)  # 1.5 * 2^23: a float32 of this size has a unit of 1
+_TOKEN_MULTIPLE = 4  # cuBLAS needs a multiple of this number of scales
+_LEAST_GROUPS, _MOST_GROUPS = 8, 32  # limits of the groups of a CTA that does not have a whole row
+_LEAST = tl.constexpr(2.0**-126)  # smallest normal number
+_HALF = tl.constexpr(12582912.0)  # 1.5 * 2^23; float32 numbers of this size are integers
 
 
 class Quantized(NamedTuple):
-    """Activations of T tokens, and the dtype that they were of.
+    """Quantized activations of T tokens.
 
     Attributes:
-        values: `[P, K]` e4m3 or int8; P is T rounded up to a multiple of 4, and what is more is 0.
-        scale: `[P, groups]` float32, whose columns are contiguous, as cuBLAS wants them.
+        values: `[P, K]` e4m3 or int8, where P is T rounded up to a multiple of 4. Padding is 0.
+        scale: `[P, groups]` float32, with contiguous columns, as cuBLAS needs them.
+        num_tokens: number of tokens, T.
+        dtype: data type of the activations before quantization.
     """
 
     values: Tensor
@@ -40,7 +42,7 @@ class Quantized(NamedTuple):
     dtype: torch.dtype
 
     def dequantized(self) -> Tensor:
-        """`[T, K]` in that dtype."""
+        """Dequantizes the activations to `[T, K]` in their former data type."""
         width = self.values.shape[1] // self.scale.shape[1]
         wide = self.values.float() * self.scale.repeat_interleave(width, 1)
         return wide[: self.num_tokens].to(self.dtype)
@@ -49,10 +51,11 @@ class Quantized(NamedTuple):
 def quantize_activations(
     x: Tensor | Quantized, kind: torch.dtype, block_columns: int, *, pdl: bool
 ) -> Quantized:
-    """`[T, K]` quantized, unless the kernel before has done it.
+    """Quantizes activations, unless an earlier kernel has done so.
 
     Args:
-        kind: e4m3 or int8.
+        x: activations `[T, K]`, or quantized activations, which are returned unchanged.
+        kind: data type of the result, e4m3 or int8.
         block_columns: columns per scale: 128, or K for a scale per token.
         pdl: see `DeviceFacts.supports_pdl`.
     """
@@ -64,26 +67,48 @@ def quantize_activations(
 def swiglu_quantize(
     gate_up: Tensor, kind: torch.dtype, block_columns: int, *, pdl: bool
 ) -> Quantized:
-    """`quantize_activations` of `silu_and_mul(gate_up)`: `[T, 2 * K]`, of which `[T, K]` is
-    quantized.
+    """Computes `silu_and_mul` of `gate_up` `[T, 2 * K]` and quantizes the result `[T, K]`.
+
+    Other arguments are as for `quantize_activations`.
     """
     return _quantize(None, gate_up, None, 0.0, kind, block_columns, is_swiglu=True, pdl=pdl)
 
 
 def norm_quantize(
-    x: Tensor | None, residual: Tensor, norm: Tensor, eps: float, kind: torch.dtype,
-    block_columns: int, *, pdl: bool,
-) -> Quantized:  # fmt: skip
-    """`quantize_activations` of the RMSNorm, with weight `norm` `[K]`, of `x + residual`, rounded
-    as by `add_norm`; the sum takes the memory of `residual`. x `[T, K]` may be split-K partials.
+    x: Tensor | None,
+    residual: Tensor,
+    norm: Tensor,
+    eps: float,
+    kind: torch.dtype,
+    block_columns: int,
+    *,
+    pdl: bool,
+) -> Quantized:
+    """Adds `x` to the residual stream, computes the RMSNorm and quantizes the result.
+
+    The rounding before quantization is that of `add_norm`.
+
+    Args:
+        x: `[T, K]`, or split-K partials of it. None if nothing is added.
+        residual: `[T, K]`, whose memory gets the sum.
+        norm: weight of the norm, `[K]`.
+        eps: constant of the norm.
+        kind, block_columns, pdl: see `quantize_activations`.
     """
     return _quantize(x, residual, norm, eps, kind, block_columns, pdl=pdl)
 
 
 def _quantize(
-    x: Tensor | None, residual: Tensor, norm: Tensor | None, eps: float, kind: torch.dtype,
-    block_columns: int, *, is_swiglu: bool = False, pdl: bool,
-) -> Quantized:  # fmt: skip
+    x: Tensor | None,
+    residual: Tensor,
+    norm: Tensor | None,
+    eps: float,
+    kind: torch.dtype,
+    block_columns: int,
+    *,
+    is_swiglu: bool = False,
+    pdl: bool,
+) -> Quantized:
     num_tokens, columns = residual.shape
     columns //= 2 if is_swiglu else 1
     padded = triton.cdiv(num_tokens, _TOKEN_MULTIPLE) * _TOKEN_MULTIPLE
@@ -97,13 +122,28 @@ def _quantize(
     else:  # a CTA has the whole row
         per_cta = triton.next_power_of_2(groups)
     _quantize_kernel[(padded, triton.cdiv(groups, per_cta))](
-        x, residual, norm, values, scale, num_tokens, padded, columns, num_tokens * columns, eps,
-        BLOCK_COLUMNS=block_columns, SIZE=size, GROUPS=per_cta,
-        LARGEST=INT8_MAX if kind == torch.int8 else E4M3_MAX, NORM=norm is not None,
+        x,
+        residual,
+        norm,
+        values,
+        scale,
+        num_tokens,
+        padded,
+        columns,
+        num_tokens * columns,
+        eps,
+        BLOCK_COLUMNS=block_columns,
+        SIZE=size,
+        GROUPS=per_cta,
+        LARGEST=INT8_MAX if kind == torch.int8 else E4M3_MAX,
+        NORM=norm is not None,
         ADD=norm is not None and x is not None,
-        SPLITS=len(x) if x is not None and x.dim() == 3 else 0, SWIGLU=is_swiglu, PDL=pdl,
-        num_warps=4 if size * per_cta < 4096 else 8, launch_pdl=pdl,
-    )  # fmt: skip
+        SPLITS=len(x) if x is not None and x.dim() == 3 else 0,
+        SWIGLU=is_swiglu,
+        PDL=pdl,
+        num_warps=4 if size * per_cta < 4096 else 8,
+        launch_pdl=pdl,
+    )
     return Quantized(values, scale, num_tokens, residual.dtype)
 
 
@@ -114,8 +154,10 @@ def _larger(one, other):
 
 @triton.jit
 def _scale_of(x, LARGEST: tl.constexpr):
-    """Of each row: the largest magnitude over LARGEST, at least the smallest normal number; 1 for
-    zeros. What is no number stays none: integers would hide it.
+    """Computes the scale of each row: the largest magnitude divided by LARGEST.
+
+    The scale is at least the smallest normal number, and 1 for a row of zeros. It is NaN if a value
+    is NaN, because quantized integers would hide the NaN.
     """
     amax = tl.reduce(tl.abs(x), 1, _larger)
     return tl.where(amax == 0, 1.0, _larger(tl.div_rn(amax, LARGEST), _LEAST))
@@ -123,8 +165,9 @@ def _scale_of(x, LARGEST: tl.constexpr):
 
 @triton.jit
 def _quotient(x, scale):
-    """`x / scale`, rounded once: three instructions an element, where a division takes ten. What
-    the product with the reciprocal lacks is known exactly (Markstein, 1990).
+    """Computes `x / scale`, rounded once, in three instructions per element instead of ten.
+
+    The product with the reciprocal is corrected by its exact remainder (Markstein, 1990).
     """
     inverse = tl.div_rn(1.0, scale)
     near = x * inverse
@@ -133,11 +176,26 @@ def _quotient(x, scale):
 
 @triton.jit(do_not_specialize=["num_tokens", "padded"])
 def _quantize_kernel(
-    x_ptr, residual_ptr, norm_ptr, values_ptr, scale_ptr, num_tokens, padded, num_columns, stride,
-    eps, BLOCK_COLUMNS: tl.constexpr, SIZE: tl.constexpr, GROUPS: tl.constexpr,
-    LARGEST: tl.constexpr, NORM: tl.constexpr, ADD: tl.constexpr, SPLITS: tl.constexpr,
-    SWIGLU: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    residual_ptr,
+    norm_ptr,
+    values_ptr,
+    scale_ptr,
+    num_tokens,
+    padded,
+    num_columns,
+    stride,
+    eps,
+    BLOCK_COLUMNS: tl.constexpr,
+    SIZE: tl.constexpr,
+    GROUPS: tl.constexpr,
+    LARGEST: tl.constexpr,
+    NORM: tl.constexpr,
+    ADD: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SWIGLU: tl.constexpr,
+    PDL: tl.constexpr,
+):
     token = tl.program_id(0)
     group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     within = tl.arange(0, SIZE)
@@ -166,7 +224,7 @@ def _quantize_kernel(
     scale = _scale_of(x, LARGEST)
     values = tl.clamp(_quotient(x, scale[:, None]), -LARGEST, LARGEST)
     if values_ptr.dtype.element_ty == tl.int8:
-        # To the nearest, of two to the even one: the lowest bits of the sum are the integer's.
+        # The addition rounds to nearest even, and the lowest bits of the sum are the integer.
         values = (values + _HALF).to(tl.int32, bitcast=True)
     values = values.to(values_ptr.dtype.element_ty)
     tl.store(values_ptr + place, values, mask=inside)

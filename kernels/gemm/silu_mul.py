@@ -1,6 +1,6 @@
-"""SwiGLU's `silu(gate) * up` as one Triton kernel.
+"""Triton kernel for `silu(gate) * up` of SwiGLU.
 
-The plain twin is `kernels.plain.silu_and_mul`; the rounding points are the same.
+The reference implementation is `kernels.plain.silu_and_mul`, with the same rounding.
 """
 
 import triton
@@ -14,7 +14,7 @@ _MINUS_LOG2_E = tl.constexpr(-1.4426950408889634)
 
 
 def silu_and_mul(gate_up: Tensor, *, pdl: int = 0) -> Tensor:
-    """`[T, 2 * n]` → `[T, n]`."""
+    """Implements `plain.silu_and_mul`: `[T, 2 * n]` → `[T, n]`."""
     num_tokens, width = gate_up.shape
     width //= 2
     out = gate_up.new_empty(num_tokens, width)
@@ -25,10 +25,10 @@ def silu_and_mul(gate_up: Tensor, *, pdl: int = 0) -> Tensor:
 
 
 @triton.jit
-def swiglu(gate, up):  # noqa: ANN201 - as its arguments
-    """`silu(gate) * up` of one dtype: SiLU and the product are rounded to it."""
+def swiglu(gate, up):  # noqa: ANN201 - Triton blocks have no type
+    """Computes `silu(gate) * up`. SiLU and the product are rounded to the inputs' dtype."""
     wide = gate.to(tl.float32)
-    # 1 / x as the square of 1 / sqrt(x): two instructions, where a division takes eight.
+    # 1 / x is computed as the square of 1 / sqrt(x) in two instructions; a division takes eight.
     root = tl.rsqrt(1.0 + tl.exp2(wide * _MINUS_LOG2_E))
     activated = (wide * (root * root)).to(up.dtype)
     return (activated.to(tl.float32) * up.to(tl.float32)).to(up.dtype)

@@ -1,14 +1,16 @@
-"""Linear layers for up to 64 tokens, where reading the weights is most of the work; for more,
-layers of few rows, whose GEMM has too few tiles to fill the device without split-K.
+"""Linear layers for up to 64 tokens, whose time is mostly that of reading the weights.
 
-cuBLAS fills the device by split-K and reduces the partials in a kernel of its own. Here the
-partials stay in float32 for the kernel that comes next anyway, a norm or a rotation, which reduces
-them in one order and rounds once (`load_reduced`). The rounding points do not change.
+The kernel also serves layers with few rows for more tokens, because their GEMM has too few tiles to
+fill the device without split-K.
 
-The GEMM before SwiGLU is not split: half of a CTA's rows are the gate's and half the same rows of
-up, so that its epilogue applies the activation.
+cuBLAS fills the device by split-K and reduces the partials in a kernel of its own. Here, partials
+stay in float32, and the next kernel, a norm or a rotation, reduces them in a fixed order and rounds
+once (`load_reduced`), so the rounding does not change.
 
-The plain twins are `split_k_partials` and `linear_swiglu` of `kernels.plain`.
+The GEMM before SwiGLU is not split. Half of a CTA's rows belong to gate and the other half are the
+same rows of up, so that the epilogue can apply the activation.
+
+The reference implementations are `split_k_partials` and `linear_swiglu` of `kernels.plain`.
 """
 
 from collections.abc import Callable
@@ -24,14 +26,19 @@ from kernels.device import DeviceFacts
 from kernels.gemm.silu_mul import swiglu
 from kernels.tuning import SKINNY_TOKENS, SkinnyConfig
 
-_REDUCED = 1024  # elements of a CTA
+_REDUCED = 1024  # elements that a CTA reduces
 
 
 def split_k_partials(
-    x: Tensor, weight: Tensor, bias: Tensor | None, config: SkinnyConfig, *,
-    shared_memory_bytes: int, pdl: int = 0,
-) -> Tensor:  # fmt: skip
-    """`[T, K]`, `[N, K]` → `[S, T, N]` float32, which add up to `x @ weight.T + bias`."""
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    config: SkinnyConfig,
+    *,
+    shared_memory_bytes: int,
+    pdl: int = 0,
+) -> Tensor:
+    """Computes partial sums of `x @ weight.T + bias`: `[T, K]`, `[N, K]` → `[S, T, N]` float32."""
     num_columns = x.shape[1]
     size = (-(-num_columns // config.span(num_columns)), len(x), len(weight))
     out = torch.empty(size, dtype=torch.float32, device=x.device)
@@ -40,17 +47,22 @@ def split_k_partials(
 
 
 def linear_swiglu(
-    x: Tensor, weight: Tensor, bias: Tensor | None, config: SkinnyConfig, *,
-    shared_memory_bytes: int, pdl: int = 0,
-) -> Tensor:  # fmt: skip
-    """`silu_and_mul(x @ weight.T + bias)`: `[T, K]`, `[2 * N, K]` → `[T, N]`."""
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    config: SkinnyConfig,
+    *,
+    shared_memory_bytes: int,
+    pdl: int = 0,
+) -> Tensor:
+    """Computes `silu_and_mul(x @ weight.T + bias)`: `[T, K]`, `[2 * N, K]` → `[T, N]`."""
     out = x.new_empty(len(x), len(weight) // 2)
     _launch(x, weight, bias, out, config, shared_memory_bytes, pdl, swiglu=True)
     return out
 
 
 def reduce_split_k(x: Tensor, dtype: torch.dtype, *, pdl: int = 0) -> Tensor:
-    """Implements `plain.reduce_split_k` of partials `[S, T, N]`."""
+    """Implements `plain.reduce_split_k` for partials `[S, T, N]`."""
     out = torch.empty(x.shape[1:], dtype=dtype, device=x.device)
     size = out.numel()
     _reduce_kernel[(triton.cdiv(size, _REDUCED),)](
@@ -59,12 +71,18 @@ def reduce_split_k(x: Tensor, dtype: torch.dtype, *, pdl: int = 0) -> Tensor:
     return out
 
 
-# The skinny GEMMs of quantized weights share what follows.
+# Functions that the skinny GEMMs of quantized weights share.
 
 
 def num_splits(tiles: int, columns: int, unit: int, most_ctas: float, most: int = 8) -> int:
-    """Parts that K is split into, a power of two up to `most`: while tiles and parts are no more
-    than `most_ctas` together, and each part has whole units of the columns.
+    """Number of splits of K, a power of two.
+
+    Args:
+        tiles: number of tiles of rows.
+        columns: number of columns, K.
+        unit: each split has a multiple of this number of columns.
+        most_ctas: largest number of CTAs, which is `tiles` times the number of splits.
+        most: largest number of splits.
     """
     splits = 1
     while splits < most and tiles * splits * 2 <= most_ctas and columns % (splits * 2 * unit) == 0:
@@ -75,7 +93,7 @@ def num_splits(tiles: int, columns: int, unit: int, most_ctas: float, most: int 
 def output_of(
     splits: int, num_tokens: int, num_rows: int, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """Memory for the result `[T, N]`; where K is split, for its partials `[S, T, N]` float32."""
+    """Allocates the result `[T, N]`, or split-K partials `[S, T, N]` float32 if K is split."""
     if splits == 1:
         return torch.empty(num_tokens, num_rows, dtype=dtype, device=device)
     return torch.empty(splits, num_tokens, num_rows, dtype=torch.float32, device=device)
@@ -84,11 +102,11 @@ def output_of(
 def summed(
     split_k_partials: Callable[..., Tensor],
     x: Tensor,
-    weight: Any,  # noqa: ANN401 - of the function's format
+    weight: Any,  # noqa: ANN401 - a type of the weight format
     *,
     device: DeviceFacts,
 ) -> Tensor:
-    """`[T, K]` → `[T, N]` by a GEMM that may split K: its partials' sum, or the result."""
+    """Linear layer `[T, K]` → `[T, N]` by a GEMM that may split K. Reduces the partials."""
     found = split_k_partials(x, weight, device=device)
     if found.dim() == 2:
         return found
@@ -96,28 +114,61 @@ def summed(
 
 
 def _launch(
-    x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, config: SkinnyConfig,
-    shared_memory_bytes: int, pdl: int, *, swiglu: bool,
-) -> None:  # fmt: skip
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    config: SkinnyConfig,
+    shared_memory_bytes: int,
+    pdl: int,
+    *,
+    swiglu: bool,
+) -> None:
     num_tokens, num_columns = x.shape
     num_rows, span = len(weight), config.span(num_columns)
     padded = min(max(16, triton.next_power_of_2(num_tokens)), SKINNY_TOKENS)
     grid = num_rows // config.rows, triton.cdiv(num_columns, span), triton.cdiv(num_tokens, padded)
     _skinny_gemm_kernel[grid](
-        x, weight, bias, out, num_tokens, num_rows, num_columns,
-        TOKENS=padded, ROWS=config.rows, TILE=config.tile, SPAN=span,
-        EVEN=num_columns % span == 0, STAGES=config.stages(padded, shared_memory_bytes),
-        BIAS=bias is not None, SWIGLU=swiglu, PDL=pdl, num_warps=config.warps, launch_pdl=pdl > 0,
-    )  # fmt: skip
+        x,
+        weight,
+        bias,
+        out,
+        num_tokens,
+        num_rows,
+        num_columns,
+        TOKENS=padded,
+        ROWS=config.rows,
+        TILE=config.tile,
+        SPAN=span,
+        EVEN=num_columns % span == 0,
+        STAGES=config.stages(padded, shared_memory_bytes),
+        BIAS=bias is not None,
+        SWIGLU=swiglu,
+        PDL=pdl,
+        num_warps=config.warps,
+        launch_pdl=pdl > 0,
+    )
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _skinny_gemm_kernel(
-    x_ptr, weight_ptr, bias_ptr, out_ptr, num_tokens, num_rows, num_columns,
-    TOKENS: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, SPAN: tl.constexpr,
-    EVEN: tl.constexpr, STAGES: tl.constexpr, BIAS: tl.constexpr, SWIGLU: tl.constexpr,
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    out_ptr,
+    num_tokens,
+    num_rows,
+    num_columns,
+    TOKENS: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+    SPAN: tl.constexpr,
+    EVEN: tl.constexpr,
+    STAGES: tl.constexpr,
+    BIAS: tl.constexpr,
+    SWIGLU: tl.constexpr,
     PDL: tl.constexpr,
-):  # fmt: skip
+):
     HALF: tl.constexpr = ROWS // 2
     index = tl.arange(0, ROWS)
     if SWIGLU:
@@ -131,7 +182,7 @@ def _skinny_gemm_kernel(
     weights = weight_ptr + row.to(tl.int64)[:, None] * num_columns + column[None, :]
     inputs = x_ptr + token[:, None] * num_columns + column[None, :]
     wait_for_earlier(PDL)
-    # Tensor cores want at least 64 rows on one side, which tokens need not have.
+    # The weight is the first operand, because tensor cores need at least 64 rows of it.
     acc = tl.zeros((ROWS, TOKENS), tl.float32)
     end = SPAN
     if not EVEN:
@@ -167,11 +218,13 @@ def _reduce_kernel(
 
 
 @triton.jit
-def load_reduced(  # noqa: ANN201 - a block of the dtype
+def load_reduced(  # noqa: ANN201 - Triton blocks have no type
     ptr, place, inside, stride, SPLITS: tl.constexpr, dtype: tl.constexpr
 ):
-    """Values of a GEMM's output; with SPLITS, the sums of its split-K partials, which lie `stride`
-    elements apart.
+    """Loads elements of a GEMM's output.
+
+    If SPLITS is not 0, the output is given by SPLITS split-K partials, which are `stride` elements
+    apart and are summed here.
     """
     if SPLITS == 0:
         values = tl.load(ptr + place, mask=inside, other=0.0)

@@ -1,11 +1,11 @@
-"""SwiGLU's GEMM with its activation, for the many tokens of prompts, as one persistent kernel.
+"""Persistent kernel for the GEMM of gate and up with SwiGLU, for the many tokens of prompts.
 
-cuBLAS writes gate and up to memory, which for 8,192 tokens takes a tenth of the GEMM's time to read
-again. Here a tile has rows of the gate and the same rows of up, side by side in one accumulator,
-and only the result is written. One CTA per SM goes through the tiles, and loads the next tile's
-first columns during the epilogue of the last (`flatten`).
+cuBLAS would write gate and up to memory. For 8,192 tokens, reading them again takes a tenth of the
+GEMM's time. In this kernel, a tile has rows of gate and the same rows of up in one accumulator, and
+only the result is written. One CTA per SM iterates over the tiles, and loads the first columns of
+the next tile during the epilogue of the previous tile (`flatten`).
 
-The plain twin is `kernels.plain.linear_swiglu`; the rounding points are the same.
+The reference implementation is `kernels.plain.linear_swiglu`, with the same rounding.
 """
 
 import triton
@@ -18,7 +18,7 @@ from kernels.tuning import SwigluGemmConfig
 
 
 def linear_swiglu(x: Tensor, weight: Tensor, config: SwigluGemmConfig) -> Tensor:
-    """`silu_and_mul(x @ weight.T)`: `[T, K]`, `[2 * N, K]` → `[T, N]`."""
+    """Computes `silu_and_mul(x @ weight.T)`: `[T, K]`, `[2 * N, K]` → `[T, N]`."""
     num_tokens, num_columns = x.shape
     num_rows = len(weight) // 2
     out = x.new_empty(num_tokens, num_rows)
@@ -27,23 +27,38 @@ def linear_swiglu(x: Tensor, weight: Tensor, config: SwigluGemmConfig) -> Tensor
         TensorDescriptor.from_tensor(x, [config.tokens, config.columns]),
         TensorDescriptor.from_tensor(halves, [2, config.rows, config.columns]),
         TensorDescriptor.from_tensor(out, [config.tokens, config.rows]),
-        num_tokens, WIDTH=num_columns, HEIGHT=num_rows, TOKENS=config.tokens, ROWS=config.rows,
-        COLUMNS=config.columns, GROUP=config.group, STAGES=config.stages, num_warps=config.warps,
-    )  # fmt: skip
+        num_tokens,
+        WIDTH=num_columns,
+        HEIGHT=num_rows,
+        TOKENS=config.tokens,
+        ROWS=config.rows,
+        COLUMNS=config.columns,
+        GROUP=config.group,
+        STAGES=config.stages,
+        num_warps=config.warps,
+    )
     return out
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _swiglu_gemm_kernel(
-    x_tiles, weight_tiles, out_tiles, num_tokens, WIDTH: tl.constexpr, HEIGHT: tl.constexpr,
-    TOKENS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GROUP: tl.constexpr,
+    x_tiles,
+    weight_tiles,
+    out_tiles,
+    num_tokens,
+    WIDTH: tl.constexpr,
+    HEIGHT: tl.constexpr,
+    TOKENS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    GROUP: tl.constexpr,
     STAGES: tl.constexpr,
-):  # fmt: skip
+):
     wide: tl.constexpr = HEIGHT // ROWS
     high = tl.cdiv(num_tokens, TOKENS)
     first, step = tl.program_id(0), tl.num_programs(0)
     for index in tl.range(first, high * wide, step, flatten=True, num_stages=STAGES):
-        # A group of tiles of tokens goes through all rows of the weight together.
+        # A group of tiles of tokens is multiplied with all rows of the weight before the next.
         group = index // (GROUP * wide)
         within = index % (GROUP * wide)
         size = tl.minimum(high - group * GROUP, GROUP)

@@ -1,13 +1,13 @@
-"""The gated delta rule in plain torch: the specification, the path of CPUs, and the oracle of the
-kernels (Yang et al., "Gated Delta Networks", 2024).
+"""Reference implementation of the gated delta rule in plain torch, also used on CPUs.
 
-A causal convolution over the channels of queries, keys and values, then SiLU. With keys and queries
-of length 1, a head's state S `[key_dim, value_dim]` becomes, for each token,
+See Yang et al., "Gated Delta Networks", 2024. First a causal convolution is applied to the channels
+of queries, keys and values, and then SiLU. Keys and queries are normalized to length 1. For each
+token, a head's state S `[key_dim, value_dim]` and the output o are
 
     S = exp(g) * S;  S = S + k (beta * (v - S^T k))^T;  o = S^T q / sqrt(key_dim)
 
-Rounding points are Hugging Face's: q, k and v after SiLU, beta after its sigmoid, and o are rounded
-to the model's dtype; all else, and S, is float32.
+The rounding is that of transformers: q, k and v after SiLU, beta after its sigmoid, and o are
+rounded to the model's dtype. All other values, and S, are float32.
 """
 
 from collections.abc import Sequence
@@ -18,17 +18,18 @@ from torch.nn import functional as F
 
 from kernels.linear_attention.states import DeltaInputs, LayerStates, StateLayout
 
-CHUNK = 64  # tokens whose recurrence is solved at once
+CHUNK = 64  # tokens whose recurrence is solved at the same time
 _NORM_EPS = 1e-6
 
 
 def decode(inputs: DeltaInputs, states: LayerStates, layout: StateLayout, out: Tensor) -> None:
-    """The step's decodes: one token of each sequence, from its slot's state to the next.
+    """Computes the decodes of a step, which have one token per sequence, and updates the states.
 
     Args:
-        inputs: of all of the step's tokens.
-        states: of the layer; updated.
-        out: `[T, value_heads, value_dim]`; the decodes' tokens are written.
+        inputs: inputs of all tokens of the step.
+        states: states of the layer, which are updated.
+        layout: sequences and slots of the step.
+        out: `[T, value_heads, value_dim]`, of which the rows of decodes are written.
     """
     _refuse_capture()
     count, width = layout.num_decodes, inputs.spec.conv_width
@@ -53,10 +54,11 @@ def prefill(
     out: Tensor,
     saved: tuple[Tensor, LayerStates] | None = None,
 ) -> None:
-    """The step's chunks, one sequence after the other; arguments as of `decode`.
+    """Computes the chunks of a step, one sequence after the other, and updates the states.
 
     Args:
-        saved: see `StateLayout.saved`.
+        inputs, states, layout, out: see `decode`. The rows of chunks are written to `out`.
+        saved: states to save within chunks, from `StateLayout.saved`. None if no state is saved.
     """
     _refuse_capture()
     starts, lens = layout.cu_query_lens.tolist(), layout.seq_lens.tolist()
@@ -76,7 +78,14 @@ def prefill(
 def _prefill_chunk(
     inputs: DeltaInputs, states: LayerStates, slot: Tensor, start: int, tokens: slice, out: Tensor
 ) -> None:
-    """Tokens [start, start + length) of the sequence in `slot`, which are `tokens` of the step."""
+    """Computes consecutive tokens of the sequence in `slot`.
+
+    Args:
+        inputs, states, out: see `decode`.
+        slot: `[1]`, slot of the sequence.
+        start: index in the sequence of the first token.
+        tokens: the tokens within the step.
+    """
     width, own = inputs.spec.conv_width, inputs.qkv[tokens]
     length = len(own)
     ahead = torch.arange(start - width + 1, start, device=own.device)
@@ -96,27 +105,27 @@ def _prefill_chunk(
 def chunked(
     query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, state: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """The rule for many tokens of H heads, `CHUNK` at a time; all in float32.
+    """Applies the rule to many tokens of H heads, `CHUNK` tokens at a time, in float32.
 
-    Within a chunk, the tokens' corrections u solve a unit lower triangular system: token i sees the
-    state that those before it have changed. The chunk then is three GEMMs.
+    Within a chunk, the corrections of the tokens solve a unit lower triangular system, because
+    token i sees the state that earlier tokens have changed. Three GEMMs then compute the chunk.
 
     Args:
         query: `[H, T, key_dim]`, of length 1 / sqrt(key_dim).
         key: `[H, T, key_dim]`, of length 1.
         value: `[H, T, value_dim]`.
-        decay: `[H, T]`, g.
+        decay: logarithm of the decay, g, `[H, T]`.
         beta: `[H, T]`.
-        state: `[H, key_dim, value_dim]`; None: zero.
+        state: initial state `[H, key_dim, value_dim]`. None if it is zero.
 
     Returns:
-        `[H, T, value_dim]`, and the state after the last token.
+        Outputs `[H, T, value_dim]`, and the state after the last token.
     """
     now = value.new_zeros(len(value), key.shape[-1], value.shape[-1]) if state is None else state
     parts: list[Tensor] = []
     for begin in range(0, query.shape[1], CHUNK):
         q, k, v, g, b = (x[:, begin : begin + CHUNK] for x in (query, key, value, decay, beta))
-        total = g.cumsum(-1)  # log of the decay since before the chunk
+        total = g.cumsum(-1)  # logarithm of the decay since the beginning of the chunk
         between = (total[:, :, None] - total[:, None, :]).tril().exp().tril()
         from_start, to_end = total.exp()[..., None], (total[:, -1:] - total).exp()[..., None]
         system = ((k * b[..., None]) @ k.mT * between).tril(-1)
@@ -128,15 +137,16 @@ def chunked(
 
 
 def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMSNorm of each head, times its weight, times SiLU of the gate.
+    """Computes the RMSNorm of each head and multiplies it by SiLU of the gate.
 
     Args:
         x: `[T, heads, value_dim]`.
-        gate: `[T, heads * value_dim]`; rows may be strided.
-        weight: `[value_dim]`.
+        gate: `[T, heads * value_dim]`. Rows may be strided.
+        weight: weight of the norm, `[value_dim]`.
+        eps: constant of the norm.
 
     Returns:
-        `[T, heads * value_dim]`.
+        Gated norm `[T, heads * value_dim]`.
     """
     wide = x.float()
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
@@ -145,7 +155,9 @@ def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def _refuse_capture() -> None:
-    """A graph's lengths change from replay to replay; these functions read them on the host.
+    """Refuses to run during the capture of a CUDA graph.
+
+    The lengths differ between replays of a graph, but these functions read them on the host.
 
     Raises:
         RuntimeError: a CUDA graph is being captured.
@@ -155,12 +167,15 @@ def _refuse_capture() -> None:
 
 
 def _column(states: LayerStates, slots: Tensor, index: Tensor, width: int) -> Tensor:
-    """`[n, channels]`: the convolution's input at a token of each slot; zero before the first."""
+    """Reads the convolution's input at a token of each slot: `[n, channels]`.
+
+    Inputs before the first token of a sequence are zero.
+    """
     return states.conv[slots, index % width].where((index >= 0)[:, None], 0.0)
 
 
 def _convolved(taps: Sequence[Tensor], inputs: DeltaInputs) -> Tensor:
-    """`[n, channels]` for each tap → SiLU of their weighted sum, `[n, channels]`."""
+    """Computes SiLU of the weighted sum of the convolution's taps, `[n, channels]` each."""
     weights = inputs.conv.float().unbind(1)
     mixed = sum(tap.float() * weight for tap, weight in zip(taps, weights, strict=True))
     assert isinstance(mixed, Tensor)
@@ -168,7 +183,10 @@ def _convolved(taps: Sequence[Tensor], inputs: DeltaInputs) -> Tensor:
 
 
 def _heads(mixed: Tensor, inputs: DeltaInputs) -> tuple[Tensor, Tensor, Tensor]:
-    """`[n, channels]` → queries, keys and values of each value head, `[n, H, dim]` float32."""
+    """Divides `[n, channels]` into queries, keys and values of value heads, `[n, H, dim]` float32.
+
+    Queries and keys are normalized, and repeated for the value heads of their group.
+    """
     spec = inputs.spec
     query, key, value = mixed.float().split((spec.key_size, spec.key_size, spec.value_size), dim=1)
     query = _normed(query.unflatten(1, (spec.num_key_heads, -1))) * spec.key_head_dim**-0.5
@@ -182,12 +200,12 @@ def _heads(mixed: Tensor, inputs: DeltaInputs) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _normed(x: Tensor) -> Tensor:
-    """Heads of length 1."""
+    """Normalizes heads to length 1."""
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + _NORM_EPS)
 
 
 def _gates(inputs: DeltaInputs, tokens: slice) -> tuple[Tensor, Tensor]:
-    """The log of the decay, and beta, `[n, H]` float32 each."""
+    """Computes the logarithm of the decay, and beta, `[n, H]` float32 each."""
     wide = inputs.decay[tokens].float() + inputs.dt_bias.float()
     beta = inputs.beta[tokens].sigmoid().float()
     return -inputs.a_log.exp() * F.softplus(wide), beta

@@ -1,10 +1,10 @@
-"""One token of the gated delta rule for each sequence, as one Triton kernel: the convolution with
-its state, the gates, the norms of query and key, and the recurrence.
+"""Triton kernel for decodes of the gated delta rule, with one token per sequence.
 
-A decode reads and writes the whole state, so it is limited by memory bandwidth, and at small
-batches by the latency of a launch. A CTA holds some columns of one head's state in registers. It
-loads them before it waits for the projection: what a step's state depends on ended with the last
-step. The plain twin is `kernels.linear_attention.delta_rule.decode`.
+The kernel computes the convolution with its state, the gates, the norms of query and key, and the
+recurrence. A decode reads and writes the whole state, so that memory bandwidth is the limit, or the
+latency of a launch in small batches. A CTA has some columns of a head's state in registers. The
+columns are loaded before the wait for the projection, because only the previous step writes them.
+The reference implementation is `kernels.linear_attention.delta_rule.decode`.
 """
 
 import triton
@@ -19,29 +19,55 @@ NORM_EPS = tl.constexpr(1e-6)
 
 
 def decode(
-    inputs: DeltaInputs, states: LayerStates, layout: StateLayout, out: Tensor, *,
-    pdl: int = 0, config: DeltaDecodeConfig | None = None,
-) -> None:  # fmt: skip
+    inputs: DeltaInputs,
+    states: LayerStates,
+    layout: StateLayout,
+    out: Tensor,
+    *,
+    pdl: int = 0,
+    config: DeltaDecodeConfig | None = None,
+) -> None:
     """Implements `delta_rule.decode`."""
     spec, count = inputs.spec, layout.num_decodes
     config = config or delta_decode_config(count)
     columns = min(config.columns, triton.next_power_of_2(spec.value_head_dim))
     grid = count, spec.num_value_heads, triton.cdiv(spec.value_head_dim, columns)
     _decode_kernel[grid](
-        inputs.qkv, inputs.beta, inputs.decay, inputs.conv, inputs.a_log, inputs.dt_bias,
-        states.conv, states.recurrent, layout.slots, layout.cu_query_lens_device,
-        layout.seq_lens_device, out,
-        inputs.qkv.stride(0), inputs.beta.stride(0), inputs.decay.stride(0),
-        HEADS=spec.num_value_heads, GROUP=spec.group_size, KEY_DIM=spec.key_head_dim,
-        VALUE_DIM=spec.value_head_dim, KEY_SIZE=spec.key_size, CHANNELS=spec.num_channels,
-        WIDTH=spec.conv_width, ROWS=triton.next_power_of_2(spec.key_head_dim), COLUMNS=columns,
-        PDL=pdl, num_warps=config.warps, launch_pdl=pdl > 0,
-    )  # fmt: skip
+        inputs.qkv,
+        inputs.beta,
+        inputs.decay,
+        inputs.conv,
+        inputs.a_log,
+        inputs.dt_bias,
+        states.conv,
+        states.recurrent,
+        layout.slots,
+        layout.cu_query_lens_device,
+        layout.seq_lens_device,
+        out,
+        inputs.qkv.stride(0),
+        inputs.beta.stride(0),
+        inputs.decay.stride(0),
+        HEADS=spec.num_value_heads,
+        GROUP=spec.group_size,
+        KEY_DIM=spec.key_head_dim,
+        VALUE_DIM=spec.value_head_dim,
+        KEY_SIZE=spec.key_size,
+        CHANNELS=spec.num_channels,
+        WIDTH=spec.conv_width,
+        ROWS=triton.next_power_of_2(spec.key_head_dim),
+        COLUMNS=columns,
+        PDL=pdl,
+        num_warps=config.warps,
+        launch_pdl=pdl > 0,
+    )
 
 
 @triton.jit
-def gates(beta, decay, a_log, dt_bias, dtype: tl.constexpr):  # noqa: ANN201 - two of float32
-    """The log of the decay, and beta, which is rounded to `dtype`."""
+def gates(  # noqa: ANN201 - Triton blocks have no type
+    beta, decay, a_log, dt_bias, dtype: tl.constexpr
+):
+    """Computes the logarithm of the decay, and beta, which is rounded to `dtype`."""
     wide = decay.to(tl.float32) + dt_bias
     soft = tl.where(wide > 20.0, wide, tl.log(1.0 + tl.exp(wide)))
     learned = (1.0 / (1.0 + tl.exp(-beta.to(tl.float32)))).to(dtype).to(tl.float32)
@@ -52,7 +78,7 @@ def gates(beta, decay, a_log, dt_bias, dtype: tl.constexpr):  # noqa: ANN201 - t
 def _mixed(
     own, conv, weight_ptr, channel, inside, index, CHANNELS: tl.constexpr, WIDTH: tl.constexpr
 ):
-    """SiLU of the convolution at some channels of a token; `conv` is the slot's state."""
+    """Computes SiLU of the convolution at some channels of a token. `conv` is the slot's state."""
     total = tl.zeros_like(own.to(tl.float32))
     for back in tl.static_range(WIDTH - 1, 0, -1):
         column = (index + WIDTH - back) % WIDTH
@@ -66,12 +92,32 @@ def _mixed(
 
 @triton.jit
 def _decode_kernel(
-    qkv_ptr, beta_ptr, decay_ptr, weight_ptr, a_log_ptr, dt_bias_ptr, conv_ptr, state_ptr,
-    slots_ptr, starts_ptr, lens_ptr, out_ptr, qkv_stride, beta_stride, decay_stride,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    KEY_SIZE: tl.constexpr, CHANNELS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    qkv_ptr,
+    beta_ptr,
+    decay_ptr,
+    weight_ptr,
+    a_log_ptr,
+    dt_bias_ptr,
+    conv_ptr,
+    state_ptr,
+    slots_ptr,
+    starts_ptr,
+    lens_ptr,
+    out_ptr,
+    qkv_stride,
+    beta_stride,
+    decay_stride,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    KEY_SIZE: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PDL: tl.constexpr,
+):
     sequence, head, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     index = tl.load(lens_ptr + sequence) - 1
     slot = tl.load(slots_ptr + sequence)
@@ -79,12 +125,12 @@ def _decode_kernel(
     is_row, is_column = row < KEY_DIM, column < VALUE_DIM
     place = (slot * HEADS + head) * (KEY_DIM * VALUE_DIM) + row[:, None] * VALUE_DIM + column
     inside = is_row[:, None] & is_column
-    # The first token starts from zero, whatever the slot holds.
+    # The state before the first token is zero, and the contents of the slot are ignored.
     state = tl.load(state_ptr + place, mask=inside & (index > 0), other=0.0)
     a_log = tl.load(a_log_ptr + head)
     dt_bias = tl.load(dt_bias_ptr + head).to(tl.float32)
     wait_for_earlier(PDL)
-    if index >= 0:  # else it is padding of a captured step, which has no token
+    if index >= 0:  # a negative index is padding of a captured step
         token = tl.load(starts_ptr + sequence).to(tl.int64)
         dtype: tl.constexpr = out_ptr.dtype.element_ty
         beta = tl.load(beta_ptr + token * beta_stride + head)
@@ -100,7 +146,7 @@ def _decode_kernel(
         query = _mixed(own_query, conv, weight_ptr, at_query, is_row, index, CHANNELS, WIDTH)
         key = _mixed(own_key, conv, weight_ptr, at_key, is_row, index, CHANNELS, WIDTH)
         value = _mixed(own_value, conv, weight_ptr, at_value, is_column, index, CHANNELS, WIDTH)
-        # The column of this token is read by no CTA of this step.
+        # No CTA of this step reads the column of this token.
         kept = conv + index % WIDTH * CHANNELS
         is_first = (head % GROUP == 0) & (block == 0)
         tl.store(kept + at_query, own_query, mask=is_row & is_first)

@@ -1,14 +1,15 @@
-"""The gated delta rule for chunks of prompts, as three Triton kernels.
+"""Three Triton kernels for chunks of prompts of the gated delta rule.
 
-A chunk is cut into pieces of up to 64 tokens (`states.prefill_pieces`). The first kernel applies
-the convolution to each piece, the second solves the recurrence within it (the inverse of a unit
-lower triangular matrix), both in parallel over pieces and heads. The third takes the state through
-the pieces of a sequence, one after the other, in parallel over heads and columns of the state, and
-gives the output.
+A chunk is divided into pieces of up to 64 tokens (`states.prefill_pieces`). The first kernel
+applies the convolution to each piece, in parallel over pieces and channels. The second solves the
+recurrence within each piece, by inverting a unit lower triangular matrix, in parallel over pieces
+and heads. The third updates the state piece by piece and computes the output, in parallel over
+sequences, heads and columns of the state.
 
-Matrices are inverted in blocks of 4, then merged two by two: powers of the whole would overflow
-where keys repeat. Each block goes through memory, so that the GEMMs of a size are one; they are of
-float32, others of TF32 or 16 bits where the model's dtype is 16 bits wide. The plain twin is
+Blocks of 4 rows are inverted first and then merged two by two, because the powers of the whole
+matrix would overflow if keys repeat. Blocks are exchanged through memory, so that all blocks of a
+size are merged by one batched GEMM. The GEMMs of the inversion are in float32. Other GEMMs are in
+TF32 or 16 bits if the model's dtype has 16 bits. The reference implementation is
 `kernels.linear_attention.delta_rule.prefill`.
 """
 
@@ -22,13 +23,18 @@ from kernels.linear_attention.states import PIECE, DeltaInputs, LayerStates, Sta
 from kernels.tuning import DeltaPrefillConfig
 
 _PIECE = tl.constexpr(PIECE)
-_FACTORS = tl.constexpr(5)  # of a token and a head, see `_solve_kernel`
+_FACTORS = tl.constexpr(5)  # factors of a token and a head, see `_solve_kernel`
 
 
 def prefill(
-    inputs: DeltaInputs, states: LayerStates, layout: StateLayout, out: Tensor,
-    saved: tuple[Tensor, LayerStates] | None = None, *, config: DeltaPrefillConfig | None = None,
-) -> None:  # fmt: skip
+    inputs: DeltaInputs,
+    states: LayerStates,
+    layout: StateLayout,
+    out: Tensor,
+    saved: tuple[Tensor, LayerStates] | None = None,
+    *,
+    config: DeltaPrefillConfig | None = None,
+) -> None:
     """Implements `delta_rule.prefill`."""
     config = config or DeltaPrefillConfig()
     spec, work, count = inputs.spec, layout.work, len(inputs.qkv)
@@ -47,44 +53,106 @@ def prefill(
     wide = out.dtype == torch.float32
     saves, kept = saved or (work, states)
     sizes = {
-        "GROUP": spec.group_size, "KEY_DIM": spec.key_head_dim, "KEY_SIZE": spec.key_size,
-        "CHANNELS": spec.num_channels, "ROWS": rows, "PRECISION": "ieee" if wide else "tf32",
-    }  # fmt: skip
+        "GROUP": spec.group_size,
+        "KEY_DIM": spec.key_head_dim,
+        "KEY_SIZE": spec.key_size,
+        "CHANNELS": spec.num_channels,
+        "ROWS": rows,
+        "PRECISION": "ieee" if wide else "tf32",
+    }
     _convolve_kernel[(len(work), triton.cdiv(spec.num_channels, config.channels))](
-        inputs.qkv, inputs.conv, states.conv, work, layout.slots, starts, lens, mixed, saves,
-        kept.conv, inputs.qkv.stride(0), CHANNELS=spec.num_channels, WIDTH=spec.conv_width,
-        TAPS=triton.next_power_of_2(spec.conv_width), BLOCK=config.channels,
-        SAVES=saved is not None, num_warps=4,
-    )  # fmt: skip
+        inputs.qkv,
+        inputs.conv,
+        states.conv,
+        work,
+        layout.slots,
+        starts,
+        lens,
+        mixed,
+        saves,
+        kept.conv,
+        inputs.qkv.stride(0),
+        CHANNELS=spec.num_channels,
+        WIDTH=spec.conv_width,
+        TAPS=triton.next_power_of_2(spec.conv_width),
+        BLOCK=config.channels,
+        SAVES=saved is not None,
+        num_warps=4,
+    )
     _solve_kernel[(len(work), heads)](
-        mixed, inputs.beta, inputs.decay, inputs.a_log, inputs.dt_bias, work, starts, solved,
-        scores, factors, inputs.beta.stride(0), inputs.decay.stride(0), HEADS=heads, **sizes,
+        mixed,
+        inputs.beta,
+        inputs.decay,
+        inputs.a_log,
+        inputs.dt_bias,
+        work,
+        starts,
+        solved,
+        scores,
+        factors,
+        inputs.beta.stride(0),
+        inputs.decay.stride(0),
+        HEADS=heads,
+        **sizes,
         num_warps=config.solve_warps,
-    )  # fmt: skip
+    )
     grid = len(layout.slots) - decodes, heads, triton.cdiv(spec.value_head_dim, columns)
     _scan_kernel[grid](
-        inputs.qkv, mixed, solved, scores, factors, states.conv, states.recurrent, layout.slots,
-        starts, lens, out, saves, kept.recurrent, inputs.qkv.stride(0), decodes, HEADS=heads,
-        **sizes, VALUE_DIM=spec.value_head_dim, WIDTH=spec.conv_width, COLUMNS=columns,
-        SAVES=saved is not None, num_warps=config.scan_warps, num_stages=config.scan_stages,
-    )  # fmt: skip
+        inputs.qkv,
+        mixed,
+        solved,
+        scores,
+        factors,
+        states.conv,
+        states.recurrent,
+        layout.slots,
+        starts,
+        lens,
+        out,
+        saves,
+        kept.recurrent,
+        inputs.qkv.stride(0),
+        decodes,
+        HEADS=heads,
+        **sizes,
+        VALUE_DIM=spec.value_head_dim,
+        WIDTH=spec.conv_width,
+        COLUMNS=columns,
+        SAVES=saved is not None,
+        num_warps=config.scan_warps,
+        num_stages=config.scan_stages,
+    )
 
 
 @triton.jit
 def _convolve_kernel(
-    qkv_ptr, weight_ptr, conv_ptr, work_ptr, slots_ptr, starts_ptr, lens_ptr, mixed_ptr,
-    saves_ptr, saved_ptr, qkv_stride, CHANNELS: tl.constexpr, WIDTH: tl.constexpr,
-    TAPS: tl.constexpr, BLOCK: tl.constexpr, SAVES: tl.constexpr,
-):  # fmt: skip
-    """SiLU of the convolution, `[T, channels]`. SAVES: a whole piece's last inputs may go to a
-    checkpoint.
+    qkv_ptr,
+    weight_ptr,
+    conv_ptr,
+    work_ptr,
+    slots_ptr,
+    starts_ptr,
+    lens_ptr,
+    mixed_ptr,
+    saves_ptr,
+    saved_ptr,
+    qkv_stride,
+    CHANNELS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TAPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SAVES: tl.constexpr,
+):
+    """Computes SiLU of the convolution, `[T, channels]`.
+
+    If SAVES, the last inputs of a whole piece may also be copied to a checkpoint.
     """
     piece = tl.program_id(0)
     sequence = tl.load(work_ptr + 2 * piece)
     if sequence >= 0:
         channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
         begin, end = tl.load(starts_ptr + sequence), tl.load(starts_ptr + sequence + 1)
-        first = tl.load(lens_ptr + sequence) - (end - begin)  # the chunk's first token's index
+        first = tl.load(lens_ptr + sequence) - (end - begin)  # index of the chunk's first token
         token = tl.load(work_ptr + 2 * piece + 1) + tl.arange(0, _PIECE)[:, None]
         index = first + token - begin
         inside = (token < end) & (channel < CHANNELS)
@@ -118,14 +186,32 @@ def _convolve_kernel(
 
 @triton.jit
 def _solve_kernel(
-    mixed_ptr, beta_ptr, decay_ptr, a_log_ptr, dt_bias_ptr, work_ptr, starts_ptr, solved_ptr,
-    scores_ptr, factors_ptr, beta_stride, decay_stride, HEADS: tl.constexpr, GROUP: tl.constexpr,
-    KEY_DIM: tl.constexpr, KEY_SIZE: tl.constexpr, CHANNELS: tl.constexpr, ROWS: tl.constexpr,
+    mixed_ptr,
+    beta_ptr,
+    decay_ptr,
+    a_log_ptr,
+    dt_bias_ptr,
+    work_ptr,
+    starts_ptr,
+    solved_ptr,
+    scores_ptr,
+    factors_ptr,
+    beta_stride,
+    decay_stride,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    KEY_SIZE: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    ROWS: tl.constexpr,
     PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Within a piece: what turns errors into corrections, `solved`; decayed products of queries and
-    keys, `scores`; and `factors` of each token: what its query and its key are multiplied by for
-    the state before the piece, its key for the state after it; and the piece's decay, and beta.
+):
+    """Computes the matrices and factors of a piece that do not depend on the state.
+
+    These are `solved`, the matrix that turns errors into corrections; `scores`, the decayed
+    products of queries and keys; and five `factors` of each token: factors of query and key for the
+    state before the piece, factor of the key for the state after the piece, decay of the piece, and
+    beta.
     """
     piece, head = tl.program_id(0), tl.program_id(1)
     sequence = tl.load(work_ptr + 2 * piece)
@@ -171,16 +257,18 @@ def _solve_kernel(
 
 @triton.jit
 def _over_length(values):
-    """1 over the length of each row, rounded as the norm of the twin."""
+    """Computes 1 / length of each row with the rounding of the reference implementation."""
     wide = values.to(tl.float32)
     return tl.rsqrt(tl.sum(wide * wide, axis=1) + NORM_EPS)
 
 
 @triton.jit
 def _solve(matrix, betas, count, HEADS: tl.constexpr):
-    """Puts (1 + beta M)^-1 beta in the place of M, strictly lower triangular, `[64, 64]`, of which
-    `count` rows are there. Blocks of the diagonal first: where A and B are those of two of them and
-    C is that of M below the first, -B C A is there in the end.
+    """Replaces a strictly lower triangular matrix M `[64, 64]` by (1 + beta M)^-1 beta.
+
+    Only `count` rows of M exist. Blocks of the diagonal are inverted first. If A and B are the
+    inverses of two neighbouring blocks and C is the block of M below the first, the block of the
+    inverse below the first is -B C A.
     """
     STRIDE: tl.constexpr = HEADS * _PIECE
     block = tl.arange(0, 4)[:, None, None] * 16
@@ -191,7 +279,7 @@ def _solve(matrix, betas, count, HEADS: tl.constexpr):
     at_column = betas + (block + column) * HEADS * _FACTORS
     of_column = tl.load(at_column, mask=block + column < count, other=0.0)
     system = of_row * tl.load(place, mask=valid, other=0.0)
-    near = tl.where(row // 4 == column // 4, system, 0.0)  # its fourth power is zero
+    near = tl.where(row // 4 == column // 4, system, 0.0)  # the fourth power of `near` is zero
     inverse = tl.where(row == column, 1.0, 0.0) - near
     squared = tl.dot(near, near, input_precision="ieee")
     inverse += tl.dot(inverse, squared, input_precision="ieee")
@@ -209,7 +297,7 @@ def _solve(matrix, betas, count, HEADS: tl.constexpr):
 
 @triton.jit
 def _merge(matrix, row, column, count, SIZE: tl.constexpr, STRIDE: tl.constexpr):
-    """What is below the first of two blocks of SIZE rows and columns, see `_solve`."""
+    """Computes the block below the first of two inverted blocks of SIZE rows, see `_solve`."""
     upper = matrix + row * STRIDE + column
     lower = upper + SIZE * STRIDE
     first = tl.load(upper, mask=(row < count) & (column >= 0), other=0.0)
@@ -222,18 +310,40 @@ def _merge(matrix, row, column, count, SIZE: tl.constexpr, STRIDE: tl.constexpr)
 
 @triton.jit
 def _scan_kernel(
-    qkv_ptr, mixed_ptr, solved_ptr, scores_ptr, factors_ptr, conv_ptr, state_ptr, slots_ptr,
-    starts_ptr, lens_ptr, out_ptr, saves_ptr, saved_ptr, qkv_stride, decodes, HEADS: tl.constexpr,
-    GROUP: tl.constexpr, KEY_DIM: tl.constexpr, KEY_SIZE: tl.constexpr, CHANNELS: tl.constexpr,
-    ROWS: tl.constexpr, PRECISION: tl.constexpr, VALUE_DIM: tl.constexpr, WIDTH: tl.constexpr,
-    COLUMNS: tl.constexpr, SAVES: tl.constexpr,
-):  # fmt: skip
-    """Takes some columns of a head's state through a sequence's pieces. SAVES: that after a piece
-    may go to a checkpoint.
+    qkv_ptr,
+    mixed_ptr,
+    solved_ptr,
+    scores_ptr,
+    factors_ptr,
+    conv_ptr,
+    state_ptr,
+    slots_ptr,
+    starts_ptr,
+    lens_ptr,
+    out_ptr,
+    saves_ptr,
+    saved_ptr,
+    qkv_stride,
+    decodes,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    KEY_SIZE: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    ROWS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SAVES: tl.constexpr,
+):
+    """Updates some columns of a head's state piece by piece, and computes the output.
+
+    If SAVES, the state after a piece may also be copied to a checkpoint.
     """
     sequence, head, block = decodes + tl.program_id(0), tl.program_id(1), tl.program_id(2)
     begin, end = tl.load(starts_ptr + sequence), tl.load(starts_ptr + sequence + 1)
-    if end > begin:  # else it is padding of a captured step
+    if end > begin:  # an empty chunk is padding of a captured step
         first = tl.load(lens_ptr + sequence) - (end - begin)
         slot = tl.load(slots_ptr + sequence)
         row, dim = tl.arange(0, _PIECE), tl.arange(0, ROWS)
@@ -242,7 +352,7 @@ def _scan_kernel(
         kept = (dim < KEY_DIM)[:, None] & is_column
         within = dim[:, None] * VALUE_DIM + column
         place = (slot * HEADS + head) * (KEY_DIM * VALUE_DIM) + within
-        # The first token starts from zero, whatever the slot holds.
+        # The state before the first token is zero, and the contents of the slot are ignored.
         state = tl.load(state_ptr + place, mask=kept & (first > 0), other=0.0)
         for at in range(begin, end, _PIECE):
             token = (at + row).to(tl.int64)
@@ -277,18 +387,39 @@ def _scan_kernel(
                 tl.store(saved, state, mask=kept & (to >= 0))
         tl.store(state_ptr + place, state, mask=kept)
         _keep_inputs(
-            qkv_ptr, conv_ptr + slot * (WIDTH * CHANNELS), begin, end, first, qkv_stride,
-            head // GROUP * KEY_DIM + dim, (dim < KEY_DIM) & (head % GROUP == 0) & (block == 0),
-            2 * KEY_SIZE + head * VALUE_DIM + column, is_column, KEY_SIZE, CHANNELS, WIDTH,
-        )  # fmt: skip
+            qkv_ptr,
+            conv_ptr + slot * (WIDTH * CHANNELS),
+            begin,
+            end,
+            first,
+            qkv_stride,
+            head // GROUP * KEY_DIM + dim,
+            (dim < KEY_DIM) & (head % GROUP == 0) & (block == 0),
+            2 * KEY_SIZE + head * VALUE_DIM + column,
+            is_column,
+            KEY_SIZE,
+            CHANNELS,
+            WIDTH,
+        )
 
 
 @triton.jit
 def _keep_inputs(
-    qkv_ptr, conv, begin, end, first, qkv_stride, at_query, is_query, at_value, is_value,
-    KEY_SIZE: tl.constexpr, CHANNELS: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
-    """Writes the convolution's last inputs to its state; each channel's by one CTA."""
+    qkv_ptr,
+    conv,
+    begin,
+    end,
+    first,
+    qkv_stride,
+    at_query,
+    is_query,
+    at_value,
+    is_value,
+    KEY_SIZE: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """Writes the last inputs of the convolution to its state. One CTA writes each channel."""
     for back in tl.static_range(WIDTH):
         token = end - 1 - back
         if token >= begin:

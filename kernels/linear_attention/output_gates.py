@@ -1,6 +1,7 @@
-"""What gates the outputs of attention and of linear attention, as Triton kernels.
+"""Triton kernels for the output gates of attention and of linear attention.
 
-The plain twins are `plain.output_gate` and `delta_rule.gated_norm`; rounding points are the same.
+The reference implementations are `plain.output_gate` and `delta_rule.gated_norm`, with the same
+rounding.
 """
 
 import triton
@@ -10,11 +11,11 @@ from torch import Tensor
 from kernels.dependent_launch import wait_for_earlier
 
 _BLOCK = 1024
-_HEADS = 4  # of a CTA
+_HEADS = 4  # heads of a CTA
 
 
 def output_gate(attended: Tensor, gates: Tensor, *, pdl: int = 0) -> Tensor:
-    """Implements `plain.output_gate`; both are contiguous."""
+    """Implements `plain.output_gate` for contiguous tensors."""
     size = attended.numel()
     _output_gate_kernel[(triton.cdiv(size, _BLOCK),)](
         attended, gates, size, BLOCK=_BLOCK, PDL=pdl, launch_pdl=pdl > 0
@@ -27,10 +28,20 @@ def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, *, pdl: int 
     num_tokens, num_heads, width = x.shape
     out = x.new_empty(num_tokens, num_heads * width)
     _gated_norm_kernel[(num_tokens, triton.cdiv(num_heads, _HEADS))](
-        x, gate, weight, out, gate.stride(0), num_heads, eps,
-        WIDTH=width, COLUMNS=triton.next_power_of_2(width), HEADS=_HEADS, PDL=pdl,
-        num_warps=_HEADS, launch_pdl=pdl > 0,
-    )  # fmt: skip
+        x,
+        gate,
+        weight,
+        out,
+        gate.stride(0),
+        num_heads,
+        eps,
+        WIDTH=width,
+        COLUMNS=triton.next_power_of_2(width),
+        HEADS=_HEADS,
+        PDL=pdl,
+        num_warps=_HEADS,
+        launch_pdl=pdl > 0,
+    )
     return out
 
 
@@ -46,9 +57,18 @@ def _output_gate_kernel(x_ptr, gate_ptr, size, BLOCK: tl.constexpr, PDL: tl.cons
 
 @triton.jit
 def _gated_norm_kernel(
-    x_ptr, gate_ptr, weight_ptr, out_ptr, gate_stride, num_heads, eps,
-    WIDTH: tl.constexpr, COLUMNS: tl.constexpr, HEADS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    gate_ptr,
+    weight_ptr,
+    out_ptr,
+    gate_stride,
+    num_heads,
+    eps,
+    WIDTH: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    HEADS: tl.constexpr,
+    PDL: tl.constexpr,
+):
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
     column = tl.arange(0, COLUMNS)[None, :]

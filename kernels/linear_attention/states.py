@@ -1,8 +1,8 @@
-"""Recurrent states of linear attention layers: where they are, and a step's layout over them.
+"""Recurrent states of linear attention layers, and the layout of a step's sequences over them.
 
-Each running sequence has a slot, that of its row. Nothing clears a slot: a sequence whose first
-token is computed starts from zero, whatever the slot holds. That follows from the token's index, so
-that no flag can be forgotten.
+Each running sequence has the slot with the number of its row. Slots are never cleared: when a
+kernel computes the token with index 0, it starts from a zero state and ignores the contents of the
+slot.
 """
 
 from dataclasses import dataclass
@@ -14,11 +14,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-PIECE = 64  # tokens of a chunk whose recurrence kernels solve at once; a state is there after each
+# Tokens of a chunk whose recurrence kernels solve at the same time. The state is only known after
+# each piece.
+PIECE = 64
 
 
 class LinearAttentionSizes(Protocol):
-    """Sizes of a gated delta net layer; `services.common.model_spec.LinearAttentionSpec` is one."""
+    """Sizes of a gated delta net layer, see `services.common.model_spec.LinearAttentionSpec`."""
 
     @property
     def num_key_heads(self) -> int: ...
@@ -42,13 +44,13 @@ class LinearAttentionSizes(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LayerStates:
-    """One layer's states of all slots.
+    """States of a layer for all slots.
 
     Attributes:
-        conv: `[slots, width, channels]` in the model's dtype: the convolution's last inputs. That
-            of token i is in column i % width, so that a decode writes one column, which it does not
-            read.
-        recurrent: `[slots, value_heads, key_head_dim, value_head_dim]` float32.
+        conv: last inputs of the convolution, `[slots, width, channels]` in the model's dtype. The
+            input of token i is in column i % width, so a decode never reads the column to which it
+            writes.
+        recurrent: recurrent states `[slots, value_heads, key_head_dim, value_head_dim]` float32.
     """
 
     conv: Tensor
@@ -57,7 +59,7 @@ class LayerStates:
 
 @dataclass(frozen=True, slots=True)
 class StateCache:
-    """All layers' states: a slot for each row, and one of scratch for padding.
+    """States of all layers, with a slot for each row and a scratch slot for padding.
 
     Attributes:
         conv: `[layers, slots, width, channels]`, see `LayerStates`.
@@ -76,7 +78,7 @@ class StateCache:
         dtype: torch.dtype,
         device: torch.device,
     ) -> "StateCache":
-        """Memory of undefined contents."""
+        """Allocates states with undefined contents."""
         heads = spec.num_value_heads, spec.key_head_dim, spec.value_head_dim
         conv = spec.conv_width, spec.num_channels
         return cls(
@@ -86,12 +88,12 @@ class StateCache:
 
     @staticmethod
     def slot_bytes(spec: LinearAttentionSizes, num_layers: int, dtype: torch.dtype) -> int:
-        """Bytes of one slot, summed over all layers."""
+        """Size of a slot in bytes, summed over all layers."""
         conv = spec.conv_width * spec.num_channels * dtype.itemsize
         return num_layers * (conv + 4 * spec.value_size * spec.key_head_dim)
 
     def copy_slot(self, slot: int, target: "StateCache", to: int) -> None:
-        """Copies a slot's states to a slot of another cache."""
+        """Copies the states of a slot to a slot of another cache."""
         target.conv[:, to].copy_(self.conv[:, slot])
         target.recurrent[:, to].copy_(self.recurrent[:, slot])
 
@@ -101,24 +103,26 @@ class StateCache:
 
 @dataclass(slots=True)
 class StateLayout:
-    """One step's sequences and their slots: decodes first, then chunks.
+    """Sequences of a step and their slots, decodes first and then chunks.
 
     Sequence s computes tokens [cu_query_lens[s], cu_query_lens[s + 1]) of the step, which are the
     last of its seq_lens[s] tokens.
 
     Attributes:
-        num_decodes: the first sequences, of one token each; in a captured step with chunks, padding
-            among them has none.
-        cu_query_lens: `[S + 1]`, host.
-        seq_lens: `[S]`, host.
-        slots: `[S]` int64, device.
-        cu_query_lens_device: `[S + 1]` int32.
-        seq_lens_device: `[S]` int32.
-        work: `[W, 2]` int32, device: see `prefill_pieces`; None: there are no chunks.
-        checkpoints: slots for states within chunks; None: there are none.
-        saves: `[T]` int32, device: the slot of `checkpoints` that takes the state after a token,
-            -1: none; None: there are no chunks, or no checkpoints. Kernels save after whole pieces
-            of a chunk alone, plain functions anywhere but after a chunk's only token.
+        cache: states of running sequences.
+        num_decodes: number of decodes, which have one token each. Padding among the decodes of a
+            captured step with chunks has no token.
+        cu_query_lens: `[S + 1]` on the host.
+        seq_lens: `[S]` on the host.
+        slots: `[S]` int64 on the device.
+        cu_query_lens_device: `[S + 1]` int32 on the device.
+        seq_lens_device: `[S]` int32 on the device.
+        work: `[W, 2]` int32 on the device, from `prefill_pieces`. None if there are no chunks.
+        checkpoints: states that are saved within chunks. None if no state is saved.
+        saves: `[T]` int32 on the device, slot of `checkpoints` for the state after each token, or
+            -1 if the state is not saved. None if there are no chunks or no checkpoints. Kernels can
+            save only after whole pieces of a chunk. The reference implementation can save after any
+            token, except the only token of a chunk.
     """
 
     cache: StateCache
@@ -133,7 +137,7 @@ class StateLayout:
     saves: Tensor | None = None
 
     def saved(self, layer: int) -> tuple[Tensor, LayerStates] | None:
-        """`saves`, and a layer's states of the checkpoints; None: nothing is saved."""
+        """Returns `saves` and a layer's states of the checkpoints. None if no state is saved."""
         if self.saves is None or self.checkpoints is None:
             return None
         return self.saves, self.checkpoints.layer(layer)
@@ -142,8 +146,16 @@ class StateLayout:
 def prefill_pieces(
     cu_query_lens: npt.NDArray[np.int32], num_decodes: int, num_tokens: int
 ) -> npt.NDArray[np.int32]:
-    """Pieces of a step's chunks: the sequence, and the piece's first token in the step; -1 and 0
-    for padding. `[W, 2]`, where W depends only on the numbers of tokens and of sequences.
+    """Lists the pieces of a step's chunks.
+
+    Args:
+        cu_query_lens: see `StateLayout`.
+        num_decodes: number of decodes of the step.
+        num_tokens: number of tokens of the step.
+
+    Returns:
+        Sequence, and index in the step of the first token, of each piece: `[W, 2]`. Padding has -1
+        and 0. W depends only on the numbers of tokens and sequences.
     """
     starts = cu_query_lens[num_decodes:].tolist()
     found = [
@@ -159,15 +171,16 @@ def prefill_pieces(
 
 @dataclass(frozen=True, slots=True)
 class DeltaInputs:
-    """What a layer's projections and parameters give the delta rule for a step's T tokens.
+    """Projections of a step's T tokens and parameters of a layer, which the delta rule reads.
 
     Attributes:
-        qkv: `[T, channels]`: queries, keys and values before the convolution; rows may be strided.
-        beta: `[T, value_heads]`, before the sigmoid; strided, too.
-        decay: `[T, value_heads]`, before `dt_bias` and softplus; strided, too.
-        conv: `[channels, width]`, taps; the last one is the token's own.
-        a_log: `[value_heads]` float32.
-        dt_bias: `[value_heads]`.
+        spec: sizes of the layer.
+        qkv: queries, keys and values before the convolution, `[T, channels]`. Rows may be strided.
+        beta: beta before the sigmoid, `[T, value_heads]`. Rows may be strided.
+        decay: decay before `dt_bias` and softplus, `[T, value_heads]`. Rows may be strided.
+        conv: taps of the convolution, `[channels, width]`. The last tap is for the token itself.
+        a_log: logarithm of the decay rate, `[value_heads]` float32.
+        dt_bias: bias of the decay, `[value_heads]`.
     """
 
     spec: LinearAttentionSizes

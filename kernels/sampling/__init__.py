@@ -1,8 +1,8 @@
-"""Sampling: kernels, their plain twins and what they read.
+"""Sampling kernels, their reference implementations and their inputs.
 
-The two ids are the contract with the engine, which imports no torch: a token id below zero says
-that the sequence fails, and its batch-mates do not.
+A sampled token id below zero means that the sequence fails, while other sequences of the batch go
+on. The two ids are defined here because the engine, which reads them, does not import torch.
 """
 
-NOT_FINITE = -1  # its logits were not finite
-ALL_MASKED = -2  # its token mask, or a logit bias of minus infinity, left no token
+NOT_FINITE = -1  # the logits of the row were not finite
+ALL_MASKED = -2  # a token mask, or a logit bias of minus infinity, has left no token

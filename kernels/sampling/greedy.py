@@ -1,6 +1,7 @@
-"""Argmax of each row of logits, and of some rows under token masks, in two small kernels each.
+"""Argmax of each row of logits, and of some rows with token masks, by two small kernels each.
 
-The plain twins are in `kernels.sampling.sampling`; of equal logits the lowest id wins.
+Of equal logits, the lowest token id is chosen. The reference implementations are in
+`kernels.sampling.sampling`.
 """
 
 import torch
@@ -17,7 +18,7 @@ _NOT_FINITE, _ALL_MASKED = tl.constexpr(NOT_FINITE), tl.constexpr(ALL_MASKED)
 
 
 def greedy(logits: Tensor) -> Tensor:
-    """`[B, vocab_size]` → `[B]` int32; -1 where a row is not finite."""
+    """Implements `Ops.greedy`: `[B, vocab_size]` → `[B]` int32. -1 for a row that is not finite."""
     num_rows, vocab_size = logits.shape
     best = torch.empty(num_rows, _SPLITS, dtype=torch.float32, device=logits.device)
     best_id = torch.empty(num_rows, _SPLITS, dtype=torch.int32, device=logits.device)
@@ -39,14 +40,21 @@ def greedy_masked(
     best = torch.empty(count, 2, _SPLITS, dtype=torch.float32, device=logits.device)
     block = triton.next_power_of_2(triton.cdiv(vocab_size, _SPLITS))
     launch(
-        _masked_split_kernel, (count, _SPLITS, 1),
+        _masked_split_kernel,
+        (count, _SPLITS, 1),
         (logits, masked.samples, masked.token_masks, best),
-        VOCAB=vocab_size, SPLITS=_SPLITS, BLOCK=block, num_warps=4,
-    )  # fmt: skip
+        VOCAB=vocab_size,
+        SPLITS=_SPLITS,
+        BLOCK=block,
+        num_warps=4,
+    )
     launch(
-        _masked_merge_kernel, (count, 1, 1),
-        (best, masked.samples, masked.rows, token_ids, last_tokens), SPLITS=_SPLITS, num_warps=1,
-    )  # fmt: skip
+        _masked_merge_kernel,
+        (count, 1, 1),
+        (best, masked.samples, masked.rows, token_ids, last_tokens),
+        SPLITS=_SPLITS,
+        num_warps=1,
+    )
 
 
 @triton.jit
@@ -57,7 +65,7 @@ def _split_kernel(
     token = split * BLOCK + tl.arange(0, BLOCK)
     inside = token < vocab_size
     value = tl.load(logits_ptr + row * vocab_size + token, mask=inside, other=0.0).to(tl.float32)
-    # Infinite or NaN: only finite numbers compare below infinity.
+    # Only finite numbers compare below infinity, but neither infinity nor NaN.
     not_finite = tl.sum(tl.where(tl.abs(value) < float("inf"), 0, 1)) > 0
     value = tl.where(inside, value, float("-inf"))
     top = tl.max(value)
@@ -72,17 +80,22 @@ def _merge_kernel(best_ptr, id_ptr, out_ptr, SPLITS: tl.constexpr):
     split = tl.arange(0, SPLITS)
     best = tl.load(best_ptr + row * SPLITS + split)
     token = tl.load(id_ptr + row * SPLITS + split)
-    # A split that is not finite has +inf and id -1, and so decides the result.
+    # A split with a value that is not finite has maximum +inf and id -1, which decides the result.
     found = tl.min(tl.where(best == tl.max(best), token, 2147483647))
     tl.store(out_ptr + row, found)
 
 
 @triton.jit
 def _masked_split_kernel(
-    logits_ptr, index_ptr, masks_ptr, best_ptr,
-    VOCAB: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Of one split: the largest logit that the mask allows, and its id, which float32 holds."""
+    logits_ptr,
+    index_ptr,
+    masks_ptr,
+    best_ptr,
+    VOCAB: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Finds the largest logit of a split that the mask allows, and its id, stored as float32."""
     place, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token = split * BLOCK + tl.arange(0, BLOCK)
     inside = token < VOCAB

@@ -1,7 +1,7 @@
-"""Penalties for the tokens that a row has seen, in one pass over its logits, and their counts.
+"""Triton kernels that apply penalties to logits in a single pass, and count sampled tokens.
 
-The plain twins are `kernels.sampling.penalize` and `count_tokens`; logits are the same, bit for
-bit.
+The reference implementations are `penalize` and `count_tokens` of `kernels.sampling.sampling`, with
+bitwise equal results.
 """
 
 import torch
@@ -13,7 +13,7 @@ from kernels.launches import launch
 from kernels.sampling.sampling import SamplingInputs
 
 _BLOCK = 2048
-_ROWS = 128  # of one program instance
+_ROWS = 128  # rows of a program
 
 
 def penalize(logits: Tensor, inputs: SamplingInputs) -> Tensor:
@@ -24,10 +24,14 @@ def penalize(logits: Tensor, inputs: SamplingInputs) -> Tensor:
     assert logits.is_contiguous() and seen.is_contiguous() and floats.is_contiguous()
     out = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
     launch(
-        _penalize_kernel, (num_rows, triton.cdiv(vocab_size, _BLOCK), 1),
+        _penalize_kernel,
+        (num_rows, triton.cdiv(vocab_size, _BLOCK), 1),
         (logits, seen, rows, floats, out, num_rows),
-        VOCAB=vocab_size, BLOCK=_BLOCK, num_warps=4, enable_fp_fusion=False,
-    )  # fmt: skip
+        VOCAB=vocab_size,
+        BLOCK=_BLOCK,
+        num_warps=4,
+        enable_fp_fusion=False,
+    )
     return out
 
 
@@ -36,14 +40,18 @@ def count_tokens(token_ids: Tensor, inputs: SamplingInputs) -> None:
     num_rows, seen, rows, floats = len(token_ids), inputs.seen, inputs.rows, inputs.floats
     assert seen is not None
     launch(
-        _count_kernel, (triton.cdiv(num_rows, _ROWS), 1, 1),
-        (token_ids, seen, rows, floats, num_rows), VOCAB=seen.shape[1], ROWS=_ROWS, num_warps=4,
-    )  # fmt: skip
+        _count_kernel,
+        (triton.cdiv(num_rows, _ROWS), 1, 1),
+        (token_ids, seen, rows, floats, num_rows),
+        VOCAB=seen.shape[1],
+        ROWS=_ROWS,
+        num_warps=4,
+    )
 
 
 @triton.jit
 def _penalties(floats_ptr, index, num_rows, inside):
-    """Repetition, presence and frequency penalty, and whether there is any."""
+    """Loads repetition, presence and frequency penalty, and returns also whether any is set."""
     repetition = tl.load(floats_ptr + 3 * num_rows + index, mask=inside, other=1.0)
     presence = tl.load(floats_ptr + 4 * num_rows + index, mask=inside, other=0.0)
     frequency = tl.load(floats_ptr + 5 * num_rows + index, mask=inside, other=0.0)
@@ -52,9 +60,15 @@ def _penalties(floats_ptr, index, num_rows, inside):
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _penalize_kernel(
-    logits_ptr, seen_ptr, rows_ptr, floats_ptr, penalized_ptr, num_rows, VOCAB: tl.constexpr,
+    logits_ptr,
+    seen_ptr,
+    rows_ptr,
+    floats_ptr,
+    penalized_ptr,
+    num_rows,
+    VOCAB: tl.constexpr,
     BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     index = tl.program_id(0)
     repetition, presence, frequency, has_any = _penalties(floats_ptr, index, num_rows, True)
     token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -73,9 +87,14 @@ def _penalize_kernel(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _count_kernel(
-    token_ids_ptr, seen_ptr, rows_ptr, floats_ptr, num_rows, VOCAB: tl.constexpr,
+    token_ids_ptr,
+    seen_ptr,
+    rows_ptr,
+    floats_ptr,
+    num_rows,
+    VOCAB: tl.constexpr,
     ROWS: tl.constexpr,
-):  # fmt: skip
+):
     index = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = index < num_rows
     has_any = _penalties(floats_ptr, index, num_rows, inside)[3]

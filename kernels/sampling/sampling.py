@@ -1,9 +1,10 @@
-"""Logits to tokens in plain torch: the specification of the sampling kernels, and their arguments.
+"""Reference implementation of sampling in plain torch, and the inputs of the sampling kernels.
 
-For each row: temperature, min_p, top_k, top_p, then one sample by inverse CDF: the distribution of
-the kept tokens, cumulated over ids, at one uniform number. So a row's token depends on its own
-logits, parameters and number alone. Tokens are ranked by logit, equal logits by id; top_k keeps
-exactly k. Without top_k and top_p nothing is ranked.
+For each row, temperature, min_p, top_k and top_p are applied, and then a token is sampled by
+inverse CDF: the probabilities of the remaining tokens are cumulated in the order of token ids and
+compared with a uniform random number. A row's token thus depends only on its own logits, parameters
+and random number. Tokens are ranked by logit, and equal logits by id, so that top_k keeps exactly k
+tokens. Without top_k and top_p, tokens are not ranked.
 """
 
 from typing import NamedTuple
@@ -15,39 +16,51 @@ from torch import Tensor
 
 from kernels.sampling import ALL_MASKED, NOT_FINITE
 
-_TOP_K_STEPS = (32, 128, 1024)  # candidates are ranked in these sizes; above, all tokens are
-_ROWS_AT_ONCE = 64  # where all tokens are ranked: a few float64 copies of 64 rows of logits
+_TOP_K_STEPS = (32, 128, 1024)  # numbers of candidates to rank; for larger top_k, all are ranked
+# Rows that are sampled at the same time if all tokens are ranked, to bound the memory of a few
+# float64 copies of the logits.
+_ROWS_AT_ONCE = 64
 
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float32]
 
-# Rows of `SamplingInputs.floats`.
+# Parameters in the rows of `SamplingInputs.floats`.
 FLOATS = (
-    "temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
-)  # fmt: skip
+    "temperature",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+)
 
 
 class SamplingInputs(NamedTuple):
-    """How B rows of logits are sampled; tensors are on the device.
+    """Parameters for sampling B rows of logits. Tensors are on the device.
 
     Attributes:
-        rows: `[B]` int64, the rows of the runner's tables; those with penalties are distinct.
-        floats: `[6, B]` float32, as `FLOATS`; temperature 0: the most likely token.
-        top_k: `[B]` int64, vocab_size where off.
-        uniforms: `[B]` float64 in (0, 1).
-        host_floats, host_top_k: the same on the host; torch groups rows by them.
-        has_top_k, has_top_p: whether any row that is sampled uses it.
-        mask_index: `[B]` int64, the row of `token_masks`, -1 for none; None: no row has a mask.
-        token_masks: `[M, ceil(vocab_size / 32)]` int32; bit i of word w allows token 32 * w + i.
-        seen: `[rows of the tables, vocab_size]` int32: 2 * times in the completion + (is in the
-            prompt); None: no row has penalties.
-        bias: added to logits: index into B `[n]` int64, token ids `[n]` int64, addends `[n]`
-            float32, on the host; None: nothing. Minus infinity forbids a token.
-        logprob_index: `[g]` int64, rows whose log-probabilities are requested; None: none.
-        logprob_rows: the same on the host.
-        logprob_counts: `[g]`, the number of most likely tokens to report of each.
-        logprob_ids: `[g, m]` int64, further tokens to report; None: none.
-        logprob_named: `[g]`, how many of them count for each row.
+        rows: `[B]` int64, rows of the runner's tables. Rows with penalties are distinct.
+        floats: `[6, B]` float32, parameters in the order of `FLOATS`. Temperature 0 selects the
+            most likely token.
+        top_k: `[B]` int64. vocab_size if top_k is off.
+        uniforms: `[B]` float64, random numbers in (0, 1).
+        host_floats, host_top_k: copies of `floats` and `top_k` on the host, by which the reference
+            implementation groups rows.
+        has_top_k, has_top_p: True if a row that is sampled uses top_k, or top_p.
+        mask_index: `[B]` int64, index of each row's mask in `token_masks`, or -1 if the row has no
+            mask. None if no row has a mask.
+        token_masks: `[M, ceil(vocab_size / 32)]` int32. Bit i of word w allows token 32 * w + i.
+        seen: `[rows of the tables, vocab_size]` int32, twice the number of occurrences of a token
+            in the completion, plus 1 if it is in the prompt. None if no row has penalties.
+        bias: logit biases, as row indices `[n]` int64, token ids `[n]` int64 and addends `[n]`
+            float32 on the host. An addend of minus infinity forbids a token. None if there are no
+            biases.
+        logprob_index: `[g]` int64, rows whose log-probabilities are requested. None if no row's
+            are.
+        logprob_rows: copy of `logprob_index` on the host.
+        logprob_counts: `[g]`, number of most likely tokens to report for each of these rows.
+        logprob_ids: `[g, m]` int64, further tokens to report. None if there are no such tokens.
+        logprob_named: `[g]`, number of tokens in `logprob_ids` for each of these rows.
     """
 
     rows: Tensor
@@ -70,11 +83,11 @@ class SamplingInputs(NamedTuple):
 
 
 class MaskedRows(NamedTuple):
-    """Rows of a greedy step that have token masks; tensors are on the device.
+    """Rows of a greedy step that have token masks. Tensors are on the device.
 
     Attributes:
         samples: `[M]` int64, indices of the rows of logits.
-        rows: `[M]` int64, of the runner's tables.
+        rows: `[M]` int64, rows of the runner's tables.
         token_masks: `[M, ceil(vocab_size / 32)]` int32, as in `SamplingInputs`.
     """
 
@@ -84,7 +97,7 @@ class MaskedRows(NamedTuple):
 
 
 def are_finite(logits: Tensor) -> Tensor:
-    """Whether all logits of a row are finite: `[B, V]` → `[B]`."""
+    """Returns for each row whether all logits are finite: `[B, V]` → `[B]`."""
     return torch.isfinite(logits.sum(-1, dtype=torch.float32))
 
 
@@ -127,7 +140,7 @@ def count_tokens(token_ids: Tensor, inputs: SamplingInputs) -> None:
 
 
 def mask_tokens(logits: Tensor, inputs: SamplingInputs) -> Tensor:
-    """Logits `[B, V]` with minus infinity where a row's token mask forbids the token."""
+    """Sets logits `[B, V]` to minus infinity for tokens that a row's mask forbids."""
     if inputs.mask_index is None or inputs.token_masks is None:
         return logits
     bits = _bits(inputs.token_masks, logits.shape[-1])
@@ -136,13 +149,13 @@ def mask_tokens(logits: Tensor, inputs: SamplingInputs) -> Tensor:
 
 
 def _bits(token_masks: Tensor, vocab_size: int) -> Tensor:
-    """`[M, words]` int32 → `[M, vocab_size]` bool."""
+    """Unpacks token masks `[M, words]` int32 to `[M, vocab_size]` bool."""
     shifts = torch.arange(32, dtype=torch.int32, device=token_masks.device)
     return (token_masks[:, :, None] >> shifts & 1).flatten(1)[:, :vocab_size] > 0
 
 
 def sample(logits: Tensor, inputs: SamplingInputs) -> Tensor:
-    """Implements `Ops.sample`; sums in float64."""
+    """Implements `Ops.sample` with sums in float64."""
     num_rows, vocab_size = logits.shape
     finite = are_finite(logits)
     if inputs.bias is not None:
@@ -170,8 +183,9 @@ def sample(logits: Tensor, inputs: SamplingInputs) -> Tensor:
 
 
 def _row_groups(inputs: SamplingInputs, vocab_size: int) -> list[tuple[IntArray, int]]:
-    """Rows that are sampled together, with the number of candidates to rank: 0: no row of the
-    group needs ranks; 1: the group is greedy.
+    """Groups rows that are sampled together by the number of candidates to rank.
+
+    The number is 1 for greedy rows, and 0 for rows whose tokens need no ranks.
     """
     floats, top_k = inputs.host_floats, inputs.host_top_k
     greedy_rows, limited = floats[0] == 0.0, top_k < vocab_size
@@ -185,11 +199,14 @@ def _row_groups(inputs: SamplingInputs, vocab_size: int) -> list[tuple[IntArray,
 
 
 def by_rank(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The `count` first tokens by logit, then id: values `[g, count]` and ids `[g, count]` int64.
+    """Finds the first `count` tokens, ranked by logit and then by id.
 
-    A small `count` is found in two steps: all of these tokens lie in the `count` splits of the
-    vocabulary with the greatest maxima, because a token in another split has at least `count`
-    tokens before it. So the vocabulary is read once, and a hundredth of it is ranked.
+    For a small `count`, the tokens are found in two steps. They are all in the `count` splits of
+    the vocabulary with the largest maxima, because at least `count` tokens rank before a token of
+    another split. The vocabulary is thus read once, and a hundredth of it is ranked.
+
+    Returns:
+        Logits `[g, count]`, and ids `[g, count]` int64.
     """
     vocab_size = logits.shape[-1]
     width = split_width(vocab_size, count)
@@ -205,16 +222,20 @@ def by_rank(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def split_width(vocab_size: int, count: int) -> int:
-    """Tokens of a split in `by_rank`, near the square root that leaves least to rank; 0: none."""
+    """Tokens of a split in `by_rank`. 0 if `by_rank` should rank all tokens in one step.
+
+    The width is near the square root of vocab_size / count, which minimizes the work of ranking.
+    """
     width = 1 << max(0, (vocab_size // count).bit_length() // 2)
     worthwhile = vocab_size // width + count * width <= vocab_size // 4
     return width if worthwhile and vocab_size % width == 0 else 0
 
 
 def _ranked(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """`by_rank` over all tokens. Each key is unique (the bits of the logit above the id), so equal
-    logits have one order whichever algorithm ranks them. Adding zero makes the bits of -0.0 those
-    of 0.0.
+    """Implements `by_rank` in one step.
+
+    The sort keys have the bits of the logit above the id. Each key is unique, so that the order of
+    equal logits does not depend on the algorithm. Adding zero makes the bits of -0.0 those of 0.0.
     """
     last = logits.shape[-1] - 1
     bits = (logits + 0.0).contiguous().view(torch.int32)
@@ -230,7 +251,7 @@ def _ranked(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def _sample_by_id(logits: Tensor, temperature: Tensor, min_p: Tensor, uniform: Tensor) -> Tensor:
-    """Inverse CDF over ids: `[g, V]` → `[g]`."""
+    """Samples by inverse CDF over all ids: `[g, V]` → `[g]`."""
     scaled = logits.double() / temperature
     least = scaled.amax(-1, keepdim=True) + min_p.double().log()
     probabilities = torch.where(scaled >= least, scaled, -torch.inf).softmax(-1)
@@ -248,7 +269,7 @@ def _sample_by_rank(
     top_p: Tensor,
     uniform: Tensor,
 ) -> Tensor:
-    """Inverse CDF over the ids of the tokens kept among the `count` first by rank: → `[g]`."""
+    """Samples by inverse CDF over the ids that remain of the first `count` by rank: → `[g]`."""
     values, ids = by_rank(logits, count)
     scaled = values.double() / temperature
     rank = torch.arange(count, device=logits.device)

@@ -1,15 +1,16 @@
-"""Top-k / top-p threshold search and inverse-CDF sampling, one token per row of logits, in a few
-small kernels. The plain twin, which sums in float64, is `kernels.sampling.sample`.
+"""Triton kernels that sample a token per row by top-k / top-p threshold search and inverse CDF.
 
-The vocabulary is divided into splits. All tokens whose logit is above a threshold may be sampled,
-and of those equal to it the first few by id. The threshold is searched among all values of the
-logits' type, as integers in the same order ("keys"). Each launch of the search sums, over the
-tokens at or above each of fifteen pivots, their number (for top_k) or their probability (for
-top_p); the next launch continues between the two pivots that enclose the target. A block whose
-largest logit is below all pivots is not read again.
+The reference implementation, which sums in float64, is `kernels.sampling.sampling.sample`.
 
-A row with a token mask reads the mask's bit beside each logit; a token that is masked out has the
-logit minus infinity.
+The vocabulary is divided into splits. Tokens whose logit is above a threshold may be sampled, and
+of the tokens equal to the threshold the first few by id. The threshold is searched among all values
+of the logits' data type, represented by integers in the same order ("keys"). Each launch of the
+search sums the number (for top_k) or the probability (for top_p) of the tokens at or above each of
+fifteen pivots. The next launch continues between the two pivots that enclose the target. A block
+whose largest logit is below all pivots is not read again.
+
+For a row with a token mask, the mask's bit is read beside each logit, and the logit of a forbidden
+token is minus infinity.
 """
 
 import torch
@@ -21,22 +22,26 @@ from kernels.launches import launch
 from kernels.sampling import ALL_MASKED, NOT_FINITE
 from kernels.sampling.sampling import SamplingInputs
 
-_SPLITS = 32  # for any number of rows, so that a row's sums have one order
+# Number of splits, which is the same for any number of rows, so that the order of a row's sums does
+# not depend on the batch.
+_SPLITS = 32
 _BLOCK, _WARPS = 512, 4
-_MIN_CTAS = 2048  # enough to keep a device busy
-_PIVOTS = tl.constexpr(16)  # the last one is for another sum
-_LOWEST = tl.constexpr(-(2**31))  # below every logit's key
+_MIN_CTAS = 2048  # number of CTAs that keeps a device busy
+_PIVOTS = tl.constexpr(16)  # fifteen pivots, and an element for another sum
+_LOWEST = tl.constexpr(-(2**31))  # below the key of every logit
 _NOT_FINITE, _ALL_MASKED = tl.constexpr(NOT_FINITE), tl.constexpr(ALL_MASKED)
-_SHIFTS = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}  # low bits that never differ
+# Number of low bits of a float32 that are zero for every value of a data type.
+_SHIFTS = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}
 _LOG2_E = tl.constexpr(1.4426950408889634)
-_NOTHING, _BY_COUNT, _BY_MASS = (tl.constexpr(n) for n in range(3))  # what a launch sums
-# A row's workspace, all float64. For each split: the largest logit, its id, and the number of
-# tokens equal to the threshold. Then two copies, of which a launch reads one and writes the other,
-# of the search's state (bounds of the threshold; the sum above the upper bound; the target; the sum
-# above the lower bound; the threshold of top_k, and how many tokens equal to it are kept) and of
-# the sums of each split at each pivot. Last, the largest logit of each block. A token at a bound
-# counts as above it.
-_MAX, _ARGMAX, _EQUAL, _STATE = (tl.constexpr(n) for n in range(4))  # times the splits
+_NOTHING, _BY_COUNT, _BY_MASS = (tl.constexpr(n) for n in range(3))  # kinds of sums of a launch
+# The workspace of a row consists of float64 values. For each split, it has the largest logit, the
+# id of this logit, and the number of tokens equal to the threshold. Then there are two copies of
+# the state of the search, and of the sums of each split at each pivot, of which a launch reads one
+# and writes the other. The fields of the state are: lower and upper bound of the threshold; sum
+# above the upper bound; target; sum above the lower bound; threshold of top_k; number of tokens
+# equal to this threshold that are kept. At the end there is the largest logit of each block. Tokens
+# at a bound count as above the bound.
+_MAX, _ARGMAX, _EQUAL, _STATE = (tl.constexpr(n) for n in range(4))  # in units of the splits
 _LOW, _HIGH, _ABOVE, _TARGET, _REACHED, _RANK, _EQUALS, _FIELDS = (
     tl.constexpr(n) for n in range(8)
 )
@@ -53,17 +58,21 @@ def sample(logits: Tensor, inputs: SamplingInputs) -> Tensor:
     size = (_STATE.value + 2 * _PIVOTS.value + blocks) * _SPLITS + 2 * _FIELDS.value
     workspace = torch.empty(num_rows, size, dtype=torch.float64, device=logits.device)
     out = torch.empty(num_rows, dtype=torch.int32, device=logits.device)
-    # Without masks, any tensors stand for them.
+    # Without masks, any other tensors are passed, which the kernels do not read.
     masks = inputs.top_k if inputs.token_masks is None else inputs.token_masks
     mask_index = inputs.top_k if inputs.mask_index is None else inputs.mask_index
     row = (logits, inputs.floats, inputs.top_k, masks, mask_index, workspace, num_rows)
     sizes = {
-        "VOCAB": vocab_size, "SPLITS": _SPLITS, "CHUNK": chunk, "SHIFT": shift, "SIZE": size,
+        "VOCAB": vocab_size,
+        "SPLITS": _SPLITS,
+        "CHUNK": chunk,
+        "SHIFT": shift,
+        "SIZE": size,
         "MASKED": inputs.token_masks is not None,
-    }  # fmt: skip
+    }
     per_block = sizes | {"BLOCK": _BLOCK, "num_warps": _WARPS}
     whole_split = sizes | {"BLOCK": triton.next_power_of_2(chunk), "num_warps": 2 * _WARPS}
-    # A CTA reads its row's state first, so with many rows a CTA takes several splits.
+    # Each CTA has to read the state of its row first, so with many rows a CTA has several splits.
     each = min(_SPLITS, 1 << max(1, num_rows * _SPLITS // _MIN_CTAS).bit_length() - 1)
     first = (*row, int(inputs.bias is not None))
     launch(_row_max_kernel, (num_rows, _SPLITS, 1), first, **per_block)
@@ -72,9 +81,12 @@ def sample(logits: Tensor, inputs: SamplingInputs) -> Tensor:
     previous, parity = _NOTHING.value, 0
     for parity, current in enumerate(steps, 1):
         launch(
-            _threshold_kernel, (num_rows, _SPLITS // each, 1),
-            (*row, previous, current, parity & 1, each), FIRST=parity == 1, **per_block,
-        )  # fmt: skip
+            _threshold_kernel,
+            (num_rows, _SPLITS // each, 1),
+            (*row, previous, current, parity & 1, each),
+            FIRST=parity == 1,
+            **per_block,
+        )
         previous = current
     parity = (parity + 1) & 1
     last = (*row, previous, parity)
@@ -86,14 +98,14 @@ def sample(logits: Tensor, inputs: SamplingInputs) -> Tensor:
 
 @triton.jit
 def _key(logit, SHIFT: tl.constexpr):
-    """The logit as an integer of the same order. Adding zero makes -0.0 equal to 0.0."""
+    """Converts a logit to an integer of the same order. Adding zero makes -0.0 equal to 0.0."""
     bits = (logit + 0.0).to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits) >> SHIFT
 
 
 @triton.jit
 def _logit(key, SHIFT: tl.constexpr):
-    """The largest logit with this key."""
+    """Returns the largest logit that has a key."""
     low = tl.where(key < 0, 2**SHIFT - 1, 0)
     bits = (key << SHIFT) | low
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.float32, bitcast=True)
@@ -101,7 +113,7 @@ def _logit(key, SHIFT: tl.constexpr):
 
 @triton.jit
 def _mass_at(key, row_max, scale, min_logit, SHIFT: tl.constexpr):
-    """The unnormalised probability of a token with this key, 0 if min_p drops it."""
+    """Computes the unnormalized probability of a token with a key. 0 if min_p excludes it."""
     logit = _logit(key.to(tl.int32), SHIFT)
     counts = (key > (_LOWEST >> SHIFT)) & (logit >= min_logit)
     return tl.where(counts, tl.exp2((logit - row_max) * scale), 0.0).to(tl.float64)
@@ -109,7 +121,7 @@ def _mass_at(key, row_max, scale, min_logit, SHIFT: tl.constexpr):
 
 @triton.jit
 def _parameters(floats_ptr, workspace_ptr, row, num_rows, SPLITS: tl.constexpr):
-    """A row's largest logit, its scale (log2(e) / temperature), and the least logit of min_p."""
+    """Loads a row's largest logit, its scale (log2(e) / temperature), and the limit of min_p."""
     temperature = tl.load(floats_ptr + row)
     min_p = tl.load(floats_ptr + 2 * num_rows + row)
     maxima = tl.load(workspace_ptr + _MAX * SPLITS + tl.arange(0, SPLITS))
@@ -121,7 +133,7 @@ def _parameters(floats_ptr, workspace_ptr, row, num_rows, SPLITS: tl.constexpr):
 def _tokens(
     logits_ptr, row, split, start, VOCAB: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Ids and logits of a block of a split; minus infinity outside of it."""
+    """Loads ids and logits of a block of a split. Outside of the split, logits are -inf."""
     offset = start + tl.arange(0, BLOCK)
     token = split * CHUNK + offset
     inside = (offset < CHUNK) & (token < VOCAB)
@@ -131,7 +143,7 @@ def _tokens(
 
 @triton.jit
 def _mask_row(mask_index_ptr, row, MASKED: tl.constexpr):
-    """The row's index among the token masks; -1: it has none."""
+    """Loads the index of a row's token mask. -1 if the row has no mask."""
     found = tl.full([], -1, tl.int64)
     if MASKED:
         found = tl.load(mask_index_ptr + row)
@@ -142,7 +154,7 @@ def _mask_row(mask_index_ptr, row, MASKED: tl.constexpr):
 def _apply_mask(
     logit, token, inside, masks_ptr, mask_row, VOCAB: tl.constexpr, MASKED: tl.constexpr
 ):
-    """The logits, minus infinity where the token mask has no bit."""
+    """Sets logits to minus infinity for tokens that the mask forbids."""
     if MASKED:
         words: tl.constexpr = (VOCAB + 31) // 32
         place = masks_ptr + mask_row * words + (token >> 5)
@@ -153,13 +165,13 @@ def _apply_mask(
 
 @triton.jit
 def _pivots(low, high):
-    """Fifteen keys evenly between the bounds."""
+    """Computes fifteen keys that are evenly spaced between the bounds."""
     return low + (high - low) * (tl.arange(0, _PIVOTS) + 1) // _PIVOTS
 
 
 @triton.jit
 def _sums(workspace_ptr, parity, SPLITS: tl.constexpr):
-    """The address of a row's sums."""
+    """Returns the address of a row's sums."""
     return workspace_ptr + _STATE * SPLITS + 2 * _FIELDS + parity * (SPLITS * _PIVOTS)
 
 
@@ -167,14 +179,14 @@ def _sums(workspace_ptr, parity, SPLITS: tl.constexpr):
 def _block_max(
     workspace_ptr, split, start, SPLITS: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """The address of the largest logit of a split's block."""
+    """Returns the address of the largest logit of a split's block."""
     blocks: tl.constexpr = (CHUNK + BLOCK - 1) // BLOCK
     return _sums(workspace_ptr, 2, SPLITS) + split * blocks + start // BLOCK
 
 
 @triton.jit
 def _lower_bound(workspace_ptr, top_k, lowest, SPLITS: tl.constexpr, SHIFT: tl.constexpr):
-    """A key that at least k tokens reach, if there are k splits; else the lowest."""
+    """Finds a key that at least k tokens reach, from the maxima of splits. Else the lowest key."""
     one = tl.load(workspace_ptr + _MAX * SPLITS + tl.arange(0, SPLITS)[:, None])
     other = tl.load(workspace_ptr + _MAX * SPLITS + tl.arange(0, SPLITS)[None, :])
     enough = tl.sum((other >= one).to(tl.int32), axis=1, keep_dims=True) >= top_k
@@ -183,13 +195,13 @@ def _lower_bound(workspace_ptr, top_k, lowest, SPLITS: tl.constexpr, SHIFT: tl.c
 
 @triton.jit
 def _new_bounds(sums_ptr, low, high, above, target, reached, rest, top_p, SPLITS: tl.constexpr):
-    """The bounds, the sums above each of them and the target, from the previous launch's sums.
+    """Computes new bounds, the sums above each bound and the target from the last launch's sums.
 
-    `rest`: the probability mass of the kept tokens equal to top_k's threshold.
+    `rest` is the probability mass of the kept tokens that are equal to top_k's threshold.
     """
     split, pivot = tl.arange(0, SPLITS)[:, None], tl.arange(0, _PIVOTS)
     sums = tl.sum(tl.load(sums_ptr + split * _PIVOTS + pivot[None, :]), axis=0)
-    # top_p counts in what top_k and min_p keep.
+    # top_p is a share of the mass that remains after top_k and min_p.
     total = tl.max(tl.where(pivot == _PIVOTS - 1, sums, 0.0)) + rest
     target = tl.where(target < 0, total * top_p, target)
     places, inner = _pivots(low, high), pivot < _PIVOTS - 1
@@ -204,16 +216,28 @@ def _new_bounds(sums_ptr, low, high, above, target, reached, rest, top_p, SPLITS
 
 @triton.jit
 def _state(
-    workspace_ptr, floats_ptr, top_k_ptr, row, num_rows, row_max, scale, min_logit,
-    previous, current,
-    parity, FIRST: tl.constexpr, VOCAB: tl.constexpr, SPLITS: tl.constexpr, SHIFT: tl.constexpr,
-):  # fmt: skip
-    """A row's search state, and top_p.
+    workspace_ptr,
+    floats_ptr,
+    top_k_ptr,
+    row,
+    num_rows,
+    row_max,
+    scale,
+    min_logit,
+    previous,
+    current,
+    parity,
+    FIRST: tl.constexpr,
+    VOCAB: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SHIFT: tl.constexpr,
+):
+    """Computes a row's search state, and loads top_p.
 
-    `previous` and `current` say what the previous launch has summed and what this one sums;
-    `parity`, which copy this one writes. A negative target is not known yet. Bounds that are one
-    apart have no key between them. All tokens above the lower bound are kept as soon as that is
-    known to be right.
+    `previous` and `current` are the kinds of sums of the previous launch and of this launch, and
+    `parity` is the copy of the state that this launch writes. A negative target is not known yet.
+    The search ends when no key is between the bounds. If the previous sums show that exactly the
+    tokens above the lower bound are kept, the bounds are moved together, which ends the search.
     """
     lowest = tl.full([], _LOWEST >> SHIFT, tl.int64)
     highest = _key(row_max, SHIFT).to(tl.int64) + 1
@@ -237,11 +261,19 @@ def _state(
         if (high - low > 1) | (target < 0):
             rest = equals * _mass_at(rank, row_max, scale, min_logit, SHIFT)
             low, high, above, target, reached = _new_bounds(
-                _sums(workspace_ptr, 1 - parity, SPLITS), low, high, above, target, reached, rest,
-                top_p, SPLITS,
-            )  # fmt: skip
-            # By count: the target is reached exactly. By mass: a single token lies between the
-            # bounds, because each one there has at least the mass of one at the lower bound.
+                _sums(workspace_ptr, 1 - parity, SPLITS),
+                low,
+                high,
+                above,
+                target,
+                reached,
+                rest,
+                top_p,
+                SPLITS,
+            )
+            # The search ends by count if the target is reached exactly, and by mass if there is a
+            # single token between the bounds, since each token there has at least the mass of a
+            # token at the lower bound.
             single = reached - above < 1.5 * _mass_at(low, row_max, scale, min_logit, SHIFT)
             if tl.where(previous == _BY_COUNT, reached == target, single):
                 low, high, above = low - 1, low, reached
@@ -252,8 +284,8 @@ def _state(
             high, above, target, reached = highest, zero, zero - 1.0, zero + float("inf")
     if (current == _BY_MASS) & (previous != _BY_MASS):
         if top_p < 1:
-            # All tokens below `least` together have no more than half of the mass that top_p drops:
-            # the largest token's mass is 1.
+            # All tokens below `least` together have at most half of the mass that top_p excludes,
+            # because the mass of the most likely token is 1.
             share = (1.0 - top_p).to(tl.float32)
             least = row_max + tl.log2(share / (2.0 * VOCAB)) / scale
             least = tl.where(share > 1e-4, least, float("-inf"))
@@ -265,12 +297,26 @@ def _state(
 
 @triton.jit(do_not_specialize=["num_rows", "has_bias"])
 def _row_max_kernel(
-    logits_ptr, floats_ptr, top_k_ptr, masks_ptr, mask_index_ptr, workspace_ptr, num_rows,
+    logits_ptr,
+    floats_ptr,
+    top_k_ptr,
+    masks_ptr,
+    mask_index_ptr,
+    workspace_ptr,
+    num_rows,
     has_bias,
-    VOCAB: tl.constexpr, SPLITS: tl.constexpr, CHUNK: tl.constexpr, SHIFT: tl.constexpr,
-    SIZE: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Each split's largest logit and its first token; infinity if a logit is not finite."""
+    VOCAB: tl.constexpr,
+    SPLITS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    SHIFT: tl.constexpr,
+    SIZE: tl.constexpr,
+    MASKED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Finds the largest logit of a split and its first token.
+
+    The result is infinity if a logit is not finite.
+    """
     row, split = tl.program_id(0), tl.program_id(1)
     workspace_ptr += row.to(tl.int64) * SIZE
     mask_row = _mask_row(mask_index_ptr, row, MASKED)
@@ -296,20 +342,48 @@ def _row_max_kernel(
 
 @triton.jit(do_not_specialize=["num_rows", "previous", "current", "parity", "num_splits"])
 def _threshold_kernel(
-    logits_ptr, floats_ptr, top_k_ptr, masks_ptr, mask_index_ptr, workspace_ptr, num_rows,
-    previous, current, parity, num_splits,
-    FIRST: tl.constexpr, VOCAB: tl.constexpr, SPLITS: tl.constexpr, CHUNK: tl.constexpr,
-    SHIFT: tl.constexpr, SIZE: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """One round of the search: sums of some splits' tokens at or above each pivot."""
+    logits_ptr,
+    floats_ptr,
+    top_k_ptr,
+    masks_ptr,
+    mask_index_ptr,
+    workspace_ptr,
+    num_rows,
+    previous,
+    current,
+    parity,
+    num_splits,
+    FIRST: tl.constexpr,
+    VOCAB: tl.constexpr,
+    SPLITS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    SHIFT: tl.constexpr,
+    SIZE: tl.constexpr,
+    MASKED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Makes one round of the search: sums the tokens of some splits at or above each pivot."""
     row, first = tl.program_id(0), tl.program_id(1) * num_splits
     workspace_ptr += row.to(tl.int64) * SIZE
     mask_row = _mask_row(mask_index_ptr, row, MASKED)
     row_max, scale, min_logit = _parameters(floats_ptr, workspace_ptr, row, num_rows, SPLITS)
     low, high, above, target, reached, rank, equals, _ = _state(
-        workspace_ptr, floats_ptr, top_k_ptr, row, num_rows, row_max, scale, min_logit,
-        previous, current, parity, FIRST, VOCAB, SPLITS, SHIFT,
-    )  # fmt: skip
+        workspace_ptr,
+        floats_ptr,
+        top_k_ptr,
+        row,
+        num_rows,
+        row_max,
+        scale,
+        min_logit,
+        previous,
+        current,
+        parity,
+        FIRST,
+        VOCAB,
+        SPLITS,
+        SHIFT,
+    )
     if first == 0:
         fields = workspace_ptr + _STATE * SPLITS + parity * _FIELDS
         tl.store(fields + _LOW, low.to(tl.float64))
@@ -325,7 +399,7 @@ def _threshold_kernel(
         # The mass above `rank` is needed only until the target is known.
         least = tl.where(target < 0, tl.minimum(low, rank + 1), low)
         for split in range(first, first + num_splits):
-            sums = tl.zeros([_PIVOTS, BLOCK], tl.float32)  # a thread holds all pivots of its tokens
+            sums = tl.zeros([_PIVOTS, BLOCK], tl.float32)  # a thread has all pivots of its tokens
             for start in range(0, CHUNK, BLOCK):
                 block_max = tl.load(_block_max(workspace_ptr, split, start, SPLITS, CHUNK, BLOCK))
                 if _key(block_max.to(tl.float32), SHIFT) >= least:
@@ -343,22 +417,49 @@ def _threshold_kernel(
 
 @triton.jit(do_not_specialize=["num_rows", "previous", "parity"])
 def _kept_mass_kernel(
-    logits_ptr, floats_ptr, top_k_ptr, masks_ptr, mask_index_ptr, workspace_ptr, num_rows,
-    previous, parity,
-    FIRST: tl.constexpr, VOCAB: tl.constexpr, SPLITS: tl.constexpr, CHUNK: tl.constexpr,
-    SHIFT: tl.constexpr, SIZE: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """The threshold and how many tokens equal to it are kept; of each split, the mass above it and
-    the number of tokens equal to it.
+    logits_ptr,
+    floats_ptr,
+    top_k_ptr,
+    masks_ptr,
+    mask_index_ptr,
+    workspace_ptr,
+    num_rows,
+    previous,
+    parity,
+    FIRST: tl.constexpr,
+    VOCAB: tl.constexpr,
+    SPLITS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    SHIFT: tl.constexpr,
+    SIZE: tl.constexpr,
+    MASKED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Computes the threshold, and the number of tokens equal to the threshold that are kept.
+
+    For a split, the mass above the threshold and the number of tokens equal to it are computed.
     """
     row, split = tl.program_id(0), tl.program_id(1)
     workspace_ptr += row.to(tl.int64) * SIZE
     mask_row = _mask_row(mask_index_ptr, row, MASKED)
     row_max, scale, min_logit = _parameters(floats_ptr, workspace_ptr, row, num_rows, SPLITS)
     low, _, above, target, _, rank, equals, top_p = _state(
-        workspace_ptr, floats_ptr, top_k_ptr, row, num_rows, row_max, scale, min_logit, previous,
-        parity * 0, parity, FIRST, VOCAB, SPLITS, SHIFT,
-    )  # fmt: skip
+        workspace_ptr,
+        floats_ptr,
+        top_k_ptr,
+        row,
+        num_rows,
+        row_max,
+        scale,
+        min_logit,
+        previous,
+        parity * 0,
+        parity,
+        FIRST,
+        VOCAB,
+        SPLITS,
+        SHIFT,
+    )
     threshold_mass = _mass_at(low, row_max, scale, min_logit, SHIFT)
     divisor = tl.where(threshold_mass > 0, threshold_mass, 1.0)
     wanted = tl.maximum(tl.ceil((target - above) / divisor), 1.0)
@@ -387,12 +488,28 @@ def _kept_mass_kernel(
 
 @triton.jit(do_not_specialize=["num_rows", "parity"])
 def _inverse_cdf_kernel(
-    logits_ptr, floats_ptr, top_k_ptr, masks_ptr, mask_index_ptr, workspace_ptr, num_rows,
-    uniforms_ptr, out_ptr, parity,
-    VOCAB: tl.constexpr, SPLITS: tl.constexpr, CHUNK: tl.constexpr, SHIFT: tl.constexpr,
-    SIZE: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """The split in which the cumulated mass passes the uniform number, and its token there."""
+    logits_ptr,
+    floats_ptr,
+    top_k_ptr,
+    masks_ptr,
+    mask_index_ptr,
+    workspace_ptr,
+    num_rows,
+    uniforms_ptr,
+    out_ptr,
+    parity,
+    VOCAB: tl.constexpr,
+    SPLITS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    SHIFT: tl.constexpr,
+    SIZE: tl.constexpr,
+    MASKED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Samples a token: finds the split, and in it the token, where the mass passes the number.
+
+    The number is the row's uniform random number, and the mass is cumulated in the order of ids.
+    """
     row = tl.program_id(0)
     workspace_ptr += row.to(tl.int64) * SIZE
     mask_row = _mask_row(mask_index_ptr, row, MASKED)
@@ -411,7 +528,7 @@ def _inverse_cdf_kernel(
         mass = tl.load(_sums(workspace_ptr, parity, SPLITS) + each) + room * threshold_mass
         ends = tl.cumsum(mass)
         wanted = tl.load(uniforms_ptr + row) * tl.max(ends)
-        # The last split with any mass, if rounded sums stay below the uniform number.
+        # The last split with any mass is used if rounded sums stay below the uniform number.
         last = tl.max(tl.where(mass > 0, each, 0))
         split = tl.minimum(tl.sum((ends <= wanted).to(tl.int32)), last)
         rest = wanted - tl.sum(tl.where(each == split, ends - mass, 0.0))

@@ -1,32 +1,33 @@
-"""The memory-bound operations in Triton, one pass over memory each; the twins are in `plain`.
+"""Triton kernels for the memory-bound operations of the tower, with one pass over memory each.
 
-`table` imports this file where Triton is; `Ops` calls it through the table and states the
-contracts.
+The reference implementations are in `tower.plain`. The encoder's dispatch table imports this module
+if Triton is installed, and `services.encoder.operations.ops.Ops` specifies the operations.
 """
 
 import triton
 import triton.language as tl
 from torch import Tensor, empty_like
 
-# Of a CTA: as many warps as rows, so that no reduction crosses warps. On an H200 more rows gain
-# nothing, and one row alone takes up to a quarter longer.
+# Rows of a CTA, which has as many warps, so that no reduction crosses warps. On an H200, more rows
+# gain nothing, and a single row takes up to a quarter longer.
 _ROWS = 2
-# Wider rows are spread over several warps: one warp's registers would not hold them.
+# Largest width of a row that fits the registers of a warp. Wider rows are divided among warps.
 _MAX_WIDTH_OF_WARP = 4096
 
 
 def add_layer_norm(
     x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """The sum is written to the memory of `x`. Only the order of the reductions differs from the
-    twin's.
+    """Implements `plain.add_layer_norm`. The sum is written to the memory of `x`.
+
+    Only the order of the reductions differs from the reference implementation.
     """
     assert x.is_contiguous() and residual.is_contiguous() and x.shape == residual.shape
     return _layer_norm(x, residual, weight, bias, eps, add=True), x
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    """As `add_layer_norm`, of contiguous `x` alone."""
+    """Implements `plain.layer_norm` for contiguous `x`."""
     assert x.is_contiguous()
     return _layer_norm(x, x, weight, bias, eps, add=False)
 
@@ -34,26 +35,38 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
 def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotates `x` in place and returns it.
 
-    A row's `[2, num_heads, head_dim]` are contiguous; rows may be strided: queries and keys stay
-    where the fused projection has written them, beside the values.
+    The elements `[2, num_heads, head_dim]` of a row are contiguous. Rows may be strided, so that
+    queries and keys need not be copied from the output of the fused projection.
     """
     num_rows, pair, num_heads, head_dim = x.shape
     assert x[:1].is_contiguous() and cos.is_contiguous() and sin.is_contiguous()
     _rotary_kernel[(num_rows,)](
-        x, cos, sin, x.stride(0), pair * num_heads, head_dim // 2,
+        x,
+        cos,
+        sin,
+        x.stride(0),
+        pair * num_heads,
+        head_dim // 2,
         HEADS=triton.next_power_of_2(pair * num_heads),
-        HALF=triton.next_power_of_2(head_dim // 2), num_warps=4,
-    )  # fmt: skip
+        HALF=triton.next_power_of_2(head_dim // 2),
+        num_warps=4,
+    )
     return x
 
 
 def pack_patches(images: Tensor, height: int, width: int, merge_size: int, out: Tensor) -> None:
-    """Equal to its twin bit for bit."""
+    """Implements `plain.pack_patches` with bitwise equal results."""
     assert images.is_contiguous() and out.is_contiguous()
     _pack_patches_kernel[(len(out),)](
-        images, out, height * width, width, MERGE=merge_size, PATCH=images.shape[1] // height,
-        CHANNELS=images.shape[-1], num_warps=1,
-    )  # fmt: skip
+        images,
+        out,
+        height * width,
+        width,
+        MERGE=merge_size,
+        PATCH=images.shape[1] // height,
+        CHANNELS=images.shape[-1],
+        num_warps=1,
+    )
 
 
 def _layer_norm(
@@ -64,17 +77,36 @@ def _layer_norm(
     block = triton.next_power_of_2(width)
     rows, num_warps = (_ROWS, _ROWS) if block <= _MAX_WIDTH_OF_WARP else (1, 8)
     _add_layer_norm_kernel[(triton.cdiv(num_rows, rows),)](
-        x, residual, weight, bias, normed, num_rows, width, eps,
-        ADD=add, ROWS=rows, BLOCK=block, num_warps=num_warps,
-    )  # fmt: skip
+        x,
+        residual,
+        weight,
+        bias,
+        normed,
+        num_rows,
+        width,
+        eps,
+        ADD=add,
+        ROWS=rows,
+        BLOCK=block,
+        num_warps=num_warps,
+    )
     return normed
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _add_layer_norm_kernel(
-    x_ptr, residual_ptr, weight_ptr, bias_ptr, normed_ptr, num_rows, width, eps,
-    ADD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    bias_ptr,
+    normed_ptr,
+    num_rows,
+    width,
+    eps,
+    ADD: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
     known = column < width
@@ -84,7 +116,7 @@ def _add_layer_norm_kernel(
     bias = tl.load(bias_ptr + column, mask=known, other=0.0).to(tl.float32)
     if ADD:
         residual = tl.load(residual_ptr + place, mask=inside, other=0.0)
-        # Rounded to the stored dtype before it is normalised, as in the plain twin.
+        # The sum is rounded before it is normalized, as in the reference implementation.
         total = (total.to(tl.float32) + residual.to(tl.float32)).to(total.dtype)
         tl.store(x_ptr + place, total, mask=inside)
     wide = total.to(tl.float32)
@@ -114,9 +146,14 @@ def _rotary_kernel(
 
 @triton.jit(do_not_specialize=["num_patches", "width"])
 def _pack_patches_kernel(
-    pixels_ptr, out_ptr, num_patches, width, MERGE: tl.constexpr, PATCH: tl.constexpr,
+    pixels_ptr,
+    out_ptr,
+    num_patches,
+    width,
+    MERGE: tl.constexpr,
+    PATCH: tl.constexpr,
     CHANNELS: tl.constexpr,
-):  # fmt: skip
+):
     row = tl.program_id(0)
     image, within = row // num_patches, row % num_patches
     block, inside = within // (MERGE * MERGE), within % (MERGE * MERGE)
@@ -129,7 +166,8 @@ def _pack_patches_kernel(
     to = out_ptr + row.to(tl.int64) * (CHANNELS * PATCH * PATCH) + y * PATCH + x
     for channel in tl.static_range(CHANNELS):
         value = tl.load(place + channel).to(tl.float32)
-        # Divided as the reference does: a multiplication by the reciprocal rounds otherwise.
+        # A division as in the reference implementation: multiplying by the reciprocal would round
+        # differently.
         tl.store(
             to + channel * (PATCH * PATCH),
             tl.div_rn(value - 127.5, 127.5).to(out_ptr.dtype.element_ty),
