@@ -26,7 +26,7 @@ _IMAGES = {".png", ".jpg", ".svg", ".webp"}
 
 
 def on_files(files: Files, config: Any) -> Files:  # noqa: ANN401 - mkdocs'
-    """Adds the pages, the images that they show, and the list of decisions."""
+    """Adds the pages of other folders, and the images that these pages show."""
     for source, page in PAGES.items():
         if page == "index.md":
             continue
@@ -37,12 +37,6 @@ def on_files(files: Files, config: Any) -> Files:  # noqa: ANN401 - mkdocs'
                 uri = _asset(path)
                 if files.get_file_from_path(uri) is None:
                     files.append(File.generated(config, uri, abs_src_path=str(path)))
-    decisions = [
-        f"- [{path.read_text(encoding='utf-8').partition(chr(10))[0].lstrip('# ')}]({path.name})"
-        for path in sorted((_DOCS / "adr").glob("0*.md"))
-    ]
-    text = "# Decisions\n\n" + "\n".join(decisions) + "\n"
-    files.append(File.generated(config, "adr/index.md", content=text))
     return files
 
 

@@ -8,7 +8,7 @@ import numpy as np
 from services.decoder.engine.engine import Engine
 from services.decoder.engine.mask_gate import MaskGate
 from services.decoder.engine.messages import AddSequence, StepDone
-from services.decoder.engine.schedule.state_pool import StateCheckpoints
+from services.decoder.engine.schedule.recurrent_states import RecurrentStates
 from services.decoder.engine.schedule.step_cost import StepCost, StepLoad
 from tests.fake_runner import FakeRunner, expected_tokens, mask_of, runner_info
 from tests.integrity import check_engine
@@ -193,8 +193,8 @@ def small_pieces(engine: Engine) -> None:
     """Prompts of tests are short: chunks before a missing image may be, too, and checkpoints may be
     close to each other.
     """
-    engine.scheduler.min_partial_tokens = 1
-    if isinstance(states := engine.scheduler.blocks.states, StateCheckpoints):
+    engine.scheduler.prefills.min_partial_tokens = 1
+    if isinstance(states := engine.scheduler.blocks.states, RecurrentStates):
         states.least = 1
 
 

@@ -145,6 +145,7 @@ class FakeEncoder(_FakeServer):
         self.files: dict[bytes, Clip] = {}  # by digest
         self.any_clip: Clip | None = None  # what every file is, if it is set
         self.probes: list[bytes] = []
+        self.probe_shares: list[tuple[str, float]] = []  # tenants and weights of `probes`
         self.uploads: dict[tuple[str, bytes], bytes] = {}  # by tenant and digest
         self.download_error: TriptychError | None = None
         self.before_probe: Callable[[bytes], Awaitable[None]] | None = None
@@ -156,6 +157,7 @@ class FakeEncoder(_FakeServer):
 
     async def Probe(self, request, context):
         self.probes.append(request.video)
+        self.probe_shares.append((request.tenant, request.tenant_weight))
         try:
             if self.before_probe is not None:
                 await self.before_probe(request.video)

@@ -34,7 +34,7 @@ class InProcessEngine:
         self.runner = runner
         self.engine = Engine(runner, overlap=overlap)
         self._gate = MaskGate(self.engine)
-        self.engine.scheduler.min_partial_tokens = 1
+        self.engine.scheduler.prefills.min_partial_tokens = 1
         self.running = asyncio.Event()
         self.running.set()
         self._inbox: list[FrontMessage] = []

@@ -6,9 +6,9 @@ from collections.abc import Container, Iterable
 
 from services.decoder.engine.engine import Engine
 from services.decoder.engine.schedule.block_manager import BlockManager
+from services.decoder.engine.schedule.recurrent_states import RecurrentStates
 from services.decoder.engine.schedule.scheduler import Scheduler
 from services.decoder.engine.schedule.sequence import Sequence, SequenceState
-from services.decoder.engine.schedule.state_pool import StateCheckpoints
 
 
 def check_engine(engine: Engine) -> None:
@@ -28,15 +28,17 @@ def check_engine(engine: Engine) -> None:
 
 def check_scheduler(scheduler: Scheduler) -> None:
     """Rows, blocks and states agree."""
-    running = scheduler._all_running()
+    running = scheduler.running()
     rows = [s.row for s in running]
-    assert len(set(rows)) == len(rows) and not set(rows) & set(scheduler._rows), "a row held twice"
+    assert len(set(rows)) == len(rows) and not set(rows) & set(
+        scheduler.prefills.waiting.free_rows
+    ), "a row held twice"
     assert all(s.state is SequenceState.RUNNING for s in running)
     idle = [*waiting(scheduler), *parked(scheduler)]
     assert all(s.state is SequenceState.WAITING and s.row == -1 for s in idle)
-    assert all(s.plans_ahead for s in scheduler._decoding.values())
-    assert all(s.message.token_masks for s in scheduler._awaiting.values())
-    assert scheduler._num_masked == sum(s.message.token_masks for s in (*running, *idle))
+    assert all(s.plans_ahead for s in scheduler.decodes.decoding.values())
+    assert all(s.message.token_masks for s in scheduler.decodes.awaiting.values())
+    assert scheduler.num_masked == sum(s.message.token_masks for s in (*running, *idle))
     assert not any(s.block_table for s in idle), "a waiting sequence holds blocks"
     assert len({s.sequence_id for s in running + idle}) == len(running) + len(idle)
     check_blocks(scheduler.blocks, running)
@@ -57,11 +59,11 @@ def check_blocks(blocks: BlockManager, sequences: Iterable[Sequence]) -> None:
     assert not any(block in blocks._hash_of for block in blocks._blank)
     assert all(block in blocks._hash_of for block in blocks._reusable)
     assert blocks._block_of == {name: block for block, name in blocks._hash_of.items()}
-    if isinstance(blocks.states, StateCheckpoints):
+    if isinstance(blocks.states, RecurrentStates):
         check_checkpoints(blocks.states, blocks._block_of)
 
 
-def check_checkpoints(checkpoints: StateCheckpoints, registered: Container[bytes]) -> None:
+def check_checkpoints(checkpoints: RecurrentStates, registered: Container[bytes]) -> None:
     """Each slot is held once, and each checkpoint's block is registered."""
     held = [*checkpoints._free, *checkpoints._slot_of.values(), *checkpoints._planned]
     assert sorted(held) == list(range(checkpoints.num_slots)), "a slot is lost, or held twice"
@@ -70,14 +72,17 @@ def check_checkpoints(checkpoints: StateCheckpoints, registered: Container[bytes
 
 def waiting(scheduler: Scheduler) -> list[Sequence]:
     """Those in the queues of tenants."""
-    return [sequence for queue in scheduler._waiting._queues.values() for sequence in queue]
+    return list(scheduler.prefills.waiting)
 
 
 def parked(scheduler: Scheduler) -> list[Sequence]:
     """Those that wait for an image or a mask."""
-    return [*scheduler._parked_for_images.values(), *scheduler._parked_for_masks.values()]
+    return [
+        *scheduler.prefills.parked_for_images.values(),
+        *scheduler.prefills.parked_for_masks.values(),
+    ]
 
 
 def all_sequences(scheduler: Scheduler) -> list[Sequence]:
     """Those that have not ended."""
-    return [*scheduler._all_running(), *parked(scheduler), *waiting(scheduler)]
+    return [*scheduler.running(), *parked(scheduler), *waiting(scheduler)]

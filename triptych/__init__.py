@@ -1,10 +1,10 @@
-"""The command line. Installed from a wheel, this package holds the services' packages, too."""
+"""The `triptych` command line. In a wheel, this package also contains the services' packages."""
 
 import sys
 from pathlib import Path
 
 _INSTALLED = Path(__file__).resolve().parent / "_packages"
-# The folder in which `services` lies: of processes that are started, the first of their path.
+# Folder that contains `services`. It comes first in the module search path of child processes.
 ROOT = _INSTALLED if _INSTALLED.is_dir() else _INSTALLED.parents[1]
 
 if _INSTALLED.is_dir():

@@ -1,4 +1,4 @@
-"""`python -m triptych` is `triptych`."""
+"""Runs the `triptych` command for `python -m triptych`."""
 
 import sys
 

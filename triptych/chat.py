@@ -1,6 +1,6 @@
 """`triptych chat`: a conversation in the terminal, with images and clips by their paths.
 
-What the server answers is streamed and kept as the history. An error ends the turn, not the chat.
+Answers are streamed and added to the conversation. An error ends the turn, but not the chat.
 """
 
 import argparse
@@ -12,20 +12,20 @@ from typing import Any
 
 from triptych.client import AskError, Server, ask, begin, is_media, question_message
 
-_HELP = """Write a message. A path of an image or clip in it, or /image PATH, shows it.
-/clear begins anew, /bye or Ctrl-D ends, Ctrl-C stops an answer."""
+_HELP = """Write a message. To send an image or clip, write its path in the message, or /image PATH.
+/clear starts a new conversation, /bye or Ctrl-D ends the chat, Ctrl-C stops an answer."""
 
 
 def chat(options: argparse.Namespace) -> int:
-    """Talks until the end of input; returns the exit status."""
+    """Runs the chat until the end of input and returns the exit status."""
     try:
         server, body = begin(options)
     except AskError as error:
         print(f"triptych chat: {error}", file=sys.stderr)
         return 1
     with contextlib.suppress(ImportError):
-        import readline  # noqa: F401 - lines can be edited
-    print(f"{body['model']} at {server.url}; /help says what can be written")
+        import readline  # noqa: F401 - makes `input` edit lines
+    print(f"{body['model']} at {server.url}; /help lists the commands")
     conversation = Conversation(options.system)
     while (text := _read()) is not None:
         if text == "/bye":
@@ -40,7 +40,7 @@ def chat(options: argparse.Namespace) -> int:
 
 
 class Conversation:
-    """The messages so far."""
+    """The messages of a conversation, and images that wait for the next message."""
 
     def __init__(self, system: str | None) -> None:
         self.messages: list[dict[str, Any]] = []
@@ -49,14 +49,18 @@ class Conversation:
         self._images: list[str] = []
 
     def user(self, text: str) -> bool:
-        """Adds a user's message; False: it only shows an image, which goes with the next one.
+        """Adds a user's message.
+
+        Returns:
+            True if the message was added. False if it only names images, which are sent with the
+            next message.
 
         Raises:
-            AskError: an image cannot be read, or none is named.
+            AskError: an image cannot be read, or `/image` has no path.
         """
         images, rest = split_images(text)
         if not rest and not images:
-            raise AskError("which one? /image PATH")
+            raise AskError("the path is missing: /image PATH")
         message = question_message([*self._images, *images], rest)
         if not rest:
             self._images += images
@@ -67,10 +71,10 @@ class Conversation:
 
 
 def split_images(text: str) -> tuple[list[str], str]:
-    """Paths and URLs of images and clips in a message, and the text without them."""
+    """Divides a message into the paths and URLs of images and clips, and the remaining text."""
     try:
         words = shlex.split(text)
-    except ValueError:  # an apostrophe is no quote
+    except ValueError:  # an apostrophe, for example, is an unclosed quote
         words = text.split()
     if words[:1] == ["/image"]:
         return [os.path.expanduser(word) for word in words[1:]], ""
@@ -99,7 +103,7 @@ def _turn(server: Server, body: dict[str, Any], conversation: Conversation, text
     before = list(conversation.messages)
     try:
         if not conversation.user(text):
-            print("(shown with your next message)")
+            print("(will be sent with your next message)")
             return
         said: list[str] = []
 
@@ -109,7 +113,7 @@ def _turn(server: Server, body: dict[str, Any], conversation: Conversation, text
 
         try:
             ask(server, body | {"messages": conversation.messages}, show)
-        except KeyboardInterrupt:  # what was said stays
+        except KeyboardInterrupt:  # the part of the answer that was printed becomes a message
             print(" (stopped)", end="")
         print()
         conversation.messages.append({"role": "assistant", "content": "".join(said)})

@@ -1,7 +1,7 @@
-"""What a checkpoint's files weigh, from the heads of its safetensors files; no weight is read.
+"""Computes the size of a checkpoint's weights from the headers of its safetensors files.
 
-`checks` and `fit` ask before a process is started. What a loader would refuse minutes later (no
-weights, a missing or cut file) is a `StackError` here.
+`checks` and `fit` need it before a process is started. Files that a loader would refuse minutes
+later (no weights, a missing or truncated file) raise `StackError` here.
 """
 
 import re
@@ -14,19 +14,20 @@ from services.common.model_spec import ModelSpec, ModelSpecError, QuantizationSp
 from triptych.stack import StackError
 
 _FLOATS = {"F64", "F32", "F16", "BF16"}
-_PACKED = {"I32", "U8"}  # dtypes of words that hold several weights
-_BESIDE_WEIGHTS = ("scale", "zero", "g_idx", "weight_shape")  # in the names of what formats add
+_PACKED = {"I32", "U8"}  # data types of words that hold several weights
+# Parts of the names of tensors that quantization formats store beside the weights.
+_BESIDE_WEIGHTS = ("scale", "zero", "g_idx", "weight_shape")
 
 
 @dataclass(slots=True)
 class Weights:
-    """Of one part of a model.
+    """The weights of a part of a model.
 
     Attributes:
-        floats: parameters that are stored as floats, and take the served precision.
-        fixed_bytes: of what is loaded as it is stored, as FP8.
-        parameters: all, scales and zero points left out.
-        stored: parameters by the dtype of the files.
+        floats: number of parameters that are stored as floats and are cast to the served precision.
+        fixed_bytes: size of the tensors that keep their data type, such as FP8 weights.
+        parameters: number of all parameters, without scales and zero points.
+        stored: number of parameters by data type or quantization format in the files.
     """
 
     floats: int = 0
@@ -35,12 +36,12 @@ class Weights:
     stored: dict[str, int] = field(default_factory=dict[str, int])
 
     def bytes_in(self, itemsize: int) -> int:
-        """Memory with floats of a size."""
+        """Size in memory if a float has `itemsize` bytes."""
         return self.floats * itemsize + self.fixed_bytes
 
 
 class _Tensor(NamedTuple):
-    """A tensor of a file: its name, dtype, number of values and size."""
+    """A tensor of a file: name, data type, number of values and size in bytes."""
 
     name: str
     kind: str
@@ -50,7 +51,14 @@ class _Tensor(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """The files of a checkpoint: both parts' weights, and bytes on disk."""
+    """The files of a checkpoint.
+
+    Attributes:
+        text: weights of the language model.
+        vision: weights of the vision tower.
+        file_bytes: size of all weight files.
+        num_files: number of weight files.
+    """
 
     text: Weights
     vision: Weights
@@ -59,10 +67,10 @@ class Checkpoint:
 
 
 def read_checkpoint(spec: ModelSpec) -> Checkpoint:
-    """Reads the heads of all weight files.
+    """Reads the headers of all weight files.
 
     Raises:
-        StackError: a file is missing, cut or of another kind.
+        StackError: a file is missing or truncated, or is not a safetensors file.
     """
     text, vision, num_bytes = Weights(), Weights(), 0
     try:
@@ -99,7 +107,7 @@ def _add(weights: Weights, tensor: _Tensor, quantization: QuantizationSpec | Non
 
 
 def _head(path: Path) -> list[_Tensor]:
-    """A file's tensors; the package checks that it holds their bytes."""
+    """Reads the tensors of a file's header. The package checks the size of the file."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -109,11 +117,11 @@ def _head(path: Path) -> list[_Tensor]:
         with safe_open(path, framework="np") as file:
             return [_tensor(name, file.get_slice(name)) for name in file.keys()]  # noqa: SIM118
     except (OSError, SafetensorError) as error:
-        why = f"no whole safetensors file (did its download end?): {error}"
+        why = f"not a complete safetensors file (was its download interrupted?): {error}"
         raise StackError(f"{path} is {why}", 2) from error
 
 
-def _tensor(name: str, found: Any) -> _Tensor:  # noqa: ANN401 - the package's
+def _tensor(name: str, found: Any) -> _Tensor:  # noqa: ANN401 - the package does not export the type
     kind, num_values = found.get_dtype(), prod(found.get_shape())
-    bits = re.search(r"\d+", kind)  # BOOL has none
+    bits = re.search(r"\d+", kind)  # None for BOOL
     return _Tensor(name, kind, num_values, num_values * int(bits[0] if bits else 8) // 8)

@@ -1,7 +1,7 @@
-"""What can be known before a process starts: a wrong turn ends here, within a second.
+"""Checks the installation, the devices, the model's files and the memory before a process starts.
 
-Each refusal is a `StackError` with one line that says what to do. What is not known here (a driver
-that does not work, weights whose shapes are wrong) is found by the engine.
+A failed check raises `StackError` within a second, with one line that says what to do. Faults that
+cannot be seen here, such as a broken driver or weights of a wrong shape, are found by the engine.
 """
 
 import importlib.metadata
@@ -20,7 +20,7 @@ from triptych.fit import Need, decoder_need, dummy_bytes, gib, what_fits
 from triptych.stack import StackError
 
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-# A package of each extra.
+# Packages that show that an extra of this project is installed.
 _GATEWAY, _ENCODER, _DECODER, _CLI = ("fastapi",), ("PIL",), ("torch", "llguidance"), ("rich",)
 _MAX_NUM_SEQS = 256  # the decoder's default on a GPU
 _SPARE_BYTES = 256 << 20  # other processes' use of a card varies
@@ -37,13 +37,15 @@ def check_installed(*, images: bool) -> None:
 
 
 def check_devices(devices: Sequence[str], gpus: int, environment: Mapping[str, str]) -> None:
-    """Whether the machine has the cards that are asked for.
+    """Checks that the machine has the requested cards.
 
     Args:
-        devices: as given: `cpu`, `cuda`, `cuda:N`, `auto`.
+        devices: requested devices: `cpu`, `cuda`, `cuda:N` or `auto`.
+        gpus: number of visible cards.
+        environment: variables of the environment.
 
     Raises:
-        StackError: it has not, or torch cannot use them.
+        StackError: a card does not exist, or torch is a build without CUDA.
     """
     for device in devices:
         if not device.startswith("cuda"):
@@ -52,7 +54,7 @@ def check_devices(devices: Sequence[str], gpus: int, environment: Mapping[str, s
             hidden = environment.get("CUDA_VISIBLE_DEVICES")
             why = "no /dev/nvidia*" if hidden is None else f"CUDA_VISIBLE_DEVICES={hidden}"
             raise StackError(
-                f"{device} is asked for, but there is no GPU here ({why}): check the driver with "
+                f"{device} was requested, but there is no GPU here ({why}): check the driver with "
                 "nvidia-smi (a container needs --gpus all), or serve with --device cpu",
                 2,
             )
@@ -70,30 +72,33 @@ def check_devices(devices: Sequence[str], gpus: int, environment: Mapping[str, s
 
 
 def check_files(spec: ModelSpec, load_format: str) -> Checkpoint | None:
-    """Tokenizer and weights; None: random weights.
+    """Checks that the model has a tokenizer, a chat template and weights.
+
+    Returns:
+        Sizes of the weights. None if random weights are used.
 
     Raises:
-        StackError: one is missing.
+        StackError: a file is missing or damaged.
     """
     directory = spec.directory
     if not (directory / "tokenizer.json").is_file():
         other = [n for n in ("tokenizer.model", "vocab.json") if (directory / n).is_file()]
-        have = f"; {other[0]} alone is not read" if other else ""
+        have = f" ({other[0]} is not supported)" if other else ""
         raise StackError(f"no tokenizer at {directory}: it has no tokenizer.json{have}", 2)
     if not any((directory / n).is_file() for n in ("chat_template.jinja", "chat_template.json")):
         config = directory / "tokenizer_config.json"
         if not (config.is_file() and "chat_template" in config.read_text(errors="replace")):
             raise StackError(
-                f"no chat template at {directory}: it has no chat_template.jinja, and "
-                "tokenizer_config.json names none (a base model has none: copy that of its "
-                "instruction-tuned sibling)",
+                f"no chat template at {directory}: it has no chat_template.jinja, and no "
+                "chat_template in tokenizer_config.json (a base model has none: copy the file from "
+                "the instruction-tuned model)",
                 2,
             )
     return None if load_format == "dummy" else read_checkpoint(spec)
 
 
 def check_length(spec: ModelSpec, max_model_len: int | None) -> None:
-    """Raises StackError if the model has no such context."""
+    """Raises StackError if the model does not support a context of `max_model_len` tokens."""
     try:
         longest_context(spec.text, max_model_len)
     except ValueError as error:
@@ -102,14 +107,15 @@ def check_length(spec: ModelSpec, max_model_len: int | None) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """Whether the memory is enough for what is asked for.
+    """Checks that the memory is large enough for a model and its options.
 
     Attributes:
-        checkpoint: None: random weights.
-        cards: those whose memory is known.
-        dtype, tower_dtype: of decoders and of encoders; may be `auto`.
-        max_model_len, max_num_seqs: None: the decoder's own choice.
-        fp8_cache: keys and values have one byte, as they have, too, if the checkpoint says so.
+        spec: spec of the model.
+        checkpoint: sizes of the weights. None if random weights are used.
+        cards: cards whose memory is known, by device name.
+        dtype, tower_dtype: data types of decoders and encoders, which may be `auto`.
+        max_model_len, max_num_seqs: requested limits. None if the decoder chooses.
+        fp8_cache: True if the user wants an FP8 KV cache. The checkpoint may require it as well.
     """
 
     spec: ModelSpec
@@ -122,16 +128,16 @@ class Memory:
     fp8_cache: bool = False
 
     def fits_beside(self, card_share: float, ranks: int = 1) -> bool:
-        """Whether a decoder of so many cards fits each one beside an encoder."""
+        """Returns whether a decoder of `ranks` cards fits every card beside an encoder."""
         least = self._least(self._need("cuda"), ranks)
         share = card_share - encoder_share(card_share)
         return all(least <= card.total_bytes * share for card in self.cards.values())
 
     def check(self, encoders: Sequence[Placement], decoders: Sequence[Placement]) -> None:
-        """Whether each process fits its share of a card, and all of them the machine.
+        """Checks the memory: each process's share of a card, and the machine as a whole.
 
         Raises:
-            StackError: it does not, with what would fit.
+            StackError: the memory is too small. The message suggests what would fit.
         """
         on_cpu = 0
         wanted: dict[str, int] = defaultdict(int)
@@ -162,16 +168,27 @@ class Memory:
         self._check_machine(on_cpu)
 
     def _check_card(self, whole: Need, place: Placement, card: Card, alone: float) -> None:
-        """Raises StackError if a decoder does not fit; `alone`: its share without an encoder."""
+        """Raises StackError if a decoder does not fit a card.
+
+        Args:
+            whole: need of the decoder, if it were on one card.
+            place: placement of the decoder.
+            card: the card.
+            alone: share of the card that the decoder would get without an encoder.
+        """
         have, heads = card.total_bytes * place.memory_fraction, self.spec.text.num_kv_heads
         need, tokens = whole.of_rank(place.ranks, heads), self.max_model_len
         if (least := need.least(tokens or 0)) <= have:
             return
         advice = what_fits(
-            need, have, tokens, itemsize=_itemsize(self.dtype, place.device),
-            quantized=self.spec.checkpoint.quantization is not None, share=place.memory_fraction,
+            need,
+            have,
+            tokens,
+            itemsize=_itemsize(self.dtype, place.device),
+            quantized=self.spec.checkpoint.quantization is not None,
+            share=place.memory_fraction,
             fp8_cache=self._caches_fp8,
-        )  # fmt: skip
+        )
         for ranks in (2, 4, 8):
             if place.ranks < ranks <= len(self.cards) and (
                 whole.of_rank(ranks, heads).tokens_in(have)
@@ -179,7 +196,10 @@ class Memory:
                 advice += f"; or --tensor-parallel {ranks}"
                 break
         if least <= card.total_bytes * alone > have:
-            advice += "; with two cards or more, a whole one: --layout split:E+D (cards of each)"
+            advice += (
+                "; or, with two cards or more, a card without an encoder: --layout split:E+D "
+                "(E cards of encoders, D of decoders)"
+            )
         request = ""
         if tokens:
             request = f", a request of {tokens:,} tokens {gib(tokens * need.token)}"
@@ -192,7 +212,7 @@ class Memory:
         )
 
     def _check_machine(self, needed: int) -> None:
-        """Memory of what runs on CPUs."""
+        """Raises StackError if the machine has less than `needed` bytes of memory."""
         have = min(memory_limit_bytes(), _available_bytes())
         if needed > have:
             halves = self.dtype in ("auto", "float32")
@@ -210,17 +230,17 @@ class Memory:
         return self.fp8_cache or (stored is not None and stored.fp8_cache)
 
     def _need(self, device: str) -> Need:
-        """Of a decoder on such a device."""
+        """Memory that a decoder needs on a device such as `cuda:0` or `cpu`."""
         itemsize, running = _itemsize(self.dtype, device), self.max_num_seqs or _MAX_NUM_SEQS
         text, _ = self._weights(itemsize)
         return decoder_need(self.spec.text, text, itemsize, running, fp8_cache=self._caches_fp8)
 
     def _least(self, need: Need, ranks: int) -> int:
-        """Of one of so many cards."""
+        """Least memory that one of the decoder's cards needs."""
         return need.of_rank(ranks, self.spec.text.num_kv_heads).least(self.max_model_len or 0)
 
     def _weights(self, itemsize: int) -> tuple[int, int]:
-        """Bytes of the language model, and of the tower."""
+        """Bytes of the weights of the language model and of the vision tower."""
         spec, files = self.spec, self.checkpoint
         if files is None:
             return dummy_bytes(spec, itemsize)
@@ -241,5 +261,5 @@ def _available_bytes(meminfo: Path = Path("/proc/meminfo")) -> int:
 
 
 def _itemsize(dtype: str, device: str) -> int:
-    """Bytes of a value; `auto`, and what the plan is about to refuse, is the device's own."""
+    """Bytes of a value of a data type. `auto` and unknown types have the device's default size."""
     return _ITEM_BYTES.get(dtype, 4 if device == "cpu" else 2)

@@ -1,7 +1,7 @@
-"""The `triptych` command: serve, ask, chat, key, bench, demo.
+"""The `triptych` command with the subcommands serve, ask, chat, key, bench and demo.
 
-Parses arguments and imports the command that runs, so that `ask` needs no services and `--version`
-takes no time. Bad arguments are one line and exit status 2.
+Only the subcommand that runs is imported, so that `ask` does not need the services' packages and
+`--version` is fast. Invalid arguments end in one line and exit status 2.
 """
 
 import argparse
@@ -23,41 +23,43 @@ from triptych.options import (
 )
 
 _LOG_LEVELS = ("debug", "info", "warning", "error")
-# Options of vLLM that are none here, and why.
+# Options of vLLM that do not exist here, each with the hint that the error message gives.
 _ELSEWHERE = {
-    "--pipeline-parallel-size": "--tensor-parallel N divides a model among N cards",
-    "--data-parallel-size": "--decoders N is that here: one decoder a card",
-    "--enable-lora": "LoRA is not served",
+    "--pipeline-parallel-size": "use --tensor-parallel N to divide a model among N cards",
+    "--data-parallel-size": "use --decoders N, which runs one decoder per card",
+    "--enable-lora": "LoRA is not supported",
     "--limit-mm-per-prompt": "export GATEWAY_MAX_IMAGES and GATEWAY_MAX_VIDEOS",
     "--allowed-local-media-path": "export GATEWAY_ALLOWED_MEDIA",
     "--allowed-origins": "export GATEWAY_ALLOWED_SITES",
-    "--uvicorn-log-level": "--log-level is that here",
-    "--disable-log-requests": "requests are logged with --access-log alone",
-    "--media-io-kwargs": "a request says it: media_io_kwargs, or fps and num_frames of a video",
-    "--trust-remote-code": "no code of a checkpoint is run, and none is needed",
-    "--max-num-batched-tokens": "a step is bounded by its time: export DECODER_STEP_MS",
-    "--enable-prefix-caching": "the prefix cache is always on",
-    "--enable-chunked-prefill": "prompts are always cut to the bound on a step",
-    "--enable-auto-tool-choice": "tools need no option",
-    "--tool-call-parser": "the parser follows from the model",
-    "--reasoning-parser": "the parser follows from the model",
-    "--enable-per-request-metrics": "a request asks for them: include_stage_times",
-    "--return-tokens-as-token-ids": "a request asks for it, by that name",
-    "--enable-force-include-usage": "a request asks for it: stream_options.include_usage",
-    "--tokenizer": "the tokenizer is the model's",
-    "--chat-template": "the chat template is the model's",
+    "--uvicorn-log-level": "use --log-level",
+    "--disable-log-requests": "requests are logged only with --access-log",
+    "--media-io-kwargs": "set media_io_kwargs, or fps and num_frames of a video, in the request",
+    "--trust-remote-code": "code in a checkpoint is never run",
+    "--max-num-batched-tokens": "export DECODER_STEP_MS, which limits a step by its time",
+    "--enable-prefix-caching": "the prefix cache is always enabled",
+    "--enable-chunked-prefill": "chunked prefill is always enabled",
+    "--enable-auto-tool-choice": "tool calls need no option",
+    "--tool-call-parser": "the parser is chosen by the model",
+    "--reasoning-parser": "the parser is chosen by the model",
+    "--enable-per-request-metrics": "set include_stage_times in the request",
+    "--return-tokens-as-token-ids": "set return_tokens_as_token_ids in the request",
+    "--enable-force-include-usage": "set stream_options.include_usage in the request",
+    "--tokenizer": "the tokenizer of the model is used",
+    "--chat-template": "the chat template of the model is used",
 }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command; returns its exit status. At Ctrl-C, and if nobody reads what it writes,
-    as after `| head`, it ends as programs of the shell do.
+    """Runs a command and returns its exit status.
+
+    After Ctrl-C or a closed pipe (as with `| head`), the status is 128 plus the signal's number, as
+    usual in a shell.
     """
     try:
         status = _run(list(sys.argv[1:] if arguments is None else arguments))
         sys.stdout.flush()
     except BrokenPipeError:
-        # Python writes what is left when it ends, and would report the same error then.
+        # Python flushes standard output at exit and would report the same error again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except KeyboardInterrupt:
@@ -76,7 +78,8 @@ def _run(argv: list[str]) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    # Else the parser above would refuse them, and name its own help.
+    # argparse lets the main parser refuse unknown arguments of a subcommand, and would thus print
+    # the main parser's help. Here each parser refuses its own.
     def parse_known_args(self, *given: Any) -> Any:  # pyright: ignore  # noqa: ANN401
         found, unknown = super().parse_known_args(*given)
         if unknown:
@@ -91,7 +94,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """All commands with their options."""
+    """Builds the parser of all commands and their options."""
     parser = _Parser(prog="triptych", description="Serves vision-language and text models.")
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -112,102 +115,139 @@ class _Version(argparse.Action):
         try:
             print(f"triptych {version('triptych')}")
         except PackageNotFoundError:
-            print("triptych (its sources, not installed)")
+            print("triptych (run from a source tree, not installed)")
         parser.exit()
 
 
 def _add_serve(commands: "argparse._SubParsersAction[_Parser]") -> None:
     serve = commands.add_parser("serve", help="serve a model on this machine", allow_abbrev=False)
+    _add_model_options(serve)
+    _add_api_options(serve)
+    _add_card_options(serve)
+    _add_process_options(serve)
+    logs = serve.add_argument_group("logs").add_argument
+    least = "lowest level of the services' records that is shown; default: warning"
+    logs("--log-level", choices=_LOG_LEVELS, default="warning", help=least)
+    logs("--access-log", action="store_true", help="show a line for each request")
+    serve.set_defaults(run=_serve)
+
+
+def _add_model_options(serve: argparse.ArgumentParser) -> None:
     group = serve.add_argument_group("model")
     model = group.add_argument
     once = group.add_mutually_exclusive_group().add_argument
     kind = "ORG/NAME|DIR"
-    what = "of the hub, or a checkpoint directory; default: the demonstration model"
+    what = (
+        "name of a model on the Hugging Face hub, or a checkpoint directory; default: the "
+        "demonstration model"
+    )
     once("model", nargs="?", type=Path, metavar=kind, help=what)
     once("--model", dest="model_option", type=Path, metavar=kind, help="the same")
-    model("--revision", help="branch, tag or commit of a model of the hub; pin a commit")
-    model("--served-model-name", dest="served_name", metavar="NAME", help="`model` of requests")
+    model("--revision", help="branch, tag or commit of a model on the hub; pin a commit")
+    name = "name of the model in requests; default: its name on the hub, or the directory's"
+    model("--served-model-name", dest="served_name", metavar="NAME", help=name)
     dtypes = ("auto", "float32", "bfloat16", "float16")
-    model("--dtype", choices=dtypes, help="of weights and caches; auto: bfloat16 on a GPU")
-    model("--load-format", choices=("auto", "dummy"), help="dummy: random weights")
-    model("--quantization", choices=("fp8",), help="quantizes weights while they are read")
-    bits = "fp8: 8 bits, which doubles the context; auto: as --dtype, or as the checkpoint asks"
+    dtype = "data type of weights and caches; auto: bfloat16 on a GPU, float32 on a CPU"
+    model("--dtype", choices=dtypes, help=dtype)
+    model("--load-format", choices=("auto", "dummy"), help="dummy: use random weights")
+    model("--quantization", choices=("fp8",), help="quantize weights while they are read")
+    bits = (
+        "data type of the KV cache; fp8: 8 bits, which doubles the context; auto: that of the "
+        "checkpoint's quantization, or else --dtype"
+    )
     model("--kv-cache-dtype", choices=("auto", "fp8", "fp8_e4m3"), help=bits)
 
-    api = serve.add_argument_group("API").add_argument
-    api("--host", help=f"address; default: {LOOPBACK}")
-    api("--port", type=_port, help=f"default: {DEFAULT_PORT}; 0: any free one")
-    api("--api-key", metavar="KEY", help="that requests must show; seen by users of this machine")
-    prometheus = f"of Prometheus; default: {LOOPBACK}"
-    api("--metrics-host", default=LOOPBACK, metavar="ADDRESS", help=prometheus)
-    api(
-        "--metrics-port", type=_port, default=0, metavar="PORT",
-        help="of Prometheus, all processes together; default: any free one, which is printed",
-    )  # fmt: skip
 
+def _add_api_options(serve: argparse.ArgumentParser) -> None:
+    api = serve.add_argument_group("API").add_argument
+    api("--host", help=f"address of the API; default: {LOOPBACK}")
+    api("--port", type=_port, help=f"port of the API; default: {DEFAULT_PORT}; 0: any free port")
+    key = "API key that requests must have; all users of this machine can see it"
+    api("--api-key", metavar="KEY", help=key)
+    prometheus = f"address of the metrics endpoint; default: {LOOPBACK}"
+    api("--metrics-host", default=LOOPBACK, metavar="ADDRESS", help=prometheus)
+    port = (
+        "port of the metrics endpoint, which has the metrics of all processes; default: any free "
+        "port, which is printed"
+    )
+    api("--metrics-port", type=_port, default=0, metavar="PORT", help=port)
+
+
+def _add_card_options(serve: argparse.ArgumentParser) -> None:
     cards = serve.add_argument_group("cards and memory").add_argument
+    device = "cuda: all visible cards; cuda:N: one card; cpu; auto: all cards, or else the CPU"
+    cards("--device", type=_device, default="auto", help=device)
+    encoders = "device of the encoders, instead of --device"
+    cards("--encoder-device", type=_device, metavar="DEVICE", help=encoders)
+    decoders = "device of the decoders, instead of --device"
+    cards("--decoder-device", type=_device, metavar="DEVICE", help=decoders)
+    ranks = "number of cards of each decoder, which share the model; default: 1"
+    names = ("--tensor-parallel", "--tensor-parallel-size", "-tp")
+    cards(*names, type=_count, metavar="N", help=ranks)
+    layout = (
+        "both: an encoder and a decoder on each card; split: E cards of encoders and D cards of "
+        "decoders; auto: chosen by the share of encoding in the work, which is printed"
+    )
+    cards("--layout", default="auto", metavar="both|split:E+D|auto", help=layout)
+    share = f"share of each card's memory to use; default: {CARD_SHARE:g}"
     cards(
-        "--device", type=_device, default="auto",
-        help="cuda: all visible cards; cuda:N; cpu; auto: all cards if there are any",
-    )  # fmt: skip
-    cards("--encoder-device", type=_device, metavar="DEVICE", help="instead of --device")
-    cards("--decoder-device", type=_device, metavar="DEVICE", help="instead of --device")
-    cards(
-        "--tensor-parallel", "--tensor-parallel-size", "-tp", type=_count, metavar="N",
-        help="cards that share a model: each decoder has N; default: one",
-    )  # fmt: skip
-    cards(
-        "--layout", default="auto", metavar="both|split:E+D|auto",
-        help="both stages on each card, or E cards of encoders and D of decoders; auto: by the "
-        "share of encoding, which is printed",
-    )  # fmt: skip
-    share = f"of each card's memory; default: {CARD_SHARE:g}"
-    cards(
-        "--gpu-memory-utilization", dest="memory_share", type=_share, default=CARD_SHARE,
-        metavar="SHARE", help=share,
-    )  # fmt: skip
-    length = "most tokens of prompt and answer; default: what fits, or the model's"
+        "--gpu-memory-utilization",
+        dest="memory_share",
+        type=_share,
+        default=CARD_SHARE,
+        metavar="SHARE",
+        help=share,
+    )
+    length = (
+        "largest number of tokens of a prompt and its answer; default: the model's limit, or less "
+        "if the memory allows less"
+    )
     cards("--max-model-len", type=_length, metavar="N", help=length)
-    running = "sequences that run at once; default: 256 on a GPU, 64 on a CPU"
+    running = "largest number of running sequences; default: 256 on a GPU, 64 on a CPU"
     cards("--max-num-seqs", type=_running, metavar="N", help=running)
 
-    processes = serve.add_argument_group("processes").add_argument
-    number = "instead of --layout; default: what it says"
-    processes("--decoders", type=_count, metavar="N", help=number)
-    processes("--encoders", type=_count, metavar="N", help="the same; a text model has none")
-    processes("--gateways", type=_count, metavar="N", help="default: one for four cores, at most 4")
-    redis = "instead of starting a Redis; no password"
-    processes("--redis-url", metavar="URL", help=redis)
-    links = "between the services: sockets in a private directory (default), or loopback"
-    processes("--grpc", choices=("unix", "tcp"), default="unix", help=links)
 
-    said = serve.add_argument_group("what it says").add_argument
-    said("--log-level", choices=_LOG_LEVELS, default="warning", help="least; default: warning")
-    said("--access-log", action="store_true", help="a line for each request")
-    serve.set_defaults(run=_serve)
+def _add_process_options(serve: argparse.ArgumentParser) -> None:
+    processes = serve.add_argument_group("processes").add_argument
+    decoders = "number of decoders; default: by --layout"
+    processes("--decoders", type=_count, metavar="N", help=decoders)
+    encoders = "number of encoders; default: by --layout, or 0 for a text model"
+    processes("--encoders", type=_count, metavar="N", help=encoders)
+    gateways = "number of gateways; default: one per four cores, at most 4"
+    processes("--gateways", type=_count, metavar="N", help=gateways)
+    redis = "Redis to use instead of starting one; a URL without a password"
+    processes("--redis-url", metavar="URL", help=redis)
+    links = (
+        "connections between the services; unix: sockets in a private directory; tcp: ports on "
+        "loopback; default: unix"
+    )
+    processes("--grpc", choices=("unix", "tcp"), default="unix", help=links)
 
 
 def _add_server(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "--url", default=f"http://{LOOPBACK}:{DEFAULT_PORT}", help="of the server, with /v1 or not"
-    )
-    command.add_argument("--api-key", metavar="KEY", help="default: OPENAI_API_KEY, if exported")
-    command.add_argument("--model", metavar="NAME", help="default: the first that is served")
-    command.add_argument("--max-tokens", type=_positive, metavar="N", help="of an answer")
+    default = f"http://{LOOPBACK}:{DEFAULT_PORT}"
+    url = f"URL of the server, with or without /v1; default: {default}"
+    command.add_argument("--url", default=default, help=url)
+    key = "API key; default: OPENAI_API_KEY of the environment"
+    command.add_argument("--api-key", metavar="KEY", help=key)
+    model = "name of the model; default: the first that the server lists"
+    command.add_argument("--model", metavar="NAME", help=model)
+    tokens = "largest number of tokens of an answer"
+    command.add_argument("--max-tokens", type=_positive, metavar="N", help=tokens)
 
 
 def _add_ask(commands: "argparse._SubParsersAction[_Parser]") -> None:
-    ask = commands.add_parser("ask", help="ask a running server, about images, clips or without")
-    ask.add_argument(
-        "words", nargs="+", metavar="IMAGE|QUESTION",
-        help="images and clips (files or http(s) URLs) and one question, in any order",
-    )  # fmt: skip
+    what = "ask a running server a question, with or without images and clips"
+    ask = commands.add_parser("ask", help=what)
+    words = "images and clips (files or http(s) URLs) and one question, in any order"
+    ask.add_argument("words", nargs="+", metavar="IMAGE|QUESTION", help=words)
     _add_server(ask)
     ask.set_defaults(run=_ask)
 
 
 def _add_chat(commands: "argparse._SubParsersAction[_Parser]") -> None:
-    chat = commands.add_parser("chat", help="talk to a running server; images and clips by path")
+    what = "chat with a running server; images and clips are given by path"
+    chat = commands.add_parser("chat", help=what)
     chat.add_argument("--system", metavar="TEXT", help="system message")
     _add_server(chat)
     chat.set_defaults(run=_chat)
@@ -215,14 +255,16 @@ def _add_chat(commands: "argparse._SubParsersAction[_Parser]") -> None:
 
 def _add_key(commands: "argparse._SubParsersAction[_Parser]") -> None:
     key = commands.add_parser("key", help="make an API key and its entry in the key file")
-    key.add_argument("tenant", help="whose key it is")
-    key.add_argument("--id", default=None, help="default: the tenant's name and the date")
-    key.add_argument("--file", type=Path, metavar="KEYS.JSON", help="add the entry to this file")
+    key.add_argument("tenant", help="tenant that the key belongs to")
+    key_id = "name of the key; default: the tenant's name and the date"
+    key.add_argument("--id", default=None, help=key_id)
+    file = "key file to add the entry to; default: print the entry"
+    key.add_argument("--file", type=Path, metavar="KEYS.JSON", help=file)
     key.set_defaults(run=_key)
 
 
 def _within(convert: Callable[[str], float], low: float, high: float) -> Callable[[str], float]:
-    """A type of arguments: numbers of a range, ends included."""
+    """Makes an argument type for numbers from `low` to `high`, both included."""
 
     def parse(text: str) -> float:
         try:
@@ -231,7 +273,7 @@ def _within(convert: Callable[[str], float], low: float, high: float) -> Callabl
             number = float("nan")
         if not low <= number <= high:
             whole = "whole number" if convert is int else "number"
-            raise argparse.ArgumentTypeError(f"{text} is no {whole} from {low:,} to {high:,}")
+            raise argparse.ArgumentTypeError(f"{text} is not a {whole} from {low:,} to {high:,}")
         return number
 
     return parse
@@ -247,7 +289,7 @@ _share = _within(float, 0.05, 1.0)
 
 def _device(text: str) -> str:
     if not DEVICE.fullmatch(text):
-        raise argparse.ArgumentTypeError(f"{text} is none of auto, cpu, cuda and cuda:N")
+        raise argparse.ArgumentTypeError(f"{text} is not auto, cpu, cuda or cuda:N")
     return text
 
 
@@ -288,7 +330,7 @@ def _key(options: argparse.Namespace) -> int:
     except KeyFileError as error:
         print(f"triptych: {error}", file=sys.stderr)
         return 2
-    print(key)  # alone, so that KEY=$(...) takes it
+    print(key)  # nothing else is printed, so that KEY=$(triptych key ...) works
     return 0
 
 

@@ -1,6 +1,6 @@
-"""A small client of the chat API on the standard library alone, streamed.
+"""A small streaming client of the chat API that needs only the standard library.
 
-`triptych ask`, `chat` and `demo` use it; whatever goes wrong is an `AskError`.
+`triptych ask`, `chat` and `demo` use it. All failures raise `AskError`.
 """
 
 import argparse
@@ -20,24 +20,25 @@ from typing import Any
 from urllib.parse import urlsplit
 
 _TIMEOUT_S = 600
-# Python 3.12 knows them by a file of the system's, which small images lack.
+# Python 3.12 knows these types only from a file of the system that small images do not have.
 mimetypes.add_type("image/webp", ".webp")
 mimetypes.add_type("video/x-m4v", ".m4v")
 
 
 class AskError(Exception):
-    """The question was not answered; the message says why."""
+    """The question was not answered. The message gives the reason."""
 
 
 @dataclass(slots=True)
 class Answer:
-    """One streamed answer.
+    """A streamed answer.
 
     Attributes:
-        ttft_s: request sent to first text; None when there was no text.
-        total_s: request sent to the end of the stream.
-        usage: as the server counted, or empty.
-        stage_times_ms: as the server measured, or empty.
+        text: text of the answer so far.
+        ttft_s: seconds from the request to the first text. None if there was no text.
+        total_s: seconds from the request to the end of the stream.
+        usage: the server's `usage`. Empty if it sent none.
+        stage_times_ms: the server's times of the request's stages. Empty if it sent none.
     """
 
     text: str = ""
@@ -48,15 +49,15 @@ class Answer:
 
 
 class Server:
-    """Where to ask, and who asks.
+    """A server of the chat API and the key to call it with.
 
     Attributes:
-        url: of the API, without `/v1` and without a slash at its end.
-        key: empty: none.
+        url: URL of the API, without `/v1` and without a slash at the end.
+        key: API key. Empty if requests have no key.
 
     Args:
-        url: as people write it: with `/v1`, with the path of a call, or without `http://`.
-        key: None: OPENAI_API_KEY, if it is exported.
+        url: URL as people write it: also with `/v1`, with the path of a call, or without `http://`.
+        key: API key. None if OPENAI_API_KEY of the environment is used.
     """
 
     def __init__(self, url: str, key: str | None = None) -> None:
@@ -65,7 +66,7 @@ class Server:
         self.url = re.sub(r"/v1(/.*)?$", "", url.rstrip("/")).rstrip("/")
         self.key = os.environ.get("OPENAI_API_KEY", "") if key is None else key
         if not (self.key.isascii() and self.key.isprintable()):
-            raise AskError("the API key has characters that no key has, perhaps the end of a line")
+            raise AskError("the API key has invalid characters, perhaps a newline at its end")
         try:
             parts = urlsplit(self.url)
             port = parts.port
@@ -74,15 +75,15 @@ class Server:
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise AskError(f"not an http URL: {url}")
         self._is_encrypted = parts.scheme == "https"
-        # Always given: http.client would look for one in an IPv6 address.
+        # The port is always passed, because http.client would look for a port in an IPv6 address.
         self._host, self._port = parts.hostname, port or (443 if self._is_encrypted else 80)
         self._path = parts.path
 
     def first_model(self) -> str:
-        """The name of the first model that is served.
+        """Returns the name of the first model that the server lists.
 
         Raises:
-            AskError: no answer, or no model is served.
+            AskError: the server does not answer or lists no model.
         """
         with self.request("GET", "/v1/models") as answer:
             body = answer.read()
@@ -97,10 +98,10 @@ class Server:
     def request(
         self, method: str, path: str, body: dict[str, Any] | None = None
     ) -> Iterator[http.client.HTTPResponse]:
-        """Sends a request; the response, whose body is not read yet.
+        """Sends a request and yields the response before its body is read.
 
         Raises:
-            AskError: nobody answers, or no longer.
+            AskError: the server does not answer, or the connection breaks.
         """
         kind = http.client.HTTPSConnection if self._is_encrypted else http.client.HTTPConnection
         headers = {"Content-Type": "application/json", "Accept": "text/event-stream"}
@@ -118,7 +119,10 @@ class Server:
 
 
 def media_part(named: str) -> dict[str, Any]:
-    """The content part for an image or clip: a URL (passed on) or a file (sent as a data URL).
+    """Makes the content part for an image or clip. A file is sent as a data URL.
+
+    Args:
+        named: URL, which is passed on, or path of a file.
 
     Raises:
         AskError: the file cannot be read.
@@ -135,13 +139,13 @@ def media_part(named: str) -> dict[str, Any]:
 
 
 def question_message(media: Sequence[str], question: str) -> dict[str, Any]:
-    """One user message: the images and clips in order, then the question."""
+    """Makes a user message with the images and clips in order and then the question."""
     text = {"type": "text", "text": question}
     return {"role": "user", "content": [*map(media_part, media), text]}
 
 
 def split_words(words: Sequence[str]) -> tuple[list[str], str]:
-    """Images, clips and the question of `triptych ask`, in whatever order they were written.
+    """Divides the arguments of `triptych ask` into images and clips, and the question.
 
     Raises:
         AskError: there is no question, or more than one.
@@ -153,12 +157,15 @@ def split_words(words: Sequence[str]) -> tuple[list[str], str]:
     if len(questions) > 1 and all(" " not in word for word in questions):
         return images, " ".join(questions)  # a question without quotes
     if len(questions) > 1:
-        raise AskError(f"{questions[0]!r} is no file; or quote the question as a whole")
+        raise AskError(
+            f"{questions[0]!r} is not a file; if it belongs to the question, put the whole "
+            "question in quotes"
+        )
     return images, questions[0]
 
 
 def is_media(word: str) -> bool:
-    """Whether it is the name of an image or a clip."""
+    """Returns whether a name has the ending of an image or a clip."""
     return (mimetypes.guess_type(word)[0] or "").startswith(("image/", "video/"))
 
 
@@ -168,14 +175,14 @@ def _is_url(word: str) -> bool:
 
 def _names_media(word: str) -> bool:
     is_named = (_is_url(word) or is_media(word)) and " " not in word
-    return is_named or os.path.isfile(word)  # pathlib raises for long names
+    return is_named or os.path.isfile(word)  # Path.is_file raises an error for long names
 
 
 def begin(options: argparse.Namespace) -> tuple[Server, dict[str, Any]]:
-    """The server that options name, and what each request to it has.
+    """Returns the server of the options and the fields that each request to it has.
 
     Raises:
-        AskError: it does not answer, or the URL is none.
+        AskError: the server does not answer, or the URL is invalid.
     """
     server = Server(options.url, options.api_key)
     body: dict[str, Any] = {"model": options.model or server.first_model()}
@@ -185,7 +192,7 @@ def begin(options: argparse.Namespace) -> tuple[Server, dict[str, Any]]:
 
 
 def ask_once(options: argparse.Namespace) -> int:
-    """`triptych ask`; returns the exit status."""
+    """Runs `triptych ask` and returns the exit status."""
     try:
         message = question_message(*split_words(options.words))
         server, body = begin(options)
@@ -204,10 +211,12 @@ def ask(
     """Posts a chat completion and streams the answer.
 
     Args:
-        body: the request; `stream` and usage are set here.
+        server: server to ask.
+        body: JSON body of the request, without `stream` and `stream_options`.
+        on_text: called with each piece of text when it arrives.
 
     Raises:
-        AskError: no answer, an error, or a stream that breaks off.
+        AskError: the server does not answer or sends an error, or the stream ends too early.
     """
     body = body | {"stream": True, "stream_options": {"include_usage": True}}
     answer = Answer()
@@ -218,7 +227,7 @@ def ask(
         chunk = _chunk(event)
         if error := chunk.get("error"):
             message = error.get("message") if isinstance(error, dict) else error
-            raise AskError(f"the answer broke off: {message}")
+            raise AskError(f"the answer was interrupted by an error: {message}")
         answer.usage = chunk.get("usage") or answer.usage
         answer.stage_times_ms = chunk.get("stage_times_ms") or answer.stage_times_ms
         for choice in chunk.get("choices", []):
@@ -227,7 +236,7 @@ def ask(
                 answer.text += text
                 on_text(text)
     else:
-        raise AskError("the connection ended before the answer did")
+        raise AskError("the connection ended before the answer was complete")
     answer.total_s = time.monotonic() - start
     return answer
 
@@ -238,12 +247,12 @@ def _chunk(event: str) -> dict[str, Any]:
     except ValueError:
         chunk = None
     if not isinstance(chunk, dict):
-        raise AskError(f"the server sent what is no part of an answer: {event[:100]}")
+        raise AskError(f"the server sent an event that is not a chunk of an answer: {event[:100]}")
     return chunk
 
 
 def _events(server: Server, body: dict[str, Any]) -> Iterator[str]:
-    """The `data:` payloads of a server-sent event stream."""
+    """Yields the `data:` payloads of a server-sent event stream."""
     with server.request("POST", "/v1/chat/completions", body) as answer:
         if answer.status != http.client.OK:
             raise AskError(_error_text(answer.status, answer.read()))

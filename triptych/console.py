@@ -1,8 +1,8 @@
-"""What people see of a stack: a bar for each process that starts, then its logs as lines of text.
+"""Shows a stack to its user: progress bars while processes start, then their logs as text.
 
-`serve` gives it to the supervisor as the observer. Services log JSON; records about a start
-(`stage`, `done`, `total`) become bars on a terminal and a few lines elsewhere. Why a process could
-not start is kept, and said once.
+`serve` passes a `Console` to the supervisor as its observer. Services log JSON. Records about the
+progress of a start (`stage`, `done`, `total`) become bars on a terminal, and a few lines elsewhere.
+The reason why a process could not start is stored and printed once, at the end.
 """
 
 import json
@@ -17,27 +17,32 @@ from typing import Any, TextIO
 _LEVELS = {"debug": 10, "info": 20, "warning": 30, "error": 40, "critical": 50}
 _ACCESS_LOGGER = "services.gateway.http.middleware"
 _READY = "runner is ready"
-# Between two lines about the same stage, where there is no terminal.
+# Seconds between two lines about the same stage if the output is not a terminal.
 _PERIOD_S = 5.0
-# Fields of every record, which say nothing that the line does not.
+# Fields of every record that a line does not repeat.
 _COMMON = {"time", "level", "service", "logger", "message", "exception"}
 
 
 def write(text: str, stream: TextIO) -> None:
-    """Prints a line. On a full disk, and where the terminal is gone, it is lost: neither what comes
-    after it nor who serves ends.
+    """Prints a line. Errors, such as a full disk or a closed terminal, are ignored.
+
+    The server goes on without the line.
     """
     with suppress(OSError):
         print(text, file=stream, flush=True)
 
 
 class Console:
-    """Shows and filters.
+    """Filters and prints the output of the stack's processes.
 
     Args:
-        levels: least level of each service's records that is shown; of a child that is not named,
-            nothing is, unless it fails.
-        access_log: show the gateway's line for each request at any level.
+        levels: lowest level of the records that are shown, by child. The output of other children
+            is not shown, except as the cause of a failure.
+        access_log: True if the gateway's line for each request is shown at any level.
+        stream: stream to print to. Defaults to standard error.
+
+    Attributes:
+        facts: record of each decoder whose engine is ready, by child.
     """
 
     def __init__(
@@ -53,34 +58,34 @@ class Console:
         self._lock = threading.Lock()
         self._causes: dict[str, str] = {}
         self._is_ready = False
-        self.facts: dict[str, dict[str, Any]] = {}  # of each decoder's engine that is ready
+        self.facts: dict[str, dict[str, Any]] = {}
 
     def report(self, line: str) -> None:
-        """Prints a line of `serve` itself."""
+        """Prints a message of the `triptych` command itself."""
         with self._lock:
             self._bars.print(f"triptych: {line}")
 
     def ready(self) -> None:
-        """All have started: no more bars."""
+        """Closes the progress bars, because all processes have started."""
         with self._lock:
             self._is_ready = True
             self._bars.close()
 
     def close(self) -> None:
-        """Gives the terminal back."""
+        """Closes the progress bars and restores the terminal."""
         with self._lock:
             self._bars.close()
 
     def cause(self, child: str) -> str:
-        """The first thing that a service called critical, or what another program said last."""
+        """Reason why a child failed: a service's first critical record, or else its last line."""
         return self._causes.get(child, "")
 
     def output(self, child: str, line: str) -> None:
-        """Takes a line that a child wrote; any thread."""
+        """Handles a line that a child has written. Can be called from any thread."""
         record = _record(line)
         with self._lock:
             if child not in self._levels:
-                self._causes[child] = line  # a program of others: its last words
+                self._causes[child] = line  # not a service: the last line is the cause
             elif record is None:
                 self._bars.print(f"{child} | {line}")
             elif "stage" in record:
@@ -97,14 +102,14 @@ class Console:
             if "exception" in record:
                 self._bars.print(f"{child} | {record['exception']}")
             self._causes.setdefault(child, str(record["message"]))
-            return  # said once, by whoever ends the stack
+            return  # the error that ends the stack quotes the cause
         is_access = self._access_log and record["logger"] == _ACCESS_LOGGER
         if is_access or level >= self._levels[child]:
             self._bars.print(_text(child, record))
 
 
 def _record(line: str) -> dict[str, Any] | None:
-    """A record of our services; None: something else."""
+    """Parses a log record of a service. None if the line is something else."""
     if not line.startswith("{"):
         return None
     try:
@@ -116,7 +121,7 @@ def _record(line: str) -> dict[str, Any] | None:
 
 
 def _text(child: str, record: Mapping[str, Any]) -> str:
-    """A record as a line for people."""
+    """Formats a record as a line of text."""
     level = str(record["level"]).upper()
     fields = " ".join(f"{key}={value}" for key, value in record.items() if key not in _COMMON)
     text = f"{child} {level} {record['message']}{f'  {fields}' if fields else ''}"
@@ -124,7 +129,7 @@ def _text(child: str, record: Mapping[str, Any]) -> str:
 
 
 class _Lines:
-    """For logs: a line when a stage begins, and every few seconds of a long one."""
+    """Progress as lines, for logs: at the beginning of a stage and every few seconds of it."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -146,9 +151,7 @@ class _Lines:
 
 
 class _TerminalBars:
-    """For people: one bar for each process that starts. What a terminal that is gone refuses is
-    lost.
-    """
+    """Progress as a bar for each process that starts. Errors of a closed terminal are ignored."""
 
     def __init__(self) -> None:
         from rich.console import Console as Terminal
@@ -162,10 +165,14 @@ class _TerminalBars:
 
         self._terminal = Terminal(stderr=True, highlight=False, markup=False, soft_wrap=True)
         self._progress = Progress(
-            TextColumn("{task.fields[child]}"), TextColumn("{task.description}"), BarColumn(),
-            MofNCompleteColumn(), TimeElapsedColumn(),
-            console=self._terminal, transient=True,
-        )  # fmt: skip
+            TextColumn("{task.fields[child]}"),
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            console=self._terminal,
+            transient=True,
+        )
         self._tasks: dict[str, Any] = {}
         self._is_open = True
 
@@ -183,7 +190,7 @@ class _TerminalBars:
         if self._is_open:
             with suppress(OSError):
                 self._terminal.print(text)
-        else:  # rich would keep what was refused
+        else:  # rich would store lines that it could not print
             write(text, sys.stderr)
 
     def close(self) -> None:

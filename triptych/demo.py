@@ -1,7 +1,7 @@
-"""`make demo`: the whole stack with the demonstration model, asked about sample images and clips.
+"""`make demo`: starts the stack with the demonstration model, and asks about images and clips.
 
-It counts the encoder's work by the encoder's own metric: an image or a clip that is asked about
-again must not be encoded again. Exit status 1 if it was, or if a question was not answered.
+The encoder's own metric counts its work: an image or clip of an earlier question must not be
+encoded again. The exit status is 1 if it was, or if a question was not answered.
 """
 
 import asyncio
@@ -27,14 +27,14 @@ from triptych.stack import Quiet, Stack, StackError, end_signals
 from triptych.stats import Scraper
 
 SAMPLES = ROOT / "demo" / "samples"
-_ENCODED = "encoder_images_encoded_total"  # no answer can hide work that a counter shows
-# Whatever the user exported for a server: only this machine asks, and without a key.
+_ENCODED = "encoder_images_encoded_total"
+# Exported variables for the address and the keys of a server are ignored: only this process asks.
 _OPTIONS = ServeOptions(host=LOOPBACK, port=0, api_key="")
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Some images or a clip, shown together (or nothing), and what to ask about them."""
+    """Some images or a clip, or no file at all, and the questions about these."""
 
     files: tuple[Path, ...]
     questions: tuple[str, ...]
@@ -50,14 +50,15 @@ def load_samples(directory: Path = SAMPLES) -> list[Sample]:
 
 @dataclass(slots=True)
 class Totals:
-    """What the demonstration counted.
+    """Counts of the demonstration.
 
     Attributes:
         files: distinct images and clips.
+        questions: questions that were answered.
         encodes: images and pairs of frames that the vision tower computed, by the encoders'
             counters.
         repeats: questions about images and clips of earlier questions.
-        repeat_encodes: encodes during those; must be zero.
+        repeat_encodes: encodes during repeated questions. Must be zero.
     """
 
     files: int = 0
@@ -68,10 +69,10 @@ class Totals:
 
 
 def demo() -> int:
-    """Starts the stack, asks, stops; returns 0 if every question was answered."""
+    """Starts the stack, asks and stops. Returns the exit status."""
     console = Console(highlight=False, soft_wrap=True)
     start = time.monotonic()
-    for number in end_signals():  # the stack ends, and its directory goes
+    for number in end_signals():  # SystemExit stops the stack and removes its directory
         signal.signal(number, lambda ended_by, _: sys.exit(128 + ended_by))
     try:
         with private_directory() as directory:
@@ -97,7 +98,7 @@ async def _serve_and_ask(console: Console, samples: list[Sample], directory: Pat
         asking = asyncio.create_task(asyncio.to_thread(_ask_all, console, samples, plan))
         asking.add_done_callback(lambda task: task.cancelled() or task.exception())
         await asyncio.wait({watch, asking}, return_when=asyncio.FIRST_COMPLETED)
-        if watch.done():  # a child ended, which is why the question failed
+        if watch.done():  # a child has ended, which is the cause of a failed question
             await watch
         watch.cancel()
         return asking.result()
@@ -116,7 +117,7 @@ def _ask_all(console: Console, samples: Iterable[Sample], plan: Plan) -> Totals:
             encodes = round(scraper.sums()[_ENCODED] - before)
             for video in _videos(answer) if new else ():
                 console.print(f"    [dim]{_as_sampled(video)}[/]")
-            work = _encoder_work(encodes) if sample.files else "the encoder was not asked"
+            work = _encoder_work(encodes) if sample.files else "the encoder was not used"
             console.print(f"    [dim]{_times(answer)}; {work}[/]")
             seen.update(sample.files)
             totals.files += len(new)
@@ -142,12 +143,12 @@ def _ask_one(console: Console, sample: Sample, question: str, plan: Plan) -> Ans
 
 
 def _videos(answer: Answer) -> list[dict[str, Any]]:
-    """What the server says of each clip."""
+    """The server's usage details of each clip."""
     return (answer.usage.get("prompt_tokens_details") or {}).get("videos") or []
 
 
 def _as_sampled(video: dict[str, Any]) -> str:
-    """The frames that the model sees, when they are, and what they cost."""
+    """Describes the sampled frames of a clip, their times and their number of tokens."""
     height, width = video["size"]
     times = ", ".join(f"{time:.1f}" for time in video["times"])
     return (
@@ -166,7 +167,7 @@ def _times(answer: Answer) -> str:
 def _encoder_work(encodes: int) -> str:
     if encodes:
         return f"the encoder ran {encodes} time{'s' if encodes > 1 else ''}"
-    return "[green]the encoder was skipped[/]: nothing new"
+    return "[green]the encoder was skipped[/]: all embeddings were cached"
 
 
 def _introduce(console: Console) -> None:
@@ -182,10 +183,10 @@ def _conclude(console: Console, totals: Totals, elapsed_s: float) -> None:
     table.add_row("questions answered", str(totals.questions))
     table.add_row("distinct images and clips", str(totals.files))
     table.add_row("images and frame pairs encoded", f"{totals.encodes} (counted by the encoder)")
-    table.add_row("questions on known ones", str(totals.repeats))
-    table.add_row("encodes for them", str(totals.repeat_encodes))
+    table.add_row("repeated questions about a file", str(totals.repeats))
+    table.add_row("encodes for repeated questions", str(totals.repeat_encodes))
     console.print("\n", table, f"\nStopped. {elapsed_s:.1f} s in total.", sep="")
     if totals.repeat_encodes:
-        console.print("[red]what was known was encoded again[/]")
+        console.print("[red]an image or clip with a cached embedding was encoded again[/]")
     else:
         console.print("Serve it yourself: [cyan]triptych serve[/], then open the chat page.")

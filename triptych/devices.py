@@ -1,6 +1,7 @@
-"""The machine's cards; which process runs on which, and its share of the memory. Without torch.
+"""Finds the machine's cards and assigns processes and shares of memory to them, without torch.
 
-`plan` calls `how_many` and `place`; which cards encode is in `layout`, what fits on one in `fit`.
+`plan` calls `how_many` and `place`. `layout` decides which cards encode, and `fit` computes what
+fits on a card.
 """
 
 import itertools
@@ -21,13 +22,14 @@ _QUERY_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where one engine runs.
+    """The device of an engine and its share of the machine.
 
     Attributes:
-        device: `cpu` or `cuda:N`; with several ranks, the first one's.
-        memory_fraction: of each card's memory; 1.0 on the CPU, where it is not used.
-        num_threads: CPU threads for tensor work; 0: no limit, because a GPU does it.
-        ranks: cards of the engine, which are neighbours.
+        device: `cpu` or `cuda:N`. With several ranks, the device of the first rank.
+        memory_fraction: share of each card's memory. 1.0 on the CPU, where it is not used.
+        num_threads: CPU threads for tensor operations. 0 if there is no limit because the engine
+            runs on a GPU.
+        ranks: number of cards of the engine. Their numbers follow that of `device`.
     """
 
     device: str
@@ -42,7 +44,7 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """One visible card, as the driver's own tool describes it; memory in bytes."""
+    """A visible card as nvidia-smi describes it, with memory in bytes."""
 
     name: str
     total_bytes: int
@@ -50,18 +52,20 @@ class Card:
 
 
 def count_gpus(environment: Mapping[str, str], dev: Path = Path("/dev")) -> int:
-    """NVIDIA devices that this process may use, by the environment, else by device files."""
+    """Number of NVIDIA GPUs that this process may use, by the environment or by device files."""
     visible = _visible_names(environment)
     if visible is not None:
         return len(visible)
-    if (dev / "dxg").exists():  # Linux on Windows, which has one file for all
+    if (dev / "dxg").exists():  # WSL has one device file for all GPUs
         return len(visible_cards(environment))
     return sum(1 for path in dev.glob("nvidia[0-9]*") if path.name[6:].isdigit())
 
 
 def visible_cards(environment: Mapping[str, str]) -> dict[str, Card]:
-    """The cards by the names that torch gives them, `cuda:N`; those that nvidia-smi does not
-    describe (parts of a card, or all if there is no nvidia-smi) are left out.
+    """Visible cards by their names in torch, `cuda:N`.
+
+    MIG instances, which nvidia-smi does not list as cards, are left out. Without nvidia-smi the
+    result is empty.
     """
     program = shutil.which("nvidia-smi", path=environment.get("PATH"))
     if program is None:
@@ -89,8 +93,9 @@ def visible_cards(environment: Mapping[str, str]) -> dict[str, Card]:
 
 
 def _visible_names(environment: Mapping[str, str]) -> list[str] | None:
-    """Indices or UUIDs that the environment names, as far as CUDA reads: to the first that is no
-    card. None: it does not say.
+    """Indices or UUIDs in CUDA_VISIBLE_DEVICES up to the first invalid entry, as CUDA reads it.
+
+    None if the variable is not set.
     """
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
@@ -108,13 +113,16 @@ def how_many(
     gpus: int,
     ranks: int = 1,
 ) -> tuple[int, int]:
-    """Encoders and decoders, so that all cards are used.
+    """Chooses the numbers of encoders and decoders so that all cards are used.
 
     Args:
-        encoders, decoders: as given; None: by the cards.
-        layout: of the cards, if no number is given; None: there are no cards to divide.
-        gpus: that both kinds are spread over; 0: they run on CPUs, or on a card that is named.
-        ranks: cards of each decoder.
+        encoders, decoders: numbers that the user has set. None if the cards decide.
+        layout: layout of the cards, used if the user has set neither number. None if there are no
+            cards to divide.
+        images: True if the model has a vision tower.
+        gpus: number of cards over which the processes are spread. 0 if they run on CPUs, or on a
+            card that the user has named.
+        ranks: number of cards of each decoder.
     """
     if not images:
         return 0, decoders or max(1, gpus // ranks)
@@ -137,12 +145,20 @@ def place(
     card_share: float = CARD_SHARE,
     ranks: int = 1,
 ) -> tuple[list[Placement], list[Placement]]:
-    """Resolves `auto` and divides memory and CPU threads.
+    """Assigns devices, and divides memory and CPU threads.
 
-    `cuda` is all cards, `auto` the same or, if there is none, the CPU: decoders take the first
-    cards and encoders the next ones, starting over when there are more processes than cards. With
-    a device that is named all processes of that kind run there. Without encoders, decoders get
-    whole cards. `ranks`: cards of each decoder.
+    `cuda` stands for all cards, and `auto` for all cards or, without any, the CPU. Decoders take
+    the first cards and encoders the next cards, starting over if there are more processes than
+    cards. If a device is named, all processes of the kind run on it. Without encoders, decoders get
+    whole cards.
+
+    Args:
+        encoder_device, decoder_device: device of the kind: `auto`, `cpu`, `cuda` or `cuda:N`.
+        encoders, decoders: number of processes of the kind.
+        gpus: number of visible cards.
+        cpus: number of CPU cores.
+        card_share: share of a card's memory that all its processes together may use.
+        ranks: number of cards of each decoder.
 
     Returns:
         The placements of the encoders and of the decoders.
@@ -157,14 +173,14 @@ def place(
 
 
 def encoder_share(card_share: float = CARD_SHARE) -> float:
-    """Of a card's memory, what an encoder gets beside a decoder; both together: `card_share`."""
+    """Share of a card's memory for an encoder beside a decoder; together they get `card_share`."""
     return min(_ENCODER_SHARE_BESIDE_DECODER, card_share / 2)
 
 
 def _spread(
     device: str, count: int, *, first: int, gpus: int, ranks: int = 1
 ) -> list[Sequence[str]]:
-    """The devices of each process."""
+    """The devices of each of `count` processes."""
     if device not in ("auto", "cuda"):
         return [_neighbours(device, ranks)] * count
     if not gpus:
@@ -181,11 +197,22 @@ def _neighbours(device: str, ranks: int) -> Sequence[str]:
 
 
 def _share(
-    mine: Sequence[Sequence[str]], others: Sequence[Sequence[str]], whole: float, beside: float,
+    mine: Sequence[Sequence[str]],
+    others: Sequence[Sequence[str]],
+    whole: float,
+    beside: float,
     cpus: int,
-) -> list[Placement]:  # fmt: skip
-    """Equal shares for the processes of one kind; of `whole` if the other kind is absent. A share
-    is that of the fullest card, since all ranks hold the same.
+) -> list[Placement]:
+    """Gives equal shares of their cards to the processes of one kind.
+
+    A process with several cards has the share of its fullest card, because all ranks hold the same.
+
+    Args:
+        mine: devices of each process of this kind.
+        others: devices of each process of the other kind.
+        whole: share of a card that has no process of the other kind.
+        beside: share of a card that also has processes of the other kind.
+        cpus: number of CPU cores.
     """
     counts = Counter(device for devices in mine for device in devices)
     taken = Counter(device for devices in others for device in devices)

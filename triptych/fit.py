@@ -1,8 +1,9 @@
-"""Whether a model fits a card, and what would: arithmetic on sizes, before a process starts.
+"""Computes whether a model fits a card before any process starts, and suggests what would fit.
 
-The decoder measures its largest step and gives the KV cache what is left; here its lower bounds are
-known: weights, recurrent states, the cache of one request. What exceeds them cannot start, and is
-refused with what would fit. `checks` calls it, and `layout` divides cards by the same sizes.
+A decoder measures its largest step when it starts and gives the remaining memory to the KV cache.
+Here only lower bounds are known: weights, recurrent states and the KV cache of one request. A
+decoder whose lower bound exceeds the memory cannot start, and `checks` refuses it with a
+suggestion. `layout` divides cards by the same sizes.
 """
 
 from dataclasses import dataclass, replace
@@ -10,23 +11,23 @@ from dataclasses import dataclass, replace
 from services.common.model_spec import ModelSpec, TextSpec, TowerSpec
 
 GIB = 1 << 30
-BLOCK_TOKENS = 16  # of the KV cache
-# CUDA's context, libraries, kernels, graph nodes; engine/kv_cache.py reserves the same.
+BLOCK_TOKENS = 16  # tokens of a block of the KV cache
+# CUDA's context, libraries, kernels and graph nodes. The decoder's kv_cache.py reserves the same.
 RESERVED_BYTES = 5 << 28
-_STEP_TOKENS = 8192  # of the longest step on a GPU
-_LAYER_VALUES = 6  # hidden states that live at once in a layer, per token
-_SAMPLER_COPIES = 3  # of the logits, float32
+_STEP_TOKENS = 8192  # tokens of the longest step on a GPU
+_LAYER_VALUES = 6  # hidden states per token that are alive at the same time in a layer
+_SAMPLER_COPIES = 3  # float32 copies of the logits in the sampler
 
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What a decoder needs of a card's memory, in bytes.
+    """Memory that a decoder needs of a card, in bytes.
 
     Attributes:
-        weights: in the served precision.
-        states: of running sequences with linear attention.
-        token: of the KV cache.
-        step: of the largest step, estimated.
+        weights: size of the weights in the served precision.
+        states: size of the recurrent states of running sequences with linear attention.
+        token: size of a token's keys and values in the KV cache.
+        step: estimated memory of the largest step.
     """
 
     weights: int
@@ -35,7 +36,7 @@ class Need:
     step: int
 
     def of_rank(self, ranks: int, num_kv_heads: int) -> "Need":
-        """Of one of several ranks, about: embeddings are whole on each."""
+        """Approximate need of one of several ranks. Each rank in fact has whole embeddings."""
         return replace(
             self,
             weights=self.weights // ranks,
@@ -44,11 +45,11 @@ class Need:
         )
 
     def least(self, tokens: int) -> int:
-        """Without which it cannot start: a request of so many tokens, but no estimate."""
+        """Least memory to start with, for one request of `tokens` tokens and without the step."""
         return self.weights + self.states + RESERVED_BYTES + (tokens + BLOCK_TOKENS) * self.token
 
     def tokens_in(self, num_bytes: float) -> int:
-        """Tokens of KV cache in so much memory, about; 0: none."""
+        """Approximate number of tokens of the KV cache if the decoder has `num_bytes` bytes."""
         left = num_bytes - self.weights - self.states - RESERVED_BYTES - self.step
         return max(0, int(left // self.token) // BLOCK_TOKENS * BLOCK_TOKENS)
 
@@ -56,10 +57,14 @@ class Need:
 def decoder_need(
     text: TextSpec, weights: int, itemsize: int, max_num_seqs: int, *, fp8_cache: bool = False
 ) -> Need:
-    """Of a language model.
+    """Computes the memory that a decoder needs.
 
     Args:
-        fp8_cache: keys and values have one byte.
+        text: spec of the language model.
+        weights: size of the weights in bytes.
+        itemsize: bytes of a value of the served data type.
+        max_num_seqs: largest number of running sequences.
+        fp8_cache: True if keys and values are stored in one byte each.
     """
     token = 2 * text.num_kv_heads * text.head_dim * len(text.attention_layers)
     token *= 1 if fp8_cache else itemsize
@@ -77,8 +82,11 @@ def decoder_need(
 
 
 def text_parameters(text: TextSpec) -> tuple[int, int]:
-    """Parameters of the language model: of its linear layers, and of all else (embeddings, head,
-    norms), which no format quantizes.
+    """Numbers of parameters of the language model.
+
+    Returns:
+        Parameters of the linear layers, and other parameters (embeddings, head, norms), which no
+        format quantizes.
     """
     hidden, head = text.hidden_size, text.head_dim
     queries = text.num_heads * head * (2 if text.output_gate else 1)
@@ -103,7 +111,7 @@ def text_parameters(text: TextSpec) -> tuple[int, int]:
 
 
 def tower_parameters(tower: TowerSpec) -> int:
-    """Parameters of a vision tower, about: without biases, norms and positions."""
+    """Approximate number of parameters of a vision tower, without biases, norms and positions."""
     hidden = tower.hidden_size
     block = 4 * hidden * hidden + 2 * hidden * tower.intermediate_size
     merged = hidden * tower.spatial_merge_size**2
@@ -113,7 +121,7 @@ def tower_parameters(tower: TowerSpec) -> int:
 
 
 def dummy_bytes(spec: ModelSpec, itemsize: int) -> tuple[int, int]:
-    """Bytes of random weights: of the language model, and of the tower."""
+    """Bytes of random weights of the language model and of the vision tower."""
     linear, other = text_parameters(spec.text)
     quantization = spec.checkpoint.quantization
     bits = 8 * itemsize if quantization is None else quantization.bits
@@ -122,22 +130,30 @@ def dummy_bytes(spec: ModelSpec, itemsize: int) -> tuple[int, int]:
 
 
 def gib(num_bytes: float) -> str:
-    """A size for people."""
+    """Formats a size for people."""
     return f"{num_bytes / GIB:.1f} GiB" if num_bytes >= GIB else f"{num_bytes / (1 << 20):.0f} MiB"
 
 
 def what_fits(
-    need: Need, have: float, wanted: int | None, *, itemsize: int, quantized: bool,
-    share: float, fp8_cache: bool = False,
-) -> str:  # fmt: skip
-    """Advice where `need` exceeds the memory.
+    need: Need,
+    have: float,
+    wanted: int | None,
+    *,
+    itemsize: int,
+    quantized: bool,
+    share: float,
+    fp8_cache: bool = False,
+) -> str:
+    """Suggests what would fit if `need` exceeds the memory.
 
     Args:
-        have: bytes that it may use.
-        wanted: tokens that were asked for; None: none in particular.
-        quantized: the checkpoint is, so that another format saves nothing.
-        share: of a card's memory that it may use.
-        fp8_cache: keys and values have one byte already.
+        need: memory that the decoder needs.
+        have: bytes that the decoder may use.
+        wanted: number of tokens that the user asked for. None if the user did not set a number.
+        itemsize: bytes of a value of the served data type.
+        quantized: True if the checkpoint is quantized already.
+        share: share of a card's memory that the decoder may use.
+        fp8_cache: True if keys and values are stored in one byte already.
     """
     if (tokens := need.tokens_in(have)) > 0 and (wanted or 0) > tokens:
         narrow = replace(need, token=need.token // itemsize)
@@ -147,16 +163,18 @@ def what_fits(
     if itemsize == 4:
         half = Need(need.weights // 2, need.states, need.token // 2, need.step // 2)
         if tokens := half.tokens_in(have):
-            advice.append(f"--dtype bfloat16, with room for {tokens:,} tokens")
+            advice.append(f"--dtype bfloat16, with a KV cache of {tokens:,} tokens")
     if not quantized and itemsize < 4:
         eighth = Need(int(need.weights * 0.53), need.states, need.token, need.step)
         if tokens := eighth.tokens_in(have):
             about = f"about {gib(eighth.weights)}"
-            advice.append(f"its FP8 checkpoint ({about}), with room for {tokens:,} tokens")
+            advice.append(f"its FP8 checkpoint ({about}), with a KV cache of {tokens:,} tokens")
     if need.states:
         fewer = Need(need.weights, need.states // 8, need.token, need.step)
         if tokens := fewer.tokens_in(have):
-            advice.append(f"an eighth of the sequences (--max-num-seqs), for {tokens:,} tokens")
+            advice.append(
+                f"an eighth of the sequences (--max-num-seqs), with a KV cache of {tokens:,} tokens"
+            )
     if advice:
         return "what fits: " + "; or ".join(advice)
     card = gib((need.least(wanted or 0) + need.step) / share)

@@ -1,4 +1,4 @@
-"""A checkpoint by its name on the Hugging Face hub: from the cache, or downloaded.
+"""Finds a checkpoint by its name on the Hugging Face hub, in the cache or by download.
 
 `huggingface_hub` reads HF_HOME, HF_TOKEN, HF_HUB_OFFLINE and HF_ENDPOINT.
 """
@@ -11,15 +11,17 @@ from triptych.stack import StackError
 
 _NAME = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
 _FILES = ["*.json", "*.safetensors", "*.jinja"]
-# Other formats and copies: in folders, and Mistral's own beside the files that are read.
+# Copies of the weights in other formats: in subfolders, and Mistral's files beside the others.
 _IGNORED = ["*/*", "consolidated*.safetensors"]
 
 
 def resolve_model(model: Path, revision: str | None = None) -> tuple[Path, str | None]:
-    """The directory of a checkpoint, and the hub's name of it; None: it is a local one.
+    """Returns the directory of a checkpoint and its name on the hub.
+
+    The name is None if `model` is a local directory.
 
     Raises:
-        StackError: the hub's answer, in a line.
+        StackError: the model cannot be downloaded. The message has the reason in one line.
     """
     name = str(model)
     if os.path.exists(model) or not _NAME.fullmatch(name):
@@ -35,27 +37,33 @@ def resolve_model(model: Path, revision: str | None = None) -> tuple[Path, str |
         RevisionNotFoundError,
     )
 
-    where = f"{name} is no directory, and from the hub it"
+    where = f"{name} is not a directory, and the model on the Hugging Face hub"
     try:
         found = snapshot_download(
             name, revision=revision, allow_patterns=_FILES, ignore_patterns=_IGNORED
         )
     except GatedRepoError:
-        cause = "needs a licence to be accepted there and a token (HF_TOKEN)"
+        cause = "requires that you accept its licence there and set a token (HF_TOKEN)"
     except RepositoryNotFoundError:
-        cause = "is refused: there is no such model, or the token (HF_TOKEN) may not read it"
+        cause = "is refused: it does not exist, or the token (HF_TOKEN) may not read it"
     except RevisionNotFoundError:
         cause = f"has no revision {revision}"
     except LocalEntryNotFoundError:
-        cause = "cannot be had: it is not in the cache, and the hub is off (HF_HUB_OFFLINE) or away"
+        cause = (
+            "cannot be downloaded: it is not in the cache, and the hub is disabled "
+            "(HF_HUB_OFFLINE) or unreachable"
+        )
     except HfHubHTTPError as error:
         status = error.response.status_code
         refused = "the token (HF_TOKEN) is refused" if status in (401, 403) else "try again"
-        cause = f"cannot be had: status {status}, {refused}"
+        cause = f"cannot be downloaded: status {status}, {refused}"
     except OSError as error:
-        cause = f"cannot be had: {error}"
-    except Exception as error:  # a transport's; files that are whole are kept
-        cause = f"did not arrive whole ({type(error).__name__}); try again: whole files are kept"
+        cause = f"cannot be downloaded: {error}"
+    except Exception as error:  # raised by the HTTP library
+        cause = (
+            f"was not downloaded completely ({type(error).__name__}): try again, complete files "
+            "are not downloaded again"
+        )
     else:
         return Path(found), name
     raise StackError(f"{where} {cause}", 2)

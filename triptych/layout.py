@@ -1,12 +1,13 @@
-"""Which cards encode and which decode: both stages on each card, or cards of their own.
+"""Chooses which cards encode and which decode: shared by both stages, or dedicated to one stage.
 
-Both stages on each card use whatever is there, whatever the requests are. Cards of their own keep
-encoding out of the decoders' steps, but idle where their share of the cards is not that of the
-work. So encoders get cards of their own only where `share of encoding x cards` is nearly a whole
-number (ADR 0064).
+Shared cards are always fully used, whatever the mixture of requests. Dedicated cards keep encoding
+from slowing down the decoders' steps, but some cards idle if a stage's share of the cards differs
+from its share of the work. Encoders therefore get dedicated cards only if
+`share of encoding x cards` is nearly a whole number (ADR 0064).
 
-The share follows from sizes and from rates that were measured, before a process starts: the layout
-decides which processes there are, and a warm-up that both stages do on one card times neither.
+The share is computed from the model's sizes and from measured rates before any process starts,
+because the layout determines the processes. It cannot be measured during the warm-up, in which both
+stages may run on the same card.
 """
 
 import re
@@ -17,20 +18,28 @@ from services.common.model_spec import ModelSpec, TextSpec, TowerSpec
 from triptych.fit import decoder_need, text_parameters
 from triptych.stack import StackError
 
-# FLOP/s of vision towers and of prompts, bytes/s of decode steps: what the 8B reaches on one H100
-# (benchmarks/LOG.md: 80 images of 1024² and 43.8 prompts of 1,008 tokens a second, 59 with FP8
-# weights; 9.62 ms for a step of 64 rows). On other cards the three are in similar proportions.
+# FLOP/s of the vision tower and of prefill (also with FP8 weights), and bytes/s of decode steps of
+# the 8B model on one H100 (benchmarks/LOG.md: 80 images of 1024² per second; 43.8 prompts of 1,008
+# tokens per second, or 59 with FP8 weights; 9.62 ms for a step of 64 rows). On other cards the
+# rates have similar proportions.
 _TOWER_FLOPS, _PROMPT_FLOPS, _FP8_FLOPS, _DECODE_BYTES = 465e12, 620e12, 840e12, 2.6e12
-_ROWS = 64  # that decode together
+_ROWS = 64  # rows of a decode step
 _ITEM_BYTES = 2
-# What cards of their own must at least serve of what both stages on each serve.
+# Least capacity of dedicated cards, relative to shared cards, for `auto` to choose them.
 _LEAST = 0.95
 _SPLIT = re.compile(r"split:([1-9]\d?)\+([1-9]\d?)")
 
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A kind of request: square images of so many pixels a side, text and answer in tokens."""
+    """A kind of request.
+
+    Attributes:
+        images: number of images.
+        edge: pixels per side of the images, which are square.
+        text: tokens of text in the prompt.
+        answer: tokens of the answer.
+    """
 
     images: int
     edge: int
@@ -38,13 +47,18 @@ class Ask:
     answer: int
 
 
-# Half of the requests each: two of the open loops that layouts were measured with.
+# Two kinds of requests in equal numbers, from the benchmarks that measured layouts.
 MIXTURE = (Ask(1, 1024, 34, 64), Ask(4, 640, 76, 150))
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Cards of encoders alone (0: both stages are on each card), and of decoders."""
+    """A division of the cards between encoders and decoders.
+
+    Attributes:
+        encoder_cards: number of cards that only encode. 0 if each card has both stages.
+        decoder_cards: number of the remaining cards.
+    """
 
     encoder_cards: int
     decoder_cards: int
@@ -54,11 +68,11 @@ class Layout:
         return self.encoder_cards + self.decoder_cards
 
     def __str__(self) -> str:
-        """As `--layout` takes it."""
+        """The value of `--layout` that selects this layout."""
         return f"split:{self.encoder_cards}+{self.decoder_cards}" if self.encoder_cards else "both"
 
     def capacity(self, share: float) -> float:
-        """What it serves of what both stages on each card do; `share`: of encoding in all work."""
+        """Throughput relative to shared cards, for a share of encoding in all work."""
         if not self.encoder_cards:
             return 1.0
         of_encoders = self.encoder_cards / (self.cards * share)
@@ -66,20 +80,25 @@ class Layout:
 
 
 def read_layout(text: str, cards: int, ranks: int = 1) -> Layout | None:
-    """The layout that `--layout` names, on so many cards; None: `auto`.
+    """Parses the value of `--layout`. Returns None for `auto`.
 
     Args:
-        text: `auto`, `both` or `split:E+D`, of E cards of encoders and D of decoders.
-        ranks: cards of each decoder.
+        text: `auto`, `both`, or `split:E+D` with E cards of encoders and D cards of decoders.
+        cards: number of visible cards.
+        ranks: number of cards of each decoder.
 
     Raises:
-        StackError: it has another form, or does not fit the cards; says what can be done.
+        StackError: the value is invalid or does not fit the cards. The message lists layouts that
+            fit.
     """
     if text == "auto":
         return None
     split = _SPLIT.fullmatch(text)
     if text != "both" and split is None:
-        raise StackError(f"--layout {text} is none of auto, both and split:E+D (cards of each)", 2)
+        raise StackError(
+            f"--layout {text} is not auto, both or split:E+D (E cards of encoders, D of decoders)",
+            2,
+        )
     wanted = Layout(int(split[1]), int(split[2])) if split else Layout(0, cards)
     if wanted.cards != cards or wanted.decoder_cards % ranks or not cards:
         fitting = ", ".join(map(str, layouts(cards, ranks)))
@@ -90,7 +109,7 @@ def read_layout(text: str, cards: int, ranks: int = 1) -> Layout | None:
 
 
 def layouts(cards: int, ranks: int = 1) -> Sequence[Layout]:
-    """All that use every card; `ranks`: cards of each decoder."""
+    """All layouts that use every card, if each decoder has `ranks` cards."""
     return [
         Layout(encoders, cards - encoders)
         for encoders in range(cards)
@@ -99,30 +118,31 @@ def layouts(cards: int, ranks: int = 1) -> Sequence[Layout]:
 
 
 def choose(share: float, cards: int, ranks: int = 1, *, beside: bool = True) -> tuple[Layout, str]:
-    """The layout for a share of encoding, and why, as a line for people.
+    """Chooses a layout, and returns it with a message that gives the reason.
 
     Args:
-        cards: at least as many as `ranks`.
-        ranks: cards of each decoder.
-        beside: a decoder fits a card beside an encoder.
+        share: share of encoding in all work.
+        cards: number of cards, at least `ranks`.
+        ranks: number of cards of each decoder.
+        beside: True if a decoder fits a card beside an encoder.
     """
     found = layouts(cards, ranks)
     work = f"encoding is about {share:.0%} of the work, {share * cards:.1f} of {_cards(cards)}"
     splits = [layout for layout in found if layout.encoder_cards]
     if not splits:
-        return found[0], f"layout {found[0]}: {work}; none is left for encoders alone"
-    # Of equal ones more decoders: they hold the KV cache.
+        return found[0], f"layout {found[0]}: {work}; no card is left for encoders alone"
+    # `max` returns the first of equal layouts, with the most decoders, which have the KV cache.
     best = max(splits, key=lambda layout: layout.capacity(share))
     if not beside:
-        return best, f"layout {best}: a decoder has no room beside an encoder; {work}"
+        return best, f"layout {best}: a decoder does not fit a card beside an encoder; {work}"
     if found[0].encoder_cards or best.capacity(share) >= _LEAST:
         return best, f"layout {best}: {work}"
-    serves = f"{best} would serve {best.capacity(share):.0%} of the most"
+    serves = f"{best} would have {best.capacity(share):.0%} of this layout's throughput"
     return found[0], f"layout {found[0]}: {work}; {serves}"
 
 
 def share_of_encoding(spec: ModelSpec, mixture: Sequence[Ask] = MIXTURE) -> float:
-    """The vision tower's share of a card's time for a mixture of requests; 0 without a tower."""
+    """The vision tower's share of GPU time for a mixture of requests. 0 without a tower."""
     if spec.vision is None:
         return 0.0
     tower, text, quantization = spec.vision.tower, spec.text, spec.checkpoint.quantization
@@ -140,7 +160,7 @@ def share_of_encoding(spec: ModelSpec, mixture: Sequence[Ask] = MIXTURE) -> floa
 
 
 def encode_flops(tower: TowerSpec, edge: int) -> float:
-    """Of one square image: patches' embedding, blocks, mergers."""
+    """FLOPs of encoding a square image: patch embedding, blocks and mergers."""
     hidden = tower.hidden_size
     patches = (edge // tower.patch_size) ** 2
     pixels = tower.in_channels * tower.temporal_patch_size * tower.patch_size**2
@@ -156,20 +176,20 @@ def encode_flops(tower: TowerSpec, edge: int) -> float:
 
 
 def prompt_flops(text: TextSpec, tokens: int) -> float:
-    """Of a prompt: linear layers, and causal attention."""
+    """FLOPs of a prompt: linear layers and causal attention."""
     attention = 2 * tokens**2 * text.num_heads * text.head_dim * len(text.attention_layers)
     return 2.0 * tokens * _active_parameters(text) + attention
 
 
 def decode_bytes(text: TextSpec, context: int, bits: int) -> float:
-    """That are read for a token of an answer, `_ROWS` of which share the weights."""
+    """Bytes that are read per generated token, if `_ROWS` rows share the reading of the weights."""
     linear, _ = text_parameters(text)
     weights = linear * bits / 8 + text.vocab_size * text.hidden_size * _ITEM_BYTES
     return weights / _ROWS + context * decoder_need(text, 0, _ITEM_BYTES, 1).token
 
 
 def _active_parameters(text: TextSpec) -> float:
-    """Of the linear layers that a token meets."""
+    """Number of parameters of the linear layers that a token activates."""
     linear, _ = text_parameters(text)
     if text.moe is None:
         return linear

@@ -1,5 +1,6 @@
-"""What `triptych serve` is asked for, and where the package's own files lie. Nothing is imported
-but the standard library: the command line reads its defaults here.
+"""The options of `triptych serve` and their defaults.
+
+The command line reads the defaults, so this module imports only the standard library.
 """
 
 import re
@@ -12,27 +13,29 @@ DEMONSTRATION_MODEL = ROOT / "demo" / "model"
 LOOPBACK = "127.0.0.1"
 DEFAULT_PORT = 8000
 DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?", re.ASCII)
-CARD_SHARE = 0.90  # of a card's memory; the rest is for CUDA contexts and the desktop
+# Default share of a card's memory. The rest is for CUDA contexts and the desktop.
+CARD_SHARE = 0.90
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeOptions:
     """The options of `triptych serve`, as its help describes them.
 
-    None: not given. Then the services' variable of that meaning applies if it is exported, and
-    else the default that the help names.
+    An option is None if the user has not set it. The corresponding variable of the services then
+    applies if it is exported, or else the default in the help text.
 
     Attributes:
-        model: a directory, or the name of a model of the hub until that is resolved.
-        layout: of cards, as `layout.read_layout` takes it.
-        encoders: None: by the layout, or none for a model that takes text alone.
-        decoders: None: by the layout.
-        tensor_parallel: cards of each decoder.
-        grpc: between the services: `unix` or `tcp`.
-        served_name: `model` of requests; None: the hub's name, else the directory's.
-        hub_name: of a model that came from the hub.
-        memory_share: of each card.
-        log_level: the least that is shown of the services' logs.
+        model: directory of the checkpoint, or the model's name on the hub until it is downloaded.
+        layout: value of `--layout`, see `layout.read_layout`.
+        encoders: number of encoders. None if the layout decides.
+        decoders: number of decoders. None if the layout decides.
+        tensor_parallel: number of cards of each decoder.
+        grpc: connections between the services: `unix` or `tcp`.
+        served_name: name of the model in requests. Defaults to its name on the hub, or else to the
+            name of the directory.
+        hub_name: name of the model on the hub. None if the model is a directory.
+        memory_share: share of each card's memory to use.
+        log_level: lowest level of the services' records that is shown.
     """
 
     model: Path = DEMONSTRATION_MODEL

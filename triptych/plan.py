@@ -1,10 +1,10 @@
-"""What `triptych serve` runs: the options resolved into processes and their environments.
+"""Resolves the options of `triptych serve` into processes and their environments.
 
 Nothing is started here, so tests can check every variable against the services' settings. `serve`
-and `demo` hand the plan to `stack`. What cannot be served is a `StackError`.
+and `demo` pass the plan to `stack`. Options that cannot be served raise `StackError`.
 
-A variable of the services that the user exported reaches them. Where it gives way, to an option or
-to what only the plan can know (addresses, sockets), the plan has a note that says so.
+A service's variable that the user has exported reaches the service, unless an option or the plan
+(addresses, sockets) overrides it. The plan then has a note about the overridden variable.
 """
 
 import contextlib
@@ -27,27 +27,37 @@ from triptych.ports import Ports
 from triptych.probes import gateway_ready, grpc_ready
 from triptych.stack import ChildSpec, StackError
 
-RedisUrls = Mapping[str, str]  # service → how it logs in to Redis; empty: it does without
+# URL of Redis, with credentials, by kind of service. Empty if the service uses no Redis.
+RedisUrls = Mapping[str, str]
 GRPC_SERVICES = {"encoder": "triptych.v1.Encoder", "decoder": "triptych.v1.Decoder"}
-# A gateway uses one core at most; encoders need the others to decode JPEGs. See benchmarks/LOG.md.
+# A gateway uses at most one core. Encoders need the others to decode JPEGs (benchmarks/LOG.md).
 _CORES_PER_GATEWAY = 4
 _MAX_GATEWAYS = 4
-# Running requests may continue this long after a signal, if no variable says otherwise.
+# Default time in seconds for which running requests may continue after a signal.
 _GRACE_S = 2.5
 _PREFIXES = ("GATEWAY_", "ENCODER_", "DECODER_")
-_WILDCARDS = {"0.0.0.0": LOOPBACK, "": LOOPBACK, "::": "::1"}  # what reaches each: :: has no IPv4
-# The option that decides a variable; the other variables that give way are the plan's alone.
+# Address at which a client reaches a wildcard address. A socket on `::` does not accept IPv4 here.
+_WILDCARDS = {"0.0.0.0": LOOPBACK, "": LOOPBACK, "::": "::1"}
+# Option that overrides a variable. Other overridden variables are chosen by the plan itself.
 _OPTIONS = {
-    "SERVED_MODEL_NAME": "--served-model-name", "API_KEYS": "--api-key", "DTYPE": "--dtype",
-    "LOAD_FORMAT": "--load-format", "QUANTIZATION": "--quantization",
-    "MAX_MODEL_LEN": "--max-model-len", "TENSOR_PARALLEL": "--tensor-parallel",
+    "SERVED_MODEL_NAME": "--served-model-name",
+    "API_KEYS": "--api-key",
+    "DTYPE": "--dtype",
+    "LOAD_FORMAT": "--load-format",
+    "QUANTIZATION": "--quantization",
+    "MAX_MODEL_LEN": "--max-model-len",
+    "TENSOR_PARALLEL": "--tensor-parallel",
     "KV_CACHE_DTYPE": "--kv-cache-dtype",
-    "MAX_NUM_SEQUENCES": "--max-num-seqs", "DEVICE": "--device", "HOST": "--host",
-    "PORT": "--port", "REDIS_URL": "--redis-url", "MODEL": "the model that is served",
-}  # fmt: skip
+    "MAX_NUM_SEQUENCES": "--max-num-seqs",
+    "DEVICE": "--device",
+    "HOST": "--host",
+    "PORT": "--port",
+    "REDIS_URL": "--redis-url",
+    "MODEL": "the model that is served",
+}
 
 
-# Not what lies in the directory that `serve` is called in, nor another `services` of the path.
+# Child processes import neither from the current directory nor from another `services` package.
 _OWN_PACKAGES = {
     "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
     "PYTHONSAFEPATH": "1",
@@ -56,11 +66,12 @@ _OWN_PACKAGES = {
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """How services on one machine reach each other, and nobody else does: one of both.
+    """Private connections between the services on one machine. One of both attributes is set.
 
     Attributes:
-        sockets: a private directory for Unix sockets.
-        token_file: for TCP on loopback, which every user of the machine reaches.
+        sockets: private directory for Unix sockets. None if TCP on loopback is used.
+        token_file: file with a token that services show each other over TCP, because every user of
+            the machine can connect to loopback. None if Unix sockets are used.
     """
 
     sockets: Path | None = None
@@ -69,19 +80,22 @@ class Links:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The services of a stack.
+    """The processes of a stack.
 
     Attributes:
-        url: of the HTTP API, for a client on this machine.
-        model_name: the `model` of requests.
-        metrics_urls: Prometheus endpoint of each child that has one, by its name.
-        metrics_host: where `serve` has one for all of them.
-        metrics_port: of that.
-        log_levels: the least level that is shown of each child's log, by its name.
-        grace_s: how long running requests may continue after a signal.
-        notes: exported variables that give way, as lines for people.
-        ports: no other stack chooses them while this is kept.
-        layout: which one `auto` chose, and why, as a line for people; empty: there was no choice.
+        url: URL of the HTTP API for a client on this machine.
+        model_name: name of the model in requests.
+        children: processes to run.
+        metrics_urls: Prometheus endpoints of the children, by child name.
+        metrics_host: address of the Prometheus endpoint for all processes.
+        metrics_port: port of the Prometheus endpoint for all processes.
+        log_levels: lowest level that is shown of each child's log, by child name.
+        encoders, decoders: placements of the engines.
+        grace_s: seconds for which running requests may continue after a signal.
+        notes: messages about exported variables that are overridden.
+        ports: reservation of the ports against other stacks, as long as the object exists.
+        layout: message about the layout that `auto` chose, with the reason. Empty if there was no
+            choice.
     """
 
     url: str
@@ -100,16 +114,20 @@ class Plan:
 
     @property
     def metrics_url(self) -> str:
-        """Of all processes, for a client on this machine."""
+        """URL of the metrics of all processes, for a client on this machine."""
         host = _WILDCARDS.get(self.metrics_host, self.metrics_host)
         return f"http://{_bracketed(host)}:{self.metrics_port}/metrics"
 
 
 def read_model(directory: Path, quantization: str = "") -> ModelSpec:
-    """The spec of a checkpoint directory; `quantization`: see `quantized_at_load`.
+    """Reads the spec of a checkpoint directory.
+
+    Args:
+        directory: the checkpoint.
+        quantization: see `quantized_at_load`.
 
     Raises:
-        StackError: there is no model, or it cannot be served.
+        StackError: the directory has no model, or the model cannot be served.
     """
     try:
         return quantized_at_load(read_spec(directory), quantization)
@@ -118,10 +136,10 @@ def read_model(directory: Path, quantization: str = "") -> ModelSpec:
 
 
 def devices_of(options: ServeOptions, environment: Mapping[str, str]) -> tuple[str, str]:
-    """What is asked for: of the encoders, and of the decoders.
+    """Requested devices of the encoders and of the decoders.
 
     Raises:
-        StackError: a variable names no device.
+        StackError: a variable is not the name of a device.
     """
     return (
         options.encoder_device or _given(options, environment, "ENCODER_DEVICE"),
@@ -133,7 +151,7 @@ def _given(options: ServeOptions, environment: Mapping[str, str], name: str) -> 
     if options.device != "auto":
         return options.device
     if not DEVICE.fullmatch(given := environment.get(name, "auto")):
-        raise StackError(f"{name}: {given!r} is none of auto, cpu, cuda and cuda:N", 2)
+        raise StackError(f"{name}: {given!r} is not auto, cpu, cuda or cuda:N", 2)
     return given
 
 
@@ -147,17 +165,17 @@ def plan_stack(
     *,
     fits_beside: bool = True,
 ) -> Plan:
-    """The processes that serve `options`.
+    """Plans the processes that serve `options`.
 
     Args:
-        redis: None: the encoders cache in memory only.
-        environment: variables of the services, and which GPUs may be used.
-        cpus: divided among the processes.
-        links: between the services.
-        fits_beside: a decoder fits a card beside an encoder.
+        redis: URLs of Redis. None if embeddings are cached in memory only.
+        environment: variables of the services and of CUDA.
+        cpus: number of CPU cores, which are divided among the processes.
+        links: connections between the services.
+        fits_beside: True if a decoder fits a card beside an encoder.
 
     Raises:
-        StackError: the model cannot be served, or not with these options, or the port is taken.
+        StackError: the model cannot be served with these options, or the port is in use.
     """
     host = options.host or environment.get("GATEWAY_HOST") or LOOPBACK
     wanted = _port(options, environment)
@@ -211,22 +229,26 @@ def _port(options: ServeOptions, environment: Mapping[str, str]) -> int:
         return options.port
     given = environment.get("GATEWAY_PORT", str(DEFAULT_PORT))
     if not given.isdecimal() or int(given) > 65535:
-        raise StackError(f"GATEWAY_PORT: {given!r} is no port (0 to 65535)", 2)
+        raise StackError(f"GATEWAY_PORT: {given!r} is not a port (0 to 65535)", 2)
     return int(given)
 
 
 def _check_keys(
     options: ServeOptions, environment: Mapping[str, str], host: str, port: int
 ) -> None:
-    """As the gateway, which asks for keys where other machines reach it."""
+    """Raises StackError if other machines could send requests and there is no API key.
+
+    The gateway checks the same when it starts.
+    """
     if options.api_key or environment.get("GATEWAY_API_KEYS"):
         return
     with contextlib.suppress(ValueError):
         if host == "localhost" or ip_address(host).is_loopback:
             return
     raise StackError(
-        f"without an API key, everybody who reaches {host}:{port} would be served: give --api-key "
-        "KEY, or export GATEWAY_API_KEYS=file:PATH (`triptych key` makes keys) or none",
+        f"without an API key, anyone who can connect to {host}:{port} could use the model: give "
+        "--api-key KEY, or export GATEWAY_API_KEYS=file:PATH (`triptych key` makes keys), or "
+        "GATEWAY_API_KEYS=none to allow this",
         2,
     )
 
@@ -240,17 +262,23 @@ def _model_name(options: ServeOptions, environment: Mapping[str, str]) -> str:
 
 
 def _places(
-    options: ServeOptions, spec: ModelSpec, environment: Mapping[str, str], cpus: int,
+    options: ServeOptions,
+    spec: ModelSpec,
+    environment: Mapping[str, str],
+    cpus: int,
     fits_beside: bool,
-) -> tuple[list[Placement], list[Placement], str]:  # fmt: skip
-    """Of the encoders and of the decoders, and why so.
+) -> tuple[list[Placement], list[Placement], str]:
+    """Places the encoders and the decoders.
+
+    Returns:
+        Placements of the encoders and of the decoders, and a message about the chosen layout.
 
     Raises:
-        StackError: the model or the cards do not allow what is asked for.
+        StackError: the options do not fit the model or the cards.
     """
     if spec.vision is None and (options.encoders or options.encoder_device):
         raise StackError(
-            f"no encoder can be started: the model at {options.model} takes no images", 2
+            f"no encoder can be started: the model at {options.model} is a text model", 2
         )
     devices, images = devices_of(options, environment), spec.vision is not None
     gpus, ranks = count_gpus(environment), ranks_of(options, environment)
@@ -259,7 +287,7 @@ def _places(
         count = "1 card is" if left == 1 else f"{left} cards are"
         where = f" from {devices[1]} on" if first else ""
         raise StackError(f"--tensor-parallel {ranks}: only {count} visible{where}", 2)
-    # A text model has no encoder, so that its decoders' device alone decides.
+    # For a text model only the decoders' device counts, since there is no encoder.
     wanted = devices if images else devices[1:]
     spread = gpus if all(device in ("auto", "cuda") for device in wanted) else 0
     layout, line = _layout(options, spec, spread, ranks, fits_beside)
@@ -267,26 +295,35 @@ def _places(
         options.encoders, options.decoders, layout, images=images, gpus=spread, ranks=ranks
     )
     placed = place(
-        *devices, encoders=encoders, decoders=decoders, gpus=gpus, cpus=cpus,
-        card_share=options.memory_share, ranks=ranks,
-    )  # fmt: skip
+        *devices,
+        encoders=encoders,
+        decoders=decoders,
+        gpus=gpus,
+        cpus=cpus,
+        card_share=options.memory_share,
+        ranks=ranks,
+    )
     return *placed, line
 
 
 def _layout(
     options: ServeOptions, spec: ModelSpec, cards: int, ranks: int, fits_beside: bool
 ) -> tuple[Layout | None, str]:
-    """That is asked for or chosen, and a line about a choice.
+    """Returns the requested or chosen layout, and a message about the choice.
+
+    The layout is None if the numbers of processes are given, or without an encoder or cards.
 
     Raises:
-        StackError: what is asked for does not fit the cards.
+        StackError: the requested layout does not fit the cards or the other options.
     """
     if options.layout != "auto" and (options.encoders or options.decoders):
         raise StackError(
-            "--layout says how many encoders and decoders there are: leave them out", 2
+            "--layout sets the numbers of encoders and decoders: leave out --encoders and "
+            "--decoders",
+            2,
         )
     if options.layout != "auto" and spec.vision is None:
-        raise StackError("--layout is for models with images: a text model has no encoder", 2)
+        raise StackError("--layout needs a model with images: a text model has no encoder", 2)
     if (layout := read_layout(options.layout, cards, ranks)) is not None:
         return layout, ""
     if spec.vision is None or options.encoders or options.decoders or not layouts(cards, ranks):
@@ -296,13 +333,18 @@ def _layout(
 
 
 def ranks_of(options: ServeOptions, environment: Mapping[str, str]) -> int:
-    """Cards of each decoder; an exported number that is none is refused with all variables."""
+    """Number of cards of each decoder.
+
+    An exported variable that is not a number counts as 1 here. `_validate` refuses it later.
+    """
     exported = environment.get("DECODER_TENSOR_PARALLEL", "1")
     return options.tensor_parallel or (int(exported) if exported.isdecimal() else 1) or 1
 
 
 def _validate(services: "list[_Service]", environment: Mapping[str, str]) -> None:
-    """Each service's environment by its own settings, whose import takes a third of a second.
+    """Checks each service's environment with the service's settings class.
+
+    The import of these classes takes a third of a second.
 
     Raises:
         StackError: a variable is unknown or malformed.
@@ -322,13 +364,17 @@ def _validate(services: "list[_Service]", environment: Mapping[str, str]) -> Non
 
 @dataclass(frozen=True, slots=True)
 class _Service:
-    """One process.
+    """A process of a service.
 
     Attributes:
-        variables: settings fields, upper-cased, without the prefix, which the plan decides.
-        defaults: those that an exported variable replaces.
-        shared_port: on which several gateways listen.
-        num_threads: CPU threads for tensor work; 0: torch's own choice.
+        kind: `gateway`, `encoder` or `decoder`.
+        name: name of the process, such as `encoder-0`.
+        variables: settings that the plan decides, by upper-case field name without the prefix.
+        defaults: settings that an exported variable replaces, in the same form. After `resolved`,
+            the settings that the plan decides.
+        shared_port: port on which several gateways listen together. None if there is none.
+        num_threads: CPU threads for tensor operations. 0 if torch chooses.
+        ranks: number of cards of the engine.
     """
 
     kind: str
@@ -340,7 +386,7 @@ class _Service:
     ranks: int = 1
 
     def resolved(self, environment: Mapping[str, str]) -> "_Service":
-        """With the user's variables in the place of defaults."""
+        """Returns the process with the user's variables in place of its defaults."""
         found = {
             field: environment.get(f"{self.kind.upper()}_{field}", value)
             for field, value in self.defaults.items()
@@ -352,7 +398,7 @@ class _Service:
         return {f"{self.kind.upper()}_{field}": value for field, value in self.variables.items()}
 
     def notes(self, environment: Mapping[str, str]) -> Iterator[str]:
-        """What gives way, of a resolved service."""
+        """Yields messages about the exported variables that a resolved service overrides."""
         decided = set(self.defaults)
         if self.kind != "gateway":
             decided.add("HEALTH_PORT")
@@ -363,11 +409,11 @@ class _Service:
                 chosen = str(self.shared_port)
             if exported is None or exported == chosen:
                 continue
-            # `auto` and `cuda` leave the card to serve.
+            # A device of `auto` or `cuda` is not overridden: the plan chooses one of its cards.
             if field != "DEVICE" or exported not in ("auto", chosen.partition(":")[0]):
                 by = _OPTIONS.get(field)
                 name = f"{self.kind.upper()}_{field}"
-                yield f"{name} of the environment gives way to {by or 'what serve chooses'}"
+                yield f"{name} of the environment is overridden by {by or 'triptych serve'}"
 
     @property
     def placement(self) -> Placement:
@@ -410,20 +456,22 @@ def _engines(
     encoders: list[Placement],
     decoders: list[Placement],
 ) -> list[_Service]:
-    """The encoders, then the decoders."""
+    """Plans the encoders and then the decoders."""
     decided = {"MODEL": str(options.model.resolve()), **_token(links)}
     given = {"DTYPE": options.dtype, "LOAD_FORMAT": options.load_format}
     decided |= {field: value for field, value in given.items() if value is not None}
     defaults = {
         "SHUTDOWN_GRACE_S": f"{_GRACE_S:g}",
-        # What happens at the start is logged at INFO; what people see of it is the console's.
+        # The console needs the records about the progress of the start, which are logged at INFO.
         "LOG_LEVEL": "DEBUG" if options.log_level == "DEBUG" else "INFO",
     }
     limits = {
-        "MAX_MODEL_LEN": options.max_model_len, "MAX_NUM_SEQUENCES": options.max_num_seqs,
-        "QUANTIZATION": options.quantization, "TENSOR_PARALLEL": options.tensor_parallel,
+        "MAX_MODEL_LEN": options.max_model_len,
+        "MAX_NUM_SEQUENCES": options.max_num_seqs,
+        "QUANTIZATION": options.quantization,
+        "TENSOR_PARALLEL": options.tensor_parallel,
         "KV_CACHE_DTYPE": options.kv_cache_dtype,
-    }  # fmt: skip
+    }
     found: list[_Service] = []
     for kind, places in (("encoder", encoders), ("decoder", decoders)):
         for index, placement in enumerate(places):
@@ -438,7 +486,7 @@ def _engines(
                 **defaults,
                 "MEMORY_FRACTION": f"{placement.memory_fraction:g}",
             }
-            # An exported port can be that of one process.
+            # An exported port can only be used if there is one process of the kind.
             alone = len(places) == 1
             (own if alone else variables)["METRICS_PORT"] = str(ports.claim(LOOPBACK, 0))
             if kind == "decoder":
@@ -450,7 +498,7 @@ def _engines(
 
 
 def _listening(name: str, links: Links, ports: Ports) -> dict[str, str]:
-    """Where an engine's service listens."""
+    """Variables for the addresses on which an engine's front listens."""
     if links.sockets is not None:
         return {"ADDRESS": f"unix:{links.sockets / name}.sock"}
     return {
@@ -466,9 +514,12 @@ def _token(links: Links) -> dict[str, str]:
 def _gateways(
     options: ServeOptions, common: Mapping[str, str], port: int, cpus: int, ports: Ports
 ) -> list[_Service]:
-    """One gateway on the port, or several that share it and have a port of their own each."""
+    """Plans one gateway on the port, or several that share the port.
+
+    Each of several gateways also has a port of its own.
+    """
     count = options.gateways or max(1, min(_MAX_GATEWAYS, cpus // _CORES_PER_GATEWAY))
-    # One gateway counts tenants' limits by itself.
+    # A single gateway enforces tenants' limits without Redis.
     shared = {"REPLICAS": str(count)} if count > 1 else {}
     common = common if shared else {k: v for k, v in common.items() if k != "REDIS_URL"}
     level = "INFO" if options.access_log and options.log_level != "DEBUG" else options.log_level

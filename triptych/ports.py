@@ -1,4 +1,4 @@
-"""The ports of a stack, chosen before the processes that listen on them start."""
+"""Chooses the ports of a stack before the processes that listen on them start."""
 
 import contextlib
 import os
@@ -10,13 +10,13 @@ from triptych.stack import StackError
 
 
 class Ports:
-    """Finds free ports; keeps each bound until all are known, so that all differ.
+    """Finds free ports and keeps each bound until all are known, so that all differ.
 
-    Those that it chooses lie below the ones that the kernel gives to clients
-    (`ip_local_port_range`), since a child takes seconds to bind its own. Until this object is
-    gone, they are taken for the others of all processes: a name among Linux's abstract sockets,
-    which ends with its process, stands for each. The first is a random one, so that two stacks
-    that start at once seldom ask for the same.
+    Chosen ports are below `ip_local_port_range`, from which the kernel takes clients' ports, since
+    a child needs seconds until it binds its port. An abstract Unix socket per chosen port reserves
+    the port against other stacks on the machine, until this object is deleted or its process ends.
+    The search starts at a random port, so that two stacks that start at the same time rarely
+    collide.
     """
 
     _FIRST, _NUM = 21_000, 11_000
@@ -28,10 +28,10 @@ class Ports:
         weakref.finalize(self, _close, self._names)
 
     def claim(self, host: str, port: int) -> int:
-        """The port, or any free one for 0.
+        """Binds a port and returns its number. Port 0 stands for any free port.
 
         Raises:
-            StackError: another process listens there, or no port is free.
+            StackError: another process listens on the port, or no port is free.
         """
         if port:
             return self._bind(host, port)
@@ -41,10 +41,10 @@ class Ports:
             if self._take_name(chosen):
                 with contextlib.suppress(StackError):
                     return self._bind(host, chosen)
-        raise StackError(f"no port of {host} is free", 2)
+        raise StackError(f"no port is free on {host}", 2)
 
     def _take_name(self, port: int) -> bool:
-        """Whether no other stack of this machine has chosen the port."""
+        """Reserves a port. Returns False if another stack on this machine has reserved it."""
         name = socket.socket(socket.AF_UNIX)
         try:
             name.bind(f"\0triptych-port-{port}")
@@ -60,7 +60,7 @@ class Ports:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             held.bind((host, port))
-            held.listen()  # else others may bind it, too
+            held.listen()  # without it, another process could bind the port as well
         except OSError as error:
             held.close()
             raise StackError(f"cannot listen on {host}:{port}: {error.strerror}", 2) from error

@@ -1,6 +1,7 @@
-"""What is asked of the stack's processes: whether they are ready.
+"""Readiness checks of the stack's processes.
 
-`plan` and `serve` attach the checks to the processes, `stack` polls them. A check never raises.
+`plan` and `serve` attach a check to each process, and `stack` polls the checks. A check never
+raises an exception.
 """
 
 import asyncio
@@ -14,14 +15,16 @@ _TIMEOUT_S = 1.0
 
 
 async def gateway_ready(host: str, port: int) -> bool:
-    """True when a gateway and the services behind it serve: a gateway without services is ready,
-    too, to say so.
+    """Returns whether a gateway and the services behind it are ready.
+
+    The status code of `/ready` is not enough: a gateway without services is also ready, in order to
+    answer requests with an error.
     """
     try:
         async with asyncio.timeout(_TIMEOUT_S):
             reader, writer = await asyncio.open_connection(host, port)
             try:
-                # 1.0 needs no `Host`, of which a gateway may refuse the name that it listens on.
+                # HTTP/1.0 needs no `Host` header, which the gateway might refuse.
                 writer.write(b"GET /ready HTTP/1.0\r\n\r\n")
                 body = (await reader.read()).partition(b"\r\n\r\n")[2]
                 return json.loads(body)["status"] == "ready"
@@ -32,8 +35,8 @@ async def gateway_ready(host: str, port: int) -> bool:
 
 
 async def grpc_ready(address: str, service: str) -> bool:
-    """True when the standard health service says that `service` is SERVING."""
-    # Never through a proxy of the environment's.
+    """Returns whether the standard health service reports SERVING for `service`."""
+    # A proxy of the environment is never used.
     options = [("grpc.enable_http_proxy", 0)]
     async with grpc.aio.insecure_channel(address, options=options) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
@@ -47,7 +50,7 @@ async def grpc_ready(address: str, service: str) -> bool:
 
 
 async def redis_ready(socket_path: str) -> bool:
-    """True when the Redis server at a Unix socket answers, if only to ask who calls."""
+    """Returns whether the Redis server at a Unix socket answers. NOAUTH is also an answer."""
     try:
         async with asyncio.timeout(_TIMEOUT_S):
             reader, writer = await asyncio.open_unix_connection(socket_path)

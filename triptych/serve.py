@@ -1,8 +1,8 @@
-"""`triptych serve`: the whole stack on one machine.
+"""`triptych serve`: runs the whole stack on one machine.
 
-From options to checks, a plan, a private Redis and a supervisor; what a process is told is in
-`plan`, how it is run in `stack`, what people see in `console`. A `StackError` carries the exit
-status: 2 for options or a model that cannot be served.
+This module checks the options and makes a plan, adds a private Redis and runs the supervisor.
+`plan` has the processes' environments, `stack` runs the processes, and `console` shows their
+output. `StackError` has the exit status, which is 2 for invalid options and unsupported models.
 """
 
 import asyncio
@@ -36,11 +36,11 @@ from triptych.stats import Scraper, report_stopping, report_throughput, serve_me
 READY_TIMEOUT_S = 900.0
 _REQUEST_TOKENS = 4096
 _REDIS_MAX_MEMORY = "1gb"
-# The kernel's limit for a socket's path is 108 bytes, with its name and the end.
+# The kernel limits a socket's path, with file name and terminating zero, to 108 bytes.
 _MAX_SOCKET_DIRECTORY = 80
-# What the services may do: encoders write embeddings and run the script that bounds clients' files,
-# decoders read embeddings, gateways run the scripts of tenants' limits and of what clients name
-# again later. deploy/k8s has the same rules.
+# Permissions of the services in Redis: encoders write embeddings and run the script that bounds
+# clients' files, decoders read embeddings, and gateways run the scripts for tenants' limits and for
+# stored responses and files. deploy/k8s has the same rules.
 REDIS_RULES = {
     "encoder": "~triptych:embedding:* -@all +ping +info +getrange +set "
     "(~triptych:file:* -@all +eval +evalsha +time +getrange +set +del +hget +hset +hdel +hincrby "
@@ -53,12 +53,14 @@ REDIS_RULES = {
 
 
 def serve(options: ServeOptions, revision: str | None = None) -> int:
-    """Runs the stack until a signal or a child's end; returns the exit status.
+    """Runs the stack until a signal or the end of a child, and returns the exit status.
 
     Args:
-        options: of the command line; `model` may be the name of one of the hub.
+        options: options of the command line. The model may be a name on the hub.
+        revision: branch, tag or commit of a model on the hub. None for the default branch.
     """
-    # Until there is a stack that stops, too: as first process of a container it would be ignored.
+    # These handlers apply until the stack has its own. Without a handler, the kernel ignores the
+    # signals for the first process of a container.
     for number in end_signals():
         signal.signal(number, lambda *_: sys.exit(0))
     try:
@@ -73,26 +75,33 @@ def serve(options: ServeOptions, revision: str | None = None) -> int:
 
 
 def private_directory() -> "tempfile.TemporaryDirectory[str]":
-    """For sockets and what else a stack keeps; StackError: it cannot be made."""
+    """Makes a private directory for sockets and other files of a stack.
+
+    Raises:
+        StackError: the directory cannot be made.
+    """
     try:
         return tempfile.TemporaryDirectory(prefix="triptych-")
     except OSError as error:
-        raise StackError(f"full or read-only (TMPDIR): {error.strerror}") from error
+        raise StackError(
+            "no temporary directory can be made, because the disk is full or read-only (see "
+            f"TMPDIR): {error.strerror}"
+        ) from error
 
 
 def prepare(
     options: ServeOptions, directory: Path, report: Callable[[str], None]
 ) -> tuple[Plan, Sequence[ChildSpec]]:
-    """All processes of a stack, Redis included; nothing is started.
+    """Plans all processes of a stack, with Redis. Starts nothing.
 
     Args:
-        directory: private, for sockets; must outlive the stack.
+        directory: private directory for sockets, which must exist until the stack has ended.
 
     Raises:
         StackError: the options cannot be served.
     """
     environment = os.environ
-    # What reading a model warns of, each service says in its own log.
+    # Warnings about the model are not shown here, because the services log the same warnings.
     logging.getLogger("services").addHandler(logging.NullHandler())
     quantization = options.quantization or environment.get("DECODER_QUANTIZATION", "")
     spec = read_model(options.model, quantization)
@@ -107,10 +116,13 @@ def prepare(
     checks.check_length(spec, max_model_len)
     own_redis, redis = None, _given_redis(options.redis_url, environment)
     if spec.vision is None:
-        report("the model takes text alone: no encoder and no Redis are started")
+        report("the model is a text model: no encoder and no Redis are started")
         redis = None
     elif redis is None and len(os.fsencode(directory)) > _MAX_SOCKET_DIRECTORY:
-        report(f"no socket of Redis fits {directory} (TMPDIR): embeddings are in memory only")
+        report(
+            f"the path {directory} (TMPDIR) is too long for a socket of Redis: embeddings are "
+            "cached in memory only"
+        )
     elif redis is None:
         own_redis, redis = redis_spec(directory) or (None, None)
         if own_redis is None:
@@ -118,37 +130,47 @@ def prepare(
     links = make_links(options.grpc, directory)
     on_cards = gpus and any(device != "cpu" for device in wanted)
     cards = visible_cards(environment) if on_cards else {}
-    # Who sets the cache's size means to leave the shares of the cards.
+    # A user who sets the cache's size intends to exceed the shares of the cards.
     checked = {} if "DECODER_KV_CACHE_BYTES" in environment else cards
     memory = checks.Memory(
-        spec=spec, checkpoint=checkpoint, cards=checked,
+        spec=spec,
+        checkpoint=checkpoint,
+        cards=checked,
         dtype=options.dtype or environment.get("DECODER_DTYPE", "auto"),
         tower_dtype=options.dtype or environment.get("ENCODER_DTYPE", "auto"),
         max_model_len=max_model_len,
         max_num_seqs=options.max_num_seqs or _number(environment, "DECODER_MAX_NUM_SEQUENCES"),
         fp8_cache=(options.kv_cache_dtype or environment.get("DECODER_KV_CACHE_DTYPE", "auto"))
         != "auto",
-    )  # fmt: skip
+    )
     plan = plan_stack(
-        options, spec, redis, environment, os.cpu_count() or 1, links,
+        options,
+        spec,
+        redis,
+        environment,
+        os.cpu_count() or 1,
+        links,
         fits_beside=memory.fits_beside(options.memory_share, ranks_of(options, environment)),
-    )  # fmt: skip
+    )
     memory.check(plan.encoders, plan.decoders)
     for note in (*plan.notes, *filter(None, [plan.layout])):
         report(note)
     if options.api_key:
-        report("users of this machine can read --api-key; GATEWAY_API_KEYS is not shown to them")
+        report("all users of this machine can read --api-key, but not GATEWAY_API_KEYS")
     report(_loading(plan, checkpoint, cards))
     return plan, [*([own_redis] if own_redis else []), *plan.children]
 
 
 def _number(environment: Mapping[str, str], name: str) -> int | None:
-    """An exported number; what is none, the plan refuses."""
+    """Reads an exported number. None if the variable is not set or not a number.
+
+    The plan refuses a value that is not a number.
+    """
     return int(environment[name]) if environment.get(name, "").isdecimal() else None
 
 
 def _loading(plan: Plan, checkpoint: Checkpoint | None, cards: Mapping[str, Card]) -> str:
-    """What is loaded, and where."""
+    """Describes the weights that will be loaded and the devices of the engines."""
     what = "random weights"
     if checkpoint is not None:
         stored = checkpoint.text.stored | checkpoint.vision.stored
@@ -180,8 +202,10 @@ def _where(place: Placement, cards: Mapping[str, Card]) -> str:
 
 
 def make_links(grpc: str, directory: Path) -> Links:
-    """Unix sockets in the private directory; or, where they are not wanted or its path does not fit
-    into an address, loopback with a token of this start.
+    """Chooses the connections between the services.
+
+    They are Unix sockets in the private directory, or TCP on loopback with a new token if the user
+    wants TCP or if the directory's path cannot be part of a socket's address.
     """
     path = str(directory)
     if grpc == "unix" and len(path.encode()) <= _MAX_SOCKET_DIRECTORY and "," not in path:
@@ -193,31 +217,37 @@ def make_links(grpc: str, directory: Path) -> Links:
 
 
 def _given_redis(url: str | None, environment: Mapping[str, str]) -> RedisUrls | None:
-    """A Redis that others run: of the command line, or of the services' variables."""
+    """URLs of an existing Redis from the command line or the services' variables.
+
+    None if neither has any.
+    """
     if url is None:
         urls = {kind: environment.get(f"{kind.upper()}_REDIS_URL", "") for kind in REDIS_RULES}
         return urls if urls["encoder"] or urls["decoder"] else None
     try:
         parts = urlsplit(url)
         scheme, password = parts.scheme, parts.password
-    except ValueError:  # its text may show a password
+    except ValueError:  # is not quoted, because its text may contain a password
         scheme, password = "", None
     if scheme not in ("redis", "rediss", "unix"):
-        raise StackError("--redis-url is no URL of Redis: redis://, rediss:// or unix://", 2)
+        raise StackError("--redis-url is not a URL of Redis: redis://, rediss:// or unix://", 2)
     if password is not None or "password=" in url:
         raise StackError(
-            "all users of this machine see a password in --redis-url: export ENCODER_REDIS_URL "
-            "and DECODER_REDIS_URL (and GATEWAY_REDIS_URL) instead",
+            "all users of this machine can see a password in --redis-url: export "
+            "ENCODER_REDIS_URL and DECODER_REDIS_URL (and GATEWAY_REDIS_URL) instead",
             2,
         )
     return dict.fromkeys(REDIS_RULES, url)
 
 
 def redis_spec(directory: Path) -> tuple[ChildSpec, RedisUrls] | None:
-    """The server process and how services log in; None if `redis-server` is not installed.
+    """Plans a private Redis. None if `redis-server` is not installed.
 
     Args:
-        directory: private to this user; for the socket and the users.
+        directory: directory for the socket and the ACL file, which only this user can read.
+
+    Returns:
+        The server process, and the URLs with the services' credentials.
     """
     binary = shutil.which("redis-server")
     if binary is None:
@@ -234,14 +264,32 @@ def redis_spec(directory: Path) -> tuple[ChildSpec, RedisUrls] | None:
     )
     users_path.chmod(0o600)
     urls = {user: f"unix://{user}:{password}@{socket_path}" for user, password in passwords.items()}
-    # Embeddings and files have a time to live; the gateways' limits have none and stay.
+    # With volatile-lru only keys with a time to live are evicted, and not the tenants' limits.
     command = [
-        binary, "--aclfile", str(users_path),
-        "--port", "0", "--unixsocket", socket_path, "--unixsocketperm", "700",
-        "--dir", str(directory), "--save", "", "--appendonly", "no",
-        "--maxmemory", _REDIS_MAX_MEMORY, "--maxmemory-policy", "volatile-lru",
-        "--loglevel", "warning", "--daemonize", "no",
-    ]  # fmt: skip
+        binary,
+        "--aclfile",
+        str(users_path),
+        "--port",
+        "0",
+        "--unixsocket",
+        socket_path,
+        "--unixsocketperm",
+        "700",
+        "--dir",
+        str(directory),
+        "--save",
+        "",
+        "--appendonly",
+        "no",
+        "--maxmemory",
+        _REDIS_MAX_MEMORY,
+        "--maxmemory-policy",
+        "volatile-lru",
+        "--loglevel",
+        "warning",
+        "--daemonize",
+        "no",
+    ]
     is_ready = functools.partial(redis_ready, socket_path)
     return ChildSpec("redis", command, {}, is_ready), urls
 
@@ -255,7 +303,9 @@ async def _run(options: ServeOptions, plan: Plan, specs: Sequence[ChildSpec]) ->
         try:
             serve_metrics(scraper, plan.metrics_host, plan.metrics_port)
         except OSError as error:
-            console.report(f"no metrics on port {plan.metrics_port}: {error.strerror}")
+            console.report(
+                f"metrics cannot be served on port {plan.metrics_port}: {error.strerror}"
+            )
         for line in _capacity(console):
             console.report(line)
         console.report(f"API {plan.url}/v1, page {plan.url}/, metrics {plan.metrics_url}")
@@ -275,7 +325,7 @@ async def _run(options: ServeOptions, plan: Plan, specs: Sequence[ChildSpec]) ->
 
 
 def _capacity(console: Console) -> list[str]:
-    """What each decoder has room for, by what its engine logged."""
+    """Describes the memory and the KV cache of each decoder, from its engine's log record."""
     lines: list[str] = []
     for name, facts in sorted(console.facts.items()):
         tokens = facts["num_blocks"] * facts["block_size"]
@@ -283,8 +333,8 @@ def _capacity(console: Console) -> list[str]:
         lines.append(
             f"{name} on {facts['device']} in {facts['dtype']}: weights "
             f"{gib(facts['weight_bytes'])}, KV cache {cache} = {tokens:,} tokens, "
-            f"{tokens // _REQUEST_TOKENS:,} requests of {_REQUEST_TOKENS:,}; the longest "
-            f"has {facts['max_model_len']:,}"
+            f"{tokens // _REQUEST_TOKENS:,} requests of {_REQUEST_TOKENS:,} tokens; "
+            f"context of {facts['max_model_len']:,} tokens"
         )
     return lines
 

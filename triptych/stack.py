@@ -1,9 +1,9 @@
-"""A process supervisor for one machine: starts, asks until all are ready, watches, ends.
+"""Supervises the processes of a stack on one machine.
 
-It starts separate processes, waits until each is ready, and then watches them. It restarts nothing:
-when a child ends, the stack ends with the child's exit status. What a child writes goes line by
-line to an observer. It leaves no process behind: after a signal every child ends within a stated
-time, and if the supervisor itself is killed, the kernel kills its children.
+`Stack` starts the processes, waits until each is ready, and then watches them. It restarts nothing:
+when a child ends, the stack ends with the child's exit status. An observer gets each line that a
+child writes. No process is left behind: after a signal every child ends within a stated time, and
+if the supervisor itself is killed, the kernel kills its children.
 """
 
 import asyncio
@@ -22,11 +22,11 @@ from dataclasses import dataclass, field
 from triptych import ROOT
 from triptych.console import Console
 
-# Added to the grace of running requests: for services, which stop after the gateways.
+# Added to the grace period of running requests, because services stop after the gateways.
 _SERVICES_STOP_S = 1.5
 _CLEANUP_S = 0.5
 _POLL_S = 0.05
-_READY_POLL_S = 0.2  # each asks over a connection of its own
+_READY_POLL_S = 0.2  # longer than _POLL_S because each check opens a connection
 _NUM_LAST_LINES = 15
 _PARENT_DEATH = str(ROOT / "services" / "common" / "process" / "parent_death.py")
 
@@ -34,7 +34,7 @@ ReadyCheck = Callable[[], Awaitable[bool]]
 
 
 class Quiet:
-    """An observer that hands reports on, and keeps the last lines of each child to quote them."""
+    """An observer that passes reports on, and stores each child's last lines for error messages."""
 
     def __init__(self, report: Callable[[str], None]) -> None:
         self._report = report
@@ -50,11 +50,11 @@ class Quiet:
         return "".join(f"\n  {child} | {line}" for line in self._last.get(child, ()))
 
 
-Observer = Console | Quiet  # hears of the children; called from several threads
+Observer = Console | Quiet  # receives reports and the children's output, from several threads
 
 
 class StackError(Exception):
-    """The stack could not start, or a child ended; `status` is the exit status."""
+    """The stack could not start, or a child ended. `status` is the exit status of the command."""
 
     def __init__(self, message: str, status: int = 1) -> None:
         super().__init__(message)
@@ -63,13 +63,14 @@ class StackError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ChildSpec:
-    """One process to run.
+    """A process to run.
 
     Attributes:
-        name: for people, such as `encoder-0`.
-        environment: variables set on top of the supervisor's own.
-        is_ready: polled until true; must return soon.
-        is_front: requests arrive here, so it stops before the services it calls.
+        name: name in logs, such as `encoder-0`.
+        command: program and arguments.
+        environment: variables that are added to those of the supervisor.
+        is_ready: readiness check, which is polled until it returns True and must return quickly.
+        is_front: True for a gateway, which stops before the services that it calls.
     """
 
     name: str
@@ -88,31 +89,32 @@ class _Child:
 
 
 def end_signals() -> list[signal.Signals]:
-    """Beside Ctrl-C's: SIGTERM, and a closing terminal's unless `nohup` has it ignored."""
+    """Signals besides SIGINT that stop the stack: SIGTERM, and SIGHUP unless it is ignored."""
     numbers = [signal.SIGTERM, signal.SIGHUP]
     return [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
 
 
 def exit_status(returncode: int) -> int:
-    """A shell's exit status for a `Popen.returncode` (128 + n for signal n)."""
+    """Converts a `Popen.returncode` to a shell's exit status (128 + n for signal n)."""
     return 128 - returncode if returncode < 0 else returncode
 
 
 def ending(returncode: int) -> str:
-    """How a process ended, for people."""
+    """Describes how a process ended."""
     if returncode < 0:
         return f"killed by {signal.Signals(-returncode).name}"
     return f"exit status {returncode}"
 
 
 class Stack:
-    """The children of one `serve`.
+    """The child processes of a stack. The async context manager stops them when it exits.
 
-    Use as an async context manager; leaving it stops everything. `start` and `watch` must run in
-    the main thread, because a child dies with the thread that started it.
+    `start` and `watch` must run in the main thread, because a child is killed when the thread that
+    started it ends.
 
     Args:
-        grace_s: how long the gateways' running requests may continue once it stops.
+        observer: receives reports and the children's output.
+        grace_s: seconds for which the gateways' running requests may continue during a stop.
     """
 
     def __init__(self, observer: Observer, grace_s: float = 2.5) -> None:
@@ -129,10 +131,10 @@ class Stack:
         await self.stop()
 
     async def start(self, specs: Sequence[ChildSpec], timeout_s: float) -> None:
-        """Starts all children at once and returns when all are ready.
+        """Starts all children at the same time and returns when all are ready.
 
         Raises:
-            StackError: a child ended, cannot be run, or is not ready in time.
+            StackError: a child has ended, cannot be run, or is not ready in time.
         """
         for spec in specs:
             self._children.append(_spawn(spec, self._observer))
@@ -153,24 +155,24 @@ class Stack:
         self._observer.report(line)
 
     def hurry(self) -> None:
-        """Lets `stop` wait for nothing more."""
+        """Makes `stop` kill the children without further waiting."""
         self._hurried = True
 
     async def watch(self) -> None:
-        """Runs until cancelled.
+        """Watches the children until it is cancelled.
 
         Raises:
-            StackError: a child ended.
+            StackError: a child has ended.
         """
         while True:
             self._raise_if_ended(starting=False)
             await asyncio.sleep(_POLL_S)
 
     async def stop(self) -> None:
-        """Ends all children within `stop_timeout_s` and leaves no process group alive.
+        """Ends all children within `stop_timeout_s` and kills what is left of their process groups.
 
-        Gateways stop first, so that running requests can finish while the services still run.
-        Before all were ready nothing is worth waiting for.
+        Gateways stop first, so that running requests can finish while the services still run. If
+        the stack has not been ready yet, children are killed without waiting.
         """
         children, self._children = self._children, []
         deadline = time.monotonic() + (self.stop_timeout_s if self._is_ready else 0.0)
@@ -183,7 +185,7 @@ class Stack:
         for child in children:
             if child.process.poll() is None and self._is_ready and not self._hurried:
                 self._observer.report(
-                    f"{child.spec.name} did not stop in {self.stop_timeout_s:g} s: killed"
+                    f"{child.spec.name} did not stop within {self.stop_timeout_s:g} s: killed"
                 )
             with suppress(ProcessLookupError):
                 os.killpg(child.process.pid, signal.SIGKILL)
@@ -211,8 +213,8 @@ class Stack:
             if (returncode := child.process.poll()) is not None:
                 status = exit_status(returncode) or (1 if starting else 0)
                 when = "before it was ready" if starting else "while serving"
-                child.reader.join(_CLEANUP_S)  # its last words
-                # Who is killed has not said why: Redis' last words are of its start.
+                child.reader.join(_CLEANUP_S)  # so that the observer has the last lines
+                # The output of a killed process does not explain its end.
                 is_killed = returncode == -signal.SIGKILL
                 cause = "" if is_killed else self._observer.cause(child.spec.name)
                 raise StackError(
@@ -221,7 +223,7 @@ class Stack:
 
 
 def _colon(cause: str) -> str:
-    """A cause as the end of a sentence, or as lines of their own."""
+    """Adds a colon before a cause, unless the cause begins on a new line."""
     return cause if not cause or cause.startswith("\n") else f": {cause}"
 
 
@@ -234,11 +236,11 @@ def _spawn(spec: ChildSpec, observer: Observer) -> _Child:
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        # In this process's session: Linux shares the cores among sessions first (autogroups), and
-        # what gives way in one service would give way to that service alone.
+        # Children stay in this session. Linux first divides CPU time among sessions (autogroups),
+        # so with a session each, niceness would only have effect within a service.
         process_group=0,
     )
-    # A thread each, so that no child waits for what the event loop does.
+    # Each child's output is read by a thread, so that no child waits for the event loop.
     reader = threading.Thread(
         target=_read, args=(process, spec.name, observer), name=f"log of {spec.name}", daemon=True
     )
@@ -261,15 +263,20 @@ async def run_until_signal(
     while_ready: Callable[[], Awaitable[None]],
     while_stopping: Callable[[], Awaitable[None]],
 ) -> int:
-    """Runs the stack until a signal, SIGHUP included, or a child's end; returns the exit status.
+    """Runs a stack until a signal (SIGINT, SIGTERM, SIGHUP) and returns the exit status.
 
-    A second signal ends all at once.
+    A second signal kills all processes immediately.
 
     Args:
-        stack: not started.
-        timeout_s: until all must be ready.
-        while_ready: runs beside the stack from then on.
-        while_stopping: runs while the stack stops after a signal.
+        stack: stack that has not been started.
+        specs: processes to start.
+        timeout_s: seconds within which all processes must be ready.
+        on_ready: called once when all processes are ready.
+        while_ready: coroutine function that runs from then on until the stack has stopped.
+        while_stopping: coroutine function that runs while the stack stops after a signal.
+
+    Raises:
+        StackError: the stack could not start, or a child has ended.
     """
     loop = asyncio.get_running_loop()
     stopped = asyncio.Event()
@@ -303,7 +310,7 @@ async def run_until_signal(
 
 
 async def _race(work: Awaitable[None], stopped: asyncio.Event) -> None:
-    """Awaits `work` until it ends (raising what it raises) or `stopped` is set."""
+    """Awaits `work` until it ends or `stopped` is set. Exceptions of `work` are raised."""
     task = asyncio.ensure_future(work)
     waiter = asyncio.create_task(stopped.wait())
     await asyncio.wait({task, waiter}, return_when=asyncio.FIRST_COMPLETED)

@@ -1,6 +1,7 @@
-"""The metrics of all processes: one endpoint for Prometheus, and a line for people.
+"""Collects the metrics of all processes for one Prometheus endpoint and for status lines.
 
-`serve` runs both beside the stack. A process that does not answer is left out; nothing here raises.
+`serve` runs both beside the stack. The metrics of a process that does not answer are left out; this
+is not an error.
 """
 
 import asyncio
@@ -22,14 +23,14 @@ _STOPPING_PERIOD_S = 1.0
 
 
 class Scraper(Collector):
-    """Reads the endpoints of the processes."""
+    """Reads the metrics endpoints of the processes."""
 
     def __init__(self, urls: Mapping[str, str]) -> None:
         self._urls = dict(urls)
         self._threads = ThreadPoolExecutor(max(1, len(urls)), "metrics")
 
     def collect(self) -> Iterator[Metric]:
-        """All metrics, with the name of their process as the label `process`."""
+        """Yields the metrics of all processes, with the process name in the label `process`."""
         merged: dict[str, Metric] = {}
         for process, text in self._threads.map(_fetch, self._urls, self._urls.values()):
             for family in text_string_to_metric_families(text):
@@ -42,8 +43,10 @@ class Scraper(Collector):
         yield from merged.values()
 
     def sums(self) -> dict[str, float]:
-        """The sum of each metric's samples over all processes and labels, and `name{value}` of
-        each value of a metric's only label.
+        """Sums the samples of each metric over all processes and labels.
+
+        If a metric has a single label besides `process`, the result also has the sum for each of
+        its values, under the key `name{value}`.
         """
         found: dict[str, float] = {}
         for metric in self.collect():
@@ -58,12 +61,12 @@ class Scraper(Collector):
 
 
 def _fetch(process: str, url: str) -> tuple[str, str]:
-    """What an endpoint answers; never through a proxy of the environment's."""
+    """Reads an endpoint, never through a proxy of the environment. Empty if it fails."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(url, timeout=_TIMEOUT_S) as answer:
             return process, answer.read().decode()
-    except (OSError, ValueError, HTTPException):  # one that ends answers half
+    except (OSError, ValueError, HTTPException):  # the last if a process ends amid its answer
         return process, ""
 
 
@@ -71,7 +74,7 @@ def serve_metrics(scraper: Scraper, host: str, port: int) -> None:
     """Serves `/metrics` of all processes from a thread.
 
     Raises:
-        OSError: the port is taken.
+        OSError: the port is already in use.
     """
     registry = CollectorRegistry()
     registry.register(scraper)
@@ -79,14 +82,14 @@ def serve_metrics(scraper: Scraper, host: str, port: int) -> None:
 
 
 class Reading(NamedTuple):
-    """The sums at one time, in seconds of the monotonic clock; a sum that is not known is 0."""
+    """Sums of the metrics at a time of the monotonic clock. A missing sum counts as 0."""
 
     at: float
     sums: Mapping[str, float]
 
 
 def line(before: Reading, now: Reading) -> str | None:
-    """What happened between two readings; None: nothing."""
+    """Status line about the time between two readings. None if no work was done."""
     sums = now.sums
 
     def gained(name: str) -> float:
@@ -108,14 +111,14 @@ def line(before: Reading, now: Reading) -> str | None:
         parts.append(f"prefix hits {gained('decoder_prefix_cache_hit_tokens_total') / prompt:.1%}")
     if images := gained("gateway_encodes_total"):
         known = 1 - gained("gateway_encodes_total{computed}") / images
-        parts.append(f"images {images:.0f}, known {known:.1%}")
+        parts.append(f"images {images:.0f}, cached {known:.1%}")
     return "; ".join(parts)
 
 
 async def report_throughput(
     scraper: Scraper, report: Callable[[str], None], period_s: float = _PERIOD_S
 ) -> None:
-    """A line for each period in which something happened, until cancelled."""
+    """Reports a status line for each period with work, until cancelled."""
 
     async def read() -> Reading:
         return Reading(time.monotonic(), await asyncio.to_thread(scraper.sums))
@@ -130,7 +133,7 @@ async def report_throughput(
 
 
 async def report_stopping(scraper: Scraper, report: Callable[[str], None], grace_s: float) -> None:
-    """Says what a stop waits for, until cancelled."""
+    """Reports how many requests a stop waits for, until cancelled."""
     deadline = time.monotonic() + grace_s
     before = -1
     while True:
@@ -139,7 +142,7 @@ async def report_stopping(scraper: Scraper, report: Callable[[str], None], grace
         left = max(0.0, deadline - time.monotonic())
         if running and running != before:
             what = "1 request is" if running == 1 else f"{running} requests are"
-            report(f"stopping: {what} left, cut after {left:.1f} s more (Ctrl-C: now)")
+            report(f"stopping: {what} running and will be ended in {left:.1f} s (Ctrl-C: now)")
         elif before < 0 and not running:
             report("stopping")
         before = running

@@ -1,5 +1,5 @@
-"""Which frames of a video a model sees, at what size, and when each is: for models to which a video
-is a list of images, each of which is a pair of sampled frames, with its time as text before it.
+"""Frames, sizes and times of videos, for models to which a video is a list of images: each image is
+a pair of sampled frames, with its time as text before it.
 
 The formulas are those of transformers' video processor and processor (5.17) for them, with their
 rounding: counts are truncated, indices and sizes rounded half to even.
@@ -19,12 +19,12 @@ _UNKNOWN_RATE = 24.0  # frames per second of a video that does not say
 
 @dataclass(frozen=True, slots=True)
 class Clip:
-    """What is known of a video before it is decoded.
+    """The facts about a video that are known before it is decoded.
 
     Attributes:
-        num_frames: that can be decoded.
-        rate: frames per second on average; 0: unknown.
-        size: of an upright frame.
+        num_frames: number of frames that can be decoded.
+        rate: frames per second on average. 0 if it is unknown.
+        size: size of an upright frame.
     """
 
     num_frames: int
@@ -33,20 +33,48 @@ class Clip:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sampling:
-    """What a request says of a video; None: as the model's video processor does.
+class PixelLimits:
+    """A request's limits on the pixels of a video's resized frames. None stands for the limit of
+    the model's video processor.
 
     Attributes:
-        fps: frames to sample per second; not with `num_frames`.
-        num_frames: frames to sample of the whole video.
-        max_frames: the most that `fps` samples.
-        cap_pixels_per_frame: a short video's frames are no larger than a long one's.
+        min_per_frame: least pixels of each frame.
+        max_per_frame: most pixels of each frame.
+        total: pixels of all tokens together, as qwen-vl-utils counts them: a pair of frames counts
+            once, so that `total` divided by the pixels of a token is the most tokens of a video.
+        min_of_all: least pixels of all frames together, if `min_per_frame` is None.
+        max_of_all: most pixels of all frames together, if `total` is None.
+        cap_per_frame: switch of the cap on each frame's pixels, which keeps the frames of a short
+            video as small as those of a long video.
+    """
+
+    min_per_frame: int | None = None
+    max_per_frame: int | None = None
+    total: int | None = None
+    min_of_all: int | None = None
+    max_of_all: int | None = None
+    cap_per_frame: bool | None = None
+
+
+NO_LIMITS = PixelLimits()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """A request's choice of a video's frames. None stands for the choice of the model's video
+    processor.
+
+    Attributes:
+        fps: frames to sample per second. Excludes `num_frames` and `all_frames`.
+        num_frames: number of frames to sample of the whole video. Excludes `all_frames`.
+        all_frames: switch that leaves no frame out, as long as there are at most `max_frames`.
+        max_frames: most frames that `fps` or `all_frames` samples.
     """
 
     fps: float | None = None
     num_frames: int | None = None
+    all_frames: bool = False
     max_frames: int | None = None
-    cap_pixels_per_frame: bool | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,11 +85,11 @@ class FramePairs(Patches):
         video_token_id: the chat template writes it once per video; it also stands for each of a
             unit's tokens.
         start_token_id, end_token_id: before and behind a unit's tokens.
-        min_pixels, max_pixels: of all frames of a video together, resized.
-        fps: frames to sample per second; None: all.
-        num_frames: to sample of each video, if `fps` is None.
-        min_frames, max_frames: of what `fps` samples.
-        max_frame_tokens: of a frame where its pixels are capped.
+        min_pixels, max_pixels: least and most pixels of all resized frames of a video together.
+        fps: frames to sample per second. All frames are sampled if it is None.
+        num_frames: number of frames to sample of each video, if `fps` is None.
+        min_frames, max_frames: least and most frames that `fps` samples.
+        max_frame_tokens: most tokens of a frame where its pixels are capped.
     """
 
     video_token_id: int
@@ -82,7 +110,9 @@ class FramePairs(Patches):
     def indices(self, num_frames: int, rate: float, wanted: Sampling) -> tuple[int, ...]:
         """The frames of a video that are sampled, in order; some may come twice."""
         fps, count = wanted.fps, wanted.num_frames
-        if fps is None and count is None:
+        if wanted.all_frames:
+            count = min(num_frames, wanted.max_frames or num_frames)
+        elif fps is None and count is None:
             fps, count = self.fps, self.num_frames
         most = wanted.max_frames or self.max_frames
         if count is None and fps is None:
@@ -93,7 +123,7 @@ class FramePairs(Patches):
         places = np.linspace(0, num_frames - 1, count).round().astype(int)
         return tuple(places.tolist())
 
-    def resized(self, num_sampled: int, size: Size, cap: bool | None = None) -> Size:
+    def resized(self, num_sampled: int, size: Size, limits: PixelLimits = NO_LIMITS) -> Size:
         """The size of each frame as the tower sees it.
 
         Raises:
@@ -110,25 +140,40 @@ class FramePairs(Patches):
             raise InvalidVideo(
                 f"the video's aspect ratio is over {MAX_ASPECT_RATIO}: {size[0]}x{size[1]}"
             )
+        low, high = self._pixels(num_sampled, limits)
         return fitted(
-            (height, width), side, self.min_pixels, self._max_pixels(num_sampled, cap),
+            (height, width), side, low, high,
             frames=num_sampled, counted=round(num_sampled / 2) * 2,  # 5 count as 4
         )  # fmt: skip
 
-    def _max_pixels(self, num_sampled: int, cap: bool | None) -> int:
-        if not (self.cap_pixels_per_frame if cap is None else cap):
-            return self.max_pixels
-        most = self.max_frame_tokens * self.token_size**2
-        share = min(most, self.max_pixels // num_sampled)
-        return max(share, int(self.min_pixels * 1.05)) * num_sampled
+    def caps(self, limits: PixelLimits) -> bool:
+        """Returns whether the pixels of each frame are capped."""
+        return self.cap_pixels_per_frame if limits.cap_per_frame is None else limits.cap_per_frame
 
-    def units(self, indices: Sequence[int], size: Size, cap: bool | None = None) -> list[Unit]:
+    def _pixels(self, num_sampled: int, limits: PixelLimits) -> tuple[int, int]:
+        """The least and the most pixels of all sampled frames together."""
+        low, floor = limits.min_of_all or self.min_pixels, limits.min_per_frame
+        if floor is not None:
+            low = floor * num_sampled
+        high = limits.max_of_all or self.max_pixels
+        if limits.total is not None:
+            high = 2 * limits.total
+        if self.caps(limits):
+            share = min(self.max_frame_tokens * self.token_size**2, high // num_sampled)
+            high = max(share, int((floor or low) * 1.05)) * num_sampled
+        if limits.max_per_frame is not None:
+            high = min(high, limits.max_per_frame * num_sampled)
+        return min(low, high), high
+
+    def units(
+        self, indices: Sequence[int], size: Size, limits: PixelLimits = NO_LIMITS
+    ) -> list[Unit]:
         """Pairs of the sampled frames; an odd last one is paired with itself.
 
         Raises:
             InvalidVideo: as `resized`.
         """
-        height, width = self.resized(len(indices), size, cap)
+        height, width = self.resized(len(indices), size, limits)
         grid = (1, height // self.patch_size, width // self.patch_size)
         return [Unit(grid, pair) for pair in _pairs(indices)]
 
@@ -161,7 +206,7 @@ class FramePairs(Patches):
 
 
 def time_text(seconds: float) -> str:
-    """What stands before a unit in the prompt."""
+    """Returns the text that stands before a unit in the prompt."""
     return f"<{seconds:.1f} seconds>"
 
 

@@ -26,15 +26,16 @@ from services.common.process.service_process import (
 from services.common.security.credentials import Credentials
 from services.common.transport.rpc import PROTOCOL, Server
 from services.encoder.decoding.clips.clip_pool import PROBE_BYTES, ClipPool
-from services.encoder.decoding.clips.held_videos import HeldVideos
 from services.encoder.engine.messages import EngineMessage, EngineReady, Shutdown
 from services.encoder.front.admission import Admission
 from services.encoder.front.brought import BroughtEmbeddings
 from services.encoder.front.embeddings import Embeddings
 from services.encoder.front.engine_client import EngineClient
+from services.encoder.front.held_videos import HeldVideos
 from services.encoder.front.kept_files import MAX_BYTES, KeptFiles
 from services.encoder.front.media_service import MediaServicer
 from services.encoder.front.memory_tier import MemoryTier
+from services.encoder.front.probe_queue import ProbeQueue
 from services.encoder.front.redis_tier import RedisTier
 from services.encoder.metrics import EncoderMetrics
 from services.encoder.settings import EncoderSettings
@@ -120,7 +121,7 @@ class EncoderFrontProcess(FrontProcess[EncoderSettings]):
         )
         max_held = memory_limit_bytes() // _HELD_SHARE
         pool = ClipPool(_PROBES, memory_bytes=_PROBES * PROBE_BYTES)
-        videos = HeldVideos(pool, min(_MAX_HELD_BYTES, max_held))
+        videos = HeldVideos(ProbeQueue(pool, _PROBES), min(_MAX_HELD_BYTES, max_held))
         brought = BroughtEmbeddings(memory, embeddings.announce)
         files = KeptFiles(cache, min(MAX_BYTES, max_held))
         servicer = MediaServicer(

@@ -30,11 +30,14 @@ class Slot:
     Attributes:
         charge: takes tokens, choices and pixels of the tenant's limits; raises RateLimited: it has
             used what it may for now.
+        charge_file: takes the bytes of a video's file of the tenant's pixels, before the file is
+            read; what `charge` takes next covers them. Raises RateLimited.
         correct: gives back what was not used: prompt and completion tokens, charge by charge.
         hold: counts bytes before they are allocated; raises Overloaded.
     """
 
     tenant: Tenant
     charge: Callable[[int, int, int], Awaitable[None]]
+    charge_file: Callable[[int], Awaitable[None]]
     correct: Callable[[Sequence[int]], None]
     hold: Callable[[int], None]

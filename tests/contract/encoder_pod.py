@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import cast
 
 import grpc.aio
 import numpy as np
@@ -19,7 +20,6 @@ from services.common.process.channel import ChannelClosed
 from services.common.process.service_process import create_service_server
 from services.common.transport.rpc import create_channel, outgoing_metadata
 from services.encoder.decoding.clips.clip_pool import ClipPool
-from services.encoder.decoding.clips.held_videos import HeldVideos
 from services.encoder.engine.messages import (
     CancelImage,
     EncodeImage,
@@ -34,11 +34,14 @@ from services.encoder.front.admission import Admission
 from services.encoder.front.brought import BroughtEmbeddings
 from services.encoder.front.embeddings import Embeddings
 from services.encoder.front.engine_client import EngineClient
+from services.encoder.front.held_videos import HeldVideos
 from services.encoder.front.kept_files import KeptFiles
 from services.encoder.front.media_service import MediaServicer
 from services.encoder.front.memory_tier import MemoryTier
+from services.encoder.front.probe_queue import ProbeQueue
 from services.encoder.front.redis_tier import RedisTier
 from services.encoder.metrics import EncoderMetrics
+from tests.fake_clips import FakeClips
 from tests.noise import PATIENCE_S
 from tests.stubs import EncoderStub
 
@@ -212,6 +215,8 @@ async def run_pod(
     redis_timeout_s: float = PATIENCE_S,
     max_read_bytes: int = 256 << 20,
     takes_videos: bool = True,
+    clips: ClipPool | FakeClips | None = None,
+    max_probes: int = 1,
 ) -> AsyncIterator[Pod]:
     arena = Arena(arena_bytes)
     engine = FakeEngine(arena)
@@ -231,7 +236,8 @@ async def run_pod(
         model_name="tiny", key_prefix=PREFIX, dtype=DTYPES[LIKE.dtype],
         num_features=LIKE.num_features, hidden=LIKE.hidden, max_image_patches=max_image_patches,
     )  # fmt: skip
-    videos = HeldVideos(ClipPool(1, memory_bytes=0), max_bytes=1 << 30)
+    pool = cast("ClipPool", clips or ClipPool(1, memory_bytes=0))
+    videos = HeldVideos(ProbeQueue(pool, max_probes), max_bytes=1 << 30)
     brought = BroughtEmbeddings(memory, embeddings.announce)
     servicer = MediaServicer(
         description, embeddings, metrics, videos, brought, KeptFiles(cache),

@@ -9,8 +9,10 @@ import socket
 import struct
 import time
 
+import h11
 import pytest
 
+from tests.fakes import forever, once
 from tests.gateway_stack import MODEL
 from tests.noise import PATIENCE_S
 
@@ -80,3 +82,62 @@ def test_a_request_that_is_left_ends_once_and_leaves_nothing(stack, path, stream
         assert (0 if manner == "within the body" else 1) <= len(ends) <= most, manner
         if manner == "half":
             assert b" 200 OK\r\n" in answer and ends[0] not in ("cancelled", "internal_error")
+
+
+def asked_and_half_closed(stack) -> socket.socket:
+    """A connection whose client has sent a request and closed its sending side."""
+    body = json.dumps({"model": MODEL, **CHAT}).encode()
+    head = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
+    connection = socket.create_connection(("127.0.0.1", stack.port))
+    connection.settimeout(PATIENCE_S)
+    connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+    stack.wait(lambda: stack.gateway.admission.num_running)
+    connection.shutdown(socket.SHUT_WR)
+    return connection
+
+
+def read_probes(connection: socket.socket, number: int) -> bytes:
+    """What the gateway sends until it has probed the client so many times."""
+    read = b""
+    while read.count(b".") < number:  # that of "HTTP/1.1" is the first probe's
+        piece = connection.recv(1 << 16)
+        assert piece, read
+        read += piece
+    return read
+
+
+@pytest.mark.parametrize("num_probes", [1, 2, 4])
+def test_a_client_that_half_closes_and_leaves_later_ends_its_request(stack, ends, num_probes):
+    stack.decoder.before = forever
+    with asked_and_half_closed(stack) as connection:
+        read_probes(connection, num_probes)
+        assert not ends
+    stack.wait(lambda: not (stack.gateway.admission.num_running or stack.decoder.running))
+    stack.wait(lambda: ends)
+    assert ends == ["cancelled"]
+
+
+def test_probes_are_one_interim_response_before_the_answer(stack):
+    released = []
+    stack.decoder.before = once(lambda: released)
+    client = h11.Connection(h11.CLIENT)
+    client.send(h11.Request(method="POST", target="/", headers=[("host", "x")]))
+    client.send(h11.EndOfMessage())
+    with asked_and_half_closed(stack) as connection:
+        client.receive_data(read_probes(connection, 3))
+        assert client.next_event() is h11.NEED_DATA
+        released.append(True)
+        events = []
+        while not events or not isinstance(events[-1], h11.ConnectionClosed):
+            event = client.next_event()
+            if event is h11.NEED_DATA:
+                client.receive_data(connection.recv(1 << 16))
+            elif event is h11.PAUSED:
+                break
+            else:
+                events.append(event)
+    kinds = [type(event) for event in events if not isinstance(event, h11.Data)]
+    assert kinds[:3] == [h11.InformationalResponse, h11.Response, h11.EndOfMessage]
+    assert [event.status_code for event in events[:2]] == [100, 200]
+    answer = b"".join(event.data for event in events if isinstance(event, h11.Data))
+    assert json.loads(answer)["choices"][0]["finish_reason"] == "stop"

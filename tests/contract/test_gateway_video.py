@@ -257,8 +257,8 @@ PLACE = "messages[0].content[0]"
         (video(clip(), num_frames=1), {}, "invalid_request", f"{PLACE}.num_frames", ">= 2"),
         (video(clip(), fps=0), {}, "invalid_request", f"{PLACE}.fps", "> 0"),
         (video(clip(), nframes=4), {}, "invalid_request", f"{PLACE}.nframes", "unknown"),
-        (video(clip()), {"mm_processor_kwargs": {"do_sample_frames": False}}, "invalid_request",
-         "mm_processor_kwargs.do_sample_frames", "unknown"),
+        (video(clip()), {"mm_processor_kwargs": {"min_frames": 2}}, "invalid_request",
+         "mm_processor_kwargs.min_frames", "unknown"),
         (video(clip()), {"media_io_kwargs": {"image": {"mode": "L"}}}, "invalid_request",
          "media_io_kwargs.image", "unknown"),
         (video(""), {}, "invalid_request", PLACE, "needs a URL"),
@@ -407,6 +407,38 @@ def test_frames_count_as_pixels_of_the_tenant(loop_thread, tmp_path):
         stack.close()
     assert [answer.status_code for answer in answers] == [200, 429]
     assert "pixels per minute" in answers[1].json()["error"]["message"]
+
+
+def test_a_file_that_is_refused_counts_its_bytes(loop_thread, tmp_path):
+    keys = tmp_path / "keys.json"
+    entry = {"id": "k", "tenant": "t", "sha256": hashlib.sha256(b"secret").hexdigest()}
+    tenants = {"t": {"pixels_per_minute": 5000}}
+    keys.write_text(json.dumps({"keys": [entry], "tenants": tenants}))
+    stack = GatewayStack(loop_thread, tmp_path, api_keys=f"file:{keys}", log_level="ERROR")
+    body = {"messages": asking(video(data_url(b"x" * 2000)))}
+    try:
+        with stack.client(headers={"authorization": "Bearer secret"}) as client:
+            answers = [client.post("/v1/chat/completions", json=body) for _ in range(3)]
+        assert [answer.status_code for answer in answers] == [400, 400, 429]
+        assert "pixels per minute" in answers[2].json()["error"]["message"]
+        assert answers[2].json()["error"]["param"] == PLACE
+        assert len(stack.encoder.probes) == 2
+    finally:
+        stack.close()
+
+
+def test_an_encoder_is_told_whose_file_it_is(loop_thread, tmp_path):
+    keys = tmp_path / "keys.json"
+    entry = {"id": "k", "tenant": "t", "sha256": hashlib.sha256(b"secret").hexdigest()}
+    keys.write_text(json.dumps({"keys": [entry], "tenants": {"t": {"weight": 2.5}}}))
+    stack = GatewayStack(loop_thread, tmp_path, api_keys=f"file:{keys}", log_level="ERROR")
+    body = {"messages": asking(video(clip(num_frames=75)))}
+    try:
+        with stack.client(headers={"authorization": "Bearer secret"}) as client:
+            assert client.post("/v1/chat/completions", json=body).status_code == 200
+        assert stack.encoder.probe_shares == [("t", 2.5)]
+    finally:
+        stack.close()
 
 
 def test_a_checkpoint_without_a_video_processor(loop_thread, tmp_path):

@@ -119,7 +119,7 @@ def check_what_it_says(command: ServeCommand) -> None:
     with server.request("POST", "/v1/chat/completions", body | _ENDLESS) as answer:
         assert answer.status == 200 and answer.readline().startswith(b"data:")
         command.process.send_signal(signal.SIGINT)
-        wait_until(lambda: "1 request is left, cut after" in said(), "what the stop waits for")
+        wait_until(lambda: "1 request is running" in said(), "what the stop waits for")
         command.process.send_signal(signal.SIGINT)  # at once
     assert command.process.wait(PATIENCE_S) == 0
     assert "did not stop" not in said() and "Traceback" not in said()

@@ -85,7 +85,7 @@ def test_no_encoder_and_no_redis_run(command: ServeCommand) -> None:
     services = command.services()
     assert {"services.gateway", "services.decoder"} <= services.keys()
     assert not any("encoder" in name.replace("decoder", "") or "redis" in name for name in services)
-    assert "takes text alone" in command.log_path.read_text()
+    assert "is a text model" in command.log_path.read_text()
 
 
 def test_whole_answer_equals_hf_greedy(

@@ -3,6 +3,8 @@
 import itertools
 import json
 import random
+import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -24,7 +26,7 @@ from services.common.errors import InvalidVideo
 from services.common.families import read_spec
 from services.common.families.qwen3_vl import DeepStackTower
 from services.common.families.video_processor import with_video
-from services.common.frame_pairs import FramePairs, Sampling, time_text
+from services.common.frame_pairs import FramePairs, PixelLimits, Sampling, time_text
 from services.common.geometry import Geometry, Run, Unit
 from services.common.model_spec import VisionSpec
 from services.gateway.tokenizer.tokenizer import ModelTokenizer
@@ -110,6 +112,78 @@ def test_sizes_are_smart_resizes():
     assert 300 < refused < 3000
 
 
+@pytest.mark.parametrize("most", [None, 5, 90, 1000])
+def test_all_frames_are_those_of_a_processor_that_does_not_sample(most):
+    for total, rate in itertools.product((2, 3, 4, 5, 89, 90, 91, 1000), (30.0, 0.0)):
+        processor = Qwen3VLVideoProcessor(fps=None, min_frames=1, max_frames=most or total)
+        theirs = processor.sample_frames(VideoMetadata(total, rate or None))
+        ours = pairs().indices(total, rate, Sampling(all_frames=True, max_frames=most))
+        assert ours == tuple(theirs.tolist())
+        assert ours == tuple(range(total)) or most < total
+
+
+# A request's limits, and the processor's `size` that they stand for with n frames.
+LIMITS = {
+    "nothing": (PixelLimits(), lambda n: (4096, 25165824)),
+    "min_per_frame": (PixelLimits(min_per_frame=90_000), lambda n: (90_000 * n, 25165824)),
+    "max_per_frame": (PixelLimits(max_per_frame=50_000), lambda n: (4096, 50_000 * n)),
+    "both per frame": (
+        PixelLimits(min_per_frame=4096, max_per_frame=262_144),
+        lambda n: (4096 * n, min(262_144 * n, 25165824)),
+    ),
+    "total": (PixelLimits(total=300 * 1024), lambda n: (4096, 2 * 300 * 1024)),
+    "more than the model's": (PixelLimits(total=20480 * 1024), lambda n: (4096, 2 * 20480 * 1024)),
+    "as in the guide": (
+        PixelLimits(min_per_frame=4096, max_per_frame=262_144, total=20480 * 1024),
+        lambda n: (4096 * n, min(262_144 * n, 2 * 20480 * 1024)),
+    ),
+    "of all frames": (
+        PixelLimits(min_of_all=70_000, max_of_all=2_000_000), lambda n: (70_000, 2_000_000),
+    ),
+    "max_of_all": (PixelLimits(max_of_all=400_000), lambda n: (4096, 400_000)),
+    "a least above the most": (
+        PixelLimits(min_per_frame=200_000, total=100_000), lambda n: (200_000, 200_000),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LIMITS)
+def test_pixel_limits_of_a_request_are_the_processors_size(name):
+    limits, size_of = LIMITS[name]
+    rng = random.Random(4)
+    for _ in range(300):
+        count, height, width = rng.randint(2, 60), rng.randint(33, 2200), rng.randint(33, 2200)
+        found = pairs().resized(count, (height, width), limits)
+        assert found == smart_resize(count, height, width, 2, 32, *size_of(count))
+    for count in (2, 5, 8):
+        low, high = size_of(count)
+        processor = Qwen3VLVideoProcessor(size={"shortest_edge": low, "longest_edge": high})
+        video = torch.zeros((count, 3, 90, 160), dtype=torch.uint8)
+        out = processor([video], do_sample_frames=False, return_tensors="pt")["video_grid_thw"]
+        units = pairs().units(range(count), (90, 160), limits)
+        assert [len(units), *units[0].grid[1:]] == out[0].tolist()
+
+
+@pytest.mark.parametrize(
+    ("limits", "per_frame"),
+    [
+        # max(min(768 * 1024, total / n * 2), int(min * 1.05)), as qwen-vl-utils has it
+        (PixelLimits(total=20480 * 1024), lambda n: min(768 * 1024, 2 * 20480 * 1024 // n)),
+        (PixelLimits(total=1024 * 1024), lambda n: min(768 * 1024, 2 * 1024 * 1024 // n)),
+        (PixelLimits(min_per_frame=131_072, total=102_400), lambda n: int(131_072 * 1.05)),
+        (PixelLimits(max_per_frame=262_144, total=20480 * 1024), lambda n: 262_144),
+        (PixelLimits(max_per_frame=9_999_999), lambda n: 768 * 1024),
+    ],
+)
+def test_capped_frames_have_the_pixels_of_qwens_tools(limits, per_frame):
+    limits = replace(limits, cap_per_frame=True)
+    for count in (2, 4, 10, 16):
+        most = per_frame(count)
+        least = limits.min_per_frame * count if limits.min_per_frame else 4096
+        found = pairs().resized(count, (1080, 1920), limits)
+        assert found == smart_resize(count, 1080, 1920, 2, 32, least, most * count)
+
+
 @pytest.mark.parametrize("cap", [False, True])
 @pytest.mark.parametrize("in_config", [False, True])
 def test_grids_and_pairs_are_the_processors(cap, in_config):
@@ -129,7 +203,8 @@ def test_grids_and_pairs_are_the_processors(cap, in_config):
             max_pixels=size["longest_edge"], max_frame_tokens=30,
             cap_pixels_per_frame=cap and in_config,
         )  # fmt: skip
-        units = ours.units(range(count), (height, width), None if in_config else cap)
+        limits = PixelLimits(cap_per_frame=None if in_config else cap)
+        units = ours.units(range(count), (height, width), limits)
         time, *sides = out[0].tolist()
         assert [unit.grid for unit in units] == [(1, *sides)] * time
         last = count - 1
@@ -242,6 +317,35 @@ def test_a_prompts_ids_are_the_processors(tmp_path):
         for unit, offset in zip(units, offsets, strict=True):
             end = offset + video.num_tokens(unit)
             assert set(placed[offset:end].tolist()) == {video.video_token_id}
+
+
+@pytest.mark.parametrize(
+    ("indices", "rate"),
+    [
+        ([0, 10, 55, 95], 10.0),
+        ([3, 4, 90], 29.97),
+        ([7, 5], 24.0),
+        ([0, 0, 1], 0.5),
+        ([5, 9, 30], 2.0),
+    ],
+)
+def test_frames_chosen_unevenly_have_the_times_of_the_processor(indices, rate, tmp_path):
+    directory = write_model_directory(tmp_path)
+    tokenizer = ModelTokenizer.from_directory(directory)
+    theirs = Qwen3VLProcessor(
+        Qwen2VLImageProcessor(patch_size=16),
+        PreTrainedTokenizerFast(tokenizer_file=str(directory / "tokenizer.json")),
+        Qwen3VLVideoProcessor(size=SHIPPED["size"]),
+    )
+    metadata = VideoMetadata(100, rate, frames_indices=list(indices))
+    out = theirs(
+        text=["<|vision_start|><|video_pad|><|vision_end|>"], do_sample_frames=False,
+        videos=[torch.zeros((len(indices), 3, 64, 96), dtype=torch.uint8)],
+        video_metadata=[metadata],
+    )  # fmt: skip
+    text = b"".join(map(tokenizer.token_bytes, out["input_ids"][0])).decode()
+    times = [time_text(time) for time in pairs().times(indices, rate)]
+    assert re.findall("<[0-9.]+ seconds>", text) == times
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5"])

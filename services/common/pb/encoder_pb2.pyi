@@ -52,12 +52,16 @@ class Grid(_message.Message):
     def __init__(self, t: _Optional[int] = ..., h: _Optional[int] = ..., w: _Optional[int] = ...) -> None: ...
 
 class ProbeRequest(_message.Message):
-    __slots__ = ("video", "video_digest")
+    __slots__ = ("video", "video_digest", "tenant", "tenant_weight")
     VIDEO_FIELD_NUMBER: _ClassVar[int]
     VIDEO_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    TENANT_WEIGHT_FIELD_NUMBER: _ClassVar[int]
     video: bytes
     video_digest: bytes
-    def __init__(self, video: _Optional[bytes] = ..., video_digest: _Optional[bytes] = ...) -> None: ...
+    tenant: str
+    tenant_weight: float
+    def __init__(self, video: _Optional[bytes] = ..., video_digest: _Optional[bytes] = ..., tenant: _Optional[str] = ..., tenant_weight: _Optional[float] = ...) -> None: ...
 
 class ProbeResponse(_message.Message):
     __slots__ = ("video_digest", "num_frames", "rate", "height", "width", "duration_s", "frame_digests")

@@ -68,7 +68,7 @@ class EngineChannel(Generic[Incoming]):
         Args:
             timeout_s: seconds to wait for the first message. 0 polls; None waits without a limit.
             awake_s: seconds to poll without sleeping before that, see
-                docs/adr/0015-an-engine-stays-awake.md.
+                docs/adr/0014-grpc-without-its-event-engine.md.
 
         Raises:
             ChannelClosed: the front has closed the channel.

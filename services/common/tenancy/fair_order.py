@@ -20,15 +20,28 @@ class FairOrder:
         """The place that was served last. A tenant that gets it is behind nothing of its own."""
         return self._now
 
+    def start(self, tenant: str) -> float:
+        """The place that a tenant's next piece of work would get now."""
+        return max(self._now, self._ends.get(tenant, 0.0))
+
     def place(self, tenant: str, *, weight: float = 1.0, cost: float = 1.0) -> float:
         """The place of a new piece of work, behind all of the same tenant.
 
         Args:
             cost: of the work, in any unit that is the same for all.
         """
-        start = max(self._now, self._ends.get(tenant, 0.0))
+        start = self.start(tenant)
         self._ends[tenant] = start + cost / weight
         return start
+
+    def charge(self, tenant: str, place: float, *, weight: float = 1.0, cost: float) -> None:
+        """Adds a cost that is known only when the work has been done: the tenant's next pieces of
+        work get later places.
+
+        Args:
+            place: where the work was served.
+        """
+        self._ends[tenant] = max(place, self._ends.get(tenant, 0.0)) + cost / weight
 
     def served(self, place: float) -> None:
         """Work at this place has left the queue to be done."""

@@ -1,10 +1,10 @@
-"""The engine: schedule → run → sample → postprocess, one step after the other.
+"""The engine: one step after another is scheduled, run, sampled and postprocessed.
 
-No torch, no sockets, no text: messages in, `StepDone` out, a runner for the device. With `overlap`
-the engine plans and launches step n + 1 before it reads the tokens of step n, so that the device
-never waits for Python. A step may be sampled later than it is launched, when its gate opens
-(`sampling_gate`). If a sequence turns out to have ended
-with step n, its token of step n + 1 is discarded.
+The engine takes messages, returns a `StepDone` for each step, and leaves the device to a runner. It
+knows no torch, no sockets and no text. With `overlap`, the engine plans and launches step n + 1
+before it reads the tokens of step n, so that the device never waits for Python. If a sequence turns
+out to have ended with step n, its token of step n + 1 is discarded. A step whose token masks arrive
+late is sampled after its launch, when its gate opens (`sampling_gate`).
 """
 
 import logging
@@ -32,7 +32,7 @@ from services.decoder.engine.messages import (
 from services.decoder.engine.sampling_gate import SamplingGate
 from services.decoder.engine.schedule.batch import Batch, Chunk
 from services.decoder.engine.schedule.block_manager import BlockManager
-from services.decoder.engine.schedule.row_states import row_states
+from services.decoder.engine.schedule.recurrent_states import states_of
 from services.decoder.engine.schedule.scheduler import CannotSchedule, Scheduler
 from services.decoder.engine.schedule.sequence import Sequence, SequenceState
 from services.decoder.engine.schedule.step_cost import StepCost, StepLoad
@@ -50,18 +50,22 @@ _FAILURES = {
 
 
 class Engine:
-    """All sequences of one device.
-
-    Attributes:
-        info: the runner's.
-        gate: what sampling waits for. At first, nothing.
+    """Owner of all sequences of one device.
 
     Args:
-        overlap: launch a step before the last one's ids are read. With a runner whose `execute`
-            blocks until the step is done, this only delays every token by a step.
+        runner: the owner of the device.
+        overlap: whether a step is launched before the ids of the step before it are read. With a
+            runner whose `execute` blocks until the step is done, overlap only delays every token by
+            one step.
         out_of_memory: exceptions of `Runner.execute` that end one sequence, not the engine.
-        step_ms: how long a step may last, see `Scheduler`.
-        step_cost: learns how long steps last.
+        step_ms: milliseconds that a step may last, see `Scheduler`.
+        step_cost: the model that learns how long steps last. Defaults to a new one.
+
+    Attributes:
+        info: the runner's limits.
+        gate: the gate that decides when a launched step is sampled. Defaults to a gate that is
+            always open.
+        scheduler: the scheduler of the engine's sequences.
     """
 
     def __init__(
@@ -78,7 +82,7 @@ class Engine:
         self._overlap = overlap
         self._out_of_memory = out_of_memory
         self._step_cost = StepCost() if step_cost is None else step_cost
-        self._blocks = BlockManager(info.num_blocks, info.block_size, row_states(info))
+        self._blocks = BlockManager(info.num_blocks, info.block_size, states_of(info))
         self.scheduler = Scheduler(
             info,
             self._blocks,
@@ -89,7 +93,7 @@ class Engine:
         )
         self._sequences: dict[int, Sequence] = {}
         self._pending: deque[tuple[int, Batch, PendingStep]] = deque()
-        # The next step, while the last one that was launched is not sampled.
+        # The next step, planned while the launched step waits to be sampled.
         self._planned: tuple[Batch, Step] | None = None
         self.gate = SamplingGate()
         self._num_steps = 0
@@ -98,31 +102,33 @@ class Engine:
         # End events that wait for a step in flight which may read the sequence's images.
         self._delayed: list[tuple[int, SequenceEvent]] = []
         self._num_prompt_tokens = 0
-        self._read_at = 0.0  # the last step's result
-        self._busy_s = 0.0
-        self._busy_since = 0.0  # while a step is in flight
+        self._read_at = 0.0  # when the last step's result was read
+        self._busy_s = 0.0  # how long steps were in flight
+        self._busy_since = 0.0  # when a step was last launched while none was in flight
         self._sent = _gauges(self.stats())
 
     @property
     def has_work(self) -> bool:
-        """Whether `step` has something to do before another message arrives."""
+        """Whether `step` can do something before another message arrives."""
         return bool(self._pending or self._events or self._delayed) or self.scheduler.has_work
 
     @property
     def waits(self) -> bool:
-        """Whether `step` is better called after further messages."""
+        """Whether `step` should be called only after further messages."""
         return self.gate.waits
 
     def find(self, sequence_id: int) -> Sequence | None:
-        """A sequence that has not ended."""
+        """Returns a sequence that has not ended, or None."""
         return self._sequences.get(sequence_id)
 
     def fail(self, sequence: Sequence, message: str) -> None:
+        """Ends a sequence with an error."""
         self._finish(sequence, "failed", message)
 
     def plan(self) -> None:
-        """Plans the next step while the engine waits, so that the device gets it sooner. Whatever
-        else the front sends takes part in it, so that it is then planned anew.
+        """Plans the next step while the engine waits, so that the device gets the step sooner.
+
+        If another message arrives meanwhile, the plan is discarded and made again.
         """
         if self._planned is None and self.scheduler.is_steady:
             batch = self.scheduler.schedule()
@@ -133,7 +139,7 @@ class Engine:
     def handle(
         self, message: AddSequence | ImageReady | TokenMasks | AbortSequence | ResetPrefixCache
     ) -> None:
-        """Takes one message of the front."""
+        """Obeys one message of the front."""
         match message:
             case TokenMasks():
                 self.gate.handle(message)
@@ -148,7 +154,7 @@ class Engine:
                 self._blocks.reset()
 
     def add(self, message: AddSequence) -> None:
-        """Queues a sequence; one that can never run fails at once."""
+        """Queues a sequence; a sequence that can never run fails at once."""
         self.discard_plan()
         sequence = Sequence(message)
         sequence.received_at = time.monotonic()
@@ -163,7 +169,7 @@ class Engine:
         self._sequences[sequence.sequence_id] = sequence
 
     def image_ready(self, sequence_id: int, key: bytes, arena_offset: int) -> None:
-        """An image is in the arena. Unknown sequences have ended already and are ignored."""
+        """Notes where an image is in the arena; sequences that have ended already are ignored."""
         if (sequence := self._sequences.get(sequence_id)) is not None:
             self.discard_plan()
             self.scheduler.image_ready(sequence, key, arena_offset)
@@ -174,7 +180,7 @@ class Engine:
             self._finish(sequence, "aborted")
 
     def step(self) -> StepDone | None:
-        """Launches the next step and reads the one before; returns the events, if any."""
+        """Launches the next step, reads the step before, and returns its events, if any."""
         self.gate.sample()
         batch = self._planned[0] if self._planned is not None else self.scheduler.schedule()
         if batch.chunks:
@@ -204,6 +210,7 @@ class Engine:
         return done
 
     def stats(self) -> EngineStats:
+        """Returns the gauges and counters of the engine."""
         scheduler = self.scheduler
         return EngineStats(
             num_running=scheduler.num_running,
@@ -220,6 +227,7 @@ class Engine:
         )
 
     def _launch(self, batch: Batch) -> None:
+        """Hands a batch to the device and registers the blocks that the batch fills."""
         now = time.monotonic()
         for sequence in batch.admitted:
             if sequence.first_scheduled_at == 0.0:
@@ -245,9 +253,11 @@ class Engine:
                 self._blocks.states.commit(chunk.checkpoints)
 
     def _measure(self, batch: Batch, now: float) -> None:
-        """Learns from a step whose result was just read, at `now`. It began when the one before it
-        was read, or when it was launched. Steps that waited for masks say nothing; of those of
-        decodes alone, some are enough.
+        """Corrects the step cost by a step whose result was read at `now`.
+
+        The step began when the step before it was read, or when it was launched if that was later.
+        A step that waited for masks is left out. Every `decode_period`th of the steps with decodes
+        alone is enough.
         """
         ms = (now - max(self._read_at, batch.launched_at)) * 1e3
         self._read_at = now
@@ -259,14 +269,14 @@ class Engine:
             self._step_cost.observe(load, ms)
 
     def discard_plan(self) -> None:
-        """To be called before a sequence leaves the planned step, or joins it."""
+        """Reverts the planned step, which has to happen before a sequence leaves or joins it."""
         if self._planned is not None:
             batch, _ = self._planned
             self._planned = None
             self.scheduler.roll_back(batch)
 
     def _fail_largest(self, batch: Batch, error: BaseException) -> None:
-        """Fails one sequence of a step that did not fit into the device's memory."""
+        """Fails the longest sequence of a step that did not fit into the device's memory."""
         largest = max(batch.chunks, key=lambda chunk: (chunk.length, chunk.sequence.admission))
         self.scheduler.abandon(batch)
         log.warning(
@@ -307,18 +317,7 @@ class Engine:
                 self._release_images(sequence)
             if count < len(ids):
                 ids = ids[:count]
-            token_ids, stop_ids, reason = sequence.token_ids, sequence.stop_ids, None
-            known, min_tokens = len(token_ids), sequence.message.sampling.min_tokens
-            for token_id in ids:
-                token_ids.append(token_id)
-                if token_id in stop_ids and sequence.num_generated > min_tokens:
-                    reason = "stop"
-                elif len(token_ids) >= sequence.max_length:
-                    reason = "length"
-                else:
-                    continue
-                del ids[len(token_ids) - known :]
-                break
+            reason = _append(sequence, ids)
             event = SequenceEvent(sequence.sequence_id, ids)
             if sequence.first_token_at == 0.0:
                 sequence.first_token_at = now
@@ -333,12 +332,13 @@ class Engine:
                 self._finish(sequence, reason, event=event)
                 continue
             events.append(event)
-            if len(token_ids) % block_size <= count:
+            if len(sequence.token_ids) % block_size <= count:
                 self._blocks.register(sequence)
 
     def _send_scores(self, chunk: Chunk, scores: Scores) -> None:
-        """Sends logprobs of prompt tokens that were not sent already: a preempted sequence computes
-        its prompt again.
+        """Sends logprobs of prompt tokens that were not sent yet.
+
+        A preempted sequence computes its prompt again, and its logprobs are not sent again.
         """
         sequence = chunk.sequence
         known = max(0, sequence.num_scored - chunk.start)
@@ -371,6 +371,15 @@ class Engine:
         poisoned: bool = False,
         event: SequenceEvent | None = None,
     ) -> None:
+        """Ends a sequence and frees its row and blocks.
+
+        Args:
+            sequence: a sequence that has not ended.
+            reason: see `EndOfSequence`.
+            message: cause of a failure.
+            poisoned: whether the keys and values of the sequence are wrong.
+            event: event of the sequence's last tokens. None if there are no further tokens.
+        """
         self.discard_plan()
         self.scheduler.finish(sequence, poisoned=poisoned)
         del self._sequences[sequence.sequence_id]
@@ -379,6 +388,7 @@ class Engine:
     def _end(
         self, sequence: Sequence, reason: str, message: str = "", event: SequenceEvent | None = None
     ) -> None:
+        """Sends the last event, once no step in flight reads the sequence's images any more."""
         event = event or SequenceEvent(sequence.sequence_id, [])
         event.end = EndOfSequence(reason, message, sequence.num_preemptions)
         if sequence.message.images and sequence.last_prefill_step >= self._first_in_flight():
@@ -387,10 +397,30 @@ class Engine:
             self._events.append(event)
 
     def _first_in_flight(self) -> int:
-        """The oldest step that was launched and not read yet; if there is none, the next step."""
+        """Returns the number of the oldest step in flight, or of the next step if there is none."""
         return self._pending[0][0] if self._pending else self.scheduler.step + 1
 
 
+def _append(sequence: Sequence, ids: list[int]) -> str | None:
+    """Appends sampled ids up to the end of the sequence, and removes the rest from `ids`.
+
+    Returns the reason why the sequence ends, or None if it goes on.
+    """
+    token_ids, stop_ids = sequence.token_ids, sequence.stop_ids
+    known, min_tokens = len(token_ids), sequence.message.sampling.min_tokens
+    for token_id in ids:
+        token_ids.append(token_id)
+        if token_id in stop_ids and sequence.num_generated > min_tokens:
+            reason = "stop"
+        elif len(token_ids) >= sequence.max_length:
+            reason = "length"
+        else:
+            continue
+        del ids[len(token_ids) - known :]
+        return reason
+    return None
+
+
 def _gauges(stats: EngineStats) -> tuple[int, ...]:
-    """What of the stats is sent whenever it has changed."""
+    """Returns the gauges that are sent whenever one of them has changed."""
     return stats.num_running, stats.num_waiting, stats.num_lacking_images, stats.num_free_blocks

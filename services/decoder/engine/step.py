@@ -1,12 +1,12 @@
-"""The runner's contract: a step of plain arrays in, sampled tokens out.
+"""The runner's contract: a step of plain arrays goes in, sampled tokens come out.
 
-A `Step` holds numpy arrays, integers and sampling parameters, and no live object: it can be
-executed in another process. Every rank computes its `ComputeStep`, which is sent as bytes; one of
-them samples, by its `SampleStep`.
+A `Step` holds numpy arrays, integers and sampling parameters, and no live object, so another
+process can execute it. Every rank computes the `ComputeStep`, which is sent to the ranks as bytes.
+One rank samples, as the `SampleStep` says.
 
 Steps are planned one ahead of sampling: when step n + 1 is planned, the tokens of step n are still
-on the device. So a step never needs a sampled token's id. A decode says only "the token that this
-row sampled last", which the runner keeps on the device, one per row.
+on the device. Therefore a step never needs the id of a sampled token. A decode says only "the token
+that this row sampled last", which the runner keeps on the device, one per row.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ FloatArray = npt.NDArray[np.float32]
 
 
 def _empty(dtype: type, *shape: int) -> Any:  # noqa: ANN401 - a field
-    """A field whose default is an array without elements, `[0]` or of that shape."""
+    """Returns a field whose default is an array without elements, of shape `[0]` or `shape`."""
     array = np.empty(shape or 0, dtype)
     return msgspec.field(default_factory=lambda: array)
 
@@ -42,15 +42,15 @@ _ENCODER = msgspec.msgpack.Encoder(enc_hook=_array_out)
 
 
 class RowStart(msgspec.Struct, array_like=True, frozen=True):
-    """A row is given to a sequence, from this step on.
+    """The start of a sequence in a row, from this step on.
 
     Attributes:
-        row: 0 .. max_num_sequences - 1.
-        sequence_id: for logs and tests.
-        position_delta: token i of the completion, at index j of the sequence, has position
+        row: row number, 0 .. max_num_sequences - 1.
+        sequence_id: id of the sequence, for logs and tests.
+        position_delta: a completion token at index j of the sequence has position
             j + position_delta on each axis.
-        checkpoint: slot of the recurrent state that is copied to the row's; -1: none, the row's
-            first token has index 0.
+        checkpoint: slot of the recurrent state that is copied to the row's state; -1 if the row
+            begins with the token at index 0, which needs no state.
     """
 
     row: int
@@ -60,14 +60,15 @@ class RowStart(msgspec.Struct, array_like=True, frozen=True):
 
 
 class RowSampling(msgspec.Struct, frozen=True):
-    """How the tokens of a row that is given to a sequence are sampled.
+    """The sampling parameters of a row from this step on.
 
     Attributes:
-        row: of the same step's `RowStart`.
-        num_prompt_tokens: tokens behind them are the completion's: their number counts min_tokens
-            and selects the seeded random numbers.
-        prompt_token_ids, completion_token_ids: int32, the tokens that penalties count; empty
-            without penalties.
+        row: row number, as in the same step's `RowStart`.
+        params: sampling parameters of the sequence.
+        num_prompt_tokens: length of the prompt. The number of tokens behind the prompt is compared
+            with `min_tokens`, and selects the random numbers of a seed.
+        prompt_token_ids, completion_token_ids: int32 ids of the tokens that penalties count; empty
+            if there are no penalties.
     """
 
     row: int
@@ -78,35 +79,40 @@ class RowSampling(msgspec.Struct, frozen=True):
 
 
 class ComputeStep(msgspec.Struct, array_like=True):
-    """What each rank computes: S chunks of T tokens, of which B reach their sequence's last token.
+    """The part of a step that each rank computes.
 
-    A chunk is one sequence's part of the step: its tokens [start, start + length) are computed.
-    Chunks that take their one token from the device come first, then other chunks of one token,
-    then longer ones.
+    The step has S chunks with T tokens together. A chunk is one sequence's part of the step: the
+    sequence's tokens [start, start + length) are computed. B of the chunks reach the last token of
+    their sequence, so that the next token is sampled. Chunks that take their one token from the
+    device come first, then other chunks of one token, then longer chunks.
 
     Attributes:
-        rows: `[S]`, each chunk's row.
-        starts: `[S]`, tokens whose keys and values are in the cache already. Of chunks from the
-            device it is the most that there may be, if steps may yield several: the device knows.
-        lengths: `[S]`, tokens to compute now, at least 1.
-        num_from_device: the first chunks, whose one input token is the row's last sampled one.
-        samples: `[B]`, the chunks that reach the last token of their sequence, whose logits are
-            computed.
-        token_ids: `[K]`, the tokens of all other chunks, one chunk after the other.
-        positions: `[3, K]`, of the same tokens; the others' follow from the row's position delta.
-        limits: `[B]`, the most tokens that the step may yield for the sequence: the row's blocks
-            cover start + length - 1 + limit tokens. None: one each.
-        block_updates: `[U, 3]`, rows whose block tables get entries before the step runs: the row,
-            the index of the first entry, and their number.
-        block_ids: the entries of all U, one after the other.
-        row_starts: rows that are given to other sequences before the step runs.
-        images: `[I, 5]`, runs of image tokens: the first one's index in the step, their number,
-            the embedding's byte offset in the arena, the image's number of tokens, and the index
-            of the run's first one among them. By index in the step.
-        state_saves: `[C, 2]`, tokens after which recurrent states are kept: the index in the step,
-            and the slot of a checkpoint. None: there are none.
-        scored: `[P, 3]`, runs of prompt tokens whose followers' logprobs are wanted: the index in
-            the step of the first, their number n, and the number of alternatives.
+        rows: `[S]`, row of each chunk.
+        starts: `[S]`, number of tokens of each chunk's sequence whose keys and values are in the
+            cache already. Where steps may yield several tokens, the number for a chunk from the
+            device is an upper bound, and the device knows the right one.
+        lengths: `[S]`, number of tokens to compute of each chunk, at least 1.
+        num_from_device: number of the leading chunks whose one input token is the row's last
+            sampled token.
+        samples: `[B]`, indices of the chunks that reach the last token of their sequence. Their
+            logits are computed.
+        token_ids: `[K]`, token ids of the chunks that are not from the device, one chunk after the
+            other.
+        positions: `[3, K]`, positions of the same tokens. The positions of tokens from the device
+            follow from the row's position delta.
+        limits: `[B]`, the most tokens that the step may yield for each sampling chunk, whose row
+            has blocks for start + length - 1 + limit tokens. None if each limit is 1.
+        block_updates: `[U, 3]`, additions to block tables before the step runs: row, index of the
+            first new entry, number of new entries.
+        block_ids: the new entries of all U additions, one addition after the other.
+        row_starts: rows that other sequences get before the step runs.
+        images: `[I, 5]`, runs of image tokens in the order of the step: index in the step of the
+            run's first token, number of tokens of the run, byte offset of the embedding in the
+            arena, number of tokens of the image, index in the image of the run's first token.
+        state_saves: `[C, 2]`, recurrent states to save: index in the step of the token after which
+            the state is saved, slot of the checkpoint. None if no state is saved.
+        scored: `[P, 3]`, runs of prompt tokens whose followers' logprobs are wanted: index in the
+            step of the run's first token, number n of tokens, number of alternatives.
     """
 
     rows: Int64Array
@@ -126,34 +132,34 @@ class ComputeStep(msgspec.Struct, array_like=True):
 
     @property
     def num_tokens(self) -> int:
+        """Number T of tokens in the step."""
         return self.num_from_device + len(self.token_ids)
 
     @property
     def keeps_hidden(self) -> bool:
-        """Whether hidden states of all tokens are kept, not those alone that sample."""
+        """Whether the hidden states of all tokens are kept, not only of the tokens that sample."""
         return len(self.scored) > 0
 
     def to_bytes(self) -> bytes:
-        """One buffer: MessagePack; arrays as type, shape and bytes."""
+        """Returns the step as MessagePack, with arrays as type, shape and bytes."""
         return _ENCODER.encode(self)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Self:
-        """Reads `to_bytes`; arrays are read-only."""
+        """Reads the result of `to_bytes`; the arrays are read-only."""
         return msgspec.msgpack.decode(data, type=cls, dec_hook=_array_in)
 
 
 class SampleStep(msgspec.Struct):
-    """What the rank that samples does with the logits of the B chunks of `ComputeStep.samples`.
+    """The part of a step that one rank does: sampling from the logits of `ComputeStep.samples`.
 
     Attributes:
-        row_starts: of the rows of `ComputeStep.row_starts`.
-        masked: `[M]`, the samples (indices into B) that have a token mask.
-        token_masks: `[M, ceil(vocab_size / 32)]` int32: bit i of word w allows token 32 * w + i.
-        late: `[L]`, further samples (indices into B) that have a mask, which is not there yet. If
-            there are any, the step is computed and not sampled before `PendingStep.sample`.
-        followers: the tokens that follow those of `ComputeStep.scored`, of all P, one run after the
-            other.
+        row_starts: sampling parameters of the rows of `ComputeStep.row_starts`.
+        masked: `[M]`, samples that have a token mask, as indices into the B samples.
+        token_masks: `[M, ceil(vocab_size / 32)]` int32; bit i of word w allows token 32 * w + i.
+        late: `[L]`, further samples that have a token mask, which has not arrived yet. If there is
+            any, the step is computed and not sampled before `PendingStep.sample`.
+        followers: the tokens that follow the runs of `ComputeStep.scored`, one run after the other.
     """
 
     row_starts: list[RowSampling] = []
@@ -164,56 +170,57 @@ class SampleStep(msgspec.Struct):
 
 
 class Step(NamedTuple):
-    """One step: what every rank computes, and what one of them samples."""
+    """One step: the part that every rank computes, and the part that one rank samples."""
 
     compute: ComputeStep
     sample: SampleStep
 
 
 class Scores(NamedTuple):
-    """Logprobs of the n followers of a run, and of the m most likely tokens in their places."""
+    """Logprobs of the n followers of a run, and of the m most likely tokens at each place."""
 
     logprobs: FloatArray  # [n] float32, from the raw logits
-    ranks: Int32Array  # [n], 1: the most likely
+    ranks: Int32Array  # [n], rank of each follower; 1 is the most likely token
     top_ids: Int32Array  # [n, m]
     top: FloatArray  # [n, m] float32
 
 
 class StepOutput(NamedTuple):
-    """What a step yielded for its B samples, in their order.
+    """The tokens that a step yielded for its B samples, in their order.
 
-    A runner whose `info.max_tokens_per_step` k is 1 yields exactly one token for each. Any other
-    yields 1 to `ComputeStep.limits`, at most k, and has computed keys and values of all of them but
-    the last; of the sequence's tokens, exactly the last is then without. The next step may be
-    launched before it is known how many there are. A failed sequence has one id, `NOT_FINITE` or
-    `ALL_MASKED` of `kernels.sampling`.
+    A runner with `info.max_tokens_per_step` k = 1 yields exactly one token for each sample. A
+    runner with a larger k yields between 1 and `ComputeStep.limits` tokens, and has computed the
+    keys and values of all of them but the last. Then exactly the last token of the sequence lacks
+    keys and values. The next step may be launched before the number of tokens is known. A sequence
+    that failed has one id, which is `NOT_FINITE` or `ALL_MASKED` of `kernels.sampling`.
     """
 
-    token_ids: Int32Array  # [B, k]; of each row, the first num_tokens count
+    token_ids: Int32Array  # [B, k]; the first num_tokens of each row are valid
     num_tokens: Int32Array  # [B]
-    logprobs: dict[int, list[Logprobs]]  # by index into B, one per token; of rows that request them
-    scores: Sequence[Scores] = ()  # of each of the P runs
+    logprobs: dict[int, list[Logprobs]]  # by sample, one per token; for rows that request them
+    scores: Sequence[Scores] = ()  # one for each of the P runs
 
 
 class PendingStep(Protocol):
     """A step that was launched."""
 
     def is_computed(self) -> bool:
-        """Whether the device has nothing left to do but to sample; for a step with late masks."""
+        """Returns whether a step with late masks is computed and could be sampled."""
         ...
 
     def put_mask(self, index: int, mask: Int32Array) -> None:
-        """Copies the mask of one of `SampleStep.late`; the last one of each counts."""
+        """Copies the mask of `SampleStep.late[index]`; a later copy replaces an earlier one."""
         ...
 
     def sample(self) -> None:
-        """Launches the sampling of a step with late masks, all of which were put; before the next
-        step is executed.
+        """Launches the sampling of a step with late masks, after `put_mask` for each of them.
+
+        The call has to come before the next step is executed.
         """
         ...
 
     def result(self) -> StepOutput:
-        """Waits for the step's ids, which are copied to the host without stopping the device."""
+        """Waits for the step's tokens, which are copied to the host without stopping the device."""
         ...
 
 
@@ -222,19 +229,21 @@ class Runner(Protocol):
 
     @property
     def info(self) -> EngineInfo:
-        """Sizes and names; constant."""
+        """Sizes and names of the runner, which never change."""
         ...
 
     def prepare(self, step: Step) -> None:
-        """Does what can be done of a step on the host before the one before it is sampled. It may
-        be executed next, or another one instead.
+        """Prepares a step on the host while the step before it waits to be sampled.
+
+        The next call of `execute` may be for this step or for another.
         """
         ...
 
     def execute(self, step: Step) -> PendingStep:
         """Launches one step and returns without waiting for the device.
 
-        A step that raised may have computed and sampled: the rows of its chunks are undefined and
-        start again. Updates of other rows and their block tables are sent again.
+        If the call raises, part of the step may have run. The rows of the step's chunks are then
+        undefined, and their sequences have to start again. Updates of other rows and their block
+        tables have to be sent again.
         """
         ...

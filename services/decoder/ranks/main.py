@@ -37,7 +37,7 @@ def follow(follower: Follower, link: socket.socket, awake_s: float) -> None:
     this process is alive.
 
     Args:
-        awake_s: poll this long before the thread blocks, see ADR 0015.
+        awake_s: poll this long before the thread blocks, see ADR 0014.
     """
     awake_until = beat_at = 0.0
     while True:

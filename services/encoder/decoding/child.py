@@ -26,12 +26,19 @@ log = logging.getLogger(__name__)
 _KEPT_BYTES = 48 << 20  # of the memory between two questions
 _START_S, _STOP_S = 30.0, 2.0
 _STALL = struct.pack("@ll", 30, 0)  # of a part that a child does not read, or not write on
-_KILLED = signal.SIGKILL.name
+_KILLED, _LATE = signal.SIGKILL.name, "no answer in time"
 _WALL_FACTOR = 6  # of the CPU time: for a machine that does other things, too
 
 
 class ChildLost(Exception):
     """The child has ended, or takes too long; another one has been started."""
+
+    @property
+    def is_of_its_work(self) -> bool:
+        """Whether the child's work has ended it. The kernel kills a child under memory pressure,
+        whatever caused that, and a machine may be too busy for an answer in time.
+        """
+        return str(self) not in (_KILLED, _LATE)
 
 
 def not_started(error: OSError) -> Overloaded:
@@ -151,7 +158,7 @@ class Child:
             self._process.kill()
             self._process.wait()
             self._start()
-            return "no answer in time"
+            return _LATE
         self._start()
         return signal.Signals(-status).name if status < 0 else f"status {status}"
 

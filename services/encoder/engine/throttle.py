@@ -4,7 +4,7 @@ Processes on one GPU are time-sliced. While an image of 4096 x 4096 keeps it bus
 short decode step waits for several slices. So after each DeepStack feature a large batch leaves the
 GPU idle for as long as that part of the tower takes. No host thread waits for it; the runner calls
 this where the encoder shares its GPU, and nowhere else. Measured in
-`benchmarks/LOG.md` (burst); ADR 0011.
+`benchmarks/LOG.md` (burst); ADR 0029.
 """
 
 import ctypes

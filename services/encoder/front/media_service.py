@@ -17,12 +17,12 @@ from services.common.geometry import Unit
 from services.common.images.image_key import embedding_key, frames_key, still_digest
 from services.common.pb import encoder_pb2 as pb
 from services.common.spans import span
-from services.encoder.decoding.clips.held_videos import HeldVideo, HeldVideos
 from services.encoder.engine.messages import Source
 from services.encoder.front.brought import BroughtEmbeddings
 from services.encoder.front.embeddings import Embeddings, Encoded
+from services.encoder.front.held_videos import HeldVideo, HeldVideos
 from services.encoder.front.kept_files import KEPT_S, KeptFiles
-from services.encoder.front.service import EncoderServicer
+from services.encoder.front.service import EncoderServicer, share_of
 from services.encoder.metrics import EncoderMetrics
 
 
@@ -55,14 +55,19 @@ class MediaServicer(EncoderServicer):
             return pb.ProbeResponse(video_digest=held.digest, **asdict(held.facts))
 
     async def _probed(self, context: grpc.aio.ServicerContext) -> HeldVideo:
+        """The video of a call. While it waits to be read, `HeldVideos` has the only copy, and
+        counts it.
+        """
         async with self._message(context, pb.ProbeRequest) as message:
             if not self._takes_videos:
                 raise InvalidVideo("this model takes no videos")
             if bool(message.video) == bool(message.video_digest):
                 raise InvalidRequest("a probe has either a video or a video_digest")
-            if message.video:
-                return await self._videos.probe(message.video)
-            return self._videos.get(message.video_digest)
+            if message.video_digest:
+                return self._videos.get(message.video_digest)
+            taken = await self._videos.take(message.video, share_of(message))
+        del message
+        return await taken
 
     async def Upload(self, request: object, context: grpc.aio.ServicerContext) -> pb.UploadResponse:
         async with self._call("upload", context):

@@ -161,7 +161,7 @@ class EncoderServicer(Servicer):
         keeps the file: nothing counts the copies of calls that join.
         """
         async with self._message(context, pb.EncodeRequest) as message:
-            unit, share = self._checked_unit(message), _share(message)
+            unit, share = self._checked_unit(message), share_of(message)
             source, key = await self._source(message, unit)
             spec = self._embeddings.spec_of(unit)
             if (brought := await self._bring(message, key, spec)) is not None:
@@ -287,11 +287,11 @@ async def _read(context: grpc.aio.ServicerContext, max_bytes: int, kind: type[Re
     return request
 
 
-def _share(request: pb.EncodeRequest) -> Share:
-    """For whom the image is.
+def share_of(request: pb.EncodeRequest | pb.ProbeRequest) -> Share:
+    """The tenant of a call, with the weight of its share.
 
     Raises:
-        InvalidRequest: the weight is none.
+        InvalidRequest: the weight is not a positive number.
     """
     weight = request.tenant_weight or 1.0
     if not 0.0 < weight < math.inf:

@@ -16,6 +16,7 @@ from services.common.pb import encoder_pb2 as pb
 from services.common.transport.rpc import error_from_rpc, outgoing_metadata
 from services.gateway.clients.pods import AnswerT, Dialling, Pod, Pool, RequestT, pick
 from services.gateway.clients.served_model import ServedModel
+from services.gateway.slot import Tenant
 
 _LAST_WORD_S = 0.5  # for the answer of an encoder that has failed a health check
 SOURCES = {n: name[len("SOURCE_") :].lower() for name, n in pb.EncodeResponse.Source.items()}
@@ -71,14 +72,14 @@ class EncoderPod(Pod):
         """
         return await self.call(self._encode, request, timeout_s)
 
-    async def probe(self, video: bytes, timeout_s: float) -> pb.ProbeResponse:
-        """Sends a video, which the encoder keeps for a while, and learns what is in it.
+    async def probe(self, video: bytes, tenant: Tenant, timeout_s: float) -> pb.ProbeResponse:
+        """Sends a tenant's video, which the encoder keeps for a while, and learns what is in it.
 
         Raises:
-            InvalidVideo: it is none, or cannot be served.
+            InvalidVideo: the file is no video, or cannot be served.
             TriptychError: as of `encode`.
         """
-        request = pb.ProbeRequest(video=video)
+        request = pb.ProbeRequest(video=video, tenant=tenant.name, tenant_weight=tenant.weight)
         found = await self.call(self._probe, request, timeout_s)
         num_frames = found.num_frames
         if not num_frames or len(found.frame_digests) != num_frames * FRAME_DIGEST_BYTES:

@@ -14,6 +14,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn._types import ASGISendEvent
 from uvicorn.protocols.http.h11_impl import RequestResponseCycle
 
+# The beginning of an interim response, which every client of HTTP/1.1 skips, and its end.
+_INTERIM = b"HTTP/1.1 100 Continue\r\nx-triptych-waits: "
+_INTERIM_END = b"\r\n\r\n"
+
 
 def chunked(app: ASGIApp) -> ASGIApp:
     """The application under uvicorn, with a cheaper `send`."""
@@ -21,14 +25,16 @@ def chunked(app: ASGIApp) -> ASGIApp:
     async def call(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             cycle = cast("MethodType", send).__self__
-            send = _Channel(cast("RequestResponseCycle", cycle)).send
+            send = Channel(cast("RequestResponseCycle", cycle)).send
         await app(scope, receive, send)
 
     return call
 
 
-class _Channel:
-    """One answer's, in place of its cycle's `send` and of the transport that the cycle has."""
+class Channel:
+    """An answer's way to the client, in place of its cycle's `send` and of the transport that the
+    cycle has.
+    """
 
     def __init__(self, cycle: RequestResponseCycle) -> None:
         self._cycle = cycle
@@ -57,6 +63,17 @@ class _Channel:
         self._held += data
         if self._cycle.response_complete or not self._cycle.response_started:
             self._flush()
+
+    def probe(self) -> None:
+        """Writes a piece of an interim response, to learn whether the client is still there.
+
+        The whole time before an answer is one interim response, whose header grows by a byte for
+        each probe: some clients accept only five of them. The end of it goes out with the answer's
+        head.
+        """
+        if not self._cycle.response_started:
+            self._transport.write(b"." if self._held else _INTERIM)
+            self._held = _INTERIM_END
 
     def close(self) -> None:
         self._flush()

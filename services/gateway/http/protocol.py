@@ -1,26 +1,29 @@
 """HTTP/1.1 on one connection: uvicorn's protocol, with a time for heads and stricter framing.
 
 A request head that has not arrived after some seconds ends its connection. A client that closes
-only its sending side gets its answer. A request with two lengths is its connection's last. A head
-with a bare line feed or a folded line is refused: a proxy in front may read another request in it.
+only its sending side gets its answer, and is probed until the answer begins. A request with two
+lengths is its connection's last. A head with a bare line feed or a folded line is refused: a proxy
+in front may read another request in it.
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator
 from typing import cast
 
 import h11
 from h11._receivebuffer import ReceiveBuffer
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
+from services.gateway.http.chunked import Channel
+
 HEAD_TIMEOUT_S = 10.0
 _TIMEOUT_RESPONSE = (
     b"HTTP/1.1 408 Request Timeout\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 )
-# An interim response, which every client of HTTP/1.1 skips.
-_PROBE = b"HTTP/1.1 100 Continue\r\n\r\n"
-# Seconds between probes. The first draws the reset, the next finds it; some clients accept five.
-_PROBE_DELAYS_S = (0.02, 0.2, 2.0)
+# Seconds before the first probes of a client that has closed its sending side, and between those
+# that follow. Where the client is gone, a probe draws the reset and the next probe finds it.
+_FIRST_PROBE_DELAYS_S = (0.02, 0.2)
+_PROBE_DELAY_S = 2.0
 
 
 class _StrictLines(ReceiveBuffer):
@@ -85,22 +88,27 @@ class GatewayProtocol(H11Protocol):
         """Keeps the connection for an answer that is still owed.
 
         A client that has closed both sides looks the same until something is sent to it: its
-        machine then resets the connection, which cancels the request.
+        machine then resets the connection, which cancels the request. The client may leave at any
+        time, so it is probed until its answer begins.
         """
         cycle = cast("RequestResponseCycle | None", self.cycle)
         if cycle is None or cycle.response_complete or cycle.more_body:
             return None
         cycle.keep_alive = False
         if cycle.scope["http_version"] != "1.0":  # which has no interim responses
-            self._probe(cycle, _PROBE_DELAYS_S)
+            self._probe_later(cycle, iter(_FIRST_PROBE_DELAYS_S))
         return True
 
-    def _probe(self, cycle: RequestResponseCycle, delays_s: Sequence[float]) -> None:
+    def _probe_later(self, cycle: RequestResponseCycle, delays_s: Iterator[float]) -> None:
+        self.loop.call_later(next(delays_s, _PROBE_DELAY_S), self._probe, cycle, delays_s)
+
+    def _probe(self, cycle: RequestResponseCycle, delays_s: Iterator[float]) -> None:
         if cycle.response_started or self.transport.is_closing():
             return
-        self.transport.write(_PROBE)
-        if delays_s:
-            self.loop.call_later(delays_s[0], self._probe, cycle, delays_s[1:])
+        channel = cast("Channel | asyncio.Transport", cycle.transport)
+        if isinstance(channel, Channel):  # else the application has not been called yet
+            channel.probe()
+        self._probe_later(cycle, delays_s)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()

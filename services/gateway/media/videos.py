@@ -21,24 +21,24 @@ from services.common.errors import (
     TriptychError,
     Unavailable,
 )
-from services.common.frame_pairs import Clip, FramePairs, Sampling
+from services.common.frame_pairs import Clip, FramePairs, PixelLimits, Sampling
 from services.common.geometry import Size, Unit
 from services.common.images.image_key import FRAME_DIGEST_BYTES, frames_key, still_digest
 from services.common.pb.encoder_pb2 import EncodeRequest, FramePair, ProbeResponse
 from services.gateway.bounds import Bounds
 from services.gateway.clients.encoders import EncoderPod
 from services.gateway.forms.responses import VideoUsage
+from services.gateway.forms.video import Taken, lists_frames
 from services.gateway.gather import gather
 from services.gateway.media.images import (
     MAX_CONCURRENT_LOADS,
-    Hold,
     MediaLoader,
     decode_base64,
     header_within,
 )
 from services.gateway.media.kinds import IMAGE, VIDEO, Kind
+from services.gateway.slot import Slot, Tenant
 
-_STILLS = "data:video/jpeg;"
 _MAX_LOST = 2  # encoders that may be lost over a file
 
 
@@ -47,12 +47,17 @@ class VideoSource:
     """A video as a request names it.
 
     Attributes:
-        urls: of its file, or of its frames.
+        urls: URL of the file, or URLs of the frames.
+        param: place of the video in the request.
+        limits: limits on the pixels of the resized frames.
+        taken: times of the frames that stand in place of a file.
     """
 
     urls: str | Sequence[str]
     param: str
     sampling: Sampling
+    limits: PixelLimits
+    taken: Taken
 
 
 def _has_failed(call: "asyncio.Task[ProbeResponse]") -> bool:
@@ -61,10 +66,11 @@ def _has_failed(call: "asyncio.Task[ProbeResponse]") -> bool:
 
 @dataclass(slots=True)
 class VideoFile:
-    """A file that encoders are sent once each."""
+    """A tenant's file that encoders are sent once each."""
 
     data: bytes
     digest: bytes
+    tenant: Tenant
     _sent: dict[str, "asyncio.Task[ProbeResponse]"] = field(
         default_factory=dict[str, "asyncio.Task[ProbeResponse]"]
     )
@@ -88,7 +94,7 @@ class VideoFile:
         """
         call = self._sent.get(encoder.address)
         if call is None or call is again or _has_failed(call):
-            call = asyncio.create_task(encoder.probe(self.data, timeout_s))
+            call = asyncio.create_task(encoder.probe(self.data, self.tenant, timeout_s))
             self._sent[encoder.address] = call
         await asyncio.shield(call)
         return call
@@ -158,17 +164,15 @@ class VideoReader:
     async def read(
         self,
         sources: Sequence[VideoSource],
-        hold: Hold,
+        slot: Slot,
         max_patches: int,
         probe: Probe,
-        tenant: str = "",
     ) -> list[Video]:
         """All videos, in order.
 
         Args:
-            hold: counts the bytes now held; may refuse.
-            max_patches: of one unit, before merging.
-            tenant: which of several asks.
+            slot: the request's. It counts the bytes that are held, and may refuse them.
+            max_patches: the most patches of one unit, before merging.
 
         Raises:
             TriptychError: of the first video that fails; its `param` names the video.
@@ -176,12 +180,13 @@ class VideoReader:
         videos: list[Video] = []
         for source in sources:
             try:
-                if isinstance(source.urls, str) and not source.urls.lower().startswith(_STILLS):
+                if isinstance(source.urls, str) and not lists_frames(source.urls):
                     most = self.bounds.max_video_bytes
-                    data = await self.loader.load(source.urls, most, VIDEO, hold, tenant)
-                    video = await self._of_file(source, data, probe)
+                    name = slot.tenant.name
+                    data = await self.loader.load(source.urls, most, VIDEO, slot.hold, name)
+                    video = await self._of_file(source, data, slot, probe)
                 else:
-                    stills = await self._stills(source, hold, tenant)
+                    stills = await self._stills(source, slot)
                     video = await asyncio.to_thread(self._of_stills, source, stills)
                 self._check(videos, video, max_patches)
             except TriptychError as error:
@@ -190,8 +195,9 @@ class VideoReader:
             videos.append(video)
         return videos
 
-    async def _of_file(self, source: VideoSource, data: bytes, probe: Probe) -> Video:
-        file = VideoFile(data, await asyncio.to_thread(still_digest, data))
+    async def _of_file(self, source: VideoSource, data: bytes, slot: Slot, probe: Probe) -> Video:
+        await slot.charge_file(len(data))
+        file = VideoFile(data, await asyncio.to_thread(still_digest, data), slot.tenant)
         try:
             probed, address = await probe(file)
         except BaseException:
@@ -211,7 +217,7 @@ class VideoReader:
         video.file, video.address = file, address
         return video
 
-    async def _stills(self, source: VideoSource, hold: Hold, tenant: str) -> list[bytes]:
+    async def _stills(self, source: VideoSource, slot: Slot) -> list[bytes]:
         if isinstance(source.urls, str):
             self._check_number(source.urls.count(",", 0, 1 << 20))
             most = (self.bounds.max_video_frames, self.bounds.max_image_bytes)
@@ -226,7 +232,7 @@ class VideoReader:
             index, url = place
             try:
                 most = self.bounds.max_image_bytes
-                data = await self.loader.load(url, most, IMAGE, hold, tenant)
+                data = await self.loader.load(url, most, IMAGE, slot.hold, slot.tenant.name)
             except TriptychError as error:
                 error.param = f"{source.param}.video[{index}]"
                 raise
@@ -245,8 +251,15 @@ class VideoReader:
             sizes.add(header_within(still, self.bounds).upright_size)
         if len(sizes) > 1:
             raise InvalidVideo("the frames of a video are of one size")
-        rate = wanted.fps or self.pairs.fps or 2.0
-        clip = Clip(count, rate, sizes.pop() if sizes else (1, 1))
+        taken = source.taken
+        rate = taken.rate or self.pairs.fps or 2.0
+        is_less = wanted.fps != rate and len(self.pairs.indices(count, rate, wanted)) < count
+        if taken.is_sampled and is_less:
+            raise InvalidRequest(
+                f"the video is given as {count} frames, of which none is left out: send fewer of "
+                "them, or leave out do_sample_frames"
+            )
+        clip = Clip(taken.num_frames or count, rate, sizes.pop() if sizes else (1, 1))
         digests = dict(enumerate(map(still_digest, stills)))
         video = self._video(source, range(count), clip, digests)
         video.stills = stills
@@ -259,16 +272,16 @@ class VideoReader:
         clip: Clip,
         digests: Mapping[int, bytes],
     ) -> Video:
-        pairs, cap = self.pairs, source.sampling.cap_pixels_per_frame
-        units = pairs.units(indices, clip.size, cap)
-        times = pairs.times(indices, clip.rate)
+        pairs, limits = self.pairs, source.limits
+        units = pairs.units(indices, clip.size, limits)
+        times = pairs.times(source.taken.indices or indices, clip.rate)
         usage = VideoUsage(
             len(indices),
             round(pairs.rate_of(indices, clip), 3),
             sum(pairs.num_tokens(unit) for unit in units),
             pairs.size_of(units[0]),
             [round(time, 1) for time in times],
-            pairs.cap_pixels_per_frame if cap is None else cap,
+            pairs.caps(limits),
         )
         return Video(source.param, units, times, usage, digests)
 

@@ -22,7 +22,7 @@ from services.gateway.forms.tools import (
     definitions,
     read_arguments,
 )
-from services.gateway.forms.video import AnyVideo, sampling_of
+from services.gateway.forms.video import AnyVideo, VideoChoice
 from services.gateway.media.images import ImageSource
 from services.gateway.media.videos import VideoSource
 from services.gateway.prompts.chat_template import RESERVED, ChatTemplate, Conversation
@@ -328,9 +328,6 @@ def _video(part: AnyVideo, param: str, request: ChatRequest, index: int) -> Vide
     """The video with what is looked at of it; `index`: among the request's."""
     if not part.urls:
         raise InvalidRequest("a video needs a URL, or those of its frames", param=param)
-    scopes = [(param, scope) for scope in part.scopes]
-    if request.mm_processor_kwargs is not None:
-        scopes.append((_KWARGS, request.mm_processor_kwargs.of(index)))
-    if request.media_io_kwargs is not None and request.media_io_kwargs.video is not None:
-        scopes.append(("media_io_kwargs.video", request.media_io_kwargs.video))
-    return VideoSource(part.urls, param, sampling_of(scopes))
+    media = request.media_io_kwargs.video if request.media_io_kwargs else None
+    choice = VideoChoice(part, param, request.mm_processor_kwargs, media, index)
+    return VideoSource(part.urls, param, choice.sampling(), choice.limits(), choice.taken())

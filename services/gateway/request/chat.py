@@ -282,14 +282,13 @@ class ChatService:
         encoder = self.encoders.description()
         if encoder is None:
             raise Unavailable("no encoder is available", retry_after_s=1)
-        tenant = slot.tenant.name
         most = encoder.max_image_patches
-        images = await self.images.read(draft.images, slot.hold, most, tenant)
+        images = await self.images.read(draft.images, slot.hold, most, slot.tenant.name)
         videos: list[Video] = []
         if self.videos is not None and draft.videos:
             choose = partial(self.encoders.choose, encoder)
             probe = partial(probe_once, choose=choose, timeout_s=self.encode_timeout_s)
-            videos = await self.videos.read(draft.videos, slot.hold, most, probe, tenant)
+            videos = await self.videos.read(draft.videos, slot, most, probe)
         return images, videos
 
     async def off_loop(self, num_characters: int, call: Callable[[], Result]) -> Result:

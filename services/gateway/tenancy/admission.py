@@ -118,7 +118,7 @@ class Admission:
         self._idle.clear()
         try:
             async with counting(self._leases, tenant) as usage:
-                yield Slot(tenant, usage.charge, usage.correct, hold)
+                yield Slot(tenant, usage.charge, usage.charge_file, usage.correct, hold)
         finally:
             self._running.give_back(tenant.name, 1)
             if not self.num_running:

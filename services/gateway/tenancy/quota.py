@@ -179,16 +179,18 @@ class Quota:
     def used(self) -> list[int]:
         return [meter.used for meter in self.meters]
 
-    def take(self, amounts: Amounts) -> Entry | None:
-        """Counts amounts; returns the entry of their tokens, if those are limited."""
-        tokens, self.is_busy = None, True
+    def take(self, amounts: Amounts, entry_of: int = TOKENS) -> Entry | None:
+        """Counts amounts. Returns the entry of the kind `entry_of`, or None if that is not limited
+        or has no amount.
+        """
+        found, self.is_busy = None, True
         for kind, amount in enumerate(amounts):
             if not amount or (self.limits[kind] is None and kind <= PIXELS):
                 continue
             entry = self.meters[kind].add(amount)
-            if kind == TOKENS:
-                tokens = entry
-        return tokens
+            if kind == entry_of:
+                found = entry
+        return found
 
     # Counted together
 

@@ -43,7 +43,8 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         max_sequences: at a time; a request with `n` has n.
         requests_per_minute: in any 60 seconds, as the others.
         tokens_per_minute: of prompts and completions, images included.
-        pixels_per_minute: of images and of frames of videos, resized.
+        pixels_per_minute: pixels of images and of frames of videos, resized, or the bytes of the
+            videos' files if these are more.
     """
 
     weight: Annotated[float, Meta(ge=0.001, le=1000)] = 1.0

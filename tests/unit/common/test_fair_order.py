@@ -62,6 +62,24 @@ def test_expensive_work_counts_for_more() -> None:
     assert Counter(serve(order, waiting, 55))["a"] == pytest.approx(5, abs=1)
 
 
+def test_a_cost_may_be_known_when_the_work_is_done() -> None:
+    """Each tenant's next piece is placed when its last one has been done."""
+    order, turns = FairOrder(), Counter[str]()
+    for _ in range(110):
+        place, tenant = min((order.start(name), name) for name in ("cheap", "dear"))
+        order.served(place)
+        turns[tenant] += 1
+        order.charge(tenant, place, cost=10.0 if tenant == "dear" else 1.0)
+    assert turns["cheap"] / turns["dear"] == pytest.approx(10, rel=0.1)
+
+
+def test_a_charge_is_over_the_weight() -> None:
+    order = FairOrder()
+    order.charge("a", order.start("a"), weight=4.0, cost=2.0)
+    order.charge("b", order.start("b"), cost=2.0)
+    assert (order.start("a"), order.start("b"), order.start("c")) == (0.5, 2.0, 0.0)
+
+
 def test_tenants_that_have_been_served_are_forgotten() -> None:
     order = FairOrder()
     for number in range(1000):

@@ -34,7 +34,7 @@ def scheduler_of(
         info, BlockManager(blocks, 4), late_masks=False, step_ms=step_ms,
         step_cost=cost or StepCost(),
     )  # fmt: skip
-    scheduler.min_partial_tokens = partial
+    scheduler.prefills.min_partial_tokens = partial
     return scheduler
 
 
@@ -248,7 +248,7 @@ def test_prompts_are_cut_to_fit_the_steps_time():
     assert step(scheduler) == [(1, 0, 768)]  # alone
     add(scheduler, 2, 1000)
     assert step(scheduler) == [(2, 0, 97), (1, 768, 97)]  # too long: half for those behind
-    while scheduler._prefilling:
+    while scheduler.prefills.prefilling:
         found = step(scheduler)
         assert sum(length for _, _, length in found) <= 195
     add(scheduler, 3, 1000)
@@ -279,7 +279,7 @@ def test_prompts_go_on_where_decodes_alone_take_longer_than_a_step():
     )
     for number in range(3):
         add(scheduler, number, 20)
-    while scheduler._prefilling or len(scheduler._waiting):
+    while scheduler.prefills.prefilling or len(scheduler.prefills.waiting):
         step(scheduler)
     add(scheduler, 9, 100)
     assert [step(scheduler)[-1] for _ in range(3)] == [(9, 0, 32), (9, 32, 32), (9, 64, 32)]
@@ -330,8 +330,8 @@ def test_steps_keep_their_time_and_every_prompt_goes_on(
             if not arrivals and now > 40:
                 break
             continue
-        waiting, before = bool(scheduler._prefilling), scheduler.num_preemptions
-        num_prompts = len(scheduler._prefilling) + len(scheduler._waiting)
+        waiting, before = bool(scheduler.prefills.prefilling), scheduler.num_preemptions
+        num_prompts = len(scheduler.prefills.prefilling) + len(scheduler.prefills.waiting)
         batch = scheduler.schedule()
         num_decodes = sum(chunk.from_device for chunk in batch.chunks)
         prompt_tokens = batch.num_tokens - num_decodes
@@ -363,7 +363,7 @@ def test_lower_priorities_are_admitted_first_and_preempted_last():
     # Eight blocks are not enough for both: the one of priority 0 gives way, though it came first.
     while scheduler.num_preemptions == 0:
         step(scheduler)
-    assert 3 in {s.sequence_id for s in scheduler._all_running()}
+    assert 3 in {s.sequence_id for s in scheduler.running()}
     assert 1 in {s.sequence_id for s in waiting(scheduler)}
 
 

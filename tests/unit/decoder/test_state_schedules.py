@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.decoder.engine.messages import ImageSpan
+from services.decoder.engine.schedule.recurrent_states import RecurrentStates, checkpoint_boundaries
 from services.decoder.engine.schedule.sequence import Sequence
-from services.decoder.engine.schedule.state_pool import StateCheckpoints, checkpoint_boundaries
 from services.decoder.engine.step import Step
 from tests.engine_harness import KEYS, Harness, prompt_of
 from tests.fake_runner import FakeRunner, add_message, runner_info
@@ -271,7 +271,7 @@ def test_control_a_state_that_is_not_the_prefixs(
 
 
 def test_the_least_recently_used_checkpoint_makes_room() -> None:
-    pool = StateCheckpoints(runner_info(has_states=True, num_checkpoints=2))
+    pool = RecurrentStates(runner_info(has_states=True, num_checkpoints=2))
     for name in (b"a", b"b"):
         pool.commit(((1, pool.reserve(name, ())),))
     pool.use(b"a")

@@ -13,6 +13,7 @@ import pytest
 
 from services.common.embeddings.shared_memory import MemoryAddress, create_memory
 from services.common.errors import InvalidVideo, Overloaded, VideoNotHeld
+from services.encoder.decoding.child import ChildLost
 from services.encoder.decoding.clips import clip_pool
 from services.encoder.decoding.clips.clip_pool import PROBE_BYTES, ClipPool
 from tests.in_process_clips import frame_pixels
@@ -180,13 +181,23 @@ def test_a_video_that_takes_too_long_is_refused(
     try:
         slow = held.put(make("lossless", frames=60, size=(720, 1280), options={"g": "600"}))
         with (
-            pytest.raises(InvalidVideo, match="too long"),
+            pytest.raises(InvalidVideo, match="too long") as refusal,
             pool.frames(slow, (720, 1280), (59, 59)),
         ):
             pass
+        assert type(refusal.value) is InvalidVideo  # no `DecoderLost`
         assert len(frames(pool, held.put(make()), 0, 1)) == 2
     finally:
         pool.close()
+
+
+@pytest.mark.parametrize(
+    ("how", "is_certain"),
+    [("SIGPROF", True), ("SIGSEGV", True), ("status 1", True), ("SIGKILL", False),
+     ("no answer in time", False)],
+)  # fmt: skip
+def test_a_worker_may_be_lost_without_its_video_s_fault(how: str, is_certain: bool) -> None:
+    assert ChildLost(how).is_of_its_work is is_certain
 
 
 def test_a_bomb_of_frames_is_refused_before_they_are_decoded(pool: ClipPool, held: Held) -> None:

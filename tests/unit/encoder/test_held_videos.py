@@ -3,53 +3,62 @@
 import asyncio
 import os
 import threading
-import time
 from collections.abc import AsyncIterator
 
 import pytest
 
 from services.common.embeddings.shared_memory import ForeignMemory, MemoryAddress, NotReadable
-from services.common.errors import InvalidRequest, InvalidVideo, VideoNotHeld
-from services.encoder.decoding.clips import held_videos
-from services.encoder.decoding.clips.held_videos import HeldVideo, HeldVideos
-from services.encoder.decoding.clips.questions import Facts
+from services.common.errors import InvalidRequest, InvalidVideo, Overloaded, VideoNotHeld
+from services.encoder.decoding.clips.clip_pool import DecoderLost
+from services.encoder.front import held_videos
+from services.encoder.front.admission import NOBODY, Share
+from services.encoder.front.held_videos import HeldVideo, HeldVideos
+from services.encoder.front.probe_queue import ProbeQueue
+from tests.fake_clips import FakeClips
+from tests.noise import PATIENCE_S
 
 
-class Reader:
-    """In place of `ClipPool`."""
+class Clock:
+    """Seconds as a test sets them."""
 
     def __init__(self) -> None:
-        self.read: list[bytes] = []
+        self.now_s = 0.0
 
-    def probe(self, file: MemoryAddress) -> Facts:
-        data = bytes(ForeignMemory(file).view(0, file.size_bytes))
-        self.read.append(data)
-        if data == b"bad":
-            raise InvalidVideo("the video is truncated or corrupt")
-        return Facts(2, 24.0, 48, 64, 1.0, b"a" * 16 + b"b" * 16)
-
-    def close(self) -> None:
-        pass
+    def __call__(self) -> float:
+        return self.now_s
 
 
 @pytest.fixture
-def reader() -> Reader:
-    return Reader()
+def clock() -> Clock:
+    return Clock()
 
 
 @pytest.fixture
-async def videos(reader: Reader) -> AsyncIterator[HeldVideos]:
-    videos = HeldVideos(reader, max_bytes=100)  # type: ignore[arg-type]
+def clips() -> FakeClips:
+    return FakeClips()
+
+
+@pytest.fixture
+async def videos(clips: FakeClips, clock: Clock) -> AsyncIterator[HeldVideos]:
+    videos = HeldVideos(ProbeQueue(clips, 2), max_bytes=100, clock=clock)  # type: ignore[arg-type]
     yield videos
-    videos.close()
+    await asyncio.to_thread(videos.close)
+
+
+async def held(videos: HeldVideos, file: bytes, share: Share = NOBODY) -> HeldVideo:
+    return await (await videos.take(file, share))
+
+
+def num_descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
 
 
 async def test_a_file_is_read_once_and_named_by_its_digest(
-    videos: HeldVideos, reader: Reader
+    videos: HeldVideos, clips: FakeClips
 ) -> None:
-    first, *others = await asyncio.gather(*(videos.probe(b"clip") for _ in range(5)))
-    assert all(other is first for other in others) and reader.read == [b"clip"]
-    assert await videos.probe(b"clip") is first and videos.get(first.digest) is first
+    first, *others = await asyncio.gather(*(held(videos, b"clip") for _ in range(5)))
+    assert all(other is first for other in others) and clips.read == [b"clip"]
+    assert await held(videos, b"clip") is first and videos.get(first.digest) is first
     assert first.video.size == (48, 64)
     assert (first.frame_digest(0), first.frame_digest(1)) == (b"a" * 16, b"b" * 16)
     for index in (2, -1):
@@ -58,60 +67,54 @@ async def test_a_file_is_read_once_and_named_by_its_digest(
 
 
 async def test_the_longest_unused_gives_way(videos: HeldVideos) -> None:
-    first, second = await videos.probe(b"1" * 40), await videos.probe(b"2" * 40)
+    first, second = await held(videos, b"1" * 40), await held(videos, b"2" * 40)
     videos.get(first.digest)
-    third = await videos.probe(b"3" * 40)
+    third = await held(videos, b"3" * 40)
     assert videos.get(first.digest) is first and videos.get(third.digest) is third
     with pytest.raises(VideoNotHeld):
         videos.get(second.digest)
     with pytest.raises(NotReadable):
         ForeignMemory(second.file)
-    large = await videos.probe(b"4" * 400)  # held alone, until another comes
+    large = await held(videos, b"4" * 400)  # held alone, until another comes
     assert videos.get(large.digest) is large
-    await videos.probe(b"5")
+    await held(videos, b"5")
     with pytest.raises(VideoNotHeld):
         videos.get(large.digest)
 
 
-async def test_a_file_that_has_expired_is_read_again(videos: HeldVideos, reader: Reader) -> None:
-    held = await videos.probe(b"clip")
-    held.expires_at = time.monotonic() - 1.0
-    with pytest.raises(VideoNotHeld):
-        videos.get(held.digest)
-    again = await videos.probe(b"clip")
-    assert again is not held and videos.get(held.digest) is again
-    assert reader.read == [b"clip"] * 2
-
-
-async def test_the_end_of_a_probe_that_was_given_up_is_not_that_of_the_next(
-    videos: HeldVideos, reader: Reader, monkeypatch: pytest.MonkeyPatch
+async def test_a_file_that_has_expired_is_read_again(
+    videos: HeldVideos, clips: FakeClips, clock: Clock
 ) -> None:
-    """Which begins before the first one's task has ended, and which others join."""
-    begun, cancelled, go_on, read = asyncio.Event(), asyncio.Event(), asyncio.Event(), videos._read
+    first = await held(videos, b"clip")
+    clock.now_s += 119.0
+    assert videos.get(first.digest) is first  # whose time begins anew
+    clock.now_s += 119.0
+    assert videos.get(first.digest) is first
+    clock.now_s += 121.0
+    with pytest.raises(VideoNotHeld):
+        videos.get(first.digest)
+    again = await held(videos, b"clip")
+    assert again is not first and videos.get(first.digest) is again
+    assert clips.read == [b"clip"] * 2
 
-    async def slow(digest: bytes, file: bytes) -> HeldVideo:
-        begun.set()
-        try:
-            await go_on.wait()
-        except asyncio.CancelledError:
-            await cancelled.wait()
-            raise
-        return await read(digest, file)
 
-    monkeypatch.setattr(videos, "_read", slow)
-    given_up = asyncio.create_task(videos.probe(b"clip"))
-    await begun.wait()
-    (first,) = videos._probes.values()
+async def test_the_end_of_a_probe_that_was_given_up_is_not_that_of_the_next() -> None:
+    """Which begins while the first one's file is still being read, and which others join."""
+    clips = FakeClips(waits=True)
+    videos = HeldVideos(ProbeQueue(clips, 2), max_bytes=100)  # type: ignore[arg-type]
+    given_up = await videos.take(b"clip", NOBODY)
+    assert await asyncio.to_thread(clips.begun.get, timeout=PATIENCE_S) == b"clip"
     given_up.cancel()
-    begun.clear()
-    second = asyncio.create_task(videos.probe(b"clip"))
-    await begun.wait()
-    cancelled.set()
-    await asyncio.wait({first.task})
-    third = asyncio.create_task(videos.probe(b"clip"))
-    await asyncio.sleep(0.05)
-    go_on.set()
-    assert await third is await second and reader.read == [b"clip"]
+    await asyncio.wait((given_up,))
+    await asyncio.sleep(0)
+    second = await videos.take(b"clip", NOBODY)
+    assert await asyncio.to_thread(clips.begun.get, timeout=PATIENCE_S) == b"clip"
+    third = await videos.take(b"clip", NOBODY)
+    for _ in range(2):
+        clips.finish(b"clip")
+    assert await third is await second and videos.get((await third).digest) is await third
+    await asyncio.to_thread(videos.close)
+    assert clips.read == [b"clip"] * 2 and clips.begun.empty()
 
 
 async def test_a_copy_that_nobody_waits_for_is_closed(
@@ -125,22 +128,111 @@ async def test_a_copy_that_nobody_waits_for_is_closed(
         assert go_on.wait(10)
         return copied(file)
 
-    await videos.probe(b"clip")  # starts what is started once
-    before = len(os.listdir("/proc/self/fd"))
+    await held(videos, b"clip")  # starts what is started once
+    before = num_descriptors()
     monkeypatch.setattr(held_videos, "_copied", slow)
-    probe = asyncio.create_task(videos.probe(b"another clip"))
+    probe = asyncio.create_task(videos.take(b"another clip", NOBODY))
     assert await asyncio.to_thread(copies.wait, 10)
     probe.cancel()
     await asyncio.gather(probe, return_exceptions=True)
     go_on.set()
     await asyncio.to_thread(videos._threads.shutdown)
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert num_descriptors() == before
 
 
-async def test_a_bad_file_is_not_held(videos: HeldVideos, reader: Reader) -> None:
-    before = len(os.listdir("/proc/self/fd"))
-    for _ in range(2):
+async def test_a_file_that_was_refused_is_not_read_again_for_a_while(
+    videos: HeldVideos, clips: FakeClips, clock: Clock
+) -> None:
+    """Whoever sends it: a file that takes too long would take as long again."""
+    await held(videos, b"clip")
+    before = num_descriptors()
+    for share in (NOBODY, NOBODY, Share("another")):
+        with pytest.raises(InvalidVideo, match="corrupt"):
+            await held(videos, b"bad", share)
+    assert clips.read == [b"clip", b"bad"] and num_descriptors() == before
+    clock.now_s += 301.0
+    with pytest.raises(InvalidVideo, match="corrupt"):
+        await held(videos, b"bad")
+    assert clips.read == [b"clip", b"bad", b"bad"]
+
+
+@pytest.mark.parametrize(
+    "error", [DecoderLost("too long"), Overloaded("no process"), VideoNotHeld("gone")], ids=repr
+)
+async def test_what_says_nothing_of_a_file_is_not_remembered(
+    videos: HeldVideos, clips: FakeClips, error: Exception
+) -> None:
+    clips.errors[b"clip"] = error
+    with pytest.raises(type(error)):
+        await held(videos, b"clip")
+    del clips.errors[b"clip"]
+    assert (await held(videos, b"clip")).facts.num_frames == 2
+
+
+async def test_refusals_that_are_remembered_are_bounded(
+    videos: HeldVideos, clips: FakeClips
+) -> None:
+    files = [b"%d" % number for number in range(4098)]
+    clips.errors |= dict.fromkeys(files, InvalidVideo("too long"))
+    for file in files:
         with pytest.raises(InvalidVideo):
-            await videos.probe(b"bad")
-    assert reader.read == [b"bad"] * 2
-    assert len(os.listdir("/proc/self/fd")) == before
+            await held(videos, file)
+    clips.read.clear()
+    for file in (files[-1], files[0]):
+        with pytest.raises(InvalidVideo):
+            await held(videos, file)
+    assert clips.read == [files[0]]
+
+
+async def test_files_of_a_tenant_that_wait_leave_room_for_others() -> None:
+    clips = FakeClips(waits=True)
+    videos = HeldVideos(ProbeQueue(clips, 2), max_bytes=100)  # type: ignore[arg-type]
+    crowd, guest = Share("crowd"), Share("guest")
+    waiting = [await videos.take(b"%d" % number * 25, crowd) for number in range(3)]
+    with pytest.raises(Overloaded, match="too many bytes"):
+        await videos.take(b"3" * 25, crowd)
+    file = b"a clip of the guest's"
+    taken = await videos.take(file, guest)
+    clips.finish(file)
+    assert (await taken).facts.num_frames == 2
+    for number, call in enumerate(waiting):
+        clips.finish(b"%d" % number * 25)
+        await call
+    waiting = [await videos.take(b"3" * 25, crowd)]  # there is room again
+    clips.finish(b"3" * 25)
+    await waiting[0]
+    await asyncio.to_thread(videos.close)
+
+
+async def test_a_file_of_two_tenants_is_read_in_the_turn_of_each() -> None:
+    """A tenant does not wait behind another's files because that has sent the same one."""
+    clips = FakeClips(waits=True)
+    videos = HeldVideos(ProbeQueue(clips, 2), max_bytes=100)  # type: ignore[arg-type]
+    crowd, guest = Share("crowd"), Share("guest")
+    before = num_descriptors()
+    slow, last = await videos.take(b"slow", crowd), await videos.take(b"clip", crowd)
+    taken = await videos.take(b"clip", guest)
+    clips.finish(b"clip")
+    found = await taken
+    for name in (b"slow", b"clip"):
+        clips.finish(name)
+    assert await last is found and (await slow) is not found
+    assert num_descriptors() == before + 2
+    await asyncio.to_thread(videos.close)
+
+
+async def test_calls_that_leave_give_their_room_back() -> None:
+    """While their files wait, and while these are being read."""
+    clips = FakeClips(waits=True)
+    videos = HeldVideos(ProbeQueue(clips, 1), max_bytes=100)  # type: ignore[arg-type]
+    files = [b"%d" % number * 60 for number in range(4)]
+    for file in files[:3]:
+        taken = await videos.take(file, Share("a"))
+        taken.cancel()
+        await asyncio.wait((taken,))
+        await asyncio.sleep(0)
+    taken = await videos.take(files[3], Share("a"))
+    for file in files:
+        clips.finish(file)
+    assert (await taken).file.size_bytes == 60
+    await asyncio.to_thread(videos.close)

@@ -213,7 +213,7 @@ async def ask(world: World, num_images: int = 1) -> list[int] | TriptychError:
         Prompt(np.zeros(8, np.int32), None, 0, [Run(i, 1, unit, i) for i in range(num_images)]),
         images,
         pb.SamplingParams(max_tokens=8),
-        Slot(ANONYMOUS, UNUSED, UNUSED, lambda _: None),
+        Slot(ANONYMOUS, UNUSED, UNUSED, UNUSED, lambda _: None),
         AnswerFormat(),
         cache_salt=b"",
         deadline=1e12,

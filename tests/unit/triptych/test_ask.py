@@ -56,7 +56,7 @@ def test_a_key_that_cannot_be_sent_is_a_line(
     """As the first one is, if a file of another system's lines has it."""
     monkeypatch.setenv("OPENAI_API_KEY", key)
     assert cli.main(["ask", "Who?", "--url", "127.0.0.1:9"]) == 1
-    assert capsys.readouterr().err.startswith("triptych ask: the API key has characters")
+    assert capsys.readouterr().err.startswith("triptych ask: the API key has invalid characters")
 
 
 def test_a_url_is_passed_on_as_it_is() -> None:
@@ -106,11 +106,11 @@ def test_an_answer_carries_times_and_usage(stub: StubServer) -> None:
     ("behaviour", "message"),
     [
         ("refuse", "HTTP 503: full"),
-        ("error", "broke off: the decoder died"),
-        ("error as text", "broke off: the decoder died"),
-        ("words", "what is no part of an answer: upstream went away"),
-        ("truncate", "ended before the answer did"),
-        ("die", "ended before the answer did"),
+        ("error", "interrupted by an error: the decoder died"),
+        ("error as text", "interrupted by an error: the decoder died"),
+        ("words", "not a chunk of an answer: upstream went away"),
+        ("truncate", "ended before the answer was complete"),
+        ("die", "ended before the answer was complete"),
     ],
 )
 def test_a_broken_answer_is_never_taken_for_a_whole_one(
@@ -155,7 +155,7 @@ def test_images_and_question_come_in_any_order(tmp_path: Path) -> None:
     assert split_words([url, long]) == ([url], long)
     with pytest.raises(AskError, match=r"no question about .*cat\.png: triptych ask"):
         split_words([str(image)])
-    with pytest.raises(AskError, match="'cat' is no file; or quote the question"):
+    with pytest.raises(AskError, match="'cat' is not a file; if it belongs to the question"):
         split_words(["cat", "What is it?"])
 
 

@@ -66,7 +66,7 @@ def test_image_without_a_path_shows_none(
     (messages,) = talk(stub, monkeypatch, ["/image", "hello"])
     assert messages[-1]["content"] == [{"type": "text", "text": "hello"}]
     said = capsys.readouterr()
-    assert "shown with" not in said.out and said.err == "which one? /image PATH\n"
+    assert "be sent with" not in said.out and said.err == "the path is missing: /image PATH\n"
 
 
 def test_a_clip_goes_by_its_path(

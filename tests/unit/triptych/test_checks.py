@@ -108,28 +108,28 @@ TURNS = {
         "serve {model}", half_a_download,
         "weights are missing at {model}: model-00002-of-00002.safetensors of 2 files",
     ),
-    "cut": ("serve {model}", cut, "model.safetensors is no whole safetensors file"),
+    "cut": ("serve {model}", cut, "model.safetensors is not a complete safetensors file"),
     "no dtype": (
         "serve {model}", headed('{"model.norm.weight": {"shape": [0], "data_offsets": [0, 0]}}'),
-        "model.safetensors is no whole safetensors file",
+        "model.safetensors is not a complete safetensors file",
     ),
-    "offsets": ("serve {model}", sized("[32]", "[0, 1e999]"), "is no whole safetensors file"),
+    "offsets": ("serve {model}", sized("[32]", "[0, 1e999]"), "is not a complete safetensors file"),
     "shape": (
-        "serve {model}", sized(f"[1{'0' * 999}]", "[0, 4]"), "is no whole safetensors file"
+        "serve {model}", sized(f"[1{'0' * 999}]", "[0, 4]"), "is not a complete safetensors file"
     ),
-    "nested head": ("serve {model}", headed("[" * 200_000), "is no whole safetensors file"),
+    "nested head": ("serve {model}", headed("[" * 200_000), "is not a complete safetensors file"),
     "LFS": ("serve {model}", pointer, "is a pointer of Git LFS: run `git lfs pull` there"),
     "no tokenizer": ("serve {model}", remove("tokenizer.json"), "it has no tokenizer.json"),
     "no template": ("serve {model}", remove("chat_template.jinja"), "no chat template at {model}"),
     "architecture": ("serve {model}", unknown, "architecture GPT2LMHeadModel is not supported"),
-    "no GPU": ("serve {model} --device cuda", None, "cuda is asked for, but there is no GPU here"),
-    "device": ("serve {model} --device gpu", None, "gpu is none of auto, cpu, cuda and cuda:N"),
-    "port": ("serve {model} --port 99999", None, "99999 is no whole number from 0 to 65,535"),
+    "no GPU": ("serve {model} --device cuda", None, "cuda was requested, but there is no GPU here"),
+    "device": ("serve {model} --device gpu", None, "gpu is not auto, cpu, cuda or cuda:N"),
+    "port": ("serve {model} --port 99999", None, "99999 is not a whole number from 0 to 65,535"),
     "option": (
         "serve {model} --pipeline-parallel-size 2", None,
-        "--pipeline-parallel-size: --tensor-parallel N divides a model among N cards",
+        "--pipeline-parallel-size: use --tensor-parallel N to divide a model among N cards",
     ),
-    "encoder": ("serve {model} --encoders 1", None, "takes no images"),
+    "encoder": ("serve {model} --encoders 1", None, "is a text model"),
     "open": ("serve {model} --host 0.0.0.0 --port 0", None, "give --api-key KEY"),
     "context": (
         "serve {model} --port 0 --max-model-len 4097", None,
@@ -144,7 +144,7 @@ TURNS = {
     ),
     "exported device": (
         "serve {model} --port 0", {"DECODER_DEVICE": "cuda:x", "CUDA_VISIBLE_DEVICES": "0"},
-        "DECODER_DEVICE: 'cuda:x' is none of auto, cpu, cuda and cuda:N",
+        "DECODER_DEVICE: 'cuda:x' is not auto, cpu, cuda or cuda:N",
     ),
     "exported dtype": (
         "serve {model} --port 0", {"DECODER_DTYPE": "fp16"}, "DECODER_DTYPE: Input should be",
@@ -153,7 +153,7 @@ TURNS = {
         "serve {model} --port 0", {"DECODER_TENSOR_PARALLEL": "0"},
         "DECODER_TENSOR_PARALLEL: Input should be",
     ),
-    "length": ("serve {model} --port 0 --max-model-len 1", None, "1 is no whole number from 2"),
+    "length": ("serve {model} --port 0 --max-model-len 1", None, "1 is not a whole number from 2"),
 }  # fmt: skip
 
 
@@ -309,9 +309,9 @@ def test_a_context_that_does_not_fit_comes_with_one_that_does(tmp_path: Path) ->
 
 def test_weights_that_do_not_fit_come_with_a_precision_that_does(tmp_path: Path) -> None:
     said = refusal(tmp_path, Card("NVIDIA RTX 4080", 16 * GIB, 0))
-    assert "weights take 15.3 GiB; what fits: its FP8 checkpoint (about 8.1 GiB), with room" in said
+    assert "weights take 15.3 GiB; what fits: its FP8 checkpoint (about 8.1 GiB), with a KV" in said
     said = refusal(tmp_path, Card("a card", 32 * GIB, 0), dtype="float32")
-    assert "what fits: --dtype bfloat16, with room for" in said
+    assert "what fits: --dtype bfloat16, with a KV cache" in said
 
 
 @pytest.mark.parametrize("tokens", [None, 40960])
@@ -370,7 +370,7 @@ def test_serve_asks_the_cards_before_it_starts_anything(
     assert cli.main([*words, *more]) == 2
     said = capsys.readouterr().err.splitlines()[-1]
     assert "does not fit cuda:0 (NVIDIA L40S, 45.0 GiB), of which a decoder may use 27.0" in said
-    assert "weights take 30.5 GiB; what fits: --dtype bfloat16, with room for" in said
+    assert "weights take 30.5 GiB; what fits: --dtype bfloat16, with a KV cache" in said
 
 
 def test_a_card_that_others_fill_is_named(tmp_path: Path) -> None:

@@ -152,7 +152,7 @@ def test_a_disk_that_takes_nothing_is_a_line(
         patch.setattr("tempfile.tempdir", str(tmp_path / "gone"))
         assert cli.main([command]) == 1
     out, err = capsys.readouterr()
-    assert (out + err).removeprefix("triptych: ").startswith("full or read-only (TMPDIR): ")
+    assert (out + err).removeprefix("triptych: ").startswith("no temporary directory can be made")
     assert len((out + err).splitlines()) == 1
 
 
@@ -170,7 +170,7 @@ def test_where_no_socket_fits_there_is_no_redis(tmp_path: Path) -> None:
     lines: list[str] = []
     options = ServeOptions(model=model, port=0, load_format="dummy")
     _, specs = serve.prepare(options, directory, lines.append)
-    assert lines[0].startswith(f"no socket of Redis fits {directory} (TMPDIR)")
+    assert lines[0].startswith(f"the path {directory} (TMPDIR) is too long")
     assert [spec.name for spec in specs] == ["encoder-0", "decoder-0", "gateway"]
 
 
@@ -201,7 +201,7 @@ def test_a_redis_with_passwords_comes_from_the_environment(
     for url in ("redis://u:secret@[", "http://u:secret@r", "localhost:6379"):
         assert cli.main(["serve", str(model), "--load-format", "dummy", "--redis-url", url]) == 2
         said = capsys.readouterr().err.splitlines()[-1]
-        assert "--redis-url is no URL of Redis" in said and "secret" not in said
+        assert "--redis-url is not a URL of Redis" in said and "secret" not in said
     monkeypatch.setenv("ENCODER_REDIS_URL", "redis://e:secret@localhost")
     monkeypatch.setenv("DECODER_REDIS_URL", "redis://d:secret@localhost")
     _, specs = serve.prepare(
@@ -217,6 +217,6 @@ def test_a_text_model_needs_neither_encoder_nor_redis_and_serve_says_so(tmp_path
     model = write_text_model_directory(tmp_path / "text")
     options = ServeOptions(model=model, port=0, load_format="dummy")
     _, specs = serve.prepare(options, tmp_path, lines.append)
-    assert lines[:-1] == ["the model takes text alone: no encoder and no Redis are started"]
+    assert lines[:-1] == ["the model is a text model: no encoder and no Redis are started"]
     assert [spec.name for spec in specs] == ["decoder-0", "gateway"]
     assert specs[0].environment["DECODER_REDIS_URL"] == ""

@@ -155,7 +155,7 @@ def test_a_refused_token_is_a_line(hub: _Hub, tmp_path: Path) -> None:
 
 def test_after_a_broken_transfer_whole_files_are_kept(hub: _Hub, tmp_path: Path) -> None:
     hub.num_cuts = 100
-    assert "did not arrive whole" in resolve(hub, tmp_path)
+    assert "was not downloaded completely" in resolve(hub, tmp_path)
     hub.num_cuts = 0
     hub.gets.clear()
     directory = resolve(hub, tmp_path).split()[0]

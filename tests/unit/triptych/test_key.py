@@ -66,9 +66,12 @@ def test_a_file_stays_readable_for_whom_it_was(tmp_path: Path) -> None:
     ("words", "said"),
     [
         (["shop", "--file", "{}/none/keys.json"], "No such file or directory"),
-        (["my shop"], "'my shop' is none of 1 to 64 letters"),
-        (["x" * 60], "is none of 1 to 64 letters"),  # its id, with the date
-        (["shop", "--id", "a/b", "--file", "{}/keys.json"], "'a/b' is none of 1 to 64 letters"),
+        (["my shop"], "'my shop' is not a valid name: 1 to 64 letters"),
+        (["x" * 60], "is not a valid name: 1 to 64 letters"),  # its id, with the date
+        (
+            ["shop", "--id", "a/b", "--file", "{}/keys.json"],
+            "'a/b' is not a valid name: 1 to 64 letters",
+        ),
     ],
 )
 def test_what_no_gateway_reads_is_a_line(

@@ -74,16 +74,16 @@ def test_what_does_not_fit_beside_an_encoder_gets_whole_cards() -> None:
     assert choose(0.1, 2, beside=False)[0] == Layout(1, 1)
     assert choose(0.1, 8, beside=False)[0] == Layout(1, 7)
     assert choose(0.1, 1, beside=False)[0] == Layout(0, 1)  # the check of memory says why not
-    assert "no room beside an encoder" in choose(0.1, 2, beside=False)[1]
+    assert "does not fit a card beside an encoder" in choose(0.1, 2, beside=False)[1]
 
 
 def test_the_reason_names_the_share_and_what_was_not_taken() -> None:
     assert choose(0.25, 2)[1] == (
         "layout both: encoding is about 25% of the work, 0.5 of 2 cards; "
-        "split:1+1 would serve 67% of the most"
+        "split:1+1 would have 67% of this layout's throughput"
     )
     assert choose(0.25, 4)[1].endswith("encoding is about 25% of the work, 1.0 of 4 cards")
-    assert "none is left for encoders alone" in choose(0.2, 2, ranks=2)[1]
+    assert "no card is left for encoders alone" in choose(0.2, 2, ranks=2)[1]
 
 
 @pytest.mark.parametrize(
@@ -91,8 +91,8 @@ def test_the_reason_names_the_share_and_what_was_not_taken() -> None:
     [
         ("split:1+1", 4, 1, "4 cards visible; what fits: both, split:1+3, split:2+2, split:3+1"),
         ("both", 3, 2, "for decoders of 2 cards each; what fits: split:1+2"),
-        ("split:0+2", 2, 1, "none of auto, both"),
-        ("Both", 2, 1, "none of auto, both"),
+        ("split:0+2", 2, 1, "is not auto, both or split"),
+        ("Both", 2, 1, "is not auto, both or split"),
         ("split:1+1", 0, 1, "it needs cards"),
         ("both", 1, 2, "it needs cards"),
     ],

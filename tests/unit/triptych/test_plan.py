@@ -167,7 +167,7 @@ def test_a_text_model_has_no_encoder_and_the_decoder_the_whole_card(text_model: 
 
 @pytest.mark.parametrize("options", [{"encoders": 1}, {"encoder_device": "cpu"}])
 def test_encoders_for_a_text_model_are_refused(text_model: Path, options: dict) -> None:
-    with pytest.raises(StackError, match="takes no images"):
+    with pytest.raises(StackError, match="is a text model"):
         plan(text_model, **options)
 
 
@@ -233,11 +233,11 @@ def test_an_exported_variable_that_gives_way_is_named(model: Path, tmp_path: Pat
         api_key="k",
     )  # fmt: skip
     assert made.notes == [
-        "DECODER_ADDRESS of the environment gives way to what serve chooses",
-        "DECODER_DEVICE of the environment gives way to --device",
-        "DECODER_DTYPE of the environment gives way to --dtype",
-        "GATEWAY_DECODER_ADDRESSES of the environment gives way to what serve chooses",
-        "GATEWAY_SERVED_MODEL_NAME of the environment gives way to --served-model-name",
+        "DECODER_ADDRESS of the environment is overridden by triptych serve",
+        "DECODER_DEVICE of the environment is overridden by --device",
+        "DECODER_DTYPE of the environment is overridden by --dtype",
+        "GATEWAY_DECODER_ADDRESSES of the environment is overridden by triptych serve",
+        "GATEWAY_SERVED_MODEL_NAME of the environment is overridden by --served-model-name",
     ]
     assert made.model_name == "ours"
 
@@ -263,7 +263,7 @@ def test_options_reach_the_settings_that_they_are_named_after(model: Path) -> No
     [
         ("DECODER_MAX_MODEL_LEN", "8k", "DECODER_MAX_MODEL_LEN: .*integer"),
         ("GATEWAY_PROT", "9", "unknown variable GATEWAY_PROT"),
-        ("GATEWAY_PORT", "99999", "GATEWAY_PORT: '99999' is no port"),
+        ("GATEWAY_PORT", "99999", "GATEWAY_PORT: '99999' is not a port"),
         ("ENCODER_DTYPE", "int8", "ENCODER_DTYPE: "),
     ],
 )
@@ -408,15 +408,15 @@ def test_a_model_that_fits_only_a_whole_card_has_one(model: Path) -> None:
     made = planned(model, REDIS, FOUR, fits_beside=False)
     encoders, decoders = places(made)
     assert not set(encoders) & set(decoders)
-    assert "no room beside an encoder" in made.layout
+    assert "does not fit a card beside an encoder" in made.layout
 
 
 @pytest.mark.parametrize(
     ("options", "said"),
     [
         ({"layout": "split:2+3"}, "4 cards visible; what fits: both, split:1\\+3, split:2\\+2"),
-        ({"layout": "split"}, "none of auto, both and split:E\\+D"),
-        ({"layout": "both", "decoders": 2}, "leave them out"),
+        ({"layout": "split"}, "is not auto, both or split:E\\+D"),
+        ({"layout": "both", "decoders": 2}, "leave out --encoders"),
     ],
 )
 def test_a_layout_that_does_not_fit_is_refused(model: Path, options: Any, said: str) -> None:

@@ -164,7 +164,7 @@ async def test_a_child_that_ignores_the_signal_is_killed_in_time(tmp_path: Path)
         async with Stack(Quiet(lines.append)) as stack:
             await stack.start([child("decoder-0", _STUBBORN, tmp_path)], 30)
             start = time.monotonic()
-        assert lines[-1] == "decoder-0 did not stop in 4.5 s: killed"
+        assert lines[-1] == "decoder-0 did not stop within 4.5 s: killed"
         return time.monotonic() - start
 
     assert await async_least(seconds, 9) < 9

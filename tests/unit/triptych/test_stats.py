@@ -80,7 +80,7 @@ def test_the_line_says_what_happened() -> None:
     }  # fmt: skip
     assert line(Reading(5.0, before), Reading(15.0, now)) == (
         "running 3, waiting 1; tokens/s in 100.0, out 50.0; KV cache 25.0%; prefix hits 25.0%; "
-        "images 4, known 75.0%"
+        "images 4, cached 75.0%"
     )
     assert line(Reading(5.0, now), Reading(15.0, now | {"decoder_sequences_running": 0.0,
                 "decoder_sequences_waiting": 0.0})) is None  # fmt: skip
@@ -103,7 +103,11 @@ async def test_a_line_comes_for_each_period_with_work(
 
 @pytest.mark.parametrize(
     ("running", "said"),
-    [(0, "stopping"), (1, "stopping: 1 request is left"), (3, "stopping: 3 requests are left")],
+    [
+        (0, "stopping"),
+        (1, "stopping: 1 request is running"),
+        (3, "stopping: 3 requests are running"),
+    ],
 )
 async def test_a_stop_says_what_it_waits_for(
     processes: list[Process], scraper: Scraper, running: int, said: str
@@ -115,4 +119,4 @@ async def test_a_stop_says_what_it_waits_for(
     stopping.cancel()
     await asyncio.gather(stopping, return_exceptions=True)
     assert text.startswith(said)
-    assert ("cut after" in text) == bool(running)
+    assert ("will be ended in" in text) == bool(running)

@@ -1,98 +1,126 @@
-"""Which waiting sequence is admitted next, and which is preempted. Pure Python.
+"""Admission: the order in which sequences get a row and lose it. Pure Python.
 
-The tenant with the fewest rows for its weight is next, so that tenants that compete run as many
-sequences as their weights say, and a quiet tenant's prompt is the first of the next step whatever
-another has waiting. Within a tenant the order is that of priority and arrival. With one tenant all
-of this is a plain queue. Quotas are the gateway's.
+A row is a running sequence's place in the runner's tables. The tenant with the fewest rows for its
+weight is next. So tenants that compete run as many sequences as their weights say, and the prompt
+of a quiet tenant is the first of the next step, however many prompts another tenant has waiting.
+Within a tenant, sequences are ordered by priority, then by arrival. With one tenant, all of this is
+a plain queue. Quotas are the gateway's.
 """
 
 from bisect import insort
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from itertools import chain
 from operator import attrgetter
 
 from services.decoder.engine.schedule.sequence import Sequence
 
 latest = attrgetter("message.priority", "admission")  # the greatest is preempted first
-_MUCH = 2  # times the rows of another tenant
+# A tenant's sequence yields its row to a tenant that has fewer than half as many rows.
+_YIELD_FACTOR = 2
 
 
 class Admission:
-    """Owner of the waiting sequences and of the tenants' counts of rows."""
+    """Owner of the waiting sequences and of the rows.
 
-    def __init__(self) -> None:
+    Args:
+        num_rows: number of sequences that may run at once.
+
+    Attributes:
+        free_rows: rows that no sequence holds.
+    """
+
+    def __init__(self, num_rows: int) -> None:
+        self.free_rows = list(range(num_rows - 1, -1, -1))
         self._queues: dict[str, list[Sequence]] = {}  # by tenant, not empty
-        self._rows = Counter[str]()
+        self._num_rows = Counter[str]()  # by tenant
 
     def __len__(self) -> int:
-        """Sequences that wait."""
+        """Returns the number of waiting sequences."""
         return sum([len(queue) for queue in self._queues.values()])
+
+    def __iter__(self) -> Iterator[Sequence]:
+        """Yields the waiting sequences, tenant by tenant."""
+        return chain.from_iterable(self._queues.values())
+
+    @property
+    def has_free_row(self) -> bool:
+        """Whether a sequence could get a row."""
+        return bool(self.free_rows)
 
     @property
     def may_preempt(self) -> bool:
-        """Whether sequences of several tenants run or wait, of which one may have to yield."""
-        return len(self._rows.keys() | self._queues.keys()) > 1
+        """Whether several tenants run or wait, so that one may have to yield rows to another."""
+        return len(self._num_rows.keys() | self._queues.keys()) > 1
 
     def wait(self, sequence: Sequence) -> None:
-        """Queues a sequence: a new one, or one that was preempted."""
+        """Queues a new or a preempted sequence."""
         queue = self._queues.setdefault(sequence.tenant, [])
         insort(queue, sequence, key=lambda s: (s.message.priority, s.arrival))
 
     def remove(self, sequence: Sequence) -> None:
+        """Takes a sequence out of the queue."""
         queue = self._queues[sequence.tenant]
         queue.remove(sequence)
         if not queue:
             del self._queues[sequence.tenant]
 
     def head(self) -> Sequence | None:
-        """The sequence that is next; None: none waits."""
+        """Returns the sequence that is admitted next, or None if no sequence waits."""
         heads = [queue[0] for queue in self._queues.values()]
         return min(heads, key=lambda s: (self._use(s), s.arrival), default=None)
 
-    def admitted(self, sequence: Sequence) -> None:
-        """Takes the head, which was given a row, from its queue."""
+    def admit(self, sequence: Sequence) -> None:
+        """Takes the head out of the queue and gives it a row."""
         self.remove(sequence)
-        self._rows[sequence.tenant] += 1
+        self._num_rows[sequence.tenant] += 1
+        sequence.row = self.free_rows.pop()
 
-    def released(self, sequence: Sequence) -> None:
-        """A row was returned."""
-        self._rows[sequence.tenant] -= 1
-        if not self._rows[sequence.tenant]:
-            del self._rows[sequence.tenant]
+    def release_row(self, sequence: Sequence) -> None:
+        """Takes the sequence's row back."""
+        self._num_rows[sequence.tenant] -= 1
+        if not self._num_rows[sequence.tenant]:
+            del self._num_rows[sequence.tenant]
+        self.free_rows.append(sequence.row)
+        sequence.row = -1
 
     def precedes(self, head: Sequence, prefilling: Sequence) -> bool:
-        """Whether the head's first chunk comes before another prompt's next one."""
+        """Returns whether the head's first chunk comes before another prompt's next chunk."""
         return head.tenant != prefilling.tenant and self._use(head) <= self._use(prefilling)
 
     def ordered(self, prefilling: Iterable[Sequence]) -> list[Sequence]:
-        """Prompts that are under way, in the order in which a step computes them."""
-        return sorted(prefilling, key=self._use) if len(self._rows) > 1 else list(prefilling)
+        """Returns prompts under way in the order in which a step computes them."""
+        return sorted(prefilling, key=self._use) if len(self._num_rows) > 1 else list(prefilling)
 
     def victim(self, running: list[Sequence]) -> Sequence:
-        """The running sequence to preempt: of the tenant with most rows for its weight, the latest
-        admitted of the last priority.
+        """Returns the running sequence to preempt next.
+
+        The sequence belongs to the tenant with the most rows for its weight. Within the tenant it
+        has the last priority, and within the priority it was admitted last.
         """
-        if len(self._rows) > 1:
+        if len(self._num_rows) > 1:
             largest = max(running, key=self._use).tenant
             running = [s for s in running if s.tenant == largest]
         return max(running, key=latest)
 
     def yielding(self, head: Sequence, running: list[Sequence]) -> Sequence | None:
-        """The running sequence that makes room for the head; None: none has to. Its tenant has at
-        least twice as many rows for its weight as the head's will have, so that none is preempted
-        in turn, and with one less still more than the head's has, so that the head is the next.
+        """Returns the running sequence that yields its row to the head, or None.
+
+        A tenant yields a row only if it has at least twice as many rows for its weight as the
+        head's tenant will have, so that the head is not preempted in turn, and if it still has
+        more afterwards, so that the head is admitted next.
         """
         use = self._use(head)
-        wanted = _MUCH * (use + 1 / head.message.tenant_weight)
+        wanted = _YIELD_FACTOR * (use + 1 / head.message.tenant_weight)
         able = [
             sequence
             for sequence in running
             if sequence.tenant != head.tenant
             and self._use(sequence) >= wanted
-            and (self._rows[sequence.tenant] - 1) / sequence.message.tenant_weight > use
+            and (self._num_rows[sequence.tenant] - 1) / sequence.message.tenant_weight > use
         ]
         return self.victim(able) if able else None
 
     def _use(self, sequence: Sequence) -> float:
-        """A tenant's rows for its weight."""
-        return self._rows[sequence.tenant] / sequence.message.tenant_weight
+        """Returns the number of rows that the sequence's tenant holds, divided by its weight."""
+        return self._num_rows[sequence.tenant] / sequence.message.tenant_weight

@@ -1,4 +1,4 @@
-"""What the scheduler planned for one step, and its conversion to the runner's `Step`.
+"""A batch: the plan of one step, and its conversion to the runner's `Step`.
 
 The scheduler makes a batch and the engine launches it. Chunks refer to live sequences, so that the
 engine finds them again when the step's tokens arrive. No other module turns sequences into arrays.
@@ -27,17 +27,19 @@ class Chunk(msgspec.Struct, gc=False, eq=False):
     """One sequence's part of a step: its tokens [start, start + length) are computed.
 
     Attributes:
-        sequence: it holds a row, and its block table covers start + length - 1 + limit tokens.
-        start: tokens whose keys and values are in the cache already, at most.
-        length: tokens to compute now, at least 1.
-        from_device: the one input token is the row's last sampled one, whose id may not have
-            arrived; otherwise the ids are `sequence.token_ids[start : start + length]`.
-        samples: the chunk reaches the last token of the sequence, so a token is sampled.
+        sequence: a sequence that holds a row and whose block table covers start + length - 1 +
+            limit tokens.
+        start: number of tokens whose keys and values are in the cache already, at most.
+        length: number of tokens to compute now, at least 1.
+        from_device: whether the one input token is the row's last sampled token, whose id may not
+            have arrived. Otherwise the ids are `sequence.token_ids[start : start + length]`.
+        samples: whether the chunk reaches the last token of the sequence, so that the next token
+            is sampled.
         limit: the most tokens that the step may yield for the sequence.
-        checkpoints: where its recurrent state is kept: the number of the sequence's tokens, and
-            the slot that takes the state after them.
-        is_late: the sequence's mask arrives while the step is computed.
-        is_void: its mask did not: the token is not the sequence's.
+        checkpoints: pairs of a number of the sequence's tokens and the slot that takes the
+            recurrent state after these tokens.
+        is_late: whether the sequence's token mask arrives while the step is computed.
+        is_void: whether that mask came too late, so that the sequence does not get the token.
     """
 
     sequence: Sequence
@@ -53,17 +55,17 @@ class Chunk(msgspec.Struct, gc=False, eq=False):
 
 @dataclass(slots=True)
 class Batch:
-    """One step: decodes first, those whose token is on the device before the others; then prompts.
+    """One step: decodes with their token on the device, then other decodes, then prompts.
 
     Attributes:
-        chunks: at most one per sequence, and at least one when the step is launched.
-        num_tokens: most tokens that the step computes.
+        chunks: at most one chunk per sequence, and at least one when the step is launched.
+        num_tokens: the most tokens that the step computes.
         admitted: sequences that were given a row since the last step that was launched.
-        extended: sequences that were given a block since then.
-        late: the chunks whose masks arrive late.
-        scored: the chunks with prompt tokens whose logprobs are wanted, as of `to_step`.
-        load: its work; None: of a step of decodes alone, which is not counted.
-        launched_at: `time.monotonic()`.
+        extended: sequences that were given a block since the last step that was launched.
+        late: chunks whose token masks arrive while the step is computed.
+        scored: chunks with prompt tokens whose logprobs are wanted; filled by `to_step`.
+        load: the step's work. None if no prompt waits, so that nothing has to be predicted.
+        launched_at: `time.monotonic()` of the launch.
     """
 
     chunks: list[Chunk]
@@ -76,8 +78,10 @@ class Batch:
     launched_at: float = 0.0
 
     def to_step(self) -> Step:
-        """The step as arrays. Block table entries count as sent from here on; a step that cannot be
-        launched has to be reverted (`Scheduler.roll_back`).
+        """Returns the step as arrays.
+
+        The entries of block tables count as sent from here on, so a step that cannot be launched
+        has to be reverted with `Scheduler.roll_back`.
 
         Plain Python per chunk: after an idle time, the first use of each numpy function costs 10 to
         80 µs, which a lone prompt would wait for.
@@ -121,8 +125,9 @@ class Batch:
         return Step(compute, sample)
 
     def _scored_runs(self, first: int) -> tuple[Int64Array, Int32Array]:
-        """`ComputeStep.scored` and `followers`; `first` is the index in the step of the first token
-        whose id the host knows.
+        """Returns `ComputeStep.scored` and `SampleStep.followers`.
+
+        `first` is the index in the step of the first token whose id the host knows.
         """
         runs: list[tuple[int, int, int]] = []
         followers: list[int] = []
@@ -138,7 +143,7 @@ class Batch:
         return np.array(runs, np.int64).reshape(-1, 3), np.array(followers, np.int32)
 
     def _block_updates(self) -> tuple[Int64Array, Int32Array]:
-        """`ComputeStep.block_updates` and `block_ids`."""
+        """Returns `ComputeStep.block_updates` and `block_ids`."""
         changed = [s for s in dict.fromkeys(self.admitted + self.extended) if s.row >= 0]
         updates: list[tuple[int, int, int]] = []
         ids: list[int] = []
@@ -151,7 +156,7 @@ class Batch:
 
 
 def _token_masks(sampling: list[Chunk], first: int) -> dict[int, Int32Array]:
-    """`SampleStep.token_masks` by sample; chunks before `first` have none."""
+    """Returns token masks by sample; chunks before `first` have no mask."""
     return {
         index: mask
         for index in range(first, len(sampling))
@@ -171,7 +176,7 @@ def _row_sampling(sequence: Sequence) -> RowSampling:
 
 
 def _state_saves(chunks: list[Chunk], first: int) -> Int64Array | None:
-    """`ComputeStep.state_saves`; `first` is the index in the step of the first chunk's token."""
+    """Returns `ComputeStep.state_saves`; `first` is the index of the first chunk's first token."""
     saves: list[tuple[int, int]] = []
     for chunk in chunks:
         saves += [(first + tokens - 1 - chunk.start, slot) for tokens, slot in chunk.checkpoints]
@@ -180,7 +185,7 @@ def _state_saves(chunks: list[Chunk], first: int) -> Int64Array | None:
 
 
 def _known_tokens(chunks: list[Chunk]) -> tuple[Int32Array, Int32Array]:
-    """Ids `[K]` and positions `[3, K]` of chunks whose ids the host knows."""
+    """Returns ids `[K]` and positions `[3, K]` of chunks whose ids the host knows."""
     if len(chunks) == 1:
         (chunk,) = chunks
         token_ids = chunk.sequence.token_ids[chunk.start : chunk.start + chunk.length]
@@ -216,7 +221,7 @@ def _fill_positions(chunk: Chunk, positions: Int32Array) -> None:
 
 
 def _image_runs(chunks: list[Chunk], first: int) -> Int64Array:
-    """`ComputeStep.images`; `first` is the index in the step of the first chunk's first token."""
+    """Returns `ComputeStep.images`; `first` is the index of the first chunk's first token."""
     runs: list[tuple[int, int, int, int, int]] = []
     for chunk in chunks:
         sequence = chunk.sequence

@@ -1,8 +1,8 @@
-"""The block manager: owners of KV blocks, and the prefix cache.
+"""The block manager: the owners of KV blocks, and the prefix cache. Pure Python.
 
-Pure Python. A block is free, or owned by one or more sequences. A full block whose token ids are
-known can be registered under its hash. It can then be found until it is given to another sequence,
-so a free block may still serve a later prompt with the same prefix.
+A block is free, or owned by one or more sequences. A full block whose token ids are
+known can be registered under its hash. The block can then be found until it is given to another
+sequence, so a free block may still serve a later prompt with the same prefix.
 
 A block is registered as soon as the step that fills it was launched. A sequence that finds the
 block reads it in a later step, and the device runs steps in order, so nothing has to wait.
@@ -11,7 +11,7 @@ block reads it in a later step, and the device runs steps in order, so nothing h
 from collections import OrderedDict
 
 from services.decoder.engine.schedule.prefix_hash import extend_hashes
-from services.decoder.engine.schedule.row_states import RowStates
+from services.decoder.engine.schedule.recurrent_states import NoStates
 from services.decoder.engine.schedule.sequence import Sequence
 
 
@@ -19,18 +19,20 @@ class BlockManager:
     """Owner of the free list, the reference counts and the prefix cache.
 
     Args:
-        num_blocks: blocks of the pool, ids 0 .. num_blocks - 1.
-        states: recurrent ones, without which blocks are not shared; None: the model has none.
+        num_blocks: number of blocks of the pool, whose ids are 0 .. num_blocks - 1.
+        block_size: number of tokens of a block.
+        states: recurrent states, without which a prefix cannot be shared. None if the model has no
+            recurrent states.
 
     Attributes:
-        num_registrations: blocks that were registered so far. As long as it stays, no longer prefix
-            of any sequence is found.
+        num_registrations: number of registrations so far. While the number stays the same, no
+            longer prefix of any sequence can be found.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, states: RowStates | None = None) -> None:
+    def __init__(self, num_blocks: int, block_size: int, states: NoStates | None = None) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.states = states or RowStates()
+        self.states = states or NoStates()
         self.num_registrations = 0
         self._references = [0] * num_blocks
         self._blank = list(range(num_blocks - 1, -1, -1))  # free and not registered
@@ -42,19 +44,18 @@ class BlockManager:
 
     @property
     def num_free(self) -> int:
-        """Blocks that no sequence owns."""
+        """Number of blocks that no sequence owns."""
         return len(self._blank) + len(self._reusable)
 
     def num_blocks_for(self, num_tokens: int) -> int:
-        """Blocks that hold `num_tokens` tokens."""
+        """Returns the number of blocks that hold `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
 
     def find_prefix(self, sequence: Sequence) -> list[int]:
-        """The longest run of registered blocks that the sequence begins with; of a model with
-        recurrent states, the longest one that ends at a checkpoint.
+        """Returns the longest run of registered blocks that the sequence begins with.
 
-        The block of the last known token is never among them: at least one token has to be
-        computed for the next to be sampled.
+        With recurrent states, the run ends at a checkpoint. The block of the last known token is
+        never part of the run: at least one token has to be computed for the next to be sampled.
         """
         if sequence.needs_scores:
             return []
@@ -73,13 +74,13 @@ class BlockManager:
         return prefix
 
     def can_allocate(self, num_tokens: int, prefix: list[int], keep_free: int = 0) -> bool:
-        """Whether `num_tokens` fit, `prefix` being shared, with `keep_free` blocks left over."""
+        """Returns whether `num_tokens` fit behind a shared `prefix`, with `keep_free` left over."""
         revived = sum(1 for block in prefix if self._references[block] == 0)
         needed = self.num_blocks_for(num_tokens) - len(prefix) + revived
         return needed + keep_free <= self.num_free
 
     def allocate(self, sequence: Sequence, num_tokens: int, prefix: list[int]) -> None:
-        """Gives a sequence without blocks the prefix and enough others for `num_tokens`.
+        """Gives a sequence without blocks the prefix, and new blocks for the rest of `num_tokens`.
 
         Call it only after `can_allocate`, in the same schedule.
         """
@@ -117,7 +118,7 @@ class BlockManager:
         sequence.num_registered_blocks = num_full
 
     def free(self, sequence: Sequence) -> None:
-        """Takes the sequence's blocks back; registered ones can be found until they are reused."""
+        """Takes the sequence's blocks back; registered blocks can be found until reused."""
         # The last block first, so that it is also reused first: a block is found only if all blocks
         # before it are.
         for block in reversed(sequence.block_table):
@@ -133,7 +134,7 @@ class BlockManager:
         sequence.num_sent_blocks = 0
 
     def invalidate(self, sequence: Sequence) -> None:
-        """Removes the sequence's blocks and states from the prefix cache: they are wrong."""
+        """Removes the blocks and states of a sequence with wrong values from the prefix cache."""
         for block in sequence.block_table:
             self._unregister(block)
         for block_hash in sequence.block_hashes:

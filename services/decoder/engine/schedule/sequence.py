@@ -1,4 +1,4 @@
-"""Sequence: the state of one generation. Pure Python."""
+"""A sequence: the state of one generation. Pure Python."""
 
 from array import array
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ from services.decoder.engine.messages import AddSequence, ImageSpan
 
 
 class SequenceState(Enum):
-    """WAITING → RUNNING → FINISHED, and back to WAITING when preempted."""
+    """The state of a sequence: WAITING → RUNNING → FINISHED, and back to WAITING if preempted."""
 
     WAITING = auto()
     RUNNING = auto()
@@ -23,38 +23,44 @@ class Sequence:
     """One generation: its tokens, its KV blocks, its progress.
 
     Attributes:
-        message: what the front asked for.
-        sequence_id: the message's.
-        token_ids: prompt, then the completion tokens known so far; int32.
+        message: the front's request for the sequence.
+        sequence_id: id of the sequence, from the message.
+        token_ids: int32 ids of the prompt, then of the completion tokens known so far.
         num_prompt_tokens: length of the prompt.
-        positions: int32 `[3, num_prompt_tokens]`, or None: the token's index on each axis.
-        image_offsets: image key → byte offset in the arena, while the embedding is there.
-        images_read: keys of embeddings that were released after they were read; needed again if
-            the sequence is preempted.
-        tenant: whose it is.
-        row: index in the runner's tables while RUNNING, else -1.
+        positions: int32 `[3, num_prompt_tokens]`. None if each token's position is its index on
+            all three axes.
+        image_offsets: byte offset in the arena by image key, while the embedding is there.
+        images_read: keys of embeddings that were released after they were read. The sequence needs
+            them again if it is preempted.
+        tenant: tenant of the request, from the message.
+        row: index in the runner's tables while the sequence is RUNNING, else -1.
         block_table: ids of the KV blocks, in order.
-        capacity: tokens that the block table has room for.
-        num_computed_tokens: tokens whose keys and values are in the cache or will be when the
-            steps in flight are done, if each yields as many as it may.
-        num_cached_tokens: prompt tokens found in the prefix cache at the first admission.
-        num_in_flight: steps that sample for the sequence and whose tokens have not arrived.
-        checkpoint: slot of the recurrent state that the row starts from; -1: zero.
-        checkpoints: after how many tokens the state is to be kept, ascending.
-        num_sent_blocks: entries of the block table that were sent to the runner.
-        plans_ahead: the next step may be planned while the last token is in flight, whose mask, if
-            there is one, then arrives while the step is computed.
-        num_masked: tokens before the one that the last mask was for; -1: none has come.
-        token_mask: the mask for the next token, int32 words; empty: every token is allowed.
-        max_length: tokens, prompt included, at which the sequence ends by length.
-        stop_ids: those of the message as a set.
-        num_scored: prompt tokens, but the first, whose logprobs were sent.
+        capacity: number of tokens that fit into the blocks of the block table.
+        num_computed_tokens: number of tokens whose keys and values are in the cache, or will be
+            when the steps in flight are done, if each of these steps yields as many tokens as it
+            may.
+        num_cached_tokens: number of prompt tokens found in the prefix cache at the first admission.
+        num_in_flight: number of steps that sample for the sequence and whose tokens have not
+            arrived.
+        checkpoint: slot of the recurrent state that the row starts from; -1 if it starts at zero.
+        checkpoints: numbers of tokens after which a checkpoint of the state is wanted, ascending.
+        num_sent_blocks: number of entries of the block table that the runner has.
+        plans_ahead: whether the next step may be planned while the last token is in flight. The
+            token's mask, if there is a grammar, then arrives while the step is computed.
+        num_masked: number of completion tokens before the token of the last mask; -1 if no mask has
+            arrived.
+        token_mask: int32 words of the mask for the next token; empty if every token is allowed.
+            None if no mask has arrived.
+        max_length: number of tokens, prompt included, at which the sequence ends by length.
+        stop_ids: the message's stop token ids as a set.
+        num_scored: number of prompt tokens behind the first whose logprobs were sent.
         block_hashes: hashes of the leading full blocks, as far as they were computed.
-        num_registered_blocks: leading blocks that were registered in the prefix cache.
-        arrival: order of arrival, which is the order of waiting within a tenant.
-        admission: order of the last admission; the latest is preempted first.
-        last_prefill_step: the last step that may read the sequence's images.
-        received_at, first_scheduled_at, first_token_at: `time.monotonic()`, 0 where not yet.
+        num_registered_blocks: number of leading blocks that are registered in the prefix cache.
+        arrival: number of the arrival, which orders waiting sequences within a tenant.
+        admission: number of the last admission; the latest admission is preempted first.
+        last_prefill_step: number of the last step that may read the sequence's images.
+        received_at, first_scheduled_at, first_token_at: `time.monotonic()` of these events, 0
+            before they happen.
     """
 
     message: AddSequence
@@ -98,19 +104,20 @@ class Sequence:
         self.num_prompt_tokens = len(self.token_ids)
         if message.positions:
             self.positions = np.frombuffer(message.positions, dtype="<i4").reshape(3, -1)
-        self.token_ids.frombytes(message.generated_token_ids)  # as if it had been preempted
+        self.token_ids.frombytes(message.generated_token_ids)  # tokens that another decoder made
         self.plans_ahead = not message.token_masks
         self.stop_ids = frozenset(message.sampling.stop_token_ids)
 
     @property
     def num_generated(self) -> int:
-        """Completion tokens whose ids are known."""
+        """Number of completion tokens whose ids are known."""
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
     def needs_scores(self) -> bool:
-        """Whether logprobs of the prompt are still wanted: each of its tokens has to be computed,
-        cached or not.
+        """Whether logprobs of prompt tokens are still wanted.
+
+        Each prompt token then has to be computed, even if its keys and values are cached.
         """
         wanted = self.message.sampling.prompt_logprobs is not None
         return wanted and self.num_scored < self.num_prompt_tokens - 1
@@ -121,17 +128,17 @@ class Sequence:
         return self.message.token_masks and self.token_mask is None
 
     def missing_image(self, start: int) -> ImageSpan | None:
-        """The first image at or after `start`, or across it, that has not arrived."""
+        """Returns the first image that ends behind `start` and has not arrived, or None."""
         for span in self.message.images:
             if span.offset + span.num_tokens > start and span.key not in self.image_offsets:
                 return span
         return None
 
     def num_ready_tokens(self, start: int) -> int:
-        """The index before which all tokens can be computed, given that those before `start` are.
+        """Returns the end of the tokens that can be computed now, if all before `start` are.
 
-        It is that of the first placeholder, at or after `start`, of an image that has not arrived,
-        or that of the last token if the mask for the next one has not.
+        The end is the first placeholder at or after `start` whose image has not arrived. It is the
+        last token if the mask for the next token has not arrived.
         """
         if (span := self.missing_image(start)) is not None:
             return max(span.offset, start)

@@ -37,6 +37,12 @@ _BYTES_PER_PIXEL = 100
 _BASE_BYTES = 96 << 20
 
 
+class DecoderLost(InvalidVideo):
+    """A video's decoder was ended twice, or did not answer in time; perhaps not because of the
+    video. No other encoder gets the video, and its client may send it again.
+    """
+
+
 def worst_case_bytes(num_pixels: int) -> int:
     """Memory that decoding a video with such frames may take, its file not included."""
     return num_pixels * _BYTES_PER_PIXEL + _BASE_BYTES
@@ -181,7 +187,7 @@ def _ask(slot: _Slot, question: Question) -> Answer:
     except ChildLost as lost:
         slot.name = ""
         log.warning("a video of %d bytes ended its decoder: %s", question.file.size_bytes, lost)
-        raise InvalidVideo(TOO_SLOW) from None
+        raise (InvalidVideo if lost.is_of_its_work else DecoderLost)(TOO_SLOW) from None
     answer = msgspec.msgpack.decode(data, type=Answer)
     if answer.error_code:
         slot.name = ""

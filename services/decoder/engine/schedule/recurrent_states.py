@@ -1,9 +1,9 @@
-"""Checkpoints of recurrent states: which slot holds the state after which tokens. Pure Python.
+"""Recurrent states: which slot holds the state of linear attention after which tokens. Pure Python.
 
-A sequence's running state has the slot of its row, so rows need no owner but the scheduler. A
-checkpoint is a copy of it at a block boundary, named by the hash of the block that ends there. A
-prefix can be reused only where both are there: the KV blocks up to a boundary, and the state at it.
-An engine of a model with such states makes the one instance; the scheduler asks it and obeys.
+The running state of a sequence has the slot of its row, so the scheduler owns it with the row. A
+checkpoint is a copy of that state at a block boundary, named by the hash of the block that ends
+there. A prefix can be reused only where both exist: the KV blocks up to a boundary, and the state
+at the boundary. `NoStates` stands for a model without linear attention.
 """
 
 from collections import OrderedDict
@@ -11,33 +11,71 @@ from collections.abc import Container, Iterable
 
 from services.decoder.engine.messages import EngineInfo
 from services.decoder.engine.schedule.prefix_hash import extend_hashes
-from services.decoder.engine.schedule.row_states import Checkpoints, RowStates
 from services.decoder.engine.schedule.sequence import Sequence
+
+Checkpoints = tuple[tuple[int, int], ...]  # of a chunk, see `Chunk.checkpoints`
 
 # The next turn's prompt may differ from this one's in its last tokens: templates end a prompt in an
 # empty or an open thought, which they leave out of the history.
 _PROMPT_TAIL_TOKENS = 8
 
 
-class StateCheckpoints(RowStates):
-    """Owner of the checkpoints' slots; the least recently used checkpoint makes room.
+class NoStates:
+    """The states of a model without linear attention, of which a prefix is its blocks alone."""
+
+    def __contains__(self, block_hash: bytes) -> bool:
+        """Returns whether a sequence can go on behind a prefix that ends with this block."""
+        return True
+
+    def drop(self, block_hash: bytes) -> None:
+        """Forgets the checkpoint at a block that is not in the prefix cache any more."""
+
+    def admitted(self, sequence: Sequence) -> None:
+        """Notes that the sequence has a row and a cached prefix of `num_computed_tokens`."""
+
+    def boundary(self, num_tokens: int) -> int:
+        """Returns the last index up to `num_tokens` at which a chunk within a prompt may end."""
+        return num_tokens
+
+    def plan(
+        self, sequence: Sequence, start: int, end: int, admitted: Iterable[Sequence]
+    ) -> tuple[int, Checkpoints]:
+        """Returns where the chunk [start, end) has to end, and the checkpoints within it.
+
+        Args:
+            sequence: the sequence whose chunk is planned.
+            start: index of the chunk's first token.
+            end: index behind the chunk's last token, at most.
+            admitted: sequences that begin with the step, which is not launched yet.
+        """
+        return end, ()
+
+    def commit(self, planned: Checkpoints) -> None:
+        """Makes checkpoints available to later steps: the step that fills them was launched."""
+
+    def abandon(self, planned: Checkpoints) -> None:
+        """Gives back the slots of checkpoints whose step was not launched."""
+
+
+class RecurrentStates(NoStates):
+    """Owner of the checkpoints' slots; a new checkpoint replaces the least recently used one.
 
     A slot is free, or planned (the step that fills it has not been launched), or holds a
     checkpoint.
 
-    Attributes:
-        least: tokens from one checkpoint to the next: one that saves fewer takes a slot from one
-            that saves more.
+    Args:
+        info: the engine's limits.
+        least: smallest number of tokens between two checkpoints. A checkpoint that saves fewer
+            tokens would take its slot from one that saves more.
 
     Raises:
         ValueError: steps may yield several tokens.
     """
 
-    least = 256
-
-    def __init__(self, info: EngineInfo) -> None:
+    def __init__(self, info: EngineInfo, least: int = 256) -> None:
         if info.max_tokens_per_step > 1:
             raise ValueError("recurrent states cannot be taken back: max_tokens_per_step must be 1")
+        self.least = least
         self.num_slots = info.num_checkpoints
         self._block_size, self._state_tokens = info.block_size, info.state_tokens
         self._free = list(range(self.num_slots - 1, -1, -1))
@@ -48,16 +86,18 @@ class StateCheckpoints(RowStates):
         return block_hash in self._slot_of
 
     def use(self, block_hash: bytes) -> int:
-        """The slot of a checkpoint, which counts as used."""
+        """Returns the slot of a checkpoint, which counts as used."""
         self._slot_of.move_to_end(block_hash)
         return self._slot_of[block_hash]
 
     def reserve(self, block_hash: bytes, in_use: Container[int]) -> int:
-        """A slot for a new checkpoint, to be committed or abandoned; -1: there is none, or there is
-        such a checkpoint already.
+        """Returns a slot for a new checkpoint, to be committed or abandoned.
+
+        Returns -1 if every slot is in use, or if the checkpoint exists already.
 
         Args:
-            in_use: slots that a step which was not launched yet reads.
+            block_hash: name of the new checkpoint.
+            in_use: slots that a step reads which is not launched yet.
         """
         if block_hash in self._slot_of or block_hash in self._planned.values():
             return -1
@@ -93,14 +133,16 @@ class StateCheckpoints(RowStates):
         sequence.checkpoints = checkpoint_boundaries(sequence, size, start, self.least)
 
     def boundary(self, num_tokens: int) -> int:
-        """Chunks of prompts begin at block boundaries, so that pieces of them end at others."""
+        """Returns a block boundary, so that chunks of prompts begin and end at block boundaries."""
         return num_tokens // self._block_size * self._block_size
 
     def plan(
         self, sequence: Sequence, start: int, end: int, admitted: Iterable[Sequence]
     ) -> tuple[int, Checkpoints]:
-        """States are kept at most a piece of the chunk before where they are wanted. A chunk of one
-        token is computed as a decode and keeps none.
+        """Plans a checkpoint at the last piece boundary before each wanted place.
+
+        Linear attention computes a chunk in pieces of `state_tokens` and has a state after each. A
+        chunk of one token is computed as a decode, which keeps no checkpoint.
         """
         if not sequence.checkpoints:
             return end, ()
@@ -126,13 +168,17 @@ class StateCheckpoints(RowStates):
 def checkpoint_boundaries(
     sequence: Sequence, block_size: int, start: int, least: int
 ) -> tuple[int, ...]:
-    """After how many tokens of a prompt a checkpoint is wanted, at the latest: at the last block
-    boundary within the last image (the same image, another question, which may differ from its
-    first token on), and at the last one before the prompt's end (the next turn).
+    """Returns after how many tokens of a prompt a checkpoint is wanted, in ascending order.
+
+    The first is the last block boundary within the last image, for another question about the same
+    image, which may differ from its first token on. The second is the last block boundary before
+    the end of the prompt, for the next turn of the conversation.
 
     Args:
-        start: tokens whose state is there already.
-        least: tokens between it and a checkpoint, and between two.
+        sequence: the sequence whose prompt is computed.
+        block_size: number of tokens of a block.
+        start: number of tokens whose state exists already.
+        least: smallest number of tokens from `start` to a checkpoint, and between two checkpoints.
     """
     last = (sequence.num_prompt_tokens - 1 - _PROMPT_TAIL_TOKENS) // block_size * block_size
     wanted = [last]
@@ -145,3 +191,8 @@ def checkpoint_boundaries(
             found.append(boundary)
             start = boundary
     return tuple(found)
+
+
+def states_of(info: EngineInfo) -> NoStates:
+    """Returns the owner of the states of a model with or without linear attention."""
+    return RecurrentStates(info) if info.has_states else NoStates()

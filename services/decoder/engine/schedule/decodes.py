@@ -1,0 +1,112 @@
+"""The decode phase: sequences whose prompts are computed, one new token a step. Pure Python."""
+
+from services.decoder.engine.messages import EngineInfo
+from services.decoder.engine.schedule.batch import Chunk
+from services.decoder.engine.schedule.block_manager import BlockManager
+from services.decoder.engine.schedule.sequence import Sequence
+
+
+class Decodes:
+    """Owner of the queues of decoding sequences.
+
+    A step may yield up to `max_tokens_per_step` tokens for a sequence. The plan assumes that it
+    yields the most, and the engine corrects `num_computed_tokens` when fewer arrive.
+
+    Args:
+        info: the engine's limits.
+        blocks: the KV blocks, of which sequences take more as they grow.
+
+    Attributes:
+        decoding: sequences by id that are planned while their last token is still on the device.
+        awaiting: sequences by id that are planned once the host knows their last token, and the
+            token mask of the next one if there is a grammar.
+        extended: sequences that got a block since the last step that was launched.
+    """
+
+    def __init__(self, info: EngineInfo, blocks: BlockManager) -> None:
+        self._blocks = blocks
+        self._max_tokens_per_step = info.max_tokens_per_step
+        self.decoding: dict[int, Sequence] = {}
+        self.awaiting: dict[int, Sequence] = {}
+        self.extended: list[Sequence] = []
+
+    def __len__(self) -> int:
+        """Returns the number of decoding and awaiting sequences."""
+        return len(self.decoding) + len(self.awaiting)
+
+    def add(self, sequence: Sequence) -> None:
+        """Takes a sequence whose last prompt token has just been planned."""
+        queue = self.decoding if sequence.plans_ahead else self.awaiting
+        queue[sequence.sequence_id] = sequence
+
+    def remove(self, sequence: Sequence) -> None:
+        """Takes a sequence out of its queue, if it is in this phase."""
+        self.decoding.pop(sequence.sequence_id, None)
+        self.awaiting.pop(sequence.sequence_id, None)
+
+    def await_mask(self, sequence: Sequence) -> None:
+        """Stops planning a decoding sequence until its token mask has arrived."""
+        self.awaiting[sequence.sequence_id] = self.decoding.pop(sequence.sequence_id)
+
+    def ready(self) -> list[Sequence]:
+        """Returns the awaiting sequences whose last token and next token mask have arrived."""
+        return [s for s in self.awaiting.values() if not (s.num_in_flight or s.awaits_mask)]
+
+    def lacking_blocks(self) -> list[Sequence]:
+        """Returns the sequences whose next step needs more blocks than they own."""
+        most = self._max_tokens_per_step
+        lacking = [s for s in self._plannable() if s.num_computed_tokens + most > s.capacity]
+        if most > 1:
+            lacking = [s for s in lacking if self.num_lacking_blocks(s)]
+        return lacking + [s for s in self.ready() if self.num_lacking_blocks(s)]
+
+    def num_lacking_blocks(self, sequence: Sequence) -> int:
+        """Returns how many blocks the sequence has to be given for its next step."""
+        needed = sequence.num_computed_tokens + self._most_tokens(sequence)
+        return max(0, self._blocks.num_blocks_for(needed) - len(sequence.block_table))
+
+    def append_blocks(self, sequences: list[Sequence]) -> None:
+        """Gives each sequence the blocks that it lacks; enough blocks have to be free."""
+        for sequence in sequences:
+            for _ in range(self.num_lacking_blocks(sequence)):
+                self._blocks.append_block(sequence)
+        self.extended += sequences
+
+    def plan(self) -> list[Chunk]:
+        """Returns one chunk for each sequence that can be planned; none of them lacks blocks.
+
+        Sequences whose last token is on the device come before those whose token the host knows.
+        """
+        ready = self.ready()
+        most_is_one = self._max_tokens_per_step == 1
+        chunks: list[Chunk] = []
+        for sequence in self._plannable():
+            start = sequence.num_computed_tokens
+            limit = 1 if most_is_one else self._most_tokens(sequence)
+            sequence.num_computed_tokens = start + limit
+            sequence.num_in_flight += 1
+            chunks.append(Chunk(sequence, start, 1, True, True, limit))
+        for sequence in ready:
+            start, limit = sequence.num_computed_tokens, self._most_tokens(sequence)
+            sequence.num_computed_tokens = start + limit
+            sequence.num_in_flight += 1
+            if sequence.plans_ahead:
+                number = sequence.sequence_id
+                self.decoding[number] = self.awaiting.pop(number)
+            chunks.append(Chunk(sequence, start, 1, False, True, limit))
+        return chunks
+
+    def _plannable(self) -> list[Sequence]:
+        """Returns the decoding sequences that have a next token.
+
+        All tokens of a sequence but the last are computed, so a sequence whose computed tokens
+        reach `max_length` - 1 has its last token in flight.
+        """
+        return [s for s in self.decoding.values() if s.num_computed_tokens + 1 < s.max_length]
+
+    def _most_tokens(self, sequence: Sequence) -> int:
+        """Returns the most tokens that the next step may yield for the sequence."""
+        if sequence.message.token_masks:
+            return 1  # a mask is for one token
+        left = sequence.max_length - 1 - sequence.num_computed_tokens
+        return min(self._max_tokens_per_step, left)

@@ -1,0 +1,56 @@
+"""The time and the tokens that prompts may use in one step. Pure Python."""
+
+from services.decoder.engine.schedule.step_cost import Limit, StepCost, StepLoad
+
+# The step of a lone prompt delays nobody but requests that arrive meanwhile.
+_LONE_PROMPT_FACTOR = 4
+
+
+class StepBudget:
+    """What is left of one step for chunks of prompts, beside the decodes planned already.
+
+    Args:
+        cost: the model that predicts how long a step lasts.
+        load: the step's work so far; `spend` adds to it.
+        step_ms: milliseconds that a step may last.
+        max_tokens: the most tokens that a step may compute.
+        alone: whether one prompt is all there is. Its step may last four times as long.
+    """
+
+    def __init__(
+        self, cost: StepCost, load: StepLoad, *, step_ms: float, max_tokens: int, alone: bool
+    ) -> None:
+        self._cost = cost
+        self._load = load
+        factor = _LONE_PROMPT_FACTOR if alone else 1
+        least = min(max_tokens, load.tokens + factor * cost.min_chunk)
+        whole = Limit(factor * cost.bound(step_ms), max_tokens, least)
+        self._longest_chunk = cost.room(load, 0, whole)
+        if not alone:
+            whole = whole._replace(tokens=min(max_tokens, cost.efficient_tokens))
+        self._whole = self._limit = whole
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether not even a prompt's first token fits."""
+        return not self._cost.room(self._load, 0, self._limit)
+
+    def exceeds_step(self, num_tokens: int) -> bool:
+        """Returns whether a prompt with so many tokens left is too long for one whole step."""
+        return num_tokens > self._longest_chunk
+
+    def reserve_half(self) -> None:
+        """Withholds half of the budget until `release_half`."""
+        self._limit = self._cost.half(self._load, self._whole)
+
+    def release_half(self) -> None:
+        """Makes the whole budget available again."""
+        self._limit = self._whole
+
+    def room(self, start: int) -> int:
+        """Returns how many tokens fit of a prompt whose first `start` tokens are computed."""
+        return self._cost.room(self._load, start, self._limit)
+
+    def spend(self, start: int, length: int) -> None:
+        """Takes tokens [start, start + length) of a prompt out of the budget."""
+        self._load.add_chunk(start, length)

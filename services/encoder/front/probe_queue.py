@@ -1,0 +1,111 @@
+"""The videos whose containers are read next: fair among tenants, by the time that reading takes.
+
+How long a file takes is known when it has been read: small files may take seconds. So a tenant's
+turn comes by the time that its files before have taken, and a tenant never has all workers: a file
+that is being read cannot be interrupted, and the first file of another tenant waits for none.
+"""
+
+import asyncio
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+
+from services.common.embeddings.shared_memory import MemoryAddress
+from services.common.embeddings.single_flight import retrieve_exception
+from services.common.tenancy.fair_order import FairOrder
+from services.encoder.decoding.clips.clip_pool import ClipPool
+from services.encoder.decoding.clips.questions import Facts
+from services.encoder.front.admission import Share
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Probe:
+    """A file that waits or is being read. Its facts are cancelled when nobody waits for them."""
+
+    file: MemoryAddress
+    share: Share
+    waits_since: float
+    facts: asyncio.Future[Facts] = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
+
+
+class ProbeQueue:
+    """Reads files in worker processes. One event loop owns it.
+
+    Args:
+        pool: the worker processes, which the queue closes.
+        max_running: files that are read at a time. One tenant has one less of them, and one at
+            least. Callers without a key have all of them: no tenant is there beside them.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self, pool: ClipPool, max_running: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._pool = pool
+        self._max_running = max_running
+        self._clock = clock
+        self._order = FairOrder()
+        self._waiting: dict[str, deque[_Probe]] = {}  # by tenant
+        self._running: Counter[str] = Counter()  # by tenant
+        self._threads = ThreadPoolExecutor(max_running, "probe")
+
+    async def probe(self, file: MemoryAddress, share: Share) -> Facts:
+        """Reads a file when its tenant's turn has come.
+
+        Raises:
+            InvalidVideo: the file is no video that is decoded here.
+            VideoNotHeld: the file is gone.
+            Overloaded: no worker can be started.
+        """
+        probe = _Probe(file, share, self._clock())
+        self._waiting.setdefault(share.tenant, deque()).append(probe)
+        self._start()
+        return await probe.facts
+
+    def close(self) -> None:
+        """Waits for the files that are being read, and ends the workers."""
+        self._threads.shutdown()
+        self._pool.close()
+
+    def _start(self) -> None:
+        loop = asyncio.get_running_loop()
+        while self._running.total() < self._max_running:
+            if (probe := self._next()) is None:
+                return
+            tenant, begun = probe.share.tenant, self._clock()
+            place = self._order.start(tenant)
+            self._order.served(place)
+            self._running[tenant] += 1
+            reading = loop.run_in_executor(self._threads, self._pool.probe, probe.file)
+            reading.add_done_callback(partial(self._end, probe, place, begun))
+
+    def _next(self) -> _Probe | None:
+        """Takes the file of the tenant whose turn it is. None if no file may be read now."""
+        first: list[tuple[float, float, str]] = []
+        for tenant, waiting in list(self._waiting.items()):
+            while waiting and waiting[0].facts.done():
+                waiting.popleft()
+            if not waiting:
+                del self._waiting[tenant]
+            elif not tenant or self._running[tenant] < max(1, self._max_running - 1):
+                first.append((self._order.start(tenant), waiting[0].waits_since, tenant))
+        return self._waiting[min(first)[2]].popleft() if first else None
+
+    def _end(
+        self, probe: _Probe, place: float, begun: float, reading: asyncio.Future[Facts]
+    ) -> None:
+        share, taken_s = probe.share, self._clock() - begun
+        self._order.charge(share.tenant, place, weight=share.weight, cost=taken_s)
+        self._running -= Counter((share.tenant,))
+        retrieve_exception(reading)
+        if not probe.facts.done():
+            if (error := reading.exception()) is not None:
+                probe.facts.set_exception(error)
+            else:
+                probe.facts.set_result(reading.result())
+        self._start()
