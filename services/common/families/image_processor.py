@@ -168,7 +168,9 @@ def _numbers(option: str, options: Mapping[str, Any], count: int) -> tuple[float
     given = options[option]
     values = tuple(given) if isinstance(given, list) else (given,)
     if len(values) not in (1, count) or not all(type(value) in (int, float) for value in values):
-        raise UnsupportedOption(f"{option} {given!r} is neither a number nor one per channel")
+        raise UnsupportedOption(
+            f"{option} {given!r} is neither a number nor a list with a number per channel"
+        )
     return values
 
 
