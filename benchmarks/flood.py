@@ -53,7 +53,9 @@ _START_S = 120.0
 _RAMP_S = 0.5  # from the first answer to a flood until it counts
 _PAUSE_S = 0.02
 _SETTLE_S = 0.5  # after it
-_QUIET, _FLOODING, _LIMITED = "quiet", "flooding", "limited"
+QUIET, FLOODING, PIXELS = "quiet", "flooding", "pixels"
+PIXELS_PER_MINUTE = 10_000_000  # of the tenant `PIXELS`
+_LIMITED = "limited"
 _LIMITED_REQUESTS, _LIMITED_TOKENS = 600, 6000  # a minute
 _NULL_TICK_S = 0.01
 _METRIC = re.compile(r"^decoder_engine_steps_total (\S+)$", re.MULTILINE)
@@ -78,7 +80,7 @@ class Flood:
     images: int = 0
     edge: int = 0
     body_bytes: int = 0
-    tenant: str = _FLOODING
+    tenant: str = FLOODING
 
 
 KINDS = {
@@ -196,7 +198,7 @@ def first_tokens_s(stack: Stack, count: int, seeds: Iterator[int]) -> list[float
     """Seconds to the first token of requests, one after another."""
 
     async def run() -> list[float]:
-        connection, found = Connection(stack.targets[_QUIET]), []
+        connection, found = Connection(stack.targets[QUIET]), []
         rng = random.Random(count)
         for _ in range(count):
             await asyncio.sleep(rng.uniform(0, _PAUSE_S))  # at no certain time of a step
@@ -314,7 +316,9 @@ async def _taken(stack: Stack, flood: Flood) -> tuple[int, int]:
 
 def _write_keys(path: Path) -> dict[str, str]:
     """A key file; returns the tenants' keys."""
-    keys = {name: secrets.token_urlsafe(16) for name in (_QUIET, _FLOODING, _LIMITED, "tokens")}
+    keys = {
+        name: secrets.token_urlsafe(16) for name in (QUIET, FLOODING, _LIMITED, "tokens", PIXELS)
+    }
     entries = [
         {"id": name, "tenant": name, "sha256": hashlib.sha256(key.encode()).hexdigest()}
         for name, key in keys.items()
@@ -322,6 +326,7 @@ def _write_keys(path: Path) -> dict[str, str]:
     tenants = {
         _LIMITED: {"requests_per_minute": _LIMITED_REQUESTS},
         "tokens": {"tokens_per_minute": _LIMITED_TOKENS},
+        PIXELS: {"pixels_per_minute": PIXELS_PER_MINUTE},
     }
     path.write_text(json.dumps({"keys": entries, "tenants": tenants}))
     return keys
@@ -336,7 +341,7 @@ def null_stack(directory: Path, tick_s: float = _NULL_TICK_S) -> Generator[Stack
     )
     with ExitStack() as children:
         target, _ = gateway.start_stack(
-            load, gateway.Link(), directory / "sent.json", children, keys[_QUIET],
+            load, gateway.Link(), directory / "sent.json", children, keys[QUIET],
             GATEWAY_API_KEYS=f"file:{directory}/keys.json",
         )  # fmt: skip
         url = f"http://{target.host}:{target.port}"

@@ -1,36 +1,26 @@
 """Videos that cost more than they weigh: each is read or refused within a probe's CPU time."""
 
-import os
-from collections.abc import Iterator
-from contextlib import closing
+import time
+from collections.abc import Generator
+from contextlib import closing, contextmanager
 
 import numpy as np
 import pytest
 
-from services.common.embeddings.shared_memory import MemoryAddress, create_memory
 from services.common.errors import InvalidVideo
-from services.encoder.decoding.clips.clip_pool import ClipPool
 from services.encoder.decoding.clips.frames import Frames, probe
-from services.encoder.decoding.clips.questions import Facts
 from tests.attacks import videos
 from tests.videos import decoded, index_first, make, segments
 
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[ClipPool]:
-    pool = ClipPool(1, memory_bytes=0)
-    yield pool
-    pool.close()
+CPU_S = 4.0  # that a probe has
 
 
-def probed(pool: ClipPool, data: bytes) -> Facts:
-    """A file's facts, by a process with a probe's limits."""
-    fd, name = create_memory(len(data))
-    try:
-        os.pwrite(fd, data, 0)
-        return pool.probe(MemoryAddress(os.getpid(), fd, name, len(data)))
-    finally:
-        os.close(fd)
+@contextmanager
+def in_time() -> Generator[None]:
+    """The block takes no more CPU time than a probe has."""
+    start = time.process_time()
+    yield
+    assert time.process_time() - start < CPU_S
 
 
 @pytest.mark.parametrize("frame_bytes", [None, 100, 1 << 20], ids=["keyframe", "100", "file"])
@@ -41,22 +31,26 @@ def test_frames_that_overlap_are_refused(frame_bytes: int | None) -> None:
 
 
 @pytest.mark.parametrize("kind", ["gif", "ivf"])
-def test_as_many_frames_as_may_be_are_read_in_time(pool: ClipPool, kind: str) -> None:
-    facts = probed(pool, getattr(videos, kind)())
+def test_as_many_frames_as_may_be_are_read_in_time(kind: str) -> None:
+    data = getattr(videos, kind)()
+    with in_time():
+        facts = probe(memoryview(data))
     assert facts.num_frames == videos.MOST_FRAMES
     assert len(facts.frame_digests) == 16 * videos.MOST_FRAMES
 
 
 @pytest.mark.parametrize("kind", ["gif", "ivf"])
-def test_more_frames_are_refused_in_time(pool: ClipPool, kind: str) -> None:
-    with pytest.raises(InvalidVideo, match="more than 250000 frames"):
-        probed(pool, getattr(videos, kind)(frames=2 * videos.MOST_FRAMES))
+def test_more_frames_are_refused_in_time(kind: str) -> None:
+    data = getattr(videos, kind)(frames=2 * videos.MOST_FRAMES)
+    with in_time(), pytest.raises(InvalidVideo, match="more than 250000 frames"):
+        probe(memoryview(data))
 
 
-def test_a_first_frame_that_cannot_be_decoded_is_given_up_soon(pool: ClipPool) -> None:
+def test_a_first_frame_that_cannot_be_decoded_is_given_up_soon() -> None:
     """And is not looked for in 250,000 packets, none of which gives a frame."""
-    with pytest.raises(InvalidVideo, match="frame 0 of the video cannot be decoded"):
-        probed(pool, videos.piled(frame_bytes=11))
+    data = videos.piled(frame_bytes=11)
+    with in_time(), pytest.raises(InvalidVideo, match="frame 0 of the video cannot be decoded"):
+        probe(memoryview(data))
 
 
 def test_an_edit_list_may_show_a_part_again() -> None:
