@@ -31,6 +31,15 @@ def compressed(group: int, bits: int = 4, symmetric: bool = True, **changes: obj
     } | changes  # fmt: skip
 
 
+def in_bytes(group: int, bits: int = 4, symmetric: bool = True) -> dict:
+    """compressed-tensors' configuration of integers in bytes, beside int8 activations."""
+    config = compressed(group, bits, symmetric, format="int-quantized")
+    config["config_groups"]["group_0"]["input_activations"] = {
+        "num_bits": 8, "type": "int", "symmetric": True, "dynamic": True, "strategy": "token"
+    }  # fmt: skip
+    return config
+
+
 def awq(group: int, **changes: object) -> dict:
     return {
         "quant_method": "awq", "bits": 4, "group_size": group or -1, "zero_point": True,
@@ -73,6 +82,12 @@ LAYOUTS = {
     "ct-channel-zeros": Layout("ct", compressed(0, symmetric=False), 0, symmetric=False),
     "ct-64-8bit": Layout("ct", compressed(64, 8), 64, 8),
     "ct-channel-8bit-zeros": Layout("ct", compressed(0, 8, False), 0, 8, symmetric=False),
+    "bytes-64": Layout("int-quantized", in_bytes(64), 64),
+    "bytes-32-zeros": Layout("int-quantized", in_bytes(32, 4, False), 32, symmetric=False),
+    "bytes-64-8bit": Layout("int-quantized", in_bytes(64, 8), 64, 8),
+    "bytes-channel-8bit-zeros": Layout(
+        "int-quantized", in_bytes(0, 8, False), 0, 8, symmetric=False
+    ),
     "awq-32": Layout("awq", awq(32), 32, symmetric=False),
     "awq-64": Layout("awq", awq(64), 64, symmetric=False),
     "gptq-64": Layout("gptq", gptq(64), 64),
@@ -138,6 +153,12 @@ def tensors(weight: Tensor, layout: Layout, scale_dtype: torch.dtype):
         made["weight_shape"] = torch.tensor(weight.shape)
         if not layout.symmetric:
             made["weight_zero_point"] = words(zeros, 0, bits)
+    elif layout.kind == "int-quantized":
+        middle = 1 << (bits - 1)
+        made["weight"] = torch.from_numpy((codes - middle).astype(np.int8))
+        made["weight_scale"] = scale
+        if not layout.symmetric:
+            made["weight_zero_point"] = torch.from_numpy((zeros - middle).astype(np.int8))
     elif layout.kind == "awq":
         made["qweight"] = words(codes.T, 1, bits, AWQ_LANES)
         made["qzeros"] = words(zeros.T, 1, bits, AWQ_LANES)

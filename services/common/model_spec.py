@@ -252,7 +252,9 @@ class VisionSpec:
 WeightFormat = Literal[
     "fp8_block", "fp8_channel", "int8", "w4a16", "w8a16", "nvfp4", "mxfp4", "mxfp8"
 ]  # fmt: skip
-Packing = Literal["compressed-tensors", "awq", "gptq", "gptq_v2", "auto-round", "modelopt"]
+Packing = Literal[
+    "compressed-tensors", "int-quantized", "awq", "gptq", "gptq_v2", "auto-round", "modelopt"
+]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -279,6 +281,10 @@ class QuantizationSpec:
         targets: modules that are quantized, in the same words; empty: every linear layer.
         others: of further groups of modules, where a checkpoint mixes formats.
         fp8_cache: the files ask for a KV cache in e4m3, and may hold its scales.
+        activations: description of the activations that the files declare. Empty if layers of the
+            format compute with these.
+        attention: description of the quantization of queries that the files declare. Empty if
+            they declare none; queries are never quantized.
     """
 
     format: WeightFormat
@@ -292,6 +298,8 @@ class QuantizationSpec:
     targets: frozenset[str] = frozenset()
     others: tuple["QuantizationSpec", ...] = ()
     fp8_cache: bool = False
+    activations: str = field(default="", compare=False)
+    attention: str = field(default="", compare=False)
 
     @property
     def groups(self) -> tuple["QuantizationSpec", ...]:

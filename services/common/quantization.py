@@ -26,8 +26,21 @@ from services.common.model_spec import (
 )
 
 _BLOCK = (128, 128)
-# Strategies of weights of 8 bits → of activations beside them.
-_CT_INPUTS = {"channel": ("token",), "tensor": ("tensor", "token"), "block": ("group",)}
+# Activations that layers compute with, in the words of compressed-tensors. Layers of other formats
+# leave activations as they are.
+_TOKENS = {"num_bits": 8, "strategy": "token", "dynamic": True, "symmetric": True}
+_FP8_TOKENS = _TOKENS | {"type": "float"}
+_FP8_GROUPS = _FP8_TOKENS | {"strategy": "group", "group_size": _BLOCK[1]}
+_INT8_TOKENS = _TOKENS | {"type": "int"}
+_DEFAULTS = {
+    "num_bits": 8,
+    "type": "int",
+    "strategy": "tensor",
+    "dynamic": False,
+    "symmetric": True,
+}
+_STRATEGIES = ("tensor", "channel", "token", "group", "tensor_group", "block", "attn_head")
+_STATIC_FP8 = "8-bit float, static, per tensor"
 # Files of their own, in order of precedence → the producer's method, which older ones leave out.
 _FILES = {
     "quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt",
@@ -37,13 +50,14 @@ _BLOCKS = QuantizationSpec(format="fp8_block")
 _CHANNELS = QuantizationSpec(format="fp8_channel")
 _WHOLE = QuantizationSpec(format="fp8_channel", one_scale=True)
 _E2M1 = QuantizationSpec(format="nvfp4", packing="modelopt", group_size=16)
+_E4M3 = QuantizationSpec(format="mxfp8", packing="modelopt", group_size=32)
 _MODELOPT = {  # algorithm → what it is here
-    "FP8": _WHOLE,
+    "FP8": replace(_WHOLE, activations=_STATIC_FP8),
     "FP8_PER_CHANNEL_PER_TOKEN": _CHANNELS,
     "FP8_PB_WO": _BLOCKS,
     "FP8_BLOCK_SCALES": _BLOCKS,  # TensorRT-LLM's name
-    "MXFP8": QuantizationSpec(format="mxfp8", packing="modelopt", group_size=32),
-    "NVFP4": _E2M1,
+    "MXFP8": replace(_E4M3, activations="8-bit float, dynamic, per group"),
+    "NVFP4": replace(_E2M1, activations="4-bit float, dynamic, per group"),
     "W4A16_NVFP4": _E2M1,
 }
 _AUTO_GPTQ = "auto_round:auto_gptq"
@@ -301,13 +315,14 @@ def _fp8(config: Mapping[str, Any]) -> QuantizationSpec:
     matrix.
     """
     scheme, blocks = config.get("activation_scheme", "dynamic"), config.get("weight_block_size")
-    expect("activation_scheme", scheme, "dynamic", *(() if blocks else ("static",)))
+    expect("activation_scheme", scheme, "dynamic", "static")
     expect("weight_block_size", _pair(blocks), _BLOCK, None)
     expect("fmt", config.get("fmt", "e4m3"), "e4m3")
     expect("scale_fmt", config.get("scale_fmt") or "float", "float")
     ignored = config.get("modules_to_not_convert") or config.get("ignored_layers") or ()
     names = _names("modules_to_not_convert", ignored)
-    return replace(_BLOCKS if blocks else _WHOLE, ignored=names)
+    declared = _STATIC_FP8 if scheme == "static" else ""
+    return replace(_BLOCKS if blocks else _WHOLE, ignored=names, activations=declared)
 
 
 def _compressed_tensors(config: Mapping[str, Any]) -> QuantizationSpec:
@@ -320,16 +335,22 @@ def _compressed_tensors(config: Mapping[str, Any]) -> QuantizationSpec:
     if config.get("transform_config"):
         raise UnsupportedOption("transform_config is not supported")
     schemes: list[tuple[QuantizationSpec, str]] = []
+    attention = ""
     for name, group in groups.items():
+        if not group.get("weights"):  # a group of attention layers, whose queries are quantized
+            attention = attention or _declared_by(f"config_groups.{name}", group)
+            continue
         given = _names(f"config_groups.{name}.targets", group.get("targets") or ("Linear",))
         scheme = replace(_scheme(name, group, config.get("format")), has_whole_names=True)
         schemes += [(scheme, "" if target == "Linear" else target) for target in given]
+    if not schemes:
+        raise UnsupportedOption("config_groups has no group with weights")
     found = _grouped("targets", schemes, _names("ignore", config.get("ignore") or ()))
     if sum(not group.targets for group in found) > 1:
         raise UnsupportedOption(
             "groups of different schemes for all linear layers are not supported"
         )
-    return _in_groups(found)
+    return replace(_in_groups(found), attention=attention)
 
 
 def _has_fp8_cache(config: Mapping[str, Any]) -> bool:
@@ -346,94 +367,116 @@ def _has_fp8_cache(config: Mapping[str, Any]) -> bool:
 
 def _scheme(name: str, group: Mapping[str, Any], outer_format: object) -> QuantizationSpec:
     where = f"config_groups.{name}"
-    if group.get("output_activations"):
-        raise UnsupportedOption(f"{where}.output_activations is not supported")
-    weights: Mapping[str, Any] = group.get("weights") or {}
-    inputs: Mapping[str, Any] = group.get("input_activations") or {}
     found = group.get("format") or outer_format
     expect(f"{where}.format", found, *_CT_FORMATS)
-    return _CT_FORMATS[cast("str", found)](where, weights, inputs)
+    spec, computed = _CT_FORMATS[cast("str", found)](f"{where}.weights", group)
+    return replace(spec, activations=_declared_by(where, group, computed))
 
 
-def _ct_float(
-    where: str, weights: Mapping[str, Any], inputs: Mapping[str, Any]
-) -> QuantizationSpec:
-    """FP8 per output channel, per matrix, or per 128 x 128 block. Activations have scales of their
-    own: those in files, of what was seen while the checkpoint was made, are not used. Where only
-    weights are meant to be of 8 bits, the files are the same.
+# Formats of compressed-tensors. Each function reads the weights of a group, and returns their spec
+# and the activations that its layers compute with.
+_Group = Mapping[str, Any]
+_Computed = Mapping[str, object]
+
+
+def _ct_float(where: str, group: _Group) -> tuple[QuantizationSpec, _Computed]:
+    """FP8 per output channel, per matrix, or per 128 x 128 block. Where only weights are meant to
+    be of 8 bits, the files are the same.
     """
-    _numbers(f"{where}.weights", weights, "float", 8)
+    weights = group["weights"]
+    _numbers(where, weights, "float", 8)
     strategy = weights.get("strategy")
-    expect(f"{where}.weights.strategy", strategy, "channel", "tensor", "block")
-    is_dynamic = strategy != "tensor" or bool(inputs.get("dynamic", not inputs))
-    if inputs:
-        _numbers(f"{where}.input_activations", inputs, "float", 8, is_dynamic=is_dynamic)
-        found, wanted = inputs.get("strategy"), _CT_INPUTS[cast("str", strategy)]
-        expect(f"{where}.input_activations.strategy", found, *wanted)
+    expect(f"{where}.strategy", strategy, "channel", "tensor", "block")
     if strategy != "block":
-        return _WHOLE if strategy == "tensor" else _CHANNELS
-    expect(f"{where}.weights.block_structure", _pair(weights.get("block_structure")), _BLOCK)
-    if inputs:
-        expect(f"{where}.input_activations.group_size", inputs.get("group_size"), _BLOCK[1])
-    return _BLOCKS
+        return (_WHOLE if strategy == "tensor" else _CHANNELS), _FP8_TOKENS
+    expect(f"{where}.block_structure", _pair(weights.get("block_structure")), _BLOCK)
+    return _BLOCKS, _FP8_GROUPS
 
 
-def _ct_int8(where: str, weights: Mapping[str, Any], inputs: Mapping[str, Any]) -> QuantizationSpec:
-    """Int8 per output channel, with activations per token."""
-    _numbers(f"{where}.weights", weights, "int", 8)
-    _numbers(f"{where}.input_activations", inputs, "int", 8, is_dynamic=True)
-    expect(f"{where}.weights.strategy", weights.get("strategy"), "channel")
-    expect(f"{where}.input_activations.strategy", inputs.get("strategy"), "token")
-    return QuantizationSpec(format="int8")
+def _ct_naive(where: str, group: _Group) -> tuple[QuantizationSpec, _Computed]:
+    """Floats or integers, a value in each element of the weight."""
+    return (_ct_int if group["weights"].get("type") == "int" else _ct_float)(where, group)
+
+
+def _ct_int(where: str, group: _Group) -> tuple[QuantizationSpec, _Computed]:
+    """Integers of 4 or 8 bits in bytes. Those of 8 bits with a scale per output channel are
+    multiplied with int8 activations, unless the files declare none; all others are packed when they
+    are loaded.
+    """
+    spec, _ = _ct_packed(where, group)
+    is_int8 = spec.format == "w8a16" and not spec.group_size and spec.symmetric
+    if is_int8 and group.get("input_activations"):
+        return QuantizationSpec(format="int8"), _INT8_TOKENS
+    return replace(spec, packing="int-quantized"), {}
 
 
 def _ct_float_groups(
-    name: WeightFormat, where: str, weights: Mapping[str, Any], inputs: Mapping[str, Any]
-) -> QuantizationSpec:
-    """e2m1 or e4m3 in groups. Activations of as many bits are left as they are: it is weights that
-    take room.
-    """
+    name: WeightFormat, where: str, group: _Group
+) -> tuple[QuantizationSpec, _Computed]:
+    """e2m1 or e4m3 in groups. Activations are left as they are: it is weights that take room."""
+    weights = group["weights"]
     strategy, size = ("tensor_group", 16) if name == "nvfp4" else ("group", 32)
-    bits = 8 if name == "mxfp8" else 4
-    _numbers(f"{where}.weights", weights, "float", bits)
-    expect(f"{where}.weights.strategy", weights.get("strategy"), strategy)
-    expect(f"{where}.weights.group_size", weights.get("group_size"), size)
+    _numbers(where, weights, "float", 8 if name == "mxfp8" else 4)
+    expect(f"{where}.strategy", weights.get("strategy"), strategy)
+    expect(f"{where}.group_size", weights.get("group_size"), size)
     if name == "mxfp8":
-        expect(f"{where}.weights.scale_dtype", weights.get("scale_dtype"), None, "torch.uint8")
-    if inputs and name == "mxfp8":  # scales of static ones would be in the files
-        _numbers(f"{where}.input_activations", inputs, "float", bits, is_dynamic=True)
-    elif inputs:
-        expect(f"{where}.input_activations.num_bits", inputs.get("num_bits"), bits)
-    return QuantizationSpec(format=name, group_size=size)
+        expect(f"{where}.scale_dtype", weights.get("scale_dtype"), None, "torch.uint8")
+    return QuantizationSpec(format=name, group_size=size), {}
 
 
-def _ct_packed(
-    where: str, weights: Mapping[str, Any], inputs: Mapping[str, Any]
-) -> QuantizationSpec:
+def _ct_packed(where: str, group: _Group) -> tuple[QuantizationSpec, _Computed]:
     """Integers of 4 or 8 bits, packed into words; activations stay as they are."""
-    if inputs:
-        raise UnsupportedOption(
-            f"{where}.input_activations are not supported beside 'pack-quantized' weights"
-        )
+    weights = group["weights"]
     symmetric = bool(weights.get("symmetric", True))
-    _numbers(f"{where}.weights", {**weights, "symmetric": True}, "int", 4, 8)
-    expect(f"{where}.weights.actorder", weights.get("actorder"), None, "weight", "static")
+    _numbers(where, {**weights, "symmetric": True}, "int", 4, 8)
+    expect(f"{where}.actorder", weights.get("actorder"), None, "weight", "static")
     strategy = weights.get("strategy")
-    expect(f"{where}.weights.strategy", strategy, "channel", "group")
-    return QuantizationSpec(
+    expect(f"{where}.strategy", strategy, "channel", "group")
+    spec = QuantizationSpec(
         format="w4a16" if weights["num_bits"] == 4 else "w8a16",
         group_size=0 if strategy == "channel" else _group_size(weights.get("group_size")),
         symmetric=symmetric,
     )
+    return spec, {}
 
 
-def _numbers(
-    where: str, values: Mapping[str, Any], kind: str, *bits: int, is_dynamic: bool = False
-) -> None:
-    """What weights or activations are quantized to."""
+def _declared_by(where: str, group: Mapping[str, Any], computed: Mapping[str, object] = {}) -> str:
+    """Describes the activations that a group of compressed-tensors declares.
+
+    Args:
+        computed: activations that the layers compute with. Empty if they leave them as they are.
+
+    Returns:
+        The description. Empty if the layers compute with these activations.
+
+    Raises:
+        UnsupportedOption: the group declares what no producer writes.
+    """
+    found: list[str] = []
+    for name in ("input_activations", "output_activations"):
+        given = cast("Mapping[str, Any]", group.get(name) or {})
+        values = _DEFAULTS | {key: value for key, value in given.items() if value is not None}
+        is_ours = computed and all(values.get(key) == computed[key] for key in computed)
+        if not given or (is_ours and name == "input_activations"):
+            continue
+        place = f"{where}.{name}"
+        expect(f"{place}.num_bits", values["num_bits"], 4, 8)
+        expect(f"{place}.type", values["type"], "int", "float")
+        expect(f"{place}.strategy", values["strategy"], *_STRATEGIES)
+        expect(f"{place}.dynamic", values["dynamic"], False, True, "local")
+        found.append(
+            f"{name}: {values['num_bits']}-bit {values['type']}, "
+            f"{'dynamic' if values['dynamic'] else 'static'}, per {values['strategy']}"
+            + ("" if values["symmetric"] else ", asymmetric")
+        )
+    return "; ".join(found)
+
+
+def _numbers(where: str, values: Mapping[str, Any], kind: str, *bits: int) -> None:
+    """Checks what weights, or keys and values, are quantized to."""
     expect(f"{where}.num_bits", values.get("num_bits", False), *bits)
     expect(f"{where}.type", values.get("type", False), kind)
-    expect(f"{where}.dynamic", values.get("dynamic", False), is_dynamic)
+    expect(f"{where}.dynamic", values.get("dynamic", False), False)
     expect(f"{where}.symmetric", values.get("symmetric", True), True)
 
 
@@ -463,9 +506,9 @@ _METHODS = {
 }  # fmt: skip
 _CT_FORMATS = {  # of compressed-tensors
     "float-quantized": _ct_float,
-    "naive-quantized": _ct_float,  # the same files
+    "naive-quantized": _ct_naive,  # the same files
     "pack-quantized": _ct_packed,
-    "int-quantized": _ct_int8,
+    "int-quantized": _ct_int,
     "nvfp4-pack-quantized": partial(_ct_float_groups, "nvfp4"),
     "mxfp4-pack-quantized": partial(_ct_float_groups, "mxfp4"),
     "mxfp8-quantized": partial(_ct_float_groups, "mxfp8"),

@@ -32,6 +32,7 @@ from compressed_tensors.utils.match import is_match
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 METHOD = "compressed-tensors"
+ZERO = torch.tensor([3], dtype=torch.int8)
 
 
 def scheme(file_format: str, weights: dict, inputs: dict | None = None) -> QuantizationScheme:
@@ -47,6 +48,8 @@ def _packed(bits: int, group: int | None, symmetric: bool) -> QuantizationScheme
     return scheme("pack-quantized", given | strategy)
 
 
+_W4 = {"num_bits": 4, "type": "int", "strategy": "group"}
+_INPUTS = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}
 SCHEMES = {
     "w4a16-64": _packed(4, 64, True),
     "w4a16-32-zeros": _packed(4, 32, False),
@@ -63,6 +66,27 @@ SCHEMES = {
         "float-quantized", *(args.model_dump() for args in PRESET_SCHEMES["FP8"].values())
     ),
     "fp8-weights": scheme("naive-quantized", PRESET_SCHEMES["FP8"]["weights"].model_dump()),
+    "w4a8": scheme("int-quantized", _W4 | {"group_size": 64}, _INPUTS),
+    "w4a8-packed": scheme("pack-quantized", _W4 | {"group_size": 32}, _INPUTS),
+    "w4a8-zeros": scheme("int-quantized", _W4 | {"group_size": 32, "symmetric": False}, _INPUTS),
+    "w8a8-64-zeros": scheme(
+        "int-quantized",
+        _W4 | {"num_bits": 8, "group_size": 64, "symmetric": False},
+        _INPUTS | {"type": "float"},
+    ),
+    "w8a8-channel-zeros": scheme(
+        "int-quantized",
+        {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": False},
+        _INPUTS,
+    ),
+    "int8-weights": scheme(
+        "naive-quantized", {"num_bits": 8, "type": "int", "strategy": "channel"}
+    ),
+    "int8-static": scheme(
+        "int-quantized",
+        {"num_bits": 8, "type": "int", "strategy": "channel"},
+        _INPUTS | {"strategy": "tensor", "dynamic": False, "symmetric": False},
+    ),
     "int8": scheme(
         "int-quantized",
         {"num_bits": 8, "type": "int", "strategy": "channel"},
@@ -81,6 +105,8 @@ def write(source: Path, directory: Path, name: str) -> dict[str, Tensor]:
     def quantized(_: str, weight: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         given = {"weight": weight} | scales(weight, chosen.weights)
         made = compressor.compress(given, chosen)
+        if chosen.input_activations is not None and not chosen.input_activations.dynamic:
+            made |= {"input_scale": torch.tensor([0.02]), "input_zero_point": ZERO.clone()}
         if name == "nvfp4":  # what it decompresses is rounded to bf16
             codes = unpack_fp4_from_uint8(made["weight_packed"], *weight.shape, torch.float32)
             whole = made["weight_global_scale"]
@@ -120,11 +146,30 @@ def test_logits_are_those_of_the_librarys_weights(
 ) -> None:
     directory, meant = model.write(name)
     expected = model.expected(meant)
-    if name == "int8":  # the weights alone: test_int8.py has quantized inputs
+    if name in ("int8", "int8-static"):  # the weights alone: test_int8.py has quantized inputs
         weight_only(monkeypatch)
     assert error(model.ours(directory), expected) < TOLERANCE
     differs = error(model.expected(model.original), expected)
     assert differs > (0.02 if name.startswith(("w8", "int8")) else CLEARLY_WRONG)
+
+
+@pytest.mark.parametrize(
+    ("name", "warning"),
+    [
+        ("w4a8", "8-bit int, dynamic, per token); those of w4a16 weights are not quantized"),
+        ("int8-static", "static, per tensor, asymmetric); those of int8 weights are int8 with a"),
+        ("fp8-tensor", "8-bit float, static, per tensor); those of fp8_channel weights are e4m3"),
+        ("int8", ""),
+        ("w4a16-64", ""),
+    ],
+)
+def test_activations_that_are_not_used_are_named_once(
+    model: Quantized, name: str, warning: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    directory, _ = model.write(name)
+    model.ours(directory)
+    found = [each.message for each in caplog.records if "declares activations" in each.message]
+    assert len(found) == bool(warning) and all(warning in message for message in found)
 
 
 @pytest.mark.parametrize(

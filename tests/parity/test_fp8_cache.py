@@ -23,7 +23,7 @@ from tests.decoder_harness import Harness
 from tests.fp4_checkpoints import MODELOPT, compressed, write
 from tests.parity.oracle import largest_difference as error
 from tests.parity.quantized import TEXTS, Quantized
-from tests.parity.test_language_model import CLEARLY_WRONG
+from tests.parity.test_language_model import CLEARLY_WRONG, TOLERANCE
 
 # isort: split
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -193,6 +193,41 @@ def test_scales_that_the_files_ask_for_and_do_not_hold_are_measured(
     assert "hold no scales" in caplog.text
     assert harness.runner.computer._state.kv_cache.dtype == E4M3
     assert distance(model.run(harness), model.expected(weights)) < STATED_ERROR
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("self_attn.q_scale", "self_attn.prob_scale"),
+        ("self_attn.q_proj.q_scale", "self_attn.prob_output_scale"),
+        ("self_attn.qkv_proj.q_scale", "self_attn.q_zero_point"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["tensor", "heads"])
+def test_scales_of_queries_are_left_out_with_a_warning(
+    model: Quantized, kind: str, names: tuple[str, ...], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Queries and probabilities are not quantized: the logits are those without such scales."""
+    directory, _, _ = written(model, kind)
+    expected = model.run(Harness(directory))
+    path = directory / "model.safetensors"
+    more = {f"model.layers.{at}.{name}": torch.ones(1) for at in range(LAYERS) for name in names}
+    save_file(load_file(path) | more, path)
+    caplog.clear()
+    assert torch.equal(model.run(Harness(directory)), expected)
+    (record,) = [record for record in caplog.records if "neither queries" in record.message]
+    assert all(name in record.message for name in more)
+
+
+def test_attention_in_8_bits_is_declared_by_a_group_without_weights(
+    model: Quantized, caplog: pytest.LogCaptureFixture
+) -> None:
+    queries = {"targets": ["Qwen3Attention"], "weights": None, "input_activations": SCHEME}
+    config = compressed("nvfp4")
+    config["config_groups"]["attention"] = queries
+    directory, weights = model.write("nvfp4", config=config)
+    assert error(model.ours(directory), model.expected(weights)) < TOLERANCE
+    assert "not used: input_activations: 8-bit float, static, per tensor" in caplog.text
 
 
 def test_twice_as_many_tokens_fit(model: Quantized) -> None:

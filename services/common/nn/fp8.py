@@ -27,6 +27,7 @@ from services.common.model_spec import QuantizationSpec
 from services.common.nn.dispatch import Implementation, Kernel, up_to
 from services.common.nn.linear import FLOATS, Axis, Linear, TensorLayout
 from services.common.nn.quantized import (
+    ACTIVATIONS,
     QuantizedLinear,
     after_norm,
     few_or_many,
@@ -223,8 +224,7 @@ class Fp8Linear(QuantizedLinear):
                 dtype=torch.float32,
                 dummy=(2e-4, 0.0),
             ),
-            # A static scale of activations, which is not used: activations are scaled dynamically.
-            TensorLayout(name="input_scale", axes=(1,)),
+            *ACTIVATIONS,
         )
 
     def layouts(self, layer: Linear) -> tuple[TensorLayout, ...]:

@@ -17,6 +17,7 @@ from services.common.model_spec import QuantizationSpec
 from services.common.nn.dispatch import Implementation, Kernel, TokenRange, up_to
 from services.common.nn.linear import Axis, Linear, TensorLayout
 from services.common.nn.quantized import (
+    ACTIVATIONS,
     QuantizedLinear,
     after_norm,
     few_or_many,
@@ -40,6 +41,7 @@ _LAYOUTS = (
         dtype=torch.float32,
         dummy=(2.7e-4, 0.0),
     ),
+    *ACTIVATIONS,
 )
 
 

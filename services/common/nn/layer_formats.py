@@ -19,6 +19,13 @@ from services.common.nn.weight_map import WeightMap, stored_files
 
 log = logging.getLogger(__name__)
 
+# Activations that layers of a format compute with. Layers of other formats leave them as they are.
+_COMPUTED = {
+    "fp8_block": "e4m3 with a scale per token and 128 columns, or not quantized",
+    "fp8_channel": "e4m3 with a scale per token, or not quantized",
+    "int8": "int8 with a scale per token",
+}
+
 
 def set_methods(
     module: nn.Module,
@@ -42,6 +49,7 @@ def set_methods(
     methods = {group: method_of(group) for group in quantization.groups}
     unlisted: list[str] = []
     problems: list[str] = []
+    declared: set[tuple[str, str]] = set()  # format, activations that the files declare
     for path, layer in _replaceable(module):
         named = _checkpoint_modules(module, path, layer, weight_map, checkpoint)
         modules = list(named)
@@ -65,8 +73,19 @@ def set_methods(
             problems.append(f"{listed(modules)} are one layer, in different formats")
         else:
             layer.set_method(methods[group])
+            declared.add((group.format, group.activations))
     if problems:
         raise CheckpointError(f"{checkpoint.directory}: {'; '.join(problems)}")
+    for weight_format, activations in sorted(declared):
+        if activations:
+            log.warning(
+                "%s: quantization_config declares activations that are not used (%s); those of "
+                "%s weights are %s",
+                checkpoint.directory,
+                activations,
+                weight_format,
+                _COMPUTED.get(weight_format, "not quantized"),
+            )
     if unlisted:
         log.warning(
             "%s: %d modules are not quantized, although quantization_config says they are: %s",

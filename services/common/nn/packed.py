@@ -5,6 +5,7 @@ Integers of 4 or 8 bits, with groups of g columns, are in the files as follows:
 | packing            | codes                           | scales          |
 |--------------------|---------------------------------|-----------------|
 | compressed-tensors | `weight_packed` `[out, in / 8]` | `[out, in / g]` |
+| int-quantized      | `weight` `[out, in]`, int8      | `[out, in / g]` |
 | awq                | `qweight` `[in, out / 8]`       | `[in / g, out]` |
 | gptq, auto-round   | `qweight` `[in / 8, out]`       | `[in / g, out]` |
 
@@ -41,7 +42,7 @@ from kernels.tuning import swiglu_gemm_config
 from services.common.model_spec import QuantizationSpec
 from services.common.nn.dispatch import Implementation, Kernel, up_to
 from services.common.nn.linear import Axis, Linear, TensorLayout
-from services.common.nn.quantized import QuantizedLinear, half_obstacle
+from services.common.nn.quantized import ACTIVATIONS, QuantizedLinear, half_obstacle
 
 _WORDS = (torch.int32,)
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # columns of the codes in a word, the lowest bits first
@@ -67,12 +68,14 @@ class PackedLinear(QuantizedLinear):
         self._is_mx = spec.format in ("mxfp4", "mxfp8")
         of_integers = {
             "compressed-tensors": self._compressed_tensors,
+            "int-quantized": self._int_quantized,
             "awq": self._awq,
             "gptq": self._gptq,
             "gptq_v2": self._gptq,
             "auto-round": self._gptq,
         }
-        self._layouts = self._floats() if self._is_float else of_integers[spec.packing]()
+        own = self._floats() if self._is_float else of_integers[spec.packing]()
+        self._layouts = (*own, *ACTIVATIONS)
 
     def layouts(self, layer: Linear) -> tuple[TensorLayout, ...]:
         return self._layouts
@@ -85,6 +88,9 @@ class PackedLinear(QuantizedLinear):
             scale = torch.exp2(scale - 127) if self._is_mx else scale
         elif packing == "compressed-tensors":
             codes = codes.view(torch.uint8)  # already packed along columns
+        elif packing == "int-quantized":
+            codes = _each(codes, self._from_signed)
+            codes = _each(codes, _pack) if self._spec.bits == 4 else codes
         elif packing == "awq":
             codes = _each(self._of_parts(layer, "weight"), _pack)
             scale = scale.mT
@@ -93,7 +99,10 @@ class PackedLinear(QuantizedLinear):
             scale = scale.mT
         made = {"weight": codes, "weight_scale": _narrowed(scale)}
         if not self._spec.symmetric:
-            made["weight_zero"] = self._of_parts(layer, "weight_zero")
+            if packing == "int-quantized":
+                made["weight_zero"] = self._from_signed(layer.weight_zero.data)
+            else:
+                made["weight_zero"] = self._of_parts(layer, "weight_zero")
         if self._spec.format == "nvfp4":
             of_part = layer.weight_row_scale.data
             of_part = of_part if packing == "modelopt" else 1.0 / of_part
@@ -151,6 +160,11 @@ class PackedLinear(QuantizedLinear):
             found.append(_each(of_part, unpack)[..., : layer.parts[part], :])
         return torch.cat(found, -2)
 
+    def _from_signed(self, values: Tensor) -> Tensor:
+        """Converts signed integers to codes, whose zero is the middle of the range."""
+        middle = 1 << (self._spec.bits - 1)
+        return (values.view(torch.uint8) + middle) & (2 * middle - 1)
+
     # Layouts of a module's tensors in the files.
 
     def _floats(self) -> tuple[TensorLayout, ...]:
@@ -183,8 +197,7 @@ class PackedLinear(QuantizedLinear):
             dummy=(150.0 if is_ours else 7e-3, 0.0),
             **number,
         )
-        of_inputs = TensorLayout(name="input_global_scale" if is_ours else "input_scale", **number)
-        return codes, scale, whole, of_inputs
+        return codes, scale, whole
 
     def _compressed_tensors(self) -> tuple[TensorLayout, ...]:
         out, per = Axis("out"), self._per_word
@@ -203,6 +216,24 @@ class PackedLinear(QuantizedLinear):
             zeros = _words("weight_zero_point", "weight_zero", Axis("out", per), self._groups)
             layouts.append(zeros)
         return tuple(layouts)
+
+    def _int_quantized(self) -> tuple[TensorLayout, ...]:
+        out, layouts = Axis("out"), list[TensorLayout]()
+        named = {"weight": Axis("in"), "weight_zero_point": self._groups}
+        for name, columns in named.items():
+            parameter = name.removesuffix("_point")
+            layouts.append(
+                TensorLayout(
+                    name=name,
+                    parameter=parameter,
+                    axes=(out, columns),
+                    stored=(torch.int8,),
+                    dtype=torch.int8,
+                )
+            )
+        weight, zero = layouts
+        scale = _scales("weight_scale", out, self._groups)
+        return (weight, scale) if self._spec.symmetric else (weight, scale, zero)
 
     def _awq(self) -> tuple[TensorLayout, ...]:
         packed = Axis("out", self._per_word)

@@ -9,7 +9,15 @@ from torch import Tensor
 from kernels.plain import reduce_split_k
 from services.common.nn.dispatch import Kernel
 from services.common.nn.layers import RMSNorm
-from services.common.nn.linear import Linear, LinearMethod
+from services.common.nn.linear import Linear, LinearMethod, TensorLayout
+
+# Tensors of activations as the files declare them, which are not read: layers quantize activations
+# by scales of their own, or leave them as they are.
+ACTIVATIONS = tuple(
+    TensorLayout(name=f"{place}_{name}", axes=(1,))
+    for place in ("input", "output")
+    for name in ("scale", "zero_point", "global_scale")
+)
 
 
 class QuantizedLinear(LinearMethod):

@@ -310,7 +310,11 @@ def _check(
         for name in present
         if name not in wanted and weight_map.owns(name) and not spec.ignores(name)
     ]
-    found = [(name, present[name], wanted[name]) for name in sorted(wanted) if name in present]
+    found = [
+        (name, present[name], wanted[name])
+        for name in sorted(wanted)
+        if name in present and wanted[name].is_read
+    ]
     misshapen = [
         f"{name} is {list(info.shape)}, the model wants {list(source.shape)}"
         for name, info, source in found

@@ -6,6 +6,7 @@ and values need fewer.
 """
 
 import logging
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -28,6 +29,30 @@ _LARGEST = 448.0  # of e4m3
 _LEAST = 2.0**-40  # of a head that is always zero
 
 log = logging.getLogger(__name__)
+
+# Scales of attention in FP8, as compressed-tensors, ModelOpt and Quark name them.
+_OF_QUERIES = r"(?:(?:q|qkv)_proj\.)?q_scale|prob(?:_output)?_scale|q_zero_point"
+
+
+def ignore_query_scales(model: Transformer, spec: ModelSpec, checkpoint: Checkpoint) -> None:
+    """Leaves out the scales of queries and of attention's probabilities, which are not quantized,
+    and names them in a warning.
+    """
+    stored = spec.checkpoint.quantization
+    names = {re.escape(attention.name) for attention in _attentions(model)}
+    layers = rf"{re.escape(spec.checkpoint.text_prefix)}layers\.\d+\.(?:{'|'.join(names)})\."
+    pattern = re.compile(rf"{layers}(?:{_OF_QUERIES})")
+    found = sorted(name for name in checkpoint.tensors if pattern.fullmatch(name))
+    declared = stored.attention if stored else ""
+    if not (found or declared):
+        return
+    log.warning(
+        "%s: attention quantizes neither queries nor probabilities; what the files declare is not "
+        "used: %s",
+        checkpoint.directory,
+        "; ".join(filter(None, (declared, listed(found)))),
+    )
+    model.weight_map = replace(model.weight_map, ignored=model.weight_map.ignored.union(found))
 
 
 def read_scales(model: Transformer, spec: ModelSpec, checkpoint: Checkpoint) -> None:

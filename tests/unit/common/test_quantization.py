@@ -133,14 +133,13 @@ def _changed(path: str, value: object, strategy: str = "channel") -> dict:
     [
         ({"quant_method": "bitsandbytes"}, "quant_method 'bitsandbytes' .* supported: .*'gptq'"),
         ({"bits": 4}, "None"),
-        (FP8_BLOCK | {"activation_scheme": "static"}, "activation_scheme 'static'"),
         (FP8_BLOCK | {"weight_block_size": [64, 128]}, r"weight_block_size \(64, 128\)"),
         (AUTO_FP8 | {"activation_scheme": "token"}, "activation_scheme 'token'"),
         (AUTO_FP8 | {"fmt": "e5m2"}, "fmt 'e5m2'"),
         (FP8_BLOCK | {"fmt": "e5m2"}, "fmt 'e5m2'"),
         (FP8_BLOCK | {"scale_fmt": "ue8m0"}, "scale_fmt 'ue8m0'"),
         (FP8_BLOCK | {"modules_to_not_convert": "lm_head"}, "modules_to_not_convert"),
-        (compressed(format="pack-quantized"), "input_activations are not supported beside"),
+        (compressed(format="pack-quantized"), r"weights\.type 'float'"),
         (compressed(format="marlin-24"), "format 'marlin-24'"),
         (compressed(config_groups={}), "config_groups is empty"),
         (compressed(kv_cache_scheme=KV_SCHEME | {"num_bits": 4}), "kv_cache_scheme.num_bits 4"),
@@ -152,7 +151,7 @@ def _changed(path: str, value: object, strategy: str = "channel") -> dict:
         (_changed("weights.num_bits", 4), r"weights\.num_bits 4"),
         (_changed("weights.type", "int"), r"weights\.type 'int'"),
         (_changed("weights.strategy", "group"), "strategy 'group'"),
-        (_changed("input_activations.strategy", "group", "tensor"), "strategy 'group'"),
+        (_changed("input_activations.strategy", "row"), r"input_activations\.strategy 'row'"),
         (MODELOPT | {"quant_algo": "W4A16_AWQ"}, "quant_algo 'W4A16_AWQ'"),
         (MODELOPT | {"quant_algo": "FP8_PB_WO", "group_size": 64}, "group_size 64"),
         (MODELOPT | {"quant_algo": "MIXED_PRECISION"}, "quantized_layers is empty"),
@@ -163,10 +162,11 @@ def _changed(path: str, value: object, strategy: str = "channel") -> dict:
         ),
         (_changed("weights.symmetric", False), "symmetric False"),
         (_changed("weights.block_structure", [64, 64], "block"), "block_structure"),
-        (_changed("input_activations", {"num_bits": 4}), r"input_activations\.num_bits 4"),
-        (_changed("input_activations.dynamic", False), r"input_activations\.dynamic False"),
-        (_changed("input_activations.strategy", "tensor"), r"input_activations\.strategy 'tensor'"),
-        (_changed("output_activations", {"num_bits": 8}), "output_activations"),
+        (_changed("input_activations", {"num_bits": 2}), r"input_activations\.num_bits 2"),
+        (_changed("input_activations.type", "complex"), r"input_activations\.type 'complex'"),
+        (_changed("input_activations.dynamic", "seldom"), r"input_activations\.dynamic 'seldom'"),
+        (_changed("output_activations", {"num_bits": 16}), r"output_activations\.num_bits 16"),
+        (_changed("weights", None), "no group with weights"),
     ],
 )  # fmt: skip
 def test_what_is_not_supported_is_refused_by_name(config: dict, named: str) -> None:
@@ -245,9 +245,7 @@ def mxfp8_part(part: str, **changes: object) -> dict:
         (mxfp8_part("weights", strategy="channel"), r"weights\.strategy 'channel'"),
         (mxfp8_part("weights", group_size=64), r"weights\.group_size 64"),
         (mxfp8_part("weights", scale_dtype="torch.float32"), r"scale_dtype 'torch\.float32'"),
-        (mxfp8_part("input_activations", num_bits=4), r"input_activations\.num_bits 4"),
-        (mxfp8_part("input_activations", type="int"), r"input_activations\.type 'int'"),
-        (mxfp8_part("input_activations", dynamic=False), r"input_activations\.dynamic False"),
+        (mxfp8_part("input_activations", num_bits=2), r"input_activations\.num_bits 2"),
         (mxfp8_checkpoints.compressed(format="mxfp6-quantized"), "format 'mxfp6-quantized'"),
         (mxfp8_checkpoints.MODELOPT | {"group_size": 64}, "group_size 64"),
     ],
@@ -332,17 +330,101 @@ def int8_part(part: str, **changes: object) -> dict:
 @pytest.mark.parametrize(
     ("config", "named"),
     [
-        (int8_part("weights", strategy="group"), r"weights\.strategy 'group'"),
-        (int8_part("weights", num_bits=4), r"weights\.num_bits 4"),
-        (int8_part("weights", symmetric=False), r"weights\.symmetric False"),
-        (int8_part("input_activations", dynamic=False), r"input_activations\.dynamic False"),
-        (int8_part("input_activations", strategy="tensor"), r"strategy 'tensor'"),
-        (int8_part("input_activations", symmetric=False), r"input_activations\.symmetric False"),
+        (int8_part("weights", strategy="tensor"), r"weights\.strategy 'tensor'"),
+        (int8_part("weights", num_bits=6), r"weights\.num_bits 6"),
+        (int8_part("weights", type="float"), r"weights\.type 'float'"),
+        (int8_part("weights", actorder="group"), r"weights\.actorder 'group'"),
+        (int8_part("input_activations", num_bits=2), r"input_activations\.num_bits 2"),
     ],
 )
 def test_other_int8_is_refused_by_name(config: dict, named: str) -> None:
     with pytest.raises(ModelSpecError, match=named):
         read_quantization({"quantization_config": config})
+
+
+TOKENS = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True, "symmetric": True}
+STATIC = TOKENS | {"strategy": "tensor", "dynamic": False}
+FP8_STATIC = STATIC | {"type": "float"}
+W4 = {"strategy": "group", "group_size": 32, "num_bits": 4}
+
+
+def with_inputs(config: dict, **parts: object) -> dict:
+    """A configuration of compressed-tensors with other parts in its group."""
+    config = deepcopy(config)
+    config["config_groups"]["group_0"] |= parts
+    return config
+
+
+@pytest.mark.parametrize(
+    ("config", "weight_format", "activations"),
+    [  # those that layers compute with
+        (compressed("channel"), "fp8_channel", ""),
+        (compressed("block"), "fp8_block", ""),
+        (weights_alone("tensor"), "fp8_channel", ""),
+        (AUTO_FP8 | {"activation_scheme": "dynamic"}, "fp8_channel", ""),
+        (INT8, "int8", ""),
+        (packed(32), "w4a16", ""),
+        (MODELOPT | {"quant_algo": "W4A16_NVFP4"}, "nvfp4", ""),
+        # W8A8, static or asymmetric.
+        (with_inputs(INT8, input_activations=STATIC), "int8", "8-bit int, static, per tensor"),
+        (
+            with_inputs(INT8, input_activations=STATIC | {"symmetric": False}),
+            "int8", "8-bit int, static, per tensor, asymmetric",
+        ),
+        (
+            with_inputs(INT8, input_activations=TOKENS | {"symmetric": False}),
+            "int8", "8-bit int, dynamic, per token, asymmetric",
+        ),
+        (with_inputs(INT8, input_activations=None), "w8a16", ""),
+        # W4A8.
+        (with_inputs(packed(32), input_activations=TOKENS), "w4a16", "int, dynamic, per token"),
+        (with_inputs(packed(32), input_activations=FP8_STATIC), "w4a16", "float, static"),
+        (with_inputs(packed(0, 8), input_activations=TOKENS), "w8a16", "8-bit int, dynamic"),
+        (int8_part("weights", **W4), "w4a16", "8-bit int, dynamic, per token"),
+        (int8_part("weights", **W4 | {"num_bits": 8}), "w8a16", "8-bit int, dynamic"),
+        (int8_part("weights", symmetric=False), "w8a16", "8-bit int, dynamic"),
+        (INT8 | {"format": "naive-quantized"}, "int8", ""),
+        # FP8.
+        (compressed("tensor"), "fp8_channel", "8-bit float, static, per tensor"),
+        (
+            with_inputs(compressed("channel"), input_activations=FP8_STATIC),
+            "fp8_channel", "8-bit float, static, per tensor",
+        ),
+        (
+            with_inputs(compressed("block"), input_activations=FP8_STATIC),
+            "fp8_block", "8-bit float, static, per tensor",
+        ),
+        (
+            with_inputs(compressed("channel"), output_activations=FP8_STATIC),
+            "fp8_channel", "output_activations: 8-bit float, static",
+        ),
+        (AUTO_FP8 | {"activation_scheme": "static"}, "fp8_channel", "8-bit float, static"),
+        (FP8_BLOCK | {"activation_scheme": "static"}, "fp8_block", "8-bit float, static"),
+        (MODELOPT | {"quant_algo": "FP8"}, "fp8_channel", "8-bit float, static"),
+        # Floats in groups.
+        (MODELOPT, "nvfp4", "4-bit float, dynamic"),
+        (with_inputs(fp4_checkpoints.compressed("nvfp4"), input_activations=FP8_STATIC), "nvfp4",
+         "8-bit float, static"),
+        (mxfp8_part("input_activations", dynamic=False), "mxfp8", "8-bit float, static"),
+        (mxfp8_checkpoints.compressed(inputs=True), "mxfp8", "8-bit float, dynamic, per group"),
+    ],
+)  # fmt: skip
+def test_activations_that_are_not_used_are_described(
+    config: dict, weight_format: str, activations: str
+) -> None:
+    spec = read_quantization({"quantization_config": config})
+    assert spec is not None and spec.format == weight_format
+    assert activations in spec.activations and bool(activations) == bool(spec.activations)
+
+
+def test_groups_of_attention_quantize_no_weights() -> None:
+    config = compressed()
+    group = {"targets": ["Qwen3Attention"], "input_activations": FP8_STATIC, "weights": None}
+    spec = read_quantization(
+        {"quantization_config": config | {"config_groups": {"a": group} | config["config_groups"]}}
+    )
+    assert spec is not None and spec == read_quantization({"quantization_config": config})
+    assert spec.attention == "input_activations: 8-bit float, static, per tensor"
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

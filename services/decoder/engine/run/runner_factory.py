@@ -46,7 +46,7 @@ from services.decoder.engine.run.graphs import (
 from services.decoder.engine.run.images import ImageReader
 from services.decoder.engine.run.kv_cache import KVCacheShape
 from services.decoder.engine.run.model_runner import ModelRunner
-from services.decoder.models.kv_scales import finish_scales, read_scales
+from services.decoder.models.kv_scales import finish_scales, ignore_query_scales, read_scales
 from services.decoder.models.rank_spec import rank_spec
 from services.decoder.models.stored import as_stored
 from services.decoder.models.transformer import Transformer
@@ -192,6 +192,7 @@ def _load(
     else:
         if _has_fp8_scales(spec):
             read_scales(model, spec, checkpoint)
+        ignore_query_scales(model, spec, checkpoint)
         set_methods(model, checkpoint, model.weight_map, spec.checkpoint.quantization)
         load_weights(
             model, checkpoint, model.weight_map, device=device, dtype=dtype, spec=spec.checkpoint
