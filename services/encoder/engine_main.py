@@ -99,10 +99,11 @@ def _run(end: EngineEnd, settings: EncoderSettings) -> None:
     shares_device = settings.memory_fraction < _MEMORY_FRACTION_OF_SOLE_USER
     runner = Runner(model, device, dtype, end.arena, shares_device=shares_device)
     decoders = create_decoders()
+    num_threads = decoders.num_workers + 1  # one is never taken by a single tenant's videos
     of_images = vision.geometry, decoders.decoded, device.type == "cuda"
     prepare = Preprocessor(*of_images)
     if vision.video is not None:
-        clips = ClipPool(decoders.num_workers, memory_bytes=memory_limit_bytes() // 4)
+        clips = ClipPool(num_threads, memory_bytes=memory_limit_bytes() // 4)
         prepare = Preparer(*of_images, vision.video.resample, clips)
     log_progress("kernels")
     warm_up(prepare, vision.geometry)
@@ -130,7 +131,7 @@ def _run(end: EngineEnd, settings: EncoderSettings) -> None:
         runner,
         prepare,
         max_batch_patches=batch_budget(device),
-        workers=decoders.num_workers,
+        workers=num_threads,
     ).run()
 
 

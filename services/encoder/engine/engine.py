@@ -2,16 +2,15 @@
 
 Four kinds of thread share one mailbox. The receiver reads the channel and gives images to the pool
 at once, so the next batch is prepared while the device works. The pool's threads decode and resize,
-the image of the lowest rank first, a video's frames in their order. The waiter reports when the
-device is done with a batch. The loop alone uses the batcher and the device. The loop and the waiter
-both send, one at a time.
+the image of the lowest rank first, a video's frames in their order, and never one tenant's videos
+in all threads. The waiter reports when the device is done with a batch. The loop alone uses the
+batcher and the device. The loop and the waiter both send, one at a time.
 
 `engine_main` runs it. It knows neither front nor gRPC, only messages. A bad image ends its own job;
 a batch that fails is split until the image that fails is alone; a broken device ends the process.
 """
 
 import logging
-import math
 import queue
 import threading
 import time
@@ -42,6 +41,7 @@ from services.encoder.engine.messages import (
     Source,
     StageTimes,
 )
+from services.encoder.engine.preparation_queue import PreparationQueue
 from services.encoder.engine.runner import LaunchedBatch, Runner
 from services.encoder.engine.video_turns import VideoTurns
 
@@ -49,7 +49,6 @@ from services.encoder.engine.video_turns import VideoTurns
 _MAX_LAUNCHED = 2
 
 Prepare = Callable[[Source, Unit, Callable[[], None]], Tensor]
-_NO_MORE = (-math.inf, 0)  # ends a thread of the pool
 
 
 class Engine:
@@ -59,7 +58,7 @@ class Engine:
         prepare: source and unit → resized pixels; called in the pool's threads; raises
             `TriptychError` for a bad image. What it is given calls once a video's frames are
             decoded, so that the next may be while these are resized.
-        workers: threads of the preprocessing pool.
+        workers: threads of the preprocessing pool, of which videos of one tenant have all but one.
     """
 
     def __init__(
@@ -78,7 +77,7 @@ class Engine:
         self._prepare = prepare
         self._batcher = Batcher(max_batch_patches)
         self._workers = workers
-        self._encoded: queue.PriorityQueue[tuple[float, int]] = queue.PriorityQueue()  # rank, id
+        self._encoded = PreparationQueue(max(1, workers - 1))
         self._turns = VideoTurns()
         self._mailbox: queue.SimpleQueue[_Item] = queue.SimpleQueue()
         self._awaited: queue.SimpleQueue[LaunchedBatch | None] = queue.SimpleQueue()
@@ -103,8 +102,7 @@ class Engine:
             logging.warning("the front has closed the channel")
         finally:
             self._awaited.put(None)
-            for _ in pool:
-                self._encoded.put(_NO_MORE)
+            self._encoded.close()
 
     # The receiver's thread.
 
@@ -120,7 +118,7 @@ class Engine:
         match message:
             case EncodeImage():
                 self._jobs[message.job_id] = Job(
-                    message.job_id, message.unit, message.source, message.rank,
+                    message.job_id, message.unit, message.source, message.rank, message.tenant,
                     received_at=time.monotonic(),
                 )  # fmt: skip
                 self._queue(message)
@@ -134,10 +132,10 @@ class Engine:
     def _queue(self, message: EncodeImage) -> None:
         turn = message.rank, message.job_id
         video, frames = message.source.video, message.unit.frames
-        if video is not None and frames is not None:
-            turn = self._turns.add(video.file.name, frames, turn)
-        if turn is not None:
+        if video is None or frames is None:
             self._encoded.put(turn)
+        elif (own := self._turns.add(video.file.name, frames, turn)) is not None:
+            self._encoded.put(own, message.tenant)
 
     # The waiter's thread.
 
@@ -156,18 +154,20 @@ class Engine:
     # The pool's threads.
 
     def _preprocess_all(self) -> None:
-        while (turn := self._encoded.get()) != _NO_MORE:
-            job = self._jobs[turn[1]]
+        while (taken := self._encoded.get()) is not None:
+            job_id, tenant = taken
+            job = self._jobs[job_id]
             with ExitStack() as in_work:
-                if job.source.video is not None:
+                if tenant is not None and job.source.video is not None:
                     name = job.source.video.file.name
                     job = self._jobs[self._turns.take(name)]
-                    in_work.callback(self._give_turn, name)
+                    in_work.callback(self._give_turn, name, tenant)
                 self._preprocess(job, decoded=in_work.close)
 
-    def _give_turn(self, video: str) -> None:
+    def _give_turn(self, video: str, tenant: str) -> None:
+        self._encoded.done(tenant)
         if (following := self._turns.done(video)) is not None:
-            self._encoded.put(following)
+            self._encoded.put(following, self._jobs[following[1]].tenant)
 
     def _preprocess(self, job: Job, decoded: Callable[[], None]) -> None:
         start = time.monotonic()

@@ -18,6 +18,7 @@ class Job:
         unit: what it is of its file.
         source: encoded; empty once it is decoded.
         rank: of all images that wait, the lowest is the next.
+        tenant: the tenant whose unit it is; empty for a caller without a key.
         pixels: `[h * patch, w * patch, channels]` uint8, host; best pinned; of a pair of frames
             `[2, ...]`; None: not yet decoded.
         arena_offset: first byte of its `[features, num_tokens, hidden]`; None: not yet known.
@@ -28,6 +29,7 @@ class Job:
     unit: Unit
     source: Source = NOTHING
     rank: float = 0.0
+    tenant: str = ""
     pixels: Tensor | None = None
     arena_offset: int | None = None
     waits: bool = False

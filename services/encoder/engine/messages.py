@@ -40,6 +40,7 @@ class EncodeImage(msgspec.Struct, tag="encode"):
     source: Source
     unit: Unit  # checked against the decoded image
     rank: float = 0.0  # of those that wait, the image of the lowest is decoded and run next
+    tenant: str = ""  # whose videos never have all threads; empty for a caller without a key
 
 
 class PlaceImage(msgspec.Struct, tag="place"):

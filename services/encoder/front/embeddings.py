@@ -248,7 +248,7 @@ class Embeddings:
             raise Overloaded("too many images are being encoded", retry_after_s=retry_after_s)
         try:
             # The image is decoded during the lookup in Redis, which rarely has the embedding.
-            job = self._engine.submit(source, unit, rank)
+            job = self._engine.submit(source, unit, rank, share.tenant)
         except BaseException:
             self._admission.leave(share, unit.num_patches)
             raise

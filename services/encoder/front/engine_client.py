@@ -70,11 +70,12 @@ class EngineClient:
     def is_busy(self) -> bool:
         return bool(self._jobs)
 
-    def submit(self, source: Source, unit: Unit, rank: float = 0.0) -> EngineJob:
+    def submit(self, source: Source, unit: Unit, rank: float = 0.0, tenant: str = "") -> EngineJob:
         """Starts a job: the image is decoded and then waits for `place`.
 
         Args:
             rank: of those that wait, the engine takes the lowest next.
+            tenant: the tenant whose unit it is; empty for a caller without a key.
 
         Raises:
             Unavailable: the engine process has ended.
@@ -84,7 +85,7 @@ class EngineClient:
         job = EngineJob(next(self._ids), rank, asyncio.get_running_loop().create_future())
         job.done.add_done_callback(retrieve_exception)
         self._jobs[job.job_id] = job
-        self._link.send(EncodeImage(job.job_id, source, unit, rank))
+        self._link.send(EncodeImage(job.job_id, source, unit, rank, tenant))
         return job
 
     def place(self, job: EngineJob, arena_offset: int, on_feature: Callable[[int], None]) -> None:

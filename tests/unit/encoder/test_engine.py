@@ -138,6 +138,8 @@ class Running:
         self.runner = FakeRunner()
         self.may_prepare = threading.Event()
         self.may_prepare.set()
+        self.may_decode = threading.Event()  # of frames of videos
+        self.may_decode.set()
         self.held = b"none"  # the image whose thread waits for `release`
         self.release = threading.Event()
         self.prepared: list[bytes] = []
@@ -160,6 +162,7 @@ class Running:
     def _prepare(self, source: Source, unit: Unit, decoded: Callable[[], None]) -> torch.Tensor:
         if unit.frames is not None:
             self.decoded.append(unit.frames)
+            self.may_decode.wait(PATIENCE_S)
             if unit.frames == BAD_FRAMES:
                 raise InvalidVideo("the frames cannot be decoded")
             decoded()
@@ -173,6 +176,7 @@ class Running:
 
     def stop(self) -> None:
         self.may_prepare.set()
+        self.may_decode.set()
         self.release.set()
         self.runner.may_run.set()
         self.runner.device_done.set()
@@ -289,6 +293,25 @@ def test_the_next_frames_are_decoded_while_the_last_are_resized(running: Running
     assert running.front.codes(0, 1, 2) == ["", "invalid_video", ""]
 
 
+def test_a_tenants_videos_leave_a_thread_to_others(running: Running) -> None:
+    """To images of its own, too, and to videos of other tenants."""
+
+    def unit_of(name: str, job_id: int, tenant: str) -> EncodeImage:
+        video = Source(video=Video(MemoryAddress(0, 0, name, 0), (64, 64)))
+        return EncodeImage(job_id, video, Unit(GRID, (job_id, job_id)), 0.0, tenant)
+
+    running.may_decode.clear()
+    crowd = [unit_of(f"clip {job_id}", job_id, "crowd") for job_id in range(4)]
+    running.front.send(*crowd, *(PlaceImage(job_id, 0) for job_id in range(4)))
+    wait_until(lambda: running.decoded == [(0, 0)])
+    running.front.encode(10, rank=9.0)
+    assert running.front.codes(10) == [""]
+    running.front.send(unit_of("guest", 11, "guest"), PlaceImage(11, 0))
+    wait_until(lambda: running.decoded == [(0, 0), (11, 11)])
+    running.may_decode.set()
+    assert running.front.codes(0, 1, 2, 3, 11) == [""] * 5
+
+
 def test_an_image_the_device_cannot_take_fails_alone(running: Running) -> None:
     running.runner.poisoned.add(3)
     running.runner.may_run.clear()
@@ -386,7 +409,7 @@ def test_images_are_prepared_and_run_in_the_order_of_their_ranks(running: Runnin
     for job_id in (10, 11, 12, 13, 14):
         front.encode(job_id, rank=float(job_id), grid=LARGE)
     front.encode(20, rank=5.0, grid=LARGE)
-    wait_until(lambda: running.engine._encoded.qsize() == 6)
+    wait_until(lambda: len(running.engine._encoded) == 6)
     runner.may_run.clear()
     running.may_prepare.set()
     wait_until(lambda: len(running.prepared) == 7)
