@@ -61,6 +61,7 @@ class Decoder:
         model_directory: Path | None = None,
         num_processes: int = 1,
         max_work_s: float = 5.0,
+        grammar_bytes: int = 1 << 30,
         **info: int,
     ) -> None:
         self.runner = FakeRunner(runner_info(**info))
@@ -78,6 +79,7 @@ class Decoder:
                 directory=str(model_directory), vocab_size=vocab_size,
                 end_ids=(added_ids()["<|im_end|>"],),
                 num_rows=max_live(self.engine.ready) + SPARE_ROWS, max_work_s=max_work_s,
+                grammar_bytes=grammar_bytes,
             )  # fmt: skip
             masks = partial(
                 MaskProcesses, settings, self.engine.link, self.engine, metrics, count=num_processes

@@ -17,7 +17,7 @@ from services.common.errors import from_code
 from services.common.pb import decoder_pb2 as pb
 from services.common.process import children
 from services.common.process.engine_watch import is_stopped
-from services.common.process.work_limits import SLACK_BYTES
+from services.common.process.work_limits import SLACK_BYTES, resident_bytes
 from services.decoder.masks.compile_worker import MEMORY_BYTES
 from services.decoder.masks.grammar import GrammarSource
 from services.decoder.masks.messages import LANES
@@ -33,6 +33,7 @@ from tests.tiny_tokenizer import (
     write_text_model_directory,
 )
 
+COMPILING_BYTES = 16 << 20  # which a compilation takes for its time
 CPU_S = LANES[-1].cpu_s
 END = added_ids()["<|im_end|>"]
 (A,) = Tokenizer.from_str(tokenizer_json()).encode("a").ids
@@ -448,4 +449,45 @@ async def test_no_mask_process_is_ended_over_one_grammar(model):
         assert isinstance(end, pb.Finished), end
         (successor,) = decoder.masks.processes
         assert successor.link == 2, "the grammar was tried again"
+    assert decoder.is_idle()
+
+
+def substrings(number: int) -> str:
+    """A grammar of 3.5 MiB that compiles in 0.02 s; each number's is another one."""
+    words = " ".join(f"word{number}{n}" for n in range(2000))[:12_000]
+    return f'start: (S "."){{300}}\nS: %regex {json.dumps({"substring_chars": words})}'
+
+
+def goes_first(pid: int) -> bool:
+    """Whether the kernel ends it before the decoder's other processes when memory ends."""
+    return int(Path(f"/proc/{pid}/oom_score_adj").read_text()) == 900
+
+
+async def test_the_grammars_of_all_sequences_are_bounded(model):
+    """Those that find no memory wait, or are an overload."""
+    most, count = 32 << 20, 48
+    async with Decoder(
+        model_directory=model, num_blocks=4096, max_model_len=512, max_num_sequences=48,
+        grammar_bytes=most,
+    ) as decoder, Gateway(decoder) as gateway:  # fmt: skip
+        await answer(gateway, 100, grammar("REGEX", "a{5}"))
+        (process,) = decoder.masks.processes
+        assert goes_first(process.process.pid)
+        first, sizes = resident_bytes(process.process.pid), list[int]()
+
+        async def watch():
+            while True:
+                sizes.append(resident_bytes(process.process.pid) - first)
+                await asyncio.sleep(0.002)
+
+        watching = asyncio.create_task(watch())
+        for number in range(count):
+            await ask(gateway, number, grammar("GRAMMAR", substrings(number)))
+        ends = [(await told(gateway, number))[1] for number in range(count)]
+        watching.cancel()
+        assert process.link == 1, "one process ended"
+        assert most // 2 < max(sizes) < most + COMPILING_BYTES, [n >> 20 for n in sizes[::20]]
+        finished = [end for end in ends if isinstance(end, pb.Finished)]
+        assert {end.code for end in ends if end not in finished} <= {"overloaded"}
+        assert len(finished) >= 6
     assert decoder.is_idle()

@@ -9,13 +9,16 @@ from pathlib import Path
 SLACK_BYTES = 64 << 20  # memory that allocators take beyond what the work asks for
 
 
-def prefer_oom_kill() -> None:
+def prefer_oom_kill(score: int = 1000) -> None:
     """Makes the kernel kill this process before the others when the pod runs out of memory, and
     disables core dumps.
+
+    Args:
+        score: share of the memory, in thousandths, that counts as this process's beside its own.
     """
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with suppress(OSError):  # some sandboxes have no such file
-        Path("/proc/self/oom_score_adj").write_text("1000")
+        Path("/proc/self/oom_score_adj").write_text(str(score))
 
 
 @contextmanager
@@ -44,6 +47,6 @@ def mapped_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 
 
-def resident_bytes() -> int:
-    """Returns the size of this process's resident memory."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+def resident_bytes(pid: int | None = None) -> int:
+    """Returns the size of a process's resident memory. Defaults to this process."""
+    return int(Path(f"/proc/{pid or 'self'}/statm").read_text().split()[1]) * resource.getpagesize()

@@ -1,20 +1,21 @@
 """The compiled grammars of a process that fills masks, and what is made of them for its sequences.
 
-Only grammars that a process of their own has compiled get here (`compile_pool`). The cache is
-bounded by the memory of this process.
+Only grammars that a process of their own has compiled get here (`compile_pool`). What they take is
+bounded by the memory of this process (`grammar_memory`).
 """
 
 import asyncio
-import ctypes
 import logging
 import time
 from collections import OrderedDict
 from functools import partial
 from pathlib import Path
+from weakref import WeakValueDictionary
 
-from services.common.process.work_limits import resident_bytes
+from services.common.errors import Overloaded
 from services.decoder.masks.compiler import Compiled, Vocabulary, compile_grammar
 from services.decoder.masks.grammar import Demands, GrammarSource
+from services.decoder.masks.grammar_memory import GrammarMemory
 from services.decoder.masks.matcher import (
     GrammarMatcher,
     Int32Array,
@@ -30,8 +31,7 @@ from services.decoder.masks.work_thread import WorkThread
 log = logging.getLogger(__name__)
 
 _CACHE_ENTRIES = 256
-CACHE_BYTES = 512 << 20  # that the process may grow by before compiled grammars are forgotten
-
+_MAX_WAIT_S, _POLL_S = 10.0, 0.05  # of a grammar for its thread, and for memory
 # Honest masks take 7 ms of CPU time at most, those of an ambiguous grammar seconds.
 _SLOW_MASK_S = 0.02
 _MAX_MASK_S = 0.5
@@ -61,6 +61,7 @@ class Grammars:
         vocab_size: size of the model's head, at least the tokenizer's.
         end_ids: ids that end the model's texts.
         marks: marks of the process. By default nobody reads them.
+        memory: bound on the memory of grammars and matchers.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class Grammars:
         vocab_size: int,
         end_ids: tuple[int, ...],
         marks: Marks | None = None,
+        memory: GrammarMemory | None = None,
     ) -> None:
         self._end_ids = end_ids
         self.num_words = -(-vocab_size // 32)
@@ -79,9 +81,12 @@ class Grammars:
         self.vocabulary = self.quick.submit(
             partial(Vocabulary.read, directory, vocab_size, end_ids)
         )
-        # One that is being compiled is in it, too, so that it is compiled once.
+        self.memory = memory or GrammarMemory()
+        self._turns = {thread: asyncio.Lock() for thread in (self.quick, self.slow)}
+        # One that is being compiled is in both, too, so that it is compiled once; one that running
+        # sequences have is in the second.
         self._cache: OrderedDict[GrammarSource, Lexer] = OrderedDict()
-        self._first_bytes = 0  # of the process, with the vocabulary
+        self._lexers: WeakValueDictionary[GrammarSource, Lexer] = WeakValueDictionary()
 
     async def matcher(
         self, demands: Demands, number: int = 0, thread: WorkThread | None = None
@@ -95,12 +100,13 @@ class Grammars:
 
         Raises:
             InvalidGrammar: the grammar is none, or beyond what is supported; the message names it.
+            Overloaded: the grammars of other sequences take all time or memory.
         """
         grammar, allowed_ids, bad_words = demands
         matcher = None
         if grammar is not None:
             await asyncio.shield(asyncio.wrap_future(self.vocabulary))
-            self._first_bytes = self._first_bytes or resident_bytes()
+            self.memory.begin()
             lexer = self._lexer(grammar.source, number, thread or self.quick)
             compiled = await asyncio.shield(lexer.compiled)
             state, strings = compiled.state.deep_copy(), compiled.strings
@@ -127,11 +133,9 @@ class Grammars:
                 if now - began > _MAX_READ_S:
                     raise MatcherFailed(f"its text takes more than {_MAX_READ_S:g} s to read")
             found = matcher.fill(row)
-            mask_s = time.thread_time() - now
-            if mask_s > _SLOW_MASK_S:
-                matcher.is_slow = True
-                if mask_s > _MAX_MASK_S:
-                    raise MatcherFailed(f"a token mask takes more than {_MAX_MASK_S:g} s")
+            ended = time.thread_time()
+            if (grammar := matcher.grammar) is not None:
+                self._account(grammar, ended - began, ended - now)
             return found
         except MatcherFailed as error:
             return error
@@ -144,43 +148,60 @@ class Grammars:
             return UnexpectedToken("token masks failed")
 
     def trim(self) -> None:
-        """Forgets the older half of the compiled grammars while the process is too large. Those of
+        """Forgets the older half of the compiled grammars while the process is half full. Those of
         running sequences stay theirs.
         """
-        while self._cache and resident_bytes() - self._first_bytes > CACHE_BYTES:
+        while self._cache and self.memory.is_half_full:
             for _ in range(-(-len(self._cache) // 2)):
                 self._cache.popitem(last=False)
-            trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-            if trim is not None:
-                trim(0)
+            self.memory.release()
 
     def close(self) -> None:
         """Ends the threads when they are idle."""
         self.quick.close()
         self.slow.close()
 
+    def _account(self, grammar: GrammarMatcher, used_s: float, mask_s: float) -> None:
+        """Notes what a mask has taken; raises MatcherFailed if that is too much."""
+        grammar.used_s += used_s
+        if mask_s > _SLOW_MASK_S:
+            grammar.lexer.is_slow = True
+            if mask_s > _MAX_MASK_S:
+                raise MatcherFailed(f"a token mask takes more than {_MAX_MASK_S:g} s")
+        if self.memory.measures(grammar.used_s, grammar.measured_at_s):
+            grammar.measure(self.memory)
+
     def _lexer(self, source: GrammarSource, number: int, thread: WorkThread) -> Lexer:
         """Returns the lexer for one more sequence."""
-        found = self._cache.get(source)
+        found = self._lexers.get(source)
         if found is None or found.is_broken:
-            found = self._cache[source] = Lexer(self._compiling(source, number, thread))
+            compiling = asyncio.ensure_future(self._compile(source, number, thread))
+            compiling.add_done_callback(partial(self._compiled, source))
+            found = self._lexers[source] = Lexer(compiling)
+        self._cache[source] = found
         self._cache.move_to_end(source)
         if len(self._cache) > _CACHE_ENTRIES:
             self._cache.popitem(last=False)
         return found
 
-    def _compiling(
-        self, source: GrammarSource, number: int, thread: WorkThread
-    ) -> "asyncio.Future[Compiled]":
-        def compiled(done: "asyncio.Future[Compiled]") -> None:
-            if done.cancelled() or done.exception():
-                self._cache.pop(source, None)
-            self.trim()
+    async def _compile(self, source: GrammarSource, number: int, thread: WorkThread) -> Compiled:
+        """Compiles a grammar when it is its turn and there is memory for it."""
+        try:
+            async with asyncio.timeout(_MAX_WAIT_S) as waiting, self._turns[thread]:
+                while not self.memory.has_room:  # noqa: ASYNC110 - of memory
+                    await asyncio.sleep(_POLL_S)
+                waiting.reschedule(None)
+                work = partial(compile_grammar, self.vocabulary.result(), source)
+                return await thread.run(number, source, work)
+        except TimeoutError:
+            message = "the grammars of other sequences take all time or memory"
+            raise Overloaded(message, retry_after_s=2) from None
 
-        work = partial(compile_grammar, self.vocabulary.result(), source)
-        compiling = thread.run(number, source, work)
-        compiling.add_done_callback(compiled)
-        return compiling
+    def _compiled(self, source: GrammarSource, done: "asyncio.Future[Compiled]") -> None:
+        if done.cancelled() or done.exception():
+            self._cache.pop(source, None)
+            self._lexers.pop(source, None)
+        self.trim()
 
 
 def is_failure(error: BaseException) -> bool:

@@ -17,8 +17,10 @@ import uvloop
 from services.common.process import children
 from services.common.process.channel import ChannelClosed, FrontChannel
 from services.common.process.process_memory import freeze_gc
+from services.common.process.work_limits import prefer_oom_kill
 from services.common.telemetry import setup_logging
 from services.decoder.engine.messages import NewTokens
+from services.decoder.masks.grammar_memory import GrammarMemory, map_large_allocations
 from services.decoder.masks.grammars import Grammars
 from services.decoder.masks.messages import (
     Follow,
@@ -33,6 +35,7 @@ from services.decoder.masks.sequences import SequenceMasks
 TIMES_PERIOD_S = 1.0
 # Grammars have been compiled on less before (`compile_worker`).
 _STACK_BYTES = 16 << 20
+_OOM_SCORE = 900
 
 
 async def serve(
@@ -48,15 +51,18 @@ async def serve(
     engine = await FrontChannel[NewTokens].open(link, NewTokens)
     times = MaskTimes([])
     rows = MaskRows(memory, settings.num_rows, num_mask_words(settings.vocab_size))
-    grammars = Grammars(Path(settings.directory), settings.vocab_size, settings.end_ids, rows.marks)
+    grammars = Grammars(
+        Path(settings.directory), settings.vocab_size, settings.end_ids, rows.marks,
+        GrammarMemory(settings.grammar_bytes),
+    )  # fmt: skip
     masks = SequenceMasks(grammars, rows, settings.link, engine, front, times, settings.max_work_s)
 
     async def report() -> None:
         while True:
             front.send(times)
             times.seconds.clear()
-            grammars.trim()
             masks.check_threads()
+            masks.check_memory()
             await asyncio.sleep(TIMES_PERIOD_S)
 
     async def answer() -> None:
@@ -95,6 +101,9 @@ def main() -> int:
     settings = msgspec.json.decode(data, type=MaskSettings)
     setup_logging("decoder-masks", settings.log_level)
     threading.stack_size(_STACK_BYTES)
+    # Its sequences go on in the next process. A fork that compiles goes before it.
+    prefer_oom_kill(_OOM_SCORE)
+    map_large_allocations()
     uvloop.run(serve(settings, socket.socket(fileno=front), socket.socket(fileno=link), memory))
     return 0
 

@@ -13,6 +13,7 @@ from llguidance import LLMatcher
 from services.decoder.masks.bounded_strings import BoundedStrings
 from services.decoder.masks.compiler import Compiled, short
 from services.decoder.masks.grammar import Grammar
+from services.decoder.masks.grammar_memory import GrammarMemory
 from services.decoder.masks.rows import PROBE_WORDS, Int32Array
 
 _FEW_IDS = 16
@@ -35,7 +36,7 @@ class NothingAllowed(MatcherFailed):
     """The request's demands exclude each other: no token satisfies them all."""
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Lexer:
     """A compiled grammar's lexer. Copies of an llguidance matcher share it, behind a lock: what one
     sequence's masks have taught it, the others need not learn; but one that has reached a limit
@@ -61,6 +62,9 @@ class GrammarMatcher:
         end_ids: the model's.
         begins_after: ids after which the grammar begins; empty once it has begun.
         strings: the same grammar, for masks within bounded strings; None: it has none.
+        used_s: CPU seconds that its masks have taken.
+        state_bytes: memory of its state when it was measured last; 0 before.
+        measured_at_s: CPU seconds that its masks had taken when it was measured last.
     """
 
     state: LLMatcher
@@ -69,6 +73,9 @@ class GrammarMatcher:
     end_ids: tuple[int, ...]
     begins_after: tuple[int, ...]
     strings: BoundedStrings | None = None
+    used_s: float = 0.0
+    state_bytes: int = 0
+    measured_at_s: float = 0.0
     _recent: tuple[int, ...] = ()
     _in_string: bool = False
     _unread: list[int] = field(default_factory=list[int])  # by the one of both that is behind
@@ -103,6 +110,14 @@ class GrammarMatcher:
                 _forbid(mask, ends)
         if num_generated < self.grammar.min_tokens:
             _forbid(mask, (*ends, *stops))
+
+    def measure(self, memory: GrammarMemory) -> None:
+        """Measures the memory of the state; raises MatcherFailed if it is too large."""
+        self.measured_at_s = self.used_s
+        second = [self.strings.state] if self.strings is not None else []
+        self.state_bytes = memory.size_of(self.state, *second)
+        if self.state_bytes > memory.max_state_bytes:
+            raise MatcherFailed("its text takes more memory than it may")
 
     def _fill_in_string(self, row: Int32Array) -> bool:
         """Whether the second matcher has filled the mask."""
@@ -157,11 +172,6 @@ class Matcher:
     def is_slow(self) -> bool:
         """Whether masks of the grammar take long."""
         return self.grammar is not None and self.grammar.lexer.is_slow
-
-    @is_slow.setter
-    def is_slow(self, is_slow: bool) -> None:
-        if self.grammar is not None:
-            self.grammar.lexer.is_slow = is_slow
 
     def consume(self, token_ids: list[int]) -> None:
         """Takes the sequence's next tokens.

@@ -49,6 +49,7 @@ _MODULE = "services.decoder.masks.main"
 _LEAST_CORES = 8
 _CORES_PER_PROCESS = 2
 _MAX_PROCESSES = 8
+_MAX_SHARES = 4  # of the memory for grammars; more processes have as much each
 _MAX_DEATHS = 2  # of processes, while they worked on one sequence
 _EXIT_S = 5.0
 _WATCH_PERIOD_S = 1.0
@@ -150,6 +151,8 @@ class MaskProcesses:
             CompileProcess(self.settings), self.metrics.grammar_compile.observe, Verdicts()
         )
         self.processes = [_Process() for _ in range(self.count or num_mask_processes())]
+        shares = min(len(self.processes), _MAX_SHARES)
+        self._grammar_bytes = self.settings.grammar_bytes // shares
         self._tasks = [asyncio.create_task(self._keep(process)) for process in self.processes]
         self._tasks.append(asyncio.create_task(self._watch()))
 
@@ -332,7 +335,9 @@ class MaskProcesses:
             front_end, end, engine_end, link = create_socket_pair() + create_socket_pair()
             try:
                 with end, link, engine_end:
-                    own = msgspec.structs.replace(settings, link=process.link)
+                    own = msgspec.structs.replace(
+                        settings, link=process.link, grammar_bytes=self._grammar_bytes
+                    )
                     process.process = await children.start(
                         _MODULE, msgspec.json.encode(own), end.fileno(), link.fileno(), memory
                     )

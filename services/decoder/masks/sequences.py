@@ -23,7 +23,13 @@ from services.common.process.channel import FrontChannel
 from services.decoder.engine.messages import NewTokens, TokenMasks
 from services.decoder.masks.grammar import Demands, GrammarSource
 from services.decoder.masks.grammars import Found, Grammars, is_failure
-from services.decoder.masks.matcher import Matcher, MatcherFailed, NothingAllowed, UnexpectedToken
+from services.decoder.masks.matcher import (
+    GrammarMatcher,
+    Matcher,
+    MatcherFailed,
+    NothingAllowed,
+    UnexpectedToken,
+)
 from services.decoder.masks.messages import CannotFollow, MaskTimes, ThreadTaken, ToProcess
 from services.decoder.masks.rows import FILLING, MaskRows
 from services.decoder.masks.work_thread import WorkThread
@@ -34,6 +40,7 @@ log = logging.getLogger(__name__)
 _AT_ONCE = 16
 # A sequence that breaks one lexer after the other has a grammar that takes too much work.
 _TOKENS_PER_LEXER = 500
+_GIVE_WAY_AT_ONCE = 8
 
 
 @dataclass(slots=True, eq=False)
@@ -65,6 +72,16 @@ class _Masked:
     def source(self) -> GrammarSource | None:
         """The sequence's grammar."""
         return self.demands.grammar.source if self.demands.grammar is not None else None
+
+    @property
+    def grammar(self) -> GrammarMatcher | None:
+        """The compiled grammar after the sequence's tokens; None if there is none so far."""
+        return self.matcher.grammar if self.matcher is not None else None
+
+    @property
+    def state_bytes(self) -> int:
+        """Memory of the grammar's state, as it was measured last."""
+        return self.grammar.state_bytes if self.grammar is not None else 0
 
 
 @dataclass(slots=True, eq=False)
@@ -147,6 +164,29 @@ class SequenceMasks:
             log.error("work on a grammar takes too long", extra={"fields": _work_of(thread)})
             waiting = [s for s in self._sequences.values() if s.thread is thread]
             self._give_up(waiting, thread)
+
+    def check_memory(self) -> None:
+        """Keeps what grammars and matchers take within the bound. Where it does not do to forget
+        compiled grammars, sequences give way: those of large states first, then the youngest.
+        """
+        self.grammars.trim()
+        memory = self.grammars.memory
+        if not memory.has_room:
+            memory.release()
+        for _ in range(_GIVE_WAY_AT_ONCE):
+            holders = [s for s in self._sequences.values() if s.grammar is not None]
+            if not holders or not memory.is_over:
+                break
+            large = memory.max_state_bytes // 2
+            sequence = max(holders, key=lambda s: (max(s.state_bytes, large), s.number))
+            log.warning("a sequence gives way", extra={"fields": {"sequence": sequence.number}})
+            message = "the grammars of running sequences take too much memory"
+            self._fail(sequence.number, Overloaded(message))
+            self.remove(sequence.number)
+            if sequence.thread is not None:
+                break  # which has the matcher for now
+            sequence.matcher = None
+            memory.release()
 
     async def close(self) -> None:
         for task in self._tasks:

@@ -1,10 +1,12 @@
 """Sequences of a mask process: rows, tokens twice, a lexer at its limit, a compiler that panics."""
 
 import asyncio
+import gc
 import json
 import os
 import random
 import threading
+import weakref
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from services.common.errors import InternalError, InvalidGrammar, Overloaded
 from services.decoder.engine.messages import NewTokens, TokenMasks
 from services.decoder.masks import compiler, grammars
 from services.decoder.masks.grammar import Demands, Grammar, GrammarSource
+from services.decoder.masks.grammar_memory import GrammarMemory
 from services.decoder.masks.grammars import Grammars
 from services.decoder.masks.matcher import MatcherFailed
 from services.decoder.masks.messages import CannotFollow, MaskTimes, ThreadTaken
@@ -54,16 +57,38 @@ class Inbox:
                     self.taken.append(message)
 
 
+class FakeMemory(GrammarMemory):
+    """A process of as many bytes as the test says, which may have 1,000.
+
+    Attributes:
+        size: size of a matcher's state.
+        over: number of times that the memory says that sequences have to give way.
+    """
+
+    def __init__(self):
+        super().__init__(1000, lambda: self.bytes, first_measured_s=0.0)
+        self.bytes, self.size, self.over = 0, 0, 0
+
+    def size_of(self, *states):
+        return self.size
+
+    @property
+    def is_over(self):
+        self.over -= 1
+        return self.over >= 0
+
+
 class Process:
     """What a process has."""
 
-    def __init__(self, tmp_path, num_rows=8):
+    def __init__(self, tmp_path, num_rows=8, memory=None):
         (tmp_path / "tokenizer.json").write_text(tokenizer_json())
         num_words = num_mask_words(vocab_size())
-        memory = create_mask_memory(num_rows, num_words)
-        self.rows = MaskRows(memory, num_rows, num_words)
-        os.close(memory)
-        self.grammars = Grammars(tmp_path, vocab_size(), (END,), self.rows.marks)
+        descriptor = create_mask_memory(num_rows, num_words)
+        self.rows = MaskRows(descriptor, num_rows, num_words)
+        os.close(descriptor)
+        self.memory = memory or FakeMemory()
+        self.grammars = Grammars(tmp_path, vocab_size(), (END,), self.rows.marks, self.memory)
         self.inbox = Inbox()
         self.failures = self.inbox.failures
         self.masks = SequenceMasks(
@@ -199,14 +224,75 @@ async def test_a_parser_at_its_limit_is_the_grammars_fault(process):
     assert "max is 2000" in failure.message
 
 
-async def test_compiled_grammars_are_forgotten_when_the_process_is_too_large(process, monkeypatch):
-    for length in range(8):
-        form = schema(type="string", minLength=length)
-        await process.grammars.matcher(Demands(form))
-    assert len(process.grammars._cache) == 8
-    monkeypatch.setattr(grammars, "CACHE_BYTES", -(1 << 40))
-    process.grammars.trim()
-    assert not process.grammars._cache
+async def test_compiled_grammars_are_forgotten_when_the_memory_is_half_full(process):
+    async def lexer_of(form):
+        return (await process.grammars.matcher(Demands(form))).grammar.lexer
+
+    forms = [schema(type="string", minLength=length) for length in range(8)]
+    lexers = [await lexer_of(form) for form in forms]
+    process.memory.bytes = 500
+    process.masks.check_memory()
+    assert [await lexer_of(form) for form in forms] == lexers
+    kept, forgotten = lexers[0], weakref.ref(lexers[7])
+    lexers.clear()
+    process.memory.bytes = 501
+    process.masks.check_memory()
+    gc.collect()
+    assert await lexer_of(forms[0]) is kept, "a sequence may have it"
+    assert forgotten() is None
+
+
+async def test_a_grammar_waits_for_memory(process):
+    process.add(1, LONG)
+    await process.received()
+    process.memory.bytes = 751
+    process.add(2, schema(type="integer"))
+    process.add(3, LONG)
+    assert (await process.received()).sequence_ids == [3], "its grammar is compiled"
+    process.masks.check_memory()
+    assert process.inbox.masks.empty() and not process.failures
+    process.memory.bytes = 750
+    assert (await process.received()).sequence_ids == [2]
+
+
+async def test_sequences_give_way_the_largest_first_and_then_the_youngest(process):
+    quote, a = (process.tokenizer.tokenize_str(text) for text in ('"', "a"))
+    for number in range(1, 5):
+        process.memory.size = process.memory.max_state_bytes * 3 // 4 * (number == 2)
+        process.add(number, schema(type="string", minLength=number), quote)
+        await process.received()
+        process.step(number, a, 2)
+        await process.received()
+    process.memory.bytes, process.memory.over = 1001, 3
+    process.add(5, LONG)  # which waits, and has no memory to give
+    process.masks.check_memory()
+    assert [f.sequence_id for f in process.failures] == [2, 4, 3]
+    assert {f.code for f in process.failures} == {Overloaded.code}
+    process.masks.check_memory()
+    assert len(process.failures) == 3
+    process.memory.bytes = 0
+    assert (await process.received()).sequence_ids == [5]
+
+
+async def test_a_state_that_is_too_large_fails_its_sequence(tmp_path):
+    """Each row of a parser keeps what may be begun in it."""
+    names = [f"x{number}" for number in range(400)]
+    rules = [f'{name}: "a" "b{number}"' for number, name in enumerate(names)]
+    text = "\n".join(["start: r*", f'r: "a" | {" | ".join(names)}', *rules])
+    memory = GrammarMemory(first_measured_s=0.0)
+    memory.max_state_bytes = 16 << 20
+    process = Process(tmp_path, memory=memory)
+    a, count = process.tokenizer.tokenize_str("a"), 0
+    process.add(1, Grammar(GrammarSource("grammar", text)))
+    while not process.failures:
+        assert (await process.received()).num_generated == [count]
+        count += 8
+        process.step(1, 8 * a, count)
+        await asyncio.sleep(0)
+    failure = await process.failure()
+    assert failure.code == InvalidGrammar.code and "memory" in failure.message
+    assert count > 1000
+    await process.masks.close()
 
 
 async def test_masks_that_take_long_are_filled_in_a_thread(process):
