@@ -1,20 +1,28 @@
-"""A bounded shared-memory pool of embeddings, between a front process and its engine process.
+"""A bounded pool of embeddings in memory that a front process and its engine process share.
 
-The front owns the arena: it alone reserves, commits, references and evicts. The engine maps the
-same memory and reads or writes the byte ranges it is told of; on a GPU it registers the mapping as
-pinned memory. The memory is anonymous (a memfd), so the kernel frees it with the last process that
-maps it, however that one dies. Another service on the same machine may read it: `address` says
-where. What an entry means is its owner's business. A lack of room is `None` or a wait, never an
-error.
+The front owns the arena. It alone reserves ranges, commits, references and evicts entries. The
+engine maps the same memory, and reads or writes the byte ranges that the front names; on a GPU it
+registers the mapping as pinned memory.
+
+The memory is anonymous (a memfd): the kernel frees it when the last process with a mapping ends, in
+whatever way. Another service on the same machine may read the memory under its `address`.
+
+An entry goes through these states. A lack of memory is never an error: `try_reserve` returns None,
+and `claim` waits.
+
+    try_reserve → uncommitted, one reference (the writer's) → commit → readable by `get`
+                              ↓ release without commit                ↓ no references, evicted
+                           removed                                 removed
 """
 
 import asyncio
 import mmap
 import os
+from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from services.common.embeddings.embedding import EmbeddingSpec
 from services.common.embeddings.shared_memory import (
@@ -29,12 +37,15 @@ Result = TypeVar("Result")
 
 @dataclass(slots=True, eq=False)
 class ArenaEntry:
-    """One embedding's range of the arena.
+    """An embedding's range of the arena.
 
     Attributes:
-        digest: of the bytes; empty until known.
-        references: users that keep the entry from being evicted.
-        committed: the bytes are complete.
+        key: image key of the embedding.
+        spec: shape and dtype of the embedding.
+        offset: offset of the first byte in the arena.
+        digest: digest of the bytes. Empty until it is known.
+        references: number of users because of which the entry is not evicted.
+        committed: True once the bytes are complete.
     """
 
     key: bytes
@@ -45,11 +56,31 @@ class ArenaEntry:
     committed: bool = False
 
 
-class Arena:
-    """The pool, as its owner sees it. Not thread-safe: one event loop owns it.
+class Claim(ABC, Generic[Result]):
+    """A caller's need for memory of the arena, for one entry or for several at once."""
 
-    Callers that need room wait for it in order of arrival (`when_room`); whatever may make room
-    (`release`, `commit`) lets the first of them try again.
+    @abstractmethod
+    def attempt(self) -> Result | None:
+        """Takes all that the caller needs, or nothing. Returns None if there is too little memory.
+
+        Raises:
+            KeyError: another caller still writes an entry that is needed. Claims behind this one
+                need not wait for that. Any other exception ends the claim.
+        """
+
+    @abstractmethod
+    def undo(self, result: Result) -> None:
+        """Releases the result of a successful attempt whose caller has been cancelled."""
+
+
+class Arena:
+    """The pool, as its owner uses it. It is not thread-safe: one event loop owns it.
+
+    Claims are granted in order of arrival. Each `release` and `commit` lets the first claim try
+    again.
+
+    Args:
+        size_bytes: size of the pool, which is rounded up to whole pages.
     """
 
     def __init__(self, size_bytes: int) -> None:
@@ -58,31 +89,41 @@ class Arena:
         self.memory = mmap.mmap(self.fd, self.size_bytes)
         self._entries: OrderedDict[bytes, ArenaEntry] = OrderedDict()
         self._free = [(0, self.size_bytes)]  # (offset, size), by offset
-        # Callers that wait for room: what each attempts, and where the result goes.
-        self._claims: list[tuple[Callable[[], Any], asyncio.Future[Any]]] = []
+        self._claims: list[tuple[Claim[Any], asyncio.Future[Any]]] = []  # with their results
         self._serving = False
 
     @property
     def address(self) -> MemoryAddress:
-        """Where other processes find the memory while this one lives."""
+        """Address at which other processes find the memory while this process lives."""
         return MemoryAddress(os.getpid(), self.fd, self.name, self.size_bytes)
 
     @property
     def used_bytes(self) -> int:
-        """Bytes held by entries, committed or not."""
+        """Number of bytes of all entries, committed or not."""
         return self.size_bytes - sum(size for _, size in self._free)
 
     def __len__(self) -> int:
         return len(self._entries)
 
     @property
+    def entries(self) -> Collection[ArenaEntry]:
+        """All entries, the least recently used first."""
+        return self._entries.values()
+
+    @property
+    def free_ranges(self) -> Sequence[tuple[int, int]]:
+        """Ranges (offset, size) that belong to no entry, in order of their offsets."""
+        return self._free
+
+    @property
     def has_claims(self) -> bool:
-        """Whether callers wait for room."""
+        """Returns whether callers wait for memory."""
         return bool(self._claims)
 
     def get(self, key: bytes) -> ArenaEntry | None:
-        """The committed entry of `key`, made the most recently used; the caller must `acquire`
-        it before it yields to the event loop.
+        """Returns the committed entry of a key, or None. The entry becomes the most recently used.
+
+        The caller must `acquire` the entry before it yields to the event loop.
         """
         entry = self._entries.get(key)
         if entry is None or not entry.committed:
@@ -91,14 +132,15 @@ class Arena:
         return entry
 
     def try_reserve(self, key: bytes, spec: EmbeddingSpec) -> ArenaEntry | None:
-        """Makes room for an embedding, evicting the least recently used unreferenced entries.
+        """Reserves a range for an embedding and evicts unreferenced entries for it, the least
+        recently used first.
 
         Returns:
-            An uncommitted entry with one reference, the writer's; or None where room cannot be
-            made now.
+            An uncommitted entry with one reference, which is the writer's. None if too many bytes
+            are referenced now.
 
         Raises:
-            KeyError: the key has an entry already.
+            KeyError: the key already has an entry.
         """
         if key in self._entries:
             raise KeyError(key.hex())
@@ -114,59 +156,57 @@ class Arena:
         self._entries[key] = entry
         return entry
 
-    async def when_room(
-        self, attempt: Callable[[], Result | None], undo: Callable[[Result], None]
-    ) -> Result:
-        """The first result of `attempt` that is not None, tried when the claims before it are
-        granted and again whenever there may be more room.
+    async def claim(self, claim: Claim[Result]) -> Result:
+        """Waits until a claim is granted and returns the result of its successful attempt.
 
-        Args:
-            attempt: takes what it needs, all or nothing. KeyError: another caller still writes to
-                what it needs; others need not wait for that. Another exception ends the claim.
-            undo: releases a result that comes too late, because the caller is cancelled.
+        The claim is attempted when all claims before it have been granted, and again whenever more
+        memory may be free.
+
+        Raises:
+            Exception: an error of `Claim.attempt` other than KeyError.
         """
         granted: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
-        self._claims.append((attempt, granted))
+        self._claims.append((claim, granted))
         self._serve_claims()
         try:
             return await granted
         except asyncio.CancelledError:
             if granted.done() and not granted.cancelled() and granted.exception() is None:
-                undo(granted.result())
+                claim.undo(granted.result())
             self._serve_claims()
             raise
 
     def evict_unreferenced(self) -> None:
-        """Makes all the room that can be made now."""
+        """Removes all entries without references."""
         for entry in [e for e in self._entries.values() if e.references == 0]:
             self._drop(entry)
 
     def view(self, entry: ArenaEntry) -> memoryview:
-        """The entry's bytes, writable. Release the view before the arena is closed."""
+        """Returns a writable view of the entry's bytes. It must be released before `close`."""
         return memoryview(self.memory)[entry.offset : entry.offset + entry.spec.size_bytes]
 
     def prefault(self) -> None:
-        """Maps what the engine has allocated (all, where it is pinned) into this process; may run
-        in a thread.
+        """Maps the pages that exist already into this process: all pages if the engine has pinned
+        the memory. It may run in a thread.
         """
         prefault(self.fd, self.memory)
 
     def commit(self, entry: ArenaEntry) -> None:
-        """Marks the bytes as complete; the writer's reference stays until released."""
+        """Marks the bytes as complete. The writer still has its reference."""
         entry.committed = True
         self._serve_claims()
 
     def has(self, entry: ArenaEntry) -> bool:
-        """Whether the entry still owns its range of the arena."""
+        """Returns whether the entry still owns its range of the arena."""
         return self._entries.get(entry.key) is entry
 
     def acquire(self, entry: ArenaEntry) -> None:
-        """Keeps an entry that is there from being evicted until `release`."""
+        """Adds a reference, so that the entry is not evicted before the matching `release`."""
         assert self.has(entry), "the entry has been evicted"
         entry.references += 1
 
     def release(self, entry: ArenaEntry) -> None:
-        """Drops one reference. An uncommitted entry without references is removed."""
+        """Removes a reference. An uncommitted entry without references is removed."""
         assert entry.references > 0, "released more often than acquired"
         entry.references -= 1
         if entry.references == 0:
@@ -181,13 +221,13 @@ class Arena:
         os.close(self.fd)
 
     def _serve_claims(self) -> None:
-        """Grants claims in order until one needs more room than there is."""
+        """Grants claims in order until the first that needs more memory than is free."""
         if self._serving:
             return
-        for attempt, granted in list(self._claims):
+        for claim, granted in list(self._claims):
             if not granted.done():
                 try:
-                    result = self._try(attempt)
+                    result = self._attempt(claim)
                 except KeyError:
                     continue
                 except Exception as error:
@@ -196,13 +236,15 @@ class Arena:
                     if result is None:
                         return
                     granted.set_result(result)
-            self._claims.remove((attempt, granted))
+            self._claims.remove((claim, granted))
 
-    def _try(self, attempt: Callable[[], Result | None]) -> Result | None:
-        """An attempt that fails releases what it took: that must not serve other claims."""
+    def _attempt(self, claim: Claim[Result]) -> Result | None:
+        """Attempts a claim. The entries that a failed attempt releases must not serve other claims
+        meanwhile.
+        """
         self._serving = True
         try:
-            return attempt()
+            return claim.attempt()
         finally:
             self._serving = False
 
@@ -212,7 +254,7 @@ class Arena:
         self._add_free(entry.offset, _align(entry.spec.size_bytes))
 
     def _take(self, size: int) -> int | None:
-        """First fit."""
+        """Takes a free range, by first fit. Returns its offset, or None if no range is so large."""
         for index, (offset, free) in enumerate(self._free):
             if free >= size:
                 if free == size:

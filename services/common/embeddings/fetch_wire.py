@@ -1,8 +1,9 @@
-"""Messages of `Fetch` on the wire, with one copy of a chunk's bytes on either side.
+"""Serializes and parses the messages of `Fetch` with one copy of a chunk's bytes on either side.
 
 The bytes are exactly those of `proto/encoder.proto`. protobuf's own code copies a chunk three times
-in each direction, which takes half the time of a transfer. The encoder's servicer serializes, the
-decoder's fetcher parses; a malformed message is protobuf's `DecodeError`.
+in each direction, which takes half the time of a transfer. The encoder's servicer serializes the
+messages, and the decoder's fetcher parses them. A malformed message raises protobuf's
+`DecodeError`.
 """
 
 from dataclasses import dataclass
@@ -23,14 +24,19 @@ _MAX_VARINT_BYTES = 10
 
 @dataclass(frozen=True, slots=True)
 class WireChunk:
-    """A `FetchChunk` whose data is a view of other memory."""
+    """A `FetchChunk` whose data is a view of other memory.
+
+    Attributes:
+        offset: offset of the data in the embedding, in bytes.
+        data: the chunk's bytes.
+    """
 
     offset: int
     data: memoryview
 
 
 def serialize(part: pb.FetchResponse | WireChunk) -> bytes:
-    """The bytes of one message."""
+    """Returns the bytes of one message."""
     if isinstance(part, pb.FetchResponse):
         return part.SerializeToString()
     head = b"".join((_OFFSET, _varint(part.offset), _DATA, _varint(len(part.data))))
@@ -38,10 +44,11 @@ def serialize(part: pb.FetchResponse | WireChunk) -> bytes:
 
 
 def parse(message: bytes) -> pb.FetchResponse | WireChunk:
-    """Reads a message of `serialize` or protobuf; a chunk's data is a view of `message`.
+    """Reads a message that `serialize` or protobuf has written. A chunk's data is a view of
+    `message`.
 
     Raises:
-        google.protobuf.message.DecodeError: it is not a FetchResponse.
+        google.protobuf.message.DecodeError: the bytes are not a FetchResponse.
     """
     if message[:1] == _CHUNK and (chunk := _parse_chunk(message)) is not None:
         return chunk
@@ -52,7 +59,9 @@ def parse(message: bytes) -> pb.FetchResponse | WireChunk:
 
 
 def _parse_chunk(message: bytes) -> WireChunk | None:
-    """None: fields in another order, or malformed; protobuf's parser decides which."""
+    """Reads a chunk. Returns None if the fields have another order or are malformed; then
+    protobuf's parser reads the message.
+    """
     head = message[: 4 * (1 + _MAX_VARINT_BYTES)]
     offset = 0
     try:
@@ -79,11 +88,15 @@ def _varint(value: int) -> bytes:
 
 
 def _read_varint(data: bytes, start: int) -> tuple[int, int]:
-    """The value and the index after it; raises IndexError where the data ends before it does."""
+    """Returns a varint's value and the index after it.
+
+    Raises:
+        IndexError: the data ends before the varint.
+    """
     value = 0
     for index in range(_MAX_VARINT_BYTES):
         byte = data[start + index]
         value |= (byte & 0x7F) << (7 * index)
         if byte < 0x80:
             return value, start + index + 1
-    raise IndexError("a varint without an end")
+    raise IndexError("the varint has no end")

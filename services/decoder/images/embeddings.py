@@ -13,10 +13,10 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from services.common.embeddings.arena import Arena, ArenaEntry
+from services.common.embeddings.arena import Arena, ArenaEntry, Claim
 from services.common.embeddings.embedding import EmbeddingSpec
 from services.common.embeddings.shared_memory import PAGE_BYTES
-from services.common.embeddings.single_flight import InFlight
+from services.common.embeddings.shared_task import SharedTask
 from services.common.errors import InternalError, InvalidRequest, TriptychError
 from services.common.process.channel import FrontChannel
 from services.decoder.engine.messages import AddSequence, EngineMessage, ImageReady, ImagesOf
@@ -65,7 +65,7 @@ class _Filling:
     """
 
     entry: ArenaEntry
-    flight: InFlight[None] | None = None
+    flight: SharedTask[None] | None = None
     address: str = ""
     started_at: float = 0.0
     heard_at: float = 0.0
@@ -129,7 +129,7 @@ class EmbeddingSource:
                 f"the images' embeddings need {needed} bytes; this decoder has room for "
                 f"{self.arena.size_bytes}"
             )
-        held = await self.arena.when_room(lambda: self._try_hold_all(requests), self._release_all)
+        held = await self.arena.claim(_ImagesClaim(self, requests))
         not_ready = dict(held)
         fillings = [self._filling[e.key] for e in held.values() if not e.committed]
         began_at = asyncio.get_running_loop().time()
@@ -152,7 +152,7 @@ class EmbeddingSource:
             # Releases come before any await, because this task may be cancelled again.
             for task in tasks:
                 task.cancel()
-            self._release_all(not_ready)
+            self.release_all(not_ready)
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def release(self, entry: ArenaEntry) -> None:
@@ -168,10 +168,12 @@ class EmbeddingSource:
         await asyncio.gather(*tasks, return_exceptions=True)
         await self.fetcher.close()
 
-    # Room.
+    # Memory.
 
-    def _try_hold_all(self, requests: Sequence[ImageRequest]) -> _Held | None:
-        """A reference to each image's entry, reserved where there is none; None: no room."""
+    def try_hold_all(self, requests: Sequence[ImageRequest]) -> _Held | None:
+        """Takes a reference to each image's entry, and reserves the entries that do not exist.
+        Returns None if there is too little memory.
+        """
         held = self._try_hold_each(requests)
         if held is None:
             # Unreferenced entries, even of these images, may fragment the room for the others.
@@ -187,7 +189,7 @@ class EmbeddingSource:
     def _try_hold_each(self, requests: Sequence[ImageRequest]) -> _Held | None:
         held: _Held = {}
         with ExitStack() as undo:
-            undo.callback(self._release_all, held)
+            undo.callback(self.release_all, held)
             for request in requests:
                 if (entry := self._try_hold(request)) is None:
                     return None
@@ -210,7 +212,8 @@ class EmbeddingSource:
         self.arena.acquire(entry)
         return entry
 
-    def _release_all(self, held: _Held) -> None:
+    def release_all(self, held: _Held) -> None:
+        """Releases the references that `try_hold_all` took."""
         for entry in held.values():
             self.release(entry)
 
@@ -254,7 +257,7 @@ class EmbeddingSource:
         if joined:
             self.metrics.hits.labels("joined").inc()
 
-    def _start(self, filling: _Filling, address: str) -> InFlight[None]:
+    def _start(self, filling: _Filling, address: str) -> SharedTask[None]:
         """Starts a flight. It writes after the one that it replaces has ended; waiters of that one
         wait for this one.
         """
@@ -262,9 +265,8 @@ class EmbeddingSource:
         last = filling.flight.task if filling.flight is not None else None
         filling.address = address
         filling.started_at = filling.heard_at = asyncio.get_running_loop().time()
-        filling.flight = InFlight(
-            self._fill(filling, address, last), on_end=lambda _: self.release(filling.entry)
-        )
+        filling.flight = SharedTask(self._fill(filling, address, last))
+        filling.flight.task.add_done_callback(lambda _: self.release(filling.entry))
         if last is not None:
             last.cancel()
         return filling.flight
@@ -302,6 +304,20 @@ class EmbeddingSource:
         filling.heard(True)
         del self._filling[entry.key]
         self.arena.commit(entry)
+
+
+@dataclass(frozen=True, slots=True)
+class _ImagesClaim(Claim[_Held]):
+    """A sequence's claim of memory for all its images at once."""
+
+    source: EmbeddingSource
+    requests: Sequence[ImageRequest]
+
+    def attempt(self) -> _Held | None:
+        return self.source.try_hold_all(self.requests)
+
+    def undo(self, result: _Held) -> None:
+        self.source.release_all(result)
 
 
 def _copy_of(error: BaseException, address: str) -> Exception:

@@ -16,7 +16,7 @@ from typing import NamedTuple, Protocol
 
 from services.common.embeddings.arena import ArenaEntry
 from services.common.embeddings.embedding import EmbeddingSpec
-from services.common.embeddings.single_flight import InFlight
+from services.common.embeddings.shared_task import SharedTask
 from services.common.errors import EmbeddingUnavailable, InvalidRequest, Overloaded, TriptychError
 from services.common.geometry import Geometry, Unit
 from services.encoder.engine.messages import NO_TIMES, Source, StageTimes
@@ -88,7 +88,7 @@ class _Encode:
     num_queued_patches: int
     job: EngineJob
     entry: "asyncio.Future[ArenaEntry]"
-    flight: "InFlight[Encoded]" = field(init=False)
+    flight: "SharedTask[Encoded]" = field(init=False)
 
 
 class Embeddings:
@@ -150,7 +150,7 @@ class Embeddings:
         if entry:
             self._sources.put(key, work)
             return Encoded(Origin.MEMORY)
-        if encode := self._encodes.get(key):
+        if encode := self._running(key):
             del work  # which the encode has, and nothing counts here
             await encode.flight.join()
             return Encoded(Origin.JOINED)
@@ -199,7 +199,7 @@ class Embeddings:
             if entry := self._memory.arena.get(key):
                 self._memory.arena.acquire(entry)
                 return Reading(entry, self._memory, self._memory.written_ranges(entry))
-            encode = self._encodes.get(key)
+            encode = self._running(key)
             if encode is None and (kept := self._sources.get(key)):
                 # Answered from Redis, or evicted since: now the bytes are needed here.
                 encode = self._start(key, kept, need_bytes=True)
@@ -258,12 +258,8 @@ class Embeddings:
             asyncio.get_running_loop().create_future(),
         )  # fmt: skip
         self._encodes[key] = encode
-        encode.flight = InFlight(
-            self._run(encode),
-            on_end=lambda task: self._complete(encode, task),
-            # A new caller for the key starts a new encode, even before this task has ended.
-            on_abandoned=lambda: self._remove(encode),
-        )
+        encode.flight = SharedTask(self._run(encode))
+        encode.flight.task.add_done_callback(lambda task: self._complete(encode, task))
         self.announce(key)
         return encode
 
@@ -282,14 +278,18 @@ class Embeddings:
         source, unit, share = encode.work
         self._admission.leave(share, unit.num_patches)
         self._queued_bytes -= source.num_bytes
-        self._remove(encode)
+        if self._encodes.get(encode.key) is encode:
+            del self._encodes[encode.key]
         del encode.flight  # whose error's traceback refers to the encode
         if not task.cancelled() and task.exception() is None:
             self._sources.put(encode.key, encode.work)
 
-    def _remove(self, encode: _Encode) -> None:
-        if self._encodes.get(encode.key) is encode:
-            del self._encodes[encode.key]
+    def _running(self, key: bytes) -> _Encode | None:
+        """Returns the encode of a key that callers may join. None if there is none, or if all of
+        its callers have left, so that it is being cancelled.
+        """
+        encode = self._encodes.get(key)
+        return None if encode is None or encode.flight.is_abandoned else encode
 
     async def _run(self, encode: _Encode) -> Encoded:
         start = time.monotonic()  # the event loop's clock has a resolution of 1 ms

@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from services.common.embeddings.single_flight import retrieve_exception
+from services.common.embeddings.shared_task import retrieve_exception
 from services.common.errors import EngineLost, Unavailable, from_code
 from services.common.geometry import Unit
 from services.common.process.channel import ChannelClosed, FrontChannel

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from blake3 import blake3
 
 from services.common.embeddings.shared_memory import MemoryAddress, create_memory
-from services.common.embeddings.single_flight import InFlight
+from services.common.embeddings.shared_task import SharedTask
 from services.common.errors import InvalidRequest, InvalidVideo, Overloaded, VideoNotHeld
 from services.common.images.image_key import FRAME_DIGEST_BYTES, KEY_BYTES
 from services.common.tenancy.tenant_room import TenantRoom
@@ -81,7 +81,7 @@ class HeldVideos:
         self._used_bytes = 0
         self._refused: OrderedDict[bytes, _Refusal] = OrderedDict()  # by age
         # By tenant and digest: a file of two tenants is read in the turn of each.
-        self._reading: dict[tuple[str, bytes], InFlight[HeldVideo]] = {}
+        self._reading: dict[tuple[str, bytes], SharedTask[HeldVideo]] = {}
         self._room = TenantRoom(max_bytes)  # of files that wait
         self._threads = ThreadPoolExecutor(_COPIES, "video")
 
@@ -147,7 +147,7 @@ class HeldVideos:
         if (refusal := self._refused.get(digest)) is not None and refusal.until > self._clock():
             raise InvalidVideo(refusal.message)
         reading = self._reading.get((share.tenant, digest))
-        return None if reading is None else reading.join()
+        return None if reading is None or reading.is_abandoned else reading.join()
 
     async def _copy(self, file: bytes) -> MemoryAddress:
         copying = self._threads.submit(_copied, file)
@@ -157,21 +157,19 @@ class HeldVideos:
             copying.add_done_callback(_close_copy)  # a thread that copies goes on
             raise
 
-    def _read(self, digest: bytes, address: MemoryAddress, share: Share) -> InFlight[HeldVideo]:
+    def _read(self, digest: bytes, address: MemoryAddress, share: Share) -> SharedTask[HeldVideo]:
         """Begins to read a copy, whose room is given back at the end."""
         key = share.tenant, digest
 
-        def forget() -> None:
+        def end(task: "asyncio.Task[HeldVideo]") -> None:
             if self._reading.get(key) is reading:  # not what began after this was given up
                 del self._reading[key]
-
-        def end(task: "asyncio.Task[HeldVideo]") -> None:
-            forget()
             self._room.give_back(share.tenant, address.size_bytes)
             if task.cancelled() or task.exception() is not None:
                 os.close(address.fd)
 
-        reading = InFlight(self._hold(digest, address, share), on_end=end, on_abandoned=forget)
+        reading = SharedTask(self._hold(digest, address, share))
+        reading.task.add_done_callback(end)
         self._reading[key] = reading
         return reading
 

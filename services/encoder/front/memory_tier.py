@@ -13,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-from services.common.embeddings.arena import Arena, ArenaEntry
+from services.common.embeddings.arena import Arena, ArenaEntry, Claim
 from services.common.embeddings.embedding import (
     EmbeddingSpec,
     TensorDigest,
@@ -51,6 +51,24 @@ class _Partial:
     digested: asyncio.Future[bytes] | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class _EntryClaim(Claim[ArenaEntry]):
+    """A claim of one embedding's entry: the complete entry if there is one, else a new entry."""
+
+    arena: Arena
+    key: bytes
+    spec: EmbeddingSpec
+
+    def attempt(self) -> ArenaEntry | None:
+        if entry := self.arena.get(self.key):
+            self.arena.acquire(entry)
+            return entry
+        return self.arena.try_reserve(self.key, self.spec)  # KeyError: a cancelled job writes there
+
+    def undo(self, result: ArenaEntry) -> None:
+        self.arena.release(result)
+
+
 class MemoryTier:
     """The arena's embeddings, complete or being written. One event loop owns it."""
 
@@ -79,16 +97,9 @@ class MemoryTier:
         Raises:
             Overloaded: there was no room for too long.
         """
-
-        def attempt() -> ArenaEntry | None:
-            if entry := self.arena.get(key):
-                self.arena.acquire(entry)
-                return entry
-            return self.arena.try_reserve(key, spec)  # KeyError: a cancelled job still writes there
-
         try:
             async with asyncio.timeout(_RESERVE_TIMEOUT_S):
-                return await self.arena.when_room(attempt, self.arena.release)
+                return await self.arena.claim(_EntryClaim(self.arena, key, spec))
         except TimeoutError:
             raise Overloaded("no memory for the embedding", retry_after_s=1.0) from None
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from services.common.embeddings.shared_memory import MemoryAddress
-from services.common.embeddings.single_flight import retrieve_exception
+from services.common.embeddings.shared_task import retrieve_exception
 from services.common.tenancy.fair_order import FairOrder
 from services.encoder.decoding.clips.clip_pool import ClipPool
 from services.encoder.decoding.clips.questions import Facts

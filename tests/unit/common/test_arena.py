@@ -115,15 +115,14 @@ class ArenaMachine(RuleBasedStateMachine):
     @rule()
     def evict_unreferenced(self) -> None:
         self.arena.evict_unreferenced()
-        assert all(e.references for e in self.arena._entries.values())
+        assert all(e.references for e in self.arena.entries)
 
     @invariant()
     def places_are_disjoint_and_complete(self) -> None:
         places = [
-            (e.offset, e.offset + -(-e.spec.size_bytes // PAGE) * PAGE)
-            for e in self.arena._entries.values()
+            (e.offset, e.offset + -(-e.spec.size_bytes // PAGE) * PAGE) for e in self.arena.entries
         ]
-        places += [(start, start + size) for start, size in self.arena._free]
+        places += [(start, start + size) for start, size in self.arena.free_ranges]
         places.sort()
         assert places[0][0] == 0 and places[-1][1] == self.arena.size_bytes
         assert all(a[1] == b[0] for a, b in pairwise(places))
@@ -132,7 +131,7 @@ class ArenaMachine(RuleBasedStateMachine):
     def what_is_held_is_there(self) -> None:
         for entry, count in self.held.values():
             assert entry.references == count
-            assert self.arena._entries[entry.key] is entry
+            assert self.arena.has(entry)
 
     def teardown(self) -> None:
         self.arena.close()

@@ -2,10 +2,11 @@
 
 import asyncio
 import random
+from dataclasses import dataclass
 
 import pytest
 
-from services.common.embeddings.arena import Arena, ArenaEntry
+from services.common.embeddings.arena import Arena, ArenaEntry, Claim
 from services.common.embeddings.embedding import EmbeddingSpec
 from services.encoder.front.memory_tier import MemoryTier
 
@@ -13,14 +14,40 @@ PAGE = 4096
 PAGES = 8
 
 
-async def when_room(arena: Arena, key: int, pages: int) -> ArenaEntry:
-    spec = EmbeddingSpec("float16", 1, pages * PAGE // 2, 1)
-    name = key.to_bytes(4, "little")
-    return await arena.when_room(lambda: arena.try_reserve(name, spec), arena.release)
+@dataclass
+class Pages(Claim[ArenaEntry]):
+    """A claim of some pages."""
+
+    arena: Arena
+    key: int
+    pages: int
+
+    def attempt(self) -> ArenaEntry | None:
+        spec = EmbeddingSpec("float16", 1, self.pages * PAGE // 2, 1)
+        return self.arena.try_reserve(self.key.to_bytes(4, "little"), spec)
+
+    def undo(self, result: ArenaEntry) -> None:
+        self.arena.release(result)
+
+
+@dataclass
+class Failing(Claim[ArenaEntry]):
+    """A claim that waits once, and fails at its second attempt."""
+
+    attempts: int = 0
+
+    def attempt(self) -> ArenaEntry | None:
+        self.attempts += 1
+        if self.attempts > 1:
+            raise ValueError("broken")
+        return None
+
+    def undo(self, result: ArenaEntry) -> None:
+        raise AssertionError("nothing was granted")
 
 
 def claim(arena: Arena, key: int, pages: int) -> "asyncio.Task[ArenaEntry]":
-    return asyncio.create_task(when_room(arena, key, pages))
+    return asyncio.create_task(arena.claim(Pages(arena, key, pages)))
 
 
 async def turns(number: int = 4) -> None:
@@ -84,23 +111,12 @@ async def test_a_key_that_is_being_written_keeps_no_other_from_its_room():
 async def test_an_error_ends_its_claim_alone():
     arena = Arena(PAGES * PAGE)
     held = await claim(arena, 0, 6)
-    calls = 0
-
-    def fail() -> ArenaEntry | None:
-        nonlocal calls
-        calls += 1
-        if calls > 1:
-            raise ValueError("broken")
-        return None
-
-    async def wait() -> None:
-        await arena.when_room(fail, arena.release)
-
     # The first claim to wait is tried when it arrives, the failing one when its turn comes.
-    blocked, failing = claim(arena, 1, 6), asyncio.create_task(wait())
+    blocked, broken = claim(arena, 1, 6), Failing()
+    failing = asyncio.create_task(arena.claim(broken))
     after = claim(arena, 2, 1)
     await turns()
-    calls = 1
+    broken.attempts = 1
     arena.release(held)
     await blocked
     with pytest.raises(ValueError, match="broken"):
@@ -115,7 +131,7 @@ async def test_claims_that_come_and_go_at_random_leave_no_byte_behind():
 
     async def use(key: int) -> None:
         nonlocal granted
-        entry = await when_room(arena, key, rng.randint(1, PAGES))
+        entry = await arena.claim(Pages(arena, key, rng.randint(1, PAGES)))
         granted += 1
         assert entry.references == 1
         try:

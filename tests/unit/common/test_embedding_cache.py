@@ -4,18 +4,19 @@ import asyncio
 import os
 import time
 from collections.abc import AsyncIterator, Callable
-from typing import Any
+from contextlib import asynccontextmanager, suppress
 
 import numpy as np
 import pytest
 
+from services.common.embeddings.breaker import Breaker
 from services.common.embeddings.embedding import (
     STORED_HEADER_BYTES,
     EmbeddingSpec,
     digest,
     pack_header,
 )
-from services.common.embeddings.embedding_cache import Breaker, RedisCache
+from services.common.embeddings.embedding_cache import RedisCache
 from services.common.security.seals import NO_SEAL
 from tests.noise import PATIENCE_S, async_least, timed
 from tests.ports import free_port
@@ -59,6 +60,39 @@ async def load(cache: RedisCache, key: bytes = KEY) -> bytes | None:
     found = await cache.read(key, SPEC, into)
     assert found in (None, digest(into))
     return None if found is None else bytes(into)
+
+
+@asynccontextmanager
+async def before_body(
+    redis_server: RedisServer,  # noqa: F811
+    act: Callable[[], None],
+) -> AsyncIterator[str]:
+    """Yields the URL of a proxy that acts once, between an entry's header and its body."""
+    num_ranges = 0
+
+    async def forward(
+        reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, counts: bool
+    ) -> None:
+        nonlocal num_ranges
+        while data := await reader.read(1 << 16):
+            if counts and b"GETRANGE" in data:
+                num_ranges += 1
+                if num_ranges == 2:
+                    act()
+            writer.write(data)
+            await writer.drain()
+        writer.close()
+
+    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        from_redis, to_redis = await asyncio.open_connection("127.0.0.1", redis_server.port)
+        with suppress(ConnectionError):
+            await asyncio.gather(
+                forward(reader, to_redis, counts=True), forward(from_redis, writer, counts=False)
+            )
+
+    server = await asyncio.start_server(accept, "127.0.0.1", 0)
+    async with server:
+        yield f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}/0"
 
 
 async def until_used(cache: RedisCache) -> None:
@@ -131,22 +165,16 @@ async def test_other_contents_are_misses(
 async def test_evicted_between_header_and_body(
     cache: RedisCache,
     redis_server: RedisServer,  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
+    open_cache: Callable[..., RedisCache],
 ) -> None:
     data = body()
     await cache.write(KEY, SPEC, digest(data), data)
-    first_range, sent = cache._range, 0
-
-    async def flushed(*arguments: Any) -> bytes:
-        nonlocal sent
-        sent += 1
-        if sent == 2:
-            redis_server.flush()
-        return await first_range(*arguments)
-
-    monkeypatch.setattr(cache, "_range", flushed)
-    assert await load(cache) is None
-    assert cache.counters["misses"] == 1 and cache.counters["corrupt"] == 0
+    async with before_body(redis_server, redis_server.flush) as url:
+        reader = open_cache(url, timeout_s=PATIENCE_S)
+        assert await load(reader) is None
+        assert reader.counters["misses"] == 1
+        assert not reader.counters["corrupt"] and not reader.counters["errors"]
+        await reader.close()
 
 
 async def test_stopped_is_skipped_then_comes_back(
@@ -249,18 +277,13 @@ async def test_frozen_between_header_and_body(
     await cache.write(KEY, SPEC, digest(data), data)
 
     async def read() -> float:
-        hasty = open_cache(redis_server.url)
-        await hasty.connect()
-        head = await hasty._head(KEY, SPEC)
-
-        async def headed(*_: Any) -> bytes:
-            return head
-
-        hasty._head = headed  # type: ignore[method-assign]
-        redis_server.freeze()
-        seconds = await timed(load(hasty))
-        redis_server.thaw()
-        assert not hasty.available
+        async with before_body(redis_server, redis_server.freeze) as url:
+            hasty = open_cache(url)
+            await hasty.connect()
+            seconds = await timed(load(hasty))
+            redis_server.thaw()
+            assert not hasty.available
+            await hasty.close()
         return seconds
 
     assert await async_least(read, ONE_TIMEOUT_S) < ONE_TIMEOUT_S
@@ -304,15 +327,16 @@ async def test_garbage_protocol(open_cache: Callable[..., RedisCache], answer: b
     server = await asyncio.start_server(talk, "127.0.0.1", 0)
     async with server:
         port = server.sockets[0].getsockname()[1]
-        cache = open_cache(f"redis://127.0.0.1:{port}/0")
+        url = f"redis://127.0.0.1:{port}/0"
         data = body()
         for _ in range(3):
-            assert await load(cache) is None
-            assert not await cache.has(KEY, SPEC)
-            cache._breaker.answered()
-            await cache.write(KEY, SPEC, digest(data), data)
-            cache._breaker.answered()
-        await cache.close()
+            # Each has a cache of its own: the breaker of one that failed would skip the others.
+            reading, asking, writing = open_cache(url), open_cache(url), open_cache(url)
+            assert await load(reading) is None
+            assert not await asking.has(KEY, SPEC)
+            await writing.write(KEY, SPEC, digest(data), data)
+            for cache in (reading, asking, writing):
+                await cache.close()
         for writer in writers:
             writer.close()
 
@@ -345,27 +369,24 @@ async def test_a_cancelled_command_leaves_no_reply_for_the_next(
     assert cache.counters["corrupt"] == 0
 
 
-def test_an_open_breaker_lets_one_command_try_after_each_pause(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_open_breaker_lets_one_command_try_after_each_pause() -> None:
     now = 100.0
-    monkeypatch.setattr("services.common.embeddings.embedding_cache.time.monotonic", lambda: now)
     breaker = Breaker()
-    assert breaker.lets_through()
+    assert breaker.lets_through(now)
     for _ in range(200):
-        breaker.failed(now)  # all that were under way
+        breaker.failed(now, now)  # all that were under way
     tries: list[float] = []
     for _ in range(400):
         now += 0.01
-        if breaker.lets_through():  # and is cancelled, or fails
+        if breaker.lets_through(now):  # and is cancelled, or fails
             tries.append(round(now - 100.0, 2))
-            breaker.failed(now)
+            breaker.failed(now, now)
     assert tries == [0.05, 0.15, 0.35, 0.75, 1.55, 2.55, 3.55]
-    breaker.answered()
-    assert breaker.lets_through() and breaker.lets_through() and not breaker.is_open
-    breaker.failed(now - 0.01)  # sent before Redis answered another one
+    breaker.answered(now)
+    assert breaker.lets_through(now) and breaker.lets_through(now) and not breaker.is_open
+    breaker.failed(now - 0.01, now)  # sent before Redis answered another one
     assert not breaker.is_open
-    breaker.failed(now + 0.01)
+    breaker.failed(now + 0.01, now)
     assert breaker.is_open
 
 

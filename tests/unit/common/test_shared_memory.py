@@ -72,7 +72,7 @@ def test_a_descriptor_given_to_another_memory_is_refused(arena):
     other, _ = create_memory(arena.size_bytes)
     os.dup2(other, arena.fd)
     os.close(other)
-    with pytest.raises(NotReadable, match="another file"):
+    with pytest.raises(NotReadable, match="a different file"):
         ForeignMemory(address)
     os.close(arena.fd)
 
@@ -81,7 +81,7 @@ def test_memory_that_could_be_cut_off_is_refused():
     name = "triptych-unsealed"
     fd = os.memfd_create(name)
     os.ftruncate(fd, 4096)
-    with pytest.raises(NotReadable, match="not a memory"):
+    with pytest.raises(NotReadable, match="not a memfd"):
         ForeignMemory(MemoryAddress(os.getpid(), fd, name, 4096))
     os.close(fd)
 

@@ -2,22 +2,19 @@ import asyncio
 
 import pytest
 
-from services.common.embeddings.single_flight import InFlight
+from services.common.embeddings.shared_task import SharedTask
 
 
 class Work:
     def __init__(self) -> None:
         self.gate = asyncio.Event()
-        self.abandoned = 0
         self.ended: list[asyncio.Task[int]] = []
-        self.flight = InFlight(self._run(), on_end=self.ended.append, on_abandoned=self._abandon)
+        self.flight = SharedTask(self._run())
+        self.flight.task.add_done_callback(self.ended.append)
 
     async def _run(self) -> int:
         await self.gate.wait()
         return 7
-
-    def _abandon(self) -> None:
-        self.abandoned += 1
 
 
 async def turns(number: int = 3) -> None:
@@ -30,7 +27,7 @@ async def test_all_waiters_get_the_one_result():
     waiters = [work.flight.join() for _ in range(3)]
     work.gate.set()
     assert await asyncio.gather(*waiters) == [7, 7, 7]
-    assert work.ended == [work.flight.task] and not work.abandoned
+    assert work.ended == [work.flight.task] and not work.flight.is_abandoned
 
 
 async def test_only_the_last_waiter_to_leave_cancels_the_work():
@@ -39,9 +36,10 @@ async def test_only_the_last_waiter_to_leave_cancels_the_work():
     first.cancel()
     await turns()
     assert work.flight.num_waiters == 1 and not work.flight.task.cancelling()
+    assert not work.flight.is_abandoned
     second.cancel()
     await turns()
-    assert work.abandoned == 1 and work.flight.task.cancelled()
+    assert work.flight.is_abandoned and work.flight.task.cancelled()
     assert work.ended == [work.flight.task]
 
 
@@ -64,7 +62,7 @@ async def test_a_failure_without_waiters_is_not_reported(caplog):
     async def fail() -> None:
         raise ValueError("broken")
 
-    flight = InFlight(fail(), on_end=lambda task: None)
+    flight = SharedTask(fail())
     joined = flight.join()
     await asyncio.wait({joined})
     with pytest.raises(ValueError, match="broken"):
