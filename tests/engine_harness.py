@@ -1,12 +1,13 @@
 """An engine on a FakeRunner, driven step by step; all of its output is recorded and checked."""
 
 import math
+import time
 from collections.abc import Iterable
 
 import numpy as np
 
+from services.common.clock import Clock
 from services.decoder.engine.engine import Engine
-from services.decoder.engine.mask_gate import MaskGate
 from services.decoder.engine.messages import AddSequence, StepDone
 from services.decoder.engine.schedule.recurrent_states import RecurrentStates
 from services.decoder.engine.schedule.step_cost import StepCost, StepLoad
@@ -28,6 +29,7 @@ class Harness:
 
     Images that the engine requests again arrive `again_after` steps later; a token mask arrives
     `mask_after` steps after the token before it. With `plans`, the engine plans while it waits.
+    `clock` is the engine's clock.
     Without `prefix_caching`, no sequence finds the blocks of others.
     """
 
@@ -41,6 +43,7 @@ class Harness:
         plans: bool = False,
         step_ms: float = math.inf,
         step_cost: StepCost | None = None,
+        clock: Clock = time.monotonic,
         **info: int,
     ) -> None:
         self.runner = FakeRunner(runner_info(**info))
@@ -50,8 +53,8 @@ class Harness:
             out_of_memory=(MemoryError,),
             step_ms=step_ms,
             step_cost=step_cost or Untimed(),
+            clock=clock,
         )
-        self.gate = MaskGate(self.engine)
         small_pieces(self.engine)
         if not prefix_caching:
             self.engine.scheduler.blocks.find_prefix = lambda sequence: []
@@ -69,17 +72,17 @@ class Harness:
         self._now = 0
         self.num_wanted = 0
         self.launches: list[set[int]] = []  # sequences in each step of the engine; may be none
-        self._mask_after = mask_after
+        self.mask_after = mask_after
         self._plans = plans
-        self._masks: list[tuple[int, int, int]] = []  # step, sequence, tokens before
+        self.masks_due: list[tuple[int, int, int]] = []  # step, sequence, tokens before
 
     def add(self, message: AddSequence, *, images_ready: bool = True) -> None:
         self.added[message.sequence_id] = message
         self.runner.messages[message.sequence_id] = message
         self.engine.add(message)
         if message.token_masks:
-            due = self._now + self._mask_after
-            self._masks.append((due, message.sequence_id, num_continued(message)))
+            due = self._now + self.mask_after
+            self.masks_due.append((due, message.sequence_id, num_continued(message)))
         if images_ready:
             for span in message.images:
                 self.image(message.sequence_id, span.key)
@@ -118,9 +121,9 @@ class Harness:
             tokens.extend(event.token_ids)
             message = self.added[event.sequence_id]
             if event.end is None and event.token_ids and message.token_masks:
-                due = self._now + self._mask_after
+                due = self._now + self.mask_after
                 generated = num_continued(message) + len(tokens)
-                self._masks.append((due, event.sequence_id, generated))
+                self.masks_due.append((due, event.sequence_id, generated))
             if event.end is not None:
                 self.ends[event.sequence_id] = event.end.reason
                 self.messages[event.sequence_id] = event.end.message
@@ -133,7 +136,7 @@ class Harness:
 
     def run(self, limit: int = 3000) -> None:
         for _ in range(limit):
-            if not self.engine.has_work and not self._wanted and not self._masks:
+            if not self.engine.has_work and not self._wanted and not self.masks_due:
                 return
             self.step()
         raise AssertionError("the engine makes no progress")
@@ -155,11 +158,11 @@ class Harness:
         self._wanted = [w for w in self._wanted if w[0] > self._now]
 
     def _serve_masks(self) -> None:
-        for _, number, generated in [m for m in self._masks if m[0] <= self._now]:
+        for _, number, generated in [m for m in self.masks_due if m[0] <= self._now]:
             mask = mask_of(self.added[number].sampling.seed, generated)
             words = np.empty(0, np.int32) if mask is None else mask.view(np.int32)
-            self.gate.mask_ready(number, generated, words)
-        self._masks = [m for m in self._masks if m[0] > self._now]
+            self.engine.mask_ready(number, generated, words)
+        self.masks_due = [m for m in self.masks_due if m[0] > self._now]
 
     def _evict(self, offsets: Iterable[int]) -> None:
         for offset in offsets:

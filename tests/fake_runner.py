@@ -186,7 +186,7 @@ class FakePending:
     masks: dict[int, np.ndarray] = field(default_factory=dict)
 
     def is_computed(self) -> bool:
-        return False  # it runs when its result is read
+        return self.runner.computes_at_once
 
     def put_mask(self, index: int, mask: np.ndarray) -> None:
         assert not self.sampled and self.runner._queue[-1][0] is self.step
@@ -220,6 +220,8 @@ class FakeRunner:
         poisoned: keys whose features make logits non-finite.
         messages: sequence id → the front's message, if the test sets it; to check the cache.
         on_execute: called with each step before it is launched; may raise.
+        computes_at_once: whether launched steps count as computed before their result is read.
+        prepared: steps that the engine has prepared.
         batches: sequence id, start and length of each chunk of each launched step.
     """
 
@@ -229,6 +231,8 @@ class FakeRunner:
     messages: dict[int, AddSequence] = field(default_factory=dict)
     on_execute: Callable[[Step], None] | None = None
     batches: list[list[tuple[int, int, int]]] = field(default_factory=list)
+    computes_at_once: bool = False
+    prepared: list[Step] = field(default_factory=list)
     random: random.Random = field(default_factory=lambda: random.Random(0))
     _cache: dict[int, int] = field(default_factory=dict)
     _last: dict[int, int] = field(default_factory=dict)
@@ -245,7 +249,7 @@ class FakeRunner:
     )
 
     def prepare(self, step: Step) -> None:
-        """It executes what it is given."""
+        self.prepared.append(step)
 
     def execute(self, step: Step) -> FakePending:
         compute = ComputeStep.from_bytes(step.compute.to_bytes())

@@ -6,7 +6,6 @@ import socket
 
 from services.common.process.channel import ChannelClosed, EngineChannel
 from services.decoder.engine.engine import Engine
-from services.decoder.engine.mask_gate import MaskGate
 from services.decoder.engine.messages import (
     EngineInfo,
     EngineMessage,
@@ -33,7 +32,6 @@ class InProcessEngine:
         self._opened: list[EngineChannel] = []  # `send_tokens` drops those that have ended
         self.runner = runner
         self.engine = Engine(runner, overlap=overlap)
-        self._gate = MaskGate(self.engine)
         self.engine.scheduler.prefills.min_partial_tokens = 1
         self.running = asyncio.Event()
         self.running.set()
@@ -61,7 +59,7 @@ class InProcessEngine:
                     link, rows = open_link(self._link, message)
                     self._links[message.link] = link
                     self._opened.append(link)
-                    self._gate.rows[message.link] = rows
+                    self.engine.gate.rows[message.link] = rows
                     continue
                 if isinstance(message, ImageReady):
                     self.runner.arena[message.arena_offset] = message.key
@@ -73,7 +71,7 @@ class InProcessEngine:
             if self.engine.has_work:
                 done = self.engine.step()
                 if done is not None:
-                    send_tokens(self._gate, self._links, done)
+                    send_tokens(self.engine, self._links, done)
                     return done
             elif not self._inbox:
                 self._wake.clear()

@@ -1,7 +1,5 @@
 """What has to hold of the engine's bookkeeping between any two steps; AssertionError if not."""
 
-# pyright: reportPrivateUsage=false
-
 from collections.abc import Container, Iterable
 
 from services.decoder.engine.engine import Engine
@@ -15,10 +13,10 @@ def check_engine(engine: Engine) -> None:
     """The states of engine, scheduler and blocks agree."""
     check_scheduler(engine.scheduler)
     sequences = all_sequences(engine.scheduler)
-    assert {s.sequence_id for s in sequences} == set(engine._sequences)
-    launched = [c for _, b, _ in engine._pending for c in b.chunks if c.samples]
-    if engine._planned is not None:
-        launched += [c for c in engine._planned[0].chunks if c.samples]
+    assert {s.sequence_id for s in sequences} == set(engine.sequences)
+    launched = [c for _, b, _ in engine.pending for c in b.chunks if c.samples]
+    if engine.planned is not None:
+        launched += [c for c in engine.planned[0].chunks if c.samples]
     assert all(s.num_in_flight == sum(c.sequence is s for c in launched) for s in sequences)
     for sequence in {c.sequence for c in launched}:
         if sequence.state is SequenceState.RUNNING:
@@ -52,22 +50,22 @@ def check_blocks(blocks: BlockManager, sequences: Iterable[Sequence]) -> None:
         assert len(set(sequence.block_table)) == len(sequence.block_table), "owned twice"
         for block in sequence.block_table:
             owners[block] += 1
-    assert owners == blocks._references, "reference counts differ from the owners"
-    free = [*blocks._blank, *blocks._reusable]
+    assert owners == blocks.references, "reference counts differ from the owners"
+    free = [*blocks.blank, *blocks.reusable]
     assert len(free) == len(set(free)), "a block is free twice"
     assert set(free) == {b for b in range(blocks.num_blocks) if not owners[b]}, "a block is lost"
-    assert not any(block in blocks._hash_of for block in blocks._blank)
-    assert all(block in blocks._hash_of for block in blocks._reusable)
-    assert blocks._block_of == {name: block for block, name in blocks._hash_of.items()}
+    assert not any(block in blocks.hash_of for block in blocks.blank)
+    assert all(block in blocks.hash_of for block in blocks.reusable)
+    assert blocks.block_of == {name: block for block, name in blocks.hash_of.items()}
     if isinstance(blocks.states, RecurrentStates):
-        check_checkpoints(blocks.states, blocks._block_of)
+        check_checkpoints(blocks.states, blocks.block_of)
 
 
 def check_checkpoints(checkpoints: RecurrentStates, registered: Container[bytes]) -> None:
     """Each slot is held once, and each checkpoint's block is registered."""
-    held = [*checkpoints._free, *checkpoints._slot_of.values(), *checkpoints._planned]
+    held = [*checkpoints.free, *checkpoints.slot_of.values(), *checkpoints.planned]
     assert sorted(held) == list(range(checkpoints.num_slots)), "a slot is lost, or held twice"
-    assert all(name in registered for name in checkpoints._slot_of), "a checkpoint without its KV"
+    assert all(name in registered for name in checkpoints.slot_of), "a checkpoint without its KV"
 
 
 def waiting(scheduler: Scheduler) -> list[Sequence]:

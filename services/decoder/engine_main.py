@@ -25,7 +25,6 @@ from services.common.process.progress import log_progress
 from services.common.telemetry import setup_logging
 from services.decoder.engine.calibration import measured_cost
 from services.decoder.engine.engine import Engine
-from services.decoder.engine.mask_gate import MaskGate
 from services.decoder.engine.messages import FrontMessage, KernelCalls, MaskLink, Shutdown
 from services.decoder.engine.run.model_runner import ModelRunner
 from services.decoder.engine.run.runner_factory import create_runner
@@ -48,7 +47,6 @@ _MASK_POLL_S = 0.00002
 
 def run(
     engine: Engine,
-    gate: MaskGate,
     channel: EngineChannel[FrontMessage],
     runner: ModelRunner,
     link: socket.socket | None = None,
@@ -59,7 +57,6 @@ def run(
 
     Args:
         engine: the engine that obeys the front's messages.
-        gate: the engine's gate, which takes token masks.
         channel: the channel to the front.
         runner: the owner of the device, whose kernel calls the front exports as metrics.
         link: socket to the front, over which the descriptors of each `MaskLink` come. None if
@@ -86,8 +83,11 @@ def run(
                 continue
             if isinstance(message, MaskLink):
                 assert link is not None
-                links[message.link], gate.rows[message.link] = open_link(link, message)
-                channel.include(links[message.link])
+                mask_channel: EngineChannel[Any]
+                mask_channel, rows = open_link(link, message)
+                engine.gate.rows[message.link] = rows
+                links[message.link] = mask_channel
+                channel.include(mask_channel)
                 continue
             engine.handle(message)
         if engine.waits:
@@ -96,7 +96,7 @@ def run(
         done = engine.step()
         if done is not None:
             if links:
-                send_tokens(gate, links, done)  # masks are waited for
+                send_tokens(engine, links, done)  # first, because the next step waits for masks
             channel.send(done)
             if (now := time.monotonic()) - reported_at >= _KERNEL_CALLS_PERIOD_S:
                 reported_at = now
@@ -155,11 +155,10 @@ def _serve(
             runner, _TIMING_S_GPU if on_gpu else _TIMING_S_CPU, settings.step_ms
         ),
     )
-    gate = MaskGate(engine)
     freeze_gc()
     channel.send(runner.info)
     awake_s = AWAKE_S if on_gpu else 0.0
-    run(engine, gate, channel, model_runner, end.links[0], awake_s=awake_s)
+    run(engine, channel, model_runner, end.links[0], awake_s=awake_s)
 
 
 if __name__ == "__main__":

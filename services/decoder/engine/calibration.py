@@ -1,4 +1,4 @@
-"""Times steps of a loaded model, to begin with a `StepCost` that is right."""
+"""Calibration: times steps of a loaded model, so that its `StepCost` is right from the start."""
 
 import math
 import os
@@ -7,25 +7,31 @@ import time
 
 import numpy as np
 
+from services.common.clock import Clock
 from services.decoder.engine.engine import Engine
 from services.decoder.engine.messages import AddSequence, SamplingParams
 from services.decoder.engine.schedule.step_cost import StepCost, StepLoad
 from services.decoder.engine.step import Runner
 
-_PROMPTS = 1, 32, 256, 1024, 4096  # tokens
+# Numbers of tokens of the prompts that are timed alone.
+_PROMPTS = 1, 32, 256, 1024, 4096
+# The most decodes of a timed step.
 _ROWS = 64
-_NUM_TOKENS = 4  # of each completion
+_COMPLETION_TOKENS = 4
 _ROUNDS = 2
-_GROWTH = 4  # of the time from one prompt to the next
-# Tokens of steps with prompts, as graphs are captured. Decodes count among them: of fewer, little
-# would be left for prompts.
+# A prompt is assumed to take at most this many times longer than the next shorter prompt.
+_GROWTH = 4
+# Numbers of tokens of the steps with prompts that are compared. CUDA graphs are captured for them.
+# Decodes count among the tokens, so smaller steps would leave little for prompts.
 _SIZES = *range(896, 1408, 64), *range(1408, 2048, 128), 2048, 3072, 4096, 6144, 8192
-_PROMPT = _CONTEXT = 1024  # the longest prompt of these; of each of `_ROWS` decodes beside them
-_NEARLY = 1.03  # times the least time a token: as good
+# The longest prompt of these steps, and the context of each decode beside the prompts.
+_PROMPT = _CONTEXT = 1024
+# A time per token up to this many times the least is as good as the least.
+_NEARLY = 1.03
 
 
 class _Timings(StepCost):
-    """Keeps steps instead of learning from them; of equal ones the fastest."""
+    """Keeps measured steps instead of learning from them; of equal steps the fastest."""
 
     decode_period = 1
 
@@ -39,73 +45,94 @@ class _Timings(StepCost):
             self.steps[key] = load, ms
 
 
-def measured_cost(runner: Runner, budget_s: float, step_ms: float) -> StepCost:
-    """The cost of the runner's steps, of which those with prompts may last `step_ms`.
+def measured_cost(
+    runner: Runner, budget_s: float, step_ms: float, clock: Clock = time.monotonic
+) -> StepCost:
+    """Returns the cost of the runner's steps, from steps that are run and timed.
 
-    Decodes of one row and of many, prompts of several lengths, and one that goes on behind a long
-    context, by the engine itself and so by the graphs and kernels that serve. What would take more
-    than is left of `budget_s` seconds is not run; the first steps are. Then sizes of steps, in as
-    much time again.
+    The steps are decodes of one row and of many rows, prompts of several lengths, and a prompt that
+    continues behind a long context. The engine runs them, and so the graphs and kernels that serve.
+    Then steps of several sizes are compared, in as much time again.
+
+    Args:
+        runner: the runner of a loaded model.
+        budget_s: seconds that the steps may take. Steps that would take more than is left are not
+            run, except for the first.
+        step_ms: milliseconds that a step with prompts may last when the model serves.
+        clock: the clock that times steps.
     """
     info = runner.info
-    longest = min(info.max_model_len, info.num_blocks * info.block_size) - _NUM_TOKENS
+    longest = min(info.max_model_len, info.num_blocks * info.block_size) - _COMPLETION_TOKENS
     lengths = {min(n, longest) for n in (*_PROMPTS, info.max_batched_tokens + _PROMPTS[-2])}
     runs = [(1, length) for length in sorted(lengths) if length > 0]
     runs.insert(2, (min(_ROWS, info.max_num_sequences, info.num_blocks), 1))
     timings = _Timings()
-    engine = Engine(runner, overlap=False, step_cost=timings)
-    began, round_s = time.monotonic(), 0.0
+    engine = Engine(runner, overlap=False, step_cost=timings, clock=clock)
+    began, round_s = clock(), 0.0
     for _ in range(_ROUNDS):
-        taken = 0.0
+        last_s = 0.0
         for count, length in runs:
-            left = budget_s - (time.monotonic() - began)
-            if timings.steps and max(round_s, _GROWTH * taken) > left:
+            left_s = budget_s - (clock() - began)
+            if timings.steps and max(round_s, _GROWTH * last_s) > left_s:
                 break
-            started = time.monotonic()
-            _run(engine, count, length, info.vocab_size)
+            started = clock()
+            _run(engine, count, length, _COMPLETION_TOKENS)
             if count == 1:
-                taken = time.monotonic() - started
-        round_s = time.monotonic() - began
+                last_s = clock() - started
+        round_s = clock() - began
     cost = StepCost(info.num_weight_tokens, info.expert_share)
     cost.fit(list(timings.steps.values()))
-    cost.efficient_tokens = _efficient_tokens(runner, cost, budget_s, step_ms)
+    cost.efficient_tokens = _efficient_tokens(runner, cost, budget_s, step_ms, clock)
     return cost
 
 
-def _efficient_tokens(runner: Runner, cost: StepCost, budget_s: float, step_ms: float) -> int:
-    """The smallest size of a step with nearly the least time for a token, of those that last at
-    most `step_ms` with decodes beside them; no bound if that is the largest of them.
+def _efficient_tokens(
+    runner: Runner, cost: StepCost, budget_s: float, step_ms: float, clock: Clock
+) -> int:
+    """Returns the smallest size of a step that takes nearly the least time per token.
 
-    Tiles of a GEMM fill all SMs of a GPU at some sizes alone: a step of 1,056 tokens of an 8B takes
-    a sixth longer than one of 1,024.
+    Sizes are compared that last at most `step_ms` with decodes beside the prompts. If the largest
+    of them is the best, there is no bound, and the result is `sys.maxsize`.
+
+    A GPU's GEMM tiles fill all SMs only at some sizes: a step of 1,056 tokens of an 8B model takes
+    a sixth longer than a step of 1,024 tokens.
     """
     timings, info = _Timings(), runner.info
-    engine = Engine(runner, overlap=False, step_cost=timings)
-    began, taken = time.monotonic(), dict[int, float]()
+    engine = Engine(runner, overlap=False, step_cost=timings, clock=clock)
+    began, ms_per_token = clock(), dict[int, float]()
     most = min(info.max_batched_tokens, info.num_blocks * info.block_size)
     for size in [size for size in _SIZES if size <= most]:
         count = -(-size // _PROMPT)
         served = StepLoad(_ROWS, keys=_ROWS * _CONTEXT)
         for _ in range(count):
             served.add_chunk(0, size // count)
-        ms, left_ms = cost.predict(served), 1e3 * (budget_s + began - time.monotonic())
+        ms, left_ms = cost.predict(served), 1e3 * (budget_s + began - clock())
         fits = count <= info.max_num_sequences and size // count < info.max_model_len
         if not fits or ms > step_ms or _ROUNDS * ms > left_ms:
             break
         for _ in range(_ROUNDS):
-            _run(engine, count, size // count, info.vocab_size, 1)
+            _run(engine, count, size // count, num_tokens=1)
+        # With too few blocks, the prompts were computed in two steps, neither of which is this
+        # size.
         of_size = [ms for timed, ms in timings.steps.values() if timed.tokens == size]
-        taken[size] = min(of_size, default=math.inf) / size  # where blocks lack, it is two steps
-    nearly = _NEARLY * min(taken.values(), default=0.0)
-    found = next((size for size, ms in taken.items() if ms <= nearly), sys.maxsize)
-    return found if found < max(taken, default=0) else sys.maxsize
+        ms_per_token[size] = min(of_size, default=math.inf) / size
+    nearly = _NEARLY * min(ms_per_token.values(), default=0.0)
+    best = next((size for size, ms in ms_per_token.items() if ms <= nearly), sys.maxsize)
+    return best if best < max(ms_per_token, default=0) else sys.maxsize
 
 
-def _run(
-    engine: Engine, count: int, length: int, vocab_size: int, num_tokens: int = _NUM_TOKENS
-) -> None:
-    """Runs sequences of random tokens, which find nothing of others, from beginning to end."""
+def _run(engine: Engine, count: int, length: int, num_tokens: int) -> None:
+    """Runs sequences of random tokens from beginning to end.
+
+    Args:
+        engine: the engine that runs them.
+        count: number of sequences.
+        length: number of prompt tokens of each sequence.
+        num_tokens: number of completion tokens of each sequence.
+    """
+    # With a salt of their own, the sequences find nothing in the prefix cache.
     sampling, salt = SamplingParams(max_tokens=num_tokens), os.urandom(8)
+    vocab_size = engine.info.vocab_size
     for number in range(count):
         ids = np.random.default_rng(number).integers(0, vocab_size, length, dtype=np.int32)
         engine.add(AddSequence(number, ids.tobytes(), b"", 0, [], sampling, cache_salt=salt))

@@ -4,7 +4,7 @@ The engine takes messages, returns a `StepDone` for each step, and leaves the de
 knows no torch, no sockets and no text. With `overlap`, the engine plans and launches step n + 1
 before it reads the tokens of step n, so that the device never waits for Python. If a sequence turns
 out to have ended with step n, its token of step n + 1 is discarded. A step whose token masks arrive
-late is sampled after its launch, when its gate opens (`sampling_gate`).
+late is sampled some time after its launch, when `MaskGate` says so.
 """
 
 import logging
@@ -15,6 +15,8 @@ from collections import deque
 import numpy as np
 
 from kernels.sampling import ALL_MASKED, NOT_FINITE
+from services.common.clock import Clock
+from services.decoder.engine.mask_gate import MaskGate
 from services.decoder.engine.messages import (
     AbortSequence,
     AddSequence,
@@ -22,6 +24,7 @@ from services.decoder.engine.messages import (
     EngineStats,
     ImageReady,
     ImagesOf,
+    NewTokens,
     PromptLogprobs,
     ResetPrefixCache,
     SequenceEvent,
@@ -29,14 +32,20 @@ from services.decoder.engine.messages import (
     StepDone,
     TokenMasks,
 )
-from services.decoder.engine.sampling_gate import SamplingGate
 from services.decoder.engine.schedule.batch import Batch, Chunk
 from services.decoder.engine.schedule.block_manager import BlockManager
 from services.decoder.engine.schedule.recurrent_states import states_of
 from services.decoder.engine.schedule.scheduler import CannotSchedule, Scheduler
 from services.decoder.engine.schedule.sequence import Sequence, SequenceState
 from services.decoder.engine.schedule.step_cost import StepCost, StepLoad
-from services.decoder.engine.step import PendingStep, Runner, Scores, Step, StepOutput
+from services.decoder.engine.step import (
+    Int32Array,
+    PendingStep,
+    Runner,
+    Scores,
+    Step,
+    StepOutput,
+)
 
 log = logging.getLogger(__name__)
 
@@ -60,12 +69,16 @@ class Engine:
         out_of_memory: exceptions of `Runner.execute` that end one sequence, not the engine.
         step_ms: milliseconds that a step may last, see `Scheduler`.
         step_cost: the model that learns how long steps last. Defaults to a new one.
+        clock: the clock that times steps and deadlines.
 
     Attributes:
         info: the runner's limits.
-        gate: the gate that decides when a launched step is sampled. Defaults to a gate that is
-            always open.
+        gate: the gate that decides when a launched step with late token masks is sampled.
         scheduler: the scheduler of the engine's sequences.
+        sequences: the sequences that have not ended, by id.
+        pending: the steps in flight, oldest first: number of the step, its batch, its result.
+        planned: the next step, planned while the launched step waits to be sampled. None if no step
+            is planned ahead.
     """
 
     def __init__(
@@ -76,9 +89,11 @@ class Engine:
         out_of_memory: tuple[type[BaseException], ...] = (),
         step_ms: float = math.inf,
         step_cost: StepCost | None = None,
+        clock: Clock = time.monotonic,
     ) -> None:
         info = self.info = runner.info
         self._runner = runner
+        self._clock = clock
         self._overlap = overlap
         self._out_of_memory = out_of_memory
         self._step_cost = StepCost() if step_cost is None else step_cost
@@ -91,11 +106,10 @@ class Engine:
             step_ms=step_ms,
             step_cost=self._step_cost,
         )
-        self._sequences: dict[int, Sequence] = {}
-        self._pending: deque[tuple[int, Batch, PendingStep]] = deque()
-        # The next step, planned while the launched step waits to be sampled.
-        self._planned: tuple[Batch, Step] | None = None
-        self.gate = SamplingGate()
+        self.sequences: dict[int, Sequence] = {}
+        self.pending: deque[tuple[int, Batch, PendingStep]] = deque()
+        self.planned: tuple[Batch, Step] | None = None
+        self.gate = MaskGate(info.vocab_size, clock)
         self._num_steps = 0
         self._events: list[SequenceEvent] = []
         self._images_read: list[ImagesOf] = []
@@ -110,7 +124,7 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether `step` can do something before another message arrives."""
-        return bool(self._pending or self._events or self._delayed) or self.scheduler.has_work
+        return bool(self.pending or self._events or self._delayed) or self.scheduler.has_work
 
     @property
     def waits(self) -> bool:
@@ -119,22 +133,18 @@ class Engine:
 
     def find(self, sequence_id: int) -> Sequence | None:
         """Returns a sequence that has not ended, or None."""
-        return self._sequences.get(sequence_id)
-
-    def fail(self, sequence: Sequence, message: str) -> None:
-        """Ends a sequence with an error."""
-        self._finish(sequence, "failed", message)
+        return self.sequences.get(sequence_id)
 
     def plan(self) -> None:
         """Plans the next step while the engine waits, so that the device gets the step sooner.
 
         If another message arrives meanwhile, the plan is discarded and made again.
         """
-        if self._planned is None and self.scheduler.is_steady:
+        if self.planned is None and self.scheduler.is_steady:
             batch = self.scheduler.schedule()
             if batch.chunks:
-                self._planned = batch, batch.to_step()
-                self._runner.prepare(self._planned[1])
+                self.planned = batch, batch.to_step()
+                self._runner.prepare(self.planned[1])
 
     def handle(
         self, message: AddSequence | ImageReady | TokenMasks | AbortSequence | ResetPrefixCache
@@ -142,7 +152,8 @@ class Engine:
         """Obeys one message of the front."""
         match message:
             case TokenMasks():
-                self.gate.handle(message)
+                for number, num_generated, mask in self.gate.masks(message):
+                    self.mask_ready(number, num_generated, mask)
             case AddSequence():
                 self.add(message)
             case ImageReady():
@@ -150,14 +161,14 @@ class Engine:
             case AbortSequence():
                 self.abort(message.sequence_id)
             case ResetPrefixCache():
-                self.discard_plan()
+                self._discard_plan()
                 self._blocks.reset()
 
     def add(self, message: AddSequence) -> None:
         """Queues a sequence; a sequence that can never run fails at once."""
-        self.discard_plan()
+        self._discard_plan()
         sequence = Sequence(message)
-        sequence.received_at = time.monotonic()
+        sequence.received_at = self._clock()
         try:
             if sequence.message.images and not self.info.num_features:
                 raise CannotSchedule("the model takes no images")
@@ -166,32 +177,56 @@ class Engine:
             self._end(sequence, "failed", str(error))
             return
         self._num_prompt_tokens += sequence.num_prompt_tokens
-        self._sequences[sequence.sequence_id] = sequence
+        self.sequences[sequence.sequence_id] = sequence
 
     def image_ready(self, sequence_id: int, key: bytes, arena_offset: int) -> None:
         """Notes where an image is in the arena; sequences that have ended already are ignored."""
-        if (sequence := self._sequences.get(sequence_id)) is not None:
-            self.discard_plan()
+        if (sequence := self.find(sequence_id)) is not None:
+            self._discard_plan()
             self.scheduler.image_ready(sequence, key, arena_offset)
+
+    def mask_ready(self, sequence_id: int, num_generated: int, mask: Int32Array) -> None:
+        """Takes the mask for a sequence's next token; a mask for another token is an error.
+
+        A mask that the sequence has had already is ignored: if a process that fills masks ends,
+        the process that replaces it does not know which masks were sent.
+
+        Args:
+            sequence_id: id of the sequence, which may have ended.
+            num_generated: number of completion tokens before the token of the mask.
+            mask: words of the mask; empty if every token is allowed.
+        """
+        sequence = self.find(sequence_id)
+        if sequence is None or num_generated <= sequence.num_masked:
+            return
+        expected = sequence.num_generated
+        if not sequence.awaits_mask or num_generated != expected:
+            problem = f"a token mask for token {num_generated} came, at token {expected}"
+            self._finish(sequence, "failed", problem)
+            return
+        sequence.num_masked = num_generated
+        if not self.gate.put(sequence, mask):
+            self._discard_plan()
+        self.scheduler.mask_ready(sequence, mask)
 
     def abort(self, sequence_id: int) -> None:
         """Ends a sequence; its blocks are free when this returns."""
-        if (sequence := self._sequences.get(sequence_id)) is not None:
+        if (sequence := self.find(sequence_id)) is not None:
             self._finish(sequence, "aborted")
 
     def step(self) -> StepDone | None:
         """Launches the next step, reads the step before, and returns its events, if any."""
-        self.gate.sample()
-        batch = self._planned[0] if self._planned is not None else self.scheduler.schedule()
+        self._sample()
+        batch = self.planned[0] if self.planned is not None else self.scheduler.schedule()
         if batch.chunks:
             self._launch(batch)
-        if self._pending and (not self._overlap or not batch.chunks or len(self._pending) > 1):
-            _, done, pending = self._pending[0]
+        if self.pending and (not self._overlap or not batch.chunks or len(self.pending) > 1):
+            _, done, pending = self.pending[0]
             output = pending.result()
-            self._pending.popleft()
-            now = time.monotonic()
-            self.gate.read(self._pending[0][1] if self._pending else None, now)
-            if not self._pending:
+            self.pending.popleft()
+            now = self._clock()
+            self.gate.read(self.pending[0][1] if self.pending else None, now)
+            if not self.pending:
                 self._busy_s += now - self._busy_since
             self._measure(done, now)
             self._postprocess(done, output)
@@ -209,6 +244,17 @@ class Engine:
         self._events, self._images_read = [], []
         return done
 
+    def new_tokens(self, events: list[SequenceEvent]) -> NewTokens:
+        """Returns the tokens of unfinished sequences with masks, for the next masks."""
+        tokens = NewTokens([], [], [])
+        for event in events:
+            sequence = self.find(event.sequence_id)
+            if sequence is not None and sequence.message.token_masks and event.token_ids:
+                tokens.sequence_ids.append(event.sequence_id)
+                tokens.token_ids.append(event.token_ids)
+                tokens.num_generated.append(sequence.num_generated)
+        return tokens
+
     def stats(self) -> EngineStats:
         """Returns the gauges and counters of the engine."""
         scheduler = self.scheduler
@@ -223,27 +269,34 @@ class Engine:
             num_steps=self._num_steps,
             num_late_masks=self.gate.num_missed,
             num_lacking_images=scheduler.num_lacking_images,
-            busy_s=self._busy_s + (time.monotonic() - self._busy_since if self._pending else 0.0),
+            busy_s=self._busy_s + (self._clock() - self._busy_since if self.pending else 0.0),
         )
+
+    def _sample(self) -> None:
+        """Samples the step that waits for masks, if any, without the masks that are missing."""
+        if missed := self.gate.sample():
+            self._discard_plan()
+            for sequence in missed:
+                self.scheduler.mask_missed(sequence)
 
     def _launch(self, batch: Batch) -> None:
         """Hands a batch to the device and registers the blocks that the batch fills."""
-        now = time.monotonic()
+        now = self._clock()
         for sequence in batch.admitted:
             if sequence.first_scheduled_at == 0.0:
                 sequence.first_scheduled_at = now
         batch.launched_at = now
-        if not self._pending:
+        if not self.pending:
             self._busy_since = now
-        step = batch.to_step() if self._planned is None else self._planned[1]
-        self._planned = None
+        step = batch.to_step() if self.planned is None else self.planned[1]
+        self.planned = None
         try:
             pending = self._runner.execute(step)
         except self._out_of_memory as error:
             self._fail_largest(batch, error)
             return
         self._num_steps += 1
-        self._pending.append((self.scheduler.step, batch, pending))
+        self.pending.append((self.scheduler.step, batch, pending))
         self.gate.launched(batch, pending)
         for chunk in reversed(batch.chunks):
             if chunk.from_device:
@@ -268,11 +321,11 @@ class Engine:
         if load is not None and not batch.late:
             self._step_cost.observe(load, ms)
 
-    def discard_plan(self) -> None:
+    def _discard_plan(self) -> None:
         """Reverts the planned step, which has to happen before a sequence leaves or joins it."""
-        if self._planned is not None:
-            batch, _ = self._planned
-            self._planned = None
+        if self.planned is not None:
+            batch, _ = self.planned
+            self.planned = None
             self.scheduler.roll_back(batch)
 
     def _fail_largest(self, batch: Batch, error: BaseException) -> None:
@@ -290,7 +343,7 @@ class Engine:
         """Appends the sampled ids to their sequences and finds those that have ended."""
         for chunk, scores in zip(batch.scored, output.scores, strict=True):
             self._send_scores(chunk, scores)
-        now = time.monotonic()
+        now = self._clock()
         block_size = self._blocks.block_size
         finished = SequenceState.FINISHED
         events = self._events
@@ -380,9 +433,9 @@ class Engine:
             poisoned: whether the keys and values of the sequence are wrong.
             event: event of the sequence's last tokens. None if there are no further tokens.
         """
-        self.discard_plan()
+        self._discard_plan()
         self.scheduler.finish(sequence, poisoned=poisoned)
-        del self._sequences[sequence.sequence_id]
+        del self.sequences[sequence.sequence_id]
         self._end(sequence, reason, message, event)
 
     def _end(
@@ -398,7 +451,7 @@ class Engine:
 
     def _first_in_flight(self) -> int:
         """Returns the number of the oldest step in flight, or of the next step if there is none."""
-        return self._pending[0][0] if self._pending else self.scheduler.step + 1
+        return self.pending[0][0] if self.pending else self.scheduler.step + 1
 
 
 def _append(sequence: Sequence, ids: list[int]) -> str | None:

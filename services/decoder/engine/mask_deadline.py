@@ -1,45 +1,54 @@
-"""When a step is sampled without the token masks that are missing. Pure; times are seconds.
+"""The deadline for token masks: when a step is sampled without those that are missing.
 
-The device must not wait for a mask: others in the batch would. So the host has to be through with
-this step's sampling and the next step's launch when the device has computed the step, and begins
-early enough, by what the last steps took. Where all rows have masks, a missing one costs its row
-two steps and waiting for it costs all rows a little, so that the device may wait a little.
+The device must not wait for a mask, because the other sequences of the batch would wait, too. So
+the host has to have sampled this step and launched the next one when the device has computed this
+step. The deadline is as early as the last steps say that this takes. If all sequences of a step
+have masks, a missing mask costs its sequence two steps, and waiting costs all sequences a little,
+so the device may wait a little. Pure Python; all times are seconds.
 """
 
-_NEWEST = 0.2  # of the means
+# Weight of the newest value in a running mean.
+_NEWEST_WEIGHT = 0.2
 _MARGIN_S = 5e-5
-_LEAST_SHARE = 0.5  # of a step, in which masks may always arrive
+# Masks may arrive during this share of a step, however long the launch of a step takes.
+_LEAST_SHARE = 0.5
 _STEPS_PER_MISS = 2
-_MOST_PATIENCE = 0.1  # of a step; a mask that always takes longer costs the other rows no more
+# The longest wait behind the deadline, as a share of a step. It limits what a mask that is always
+# late costs the other sequences.
+_MAX_PATIENCE = 0.1
 
 
 class MaskDeadline:
-    """Means over the last steps of decodes alone, and the deadline that follows."""
+    """Running means over the last steps with decodes alone, and the deadline that follows."""
 
     def __init__(self) -> None:
         self._step_s = 0.0
         self._launch_s = 0.0
-        self._began_at = 0.0  # of the step that the device computes; 0: unknown
+        self._began_at = 0.0  # when the device began its present step; 0 if that is unknown
         self._decodes_only = False
-        self._has_waited = False  # the device, for masks
+        self._has_waited = False  # whether the device has waited for masks
 
     @property
     def at(self) -> float | None:
-        """The deadline of the step that the device computes; None: when it is computed."""
+        """`time.monotonic()` of the deadline for the step that the device computes.
+
+        None if the duration of the step cannot be predicted. The deadline is then its end.
+        """
         if not (self._began_at and self._decodes_only and self._step_s):
             return None
         least = self._step_s - self._launch_s - _MARGIN_S
         return self._began_at + max(least, _LEAST_SHARE * self._step_s)
 
     def patience_s(self, missing: int, rows: int) -> float:
-        """How long after the deadline a step whose rows all have masks waits for those missing."""
-        return self._step_s * min(_MOST_PATIENCE, _STEPS_PER_MISS * missing / rows)
+        """Returns for how long a step whose rows all have masks waits behind the deadline."""
+        return self._step_s * min(_MAX_PATIENCE, _STEPS_PER_MISS * missing / rows)
 
     def began(self, now: float, *, decodes_only: bool) -> None:
-        """The tokens of a step have arrived, so the device computes the next one.
+        """Notes that the tokens of a step have arrived, so that the device computes the next step.
 
         Args:
-            decodes_only: of the next one.
+            now: `time.monotonic()`.
+            decodes_only: whether the next step has decodes alone.
         """
         if self._began_at and self._decodes_only and not self._has_waited:
             self._step_s = _mean(self._step_s, now - self._began_at)
@@ -47,21 +56,22 @@ class MaskDeadline:
         self._has_waited = False
 
     def computed(self, now: float) -> None:
-        """The device had computed the step before it could be sampled: how long it took the device
-        is not known, only that it was no longer than this.
+        """Notes that the device had computed the step before the step could be sampled.
+
+        The time that the device took is unknown, except that it was no longer than until `now`.
         """
         if self._began_at and self._decodes_only:
             self._step_s = min(self._step_s or now - self._began_at, now - self._began_at)
             self._has_waited = True
 
     def idle(self) -> None:
-        """The device computes nothing."""
+        """Notes that the device computes nothing."""
         self._began_at = 0.0
 
     def launched(self, seconds: float) -> None:
-        """The time from the decision to sample a step to the next step's launch."""
+        """Takes the time from the decision to sample a step to the launch of the next step."""
         self._launch_s = _mean(self._launch_s, seconds)
 
 
 def _mean(mean: float, newest: float) -> float:
-    return mean + _NEWEST * (newest - mean) if mean else newest
+    return mean + _NEWEST_WEIGHT * (newest - mean) if mean else newest

@@ -7,19 +7,19 @@ import socket
 import numpy as np
 
 from services.common.process.channel import ChannelClosed, EngineChannel
-from services.decoder.engine.mask_gate import MaskGate
+from services.decoder.engine.engine import Engine
 from services.decoder.engine.messages import MaskLink, StepDone, TokenMasks
 from services.decoder.engine.step import Int32Array
 from services.decoder.masks.rows import ROWS_OFFSET
 
 
 def send_tokens(
-    gate: MaskGate, links: dict[int, EngineChannel[TokenMasks]], done: StepDone
+    engine: Engine, links: dict[int, EngineChannel[TokenMasks]], done: StepDone
 ) -> None:
     """Tells the processes that fill masks. One that has ended, or reads nothing, is left: the front
     starts another one.
     """
-    tokens = gate.new_tokens(done.events)
+    tokens = engine.new_tokens(done.events)
     if not tokens.sequence_ids:
         return
     for number, link in list(links.items()):
@@ -27,7 +27,7 @@ def send_tokens(
             link.send_nowait(tokens)
         except ChannelClosed:
             link.shutdown()
-            del links[number], gate.rows[number]
+            del links[number], engine.gate.rows[number]
 
 
 def open_link(

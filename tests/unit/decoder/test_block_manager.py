@@ -122,9 +122,9 @@ def test_check_integrity_sees_damage(damage):
     admit(blocks, first)
     match damage:
         case "lost":
-            blocks._blank.pop()
+            blocks.blank.pop()
         case "twice":
-            blocks._blank.append(blocks._blank[0])
+            blocks.blank.append(blocks.blank[0])
         case "reference":
             first.block_table.pop()
             first.capacity -= SIZE

@@ -3,10 +3,9 @@
 import numpy as np
 import pytest
 
-from services.decoder.engine import engine
 from services.decoder.engine.messages import ImageSpan, TokenMasks
 from tests.engine_harness import KEYS, Harness, prompt_of
-from tests.fake_runner import FakeRunner, add_message, expected_tokens, failing
+from tests.fake_runner import add_message, expected_tokens, failing
 
 
 @pytest.mark.parametrize("overlap", [True, False])
@@ -305,7 +304,7 @@ def test_a_sequence_whose_tokens_are_all_masked_fails_alone():
     message = add_message(1, prompt_of(1, 9), max_tokens=8, token_masks=True)
     harness.runner.messages[1] = harness.added[1] = message
     harness.engine.add(message)
-    harness.gate.mask_ready(1, 0, np.zeros(32, np.int32))
+    harness.engine.mask_ready(1, 0, np.zeros(32, np.int32))
     harness.run()
     assert harness.ends == {1: "refused", 2: "length"}
     assert "every token is masked out" in harness.messages[1]
@@ -318,8 +317,8 @@ def test_a_mask_for_another_token_fails_its_sequence():
     message = add_message(1, prompt_of(1, 9), max_tokens=8, token_masks=True)
     harness.added[1] = message
     harness.engine.add(message)
-    harness.gate.mask_ready(1, 1, np.empty(0, np.int32))
-    harness.gate.mask_ready(7, 0, np.empty(0, np.int32))  # has ended already
+    harness.engine.mask_ready(1, 1, np.empty(0, np.int32))
+    harness.engine.mask_ready(7, 0, np.empty(0, np.int32))  # has ended already
     harness.step()
     assert harness.ends == {1: "failed"}
     assert "token 1 came, at token 0" in harness.messages[1]
@@ -335,19 +334,17 @@ def test_masked_sequences_that_hold_all_rows_leave_the_engine_idle():
 
 
 @pytest.mark.parametrize("others", [0, 1])
-def test_the_engine_waits_for_late_masks_while_the_device_computes(monkeypatch, others):
+def test_the_engine_waits_for_late_masks_while_the_device_computes(others):
     """Then it does not, unless nobody else could be sampled."""
     now = 1.0
-    monkeypatch.setattr("services.decoder.engine.engine.time.monotonic", lambda: now)
-    harness = Harness(mask_after=2)
+    harness = Harness(mask_after=2, clock=lambda: now)
     harness.add(add_message(1, prompt_of(1, 9), max_tokens=8, token_masks=True))
     for number in range(others):
         harness.add(add_message(2 + number, prompt_of(2, 9), max_tokens=20))
     engine = harness.engine
     while not engine.waits:
         harness.step()
-    pending = engine.gate._unsampled[1]
-    monkeypatch.setattr(type(pending), "is_computed", lambda _: True)
+    harness.runner.computes_at_once = True
     assert engine.waits == (not others)
     now += 0.0199
     assert engine.waits == (not others)
@@ -359,18 +356,17 @@ def test_the_engine_waits_for_late_masks_while_the_device_computes(monkeypatch, 
     harness.assert_all_as_alone()
 
 
-def test_a_step_with_others_is_sampled_before_the_device_has_computed_it(monkeypatch):
+def test_a_step_with_others_is_sampled_before_the_device_has_computed_it():
     """Steps of 2 ms; the host turns in no time."""
     now = 1.0
-    monkeypatch.setattr("services.decoder.engine.engine.time.monotonic", lambda: now)
-    harness = Harness(mask_after=0)
+    harness = Harness(mask_after=0, clock=lambda: now)
     for number in (1, 2):
         masked = number == 1
         harness.add(add_message(number, prompt_of(1, 9), max_tokens=20, token_masks=masked))
     for _ in range(6):
         now += 0.002
         harness.step()
-    harness._mask_after = 3
+    harness.mask_after = 3
     while not harness.engine.waits:
         now += 0.002
         harness.step()
@@ -390,22 +386,21 @@ def waiting_engine(**options: int) -> Harness:
         harness.add(add_message(number, prompt_of(1, 9), max_tokens=20, token_masks=masked))
     for _ in range(6):
         harness.step()
-    harness._mask_after = 3
+    harness.mask_after = 3
     while not harness.engine.waits:
         harness.step()
     return harness
 
 
-def test_a_step_is_planned_and_prepared_while_masks_are_missing(monkeypatch):
+def test_a_step_is_planned_and_prepared_while_masks_are_missing():
     harness = waiting_engine()
-    prepared, executed = [], []
-    monkeypatch.setattr(harness.runner, "prepare", prepared.append)
+    executed = []
     harness.runner.on_execute = executed.append
     harness.engine.plan()
     harness.engine.plan()
-    (step,) = prepared
-    harness.gate.mask_ready(1, harness.engine._sequences[1].num_generated, np.empty(0, np.int32))
-    harness._masks.clear()  # it has come
+    (step,) = harness.runner.prepared
+    harness.engine.mask_ready(1, harness.engine.find(1).num_generated, np.empty(0, np.int32))
+    harness.masks_due.clear()  # it has come
     assert not harness.engine.waits
     harness.step()
     assert [one.compute.to_bytes() for one in executed] == [step.compute.to_bytes()]
@@ -415,7 +410,7 @@ def test_a_step_is_planned_and_prepared_while_masks_are_missing(monkeypatch):
 def test_a_plan_is_made_anew_when_other_sequences_take_part(event):
     harness = waiting_engine()
     harness.engine.plan()
-    assert harness.engine._planned is not None
+    assert harness.engine.planned is not None
     if event == "add":
         harness.add(add_message(3, prompt_of(3, 9), max_tokens=4))
     elif event == "abort":
@@ -431,17 +426,22 @@ def test_a_plan_is_made_anew_when_other_sequences_take_part(event):
 def test_a_plan_takes_no_blocks_from_anybody(blocks, plans):
     harness = waiting_engine(num_blocks=blocks, block_size=8)
     harness.engine.plan()
-    assert (harness.engine._planned is not None) == plans
+    assert (harness.engine.planned is not None) == plans
     harness.run()
     harness.assert_all_as_alone()
 
 
 @pytest.mark.parametrize("free", [False, True])
-def test_rows_with_masks_alone_wait_a_little_longer(monkeypatch, free):
+def test_rows_with_masks_alone_wait_a_little_longer(free):
     """Steps of 2 ms; the host turns in no time; one mask of 40 is late, for which 0.1 ms is due."""
     now = 1.0
-    monkeypatch.setattr("services.decoder.engine.engine.time.monotonic", lambda: now)
-    harness = Harness(mask_after=0, max_num_sequences=40, max_batched_tokens=512, num_blocks=400)
+    harness = Harness(
+        mask_after=0,
+        clock=lambda: now,
+        max_num_sequences=40,
+        max_batched_tokens=512,
+        num_blocks=400,
+    )
     for number in range(40):
         masked = number > 0 or not free
         harness.add(add_message(number, prompt_of(1, 9), max_tokens=20, token_masks=masked))
@@ -449,10 +449,10 @@ def test_rows_with_masks_alone_wait_a_little_longer(monkeypatch, free):
         now += 0.002
         harness.step()
     engine = harness.engine
-    while engine.gate._unsampled is None:
+    while engine.gate.unsampled is None:
         now += 0.002
         harness.step()
-    engine._sequences[39].token_mask = None
+    engine.find(39).token_mask = None
     now += 0.00196
     assert engine.waits == (not free)
     now += 0.00008
@@ -461,10 +461,15 @@ def test_rows_with_masks_alone_wait_a_little_longer(monkeypatch, free):
     assert not engine.waits
 
 
-def test_an_engine_without_a_gate_takes_no_masks():
-    alone = engine.Engine(FakeRunner(), overlap=True)
-    with pytest.raises(TypeError, match="TokenMasks"):
-        alone.handle(TokenMasks([1], [0], [-1], 0))
+def test_masks_of_a_process_that_has_ended_are_ignored():
+    harness = Harness(mask_after=1000)
+    harness.add(add_message(1, prompt_of(1, 9), max_tokens=8, token_masks=True))
+    masks = TokenMasks([1], [0], [-1], link=0)
+    harness.engine.handle(masks)
+    assert harness.engine.find(1).awaits_mask
+    harness.engine.gate.rows[0] = np.zeros((1, 32), np.int32)
+    harness.engine.handle(masks)
+    assert not harness.engine.find(1).awaits_mask
 
 
 def test_the_engine_waits_for_nothing_without_masks():
@@ -510,10 +515,9 @@ def test_a_sequence_that_waits_for_its_mask_alone_lacks_no_image():
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-def test_an_engine_is_busy_while_a_step_is_in_flight(overlap, monkeypatch):
+def test_an_engine_is_busy_while_a_step_is_in_flight(overlap):
     clock = [0.0]
-    monkeypatch.setattr(engine.time, "monotonic", lambda: clock[0])
-    harness = Harness(overlap=overlap)
+    harness = Harness(overlap=overlap, clock=lambda: clock[0])
     harness.add(add_message(1, prompt_of(1, 9), max_tokens=4))
     num_steps = 0
     while harness.engine.has_work:

@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 
 from services.decoder.engine.engine import Engine
-from services.decoder.engine.mask_gate import MaskGate
 from services.decoder.engine.messages import AddSequence, SamplingParams
 from tests.decoder_harness import Harness, write_checkpoint
 from tests.sampling_twins import mask_of
@@ -30,7 +29,6 @@ def test_masks_that_arrive_while_a_step_is_computed_or_later_give_the_same_token
 
     def run(*, overlap: bool, delay: int) -> tuple[dict[int, list[int]], dict, int]:
         engine = Engine(harness.runner, overlap=overlap)
-        gate = MaskGate(engine)
         tokens: dict[int, list[int]] = {}
         logprobs: dict[int, list[float]] = {}
         due: list[tuple[int, tuple[int, int, np.ndarray]]] = []
@@ -52,7 +50,7 @@ def test_masks_that_arrive_while_a_step_is_computed_or_later_give_the_same_token
             if plans:
                 engine.plan()
             for _, mask in [one for one in due if one[0] <= now]:
-                gate.mask_ready(*mask)
+                engine.mask_ready(*mask)
             due = [one for one in due if one[0] > now]
             done, now = engine.step(), now + 1
             for event in done.events if done else ():

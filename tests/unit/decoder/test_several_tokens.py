@@ -42,7 +42,7 @@ def test_rows_of_k_tokens_are_planned_in_every_step_and_reserve_for_all_of_them(
     scripted(harness, [1, 2, 4, 1, 1, 3] * 40)
     for number in range(3):
         harness.add(add_message(number, prompt_of(number, 5), max_tokens=60))
-    sequences = harness.engine._sequences
+    sequences = harness.engine.sequences
     for step in range(15):
         harness.step()
         assert step == 0 or harness.launches[-1] == {0, 1, 2}

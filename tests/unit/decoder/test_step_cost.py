@@ -7,8 +7,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.decoder.engine import calibration
-from services.decoder.engine import engine as engine_module
 from services.decoder.engine.calibration import measured_cost
 from services.decoder.engine.engine import Engine
 from services.decoder.engine.schedule.step_cost import Limit, StepCost, StepLoad
@@ -115,7 +113,9 @@ def test_experts_are_read_once_for_many_tokens(bound: ms) -> None:
     cost, load, room = fitted("experts"), StepLoad(), 0
     for _ in range(200):  # what it learns of its own steps keeps it there
         load = load_of(6, 500)
-        room = cost.room(load, 0, Limit(cost.bound(bound), 8192, cost.min_chunk + load.tokens))
+        room = cost.fitting_tokens(
+            load, 0, Limit(cost.bound(bound), 8192, cost.min_chunk + load.tokens)
+        )
         load.add_chunk(0, room)
         cost.observe(load, experts(load))
     assert experts(load) == pytest.approx(max(bound, 2 * 55), rel=0.15)
@@ -126,7 +126,7 @@ def test_experts_are_read_once_for_many_tokens(bound: ms) -> None:
 def test_nothing_is_known_before_something_is_measured() -> None:
     cost = StepCost(1000)
     assert cost.predict(SERVED[0]) == 0.0
-    assert cost.room(StepLoad(4, 4), 0, Limit(1.0, 100, 50)) == 96
+    assert cost.fitting_tokens(StepLoad(4, 4), 0, Limit(1.0, 100, 50)) == 96
     cost.observe(SERVED[0], 30.0)
     assert cost.predict(SERVED[0]) == pytest.approx(30.0)
 
@@ -146,7 +146,7 @@ def test_a_chunk_fits_and_no_much_longer_one_does(
 ):
     cost = fitted(device, scale)
     load = load_of(rows, context, (0, tokens))
-    room = cost.room(load, start, limit)
+    room = cost.fitting_tokens(load, start, limit)
     least = max(0, limit.least - load.tokens)
     assert least <= room <= limit.tokens - load.tokens
 
@@ -169,18 +169,6 @@ def test_the_first_steps_are_timed_by_an_engine_that_leaves_nothing_behind() -> 
     engine.add(add_message(7, [1, 2, 3], max_tokens=4))
     while engine.has_work:
         engine.step()
-
-
-class Clock:
-    """`time` of an engine and its calibration, which passes while steps are computed."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-    perf_counter = monotonic
 
 
 def waves(tokens: int, tile: int, fixed: ms) -> ms:
@@ -206,21 +194,19 @@ def test_a_step_has_the_size_at_which_a_token_takes_the_least_time(
     step_ms: ms,
     blocks: int,
     efficient: int,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    clock = Clock()
-    monkeypatch.setattr(calibration, "time", clock)
-    monkeypatch.setattr(engine_module, "time", clock)
+    now = 0.0  # passes while steps are computed
     info = runner_info(
         num_blocks=blocks, max_model_len=2000, max_batched_tokens=8192, num_weight_tokens=10**9
     )
     runner = FakeRunner(info)
 
     def compute(step: Step) -> None:
-        clock.now += waves(sum(step.compute.lengths), tile, fixed) / 1e3
+        nonlocal now
+        now += waves(sum(step.compute.lengths), tile, fixed) / 1e3
 
     runner.on_execute = compute
-    assert measured_cost(runner, 60.0, step_ms).efficient_tokens == efficient
+    assert measured_cost(runner, 60.0, step_ms, lambda: now).efficient_tokens == efficient
 
 
 def test_what_takes_too_long_is_not_timed() -> None:

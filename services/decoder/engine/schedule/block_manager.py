@@ -25,6 +25,11 @@ class BlockManager:
             recurrent states.
 
     Attributes:
+        references: number of sequences that own each block, by block id.
+        blank: free blocks that are not registered.
+        reusable: free blocks that are registered, least recently used first.
+        hash_of: hash of each registered block, by block id.
+        block_of: id of each registered block, by hash.
         num_registrations: number of registrations so far. While the number stays the same, no
             longer prefix of any sequence can be found.
     """
@@ -34,18 +39,18 @@ class BlockManager:
         self.block_size = block_size
         self.states = states or NoStates()
         self.num_registrations = 0
-        self._references = [0] * num_blocks
-        self._blank = list(range(num_blocks - 1, -1, -1))  # free and not registered
-        # Free and registered, least recently used first. Not a dict: finding the first key of a
-        # dict whose first keys were deleted scans their empty entries each time.
-        self._reusable: OrderedDict[int, None] = OrderedDict()
-        self._hash_of: dict[int, bytes] = {}
-        self._block_of: dict[bytes, int] = {}
+        self.references = [0] * num_blocks
+        self.blank = list(range(num_blocks - 1, -1, -1))
+        # Not a dict: finding the first key of a dict whose first keys were deleted scans their
+        # empty entries each time.
+        self.reusable: OrderedDict[int, None] = OrderedDict()
+        self.hash_of: dict[int, bytes] = {}
+        self.block_of: dict[bytes, int] = {}
 
     @property
     def num_free(self) -> int:
         """Number of blocks that no sequence owns."""
-        return len(self._blank) + len(self._reusable)
+        return len(self.blank) + len(self.reusable)
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Returns the number of blocks that hold `num_tokens` tokens."""
@@ -65,7 +70,7 @@ class BlockManager:
             if len(prefix) >= len(sequence.block_hashes):
                 # A few hashes at a time: most prompts are new from their first block on.
                 extend_hashes(sequence, self.block_size, min(most, 2 * len(prefix) + 1))
-            block = self._block_of.get(sequence.block_hashes[len(prefix)])
+            block = self.block_of.get(sequence.block_hashes[len(prefix)])
             if block is None:
                 break
             prefix.append(block)
@@ -75,7 +80,7 @@ class BlockManager:
 
     def can_allocate(self, num_tokens: int, prefix: list[int], keep_free: int = 0) -> bool:
         """Returns whether `num_tokens` fit behind a shared `prefix`, with `keep_free` left over."""
-        revived = sum(1 for block in prefix if self._references[block] == 0)
+        revived = sum(1 for block in prefix if self.references[block] == 0)
         needed = self.num_blocks_for(num_tokens) - len(prefix) + revived
         return needed + keep_free <= self.num_free
 
@@ -86,9 +91,9 @@ class BlockManager:
         """
         assert not sequence.block_table, "the sequence has blocks already"
         for block in prefix:
-            if self._references[block] == 0:
-                del self._reusable[block]
-            self._references[block] += 1
+            if self.references[block] == 0:
+                del self.reusable[block]
+            self.references[block] += 1
         fresh = [self._take() for _ in range(self.num_blocks_for(num_tokens) - len(prefix))]
         sequence.block_table = prefix + fresh
         sequence.capacity = len(sequence.block_table) * self.block_size
@@ -110,10 +115,10 @@ class BlockManager:
         for index in range(first, num_full):
             block_hash = sequence.block_hashes[index]
             # Of two blocks with equal contents, the first stays registered.
-            if block_hash not in self._block_of:
+            if block_hash not in self.block_of:
                 block = sequence.block_table[index]
-                self._block_of[block_hash] = block
-                self._hash_of[block] = block_hash
+                self.block_of[block_hash] = block
+                self.hash_of[block] = block_hash
                 self.num_registrations += 1
         sequence.num_registered_blocks = num_full
 
@@ -122,12 +127,12 @@ class BlockManager:
         # The last block first, so that it is also reused first: a block is found only if all blocks
         # before it are.
         for block in reversed(sequence.block_table):
-            self._references[block] -= 1
-            if self._references[block] == 0:
-                if block in self._hash_of:
-                    self._reusable[block] = None
+            self.references[block] -= 1
+            if self.references[block] == 0:
+                if block in self.hash_of:
+                    self.reusable[block] = None
                 else:
-                    self._blank.append(block)
+                    self.blank.append(block)
         sequence.block_table = []
         sequence.capacity = 0
         sequence.num_registered_blocks = 0
@@ -142,23 +147,23 @@ class BlockManager:
 
     def reset(self) -> None:
         """Empties the prefix cache; sequences keep their blocks."""
-        for block in list(self._hash_of):
+        for block in list(self.hash_of):
             self._unregister(block)
 
     def _take(self) -> int:
-        if self._blank:
-            block = self._blank.pop()
+        if self.blank:
+            block = self.blank.pop()
         else:
-            block, _ = self._reusable.popitem(last=False)
+            block, _ = self.reusable.popitem(last=False)
             self._unregister(block)
-        self._references[block] = 1
+        self.references[block] = 1
         return block
 
     def _unregister(self, block: int) -> None:
-        block_hash = self._hash_of.pop(block, None)
+        block_hash = self.hash_of.pop(block, None)
         if block_hash is not None:
-            del self._block_of[block_hash]
+            del self.block_of[block_hash]
             self.states.drop(block_hash)
-            if block in self._reusable:
-                del self._reusable[block]
-                self._blank.append(block)
+            if block in self.reusable:
+                del self.reusable[block]
+                self.blank.append(block)

@@ -128,7 +128,7 @@ class Prefills:
             if long is None and budget.exceeds_step(self._chunk_end(sequence, start) - start):
                 long = sequence
                 budget.reserve_half()
-            elif budget.room(start):
+            elif budget.fitting_tokens(start):
                 chunks += self._advance(sequence, budget)
         if long is not None:
             budget.release_half()
@@ -171,7 +171,7 @@ class Prefills:
     def _advance(self, sequence: Sequence, budget: StepBudget) -> list[Chunk]:
         """Returns the sequence's next chunk, if it has one, and moves it to its next queue."""
         start = sequence.num_computed_tokens
-        end = min(self._chunk_end(sequence, start), start + budget.room(start))
+        end = min(self._chunk_end(sequence, start), start + budget.fitting_tokens(start))
         end, checkpoints = self._blocks.states.plan(sequence, start, end, self.admitted)
         length = end - start
         samples = end == len(sequence.token_ids)

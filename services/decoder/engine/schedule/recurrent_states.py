@@ -68,6 +68,12 @@ class RecurrentStates(NoStates):
         least: smallest number of tokens between two checkpoints. A checkpoint that saves fewer
             tokens would take its slot from one that saves more.
 
+    Attributes:
+        num_slots: number of slots for checkpoints.
+        free: slots that are free.
+        slot_of: slot of each checkpoint by its name, least recently used first.
+        planned: name of the planned checkpoint by its slot.
+
     Raises:
         ValueError: steps may yield several tokens.
     """
@@ -78,17 +84,17 @@ class RecurrentStates(NoStates):
         self.least = least
         self.num_slots = info.num_checkpoints
         self._block_size, self._state_tokens = info.block_size, info.state_tokens
-        self._free = list(range(self.num_slots - 1, -1, -1))
-        self._slot_of: OrderedDict[bytes, int] = OrderedDict()  # least recently used first
-        self._planned: dict[int, bytes] = {}
+        self.free = list(range(self.num_slots - 1, -1, -1))
+        self.slot_of: OrderedDict[bytes, int] = OrderedDict()
+        self.planned: dict[int, bytes] = {}
 
     def __contains__(self, block_hash: bytes) -> bool:
-        return block_hash in self._slot_of
+        return block_hash in self.slot_of
 
     def use(self, block_hash: bytes) -> int:
         """Returns the slot of a checkpoint, which counts as used."""
-        self._slot_of.move_to_end(block_hash)
-        return self._slot_of[block_hash]
+        self.slot_of.move_to_end(block_hash)
+        return self.slot_of[block_hash]
 
     def reserve(self, block_hash: bytes, in_use: Container[int]) -> int:
         """Returns a slot for a new checkpoint, to be committed or abandoned.
@@ -99,32 +105,32 @@ class RecurrentStates(NoStates):
             block_hash: name of the new checkpoint.
             in_use: slots that a step reads which is not launched yet.
         """
-        if block_hash in self._slot_of or block_hash in self._planned.values():
+        if block_hash in self.slot_of or block_hash in self.planned.values():
             return -1
-        if not self._free:
-            for name, slot in self._slot_of.items():
+        if not self.free:
+            for name, slot in self.slot_of.items():
                 if slot not in in_use:
                     self.drop(name)
                     break
             else:
                 return -1
-        slot = self._free.pop()
-        self._planned[slot] = block_hash
+        slot = self.free.pop()
+        self.planned[slot] = block_hash
         return slot
 
     def commit(self, planned: Checkpoints) -> None:
         for _, slot in planned:
-            self._slot_of[self._planned.pop(slot)] = slot
+            self.slot_of[self.planned.pop(slot)] = slot
 
     def abandon(self, planned: Checkpoints) -> None:
         for _, slot in planned:
-            del self._planned[slot]
-            self._free.append(slot)
+            del self.planned[slot]
+            self.free.append(slot)
 
     def drop(self, block_hash: bytes) -> None:
-        slot = self._slot_of.pop(block_hash, None)
+        slot = self.slot_of.pop(block_hash, None)
         if slot is not None:
-            self._free.append(slot)
+            self.free.append(slot)
 
     def admitted(self, sequence: Sequence) -> None:
         start, size, sequence.checkpoint = sequence.num_computed_tokens, self._block_size, -1

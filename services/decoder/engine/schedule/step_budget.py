@@ -25,7 +25,7 @@ class StepBudget:
         factor = _LONE_PROMPT_FACTOR if alone else 1
         least = min(max_tokens, load.tokens + factor * cost.min_chunk)
         whole = Limit(factor * cost.bound(step_ms), max_tokens, least)
-        self._longest_chunk = cost.room(load, 0, whole)
+        self._longest_chunk = cost.fitting_tokens(load, 0, whole)
         if not alone:
             whole = whole._replace(tokens=min(max_tokens, cost.efficient_tokens))
         self._whole = self._limit = whole
@@ -33,7 +33,7 @@ class StepBudget:
     @property
     def is_spent(self) -> bool:
         """Whether not even a prompt's first token fits."""
-        return not self._cost.room(self._load, 0, self._limit)
+        return not self._cost.fitting_tokens(self._load, 0, self._limit)
 
     def exceeds_step(self, num_tokens: int) -> bool:
         """Returns whether a prompt with so many tokens left is too long for one whole step."""
@@ -41,15 +41,15 @@ class StepBudget:
 
     def reserve_half(self) -> None:
         """Withholds half of the budget until `release_half`."""
-        self._limit = self._cost.half(self._load, self._whole)
+        self._limit = self._cost.half_limit(self._load, self._whole)
 
     def release_half(self) -> None:
         """Makes the whole budget available again."""
         self._limit = self._whole
 
-    def room(self, start: int) -> int:
+    def fitting_tokens(self, start: int) -> int:
         """Returns how many tokens fit of a prompt whose first `start` tokens are computed."""
-        return self._cost.room(self._load, start, self._limit)
+        return self._cost.fitting_tokens(self._load, start, self._limit)
 
     def spend(self, start: int, length: int) -> None:
         """Takes tokens [start, start + length) of a prompt out of the budget."""

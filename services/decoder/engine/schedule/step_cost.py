@@ -1,17 +1,21 @@
-"""How long a step lasts: a linear model of its work, kept true by measured steps. Pure Python.
+"""Step cost: a linear model that predicts how long a step lasts, corrected by measured steps.
 
     ms = step + row · rows + token · min(tokens, 256) + more · max(tokens - 256, 0)
          + pair · pairs + key · keys + experts · read
 
-`step` is what every step costs: the weights are read, the kernels are launched. Below some hundred
-tokens a GPU still waits for the weights, so that a token costs less there than above. `pairs` are
-queries of prompts times the keys that each attends to; `keys` are what decodes read of the cache.
-`read` is the share of a layer's experts that is read if tokens choose theirs independently, 1 - (1
-- share of one token) ^ tokens: 64 tokens read nearly all of 128, and more tokens cost little.
+- `step` is the cost of any step: weights are read and kernels are launched.
+- `token` and `more` are the costs of a token. A GPU waits for the weights up to a few hundred
+  tokens, so a token costs less there than behind them.
+- `pairs` counts pairs of a prompt's query and a key that the query attends to.
+- `keys` counts the keys in the cache that decodes attend to.
+- `read` is the share of a layer's experts that the step reads, if tokens choose their experts
+  independently: 1 - (1 - share of one token) ^ tokens. 64 tokens read nearly all of 128 experts,
+  and more tokens cost little.
 
-Each measured step corrects the coefficients in proportion to their part of it (a normalized least
-mean squares filter), so that a slow device, or a service beside it on the same device, is noticed
-within some ten steps, and what a step has none of stays as it was.
+Each measured step corrects the coefficients in proportion to their part of the step (a normalized
+least mean squares filter). So a slow device, or another process on the same device, is noticed
+within some ten steps, and coefficients that have no part in the step stay as they were. Pure
+Python.
 """
 
 import math
@@ -20,13 +24,18 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 _FEW_TOKENS = 256
-_RATE = 0.1  # of a step's error that it corrects
-_OUTLIER = 2.0  # a step counts as at most so many times faster or slower than predicted
-# Before anything is measured, in steps of one token: only the proportions matter. Attention to a
-# context with as many bytes as the weights takes the time of some GEMMs of its tokens.
+# Share of a step's error by which the step corrects the model.
+_RATE = 0.1
+# A measured time counts as at most this many times longer or shorter than the prediction.
+_OUTLIER = 2.0
+# First guesses of the coefficients, as multiples of a step of one token. Only the proportions
+# matter. Attention to a context with as many bytes as the weights takes as long as several GEMMs of
+# the same tokens.
 _TOKEN, _PAIR = 1 / 256, 4
-_MIN_CHUNKS = 32, 256  # least and greatest
-_GRAPH_TOKENS = 64  # CUDA graphs of steps with prompts are captured for multiples of it
+# Bounds of `min_chunk`.
+_LEAST_MIN_CHUNK, _GREATEST_MIN_CHUNK = 32, 256
+# CUDA graphs of steps with prompts are captured for multiples of this number of tokens.
+_GRAPH_TOKENS = 64
 
 
 @dataclass(slots=True)
@@ -34,10 +43,10 @@ class StepLoad:
     """The work of a step.
 
     Attributes:
-        rows: decodes.
-        tokens: of decodes and prompts together.
-        pairs: queries of prompts times the keys that each attends to.
-        keys: that decodes attend to.
+        rows: number of decodes.
+        tokens: number of tokens, of decodes and prompts together.
+        pairs: number of pairs of a prompt's query and a key that the query attends to.
+        keys: number of keys that decodes attend to.
     """
 
     rows: int = 0
@@ -52,12 +61,12 @@ class StepLoad:
 
 
 class Limit(NamedTuple):
-    """Of a step.
+    """The limit of a step.
 
     Attributes:
-        ms: how long it may last.
-        tokens: the most that it may have.
-        least: tokens that it may have even if it lasts longer then.
+        ms: milliseconds that the step may last.
+        tokens: the most tokens that the step may have.
+        least: number of tokens that the step may have even if it then lasts longer than `ms`.
     """
 
     ms: float
@@ -69,13 +78,14 @@ class StepCost:
     """The coefficients of one device and model.
 
     Args:
-        num_weight_tokens: tokens whose keys and values have as many bytes as the weights; the first
-            guess of what attention costs.
-        expert_share: of a layer's experts, what one token uses; 0: it has none.
+        num_weight_tokens: number of tokens whose keys and values have as many bytes as the weights.
+            It decides the first guess of the cost of attention.
+        expert_share: share of a layer's experts that one token uses; 0 if the model has no experts.
 
     Attributes:
-        decode_period: of so many steps of decodes alone, one has to be observed.
-        efficient_tokens: a step of more takes longer for each, see `calibration`.
+        decode_period: number of steps with decodes alone of which one has to be observed.
+        efficient_tokens: number of tokens beyond which a step takes longer for each token, see
+            `calibration`.
     """
 
     decode_period = 16
@@ -96,38 +106,43 @@ class StepCost:
         self.efficient_tokens = sys.maxsize
 
     def predict(self, load: StepLoad) -> float:
-        """Milliseconds; 0 before anything was measured."""
+        """Returns the milliseconds that a step lasts; 0 before any step was measured."""
         return sum(self._parts(load)) if self._is_measured else 0.0
 
     @property
     def min_chunk(self) -> int:
-        """Tokens of a prompt that every step may compute: about as many as double the time of a
-        step that reads all weights, so that these are not read for fewer.
+        """Number of prompt tokens that every step may compute.
+
+        About as many tokens as double the time of a step that reads all weights, so that the
+        weights are not read for fewer tokens.
         """
         _, _, few, more, _, _, _ = self._coefficients
-        least, greatest = _MIN_CHUNKS
-        return min(greatest, max(least, int(self._weights_ms / max(few, more)) // least * least))
+        tokens = int(self._weights_ms / max(few, more)) // _LEAST_MIN_CHUNK * _LEAST_MIN_CHUNK
+        return min(_GREATEST_MIN_CHUNK, max(_LEAST_MIN_CHUNK, tokens))
 
     def bound(self, step_ms: float) -> float:
-        """A step's bound, of which at least half is left for prompts after weights are read."""
+        """Returns the milliseconds that a step may last, if `step_ms` are wanted.
+
+        At least half of the time is left for prompts after the weights are read.
+        """
         return max(step_ms, 2 * self._weights_ms if self._is_measured else 0.0)
 
-    def room(self, load: StepLoad, start: int, limit: Limit) -> int:
-        """The most tokens of a prompt that a step has room for.
+    def fitting_tokens(self, load: StepLoad, start: int, limit: Limit) -> int:
+        """Returns the most tokens of a prompt that fit into a step.
 
         Args:
-            load: what the step computes already.
-            start: tokens of the prompt before them.
-            limit: of the whole step.
+            load: the work of the step so far.
+            start: index of the first of these tokens in the prompt.
+            limit: the limit of the whole step.
         """
         most = limit.tokens - load.tokens
-        room = min(most, self._max_chunk(load, start, limit.ms))
-        if room < most and room >= 2 * _GRAPH_TOKENS:
-            room -= (load.tokens + room) % _GRAPH_TOKENS
-        return max(room, limit.least - load.tokens, 0)
+        fitting = min(most, self._max_chunk(load, start, limit.ms))
+        if fitting < most and fitting >= 2 * _GRAPH_TOKENS:
+            fitting -= (load.tokens + fitting) % _GRAPH_TOKENS
+        return max(fitting, limit.least - load.tokens, 0)
 
-    def half(self, load: StepLoad, limit: Limit) -> Limit:
-        """The limit that leaves half of a step's room."""
+    def half_limit(self, load: StepLoad, limit: Limit) -> Limit:
+        """Returns the limit that withholds half of what `limit` leaves beside `load`."""
         return Limit(
             (self.predict(load) + limit.ms) / 2,
             (load.tokens + limit.tokens) // 2,
@@ -135,19 +150,20 @@ class StepCost:
         )
 
     def _max_chunk(self, load: StepLoad, start: int, bound_ms: float) -> int:
+        """Returns the most tokens of a prompt with which the step lasts at most `bound_ms`."""
         if not self._is_measured or bound_ms == math.inf:
             return sys.maxsize
         _, _, few, more, pair, _, experts = self._coefficients
-        # As if the chunk had tokens enough for all experts.
-        left = bound_ms - self.predict(load) - experts * (1 - self._read(load.tokens))
-        found = max(0, _FEW_TOKENS - load.tokens)
-        taken = few * found + pair * found * (start + found / 2)
-        if taken > left:
-            found, taken, more = 0, 0.0, few
-        return found + _tokens_within(left - taken, more + pair * (start + found), pair)
+        # The chunk is assumed to have enough tokens to read all experts.
+        left_ms = bound_ms - self.predict(load) - experts * (1 - self._share_read(load.tokens))
+        cheap = max(0, _FEW_TOKENS - load.tokens)
+        cheap_ms = few * cheap + pair * cheap * (start + cheap / 2)
+        if cheap_ms > left_ms:
+            cheap, cheap_ms, more = 0, 0.0, few
+        return cheap + _tokens_within(left_ms - cheap_ms, more + pair * (start + cheap), pair)
 
     def observe(self, load: StepLoad, ms: float, rate: float = _RATE) -> None:
-        """Corrects the coefficients by a measured step."""
+        """Corrects the coefficients by a step that took `ms` milliseconds."""
         parts = self._parts(load)
         predicted = sum(parts)
         if not self._is_measured:
@@ -168,26 +184,32 @@ class StepCost:
                 self.observe(load, ms, rate=0.5)
 
     def _parts(self, load: StepLoad) -> list[float]:
-        """Milliseconds of each term."""
+        """Returns the milliseconds of each term of the model."""
         step, row, few, more, pair, key, experts = self._coefficients
         tokens = min(load.tokens, _FEW_TOKENS)
         rest = load.tokens - tokens
         return [
-            step, row * load.rows, few * tokens, more * rest, pair * load.pairs, key * load.keys,
-            experts * self._read(load.tokens),
-        ]  # fmt: skip
+            step,
+            row * load.rows,
+            few * tokens,
+            more * rest,
+            pair * load.pairs,
+            key * load.keys,
+            experts * self._share_read(load.tokens),
+        ]
 
     @property
     def _weights_ms(self) -> float:
+        """Milliseconds of a step that only reads all weights."""
         return self._coefficients[0] + self._coefficients[-1]
 
-    def _read(self, tokens: int) -> float:
-        """The share of experts that so many tokens use; 1 if there are none."""
+    def _share_read(self, tokens: int) -> float:
+        """Returns the share of experts that `tokens` tokens use; 1 if the model has no experts."""
         return 1 - (1 - self._expert_share) ** tokens if self._expert_share else 1.0
 
 
 def _tokens_within(ms: float, token: float, pair: float) -> int:
-    """The most tokens n with token · n + pair · n² / 2 <= ms."""
+    """Returns the largest number n of tokens with token · n + pair · n² / 2 <= ms."""
     if ms <= 0:
         return 0
     return int(2 * ms / (token + math.sqrt(token * token + 2 * pair * ms)))
