@@ -74,25 +74,31 @@ async def before_body(
         reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, counts: bool
     ) -> None:
         nonlocal num_ranges
-        while data := await reader.read(1 << 16):
-            if counts and b"GETRANGE" in data:
-                num_ranges += 1
-                if num_ranges == 2:
-                    act()
-            writer.write(data)
-            await writer.drain()
+        with suppress(ConnectionError):
+            while data := await reader.read(1 << 16):
+                if counts and b"GETRANGE" in data:
+                    num_ranges += 1
+                    if num_ranges == 2:
+                        act()
+                writer.write(data)
+                await writer.drain()
         writer.close()
 
+    connections: list[asyncio.Task[None]] = []
+
     async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        connections.append(task)
         from_redis, to_redis = await asyncio.open_connection("127.0.0.1", redis_server.port)
-        with suppress(ConnectionError):
-            await asyncio.gather(
-                forward(reader, to_redis, counts=True), forward(from_redis, writer, counts=False)
-            )
+        await asyncio.gather(
+            forward(reader, to_redis, counts=True), forward(from_redis, writer, counts=False)
+        )
 
     server = await asyncio.start_server(accept, "127.0.0.1", 0)
     async with server:
         yield f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}/0"
+    await asyncio.gather(*connections)
 
 
 async def until_used(cache: RedisCache) -> None:
@@ -319,9 +325,10 @@ async def test_garbage_protocol(open_cache: Callable[..., RedisCache], answer: b
 
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writers.append(writer)
-        while await reader.read(1000) and answer:
-            writer.write(answer)
-            await writer.drain()
+        with suppress(ConnectionError):
+            while await reader.read(1000) and answer:
+                writer.write(answer)
+                await writer.drain()
         writer.close()
 
     server = await asyncio.start_server(talk, "127.0.0.1", 0)
