@@ -37,6 +37,7 @@ from services.common.security.rpc_credentials import PeerCheck
 from services.common.transport.rpc import create_channel
 from services.decoder.images.embedding_fetch import EncoderFetcher
 from services.decoder.images.known_encoders import KnownEncoders
+from services.encoder.decoding.clips.clip_pool import ClipPool
 from services.encoder.engine.messages import (
     EncodeImage,
     EngineMessage,
@@ -46,10 +47,14 @@ from services.encoder.engine.messages import (
     PlaceImage,
 )
 from services.encoder.front.admission import Admission
+from services.encoder.front.client_embeddings import ClientEmbeddings
 from services.encoder.front.embeddings import Embeddings
 from services.encoder.front.engine_client import EngineClient
+from services.encoder.front.held_videos import HeldVideos
 from services.encoder.front.memory_tier import MemoryTier
+from services.encoder.front.probe_queue import ProbeQueue
 from services.encoder.front.service import EncoderServicer
+from services.encoder.front.uploaded_files import UploadedFiles
 from services.encoder.metrics import EncoderMetrics
 from tests.stubs import EncoderStub
 
@@ -118,7 +123,7 @@ async def serve(num_tokens: int, link: Link) -> None:
         MemoryTier(arena),
         EncoderMetrics(),
     )
-    client = EngineClient(cast(Any, InstantEngine()), metrics.observe_batch)
+    client = EngineClient(cast(Any, InstantEngine()), memory, metrics)
     geometry = Geometry(0, 16, 1, 1, 1 << 30)
     embeddings = Embeddings(
         like=like, geometry=geometry, memory=memory, engine=client, redis=None,
@@ -126,7 +131,16 @@ async def serve(num_tokens: int, link: Link) -> None:
     )  # fmt: skip
     running = asyncio.create_task(client.run())
     description = pb.DescribeEncoderResponse(key_prefix=_PREFIX, max_image_patches=1 << 20)
-    servicer = EncoderServicer(description, embeddings, metrics, max_read_bytes=256 << 20)
+    servicer = EncoderServicer(
+        description,
+        embeddings,
+        metrics,
+        HeldVideos(ProbeQueue(ClipPool(1, memory_bytes=0), 1), max_bytes=1 << 20),
+        ClientEmbeddings(memory, embeddings),
+        UploadedFiles(None),
+        takes_videos=False,
+        max_read_bytes=256 << 20,
+    )
     check = PeerCheck(link.credentials, "encoder", ("decoder",), metrics.registry)
     server, _ = await create_service_server(servicer, check=check if link.credentials else None)
     port = check.add_port(server, link.listen)

@@ -28,15 +28,15 @@ from services.common.transport.rpc import PROTOCOL, Server
 from services.encoder.decoding.clips.clip_pool import PROBE_BYTES, ClipPool
 from services.encoder.engine.messages import EngineMessage, EngineReady, Shutdown
 from services.encoder.front.admission import Admission
-from services.encoder.front.brought import BroughtEmbeddings
+from services.encoder.front.client_embeddings import ClientEmbeddings
 from services.encoder.front.embeddings import Embeddings
 from services.encoder.front.engine_client import EngineClient
 from services.encoder.front.held_videos import HeldVideos
-from services.encoder.front.kept_files import MAX_BYTES, KeptFiles
-from services.encoder.front.media_service import MediaServicer
 from services.encoder.front.memory_tier import MemoryTier
 from services.encoder.front.probe_queue import ProbeQueue
 from services.encoder.front.redis_tier import RedisTier
+from services.encoder.front.service import EncoderServicer
+from services.encoder.front.uploaded_files import MAX_BYTES, UploadedFiles
 from services.encoder.metrics import EncoderMetrics
 from services.encoder.settings import EncoderSettings
 
@@ -69,7 +69,7 @@ class EncoderFrontProcess(FrontProcess[EncoderSettings]):
     def __init__(
         self,
         metrics: EncoderMetrics,
-        servicer: MediaServicer,
+        servicer: EncoderServicer,
         engine: EngineClient,
         embeddings: Embeddings,
         memory: MemoryTier,
@@ -78,7 +78,7 @@ class EncoderFrontProcess(FrontProcess[EncoderSettings]):
         videos: HeldVideos,
     ) -> None:
         self.registry = metrics.registry
-        self.servicer = self._media = servicer
+        self.servicer = self._encoder_servicer = servicer
         self._engine = engine
         self._embeddings = embeddings
         self._memory = memory
@@ -102,8 +102,8 @@ class EncoderFrontProcess(FrontProcess[EncoderSettings]):
     ) -> Self:
         metrics = EncoderMetrics()
         metrics.silence.set_function(lambda: engine.silence_s)
-        client = EngineClient(engine.channel, metrics.observe_batch)
         memory = MemoryTier(arena)
+        client = EngineClient(engine.channel, memory, metrics)
         fingerprint = await served_fingerprint(settings)
         cache = await connect_redis(settings, fingerprint, "encoder", metrics.registry)
         redis = RedisTier(cache, memory, metrics.redis_writes_dropped) if cache else None
@@ -122,14 +122,14 @@ class EncoderFrontProcess(FrontProcess[EncoderSettings]):
         max_held = memory_limit_bytes() // _HELD_SHARE
         pool = ClipPool(_PROBES, memory_bytes=_PROBES * PROBE_BYTES)
         videos = HeldVideos(ProbeQueue(pool, _PROBES), min(_MAX_HELD_BYTES, max_held))
-        brought = BroughtEmbeddings(memory, embeddings.announce)
-        files = KeptFiles(cache, min(MAX_BYTES, max_held))
-        servicer = MediaServicer(
+        client_embeddings = ClientEmbeddings(memory, embeddings)
+        files = UploadedFiles(cache, min(MAX_BYTES, max_held))
+        servicer = EncoderServicer(
             describe(ready, settings, vision, fingerprint),
             embeddings,
             metrics,
             videos,
-            brought,
+            client_embeddings,
             files,
             takes_videos=vision.video is not None,
             max_read_bytes=max_bytes,
@@ -144,7 +144,7 @@ class EncoderFrontProcess(FrontProcess[EncoderSettings]):
         await self._engine.run()
 
     async def drain(self, server: Server, grace_s: float) -> None:
-        await self._media.drain(grace_s)  # the server answers health checks meanwhile
+        await self._encoder_servicer.drain(grace_s)  # the server answers health checks meanwhile
         await server.stop(_FAILED_CALLS_GRACE_S)
         if self._redis is not None:
             await self._redis.drain(_WRITES_GRACE_S if grace_s else 0.0)

@@ -31,15 +31,15 @@ from services.encoder.engine.messages import (
     StageTimes,
 )
 from services.encoder.front.admission import Admission
-from services.encoder.front.brought import BroughtEmbeddings
+from services.encoder.front.client_embeddings import ClientEmbeddings
 from services.encoder.front.embeddings import Embeddings
 from services.encoder.front.engine_client import EngineClient
 from services.encoder.front.held_videos import HeldVideos
-from services.encoder.front.kept_files import KeptFiles
-from services.encoder.front.media_service import MediaServicer
 from services.encoder.front.memory_tier import MemoryTier
 from services.encoder.front.probe_queue import ProbeQueue
 from services.encoder.front.redis_tier import RedisTier
+from services.encoder.front.service import EncoderServicer
+from services.encoder.front.uploaded_files import UploadedFiles
 from services.encoder.metrics import EncoderMetrics
 from tests.fake_clips import FakeClips
 from tests.noise import PATIENCE_S
@@ -146,7 +146,7 @@ class Pod:
     metrics: EncoderMetrics
     cache: RedisCache | None
     redis: RedisTier | None
-    servicer: MediaServicer
+    servicer: EncoderServicer
     stub: EncoderStub
     channel: grpc.aio.Channel
     address: str
@@ -217,11 +217,15 @@ async def run_pod(
     takes_videos: bool = True,
     clips: ClipPool | FakeClips | None = None,
     max_probes: int = 1,
+    report_s: float = 2.0,
+    max_sources_bytes: int = 256 << 20,
+    files: UploadedFiles | None = None,
 ) -> AsyncIterator[Pod]:
     arena = Arena(arena_bytes)
     engine = FakeEngine(arena)
-    memory, metrics = MemoryTier(arena), EncoderMetrics()
-    client = EngineClient(engine, metrics.observe_batch)
+    memory = MemoryTier(arena, min_streamed_bytes=1 << 20, report_s=report_s)
+    metrics = EncoderMetrics()
+    client = EngineClient(engine, memory, metrics)
     cache = redis = None
     if redis_url:
         cache = RedisCache(redis_url, ttl_s=60, timeout_s=redis_timeout_s, service="encoder")
@@ -229,7 +233,8 @@ async def run_pod(
         metrics.registry.register(cache)
     embeddings = Embeddings(
         like=LIKE, geometry=GEOMETRY, memory=memory, engine=client, redis=redis,
-        metrics=metrics, admission=Admission(max_queued_patches), min_streamed_bytes=1 << 20,
+        metrics=metrics, admission=Admission(max_queued_patches),
+        max_sources_bytes=max_sources_bytes,
     )  # fmt: skip
     running = asyncio.create_task(client.run())
     description = pb.DescribeEncoderResponse(
@@ -238,9 +243,9 @@ async def run_pod(
     )  # fmt: skip
     pool = cast("ClipPool", clips or ClipPool(1, memory_bytes=0))
     videos = HeldVideos(ProbeQueue(pool, max_probes), max_bytes=1 << 30)
-    brought = BroughtEmbeddings(memory, embeddings.announce)
-    servicer = MediaServicer(
-        description, embeddings, metrics, videos, brought, KeptFiles(cache),
+    client_embeddings = ClientEmbeddings(memory, embeddings)
+    servicer = EncoderServicer(
+        description, embeddings, metrics, videos, client_embeddings, files or UploadedFiles(cache),
         takes_videos=takes_videos, max_read_bytes=max_read_bytes,
     )  # fmt: skip
     server, _ = await create_service_server(servicer)

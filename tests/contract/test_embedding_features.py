@@ -55,7 +55,7 @@ async def test_a_feature_is_sent_while_the_next_is_computed(pod: Pod, *, shared_
         assert (await encoding).source == pb.EncodeResponse.SOURCE_COMPUTED
         assert first.fetched_bytes("shm" if shared_memory else "grpc") == SPEC.size_bytes
     await until(lambda: is_unreferenced(pod))
-    assert not pod.memory._partials
+    assert not pod.memory.num_partial
 
 
 @pytest.mark.parametrize("shared_memory", [True, False])
@@ -73,7 +73,7 @@ async def test_an_encode_that_fails_midway_is_unavailable(pod: Pod, *, shared_me
             await encoding
         assert reader.arena.used_bytes == 0
         await until(lambda: pod.memory.arena.used_bytes == 0)
-        assert not pod.memory._partials
+        assert not pod.memory.num_partial
         pod.engine.late_errors.clear()
         await pod.encode(b"image", GRID)
         assert await reader.get(b"image", pod.address) == pod.expected(b"image", GRID)
@@ -107,7 +107,7 @@ async def test_an_encode_without_waiters_is_cancelled_after_a_feature(pod: Pod):
     await until(lambda: bool(pod.engine.cancelled))
     pod.engine.feature_gate.set()
     await until(lambda: pod.memory.arena.used_bytes == 0)
-    assert not pod.memory._partials
+    assert not pod.memory.num_partial
 
 
 async def test_a_reader_that_is_cancelled_twice_holds_nothing(pod: Pod):
@@ -145,7 +145,7 @@ async def test_a_reader_that_comes_as_the_work_fails_holds_nothing(
     pod.engine.feature_gate.clear()
     pod.engine.late_errors[b"image"] = ("internal_error", "made to fail")
     encoding = asyncio.ensure_future(pod.embeddings.encode(KEY, Work(Source(b"image"), Unit(GRID))))
-    await until(lambda: bool(pod.memory._partials))
+    await until(lambda: bool(pod.memory.num_partial))
 
     async def read() -> None:
         async with pod.embeddings.reading(KEY, 0.05) as reading:
@@ -161,7 +161,7 @@ async def test_a_reader_that_comes_as_the_work_fails_holds_nothing(
     with pytest.raises(TriptychError, match="made to fail"):
         await encoding
     await until(lambda: len(arena) == 0)
-    assert arena.used_bytes == 0 and not pod.memory._partials
+    assert arena.used_bytes == 0 and not pod.memory.num_partial
 
 
 async def come_and_go(
@@ -207,4 +207,4 @@ async def test_readers_that_come_and_go_leave_nothing_behind(pod: Pod):
         assert not each.source._filling
         assert all(entry.references == 0 for entry in each.arena._entries.values())
     await until(lambda: is_unreferenced(pod))
-    assert not pod.memory._partials and not pod.embeddings._encodes
+    assert not pod.memory.num_partial and not pod.embeddings.keys_in_flight

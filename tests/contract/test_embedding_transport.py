@@ -180,7 +180,9 @@ async def test_a_reader_that_waits_for_the_encode_is_woken(pod: Pod, reader: Rea
     pod.engine.gate.clear()
     encoding = asyncio.ensure_future(pod.encode(b"image", GRID))
     getting = asyncio.create_task(reader.get(b"image", pod.address))
-    await until(lambda: any(e.flight.num_waiters == 2 for e in pod.embeddings._encodes.values()))
+    await until(
+        lambda: any(pod.embeddings.num_waiters(k) == 2 for k in pod.embeddings.keys_in_flight)
+    )
     pod.engine.gate.set()
     assert await getting == pod.expected(b"image", GRID)
     await encoding

@@ -13,8 +13,8 @@ import pytest
 
 from services.common.pb import encoder_pb2 as pb
 from services.common.transport.rpc import outgoing_metadata
-from services.encoder.front.embeddings import SourceStore, Work
-from services.encoder.front.kept_files import KeptFiles
+from services.encoder.front.embeddings import Work
+from services.encoder.front.uploaded_files import UploadedFiles
 from tests.contract.encoder_pod import Pod, run_pod
 from tests.decoder_service_harness import until
 
@@ -24,8 +24,7 @@ HELD = Work, pb.EncodeRequest, pb.ProbeRequest, pb.UploadRequest
 
 @pytest.fixture
 async def pod() -> AsyncIterator[Pod]:
-    async with run_pod() as pod:
-        pod.embeddings._sources = SourceStore(0)  # keeps none
+    async with run_pod(max_sources_bytes=0, files=UploadedFiles(None, max_bytes=1)) as pod:
         yield pod
 
 
@@ -72,7 +71,6 @@ async def no_video(pod: Pod) -> None:
 
 
 async def too_large(pod: Pod) -> None:
-    pod.servicer._files = KeptFiles(None, max_bytes=1)
     request = pb.UploadRequest(file=FILE)
     await refused(pod.stub.Upload(request, metadata=outgoing_metadata(request.ByteSize())))
 

@@ -17,13 +17,12 @@ from services.common.geometry import Unit
 from services.common.images.image_key import image_key
 from services.common.pb import encoder_pb2 as pb
 from services.common.transport.rpc import error_from_rpc
-from services.encoder.front import memory_tier, service
+from services.encoder.front import service
 from tests.contract.encoder_pod import LIKE, PREFIX, Pod, key_of, run_pod
 from tests.noise import PATIENCE_S, async_least, timed
 from tests.redis_server import RedisServer, redis_server  # noqa: F401
 
-Response = pb.EncodeResponse
-GRID = (1, 8, 8)
+Response, GRID = pb.EncodeResponse, (1, 8, 8)
 
 
 @pytest.fixture
@@ -86,23 +85,24 @@ async def test_fetch_of_an_image_without_encode_ends_at_its_deadline(pod: Pod) -
         assert isinstance(error, errors.EmbeddingUnavailable | errors.DeadlineExceeded)
 
     assert await async_least(lambda: timed(fails()), 2) < 2
-    await until(lambda: not pod.embeddings._awaited)
+    await until(lambda: not pod.embeddings.num_awaited)
 
 
-async def test_a_reader_that_asks_is_told_whether_its_embedding_is_in_work(
-    pod: Pod, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(memory_tier, "WORD_S", 0.02)
+async def test_a_reader_that_asks_is_told_whether_its_embedding_is_in_work() -> None:
+    async with run_pod(report_s=0.02) as pod:
+        await told_whether_in_work(pod)
+
+
+async def told_whether_in_work(pod: Pod) -> None:
     grid = (1, 64, 64)
     request = pb.FetchRequest(image_key=key_of(b"image", grid), tell_waiting=True)
     call = pod.stub.Fetch(request, timeout=PATIENCE_S)
 
     async def next_part(*but: str) -> pb.FetchResponse:
-        while True:
-            part = await call.read()
-            assert isinstance(part, pb.FetchResponse)
+        while isinstance(part := await call.read(), pb.FetchResponse):
             if part.WhichOneof("part") not in but:
                 return part
+        raise AssertionError("the call has ended")
 
     part = await next_part()
     assert part.HasField("waiting") and not part.waiting.in_work
@@ -161,9 +161,9 @@ async def test_followers_outlive_the_leader(pod: Pod) -> None:
     leader = pod.encode(b"image")
     await until(lambda: pod.engine.jobs)
     follower = asyncio.ensure_future(pod.encode(b"image"))
-    await until(lambda: pod.embeddings._encodes[key_of(b"image")].flight.num_waiters == 2)
+    await until(lambda: pod.embeddings.num_waiters(key_of(b"image")) == 2)
     leader.cancel()
-    await until(lambda: pod.embeddings._encodes[key_of(b"image")].flight.num_waiters == 1)
+    await until(lambda: pod.embeddings.num_waiters(key_of(b"image")) == 1)
     pod.engine.gate.set()
     assert (await follower).source == Response.SOURCE_JOINED
     assert len(pod.engine.jobs) == 1 and not pod.engine.cancelled
@@ -174,7 +174,7 @@ async def test_a_job_without_waiters_is_cancelled(pod: Pod) -> None:
     calls = [pod.encode(b"image"), pod.encode(b"image")]
     fetching = asyncio.create_task(pod.fetch(b"image"))
     await until(lambda: bool(pod.engine.jobs))
-    await until(lambda: pod.embeddings._encodes[key_of(b"image")].flight.num_waiters == 3)
+    await until(lambda: pod.embeddings.num_waiters(key_of(b"image")) == 3)
     for call in calls:
         call.cancel()
     fetching.cancel()
@@ -215,7 +215,7 @@ async def test_fetch_of_a_failing_image_fails(
     encoding = asyncio.ensure_future(failure(pod.encode(b"bad")))
     await until(lambda: pod.engine.jobs)
     fetching = asyncio.ensure_future(failure(pod.fetch(b"bad")))
-    await until(lambda: pod.embeddings._encodes[key_of(b"bad")].flight.num_waiters == 2)
+    await until(lambda: pod.embeddings.num_waiters(key_of(b"bad")) == 2)
     pod.engine.gate.set()
     assert (await encoding).code == code
     assert type(await fetching) is kind
@@ -312,13 +312,13 @@ async def test_calls_that_wait_for_an_encode_keep_no_message(pod: Pod) -> None:
     tracemalloc.start()
     try:
         joined = [asyncio.ensure_future(pod.encode(image)) for _ in range(joins)]
-        (encode,) = pod.embeddings._encodes.values()
-        await until(lambda: encode.flight.num_waiters == 1 + joins)
+        (key,) = pod.embeddings.keys_in_flight
+        await until(lambda: pod.embeddings.num_waiters(key) == 1 + joins)
         # The clients keep what they have sent.
         assert tracemalloc.get_traced_memory()[0] < (1 + joins) * len(image)
     finally:
         tracemalloc.stop()
-    assert not pod.servicer._bytes_under_way
+    assert not pod.servicer.bytes_under_way
     assert messages() - others <= 1 + joins  # the clients', which are in this process, too
     pod.engine.gate.set()
     assert (await first).source == Response.SOURCE_COMPUTED
@@ -334,7 +334,7 @@ async def test_a_message_is_counted_before_it_is_read() -> None:
         )
         said = (("triptych-message-bytes", str(90 << 10)),)
         silent = begin(metadata=said, timeout=PATIENCE_S)  # its message never comes
-        await until(lambda: pod.servicer._bytes_under_way == 90 << 10)
+        await until(lambda: pod.servicer.bytes_under_way == 90 << 10)
         small = (("triptych-message-bytes", str(10 << 10)),)
         request = pb.EncodeRequest(
             image_key=key_of(b"x", GRID), image=b"x", grid=pb.Grid(t=1, h=8, w=8)
@@ -348,7 +348,7 @@ async def test_a_message_is_counted_before_it_is_read() -> None:
             await failure(pod.stub.Encode(request, metadata=lie)), errors.InvalidRequest
         )
         silent.cancel()
-        await until(lambda: not pod.servicer._bytes_under_way)
+        await until(lambda: not pod.servicer.bytes_under_way)
         assert (await pod.stub.Encode(request)).num_tokens  # alone, whatever its size
 
 
@@ -363,7 +363,7 @@ async def test_a_part_of_the_queue_is_for_tenants_with_less_than_their_share() -
         pod.engine.gate.set()
         await asyncio.gather(*running)
         assert (await pod.encode(b"third", tenant="a")).source == Response.SOURCE_COMPUTED
-        assert pod.embeddings._admission.num_patches == 0
+        assert pod.embeddings.num_patches == 0
         request = pb.EncodeRequest(
             image_key=key_of(b"x", GRID), image=b"x", grid=pb.Grid(t=1, h=8, w=8),
             tenant_weight=-1.0,

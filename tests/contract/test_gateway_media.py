@@ -15,7 +15,7 @@ from services.common.embeddings.embedding import EmbeddingSpec
 from services.common.errors import InternalError, TriptychError, Unavailable
 from services.common.geometry import Unit
 from services.common.images.image_key import embedding_key
-from services.encoder.front.brought import checked, write_tensor
+from services.encoder.front.client_embeddings import checked, write_tensor
 from tests.fakes import clip_file, forever
 from tests.gateway_fixtures import image_url
 from tests.gateway_stack import GatewayStack, LoopThread

@@ -10,7 +10,7 @@ import pytest
 from services.common.embeddings.embedding import EmbeddingSpec, digest
 from services.common.embeddings.embedding_cache import RedisCache
 from services.common.errors import NotFound
-from services.encoder.front.kept_files import KeptFiles
+from services.encoder.front.uploaded_files import UploadedFiles
 from services.gateway.kept_redis import RedisKept
 from tests.noise import PATIENCE_S
 from tests.redis_server import RedisServer
@@ -39,7 +39,7 @@ async def cache_of(server: RedisServer) -> AsyncIterator[RedisCache]:
 
 async def found(cache: RedisCache, tenant: str, name: bytes) -> bytes:
     """A file as an encoder finds it that has just started."""
-    return await KeptFiles(cache).get(tenant, name)
+    return await UploadedFiles(cache).get(tenant, name)
 
 
 def file_of(number: int, size: int) -> bytes:
@@ -51,7 +51,7 @@ def num_evicted(server: RedisServer) -> int:
         return client.info("stats")["evicted_keys"]  # type: ignore[index]
 
 
-async def upload(files: KeptFiles, tenant: str, first: int, count: int, size: int) -> None:
+async def upload(files: UploadedFiles, tenant: str, first: int, count: int, size: int) -> None:
     """Uploads files, several at a time."""
     names = iter(range(first, first + count))
 
@@ -77,7 +77,7 @@ async def test_a_tenants_uploads_push_out_nothing_of_another(
         caches = [await stack.enter_async_context(cache_of(server)) for _ in range(3)]
         kept = RedisKept(server.url)
         stack.push_async_callback(kept.close)
-        encoders = [KeptFiles(cache) for cache in caches[:2]]
+        encoders = [UploadedFiles(cache) for cache in caches[:2]]
         for key in keys:
             assert await caches[0].write(key, SPEC, digest(data), data)
         ours = [await encoders[0].put("b", file_of(n, our_size)) for n in range(NUM_FILES)]
@@ -102,7 +102,7 @@ async def test_a_tenants_uploads_push_out_nothing_of_another(
 async def test_a_tenants_last_uploads_are_found_by_every_encoder(server: RedisServer) -> None:
     """A tenant has a quarter of Redis, and its oldest files make room."""
     async with cache_of(server) as cache:
-        files = KeptFiles(cache)
+        files = UploadedFiles(cache)
         names = [await files.put("a", file_of(n, SIZE)) for n in range(20)]
         for number, name in [*enumerate(names)][-8:]:
             assert await found(cache, "a", name) == file_of(number, SIZE)
@@ -120,7 +120,7 @@ async def test_a_tenants_last_uploads_are_found_by_every_encoder(server: RedisSe
 
 async def test_the_tenant_with_the_most_makes_room_for_others(server: RedisServer) -> None:
     async with cache_of(server) as cache:
-        files = KeptFiles(cache)
+        files = UploadedFiles(cache)
         names = {
             tenant: [await files.put(tenant, file_of(n, SIZE)) for n in range(6)]
             for tenant in ("a", "b")
@@ -138,7 +138,7 @@ async def test_the_tenant_with_the_most_makes_room_for_others(server: RedisServe
 
 async def test_a_file_that_is_large_for_a_redis_is_not_sent(server: RedisServer) -> None:
     async with cache_of(server) as cache:
-        files = KeptFiles(cache)
+        files = UploadedFiles(cache)
         small = await files.put("a", file_of(0, 2 * MIB - 8))
         large = await files.put("a", file_of(1, 2 * MIB))
         assert await files.get("a", large) == file_of(1, 2 * MIB)  # this encoder has it
@@ -152,7 +152,7 @@ async def test_a_file_that_is_large_for_a_redis_is_not_sent(server: RedisServer)
 async def test_short_files_are_bounded_in_number(server: RedisServer) -> None:
     """A long file would else take the place of so many that Redis stands still meanwhile."""
     async with cache_of(server) as cache:
-        await upload(KeptFiles(cache), "a", 0, 600, 8)
+        await upload(UploadedFiles(cache), "a", 0, 600, 8)
         with server.client() as client:
             assert len(client.keys(FILES)) == 256  # type: ignore[arg-type]
 
@@ -160,7 +160,7 @@ async def test_short_files_are_bounded_in_number(server: RedisServer) -> None:
 async def test_a_redis_without_a_limit_is_taken_for_one_of_a_gibibyte() -> None:
     with RedisServer() as server:
         async with cache_of(server) as cache:
-            files = KeptFiles(cache)
+            files = UploadedFiles(cache)
             for number in range(9):
                 await files.put("a", file_of(number, 30 * MIB))
             with server.client() as client:
@@ -169,7 +169,7 @@ async def test_a_redis_without_a_limit_is_taken_for_one_of_a_gibibyte() -> None:
 
 async def test_a_deleted_file_gives_its_room_back(server: RedisServer) -> None:
     async with cache_of(server) as cache:
-        files = KeptFiles(cache)
+        files = UploadedFiles(cache)
         names = [await files.put("a", file_of(n, SIZE)) for n in range(8)]
         gone, *others = names
         assert await files.delete("a", gone) and not await files.delete("a", gone)
@@ -189,7 +189,7 @@ async def test_files_are_kept_although_a_part_of_their_index_was_evicted(
 ) -> None:
     """As a Redis of another policy does; what it has forgotten lives for its hour at most."""
     async with cache_of(server) as cache:
-        files = KeptFiles(cache)
+        files = UploadedFiles(cache)
         for number in range(8):
             await files.put("a", file_of(number, SIZE))
         with server.client() as client:

@@ -1,4 +1,4 @@
-"""Which images an encoder takes, and in which order: bounded, and fair among tenants."""
+"""Admission: bounds the images in work, and orders them fairly among tenants."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from services.common.tenancy.tenant_room import TenantRoom
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Whose work an image is: a tenant, and the weight of its share."""
+    """A tenant, and the weight of the tenant's share."""
 
     tenant: str = ""
     weight: float = 1.0
@@ -18,10 +18,10 @@ NOBODY = Share()  # callers without a key
 
 
 class Admission:
-    """Counts the images in work and ranks those that wait; for one event loop.
+    """Counts the images in work, and ranks the images that wait. One event loop uses it.
 
     Args:
-        max_patches: images beyond this in work are refused, before merging.
+        max_patches: the most patches of all images in work, before merging.
     """
 
     def __init__(self, max_patches: int) -> None:
@@ -30,20 +30,23 @@ class Admission:
 
     @property
     def num_patches(self) -> int:
-        """Of the images in work, before merging."""
+        """Number of patches of the images in work, before merging."""
         return self._room.held
 
     def enter(self, share: Share, num_patches: int) -> float | None:
-        """An image's rank among those that wait, of which the lowest is next; None: no room."""
+        """Admits an image, and returns its rank; the lowest rank is next.
+
+        Returns None if too many patches are in work.
+        """
         if not self._room.has_room(share.tenant, num_patches):
             return None
         self._room.take(share.tenant, num_patches)
         return self._order.place(share.tenant, weight=share.weight, cost=num_patches)
 
     def ran(self, rank: float) -> None:
-        """The engine has done with an image of this rank."""
+        """Notes that the engine has finished an image of this rank."""
         self._order.served(rank)
 
     def leave(self, share: Share, num_patches: int) -> None:
-        """The image that has entered is in work no more."""
+        """Notes that an admitted image is no longer in work."""
         self._room.give_back(share.tenant, num_patches)

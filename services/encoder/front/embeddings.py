@@ -1,8 +1,8 @@
-"""The encoder's embeddings: memory, then Redis, then the engine; one encode per image at a time.
+"""The encoder's embeddings: looked up in memory, then in Redis, then computed by the engine.
 
-All callers that want one key share the encode in flight; when the last of them leaves, it is
-cancelled. Other pods may encode it, too. The servicer calls `encode` and `reading`; no
-gRPC and no pixels are seen here. Errors are `TriptychError`s, and a failed encode leaves nothing.
+All callers that want one key share one encode. When the last of them leaves, the encode is
+cancelled. Another pod may encode the same image at the same time. A failed encode leaves nothing
+behind, and every error is a `TriptychError`.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from services.common.embeddings.arena import ArenaEntry
 from services.common.embeddings.embedding import EmbeddingSpec
@@ -22,15 +22,16 @@ from services.common.geometry import Geometry, Unit
 from services.encoder.engine.messages import NO_TIMES, Source, StageTimes
 from services.encoder.front.admission import NOBODY, Admission, Share
 from services.encoder.front.engine_client import EngineClient, EngineJob
-from services.encoder.front.memory_tier import MemoryTier, Reading, Word, first_of
+from services.encoder.front.memory_tier import MemoryTier, Progress, Reading
+from services.encoder.front.redis_tier import RedisTier
 from services.encoder.metrics import EncoderMetrics
 
-_MAX_RETRY_AFTER_S = 60.0  # OpenAI's clients follow no longer wait
-_MAX_SOURCES_BYTES, _SOURCE_S = 256 << 20, 120.0
+_MAX_RETRY_AFTER_S = 60.0  # OpenAI's clients ignore a longer wait
+_SOURCE_TTL_S = 120.0
 
 
 class Origin(Enum):
-    """Where an embedding came from."""
+    """The origin of an embedding: computed now, found in a tier, or shared with another call."""
 
     COMPUTED = "computed"
     MEMORY = "memory"
@@ -40,31 +41,21 @@ class Origin(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """An embedding is available, here or in Redis."""
+    """The result of an encode: the embedding is available, here or in Redis.
+
+    Attributes:
+        origin: the origin of the embedding.
+        lookup_s: seconds of the lookup in Redis.
+        times: times of the stages in the engine.
+    """
 
     origin: Origin
     lookup_s: float = 0.0
     times: StageTimes = NO_TIMES
 
 
-class SharedTier(Protocol):
-    """`RedisTier`, as far as it is used here. Never raises."""
-
-    async def has(self, key: bytes, spec: EmbeddingSpec) -> bool:
-        """Whether it has an embedding."""
-        ...
-
-    async def read(self, entry: ArenaEntry) -> bool:
-        """Whether it has an entry's embedding, whose bytes it writes there."""
-        ...
-
-    def put(self, entry: ArenaEntry) -> None:
-        """Queues an entry for writing."""
-        ...
-
-
 class Work(NamedTuple):
-    """What an embedding is made from, and for whom."""
+    """The inputs of an embedding, and the tenant that wants it."""
 
     source: Source
     unit: Unit
@@ -76,9 +67,15 @@ class _Encode:
     """An encode in flight.
 
     Attributes:
-        need_bytes: an entry in Redis alone is not enough: a reader waits for the bytes.
-        num_queued_patches: in work when it started, its own included.
-        entry: done when the engine starts to write the embedding.
+        key: key of the embedding.
+        work: inputs of the embedding.
+        spec: shape and dtype of the embedding.
+        need_bytes: whether a reader waits for the bytes, so that an entry in Redis alone is not
+            enough.
+        num_queued_patches: number of patches in work when the encode started, with its own.
+        job: the engine's job.
+        entry: future of the entry, done when the engine starts to write the embedding.
+        flight: the task of the encode and its waiters.
     """
 
     key: bytes
@@ -92,15 +89,22 @@ class _Encode:
 
 
 class Embeddings:
-    """All embeddings that this pod can give.
+    """The embeddings that this pod has or can compute.
 
     Args:
-        like: an embedding's dtype, features and hidden size; its token count is ignored.
-        redis: shared by all pods; None: there is none.
-        admission: of images that have to be encoded.
-        max_queued_bytes: files beyond this in work are refused at once.
-        min_streamed_bytes: smaller embeddings are handed out in one piece: the messages for their
-            features would cost more than they hide.
+        like: dtype, number of features and hidden size of an embedding; its number of tokens is
+            ignored.
+        geometry: the model's division of images into patches and tokens.
+        memory: the tier in shared memory.
+        engine: the client of the engine process.
+        redis: the tier that all pods share. None if there is no Redis.
+        admission: bounds and orders the images that have to be encoded.
+        metrics: the encoder's metrics.
+        max_queued_bytes: the most bytes of files in work; more are refused at once.
+        max_sources_bytes: the most bytes of files that are stored in case they are needed again.
+
+    Attributes:
+        geometry: as above.
     """
 
     def __init__(
@@ -110,11 +114,11 @@ class Embeddings:
         geometry: Geometry,
         memory: MemoryTier,
         engine: EngineClient,
-        redis: SharedTier | None,
+        redis: RedisTier | None,
         admission: Admission,
         metrics: EncoderMetrics,
         max_queued_bytes: int = 1 << 30,
-        min_streamed_bytes: int = 8 << 20,
+        max_sources_bytes: int = 256 << 20,
     ) -> None:
         self._like = like
         self.geometry = geometry
@@ -123,27 +127,52 @@ class Embeddings:
         self._redis = redis
         self._metrics = metrics
         self._max_queued_bytes = max_queued_bytes
-        self._min_streamed_bytes = min_streamed_bytes
-        self._sources = SourceStore(min(_MAX_SOURCES_BYTES, max_queued_bytes))
+        self._sources = SourceStore(min(max_sources_bytes, max_queued_bytes))
         self._encodes: dict[bytes, _Encode] = {}
         self._admission = admission
         self._queued_bytes = 0
-        self._s_per_patch = 0.0  # measured on the last image; 0: none yet
-        self._awaited: dict[bytes, set[asyncio.Future[None]]] = {}  # readers of keys without encode
+        self._s_per_patch = 0.0  # measured on the last image; 0 before the first
+        # Readers of keys for which no encode has been requested yet.
+        self._awaited: dict[bytes, set[asyncio.Future[None]]] = {}
         metrics.backlog_seconds.set_function(self._backlog_s)
         metrics.queue_images.set_function(lambda: len(self._encodes))
         metrics.queue_patches.set_function(lambda: admission.num_patches)
         metrics.cache_bytes.set_function(lambda: memory.arena.used_bytes)
 
+    @property
+    def num_awaited(self) -> int:
+        """Number of keys that readers wait for and that no encode has been requested for."""
+        return len(self._awaited)
+
+    @property
+    def num_patches(self) -> int:
+        """Number of patches of all images in work, before merging."""
+        return self._admission.num_patches
+
+    def num_waiters(self, key: bytes) -> int:
+        """Returns how many callers wait for the encode of a key."""
+        encode = self._encodes.get(key)
+        return encode.flight.num_waiters if encode else 0
+
+    @property
+    def keys_in_flight(self) -> list[bytes]:
+        """Keys of the encodes in flight."""
+        return list(self._encodes)
+
     def spec_of(self, unit: Unit) -> EmbeddingSpec:
+        """Returns shape and dtype of a unit's embedding."""
         return replace(self._like, num_tokens=self.geometry.num_tokens(unit))
 
     async def encode(self, key: bytes, work: Work) -> Encoded:
         """Makes the embedding available here or in Redis.
 
+        Args:
+            key: key of the embedding.
+            work: inputs of the embedding.
+
         Raises:
-            Overloaded: too much is in work already; says how long that will take.
-            TriptychError: the image's own error, or the engine's.
+            Overloaded: too much is in work already. The error says when to try again.
+            TriptychError: the image cannot be encoded, or the engine has failed.
         """
         entry = self._memory.arena.get(key)
         self._metrics.memory_lookups.labels("hit" if entry else "miss").inc()
@@ -151,42 +180,49 @@ class Embeddings:
             self._sources.put(key, work)
             return Encoded(Origin.MEMORY)
         if encode := self._running(key):
-            del work  # which the encode has, and nothing counts here
+            del work  # the encode has its own copy, and a second one would not be counted
             await encode.flight.join()
             return Encoded(Origin.JOINED)
         return await self._start(key, work, need_bytes=False).flight.join()
 
     @asynccontextmanager
     async def reading(
-        self, key: bytes, timeout_s: float | None, word: Word | None = None
+        self, key: bytes, timeout_s: float | None, progress: Progress | None = None
     ) -> AsyncGenerator[Reading]:
-        """An embedding, held in memory for the block. Waits until its first bytes are about to be
-        written: by an encode in flight, or by one that has not been requested yet. `word` is called
-        meanwhile.
+        """Acquires an embedding for the block, and releases it afterwards.
+
+        The call waits until the first bytes are about to be written, by an encode in flight or by
+        an encode that has not been requested yet.
+
+        Args:
+            key: key of the embedding.
+            timeout_s: the longest wait in seconds. None if there is no limit.
+            progress: gets a report now and then during the wait.
 
         Raises:
             InvalidRequest: no encoder can encode the image.
-            EmbeddingUnavailable: no encode was requested in time, or it failed.
+            EmbeddingUnavailable: no encode was requested in time, or the encode failed.
         """
         try:
             try:
                 async with asyncio.timeout(timeout_s):
-                    reading = await self._hold(key, word)
+                    reading = await self._acquire(key, progress)
             except TimeoutError:
                 raise EmbeddingUnavailable("the image was not encoded here in time") from None
             try:
                 yield reading
             finally:
-                # Nothing is awaited here: gRPC may cancel a cancelled call once more.
+                # Nothing is awaited here, because gRPC may cancel a cancelled call once more.
                 self._memory.arena.release(reading.entry)
                 if reading.work is not None:
-                    reading.work.cancel()  # leaves the encode to its other waiters
+                    reading.work.cancel()  # the encode goes on for its other waiters
         except (InvalidRequest, EmbeddingUnavailable):
             raise
-        except TriptychError as error:  # another encoder may succeed, unless the image is bad
+        except TriptychError as error:  # another encoder may succeed
             raise EmbeddingUnavailable(f"the image was not encoded: {error.message}") from None
 
     async def close(self) -> None:
+        """Cancels all encodes."""
         tasks = [encode.flight.task for encode in self._encodes.values()]
         for task in tasks:
             task.cancel()
@@ -194,29 +230,33 @@ class Embeddings:
 
     # Reading.
 
-    async def _hold(self, key: bytes, word: Word | None) -> Reading:
+    async def _acquire(self, key: bytes, progress: Progress | None) -> Reading:
+        """Acquires the embedding of a key, once an encode of it writes or has written it."""
         while True:
             if entry := self._memory.arena.get(key):
                 self._memory.arena.acquire(entry)
                 return Reading(entry, self._memory, self._memory.written_ranges(entry))
             encode = self._running(key)
-            if encode is None and (kept := self._sources.get(key)):
-                # Answered from Redis, or evicted since: now the bytes are needed here.
-                encode = self._start(key, kept, need_bytes=True)
+            if encode is None and (work := self._sources.get(key)):
+                # The embedding is in Redis alone, or was evicted, and its bytes are needed here.
+                encode = self._start(key, work, need_bytes=True)
             if encode is None:
-                await self._until_requested(key, word)
-            elif reading := await self._hold_when_written(encode, word):
+                await self._wait_for_request(key, progress)
+            elif reading := await self._acquire_from(encode, progress):
                 return reading
 
-    async def _hold_when_written(self, encode: _Encode, word: Word | None) -> Reading | None:
-        """None: the encode has ended; its result must be looked up."""
+    async def _acquire_from(self, encode: _Encode, progress: Progress | None) -> Reading | None:
+        """Acquires the entry that an encode writes.
+
+        Returns None if the encode has ended, so that its result has to be looked up.
+        """
         work = encode.flight.join()
         try:
-            await first_of({work, encode.entry}, word)
+            await self._memory.wait_first({work, encode.entry}, progress, in_work=True)
             if not work.done():
                 entry = encode.entry.result()
-                # The work may have failed before its future says so.
-                if self._memory.try_hold(entry):
+                # The encode may have failed before its future is done.
+                if self._memory.try_acquire(entry):
                     return Reading(entry, self._memory, self._memory.written_ranges(entry), work)
                 await asyncio.wait({work})
             work.result()
@@ -225,13 +265,13 @@ class Embeddings:
             raise
         return None
 
-    async def _until_requested(self, key: bytes, word: Word | None) -> None:
-        """Returns when an encode of the key starts."""
+    async def _wait_for_request(self, key: bytes, progress: Progress | None) -> None:
+        """Waits until an encode of the key starts."""
         requested: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         waiting = self._awaited.setdefault(key, set())
         waiting.add(requested)
         try:
-            await first_of({requested}, word, in_work=False)
+            await self._memory.wait_first({requested}, progress, in_work=False)
         finally:
             waiting.discard(requested)
             if not waiting and self._awaited.get(key) is waiting:
@@ -240,6 +280,7 @@ class Embeddings:
     # Encoding.
 
     def _start(self, key: bytes, work: Work, *, need_bytes: bool) -> _Encode:
+        """Starts the encode of a key. Raises Overloaded if too much is in work."""
         source, unit, share = work
         is_full = self._queued_bytes + source.num_bytes > self._max_queued_bytes
         rank = None if is_full else self._admission.enter(share, unit.num_patches)
@@ -254,9 +295,14 @@ class Embeddings:
             raise
         self._queued_bytes += source.num_bytes
         encode = _Encode(
-            key, work, self.spec_of(unit), need_bytes, self._admission.num_patches, job,
+            key,
+            work,
+            self.spec_of(unit),
+            need_bytes,
+            self._admission.num_patches,
+            job,
             asyncio.get_running_loop().create_future(),
-        )  # fmt: skip
+        )
         self._encodes[key] = encode
         encode.flight = SharedTask(self._run(encode))
         encode.flight.task.add_done_callback(lambda task: self._complete(encode, task))
@@ -264,34 +310,38 @@ class Embeddings:
         return encode
 
     def announce(self, key: bytes) -> None:
-        """Wakes those who wait for a key: it is there, or an encode of it has started."""
+        """Wakes readers of a key whose embedding is in memory or whose encode has started."""
         for requested in self._awaited.pop(key, ()):
             if not requested.done():
                 requested.set_result(None)
 
     def _backlog_s(self) -> float:
-        """How long what is in work will take, as far as the last image tells."""
+        """Returns the seconds that the images in work will take, at the speed of the last image."""
         return self._admission.num_patches * self._s_per_patch
 
     def _complete(self, encode: _Encode, task: "asyncio.Task[Encoded]") -> None:
-        self._engine.cancel(encode.job)  # unless it has ended
+        """Ends the accounting of an encode, and stores its inputs if it has succeeded."""
+        self._engine.cancel(encode.job)  # has no effect on a job that has ended
         source, unit, share = encode.work
         self._admission.leave(share, unit.num_patches)
         self._queued_bytes -= source.num_bytes
         if self._encodes.get(encode.key) is encode:
             del self._encodes[encode.key]
-        del encode.flight  # whose error's traceback refers to the encode
+        del encode.flight  # the traceback of its error refers to the encode
         if not task.cancelled() and task.exception() is None:
             self._sources.put(encode.key, encode.work)
 
     def _running(self, key: bytes) -> _Encode | None:
-        """Returns the encode of a key that callers may join. None if there is none, or if all of
-        its callers have left, so that it is being cancelled.
+        """Returns the encode of a key that callers may join.
+
+        Returns None if no encode is in flight, or if all of its callers have left, so that it is
+        being cancelled.
         """
         encode = self._encodes.get(key)
         return None if encode is None or encode.flight.is_abandoned else encode
 
     async def _run(self, encode: _Encode) -> Encoded:
+        """Finds the embedding in Redis, or has the engine compute it."""
         start = time.monotonic()  # the event loop's clock has a resolution of 1 ms
         redis, times = self._redis, NO_TIMES
         if redis is not None and not encode.need_bytes and await redis.has(encode.key, encode.spec):
@@ -313,8 +363,8 @@ class Embeddings:
         self._metrics.stages.labels("lookup").observe(lookup_s)
         return Encoded(Origin.COMPUTED, lookup_s, times)
 
-    async def _read(self, redis: SharedTier, entry: ArenaEntry) -> bool:
-        """Whether Redis has the embedding, which is complete then."""
+    async def _read(self, redis: RedisTier, entry: ArenaEntry) -> bool:
+        """Reads the embedding from Redis into memory. Returns whether Redis has it."""
         try:
             found = await redis.read(entry)
         except BaseException:
@@ -325,9 +375,9 @@ class Embeddings:
         return found
 
     async def _compute(self, job: EngineJob, entry: ArenaEntry) -> StageTimes:
-        """Runs the engine."""
+        """Has the engine compute the embedding, and returns the times of its stages."""
         self._memory.arena.acquire(entry)  # for the engine, even if no caller waits any more
-        self._engine.place(job, entry.offset, lambda feature: self._feature(entry, feature))
+        self._engine.place(job, entry)
         job.done.add_done_callback(lambda done: self._written(entry, job.rank, done))
         times = await asyncio.shield(job.done)
         self._metrics.stages.labels("queue").observe(times.queue_s)
@@ -335,14 +385,8 @@ class Embeddings:
         self._metrics.stages.labels("forward").observe(times.forward_s)
         return times
 
-    def _feature(self, entry: ArenaEntry, feature: int) -> None:
-        """The engine has written one feature; the others follow."""
-        if entry.spec.size_bytes >= self._min_streamed_bytes:
-            size = entry.spec.size_bytes // entry.spec.num_features
-            self._memory.add_range(entry, feature * size, (feature + 1) * size)
-
     def _written(self, entry: ArenaEntry, rank: float, done: "asyncio.Future[StageTimes]") -> None:
-        """The engine no longer uses the entry's memory."""
+        """Commits or aborts an entry that the engine no longer uses, and releases it."""
         self._admission.ran(rank)
         if done.exception() is None:
             self._metrics.images_encoded.inc()
@@ -353,15 +397,18 @@ class Embeddings:
 
 
 class SourceStore:
-    """The files of images answered lately, in case their embedding is needed again.
+    """The inputs of recent embeddings, in case an embedding is evicted and needed again.
 
-    Holds at most `max_bytes`, each file for two minutes; the oldest are dropped first. Of videos
-    only their names are here.
+    Each input is stored for two minutes, and the oldest are dropped first. A video counts as its
+    name alone, because `HeldVideos` has the file.
+
+    Args:
+        max_bytes: the most bytes of all files.
     """
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
-        # By time of `put`: each and when it expires, as time.monotonic().
+        # Each input and the time.monotonic() at which it expires, in the order of `put`.
         self._sources: OrderedDict[bytes, tuple[Work, float]] = OrderedDict()
         self._used_bytes = 0
 
@@ -369,15 +416,16 @@ class SourceStore:
         return len(self._sources)
 
     def get(self, key: bytes) -> Work | None:
+        """Returns the inputs of an embedding, or None."""
         self._expire()
         return self._sources[key][0] if key in self._sources else None
 
     def put(self, key: bytes, work: Work) -> None:
-        """Keeps a file, unless it is larger than the whole store."""
+        """Stores the inputs of an embedding, unless they are larger than the whole store."""
         self._drop(key)
         if work.source.num_bytes > self._max_bytes:
             return
-        self._sources[key] = work, time.monotonic() + _SOURCE_S
+        self._sources[key] = work, time.monotonic() + _SOURCE_TTL_S
         self._used_bytes += work.source.num_bytes
         self._expire()
 
@@ -390,5 +438,5 @@ class SourceStore:
             self._drop(key)
 
     def _drop(self, key: bytes) -> None:
-        if (kept := self._sources.pop(key, None)) is not None:
-            self._used_bytes -= kept[0].source.num_bytes
+        if (dropped := self._sources.pop(key, None)) is not None:
+            self._used_bytes -= dropped[0].source.num_bytes

@@ -1,15 +1,15 @@
-"""The engine process, as the front's event loop sees it: jobs and their ends.
+"""The client of the engine process in the front's event loop: jobs and their results.
 
-`Embeddings` submits images and reserves their memory; nothing is known here of keys or callers.
-When the engine process ends, all jobs fail: those that it worked on with `EngineLost`, because any
-of them may be the cause; those that were only waiting with `Unavailable`.
+`Embeddings` submits images and reserves their memory. When the engine process ends, all jobs fail.
+Jobs that the engine worked on fail with `EngineLost`, because any of them may be the cause. Jobs
+that were only waiting fail with `Unavailable`.
 """
 
 import asyncio
 import itertools
-from collections.abc import Callable
 from dataclasses import dataclass
 
+from services.common.embeddings.arena import ArenaEntry
 from services.common.embeddings.shared_task import retrieve_exception
 from services.common.errors import EngineLost, Unavailable, from_code
 from services.common.geometry import Unit
@@ -27,6 +27,8 @@ from services.encoder.engine.messages import (
     Source,
     StageTimes,
 )
+from services.encoder.front.memory_tier import MemoryTier
+from services.encoder.metrics import EncoderMetrics
 
 _LOST = "the encoder's engine ended while it worked on the image"
 _ENDED = "the encoder's engine process ended"
@@ -34,48 +36,54 @@ _ENDED = "the encoder's engine process ended"
 
 @dataclass(slots=True)
 class EngineJob:
-    """An image given to the engine.
+    """An image that the engine has to encode.
 
     Attributes:
-        rank: among those that wait.
-        done: ends when the engine no longer uses the memory.
-        on_feature: called with the index of each feature, except the last, once it is written;
-            None: the image has no memory yet.
+        job_id: number of the job in messages.
+        rank: place among the images that wait; the lowest is next.
+        done: future of the stage times, done when the engine no longer uses the memory.
+        entry: memory for the embedding. None until `EngineClient.place`.
     """
 
     job_id: int
     rank: float
     done: asyncio.Future[StageTimes]
-    on_feature: Callable[[int], None] | None = None
+    entry: ArenaEntry | None = None
 
 
 class EngineClient:
-    """Gives images to the engine.
+    """Sends images to the engine.
 
     Args:
-        on_stats: called with the counters the engine sends after each batch.
+        link: the channel to the engine.
+        memory: the tier that offers written features to readers.
+        metrics: metrics, which get the engine's counters after each batch.
     """
 
     def __init__(
-        self, link: FrontChannel[EngineMessage], on_stats: Callable[[EngineStats], None]
+        self, link: FrontChannel[EngineMessage], memory: MemoryTier, metrics: EncoderMetrics
     ) -> None:
-        self._in_hand: set[int] = set()
+        self._in_hand: set[int] = set()  # jobs that the engine works on
         self._link = link
-        self._on_stats = on_stats
+        self._memory = memory
+        self._metrics = metrics
         self._ids = itertools.count(1)
         self._jobs: dict[int, EngineJob] = {}
         self._died = False
 
     @property
     def is_busy(self) -> bool:
+        """Whether the engine has jobs."""
         return bool(self._jobs)
 
     def submit(self, source: Source, unit: Unit, rank: float = 0.0, tenant: str = "") -> EngineJob:
         """Starts a job: the image is decoded and then waits for `place`.
 
         Args:
-            rank: of those that wait, the engine takes the lowest next.
-            tenant: the tenant whose unit it is; empty for a caller without a key.
+            source: the files that the embedding is made from.
+            unit: the grid of the image or pair of frames.
+            rank: place among the images that wait; the engine takes the lowest next.
+            tenant: tenant that wants the unit. Empty for a caller without a key.
 
         Raises:
             Unavailable: the engine process has ended.
@@ -88,21 +96,22 @@ class EngineClient:
         self._link.send(EncodeImage(job.job_id, source, unit, rank, tenant))
         return job
 
-    def place(self, job: EngineJob, arena_offset: int, on_feature: Callable[[int], None]) -> None:
-        """Memory for the embedding is reserved: the image may run. Called once per job."""
-        job.on_feature = on_feature
+    def place(self, job: EngineJob, entry: ArenaEntry) -> None:
+        """Gives a job the memory for its embedding, so that it may run. Called once per job."""
+        job.entry = entry
         if job.job_id in self._jobs:
-            self._link.send(PlaceImage(job.job_id, arena_offset))
+            self._link.send(PlaceImage(job.job_id, entry.offset))
 
     def cancel(self, job: EngineJob) -> None:
-        """Called when no caller waits for the job. Its future still ends, once the engine no longer
-        uses the memory.
+        """Cancels a job that no caller waits for.
+
+        The job's future still ends, once the engine no longer uses the memory.
         """
         if job.job_id in self._jobs:
             self._link.send(CancelImage(job.job_id))
 
     async def run(self) -> None:
-        """Handles messages until the engine process has ended; then all jobs have failed."""
+        """Handles messages until the engine process has ended, and fails all jobs then."""
         try:
             while True:
                 self._take(await self._link.receive())
@@ -117,6 +126,7 @@ class EngineClient:
             self._jobs.clear()
 
     def _take(self, message: EngineMessage) -> None:
+        """Handles one message of the engine."""
         match message:
             case ImageDone():
                 job = self._jobs.pop(message.job_id)
@@ -127,13 +137,13 @@ class EngineClient:
             case FeatureDone():
                 for job_id in message.job_ids:
                     job = self._jobs.get(job_id)  # the end of a job may overtake its features
-                    if job is not None and job.on_feature is not None:
-                        job.on_feature(message.feature)
+                    if job is not None and job.entry is not None:
+                        self._memory.feature_written(job.entry, message.feature)
             case InHand():
                 self._in_hand = set(message.job_ids)
             case EngineStats():
-                self._on_stats(message)
+                self._metrics.observe_batch(message)
             case Pong():
-                pass  # the channel notes its time
+                pass  # the channel has noted the time
             case _:
                 raise AssertionError(f"the engine sent {type(message).__name__}")

@@ -1,17 +1,15 @@
-"""The embeddings in this pod's arena: reserving, writing, reading while written, digests.
+"""The memory tier: embeddings in the arena, complete or while they are written.
 
-`Embeddings` and `BroughtEmbeddings` write here, the servicer reads through `Reading`. No room in
-time is `Overloaded`.
-
-An embedding is written by the engine feature by feature. Readers may have each range as soon as it
-is written; threads digest it meanwhile; `commit` says that all of it is good.
+`Embeddings` and `ClientEmbeddings` write embeddings, and the servicer reads them through `Reading`.
+The engine writes an embedding feature by feature. Readers get each range of bytes as soon as it is
+written, and threads digest the range meanwhile. `commit` says that the whole embedding is right.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from services.common.embeddings.arena import Arena, ArenaEntry, Claim
 from services.common.embeddings.embedding import (
@@ -27,21 +25,27 @@ from services.common.threads import num_threads
 _RESERVE_TIMEOUT_S = 60.0
 _UNREAD_POLL_S = 0.005
 _CLOSE_ATTEMPTS = 50
-# A reader that asks for it is told so often that there is nothing new.
-WORD_S = 2.0
-Word = Callable[[bool], Awaitable[None]]  # is called with whether the embedding is in work
 Range = tuple[int, int]  # bytes of the tensor, [start, stop)
+
+
+class Progress(Protocol):
+    """A reader that wants to know, while it waits, whether its embedding is under way."""
+
+    async def report(self, *, in_work: bool) -> None:
+        """Tells the reader whether an encode of the embedding has started."""
+        ...
 
 
 @dataclass(slots=True)
 class _Partial:
-    """An embedding that is being written, or is not digested yet.
+    """An embedding that is being written, or whose digest is not known yet.
 
     Attributes:
-        changed: done when `ranges` has grown, or will grow no more.
-        ranges: in the order they were written.
-        num_digesting: jobs of threads that digest these ranges.
-        digested: ends in the digest; made by `commit`.
+        digest: the digest of the ranges so far.
+        changed: future that is done when `ranges` has grown, or will grow no more.
+        ranges: ranges of bytes in the order in which they were written.
+        num_digesting: number of jobs of threads that digest these ranges.
+        digested: future of the digest. None before `commit`.
     """
 
     digest: TensorDigest
@@ -70,18 +74,36 @@ class _EntryClaim(Claim[ArenaEntry]):
 
 
 class MemoryTier:
-    """The arena's embeddings, complete or being written. One event loop owns it."""
+    """Owner of the embeddings in the arena. One event loop uses it.
 
-    def __init__(self, arena: Arena) -> None:
+    Args:
+        arena: the shared memory.
+        min_streamed_bytes: smallest size of an embedding whose features are offered to readers one
+            by one. The messages for the features of a smaller embedding would cost more time than
+            they hide.
+        report_s: seconds between two progress reports to a reader that waits.
+    """
+
+    def __init__(
+        self, arena: Arena, *, min_streamed_bytes: int = 8 << 20, report_s: float = 2.0
+    ) -> None:
         self.arena = arena
+        self._min_streamed_bytes = min_streamed_bytes
+        self._report_s = report_s
         self._partials: dict[ArenaEntry, _Partial] = {}
-        # A pool of its own, not run_in_executor: wrapping its futures costs the event loop more
-        # than the digest costs a thread.
+        # The threads are used without run_in_executor: wrapping its futures costs the event loop
+        # more than the digest costs a thread.
         self._threads = ThreadPoolExecutor(num_threads(), "digest")
 
-    def try_hold(self, entry: ArenaEntry) -> bool:
-        """Takes a reference to an entry that is complete or being written; False: its writing has
-        failed, or it has been evicted.
+    @property
+    def num_partial(self) -> int:
+        """Number of embeddings that are being written or digested."""
+        return len(self._partials)
+
+    def try_acquire(self, entry: ArenaEntry) -> bool:
+        """Takes a reference to an entry that is complete or being written.
+
+        Returns False if writing the entry has failed, or if it has been evicted.
         """
         readable = self.arena.has(entry) and (entry.committed or entry in self._partials)
         if readable:
@@ -89,13 +111,14 @@ class MemoryTier:
         return readable
 
     async def reserve(self, key: bytes, spec: EmbeddingSpec) -> ArenaEntry:
-        """Room for an embedding, or its complete entry if one appears meanwhile.
+        """Reserves memory for an embedding, unless a complete entry appears meanwhile.
 
         Returns:
-            An entry with a reference for the caller, which is its writer if it is not committed.
+            An entry with a reference for the caller. The caller is the writer of the entry if it is
+            not committed.
 
         Raises:
-            Overloaded: there was no room for too long.
+            Overloaded: no memory was free for too long.
         """
         try:
             async with asyncio.timeout(_RESERVE_TIMEOUT_S):
@@ -106,73 +129,94 @@ class MemoryTier:
     # Writing.
 
     def begin(self, entry: ArenaEntry) -> None:
-        """Called by the writer of a held entry before it writes; `commit` or `abort` follows."""
+        """Starts the writing of a reserved entry, which `commit` or `abort` has to end."""
         changed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._partials[entry] = _Partial(TensorDigest(self.arena.view(entry)), changed)
 
     def add_range(self, entry: ArenaEntry, start: int, stop: int) -> None:
-        """These bytes are written, before the entry is complete: readers may have them, and a
-        thread digests them.
-        """
+        """Offers bytes that are written to readers, and starts to digest them in a thread."""
         partial = self._partials[entry]
         self._digest_range(entry, partial, (start, stop), 1)
         partial.changed.set_result(None)
         partial.changed = asyncio.get_running_loop().create_future()
 
+    def feature_written(self, entry: ArenaEntry, feature: int) -> None:
+        """Offers a written feature to readers if the embedding is large; others will follow."""
+        if entry.spec.size_bytes >= self._min_streamed_bytes:
+            size = entry.spec.size_bytes // entry.spec.num_features
+            self.add_range(entry, feature * size, (feature + 1) * size)
+
     def commit(self, entry: ArenaEntry) -> None:
-        """Marks the bytes complete. Threads digest the ranges that they have not seen yet."""
+        """Marks the embedding complete, and starts to digest what was not digested yet."""
         partial = self._partials[entry]
         partial.digested = asyncio.get_running_loop().create_future()
         for gap in _gaps(partial.ranges, entry.spec.size_bytes):
-            self._digest_range(entry, partial, gap, num_threads())  # a reader waits for it
+            self._digest_range(entry, partial, gap, num_threads())  # a reader may be waiting
         partial.changed.set_result(None)
         self._finish_if_digested(entry, partial)
         self.arena.commit(entry)
 
     def abort(self, entry: ArenaEntry) -> None:
-        """Called when the writing has failed; the writer still releases its reference."""
+        """Gives up a writing that has failed; the writer still releases its reference."""
         self._partials.pop(entry).changed.set_result(None)
 
     # Reading.
 
+    async def wait_first(
+        self, awaited: "set[asyncio.Future[Any]]", progress: Progress | None, *, in_work: bool
+    ) -> None:
+        """Waits until one of the futures is done, and reports progress meanwhile."""
+        timeout_s = self._report_s if progress else None
+        while True:
+            done, _ = await asyncio.wait(
+                awaited, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
+            )
+            if done:
+                return
+            assert progress is not None
+            await progress.report(in_work=in_work)
+
     def written_ranges(self, entry: ArenaEntry) -> list[Range]:
-        """What can be read of a held entry, in the order it was written; the list grows while the
-        entry is being written.
+        """Returns the readable ranges of an acquired entry, in the order they were written.
+
+        The list grows while the entry is being written.
         """
         if partial := self._partials.get(entry):
             return partial.ranges
         return [(0, entry.spec.size_bytes)]
 
     def changed(self, entry: ArenaEntry) -> "asyncio.Future[None] | None":
-        """Done when `written_ranges` has grown, or will grow no more; None: the writing is over.
-        All readers share it, so none may cancel it.
+        """Returns a future that is done when `written_ranges` has grown or will grow no more.
+
+        All readers share the future, so a reader must not cancel it. Returns None if the writing
+        is over.
         """
         partial = self._partials.get(entry)
         return None if partial is None else partial.changed
 
     async def digest_of(self, entry: ArenaEntry) -> bytes:
-        """The digest of a committed, held entry; computed once."""
+        """Returns the digest of a committed, acquired entry, which is computed once."""
         if (partial := self._partials.get(entry)) and partial.digested:
             return await asyncio.shield(partial.digested)
         return entry.digest
 
     async def until_unread(self, entry: ArenaEntry, timeout_s: float) -> None:
-        """Returns when only the caller refers to the entry, or after that time."""
+        """Waits until only the caller refers to the entry, at most `timeout_s`."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
-        while entry.references > 1 and loop.time() < deadline:  # noqa: ASYNC110 - has no event
+        while entry.references > 1 and loop.time() < deadline:  # noqa: ASYNC110 - there is no event
             await asyncio.sleep(_UNREAD_POLL_S)
 
     async def close(self) -> None:
-        """Waits for running digests and unmaps the memory."""
+        """Waits for digests under way, and unmaps the memory."""
         await asyncio.to_thread(self._threads.shutdown)
-        await asyncio.sleep(0)  # the callbacks that the threads have left to this loop
+        await asyncio.sleep(0)  # runs the callbacks that the threads have scheduled
         self._partials.clear()
         for _ in range(_CLOSE_ATTEMPTS):
             try:
                 return self.arena.close()
             except BufferError:
-                # A thread that has ended may still hold its view for a moment.
+                # A thread that has ended may still have its view for a moment.
                 await asyncio.sleep(0.01)
 
     def _digest_range(
@@ -190,8 +234,8 @@ class MemoryTier:
             self._threads.submit(_digest, partial.digest, ranges).add_done_callback(digested)
 
     def _digested(self, entry: ArenaEntry, partial: _Partial, job: Future[None]) -> None:
-        """Called when a job has ended; releases the reference that `_digest_range` took."""
-        job.result()  # it raises nothing
+        """Releases the reference of a job that has ended, and may complete the digest."""
+        job.result()  # a job raises nothing
         partial.num_digesting -= 1
         self.arena.release(entry)
         self._finish_if_digested(entry, partial)
@@ -205,10 +249,13 @@ class MemoryTier:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """A held entry, and how to read it while it is being written.
+    """An acquired entry, which can be read while it is being written.
 
     Attributes:
-        work: the encode that writes it; None: the entry is complete.
+        entry: the entry, released by the owner of the reading.
+        memory: the tier of the entry.
+        written: the readable ranges, see `MemoryTier.written_ranges`.
+        work: the encode that writes the entry. None if the entry is complete.
     """
 
     entry: ArenaEntry
@@ -216,12 +263,14 @@ class Reading:
     written: list[Range]
     work: "asyncio.Future[Any] | None" = None
 
-    async def ranges(self, word: "Word | None" = None) -> AsyncGenerator[Range]:
-        """The ranges of the tensor's bytes, each as soon as it is written, until all are; `word` is
-        called while there is none.
+    async def ranges(self, progress: Progress | None = None) -> AsyncGenerator[Range]:
+        """Yields the ranges of the tensor's bytes, each as soon as it is written, until the end.
+
+        Args:
+            progress: gets a report now and then while there is no new range.
 
         Raises:
-            TriptychError: the encode failed; what has been read is void.
+            TriptychError: the encode failed, and the bytes that were read are invalid.
         """
         num_sent = 0
         while True:
@@ -237,20 +286,7 @@ class Reading:
                 continue
             changed = self.memory.changed(self.entry)
             awaited = {self.work, changed} if changed else {self.work}
-            await first_of(awaited, word)
-
-
-async def first_of(
-    awaited: "set[asyncio.Future[Any]]", word: Word | None, *, in_work: bool = True
-) -> None:
-    """Returns when one of them is done. None is cancelled; `word` is called now and then."""
-    while not (
-        await asyncio.wait(
-            awaited, timeout=WORD_S if word else None, return_when=asyncio.FIRST_COMPLETED
-        )
-    )[0]:
-        assert word is not None
-        await word(in_work)
+            await self.memory.wait_first(awaited, progress, in_work=True)
 
 
 def _digest(digest: TensorDigest, ranges: list[Range]) -> None:
@@ -259,7 +295,7 @@ def _digest(digest: TensorDigest, ranges: list[Range]) -> None:
 
 
 def _gaps(ranges: list[Range], size: int) -> list[Range]:
-    """What is missing of [0, size)."""
+    """Returns the parts of [0, size) that are in none of the ranges."""
     bounds = [0, *(bound for each in sorted(ranges) for bound in each), size]
     return [
         (stop, start) for stop, start in zip(bounds[::2], bounds[1::2], strict=True) if stop < start

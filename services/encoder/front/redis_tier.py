@@ -1,7 +1,7 @@
-"""The embeddings of all pods: what Redis holds, and the write-behind of new ones.
+"""The Redis tier: embeddings of all pods, and the delayed writing of new ones.
 
-`Embeddings` alone uses it. It never fails because of Redis: without an answer this pod computes the
-embedding, and a new one that cannot be written is dropped and counted.
+`Embeddings` uses it. A failure of Redis never fails a call: without an answer this pod computes the
+embedding, and a new embedding that cannot be written is dropped and counted.
 """
 
 import asyncio
@@ -16,15 +16,17 @@ from services.encoder.front.memory_tier import MemoryTier
 _WRITERS = 2
 # Queued entries cannot be evicted from the arena, so they may hold only this share of it.
 _MAX_QUEUED_SHARE = 0.25
-# A write waits for readers of the same bytes: it would compete with them for memory bandwidth.
+# A write waits for readers of the same bytes, which need the memory bandwidth more.
 _UNREAD_TIMEOUT_S = 0.05
 
 
 class RedisTier:
-    """Redis, as one pod uses it.
+    """The embeddings in Redis, which all pods share.
 
     Args:
-        dropped: counts entries that were not written.
+        cache: the client of Redis.
+        memory: the tier that embeddings are read into and written from.
+        dropped: counter of entries that were not written.
     """
 
     def __init__(self, cache: RedisCache, memory: MemoryTier, dropped: Counter) -> None:
@@ -37,16 +39,16 @@ class RedisTier:
         self._writes: set[asyncio.Task[bool]] = set()
 
     async def has(self, key: bytes, spec: EmbeddingSpec) -> bool:
-        """Whether an embedding is there."""
+        """Returns whether Redis has an embedding."""
         return await self._cache.has(key, spec)
 
     async def read(self, entry: ArenaEntry) -> bool:
-        """Whether an embedding is there, and then in memory, too."""
+        """Reads an embedding into its entry. Returns whether Redis has it."""
         view = self._memory.arena.view(entry)
         return await self._cache.read(entry.key, entry.spec, view) is not None
 
     def put(self, entry: ArenaEntry) -> None:
-        """Queues an entry for writing. If the queue is full, or Redis away, it is dropped."""
+        """Queues an entry for writing; drops it if the queue is full or Redis does not answer."""
         size_bytes = entry.spec.size_bytes
         is_full = self._queued_bytes + size_bytes > self._max_queued_bytes
         if not self._cache.available or (is_full and self._queued_bytes):

@@ -1,19 +1,19 @@
-"""The encoder's gRPC methods of an image, proto ↔ embeddings, until they are drained.
+"""The encoder's gRPC methods: calls become embeddings and files, failures become error statuses.
 
-Gateways call `Encode`, decoders `Fetch`; `media_service` has what else there is. Requests are
-checked here; every failure ends its call with an error of `services.common.errors`.
+Gateways call `Encode` for images, pairs of video frames and clients' embeddings, `Probe` for a
+video, and `Upload` and `Download` for files that clients refer to later. Decoders call `Fetch`.
+Every failure ends its call with an error of `services.common.errors`.
 """
 
 import asyncio
 import logging
 import math
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import asdict
-from functools import partial
 from traceback import clear_frames
-from typing import ClassVar, NoReturn, TypeVar, cast
+from typing import Any, ClassVar, NoReturn, TypeVar, cast
 
 import grpc
 import grpc.aio
@@ -21,28 +21,27 @@ import msgspec
 from google.protobuf.message import Message
 
 from services.common.embeddings.arena import ArenaEntry
-from services.common.embeddings.embedding import EmbeddingSpec
 from services.common.embeddings.fetch_wire import DTYPES, WireChunk, serialize
 from services.common.embeddings.shared_memory import host_identity
 from services.common.errors import (
     DeadlineExceeded,
     InternalError,
-    InvalidImage,
     InvalidRequest,
+    InvalidVideo,
+    NotFound,
     Overloaded,
     TriptychError,
     WrongImageKey,
 )
-from services.common.geometry import Unit
-from services.common.images.image_key import KEY_BYTES, MAX_SALT_BYTES, image_key
 from services.common.pb import encoder_pb2 as pb
 from services.common.spans import span
-from services.common.threads import INLINE_BYTES
 from services.common.transport.rpc import Servicer, abort, adopt_metadata, message_bytes
-from services.encoder.engine.messages import Source
-from services.encoder.front.admission import Share
+from services.encoder.front.client_embeddings import ClientEmbeddings
 from services.encoder.front.embeddings import Embeddings, Encoded, Work
-from services.encoder.front.memory_tier import Reading, Word
+from services.encoder.front.encode_inputs import InputReader, checked_key, share_of
+from services.encoder.front.held_videos import HeldVideo, HeldVideos
+from services.encoder.front.memory_tier import Reading
+from services.encoder.front.uploaded_files import TTL_S, UploadedFiles
 from services.encoder.metrics import EncoderMetrics
 
 log = logging.getLogger(__name__)
@@ -50,20 +49,30 @@ log = logging.getLogger(__name__)
 Request = TypeVar("Request", bound=Message)
 
 _CHUNK_BYTES = 1 << 20
-# An entry in shared memory is held at most this long for a reader that does not end its call.
+# A reader that does not end its call holds its entry in shared memory for at most this long.
 _MAX_READ_S = 10.0
-# A draining encoder stops when it has had no call for this long: gateways find out within a second
-# that it drains, and decoders fetch what was encoded.
+# A draining encoder stops after this long without a call: gateways notice within a second that it
+# drains, and decoders fetch embeddings that were encoded.
 _QUIET_S = 2.0
 _POLL_S = 0.05
 _MESSAGE_TIMEOUT_S = 30.0
 
 
 class EncoderServicer(Servicer):
-    """Translates and delegates.
+    """The encoder's gRPC methods.
 
     Args:
-        max_read_bytes: of messages that arrive, and of files that leave, at a time.
+        description: what this encoder serves.
+        embeddings: embeddings that are stored or computed now.
+        metrics: the encoder's metrics.
+        videos: files of videos that clients have sent.
+        client_embeddings: the writer of embeddings that clients have computed.
+        files: files that clients have uploaded.
+        takes_videos: whether the model takes videos.
+        max_read_bytes: the most bytes of messages that arrive, and of files that leave, at a time.
+
+    Attributes:
+        bytes_under_way: bytes of the messages that arrive and of the files that leave now.
     """
 
     SERVICE = pb.DESCRIPTOR.services_by_name["Encoder"]
@@ -75,21 +84,32 @@ class EncoderServicer(Servicer):
         description: pb.DescribeEncoderResponse,
         embeddings: Embeddings,
         metrics: EncoderMetrics,
+        videos: HeldVideos,
+        client_embeddings: ClientEmbeddings,
+        files: UploadedFiles,
+        *,
+        takes_videos: bool,
         max_read_bytes: int,
     ) -> None:
+        self.bytes_under_way = 0
         self._max_read_bytes = max_read_bytes
-        self._bytes_under_way = 0
         self._description = description
         self._embeddings = embeddings
         self._metrics = metrics
+        self._videos = videos
+        self._client_embeddings = client_embeddings
+        self._files = files
+        self._takes_videos = takes_videos
+        self._inputs = InputReader(description, embeddings, videos, takes_videos=takes_videos)
         self._host = host_identity()
         self._num_calls = 0
         self._last_call_at = -math.inf
         self._has_warned_of_keys = False
 
     async def drain(self, grace_s: float) -> None:
-        """Waits until calls have ended and no more come, at most `grace_s`. All are served
-        meanwhile: what was encoded here has yet to be fetched.
+        """Waits until calls have ended and no more come, at most `grace_s`.
+
+        All calls are served meanwhile, because decoders still fetch what was encoded here.
         """
         deadline = time.monotonic() + grace_s
         while (now := time.monotonic()) < deadline:
@@ -98,56 +118,20 @@ class EncoderServicer(Servicer):
                 return
             await asyncio.sleep(min(deadline, max(quiet_at, now + _POLL_S)) - now)
 
-    @asynccontextmanager
-    async def _message(
-        self, context: grpc.aio.ServicerContext, kind: type[Request]
-    ) -> AsyncGenerator[Request]:
-        """A call's message, counted while it is read and hashed; then the embeddings' queue counts
-        it.
-
-        Raises:
-            Overloaded: calls under way have too many bytes.
-            DeadlineExceeded: it does not arrive.
-            InvalidRequest: there is none, or it is longer than its caller said.
-        """
-        num_bytes = message_bytes(context)
-        self._count(num_bytes)
-        try:
-            yield await _read(context, num_bytes, kind)
-        finally:
-            self._bytes_under_way -= num_bytes
-
-    def _count(self, num_bytes: int) -> None:
-        """Raises Overloaded: calls under way have too many bytes."""
-        if self._bytes_under_way and self._bytes_under_way + num_bytes > self._max_read_bytes:
-            raise Overloaded("calls under way have too many bytes", retry_after_s=1)
-        self._bytes_under_way += num_bytes
-
-    @asynccontextmanager
-    async def _call(self, method: str, context: grpc.aio.ServicerContext) -> AsyncGenerator[str]:
-        """A call, whose failure ends it with an error of our tree; gives the caller's
-        `traceparent`.
-        """
-        parent = adopt_metadata(context)
-        self._num_calls += 1
-        try:
-            yield parent
-        except Exception as error:
-            await self._fail(method, error, context)
-        finally:
-            self._num_calls -= 1
-            self._last_call_at = time.monotonic()
-
     async def Describe(
         self, request: pb.DescribeEncoderRequest, context: grpc.aio.ServicerContext
     ) -> pb.DescribeEncoderResponse:
         return self._description
 
     async def Encode(self, request: object, context: grpc.aio.ServicerContext) -> pb.EncodeResponse:
-        """On the wire a call with one message, see `READING`."""
+        """Makes an embedding available here or in Redis.
+
+        On the wire, the call is a stream with one message (`READING`), so that the bytes of the
+        message are counted before it is read.
+        """
         async with self._call("encode", context) as parent:
             with span("encode", parent) as current:
-                encoded, num_tokens = await self._encoded(context)
+                encoded, num_tokens = await self._encode(context)
                 current.set(source=encoded.origin.value, num_tokens=num_tokens)
                 current.set(lookup_s=encoded.lookup_s, **msgspec.structs.asdict(encoded.times))
             fields = {"source": encoded.origin.value, "tokens": num_tokens}
@@ -156,58 +140,57 @@ class EncoderServicer(Servicer):
             origin = f"SOURCE_{encoded.origin.name}"
             return pb.EncodeResponse(source=origin, num_tokens=num_tokens)
 
-    async def _encoded(self, context: grpc.aio.ServicerContext) -> tuple[Encoded, int]:
-        """What became of a call's image, and its tokens. While the call waits, only what is queued
-        keeps the file: nothing counts the copies of calls that join.
+    async def _encode(self, context: grpc.aio.ServicerContext) -> tuple[Encoded, int]:
+        """Encodes a call's image, and returns the result and the number of tokens.
+
+        The message is dropped before the call waits. Then the queue of `Embeddings` has the only
+        copy of the file, which it counts; copies of calls that join an encode would not be counted.
         """
         async with self._message(context, pb.EncodeRequest) as message:
-            unit, share = self._checked_unit(message), share_of(message)
-            source, key = await self._source(message, unit)
-            spec = self._embeddings.spec_of(unit)
-            if (brought := await self._bring(message, key, spec)) is not None:
-                return brought, spec.num_tokens
-        encoding = self._embeddings.encode(key, Work(source, unit, share))
-        del message, source
+            share = share_of(message)
+            inputs, key = await self._inputs.read(message)
+            spec = self._embeddings.spec_of(inputs.unit)
+            if inputs.is_embedding:
+                encoded = await self._client_embeddings.store(key, message.image, spec)
+                return encoded, spec.num_tokens
+        encoding = self._embeddings.encode(key, Work(inputs.source, inputs.unit, share))
+        del message, inputs
         return await encoding, spec.num_tokens
 
-    async def _bring(
-        self, request: pb.EncodeRequest, key: bytes, spec: EmbeddingSpec
-    ) -> Encoded | None:
-        """What became of a call that brings its embedding, which no queue counts; None: it does
-        not.
-        """
-        return None
-
     async def Fetch(self, request: pb.FetchRequest, context: grpc.aio.ServicerContext) -> None:
+        """Sends an embedding as it is written, and its digest at the end."""
         async with self._call("fetch", context) as parent:
-            key = _checked_key(request.image_key)
-            word = partial(_tell_waiting, context) if request.tell_waiting else None
-            async with self._embeddings.reading(key, context.time_remaining(), word) as reading:
+            key = checked_key(request.image_key)
+            progress = FetchProgress(context) if request.tell_waiting else None
+            timeout_s = context.time_remaining()
+            async with self._embeddings.reading(key, timeout_s, progress) as reading:
                 shared = bool(self._host) and request.reader_host == self._host
                 size_bytes = reading.entry.spec.size_bytes
                 with span("send embedding", parent, size_bytes=size_bytes, shared=shared):
                     await context.write(_header(reading.entry))
-                    await self._send(reading, word, context, shared=shared)
+                    await self._send(reading, progress, context, shared=shared)
                 if shared:  # the reader ends the call when it has copied the bytes, or dies
                     await asyncio.sleep(_MAX_READ_S)
 
     async def _send(
         self,
         reading: Reading,
-        word: Word | None,
+        progress: "FetchProgress | None",
         context: grpc.aio.ServicerContext,
         *,
         shared: bool,
     ) -> None:
-        """The bytes as they are written, or where they are and which of them are written; and the
-        digest, which may be known only after all bytes have been sent.
+        """Sends the bytes of an embedding and its digest.
+
+        A reader on this host gets the place in shared memory, and which ranges are written. The
+        digest may be known only after all bytes have been sent.
         """
         entry, arena = reading.entry, reading.memory.arena
         if shared:
             place = pb.FetchShared(**asdict(arena.address), offset=entry.offset)
             await context.write(pb.FetchResponse(shared=place))
         view = arena.view(entry)
-        async with aclosing(reading.ranges(word)) as ranges:
+        async with aclosing(reading.ranges(progress)) as ranges:
             async for start, stop in ranges:
                 if shared:
                     ready = pb.FetchReady(offset=start, size_bytes=stop - start)
@@ -222,47 +205,114 @@ class EncoderServicer(Servicer):
         self._metrics.shared_fetches.inc(shared)
         self._metrics.fetched_bytes.inc(entry.spec.size_bytes)
 
-    async def _source(self, request: pb.EncodeRequest, unit: Unit) -> tuple[Source, bytes]:
-        """What the unit is made from, and its key, which the caller's must be: 0.15 ms per MiB of
-        an image.
+    async def Probe(self, request: object, context: grpc.aio.ServicerContext) -> pb.ProbeResponse:
+        """Reads the container of a video, and holds the file for the encodes of its frames."""
+        async with self._call("probe", context) as parent:
+            with span("probe", parent) as current:
+                held = await self._probe(context)
+                current.set(num_frames=held.facts.num_frames, size_bytes=held.file.size_bytes)
+            return pb.ProbeResponse(video_digest=held.digest, **asdict(held.facts))
+
+    async def _probe(self, context: grpc.aio.ServicerContext) -> HeldVideo:
+        """Returns the video of a call, once its container was read.
+
+        The message is dropped while the file waits to be read: `HeldVideos` has a copy, which it
+        counts.
         """
-        given = _checked_key(request.image_key)
-        if len(request.cache_salt) > MAX_SALT_BYTES:
-            raise InvalidRequest(f"cache_salt has more than {MAX_SALT_BYTES} bytes")
-        source, key_of = self._made_from(request, unit)
-        key = key_of() if source.num_bytes <= INLINE_BYTES else await asyncio.to_thread(key_of)
-        if key != given:
-            raise WrongImageKey("the image key is not that of this image")
-        return source, key
+        async with self._message(context, pb.ProbeRequest) as message:
+            if not self._takes_videos:
+                raise InvalidVideo("this model takes no videos")
+            if bool(message.video) == bool(message.video_digest):
+                raise InvalidRequest("a probe has either a video or a video_digest")
+            if message.video_digest:
+                return self._videos.get(message.video_digest)
+            taken = await self._videos.take(message.video, share_of(message))
+        del message
+        return await taken
 
-    def _made_from(
-        self, request: pb.EncodeRequest, unit: Unit
-    ) -> tuple[Source, Callable[[], bytes]]:
-        """What the unit is made from, and what computes its key: those of a still image."""
-        source, salt = Source(request.image), request.cache_salt
-        prefix = self._description.key_prefix
-        return source, partial(image_key, prefix, source.image, unit=unit, salt=salt)
+    async def Upload(self, request: object, context: grpc.aio.ServicerContext) -> pb.UploadResponse:
+        """Stores a file of a tenant, and returns its digest and how long it is stored."""
+        async with self._call("upload", context):
+            digest = await self._upload(context)
+            return pb.UploadResponse(digest=digest, kept_s=TTL_S)
 
-    def _checked_unit(self, request: pb.EncodeRequest) -> Unit:
-        grid, most = request.grid, self._description.max_image_patches
-        unit = Unit((grid.t, grid.h, grid.w))
-        self._embeddings.geometry.check(unit)
-        if unit.num_patches > most:
-            raise InvalidImage(
-                f"the image has {unit.num_patches} patches; at most {most} are encoded here"
-            )
-        return unit
+    async def _upload(self, context: grpc.aio.ServicerContext) -> bytes:
+        """Stores the file of a call, and returns its digest.
+
+        The message is a local variable here, so that `_fail` can free it by clearing the frame.
+        """
+        async with self._message(context, pb.UploadRequest) as message:
+            return await self._files.put(message.tenant, message.file)
+
+    async def Download(
+        self, request: pb.DownloadRequest, context: grpc.aio.ServicerContext
+    ) -> pb.DownloadResponse:
+        """Returns a stored file of a tenant, or deletes it."""
+        async with self._call("download", context):
+            if request.forget:
+                if not await self._files.delete(request.tenant, request.digest):
+                    raise NotFound("no such file is kept")
+                return pb.DownloadResponse()
+            file = await self._files.get(request.tenant, request.digest)
+            self.count_bytes(len(file))
+            cast("Any", context).add_done_callback(lambda _: self.uncount_bytes(len(file)))
+            return pb.DownloadResponse(file=file)
+
+    @asynccontextmanager
+    async def _call(self, method: str, context: grpc.aio.ServicerContext) -> AsyncGenerator[str]:
+        """Runs a call, and ends it with an error of our tree if it fails.
+
+        Yields the caller's `traceparent`.
+        """
+        parent = adopt_metadata(context)
+        self._num_calls += 1
+        try:
+            yield parent
+        except Exception as error:
+            await self._fail(method, error, context)
+        finally:
+            self._num_calls -= 1
+            self._last_call_at = time.monotonic()
+
+    @asynccontextmanager
+    async def _message(
+        self, context: grpc.aio.ServicerContext, kind: type[Request]
+    ) -> AsyncGenerator[Request]:
+        """Reads a call's message, and counts its bytes until the block ends.
+
+        Raises:
+            Overloaded: calls under way have too many bytes.
+            DeadlineExceeded: the message does not arrive in time.
+            InvalidRequest: there is no message, or it is longer than its caller said.
+        """
+        num_bytes = message_bytes(context)
+        self.count_bytes(num_bytes)
+        try:
+            yield await _read(context, num_bytes, kind)
+        finally:
+            self.uncount_bytes(num_bytes)
+
+    def count_bytes(self, num_bytes: int) -> None:
+        """Counts bytes under way. Raises Overloaded if calls have too many bytes already."""
+        if self.bytes_under_way and self.bytes_under_way + num_bytes > self._max_read_bytes:
+            raise Overloaded("calls under way have too many bytes", retry_after_s=1)
+        self.bytes_under_way += num_bytes
+
+    def uncount_bytes(self, num_bytes: int) -> None:
+        """Notes that bytes counted by `count_bytes` are no longer under way."""
+        self.bytes_under_way -= num_bytes
 
     async def _fail(
         self, method: str, error: Exception, context: grpc.aio.ServicerContext
     ) -> NoReturn:
         """Ends the call with an error of our tree."""
-        # gRPC keeps it in a cycle, and with it what the call's functions had: its message.
+        # gRPC keeps the error in a reference cycle, and with it the frames and their message.
         clear_frames(error.__traceback__)
         if isinstance(error, TriptychError):
             level = logging.INFO
             if isinstance(error, WrongImageKey):
-                # Once: a caller that forges keys must not fill the log. The metric counts all.
+                # A caller that forges keys must not fill the log, so the warning is logged once.
+                # The metric counts all of them.
                 level = logging.DEBUG if self._has_warned_of_keys else logging.WARNING
                 self._has_warned_of_keys = True
             fields = {"code": error.code, "peer": context.peer()}
@@ -274,39 +324,29 @@ class EncoderServicer(Servicer):
         await abort(context, error)
 
 
+class FetchProgress:
+    """Tells the reader of a `Fetch` call, while it waits, whether an encode is under way."""
+
+    def __init__(self, context: grpc.aio.ServicerContext) -> None:
+        self._context = context
+
+    async def report(self, *, in_work: bool) -> None:
+        """Writes one progress message to the call's stream."""
+        waiting = pb.FetchWaiting(in_work=in_work)
+        await self._context.write(pb.FetchResponse(waiting=waiting))
+
+
 async def _read(context: grpc.aio.ServicerContext, max_bytes: int, kind: type[Request]) -> Request:
     try:
         async with asyncio.timeout(_MESSAGE_TIMEOUT_S):
             request = cast("object", await context.read())
     except TimeoutError:
         raise DeadlineExceeded("the call's message did not arrive in time") from None
-    if not isinstance(request, kind):  # the end of the caller's messages
+    if not isinstance(request, kind):  # the end of the stream
         raise InvalidRequest("the call has no message")
     if request.ByteSize() > max_bytes:
         raise InvalidRequest("the message is longer than its caller said")
     return request
-
-
-def share_of(request: pb.EncodeRequest | pb.ProbeRequest) -> Share:
-    """The tenant of a call, with the weight of its share.
-
-    Raises:
-        InvalidRequest: the weight is not a positive number.
-    """
-    weight = request.tenant_weight or 1.0
-    if not 0.0 < weight < math.inf:
-        raise InvalidRequest(f"a tenant's weight is positive, not {weight}")
-    return Share(request.tenant, weight)
-
-
-async def _tell_waiting(context: grpc.aio.ServicerContext, in_work: bool) -> None:
-    await context.write(pb.FetchResponse(waiting=pb.FetchWaiting(in_work=in_work)))
-
-
-def _checked_key(key: bytes) -> bytes:
-    if len(key) != KEY_BYTES:
-        raise InvalidRequest(f"an image key has {KEY_BYTES} bytes, not {len(key)}")
-    return key
 
 
 def _header(entry: ArenaEntry) -> pb.FetchResponse:

@@ -8,8 +8,8 @@ import pytest
 from blake3 import blake3
 
 from services.common.errors import NotFound, Overloaded, PayloadTooLarge
-from services.encoder.front import kept_files
-from services.encoder.front.kept_files import KeptFiles
+from services.encoder.front import uploaded_files
+from services.encoder.front.uploaded_files import UploadedFiles
 
 
 class Cache:
@@ -33,7 +33,7 @@ class Cache:
 
 
 async def test_a_tenant_finds_its_own_files_alone():
-    files = KeptFiles(None)
+    files = UploadedFiles(None)
     digest = await files.put("a", b"clip")
     assert digest == blake3(b"clip").digest()
     assert await files.get("a", digest) == b"clip"
@@ -44,8 +44,8 @@ async def test_a_tenant_finds_its_own_files_alone():
 
 async def test_another_encoder_finds_a_file_in_redis_and_only_its_tenant():
     cache = Cache()
-    digest = await KeptFiles(cache).put("a", b"clip")
-    other = KeptFiles(cache)
+    digest = await UploadedFiles(cache).put("a", b"clip")
+    other = UploadedFiles(cache)
     with pytest.raises(NotFound):
         await other.get("b", digest)
     assert await other.get("a", digest) == b"clip"
@@ -55,10 +55,10 @@ async def test_another_encoder_finds_a_file_in_redis_and_only_its_tenant():
 
 async def test_what_redis_returns_is_checked():
     cache = Cache()
-    digest = await KeptFiles(cache).put("a", b"clip")
+    digest = await UploadedFiles(cache).put("a", b"clip")
     cache.files = dict.fromkeys(cache.files, b"another")
     with pytest.raises(NotFound):
-        await KeptFiles(cache).get("a", digest)
+        await UploadedFiles(cache).get("a", digest)
 
 
 async def test_few_files_are_read_from_redis_at_a_time_and_one_file_once():
@@ -76,8 +76,8 @@ async def test_few_files_are_read_from_redis_at_a_time_and_one_file_once():
             return await super().read_file(name, max_bytes)
 
     cache = Slow()
-    kept = {await KeptFiles(cache).put("a", b"clip %d" % n): n for n in range(4)}
-    other = KeptFiles(cache)
+    kept = {await UploadedFiles(cache).put("a", b"clip %d" % n): n for n in range(4)}
+    other = UploadedFiles(cache)
     found = await asyncio.gather(*(other.get("a", digest) for digest in [*kept] * 3))
     assert found == [b"clip %d" % n for n in kept.values()] * 3
     assert most == 2 and len(names) == len(set(names)) == 4
@@ -97,10 +97,10 @@ async def test_files_are_written_to_redis_one_at_a_time():
             return await super().write_file(name, data, ttl_s)
 
     cache = Slow()
-    files = KeptFiles(cache)
+    files = UploadedFiles(cache)
     names = await asyncio.gather(*(files.put("a", b"clip %d" % n) for n in range(8)))
     assert most == 1 and len(cache.files) == 8
-    assert [await KeptFiles(cache).get("a", name) for name in names] == [
+    assert [await UploadedFiles(cache).get("a", name) for name in names] == [
         b"clip %d" % n for n in range(8)
     ]
 
@@ -109,7 +109,7 @@ async def test_files_of_a_tenant_have_one_owner_in_redis():
     """Redis counts bytes by what stands before the slash."""
     cache = Cache()
     for tenant, data in (("a", b"1"), ("a", b"2"), ("b", b"1"), ("", b"1")):
-        await KeptFiles(cache).put(tenant, data)
+        await UploadedFiles(cache).put(tenant, data)
     owners = [name.partition(b"/")[0] for name in cache.files]
     assert len(set(cache.files)) == 4
     assert owners[0] == owners[1] and len(set(owners)) == 3
@@ -117,13 +117,13 @@ async def test_files_of_a_tenant_have_one_owner_in_redis():
 
 async def test_names_in_redis_say_nothing_of_tenants():
     cache = Cache()
-    await KeptFiles(cache).put("secret-tenant", b"clip")
+    await UploadedFiles(cache).put("secret-tenant", b"clip")
     (name,) = cache.files
     assert b"secret" not in name and blake3(b"clip").hexdigest().encode() not in name
 
 
 async def test_a_tenant_has_half_of_the_room_and_the_longest_unused_goes_first():
-    files = KeptFiles(None, max_bytes=40_000)
+    files = UploadedFiles(None, max_bytes=40_000)
     first, second = [await files.put("a", letter * 9000) for letter in (b"1", b"2")]
     other = await files.put("b", b"3" * 9000)
     await files.get("a", first)
@@ -138,7 +138,7 @@ async def test_a_tenant_has_half_of_the_room_and_the_longest_unused_goes_first()
 
 
 async def test_a_file_that_has_no_room_is_refused_and_drops_nothing():
-    files = KeptFiles(None, max_bytes=4000)
+    files = UploadedFiles(None, max_bytes=4000)
     kept = await files.put("a", b"1" * 1700)
     with pytest.raises(PayloadTooLarge, match="at most 2000 bytes"):
         await files.put("a", b"2" * 2000)
@@ -147,7 +147,7 @@ async def test_a_file_that_has_no_room_is_refused_and_drops_nothing():
 
 async def test_a_file_that_has_no_room_here_lies_in_redis():
     cache = Cache()
-    files = KeptFiles(cache, max_bytes=4000)
+    files = UploadedFiles(cache, max_bytes=4000)
     large = await files.put("a", b"2" * 2000)
     assert await files.get("a", large) == b"2" * 2000
     cache.is_away = True
@@ -156,12 +156,12 @@ async def test_a_file_that_has_no_room_here_lies_in_redis():
 
 
 async def test_many_small_files_take_room_and_no_time():
-    files = KeptFiles(None)
+    files = UploadedFiles(None)
     started = time.process_time()
     names = [await files.put("a", n.to_bytes(2, "little")) for n in range(20_000)]
     assert time.process_time() - started < 5.0
     assert await files.get("a", names[0])
-    few = KeptFiles(None, max_bytes=40_000)
+    few = UploadedFiles(None, max_bytes=40_000)
     names = [await few.put("a", n.to_bytes(2, "little")) for n in range(200)]
     with pytest.raises(NotFound):
         await few.get("a", names[0])
@@ -169,10 +169,10 @@ async def test_many_small_files_take_room_and_no_time():
 
 async def test_files_expire_after_their_last_use(monkeypatch: pytest.MonkeyPatch):
     now = [100.0]
-    files = KeptFiles(None)
+    files = UploadedFiles(None)
     monkeypatch.setattr(files._files, "_clock", lambda: now[0])
     used, unused = await files.put("a", b"1"), await files.put("a", b"2")
-    now[0] += kept_files.KEPT_S - 1.0
+    now[0] += uploaded_files.TTL_S - 1.0
     await files.get("a", used)
     now[0] += 2.0
     assert await files.get("a", used) == b"1"
@@ -182,7 +182,7 @@ async def test_files_expire_after_their_last_use(monkeypatch: pytest.MonkeyPatch
 
 async def test_delete_forgets_a_file_here_and_in_redis():
     cache = Cache()
-    files = KeptFiles(cache)
+    files = UploadedFiles(cache)
     digest = await files.put("a", b"clip")
     assert not await files.delete("b", digest)
     assert await files.delete("a", digest) and not await files.delete("a", digest)
@@ -192,7 +192,7 @@ async def test_delete_forgets_a_file_here_and_in_redis():
 
 async def test_what_redis_may_still_have_is_not_said_to_be_deleted():
     cache = Cache()
-    files = KeptFiles(cache)
+    files = UploadedFiles(cache)
     digest = await files.put("a", b"clip")
     cache.is_away = True
     with pytest.raises(Overloaded) as refused:
@@ -228,10 +228,10 @@ async def test_a_long_file_is_digested_beside_the_event_loop(
             return self._hasher.hexdigest()
 
     file, cache = bytes(3 << 20), Cache()
-    digest = await KeptFiles(cache).put("a", file)
-    monkeypatch.setattr(kept_files, "blake3", Hasher)
+    digest = await UploadedFiles(cache).put("a", file)
+    monkeypatch.setattr(uploaded_files, "blake3", Hasher)
     if known:
-        assert await KeptFiles(cache).get("a", digest) == file
+        assert await UploadedFiles(cache).get("a", digest) == file
     else:
-        assert await KeptFiles(cache).put("a", file) == digest
+        assert await UploadedFiles(cache).put("a", file) == digest
     assert threads == [False]

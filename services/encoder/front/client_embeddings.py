@@ -1,11 +1,10 @@
-"""Embeddings that clients bring: checked, in the model's dtype, where those of images are.
+"""Embeddings that clients have computed: checked, converted, and stored beside those of images.
 
-`service` checks that the key covers the file, so that none stands under an image's name. A file's
-tensor has a row per token: its features one after another, as vLLM has them.
+The servicer checks that the key covers the file, so that no client's embedding has an image's key.
+The tensor of a file has one row per token, with the token's features one after another, as in vLLM.
 """
 
 import asyncio
-from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
@@ -14,32 +13,38 @@ from services.common.embeddings.embedding import EmbeddingSpec, all_within
 from services.common.embeddings.tensor_file import TensorPlace, find_tensor
 from services.common.errors import InvalidRequest
 from services.common.threads import finished
-from services.encoder.front.embeddings import Encoded, Origin
+from services.encoder.front.embeddings import Embeddings, Encoded, Origin
 from services.encoder.front.memory_tier import MemoryTier
 
-_HALF = 0x7FFF  # of the part of a float32 that bfloat16 has no bits for
+_HALF = 0x7FFF  # half of the last bit of a bfloat16, in bits of a float32
 
 
-class BroughtEmbeddings:
-    """Puts embeddings of clients into memory.
+class ClientEmbeddings:
+    """Writes clients' embeddings into memory.
 
-    Redis gets none of them: each request has the file, from which an embedding costs a copy, and
-    files that cost nothing would take the place of embeddings that were computed.
+    They are not written to Redis. Each request brings the file, from which an embedding costs one
+    copy, and files that cost nothing would replace embeddings that were computed.
 
     Args:
-        announce: called with the key of one that is there now, for those who wait for it.
+        memory: the tier that the embeddings are written to.
+        embeddings: the readers of keys, which are woken when an embedding has been written.
     """
 
-    def __init__(self, memory: MemoryTier, announce: Callable[[bytes], None]) -> None:
+    def __init__(self, memory: MemoryTier, embeddings: Embeddings) -> None:
         self._memory = memory
-        self._announce = announce
+        self._embeddings = embeddings
 
-    async def bring(self, key: bytes, file: bytes, spec: EmbeddingSpec) -> Encoded:
-        """Makes an embedding available here.
+    async def store(self, key: bytes, file: bytes, spec: EmbeddingSpec) -> Encoded:
+        """Makes a client's embedding available here.
+
+        Args:
+            key: the embedding's key.
+            file: a file of torch.save or safetensors with the tensor.
+            spec: the embedding's shape and dtype.
 
         Raises:
-            InvalidRequest: the file is not such a tensor.
-            Overloaded: there was no room for too long.
+            InvalidRequest: the file has no such tensor.
+            Overloaded: no memory was free for too long.
         """
         place = checked(file, spec)
         entry = await self._memory.reserve(key, spec)
@@ -55,17 +60,17 @@ class BroughtEmbeddings:
                 self._memory.abort(entry)
                 raise
             self._memory.commit(entry)
-            self._announce(key)
+            self._embeddings.announce(key)
             return Encoded(Origin.COMPUTED)
         finally:
             self._memory.arena.release(entry)
 
 
 def checked(file: bytes, spec: EmbeddingSpec) -> TensorPlace:
-    """Where the tensor lies. Its size is known to be the embedding's before memory is taken.
+    """Returns where the tensor lies in the file, before memory is reserved for the embedding.
 
     Raises:
-        InvalidRequest: the file is none, or its tensor has another shape.
+        InvalidRequest: the file has no tensor, or its tensor has another shape.
     """
     place = find_tensor(file)
     wanted = spec.num_tokens, spec.num_features * spec.hidden
@@ -78,8 +83,13 @@ def checked(file: bytes, spec: EmbeddingSpec) -> TensorPlace:
 
 
 def write_tensor(file: bytes, place: TensorPlace, spec: EmbeddingSpec, into: memoryview) -> None:
-    """Writes a file's tensor `[num_tokens, num_features * hidden]`, which `checked` has found, as
-    the model's embedding `[num_features, num_tokens, hidden]`, feature after feature.
+    """Writes the tensor of a file as the model's embedding, feature after feature.
+
+    Args:
+        file: the file.
+        place: the tensor `[num_tokens, num_features * hidden]` in the file, as `checked` found it.
+        spec: the embedding `[num_features, num_tokens, hidden]`.
+        into: memory for the embedding.
 
     Raises:
         InvalidRequest: a value is not finite in the model's dtype, or is so large that the language
@@ -101,7 +111,7 @@ def write_tensor(file: bytes, place: TensorPlace, spec: EmbeddingSpec, into: mem
 
 
 def _cast(part: npt.NDArray[np.generic], given: str, dtype: str) -> npt.NDArray[np.generic]:
-    """Rounded half to even, as torch does; too large ones become infinite."""
+    """Converts values, rounding half to even as torch does; values out of range become infinite."""
     if given == "bfloat16":
         values = (part.astype(np.uint32) << 16).view(np.float32)
     else:
@@ -111,5 +121,5 @@ def _cast(part: npt.NDArray[np.generic], given: str, dtype: str) -> npt.NDArray[
             return values.astype(dtype)
     bits = values.view(np.uint32)
     rounded = (bits + (_HALF + ((bits >> 16) & 1))) >> 16
-    # Of a NaN the sum may overflow to a number.
+    # The sum of a NaN may overflow to a number.
     return np.where(np.isnan(values), 0x7FC0, rounded).astype(np.uint16)

@@ -1,7 +1,7 @@
-"""Files that clients have uploaded and name again: here, and in Redis for the other encoders.
+"""Files that clients have uploaded: stored in memory, and in Redis for the other encoders.
 
-The servicer alone uses it. A file's name is its digest and its tenant, so that no other tenant
-finds it, an upload is idempotent, and what Redis returns can be checked.
+A file is named by its digest and its tenant. So another tenant cannot find it, a repeated upload
+changes nothing, and a file from Redis can be checked.
 """
 
 import asyncio
@@ -14,21 +14,24 @@ from services.common.tenancy.tenant_store import TenantStore
 from services.common.threads import INLINE_BYTES
 
 DIGEST_BYTES = 32
-KEPT_S = 3600  # since a file's last use
+TTL_S = 3600  # seconds that a file is stored after its last use
 MAX_BYTES = 256 << 20
-_MAX_READS = 2  # of Redis at a time: how large a file is, and so its memory, is known afterwards
-_MAX_WRITES = 1  # to Redis at a time: a file takes memory there before it has replaced others
+# Reads from Redis at a time: the size of a file, and so the memory, is known only afterwards.
+_MAX_READS = 2
+# Writes to Redis at a time: a file takes memory there before it has replaced other files.
+_MAX_WRITES = 1
 _DOMAIN = "triptych 2026 kept file: name in Redis"
 _TENANT_DOMAIN = "triptych 2026 kept file: tenant in Redis"
 
 
-class KeptFiles:
-    """Files by tenant and digest. One event loop owns it.
+class UploadedFiles:
+    """Files by tenant and digest. One event loop uses them.
 
     Args:
-        redis: shared by all encoders, and bounds the bytes of tenants. None if files end with this
-            process.
-        max_bytes: held here, of which one tenant has half; a larger file is not held.
+        redis: the Redis that all encoders share, which bounds the bytes of tenants. None if files
+            end with this process.
+        max_bytes: the most bytes in this process, half of them for one tenant. A larger file is
+            stored in Redis alone.
     """
 
     def __init__(self, redis: RedisCache | None, max_bytes: int = MAX_BYTES) -> None:
@@ -36,30 +39,30 @@ class KeptFiles:
         self._max_bytes = max_bytes
         self._reads = asyncio.Semaphore(_MAX_READS)
         self._writes = asyncio.Semaphore(_MAX_WRITES)
-        self._files = TenantStore[bytes](max_bytes // 2, max_bytes, KEPT_S)
+        self._files = TenantStore[bytes](max_bytes // 2, max_bytes, TTL_S)
 
     async def put(self, tenant: str, data: bytes) -> bytes:
-        """Keeps a file; returns its digest.
+        """Stores a file, and returns its digest.
 
         Raises:
-            PayloadTooLarge: it is not held here, and Redis has not taken it.
+            PayloadTooLarge: the file is too large for this process, and Redis has not taken it.
         """
         digest = await _digest(data)
-        is_kept = self._files.put(tenant, digest, data)
+        is_stored = self._files.put(tenant, digest, data)
         if self._redis is not None:
             async with self._writes:
-                is_kept |= await self._redis.write_file(_name(tenant, digest), data, KEPT_S)
-        if not is_kept:
+                is_stored |= await self._redis.write_file(_name(tenant, digest), data, TTL_S)
+        if not is_stored:
             raise PayloadTooLarge(
                 f"at most {self._max_bytes // 2} bytes of a tenant's files are kept here"
             )
         return digest
 
     async def get(self, tenant: str, digest: bytes) -> bytes:
-        """A file, whose time begins anew here.
+        """Returns a file, and starts its time in this process anew.
 
         Raises:
-            NotFound: this tenant has not uploaded it lately.
+            NotFound: this tenant has not uploaded the file lately.
         """
         if (data := self._files.get(tenant, digest)) is not None:
             return data
@@ -74,7 +77,11 @@ class KeptFiles:
         raise NotFound("no such file is kept: upload it again")
 
     async def delete(self, tenant: str, digest: bytes) -> bool:
-        """Forgets a file; returns whether there was one. Raises Overloaded: Redis may have it."""
+        """Deletes a file, and returns whether there was one.
+
+        Raises:
+            Overloaded: Redis, which may have the file, does not answer.
+        """
         found = self._files.delete(tenant, digest)
         if self._redis is not None:
             if (was_there := await self._redis.delete_file(_name(tenant, digest))) is None:
@@ -84,7 +91,7 @@ class KeptFiles:
 
 
 async def _digest(data: bytes) -> bytes:
-    """In a thread, unless it is short: 60 MiB take 10 ms and more."""
+    """Returns a file's digest. A thread digests a long file: 60 MiB take 10 ms and more."""
     hasher = blake3()
     if len(data) <= INLINE_BYTES:
         return hasher.update(data).digest(DIGEST_BYTES)
@@ -92,7 +99,7 @@ async def _digest(data: bytes) -> bytes:
 
 
 def _name(tenant: str, digest: bytes) -> bytes:
-    """The file's name in Redis, `<tenant>/<file>`: both are hashes, which tell neither."""
+    """Returns the file's name in Redis, `<tenant>/<file>`, of hashes that reveal neither."""
     owner = blake3(tenant.encode(), derive_key_context=_TENANT_DOMAIN).hexdigest()[:32]
     file = blake3(digest + tenant.encode(), derive_key_context=_DOMAIN).hexdigest()
     return f"{owner}/{file}".encode()

@@ -3,7 +3,7 @@
 import asyncio
 import itertools
 import threading
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -12,13 +12,23 @@ from safetensors.torch import save
 from services.common.embeddings.arena import Arena
 from services.common.embeddings.embedding import EmbeddingSpec
 from services.common.errors import InvalidRequest
-from services.encoder.front import brought
-from services.encoder.front.brought import BroughtEmbeddings, checked, write_tensor
-from services.encoder.front.embeddings import Origin
+from services.encoder.front import client_embeddings
+from services.encoder.front.client_embeddings import ClientEmbeddings, checked, write_tensor
+from services.encoder.front.embeddings import Embeddings, Origin
 from services.encoder.front.memory_tier import MemoryTier
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 FEATURES, TOKENS, HIDDEN = 3, 5, 8
+
+
+class Readers:
+    """Notes the keys whose readers would be woken."""
+
+    def __init__(self) -> None:
+        self.announced: list[bytes] = []
+
+    def announce(self, key: bytes) -> None:
+        self.announced.append(key)
 
 
 def spec_of(dtype: str) -> EmbeddingSpec:
@@ -96,16 +106,17 @@ def test_another_shape_is_refused_by_both_shapes(shape: tuple[int, ...]):
 
 
 async def test_an_embedding_is_there_once_and_a_bad_one_leaves_nothing():
-    memory, announced = MemoryTier(Arena(1 << 20)), list[bytes]()
-    embeddings, spec = BroughtEmbeddings(memory, announced.append), spec_of("bfloat16")
+    memory, readers = MemoryTier(Arena(1 << 20)), Readers()
+    announced = readers.announced
+    embeddings, spec = ClientEmbeddings(memory, cast(Embeddings, readers)), spec_of("bfloat16")
     file = save({"e": rows()})
     bad = save({"e": rows().fill_(float("nan"))})
     try:
         with pytest.raises(InvalidRequest):
-            await embeddings.bring(b"k" * 32, bad, spec)
+            await embeddings.store(b"k" * 32, bad, spec)
         assert memory.arena.get(b"k" * 32) is None and not memory.arena.used_bytes and not announced
-        assert (await embeddings.bring(b"k" * 32, file, spec)).origin is Origin.COMPUTED
-        assert (await embeddings.bring(b"k" * 32, file, spec)).origin is Origin.MEMORY
+        assert (await embeddings.store(b"k" * 32, file, spec)).origin is Origin.COMPUTED
+        assert (await embeddings.store(b"k" * 32, file, spec)).origin is Origin.MEMORY
         entry = memory.arena.get(b"k" * 32)
         assert announced == [b"k" * 32] and entry is not None
         found = torch.frombuffer(bytearray(memory.arena.view(entry)), dtype=torch.bfloat16)
@@ -127,9 +138,9 @@ async def test_memory_is_not_given_away_while_a_thread_writes_there(
         assert go_on.wait(10)
         write_tensor(*arguments)
 
-    monkeypatch.setattr(brought, "write_tensor", slow)
-    embeddings = BroughtEmbeddings(memory, lambda _: None)
-    caller = asyncio.create_task(embeddings.bring(b"k" * 32, save({"e": rows()}), spec))
+    monkeypatch.setattr(client_embeddings, "write_tensor", slow)
+    embeddings = ClientEmbeddings(memory, cast(Embeddings, Readers()))
+    caller = asyncio.create_task(embeddings.store(b"k" * 32, save({"e": rows()}), spec))
     try:
         assert await asyncio.to_thread(writing.wait, 10)
         caller.cancel()
