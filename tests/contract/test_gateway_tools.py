@@ -202,7 +202,7 @@ def test_a_function_that_cannot_be_held_to_is_named(stack):
     stack.decoder.before = refuse
     for parameters, place in (
         ({"properties": {"a": {"not": {}}}}, ".properties.a.not"),  # known in the gateway
-        ({"properties": {"a": {"minimum": "x"}}}, ""),  # to the decoder's library
+        ({"properties": {"a": {"pattern": r"\p{Foo}"}}}, ""),  # to the decoder's library
     ):
         function = {"name": "f", "strict": True, "parameters": parameters}
         response = stack.chat(tools=[{"type": "function", "function": function}])

@@ -14,6 +14,7 @@ from urllib.parse import unquote
 
 from services.gateway.answers.call_object import SPACE
 from services.gateway.answers.json_arguments import PYTHON_WORDS, nested_of, parse_json, readable
+from services.gateway.answers.schema_dialects import standard_keywords
 
 Schema = Mapping[str, Any]
 TYPES = frozenset(("null", "boolean", "integer", "number", "string", "array", "object"))
@@ -115,6 +116,7 @@ class Parameters:
         self.root = self._without_reference(root)
         self.given = root
         self._types: dict[int, frozenset[str]] = {}
+        self._standard: dict[int, object] = {}  # by the schema's id
 
     def schema_of(self, name: str) -> object:
         """What a parameter has to be; one that the schema does not name may be additional."""
@@ -140,14 +142,17 @@ class Parameters:
         """The types that values of a schema may have, or more; empty: there is no such value."""
         if schema is False:
             return frozenset()
-        if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
+        if depth > _MAX_DEPTH:
             return TYPES
-        schema = cast(Schema, schema)
-        found = self._types.get(id(schema))
+        key = id(schema)
+        schema = self._read(schema)
+        if not isinstance(schema, Mapping):
+            return TYPES
+        found = self._types.get(key)
         if found is None:
-            self._types[id(schema)] = TYPES  # of what refers to itself
-            found = TYPES.intersection(*self._claims(schema, depth))
-            self._types[id(schema)] = found
+            self._types[key] = TYPES  # of what refers to itself
+            found = TYPES.intersection(*self._claims(cast(Schema, schema), depth))
+            self._types[key] = found
         return found
 
     def texts(self, schema: object) -> set[str]:
@@ -163,14 +168,26 @@ class Parameters:
         left = [schema]
         while left:
             current = left.pop()
-            if not isinstance(current, Mapping) or id(cast(Schema, current)) in seen:
+            if id(current) in seen:
+                continue
+            seen.add(id(current))
+            current = self._read(current)
+            if not isinstance(current, Mapping):
                 continue
             current = cast(Schema, current)
-            seen.add(id(current))
             yield current
             left += [*listed(current, "anyOf"), *listed(current, "oneOf")]
             if isinstance(reference := current.get("$ref"), str):
                 left.append(self.target(reference))
+
+    def _read(self, schema: object) -> object:
+        """The schema with standard keywords. It is kept, so that no other object gets the id of a
+        schema within it.
+        """
+        found = self._standard.get(id(schema))
+        if found is None:
+            found = self._standard[id(schema)] = standard_keywords(schema)
+        return found
 
     def target(self, reference: str) -> object:
         """What a reference within the document stands for; None: nothing."""

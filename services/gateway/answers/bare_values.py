@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from services.gateway.answers.argument_values import Parameters, Schema, listed, listed_values
+from services.gateway.answers.schema_place import SchemaPlace
 
 CLOSER = "</parameter>"
 _BLANKS = r"[ \t\r\n]*"
@@ -36,14 +37,14 @@ class BareValues:
 
     Attributes:
         add: gives a terminal a name; returns it.
-        refuse: called with a path and what is there and cannot be enforced; it raises, or the
-            grammar takes more than the schema.
+        place: the schema's place in the request; where it is not strict, the grammar takes more
+            than the schema.
         write_json: a schema's values, in Lark.
     """
 
     parameters: Parameters
     add: Callable[[str], str]
-    refuse: Callable[[str, str], None]
+    place: SchemaPlace
     write_json: Callable[[object], str]
     # By the schema's id.
     _found: dict[int, set[str] | None] = field(default_factory=dict[int, set[str] | None])
@@ -66,7 +67,9 @@ class BareValues:
         nested = others - plain
         if texts is None:
             if words := nested & {"null", "boolean"}:
-                self.refuse(path, f"{' and '.join(sorted(words))} of some values beside strings")
+                self.place.refuse(
+                    path, f"{' and '.join(sorted(words))} of some values beside strings"
+                )
                 nested -= words
             values = _any_text("".join(sorted({_STARTS[kind] for kind in nested})))
         else:
@@ -94,7 +97,9 @@ class BareValues:
             if found is None:
                 for keyword in _OF_STRINGS:
                     if schema.get(keyword):
-                        self.refuse(f"{path}.{keyword}", f"{keyword} of a string without quotes")
+                        self.place.refuse(
+                            f"{path}.{keyword}", f"{keyword} of a string without quotes"
+                        )
             self._found[key] = found
         return self._found[key]
 
@@ -105,7 +110,7 @@ class BareValues:
         if (values := listed_values(schema)) is not None:
             found = {value for value in values if isinstance(value, str)}
             if unwritable := [text for text in found if CLOSER in text]:
-                self.refuse(path, CLOSER)
+                self.place.refuse(path, CLOSER)
             yield found.difference(unwritable)
         for keyword in ("anyOf", "oneOf", "allOf"):
             branches = [
@@ -119,7 +124,7 @@ class BareValues:
                 union = set[str]().union(*some)
                 apart = len(union) == sum(map(len, some))
                 if keyword == "oneOf" and (not apart or (union and len(some) < len(branches))):
-                    self.refuse(f"{path}.oneOf", "oneOf of strings that are not apart")
+                    self.place.refuse(f"{path}.oneOf", "oneOf of strings that are not apart")
                 yield union if len(some) == len(branches) else None
         if isinstance(reference := schema.get("$ref"), str):
             yield self._texts(self.parameters.target(reference), path, depth + 1)

@@ -26,6 +26,8 @@ from services.gateway.answers.argument_values import Parameters, Schema, listed,
 from services.gateway.answers.bare_values import BareValues, escaped, regex
 from services.gateway.answers.grammar import Grammar
 from services.gateway.answers.reasoning import CLOSE, OPEN, Start
+from services.gateway.answers.schema_dialects import standard_schema
+from services.gateway.answers.schema_place import SchemaPlace
 from services.gateway.answers.schema_support import held_to
 from services.gateway.answers.thinking_budget import ids_of_tag
 from services.gateway.answers.tool_parsers import Llama3JsonParser, Qwen3CoderParser
@@ -86,10 +88,16 @@ def answer_grammar(
 
 @dataclass(frozen=True, slots=True)
 class _Function:
-    """A function that may be called, and its place in the request."""
+    """A function that may be called, and its schema's place in the request."""
 
     definition: FunctionDefinition
-    param: str
+    place: SchemaPlace
+
+    @classmethod
+    def at(cls, index: int, definition: FunctionDefinition) -> "_Function":
+        """The function at that index of the request's tools."""
+        param = f"tools[{index}].function.parameters"
+        return cls(definition, SchemaPlace(param, definition.name, bool(definition.strict)))
 
     def style(self) -> dict[str, object]:
         """Of the arguments' JSON; of a function that is not strict, what the library can hold."""
@@ -101,28 +109,24 @@ class _Function:
         without what cannot be enforced.
         """
         given = self.definition.parameters
-        schema = {"additionalProperties": False} if given is None else dict(given)
-        if schema.get("type", "object") != "object":
-            raise InvalidGrammar("not the schema of an object", param=f"{self.param}.type")
-        schema = held_to(schema, self.refuse, strict=bool(self.definition.strict))
+        schema: dict[str, Any] = {"additionalProperties": False}
+        if given is not None:
+            schema = standard_schema(given, self.place)
+        kinds = schema.get("type", "object")
+        if "object" not in (cast("list[str]", kinds) if isinstance(kinds, list) else [kinds]):
+            shown = json.dumps(kinds, ensure_ascii=False)
+            self.place.reject(".type", f"{shown:.100} is not the type of an object")
+        schema["type"] = "object"
+        if not Parameters(schema).types(schema):
+            self.place.reject("", "the schema is not that of an object")
         if "properties" in schema and not (_OPEN_ENDED | {"$ref"}) & schema.keys():
             schema.setdefault("additionalProperties", False)
-        schema["type"] = "object"
+        schema = held_to(schema, self.place)
         try:
             check_schema(schema, counts)
         except InvalidGrammar as error:
-            raise InvalidGrammar(
-                f"in function {self.definition.name}, {error.message}", param=self.param
-            ) from None
+            self.place.reject("", error.message)
         return schema
-
-    def refuse(self, path: str, what: str) -> None:
-        """Refuses what the form of calls cannot hold the model to, if that was promised."""
-        if self.definition.strict:
-            raise InvalidGrammar(
-                f"in function {self.definition.name}, {what} is not supported with strict",
-                param=f"{self.param}{path}",
-            )
 
 
 class _Writer:
@@ -141,12 +145,12 @@ class _Writer:
         self._parser = calls.parser
         self._calls = calls
         self._functions = [
-            _Function(calls.functions[name], f"tools[{place}].function.parameters")
-            for name, place in calls.places.items()
+            _Function.at(index, calls.functions[name])
+            for name, index in calls.places.items()
             if name in calls.functions
         ]
         self._schemas = [function.schema(counts) for function in self._functions]
-        self.param = self._functions[0].param if len(self._functions) == 1 else "tools"
+        self.param = self._functions[0].place.param if len(self._functions) == 1 else "tools"
 
     def body(self, asked: Grammar | None) -> str:
         """The answer after its reasoning."""
@@ -225,20 +229,20 @@ class _Writer:
         values = BareValues(
             parameters,
             add=lambda text: self._name("T", text),
-            refuse=function.refuse,
+            place=function.place,
             write_json=lambda schema: self._name("r", _written_json(schema, style)),
         )
         written: list[str] = []
         for name, (schema_, path, is_required) in _parameters(parameters, function).items():
             if ">" in name or name != name.strip():
-                function.refuse(path, "a name that a tag cannot hold")
+                function.place.refuse(path, "a name that a tag cannot hold")
                 continue
             opener = _literal(f"<parameter={name}>\n")
             rule = values.parameter(opener, schema_, path)
             if rule is not None:
                 written.append(rule if is_required else f"{rule}?")
             elif is_required:
-                function.refuse(path, "a required parameter without a value")
+                function.place.refuse(path, "a required parameter without a value")
         written += _open_ended(parameters, values)
         start = _literal(f"<function={function.definition.name}>\n")
         return " ".join([start, *written, '"</function>"'])
@@ -272,10 +276,10 @@ def _parameters(parameters: Parameters, function: _Function) -> dict[str, tuple[
     known = set(_names(root, "required"))
     for keyword in _ROOT_REFUSED:
         if keyword in root:
-            function.refuse(f".{keyword}", f"{keyword} of parameters without quotes")
+            function.place.refuse(f".{keyword}", f"{keyword} of parameters without quotes")
     fewest = root.get("minProperties", 0)
     if not isinstance(fewest, int) or fewest > len(required):
-        function.refuse(".minProperties", "minProperties")
+        function.place.refuse(".minProperties", "minProperties")
     found = {
         name: (parameters.schema_of(name), f".properties.{name}", name in known)
         for name in properties
@@ -284,7 +288,9 @@ def _parameters(parameters: Parameters, function: _Function) -> dict[str, tuple[
         if isinstance(name, str) and name not in found:
             schema = parameters.schema_of(name)
             if schema is False:
-                function.refuse(f".required[{index}]", "a parameter that is not in properties")
+                function.place.refuse(
+                    f".required[{index}]", "a parameter that is not in properties"
+                )
             else:
                 found[name] = (schema, f".required[{index}]", True)
     return found
@@ -302,15 +308,16 @@ def _checked(asked: Grammar) -> Grammar:
 
 
 def _held_schema(asked: Grammar) -> object:
-    def refuse(path: str, what: str) -> None:
-        raise InvalidGrammar(f"{what} is not supported", param=f"{asked.param}{path}")
-
+    place = SchemaPlace(asked.param)
     try:
         schema = msgspec.json.decode(asked.text)
     except (msgspec.MsgspecError, UnicodeEncodeError, RecursionError):
         raise InvalidGrammar("not a JSON schema", param=asked.param) from None
     check_nesting(schema, asked.param)
-    return held_to(schema, refuse, strict=True)
+    schema = standard_schema(schema, place)
+    if not Parameters(schema).types(schema):
+        place.reject("", "no value fits the schema")
+    return held_to(schema, place)
 
 
 def _schema_of(asked: Grammar) -> object:

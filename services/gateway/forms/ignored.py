@@ -37,8 +37,13 @@ class _Object:
 
 @dataclass(slots=True)
 class _Shape:
-    """Where a type has structs: the value itself, by tag (None: without one), or its elements."""
+    """Where a type has structs: the value itself, by tag (None: without one), or its elements.
 
+    Attributes:
+        is_map: whether the value may be an object and may not be a list.
+    """
+
+    is_map: bool = False
     objects: dict[str | None, _Object] = field(default_factory=dict[str | None, _Object])
     tag_field: str = "type"
     items: "_Shape | None" = None
@@ -59,16 +64,23 @@ def _shape(kind: Any) -> _Shape:  # noqa: ANN401 - a body's struct
 
 
 def _shape_of(info: inspect.Type, place: str) -> _Shape | None:
-    """None: there is no struct, and nothing that may be left out."""
-    shape = _Shape(elements=BY_LIST.get(place), readings=foreign_history.BY_LIST.get(place) or {})
-    for member in _members(info):
+    """None: there is no object, and nothing that may be left out."""
+    members = list(_members(info))
+    has_lists = any(isinstance(member, inspect.ListType) for member in members)
+    has_objects = any(isinstance(m, inspect.StructType | inspect.DictType) for m in members)
+    shape = _Shape(
+        is_map=has_objects and not has_lists,
+        elements=BY_LIST.get(place),
+        readings=foreign_history.BY_LIST.get(place) or {},
+    )
+    for member in members:
         if isinstance(member, inspect.StructType):
             name = member.cls.__name__
             fields = {f.encode_name: _shape_of(f.type, f"{name}.{f.name}") for f in member.fields}
             shape.objects[cast("str | None", member.tag)] = _Object(name, fields, member.tag_field)
         elif isinstance(member, inspect.ListType):
             shape.items = _shape_of(member.item_type, "") or _Shape()
-    is_walked = shape.objects or shape.elements or shape.readings
+    is_walked = shape.is_map or shape.objects or shape.elements or shape.readings
     return shape if is_walked or _has_structs(shape.items) else None
 
 
@@ -111,8 +123,9 @@ class Ignored:
 
     def without(self, kind: object, body: bytes | bytearray) -> bytes | None:
         """A body's JSON without what changes no answer, with histories of other servers in the
-        shapes that are served, and with `1` for `1.0`, as programs without whole numbers write
-        them; None: its type's error stands.
+        shapes that are served, with `1` for `1.0`, as programs without whole numbers write them,
+        and with `{}` for `[]` where no list may stand, as PHP writes empty objects; None: its
+        type's error stands.
 
         Raises:
             InvalidRequest: a field that is not served has a value that would change the answer.
@@ -148,7 +161,10 @@ class Ignored:
             below = f"{path}.{key}" if path else key
             named = f"{name}.{key}" if name else key
             if key in kind.fields:
-                if (shape := kind.fields[key]) is not None:
+                shape = kind.fields[key]
+                if shape is not None and shape.is_map and value == []:
+                    members[key] = {}
+                elif shape is not None:
                     self._walk(value, shape, below, named)
                 elif isinstance(value, float) and value.is_integer():
                     members[key] = int(value)

@@ -110,7 +110,7 @@ REFUSED = {
     ".properties.a.items.properties.k.contains": of(
         {"type": "array", "items": object_of("", k={"type": "array", "contains": INT})}
     ),
-    ".properties.a.minLength": of({"type": "string", "minLength": -1}),
+    ".properties.a.minLength": of({"type": "string", "minLength": 2}),
     ".properties.a": of({"enum": ["ok", "</parameter>"]}),
     ".properties.a.maxLength": of({"type": "string", "maxLength": 5}),
     ".properties.a.anyOf[0].pattern": of({"anyOf": [{"type": "string", "pattern": "a"}, NULL]}),

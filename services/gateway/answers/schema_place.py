@@ -1,0 +1,37 @@
+"""The place of a JSON schema in a request, by which errors name what is wrong with it."""
+
+from dataclasses import dataclass
+from typing import NoReturn
+
+from services.common.errors import InvalidGrammar
+
+
+@dataclass(frozen=True, slots=True)
+class SchemaPlace:
+    """The place of a function's or an answer's schema.
+
+    Attributes:
+        param: field of the request that holds the schema.
+        function: name of the function; empty for the schema of an answer.
+        strict: whether the client was promised that every keyword is enforced.
+    """
+
+    param: str = ""
+    function: str = ""
+    strict: bool = True
+
+    def refuse(self, path: str, what: str) -> None:
+        """Refuses what cannot be enforced, if that was promised; else the caller leaves it out.
+
+        Args:
+            path: way from the schema to the keyword, such as `.properties.city.pattern`.
+            what: noun phrase that names it.
+        """
+        if self.strict:
+            beside = " with strict" if self.function else ""
+            self.reject(path, f"{what} is not supported{beside}")
+
+    def reject(self, path: str, message: str) -> NoReturn:
+        """Refuses the request because of what stands at a path, promised or not."""
+        function = f"in function {self.function}, " if self.function else ""
+        raise InvalidGrammar(f"{function}{message}", param=f"{self.param}{path}")
