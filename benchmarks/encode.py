@@ -58,7 +58,7 @@ from services.encoder.engine_main import (
     prepare_device,
     warm_up,
 )
-from services.encoder.models import model_class
+from services.encoder.models import create_tower
 from services.encoder.models.qwen3_vl import VisionTower
 from services.encoder.operations.table import TowerFacts, resolve
 from services.encoder.settings import EncoderSettings
@@ -115,7 +115,7 @@ def create_bench(arguments: argparse.Namespace) -> Bench:
         return Bench(spec.name, vision.tower, vision.geometry, settings, model, device, dtype)
     tower = SHAPES[arguments.shape]
     with torch.device("meta"):
-        model = model_class(tower)(tower, create_ops(tower, settings, device, dtype))
+        model = create_tower(tower, create_ops(tower, settings, device, dtype))
     assert isinstance(model, torch.nn.Module)
     load_dummy(model, device=device, dtype=dtype)
     return Bench(arguments.shape, tower, _GEOMETRY, settings, model.eval(), device, dtype)
@@ -281,13 +281,13 @@ class EngineBench:
         self.runner = Runner(bench.model, bench.device, bench.dtype, arena)
         geometry = bench.geometry
         self._decoders = create_decoders()
-        prepare = Preprocessor(geometry, self._decoders.decoded, bench.device.type == "cuda")
-        warm_up(prepare, geometry)
+        preprocessor = Preprocessor(geometry, self._decoders, bench.device.type == "cuda")
+        warm_up(preprocessor, geometry)
         self.runner.warm_up(MAX_BATCH_PATCHES)
         self._ends = create_socket_pair()
         self._front: EngineChannel[EngineMessage] = EngineChannel(self._ends[0], EngineMessage)
         self._engine = Engine(
-            EngineChannel(self._ends[1], FrontMessage), self.runner, prepare,
+            EngineChannel(self._ends[1], FrontMessage), self.runner, preprocessor,
             max_batch_patches=MAX_BATCH_PATCHES, workers=self._decoders.num_workers,
         )  # fmt: skip
         self._thread = threading.Thread(target=self._engine.run)

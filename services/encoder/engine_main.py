@@ -1,8 +1,8 @@
 """The encoder's engine process: `python -m services.encoder.engine_main`, started by the front.
 
-It loads the vision tower, warms it up, says what it serves, and runs the engine's loop. It knows no
-gRPC and no Redis. Settings or a checkpoint that cannot be served end it with exit status 2, any
-other failure with 1; its log says why.
+It loads the vision tower, warms it up, reports to the front which model it serves, and runs the
+engine's loop. It uses neither gRPC nor Redis. If the settings or the checkpoint cannot be served,
+it exits with status 2, after any other failure with status 1, and it logs the reason.
 """
 
 import services.common.process.rare_gc  # noqa: F401 - before torch
@@ -22,7 +22,7 @@ from kernels.device import DeviceFacts
 from services.common.families import read_spec
 from services.common.geometry import Geometry
 from services.common.images.image_key import key_prefix
-from services.common.model_spec import ModelSpec, ModelSpecError, TowerSpec
+from services.common.model_spec import ModelSpec, ModelSpecError, TowerSpec, VisionSpec
 from services.common.nn.checkpoint import Checkpoint, CheckpointError, fingerprint
 from services.common.nn.device import resolve_device, resolve_dtype
 from services.common.nn.dispatch import UnknownOverride, parse_overrides
@@ -38,12 +38,12 @@ from services.common.settings import SettingsError, omp_num_threads
 from services.common.telemetry import setup_logging
 from services.encoder.decoding.clips.clip_pool import ClipPool
 from services.encoder.decoding.decode_pool import DecodePool
-from services.encoder.decoding.prepare import Preparer
 from services.encoder.decoding.preprocess import Preprocessor
-from services.encoder.engine.engine import Engine, Prepare
-from services.encoder.engine.messages import EngineReady, FrontMessage, Source
+from services.encoder.decoding.source import Source
+from services.encoder.engine.engine import Engine
+from services.encoder.engine.messages import EngineReady, FrontMessage
 from services.encoder.engine.runner import Runner
-from services.encoder.models import model_class
+from services.encoder.models import create_tower
 from services.encoder.operations.ops import Ops
 from services.encoder.operations.table import TowerFacts, resolve
 from services.encoder.settings import EncoderSettings
@@ -51,19 +51,19 @@ from services.encoder.settings import EncoderSettings
 if TYPE_CHECKING:
     from services.encoder.models import VisionTower
 
-# Budget of one batch, in patches before merging (4 per image token). A larger one keeps a device no
-# busier, and images wait longer for each other.
+# Budget of one batch, in patches before merging (4 per image token). A larger batch does not use a
+# GPU better, and its images wait longer for each other.
 MAX_BATCH_PATCHES = 12_288
-# More keep no GPU busier; without a CPU limit a pod would have as many as the machine has cores.
+# More decoders do not use a GPU better. A pod without a CPU limit would start one per core.
 _MAX_DECODERS = 16
-# With a smaller share of its memory, other processes are taken to use the GPU, too.
+# An encoder with a smaller share of the GPU's memory assumes that other processes use the GPU, too.
 _MEMORY_FRACTION_OF_SOLE_USER = 0.5
 
 log = logging.getLogger("services.encoder.engine")
 
 
 def main() -> int:
-    """Runs the engine until the front closes the channel; the exit status."""
+    """Runs the engine until the front closes the channel. Returns the exit status."""
     end = accept()
     settings = EncoderSettings.model_validate_json(end.settings_json)
     setup_logging("encoder-engine", settings.log_level)
@@ -77,8 +77,9 @@ def main() -> int:
     except torch.OutOfMemoryError as error:
         log.critical(
             "the device is out of memory (%s): raise ENCODER_MEMORY_FRACTION, or give the encoder "
-            "a card of its own", str(error).partition(". ")[0],
-        )  # fmt: skip
+            "a card of its own",
+            str(error).partition(". ")[0],
+        )
         return 1
     except Exception:
         log.critical("the engine failed", exc_info=True)
@@ -99,16 +100,13 @@ def _run(end: EngineEnd, settings: EncoderSettings) -> None:
     shares_device = settings.memory_fraction < _MEMORY_FRACTION_OF_SOLE_USER
     runner = Runner(model, device, dtype, end.arena, shares_device=shares_device)
     decoders = create_decoders()
-    num_threads = decoders.num_workers + 1  # one is never taken by a single tenant's videos
-    of_images = vision.geometry, decoders.decoded, device.type == "cuda"
-    prepare = Preprocessor(*of_images)
-    if vision.video is not None:
-        clips = ClipPool(num_threads, memory_bytes=memory_limit_bytes() // 4)
-        prepare = Preparer(*of_images, vision.video.resample, clips)
+    # The videos of a single tenant leave one thread to other tenants and to images.
+    num_threads = decoders.num_workers + 1
+    preprocessor = create_preprocessor(vision, decoders, device, num_threads)
     log_progress("kernels")
-    warm_up(prepare, vision.geometry)
+    warm_up(preprocessor, vision.geometry)
     runner.warm_up(MAX_BATCH_PATCHES, takes_videos=vision.video is not None)
-    model.ops.table.log_rows()  # after the warm-up, which may have rejected some
+    model.ops.table.log_rows()  # after the warm-up, which may have dropped some implementations
     channel.send(
         EngineReady(
             model_name=spec.name,
@@ -129,44 +127,64 @@ def _run(end: EngineEnd, settings: EncoderSettings) -> None:
     Engine(
         channel,
         runner,
-        prepare,
+        preprocessor,
         max_batch_patches=batch_budget(device),
         workers=num_threads,
     ).run()
 
 
 def batch_budget(device: torch.device) -> int:
-    """Patches of a batch. On a CPU each image runs alone: a batch wins nothing there, and GEMMs of
-    other sizes round otherwise (7e-6 of an embedding), which a sampled answer may show when its
-    image is encoded again.
+    """Returns the most patches of a batch. On a CPU each image runs alone: a batch is not faster
+    there, and GEMMs of other sizes round differently (7e-6 of an embedding's values), which may
+    change a sampled answer when its image is encoded again.
     """
     return MAX_BATCH_PATCHES if device.type == "cuda" else 1
 
 
 def prepare_device(device: torch.device, settings: EncoderSettings) -> None:
-    """Settings that hold for the whole process, and for those that it starts from now on."""
+    """Selects the device, and limits its memory and the threads of torch for this process."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.cuda.set_per_process_memory_fraction(settings.memory_fraction)
-        # The pool's threads resize in parallel; intra-op threads for each would oversubscribe.
+        # The pool's threads resize in parallel. Threads of torch inside each of them would be more
+        # than the CPU has cores.
         torch.set_num_threads(1)
     else:
         torch.set_num_threads(min(torch.get_num_threads(), num_cpus()))
 
 
 def create_decoders() -> DecodePool:
-    """The processes that decode, one for each CPU that the pod may use. At least two, so that no
-    image has to wait until a large one is decoded. They have a quarter of the pod's memory, and
-    those that decode videos another one.
+    """Starts the processes that decode images: one for each CPU that the pod may use, and at least
+    two, so that no image has to wait until a large image is decoded. They may use a quarter of the
+    pod's memory.
     """
     num_workers = max(2, min(omp_num_threads() or num_cpus(), _MAX_DECODERS))
     return DecodePool(num_workers, memory_bytes=memory_limit_bytes() // 4)
 
 
+def create_preprocessor(
+    vision: VisionSpec, decoders: DecodePool, device: torch.device, max_video_decoders: int
+) -> Preprocessor:
+    """Creates the preprocessor of a model.
+
+    Args:
+        vision: the model's vision part.
+        decoders: processes that decode images.
+        device: device that the pixels are copied to.
+        max_video_decoders: most processes that decode videos, if the model takes videos. They may
+            use another quarter of the pod's memory.
+    """
+    pinned = device.type == "cuda"
+    if vision.video is None:
+        return Preprocessor(vision.geometry, decoders, pinned)
+    clips = ClipPool(max_video_decoders, memory_bytes=memory_limit_bytes() // 4)
+    return Preprocessor(vision.geometry, decoders, pinned, clips, vision.video.resample)
+
+
 def create_ops(
     tower: TowerSpec, settings: EncoderSettings, device: torch.device, dtype: torch.dtype
 ) -> Ops:
-    """The tower's operations by the kernels that run on the device.
+    """Chooses the kernels of the tower's operations for the device.
 
     Raises:
         UnknownOverride: `settings.kernels` names a kernel that cannot run here.
@@ -178,7 +196,7 @@ def create_ops(
 def load_model(
     spec: ModelSpec, settings: EncoderSettings, device: torch.device, dtype: torch.dtype
 ) -> "tuple[VisionTower, bytes]":
-    """The vision tower with its weights, and the weights' fingerprint.
+    """Loads the vision tower. Returns it with the fingerprint of its weights.
 
     Raises:
         UnknownOverride: `settings.kernels` names a kernel that cannot run here.
@@ -186,13 +204,15 @@ def load_model(
     tower, prefix = spec.vision_part.tower, spec.checkpoint.vision_prefix
     with torch.device("meta"):
         ops = create_ops(tower, settings, device, dtype)
-        model = model_class(tower)(tower, ops, prefix)
-    assert isinstance(model, torch.nn.Module)
+        model = create_tower(tower, ops, prefix)
     if settings.load_format == "dummy":
         load_dummy(
-            model, device=device, dtype=dtype,
-            weight_map=model.weight_map, quantization=spec.checkpoint.quantization,
-        )  # fmt: skip
+            model,
+            device=device,
+            dtype=dtype,
+            weight_map=model.weight_map,
+            quantization=spec.checkpoint.quantization,
+        )
         weights = DUMMY_FINGERPRINT.encode()
     else:
         checkpoint = Checkpoint.open(spec.directory)
@@ -206,19 +226,21 @@ def load_model(
 
 
 def canonical_config(spec: ModelSpec) -> bytes:
-    """Canonical JSON of what decides an embedding besides weights and pixels."""
+    """Returns the configuration that decides an embedding, apart from weights and pixels, as
+    canonical JSON.
+    """
     vision = json.loads((spec.directory / "config.json").read_text())["vision_config"]
     both = {"config": vision, "spec": asdict(spec.vision_part)}
     return json.dumps(both, sort_keys=True, separators=(",", ":")).encode()
 
 
-def warm_up(prepare: Prepare, geometry: Geometry) -> None:
-    """Decodes an image of each kind, so that the first request is not slower than the tenth."""
+def warm_up(preprocessor: Preprocessor, geometry: Geometry) -> None:
+    """Decodes an image of each format, so that the first request is as fast as later ones."""
     image = Image.new("RGB", (128, 128), (200, 30, 30))
     for kind in ("JPEG", "PNG", "WEBP"):
         file = io.BytesIO()
         image.save(file, kind)
-        prepare(Source(file.getvalue()), geometry.units((128, 128))[0], lambda: None)
+        preprocessor.prepare(Source(file.getvalue()), geometry.units((128, 128))[0])
 
 
 if __name__ == "__main__":

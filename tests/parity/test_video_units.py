@@ -26,12 +26,11 @@ from services.common.frame_pairs import FramePairs
 from services.common.geometry import Geometry, Unit
 from services.common.nn.checkpoint import Checkpoint
 from services.common.nn.weights import load_weights
-from services.encoder.decoding import prepare
-from services.encoder.decoding.prepare import Preparer
-from services.encoder.engine.messages import Source, Video
+from services.encoder.decoding.preprocess import Preprocessor
+from services.encoder.decoding.source import Source, Video
 from services.encoder.models import qwen3_vl
 from tests.in_process_clips import InProcessClips, frame_pixels
-from tests.in_process_decoder import decode_in_process
+from tests.in_process_decoder import InProcessDecoders
 from tests.tower import cpu_ops
 from tests.videos import make
 
@@ -49,9 +48,21 @@ TOWERS = {
 OPS = cpu_ops(TOWER)
 
 
-def preparer(**files: bytes) -> Preparer:
-    geometry = Geometry(0, 16, 2, 1024, 1 << 24)
-    return Preparer(geometry, decode_in_process, False, "bicubic", InProcessClips(**files))
+def preprocessor(max_copied_bytes: int = 16 << 20, **files: bytes) -> Preprocessor:
+    return Preprocessor(
+        Geometry(0, 16, 2, 1024, 1 << 24),
+        InProcessDecoders(),  # type: ignore[arg-type]
+        pinned=False,
+        video_decoders=InProcessClips(**files),  # type: ignore[arg-type]
+        max_copied_bytes=max_copied_bytes,
+    )
+
+
+def prepared(made: Preprocessor, source: Source, unit: Unit) -> torch.Tensor:
+    """Returns a unit's pixels, as the engine makes them."""
+    if source.video is None:
+        return made.prepare(source, unit)
+    return made.resize_frames(made.decode_video(source.video, unit), unit)
 
 
 def theirs(frames: list[np.ndarray]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -61,8 +72,8 @@ def theirs(frames: list[np.ndarray]) -> tuple[torch.Tensor, torch.Tensor]:
     return out["pixel_values_videos"], out["video_grid_thw"]
 
 
-def ours(made: Preparer, source: Source, units: list[Unit]) -> torch.Tensor:
-    pixels = torch.cat([made(source, unit, lambda: None).reshape(-1) for unit in units])
+def ours(made: Preprocessor, source: Source, units: list[Unit]) -> torch.Tensor:
+    pixels = torch.cat([prepared(made, source, unit).reshape(-1) for unit in units])
     return OPS.pack_pairs(pixels, [unit.grid for unit in units], 16, 2, torch.float32)
 
 
@@ -76,7 +87,7 @@ def test_pixel_values_of_a_video_are_equal(size, indices) -> None:
     units = PAIRS.units(indices, upright)
     assert [(len(units), *units[0].grid[1:])] == [tuple(row) for row in grid.tolist()]
     source = Source(video=Video(InProcessClips.address("clip"), upright))
-    assert torch.equal(ours(preparer(clip=data), source, units), expected)
+    assert torch.equal(ours(preprocessor(clip=data), source, units), expected)
 
 
 @pytest.mark.parametrize("kind", ["hevc 10 bits", "apng", "gif", "webm"])
@@ -85,7 +96,7 @@ def test_formats_that_are_converted(kind: str) -> None:
     frames = frame_pixels(data, (0, 1, 2, 3))
     source = Source(video=Video(InProcessClips.address("clip"), (96, 64)))
     units = PAIRS.units(range(4), (96, 64))
-    assert torch.equal(ours(preparer(clip=data), source, units), theirs(frames)[0])
+    assert torch.equal(ours(preprocessor(clip=data), source, units), theirs(frames)[0])
 
 
 def test_a_rotated_video_is_upright() -> None:
@@ -94,19 +105,20 @@ def test_a_rotated_video_is_upright() -> None:
     assert frames[0].shape == (96, 64, 3)
     units = PAIRS.units(range(4), (96, 64))
     source = Source(video=Video(InProcessClips.address("clip"), (96, 64)))
-    assert torch.equal(ours(preparer(clip=data), source, units), theirs(frames)[0])
+    assert torch.equal(ours(preprocessor(clip=data), source, units), theirs(frames)[0])
 
 
-def test_large_frames_stay_with_their_decoder(monkeypatch: pytest.MonkeyPatch) -> None:
-    data = make(frames=2, size=(96, 64))
-    source = Source(video=Video(InProcessClips.address("clip"), (96, 64)))
-    (unit,) = PAIRS.units(range(2), (96, 64))
-    freed: list[int] = []
-    copied = preparer(clip=data)(source, unit, lambda: freed.append(1))
-    assert freed == [1]
-    monkeypatch.setattr(prepare, "_MAX_COPIED_BYTES", 0)
-    assert torch.equal(preparer(clip=data)(source, unit, lambda: freed.append(2)), copied)
-    assert freed == [1]
+@pytest.mark.parametrize("size", [(96, 64), (180, 320)], ids=str)
+def test_large_frames_are_resized_in_their_decoder_s_memory(size: tuple[int, int]) -> None:
+    video = Video(InProcessClips.address("clip"), size)
+    (unit,) = PAIRS.units(range(2), size)
+    data = make(frames=2, size=size)
+    copies, resizes = preprocessor(clip=data), preprocessor(clip=data, max_copied_bytes=0)
+    copied, resized = copies.decode_video(video, unit), resizes.decode_video(video, unit)
+    assert [frame.shape for frame in copied] == [(*size, 3)] * 2
+    assert [frame.shape for frame in resized] == [(*PAIRS.size_of(unit), 3)] * 2
+    expected = copies.resize_frames(copied, unit)
+    assert torch.equal(resizes.resize_frames(resized, unit), expected)
 
 
 def test_frames_that_are_images() -> None:
@@ -121,8 +133,8 @@ def test_frames_that_are_images() -> None:
     expected, _ = theirs(frames)
     first, last = PAIRS.units(range(3), (70, 90))
     found = [
-        ours(preparer(), Source(files[0], files[1]), [first]),
-        ours(preparer(), Source(files[2]), [last]),
+        ours(preprocessor(), Source(files[0], files[1]), [first]),
+        ours(preprocessor(), Source(files[2]), [last]),
     ]
     assert torch.equal(torch.cat(found), expected)
 
@@ -154,7 +166,7 @@ def test_units_are_the_towers(name: str, tmp_path) -> None:
     source = Source(video=Video(InProcessClips.address("clip"), (80, 112)))
     with torch.inference_mode():
         found = torch.cat([
-            tower(ours(preparer(clip=data), source, [unit]), tower.layout([unit.grid]))
+            tower(ours(preprocessor(clip=data), source, [unit]), tower.layout([unit.grid]))
             for unit in units
         ], dim=1)  # fmt: skip
     assert found.shape == whole.shape

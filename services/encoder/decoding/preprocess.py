@@ -1,13 +1,13 @@
-"""Encoded image → resized RGB pixels, as the reference image processor makes them.
+"""Decodes the file of a unit and resizes its pixels, as the reference image processor does.
 
-The engine's pool of threads calls a `Preprocessor`: a decoder gives the pixels, torch resizes them
-without the interpreter lock. Normalization and patches are made on the device, from these bytes.
-Whatever is wrong with an image is an `InvalidImage`.
+The engine's pool of threads calls a `Preprocessor`. Decoders in other processes give the pixels,
+and torch resizes them without the interpreter lock. Frames of videos are resized as images are,
+which is what the reference video processor does. The device later normalizes the bytes and divides
+them into patches.
 """
 
 import math
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Generator
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,61 +15,130 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from services.common.errors import InvalidImage
+from services.common.errors import InvalidImage, InvalidVideo
 from services.common.geometry import Geometry, Unit
-from services.common.images.image_header import MAX_SOURCE_PIXELS, ImageHeader, read_header
-from services.encoder.engine.messages import Source
+from services.common.images.image_header import MAX_SOURCE_PIXELS, read_header
+from services.encoder.decoding.clips.clip_pool import ClipPool
+from services.encoder.decoding.decode_pool import DecodePool
+from services.encoder.decoding.source import Source, Video
 
 _MAX_PINNED_BYTES = 16 << 20
-# From a file to upright pixels `[height, width, 3]` uint8, valid inside the `with`. InvalidImage:
-# it is truncated or corrupt, or needs more than an image of its size may.
-Decode = Callable[[bytes, ImageHeader], AbstractContextManager[np.ndarray]]
 
 
 @dataclass(frozen=True)
 class Preprocessor:
-    """Decodes and resizes one unit. Threads share it.
+    """Makes the pixels of units. Several threads share it.
 
     Attributes:
-        pinned: the result is in pinned memory, unless it is large.
+        geometry: the model's rules for the sizes of units.
+        image_decoders: processes that decode image files.
+        pinned: True if the pixels are stored in pinned memory, except very large ones.
+        video_decoders: processes that decode videos. None if the model takes no videos.
+        frame_resample: interpolation mode for frames, as torch names it.
+        max_source_pixels: most pixels of an image file.
+        max_copied_bytes: most bytes of a pair of decoded frames (1080p: 12 MB) that are copied to
+            free their decoder early. Larger frames are resized while the decoder is occupied.
     """
 
     geometry: Geometry
-    decode: Decode
+    image_decoders: DecodePool
     pinned: bool
+    video_decoders: ClipPool | None = None
+    frame_resample: str = "bicubic"
+    max_source_pixels: int = MAX_SOURCE_PIXELS
+    max_copied_bytes: int = 16 << 20
 
-    def __call__(self, source: Source, unit: Unit, decoded: Callable[[], None]) -> Tensor:
-        """Pixels of a unit.
+    def prepare(self, source: Source, unit: Unit) -> Tensor:
+        """Decodes and resizes a unit that is made of image files.
 
         Args:
-            unit: of it, as made from its header elsewhere.
-            decoded: called if a video's decoder is free again before its frames are resized.
+            source: the image file, or the two image files of a pair of frames.
+            unit: the unit, as the gateway computed it from the file's header.
 
         Returns:
-            `[height, width, 3]` uint8 of the unit's size, contiguous; of frames `[2, ...]`.
+            Contiguous uint8 pixels of the unit's size: `[height, width, 3]`, or
+            `[2, height, width, 3]` if the unit is a pair of frames.
 
         Raises:
-            InvalidImage: not a readable image, too large, or the unit is none of its.
+            InvalidImage: the file is not a readable image or is too large, or the unit does not
+                match the image's size.
         """
-        header = read_header(source.image, max_source_pixels=MAX_SOURCE_PIXELS)
+        if unit.frames is not None:
+            return self._fill_pair(self._decoded_images(source), unit)
+        header = read_header(source.image, max_source_pixels=self.max_source_pixels)
         size = header.upright_size
         height, width = self.geometry.size_of(unit)
         if not self.geometry.is_of(unit, size):
             raise InvalidImage(f"an image of {size[0]}x{size[1]} has no grid of {unit.grid}")
-        out = self.empty(height, width, 3)
-        with self.decode(source.image, header) as pixels:
+        out = self._allocate(height, width, 3)
+        with self.image_decoders.decoded(source.image, header) as pixels:
             resized = resize(torch.from_numpy(pixels), height, width, self.geometry.resample)
             return out.copy_(resized)
 
-    def empty(self, *shape: int) -> Tensor:
-        """Memory for pixels."""
+    def decode_video(self, video: Video, unit: Unit) -> list[Tensor]:
+        """Decodes the frames of a unit of a video. The video's decoder is free afterwards.
+
+        Returns:
+            The unit's different frames in order, `[height, width, 3]` uint8 each: two, or one if
+            both frames of the unit are the same. They have the video's size, or the unit's size if
+            they were too large to be copied.
+
+        Raises:
+            InvalidVideo: the frames cannot be decoded, or the model takes no videos.
+            VideoNotHeld: the front no longer stores the video's file.
+        """
+        if self.video_decoders is None or unit.frames is None:
+            raise InvalidVideo("this model takes no videos")
+        height, width = self.geometry.size_of(unit)
+        with self.video_decoders.frames(video.file, video.size, unit.frames) as shared:
+            frames = [torch.from_numpy(pixels) for pixels in shared]
+            if sum(frame.nbytes for frame in frames) > self.max_copied_bytes:
+                frames = [resize(frame, height, width, self.frame_resample) for frame in frames]
+            return [frame.clone() for frame in frames]
+
+    def resize_frames(self, frames: list[Tensor], unit: Unit) -> Tensor:
+        """Resizes the frames that `decode_video` returned for the unit.
+
+        Returns:
+            `[2, height, width, 3]` uint8 of the unit's size, contiguous.
+        """
+        return self._fill_pair((frame.numpy() for frame in frames), unit)
+
+    def _decoded_images(self, source: Source) -> Generator[np.ndarray]:
+        """Decodes the image files of a pair. Each frame is valid until the next is requested."""
+        for data in (source.image, source.second) if source.second else (source.image,):
+            header = read_header(data, max_source_pixels=self.max_source_pixels)
+            with self.image_decoders.decoded(data, header) as pixels:
+                yield pixels
+
+    def _fill_pair(self, frames: Generator[np.ndarray], unit: Unit) -> Tensor:
+        height, width = self.geometry.size_of(unit)
+        out = self._allocate(2, height, width, 3)
+        try:
+            for index, pixels in enumerate(frames):
+                # A single frame is both frames of the pair.
+                out[index:] = resize(torch.from_numpy(pixels), height, width, self.frame_resample)
+        finally:
+            frames.close()  # frees the decoder of an image if resizing has failed
+        return out
+
+    def _allocate(self, *shape: int) -> Tensor:
         pinned = self.pinned and math.prod(shape) <= _MAX_PINNED_BYTES
         return torch.empty(shape, dtype=torch.uint8, pin_memory=pinned)
 
 
 def resize(pixels: Tensor, height: int, width: int, mode: str = "bicubic") -> Tensor:
-    """From `[H, W, 3]` to `[height, width, 3]` uint8, strided; antialiased (bicubic: a = -0.5), in
-    two passes, each rounded to uint8: torch's own on the CPU.
+    """Resizes an image on the CPU, with antialiasing, as torch does: in two passes, each of which
+    rounds to uint8.
+
+    Args:
+        pixels: `[H, W, 3]` uint8.
+        height: rows of the result.
+        width: columns of the result.
+        mode: interpolation mode, as torch names it. Bicubic interpolation uses a = -0.5.
+
+    Returns:
+        `[height, width, 3]` uint8, possibly strided. `pixels` itself if the size is the same.
     """
     if pixels.shape[:2] == (height, width):
         return pixels

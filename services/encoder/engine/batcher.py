@@ -1,62 +1,85 @@
-"""Which images run together. Pure: job ids, ranks and patch counts, no tensors, no clock.
+"""The batcher: it decides which images run together. It knows job ids, ranks and numbers of
+patches, but no tensors and no clock.
 
-The front ranks images, so that no tenant waits behind another's queue; of equal ranks the earlier
-image is first. The first image is always in the next batch. Behind it, others fill the budget in
-order, and one that does not fit is passed over. An image larger than the budget runs alone. Still
-images and pairs of frames do not run together. A batch never waits to be filled. The engine's loop
-alone uses it.
+The front ranks images, so that no tenant waits behind another tenant's queue. Of two images of the
+same rank, the earlier comes first. The first image of the queue is always in the next batch. The
+images behind it are added in order while the batch's budget of patches lasts; an image that does
+not fit is skipped, and a smaller image behind it may be added. An image larger than the budget runs
+alone. Still images and pairs of frames do not run together. A batch never waits for more images.
+The engine's loop is the only thread that uses the batcher.
 """
 
 from bisect import bisect_left, insort
+from typing import NamedTuple
 
-_Place = tuple[float, int, int, bool]  # rank, job id, patches, is a pair of frames
+
+class _Entry(NamedTuple):
+    """A queued image. Entries are sorted by rank, then by job id."""
+
+    rank: float
+    job_id: int
+    num_patches: int
+    is_pair: bool
 
 
 class Batcher:
-    """The images that are ready to run.
+    """The queue of the images that are ready to run.
 
-    The queue's bound is its caller's: the front admits no more patches than its settings allow.
+    The queue itself has no bound: the front admits a bounded number of patches.
 
     Args:
-        max_batch_patches: the budget of one batch, in patches before merging.
+        max_batch_patches: budget of a batch, in patches before merging.
     """
 
     def __init__(self, max_batch_patches: int) -> None:
         assert max_batch_patches > 0
         self._max_batch_patches = max_batch_patches
-        self._queue: list[_Place] = []
-        self._places: dict[int, _Place] = {}  # by job id
+        self._queue: list[_Entry] = []
+        self._entries: dict[int, _Entry] = {}  # by job id
 
     def __len__(self) -> int:
+        """Number of queued images."""
         return len(self._queue)
 
     def add(
         self, job_id: int, num_patches: int, rank: float = 0.0, *, is_pair: bool = False
     ) -> None:
-        """Queues an image; a job id is queued once."""
-        assert num_patches > 0 and job_id not in self._places
-        place = (rank, job_id, num_patches, is_pair)
-        self._places[job_id] = place
-        insort(self._queue, place)
+        """Queues an image.
+
+        Args:
+            job_id: number of the image's job, which must not be queued already.
+            num_patches: number of the image's patches before merging.
+            rank: place in the order of the queue, the lowest first.
+            is_pair: True if the image is a pair of frames, False if it is a still image.
+        """
+        assert num_patches > 0 and job_id not in self._entries
+        entry = _Entry(rank, job_id, num_patches, is_pair)
+        self._entries[job_id] = entry
+        insort(self._queue, entry)
 
     def remove(self, job_id: int) -> bool:
-        """Takes an image out; False: it was not queued (any more)."""
-        place = self._places.pop(job_id, None)
-        if place is None:
+        """Removes an image from the queue. Returns whether the image was queued."""
+        entry = self._entries.pop(job_id, None)
+        if entry is None:
             return False
-        del self._queue[bisect_left(self._queue, place)]
+        del self._queue[bisect_left(self._queue, entry)]
         return True
 
     def next_batch(self) -> list[int]:
-        """Takes out the next batch's job ids, in order; empty only if nothing is queued."""
+        """Removes the images of the next batch from the queue.
+
+        Returns:
+            Job ids of the batch, in the order of the queue. Empty only if the queue is empty.
+        """
         chosen: list[int] = []
-        room = self._max_batch_patches
-        kind = bool(self._queue) and self._queue[0][3]
-        for _, job_id, num_patches, is_pair in self._queue:
-            if (is_pair == kind and num_patches <= room) or not chosen:
-                chosen.append(job_id)
-                room -= num_patches
-            if room <= 0:
+        patches_left = self._max_batch_patches
+        of_pairs = bool(self._queue) and self._queue[0].is_pair
+        for entry in self._queue:
+            fits = entry.is_pair == of_pairs and entry.num_patches <= patches_left
+            if fits or not chosen:
+                chosen.append(entry.job_id)
+                patches_left -= entry.num_patches
+            if patches_left <= 0:
                 break
         for job_id in chosen:
             self.remove(job_id)

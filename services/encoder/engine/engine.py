@@ -1,13 +1,17 @@
-"""The engine's loop: messages → preprocessing pool → batches → device → messages.
+"""The encoder engine's loop: it receives images, has them preprocessed, and runs them in batches.
 
-Four kinds of thread share one mailbox. The receiver reads the channel and gives images to the pool
-at once, so the next batch is prepared while the device works. The pool's threads decode and resize,
-the image of the lowest rank first, a video's frames in their order, and never one tenant's videos
-in all threads. The waiter reports when the device is done with a batch. The loop alone uses the
-batcher and the device. The loop and the waiter both send, one at a time.
+An image passes through four kinds of thread:
 
-`engine_main` runs it. It knows neither front nor gRPC, only messages. A bad image ends its own job;
-a batch that fails is split until the image that fails is alone; a broken device ends the process.
+1. The receiver reads messages from the front. It gives each image to the preprocessing pool at
+   once, so that the next batch is prepared while the device works.
+2. The pool's threads decode and resize images. The image of the lowest rank comes first, and the
+   frames of one video come in their order. One tenant's videos never occupy all threads.
+3. The loop adds prepared images to the batcher, launches batches on the device and reports the end
+   of each image. No other thread uses the batcher, and only the waiter also uses the runner.
+4. The waiter waits for the device, and reports each feature of a batch when it is in the arena.
+
+The threads hand their results to the loop through one mailbox. A bad image fails alone. A batch
+that fails is split until the image that fails is alone. A broken device ends the process.
 """
 
 import logging
@@ -15,20 +19,20 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 
 import torch
 from torch import Tensor
 
 from services.common.errors import Cancelled, InternalError, Overloaded, TriptychError
-from services.common.geometry import Unit
 from services.common.process.channel import ChannelClosed, EngineChannel
 from services.common.process.heartbeat import Ping, Pong
+from services.encoder.decoding.preprocess import Preprocessor
+from services.encoder.decoding.source import EMPTY_SOURCE
 from services.encoder.engine.batcher import Batcher
 from services.encoder.engine.job import Job
 from services.encoder.engine.messages import (
-    NOTHING,
     CancelImage,
     EncodeImage,
     EngineStats,
@@ -38,57 +42,74 @@ from services.encoder.engine.messages import (
     InHand,
     PlaceImage,
     Shutdown,
-    Source,
     StageTimes,
 )
 from services.encoder.engine.preparation_queue import PreparationQueue
 from services.encoder.engine.runner import LaunchedBatch, Runner
 from services.encoder.engine.video_turns import VideoTurns
 
-# Batches on the device: one runs, one is queued behind it, so that the device is never idle.
+# Batches on the device: one runs and one is queued behind it, so that the device is never idle.
 _MAX_LAUNCHED = 2
-
-Prepare = Callable[[Source, Unit, Callable[[], None]], Tensor]
 
 
 class Engine:
-    """Runs until the front sends `Shutdown` or closes the channel.
+    """The encoder's engine. `run` ends when the front sends `Shutdown` or closes the channel.
 
     Args:
-        prepare: source and unit → resized pixels; called in the pool's threads; raises
-            `TriptychError` for a bad image. What it is given calls once a video's frames are
-            decoded, so that the next may be while these are resized.
-        workers: threads of the preprocessing pool, of which videos of one tenant have all but one.
+        channel: connection to the front.
+        runner: owner of the device. Runs the vision tower.
+        preprocessor: decodes and resizes the images, in the threads of the pool.
+        max_batch_patches: most patches of a batch, before merging.
+        workers: number of threads of the preprocessing pool. Videos of one tenant occupy all of
+            them but one.
     """
 
     def __init__(
         self,
         channel: EngineChannel[FrontMessage],
         runner: Runner,
-        prepare: Prepare,
+        preprocessor: Preprocessor,
         *,
         max_batch_patches: int,
         workers: int,
     ) -> None:
         self._channel = channel
         self._sending = threading.Lock()
-        self._in_hand: set[int] = set()  # under `_sending`
+        self._in_progress: set[int] = set()  # job ids, guarded by `_sending`
         self._runner = runner
-        self._prepare = prepare
+        self._preprocessor = preprocessor
         self._batcher = Batcher(max_batch_patches)
         self._workers = workers
-        self._encoded = PreparationQueue(max(1, workers - 1))
-        self._turns = VideoTurns()
+        self._unprepared = PreparationQueue(max(1, workers - 1))
+        self._video_turns = VideoTurns()
         self._mailbox: queue.SimpleQueue[_Item] = queue.SimpleQueue()
         self._awaited: queue.SimpleQueue[LaunchedBatch | None] = queue.SimpleQueue()
-        self._jobs: dict[int, Job] = {}  # until their end; the receiver adds, the loop removes
+        # Jobs that have not ended, by id. The receiver adds them, and the loop removes them.
+        self._jobs: dict[int, Job] = {}
         self._launched: deque[LaunchedBatch] = deque()
         self._stopping = False
-        self._num_images = self._num_patches = 0
-        self._busy_s = self._busy_since = 0.0
+        self._num_images = 0
+        self._num_patches = 0
+        self._busy_s = 0.0
+        self._busy_since = 0.0
+
+    @property
+    def jobs(self) -> Mapping[int, Job]:
+        """Jobs that have not ended, by job id."""
+        return self._jobs
+
+    @property
+    def num_unprepared(self) -> int:
+        """Number of images and videos that wait for a thread of the preprocessing pool."""
+        return len(self._unprepared)
+
+    @property
+    def num_ready(self) -> int:
+        """Number of images that are ready to run and wait for a batch."""
+        return len(self._batcher)
 
     def run(self) -> None:
-        """The loop. Returns after `Shutdown`, or when the channel is closed."""
+        """Runs the loop until `Shutdown` was received or the channel was closed."""
         pool = [(self._preprocess_all, f"preprocess-{index}") for index in range(self._workers)]
         for target, name in ((self._receive, "receiver"), (self._wait, "waiter"), *pool):
             threading.Thread(target=target, name=name, daemon=True).start()
@@ -102,9 +123,9 @@ class Engine:
             logging.warning("the front has closed the channel")
         finally:
             self._awaited.put(None)
-            self._encoded.close()
+            self._unprepared.close()
 
-    # The receiver's thread.
+    # Methods of the receiver's thread.
 
     def _receive(self) -> None:
         try:
@@ -118,10 +139,14 @@ class Engine:
         match message:
             case EncodeImage():
                 self._jobs[message.job_id] = Job(
-                    message.job_id, message.unit, message.source, message.rank, message.tenant,
+                    message.job_id,
+                    message.unit,
+                    message.source,
+                    message.rank,
+                    message.tenant,
                     received_at=time.monotonic(),
-                )  # fmt: skip
-                self._queue(message)
+                )
+                self._queue_preparation(message)
             case PlaceImage() | Ping() | Shutdown():
                 self._mailbox.put(message)
             case CancelImage():
@@ -129,15 +154,15 @@ class Engine:
                     job.cancelled = True
                 self._mailbox.put(message)
 
-    def _queue(self, message: EncodeImage) -> None:
+    def _queue_preparation(self, message: EncodeImage) -> None:
         turn = message.rank, message.job_id
         video, frames = message.source.video, message.unit.frames
         if video is None or frames is None:
-            self._encoded.put(turn)
-        elif (own := self._turns.add(video.file.name, frames, turn)) is not None:
-            self._encoded.put(own, message.tenant)
+            self._unprepared.put(turn)
+        elif (video_turn := self._video_turns.add(video.file.name, frames, turn)) is not None:
+            self._unprepared.put(video_turn, message.tenant)
 
-    # The waiter's thread.
+    # Methods of the waiter's thread.
 
     def _wait(self) -> None:
         while (batch := self._awaited.get()) is not None:
@@ -151,60 +176,72 @@ class Engine:
                 logging.exception("waiting for the device failed")
             self._mailbox.put(None)
 
-    # The pool's threads.
+    # Methods of the pool's threads.
 
     def _preprocess_all(self) -> None:
-        while (taken := self._encoded.get()) is not None:
+        while (taken := self._unprepared.get()) is not None:
             job_id, tenant = taken
             job = self._jobs[job_id]
-            with ExitStack() as in_work:
+            # The stack holds the video's turn. Closing it lets another thread work on the video.
+            with ExitStack() as video_turn:
                 if tenant is not None and job.source.video is not None:
                     name = job.source.video.file.name
-                    job = self._jobs[self._turns.take(name)]
-                    in_work.callback(self._give_turn, name, tenant)
-                self._preprocess(job, decoded=in_work.close)
+                    job = self._jobs[self._video_turns.take(name)]
+                    video_turn.callback(self._end_video_turn, name, tenant)
+                self._preprocess(job, video_turn)
 
-    def _give_turn(self, video: str, tenant: str) -> None:
-        self._encoded.done(tenant)
-        if (following := self._turns.done(video)) is not None:
-            self._encoded.put(following, self._jobs[following[1]].tenant)
+    def _end_video_turn(self, video: str, tenant: str) -> None:
+        self._unprepared.done(tenant)
+        if (following := self._video_turns.done(video)) is not None:
+            self._unprepared.put(following, self._jobs[following[1]].tenant)
 
-    def _preprocess(self, job: Job, decoded: Callable[[], None]) -> None:
+    def _preprocess(self, job: Job, video_turn: ExitStack) -> None:
         start = time.monotonic()
         try:
             if not job.cancelled:
-                self._hold(job.job_id)
-                job.pixels = self._prepare(job.source, job.unit, decoded)
-                self._release(job.job_id)
+                self._report_begun(job.job_id)
+                job.pixels = self._prepare(job, video_turn)
+                self._report_paused(job.job_id)
         except ChannelClosed:
             job.cancelled = True
         except TriptychError as error:
-            job.error = error.with_traceback(None)  # whose frames have the job, and its file
+            # The frames of the traceback refer to the job, and thus to its file.
+            job.error = error.with_traceback(None)
         except Exception:
             logging.exception("preprocessing failed")
             job.error = InternalError("preprocessing failed")
-        job.source = NOTHING
+        job.source = EMPTY_SOURCE
         job.preprocess_s = time.monotonic() - start
         self._mailbox.put(job)
 
-    # The loop's thread.
+    def _prepare(self, job: Job, video_turn: ExitStack) -> Tensor:
+        """Decodes and resizes a job's image. If the image is a pair of frames of a video, the
+        video's turn ends between the two steps: the next frames are decoded during the resizing.
+        """
+        if job.source.video is None:
+            return self._preprocessor.prepare(job.source, job.unit)
+        frames = self._preprocessor.decode_video(job.source.video, job.unit)
+        video_turn.close()
+        return self._preprocessor.resize_frames(frames, job.unit)
+
+    # Methods of the loop's thread.
 
     def _read_mailbox(self) -> None:
-        """Takes all items; waits for one if nothing can be launched."""
+        """Handles all items of the mailbox. Waits for an item if no batch can be launched."""
         try:
             item = self._mailbox.get(block=False)
         except queue.Empty:
             if len(self._batcher) > 0 and len(self._launched) < _MAX_LAUNCHED:
                 return
             item = self._mailbox.get()
-        self._take(item)
+        self._handle(item)
         with suppress(queue.Empty):
             while True:
-                self._take(self._mailbox.get(block=False))
+                self._handle(self._mailbox.get(block=False))
 
-    def _take(self, item: "_Item") -> None:
+    def _handle(self, item: "_Item") -> None:
         match item:
-            case None:  # the device is done with a batch
+            case None:  # the device has finished a batch
                 pass
             case Shutdown():
                 self._stopping = True
@@ -213,23 +250,23 @@ class Engine:
                     self._send(Pong())
             case CancelImage():
                 job = self._jobs.get(item.job_id)
-                if job is not None and (job.waits or self._batcher.remove(item.job_id)):
+                if job is not None and (job.waits_for_place or self._batcher.remove(item.job_id)):
                     self._end(item.job_id, Cancelled("the image was cancelled"))
             case PlaceImage():
                 if job := self._jobs.get(item.job_id):
                     job.arena_offset = item.arena_offset
-                    if job.waits:
-                        job.waits = False
-                        self._add(job)
+                    if job.waits_for_place:
+                        job.waits_for_place = False
+                        self._add_to_batcher(job)
             case Job():
                 if item.cancelled or item.error or item.pixels is None:
                     self._end(item.job_id, item.error or Cancelled("the image was cancelled"))
                 elif item.arena_offset is None:
-                    item.waits = True
+                    item.waits_for_place = True
                 else:
-                    self._add(item)
+                    self._add_to_batcher(item)
 
-    def _add(self, job: Job) -> None:
+    def _add_to_batcher(self, job: Job) -> None:
         is_pair = job.unit.frames is not None
         self._batcher.add(job.job_id, job.unit.num_patches, job.rank, is_pair=is_pair)
 
@@ -246,13 +283,13 @@ class Engine:
         images = [self._jobs[job_id] for job_id in chosen]
         for job in images:
             job.launched_at = now
-        self._hold(*chosen)
+        self._report_begun(*chosen)
         try:
             batch = self._runner.launch(images)
         except ChannelClosed:
             raise
         except Exception:
-            logging.exception("a batch of %d images failed; trying smaller ones", len(images))
+            logging.exception("a batch of %d images failed; trying smaller batches", len(images))
             while self._launched:
                 self._finish(self._launched.popleft())
             self._runner.recover()
@@ -264,7 +301,7 @@ class Engine:
                 self._awaited.put(batch)
 
     def _run_apart(self, images: Sequence[Job]) -> None:
-        """After a failure: halves the batch until an image that fails is alone."""
+        """Runs the images of a failed batch: halves them until an image that fails is alone."""
         try:
             launched = self._runner.launch(images)
         except Exception as error:
@@ -286,7 +323,7 @@ class Engine:
         finite = self._runner.finish(batch)
         now = time.monotonic()
         self._busy_s += now - self._busy_since
-        self._busy_since = now  # of the batch that runs now, if there is one
+        self._busy_since = now  # start of the next batch, if one is launched
         self._num_images += len(batch.images)
         self._num_patches += sum(image.unit.num_patches for image in batch.images)
         for image, is_finite in zip(batch.images, finite, strict=True):
@@ -296,9 +333,15 @@ class Engine:
         self._send(EngineStats(self._num_images, self._num_patches, calls, self._busy_s))
 
     def _end(self, job_id: int, error: TriptychError | None) -> None:
+        """Ends a job and reports its end to the front.
+
+        Args:
+            job_id: the job.
+            error: reason why the job has no embedding. None if its embedding is in the arena.
+        """
         job = self._jobs.pop(job_id)
         with self._sending:
-            self._in_hand.discard(job_id)
+            self._in_progress.discard(job_id)
         now = time.monotonic()
         launched_at = job.launched_at or now
         queue_s = max(0.0, launched_at - job.received_at - job.preprocess_s)
@@ -311,22 +354,28 @@ class Engine:
             )
         )
 
-    def _hold(self, *job_ids: int) -> None:
-        """Tells the front what is worked on, before the work begins."""
-        with self._sending:
-            self._in_hand.update(job_ids)
-            self._channel.send(InHand(sorted(self._in_hand)))
+    # Methods of several threads: messages to the front.
 
-    def _release(self, job_id: int) -> None:
+    def _report_begun(self, *job_ids: int) -> None:
+        """Reports to the front that work on these jobs begins, before it does. If the work ends
+        this process, the front knows which images may have caused that.
+        """
         with self._sending:
-            self._in_hand.discard(job_id)
-            self._channel.send(InHand(sorted(self._in_hand)))
+            self._in_progress.update(job_ids)
+            self._channel.send(InHand(sorted(self._in_progress)))
+
+    def _report_paused(self, job_id: int) -> None:
+        """Reports to the front that a job is prepared and waits for its batch."""
+        with self._sending:
+            self._in_progress.discard(job_id)
+            self._channel.send(InHand(sorted(self._in_progress)))
 
     def _send(self, message: FeatureDone | ImageDone | EngineStats | Pong) -> None:
         with self._sending:
             self._channel.send(message)
 
 
+# An item of the mailbox. None says that the waiter has seen the end of a batch.
 _Item = Job | PlaceImage | CancelImage | Ping | Shutdown | None
 
 

@@ -1,4 +1,4 @@
-"""One image in the engine, from its arrival to its `ImageDone`."""
+"""An image in the engine, from its arrival to its `ImageDone`."""
 
 from dataclasses import dataclass
 
@@ -6,33 +6,41 @@ from torch import Tensor
 
 from services.common.errors import TriptychError
 from services.common.geometry import Unit
-from services.encoder.engine.messages import NOTHING, Source
+from services.encoder.decoding.source import EMPTY_SOURCE, Source
 
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """The pool's threads, the loop and the runner work on it in this order, one at a time.
+    """The state of one image. A thread of the preprocessing pool, the loop and the runner work on
+    it in this order, one at a time.
 
     Attributes:
-        job_id: given by the front; later images have higher ones.
-        unit: what it is of its file.
-        source: encoded; empty once it is decoded.
-        rank: of all images that wait, the lowest is the next.
-        tenant: the tenant whose unit it is; empty for a caller without a key.
-        pixels: `[h * patch, w * patch, channels]` uint8, host; best pinned; of a pair of frames
-            `[2, ...]`; None: not yet decoded.
-        arena_offset: first byte of its `[features, num_tokens, hidden]`; None: not yet known.
-        waits: it is decoded, but has no place yet.
+        job_id: number of the job, assigned by the front. Later images have higher numbers.
+        unit: the still image or pair of frames to encode.
+        source: encoded file. Empty when the file has been decoded.
+        rank: place in the order of all waiting images: the image of the lowest rank is the next.
+        tenant: tenant that sent the image. Empty for a caller without a key.
+        pixels: `[height, width, channels]` uint8 on the host, or `[2, height, width, channels]` if
+            the unit is a pair of frames. None until the file is decoded. Pinned memory is the
+            fastest.
+        arena_offset: first byte of the embedding `[features, num_tokens, hidden]` in the arena.
+            None until the front has sent it.
+        waits_for_place: True if the image is prepared and its `arena_offset` is not known yet.
+        cancelled: True if the front has cancelled the image.
+        error: reason why the image cannot be encoded. None if there was no error.
+        received_at: monotonic time of the job's arrival.
+        launched_at: monotonic time of the launch. 0 until the image is launched.
+        preprocess_s: seconds that decoding and resizing took.
     """
 
     job_id: int
     unit: Unit
-    source: Source = NOTHING
+    source: Source = EMPTY_SOURCE
     rank: float = 0.0
     tenant: str = ""
     pixels: Tensor | None = None
     arena_offset: int | None = None
-    waits: bool = False
+    waits_for_place: bool = False
     cancelled: bool = False
     error: TriptychError | None = None
     received_at: float = 0.0

@@ -1,70 +1,73 @@
 """The messages between the encoder's front process and its engine process.
 
-Front: `engine_client`; engine: `engine/engine.py`. Pure data: `common/process/channel.py` sends it.
+The front's side is `front/engine_client.py`, the engine's side is `engine/engine.py`, and
+`common/process/channel.py` sends the messages. Pure data.
 """
 
 import msgspec
 
-from services.common.embeddings.shared_memory import MemoryAddress
-from services.common.geometry import Size, Unit
+from services.common.geometry import Unit
 from services.common.process.heartbeat import Ping, Pong
-
-
-class Video(msgspec.Struct, frozen=True):
-    """A file in the front's memory."""
-
-    file: MemoryAddress
-    size: Size  # of its upright frames
-
-
-class Source(msgspec.Struct, frozen=True):
-    """What a unit is made from: an image; two, whose unit has frames; or a video."""
-
-    image: bytes = b""  # the encoded file
-    second: bytes = b""  # empty: the first again, if the unit has frames
-    video: Video | None = None
-
-    @property
-    def num_bytes(self) -> int:
-        """That it holds itself."""
-        return len(self.image) + len(self.second)
-
-
-NOTHING = Source()
+from services.encoder.decoding.source import Source
 
 
 class EncodeImage(msgspec.Struct, tag="encode"):
-    """A unit to encode. It is decoded at once, and runs once `PlaceImage` has come."""
+    """Submits a unit. The engine decodes it at once, and runs it after its `PlaceImage`.
 
-    job_id: int  # minted by the front, never reused
+    Attributes:
+        job_id: number of the job, assigned by the front and never reused.
+        source: encoded file of the unit.
+        unit: the still image or pair of frames. The engine checks it against the decoded image.
+        rank: place in the order of all waiting images: the image of the lowest rank is decoded and
+            run next.
+        tenant: tenant that sent the image. Its videos never occupy all threads. Empty for a caller
+            without a key.
+    """
+
+    job_id: int
     source: Source
-    unit: Unit  # checked against the decoded image
-    rank: float = 0.0  # of those that wait, the image of the lowest is decoded and run next
-    tenant: str = ""  # whose videos never have all threads; empty for a caller without a key
+    unit: Unit
+    rank: float = 0.0
+    tenant: str = ""
 
 
 class PlaceImage(msgspec.Struct, tag="place"):
-    """Where the embedding goes; once per job. A job that has ended by then is ignored."""
+    """Assigns the range of the arena for a job's embedding, once per job. It is ignored if the job
+    has ended.
+
+    Attributes:
+        job_id: number of the job.
+        arena_offset: first byte of the range, which has space for `[features, num_tokens, hidden]`.
+    """
 
     job_id: int
-    arena_offset: int  # bytes; room for [features, num_tokens, hidden] is reserved there
+    arena_offset: int
 
 
 class CancelImage(msgspec.Struct, tag="cancel"):
-    """The image is no longer wanted. The job still ends in one `ImageDone`."""
+    """Cancels a job, which still ends in one `ImageDone`."""
 
     job_id: int
 
 
 class Shutdown(msgspec.Struct, tag="shutdown"):
-    """The engine ends after this."""
+    """Ends the engine."""
 
 
 FrontMessage = EncodeImage | PlaceImage | CancelImage | Ping | Shutdown
 
 
 class EngineReady(msgspec.Struct, tag="ready"):
-    """Weights are loaded and each kernel has run once."""
+    """Reports that the weights are loaded and that each kernel has run once.
+
+    Attributes:
+        model_name: name of the model.
+        dtype: data type of the embeddings, as torch names it.
+        num_features: number of features of an embedding.
+        hidden: width of an embedding's rows.
+        key_prefix: digest of the model and its configuration, which begins each image key.
+        on_gpu: True if the engine runs on a GPU.
+    """
 
     model_name: str
     dtype: str
@@ -75,14 +78,16 @@ class EngineReady(msgspec.Struct, tag="ready"):
 
 
 class FeatureDone(msgspec.Struct, tag="feature"):
-    """One feature of these images is in the arena. The others follow, or an error."""
+    """Reports that one feature of these images is in the arena. Messages about the other features,
+    or about an error, follow.
+    """
 
     job_ids: list[int]
     feature: int
 
 
 class StageTimes(msgspec.Struct, frozen=True):
-    """Seconds an image spent in the engine's stages."""
+    """Seconds that an image spent in the engine's stages."""
 
     queue_s: float = 0.0
     preprocess_s: float = 0.0
@@ -93,7 +98,15 @@ NO_TIMES = StageTimes()
 
 
 class ImageDone(msgspec.Struct, tag="done"):
-    """The end of a job. `error_code` is empty, or a code of services/common/errors.py."""
+    """Reports the end of a job.
+
+    Attributes:
+        job_id: number of the job.
+        times: seconds that the image spent in each stage.
+        error_code: code of an error in `services/common/errors.py`. Empty if the embedding is in
+            the arena.
+        message: text of the error.
+    """
 
     job_id: int
     times: StageTimes = NO_TIMES
@@ -102,20 +115,27 @@ class ImageDone(msgspec.Struct, tag="done"):
 
 
 class InHand(msgspec.Struct, tag="in_hand"):
-    """The images that the engine works on from now on: in its threads, or in batches on the device.
-    If it ends, one of them may have ended it. An `ImageDone` takes its image away.
+    """Reports all jobs that the engine works on from now on, in its threads or on the device. If
+    the engine ends, one of these jobs may have caused it. An `ImageDone` removes its job.
     """
 
     job_ids: list[int]
 
 
 class EngineStats(msgspec.Struct, tag="stats"):
-    """Counters of the engine, sent after each batch."""
+    """Reports the engine's counters after each batch. All are totals since the start.
 
-    num_images: int  # total
-    num_patches: int  # total
-    kernel_calls: dict[str, int] = {}  # "operation=implementation" → total
-    busy_s: float = 0.0  # total; a batch was on the device
+    Attributes:
+        num_images: number of images that were run.
+        num_patches: number of patches that were run, before merging.
+        kernel_calls: number of kernel calls, by "operation=implementation".
+        busy_s: seconds during which a batch was on the device.
+    """
+
+    num_images: int
+    num_patches: int
+    kernel_calls: dict[str, int] = {}
+    busy_s: float = 0.0
 
 
 EngineMessage = EngineReady | FeatureDone | ImageDone | InHand | EngineStats | Pong

@@ -1,7 +1,8 @@
-"""The only owner of the device: pixels in host memory → embeddings in the arena.
+"""The runner: it owns the device, and turns pixels in host memory into embeddings in the arena.
 
-The engine's loop launches batches and finishes them; a second thread waits for them. The runner
-knows no queue and no messages. A launch that fails raises, and `recover` frees what it left.
+The engine's loop launches a batch, and finishes it later. Meanwhile the engine's waiter waits for
+the batch's features. The runner knows neither queues nor messages. If a launch raises an error, the
+caller calls `recover`, which frees the memory that the failed launch has allocated.
 """
 
 import math
@@ -25,23 +26,25 @@ from services.encoder.engine.throttle import Throttle, count_flops
 if TYPE_CHECKING:
     from services.encoder.models import VisionTower
 
+# Pinned memory that the warm-up allocates for pixels: number of blocks, and bytes of each.
 _WARM_HOST_BLOCKS = 16
 _WARM_HOST_BYTES = 4 << 20
-# Of the largest image that runs at the start: an image may be larger than a batch's budget.
+# Patches of the largest image of the warm-up: an image may be larger than a batch's budget.
 _LARGE_IMAGE_PATCHES = 32_768
 
 
 @dataclass(slots=True)
 class LaunchedBatch:
-    """A batch the device works on.
+    """A batch that the device works on.
 
     Attributes:
-        images: in packing order.
-        row_peaks: `[features, num_tokens]` float32, host, the largest magnitude of each row, NaN if
-            one is; valid once `done`.
-        done: recorded after the last copy to the host; None: the device is the host.
-        written: features in the order they are copied to the arena, without the last one, each
-            with the event that ends its copy.
+        images: jobs of the batch, in packing order.
+        row_peaks: largest magnitude of each row of the embeddings, `[features, num_tokens]` float32
+            on the host. NaN if a value of the row is NaN. Valid after `done`.
+        done: event after the last copy to the host. None on a CPU, where the launch itself
+            completes the batch.
+        written: features in the order of their copies to the arena, each with the event after its
+            copy. The last feature is left out, because `done` follows it.
     """
 
     images: list[Job]
@@ -51,12 +54,16 @@ class LaunchedBatch:
 
 
 class Runner:
-    """Runs batches in the order they are launched. One thread calls it, `wait` excepted.
+    """Runs batches in the order of their launches. Any thread may call `wait`; one thread calls
+    all other methods.
 
     Args:
-        arena: where embeddings go; pinned on CUDA.
-        shares_device: another process uses the device, so very large batches leave it idle half
-            of the time (CUDA).
+        model: vision tower with its weights.
+        device: device of the model.
+        dtype: data type of patches and embeddings.
+        arena: memory for the embeddings, shared with the front. It is pinned on CUDA.
+        shares_device: True if another process uses the GPU, too. Very large batches then leave the
+            GPU idle half of the time.
     """
 
     def __init__(
@@ -82,29 +89,37 @@ class Runner:
 
     @torch.inference_mode()
     def launch(self, images: Sequence[Job]) -> LaunchedBatch:
-        """Enqueues a batch of images, which have pixels and places: stills or pairs of frames. On
-        CUDA it does not wait for the device.
+        """Enqueues a batch. On CUDA it does not wait for the device.
+
+        Args:
+            images: jobs with pixels and places in the arena. Either all of them are still images,
+                or all are pairs of frames.
 
         Raises:
-            torch.OutOfMemoryError: the batch does not fit. Copies enqueued before that write to
-                places of these images only, and before any copy of a later launch.
+            torch.OutOfMemoryError: the device has too little memory for the batch. Copies that were
+                enqueued before the error write only to the places of these images, and before any
+                copy of a later launch.
         """
         with self._on_stream():
             return self._launch(images)
 
     @property
     def kernel_calls(self) -> dict[str, int]:
-        """Calls so far by "operation=implementation", those of replayed graphs included."""
+        """Number of kernel calls so far, by "operation=implementation". Calls of replayed CUDA
+        graphs are included.
+        """
         calls = self._model.ops.table.calls()
         return {f"{operation}={name}": count for (operation, name), count in calls.items()}
 
     def is_done(self, batch: LaunchedBatch) -> bool:
-        """Whether `finish` would not wait."""
+        """Returns whether the device has finished a batch, so that `finish` would not wait."""
         return batch.done is None or batch.done.query()
 
     def wait(self, batch: LaunchedBatch) -> Iterator[int]:
-        """Waits until `is_done`; yields each feature but the last once it is in the arena. Any
-        thread may call it.
+        """Waits until the device has finished a batch. Any thread may call it.
+
+        Yields:
+            Each feature but the last, as soon as it is in the arena for all images of the batch.
         """
         if batch.done is not None:
             for feature, written in batch.written:
@@ -113,52 +128,56 @@ class Runner:
             batch.done.synchronize()
 
     def finish(self, batch: LaunchedBatch) -> list[bool]:
-        """Waits for a batch; its images' bytes are in the arena then.
+        """Waits until all embeddings of a batch are in the arena.
 
         Returns:
-            For each of `batch.images`: whether all its values are finite.
+            True for each image of `batch.images` whose embedding has only finite values.
         """
         if batch.done is not None:
             batch.done.synchronize()
-        # numpy, as torch takes ten times as long for so few values, before a first token.
+        # For so few values torch takes ten times as long as numpy, which delays a first token.
         finite = np.isfinite(batch.row_peaks.numpy()).all(axis=0)
         ends = np.cumsum(self._num_tokens(batch.images))
         return [bool(rows.all()) for rows in np.split(finite, ends[:-1])]
 
     def recover(self) -> None:
-        """After a failed launch: frees cached memory.
+        """Frees cached device memory after a failed launch.
 
         Raises:
-            RuntimeError: the device is broken; only a new process can use it.
+            RuntimeError: the device is broken. Only a new process can use it.
         """
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
             torch.cuda.empty_cache()
 
     def close(self) -> None:
-        """Frees the graphs and unpins the arena; must be called before the memory is unmapped, if
-        it ever is, and before the interpreter ends.
+        """Frees the graphs and unpins the arena. It must be called before the arena is unmapped and
+        before the interpreter ends.
         """
         self._writer.close()
         self._graphs = None
 
     @torch.inference_mode()
     def warm_up(self, max_batch_patches: int, *, takes_videos: bool = True) -> None:
-        """Runs each kernel once: a small mixed batch, also as pairs of frames; on CUDA also images
-        up to the largest batch and beyond, and captures the graphs of batches. A kernel that fails
-        is replaced by the next one of the table.
+        """Runs each kernel once, and captures the CUDA graphs. A kernel that fails is replaced by
+        the next implementation of the table.
 
-        Writes to the start of the arena, which holds nothing yet.
+        It runs a small batch of different sizes, on CUDA also images of up to the largest batch and
+        beyond. The embeddings are written to the start of the arena, which must still be unused.
+
+        Args:
+            max_batch_patches: most patches of a batch.
+            takes_videos: True if pairs of frames are run, too.
         """
         spec = self._model.spec
         merge = spec.spatial_merge_size
         shapes = [[(1, 2 * merge, 4 * merge), (1, 4 * merge, 2 * merge), (1, 2 * merge, 4 * merge)]]
         if self._device.type == "cuda":
-            # Libraries load a kernel for each size class, at its first use.
+            # Libraries load a kernel for each class of sizes at its first use.
             largest = sorted({max_batch_patches, _LARGE_IMAGE_PATCHES})
             sides = [*range(8 * merge, 33 * merge, 4 * merge), *map(math.isqrt, largest)]
             shapes += [[(1, side // merge * merge, side // merge * merge)] for side in sides]
-            # Pinned memory for pixels is slow to allocate, and the allocator keeps it.
+            # Pinned memory for pixels is slow to allocate. The allocator reuses these blocks later.
             blocks = [
                 torch.empty(_WARM_HOST_BYTES, dtype=torch.uint8, pin_memory=True)
                 for _ in range(_WARM_HOST_BLOCKS)
@@ -181,7 +200,7 @@ class Runner:
                 self._graphs.capture(buckets())
                 fits = self._graphs.fits
                 self._run_each([batch for batch in batches if fits([i.unit.grid for i in batch])])
-            if self._shares_device and batches:  # the largest, whose kernels are loaded now
+            if self._shares_device and batches:  # measures the largest batch, now without loading
                 start = time.monotonic()
                 self._run_each(batches[-1:])
                 flops = count_flops(spec, [image.unit.grid for image in batches[-1]])
@@ -192,7 +211,7 @@ class Runner:
             self.finish(self._launch(images))
 
     def _launch(self, images: Sequence[Job]) -> LaunchedBatch:
-        # Neighbours of one size share a call of `pack_patches` and of plain attention.
+        # Neighbouring images of one size share a call of `pack_patches` and of plain attention.
         images = sorted(images, key=lambda image: image.unit.grid)
         grids = [image.unit.grid for image in images]
         pixels = self._upload(images)
@@ -221,7 +240,13 @@ class Runner:
     def _forward(
         self, pixels: Tensor, grids: Sequence[Grid], *, are_pairs: bool
     ) -> Iterator[tuple[int, Tensor]]:
-        """From flat pixels on the device to the features."""
+        """Runs the tower without a graph. Yields each feature with its rows, as the tower does.
+
+        Args:
+            pixels: flat uint8 pixels of all images, on the device.
+            grids: sizes of the images in patches.
+            are_pairs: True if the images are pairs of frames.
+        """
         spec, ops = self._model.spec, self._model.ops
         pack = ops.pack_pairs if are_pairs else ops.pack_patches
         patches = pack(pixels, grids, spec.patch_size, spec.spatial_merge_size, self._dtype)
@@ -240,7 +265,7 @@ class Runner:
         return spec.num_features * tokens * spec.out_hidden_size * self._dtype.itemsize
 
     def _upload(self, images: Sequence[Job]) -> Tensor:
-        """All pixels, flat, on the device."""
+        """Enqueues the copy of all pixels to the device. Returns them flat, in order."""
         flat = [image.pixels.reshape(-1) for image in images if image.pixels is not None]
         if self._device.type != "cuda":
             return flat[0] if len(flat) == 1 else torch.cat(flat)

@@ -22,7 +22,7 @@ from services.common.images.image_key import FRAME_DIGEST_BYTES, KEY_BYTES
 from services.common.tenancy.tenant_room import TenantRoom
 from services.encoder.decoding.clips.clip_pool import DecoderLost
 from services.encoder.decoding.clips.questions import Facts
-from services.encoder.engine.messages import Video
+from services.encoder.decoding.source import Video
 from services.encoder.front.admission import Share
 from services.encoder.front.probe_queue import ProbeQueue
 

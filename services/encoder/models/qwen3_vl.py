@@ -1,7 +1,8 @@
-"""Qwen3-VL's vision tower. Rounding points are those of HF's modules (transformers 5.17).
+"""Qwen3-VL's vision tower: it computes the embedding of each image from the image's patches.
 
-`engine_main` builds it on `meta` and fills it; the runner runs `features`. It knows no device: all
-that depends on one is behind `Ops`.
+Values are rounded where the modules of transformers 5.17 round them. `engine_main` creates the
+tower on the `meta` device and loads its weights, and the runner calls `features`. The file has no
+code for a particular device: `Ops` chooses the kernels.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -28,12 +29,17 @@ _LAYER_NORM_EPS = 1e-6
 
 
 class VisionTower(nn.Module):
-    """Patch embedding, pre-norm blocks, and a merger per feature. Runner and graphs know of it what
-    is public here; it decides no kernel, but calls `Ops`.
+    """The vision tower: a patch embedding, pre-norm transformer blocks, and a merger per feature.
+
+    The public methods are the interface that the runner and the CUDA graphs use.
+
+    Args:
+        spec: sizes of the tower.
+        ops: operations of the tower, with the kernels chosen for the device.
+        prefix: prefix of the tower's tensor names in a checkpoint.
     """
 
     def __init__(self, spec: DeepStackTower, ops: Ops, prefix: str = "") -> None:
-        """`prefix`: of its tensors' names in a checkpoint."""
         super().__init__()
         self.spec = spec
         self.ops = ops
@@ -58,7 +64,9 @@ class VisionTower(nn.Module):
         )
 
     def reset_buffers(self, device: torch.device) -> None:
-        """Called when the parameters have been materialized: cached positions are void."""
+        """Creates an empty cache of positions. It is called when the parameters have been
+        materialized on `device`, as positions that were cached before are no longer valid.
+        """
         self._positions = PositionCache(
             self.pos_embed.weight,
             self.spec.head_dim,
@@ -66,46 +74,58 @@ class VisionTower(nn.Module):
         )
 
     def layout(self, grids: Sequence[Grid]) -> VisionLayout:
-        """The layout of a batch of images or frames, packed in this order."""
+        """Returns the layout of a batch.
+
+        Args:
+            grids: sizes of the images or frames in patches, in packing order.
+        """
         return batch_layout(self._positions, grids)
 
     def static_layout(self, max_patches: int, max_segments: int) -> StaticLayout:
-        """For CUDA graphs: of at most so many patches, and images or frames."""
+        """Creates the layout that all CUDA graphs read, in static buffers.
+
+        Args:
+            max_patches: most patches of a batch.
+            max_segments: most images or frames of a batch.
+        """
         return StaticLayout(self._positions, max_patches, max_segments)
 
     def features(self, patches: Tensor, layout: VisionLayout) -> Iterator[tuple[int, Tensor]]:
-        """Runs the tower, yielding each feature as soon as its block is done (enqueued, on CUDA).
+        """Runs the tower. Yields each feature as soon as the block that it comes from is computed,
+        or enqueued on CUDA.
 
         Args:
-            patches: `[N, channels * temporal * patch * patch]`, scaled to [-1, 1], rows in
-                merge-block order; or without the temporal factor where all slices of time are
-                equal, as in still images.
-            layout: what `layout` returned for the same batch.
+            patches: pixels of the patches, scaled to [-1, 1], with rows in merge-block order:
+                `[N, channels * temporal * patch * patch]`, or `[N, channels * patch * patch]` for
+                still images, whose slices of time are equal.
+            layout: result of the method `layout` for the same batch.
 
         Yields:
-            `(feature, [num_tokens, out_hidden])`: DeepStack features from 1 on, in order; feature
-            0, the merged output, comes last.
+            Number of a feature and its rows, `[num_tokens, out_hidden]`. The DeepStack features 1,
+            2, … come first, in order. Feature 0, the merged output, comes last.
         """
-        # A block may leave its last addition to the next norm, so a tap waits for that norm.
+        # The sum that ends a block may be computed with the next block's first norm. A DeepStack
+        # feature needs that sum, so it is computed after that norm.
         taps = self.spec.deepstack_indexes
         added: Tensor | None = self.patch_embed(patches)  # [N, hidden]
         hidden = layout.positions.embeddings  # [N, hidden]
         for index, block in enumerate(cast("Iterable[Block]", self.blocks)):
             normed, hidden = add_norm(added, hidden, block.norm1, self.ops)
             if index - 1 in taps:
-                yield self._tapped(index - 1, hidden)
+                yield self._deepstack_feature(index - 1, hidden)
             added, hidden = block(normed, hidden, layout)
         normed, hidden = add_norm(added, hidden, self.merger.norm, self.ops)
         if len(self.blocks) - 1 in taps:
-            yield self._tapped(len(self.blocks) - 1, hidden)
+            yield self._deepstack_feature(len(self.blocks) - 1, hidden)
         yield 0, self.merger.project(normed)
 
-    def _tapped(self, index: int, hidden: Tensor) -> tuple[int, Tensor]:
-        tap = self.spec.deepstack_indexes.index(index)
-        return tap + 1, self.deepstack_merger_list[tap](hidden)
+    def _deepstack_feature(self, block: int, hidden: Tensor) -> tuple[int, Tensor]:
+        """Returns the number and the rows of the feature that comes from a block's output."""
+        position = self.spec.deepstack_indexes.index(block)
+        return position + 1, self.deepstack_merger_list[position](hidden)
 
     def forward(self, patches: Tensor, layout: VisionLayout) -> Tensor:
-        """`[features, num_tokens, out_hidden]`."""
+        """Returns all features as one tensor, `[features, num_tokens, out_hidden]`."""
         features = dict(self.features(patches, layout))
         return torch.stack([features[feature] for feature in range(len(features))])
 
@@ -113,29 +133,45 @@ class VisionTower(nn.Module):
 def add_norm(
     x: Tensor | None, residual: Tensor, norm: nn.LayerNorm, ops: Ops
 ) -> tuple[Tensor, Tensor]:
-    """The norm of `x + residual`, or of `residual` alone, and what it is the norm of."""
+    """Adds `x` to the residual stream and computes the layer norm of the sum.
+
+    Args:
+        x: `[N, hidden]`. None if there is nothing to add.
+        residual: `[N, hidden]`.
+        norm: weight, bias and epsilon of the layer norm.
+        ops: operations of the tower.
+
+    Returns:
+        The normalized sum and the sum.
+    """
     if x is None:
         return ops.layer_norm(residual, norm.weight, norm.bias, norm.eps), residual
     return ops.add_layer_norm(x, residual, norm.weight, norm.bias, norm.eps)
 
 
 def project(x: Tensor, layer: Linear, ops: Ops) -> Tensor:
-    """`layer(x)` by the kernel table, if its weights are not quantized."""
+    """Computes `layer(x)`, with a kernel of the table unless the layer's weights are quantized."""
     if layer.is_plain and layer.bias is not None:
         return ops.linear(x, layer.weight, layer.bias)
     return layer(x)
 
 
 def project_back(x: Tensor, layer: Linear, residual: Tensor, ops: Ops) -> Tensor | None:
-    """`layer(x)`, still to be added to the residual stream; None: it has been added."""
+    """Computes `layer(x)`, which ends a branch of a block and is added to the residual stream.
+
+    Returns:
+        `layer(x)`, which the caller has to add. None if the kernel has added it to `residual`.
+    """
     if layer.is_plain and layer.bias is not None:
         return ops.linear_add(x, layer.weight, layer.bias, residual)
     return layer(x)
 
 
 class Block(nn.Module):
-    """x += attention(norm1 x); x += mlp(norm2 x). The caller computes the first norm and, if
-    `forward` says so, the last sum.
+    """A transformer block: `x += attention(norm1(x)); x += mlp(norm2(x))`.
+
+    The caller computes the first norm and, unless a kernel has done so, the last sum. This allows
+    one kernel to compute the last sum of a block and the first norm of the next.
     """
 
     def __init__(self, spec: DeepStackTower, ops: Ops) -> None:
@@ -149,8 +185,16 @@ class Block(nn.Module):
     def forward(
         self, normed: Tensor, residual: Tensor, layout: VisionLayout
     ) -> tuple[Tensor | None, Tensor]:
-        """From `norm1 x` and x, which may be overwritten, to two `[N, hidden]` whose sum is the
-        block's output; None: nothing is to be added.
+        """Computes the block.
+
+        Args:
+            normed: `norm1(x)`, `[N, hidden]`.
+            residual: `x`, `[N, hidden]`. It may be overwritten.
+            layout: layout of the batch.
+
+        Returns:
+            Two tensors `[N, hidden]` whose sum is the block's output. The first is None if the
+            second already is the output.
         """
         attended = self.attn(normed, residual, layout)
         normed, residual = add_norm(attended, residual, self.norm2, self.ops)
@@ -158,24 +202,25 @@ class Block(nn.Module):
 
 
 class Attention(nn.Module):
-    """Full attention within each frame, with 2-D rope."""
+    """Full attention within each image or frame, with rotary embeddings of rows and columns."""
 
     def __init__(self, spec: DeepStackTower, ops: Ops) -> None:
         super().__init__()
         self.num_heads = spec.num_heads
         self.ops = ops
-        # Fused in the checkpoint: rows are q, then k, then v, each head by head.
+        # The checkpoint stores one matrix: rows of the queries, of the keys, then of the values,
+        # each head by head.
         self.qkv = Linear(spec.hidden_size, 3 * spec.hidden_size, bias=True)
         self.proj = Linear(spec.hidden_size, spec.hidden_size, bias=True)
 
     def forward(self, x: Tensor, residual: Tensor, layout: VisionLayout) -> Tensor | None:
-        """`[N, hidden]`, as `x`, see `project_back`."""
+        """Computes the attention of `x`, `[N, hidden]`. Returns as `project_back` does."""
         query, key, value = self._heads(x, layout)
         attended = self.ops.ragged_attention(query, key, value, layout.segments)
         return project_back(attended.flatten(1), self.proj, residual, self.ops)
 
     def _heads(self, x: Tensor, layout: VisionLayout) -> tuple[Tensor, ...]:
-        """Rotated queries, rotated keys and values, `[N, heads, head_dim]` each."""
+        """Computes rotated queries, rotated keys, and values, `[N, heads, head_dim]` each."""
         parts = project(x, self.qkv, self.ops).unflatten(1, (3, self.num_heads, -1))
         _, cos, sin = layout.positions
         query, key = self.ops.rotary(parts[:, :2], cos, sin).unbind(1)
@@ -183,7 +228,7 @@ class Attention(nn.Module):
 
 
 class Mlp(nn.Module):
-    """fc2(gelu_tanh(fc1 x))."""
+    """The feed-forward network of a block: `fc2(gelu(fc1(x)))` with the tanh form of GELU."""
 
     def __init__(self, hidden_size: int, intermediate_size: int, ops: Ops) -> None:
         super().__init__()
@@ -192,7 +237,7 @@ class Mlp(nn.Module):
         self.linear_fc2 = Linear(intermediate_size, hidden_size, bias=True)
 
     def forward(self, x: Tensor, residual: Tensor) -> Tensor | None:
-        """`[N, hidden]`, as `x`, see `project_back`."""
+        """Computes the network of `x`, `[N, hidden]`. Returns as `project_back` does."""
         fc1 = self.linear_fc1
         if fc1.is_plain and fc1.bias is not None:
             inner = self.ops.linear_gelu(x, fc1.weight, fc1.bias)
@@ -202,10 +247,10 @@ class Mlp(nn.Module):
 
 
 class Merger(nn.Module):
-    """Groups the patches of an image token into one row of the language model's width.
+    """Merges the patches of each image token into one row of the language model's width.
 
-    The main merger normalizes each patch before grouping, DeepStack's mergers the grouped row. The
-    GELU is the exact one here, the tanh one in the blocks.
+    The merger of feature 0 normalizes each patch before grouping. The mergers of the DeepStack
+    features normalize the grouped row. GELU is exact here, unlike in the blocks.
     """
 
     def __init__(self, spec: DeepStackTower, ops: Ops, *, norm_after_grouping: bool) -> None:
@@ -218,19 +263,21 @@ class Merger(nn.Module):
         self.linear_fc2 = Linear(self.grouped_size, spec.out_hidden_size, bias=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        """`[N, hidden]` → `[N / merge², out_hidden]`."""
+        """Merges `[N, hidden]` patches into `[N / merge², out_hidden]` rows."""
         norm, rows = self.norm, x.reshape(-1, self.norm.weight.numel())
         return self.project(self.ops.layer_norm(rows, norm.weight, norm.bias, norm.eps))
 
     def project(self, normed: Tensor) -> Tensor:
-        """The part after the norm; rows may be grouped or not."""
+        """Computes the part after the norm, from patches `[N, hidden]` or grouped rows."""
         grouped = normed.reshape(-1, self.grouped_size)
         inner = F.gelu(project(grouped, self.linear_fc1, self.ops))
         return project(inner, self.linear_fc2, self.ops)
 
 
 class PatchEmbed(nn.Module):
-    """The checkpoint's Conv3d, whose stride is its kernel: a linear over a patch's pixels."""
+    """The patch embedding. In the checkpoint it is a Conv3d whose stride is its kernel size, which
+    is the same as a linear layer over the pixels of a patch.
+    """
 
     def __init__(self, spec: DeepStackTower) -> None:
         super().__init__()
@@ -241,7 +288,9 @@ class PatchEmbed(nn.Module):
         )
 
     def forward(self, patches: Tensor) -> Tensor:
-        """`[N, channels * time * patch²]`, or `[N, channels * patch²]` of still images → hidden."""
+        """Embeds patches `[N, channels * time * patch²]`, or `[N, channels * patch²]` of still
+        images, as `[N, hidden]`.
+        """
         weight = self.proj.weight
         if patches.shape[1] != self.proj.in_features:
             weight = self.proj.still_weight
@@ -250,15 +299,21 @@ class PatchEmbed(nn.Module):
 
 
 class PatchWeights(UnquantizedLinear):
-    """Takes pixels scaled to [-1, 1], whatever the checkpoint's are normalized by. Also keeps the
-    weights summed over time, for patches that are the same at each time.
+    """Weights of the patch embedding, changed for the pixels that this service gives it.
+
+    The pixels are scaled to [-1, 1], so the mean and the deviation by which the checkpoint expects
+    pixels to be normalized become part of weight and bias. For still images, whose pixels are the
+    same at each time, the weights are also stored summed over time.
     """
 
     def __init__(self, spec: DeepStackTower) -> None:
         self._spec = spec
 
     def process_weights_after_loading(self, layer: Linear) -> None:
-        """Makes `still_weight` `[hidden, channels * patch²]`. All sums are float32, cast once."""
+        """Rescales weight and bias, and sets `layer.still_weight`, `[hidden, channels * patch²]`.
+
+        Sums are computed in float32 and rounded once.
+        """
         spec, weight, bias = self._spec, layer.weight.detach(), layer.bias
         assert bias is not None
         shape = spec.in_channels, spec.temporal_patch_size, -1

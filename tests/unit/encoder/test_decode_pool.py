@@ -16,7 +16,7 @@ from services.common.images.image_header import Format, ImageHeader, read_header
 from services.encoder.decoding.child import Child
 from services.encoder.decoding.decode import worst_case_bytes
 from services.encoder.decoding.decode_pool import DecodePool, MemoryBudget, cpu_limit_s
-from tests.in_process_decoder import decode_in_process
+from tests.in_process_decoder import InProcessDecoders
 from tests.noise import PATIENCE_S, wait_until
 from tests.worker_pids import worker_pids
 
@@ -59,7 +59,7 @@ def test_pixels_are_the_twins(pool: DecodePool, kind: str, orientation: int) -> 
     for size in ((1, 1), (40, 30), (700, 300)):
         data = encoded(noise(*size), kind, **options)
         header = read(data)
-        with pool.decoded(data, header) as ours, decode_in_process(data, header) as twins:
+        with pool.decoded(data, header) as ours, InProcessDecoders().decoded(data, header) as twins:
             assert np.array_equal(ours, twins)
 
 

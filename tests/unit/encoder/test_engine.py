@@ -15,6 +15,7 @@ from services.common.embeddings.shared_memory import MemoryAddress
 from services.common.errors import InvalidImage, InvalidVideo
 from services.common.geometry import Unit
 from services.common.process.channel import EngineChannel, create_socket_pair
+from services.encoder.decoding.source import Source, Video
 from services.encoder.engine.batcher import Batcher
 from services.encoder.engine.engine import Engine
 from services.encoder.engine.job import Job
@@ -29,8 +30,6 @@ from services.encoder.engine.messages import (
     InHand,
     PlaceImage,
     Shutdown,
-    Source,
-    Video,
 )
 from services.encoder.engine.runner import LaunchedBatch
 from services.encoder.engine_main import MAX_BATCH_PATCHES, batch_budget
@@ -129,44 +128,30 @@ class Front:
         return [self.done[job_id].error_code for job_id in job_ids]
 
 
-class Running:
-    """An engine in a thread."""
+class FakePreprocessor:
+    """Makes pixels when the test allows it.
+
+    Attributes:
+        may_prepare: set while images are prepared and frames resized.
+        may_decode: set while frames of videos are decoded.
+        blocked: the image whose thread waits for `release`.
+        release: set when the blocked image may be prepared.
+        prepared: images that were prepared, empty for frames of videos.
+        decoded: frames of videos whose decoding has begun.
+    """
 
     def __init__(self) -> None:
-        front_end, engine_end = create_socket_pair()
-        self._ends = (front_end, engine_end)
-        self.runner = FakeRunner()
         self.may_prepare = threading.Event()
         self.may_prepare.set()
-        self.may_decode = threading.Event()  # of frames of videos
+        self.may_decode = threading.Event()
         self.may_decode.set()
-        self.held = b"none"  # the image whose thread waits for `release`
+        self.blocked = b"none"
         self.release = threading.Event()
         self.prepared: list[bytes] = []
-        self.decoded: list[tuple[int, int]] = []  # frames of videos
-        self.front = Front(front_end)
-        self.engine = Engine(
-            EngineChannel(engine_end, FrontMessage),
-            self.runner,  # type: ignore[arg-type]
-            self._prepare,
-            max_batch_patches=64,
-            workers=2,
-        )
-        self.thread = threading.Thread(target=self.engine.run)
-        self.thread.start()
+        self.decoded: list[tuple[int, int]] = []
 
-    def waiting_jobs(self) -> list[int]:
-        """Those that are prepared and have no place."""
-        return sorted(job_id for job_id, job in list(self.engine._jobs.items()) if job.waits)
-
-    def _prepare(self, source: Source, unit: Unit, decoded: Callable[[], None]) -> torch.Tensor:
-        if unit.frames is not None:
-            self.decoded.append(unit.frames)
-            self.may_decode.wait(PATIENCE_S)
-            if unit.frames == BAD_FRAMES:
-                raise InvalidVideo("the frames cannot be decoded")
-            decoded()
-        (self.release if source.image == self.held else self.may_prepare).wait(PATIENCE_S)
+    def prepare(self, source: Source, unit: Unit) -> torch.Tensor:
+        (self.release if source.image == self.blocked else self.may_prepare).wait(PATIENCE_S)
         self.prepared.append(source.image)
         if source.image == b"666":
             raise InvalidImage("the image is truncated or corrupt")
@@ -174,20 +159,59 @@ class Running:
             raise RuntimeError("a bug")
         return torch.zeros(unit.grid[1] * 16, unit.grid[2] * 16, 3, dtype=torch.uint8)
 
-    def stop(self) -> None:
+    def decode_video(self, video: Video, unit: Unit) -> list[torch.Tensor]:
+        assert unit.frames is not None
+        self.decoded.append(unit.frames)
+        self.may_decode.wait(PATIENCE_S)
+        if unit.frames == BAD_FRAMES:
+            raise InvalidVideo("the frames cannot be decoded")
+        return [torch.zeros(*video.size, 3, dtype=torch.uint8)] * 2
+
+    def resize_frames(self, frames: list[torch.Tensor], unit: Unit) -> torch.Tensor:
+        return self.prepare(Source(), unit)
+
+    def release_all(self) -> None:
         self.may_prepare.set()
         self.may_decode.set()
         self.release.set()
+
+
+class Running:
+    """An engine in a thread."""
+
+    def __init__(self) -> None:
+        front_end, engine_end = create_socket_pair()
+        self.ends = (front_end, engine_end)
+        self.runner = FakeRunner()
+        self.preprocessor = FakePreprocessor()
+        self.front = Front(front_end)
+        self.engine = Engine(
+            EngineChannel(engine_end, FrontMessage),
+            self.runner,  # type: ignore[arg-type]
+            self.preprocessor,  # type: ignore[arg-type]
+            max_batch_patches=64,
+            workers=2,
+        )
+        self.thread = threading.Thread(target=self.engine.run)
+        self.thread.start()
+
+    def waiting_jobs(self) -> list[int]:
+        """Returns the jobs that are prepared and have no place."""
+        jobs = list(self.engine.jobs.items())
+        return sorted(job_id for job_id, job in jobs if job.waits_for_place)
+
+    def stop(self) -> None:
+        self.preprocessor.release_all()
         self.runner.may_run.set()
         self.runner.device_done.set()
         self.front.send(Shutdown())
         self.thread.join(PATIENCE_S)
         assert not self.thread.is_alive()
-        self._ends[0].shutdown(socket.SHUT_RDWR)
+        self.ends[0].shutdown(socket.SHUT_RDWR)
         for thread in threading.enumerate():
             if thread.name in ("receiver", "waiter"):
                 thread.join(PATIENCE_S)
-        for end in self._ends:
+        for end in self.ends:
             end.close()
 
 
@@ -210,7 +234,7 @@ def test_each_job_ends_once(running: Running) -> None:
 def test_waiting_images_share_batches(running: Running) -> None:
     running.runner.may_run.clear()
     running.front.encode(*range(1, 10))
-    wait_until(lambda: len(running.prepared) == 9)
+    wait_until(lambda: len(running.preprocessor.prepared) == 9)
     running.runner.may_run.set()
     running.front.codes(*range(1, 10))
     # 64 patches of budget, 16 an image; whatever the first batch took, the rest is full.
@@ -221,11 +245,11 @@ def test_waiting_images_share_batches(running: Running) -> None:
 def test_the_front_knows_what_is_worked_on(running: Running) -> None:
     """Should the engine end, all others had no part in it."""
     front = running.front
-    running.may_prepare.clear()
+    running.preprocessor.may_prepare.clear()
     front.encode(1)
     front.receive_until(lambda: front.in_hand == [[1]])  # being prepared
     running.runner.may_run.clear()
-    running.may_prepare.set()
+    running.preprocessor.may_prepare.set()
     front.receive_until(lambda: front.in_hand == [[1], [], [1]])  # prepared, and launched
     front.encode(2)
     front.receive_until(lambda: front.in_hand[3:] == [[1, 2], [1]])  # waits for the next batch
@@ -238,7 +262,7 @@ def test_two_batches_are_in_flight_and_the_rest_waits(running: Running) -> None:
     running.runner.device_done.clear()
     for job_id in range(1, 5):
         running.front.encode(job_id, grid=(1, 8, 8))  # a whole batch each
-    wait_until(lambda: len(running.prepared) == 4 and len(running.runner.batches) == 2)
+    wait_until(lambda: len(running.preprocessor.prepared) == 4 and len(running.runner.batches) == 2)
     assert not running.front.done
     running.runner.device_done.set()
     assert running.front.codes(1, 2, 3, 4) == [""] * 4
@@ -282,14 +306,14 @@ def test_nothing_holds_bad_images_until_the_collector_runs(running: Running) -> 
 
 def test_the_next_frames_are_decoded_while_the_last_are_resized(running: Running) -> None:
     """And after some that cannot be, whose turn ends with them."""
-    running.may_prepare.clear()
+    running.preprocessor.may_prepare.clear()
     video = Source(video=Video(MemoryAddress(0, 0, "clip", 0), (64, 64)))
     frames = [(0, 1), BAD_FRAMES, (4, 5)]
     for job_id, pair in enumerate(frames):
         running.front.send(EncodeImage(job_id, video, Unit(GRID, pair)), PlaceImage(job_id, 0))
-    wait_until(lambda: running.decoded == frames)
-    assert not running.prepared
-    running.may_prepare.set()
+    wait_until(lambda: running.preprocessor.decoded == frames)
+    assert not running.preprocessor.prepared
+    running.preprocessor.may_prepare.set()
     assert running.front.codes(0, 1, 2) == ["", "invalid_video", ""]
 
 
@@ -300,15 +324,15 @@ def test_a_tenants_videos_leave_a_thread_to_others(running: Running) -> None:
         video = Source(video=Video(MemoryAddress(0, 0, name, 0), (64, 64)))
         return EncodeImage(job_id, video, Unit(GRID, (job_id, job_id)), 0.0, tenant)
 
-    running.may_decode.clear()
+    running.preprocessor.may_decode.clear()
     crowd = [unit_of(f"clip {job_id}", job_id, "crowd") for job_id in range(4)]
     running.front.send(*crowd, *(PlaceImage(job_id, 0) for job_id in range(4)))
-    wait_until(lambda: running.decoded == [(0, 0)])
+    wait_until(lambda: running.preprocessor.decoded == [(0, 0)])
     running.front.encode(10, rank=9.0)
     assert running.front.codes(10) == [""]
     running.front.send(unit_of("guest", 11, "guest"), PlaceImage(11, 0))
-    wait_until(lambda: running.decoded == [(0, 0), (11, 11)])
-    running.may_decode.set()
+    wait_until(lambda: running.preprocessor.decoded == [(0, 0), (11, 11)])
+    running.preprocessor.may_decode.set()
     assert running.front.codes(0, 1, 2, 3, 11) == [""] * 5
 
 
@@ -316,7 +340,7 @@ def test_an_image_the_device_cannot_take_fails_alone(running: Running) -> None:
     running.runner.poisoned.add(3)
     running.runner.may_run.clear()
     running.front.encode(*range(1, 9))
-    wait_until(lambda: len(running.prepared) == 8)
+    wait_until(lambda: len(running.preprocessor.prepared) == 8)
     running.runner.may_run.set()
     assert running.front.codes(*range(1, 9)) == ["", "", "internal_error", "", "", "", "", ""]
     assert running.runner.recovered > 0
@@ -328,7 +352,7 @@ def test_out_of_memory_costs_only_the_largest(running: Running) -> None:
     running.front.encode(1, 2)
     running.front.encode(3, grid=(1, 8, 8))
     running.front.encode(4)
-    wait_until(lambda: len(running.prepared) == 4)
+    wait_until(lambda: len(running.preprocessor.prepared) == 4)
     running.runner.may_run.set()
     assert running.front.codes(1, 2, 3, 4) == ["", "", "overloaded", ""]
 
@@ -340,13 +364,13 @@ def test_an_image_that_is_not_finite_fails(running: Running) -> None:
 
 
 def test_a_cancelled_image_is_not_run(running: Running) -> None:
-    running.may_prepare.clear()
+    running.preprocessor.may_prepare.clear()
     running.front.encode(1, 2, 3, 4)
     running.front.send(CancelImage(4), CancelImage(3), CancelImage(99))
-    wait_until(lambda: 4 in running.engine._jobs and running.engine._jobs[4].cancelled)
-    running.may_prepare.set()
+    wait_until(lambda: 4 in running.engine.jobs and running.engine.jobs[4].cancelled)
+    running.preprocessor.may_prepare.set()
     assert running.front.codes(1, 2, 4) == ["", "", "cancelled"]
-    assert b"4" not in running.prepared
+    assert b"4" not in running.preprocessor.prepared
     assert 4 not in chain.from_iterable(running.runner.batches)
 
 
@@ -357,8 +381,7 @@ def test_a_cancelled_image_leaves_the_queue(running: Running) -> None:
     launched = running.runner.batches
     wait_until(
         lambda: (
-            len(launched) == 2
-            and sum(map(len, launched)) + len(running.engine._batcher) == len(jobs)
+            len(launched) == 2 and sum(map(len, launched)) + running.engine.num_ready == len(jobs)
         )
     )
     queued = next(job for job in jobs if job not in chain.from_iterable(launched))
@@ -402,31 +425,33 @@ def test_a_feature_is_announced_before_its_batch_is_done(running: Running) -> No
 
 def test_images_are_prepared_and_run_in_the_order_of_their_ranks(running: Running) -> None:
     runner, front = running.runner, running.front
-    running.may_prepare.clear()
-    running.held = b"1"  # keeps its thread: of what two take in order, either may be done first
+    running.preprocessor.may_prepare.clear()
+    running.preprocessor.blocked = (
+        b"1"  # keeps its thread: of what two take in order, either may be done first
+    )
     front.encode(1, 2)
     front.receive_until(lambda: front.in_hand[-1:] == [[1, 2]])
     for job_id in (10, 11, 12, 13, 14):
         front.encode(job_id, rank=float(job_id), grid=LARGE)
     front.encode(20, rank=5.0, grid=LARGE)
-    wait_until(lambda: len(running.engine._encoded) == 6)
+    wait_until(lambda: running.engine.num_unprepared == 6)
     runner.may_run.clear()
-    running.may_prepare.set()
-    wait_until(lambda: len(running.prepared) == 7)
-    assert running.prepared == [b"2", b"20", b"10", b"11", b"12", b"13", b"14"]
+    running.preprocessor.may_prepare.set()
+    wait_until(lambda: len(running.preprocessor.prepared) == 7)
+    assert running.preprocessor.prepared == [b"2", b"20", b"10", b"11", b"12", b"13", b"14"]
     runner.may_run.set()
     assert front.codes(2, 10, 11, 12, 13, 14, 20) == [""] * 7
     assert runner.batches == [[2], [20], [10], [11], [12], [13], [14]]
-    running.release.set()
+    running.preprocessor.release.set()
     assert front.codes(1) == [""]
 
 
 def test_the_loop_ends_when_the_front_closes_the_channel() -> None:
     running = Running()
-    running._ends[0].close()
+    running.ends[0].close()
     running.thread.join(PATIENCE_S)
     assert not running.thread.is_alive()
-    running._ends[1].close()
+    running.ends[1].close()
 
 
 def test_messages_survive_the_wire() -> None:

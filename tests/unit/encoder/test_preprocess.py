@@ -254,11 +254,10 @@ def test_what_a_requests_limits_make_of_an_image_is_made() -> None:
         assert pixels.shape == (*geometry.size_of(unit), 3)
 
 
-def test_the_pixel_cap_holds_before_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.encoder.decoding.preprocess.MAX_SOURCE_PIXELS", 10_000)
+def test_the_pixel_cap_holds_before_decoding() -> None:
     data = encoded(Image.new("RGB", (500, 500)))
     with pytest.raises(InvalidImage, match="500x500"):
-        preprocess(data, Unit((1, 2, 2)), GEOMETRY)
+        preprocess(data, Unit((1, 2, 2)), GEOMETRY, max_source_pixels=10_000)
 
 
 def hostile() -> dict[str, bytes]:
