@@ -8,7 +8,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor, SpanExporter
 
-from services.common.spans import record_with
+from services.common.spans import SpanRecorder, record_with
 from services.common.tracing import record_to
 
 
@@ -46,4 +46,4 @@ def exporting_to(service: str, exporter: SpanExporter) -> Generator[None]:
     try:
         yield
     finally:
-        record_with()
+        record_with(SpanRecorder())

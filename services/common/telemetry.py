@@ -1,6 +1,6 @@
 """Logs and metrics of a process: JSON lines with the request id, and the metrics port.
 
-The entry points call `setup_logging`; servers bind the id where a request enters a task.
+The entry points call `setup_logging`. Servers bind the request id where a request enters a task.
 """
 
 import json
@@ -15,25 +15,26 @@ from prometheus_client import CollectorRegistry, start_http_server
 
 from services.common.settings import SettingsError
 
-# Seconds. From a cache lookup to a long generation.
+# Upper bounds in seconds, from a cache lookup to a long generation.
 LATENCY_BUCKETS = (
-    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0,
-)  # fmt: skip
+    *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25),
+    *(0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0),
+)
 
 
 _request_id: ContextVar[str] = ContextVar("request_id", default="")
 
 
 def bind_request_id(request_id: str) -> None:
-    """Sets the id for the running task and the tasks that it creates from now on: for a task that
-    serves one request.
+    """Sets the request id of the running task, and of the tasks that it creates from now on. It is
+    meant for tasks with one request.
     """
     _request_id.set(request_id)
 
 
 @contextmanager
 def bound_request_id(request_id: str) -> Generator[None]:
-    """Sets the id for the block: for a task that serves several requests in turn."""
+    """Sets the request id within the block. It is meant for tasks with several requests."""
     token = _request_id.set(request_id)
     try:
         yield
@@ -42,16 +43,16 @@ def bound_request_id(request_id: str) -> Generator[None]:
 
 
 def current_request_id() -> str:
-    """The id of the request that the running task works for; empty: none."""
+    """Returns the id of the request that the running task works for. Empty if there is none."""
     return _request_id.get()
 
 
-_encode = json.JSONEncoder(default=str).encode  # `json.dumps` makes an encoder for each line
+_encode = json.JSONEncoder(default=str).encode  # `json.dumps` would create an encoder for each line
 
 
 class _JsonFormatter(logging.Formatter):
-    """One JSON object per line, with the `request_id` of the running task; a record's
-    `extra={"fields": {...}}` is merged in.
+    """Formats a record as a JSON object in one line, with the `request_id` of the running task. The
+    record's `extra={"fields": {...}}` is merged into the object.
     """
 
     def __init__(self, service: str) -> None:
@@ -75,9 +76,13 @@ class _JsonFormatter(logging.Formatter):
 
 
 def setup_logging(service: str, level: str = "INFO") -> None:
-    """Sends all logging to standard error as JSON lines.
+    """Writes all log records to standard error as JSON lines.
 
-    What no line says is not looked up for each: the caller's place, its thread and its process.
+    Looking up the caller's file, thread and process is turned off, because no line contains them.
+
+    Args:
+        service: name of the service, in each line.
+        level: lowest level that is logged.
     """
     logging._srcfile = None  # pyright: ignore[reportPrivateUsage] - see logging's "Optimization"
     logging.logThreads = logging.logMultiprocessing = logging.logProcesses = False
@@ -87,7 +92,14 @@ def setup_logging(service: str, level: str = "INFO") -> None:
 
 
 def serve_metrics(registry: CollectorRegistry, host: str, port: int) -> None:
-    """Serves `/metrics` from a thread of this process; port 0 means no metrics endpoint."""
+    """Serves `/metrics` from a thread of this process.
+
+    Args:
+        port: port to listen on. 0 disables the endpoint.
+
+    Raises:
+        SettingsError: the port cannot be used.
+    """
     if port:
         try:
             start_http_server(port, addr=host, registry=registry)

@@ -1,7 +1,7 @@
 """Threads beside an event loop, for work on borrowed memory that releases the interpreter lock.
 
-Pools are their callers'; here is how many threads, from how many bytes on, and how to wait for
-them.
+Callers have their own pools. This file says how many threads a pool has and how much work is worth
+a thread, and waits for threads.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 Result = TypeVar("Result")
 
-# Work on at most this many bytes takes 0.2 to 0.3 ms and runs in the event loop: handing it to a
+# Work on at most this many bytes takes 0.2 to 0.3 ms and runs in the event loop: starting it in a
 # thread would take longer.
 INLINE_BYTES = 1 << 20
 # More threads would compete for memory bandwidth and for the interpreter lock.
@@ -20,27 +20,27 @@ _MAX_THREADS = 4
 
 
 def num_threads() -> int:
-    """How many threads copy or digest in parallel on this machine."""
+    """Returns the number of threads that copy or digest in parallel on this machine."""
     return min(_MAX_THREADS, len(os.sched_getaffinity(0)))
 
 
 class WorkerThreads(ThreadPoolExecutor):
-    """Threads for work that would keep an event loop for too long."""
+    """Threads for work that would block an event loop for too long."""
 
     async def run(self, call: Callable[..., Result], *arguments: object) -> Result:
-        """`call(*arguments)` in a thread. Work that waits is dropped when its caller is cancelled;
-        work that runs keeps its thread until it ends.
+        """Runs `call(*arguments)` in a thread and returns the result. When the caller is cancelled,
+        waiting work is dropped, and running work keeps its thread until the end.
         """
         return await asyncio.get_running_loop().run_in_executor(self, call, *arguments)
 
     def close(self) -> None:
-        """Takes no more work. What runs is not waited for."""
+        """Drops work that waits and accepts no more work. It does not wait for running work."""
         self.shutdown(wait=False, cancel_futures=True)
 
 
 async def finished(jobs: "Sequence[asyncio.Future[Any]]") -> None:
-    """Waits for jobs in threads, and raises the first error. A cancelled caller still waits until
-    all threads are done, because they use memory that the caller is about to release.
+    """Waits for jobs in threads and raises the first error. A cancelled caller still waits for all
+    threads, because they use memory that the caller is about to release.
     """
     cancelled = False
     while any(not job.done() for job in jobs):
@@ -48,7 +48,7 @@ async def finished(jobs: "Sequence[asyncio.Future[Any]]") -> None:
             await asyncio.wait(jobs)
         except asyncio.CancelledError:
             cancelled = True
-    # Retrieves all of them, because asyncio reports an exception that is never retrieved.
+    # Retrieves all exceptions, because asyncio reports an exception that is never retrieved.
     failures = [job.exception() for job in jobs]
     if cancelled:
         raise asyncio.CancelledError

@@ -1,17 +1,16 @@
-"""OpenTelemetry traces: one trace per request through all services, where an OTLP endpoint is set.
+"""Exports traces with OpenTelemetry: one trace per request through all services.
 
-The standard variables configure it (`OTEL_EXPORTER_OTLP_ENDPOINT` turns it on); the packages are
-the extra `tracing`. Each service's `__main__` calls `setup_tracing`, which registers with `spans`;
-without an endpoint it does nothing and imports nothing.
+OpenTelemetry's standard variables configure the export, which `OTEL_EXPORTER_OTLP_ENDPOINT` turns
+on. The packages are the extra `tracing`. Each service's `__main__` calls `setup_tracing`, which
+installs a recorder in `spans`. Without an endpoint it does nothing and imports nothing.
 """
 
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from typing import TYPE_CHECKING
 
 from services.common.settings import SettingsError, traces_endpoint
-from services.common.spans import TRACEPARENT, Attribute, Span, record_with
+from services.common.spans import TRACEPARENT, Attribute, Span, SpanRecorder, record_with
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Tracer
 
 
-class _Recorded(Span):
+class _RecordedSpan(Span):
     def __init__(self, span: "OtelSpan") -> None:
         self._span = span
         context = span.get_span_context()
@@ -41,27 +40,35 @@ class _Recorded(Span):
             yield self
 
 
-def _start(
-    tracer: "Tracer", name: str, parent: str, start_s: float | None,
-    attributes: Mapping[str, Attribute],
-) -> Span:  # fmt: skip
-    started = None if start_s is None else _nanoseconds(start_s)
-    context = _context_of(parent)
-    return _Recorded(tracer.start_span(name, context, attributes=attributes, start_time=started))
+class _OtelRecorder(SpanRecorder):
+    def __init__(self, tracer: "Tracer") -> None:
+        self._tracer = tracer
 
+    def start(
+        self, name: str, parent: str, start_s: float | None, attributes: Mapping[str, Attribute]
+    ) -> Span:
+        started = None if start_s is None else _nanoseconds(start_s)
+        context = _context_of(parent)
+        return _RecordedSpan(
+            self._tracer.start_span(name, context, attributes=attributes, start_time=started)
+        )
 
-def _current() -> str:
-    from opentelemetry.trace import get_current_span
+    def current_traceparent(self) -> str:
+        from opentelemetry.trace import get_current_span
 
-    found = get_current_span()
-    return _Recorded(found).traceparent if found.get_span_context().is_valid else ""
+        found = get_current_span()
+        return _RecordedSpan(found).traceparent if found.get_span_context().is_valid else ""
 
 
 def setup_tracing(service: str) -> None:
-    """Called once in each process that serves requests, before the first.
+    """Starts the export, if an endpoint is set. Each process that serves requests calls it once,
+    before the first request.
+
+    Args:
+        service: name of the service.
 
     Raises:
-        SettingsError: an endpoint is set and the packages are not installed.
+        SettingsError: an endpoint is set, and the packages are not installed.
     """
     if not traces_endpoint():
         return
@@ -78,7 +85,7 @@ def setup_tracing(service: str) -> None:
 
 
 def _context_of(parent: str) -> "Context | None":
-    """None stands for the current context."""
+    """Returns the context of a `traceparent`, or None, which means the current context."""
     if not parent:
         return None
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
@@ -87,14 +94,19 @@ def _context_of(parent: str) -> "Context | None":
 
 
 def record_to(service: str, processor: object) -> None:
-    """Spans go to a processor of OpenTelemetry's from now on."""
+    """Sends all spans to a processor from now on.
+
+    Args:
+        service: name of the service.
+        processor: a `SpanProcessor` of OpenTelemetry.
+    """
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
 
     assert isinstance(processor, SpanProcessor)
     provider = TracerProvider(resource=Resource.create({"service.name": f"triptych-{service}"}))
     provider.add_span_processor(processor)
-    record_with(partial(_start, provider.get_tracer("triptych")), _current)
+    record_with(_OtelRecorder(provider.get_tracer("triptych")))
 
 
 def _nanoseconds(seconds: float) -> int:

@@ -24,7 +24,6 @@ from services.common.geometry import Unit
 from services.common.images.image_key import image_key
 from services.common.pb import encoder_pb2 as pb
 from services.common.process.service_process import create_service_server
-from services.common.security import watched_files
 from services.common.security.credentials import (
     NO_CREDENTIALS,
     Credentials,
@@ -57,11 +56,6 @@ def authority() -> Authority:
 @pytest.fixture(scope="module")
 def foreign() -> Authority:
     return Authority("foreign")
-
-
-@pytest.fixture(autouse=True)
-def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watched_files, "CHECK_INTERVAL_S", 0.0)
 
 
 @dataclass
@@ -103,13 +97,13 @@ class Mounts:
     def certificates(self, files: dict[str, bytes], name: str = "") -> Credentials:
         self._count += 1
         directory = mount(files, self._directory / (name or f"tls-{self._count}"))
-        return Credentials(certificates=watch_certificates(directory))
+        return Credentials(certificates=watch_certificates(directory, check_interval_s=0.0))
 
     def token(self, *tokens: str, name: str = "") -> Credentials:
         self._count += 1
         path = self._directory / (name or f"token-{self._count}")
         path.write_text("\n".join(tokens))
-        return Credentials(token=TokenFile(path))
+        return Credentials(token=TokenFile(path, check_interval_s=0.0))
 
 
 @pytest.fixture

@@ -1,4 +1,6 @@
-"""How clients of Redis log in, with a password from a file that may change, and connect anew."""
+"""Options with which Redis clients log in, by a password from a file that may change, and
+reconnect.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -9,13 +11,15 @@ from redis.exceptions import ReadOnlyError
 
 
 def login(url: str, password_file: Path | None) -> tuple[str, dict[str, Any]]:
-    """The URL and options of a client that logs in as the URL's user.
+    """Returns the URL and the options of a client that logs in as the URL's user.
 
     Args:
-        url: `redis://`, `rediss://` or `unix://`.
-        password_file: read at each connection; None: the URL has the password, if there is one.
+        url: `redis://`, `rediss://` or `unix://` URL.
+        password_file: file with the password, which is read at each connection. None if the URL has
+            the password, or if there is no password.
     """
-    # Who finds a replica disconnects: since a failover the address may be another server's.
+    # A client that reaches a replica disconnects: after a failover the address may belong to
+    # another server.
     options: dict[str, Any] = {"retry_on_error": [ReadOnlyError]}
     if password_file is None:
         return url, options

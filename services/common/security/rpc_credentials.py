@@ -1,8 +1,8 @@
 """Credentials on gRPC channels and servers: certificates and tokens, reloaded while they are used.
 
-A certificate's name says which service it is: `gateway`, `encoder` or `decoder` is one of its DNS
-names. Pods are dialled under IP addresses, which no certificate names, so a channel expects the
-service's name, whatever the address is.
+A certificate names its service: `gateway`, `encoder` or `decoder` is one of its DNS names. Pods are
+dialled under IP addresses, which no certificate names, so a channel expects the service's name,
+whatever the address is.
 """
 
 import logging
@@ -28,10 +28,18 @@ _MAX_LOGGED = 4096
 
 
 class CredentialedChannel:
-    """A channel that shows a token with each call, and dials again when certificates have changed:
-    calls from then on use the new connection. The old one is closed with the last call on it.
+    """A channel that sends a token with each call, and reconnects when the certificates have
+    changed.
 
-    Not an interceptor of gRPC's: that wraps each message of a stream, and changes no certificate.
+    Calls after a change use the new connection. The old connection is closed with its last call.
+    The class is not an interceptor of gRPC, because an interceptor wraps each message of a stream
+    and cannot change certificates.
+
+    Args:
+        address: `host:port` or `unix:path`.
+        credentials: credentials that calls show, and by which the server is checked.
+        peer: name of the service that listens at the address.
+        options: channel options of gRPC.
     """
 
     def __init__(
@@ -52,8 +60,8 @@ class CredentialedChannel:
     async def close(self, grace: float | None = None) -> None:
         await self._channel.close(grace)
 
-    def _method(self, kind: str, *args: object, **kwargs: object) -> Callable[..., Any]:
-        """A method, on whichever connection is the newest."""
+    def _method(self, kind: str, *args: object, **kwargs: object) -> Any:  # noqa: ANN401 - gRPC's
+        """Returns a method's multi-callable, whose calls use the newest connection."""
 
         def start(*call: Any, metadata: Any = None, **options: Any) -> Any:  # noqa: ANN401 - gRPC's
             watched = self._credentials.certificates
@@ -66,7 +74,7 @@ class CredentialedChannel:
                 token = _TOKEN, _SCHEME + self._credentials.token.sent
                 metadata = *(metadata or ()), token
             running = self._methods[start](*call, metadata=metadata, **options)
-            # A channel that nobody refers to closes itself.
+            # A channel without references closes itself, so a running call refers to its channel.
             running.add_done_callback(partial(_keep, channel))
             return running
 
@@ -78,7 +86,7 @@ class CredentialedChannel:
     stream_stream = partialmethod(_method, "stream_stream")
 
     def _dial(self) -> None:
-        self._methods: dict[Callable[..., Any], Callable[..., Any]] = {}
+        self._methods: dict[object, Any] = {}  # multi-callables of the newest connection
         self._shown: Certificates | None = None
         if self._credentials.certificates is None:
             self._channel = grpc.aio.insecure_channel(self._address, options=self._options)
@@ -90,10 +98,13 @@ class CredentialedChannel:
 
 
 class PeerCheck(grpc.aio.ServerInterceptor):
-    """Lets a call pass if its caller has shown what the credentials ask for.
+    """Refuses calls whose callers do not show the credentials that are required.
 
     Args:
-        callers: the services that may call; asked only of certificates.
+        credentials: credentials of this service.
+        service: name of this service, which is the prefix of the metric.
+        callers: names of the services that may call, which are compared with certificates.
+        registry: registry of the metric of refused calls. None leaves the metric out.
     """
 
     def __init__(
@@ -115,14 +126,18 @@ class PeerCheck(grpc.aio.ServerInterceptor):
         self._log_once = lru_cache(_MAX_LOGGED)(log.warning)
 
     def add_port(self, server: grpc.aio.Server, address: str) -> int:
-        """Listens; the port. gRPC itself refuses connections without a valid certificate."""
+        """Makes the server listen at an address and returns the port. gRPC itself refuses
+        connections without a valid certificate.
+        """
         watched = self._credentials.certificates
         if watched is None:
             return server.add_insecure_port(address)
         shown = watched.current()
 
         def changed() -> grpc.ServerCertificateConfiguration | None:
-            """Called before each handshake, in a thread of gRPC's; None: nothing has changed."""
+            """Returns the certificates if they have changed, else None. gRPC calls it before each
+            handshake, in a thread of its own.
+            """
             nonlocal shown
             before, shown = shown, watched.current()
             return None if shown is before else _configuration(shown)
@@ -139,12 +154,12 @@ class PeerCheck(grpc.aio.ServerInterceptor):
     ) -> Any:  # noqa: ANN401 - gRPC's
         metadata: Any = dict(handler_call_details.invocation_metadata or ())
         if not self._accepts(metadata.get(_TOKEN)):
-            # For any kind of method: it is refused before a message is read.
+            # A handler of this kind can refuse any method, before a message is read.
             return cast("Any", grpc).stream_stream_rpc_method_handler(self._refuse_token)
         handler = await continuation(handler_call_details)
         if handler is None or self._credentials.certificates is None:
             return handler
-        return _checked(handler, self._check_name)
+        return self._checked(handler)
 
     def _accepts(self, given: str | bytes | None) -> bool:
         token = self._credentials.token
@@ -164,38 +179,37 @@ class PeerCheck(grpc.aio.ServerInterceptor):
             shown = ", ".join(sorted(names)) or "no name"
             await self._refuse(context, "name", f"a certificate of {shown} may not call")
 
+    def _checked(self, handler: Any) -> Any:  # noqa: ANN401 - gRPC's
+        """Returns a handler that first checks the caller's name."""
+        kind = f"{'stream' if handler.request_streaming else 'unary'}_" + (
+            "stream" if handler.response_streaming else "unary"
+        )
+        behaviour = getattr(handler, kind)
+        if isasyncgenfunction(behaviour):
+
+            async def stream(request: object, context: Context) -> AsyncIterator[object]:
+                await self._check_name(context)
+                async for message in behaviour(request, context):
+                    yield message
+
+            return handler._replace(**{kind: stream})
+
+        async def call(request: object, context: Context) -> object:
+            await self._check_name(context)
+            return await behaviour(request, context)
+
+        return handler._replace(**{kind: call})
+
     async def _refuse(self, context: Context, reason: str, message: str) -> None:
         self._refused.labels(reason).inc()
         host = context.peer().rpartition(":")[0]
-        self._log_once("refused %s: %s (said once, counted always)", host, message)
+        self._log_once("refused a call from %s: %s (logged once, counted always)", host, message)
         await context.abort(grpc.StatusCode.UNAUTHENTICATED, message)
 
 
 def _keep(_: grpc.aio.Channel, __: object) -> None:
-    """Called when a call has ended, until when it refers to its channel."""
+    """Does nothing. A call with this callback refers to its channel until the call ends."""
 
 
 def _configuration(found: Certificates) -> grpc.ServerCertificateConfiguration:
     return grpc.ssl_server_certificate_configuration([(found.key, found.chain)], found.ca)
-
-
-def _checked(handler: Any, check: Callable[[Context], Awaitable[None]]) -> Any:  # noqa: ANN401
-    """The handler with a check of its caller before it."""
-    kind = f"{'stream' if handler.request_streaming else 'unary'}_" + (
-        "stream" if handler.response_streaming else "unary"
-    )
-    behaviour = getattr(handler, kind)
-    if isasyncgenfunction(behaviour):
-
-        async def stream(request: object, context: Context) -> AsyncIterator[object]:
-            await check(context)
-            async for message in behaviour(request, context):
-                yield message
-
-        return handler._replace(**{kind: stream})
-
-    async def call(request: object, context: Context) -> object:
-        await check(context)
-        return await behaviour(request, context)
-
-    return handler._replace(**{kind: call})

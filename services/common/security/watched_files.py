@@ -1,4 +1,4 @@
-"""Files that are mounted, and replaced while the process runs: keys, tokens, certificates."""
+"""Reads mounted files that are replaced while the process runs: keys, tokens, certificates."""
 
 import logging
 import os
@@ -12,7 +12,7 @@ from services.common.settings import SettingsError
 
 log = logging.getLogger(__name__)
 
-# How soon a change is seen: files are looked at once in this time at most, and only when asked for.
+# Files are checked for a change at most once in this time, and only when their content is used.
 CHECK_INTERVAL_S = 1.0
 _MAX_FILE_BYTES = 4 << 20
 
@@ -22,17 +22,28 @@ Content = TypeVar("Content")
 class WatchedFiles(Generic[Content]):
     """Files whose content is replaced while the process runs.
 
+    If the files cannot be read after a change, the content that was read before stays in use.
+
     Args:
-        paths: the files; a change of any of them is a change.
-        parse: makes the content of their bytes; raises ValueError for one that is not valid.
+        paths: paths of the files, which belong together.
+        parse: function from the files' bytes to their content. It raises ValueError if the content
+            is not valid.
+        check_interval_s: shortest time between two checks for a change.
 
     Raises:
-        SettingsError: they cannot be read at first. Later, what was read before stays.
+        SettingsError: the files cannot be read, or are not valid, when this object is created.
     """
 
-    def __init__(self, paths: Sequence[Path], parse: Callable[[Sequence[bytes]], Content]) -> None:
+    def __init__(
+        self,
+        paths: Sequence[Path],
+        parse: Callable[[Sequence[bytes]], Content],
+        *,
+        check_interval_s: float = CHECK_INTERVAL_S,
+    ) -> None:
         self._paths = paths
         self._parse = parse
+        self._check_interval_s = check_interval_s
         self._lock = threading.Lock()
         self._complaint = ""
         self._next_check = 0.0
@@ -43,10 +54,12 @@ class WatchedFiles(Generic[Content]):
             raise SettingsError(str(error)) from None
 
     def current(self) -> Content:
-        """The newest valid content, the same object until it changes. Any thread may call."""
+        """Returns the newest valid content, which is the same object until the files change. Any
+        thread may call it.
+        """
         if time.monotonic() >= self._next_check:
             with self._lock:
-                self._next_check = time.monotonic() + CHECK_INTERVAL_S
+                self._next_check = time.monotonic() + self._check_interval_s
                 self._reload()
         return self._content
 
@@ -58,18 +71,18 @@ class WatchedFiles(Generic[Content]):
         except (OSError, ValueError) as error:
             if str(error) != self._complaint:
                 self._complaint = str(error)
-                log.error("not read, what was there before stays: %s", error)
+                log.error("the changed files are not used, the content before stays: %s", error)
             return
         self._complaint = ""
-        log.info("read anew: %s", ", ".join(map(str, self._paths)))
+        log.info("read the changed files: %s", ", ".join(map(str, self._paths)))
 
     def _read(self) -> tuple[object, Content]:
         for _ in range(5):
             state = self._stat()
             data = [path.read_bytes() for path in self._paths]
-            if self._stat() == state:  # else they were replaced meanwhile
+            if self._stat() == state:  # otherwise the files were replaced meanwhile
                 return state, self._parse(data)
-        raise ValueError(f"{self._paths[0]} changes all the time")
+        raise ValueError(f"{self._paths[0]} changed during each of five attempts to read it")
 
     def _stat(self) -> object:
         found = [os.stat(path) for path in self._paths]

@@ -1,8 +1,8 @@
-"""One port for calls with TLS and without, while an installation turns `mtls` on or off.
+"""Listens with and without TLS on one port, while an installation turns `mtls` on or off.
 
-gRPC's server speaks one of the two on a port. So it listens on two Unix sockets here, and each
-connection is passed to the one that its first byte asks for: a TLS handshake begins with 0x16, an
-HTTP/2 preface with `P`. Bytes are copied once more than usual, for as long as the change takes.
+A port of gRPC's server has either TLS or plaintext. So the server listens on two Unix sockets, and
+each connection is forwarded by its first byte: a TLS handshake begins with 0x16, an
+HTTP/2 preface with `P`. All bytes are copied once more than usual while the change lasts.
 """
 
 import asyncio
@@ -24,10 +24,14 @@ _CHUNK_BYTES = 256 << 10
 async def listening(
     server: grpc.aio.Server, check: PeerCheck, credentials: Credentials, address: str
 ) -> AsyncGenerator[int]:
-    """Listens for what these credentials accept; gives the port. Leave it after the server's end.
+    """Makes a server listen for the connections that the credentials accept, and yields the port.
+
+    The block must end after the server has stopped.
 
     Args:
-        server: has not been started yet.
+        server: the server, which has not been started yet.
+        check: check of the callers' credentials, which adds the port with TLS.
+        credentials: credentials of this service.
         address: `host:port` or `unix:path`.
     """
     host, _, port = address.rpartition(":")
@@ -41,9 +45,9 @@ async def listening(
         assert task is not None
         connections.add(task)
         task.add_done_callback(connections.discard)
-        await _pass_on(directory, reader, writer)
+        await _forward(directory, reader, writer)
 
-    with tempfile.TemporaryDirectory(  # of mode 0700
+    with tempfile.TemporaryDirectory(  # the directory has mode 0700
         prefix="triptych-", ignore_cleanup_errors=True
     ) as directory:
         server.add_insecure_port(f"unix:{directory}/plain")
@@ -58,9 +62,10 @@ async def listening(
             await asyncio.gather(*connections, return_exceptions=True)
 
 
-async def _pass_on(
+async def _forward(
     directory: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
 ) -> None:
+    """Forwards a connection to one of the sockets in the directory, until either side ends."""
     to_server: asyncio.StreamWriter | None = None
     try:
         async with asyncio.timeout(_FIRST_BYTE_S):
@@ -72,7 +77,7 @@ async def _pass_on(
             group.create_task(_copy(reader, to_server))
             group.create_task(_copy(from_server, writer))
     except* (OSError, TimeoutError):
-        pass  # one side is gone; the other learns it by the end of its connection
+        pass  # one side has ended; the other side sees the end of its connection
     finally:
         writer.close()
         if to_server is not None:

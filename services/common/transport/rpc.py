@@ -1,7 +1,7 @@
-"""gRPC construction shared by the services: servers, channels, metadata, and errors on the wire.
+"""gRPC servers, channels, metadata and errors on the wire, for all services.
 
-A servicer adopts the caller's request id and trace, and ends a failed call with `abort`; the caller
-gets the same error back from `error_from_rpc`.
+A servicer adopts the caller's request id and trace with `adopt_metadata`, and ends a failed call
+with `abort`. The caller gets the same error back from `error_from_rpc`.
 """
 
 import math
@@ -28,9 +28,9 @@ from services.common.spans import TRACEPARENT, traceparent
 from services.common.telemetry import bind_request_id, current_request_id
 
 Server = grpc.aio.Server
-# Of proto/, as `DescribeEncoderResponse.protocol` says.
+# Version of proto/, which both services return as `protocol` of their Describe responses.
 PROTOCOL = 1
-# An encoded image is at most tens of MiB and an embedding travels in chunks.
+# An image file has tens of MiB at most, and an embedding is sent in chunks.
 MAX_MESSAGE_BYTES = 64 << 20
 _CODE = "triptych-code"
 _PARAM = "triptych-param"
@@ -45,25 +45,26 @@ CHANNEL_OPTIONS: Sequence[tuple[str, int]] = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
-    # The ping of a keepalive has a time-out of its own: the longer of both counts, and this one's
-    # default is a minute.
+    # A keepalive's ping has a timeout of its own, with a default of a minute. The longer timeout
+    # counts.
     ("grpc.http2.ping_timeout_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 100),
     ("grpc.max_metadata_size", 16 << 10),
-    # The services call each other, never through a proxy of the environment's.
+    # The services never call each other through a proxy that the environment names.
     ("grpc.enable_http_proxy", 0),
 )
 _SERVER_OPTIONS: Sequence[tuple[str, int]] = (
     *CHANNEL_OPTIONS,
     ("grpc.so_reuseport", 0),
-    # Pings that a pause of the network has held up arrive together, and gRPC sends some besides
-    # those of keepalive: a server that minds them ends the connection with all calls on it.
+    # Pings that a pause of the network has delayed arrive together, and gRPC sends more pings than
+    # those of keepalive. By default the server would close the connection with all its calls.
     ("grpc.http2.max_ping_strikes", 0),
     ("grpc.max_concurrent_streams", 4096),
-    # Calls that have come while the loop was busy: the units of many videos are thousands at once.
-    # Above the first limit gRPC cancels some by lot (its own are 1,000 and 3,000).
+    # Limits of calls that have arrived while the event loop was busy: the units of many videos are
+    # thousands at once. Above the first limit gRPC cancels random calls (defaults: 1,000 and
+    # 3,000).
     ("grpc.server.max_pending_requests", 1 << 14),
     ("grpc.server.max_pending_requests_hard_limit", 1 << 14),
 )
@@ -72,11 +73,12 @@ _SERVER_OPTIONS: Sequence[tuple[str, int]] = (
 def create_channel(
     address: str, credentials: Credentials = NO_CREDENTIALS, *, peer: str = ""
 ) -> grpc.aio.Channel:
-    """A channel to `host:port` or `unix:path`, connected on first use.
+    """Creates a channel, which connects on first use.
 
     Args:
-        credentials: that calls show, and that the server is checked against.
-        peer: the service that listens there: `encoder` or `decoder`.
+        address: `host:port` or `unix:path`.
+        credentials: credentials that calls show, and by which the server is checked.
+        peer: name of the service that listens at the address: `encoder` or `decoder`.
     """
     options = list(CHANNEL_OPTIONS)
     if not credentials:
@@ -86,20 +88,24 @@ def create_channel(
 
 
 def create_server(check: PeerCheck | None = None) -> grpc.aio.Server:
-    """A server without servicers or ports; `check` looks at each call."""
+    """Creates a server without servicers and ports.
+
+    Args:
+        check: check of each call's credentials. None accepts every call.
+    """
     return grpc.aio.server(
         interceptors=[] if check is None else [check], options=list(_SERVER_OPTIONS)
     )
 
 
 class Servicer:
-    """The calls of a service of proto/, by their names.
+    """Base of the servicers. A subclass implements the calls of proto/ as methods of their names.
 
     Attributes:
-        SERVICE: which one.
-        READING: calls that read their one message themselves, so that its bytes are counted before
-            gRPC takes them from the connection.
-        SERIALIZERS: of answers, by call, where protobuf's would not do.
+        SERVICE: descriptor of the service in proto/.
+        READING: names of unary calls that read their message themselves, which counts the bytes
+            before gRPC reads them from the connection.
+        SERIALIZERS: serializers of responses, by call. Other responses are serialized by protobuf.
     """
 
     SERVICE: ClassVar[ServiceDescriptor]
@@ -107,7 +113,7 @@ class Servicer:
     SERIALIZERS: ClassVar[Mapping[str, Callable[[Any], bytes]]] = {}
 
     def register(self, server: grpc.aio.Server) -> None:
-        """Serves the calls that there are."""
+        """Adds the calls that the subclass implements to a server."""
         handlers: dict[str, Any] = {}
         for method in self.SERVICE.methods:
             if (call := getattr(self, method.name, None)) is None:
@@ -122,10 +128,10 @@ class Servicer:
 
 
 def outgoing_metadata(num_bytes: int = 0) -> tuple[tuple[str, str], ...]:
-    """Metadata for a call made on behalf of the current request: its id and its trace.
+    """Returns the metadata of a call on behalf of the current request: its id and its trace.
 
     Args:
-        num_bytes: of the call's message, for `message_bytes`; 0: they are not said.
+        num_bytes: size of the call's message, for `message_bytes`. 0 leaves the size out.
     """
     pairs = (REQUEST_ID, current_request_id()), (TRACEPARENT, traceparent())
     sizes = ((_MESSAGE_BYTES, str(num_bytes)),) if num_bytes else ()
@@ -133,13 +139,15 @@ def outgoing_metadata(num_bytes: int = 0) -> tuple[tuple[str, str], ...]:
 
 
 def message_bytes(context: grpc.aio.ServicerContext[Any, Any]) -> int:
-    """Size of a call's message as its caller says it; the largest possible where it does not."""
-    said = _text(dict(context.invocation_metadata() or ()).get(_MESSAGE_BYTES))
-    return min(int(said), MAX_MESSAGE_BYTES) if said.isdecimal() else MAX_MESSAGE_BYTES
+    """Returns the size of a call's message that the caller has announced, or else the largest size
+    that is possible.
+    """
+    announced = _text(dict(context.invocation_metadata() or ()).get(_MESSAGE_BYTES))
+    return min(int(announced), MAX_MESSAGE_BYTES) if announced.isdecimal() else MAX_MESSAGE_BYTES
 
 
 def adopt_metadata(context: grpc.aio.ServicerContext[Any, Any]) -> str:
-    """Makes the caller's request id that of the running call.
+    """Adopts the caller's request id for the running call.
 
     Returns:
         The caller's `traceparent`, or an empty string.
@@ -150,18 +158,23 @@ def adopt_metadata(context: grpc.aio.ServicerContext[Any, Any]) -> str:
 
 
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: TriptychError) -> NoReturn:
-    """Ends the call with the error's status; its code and details are trailing metadata."""
+    """Ends the call with the error's status. The error's code and details are trailing metadata."""
     trailers = [(_CODE, error.code)]
     if error.param:
         trailers.append((_PARAM, error.param))
     if error.retry_after_s is not None:
         trailers.append((_RETRY_AFTER, f"{error.retry_after_s:g}"))
     await context.abort(grpc.StatusCode[error.grpc_status], error.message, tuple(trailers))
-    raise AssertionError("abort returns never")
+    raise AssertionError("abort never returns")
 
 
 def error_from_rpc(failure: grpc.aio.AioRpcError, peer: str) -> TriptychError:
-    """Our error for a failed call to `peer`; gRPC's own failures become retryable ones."""
+    """Returns our error for a failed call. Failures of gRPC itself become retryable errors.
+
+    Args:
+        failure: the failed call.
+        peer: name of the called service and its address, for the message.
+    """
     trailers = dict(failure.trailing_metadata() or ())
     code = trailers.get(_CODE)
     if isinstance(code, str):
@@ -191,7 +204,7 @@ def _text(value: str | bytes | None) -> str:
 
 
 def _seconds(text: str | bytes | None) -> float | None:
-    """A peer's number; whatever else it sent counts as nothing."""
+    """Reads a number of seconds that a peer has sent. Returns None for anything else."""
     try:
         seconds = float(text or "")
     except ValueError:

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from services.common.security import watched_files
 from services.common.security.credentials import Credentials, TokenFile, watch_certificates
 from services.common.settings import SettingsError
 from services.decoder.settings import DecoderSettings
@@ -19,16 +18,11 @@ def authority() -> Authority:
     return Authority()
 
 
-@pytest.fixture(autouse=True)
-def checks_always(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watched_files, "CHECK_INTERVAL_S", 0.0)
-
-
 def test_a_rotated_certificate_is_read_and_an_unchanged_one_is_the_same(
     authority: Authority, tmp_path: Path
 ) -> None:
     files = authority.issue("encoder")
-    watched = watch_certificates(mount(files, tmp_path / "tls"))
+    watched = watch_certificates(mount(files, tmp_path / "tls"), check_interval_s=0.0)
     first = watched.current()
     assert (first.ca, first.chain, first.key) == tuple(files.values())
     assert watched.current() is first
@@ -40,7 +34,9 @@ def test_a_rotated_certificate_is_read_and_an_unchanged_one_is_the_same(
 def test_a_key_of_another_certificate_is_not_used_and_said_once(
     authority: Authority, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    watched = watch_certificates(mount(authority.issue("encoder"), tmp_path / "tls"))
+    watched = watch_certificates(
+        mount(authority.issue("encoder"), tmp_path / "tls"), check_interval_s=0.0
+    )
     first = watched.current()
     mount(authority.issue("encoder") | {"tls.key": authority.issue("x")["tls.key"]},
           tmp_path / "tls")  # fmt: skip
@@ -48,7 +44,7 @@ def test_a_key_of_another_certificate_is_not_used_and_said_once(
         assert watched.current() is watched.current() is first
     assert len(caplog.records) == 1 and "stays" in caplog.text
     with pytest.raises(SettingsError, match="KEY_VALUES_MISMATCH"):
-        watch_certificates(tmp_path / "tls")
+        watch_certificates(tmp_path / "tls", check_interval_s=0.0)
 
 
 @pytest.mark.parametrize("missing", ["ca.crt", "tls.crt", "tls.key"])
@@ -56,13 +52,13 @@ def test_a_missing_file_is_named(authority: Authority, tmp_path: Path, missing: 
     files = authority.issue("encoder")
     del files[missing]
     with pytest.raises(SettingsError, match=missing.replace(".", r"\.")):
-        watch_certificates(mount(files, tmp_path / "tls"))
+        watch_certificates(mount(files, tmp_path / "tls"), check_interval_s=0.0)
 
 
 def test_old_and_new_tokens_are_accepted_while_they_change(tmp_path: Path) -> None:
     path = tmp_path / "token"
     path.write_text(f"{OLD}\n")
-    token = TokenFile(path)
+    token = TokenFile(path, check_interval_s=0.0)
     assert token.sent == OLD and token.accepts(OLD) and not token.accepts(NEW)
     path.write_text(f"{OLD}\n{NEW}\n")
     assert token.sent == OLD and token.accepts(OLD) and token.accepts(NEW)
@@ -77,7 +73,7 @@ def test_a_token_that_cannot_be_one_is_refused_and_not_shown(tmp_path: Path, wro
     path = tmp_path / "token"
     path.write_text(wrong)
     with pytest.raises(SettingsError) as refused:
-        TokenFile(path)
+        TokenFile(path, check_interval_s=0.0)
     assert str(path) in str(refused.value) and (
         not wrong.strip() or wrong not in str(refused.value)
     )
@@ -86,7 +82,7 @@ def test_a_token_that_cannot_be_one_is_refused_and_not_shown(tmp_path: Path, wro
 def test_no_given_token_is_accepted_but_the_whole(tmp_path: Path) -> None:
     path = tmp_path / "token"
     path.write_text(OLD)
-    token = TokenFile(path)
+    token = TokenFile(path, check_interval_s=0.0)
     for given in ("", OLD[:-1], OLD + "x", OLD.upper(), "é" * 20):
         assert not token.accepts(given)
 

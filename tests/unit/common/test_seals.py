@@ -17,7 +17,6 @@ from services.common.embeddings.embedding import (
 )
 from services.common.embeddings.embedding_cache import RedisCache
 from services.common.process.service_process import run_service
-from services.common.security import seals, watched_files
 from services.common.security.seals import NO_SEAL, SEAL_BYTES, SealKeys
 from services.common.settings import SettingsError
 from services.decoder.__main__ import DECODER
@@ -48,7 +47,7 @@ async def open_cache(
     caches: list[RedisCache] = []
 
     def make(keys: Path | None, fingerprint: bytes = MODEL) -> RedisCache:
-        made = None if keys is None else SealKeys(keys, fingerprint)
+        made = None if keys is None else SealKeys(keys, fingerprint, check_interval_s=0.0)
         caches.append(RedisCache(redis_server.url, ttl_s=60, timeout_s=PATIENCE_S, seals=made))
         return caches[-1]
 
@@ -146,9 +145,8 @@ async def test_a_body_with_the_same_digest_is_not_the_one_that_was_sealed(
 
 
 async def test_keys_rotate_while_services_run(
-    keys: Path, open_cache: Callable[..., RedisCache], monkeypatch: pytest.MonkeyPatch
+    keys: Path, open_cache: Callable[..., RedisCache]
 ) -> None:
-    monkeypatch.setattr(watched_files, "CHECK_INTERVAL_S", 0.0)
     writer, reader = open_cache(keys), open_cache(keys)
     old, new = body(1), body(2)
     await writer.write(KEY, SPEC, digest(old), old)
@@ -161,10 +159,9 @@ async def test_keys_rotate_while_services_run(
 
 
 def test_a_bad_key_file_leaves_the_keys_before(
-    keys: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    keys: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(watched_files, "CHECK_INTERVAL_S", 0.0)
-    found = SealKeys(keys, MODEL)
+    found = SealKeys(keys, MODEL, check_interval_s=0.0)
 
     def sealing() -> bytes:
         return found.seal(b"header", memoryview(b"body"))
@@ -233,18 +230,24 @@ def test_every_byte_of_an_entry_is_sealed(keys: Path) -> None:
 
 
 async def test_bodies_are_sealed_and_checked_beside_the_event_loop(
-    keys: Path, open_cache: Callable[..., RedisCache], monkeypatch: pytest.MonkeyPatch
+    keys: Path,
+    redis_server: RedisServer,  # noqa: F811
 ) -> None:
     """It takes milliseconds."""
     threads: list[int] = []
-    mac = seals._mac
 
-    def recorded(key: bytes, header: bytes, data: memoryview) -> bytes:
-        threads.append(threading.get_ident())
-        return mac(key, header, data)
+    class Recording(SealKeys):
+        def seal(self, header: bytes, body: memoryview) -> bytes:
+            threads.append(threading.get_ident())
+            return super().seal(header, body)
 
-    monkeypatch.setattr(seals, "_mac", recorded)
-    cache, data = open_cache(keys), body()
+        def opens(self, header: bytes, body: memoryview, seal: bytes) -> bool:
+            threads.append(threading.get_ident())
+            return super().opens(header, body, seal)
+
+    seals = Recording(keys, MODEL)
+    cache, data = RedisCache(redis_server.url, ttl_s=60, timeout_s=PATIENCE_S, seals=seals), body()
     assert await cache.write(KEY, SPEC, digest(data), data)
     assert await load(cache) == data
+    await cache.close()
     assert len(threads) == 2 and threading.get_ident() not in threads
