@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 from starlette.routing import Route
 
-from services.gateway.endpoints.surfaces import create_surfaces
+from services.gateway.endpoints.surfaces import create_routes
 from services.gateway.metrics import GatewayMetrics
 from tests.gateway_stack import GatewayStack, LoopThread
 
@@ -93,4 +93,4 @@ def asking(*urls: str, text: str = "what?") -> list[dict]:
 def all_routes(model_directory: Path | None) -> list[Route]:
     """A gateway's routes, to be looked at: what they call is not there."""
     metrics = GatewayMetrics()
-    return create_surfaces(None, None, metrics, model_directory, None)[1]
+    return create_routes(None, None, metrics, model_directory, None)

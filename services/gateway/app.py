@@ -5,18 +5,15 @@ before the port is open; the services behind it are dialled when the application
 """
 
 import logging
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 
-from fastapi import FastAPI
-from starlette.exceptions import HTTPException
-from starlette.routing import BaseRoute
+from starlette.routing import Router
 from starlette.types import ASGIApp
 
 from services.common.checkpoint_fingerprint import checkpoint_fingerprint
-from services.common.errors import TriptychError
 from services.common.families import read_spec
 from services.common.model_spec import ModelSpec
 from services.common.process.pod_limits import memory_limit_bytes
@@ -31,12 +28,7 @@ from services.gateway.clients.decoders import DecoderPool
 from services.gateway.clients.encoders import EncoderPool
 from services.gateway.clients.pods import Dialling
 from services.gateway.clients.served_model import ServedModel
-from services.gateway.endpoints.surfaces import create_surfaces
-from services.gateway.http.exchange import (
-    handle_bug,
-    handle_http_error,
-    handle_triptych_error,
-)
+from services.gateway.endpoints.surfaces import create_routes
 from services.gateway.http.middleware import Middleware, with_cors
 from services.gateway.http.same_site import SameSite, is_loopback, served_hosts
 from services.gateway.kept import MAX_BYTES, MAX_TENANT_BYTES, Kept, MemoryKept
@@ -131,13 +123,11 @@ def create_gateway(settings: GatewaySettings, bounds: Bounds | None = None) -> G
         ignores_unknown_fields=settings.unknown_fields == "ignore",
     )
 
-    endpoints, routes = create_surfaces(
-        service, admission, metrics, spec.directory, kept, settings.others
-    )
-    app = _application(routes, lambda _: _running(service, leases, web, loader, kept))
+    routes = create_routes(service, admission, metrics, spec.directory, kept, settings.others)
+    router = Router(routes, lifespan=lambda _: _running(service, leases, web, loader, kept))
     same_site = _same_site(settings, needs_key=not keyring.is_open)
     middleware = Middleware(
-        app, endpoints, same_site, admission, keyring, leases, metrics, service.model_name
+        router, same_site, admission, keyring, leases, metrics, service.model_name
     )
     app_with_cors = with_cors(middleware, settings.cors_origins)
     return Gateway(app_with_cors, admission, service, metrics)
@@ -238,20 +228,3 @@ def _pools(
     name = settings.served_model_name or spec.name
     metrics.registry.register(PickerGauges(name, decoders.loads))
     return encoders, decoders
-
-
-def _application(
-    routes: Sequence[BaseRoute], lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]]
-) -> FastAPI:
-    return FastAPI(
-        # msgspec checks requests, so FastAPI's own document would be empty; `openapi` makes
-        # one from the same types.
-        openapi_url=None,
-        routes=[*routes],
-        exception_handlers={
-            TriptychError: handle_triptych_error,
-            HTTPException: handle_http_error,
-            Exception: handle_bug,
-        },
-        lifespan=lifespan,
-    )

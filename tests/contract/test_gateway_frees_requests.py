@@ -20,7 +20,7 @@ from services.common.errors import (
     TriptychError,
     Unavailable,
 )
-from services.gateway.endpoints.endpoint import Work
+from services.gateway.endpoints.request_context import RequestContext
 from services.gateway.media.images import Image
 from services.gateway.prompts.prompt import PromptBuilder
 from services.gateway.request.attempts import Attempts
@@ -31,7 +31,7 @@ from tests.contract.test_gateway_openai import send_raw
 from tests.fakes import forever, raising
 from tests.gateway_stack import MODEL
 
-KEPT = (Attempts, Completion, Image, Slot, Work)
+KEPT = (Attempts, Completion, Image, RequestContext, Slot)
 LARGE = 1 << 20
 STREAMS = (False, True)
 

@@ -11,6 +11,7 @@ from typing import Generic, TypeVar
 
 from msgspec import Struct
 
+from services.common.errors import TriptychError
 from services.gateway.forms.parts import Part, Text, continues
 from services.gateway.forms.responses import LogprobEntry, Update, encode_json
 from services.gateway.http.exchange import Exchange
@@ -91,6 +92,10 @@ class AnswerWriter(ABC, Generic[Event]):
     @abstractmethod
     def end(self) -> list[Event]:
         """The events after the last part: why it ended, and what was used."""
+
+    @abstractmethod
+    def error_events(self, error: TriptychError) -> bytes:
+        """Returns the encoded last events of a stream that ends with an error."""
 
     @abstractmethod
     def kind(self, event: Event) -> str:

@@ -1,8 +1,12 @@
-"""POST /v1/chat/completions: chat requests in, OpenAI's answers and chunks out."""
+"""POST /v1/chat/completions: the handler of chat requests, which answers in OpenAI's form.
+
+`endpoint.GenerationEndpoint` calls it with the body of a request that has been admitted, and turns
+the `TriptychError`s that it raises into an HTTP error or an error event.
+"""
 
 from contextlib import aclosing
 
-from services.gateway.endpoints.endpoint import Endpoint, Work, now
+from services.gateway.endpoints.request_context import RequestContext, now
 from services.gateway.forms.json_body import Body
 from services.gateway.forms.openai import ChatRequest, parse_chat_request
 from services.gateway.forms.parts import Text
@@ -20,70 +24,75 @@ from services.gateway.forms.responses import (
 from services.gateway.request.completion import Completion
 
 
-class ChatEndpoint(Endpoint):
-    """The endpoint."""
+async def chat_completions(context: RequestContext, body: Body) -> None:
+    """Answers a chat request, whole or as a stream.
 
-    async def answer(self, work: Work, body: Body) -> None:
-        request = await self.parse(work, parse_chat_request, body)
-        completion = await self.prepare(work, request)
-        if request.stream:
-            await self._stream(work, completion)
-        else:
-            await self._whole(work, completion)
+    Raises:
+        TriptychError: the request is invalid, or it cannot be served.
+    """
+    request = await context.parse(parse_chat_request, body)
+    completion = await context.prepare(request)
+    if request.stream:
+        await _stream(context, completion)
+    else:
+        await _write_whole(context, completion)
 
-    async def _stream(self, work: Work, completion: Completion) -> None:
-        request, exchange = completion.chat, work.exchange
-        include_usage, continuous = request.stream_usage
-        writer = ChunkWriter(
-            f"chatcmpl-{work.answer_id}", now(), self._service.model_name, include_usage
+
+async def _stream(context: RequestContext, completion: Completion) -> None:
+    """Sends the answer's chunks while the decoder generates its tokens."""
+    service, exchange, request = context.service, context.exchange, completion.chat
+    include_usage, continuous = request.stream_usage
+    writer = ChunkWriter(f"chatcmpl-{context.answer_id}", now(), service.model_name, include_usage)
+    usage = completion.usage() if continuous else None
+    prompt_ids = completion.prompt_token_ids() if request.return_token_ids else None
+    pieces: list[bytes] = []
+    for choice in range(len(completion.choices)):
+        pieces.append(writer.role(choice, usage, None if choice else prompt_ids))
+        if echoed := request.echoed:
+            pieces.append(writer.update(Update(choice, [Text(echoed)], None, None), usage))
+    async with aclosing(service.answer(completion)) as answer:
+        async for updates in answer:
+            usage = completion.usage() if continuous else None
+            pieces += [writer.update(update, usage) for update in updates]
+            if data := b"".join(pieces):
+                await exchange.write(data)
+            pieces.clear()
+    times = _stage_times(completion)
+    if include_usage or times:
+        usage = completion.usage() if include_usage else None
+        pieces.append(writer.closing({"usage": usage, **times}))
+    await exchange.write(b"".join((*pieces, DONE)), last=True)
+
+
+async def _write_whole(context: RequestContext, completion: Completion) -> None:
+    """Runs the completion to its end and sends the answer as one JSON object."""
+    service, request = context.service, completion.chat
+    updates_of = await context.collect(completion)
+    response = ChatCompletion(
+        id=f"chatcmpl-{context.answer_id}",
+        created=now(),
+        model=service.model_name,
+        choices=[
+            _response_choice(index, updates, request) for index, updates in enumerate(updates_of)
+        ],
+        usage=completion.usage(),
+    )
+    if request.prompt_logprobs is not None:
+        context.slot.hold(completion.prompt_scores.num_bytes)
+        response.prompt_logprobs = completion.prompt_scores.by_id(
+            completion.prompt_token_ids(), service.tokenizer
         )
-        usage = completion.usage() if continuous else None
-        prompt_ids = completion.prompt_token_ids() if request.return_token_ids else None
-        pieces: list[bytes] = []
-        for choice in range(len(completion.choices)):
-            pieces.append(writer.role(choice, usage, None if choice else prompt_ids))
-            if echoed := request.echoed:
-                pieces.append(writer.update(Update(choice, [Text(echoed)], None, None), usage))
-        async with aclosing(self._service.answer(completion)) as answer:
-            async for updates in answer:
-                usage = completion.usage() if continuous else None
-                pieces += [writer.update(update, usage) for update in updates]
-                if data := b"".join(pieces):
-                    await exchange.write(data)
-                pieces.clear()
-        times = _times(completion)
-        if include_usage or times:
-            usage = completion.usage() if include_usage else None
-            pieces.append(writer.closing({"usage": usage, **times}))
-        await exchange.write(b"".join((*pieces, DONE)), last=True)
-
-    async def _whole(self, work: Work, completion: Completion) -> None:
-        request = completion.chat
-        updates_of = await self.collect(completion)
-        response = ChatCompletion(
-            id=f"chatcmpl-{work.answer_id}",
-            created=now(),
-            model=self._service.model_name,
-            choices=[
-                _response_choice(index, updates, request)
-                for index, updates in enumerate(updates_of)
-            ],
-            usage=completion.usage(),
-        )
-        if request.prompt_logprobs is not None:
-            work.slot.hold(completion.prompt_scores.num_bytes)
-            response.prompt_logprobs = completion.prompt_scores.by_id(
-                completion.prompt_token_ids(), self._service.tokenizer
-            )
-        if request.return_token_ids:
-            response.prompt_token_ids = completion.prompt_token_ids()
-        for name, value in _times(completion).items():
-            setattr(response, name, value)
-        await work.exchange.write_json(response)
+    if request.return_token_ids:
+        response.prompt_token_ids = completion.prompt_token_ids()
+    for name, value in _stage_times(completion).items():
+        setattr(response, name, value)
+    await context.exchange.write_json(response)
 
 
-def _times(completion: Completion) -> dict[str, object]:
-    """The fields of an answer for `include_stage_times`; none without it."""
+def _stage_times(completion: Completion) -> dict[str, object]:
+    """Returns the answer's fields for `include_stage_times`; empty if the request does not ask for
+    them.
+    """
     if not completion.chat.include_stage_times:
         return {}
     choices, times_ms = completion.choices, completion.timings.milliseconds()
@@ -96,6 +105,7 @@ def _times(completion: Completion) -> dict[str, object]:
 
 
 def _response_choice(index: int, updates: list[Update], request: ChatRequest) -> ResponseChoice:
+    """Returns a whole choice, made of all its updates."""
     entries: list[LogprobEntry] = [e for update in updates for e in update.logprobs or ()]
     parts = [part for update in updates for part in update.parts]
     if request.echoed:

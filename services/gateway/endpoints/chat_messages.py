@@ -10,7 +10,7 @@ class ChatMessages:
         found: in order.
 
     Args:
-        paths: gets the client's path of each message, for `Work.paths`.
+        paths: gets the client's path of each message, for `RequestContext.paths`.
     """
 
     def __init__(self, paths: dict[str, str]) -> None:

@@ -1,220 +1,59 @@
-"""What all endpoints that generate have in common, as an ASGI application.
+"""The ASGI applications around the handlers of requests with a body.
 
-An `Endpoint` holds one admission slot from after the body to the last byte, watches for the
-client's disconnect, and counts how a request ended. What a request and its answer look like is a
-subclass's: `chat_endpoint` for chat completions, one more for each other surface. Errors are
-`TriptychError`s: an HTTP error before the response has started, the stream's last event afterwards.
+A `GenerationEndpoint` serves a path that generates tokens. It reads the body, holds an admission
+slot until the last byte is sent, cancels the work when the client disconnects or the deadline
+passes, and counts how the request ended. Its handler does the rest: `chat_endpoint` has the one of
+chat completions, and each other surface has its own. A `UtilityEndpoint` serves a path that needs a
+slot and generates nothing, such as `/tokenize`.
+
+Handlers raise `TriptychError`s. Before the response has started, an error becomes an HTTP error;
+afterwards, it becomes the last event of the stream.
 """
 
 import asyncio
-import time
-from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from contextlib import aclosing, asynccontextmanager, suppress
-from dataclasses import dataclass, field
-from typing import TypeVar
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from services.common.errors import DeadlineExceeded, Overloaded, TriptychError
-from services.gateway.forms.ignored import Ignored
+from services.gateway.endpoints.request_context import RequestContext, ignored_of, renamed
 from services.gateway.forms.json_body import Body, free
-from services.gateway.forms.openai import ChatRequest
-from services.gateway.forms.responses import Update, Usage, error_event
 from services.gateway.http.exchange import JSON_TYPES, Exchange, read_body
 from services.gateway.metrics import GatewayMetrics, Timings
-from services.gateway.prompts.prompt import Draft
 from services.gateway.request.chat import ChatService
-from services.gateway.request.completion import Completion
 from services.gateway.slot import Slot
 from services.gateway.tenancy.admission import Admission
 
-# How long a client may take to accept the error event of a stream that failed.
+# Seconds that a client may take to accept the error event of a stream that failed.
 _ERROR_EVENT_TIMEOUT_S = 5.0
-_SEND_TIMEOUT_S = 30.0  # for the answer of a view
-_MAX_INLINE_JSON_BYTES = 64 << 10  # takes at most some ms to parse
+_SEND_TIMEOUT_S = 30.0  # for the response of a `UtilityEndpoint`
+_NOTHING_USED = {"prompt_tokens": 0, "completion_tokens": 0, "images": 0}
 
-Result = TypeVar("Result")
-
-
-@dataclass(slots=True)
-class Work:
-    """One request that is being served.
-
-    Attributes:
-        slot: that the request holds, with its tenant.
-        completions: what has been prepared for it, in order: for the metrics.
-        usages: of the completions, once the request has ended.
-        paths: how the client calls fields of the chat request that its own was made into; see
-            `renamed`.
-        writer: of the answer's events, for `Endpoint.error_event`.
-    """
-
-    exchange: Exchange
-    timings: Timings
-    slot: Slot
-    completions: list[Completion] = field(default_factory=list[Completion])
-    usages: list[Usage] = field(default_factory=list[Usage])
-    paths: dict[str, str] = field(default_factory=dict[str, str])
-    writer: object = None
-
-    @property
-    def answer_id(self) -> str:
-        """What the answer's id holds of the request's."""
-        return self.exchange.request_id.removeprefix("req-")
-
-
-@dataclass(frozen=True, eq=False)
-class Endpoint(ABC):
-    """Not a Starlette view: it watches for the client's disconnect while it works."""
-
-    _service: ChatService
-    _admission: Admission
-    _metrics: GatewayMetrics
-
-    @abstractmethod
-    async def answer(self, work: Work, body: Body) -> None:
-        """Parses the body and sends the answer, whole or streamed.
-
-        Raises:
-            TriptychError: the request cannot be served.
-        """
-
-    def error_event(self, work: Work, error: TriptychError) -> bytes:
-        """The last events of a stream that failed."""
-        return error_event(error)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serves one request.
-
-        Raises:
-            TriptychError: before the response has started; becomes an HTTP error.
-        """
-        outcome = "internal_error"
-        timings = Timings()
-        work: Work | None = None
-        try:
-            async with received(self._admission, scope, receive) as (slot, body):
-                exchange = Exchange(scope, receive, send)
-                work = Work(exchange, timings, slot)
-                outcome = await exchange.while_connected(self._serve(work, body))
-        except TriptychError as error:
-            outcome = error.code
-            if isinstance(error, Overloaded):
-                reason = "draining" if self._admission.draining else "full"
-                self._metrics.rejections.labels(reason).inc()
-            raise
-        except (ClientDisconnect, asyncio.CancelledError):
-            outcome = "cancelled"
-            raise
-        finally:
-            scope["state"] |= {"outcome": outcome, "used": _used(work)}
-            self._metrics.request_ended(outcome).inc()
-            self._metrics.request.observe(timings.since_arrival())
-
-    async def parse(
-        self, work: Work, parse: Callable[[Body, Ignored], Result], body: Body
-    ) -> Result:
-        return await parse_body(self._service, parse, body, work.exchange.scope)
-
-    async def prepare(
-        self, work: Work, chat: ChatRequest, timings: Timings | None = None,
-        draft: Draft | None = None,
-    ) -> Completion:  # fmt: skip
-        """`ChatService.prepare` for this request; `timings` are the request's by default."""
-        completion = await self._service.prepare(
-            chat, work.exchange.request_id, timings or work.timings, work.slot, draft
-        )
-        work.completions.append(completion)
-        for name in completion.ignored:
-            ignored_of(work.exchange.scope).add(renamed(name, work.paths))
-            self._metrics.ignored_field(name).inc()
-        return completion
-
-    async def collect(self, completion: Completion) -> list[list[Update]]:
-        """Runs a completion to its end; returns the updates of each choice."""
-        updates_of: list[list[Update]] = [[] for _ in completion.choices]
-        async with aclosing(self._service.answer(completion, is_kept=True)) as answer:
-            async for updates in answer:
-                for update in updates:
-                    updates_of[update.choice].append(update)
-        return updates_of
-
-    async def _serve(self, work: Work, body: Body) -> str:
-        """Answers; returns the outcome for the metrics."""
-        remaining_s = self._service.request_timeout_s - work.timings.since_arrival()
-        try:
-            try:
-                async with self._admission.until_ended(remaining_s):
-                    await self.answer(work, body)
-                return work.completions[0].choices[0].finish_reason or "internal_error"
-            except TimeoutError:
-                raise DeadlineExceeded("the request took too long") from None
-        except TriptychError as error:
-            if error.param is not None:
-                param = renamed(error.param, work.paths)
-                error.param = renamed(param, ignored_of(work.exchange.scope).paths)
-            if not work.exchange.started:
-                raise
-            if work.exchange.finished:
-                raise ClientDisconnect from None
-            error.without_frames()
-            with suppress(TimeoutError):
-                async with asyncio.timeout(_ERROR_EVENT_TIMEOUT_S):
-                    await work.exchange.write(self.error_event(work, error), last=True)
-            return error.code
-        finally:
-            work.usages = [completion.usage() for completion in work.completions]
-            for completion, usage in zip(work.completions, work.usages, strict=True):
-                self._observe(completion, usage)
-            work.slot.correct([u.prompt_tokens + u.completion_tokens for u in work.usages])
-
-    def _observe(self, completion: Completion, usage: Usage) -> None:
-        metrics, seconds = self._metrics, completion.timings.seconds
-        for stage, value in seconds.items():
-            metrics.stage(stage).observe(value)
-        metrics.prompt_tokens.inc(usage.prompt_tokens)
-        metrics.completion_tokens.inc(usage.completion_tokens)
-        if num_image_tokens := completion.prompt.num_image_tokens:
-            metrics.image_tokens.inc(num_image_tokens)
-        if completion.cached_tokens:
-            metrics.cached_tokens.inc(completion.cached_tokens)
-        if "first_token" in seconds:
-            metrics.ttft.observe(seconds["first_token"])
-            num_later = usage.completion_tokens - len(completion.choices)
-            if "total" in seconds and num_later > 0:
-                metrics.tpot.observe((seconds["total"] - seconds["first_token"]) / num_later)
-
-
-def _used(work: Work | None) -> dict[str, int]:
-    """How much a request has used, for the audit log; the middleware writes it."""
-    completions, usages = (work.completions, work.usages) if work else ([], [])
-    return {
-        "prompt_tokens": sum(usage.prompt_tokens for usage in usages),
-        "completion_tokens": sum(usage.completion_tokens for usage in usages),
-        "images": sum(len(completion.images) for completion in completions),
-    }
-
-
-def renamed(param: str, paths: Mapping[str, str]) -> str:
-    """The path of a field with its longest beginning replaced that `paths` has."""
-    end, longest = len(param), max(map(len, paths), default=0)
-    while end > 0:
-        if end <= longest and param[:end] in paths:
-            return paths[param[:end]] + param[end:]
-        # A key of a schema may have any length, and nothing but dots.
-        end = min(end, longest + 1)
-        end = max(param.rfind(".", 0, end), param.rfind("[", 0, end))
-    return param
+# Parses a body and sends the answer, whole or as a stream.
+GenerationHandler = Callable[[RequestContext, Body], Awaitable[None]]
+# Parses a body and returns the response.
+UtilityHandler = Callable[[ChatService, Request, Slot, Body], Awaitable[Response]]
 
 
 @asynccontextmanager
-async def received(
+async def admit(
     admission: Admission, scope: Scope, receive: Receive, types: Sequence[str] = JSON_TYPES
 ) -> AsyncGenerator[tuple[Slot, Body]]:
-    """A slot and the whole body, of such a type, which is freed at the end."""
+    """Reads a request's body and holds an admission slot for the duration of a `with`.
+
+    Args:
+        admission: owner of the slots and of the memory for bodies.
+        scope: ASGI scope of the request.
+        receive: ASGI channel from which the body is read.
+        types: prefixes of the content types that are accepted.
+
+    Yields:
+        The slot, and the whole body, which is freed at the end of the `with`.
+    """
     with admission.holding() as hold:
         async with admission.until_ended():
             body = await read_body(scope, receive, hold, admission.max_body_bytes, types)
@@ -226,25 +65,109 @@ async def received(
 
 
 @dataclass(frozen=True, slots=True)
-class View:
-    """A request with a body that generates nothing, as an ASGI application: it keeps its slot until
-    the answer is read.
+class GenerationEndpoint:
+    """An ASGI application that serves one path which generates.
 
     Attributes:
-        answer: makes it; `TriptychError`s become HTTP errors.
-        types: how the content type may begin.
+        service: service that prepares and answers chat requests.
+        admission: owner of the admission slots.
+        metrics: metrics of the gateway.
+        handler: coroutine function that answers a request of this path's surface.
     """
 
     service: ChatService
     admission: Admission
-    answer: Callable[[ChatService, Request, Slot, Body], Awaitable[Response]]
+    metrics: GatewayMetrics
+    handler: GenerationHandler
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serves one request.
+
+        Raises:
+            TriptychError: the request failed before its response started. The middleware answers
+                with an HTTP error.
+            ClientDisconnect: the client disconnected first.
+        """
+        timings = Timings()
+        outcome, used = "internal_error", _NOTHING_USED
+        try:
+            async with admit(self.admission, scope, receive) as (slot, body):
+                exchange = Exchange(scope, receive, send)
+                context = RequestContext(self.service, self.metrics, exchange, slot, timings)
+                try:
+                    with exchange.while_connected():
+                        outcome = await self._answer(context, body)
+                finally:
+                    used = context.settle()
+        except TriptychError as error:
+            outcome = error.code
+            if isinstance(error, Overloaded):
+                reason = "draining" if self.admission.draining else "full"
+                self.metrics.rejections.labels(reason).inc()
+            raise
+        except (ClientDisconnect, asyncio.CancelledError):
+            outcome = "cancelled"
+            raise
+        finally:
+            scope["state"] |= {"outcome": outcome, "used": used}  # for the middleware's logs
+            self.metrics.request_ended(outcome).inc()
+            self.metrics.request.observe(timings.since_arrival())
+
+    async def _answer(self, context: RequestContext, body: Body) -> str:
+        """Runs the handler until its deadline, and ends a started stream with the handler's error.
+
+        Returns:
+            The outcome of the request: the finish reason of its first choice, or an error's code.
+
+        Raises:
+            TriptychError: the handler failed before the response started.
+            ClientDisconnect: the handler failed after it had written the whole answer, of which the
+                client has yet to read the end.
+        """
+        exchange = context.exchange
+        remaining_s = self.service.request_timeout_s - context.timings.since_arrival()
+        try:
+            try:
+                async with self.admission.until_ended(remaining_s):
+                    await self.handler(context, body)
+            except TimeoutError:
+                raise DeadlineExceeded("the request took too long") from None
+            return context.completions[0].choices[0].finish_reason or "internal_error"
+        except TriptychError as error:
+            context.name_field_as_client(error)
+            if not exchange.started:
+                raise
+            if exchange.finished:
+                raise ClientDisconnect from None
+            error.without_frames()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_ERROR_EVENT_TIMEOUT_S):
+                    await exchange.write(context.error_events(error), last=True)
+            return error.code
+
+
+@dataclass(frozen=True, slots=True)
+class UtilityEndpoint:
+    """An ASGI application that serves one path which takes a body and generates nothing. A request
+    holds its admission slot until the client has read the response.
+
+    Attributes:
+        service: service that answers chat requests, with the tokenizer and the clients.
+        admission: owner of the admission slots.
+        handler: coroutine function that makes the response.
+        types: prefixes of the content types that are accepted.
+    """
+
+    service: ChatService
+    admission: Admission
+    handler: UtilityHandler
     types: Sequence[str] = JSON_TYPES
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with received(self.admission, scope, receive, self.types) as (slot, body):
+        async with admit(self.admission, scope, receive, self.types) as (slot, body):
             try:
                 async with self.admission.until_ended():
-                    response = await self.answer(self.service, Request(scope, receive), slot, body)
+                    response = await self.handler(self.service, Request(scope, receive), slot, body)
             except TriptychError as error:
                 if error.param is not None:
                     error.param = renamed(error.param, ignored_of(scope).paths)
@@ -254,33 +177,3 @@ class View:
                     await response(scope, receive, send)
             except TimeoutError:
                 raise ClientDisconnect from None
-
-
-def ignored_of(scope: Scope) -> Ignored:
-    """What was left out of a request's body; the middleware names it in the response's header."""
-    return scope["state"].setdefault("ignored", Ignored())
-
-
-async def parse_body(
-    service: ChatService, parse: Callable[[Body, Ignored], Result], body: Body, scope: Scope
-) -> Result:
-    """`parse(body)`; in a thread, if the body is long.
-
-    Args:
-        service: its one parser thread, because the parser keeps the interpreter lock, for which the
-            event loop would wait behind each of several.
-        scope: gets what was left out.
-    """
-    ignored = scope["state"]["ignored"] = Ignored(all_unknown=service.ignores_unknown_fields)
-    try:
-        if len(body) <= _MAX_INLINE_JSON_BYTES:
-            return parse(body, ignored)
-        return await service.parsers.run(parse, body, ignored)
-    finally:
-        for field in set(ignored.names.values()):
-            service.metrics.ignored_field(field).inc()
-
-
-def now() -> int:
-    """Unix time in whole seconds, as answers have it."""
-    return int(time.time())

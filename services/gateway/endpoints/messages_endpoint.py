@@ -3,7 +3,7 @@
 A stream has Anthropic's events in Anthropic's order.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from msgspec import UNSET, Raw
 from starlette.requests import Request
@@ -11,7 +11,7 @@ from starlette.requests import Request
 from services.common.errors import InvalidRequest, TriptychError
 from services.gateway.endpoints.answer_writer import AnswerWriter
 from services.gateway.endpoints.chat_messages import ChatMessages
-from services.gateway.endpoints.endpoint import Endpoint, Work, parse_body, renamed
+from services.gateway.endpoints.request_context import RequestContext, parse_body, renamed
 from services.gateway.endpoints.tokenization import prompt_ids
 from services.gateway.forms import messages_api as api
 from services.gateway.forms.error_answers import error_of, messages_error
@@ -54,39 +54,34 @@ _PATHS = {
 _STOP_REASONS: dict[str | None, api.StopReason] = {
     "stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"
 }  # fmt: skip
-_DELTAS: dict[type[Part], Callable[[str], api.Delta]] = {
-    Reasoning: api.ThinkingDelta, Call: api.InputDelta, Text: api.TextDelta
-}  # fmt: skip
 
 
-class MessagesEndpoint(Endpoint):
-    """The endpoint."""
+async def messages(context: RequestContext, body: Body) -> None:
+    """Answers a request for a message, whole or as a stream.
 
-    async def answer(self, work: Work, body: Body) -> None:
-        request = await self.parse(work, api.parse_messages_request, body)
-        chat = to_chat(request, work.paths)
-        chat.max_tokens, chat.stop = request.max_tokens, request.stop_sequences
-        chat.temperature, chat.top_p = request.temperature, request.top_p
-        chat.top_k = request.top_k
-        check_chat_request(chat)
-        completion = await self.prepare(work, chat)
-        answer = api.MessageAnswer(
-            f"msg_{work.answer_id}", self._service.model_name, [], api.MessageUsage(0, 0)
-        )
-        if not request.stream:
-            updates = (await self.collect(completion))[0]
-            answer.content = blocks([part for update in updates for part in update.parts])
-            answer.stop_reason, answer.stop_sequence = _stop(updates[-1])
-            answer.usage = _usage(completion)
-            await work.exchange.write_json(answer)
-            return
-        writer = MessageWriter(answer, completion)
-        await writer.stream(self._service.answer(completion), work.exchange)
-        await work.exchange.write(writer.encode(writer.finish()), last=True)
-
-    def error_event(self, work: Work, error: TriptychError) -> bytes:
-        answer = messages_error(error.http_status, error_of(error))
-        return b"event: error\ndata: " + encode_json(answer) + b"\n\n"
+    Raises:
+        TriptychError: the request is invalid, or it cannot be served.
+    """
+    request = await context.parse(api.parse_messages_request, body)
+    chat = to_chat(request, context.paths)
+    chat.max_tokens, chat.stop = request.max_tokens, request.stop_sequences
+    chat.temperature, chat.top_p = request.temperature, request.top_p
+    chat.top_k = request.top_k
+    check_chat_request(chat)
+    completion = await context.prepare(chat)
+    answer = api.MessageAnswer(
+        f"msg_{context.answer_id}", context.service.model_name, [], api.MessageUsage(0, 0)
+    )
+    if not request.stream:
+        updates = (await context.collect(completion))[0]
+        answer.content = blocks([part for update in updates for part in update.parts])
+        answer.stop_reason, answer.stop_sequence = _stop(updates[-1])
+        answer.usage = _usage(completion)
+        await context.exchange.write_json(answer)
+        return
+    context.writer = writer = MessageWriter(answer, completion)
+    await writer.stream(context.service.answer(completion), context.exchange)
+    await context.exchange.write(writer.encode(writer.finish()), last=True)
 
 
 async def count_tokens(
@@ -243,6 +238,16 @@ def _block(part: Part, text: str) -> api.AnswerBlock:
             return api.TextAnswer(text)
 
 
+def _delta(part: Part) -> api.Delta:
+    match part:
+        case Reasoning():
+            return api.ThinkingDelta(part.text)
+        case Call():
+            return api.InputDelta(part.text)
+        case Text():
+            return api.TextDelta(part.text)
+
+
 def _stop(update: Update) -> tuple[api.StopReason, str | None]:
     """`stop_reason` and `stop_sequence` of an answer that ended with the update. Calls come first:
     agents answer them if the reason is theirs.
@@ -279,7 +284,7 @@ class MessageWriter(AnswerWriter[api.MessageEvent]):
         return [api.BlockStart(self._index, block)]
 
     def delta(self, part: Part) -> api.MessageEvent:
-        return api.BlockDelta(self._index, _DELTAS[type(part)](part.text))
+        return api.BlockDelta(self._index, _delta(part))
 
     def close(self, part: Part, *, is_last: bool) -> list[api.MessageEvent]:
         is_thought = isinstance(part, Reasoning)
@@ -290,6 +295,10 @@ class MessageWriter(AnswerWriter[api.MessageEvent]):
         assert self._last is not None  # an answer has an update at least
         delta = api.MessageDelta(api.StopDelta(*_stop(self._last)), _usage(self._completion))
         return [delta, api.MessageStop()]
+
+    def error_events(self, error: TriptychError) -> bytes:
+        answer = messages_error(error.http_status, error_of(error))
+        return b"event: error\ndata: " + encode_json(answer) + b"\n\n"
 
     def kind(self, event: api.MessageEvent) -> str:
         return str(event.__struct_config__.tag)

@@ -5,7 +5,6 @@ A stream has OpenAI's events in OpenAI's order, numbered from 0.
 
 from collections.abc import Sequence
 from copy import deepcopy
-from dataclasses import dataclass
 from secrets import token_hex
 
 from msgspec import UNSET, structs
@@ -13,8 +12,8 @@ from msgspec import UNSET, structs
 from services.common.errors import InvalidImage, InvalidRequest, TriptychError
 from services.gateway.endpoints.answer_writer import AnswerWriter
 from services.gateway.endpoints.chat_messages import ChatMessages
-from services.gateway.endpoints.endpoint import Endpoint, Work, now, renamed
 from services.gateway.endpoints.kept_responses import KeptResponses
+from services.gateway.endpoints.request_context import RequestContext, now, renamed
 from services.gateway.endpoints.truncation import draft_with_room
 from services.gateway.forms import responses_api as api
 from services.gateway.forms.generation import JsonSchemaFormat, SamplingFields, TextFormat
@@ -57,50 +56,49 @@ _KINDS: dict[type[Part], str] = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True, eq=False)
-class ResponsesEndpoint(Endpoint):
-    """The endpoint."""
+async def responses(stored: KeptResponses, context: RequestContext, body: Body) -> None:
+    """Answers a request for a response, whole or as a stream, and stores the response.
 
-    _kept: KeptResponses
+    Args:
+        stored: earlier responses, which the request may continue or refer to.
+        context: the request that is served.
+        body: the request's body.
 
-    async def answer(self, work: Work, body: Body) -> None:
-        request = await self.parse(work, api.parse_responses_request, body)
-        tenant = work.slot.tenant.name
-        before = await self._kept.items_until(tenant, request.previous_response_id)
-        if isinstance(request.input, list):
-            await self._kept.resolve(tenant, request.input)
-        chat = to_chat(request, work.paths, before)
-        check_chat_request(chat)
-        draft = None
-        if request.truncation == "auto":
-            with work.timings.measure("tokenize"):
-                draft = await draft_with_room(self._service, chat)
-        completion = await self.prepare(work, chat, draft=draft)
-        # A client's id may be that of several requests, and known to others: whoever knows the
-        # response's id finds what is kept under it.
-        name = f"{work.answer_id}-{token_hex(_RANDOM_ID_BYTES)}"
-        writer = work.writer = ResponseWriter(request, name, completion, self._service.model_name)
-        if request.stream:
-            answer = self._service.answer(completion, is_kept=True)
-            await writer.stream(answer, work.exchange)
-        else:
-            for update in (await self.collect(completion))[0]:
-                writer.update(update)
-        events = writer.finish()
-        images = {
-            renamed(image.param, work.paths): image.data
-            for image in completion.images
-            if isinstance(image, Image)
-        }
-        await self._kept.keep(tenant, request, writer.response, images)
-        if request.stream:
-            await work.exchange.write(writer.encode(events), last=True)
-        else:
-            await work.exchange.write_json(writer.response)
-
-    def error_event(self, work: Work, error: TriptychError) -> bytes:
-        assert isinstance(work.writer, ResponseWriter)
-        return work.writer.encode(work.writer.fail(error))
+    Raises:
+        TriptychError: the request is invalid, or it cannot be served.
+    """
+    service, exchange, tenant = context.service, context.exchange, context.slot.tenant.name
+    request = await context.parse(api.parse_responses_request, body)
+    before = await stored.items_until(tenant, request.previous_response_id)
+    if isinstance(request.input, list):
+        await stored.resolve(tenant, request.input)
+    chat = to_chat(request, context.paths, before)
+    check_chat_request(chat)
+    draft = None
+    if request.truncation == "auto":
+        with context.timings.measure("tokenize"):
+            draft = await draft_with_room(service, chat)
+    completion = await context.prepare(chat, draft=draft)
+    # Several requests may have the same client's id, and others may know it. Whoever knows the
+    # response's id can read the stored response, so a random part makes the id a secret.
+    name = f"{context.answer_id}-{token_hex(_RANDOM_ID_BYTES)}"
+    context.writer = writer = ResponseWriter(request, name, completion, service.model_name)
+    if request.stream:
+        await writer.stream(service.answer(completion, is_kept=True), exchange)
+    else:
+        for update in (await context.collect(completion))[0]:
+            writer.update(update)
+    events = writer.finish()
+    images = {
+        renamed(image.param, context.paths): image.data
+        for image in completion.images
+        if isinstance(image, Image)
+    }
+    await stored.keep(tenant, request, writer.response, images)
+    if request.stream:
+        await exchange.write(writer.encode(events), last=True)
+    else:
+        await exchange.write_json(writer.response)
 
 
 def to_chat(
@@ -351,8 +349,7 @@ class ResponseWriter(AnswerWriter[api.ResponseEvent]):
     def kind(self, event: api.ResponseEvent) -> str:
         return event.type
 
-    def fail(self, error: TriptychError) -> list[api.ResponseEvent]:
-        """The last events of a stream that failed."""
+    def error_events(self, error: TriptychError) -> bytes:
         code = "server_error"
         if isinstance(error, InvalidRequest):
             code = "invalid_image" if isinstance(error, InvalidImage) else "invalid_prompt"
@@ -361,10 +358,12 @@ class ResponseWriter(AnswerWriter[api.ResponseEvent]):
             self._fill_item()
             self._item.status = "incomplete"
         response.status, response.error = "failed", api.ResponseFailure(code, error.message)
-        return [
-            self._event("error", code=error.code, message=error.message, param=error.param),
-            self._event("response.failed", response=response),
-        ]
+        return self.encode(
+            (
+                self._event("error", code=error.code, message=error.message, param=error.param),
+                self._event("response.failed", response=response),
+            )
+        )
 
     @property
     def _is_cut(self) -> bool:

@@ -10,7 +10,7 @@ from contextlib import aclosing
 from dataclasses import replace
 
 from services.common.errors import InvalidRequest
-from services.gateway.endpoints.endpoint import Endpoint, Work, now
+from services.gateway.endpoints.request_context import RequestContext, now
 from services.gateway.forms.json_body import Body
 from services.gateway.forms.parts import Text
 from services.gateway.forms.responses import (
@@ -30,119 +30,128 @@ from services.gateway.forms.text_completions import (
 )
 from services.gateway.gather import gather
 from services.gateway.prompts.prompt import Draft
-from services.gateway.request.chat import MAX_TRUNCATED
+from services.gateway.request.chat import MAX_TRUNCATED, ChatService
 from services.gateway.request.completion import Completion
 from services.gateway.request.sampling import check_ids, check_room
 from services.gateway.tokenizer.tokenizer import ModelTokenizer, token_name
 
 
-class TextCompletionEndpoint(Endpoint):
-    """The endpoint."""
+async def text_completions(context: RequestContext, body: Body) -> None:
+    """Answers a request for text completions, whole or as a stream. Each prompt is prepared in
+    turn; their completions then run at the same time.
 
-    async def answer(self, work: Work, body: Body) -> None:
-        request = await self.parse(work, parse_completion_request, body)
-        prompts, chat = request.prompts, request.to_chat()
-        beginnings: list[str] = []
-        for index, prompt in enumerate(prompts):
-            param = f"prompt[{index}]" if len(prompts) > 1 else "prompt"
-            work.paths["messages"] = param
-            timings = replace(work.timings, seconds={}) if index else work.timings
-            with timings.measure("tokenize"):
-                draft = await self._draft(request, prompt, param)
-            completion = await self.prepare(work, chat, timings, draft)
-            beginnings.append(self._echoed(prompt, draft, completion) if request.echo else "")
-            await asyncio.sleep(0)  # other requests' turn: each prompt may take some ms
-        tokenizer = self._service.tokenizer
-        writer = _Writer(
-            request, f"cmpl-{work.answer_id}", beginnings, tokenizer, self._service.model_name
+    Raises:
+        TriptychError: the request is invalid, or it cannot be served.
+    """
+    service = context.service
+    request = await context.parse(parse_completion_request, body)
+    prompts, chat = request.prompts, request.to_chat()
+    beginnings: list[str] = []
+    for index, prompt in enumerate(prompts):
+        param = f"prompt[{index}]" if len(prompts) > 1 else "prompt"
+        context.paths["messages"] = param
+        timings = replace(context.timings, seconds={}) if index else context.timings
+        with timings.measure("tokenize"):
+            draft = await _draft(service, request, prompt, param)
+        completion = await context.prepare(chat, timings, draft)
+        beginnings.append(_echoed(service, prompt, draft, completion) if request.echo else "")
+        await asyncio.sleep(0)  # other requests' turn: each prompt may take some ms
+    writer = _Writer(
+        request, f"cmpl-{context.answer_id}", beginnings, service.tokenizer, service.model_name
+    )
+    if request.stream:
+        await _stream(context, writer)
+    else:
+        await _write_whole(context, writer)
+
+
+async def _draft(
+    service: ChatService, request: CompletionRequest, prompt: str | list[int], param: str
+) -> Draft:
+    """A prompt that is not rendered: text, in which special tokens are recognised, or ids.
+
+    Raises:
+        TriptychError: it is empty, longer than the model's context, or holds the placeholder of
+            an image; `param` is the field.
+    """
+    decoder = service.decoder(request.model)
+    is_cut = request.truncate_prompt_tokens is not None
+    if isinstance(prompt, str):
+        max_tokens = decoder.max_model_len * (MAX_TRUNCATED if is_cut else 1)
+        service.tokenizer.check_length(prompt, max_tokens, param)
+        is_special = request.add_special_tokens is not False
+        ids = await service.off_loop(
+            len(prompt), lambda: service.tokenizer.encode_prompt(prompt, is_special)
         )
-        if request.stream:
-            await self._stream(work, writer)
-        else:
-            await self._whole(work, writer)
+    else:
+        ids = prompt
+        if not is_cut:
+            check_room(len(ids), decoder.max_model_len, param)
+        await service.off_loop(len(ids), lambda: check_ids(param, ids, decoder.vocab_size))
+    if not ids:
+        raise InvalidRequest("the prompt is empty", param=param)
+    if service.prompts.has_placeholder(ids):
+        raise InvalidRequest("a prompt of text has no images", param=param)
+    return Draft(ids)
 
-    async def _draft(
-        self, request: CompletionRequest, prompt: str | list[int], param: str
-    ) -> Draft:
-        """A prompt that is not rendered: text, in which special tokens are recognised, or ids.
 
-        Raises:
-            TriptychError: it is empty, longer than the model's context, or holds the placeholder of
-                an image; `param` is the field.
-        """
-        service, decoder = self._service, self._service.decoder(request.model)
-        is_cut = request.truncate_prompt_tokens is not None
-        if isinstance(prompt, str):
-            max_tokens = decoder.max_model_len * (MAX_TRUNCATED if is_cut else 1)
-            service.tokenizer.check_length(prompt, max_tokens, param)
-            is_special = request.add_special_tokens is not False
-            ids = await service.off_loop(
-                len(prompt), lambda: service.tokenizer.encode_prompt(prompt, is_special)
-            )
-        else:
-            ids = prompt
-            if not is_cut:
-                check_room(len(ids), decoder.max_model_len, param)
-            await service.off_loop(len(ids), lambda: check_ids(param, ids, decoder.vocab_size))
-        if not ids:
-            raise InvalidRequest("the prompt is empty", param=param)
-        if service.prompts.has_placeholder(ids):
-            raise InvalidRequest("a prompt of text has no images", param=param)
-        return Draft(ids)
+def _echoed(
+    service: ChatService, prompt: str | list[int], draft: Draft, completion: Completion
+) -> str:
+    """A prompt's text, without what `truncate_prompt_tokens` has cut."""
+    ids, tokenizer = completion.prompt_token_ids(), service.tokenizer
+    if isinstance(prompt, str):
+        if len(ids) == len(draft.token_ids):
+            return prompt
+        is_first = ids == draft.token_ids[: len(ids)] and ids[0] in tokenizer.special_ids
+        if is_first and not prompt.startswith(tokenizer.token_string(ids[0])):
+            ids = ids[1:]  # a BOS that was put before the text
+    return b"".join(map(tokenizer.token_bytes, ids)).decode(errors="replace")
 
-    def _echoed(self, prompt: str | list[int], draft: Draft, completion: Completion) -> str:
-        """A prompt's text, without what `truncate_prompt_tokens` has cut."""
-        ids, tokenizer = completion.prompt_token_ids(), self._service.tokenizer
-        if isinstance(prompt, str):
-            if len(ids) == len(draft.token_ids):
-                return prompt
-            is_first = ids == draft.token_ids[: len(ids)] and ids[0] in tokenizer.special_ids
-            if is_first and not prompt.startswith(tokenizer.token_string(ids[0])):
-                ids = ids[1:]  # a BOS that was put before the text
-        return b"".join(map(tokenizer.token_bytes, ids)).decode(errors="replace")
 
-    async def _stream(self, work: Work, writer: "_Writer") -> None:
-        completions, one_at_a_time = work.completions, asyncio.Lock()
-        include_usage, continuous = writer.request.stream_usage
+async def _stream(context: RequestContext, writer: "_Writer") -> None:
+    completions, one_at_a_time = context.completions, asyncio.Lock()
+    include_usage, continuous = writer.request.stream_usage
 
-        async def stream(place: tuple[int, Completion]) -> None:
-            index, completion = place
-            async with aclosing(self._service.answer(completion)) as answer:
-                async for updates in answer:
-                    chunks = [
-                        writer.answer([choice])
-                        for update in updates
-                        if (choice := writer.choice(completion, index, [update])) is not None
-                    ]
-                    if include_usage:
-                        for chunk in chunks:
-                            chunk.usage = writer.usage(completions) if continuous else None
-                    if data := b"".join(map(_event, chunks)):
-                        async with one_at_a_time:
-                            await work.exchange.write(data)
+    async def stream(place: tuple[int, Completion]) -> None:
+        index, completion = place
+        async with aclosing(context.service.answer(completion)) as answer:
+            async for updates in answer:
+                chunks = [
+                    writer.answer([choice])
+                    for update in updates
+                    if (choice := writer.choice(completion, index, [update])) is not None
+                ]
+                if include_usage:
+                    for chunk in chunks:
+                        chunk.usage = writer.usage(completions) if continuous else None
+                if data := b"".join(map(_event, chunks)):
+                    async with one_at_a_time:
+                        await context.exchange.write(data)
 
-        await gather(stream, enumerate(completions), len(completions))
-        last = b""
-        if include_usage:
-            chunk = writer.answer([])
-            chunk.usage = writer.usage(completions)
-            last = _event(chunk)
-        await work.exchange.write(last + DONE, last=True)
+    await gather(stream, enumerate(completions), len(completions))
+    last = b""
+    if include_usage:
+        chunk = writer.answer([])
+        chunk.usage = writer.usage(completions)
+        last = _event(chunk)
+    await context.exchange.write(last + DONE, last=True)
 
-    async def _whole(self, work: Work, writer: "_Writer") -> None:
-        updates_of = await gather(self.collect, work.completions, len(work.completions))
-        choices: list[TextChoice] = []
-        for index, completion in enumerate(work.completions):
-            for updates in updates_of[index]:
-                work.slot.hold(completion.prompt_scores.num_bytes)
-                if (choice := writer.choice(completion, index, updates)) is not None:
-                    choices.append(choice)
-                await asyncio.sleep(0)  # log-probabilities of a prompt take some ms, too
-        answer = writer.answer(choices)
-        for choice in answer.choices:
-            choice.fill()
-        answer.usage = writer.usage(work.completions)
-        await work.exchange.write_json(answer)
+
+async def _write_whole(context: RequestContext, writer: "_Writer") -> None:
+    updates_of = await gather(context.collect, context.completions, len(context.completions))
+    choices: list[TextChoice] = []
+    for index, completion in enumerate(context.completions):
+        for updates in updates_of[index]:
+            context.slot.hold(completion.prompt_scores.num_bytes)
+            if (choice := writer.choice(completion, index, updates)) is not None:
+                choices.append(choice)
+            await asyncio.sleep(0)  # log-probabilities of a prompt take some ms, too
+    answer = writer.answer(choices)
+    for choice in answer.choices:
+        choice.fill()
+    answer.usage = writer.usage(context.completions)
+    await context.exchange.write_json(answer)
 
 
 class _Writer:

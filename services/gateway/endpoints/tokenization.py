@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from services.common.errors import InvalidRequest
 from services.common.model_spec import read_json
-from services.gateway.endpoints.endpoint import parse_body
+from services.gateway.endpoints.request_context import parse_body
 from services.gateway.forms.generation import TokenId
 from services.gateway.forms.json_body import Body, Parser
 from services.gateway.forms.openai import (

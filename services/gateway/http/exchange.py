@@ -7,13 +7,12 @@ end with errors of endpoints that have not started a response.
 import asyncio
 import logging
 import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import TypeVar
 
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -26,7 +25,6 @@ from services.common.errors import (
 )
 from services.gateway.bounds import MEMORY_PER_BODY_BYTE
 from services.gateway.forms.error_answers import (
-    ErrorAnswer,
     error_body,
     error_of,
     messages_error,
@@ -47,7 +45,6 @@ _STREAM_HEADERS = [
     (b"x-accel-buffering", b"no"),
 ]
 JSON_TYPES = ("application/json",)
-Result = TypeVar("Result")
 
 
 class JsonResponse(Response):
@@ -100,29 +97,30 @@ class Exchange:
         self.started = self.finished = True
         await JsonResponse(content)(self.scope, self.receive, self.send)
 
-    async def while_connected(self, serving: Awaitable[Result]) -> Result:
-        """Runs `serving` until it ends or the client disconnects.
+    @contextmanager
+    def while_connected(self) -> Generator[None]:
+        """Cancels the block of a `with` when the client disconnects before the answer is finished.
 
         Raises:
-            ClientDisconnect: the client disconnected first; `serving` was cancelled and has ended.
+            ClientDisconnect: the client disconnected; the block was cancelled and has ended.
         """
-        work = asyncio.current_task()
-        assert work is not None
-        was_cancelling, is_gone = work.cancelling(), False
+        task = asyncio.current_task()
+        assert task is not None
+        was_cancelling, is_gone = task.cancelling(), False
 
         def disconnected(_: object) -> None:
             nonlocal is_gone
             if not self.finished:
                 is_gone = True
-                work.cancel()
+                task.cancel()
 
-        watch = asyncio.create_task(_disconnected(self.receive))
+        watch = asyncio.create_task(_wait_for_disconnect(self.receive))
         watch.add_done_callback(disconnected)
         try:
-            return await serving
+            yield
         except asyncio.CancelledError:
-            # As `asyncio.timeout` does: somebody else's cancellation goes on.
-            if is_gone and work.uncancel() <= was_cancelling:
+            # As in `asyncio.timeout`, a cancellation by anybody else goes on.
+            if is_gone and task.uncancel() <= was_cancelling:
                 raise ClientDisconnect from None
             raise
         finally:
@@ -130,8 +128,8 @@ class Exchange:
             watch.cancel()
 
 
-async def _disconnected(receive: Receive) -> None:
-    with suppress(Exception):  # of a connection that is lost
+async def _wait_for_disconnect(receive: Receive) -> None:
+    with suppress(Exception):  # a lost connection may raise
         while (await receive())["type"] != "http.disconnect":
             pass
 
@@ -203,39 +201,33 @@ def _unsupported(types: Sequence[str]) -> UnsupportedMediaType:
     return UnsupportedMediaType(f"the body's Content-Type must be {', '.join(types)}")
 
 
-def error_response(
-    scope: Scope, status: int, body: ErrorAnswer, headers: Mapping[str, str] | None = None
-) -> JsonResponse:
-    """An error in the shape that the client reads; Anthropic's name their version on all paths."""
-    is_anthropics = scope["path"].startswith("/v1/messages") or any(
+def error_response(scope: Scope, error: Exception) -> JsonResponse:
+    """Returns the response to a request that ended with an error, in the form of the client's API:
+    Anthropic's on `/v1/messages` and for each client that names Anthropic's version, else OpenAI's.
+
+    Args:
+        scope: ASGI scope of the request.
+        error: a `TriptychError`, an `HTTPException` of a route, or an exception that nobody
+            expected, of which the client learns nothing. It holds nothing of the request
+            afterwards.
+    """
+    headers: dict[str, str] = {}
+    match error:
+        case TriptychError():
+            error.without_frames()
+            status, body = error.http_status, error_of(error)
+            if isinstance(error, Unauthorized):
+                headers["www-authenticate"] = "Bearer"
+            if status == 503 or error.retry_after_s is not None:
+                headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s or 1)))
+        case HTTPException(status_code=status):
+            code = {404: "not_found", 405: "method_not_allowed"}.get(status, "http_error")
+            body = error_body(error.detail, kind="invalid_request_error", code=code)
+            headers |= error.headers or {}
+        case _:
+            status = 500
+            body = error_body("internal error", kind="server_error", code="internal_error")
+    is_anthropic = scope["path"].startswith("/v1/messages") or any(
         name == b"anthropic-version" for name, _ in scope["headers"]
     )
-    return JsonResponse(messages_error(status, body) if is_anthropics else body, status, headers)
-
-
-async def handle_triptych_error(request: Request, error: Exception) -> Response:
-    """The answer to our errors; every 503 has a Retry-After header. Nothing of the request is held
-    by the error afterwards.
-    """
-    assert isinstance(error, TriptychError)
-    error.without_frames()
-    headers: dict[str, str] = {}
-    if isinstance(error, Unauthorized):
-        headers["www-authenticate"] = "Bearer"
-    if error.http_status == 503 or error.retry_after_s is not None:
-        headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s or 1)))
-    return error_response(request.scope, error.http_status, error_of(error), headers)
-
-
-async def handle_http_error(request: Request, error: Exception) -> Response:
-    """Starlette's handler for its own errors: unknown paths and methods."""
-    assert isinstance(error, HTTPException)
-    code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, "http_error")
-    body = error_body(str(error.detail), kind="invalid_request_error", code=code)
-    return error_response(request.scope, error.status_code, body, error.headers)
-
-
-async def handle_bug(request: Request, error: Exception) -> Response:
-    """Starlette's handler for all other errors: the middleware logs them, the client sees none."""
-    body = error_body("internal error", kind="server_error", code="internal_error")
-    return error_response(request.scope, 500, body)
+    return JsonResponse(messages_error(status, body) if is_anthropic else body, status, headers)

@@ -15,14 +15,15 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 
+from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.common.errors import Forbidden, TriptychError, Unauthorized
 from services.common.spans import TRACEPARENT, Span, span
 from services.common.telemetry import bind_request_id
-from services.gateway.http.exchange import handle_bug, handle_triptych_error
+from services.gateway.http.exchange import error_response
 from services.gateway.http.same_site import SameSite
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.tenancy.admission import Admission
@@ -48,14 +49,12 @@ class Middleware:
     """Gives each request an id and a span, checks its API key, and logs its outcome.
 
     Attributes:
-        endpoints: that generate, by their paths; the routes have them, too, for other methods.
         same_site: None: pages of all sites may call.
         leases: of tenants' limits, for the headers that tell them what is left.
         model: its name, for the audit log.
     """
 
     app: ASGIApp
-    endpoints: Mapping[str, ASGIApp]
     same_site: SameSite | None
     admission: Admission
     keyring: Keyring
@@ -93,9 +92,8 @@ class Middleware:
         """Answers; returns the response's status, 0 if it never started, 499 after a disconnect."""
         status = 0
         request_id: str = scope["state"]["request_id"]
-        app, identity = self.app, None
-        if scope["method"] == "POST":
-            app = self.endpoints.get(scope["path"], app)
+        identity = None
+        scope["app"] = self.app  # so that routes raise for unknown paths and methods
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
@@ -126,20 +124,17 @@ class Middleware:
                     if scope_of(scope["path"]) not in identity.scopes:
                         raise Forbidden(f"the API key does not open {scope['path']}")
                     bind_identity(identity)
-                await app(scope, receive, send_with_id)
+                await self.app(scope, receive, send_with_id)
             finally:
                 if identity is not None and "used" in scope["state"]:
                     self._audit(identity, scope)
         except ClientDisconnect:
             status = 499
         except Exception as error:
-            is_ours = isinstance(error, TriptychError)
-            if status or not is_ours:
+            if status or not isinstance(error, (TriptychError, HTTPException)):
                 log.exception("a request failed")
             if not status:
-                handle = handle_triptych_error if is_ours else handle_bug
-                answer = await handle(Request(scope), error)
-                await answer(scope, receive, send_with_id)
+                await error_response(scope, error)(scope, receive, send_with_id)
         return status
 
     def _audit(self, identity: Identity, scope: Scope) -> None:

@@ -6,7 +6,8 @@ import time
 
 import pytest
 
-from services.gateway.endpoints.endpoint import received, renamed
+from services.gateway.endpoints.endpoint import admit
+from services.gateway.endpoints.request_context import renamed
 from services.gateway.tenancy.admission import Admission
 from tests.noise import least
 
@@ -19,7 +20,7 @@ async def test_a_body_is_freed_whatever_ends_its_request():
 
     scope = {"type": "http", "headers": [], "state": {}}
     with pytest.raises(KeyError) as kept:
-        async with received(Admission(1), scope, receive) as (_, body):
+        async with admit(Admission(1), scope, receive) as (_, body):
             assert len(body) == 1 << 20
             raise KeyError("its traceback has the body")
     assert kept.value

@@ -33,12 +33,9 @@ async def exchange(connection: Connection) -> Exchange:
     return Exchange({}, connection.receive, no_send)  # pyright: ignore
 
 
-async def test_the_result_is_returned_and_nobody_watches_on(exchange, connection):
-    async def serve() -> str:
+async def test_nobody_watches_on_after_the_end(exchange, connection):
+    with exchange.while_connected():
         await asyncio.sleep(0.01)
-        return "served"
-
-    assert await exchange.while_connected(serve()) == "served"
     connection.gone.set()
     await asyncio.sleep(0.01)
     assert len(asyncio.all_tasks()) == 1
@@ -56,24 +53,28 @@ async def test_a_client_that_goes_ends_what_runs_for_it(exchange, connection):
             steps.append("ended")
 
     async with asyncio.timeout(5):  # is not taken for the client
-        with pytest.raises(ClientDisconnect):
-            await exchange.while_connected(serve())
+        with pytest.raises(ClientDisconnect), exchange.while_connected():
+            await serve()
         assert steps == ["ended"]
         await asyncio.sleep(0.01)  # the task itself goes on
 
 
 async def test_a_client_that_goes_after_the_last_byte_ends_nothing(exchange, connection):
-    async def serve() -> str:
+    ended = False
+    with exchange.while_connected():
         exchange.finished = True
         connection.gone.set()
         await asyncio.sleep(0.01)
-        return "served"
-
-    assert await exchange.while_connected(serve()) == "served"
+        ended = True
+    assert ended
 
 
 async def test_a_cancellation_of_the_server_stays_one(exchange):
-    request = asyncio.create_task(exchange.while_connected(asyncio.sleep(10)))
+    async def serve() -> None:
+        with exchange.while_connected():
+            await asyncio.sleep(10)
+
+    request = asyncio.create_task(serve())
     await asyncio.sleep(0.01)
     request.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -81,12 +82,10 @@ async def test_a_cancellation_of_the_server_stays_one(exchange):
 
 
 async def test_a_timeout_that_comes_with_the_disconnect_stays_outside(exchange, connection):
-    async def serve() -> None:
-        connection.gone.set()
-        await asyncio.sleep(10)
-
     with pytest.raises((ClientDisconnect, TimeoutError)):
         async with asyncio.timeout(0):
-            await exchange.while_connected(serve())
+            with exchange.while_connected():
+                connection.gone.set()
+                await asyncio.sleep(10)
     current = asyncio.current_task()
     assert current is not None and not current.cancelling()
