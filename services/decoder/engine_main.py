@@ -143,7 +143,7 @@ def _serve(
     runner: Runner = model_runner
     if processes is not None:
         processes.ready(on_gpu=on_gpu)
-        runner = LeadingRunner(model_runner, processes.tell)
+        runner = LeadingRunner(model_runner, processes)
     log_progress("timing steps")
     engine = Engine(
         runner,

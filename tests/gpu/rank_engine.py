@@ -131,15 +131,15 @@ def main(case: str, count: int, device: str = "cuda:0") -> None:
             kv_cache_dtype="fp8" if case == "fp8-cache" else "auto",
         )  # fmt: skip
         arena, first = Arena(1 << 20), device_of(device, 0)
-        processes = RankProcesses(count, settings.model_dump_json(), arena.fd, arena.size_bytes)
+        processes = RankProcesses(count, settings.model_dump_json(), arena.fd)
         try:
             ranks = join(0, count, first, processes.store_fd)
             own = create_runner(runner_options(settings, first), None, ranks)
             processes.ready(on_gpu=True)
             alone = create_runner(runner_options(settings, first), None, ALONE)
             assert sizes(own) == sizes(alone) != {}
-            together = answers(LeadingRunner(own, processes.tell))
-            again = answers(LeadingRunner(own, processes.tell))  # graphs, replayed
+            together = answers(LeadingRunner(own, processes))
+            again = answers(LeadingRunner(own, processes))  # graphs, replayed
             assert together == again
             expected = answers(alone)
             options = replace(runner_options(settings, first), kernels="plain", cuda_graphs=False)

@@ -34,13 +34,23 @@ def created(directory: Path, ranks: Ranks) -> ModelRunner:
     return create_runner(options, None, ranks)
 
 
+class OneRank:
+    """In place of `RankProcesses`: a rank of a test's own at the other end of a socket."""
+
+    def __init__(self, link: socket.socket) -> None:
+        self._link = link
+
+    def send(self, record: bytes) -> None:
+        self._link.sendall(record)
+
+
 def answers(directory: Path, ranks: Ranks = ALONE, link: socket.socket | None = None) -> dict:
     """Tokens of five greedy answers, twice, so that the second time their prefixes are known; the
     logprobs of a prompt; and how often a sequence was preempted.
     """
     runner = leading = created(directory, ranks)
     if link is not None:
-        leading = LeadingRunner(runner, link.sendall)
+        leading = LeadingRunner(runner, OneRank(link))
     engine = Engine(leading, overlap=True)
     small_pieces(engine)
     found: dict = {"tokens": {}, "prompt": [], "hits": []}

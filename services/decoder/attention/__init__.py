@@ -1,7 +1,7 @@
 """Creates the attention backend of a model: in torch, or composed of GPU kernels.
 
-The runner's factory calls it. Which implementations there are is for `attention.table` to say. A
-GPU's libraries are imported only where the table has them.
+The runner's factory calls `create_backend`. `attention.table` lists the implementations. Libraries
+for GPUs are imported only if the table has rows that use them.
 """
 
 from collections.abc import Mapping
@@ -18,12 +18,13 @@ from services.decoder.attention.sdpa import SdpaBackend
 def create_backend(
     facts: AttentionFacts, device: torch.device, overrides: Mapping[str, str] | None = None
 ) -> AttentionBackend:
-    """The backend for a model on a device of this machine.
+    """Creates the backend for a model on a device of this machine.
 
     Args:
-        facts: of both.
-        device: that they are of.
-        overrides: see `dispatch.parse_overrides`; operations of other tables are ignored.
+        facts: facts of the model and the device.
+        device: the device that computes.
+        overrides: the user's choices, see `dispatch.parse_overrides`. Operations of other tables
+            are ignored.
 
     Raises:
         UnknownOverride: an implementation does not exist or cannot run here.
@@ -32,6 +33,6 @@ def create_backend(
     usable = {entry.name for name in resolved.operations for entry in resolved.usable(name)}
     if usable == {PLAIN}:
         return SdpaBackend(facts, resolved)
-    from services.decoder.attention.paged import PagedBackend
+    from services.decoder.attention.paged import PagedBackend, create_kernels
 
-    return PagedBackend(facts, device, resolved)
+    return PagedBackend(facts, resolved, create_kernels(facts, device, resolved))

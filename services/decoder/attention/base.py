@@ -1,8 +1,8 @@
 """The contract between the language model and an attention backend.
 
-Paged, causal, grouped-query attention over a ragged batch. A batch holds S sequences; sequence s
-contributes query tokens [cu_query_lens[s], cu_query_lens[s+1]), the last of its seq_lens[s] tokens.
-Passed as an argument all the way down; there is no global context.
+Attention is paged, causal and grouped-query, over a ragged batch of S sequences. Sequence s has the
+query tokens [cu_query_lens[s], cu_query_lens[s+1]) of the step, which are the last of its
+seq_lens[s] tokens. The layout of a step is an argument of every layer; there is no global context.
 """
 
 from dataclasses import dataclass
@@ -17,9 +17,14 @@ from services.common.nn.dispatch import KernelTable
 
 
 class StepLengths(Protocol):
-    """The host's part of `AttentionMetadata`, known before the step is on the device."""
+    """The lengths of a step on the host, known before the step is on the device.
 
-    num_tokens: int  # T
+    Attributes:
+        num_tokens: number T of tokens, padding included.
+        num_decodes, cu_query_lens, seq_lens, first_blocks: see `AttentionMetadata`.
+    """
+
+    num_tokens: int
     num_decodes: int
     cu_query_lens: npt.NDArray[np.int32]
     seq_lens: npt.NDArray[np.int32]
@@ -28,26 +33,29 @@ class StepLengths(Protocol):
 
 @dataclass(slots=True)
 class AttentionMetadata:
-    """One step's attention layout.
+    """The layout of a step for attention.
 
-    Arrays exist because backends plan on the host; tensors because kernels read them.
+    Backends plan on the host, so lengths are numpy arrays. Kernels read the same values from
+    tensors on the device.
 
     Attributes:
-        num_decodes: the first `num_decodes` sequences have exactly one query token; in a captured
-            step with chunks, padding among them has none.
-        cu_query_lens: `[S + 1]`, host.
-        seq_lens: `[S]`, host: context after this step, query tokens included.
-        first_blocks: `[S]`, host: where each sequence's blocks begin in `block_ids`.
-        slot_mapping: `[T]` int64, device: where each token's key and value go;
-            block_id * block_size + offset; -1: a padding token, which is not stored.
-        block_ids: int32, device: the blocks of all rows, each row's in order.
-        first_blocks_device, seq_lens_device: `[S]` int32, device.
-        work: the result of the backend's `list_work`, device.
-        plan: the result of its `plan`.
-        wants_keys_values: `forward` reads the step's own keys and values beside the cache; set by
-            `plan`.
-        fused: attention is part of `fused_decode_attention` and needs no plan.
-        states: of linear attention layers; None: the model has none.
+        num_decodes: number of leading sequences with exactly one query token. In a captured step
+            with chunks, padding among these sequences has no query token.
+        cu_query_lens: `[S + 1]`, prefix sums of the sequences' numbers of query tokens.
+        seq_lens: `[S]`, context of each sequence after this step, query tokens included.
+        first_blocks: `[S]`, index in `block_ids` of each sequence's first block.
+        slot_mapping: `[T]` int64 on the device, the place of each token's key and value in the
+            cache: block_id * block_size + offset. -1 for a padding token, which is not stored.
+        block_ids: int32 on the device, blocks of all rows, one row after the other.
+        first_blocks_device, seq_lens_device: `[S]` int32 on the device, as `first_blocks` and
+            `seq_lens`.
+        work: result of the backend's `list_work`, on the device. None if there is no work list.
+        plan: result of the backend's `plan`.
+        wants_keys_values: True if `forward` reads the step's own keys and values beside the cache;
+            set by `plan`.
+        fused: True if attention is part of `fused_decode_attention`, which needs no plan.
+        states: layout of the step for linear attention layers. None if the model has no such
+            layers.
     """
 
     num_decodes: int
@@ -69,45 +77,54 @@ StepKind = Literal["decodes", "prompts", "mixed"]
 
 
 class AttentionBackend(Protocol):
-    """One implementation of paged attention.
-
-    Attributes:
-        table: its dispatch table; None: it has one implementation.
-    """
+    """An implementation of paged attention."""
 
     @property
-    def table(self) -> KernelTable[Any] | None: ...
+    def table(self) -> KernelTable[Any] | None:
+        """Dispatch table of the backend. None if the backend counts no calls."""
+        ...
 
     def captures(self, kind: StepKind) -> bool:
-        """Whether steps can be captured as CUDA graphs: those of `decodes` alone, of one of the
-        `prompts`' chunks alone, or `mixed` ones.
+        """Returns whether steps of a kind can be captured as CUDA graphs.
+
+        Args:
+            kind: "decodes" for steps of decodes alone, "prompts" for steps of one chunk alone,
+                "mixed" for other steps.
         """
         ...
 
     def captures_chunks(self, step: StepLengths) -> bool:
-        """Whether a captured step is faster than an eager one for the step's chunks."""
+        """Returns whether a captured step is faster than an eager step for the step's chunks."""
         ...
 
     def plans_from_blocks(self, num_decodes: int) -> bool:
-        """Whether the plan of a captured step of decodes alone reads block tables; if not, a replay
-        needs no plan. Constant after warm-up.
+        """Returns whether the plan of a captured step of decodes alone reads block tables.
+
+        If the plan does not, a replay needs no plan. The result is constant after warm-up.
         """
         ...
 
     def list_work(self, step: StepLengths, *, captured: bool) -> npt.NDArray[np.int32] | None:
-        """Work items that kernels read beside lengths and blocks; they are uploaded with the step.
-        Captured steps of equal numbers of tokens and sequences have lists of one size.
+        """Returns the work items that kernels read beside lengths and blocks, or None.
+
+        The list is uploaded with the step. Captured steps with equal numbers of tokens and
+        sequences have lists of one size.
+
+        Args:
+            step: lengths of the step.
+            captured: True if a CUDA graph runs the step.
         """
         ...
 
     def plan(self, metadata: AttentionMetadata, *, captured: bool = False) -> Any:  # noqa: ANN401 - backend's own
-        """Host work once per step, shared by all layers; the result becomes `metadata.plan`.
+        """Does the host's work of a step, once for all layers; the result becomes `metadata.plan`.
 
         Args:
-            captured: the step is a CUDA graph's: S decodes, or chunks padded to T tokens behind
-                `num_decodes` decodes, some of which may be padding without a context
-                (`slot_mapping` has the padding, `cu_query_lens` has not). Kernels must read from
-                the addresses that they had when the graph was captured.
+            metadata: layout of the step.
+            captured: True if a CUDA graph runs the step. The step then has S decodes, or chunks
+                that are padded to T tokens behind `num_decodes` decodes. Some of the decodes may be
+                padding without a context; `slot_mapping` has their tokens and `cu_query_lens` does
+                not. Kernels must read from the addresses at which the graph was captured.
         """
         ...
 
@@ -119,17 +136,18 @@ class AttentionBackend(Protocol):
         keys_values: torch.Tensor | None = None,
         kv_scales: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attention; the step's keys and values are in the cache already.
+        """Computes attention; the step's keys and values are in the cache already.
 
         Args:
-            query: `[T, num_heads, head_dim]`, rotated.
-            kv_cache: `[num_blocks, 2, block_size, num_kv_heads, head_dim]`, this layer's.
-            metadata: as planned.
-            keys_values: `[T, 2 * num_kv_heads, head_dim]`, the step's own keys, then values, if
-                `metadata.wants_keys_values`.
-            kv_scales: of a cache in e4m3, see `heads.as_stored`.
+            query: `[T, num_heads, head_dim]`, rotated queries.
+            kv_cache: `[num_blocks, 2, block_size, num_kv_heads, head_dim]`, cache of the layer.
+            metadata: planned layout of the step.
+            keys_values: `[T, 2 * num_kv_heads, head_dim]`, the step's own keys, then its values.
+                None unless `metadata.wants_keys_values`.
+            kv_scales: scales of a cache in e4m3, see `heads.as_stored`. None if the cache has the
+                model's data type.
 
         Returns:
-            `[T, num_heads, head_dim]`.
+            Outputs of the heads, `[T, num_heads, head_dim]`.
         """
         ...

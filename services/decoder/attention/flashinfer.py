@@ -1,9 +1,9 @@
-"""flashinfer's paged attention: decode, and prefill by FA3 (Hopper) or FA2.
+"""Paged attention by flashinfer: decode, and prefill by FA3 (Hopper) or FA2.
 
 Both are planned on the host once per step. A plan is written to pinned memory and copied to the
-device asynchronously, so that memory is a ring: a plan's copy may still wait behind the previous
-step when the next is planned. All wrappers share one float workspace. Decode on tensor cores is the
-FA2 prefill kernel.
+device asynchronously. The copy may still wait behind the previous step when the next step is
+planned, so the pinned memory is a ring. All wrappers share one float workspace. Decode on tensor
+cores is the FA2 prefill kernel.
 """
 
 # pyright: reportInvalidTypeForm=false, reportGeneralTypeIssues=false, reportCallIssue=false
@@ -25,7 +25,11 @@ _RING = 3
 
 
 class _PinnedRing:
-    """Pinned memory of plans in flight: a buffer is free again when its event has passed."""
+    """Pinned memory of plans in flight; a buffer is free again when its event has passed.
+
+    Args:
+        size_bytes: size of one buffer.
+    """
 
     def __init__(self, size_bytes: int) -> None:
         self._buffers = [
@@ -35,13 +39,13 @@ class _PinnedRing:
         self._turn = 0
 
     def take(self) -> Tensor:
-        """The next buffer; waits in the rare case that its last copy has not run."""
+        """Returns the next buffer; waits in the rare case that its last copy has not run."""
         self._turn = (self._turn + 1) % len(self._buffers)
         self._events[self._turn].synchronize()
         return self._buffers[self._turn]
 
     def copied(self) -> None:
-        """The copies from the buffer taken last are on the stream."""
+        """Notes that the copies from the buffer taken last are on the stream."""
         self._events[self._turn].record()
 
 
@@ -49,6 +53,10 @@ class _Workspaces:
     """Device and pinned memory that the wrappers of one kind share.
 
     flashinfer's own `reset_workspace_buffer` would allocate pinned memory at each call.
+
+    Args:
+        max_num_sequences: the most sequences of a step.
+        device: the device that computes.
     """
 
     def __init__(self, max_num_sequences: int, device: torch.device) -> None:
@@ -59,7 +67,7 @@ class _Workspaces:
     def assign(
         self, wrapper: BatchDecodeWithPagedKVCacheWrapper | BatchPrefillWithPagedKVCacheWrapper
     ) -> npt.NDArray[np.int32]:
-        """Gives the wrapper its workspace for one plan; returns pinned memory for its indices."""
+        """Gives a wrapper its workspace for one plan, and returns pinned memory for the indices."""
         wrapper._int_workspace_buffer = self._on_device
         wrapper._pin_memory_int_workspace_buffer = self._pinned.take()
         return self._indices.take().numpy().view(np.int32)
@@ -67,9 +75,18 @@ class _Workspaces:
     def pages(
         self, host: np.ndarray, metadata: AttentionMetadata, sequences: slice, block_size: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """What flashinfer wants of some sequences: prefix sums of their numbers of blocks, on the
-        host; their blocks one after the other, on the device; tokens in the last block of each, on
-        the host. `host` is the pinned memory of `assign`.
+        """Returns the blocks of some sequences in flashinfer's form.
+
+        Args:
+            host: the pinned memory that `assign` returned.
+            metadata: layout of the step.
+            sequences: the sequences that are planned.
+            block_size: tokens per block.
+
+        Returns:
+            Prefix sums of the sequences' numbers of blocks on the host, ids of the blocks one
+            sequence after the other on the device, and numbers of tokens in each sequence's last
+            block on the host.
         """
         seq_lens = metadata.seq_lens[sequences]
         counts = -(-seq_lens // block_size)
@@ -85,22 +102,25 @@ class _Workspaces:
         return indptr, metadata.block_ids.index_select(0, given), last_len
 
     def planned(self) -> None:
-        """The copies of the plan are on the stream."""
+        """Notes that the copies of the plan are on the stream."""
         self._pinned.copied()
         self._indices.copied()
 
 
 def make_float_workspace(device: torch.device) -> Tensor:
-    """Scratch that all wrappers of a device share: one of them runs at a time."""
+    """Allocates scratch memory that all wrappers of a device share, because one runs at a time."""
     return torch.zeros(_FLOAT_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
 
 
 class FlashInferDecode:
-    """One new token of each sequence.
+    """Attention of sequences with one new token each.
 
     Args:
-        scratch: see `make_float_workspace`.
-        tensor_cores: which of its kernels; None: as tuned.
+        facts: facts of the model and the device.
+        device: the device that computes.
+        scratch: the result of `make_float_workspace`.
+        tensor_cores: True if the kernel for tensor cores is used. None chooses the kernel that was
+            measured to be faster.
     """
 
     def __init__(
@@ -125,19 +145,25 @@ class FlashInferDecode:
     def plan(
         self, metadata: AttentionMetadata, *, captured: bool
     ) -> BatchDecodeWithPagedKVCacheWrapper:
-        """Plans the step's decodes; the wrapper runs them.
+        """Plans the step's decodes, and returns the wrapper that runs them.
 
         Args:
-            captured: the plan is for a CUDA graph: what its kernels read stays in place.
+            metadata: layout of the step.
+            captured: True if a CUDA graph runs the step, so that its kernels read from the same
+                memory each time.
         """
         count, facts = metadata.num_decodes, self._facts
         wrapper = self._for_graph(count) if captured else self._eager
         host = self._workspaces.assign(wrapper)
         wrapper.plan(
             *self._workspaces.pages(host, metadata, slice(count), facts.block_size),
-            facts.num_heads, facts.num_kv_heads, facts.head_dim, facts.block_size,
-            q_data_type=facts.dtype, kv_data_type=facts.dtype,
-        )  # fmt: skip
+            facts.num_heads,
+            facts.num_kv_heads,
+            facts.head_dim,
+            facts.block_size,
+            q_data_type=facts.dtype,
+            kv_data_type=facts.dtype,
+        )
         self._workspaces.planned()
         return wrapper
 
@@ -162,7 +188,7 @@ class FlashInferDecode:
         return wrapper
 
     def _block_ids(self) -> Tensor:
-        """Where graphs read block ids; one step runs at a time, so that all share it."""
+        """Returns the memory from which all graphs read block ids, because one runs at a time."""
         if self._captured_block_ids is None:
             most = self._facts.max_num_sequences * self._facts.max_num_blocks
             self._captured_block_ids = torch.zeros(most, dtype=torch.int32, device=self._device)
@@ -170,7 +196,13 @@ class FlashInferDecode:
 
 
 class FlashInferPrefill:
-    """Chunks of prompts; not for CUDA graphs."""
+    """Attention of chunks of prompts, without CUDA graphs.
+
+    Args:
+        facts: facts of the model and the device.
+        device: the device that computes.
+        scratch: the result of `make_float_workspace`.
+    """
 
     def __init__(self, facts: AttentionFacts, device: torch.device, scratch: Tensor) -> None:
         self._facts = facts
@@ -180,7 +212,7 @@ class FlashInferPrefill:
         )
 
     def plan(self, metadata: AttentionMetadata) -> BatchPrefillWithPagedKVCacheWrapper:
-        """Plans the step's chunks, which follow its decodes; the wrapper runs them."""
+        """Plans the step's chunks, and returns the wrapper that runs them."""
         decodes, facts = metadata.num_decodes, self._facts
         host = self._workspaces.assign(self._wrapper)
         starts = metadata.cu_query_lens[decodes:]
@@ -189,8 +221,13 @@ class FlashInferPrefill:
         self._wrapper.plan(
             query_indptr,
             *self._workspaces.pages(host, metadata, slice(decodes, None), facts.block_size),
-            facts.num_heads, facts.num_kv_heads, facts.head_dim, facts.block_size, causal=True,
-            q_data_type=facts.dtype, kv_data_type=facts.dtype,
-        )  # fmt: skip
+            facts.num_heads,
+            facts.num_kv_heads,
+            facts.head_dim,
+            facts.block_size,
+            causal=True,
+            q_data_type=facts.dtype,
+            kv_data_type=facts.dtype,
+        )
         self._workspaces.planned()
         return self._wrapper

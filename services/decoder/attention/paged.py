@@ -1,19 +1,18 @@
 """Attention on a GPU: runs each step's decodes and chunks by the fastest implementation for them.
 
-`services.decoder.attention.table` has the implementations, and counts their calls. Our own kernels
-need no plan, so a CUDA graph can hold them. Launching Triton's kernels one by one takes the host
-longer than launching flashinfer's, so an eager step uses ours only if it has enough tokens to hide
-that.
+`services.decoder.attention.table` lists the implementations and counts their calls. Our own kernels
+need no plan, so a CUDA graph can hold them. The host needs longer to launch Triton's kernels one by
+one than to launch flashinfer's, so an eager step uses our kernels only if the step has enough
+tokens to hide the launches.
 
-An implementation that fails while kernels warm up is dropped, and the step is planned again.
-Later failures are the caller's.
+An implementation that fails while kernels warm up is dropped, and the step is planned again. A
+later failure is raised to the caller.
 """
 
-from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -29,32 +28,209 @@ from services.decoder.attention.base import AttentionMetadata, StepKind, StepLen
 from services.decoder.attention.sdpa import SdpaBackend
 from services.decoder.attention.table import DECODE, FLASHINFER, HOPPER, PAGED, PREFILL
 
-# Implementations other than torch's, by operation and name.
+Key = tuple[str, str]  # operation and name of an implementation
+
+# Implementations other than torch's.
 _PAGED, _LIBRARY_DECODE = (DECODE, PAGED), (DECODE, FLASHINFER)
 _HOPPER, _LIBRARY_PREFILL = (PREFILL, HOPPER), (PREFILL, FLASHINFER)
 
-# Runs some of a step's tokens in one layer: its queries and outputs `[T, num_heads, head_dim]`, the
-# step's own keys and values, the layer's KV cache, and the cache's scales.
-_Run = Callable[[Tensor, Tensor, Tensor | None, Tensor, Tensor | None], None]
+
+class StepPart(Protocol):
+    """The decodes or the chunks of a step, with the planned implementation that runs them."""
+
+    @property
+    def key(self) -> Key:
+        """Operation and name of the implementation."""
+        ...
+
+    def run(
+        self,
+        query: Tensor,
+        output: Tensor,
+        keys_values: Tensor | None,
+        kv_cache: Tensor,
+        kv_scales: Tensor | None,
+    ) -> None:
+        """Runs the part in one layer; see `AttentionBackend.forward`.
+
+        Args:
+            query: `[T, num_heads, head_dim]`, queries of the whole step.
+            output: `[T, num_heads, head_dim]`, gets the result of the part's tokens.
+            keys_values: `[T, 2 * num_kv_heads, head_dim]`, the step's own keys and values. None if
+                no part reads them.
+            kv_cache: KV cache of the layer.
+            kv_scales: scales of an e4m3 cache.
+        """
+        ...
 
 
-class _Part(NamedTuple):
-    """A step's decodes, or its chunks, and the implementation that runs them."""
+@dataclass(frozen=True, slots=True)
+class PagedDecodes:
+    """Decodes by our own kernel.
 
-    operation: str
-    name: str
-    run: _Run
+    Attributes:
+        kernel: the kernel.
+        metadata: layout of the step.
+        concurrent: True if the step's chunks run concurrently by our own kernel.
+    """
+
+    kernel: PagedDecodeAttention
+    metadata: AttentionMetadata
+    concurrent: bool
+    key: Key = _PAGED
+
+    def run(
+        self,
+        query: Tensor,
+        output: Tensor,
+        keys_values: Tensor | None,
+        kv_cache: Tensor,
+        kv_scales: Tensor | None,
+    ) -> None:
+        metadata = self.metadata
+        count = metadata.num_decodes
+        self.kernel(
+            query[:count],
+            kv_cache,
+            metadata.block_ids,
+            metadata.first_blocks_device,
+            metadata.seq_lens_device,
+            out=output[:count],
+            kv_scales=kv_scales,
+            beside_prefill=self.concurrent,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class HopperChunks:
+    """Chunks by our own kernel.
+
+    Attributes:
+        kernel: the kernel.
+        block_ids: the blocks of all rows.
+        work: work list of the step.
+        concurrent: True if the step's decodes run concurrently by our own kernel.
+    """
+
+    kernel: PrefillAttention
+    block_ids: Tensor
+    work: Tensor
+    concurrent: bool
+    key: Key = _HOPPER
+
+    def run(
+        self,
+        query: Tensor,
+        output: Tensor,
+        keys_values: Tensor | None,
+        kv_cache: Tensor,
+        kv_scales: Tensor | None,
+    ) -> None:
+        assert keys_values is not None
+        self.kernel(
+            query,
+            keys_values,
+            kv_cache,
+            self.block_ids,
+            self.work,
+            out=output,
+            kv_scales=kv_scales,
+            beside_decode=self.concurrent,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class LibraryPart:
+    """Decodes or chunks by flashinfer.
+
+    Attributes:
+        key: operation and name.
+        wrapper: flashinfer's planned wrapper.
+        tokens: the tokens of the part.
+    """
+
+    key: Key
+    wrapper: Any
+    tokens: slice
+
+    def run(
+        self,
+        query: Tensor,
+        output: Tensor,
+        keys_values: Tensor | None,
+        kv_cache: Tensor,
+        kv_scales: Tensor | None,
+    ) -> None:
+        self.wrapper.run(query[self.tokens], kv_cache, out=output[self.tokens])
+
+
+@dataclass(frozen=True, slots=True)
+class PlainPart:
+    """Decodes or chunks by torch.
+
+    Attributes:
+        key: operation and name.
+        backend: the backend in torch.
+        metadata: planned layout of the part alone.
+        tokens: the tokens of the part.
+    """
+
+    key: Key
+    backend: SdpaBackend
+    metadata: AttentionMetadata
+    tokens: slice
+
+    def run(
+        self,
+        query: Tensor,
+        output: Tensor,
+        keys_values: Tensor | None,
+        kv_cache: Tensor,
+        kv_scales: Tensor | None,
+    ) -> None:
+        output[self.tokens] = self.backend.forward(
+            query[self.tokens], kv_cache, self.metadata, kv_scales=kv_scales
+        )
+
+
+def create_kernels(
+    facts: AttentionFacts, device: torch.device, table: KernelTable[Any]
+) -> dict[Key, Any]:
+    """Creates the usable implementations other than torch's, by operation and name.
+
+    Args:
+        facts: facts of the model and the device.
+        device: the device that computes.
+        table: the resolved rows of `attention.table`.
+    """
+    usable = {(name, row.name) for name in (DECODE, PREFILL) for row in table.usable(name)}
+    kernels: dict[Key, Any] = {}
+    if _PAGED in usable:
+        kernels[_PAGED] = PagedDecodeAttention(facts, device)
+    if _HOPPER in usable:
+        kernels[_HOPPER] = PrefillAttention(facts, device)
+    if _LIBRARY_DECODE in usable or _LIBRARY_PREFILL in usable:
+        from services.decoder.attention import flashinfer
+
+        scratch = flashinfer.make_float_workspace(device)
+        if _LIBRARY_DECODE in usable:
+            kernels[_LIBRARY_DECODE] = flashinfer.FlashInferDecode(facts, device, scratch)
+        if _LIBRARY_PREFILL in usable:
+            kernels[_LIBRARY_PREFILL] = flashinfer.FlashInferPrefill(facts, device, scratch)
+    return kernels
 
 
 class PagedBackend:
     """A `base.AttentionBackend` that composes a step of the implementations of its table.
 
     Args:
-        table: has the rows of `attention.table`.
+        facts: facts of the model and the device.
+        table: the resolved rows of `attention.table`.
+        kernels: the result of `create_kernels`.
     """
 
     def __init__(
-        self, facts: AttentionFacts, device: torch.device, table: KernelTable[Any]
+        self, facts: AttentionFacts, table: KernelTable[Any], kernels: Mapping[Key, Any]
     ) -> None:
         self.table: KernelTable[Any] = table
         self._plain = SdpaBackend(facts)
@@ -63,23 +239,11 @@ class PagedBackend:
             for operation in (DECODE, PREFILL)
             for entry in table.usable(operation)
         }
-        makers: dict[tuple[str, str], Callable[..., Any]] = {
-            _PAGED: PagedDecodeAttention,
-            _HOPPER: PrefillAttention,
-        }
-        if _LIBRARY_DECODE in self._entries or _LIBRARY_PREFILL in self._entries:
-            from services.decoder.attention import flashinfer
-
-            scratch = flashinfer.make_float_workspace(device)
-            makers[_LIBRARY_DECODE] = partial(flashinfer.FlashInferDecode, scratch=scratch)
-            makers[_LIBRARY_PREFILL] = partial(flashinfer.FlashInferPrefill, scratch=scratch)
-        # Of all implementations but torch's, until they are dropped.
-        self._kernels: dict[tuple[str, str], Any] = {
-            key: make(facts, device) for key, make in makers.items() if key in self._entries
-        }
+        self._kernels = dict(kernels)
 
     def captures(self, kind: StepKind) -> bool:
-        """Only our own kernels need no plan; a library's decodes can be planned for a graph."""
+        # Chunks are captured only with our own kernels, which need no plan. Decodes of a library
+        # can be planned for a graph.
         paged, hopper = _PAGED in self._kernels, _HOPPER in self._kernels
         decodes = paged or _LIBRARY_DECODE in self._kernels
         return {"decodes": decodes, "prompts": hopper, "mixed": paged and hopper}[kind]
@@ -90,11 +254,10 @@ class PagedBackend:
         return _LIBRARY_PREFILL not in self._kernels or kernel.is_faster_captured(_chunks(step))
 
     def plans_from_blocks(self, num_decodes: int) -> bool:
-        """Flashinfer's does."""
         return self._choose_captured_decode(num_decodes) == FLASHINFER
 
     def list_work(self, step: StepLengths, *, captured: bool) -> npt.NDArray[np.int32] | None:
-        """Work items of our own prefill kernel; None: it is not used."""
+        """Returns the work list of our own prefill kernel, or None if the step does not use it."""
         kernel = self._kernels.get(_HOPPER)
         if kernel is None or step.num_decodes == len(step.seq_lens):
             return None
@@ -105,8 +268,8 @@ class PagedBackend:
                 return None
         return kernel.list_work(chunks, kernel.count_work(step.num_tokens, len(chunks)))
 
-    def plan(self, metadata: AttentionMetadata, *, captured: bool = False) -> list[_Part]:
-        """Chooses implementations, and plans those that need it; decodes first."""
+    def plan(self, metadata: AttentionMetadata, *, captured: bool = False) -> list[StepPart]:
+        """Chooses and plans the implementations of a step's decodes and of its chunks."""
         decodes, work = metadata.num_decodes, metadata.work
         metadata.wants_keys_values = work is not None
         decode = self._choose_decode(metadata, captured=captured) if decodes else ""
@@ -117,19 +280,22 @@ class PagedBackend:
         assert not captured or (decode != PLAIN and prefill in ("", HOPPER)), "plans on the host"
         # Decodes are bound by memory and chunks by tensor cores: run concurrently, they take less.
         concurrent = decode == PAGED and prefill == HOPPER
-        parts: list[_Part] = []
-
-        def plan_decodes() -> None:
-            run = self._plan_decodes(decode, metadata, captured=captured, concurrent=concurrent)
-            parts.append(_Part(DECODE, decode, run))
-
-        def plan_chunks() -> None:
-            run = self._plan_chunks(prefill, metadata, concurrent=concurrent)
-            parts.append(_Part(PREFILL, prefill, run))
-
-        done = not decode or self._succeeds(DECODE, decode, plan_decodes)
-        done = done and (not prefill or self._succeeds(PREFILL, prefill, plan_chunks))
-        return parts if done else self.plan(metadata, captured=captured)
+        parts: list[StepPart] = []
+        chosen = (DECODE, "")
+        try:
+            if decode:
+                chosen = DECODE, decode
+                parts.append(
+                    self._plan_decodes(decode, metadata, captured=captured, concurrent=concurrent)
+                )
+            if prefill:
+                chosen = PREFILL, prefill
+                parts.append(self._plan_chunks(prefill, metadata, concurrent=concurrent))
+        except Exception as error:
+            if not self._drops(chosen, error):
+                raise
+            return self.plan(metadata, captured=captured)
+        return parts
 
     def forward(
         self,
@@ -140,85 +306,64 @@ class PagedBackend:
         kv_scales: Tensor | None = None,
     ) -> Tensor:
         output = torch.empty_like(query)
-        parts: list[_Part] = metadata.plan
-        for operation, name, run in parts:
-            arguments = query, output, keys_values, kv_cache, kv_scales
-            self._entries[operation, name].num_calls += 1
-            if not self._succeeds(operation, name, run, *arguments):
+        parts: list[StepPart] = metadata.plan
+        for part in parts:
+            self._entries[part.key].num_calls += 1
+            try:
+                part.run(query, output, keys_values, kv_cache, kv_scales)
+            except Exception as error:
+                if not self._drops(part.key, error):
+                    raise
                 if _HOPPER not in self._kernels:
                     metadata.work = None
                 metadata.plan = self.plan(metadata)
                 return self.forward(query, kv_cache, metadata, keys_values, kv_scales)
         return output
 
-    def _succeeds(
-        self, operation: str, name: str, run: Callable[..., None], *arguments: Tensor | None
-    ) -> bool:
-        """Runs an implementation; False: it failed while kernels warm up, and is not used again."""
-        entry = self._entries[operation, name]
-        try:
-            run(*arguments)
-        except Exception as error:
-            if not (self.table.is_warming_up and self.table.drop(entry, error)):
-                raise
-            self._kernels.pop((operation, name), None)
+    def _drops(self, key: Key, error: Exception) -> bool:
+        """Stops using an implementation that failed, if kernels warm up.
+
+        Returns False if the failure has to be raised.
+        """
+        if not (self.table.is_warming_up and self.table.drop(self._entries[key], error)):
             return False
+        self._kernels.pop(key, None)
         return True
 
     def _plan_decodes(
         self, name: str, metadata: AttentionMetadata, *, captured: bool, concurrent: bool
-    ) -> _Run:
-        count = metadata.num_decodes
+    ) -> StepPart:
+        decodes = slice(metadata.num_decodes)
         if name == PLAIN:
-            return self._plan_plain(metadata, slice(count))
+            return self._plan_plain(DECODE, metadata, decodes)
         kernel = self._kernels[DECODE, name]
         if name == FLASHINFER:
-            return _of_wrapper(kernel.plan(metadata, captured=captured), slice(count))
+            wrapper = kernel.plan(metadata, captured=captured)
+            return LibraryPart(_LIBRARY_DECODE, wrapper, decodes)
+        return PagedDecodes(kernel, metadata, concurrent)
 
-        def run(
-            query: Tensor, output: Tensor, _: Tensor | None, cache: Tensor, scales: Tensor | None
-        ) -> None:
-            kernel(
-                query[:count], cache, metadata.block_ids, metadata.first_blocks_device,
-                metadata.seq_lens_device, out=output[:count], kv_scales=scales,
-                beside_prefill=concurrent,
-            )  # fmt: skip
-
-        return run
-
-    def _plan_chunks(self, name: str, metadata: AttentionMetadata, *, concurrent: bool) -> _Run:
+    def _plan_chunks(self, name: str, metadata: AttentionMetadata, *, concurrent: bool) -> StepPart:
         chunks, work = slice(metadata.num_decodes, None), metadata.work
         if name == PLAIN:
-            return self._plan_plain(metadata, chunks)
+            return self._plan_plain(PREFILL, metadata, chunks)
         kernel = self._kernels[PREFILL, name]
         if name == FLASHINFER:
-            return _of_wrapper(kernel.plan(metadata), chunks)
+            return LibraryPart(_LIBRARY_PREFILL, kernel.plan(metadata), chunks)
+        assert work is not None
+        return HopperChunks(kernel, metadata.block_ids, work, concurrent)
 
-        def run(
-            query: Tensor, output: Tensor, own: Tensor | None, cache: Tensor, scales: Tensor | None
-        ) -> None:
-            kernel(
-                query, own, cache, metadata.block_ids, work, out=output, kv_scales=scales,
-                beside_decode=concurrent,
-            )  # fmt: skip
-
-        return run
-
-    def _plan_plain(self, metadata: AttentionMetadata, sequences: slice) -> _Run:
+    def _plan_plain(
+        self, operation: str, metadata: AttentionMetadata, sequences: slice
+    ) -> StepPart:
         part = _part(metadata, sequences)
         part.plan = self._plain.plan(part)
-
-        def run(
-            query: Tensor, output: Tensor, _: Tensor | None, cache: Tensor, scales: Tensor | None
-        ) -> None:
-            found = self._plain.forward(query[sequences], cache, part, kv_scales=scales)
-            output[sequences] = found
-
-        return run
+        return PlainPart((operation, PLAIN), self._plain, part, sequences)
 
     def _choose_decode(self, metadata: AttentionMetadata, *, captured: bool) -> str:
-        # Beside our own prefill kernel it costs least, however few sequences there are. The table's
-        # least number is for a choice between it and flashinfer, which may have been dropped.
+        """Returns the name of the implementation of a step's decodes."""
+        # Beside our own prefill kernel, our decode kernel costs least, however few sequences there
+        # are. The table's least number of sequences is for a choice between our kernel and
+        # flashinfer, which may have been dropped.
         has_library = _LIBRARY_DECODE in self._kernels
         if _PAGED in self._kernels and (metadata.work is not None or not has_library):
             return PAGED
@@ -230,7 +375,7 @@ class PagedBackend:
         return self.table.choose(DECODE, metadata.num_decodes).name
 
     def _choose_captured_decode(self, num_decodes: int) -> str:
-        """For a step of decodes alone."""
+        """Returns the name of the implementation of a captured step of decodes alone."""
         if _PAGED in self._kernels and _LIBRARY_DECODE not in self._kernels:
             return PAGED
         with self.table.for_graph():
@@ -238,7 +383,7 @@ class PagedBackend:
 
 
 def _chunks(step: StepLengths) -> list[PrefillChunk]:
-    """The step's chunks, which follow its decodes."""
+    """Returns the step's chunks, which follow its decodes."""
     decodes = step.num_decodes
     starts: list[int] = step.cu_query_lens[decodes:].tolist()
     seq_lens: list[int] = step.seq_lens[decodes:].tolist()
@@ -249,17 +394,8 @@ def _chunks(step: StepLengths) -> list[PrefillChunk]:
     ]
 
 
-def _of_wrapper(wrapper: Any, tokens: slice) -> _Run:  # noqa: ANN401 - flashinfer's
-    def run(
-        query: Tensor, output: Tensor, _: Tensor | None, cache: Tensor, __: Tensor | None
-    ) -> None:
-        wrapper.run(query[tokens], cache, out=output[tokens])
-
-    return run
-
-
 def _part(metadata: AttentionMetadata, sequences: slice) -> AttentionMetadata:
-    """A step's decodes alone, or its chunks: decodes are tokens, so that a slice is of both."""
+    """Returns the layout of a step's decodes alone, or of its chunks alone."""
     starts = metadata.cu_query_lens[sequences.start or 0 :]
     count = len(metadata.seq_lens[sequences])
     return replace(

@@ -1,7 +1,7 @@
-"""Paged attention in plain torch: the path of CPUs, the specification, and the oracle of kernels.
+"""Paged attention in plain torch: for CPUs, and as the specification and test oracle of kernels.
 
-`create_backend` makes it where the dispatch table has nothing else, and `PagedBackend` uses it for
-what no kernel can run.
+`create_backend` uses `SdpaBackend` if the dispatch table has no other implementation.
+`PagedBackend` uses `SdpaBackend` for parts of steps for which there is no kernel.
 """
 
 from dataclasses import dataclass
@@ -24,34 +24,53 @@ from services.decoder.attention.table import DECODE, PREFILL
 
 @dataclass(frozen=True, slots=True)
 class _Decodes:
-    """Sequences with one query token, padded to the longest context among them."""
+    """Sequences with one query token, padded to the longest context among them.
 
-    index: Tensor | slice  # [S] int64: among the step's decodes
-    keys: Tensor  # [S * max_blocks] int64: their rows in the pool of `[block_size, KVH, D]`
-    unused: Tensor  # [] int64: tokens behind a context, of the S * max_blocks * block_size
-    mask: Tensor  # [S, 1, 1, max_blocks * block_size] bool
+    Attributes:
+        index: `[S]` int64, indices of the sequences among the step's decodes.
+        keys: `[S * max_blocks]` int64, rows in the pool of the blocks' keys.
+        unused: int64 indices of tokens behind a context, among S * max_blocks * block_size.
+        mask: `[S, 1, 1, max_blocks * block_size]` bool, true for tokens within a context.
+    """
+
+    index: Tensor | slice
+    keys: Tensor
+    unused: Tensor
+    mask: Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class _Prefill:
-    """One sequence's chunk."""
+    """The chunk of a sequence.
 
-    start: int  # query tokens [start, stop)
+    Attributes:
+        start, stop: the chunk's query tokens [start, stop) in the step.
+        context: number of tokens that the last query attends to.
+        keys: `[blocks]` int64, rows in the pool of the blocks' keys.
+        mask: `[group * query, context]` bool. None if the chunk is the whole context, so that
+            plain causal attention is right.
+    """
+
+    start: int
     stop: int
     context: int
-    keys: Tensor  # [blocks] int64: as of `_Decodes`
-    mask: Tensor | None  # [group * query, context] bool; None: plain causal from the start
+    keys: Tensor
+    mask: Tensor | None
 
 
 _Plan = tuple[list[_Decodes], list[_Prefill]]
 
 
 class SdpaBackend:
-    """A `base.AttentionBackend` without graphs. The pool is seen as rows of
-    `[block_size, num_kv_heads, head_dim]`: block b has keys in row 2 * b, values in the next one.
+    """A `base.AttentionBackend` without CUDA graphs.
+
+    The pool is seen as rows of `[block_size, num_kv_heads, head_dim]`: block b has its keys in row
+    2 * b and its values in row 2 * b + 1.
 
     Args:
-        table: has this implementation alone, and counts its calls; None: they are not counted.
+        facts: facts of the model and the device.
+        table: dispatch table with this implementation alone, which counts the calls. None if calls
+            are not counted.
     """
 
     def __init__(self, facts: AttentionFacts, table: KernelTable[Any] | None = None) -> None:
@@ -68,10 +87,10 @@ class SdpaBackend:
         return False
 
     def list_work(self, step: StepLengths, *, captured: bool) -> None:
-        """None: `plan` makes all that `forward` reads."""
+        """Returns None, because `plan` makes all that `forward` reads."""
 
     def plan(self, metadata: AttentionMetadata, *, captured: bool = False) -> _Plan:
-        """Finds the blocks that each sequence reads."""
+        """Returns the blocks that each sequence reads, and the masks."""
         assert not captured
         device = metadata.block_ids.device
         seq_lens: list[int] = metadata.seq_lens.tolist()
@@ -91,7 +110,7 @@ class SdpaBackend:
             prefills.append(
                 _Prefill(starts[index], starts[index + 1], context, tables[index], mask)
             )
-        # Those whose contexts differ by less than a factor of two are padded together.
+        # Decodes whose contexts differ by less than a factor of two are padded together.
         alike: dict[int, list[int]] = {}
         for index in range(metadata.num_decodes):
             alike.setdefault((counts[index] - 1).bit_length(), []).append(index)
@@ -146,12 +165,16 @@ class SdpaBackend:
     def _decode(
         self, query: Tensor, blocks: Tensor, decodes: _Decodes, kv_scales: Tensor | None
     ) -> Tensor:
-        """Query heads that share a key head become its queries: `[S, KVH, group, D]`."""
+        """Attends with the queries `[S, H, D]` of padded sequences.
+
+        Query heads that share a key head become queries of that head: `[S, KVH, group, D]`.
+        """
         grouped = query.unflatten(1, (self._facts.num_kv_heads, -1))
         gathered: list[Tensor] = []
         for part in (0, 1):
             tokens = _tokens(blocks, decodes.keys, part, query.dtype, kv_scales)
-            # Values that the mask excludes, too: a free block may hold NaN, and 0 * NaN is NaN.
+            # The values need it although the mask excludes them: a free block may hold NaN, and
+            # 0 * NaN is NaN.
             tokens.index_fill_(0, decodes.unused, 0.0)
             gathered.append(tokens.unflatten(0, (len(query), -1)).transpose(1, 2))
         attended = F.scaled_dot_product_attention(grouped, *gathered, attn_mask=decodes.mask)
@@ -160,13 +183,14 @@ class SdpaBackend:
     def _prefill(
         self, query: Tensor, blocks: Tensor, chunk: _Prefill, kv_scales: Tensor | None
     ) -> Tensor:
-        """One sequence's chunk against all of its context."""
+        """Attends with one sequence's chunk to all of its context."""
         num_kv_heads, size = self._facts.num_kv_heads, len(query)
         keys, values = (
-            _tokens(blocks, chunk.keys, part, query.dtype, kv_scales)[: chunk.context]
-            .transpose(0, 1)
+            _tokens(blocks, chunk.keys, part, query.dtype, kv_scales)[: chunk.context].transpose(
+                0, 1
+            )
             for part in (0, 1)
-        )  # fmt: skip
+        )
         grouped = query.unflatten(1, (num_kv_heads, -1)).permute(1, 2, 0, 3)  # [KVH, group, T, D]
         group = grouped.shape[1]
         if chunk.mask is None:
@@ -187,6 +211,6 @@ class SdpaBackend:
 def _tokens(
     blocks: Tensor, keys: Tensor, part: int, dtype: torch.dtype, kv_scales: Tensor | None
 ) -> Tensor:
-    """Keys (part 0) or values (part 1) of some blocks, `[tokens, KVH, D]`, as a copy."""
+    """Copies the keys (part 0) or values (part 1) of some blocks, `[tokens, KVH, D]`."""
     stored = as_bytes(blocks).index_select(0, keys + part).flatten(0, 1).view(blocks.dtype)
     return read_kv(stored, part, dtype, kv_scales)

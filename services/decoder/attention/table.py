@@ -1,9 +1,9 @@
 """The attention rows of the dispatch table, in order of preference.
 
-Operations: `decode_attention`, by number of sequences, and `prefill_attention`, by number of
-tokens. `PagedBackend` composes a step of them, so the rows create nothing. The row of
-`fused_decode_attention` is in `services.decoder.operations.table`. No kernel's module is imported,
-so a table can be printed for any device.
+The operations are `decode_attention`, chosen by the number of sequences, and `prefill_attention`,
+chosen by the number of tokens. `PagedBackend` composes a step of the implementations, so the rows
+create no kernels. The row of `fused_decode_attention` is in `services.decoder.operations.table`.
+The module imports no kernel, so a table can be printed for any device.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,10 +25,10 @@ Row = Implementation[AttentionFacts]
 
 
 def flashinfer_obstacle(facts: AttentionFacts) -> str:
-    """Why flashinfer cannot serve these facts, or ""."""
+    """Returns why flashinfer cannot serve these facts, or ""."""
     if facts.device.kind != "cuda":
         return "needs a GPU"
-    if not facts.device.has_triton:  # which the backend around it needs
+    if not facts.device.has_triton:  # the backend around flashinfer needs Triton
         return "needs Triton"
     if not facts.has_flashinfer:
         return "needs the package flashinfer-python: pip install 'triptych[gpu]'"
@@ -56,7 +56,7 @@ def _hopper_tokens(facts: AttentionFacts) -> TokenRange:
 
 
 def _composed(_: AttentionFacts) -> None:
-    """The backend composes the operation itself."""
+    """Creates nothing, because the backend composes the operation itself."""
 
 
 ROWS: Sequence[Row] = (
@@ -72,10 +72,12 @@ ROWS: Sequence[Row] = (
 def resolve(
     facts: AttentionFacts, overrides: Mapping[str, str] | None = None
 ) -> KernelTable[AttentionFacts]:
-    """The table for a model on a device.
+    """Resolves the table for a model on a device.
 
     Args:
-        overrides: see `dispatch.parse_overrides`; operations of other tables are ignored.
+        facts: facts of the model and the device.
+        overrides: the user's choices, see `dispatch.parse_overrides`. Operations of other tables
+            are ignored.
 
     Raises:
         UnknownOverride: an implementation does not exist or cannot run for these facts.

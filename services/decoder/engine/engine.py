@@ -63,7 +63,7 @@ class Engine:
 
     Args:
         runner: the owner of the device.
-        overlap: whether a step is launched before the ids of the step before it are read. With a
+        overlap: True if a step is launched before the ids of the step before it are read. With a
             runner whose `execute` blocks until the step is done, overlap only delays every token by
             one step.
         out_of_memory: exceptions of `Runner.execute` that end one sequence, not the engine.
@@ -430,7 +430,7 @@ class Engine:
             sequence: a sequence that has not ended.
             reason: see `EndOfSequence`.
             message: cause of a failure.
-            poisoned: whether the keys and values of the sequence are wrong.
+            poisoned: True if the keys and values of the sequence are wrong.
             event: event of the sequence's last tokens. None if there are no further tokens.
         """
         self._discard_plan()

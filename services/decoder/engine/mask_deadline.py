@@ -48,7 +48,7 @@ class MaskDeadline:
 
         Args:
             now: `time.monotonic()`.
-            decodes_only: whether the next step has decodes alone.
+            decodes_only: True if the next step has decodes alone.
         """
         if self._began_at and self._decodes_only and not self._has_waited:
             self._step_s = _mean(self._step_s, now - self._began_at)

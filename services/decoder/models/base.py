@@ -14,7 +14,8 @@ from torch import Tensor
 from services.common.nn.layers import RMSNorm
 from services.common.nn.linear import Linear
 from services.decoder.attention.base import AttentionMetadata
-from services.decoder.operations.ops import Ops, StepKernels
+from services.decoder.operations.ops import Ops
+from services.decoder.operations.step_kernels import StepKernels
 
 
 @dataclass(frozen=True, slots=True)

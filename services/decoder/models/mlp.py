@@ -10,7 +10,7 @@ from services.common.model_spec import TextSpec
 from services.common.nn.collectives import Ranks
 from services.common.nn.layers import RMSNorm
 from services.common.nn.linear import Linear
-from services.decoder.operations.ops import StepKernels
+from services.decoder.operations.step_kernels import StepKernels
 
 
 def row_parallel(

@@ -9,7 +9,7 @@ from services.common.nn.experts import Experts, Router
 from services.common.nn.layers import RMSNorm
 from services.common.nn.linear import Linear
 from services.decoder.models.mlp import MLP
-from services.decoder.operations.ops import StepKernels
+from services.decoder.operations.step_kernels import StepKernels
 
 
 class MoE(nn.Module):

@@ -1,4 +1,4 @@
-"""How a process takes its place among the ranks: its card, and the process group."""
+"""Joins a process to the ranks: chooses its card, and makes the process group."""
 
 import os
 from datetime import timedelta
@@ -10,20 +10,25 @@ from torch.distributed import FileStore, PrefixStore  # pyright: ignore[reportPr
 from services.common.nn.collectives import Ranks
 from services.common.nn.device import resolve_device
 
-_TIMEOUT = timedelta(hours=1)  # of a start; what hangs later, or dies, is noticed by others
-# All ranks are on one machine. Multicast over NVLink is off: where a fabric manager has no group
-# for it, NCCL waits for one.
+# Longest time that the start may take. A rank that hangs or dies later is noticed by
+# `RankProcesses`.
+_TIMEOUT = timedelta(hours=1)
+# All ranks are on one machine. Multicast over NVLink is disabled: if the fabric manager has no
+# multicast group, NCCL waits for one.
 _VARIABLES = {
-    "NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo",
-    "NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
-}  # fmt: skip
+    "NCCL_SOCKET_IFNAME": "lo",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "NCCL_NVLS_ENABLE": "0",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+}
 
 
 def device_of(setting: str, rank: int) -> str:
-    """The device of a rank: ranks have the cards from the setting's on.
+    """Returns the device of a rank: `cpu`, or the card that follows the first card by `rank`.
 
     Args:
-        setting: `auto`, `cpu`, `cuda` or `cuda:N`.
+        setting: `auto`, `cpu`, `cuda` or `cuda:N`. The first card is N, or 0.
+        rank: number of the rank.
     """
     if setting == "cpu" or (setting == "auto" and not torch.cuda.is_available()):
         return "cpu"
@@ -32,10 +37,14 @@ def device_of(setting: str, rank: int) -> str:
 
 
 def join(rank: int, count: int, device: str, store_fd: int) -> Ranks:
-    """Waits for the other ranks.
+    """Waits for the other ranks, and returns the group of all ranks.
 
     Args:
-        store_fd: of an empty memfd, which all ranks inherit: where they meet, without a port.
+        rank: number of this rank.
+        count: number of ranks.
+        device: device of this rank.
+        store_fd: descriptor of an empty memory file that all ranks inherit. They find each other
+            through the file, without a port.
 
     Raises:
         SettingsError: this machine does not have the device.

@@ -1,7 +1,7 @@
-"""A rank's process: `python -m services.decoder.ranks.main`, started by the engine process.
+"""The process of a rank: `python -m services.decoder.ranks.main`, started by the engine process.
 
-It loads its part of the model, and computes what rank 0 samples, until that ends. Exit statuses are
-those of an engine process.
+The process loads its part of the model and computes the steps that rank 0 samples, until rank 0
+ends. Its exit statuses are those of an engine process.
 """
 
 import services.common.process.rare_gc  # noqa: F401 - before torch
@@ -29,15 +29,19 @@ from services.decoder.settings import DecoderSettings
 log = logging.getLogger("services.decoder.rank")
 
 _BEAT_S = 0.5
-_REFUSAL_S = 5.0  # rank 0 refuses the same, and says so
+# Time to wait for rank 0, which refuses the same model or setting and logs the reason.
+_REFUSAL_S = 5.0
 
 
 def follow(follower: Follower, link: socket.socket, awake_s: float) -> None:
-    """Runs steps until the other end of the link is closed, to which a byte now and then shows that
-    this process is alive.
+    """Runs steps until the other end of the link is closed.
+
+    Sends a byte every half second, which shows that this process is alive.
 
     Args:
-        awake_s: poll this long before the thread blocks, see ADR 0014.
+        follower: runs the steps.
+        link: socket to rank 0.
+        awake_s: seconds of polling before the thread blocks, see ADR 0014.
     """
     awake_until = beat_at = 0.0
     while True:
@@ -64,7 +68,8 @@ def main() -> int:
         set_threads(count)
         ranks = join(rank, count, device, store_fd)
         arena = mmap.mmap(arena_fd, 0)
-        # All of the runner, as rank 0 has it, so that both need the same memory.
+        # The whole runner, although this rank does not sample, so that all ranks need the same
+        # memory.
         runner = create_runner(runner_options(settings, device), arena, ranks)
         freeze_gc()
         awake_s = AWAKE_S if device != "cpu" else 0.0

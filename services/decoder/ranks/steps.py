@@ -1,12 +1,11 @@
-"""How ranks run the same steps: rank 0 tells the others each step before it runs it.
+"""The steps that all ranks run: rank 0 sends each step to the others before it runs the step.
 
 Which graphs or kernels run a step follows from the `ComputeStep` alone, and from what the ranks
-have agreed on at the start (`runner_factory`), so that all do the same.
+have agreed on at the start (`runner_factory`), so that all ranks do the same.
 """
 
 import socket
 import struct
-from collections.abc import Callable
 
 import torch
 
@@ -14,23 +13,25 @@ from services.decoder.engine.messages import EngineInfo
 from services.decoder.engine.run.model_runner import ModelRunner
 from services.decoder.engine.run.step_inputs import StepInputs
 from services.decoder.engine.step import ComputeStep, PendingStep, Step
+from services.decoder.ranks.processes import RankProcesses
 
-# A record: its length, its kind and, of the first two kinds, a `ComputeStep`.
+# Kinds of records. A record has its length, its kind and, for the first two kinds, a `ComputeStep`.
 _STAGE, _RUN, _RUN_STAGED = b"s", b"r", b"x"
 _LENGTH = struct.Struct("<I")
 
 
 class LeadingRunner:
-    """The `step.Runner` of rank 0: its own model runner, which others follow.
+    """The `step.Runner` of rank 0, whose steps the other ranks run, too.
 
-    A step that raises leaves them within it, so that the engine has to end.
+    If a step raises, the other ranks wait in the middle of the step, so the engine has to end.
 
     Args:
-        tell: sends a record to all others.
+        runner: rank 0's own runner.
+        processes: the other ranks.
     """
 
-    def __init__(self, runner: ModelRunner, tell: Callable[[bytes], None]) -> None:
-        self._runner, self._tell = runner, tell
+    def __init__(self, runner: ModelRunner, processes: RankProcesses) -> None:
+        self._runner, self._processes = runner, processes
         self._staged: Step | None = None
 
     @property
@@ -38,18 +39,22 @@ class LeadingRunner:
         return self._runner.info
 
     def prepare(self, step: Step) -> None:
-        self._tell(_record(_STAGE, step))
+        self._processes.send(_record(_STAGE, step))
         self._staged = step
         self._runner.prepare(step)
 
     def execute(self, step: Step) -> PendingStep:
         staged, self._staged = self._staged, None
-        self._tell(_record(_RUN_STAGED) if staged is step else _record(_RUN, step))
+        self._processes.send(_record(_RUN_STAGED) if staged is step else _record(_RUN, step))
         return self._runner.execute(step)
 
 
 class Follower:
-    """Runs the steps that another rank samples."""
+    """Runs the steps that rank 0 samples.
+
+    Args:
+        runner: this rank's runner, which samples nothing.
+    """
 
     def __init__(self, runner: ModelRunner) -> None:
         self._computer = runner.computer
@@ -57,7 +62,10 @@ class Follower:
 
     @torch.inference_mode()
     def take(self, link: socket.socket) -> bool:
-        """Does what `LeadingRunner` tells next; False: the other end is closed."""
+        """Reads a record of `LeadingRunner` and does what it says.
+
+        Returns False if the other end of the link is closed.
+        """
         head = link.recv(_LENGTH.size, socket.MSG_WAITALL)
         (size,) = _LENGTH.unpack(head or bytes(_LENGTH.size))
         record = link.recv(size, socket.MSG_WAITALL)

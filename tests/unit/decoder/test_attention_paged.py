@@ -1,9 +1,6 @@
 """Which implementations a step's attention uses on a GPU; what they compute is for tests/gpu."""
 
-import sys
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -12,6 +9,8 @@ import torch
 
 pytest.importorskip("triton")
 from kernels.attention.attention_tuning import AttentionFacts
+from kernels.attention.paged_decode_attention import PagedDecodeAttention
+from kernels.attention.prefill_attention import PrefillAttention
 from kernels.device import KNOWN_DEVICES, DeviceFacts
 from services.common.nn.dispatch import KernelTable, UnknownOverride
 from services.decoder.attention import table
@@ -26,28 +25,22 @@ H200 = KNOWN_DEVICES["h200"]
 KINDS = ("decodes", "prompts", "mixed")
 
 
-@pytest.fixture(autouse=True)
-def flashinfer(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Its wrappers, replaced by their names."""
-    library: Any = ModuleType("flashinfer")
-    library.BatchDecodeWithPagedKVCacheWrapper = object
-    library.BatchPrefillWithPagedKVCacheWrapper = object
-    name = "services.decoder.attention.flashinfer"
-    monkeypatch.setitem(sys.modules, "flashinfer", library)
-    monkeypatch.delitem(sys.modules, name, raising=False)
-    import services.decoder.attention.flashinfer as module
+class FakeDecode:
+    """flashinfer's decode, whose wrapper is the name of what it plans."""
 
-    def plan_decode(metadata: AttentionMetadata, *, captured: bool) -> str:
+    fails = False
+
+    def plan(self, metadata: AttentionMetadata, *, captured: bool) -> str:
+        if self.fails:
+            raise RuntimeError("not compiled")
         return f"{metadata.num_decodes} captured" if captured else "eager"
 
-    fake_decode = type("Decode", (), {"plan": staticmethod(plan_decode)})
-    fake_prefill = type("Prefill", (), {"plan": staticmethod(lambda *_: "chunks")})
-    monkeypatch.setattr(module, "make_float_workspace", lambda device: None)
-    monkeypatch.setattr(module, "FlashInferDecode", lambda *_, **__: fake_decode())
-    monkeypatch.setattr(module, "FlashInferPrefill", lambda *_, **__: fake_prefill())
-    monkeypatch.setattr("services.decoder.attention.paged._of_wrapper", lambda wrapper, _: wrapper)
-    yield
-    sys.modules.pop(name, None)
+
+class FakePrefill:
+    """flashinfer's prefill, likewise."""
+
+    def plan(self, metadata: AttentionMetadata) -> str:
+        return "chunks"
 
 
 def facts_of(
@@ -65,8 +58,17 @@ def table_of(facts: AttentionFacts, **overrides: str) -> KernelTable[AttentionFa
 
 
 def backend_of(facts: AttentionFacts, **overrides: str) -> PagedBackend:
-    """One that was never on a device."""
-    return PagedBackend(facts, CPU, table_of(facts, **overrides))
+    """A backend that was never on a device, with fakes of flashinfer's kernels."""
+    resolved = table_of(facts, **overrides)
+    makers = {
+        (table.DECODE, table.PAGED): lambda: PagedDecodeAttention(facts, CPU),
+        (table.PREFILL, table.HOPPER): lambda: PrefillAttention(facts, CPU),
+        (table.DECODE, table.FLASHINFER): FakeDecode,
+        (table.PREFILL, table.FLASHINFER): FakePrefill,
+    }
+    usable = {(name, row.name) for name in resolved.operations for row in resolved.usable(name)}
+    kernels = {key: make() for key, make in makers.items() if key in usable}
+    return PagedBackend(facts, resolved, kernels)
 
 
 @dataclass
@@ -176,12 +178,12 @@ def test_a_library_that_was_dropped_leaves_decodes_to_our_kernel() -> None:
     backend = backend_of(facts_of())
     assert planned(backend, Step(1, []), captured=True) == ("1 captured", None)
     (entry,) = [e for e in backend.table.usable("decode_attention") if e.name == "flashinfer"]
-
-    def fail() -> None:
-        raise RuntimeError("not compiled")
-
-    with backend.table.warming_up():
-        assert not backend._succeeds("decode_attention", "flashinfer", fail)
+    FakeDecode.fails = True
+    try:
+        with backend.table.warming_up():
+            assert planned(backend, Step(1, []), captured=True) == (OURS, None)
+    finally:
+        FakeDecode.fails = False
     assert entry not in backend.table.usable("decode_attention")
     for captured in (False, True):
         assert planned(backend, Step(1, []), captured=captured) == (OURS, None)
@@ -262,9 +264,9 @@ def test_the_table_says_what_each_gpu_uses() -> None:
 
 def planned(backend: PagedBackend, step: Step, captured: bool) -> tuple[str | None, str | None]:
     metadata = step.metadata(backend.list_work(step, captured=captured))
-    parts = {part.operation: part for part in backend.plan(metadata, captured=captured)}
+    parts = {part.key[0]: part for part in backend.plan(metadata, captured=captured)}
     decode, prefill = (parts.get(name) for name in ("decode_attention", "prefill_attention"))
-    is_ours = prefill is not None and prefill.name == "hopper"
+    is_ours = prefill is not None and prefill.key[1] == "hopper"
     assert metadata.wants_keys_values == is_ours
     if is_ours:
         assert metadata.work is not None
@@ -272,7 +274,8 @@ def planned(backend: PagedBackend, step: Step, captured: bool) -> tuple[str | No
         assert int(tokens.sum()) == sum(new for new, _ in step.chunks)
     names: Any = {"paged": OURS, "hopper": LIST}
     decode, prefill = (
-        part and (part.run if part.name == "flashinfer" else names.get(part.name, part.name))
+        part
+        and (part.wrapper if part.key[1] == "flashinfer" else names.get(part.key[1], part.key[1]))
         for part in (decode, prefill)
     )
     return decode, prefill

@@ -7,21 +7,22 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import psutil
 import pytest
 
-from services.decoder.ranks import processes
-from services.decoder.ranks.processes import RankProcesses
+from services.decoder.ranks.processes import RankProcesses, RankTimes
 from tests.noise import PATIENCE_S, wait_until
 
 Start = Callable[..., tuple[RankProcesses, "queue.Queue[int]"]]
+MODULE = "tests.unit.decoder.fake_rank"
+TIMES = RankTimes(period=0.05, max_silence=1.0, grace=0.5)
 
 
 @pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[RankProcesses]]:
+def started() -> Iterator[list[RankProcesses]]:
     """Those that are to be stopped."""
-    monkeypatch.setattr(processes, "_END_S", 0.5)
     started: list[RankProcesses] = []
     yield started
     for each in started:
@@ -29,16 +30,15 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[RankProcesses]]:
 
 
 @pytest.fixture
-def start(started: list[RankProcesses], monkeypatch: pytest.MonkeyPatch) -> Start:
+def start(started: list[RankProcesses]) -> Start:
     """Starts fake ranks, and gives the queue of the statuses that would have ended the engine."""
-    monkeypatch.setattr(processes, "_MODULE", "tests.unit.decoder.fake_rank")
-    monkeypatch.setattr(processes, "MAX_SILENCE_S", 1.0)
-    monkeypatch.setattr(processes, "_LOOK_S", 0.05)
 
-    def start(word: str, count: int = 2) -> tuple[RankProcesses, "queue.Queue[int]"]:
+    def start(
+        word: str, count: int = 2, times: RankTimes = TIMES
+    ) -> tuple[RankProcesses, "queue.Queue[int]"]:
         ends: queue.Queue[int] = queue.Queue()
         fd = os.memfd_create("arena")
-        started.append(RankProcesses(count, word, fd, ends.put))
+        started.append(RankProcesses(count, word, fd, ends.put, MODULE, times))
         os.close(fd)
         return started[-1], ends
 
@@ -46,17 +46,17 @@ def start(started: list[RankProcesses], monkeypatch: pytest.MonkeyPatch) -> Star
 
 
 def pids(ranks: RankProcesses) -> list[int]:
-    return [rank.process.pid for rank in ranks._ranks]
+    return [rank.process.pid for rank in ranks.ranks]
 
 
 def test_ranks_get_records_and_end_when_told(start: Start) -> None:
     ranks, ends = start("", 3)
     for number in range(3):
-        ranks.tell(b"%d" % number)
+        ranks.send(b"%d" % number)
     wait_until(lambda: os.fstat(ranks.store_fd).st_size == 6, "both have read all")
-    for rank in ranks._ranks:
+    for rank in ranks.ranks:
         rank.link.shutdown(socket.SHUT_WR)  # as when the engine ends
-    assert [rank.process.wait(PATIENCE_S) for rank in ranks._ranks] == [0, 0]
+    assert [rank.process.wait(PATIENCE_S) for rank in ranks.ranks] == [0, 0]
     assert ends.get(timeout=PATIENCE_S) == 1
 
 
@@ -81,11 +81,8 @@ def test_a_rank_whose_loop_hangs_ends_the_engine(start: Start) -> None:
     assert ends.get(timeout=PATIENCE_S) == 1
 
 
-def test_a_rank_that_computes_on_a_cpu_does_not_hang(
-    start: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ranks, ends = start("spins")
-    monkeypatch.setattr(processes, "_LOOK_S", 0.3)
+def test_a_rank_that_computes_on_a_cpu_does_not_hang(start: Start) -> None:
+    ranks, ends = start("spins", times=replace(TIMES, period=0.3))
     ranks.ready(on_gpu=False)
     with pytest.raises(queue.Empty):
         ends.get(timeout=2.0)
@@ -107,22 +104,22 @@ def test_a_rank_that_is_stopped_while_it_starts_ends_the_engine(start: Start) ->
 
 def test_a_rank_that_does_not_end_is_killed(start: Start, started: list[RankProcesses]) -> None:
     ranks, ends = start("stays")
-    ranks.tell(b"1")
+    ranks.send(b"1")
     wait_until(lambda: os.fstat(ranks.store_fd).st_size == 1, "it is there")
     started.pop().stop()
-    assert ranks._ranks[0].process.returncode == -signal.SIGKILL
+    assert ranks.ranks[0].process.returncode == -signal.SIGKILL
     assert ends.empty()
 
 
 ENGINE = """
 import os, time
-from services.decoder.ranks import processes
-processes._MODULE = "tests.unit.decoder.fake_rank"
-ranks = processes.RankProcesses(3, "stays", os.memfd_create("arena"))
-ranks.tell(b"1")
+from services.decoder.ranks.processes import RankProcesses
+module = "tests.unit.decoder.fake_rank"
+ranks = RankProcesses(3, "stays", os.memfd_create("arena"), module=module)
+ranks.send(b"1")
 while os.fstat(ranks.store_fd).st_size < 2:
     time.sleep(0.01)
-print(*(rank.process.pid for rank in ranks._ranks), flush=True)
+print(*(rank.process.pid for rank in ranks.ranks), flush=True)
 time.sleep(60)
 """
 

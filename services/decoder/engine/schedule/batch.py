@@ -31,15 +31,15 @@ class Chunk(msgspec.Struct, gc=False, eq=False):
             limit tokens.
         start: number of tokens whose keys and values are in the cache already, at most.
         length: number of tokens to compute now, at least 1.
-        from_device: whether the one input token is the row's last sampled token, whose id may not
+        from_device: True if the one input token is the row's last sampled token, whose id may not
             have arrived. Otherwise the ids are `sequence.token_ids[start : start + length]`.
-        samples: whether the chunk reaches the last token of the sequence, so that the next token
+        samples: True if the chunk reaches the last token of the sequence, so that the next token
             is sampled.
         limit: the most tokens that the step may yield for the sequence.
         checkpoints: pairs of a number of the sequence's tokens and the slot that takes the
             recurrent state after these tokens.
-        is_late: whether the sequence's token mask arrives while the step is computed.
-        is_void: whether that mask came too late, so that the sequence does not get the token.
+        is_late: True if the sequence's token mask arrives while the step is computed.
+        is_void: True if that mask came too late, so that the sequence does not get the token.
     """
 
     sequence: Sequence

@@ -55,7 +55,7 @@ class Scheduler:
     Args:
         info: the engine's limits: rows, tokens of a step, tokens of a sequence.
         blocks: the KV blocks; only the scheduler and its phases allocate and free them.
-        late_masks: whether a step may be planned before the masks for its samples have arrived.
+        late_masks: True if a step may be planned before the masks for its samples have arrived.
         step_ms: milliseconds that a step may last; see `StepCost.bound`.
         step_cost: the model that predicts how long a step lasts.
 
@@ -172,7 +172,7 @@ class Scheduler:
 
         Args:
             sequence: a sequence that has not finished.
-            poisoned: whether its keys and values are wrong, so that the prefix cache must not have
+            poisoned: True if its keys and values are wrong, so that the prefix cache must not have
                 them.
         """
         if poisoned:

@@ -45,7 +45,7 @@ class Sequence:
         checkpoint: slot of the recurrent state that the row starts from; -1 if it starts at zero.
         checkpoints: numbers of tokens after which a checkpoint of the state is wanted, ascending.
         num_sent_blocks: number of entries of the block table that the runner has.
-        plans_ahead: whether the next step may be planned while the last token is in flight. The
+        plans_ahead: True if the next step may be planned while the last token is in flight. The
             token's mask, if there is a grammar, then arrives while the step is computed.
         num_masked: number of completion tokens before the token of the last mask; -1 if no mask has
             arrived.

@@ -14,7 +14,7 @@ class StepBudget:
         load: the step's work so far; `spend` adds to it.
         step_ms: milliseconds that a step may last.
         max_tokens: the most tokens that a step may compute.
-        alone: whether one prompt is all there is. Its step may last four times as long.
+        alone: True if one prompt is all there is. Its step may last four times as long.
     """
 
     def __init__(
