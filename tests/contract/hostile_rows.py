@@ -74,7 +74,7 @@ def bad_values() -> Iterator[Row]:
                            [1.5], ["1"], 5, [1] * 129, [[1]]],
         "logit_bias": [{"x": 1}, {"-1": 1}, {str(vocab_size()): 1}, {str(1 << 63): 1},
                        {"1": 101}, {"1": -101}, {"1": "x"}, {"1": None}, {" 1": 1}, {"+1": 1},
-                       {"1_0": 1}, {"١": 1}, {"": 1}, {"1.0": 1}, {"0x1": 1}, [], 5,
+                       {"1_0": 1}, {"١": 1}, {"": 1}, {"1.0": 1}, {"0x1": 1}, [1], 5,
                        {str(i): 0 for i in range(1025)}],
         "logprobs": [1, "true"],
         "stream": ["yes", 1],
@@ -83,10 +83,10 @@ def bad_values() -> Iterator[Row]:
         "min_pixels": [0, -1, "x", 1 << 40], "max_pixels": [0, 1.5],
         "include_stage_times": ["yes"],
         "tools": ["x", {}, [1], [{}], [{"type": 5}], [FUNCTION] * 129, [FUNCTION] * 2,
-                  [function(name="")], [function(name="a\nb")], [function(parameters=[])],
+                  [function(name="")], [function(name="a\nb")], [function(parameters=[1])],
                   [function(parameters="x")], [function(strict=1)], [function(x=1)]],
         "parallel_tool_calls": [1, "x"], "reasoning_effort": [1, "x", []],
-        "chat_template_kwargs": [1, "x", []], "add_generation_prompt": [1],
+        "chat_template_kwargs": [1, "x", [1]], "add_generation_prompt": [1],
     }  # fmt: skip
     for field, values in wrong.items():
         for index, value in enumerate(values):
@@ -137,7 +137,7 @@ def tools() -> Iterator[Row]:
     for name, parameters, param in (
         ("deep", {"properties": deep}, "tools[0].function.parameters"),
         ("array", {"type": "array"}, "tools[0].function.parameters.type"),
-        ("odd type", {"type": ["object", 5]}, "tools[0].function.parameters.type"),
+        ("odd type", {"type": ["array", "null"]}, "tools[0].function.parameters.type"),
     ):
         request = body(tools=[function(parameters=parameters)], tool_choice="required")
         yield f"parameters {name}", request, 400, param
