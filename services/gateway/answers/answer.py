@@ -1,8 +1,8 @@
-"""How one request's answers are read: reasoning, then content, in which tool calls may stand.
+"""The parser of an answer: reasoning first, then content that may contain tool calls.
 
-`AnswerReader` makes the format of the model, the prompt's end and the request; each choice has a
-parser of it. Stop strings act on the content alone, so that they cut neither the reasoning nor a
-call.
+`AnswerReader` derives an `AnswerFormat` from the model, the end of the prompt and the request. Each
+choice has a parser of this format. Stop strings are matched in the content alone, so that they
+interrupt neither the reasoning nor a call.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from services.gateway.forms.parts import Call, Part, Reasoning, Text
 
 
 class Calls(Protocol):
-    """Tool calls of one choice: text in, parts out; see `tool_parsers.CallParser`."""
+    """The parser of one choice's tool calls; see `tool_parsers.CallParser`."""
 
     tag: ClassVar[str | None]
     head: ClassVar[str]
@@ -29,15 +29,15 @@ class Calls(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class AnswerFormat:
-    """How one request's answers are read.
+    """The format of the answers to one request.
 
     Attributes:
-        reasoning: where an answer begins; None: the model does not think.
-        calls: makes a choice's parser of tool calls; None: everything is text.
-        has_to_call: the answer has to hold a call.
-        include_reasoning: false: it is left out.
-        grammar: what the decoder holds the answer to; None: it is free.
-        grammar_param: the field that an error of the grammar names.
+        reasoning: the place where an answer begins. None if the model does not think.
+        calls: function that makes the parser of a choice's tool calls. None if there are no calls.
+        has_to_call: whether the answer has to contain a call.
+        include_reasoning: whether the response contains the reasoning.
+        grammar: the grammar that the decoder holds the answer to. None if the answer is free.
+        grammar_param: the request's field that an error of the grammar names.
     """
 
     reasoning: Start | None = None
@@ -53,7 +53,7 @@ class AnswerFormat:
         return self.reasoning in ("open", "optional")
 
     def parser(self) -> "AnswerParser | None":
-        """A parser for one choice; None: everything is text."""
+        """Returns a parser for one choice, or None if everything is text."""
         if self.calls is None and not self.thinks:
             return None
         calls = self.calls() if self.calls else None
@@ -64,37 +64,37 @@ class AnswerFormat:
 
 @dataclass(slots=True)
 class AnswerParser:
-    """One choice's text to parts.
+    """The parser of one choice's text.
 
     Attributes:
-        calls: parser of the content; None: it is text.
+        format: the format of the answer.
+        splitter: the splitter of reasoning and content.
+        calls: the parser of tool calls. None if the content is text.
     """
 
     format: AnswerFormat
     splitter: ReasoningSplitter
     calls: Calls | None
-    _in_call: bool = False  # within the reasoning
-    _has_begun: bool = False  # the call within the reasoning: its name is known
+    _in_call: bool = False  # a call within the reasoning is being read
+    _has_begun: bool = False  # the name of that call is known
 
     @property
     def thinking(self) -> bool:
-        """Whether the text up to now ends in the reasoning."""
+        """Whether the text so far ends within the reasoning."""
         return self.splitter.thinking and not self._in_call
 
     @property
     def in_head(self) -> bool:
-        """Whether the text up to now ends, within the reasoning, in what may be the head of a call
-        or of the closing tag.
-        """
+        """Whether the reasoning ends in text that may begin a tool call or the closing tag."""
         return not self._has_begun if self._in_call else self.splitter.in_head
 
     @property
     def done(self) -> bool:
-        """Whether the text that follows is of no use: all calls that are allowed are complete."""
+        """Whether all allowed calls are complete, so that no more text is needed."""
         return self.calls is not None and self.calls.done
 
     def feed(self, text: str) -> list[Part]:
-        """Takes more text; returns what is certain."""
+        """Takes more text, and returns the parts that are certain."""
         parts: list[Part] = []
         while text and not self.done:
             if self._in_call and self.calls is not None:
@@ -109,19 +109,19 @@ class AnswerParser:
         return parts
 
     def finish(self) -> list[Part]:
-        """What was held back, once no more text follows."""
+        """Returns the parts of all buffered text, once no more text follows."""
         if self.calls is None:
             return self._parse_calls(self.splitter.finish())
         if self._in_call:
             return self._thoughts(self.calls.finish())
         parts = self._parse_calls(self.splitter.finish())
-        held = self.calls.finish()
-        if self.format.has_to_call:  # what was to become a call and is cut off is no text
-            held = [part for part in held if not isinstance(part, Text)]
-        return parts + held
+        rest = self.calls.finish()
+        if self.format.has_to_call:  # the beginning of a call that was cut off is not text
+            rest = [part for part in rest if not isinstance(part, Text)]
+        return parts + rest
 
     def _thoughts(self, parts: list[Part]) -> list[Part]:
-        """Within the reasoning, what began like a call is reasoning."""
+        """Turns text that only began like a call within the reasoning into reasoning."""
         thoughts: list[Part] = [
             Reasoning(part.text) if isinstance(part, Text) else part for part in parts
         ]

@@ -1,6 +1,6 @@
-"""How the answers to a request are read: its format, from the request and the prompt's end.
+"""The answer reader derives the format of a request's answers from the request and its prompt.
 
-`ChatService` calls it once the prompt is rendered; nothing here knows how.
+`ChatService` calls it once the prompt is rendered.
 """
 
 from msgspec import UNSET
@@ -18,16 +18,19 @@ from services.gateway.forms.openai import ChatRequest
 from services.gateway.forms.tools import tool_characters
 from services.gateway.tokenizer.tokenizer import ModelTokenizer
 
-# Schemas and grammars up to this many characters are read in the event loop; longer in a thread.
+# Schemas and grammars up to this length are read in the event loop, and longer ones in a thread.
 _INLINE_CHARS = 8192
 
 
 class AnswerReader:
-    """Thread-safe.
+    """Reads the formats of answers. Thread-safe.
 
     Args:
-        threads: read what is long.
-        template: source of the chat template, which teaches a form of calls, and whether to think.
+        spec: the model's specification.
+        tokenizer: the model's tokenizer.
+        template: source of the chat template, which shows the form of tool calls, and whether the
+            model thinks.
+        threads: threads that read long schemas.
     """
 
     def __init__(
@@ -41,19 +44,21 @@ class AnswerReader:
         self._call_parser = next((p for p in parsers if p.marker in template), None)
 
     async def format_of(self, request: ChatRequest, tail: str | None) -> AnswerFormat:
-        """`read`, in a thread where it takes long."""
+        """Calls `read`, in a thread if the request has long schemas or grammars."""
         if _num_characters(request) <= _INLINE_CHARS:
             return self.read(request, tail)
         return await self._threads.run(self.read, request, tail)
 
     def read(self, request: ChatRequest, tail: str | None) -> AnswerFormat:
-        """The format of a request's answers.
+        """Returns the format of a request's answers.
 
         Args:
-            tail: the prompt after its last special token; None: it is no chat's.
+            request: the request.
+            tail: the prompt after its last special token. None if the prompt is not a chat's.
 
         Raises:
-            InvalidRequest: the request contradicts itself, or its answer cannot be held to it.
+            InvalidRequest: the request contradicts itself, or demands an answer that no grammar can
+                enforce.
         """
         start, calls = None, None
         if tail is not None:
@@ -71,16 +76,17 @@ class AnswerReader:
 
 
 def _num_characters(request: ChatRequest) -> int:
-    """Length of the schemas and grammars that the answer may be held to, nearly."""
-    size, given = 0, request.structured_outputs
+    """Returns the approximate length of the schemas and grammars of a request."""
+    size, structured = 0, request.structured_outputs
     if isinstance(request.response_format, JsonObjectFormat | JsonSchemaFormat):
         schema = request.response_format.schema
         size += 0 if schema is UNSET else len(schema)
-    if given is not None:
-        size += sum(map(len, (given.regex or "", given.grammar or "", *(given.choice or ()))))
-        size += 0 if given.json is UNSET else len(given.json)
+    if structured is not None:
+        texts = structured.regex or "", structured.grammar or "", *(structured.choice or ())
+        size += sum(map(len, texts))
+        size += 0 if structured.json is UNSET else len(structured.json)
     choice, tools = request.tool_choice, request.tools or ()
     is_held = size > 0 or choice not in (None, "none", "auto")
     if tools and (is_held or any(tool.function.strict for tool in tools)):
-        size += 4 * tool_characters(tools)  # a schema is punctuation, too
+        size += 4 * tool_characters(tools)  # the grammar of a schema is longer than its characters
     return size

@@ -1,8 +1,9 @@
-"""Token ids to text and parts: whole characters, and nothing of a stop string before it is decided.
+"""The detokenizer turns token ids into text and parts of an answer while they arrive.
 
-The cost per token does not grow with the text: bytes go through an incremental UTF-8 decoder, and
-only text that may still become a stop string is held back. `ChatService.answer` feeds one `Choice`
-per requested choice, which parses reasoning and tool calls where there may be any. Nothing here
+It hands out whole characters only, and no text that may still become a stop string. The cost per
+token does not grow with the text: bytes go through an incremental UTF-8 decoder, and only a text
+that may become a stop string is buffered. `ChatService.answer` feeds one `Choice` for each choice
+of a request. The choice also parses reasoning and tool calls where they may occur. Nothing here
 fails: bytes that are not UTF-8 become U+FFFD.
 """
 
@@ -21,44 +22,60 @@ _Utf8Decoder = codecs.getincrementaldecoder("utf-8")
 
 
 class StopMatcher:
-    """Finds the first stop string to be completed, however the text is split into pieces.
+    """Finds the stop string that is complete first, however the text is split into pieces.
+
+    Args:
+        stops: non-empty stop strings.
+        include_stop: whether the text keeps the stop string that ended it.
 
     Attributes:
-        stops: non-empty strings.
-        matched: the stop string that ended the text.
+        stops: the stop strings.
+        matched: the stop string that ended the text. None if no stop string is complete.
     """
 
     def __init__(self, stops: Sequence[str], include_stop: bool = False) -> None:
         self.stops = stops
         self.matched: str | None = None
         self._include_stop = include_stop
-        self._held: str = ""
+        self._buffer: str = ""  # text that may become a stop string
         self._prefixes = frozenset(stop[:n] for stop in stops for n in range(1, len(stop)))
         self._max_prefix = max(map(len, self._prefixes), default=0)
 
+    @property
+    def num_buffered(self) -> int:
+        """Number of characters that may become a stop string."""
+        return len(self._buffer)
+
     def feed(self, text: str, *, matching: bool = True) -> str:
-        """Takes more text and returns what is certain; sets `matched` when a stop completes, unless
-        that is not `matching` yet.
+        """Takes more text, and returns the text that belongs to the answer for certain.
+
+        Sets `matched` when a stop string is complete.
+
+        Args:
+            text: the next piece.
+            matching: whether stop strings may end the text yet.
         """
-        num_known = len(self._held)
-        text = self._held + text
+        num_known = len(self._buffer)
+        text = self._buffer + text
         if matching and (found := self._first_completed(text, num_known)):
             start, end = found
             self.matched = text[start:end]
-            self._held = ""
+            self._buffer = ""
             return text[: end if self._include_stop else start]
-        keep = self._num_held(text)
-        self._held = text[len(text) - keep :] if keep else ""
-        return text[: len(text) - keep]
+        size = self._num_uncertain(text)
+        self._buffer = text[len(text) - size :] if size else ""
+        return text[: len(text) - size]
 
     def flush(self) -> str:
-        """The text held back, once no more text follows."""
-        held, self._held = self._held, ""
-        return held
+        """Returns the buffered text, once no more text follows."""
+        text, self._buffer = self._buffer, ""
+        return text
 
     def _first_completed(self, text: str, num_known: int) -> tuple[int, int] | None:
-        """(start, end) of the match with the smallest end, of those that end behind the text that
-        is known already; of several, the longest.
+        """Returns (start, end) of the stop string that is complete first, or None.
+
+        Only matches that end behind the first `num_known` characters count. If several stop strings
+        end at the same place, the longest is returned.
         """
         best: tuple[int, int] | None = None
         for stop in self.stops:
@@ -68,8 +85,8 @@ class StopMatcher:
                 best = match if best is None else min(best, match)
         return (best[1], best[0]) if best else None
 
-    def _num_held(self, text: str) -> int:
-        """Length of the longest suffix of `text` that is a prefix of a stop string."""
+    def _num_uncertain(self, text: str) -> int:
+        """Returns the length of the longest suffix of `text` that begins a stop string."""
         for size in range(min(len(text), self._max_prefix), 0, -1):
             if text[-size:] in self._prefixes:
                 return size
@@ -77,16 +94,19 @@ class StopMatcher:
 
 
 class Choice:
-    """One of a response's choices: token events in, text updates out.
-
-    Attributes:
-        num_tokens: completion tokens so far.
-        num_reasoning_tokens: those of the reasoning, with its tags.
-        finish_reason: `stop`, `length` or `tool_calls` once the choice has ended.
+    """One choice of a response: takes token events, and returns updates of the answer.
 
     Args:
-        request: what it says of stops and of the answer's fields.
-        parser: of reasoning and calls; None: everything is text.
+        index: index of the choice in the response.
+        request: the request, with its stop strings and the wanted fields of the answer.
+        tokenizer: the model's tokenizer.
+        parser: the parser of reasoning and tool calls. None if the whole answer is text.
+
+    Attributes:
+        stops: the matcher of stop strings.
+        num_tokens: number of completion tokens so far.
+        num_reasoning_tokens: number of tokens of the reasoning so far, tags included.
+        finish_reason: `stop`, `length` or `tool_calls` once the choice has ended, else None.
     """
 
     def __init__(
@@ -97,9 +117,9 @@ class Choice:
         parser: AnswerParser | None,
     ) -> None:
         stops = [request.stop] if isinstance(request.stop, str) else request.stop
-        # The text keeps the stop string, or the token, that ended it.
+        # Whether the text keeps the stop string or the stop token that ended it.
         self._include_stop = bool(request.include_stop_str_in_output)
-        self._stops = StopMatcher(stops or (), self._include_stop)
+        self.stops = StopMatcher(stops or (), self._include_stop)
         self._index = index
         self._request = request
         self._tokenizer = tokenizer
@@ -114,14 +134,16 @@ class Choice:
 
     @property
     def thinking(self) -> bool:
+        """Whether the text so far ends within the reasoning."""
         return self._parser is not None and self._parser.thinking
 
     @property
     def in_head(self) -> bool:
+        """Whether the reasoning ends in text that may begin a tool call or the closing tag."""
         return self._parser is not None and self._parser.in_head
 
     def feed(self, event: TokenEvent) -> Update:
-        """Takes an event; no event may follow an update with a finish reason."""
+        """Takes an event, and returns the update. No event may follow a finish reason."""
         ids = event.token_ids
         # The text excludes the token that stopped the sequence, unless the request includes it.
         hidden = int(event.finish_reason == "stop" and not self._include_stop)
@@ -131,7 +153,7 @@ class Choice:
         stop_reason: str | int | None = None
         if self._is_cut:
             self.finish_reason = "stop"
-            stop_reason = self._stops.matched
+            stop_reason = self.stops.matched
             self.num_tokens += num_used
         else:
             self.num_tokens += len(ids)
@@ -139,9 +161,9 @@ class Choice:
                 self.finish_reason = event.finish_reason
                 parts += self._finish()
                 stop_ids = self._request.stop_token_ids or ()
-                if self._stops.matched is not None:
-                    # In what the parser had held back.
-                    self.finish_reason, stop_reason = "stop", self._stops.matched
+                if self.stops.matched is not None:
+                    # The stop string was in text that the parser had buffered.
+                    self.finish_reason, stop_reason = "stop", self.stops.matched
                 elif event.finish_reason == "stop" and ids and ids[-1] in stop_ids:
                     stop_reason = ids[-1]
         if self._parser is not None:
@@ -159,19 +181,19 @@ class Choice:
 
     @property
     def _is_cut(self) -> bool:
-        """Whether what follows is not of the choice: a stop string, or all calls, are complete."""
+        """Whether the choice has ended early: a stop string or all allowed calls are complete."""
         is_done = self._parser is not None and self._parser.done
-        return is_done or self._stops.matched is not None
+        return is_done or self.stops.matched is not None
 
     def _text(self, token_ids: Sequence[int]) -> str:
-        """What is now whole; a character whose last bytes never come is left out."""
+        """Decodes tokens, and returns the characters that are complete now."""
         token_bytes, skipped = self._tokenizer.token_bytes, self._skipped
         return self._utf8.decode(b"".join([token_bytes(t) for t in token_ids if t not in skipped]))
 
     def _read(self, token_ids: Sequence[int]) -> tuple[list[Part], int]:
-        """Parts of the tokens, and how many there are up to the one that ends the choice."""
+        """Returns the parts of the tokens, and the number of tokens up to the end of the choice."""
         parser, min_tokens = self._parser, self._request.min_tokens or 0
-        if parser is None and not self._stops.stops:
+        if parser is None and not self.stops.stops:
             text = self._text(token_ids)
             return [Text(text)] if text else [], len(token_ids)
         parts: list[Part] = []
@@ -189,31 +211,33 @@ class Choice:
         return parts, len(token_ids)
 
     def _finish(self) -> list[Part]:
+        """Returns the parts of all buffered text, once no more tokens follow."""
         parts = self._cut(self._parser.finish(), matching=True) if self._parser else []
-        if held := self._stops.flush():
-            parts.append(Text(held))
+        if rest := self.stops.flush():
+            parts.append(Text(rest))
         return parts
 
     def _cut(self, parts: list[Part], *, matching: bool) -> list[Part]:
-        """The parts, up to a stop string in the text."""
-        stops = self._stops
+        """Returns the parts up to a stop string in their text."""
+        stops = self.stops
         if not stops.stops:
             return parts
-        kept: list[Part] = []
+        certain: list[Part] = []
         for part in parts:
             if isinstance(part, Text):
                 text = stops.feed(part.text, matching=matching)
             else:
                 text = stops.flush()
             if text:
-                kept.append(Text(text))
+                certain.append(Text(text))
             if stops.matched is not None:
                 break
             if not isinstance(part, Text):
-                kept.append(part)
-        return kept
+                certain.append(part)
+        return certain
 
     def _entry(self, token_id: int, found: pb.TokenLogprobs) -> LogprobEntry:
+        """Returns the log-probabilities of one token in the API's form."""
         top = [
             TopLogprob(*self._token(top_id), max(logprob, MIN_LOGPROB))
             for top_id, logprob in zip(found.top_token_ids, found.top_logprobs, strict=True)
@@ -225,4 +249,5 @@ class Choice:
         return LogprobEntry(*own, logprob, top)
 
     def _token(self, token_id: int) -> tuple[str, list[int]]:
+        """Returns a token's text, or its name if the request wants names, and its bytes."""
         return token_name(self._tokenizer, token_id, bool(self._request.return_tokens_as_token_ids))

@@ -1,7 +1,8 @@
-"""Reasoning apart from content, for models that think between tags before they answer.
+"""The splitter of reasoning and content, for models that think between tags before they answer.
 
-`answer` feeds each choice's text through a splitter. Where an answer begins follows from the end
-of the prompt: some templates open the block themselves, some write an empty one to switch it off.
+`AnswerParser` feeds each choice's text through a splitter. The end of the prompt decides where an
+answer begins: some templates open the reasoning block themselves, and some write an empty block to
+switch reasoning off.
 """
 
 from collections.abc import Sequence
@@ -11,38 +12,41 @@ from services.gateway.forms.parts import Part, Reasoning, Text
 
 OPEN, CLOSE = "<think>", "</think>"
 
-# Where an answer begins: inside the block; outside, where the model may open it; after it.
+# The place where an answer begins: inside the reasoning block, before a block that the model may
+# open, or behind the block.
 Start = Literal["open", "optional", "closed"]
 
 
 def answer_start(tail: str) -> Start:
-    """Where the answer begins.
+    """Returns the place where the answer begins.
 
     Args:
-        tail: the prompt after its last special token: the beginning of the model's turn.
+        tail: the prompt after its last special token, which is the beginning of the model's turn.
     """
     opened, closed = tail.rfind(OPEN), tail.rfind(CLOSE)
     if opened < 0 and closed < 0:
-        # A turn that has begun with other text does not think any more.
+        # A turn that has begun with other text contains no reasoning.
         _, _, text = tail.partition("\n")
         return "closed" if text.strip() else "optional"
     return "open" if opened > closed else "closed"
 
 
 class ReasoningSplitter:
-    """`<think>…</think>` at the beginning of an answer, however the text is cut into pieces.
+    """Splits `<think>…</think>` from the rest of an answer, however the text is cut into pieces.
 
-    Line breaks beside the tags belong to neither part. Without a closing tag everything is
+    Line breaks beside the tags belong to neither part. Without a closing tag, the whole answer is
     reasoning.
 
-    Attributes:
-        thinking: the text up to now has not left the block.
-        call: a call that begins within the block, and all text behind it, which was not read:
-            some models call tools before they close the block.
-
     Args:
-        call_tag: what a call begins with; None: there are none.
-        call_head: what follows the tag, behind blanks; without it, the tag is only mentioned.
+        start: the place where the answer begins.
+        call_tag: the tag that a tool call begins with. None if there are no tool calls.
+        call_head: the text that follows the tag of a call, behind blanks. A tag without this text
+            is only mentioned, and begins no call.
+
+    Attributes:
+        thinking: whether the text so far ends inside the block.
+        call: a tool call that begins inside the block, with all text behind it, which the splitter
+            has not read. Some models call tools before they close the block.
     """
 
     def __init__(self, start: Start, call_tag: str | None = None, call_head: str = "") -> None:
@@ -51,14 +55,15 @@ class ReasoningSplitter:
         self.call: str = ""
         self.thinking = start == "open"
         self._undecided = start == "optional"
-        self._strip = start == "open"  # line breaks that come next
-        self._held: str = ""
-        # Text behind it that decides nothing, joined once: a model may write nothing else.
+        self._strip = start == "open"  # whether the next line breaks are left out
+        self._held: str = ""  # text that may begin a tag
+        # Pieces behind `_held` that decide nothing. They are joined once, because a model may write
+        # nothing else.
         self._idle: list[str] = []
-        self._idle_characters: str | None = ""  # None: white space
+        self._idle_characters: str | None = ""  # None stands for all white space
 
     def feed(self, text: str) -> list[Part]:
-        """Takes more text; returns what is certain."""
+        """Takes more text, and returns the parts that are certain."""
         if not (self.thinking or self._undecided or self._strip):
             return [Text(text)] if text else []
         if not text.strip(self._idle_characters):
@@ -71,7 +76,7 @@ class ReasoningSplitter:
         return parts
 
     def _deciding_nothing(self) -> str | None:
-        """Characters of which any number may follow what is held back; None: white space."""
+        """Returns characters that decide nothing behind the buffered text; None for white space."""
         if not self._held:
             return ""
         held = self._held.rstrip()
@@ -112,16 +117,19 @@ class ReasoningSplitter:
 
     @property
     def in_head(self) -> bool:
-        """Whether the reasoning ends in what may be the head of a call or of the closing tag."""
+        """Whether the reasoning ends in text that may begin a tool call or the closing tag."""
         return self.thinking and bool(self._held.strip("\n"))
 
     def take_call(self) -> str:
-        """The call that begins here, and what follows it; empty if none does."""
+        """Returns the call that begins here with all text behind it, or an empty string."""
         call, self.call = self.call, ""
         return call
 
     def _end(self, text: str) -> tuple[int, str]:
-        """Where the reasoning ends, and by which tag; none: where what is uncertain begins."""
+        """Returns the end of the reasoning and the tag that ends it.
+
+        Without a tag, returns the place where uncertain text begins and an empty string.
+        """
         start = 0
         while True:
             found = [(at, tag) for tag in self._tags if (at := text.find(tag, start)) >= 0]
@@ -136,7 +144,7 @@ class ReasoningSplitter:
             start = at + len(tag)
 
     def finish(self) -> list[Part]:
-        """The text held back, once no more follows."""
+        """Returns the buffered text, once no more text follows."""
         held, self._held = self._held + "".join(self._idle), ""
         self._idle.clear()
         if not held:
@@ -144,7 +152,7 @@ class ReasoningSplitter:
         return [Reasoning(held) if self.thinking else Text(held)]
 
     def _content(self, text: str) -> list[Part]:
-        """Content, of which the first line breaks are left out."""
+        """Returns the content without its first line breaks."""
         text = text.lstrip("\n")
         if not text:
             return []
@@ -153,7 +161,7 @@ class ReasoningSplitter:
 
 
 def certain(text: str, tags: Sequence[str]) -> int:
-    """Length of the text before what may begin one of the tags."""
+    """Returns the length of the text before a suffix that may begin one of the tags."""
     size = len(text)
     for tag in tags:
         at = text.find(tag[0], max(0, len(text) - len(tag) + 1))

@@ -152,4 +152,4 @@ def test_cost_does_not_grow_with_the_text(tokenizer):
     ids = tokenizer.encode_text("hello world ") * 5000
     for start in range(0, len(ids), 10):
         choice.feed(TokenEvent(0, ids[start : start + 10]))
-        assert len(choice._stops._held) < 2
+        assert choice.stops.num_buffered < 2
