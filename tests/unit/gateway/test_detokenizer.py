@@ -148,7 +148,7 @@ def test_a_stop_string_counts_from_where_it_ends(tokenizer, size, stop, min_toke
 
 def test_cost_does_not_grow_with_the_text(tokenizer):
     choice = choice_of(tokenizer, stop=["\n\n"])
-    assert choice._stops is not None
+    assert choice.stops.stops
     ids = tokenizer.encode_text("hello world ") * 5000
     for start in range(0, len(ids), 10):
         choice.feed(TokenEvent(0, ids[start : start + 10]))
