@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -13,11 +12,12 @@ from services.common.pb import decoder_pb2 as pb
 from services.common.tenancy.tenant_room import TenantRoom
 from services.common.transport.rpc import create_channel, create_server
 from services.decoder.engine.messages import ImageSpan
-from services.decoder.front.front import DecoderFront, max_live
+from services.decoder.front.front import DecoderFront, max_sequences
+from services.decoder.front.outbox import MAX_QUEUED_BYTES
 from services.decoder.front.service import DecoderServicer
 from services.decoder.images.embedding_fetch import EncoderFetcher
 from services.decoder.images.embeddings import EmbeddingSource
-from services.decoder.masks.demands import read_demands
+from services.decoder.input_listener import InputListener
 from services.decoder.masks.messages import MaskSettings
 from services.decoder.masks.processes import MaskProcesses
 from services.decoder.masks.rows import SPARE_ROWS
@@ -32,12 +32,15 @@ from tests.tiny_tokenizer import added_ids
 KEYS = [bytes([n]) * 32 for n in range(1, 9)]
 
 
-class NoMasks:
-    """Of a decoder whose sequences have none."""
+class NoMasks(MaskProcesses):
+    """Mask processes of a decoder whose sequences have no token masks. None is started."""
 
-    read_demands = partial(read_demands, ())
+    end_ids = ()
 
-    def __init__(self, failed: object) -> None:
+    def __init__(self) -> None:
+        pass
+
+    def start(self, listener: InputListener) -> None:
         pass
 
     def tokens_arrived(self, tokens: object) -> None:
@@ -62,6 +65,7 @@ class Decoder:
         num_processes: int = 1,
         max_work_s: float = 5.0,
         grammar_bytes: int = 1 << 30,
+        max_queued_bytes: int = MAX_QUEUED_BYTES,
         **info: int,
     ) -> None:
         self.runner = FakeRunner(runner_info(**info))
@@ -72,21 +76,29 @@ class Decoder:
         self.source = EmbeddingSource(
             self.arena, EncoderFetcher(), None, metrics, standstill_s=timeout_s
         )
-        masks = NoMasks
+        masks = NoMasks()
         if model_directory is not None:
             vocab_size = self.engine.ready.vocab_size
             settings = MaskSettings(
                 directory=str(model_directory), vocab_size=vocab_size,
                 end_ids=(added_ids()["<|im_end|>"],),
-                num_rows=max_live(self.engine.ready) + SPARE_ROWS, max_work_s=max_work_s,
+                num_rows=max_sequences(self.engine.ready) + SPARE_ROWS, max_work_s=max_work_s,
                 grammar_bytes=grammar_bytes,
             )  # fmt: skip
-            masks = partial(
-                MaskProcesses, settings, self.engine.link, self.engine, metrics, count=num_processes
+            masks = MaskProcesses(
+                settings, self.engine.link, self.engine, metrics, count=num_processes
             )
-        room = TenantRoom(max_live(self.engine.ready))
-        self.front = DecoderFront(self.engine.ready, self.engine, self.source, masks, metrics, room)
-        self.masks: MaskProcesses = self.front._masks  # type: ignore[assignment]
+        room = TenantRoom(max_sequences(self.engine.ready))
+        self.front = DecoderFront(
+            self.engine.ready,
+            self.engine,
+            self.source,
+            masks,
+            metrics,
+            room,
+            max_queued_bytes=max_queued_bytes,
+        )
+        self.masks = masks
         self.encoder = FakeFetchServicer()
         self.encoder_address = ""
         self._exit = contextlib.AsyncExitStack()
@@ -97,16 +109,16 @@ class Decoder:
         DecoderServicer(self.front).register(self._server)
         port = self._server.add_insecure_port("127.0.0.1:0")
         await self._server.start()
-        self._run = asyncio.create_task(self.front.run())
+        self.running = asyncio.create_task(self.front.run())
         self.address = f"127.0.0.1:{port}"
-        self._channel = create_channel(self.address)
-        self.stub = DecoderStub(self._channel)
+        self.channel = create_channel(self.address)
+        self.stub = DecoderStub(self.channel)
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        self._run.cancel()
-        await asyncio.gather(self._run, return_exceptions=True)
-        await self._channel.close()
+        self.running.cancel()
+        await asyncio.gather(self.running, return_exceptions=True)
+        await self.channel.close()
         await self._server.stop(None)
         await self.front.close()
         self.engine.close()
@@ -117,8 +129,8 @@ class Decoder:
 
     def is_idle(self) -> bool:
         stats = self.engine.engine.stats()
-        unreferenced = all(e.references == 0 for e in self.arena._entries.values())
-        return not self.front._live and stats.num_free_blocks == stats.num_blocks and unreferenced
+        unreferenced = all(entry.references == 0 for entry in self.arena.entries)
+        return not self.front.is_busy and stats.num_free_blocks == stats.num_blocks and unreferenced
 
 
 class Gateway:

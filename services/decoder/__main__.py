@@ -6,7 +6,6 @@ place where the front's objects are created and closed. The engine is a process 
 
 import logging
 import sys
-from functools import partial
 from typing import Self
 
 from prometheus_client import CollectorRegistry
@@ -29,7 +28,7 @@ from services.common.security.credentials import Credentials
 from services.common.tenancy.tenant_room import TenantRoom
 from services.common.transport.rpc import Server
 from services.decoder.engine.messages import EngineInfo, EngineMessage, Shutdown
-from services.decoder.front.front import DecoderFront, max_live
+from services.decoder.front.front import DecoderFront, max_sequences
 from services.decoder.front.service import DecoderServicer
 from services.decoder.images.embedding_fetch import EncoderFetcher
 from services.decoder.images.embeddings import EmbeddingSource
@@ -101,12 +100,13 @@ class DecoderFrontProcess(FrontProcess[DecoderSettings]):
             directory=str(settings.model),
             vocab_size=ready.vocab_size,
             end_ids=read_spec(settings.model).eos_token_ids,
-            num_rows=max_live(ready) + SPARE_ROWS,
+            num_rows=max_sequences(ready) + SPARE_ROWS,
             log_level=settings.log_level,
         )
         channel: FrontChannel[EngineMessage] = engine.channel
-        masks = partial(MaskProcesses, mask_settings, engine.links[0], channel, metrics)
-        front = DecoderFront(ready, channel, source, masks, metrics, TenantRoom(max_live(ready)))
+        masks = MaskProcesses(mask_settings, engine.links[0], channel, metrics)
+        room = TenantRoom(max_sequences(ready))
+        front = DecoderFront(ready, channel, source, masks, metrics, room)
         return cls(registry, DecoderServicer(front, fingerprint), front, cache)
 
     @property

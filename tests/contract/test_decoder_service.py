@@ -104,7 +104,7 @@ async def test_a_step_is_one_message_for_all_sequences():
         decoder.engine.running.clear()
         for number in range(8):
             await gateway.submit(submit_of(number, prompt_of(number, 4), max_tokens=20))
-        await until(lambda: len(decoder.front._live) == 8)
+        await until(lambda: decoder.front.num_sequences == 8)
         decoder.engine.running.set()
         for number in range(8):
             await gateway.end(number)
@@ -251,8 +251,8 @@ async def test_a_broken_stream_takes_its_sequences_with_it_and_no_others():
                 images = (image_of(decoder, 1),) if number % 2 else ()
                 await gateway.submit(submit_of(number, prompt_of(number), *images, max_tokens=200))
             await survivor.submit(submit_of(1, prompt_of(9)))
-            await until(lambda: len(decoder.front._live) == 5 and decoder.encoder.num_calls == 1)
-        await until(lambda: len(decoder.front._streams) == 1)
+            await until(lambda: decoder.front.num_sequences == 5 and decoder.encoder.num_calls == 1)
+        await until(lambda: decoder.front.num_streams == 1)
         decoder.engine.running.set()
         assert isinstance(await survivor.end(1), pb.Finished)
         await until(decoder.is_idle)
@@ -271,7 +271,7 @@ async def test_a_command_that_cannot_be_read_ends_its_stream_and_no_other():
     """Nothing behind it would ever be answered."""
     async with Decoder() as decoder, Gateway(decoder) as other:
         decoder.engine.running.clear()
-        call = decoder._channel.stream_stream("/triptych.v1.Decoder/Generate")()
+        call = decoder.channel.stream_stream("/triptych.v1.Decoder/Generate")()
         submit = pb.GenerateCommand(submit=submit_of(1, prompt_of(1)))
         await call.write(submit.SerializeToString())
         await call.write(b"\xff")
@@ -326,13 +326,13 @@ async def test_a_part_of_the_places_is_for_tenants_with_less_than_their_share():
             assert isinstance(await gateway.end(number), pb.Finished)
 
 
-async def test_a_gateway_that_does_not_read_is_bounded_and_then_cut(monkeypatch):
-    monkeypatch.setattr("services.decoder.front.outbox.MAX_WEIGHT", 20_000)
-    async with Decoder(max_model_len=4096, num_blocks=4096) as decoder, Gateway(decoder) as other:
+async def test_a_gateway_that_does_not_read_is_bounded_and_then_cut():
+    small = Decoder(max_queued_bytes=20_000, max_model_len=4096, num_blocks=4096)
+    async with small as decoder, Gateway(decoder) as other:
         stream = decoder.front.open_stream()  # no writer takes from its outbox
         for number in range(4):
             decoder.front.submit(stream, submit_of(number, prompt_of(number, 4), max_tokens=4000))
-        await until(lambda: not stream.live)
+        await until(lambda: not stream.sequences)
         await until(decoder.is_idle)
         message = await stream.outbox.take()
         assert [e.failed.code for e in message.events] == ["cancelled"] * 4
@@ -361,7 +361,7 @@ async def test_draining_ends_what_takes_too_long():
     async with Decoder() as decoder, Gateway(decoder) as gateway:
         decoder.engine.running.clear()
         await gateway.submit(submit_of(1, prompt_of(1)))
-        await until(lambda: decoder.front._live)
+        await until(lambda: decoder.front.is_busy)
         await decoder.front.drain(0.01)
         await gateway.closed()
         assert gateway.ends[1].code == "unavailable"
@@ -389,14 +389,14 @@ async def test_a_dead_engine_fails_all_sequences():
         decoder.encoder.gate.clear()
         for number in range(3):
             await gateway.submit(submit_of(number, prompt_of(number), image_of(decoder, 1)))
-        await until(lambda: len(decoder.front._live) == 3)
+        await until(lambda: decoder.front.num_sequences == 3)
         decoder.engine.die()
         decoder.engine.running.set()
         for number in range(3):
             assert (await gateway.end(number)).code == "engine_lost"
         with pytest.raises(ChannelClosed):
-            await decoder._run
-        assert not decoder.front._live
+            await decoder.running
+        assert not decoder.front.is_busy
         await gateway.submit(submit_of(9, prompt_of(9)))
         assert (await gateway.end(9)).code == "overloaded"
 
@@ -533,7 +533,7 @@ async def test_nothing_is_left_after_a_storm():
                 await gateway.until(lambda g=gateway: len(g.ends) >= 10)
         await until(decoder.is_idle)
         # What was cancelled ends a few turns of the loop later.
-        await until(lambda: not decoder.front._streams)
+        await until(lambda: not decoder.front.num_streams)
         tasks = decoder.front._images._tasks
         await until(lambda: all(task.done() for task in tasks))
         assert not decoder.source._filling and not decoder.arena.has_claims

@@ -1,7 +1,7 @@
-"""The decoder's front: sequences of all gateways on their way into the engine and out of it.
+"""The decoder's front, which takes sequences of all gateways to the engine and their tokens back.
 
-It assigns the engine's ids, obtains images, enforces deadlines, and ends each submitted sequence in
-exactly one event, whatever breaks.
+The front numbers the sequences for the engine, obtains their images, and enforces deadlines. Each
+submitted sequence ends in exactly one event, whichever part of the decoder fails.
 """
 
 import asyncio
@@ -9,10 +9,9 @@ import itertools
 import logging
 import time
 from array import array
-from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from services.common.errors import (
     Cancelled,
@@ -28,6 +27,7 @@ from services.common.pb import decoder_pb2 as pb
 from services.common.process.channel import ChannelClosed, FrontChannel
 from services.common.spans import Span, record_span, start_span
 from services.common.telemetry import bound_request_id
+from services.common.tenancy.tenant_room import TenantRoom
 from services.common.transport.rpc import MAX_REQUEST_ID_CHARS
 from services.decoder.engine.messages import (
     AbortSequence,
@@ -41,67 +41,55 @@ from services.decoder.engine.messages import (
     StartOfSequence,
     StepDone,
 )
-from services.decoder.front.departure import Departure
-from services.decoder.front.outbox import Outbox
-from services.decoder.front.submission import INT_BYTES, Demands, ReadDemands, read_submit
+from services.decoder.front.drain import Drain
+from services.decoder.front.outbox import MAX_QUEUED_BYTES, Outbox
+from services.decoder.front.submission import read_submit
+from services.decoder.front.token_ids import INT_BYTES
 from services.decoder.images.embedding_fetch import EncoderFailed
 from services.decoder.images.embeddings import EmbeddingSource, ImageRequest, SequenceImages
+from services.decoder.input_listener import InputListener
+from services.decoder.masks.processes import MaskProcesses
 from services.decoder.metrics import DecoderMetrics
 
 log = logging.getLogger(__name__)
 
-# Sequences accepted beyond those that can run at once, as a multiple of these.
+# Number of sequences that may wait, as a multiple of the number that can run at once.
 QUEUE_FACTOR = 3
-# A CPU runs fewer at once by default, and accepts as many as a GPU.
+# A CPU runs fewer sequences at once than a GPU by default, and accepts as many as a GPU.
 _LEAST_ROWS_ON_CPU = 256
 _REASONS = {"stop": pb.Finished.REASON_STOP, "length": pb.Finished.REASON_LENGTH}
 
 
-class Room(Protocol):
-    """`TenantRoom`, as far as it is used here: how many sequences there are, of which tenants."""
-
-    def has_room(self, tenant: str, amount: int) -> bool: ...
-
-    def take(self, tenant: str, amount: int) -> None: ...
-
-    def give_back(self, tenant: str, amount: int) -> None: ...
-
-
-class Masks(Protocol):
-    """The part of `masks.processes.MaskProcesses` that the front uses."""
-
-    @property
-    def read_demands(self) -> ReadDemands: ...
-
-    def add(self, number: int, demands: Demands, generated: list[int], tenant: str) -> None: ...
-
-    def tokens_arrived(self, tokens: Iterable[tuple[int, list[int]]]) -> None: ...
-
-    def remove(self, number: int) -> None: ...
-
-    async def close(self) -> None: ...
-
-
 @dataclass(slots=True, eq=False)
 class Stream:
-    """One gateway's stream: its outbox, and its sequences without a last event so far."""
+    """The stream of one gateway.
 
-    outbox: Outbox = field(default_factory=Outbox)
-    live: "dict[int, _Live]" = field(default_factory=dict[int, "_Live"])
+    Attributes:
+        outbox: events for the gateway.
+        sequences: sequences whose last event is not in the outbox yet, by the gateway's id.
+        half_closed: True once the gateway submits no more sequences.
+    """
+
+    outbox: Outbox
+    sequences: "dict[int, _Sequence]" = field(default_factory=dict[int, "_Sequence"])
     half_closed: bool = False
 
 
 @dataclass(slots=True, eq=False)
-class _Live:
-    """A sequence, from its submission to the engine's last event of it.
+class _Sequence:
+    """A sequence, from its submission to the engine's last event about it.
 
     Attributes:
-        number: the engine's id of it.
-        sequence_id: the gateway's, unique within the stream.
-        submitted_at: as `time.time()`.
-        first_token_at: as `time.time()`; 0: no token yet.
-        num_generated, max_generated: tokens of this decoder, so far and at most.
-        reported: its last event is in the outbox.
+        number: the engine's number of the sequence.
+        sequence_id: the gateway's id of the sequence, unique within the stream.
+        stream: stream of the gateway that submitted the sequence.
+        submitted_at: time of the submission, as `time.time()`.
+        first_token_at: time of the first token, as `time.time()`. 0 before the first token.
+        num_generated: number of tokens that this decoder has generated.
+        max_generated: largest number of tokens that this decoder may generate.
+        deadline: timer that ends the sequence. None if the request has no time limit.
+        reported: True once the last event is in the outbox.
+        tenant: tenant of the request. Empty if the request has no key.
     """
 
     number: int
@@ -118,14 +106,18 @@ class _Live:
     tenant: str = ""
 
 
-class DecoderFront:
-    """Owner of all sequences in the front process. Made and used in one event loop.
+class DecoderFront(InputListener):
+    """Owner of all sequences in the front process. It is created and used in one event loop.
 
     Args:
-        engine: the engine's ready message.
-        masks: makes the owner of token masks, closed with the front, given what it calls with a
-            sequence's number when it cannot go on.
-        room: for as many sequences as `max_live` says.
+        engine: description of the engine, from its ready message.
+        channel: connection to the engine.
+        source: source of the images' embeddings. The front closes it.
+        masks: processes that fill token masks. The front starts and closes them.
+        metrics: metrics of the decoder.
+        room: counter of each tenant's sequences, limited to `max_sequences`.
+        max_queued_bytes: estimated size of a stream's unread events at which its sequences are
+            aborted.
     """
 
     def __init__(
@@ -133,95 +125,114 @@ class DecoderFront:
         engine: EngineInfo,
         channel: FrontChannel[EngineMessage],
         source: EmbeddingSource,
-        masks: Callable[[Callable[[int, TriptychError], None]], Masks],
+        masks: MaskProcesses,
         metrics: DecoderMetrics,
-        room: Room,
+        room: TenantRoom,
+        *,
+        max_queued_bytes: int = MAX_QUEUED_BYTES,
     ) -> None:
         self.engine = engine
         self._channel = channel
-        self._images = SequenceImages(source, channel, self._input_failed)
+        self._images = SequenceImages(source, channel, self)
         self._metrics = metrics
         self._room = room
-        self._masks = masks(self._input_failed)
+        self._max_queued_bytes = max_queued_bytes
+        self._masks = masks
         self._numbers = itertools.count(1)
-        self._live: dict[int, _Live] = {}
+        self._sequences: dict[int, _Sequence] = {}
         self._streams: set[Stream] = set()
-        self._refusal = ""  # why submissions fail as overloaded from now on
+        self._refusal = ""  # reason for refusing all submissions; empty while they are accepted
         self._empty = asyncio.Event()
         self._empty.set()
         metrics.num_rows = engine.max_num_sequences
         metrics.engine_step(EngineStats(0, 0, engine.num_blocks, engine.num_blocks, 0, 0, 0, 0), 0)
         metrics.cache_bytes.set_function(lambda: source.arena.used_bytes)
+        masks.start(self)
+
+    @property
+    def num_sequences(self) -> int:
+        """Number of sequences that the engine has not ended yet."""
+        return len(self._sequences)
+
+    @property
+    def num_streams(self) -> int:
+        """Number of streams of connected gateways."""
+        return len(self._streams)
 
     def stats(self) -> EngineStats | None:
+        """Returns the engine's last report. None if the last report is too old."""
         return self._metrics.stats()
 
     # Streams.
 
     def open_stream(self) -> Stream:
-        stream = Stream()
+        """Opens a stream for a gateway."""
+        stream = Stream(Outbox(self._max_queued_bytes))
         self._streams.add(stream)
         return stream
 
     def half_close(self, stream: Stream) -> None:
-        """The gateway will submit no more; the stream ends with its last sequence."""
+        """Ends the submissions of a stream. The stream closes with its last sequence."""
         stream.half_closed = True
-        if not stream.live:
+        if not stream.sequences:
             stream.outbox.close()
 
     def close_stream(self, stream: Stream) -> None:
-        """The gateway has disconnected: its sequences are cancelled."""
+        """Cancels all sequences of a gateway that has disconnected, and closes its stream."""
         self._streams.discard(stream)
-        for live in list(stream.live.values()):
-            self._fail(live, Cancelled("the gateway has disconnected"))
+        for sequence in list(stream.sequences.values()):
+            self._fail(sequence, Cancelled("the gateway has disconnected"))
         stream.outbox.close()
 
     def submit(self, stream: Stream, submit: pb.Submit) -> None:
-        """Starts a sequence. Whatever is wrong with it is an event, never an exception."""
+        """Starts a sequence. Errors are not raised: they end the sequence with an event."""
         request_id = submit.request_id[:MAX_REQUEST_ID_CHARS]
         span = start_span("sequence", submit.traceparent, request_id=request_id)
         with bound_request_id(request_id), span.as_current():
-            live = _Live(
+            sequence = _Sequence(
                 next(self._numbers), submit.sequence_id, stream, request_id, span, time.time()
             )
-            self._submit(live, submit)
+            self._submit(sequence, submit)
         stream.outbox.flush()
 
-    def _submit(self, live: _Live, submit: pb.Submit) -> None:
-        stream = live.stream
-        # An id in use: events could not be told apart. Both sequences end, in one event.
-        if (namesake := stream.live.pop(submit.sequence_id, None)) is not None:
-            self._abort(namesake)
-            namesake.span.end()
-        stream.live[live.sequence_id] = live
+    def _submit(self, sequence: _Sequence, submit: pb.Submit) -> None:
+        stream = sequence.stream
+        # Events of two sequences with one id could not be told apart, so both end, in one event.
+        if (duplicate := stream.sequences.pop(submit.sequence_id, None)) is not None:
+            self._abort(duplicate)
+            duplicate.span.end()
+        stream.sequences[sequence.sequence_id] = sequence
         try:
-            if namesake is not None:
+            if duplicate is not None:
                 raise InvalidRequest(f"sequence_id {submit.sequence_id} is in use")
             if self._refusal:
                 raise Overloaded(self._refusal)
             if not self._room.has_room(submit.tenant, 1):
-                raise Overloaded(f"{len(self._live)} sequences run or wait here already")
-            message, images, demands = read_submit(
-                submit, live.number, self.engine, self._masks.read_demands
+                raise Overloaded(
+                    f"{len(self._sequences)} sequences already run or wait on this decoder"
+                )
+            message, images, constraints = read_submit(
+                submit, sequence.number, self.engine, self._masks.end_ids
             )
         except TriptychError as error:
-            self._report(live, _failed(error), error.code)
+            self._report(sequence, _failed(error), error.code)
         except Exception:
-            log.exception("a submission failed")
-            self._report(live, _failed(InternalError("the submission failed")), "internal_error")
+            log.exception("the decoder failed to read a submission")
+            error = InternalError("the decoder failed to read the submission")
+            self._report(sequence, _failed(error), error.code)
         else:
-            self._start(live, message, images, submit.timeout_s)
-            if demands is not None:
+            self._start(sequence, message, images, submit.timeout_s)
+            if constraints is not None:
                 generated = array("i", message.generated_token_ids).tolist()
-                self._masks.add(live.number, demands, generated, submit.tenant)
+                self._masks.add(sequence.number, constraints, generated, submit.tenant)
 
     def cancel(self, stream: Stream, sequence_id: int) -> None:
-        """Ends a sequence, unless it has ended already."""
-        if (live := stream.live.get(sequence_id)) is not None:
-            self._fail(live, Cancelled("cancelled by the gateway"))
+        """Cancels a sequence. Does nothing if the sequence has ended already."""
+        if (sequence := stream.sequences.get(sequence_id)) is not None:
+            self._fail(sequence, Cancelled("cancelled by the gateway"))
 
     def reset_prefix_cache(self) -> None:
-        """Sequences that are submitted from now on find nothing of others."""
+        """Empties the prefix cache for all sequences that are submitted from now on."""
         self._channel.send(ResetPrefixCache())
 
     # Life of the process.
@@ -230,7 +241,7 @@ class DecoderFront:
         """Forwards the engine's events to the gateways.
 
         Raises:
-            ChannelClosed: the engine process has ended; all sequences have failed.
+            ChannelClosed: the engine process has ended. All sequences have been reported as failed.
         """
         try:
             while True:
@@ -245,54 +256,63 @@ class DecoderFront:
         except ChannelClosed:
             self._refusal = "the decoder's engine process has ended"
             self._fail_all(EngineLost("the decoder's engine process has ended"))
-            for live in list(self._live.values()):
-                self._remove(live)
+            for sequence in list(self._sequences.values()):
+                self._remove(sequence)
             raise
 
     @property
     def is_busy(self) -> bool:
-        return bool(self._live)
+        """Returns whether any sequence has not ended."""
+        return bool(self._sequences)
 
     async def drain(self, grace_s: float) -> None:
-        """Refuses new sequences, waits for the running ones, offers those that may take longer than
-        `grace_s` to other decoders, fails what is left then, and closes all streams behind their
-        last events.
+        """Refuses new sequences and waits until the running sequences have ended.
+
+        Sequences that may take longer than the grace period are handed over to other decoders.
+        Sequences that are left at its end fail. All streams close after their last events.
+
+        Args:
+            grace_s: length of the grace period, in seconds.
         """
         self._refusal = "the decoder is shutting down"
-        departure = Departure(time.monotonic(), grace_s)
-        while self._live and (now := time.monotonic()) < departure.ends_at:
-            for number in departure.due(now, self._seconds_left()):
-                self._offer(self._live[number])
+        drain = Drain(time.monotonic(), grace_s)
+        while self._sequences and (now := time.monotonic()) < drain.ends_at:
+            for number in drain.due(now, self._seconds_left()):
+                self._hand_over(self._sequences[number])
             with suppress(TimeoutError):
-                async with asyncio.timeout(min(departure.period_s, departure.ends_at - now)):
+                async with asyncio.timeout(min(drain.period_s, drain.ends_at - now)):
                     await self._empty.wait()
         self._fail_all(Unavailable("the decoder is shutting down"))
         for stream in self._streams:
             stream.outbox.close()
 
     def _seconds_left(self) -> dict[int, float]:
-        """What each sequence may still take. One without a second token is taken to be as fast as
-        the others are on average.
+        """Returns the estimated time that each sequence still needs, by its number. A sequence
+        without a second token is assumed to be as fast as the other sequences on average.
         """
         now = time.time()
         paces = {
-            number: (now - live.first_token_at) / (live.num_generated - 1)
-            for number, live in self._live.items()
-            if live.num_generated > 1
+            number: (now - sequence.first_token_at) / (sequence.num_generated - 1)
+            for number, sequence in self._sequences.items()
+            if sequence.num_generated > 1
         }
         mean = sum(paces.values()) / max(1, len(paces))
         return {
-            number: (live.max_generated - live.num_generated) * paces.get(number, mean)
-            for number, live in self._live.items()
+            number: (sequence.max_generated - sequence.num_generated) * paces.get(number, mean)
+            for number, sequence in self._sequences.items()
         }
 
-    def _offer(self, live: _Live) -> None:
-        if not live.reported:
-            log.info("a sequence may outlast this decoder", extra=_fields(live))
-            live.stream.outbox.add_leaving(live.sequence_id)
-            live.stream.outbox.flush()
+    def _hand_over(self, sequence: _Sequence) -> None:
+        if not sequence.reported:
+            log.info(
+                "a sequence may outlast the drain and is handed over to another decoder",
+                extra=_fields(sequence),
+            )
+            sequence.stream.outbox.add_hand_over(sequence.sequence_id)
+            sequence.stream.outbox.flush()
 
     async def close(self) -> None:
+        """Ends all fetches of images and all processes that fill token masks."""
         await self._images.close()
         await self._masks.close()
 
@@ -307,28 +327,30 @@ class DecoderFront:
         num_generated = 0
         touched: set[Stream] = set()
         for event in done.events:
-            live = self._live.get(event.sequence_id)
-            if live is None:
+            sequence = self._sequences.get(event.sequence_id)
+            if sequence is None:
                 continue
             token_ids = event.token_ids
             num_generated += len(token_ids)
-            live.num_generated += len(token_ids)
-            if not live.reported:
-                stream = live.stream
+            sequence.num_generated += len(token_ids)
+            if not sequence.reported:
+                stream = sequence.stream
                 touched.add(stream)
                 if len(token_ids) == 1 and not (
                     event.logprobs or event.end or event.start or event.prompt_logprobs
                 ):
-                    stream.outbox.add_token(live.sequence_id, token_ids[0])
+                    stream.outbox.add_token(sequence.sequence_id, token_ids[0])
                     continue
                 if event.prompt_logprobs is not None:
-                    stream.outbox.add_prompt_logprobs(live.sequence_id, event.prompt_logprobs)
+                    stream.outbox.add_prompt_logprobs(sequence.sequence_id, event.prompt_logprobs)
                 if token_ids:
-                    stream.outbox.add_tokens(live.sequence_id, token_ids, event.logprobs)
+                    stream.outbox.add_tokens(sequence.sequence_id, token_ids, event.logprobs)
                     if event.start is not None:
-                        stream.outbox.add_start(live.sequence_id, self._started(live, event.start))
+                        stream.outbox.add_start(
+                            sequence.sequence_id, self._started(sequence, event.start)
+                        )
             if event.end is not None:
-                self._ended(live, event.end)
+                self._ended(sequence, event.end)
         for images in done.images_read:
             self._images.release_read(images)
         for images in done.images_wanted:
@@ -339,34 +361,36 @@ class DecoderFront:
                 self._drop_slow_reader(stream)
             stream.outbox.flush()
 
-    def _ended(self, live: _Live, end: EndOfSequence) -> None:
-        if not live.reported:
+    def _ended(self, sequence: _Sequence, end: EndOfSequence) -> None:
+        if not sequence.reported:
             if end.reason in _REASONS:
                 finished = pb.Finished(
                     reason=_REASONS[end.reason], num_preemptions=end.num_preemptions
                 )
-                self._report(live, finished, end.reason)
+                self._report(sequence, finished, end.reason)
             elif end.reason == "refused":
                 refusal = InvalidRequest(end.message)
-                self._report(live, _failed(refusal), refusal.code)
+                self._report(sequence, _failed(refusal), refusal.code)
             else:
-                # The front's own aborts are reported already, so this is the engine's failure.
+                # Sequences that the front aborted are reported already, so the engine has failed.
                 error = InternalError(end.message or "the engine aborted the sequence")
-                log.error("a sequence failed: %s", end.message, extra=_fields(live))
-                self._report(live, _failed(error), error.code)
-        self._remove(live)
+                log.error(
+                    "a sequence failed in the engine: %s", end.message, extra=_fields(sequence)
+                )
+                self._report(sequence, _failed(error), error.code)
+        self._remove(sequence)
 
-    def _started(self, live: _Live, start: StartOfSequence) -> pb.Started:
-        """Records the times up to the first token."""
+    def _started(self, sequence: _Sequence, start: StartOfSequence) -> pb.Started:
+        """Records the times up to the first token, and returns them for the gateway."""
         metrics, prefill_s = self._metrics, start.first_token_s - start.first_scheduled_s
         metrics.queue.observe(start.first_scheduled_s)
         metrics.ttft.observe(start.first_token_s)
         metrics.prefill.observe(prefill_s)
-        transfer_s = self._images.transfer_s(live.number)
+        transfer_s = self._images.transfer_s(sequence.number)
         if transfer_s:
             metrics.transfer.observe(transfer_s)
-        live.first_token_at = live.submitted_at + start.first_token_s
-        parent, submitted_at = live.span.traceparent, live.submitted_at
+        sequence.first_token_at = sequence.submitted_at + start.first_token_s
+        parent, submitted_at = sequence.span.traceparent, sequence.submitted_at
         if parent:
             record_span("queue", parent, submitted_at, start.first_scheduled_s)
             if transfer_s:
@@ -379,92 +403,101 @@ class DecoderFront:
             prefill_s=prefill_s,
         )
 
-    def _fail(self, live: _Live, error: TriptychError) -> None:
-        """Reports a sequence as failed and has the engine end it."""
-        if live.reported:
+    def _fail(self, sequence: _Sequence, error: TriptychError) -> None:
+        """Reports a sequence as failed, and tells the engine to end it."""
+        if sequence.reported:
             return
-        self._report(live, _failed(error), error.code)
-        live.stream.outbox.flush()
-        self._abort(live)
+        self._report(sequence, _failed(error), error.code)
+        sequence.stream.outbox.flush()
+        self._abort(sequence)
 
     def _fail_all(self, error: TriptychError) -> None:
-        for live in list(self._live.values()):
-            self._fail(live, error)
+        for sequence in list(self._sequences.values()):
+            self._fail(sequence, error)
 
     def _drop_slow_reader(self, stream: Stream) -> None:
-        log.warning("a gateway reads too slowly; aborting its %d sequences", len(stream.live))
+        log.warning(
+            "a gateway reads too slowly, so its %d sequences are aborted", len(stream.sequences)
+        )
         reason = Cancelled("the gateway reads too slowly")
         stream.outbox.discard_tokens(_failed(reason))
-        for live in list(stream.live.values()):
-            self._fail(live, reason)
+        for sequence in list(stream.sequences.values()):
+            self._fail(sequence, reason)
 
-    def _report(self, live: _Live, end: pb.Finished | pb.Failed, outcome: str) -> None:
+    def _report(self, sequence: _Sequence, end: pb.Finished | pb.Failed, outcome: str) -> None:
         """Puts the last event of a sequence into its stream."""
-        live.reported = True
-        stream = live.stream
-        if stream.live.get(live.sequence_id) is live:
-            del stream.live[live.sequence_id]
-        stream.outbox.add_end(live.sequence_id, end)
+        sequence.reported = True
+        stream = sequence.stream
+        if stream.sequences.get(sequence.sequence_id) is sequence:
+            del stream.sequences[sequence.sequence_id]
+        stream.outbox.add_end(sequence.sequence_id, end)
         self._metrics.outcomes.labels(outcome).inc()
-        self._log_end(live, outcome)
-        if stream.half_closed and not stream.live:
+        self._log_end(sequence, outcome)
+        if stream.half_closed and not stream.sequences:
             stream.outbox.close()
 
-    def _log_end(self, live: _Live, outcome: str) -> None:
+    def _log_end(self, sequence: _Sequence, outcome: str) -> None:
         now = time.time()
-        fields = _fields(live, outcome=outcome, tokens=live.num_generated)
+        fields = _fields(sequence, outcome=outcome, tokens=sequence.num_generated)
         log.info("sequence ended", extra=fields)
-        if live.first_token_at and live.span.traceparent:
-            duration_s = now - live.first_token_at
-            record_span("decode", live.span.traceparent, live.first_token_at, duration_s)
-        live.span.set(outcome=outcome, num_tokens=live.num_generated)
-        live.span.end(now)
+        if sequence.first_token_at and sequence.span.traceparent:
+            duration_s = now - sequence.first_token_at
+            record_span("decode", sequence.span.traceparent, sequence.first_token_at, duration_s)
+        sequence.span.set(outcome=outcome, num_tokens=sequence.num_generated)
+        sequence.span.end(now)
 
-    def _abort(self, live: _Live) -> None:
-        """Cancels a sequence's fetches and has the engine end it. Its images stay until the engine
-        has answered, because a step in flight may read them.
+    def _abort(self, sequence: _Sequence) -> None:
+        """Cancels a sequence's fetches, and tells the engine to end the sequence. The images stay
+        in the arena until the engine has answered, because a running step may read them.
         """
-        live.reported = True
-        self._images.cancel_fetches(live.number)
-        self._masks.remove(live.number)
-        self._channel.send(AbortSequence(live.number))
+        sequence.reported = True
+        self._images.cancel_fetches(sequence.number)
+        self._masks.remove(sequence.number)
+        self._channel.send(AbortSequence(sequence.number))
 
-    def _remove(self, live: _Live) -> None:
-        """The engine has ended the sequence."""
-        if live.deadline is not None:
-            live.deadline.cancel()
-        del self._live[live.number]
-        self._room.give_back(live.tenant, 1)
-        self._images.remove(live.number)
-        self._masks.remove(live.number)
-        if not self._live:
+    def _remove(self, sequence: _Sequence) -> None:
+        """Removes a sequence that the engine has ended."""
+        if sequence.deadline is not None:
+            sequence.deadline.cancel()
+        del self._sequences[sequence.number]
+        self._room.give_back(sequence.tenant, 1)
+        self._images.remove(sequence.number)
+        self._masks.remove(sequence.number)
+        if not self._sequences:
             self._empty.set()
 
     def _start(
-        self, live: _Live, message: AddSequence, images: list[ImageRequest], timeout_s: float
+        self,
+        sequence: _Sequence,
+        message: AddSequence,
+        images: list[ImageRequest],
+        timeout_s: float,
     ) -> None:
-        self._live[live.number] = live
-        live.tenant = message.tenant
-        self._room.take(live.tenant, 1)
+        self._sequences[sequence.number] = sequence
+        sequence.tenant = message.tenant
+        self._room.take(sequence.tenant, 1)
         num_before = len(message.generated_token_ids) // INT_BYTES
-        live.max_generated = message.sampling.max_tokens - num_before
+        sequence.max_generated = message.sampling.max_tokens - num_before
         self._empty.clear()
         self._images.add(message, images)
         if timeout_s:
-            live.deadline = asyncio.get_running_loop().call_later(
-                timeout_s, self._fail, live, DeadlineExceeded("the request's time is over")
+            sequence.deadline = asyncio.get_running_loop().call_later(
+                timeout_s,
+                self._fail,
+                sequence,
+                DeadlineExceeded("the request has reached its time limit"),
             )
 
-    def _input_failed(self, number: int, error: TriptychError) -> None:
-        """An image or a token mask cannot be obtained."""
-        if (live := self._live.get(number)) is not None:
+    def input_failed(self, number: int, error: TriptychError) -> None:
+        """Ends a sequence for which an image or a token mask cannot be obtained."""
+        if (sequence := self._sequences.get(number)) is not None:
             level = logging.INFO if isinstance(error, InvalidRequest) else logging.WARNING
-            log.log(level, "a sequence cannot go on: %s", error, extra=_fields(live))
-            self._fail(live, error)
+            log.log(level, "a sequence cannot continue: %s", error, extra=_fields(sequence))
+            self._fail(sequence, error)
 
 
-def max_live(engine: EngineInfo) -> int:
-    """Sequences that the front accepts at once."""
+def max_sequences(engine: EngineInfo) -> int:
+    """Returns the number of sequences that the front accepts at once."""
     rows = engine.max_num_sequences
     if not engine.on_gpu:
         rows = max(rows, _LEAST_ROWS_ON_CPU)
@@ -476,6 +509,6 @@ def _failed(error: TriptychError) -> pb.Failed:
     return pb.Failed(code=error.code, message=error.message, encoder_address=address)
 
 
-def _fields(live: _Live, **others: object) -> dict[str, Any]:
-    ids = {"request_id": live.request_id, "sequence_id": live.sequence_id}
+def _fields(sequence: _Sequence, **others: object) -> dict[str, Any]:
+    ids = {"request_id": sequence.request_id, "sequence_id": sequence.sequence_id}
     return {"fields": {**others, **ids}}

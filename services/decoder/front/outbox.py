@@ -1,69 +1,83 @@
-"""Events queued for one gateway: bounded, and merged while the gateway reads slowly."""
+"""Queues the events for one gateway. The queue is bounded. It merges events while the gateway
+reads slowly.
+"""
 
 import asyncio
 
 from services.common.pb import decoder_pb2 as pb
 from services.decoder.engine.messages import Logprobs, PromptLogprobs
 
-# Roughly bytes. A gateway that reads nothing for ten seconds at 30,000 tokens/s stays below it.
-MAX_WEIGHT = 32 << 20
-_EVENT_WEIGHT = 100
-_TOKEN_WEIGHT = 8
-_BARE_TOKEN_WEIGHT = 16
-_LOGPROBS_WEIGHT = 100
+# A gateway that reads nothing for ten seconds at 30,000 tokens/s stays below this estimated size.
+MAX_QUEUED_BYTES = 32 << 20
+# Estimated bytes of the parts of a message.
+_EVENT_BYTES = 100
+_TOKEN_BYTES = 8
+_BARE_TOKEN_BYTES = 16
+_LOGPROBS_BYTES = 100
 
 
 class Outbox:
     """Events of one stream, in order per sequence.
 
-    While the writer keeps up, each engine step becomes one message. While it does not, a sequence's
-    tokens are merged into one event, so that the queue grows by a few bytes per token. The writer
-    sees additions after `flush`.
+    While the writer keeps up, each engine step becomes one message. While the writer falls behind,
+    the tokens of a sequence are merged into one event, so that the queue grows by a few bytes per
+    token. The writer sees new events after `flush`.
+
+    Args:
+        max_queued_bytes: estimated size of the queue above which `is_full` is True.
 
     Attributes:
-        takes_bare_tokens: the gateway reads tokens without an event, which cost a third.
+        takes_bare_tokens: True if the gateway reads tokens outside of events, which costs a third
+            of the time.
     """
 
-    def __init__(self) -> None:
-        self._weight = 0  # of what is queued; each event and token has some
+    def __init__(self, max_queued_bytes: int = MAX_QUEUED_BYTES) -> None:
+        self._max_queued_bytes = max_queued_bytes
+        self._queued_bytes = 0
         self._message = pb.GenerateEvents()
         self._open: dict[int, pb.SequenceEvent] = {}
-        self._bare: tuple[list[int], list[int]] = ([], [])  # sequence ids, their tokens
-        self._is_behind = False  # what was flushed is not taken
+        self._bare: tuple[list[int], list[int]] = ([], [])  # ids of sequences, and their tokens
+        self._is_behind = False  # flushed events wait for the writer
         self._wake = asyncio.Event()
         self._closed = False
         self.takes_bare_tokens = False
 
     @property
     def is_full(self) -> bool:
-        """Whether the gateway has left more unread than it may."""
-        return self._weight > MAX_WEIGHT
+        """Returns whether the gateway has left more events unread than the queue may hold."""
+        return self._queued_bytes > self._max_queued_bytes
 
     def add_token(self, sequence_id: int, token_id: int) -> None:
-        """Adds a sequence's new token, about which there is nothing else to say."""
+        """Adds one new token of a sequence that has no logprobs and no other news."""
         if not self.takes_bare_tokens or self._is_behind or sequence_id in self._open:
             self.add_tokens(sequence_id, [token_id], [])
             return
         sequence_ids, token_ids = self._bare
         sequence_ids.append(sequence_id)
         token_ids.append(token_id)
-        self._weight += _BARE_TOKEN_WEIGHT
+        self._queued_bytes += _BARE_TOKEN_BYTES
 
     def add_tokens(self, sequence_id: int, token_ids: list[int], logprobs: list[Logprobs]) -> None:
-        """Adds a sequence's new tokens."""
+        """Adds new tokens of a sequence.
+
+        Args:
+            sequence_id: the gateway's id of the sequence.
+            token_ids: the new tokens.
+            logprobs: log probabilities of each token. Empty if the request wants none.
+        """
         event = self._event(sequence_id)
         event.token_ids.extend(token_ids)
-        self._weight += _TOKEN_WEIGHT * len(token_ids)
+        self._queued_bytes += _TOKEN_BYTES * len(token_ids)
         for found in logprobs:
             event.logprobs.add(
                 logprob=found.logprob,
                 top_token_ids=found.top_token_ids,
                 top_logprobs=found.top_logprobs,
             )
-            self._weight += _LOGPROBS_WEIGHT + 2 * _TOKEN_WEIGHT * len(found.top_token_ids)
+            self._queued_bytes += _LOGPROBS_BYTES + 2 * _TOKEN_BYTES * len(found.top_token_ids)
 
     def add_prompt_logprobs(self, sequence_id: int, found: PromptLogprobs) -> None:
-        """Adds logprobs of tokens of a sequence's prompt."""
+        """Adds log probabilities of tokens of a sequence's prompt."""
         self._event(sequence_id).prompt_logprobs.add(
             start=found.start,
             logprobs=found.logprobs,
@@ -71,18 +85,18 @@ class Outbox:
             top_token_ids=found.top_token_ids,
             top_logprobs=found.top_logprobs,
         )
-        self._weight += 2 * (len(found.logprobs) + len(found.top_token_ids))
+        self._queued_bytes += 2 * (len(found.logprobs) + len(found.top_token_ids))
 
     def add_start(self, sequence_id: int, started: pb.Started) -> None:
-        """Adds the times up to the first token, which was added last."""
+        """Adds the times up to the first token, which must have been added just before."""
         self._event(sequence_id).started.CopyFrom(started)
 
-    def add_leaving(self, sequence_id: int) -> None:
-        """Says that a sequence should be continued elsewhere."""
+    def add_hand_over(self, sequence_id: int) -> None:
+        """Asks the gateway to continue a sequence at another decoder."""
         self._event(sequence_id).leaving = True
 
     def add_end(self, sequence_id: int, end: pb.Finished | pb.Failed) -> None:
-        """Adds a sequence's last event."""
+        """Adds the last event of a sequence."""
         event = self._event(sequence_id)
         if isinstance(end, pb.Finished):
             event.finished.CopyFrom(end)
@@ -91,8 +105,8 @@ class Outbox:
         del self._open[sequence_id]
 
     def discard_tokens(self, reason: pb.Failed) -> None:
-        """Drops queued tokens; last events stay. A sequence whose tokens are dropped has not
-        finished as far as the gateway can tell, so its good end becomes `reason`.
+        """Drops the queued tokens and keeps the last events. A sequence whose tokens are dropped
+        has not finished as far as the gateway can tell, so `reason` replaces its finish event.
         """
         message = pb.GenerateEvents()
         for event in self._message.events:
@@ -102,22 +116,26 @@ class Outbox:
         self._message = message
         self._open.clear()
         self._bare = ([], [])
-        self._weight = _EVENT_WEIGHT * len(message.events)
+        self._queued_bytes = _EVENT_BYTES * len(message.events)
 
     def flush(self) -> None:
-        """Wakes the writer."""
-        if self._weight:
+        """Wakes the writer, if any events are queued."""
+        if self._queued_bytes:
             self._is_behind = True
             self._wake.set()
 
     def close(self) -> None:
-        """Nothing more will be added: `take` returns what is queued, then None."""
+        """Ends the queue: `take` returns the queued events, and None afterwards."""
         self._closed = True
         self._wake.set()
 
     async def take(self) -> pb.GenerateEvents | None:
-        """Waits for events; returns all that are queued as one message, None at the end."""
-        while not self._weight:
+        """Waits for events and returns all queued events as one message.
+
+        Returns:
+            The message. None once the outbox is closed and empty.
+        """
+        while not self._queued_bytes:
             if self._closed:
                 return None
             self._wake.clear()
@@ -130,7 +148,7 @@ class Outbox:
             self._bare = ([], [])
         self._open.clear()
         self._is_behind = False
-        self._weight = 0
+        self._queued_bytes = 0
         return message
 
     def _event(self, sequence_id: int) -> pb.SequenceEvent:
@@ -138,5 +156,5 @@ class Outbox:
         if event is None:
             event = self._message.events.add(sequence_id=sequence_id)
             self._open[sequence_id] = event
-            self._weight += _EVENT_WEIGHT
+            self._queued_bytes += _EVENT_BYTES
         return event

@@ -1,6 +1,6 @@
-"""The decoder's gRPC methods: converts between proto messages and calls of the front.
+"""The decoder's gRPC methods, which convert between proto messages and calls of the front.
 
-Whatever is wrong with a submission is an event of its stream, never an error of the call.
+An error of one submission is an event of its stream. The call goes on for the other sequences.
 """
 
 import asyncio
@@ -15,7 +15,12 @@ from services.decoder.front.front import DecoderFront, Stream
 
 
 class DecoderServicer(Servicer):
-    """The calls of proto/decoder.proto."""
+    """Implements the calls of proto/decoder.proto.
+
+    Args:
+        front: owner of the sequences.
+        fingerprint: fingerprint of the served checkpoint, which `Describe` returns.
+    """
 
     SERVICE = pb.DESCRIPTOR.services_by_name["Decoder"]
 
@@ -46,7 +51,9 @@ class DecoderServicer(Servicer):
     ) -> pb.LoadResponse:
         stats = self._front.stats()
         if stats is None:
-            await context.abort(grpc.StatusCode.UNAVAILABLE, "the engine is silent")
+            await context.abort(
+                grpc.StatusCode.UNAVAILABLE, "the engine has not reported for 30 seconds"
+            )
         return pb.LoadResponse(
             num_running=stats.num_running,
             num_waiting=stats.num_waiting,
@@ -69,7 +76,7 @@ class DecoderServicer(Servicer):
             while (message := await stream.outbox.take()) is not None:
                 await context.write(message)
             if reader.done():
-                await reader  # raises what it could not read
+                await reader  # raises the error of a command that could not be read
         finally:
             reader.cancel()
             self._front.close_stream(stream)
@@ -84,7 +91,7 @@ class DecoderServicer(Servicer):
                         self._front.cancel(stream, command.cancel.sequence_id)
                     case "accept":
                         stream.outbox.takes_bare_tokens = command.accept.bare_tokens
-                    case _:  # of a newer gateway
+                    case _:  # a command of a newer gateway
                         pass
         except Exception:
             self._front.close_stream(stream)

@@ -1,12 +1,10 @@
-"""A gateway's Submit, checked, as the engine's AddSequence.
+"""Checks a gateway's Submit and converts it to the engine's AddSequence.
 
-The engine can compute whatever passes these checks: one bad sequence must not reach code where it
-would harm the others of its batch.
+The engine can compute every sequence that passes these checks. A sequence with invalid values must
+not reach code where it would harm the other sequences of its batch.
 """
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -15,29 +13,40 @@ from services.common.errors import ContextLengthExceeded, InvalidRequest
 from services.common.images.image_key import KEY_BYTES, MAX_SALT_BYTES
 from services.common.pb import decoder_pb2 as pb
 from services.decoder.engine.messages import AddSequence, EngineInfo, ImageSpan, SamplingParams
+from services.decoder.front.token_constraints import read_constraints
+from services.decoder.front.token_ids import (
+    INT_BYTES,
+    MAX_STOP_TOKEN_IDS,
+    check_ids,
+    count_packed_ids,
+)
 from services.decoder.images.embeddings import ImageRequest
+from services.decoder.masks.grammar import Demands
 
 MAX_TOP_LOGPROBS = 20
 MAX_LOGPROB_TOKEN_IDS = 128
-MAX_PROMPT_LOGPROBS = 1 << 18  # tokens times logprobs of each
+MAX_PROMPT_LOGPROBS = 1 << 18  # prompt tokens times the logprobs of each token
 MAX_LOGIT_BIAS = 1024
-MAX_STOP_TOKEN_IDS = 1024
 MAX_TENANT_CHARS = 128
-INT_BYTES = 4
-_FEW_IDS = 256
-
-Demands = Any  # what masks have to see to, handed on as `masks.demands` has read it
-ReadDemands = Callable[[pb.Submit, SamplingParams, EngineInfo], tuple[SamplingParams, Demands]]
 
 
 def read_submit(
-    submit: pb.Submit, sequence_id: int, engine: EngineInfo, read_demands: ReadDemands
-) -> tuple[AddSequence, list[ImageRequest], Demands]:
-    """The engine's message, under the front's `sequence_id`, the images it needs, and what masks
-    have to see to; None: no token is masked.
+    submit: pb.Submit, number: int, engine: EngineInfo, end_ids: tuple[int, ...]
+) -> tuple[AddSequence, list[ImageRequest], Demands | None]:
+    """Reads a gateway's message.
+
+    Args:
+        submit: the gateway's message.
+        number: the engine's number of the sequence.
+        engine: description of the engine.
+        end_ids: end tokens of the model.
+
+    Returns:
+        The engine's message, the distinct images of the sequence, and the constraints on its
+        tokens. The constraints are None if no token is masked.
 
     Raises:
-        InvalidRequest: the message says which field and why.
+        InvalidRequest: a field has an invalid value. The error names the field.
     """
     if submit.images and not engine.num_features:
         raise InvalidRequest(f"{engine.model_name} is a text model and takes no images")
@@ -49,15 +58,15 @@ def read_submit(
     if len(submit.tenant) > MAX_TENANT_CHARS:
         raise InvalidRequest(f"tenant has more than {MAX_TENANT_CHARS} characters")
     if not (math.isfinite(submit.timeout_s) and submit.timeout_s >= 0):
-        raise InvalidRequest("timeout_s is not a time")
+        raise InvalidRequest("timeout_s is negative or not finite")
     sampling = _sampling(submit.sampling, engine, engine.max_model_len - num_tokens)
     _check_generated(submit, sampling, engine)
-    sampling, demands = read_demands(submit, sampling, engine)
+    sampling, constraints = read_constraints(submit, sampling, engine, end_ids)
     wanted = sampling.prompt_logprobs
     if wanted is not None and num_tokens * (wanted + 1) > MAX_PROMPT_LOGPROBS:
-        raise InvalidRequest(f"prompt_logprobs are more than {MAX_PROMPT_LOGPROBS}")
+        raise InvalidRequest(f"prompt_logprobs asks for more than {MAX_PROMPT_LOGPROBS} values")
     message = AddSequence(
-        sequence_id=sequence_id,
+        sequence_id=number,
         prompt_token_ids=submit.prompt_token_ids,
         positions=submit.positions,
         position_delta=submit.position_delta,
@@ -68,32 +77,21 @@ def read_submit(
         priority=submit.priority,
         tenant=submit.tenant,
         tenant_weight=_weight(submit.tenant_weight),
-        token_masks=demands is not None,
+        token_masks=constraints is not None,
     )
-    return message, images, demands
-
-
-def _num_ids(name: str, data: bytes, engine: EngineInfo) -> int:
-    if not data:
-        return 0
-    if len(data) % INT_BYTES:
-        raise InvalidRequest(f"{name} is not a list of int32")
-    # Unsigned, a negative id is larger than all others. For a few ids numpy's calls take longer.
-    few = len(data) <= _FEW_IDS * INT_BYTES
-    most = max(memoryview(data).cast("I")) if few else int(np.frombuffer(data, "<u4").max())
-    if most >= engine.vocab_size:
-        raise InvalidRequest(f"{name} has ids outside [0, {engine.vocab_size})")
-    return len(data) // INT_BYTES
+    return message, images, constraints
 
 
 def _check_generated(submit: pb.Submit, sampling: SamplingParams, engine: EngineInfo) -> None:
-    count = _num_ids("generated_token_ids", submit.generated_token_ids, engine)
+    count = count_packed_ids("generated_token_ids", submit.generated_token_ids, engine)
     if count and count >= sampling.max_tokens:
-        raise InvalidRequest(f"nothing is left to generate after {count} tokens")
+        raise InvalidRequest(
+            f"generated_token_ids has {count} tokens, so max_tokens leaves no token to generate"
+        )
 
 
 def _check_prompt(submit: pb.Submit, engine: EngineInfo) -> int:
-    count = _num_ids("prompt_token_ids", submit.prompt_token_ids, engine)
+    count = count_packed_ids("prompt_token_ids", submit.prompt_token_ids, engine)
     if not count:
         raise InvalidRequest("prompt_token_ids is empty")
     if count >= engine.max_model_len:
@@ -120,7 +118,7 @@ def _check_positions(submit: pb.Submit, num_tokens: int, engine: EngineInfo) -> 
 def _images(
     submit: pb.Submit, num_tokens: int, engine: EngineInfo
 ) -> tuple[list[ImageSpan], list[ImageRequest]]:
-    """The images' places in the prompt, and each distinct one."""
+    """Returns the places of the images in the prompt, and the distinct images."""
     spans: list[ImageSpan] = []
     requests: dict[bytes, ImageRequest] = {}
     end = 0
@@ -129,7 +127,7 @@ def _images(
         if len(key) != KEY_BYTES:
             raise InvalidRequest(f"an image key has {len(key)} bytes, not {KEY_BYTES}")
         if image.num_tokens == 0 or image.offset < end:
-            raise InvalidRequest("images are empty, overlap or are not in order of offset")
+            raise InvalidRequest("images are empty, overlap, or are not in order of their offsets")
         end = image.offset + image.num_tokens
         if end > num_tokens:
             raise InvalidRequest(f"an image ends at {end}, beyond the {num_tokens} prompt tokens")
@@ -137,18 +135,24 @@ def _images(
         spec = EmbeddingSpec(engine.dtype, engine.num_features, image.num_tokens, engine.hidden)
         request = ImageRequest(key, spec, image.encoder_address)
         if requests.setdefault(key, request).spec != spec:
-            raise InvalidRequest("one image key stands for two sizes")
+            raise InvalidRequest("one image key is used for images of two sizes")
     return spans, list(requests.values())
 
 
-def _sampling(given: pb.SamplingParams, engine: EngineInfo, room: int) -> SamplingParams:
-    """`room`: tokens that fit behind the prompt."""
+def _sampling(given: pb.SamplingParams, engine: EngineInfo, max_completion: int) -> SamplingParams:
+    """Reads the sampling parameters.
+
+    Args:
+        given: the gateway's parameters.
+        engine: description of the engine.
+        max_completion: number of tokens that fit behind the prompt.
+    """
     _check_range("temperature", given.temperature, 0.0, 1e4)
     _check_range("min_p", given.min_p, 0.0, 1.0)
     _check_range("presence_penalty", given.presence_penalty, -1e4, 1e4)
     _check_range("frequency_penalty", given.frequency_penalty, -1e4, 1e4)
     _check_range("top_p", given.top_p, 0.0, 1.0, open_below=True)
-    # Logits that are divided by it and by the temperature stay finite in float32.
+    # Logits stay finite in float32 when they are divided by this penalty and by the temperature.
     _check_range("repetition_penalty", given.repetition_penalty, 1e-7, 1e4)
     if given.max_tokens < 1:
         raise InvalidRequest("max_tokens is less than 1")
@@ -171,7 +175,7 @@ def _sampling(given: pb.SamplingParams, engine: EngineInfo, room: int) -> Sampli
         logit_bias=logit_bias,
         seed=given.seed,
         stop_token_ids=tuple(given.stop_token_ids),
-        max_tokens=min(given.max_tokens, room),
+        max_tokens=min(given.max_tokens, max_completion),
         min_tokens=min(given.min_tokens, engine.max_model_len),
         top_logprobs=top_logprobs,
         prompt_logprobs=prompt_logprobs,
@@ -196,16 +200,8 @@ def _weight(given: float) -> float:
 def _check_range(
     name: str, value: float, low: float, high: float, *, open_below: bool = False
 ) -> None:
-    # Written so that NaN is outside of every range.
+    # These comparisons put NaN outside of every range.
     inside = low < value <= high if open_below else low <= value <= high
     if not inside:
         bracket = "(" if open_below else "["
         raise InvalidRequest(f"{name} is {value:g}, outside {bracket}{low:g}, {high:g}]")
-
-
-def check_ids(name: str, ids: Sequence[int], engine: EngineInfo, most: int | None = None) -> None:
-    """Raises InvalidRequest: there are too many, or the vocabulary has not all of these."""
-    if most is not None and len(ids) > most:
-        raise InvalidRequest(f"{name} has more than {most} entries")
-    if ids and max(ids) >= engine.vocab_size:
-        raise InvalidRequest(f"{name} has ids outside [0, {engine.vocab_size})")

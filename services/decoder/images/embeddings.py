@@ -21,6 +21,7 @@ from services.common.errors import InternalError, InvalidRequest, TriptychError
 from services.common.process.channel import FrontChannel
 from services.decoder.engine.messages import AddSequence, EngineMessage, ImageReady, ImagesOf
 from services.decoder.images.embedding_fetch import EncoderFailed, EncoderFetcher
+from services.decoder.input_listener import InputListener
 from services.decoder.metrics import DecoderMetrics
 
 log = logging.getLogger(__name__)
@@ -350,12 +351,12 @@ class SequenceImages:
 
     Attributes:
         engine: receives the sequences and the places of their images.
-        on_failure: called with a sequence's number when an image cannot be obtained.
+        listener: owner of the sequences, which ends those whose images cannot be obtained.
     """
 
     source: EmbeddingSource
     engine: FrontChannel[EngineMessage]
-    on_failure: Callable[[int, TriptychError], None]
+    listener: InputListener
     _of: dict[int, _Images] = field(default_factory=dict[int, _Images])  # by sequence number
     _tasks: set[asyncio.Task[None]] = field(default_factory=set[asyncio.Task[None]])
 
@@ -433,7 +434,7 @@ class SequenceImages:
         try:
             await self.source.obtain(requests, ready)
         except TriptychError as error:
-            self.on_failure(number, error)
+            self.listener.input_failed(number, error)
         except Exception:
             log.exception("obtaining images failed", extra={"fields": {"sequence": number}})
-            self.on_failure(number, InternalError("obtaining the images failed"))
+            self.listener.input_failed(number, InternalError("obtaining the images failed"))

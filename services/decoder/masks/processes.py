@@ -13,10 +13,9 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 
 import msgspec
 
@@ -25,9 +24,9 @@ from services.common.process import children
 from services.common.process.channel import ChannelClosed, FrontChannel, create_socket_pair
 from services.common.process.pod_limits import num_cpus
 from services.decoder.engine.messages import EngineMessage, MaskLink, NewTokens, TokenMasks
+from services.decoder.input_listener import InputListener
 from services.decoder.masks.compile_pool import CompilePool
 from services.decoder.masks.compile_process import CompileProcess
-from services.decoder.masks.demands import read_demands
 from services.decoder.masks.grammar import Demands, GrammarSource
 from services.decoder.masks.messages import (
     CannotFollow,
@@ -58,8 +57,6 @@ _START_S = 60.0
 _MAX_FAILED_STARTS = 3
 _PAUSE_S = 5.0  # behind these
 _MAX_LEAVING = 2  # processes whose threads are taken; beyond, the first of them is ended
-
-Failed = Callable[[int, TriptychError], None]
 
 
 def num_mask_processes() -> int:
@@ -130,22 +127,20 @@ class MaskProcesses:
 
     Attributes:
         link: to the engine, takes descriptors; closed with this.
-        failed: called with a sequence's number and an error when it cannot go on.
-        count: processes that fill masks; 0: by cores.
+        count: number of processes that fill masks. 0 if the number of cores decides.
     """
 
     settings: MaskSettings
     link: socket.socket
     engine: FrontChannel[EngineMessage]
     metrics: DecoderMetrics
-    failed: Failed
     count: int = 0
+    _listener: InputListener | None = None
     _num_started: int = 0
     _sequences: dict[int, _Followed] = field(default_factory=dict[int, _Followed])
     _leaving: list[_Process] = field(default_factory=list[_Process])
 
     def __post_init__(self) -> None:
-        self.read_demands = partial(read_demands, self.settings.end_ids)
         self._num_words = num_mask_words(self.settings.vocab_size)
         self.compilers = CompilePool(
             CompileProcess(self.settings), self.metrics.grammar_compile.observe, Verdicts()
@@ -153,6 +148,16 @@ class MaskProcesses:
         self.processes = [_Process() for _ in range(self.count or num_mask_processes())]
         shares = min(len(self.processes), _MAX_SHARES)
         self._grammar_bytes = self.settings.grammar_bytes // shares
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @property
+    def end_ids(self) -> tuple[int, ...]:
+        """End tokens of the model."""
+        return self.settings.end_ids
+
+    def start(self, listener: InputListener) -> None:
+        """Starts the processes. Sequences that cannot continue are reported to the listener."""
+        self._listener = listener
         self._tasks = [asyncio.create_task(self._keep(process)) for process in self.processes]
         self._tasks.append(asyncio.create_task(self._watch()))
 
@@ -211,13 +216,17 @@ class MaskProcesses:
             await children.end(process.process, _EXIT_S)
         self.link.close()
 
+    def _fail(self, number: int, error: TriptychError) -> None:
+        assert self._listener is not None, "the processes have not been started"
+        self._listener.input_failed(number, error)
+
     async def _check(self, sequence: _Followed, tenant: str) -> None:
         grammar = sequence.demands.grammar
         assert grammar is not None
         try:
             sequence.is_slow = await self.compilers.check(grammar.source, tenant)
         except TriptychError as error:
-            self.failed(sequence.number, error)
+            self._fail(sequence.number, error)
         else:
             self._follow(sequence)
         finally:
@@ -269,7 +278,7 @@ class MaskProcesses:
                 sequence.is_renewed = True
                 self._follow(sequence)
             else:
-                self.failed(sequence.number, Unavailable("token masks cannot be filled"))
+                self._fail(sequence.number, Unavailable("token masks cannot be filled"))
 
     def _leave(self, process: _Process, taken: ThreadTaken) -> None:
         """A thread of the process is taken: what waits for it, and what comes, goes on in another
@@ -290,7 +299,7 @@ class MaskProcesses:
                 continue
             sequence.process = None
             if sequence.source == taken.source:
-                self.failed(number, error)
+                self._fail(number, error)
             else:
                 sequence.is_renewed = True
                 self._follow(sequence)
@@ -321,7 +330,7 @@ class MaskProcesses:
                 error = InvalidGrammar("it takes too much work to follow")
                 if sequence.source is not None:
                     self.compilers.refuse(sequence.source, error)
-                self.failed(number, error)
+                self._fail(number, error)
 
     async def _start(self, process: _Process) -> FrontChannel[FromProcess]:
         """Raises OSError, as `children.start` does."""
@@ -359,7 +368,7 @@ class MaskProcesses:
         match message:
             case CannotFollow():
                 if message.sequence_id in self._sequences:
-                    self.failed(message.sequence_id, from_code(message.code, message.message))
+                    self._fail(message.sequence_id, from_code(message.code, message.message))
             case ThreadTaken():
                 self._leave(process, message)
             case MaskTimes():

@@ -52,9 +52,8 @@ async def test_a_gateway_that_does_not_ask_for_bare_tokens_gets_events():
     assert message == pb.GenerateEvents(events=[event])
 
 
-async def test_bare_tokens_count_and_are_dropped_with_the_others(monkeypatch):
-    monkeypatch.setattr("services.decoder.front.outbox.MAX_WEIGHT", 100)
-    outbox = Outbox()
+async def test_bare_tokens_count_and_are_dropped_with_the_others():
+    outbox = Outbox(max_queued_bytes=100)
     outbox.takes_bare_tokens = True
     for _ in range(10):
         outbox.add_token(1, 5)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from services.decoder.front.departure import Departure
+from services.decoder.front.drain import Drain
 
 GRACE_S = 300.0
 TOKEN_S = 0.02
@@ -13,16 +13,16 @@ def drained(num_tokens: dict[int, int], token_s: float = TOKEN_S) -> dict[int, f
     offered have ended or the grace is over. One that is offered is continued elsewhere.
     """
     start = 1000.0
-    departure, offered, now = Departure(start, GRACE_S), dict[int, float](), start
+    drain, offered, now = Drain(start, GRACE_S), dict[int, float](), start
     running = dict(num_tokens)
-    while now < departure.ends_at and running:
+    while now < drain.ends_at and running:
         left = {number: tokens * token_s for number, tokens in running.items()}
-        for number in departure.due(now, left):
+        for number in drain.due(now, left):
             offered[number] = now - start
             del running[number]
-        now += departure.period_s
+        now += drain.period_s
         for number in list(running):
-            running[number] -= round(departure.period_s / token_s)
+            running[number] -= round(drain.period_s / token_s)
             if running[number] <= 0:
                 del running[number]
     assert not running, "some are cut at the end of the grace"
@@ -46,12 +46,12 @@ def test_many_move_one_after_the_other_and_those_with_the_most_to_do_first() -> 
 
 
 def test_what_turns_out_slow_is_offered_late_and_only_once() -> None:
-    departure = Departure(0.0, GRACE_S)
-    assert departure.due(200.0, {1: 50.0}) == []
-    assert departure.due(280.0, {1: 45.0}) == [1]
-    assert departure.due(281.0, {1: 45.0}) == []
+    drain = Drain(0.0, GRACE_S)
+    assert drain.due(200.0, {1: 50.0}) == []
+    assert drain.due(280.0, {1: 45.0}) == [1]
+    assert drain.due(281.0, {1: 45.0}) == []
 
 
 def test_without_a_grace_nothing_is_offered_in_vain() -> None:
-    departure = Departure(5.0, 0.0)
-    assert departure.ends_at == 5.0
+    drain = Drain(5.0, 0.0)
+    assert drain.ends_at == 5.0

@@ -1,6 +1,5 @@
-"""What a gateway's Submit demands of the completion's tokens, checked.
-
-The front's `read_submit` calls it: a grammar, the only tokens that are allowed, bad words.
+"""Reads and checks the constraints that a gateway's Submit puts on the tokens of the completion: a
+grammar, allowed tokens and bad words.
 """
 
 from msgspec import structs
@@ -9,7 +8,7 @@ from services.common.errors import InvalidGrammar, InvalidRequest
 from services.common.grammar.grammar_bounds import MAX_GRAMMAR_CHARS
 from services.common.pb import decoder_pb2 as pb
 from services.decoder.engine.messages import EngineInfo, SamplingParams
-from services.decoder.front.submission import MAX_STOP_TOKEN_IDS, check_ids
+from services.decoder.front.token_ids import MAX_STOP_TOKEN_IDS, check_ids
 from services.decoder.masks.grammar import Demands, Grammar, GrammarSource
 
 MAX_BEGINS_AFTER = 64
@@ -23,21 +22,28 @@ _GRAMMAR_KINDS = {
 }
 
 
-def read_demands(
-    end_ids: tuple[int, ...], submit: pb.Submit, sampling: SamplingParams, engine: EngineInfo
+def read_constraints(
+    submit: pb.Submit, sampling: SamplingParams, engine: EngineInfo, end_ids: tuple[int, ...]
 ) -> tuple[SamplingParams, Demands | None]:
-    """The sampling parameters, and the demands beside them; None: no token is masked.
+    """Reads the constraints of a sequence.
 
     Args:
-        end_ids: of the model.
+        submit: the gateway's message.
+        sampling: sampling parameters, read from the same message.
+        engine: description of the engine.
+        end_ids: end tokens of the model.
+
+    Returns:
+        The sampling parameters, with the end tokens of the grammar as stop tokens, and the
+        constraints. None if the message has no constraints, so that no token is masked.
 
     Raises:
-        InvalidRequest: the message says which field and why.
+        InvalidRequest: a field has an invalid value. The error names the field.
     """
     given, grammar = submit.sampling, None
     if submit.HasField("grammar"):
         if not end_ids:
-            raise InvalidRequest("the model has no end token")
+            raise InvalidRequest("the model has no end token, which a grammar needs")
         grammar = _grammar(submit, sampling, engine)
         # The grammar decides when the sequence may end.
         ends = *end_ids, *submit.grammar.end_token_ids
@@ -50,7 +56,7 @@ def read_demands(
     bad_words = tuple(tuple(word.ids) for word in given.bad_words)
     for word in bad_words:
         if not 1 <= len(word) <= MAX_BAD_WORD_TOKENS:
-            raise InvalidRequest(f"a bad word has not 1 to {MAX_BAD_WORD_TOKENS} tokens")
+            raise InvalidRequest(f"an entry of bad_words has not 1 to {MAX_BAD_WORD_TOKENS} tokens")
         check_ids("bad_words", word, engine)
     check_ids("allowed_token_ids", given.allowed_token_ids, engine)
     return sampling, Demands(grammar, tuple(given.allowed_token_ids), bad_words)
