@@ -21,6 +21,7 @@ from services.common.nn.experts import Experts, Router
 from services.common.nn.layers import RMSNorm
 from services.common.nn.weights import materialize
 from services.decoder.models.moe import MoE
+from services.decoder.models.stream import Stream
 from services.decoder.operations.ops import PlainOps
 from tests.decoder_harness import Harness
 from tests.parity.oracle import EXPERTS, Oracle, Tiny, make_oracle
@@ -292,12 +293,12 @@ def shared_pair(hidden: int, **changes: object) -> tuple[nn.Module, MoE]:
 
 
 @torch.no_grad()
-def run(ours: MoE, x: Tensor) -> tuple[Tensor, Tensor]:
-    """The layer's output for normed inputs, and the residual stream."""
+def run(ours: MoE, x: Tensor) -> Stream:
+    """The layer's output for normed inputs, as what is to be added to the residual stream."""
     norm = RMSNorm(x.shape[1], 0.0)
     norm.weight.data.fill_(1.0)
     kernels = replace(PlainOps().for_tokens(len(x)), rms_norm=lambda x, weight, eps: x)
-    return ours(None, x, norm, kernels)
+    return ours(Stream(x), norm, kernels)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 33])
@@ -305,22 +306,22 @@ def test_a_shared_expert_agrees(num_tokens: int) -> None:
     torch.manual_seed(0)
     block, ours = shared_pair(hidden=32)
     x = torch.randn(num_tokens, 32)
-    found, residual = run(ours, x)
+    residual, found = run(ours, x)
     expected = block(x[None])[0]
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
     assert residual is x
     ours.shared_expert_gate.weight.zero_()
-    assert (run(ours, x)[0] - expected).abs().max() > CLEARLY_WRONG, "the gate matters"
+    assert (run(ours, x).addend - expected).abs().max() > CLEARLY_WRONG, "the gate matters"
     _, without = shared_pair(hidden=32, shared_intermediate_size=0)
-    assert (run(without, x)[0] - expected).abs().max() > CLEARLY_WRONG, "so does the expert"
+    assert (run(without, x).addend - expected).abs().max() > CLEARLY_WRONG, "so does the expert"
 
 
 def test_experts_do_not_depend_on_the_other_tokens() -> None:
     torch.manual_seed(0)
     _, ours = shared_pair(hidden=32)
     x = torch.randn(64, 32)
-    together, _ = run(ours, x)
-    alone = torch.cat([run(ours, row[None])[0] for row in x])
+    together = run(ours, x).addend
+    alone = torch.cat([run(ours, row[None]).addend for row in x])
     torch.testing.assert_close(together, alone, atol=1e-6, rtol=1e-5)
 
 

@@ -10,11 +10,17 @@ from services.common.nn.dispatch import KernelTable
 from services.common.nn.layers import RMSNorm
 from services.common.nn.linear import Linear
 from services.decoder.models.base import StepContext
+from services.decoder.models.stream import Stream
 from services.decoder.operations.kernel_facts import KernelFacts
 
 
 class _Convolution(nn.Conv1d):
-    """Causal, each channel alone, over a rank's share of the channels."""
+    """A causal convolution of each channel alone, over a rank's share of the channels.
+
+    Args:
+        channels: the rank's share.
+        width: number of tokens that an output depends on.
+    """
 
     def __init__(self, channels: Share, width: int) -> None:
         super().__init__(channels.count, channels.count, width, groups=channels.count, bias=False)
@@ -25,10 +31,11 @@ class GatedDeltaNet(nn.Module):
     """The mixer of a linear attention layer, up to its output projection.
 
     Args:
+        spec: sizes and options of the model.
         layer: index among the linear attention layers.
-        ranks: that share the model, by heads.
-        merge_gates: `in_proj` has the gates' rows, too. Quantized checkpoints leave them
-            unquantized, in a layer of their own.
+        ranks: ranks that share the model, by heads.
+        merge_gates: True if `in_proj` has the gates' rows, too. Quantized checkpoints leave the
+            gates unquantized, so that they need a layer of their own.
     """
 
     name = "linear_attn"
@@ -59,28 +66,35 @@ class GatedDeltaNet(nn.Module):
     def output(self) -> Linear:
         return self.out_proj
 
-    def forward(
-        self, x: Tensor | None, residual: Tensor, norm: RMSNorm, step: StepContext
-    ) -> tuple[Tensor, Tensor]:
-        """See `Mixer`: `[T, value_heads * value_dim]`, and the hidden state; updates the states.
-        `delta_rule` has what the table's kernels compute.
+    def forward(self, stream: Stream, norm: RMSNorm, step: StepContext) -> tuple[Tensor, Tensor]:
+        """Mixes tokens and updates the recurrent states; see `Mixer`.
+
+        The module `delta_rule` specifies the operations.
+
+        Returns:
+            `[T, value_heads * value_dim]`, and the hidden state.
         """
         layout, table, sizes = step.metadata.states, step.ops.table, self.sizes
         assert layout is not None
         channels, heads = sizes.num_channels, sizes.num_value_heads
         if self.gate_proj is None:
-            projected, residual = step.kernels.norm_linear(x, residual, norm, self.in_proj)
+            projected, residual = stream.projected(norm, self.in_proj, step.kernels)
             projected = _whole(projected, residual.dtype, table)
             gates = projected[:, channels + sizes.value_size :]
         else:
-            hidden, residual = step.kernels.add_norm(x, residual, norm)
-            gates = self.gate_proj(hidden)
-            projected = step.kernels.project(hidden, self.in_proj)
+            normed, residual = stream.normed(norm, step.kernels)
+            gates = self.gate_proj(normed)
+            projected = step.kernels.project(normed, self.in_proj)
             projected = _whole(projected, residual.dtype, table)
         inputs = DeltaInputs(
-            sizes, projected[:, :channels], gates[:, :heads], gates[:, heads:],
-            self.conv1d.weight[:, 0], self.A_log, self.dt_bias,
-        )  # fmt: skip
+            sizes,
+            projected[:, :channels],
+            gates[:, :heads],
+            gates[:, heads:],
+            self.conv1d.weight[:, 0],
+            self.A_log,
+            self.dt_bias,
+        )
         mixed = projected.new_empty(len(projected), heads, sizes.value_head_dim)
         states, count = layout.cache.layer(self.layer), layout.num_decodes
         if count:
@@ -93,7 +107,7 @@ class GatedDeltaNet(nn.Module):
 
 
 def _whole(x: Tensor, dtype: torch.dtype, table: KernelTable[KernelFacts]) -> Tensor:
-    """A GEMM's output `[T, N]`, of split-K partials their sum."""
+    """Returns a GEMM's output `[T, N]`, which is the sum of split-K partials if there are any."""
     if x.dim() == 2:
         return x
     return table.call("reduce_split_k", x, dtype, num_tokens=x.shape[1])

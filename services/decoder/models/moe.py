@@ -9,11 +9,17 @@ from services.common.nn.experts import Experts, Router
 from services.common.nn.layers import RMSNorm
 from services.common.nn.linear import Linear
 from services.decoder.models.mlp import MLP
+from services.decoder.models.stream import Stream
 from services.decoder.operations.step_kernels import StepKernels
 
 
 class MoE(nn.Module):
-    """A router that sends each token to some of the experts, and perhaps a shared expert."""
+    """A router that sends each token to some of the experts, and perhaps a shared expert.
+
+    Args:
+        spec: sizes and options of the model.
+        ranks: ranks that share the model.
+    """
 
     def __init__(self, spec: TextSpec, ranks: Ranks) -> None:
         super().__init__()
@@ -33,21 +39,19 @@ class MoE(nn.Module):
             self.shared_expert = MLP(spec, moe.shared_intermediate_size, ranks)
             self.shared_expert_gate = Linear(spec.hidden_size, 1)
 
-    def forward(
-        self, x: Tensor | None, residual: Tensor, norm: RMSNorm, kernels: StepKernels
-    ) -> tuple[Tensor | None, Tensor]:
-        """The experts of the normed hidden state `x + residual`."""
-        normed, residual = kernels.add_norm(x, residual, norm)
-        if self.ranks.count > 1:
-            # Kernels add to it instead: a term of the ranks' sum.
-            term = torch.zeros_like(residual)
-            out = self._experts(normed, term, kernels)
-            self.ranks.add(term if out is None else out.add_(term), residual)
-            return None, residual
-        return self._experts(normed, residual, kernels), residual
+    def forward(self, stream: Stream, norm: RMSNorm, kernels: StepKernels) -> Stream:
+        """Adds the experts of the normed hidden state to the stream."""
+        normed, residual = stream.normed(norm, kernels)
+        if self.ranks.count == 1:
+            return Stream(residual, self._experts(normed, residual, kernels))
+        # Kernels add to this rank's term of the sum instead of the residual stream.
+        term = torch.zeros_like(residual)
+        out = self._experts(normed, term, kernels)
+        self.ranks.add(term if out is None else out.add_(term), residual)
+        return Stream(residual)
 
     def _experts(self, normed: Tensor, residual: Tensor, kernels: StepKernels) -> Tensor | None:
-        """What is still to be added to `residual`."""
+        """Returns what is still to be added to `residual`; None if all was added in place."""
         out = kernels.moe(normed, self.gate, self.experts, residual)
         if self.shared_expert is not None:
             hidden = kernels.linear_swiglu(normed, self.shared_expert.gate_up_proj)

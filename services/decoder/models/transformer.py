@@ -1,17 +1,17 @@
 """The language model that all text families share.
 
-A pre-norm transformer: grouped-query attention with or without q/k norm, or linear attention
-(`gated_delta_net`), then SwiGLU (`mlp`) or a mixture of experts (`moe`). What differs between
-families is data in `TextSpec`: sizes, layer kinds, biases, rope, tied embeddings. With M-RoPE
-positions have three axes; with image embeddings the vision tower's DeepStack features are added to
-the visual tokens after the first decoder layers.
+The model is a pre-norm transformer. A layer has grouped-query attention with or without q/k norm,
+or linear attention (`gated_delta_net`), and then SwiGLU (`mlp`) or a mixture of experts (`moe`).
+The differences between families are data in `TextSpec`: sizes, kinds of layers, biases, rope, tied
+embeddings. With M-RoPE, positions have three axes. With image embeddings, the vision tower's
+DeepStack features are added to the visual tokens after the first decoder layers.
 
-Tensor parallelism. A rank holds heads (of attention and of linear attention), a share of each MLP's
-and expert's intermediate size, and a part of the vocabulary; norms, routers and the embedding table
-are whole on each. Layers say which rows or columns of the files they hold (`collectives.Share`). A
-rank's `o_proj` and `down_proj` give a term of a sum, and `row_parallel` is where the all-reduce
-belongs: between the GEMM and the residual addition. Rank 0 gets the logits of all. `rank_spec` has
-the sizes that are left.
+With tensor parallelism, a rank holds some heads of attention and of linear attention, a share of
+the intermediate size of each MLP and each expert, and a part of the vocabulary. Norms, routers and
+the embedding table are whole on each rank. Layers declare which rows or columns of the files they
+hold (`collectives.Share`). The `o_proj` and `down_proj` of a rank give a term of a sum, and
+`row_parallel` sums the terms of all ranks between the GEMM and the residual addition. Rank 0 gets
+the logits of all ranks. `rank_spec` computes the sizes of one rank's part.
 """
 
 from typing import cast
@@ -19,7 +19,6 @@ from typing import cast
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from kernels import plain
 from kernels.attention.heads import ProjectedHeads
 from services.common.model_spec import ModelSpec, TextSpec
 from services.common.nn.collectives import ALONE, Ranks
@@ -28,9 +27,11 @@ from services.common.nn.linear import Linear
 from services.common.nn.weight_map import WeightMap
 from services.decoder.attention.base import AttentionBackend, AttentionMetadata
 from services.decoder.models import layer_kind
-from services.decoder.models.base import Mixer, StepContext, VisualInput
+from services.decoder.models.base import Mixer, StepContext
 from services.decoder.models.mlp import MLP, row_parallel
 from services.decoder.models.rope import RotaryEmbedding
+from services.decoder.models.stream import Stream
+from services.decoder.models.visual import VisualInput
 from services.decoder.operations.ops import Ops
 
 
@@ -38,8 +39,15 @@ class Attention(nn.Module):
     """Grouped-query attention, up to its output projection.
 
     Args:
+        spec: sizes and options of the whole model.
+        backend: implementation of paged attention.
         layer: index among the full attention layers, whose keys and values are cached.
-        ranks: that share the model, by heads.
+        ranks: ranks that share the model, by heads.
+
+    Attributes:
+        kv_heads: the key heads of this rank.
+        kv_scales: scales of a cache in e4m3, see `heads.as_stored`. None before they are read or
+            measured, or if the cache has the model's data type.
     """
 
     name = "self_attn"
@@ -48,8 +56,8 @@ class Attention(nn.Module):
         super().__init__()
         self.backend, self.layer = backend, layer
         self.head_dim, self.gated = spec.head_dim, spec.output_gate
-        rows = spec.head_dim * (1 + self.gated)  # of a head's query, and of its gate after it
-        query = ranks.share(spec.num_heads, "num_heads", rows)
+        query_rows = spec.head_dim * (1 + self.gated)  # a head's query, then its gate
+        query = ranks.share(spec.num_heads, "num_heads", query_rows)
         heads = ranks.share(spec.num_heads, "num_heads", spec.head_dim)
         kv = ranks.share(spec.num_kv_heads, "num_kv_heads", spec.head_dim, replicated=True)
         parts = {"q_proj": query, "k_proj": kv, "v_proj": kv}
@@ -59,28 +67,43 @@ class Attention(nn.Module):
         self.q_norm = norm_of(spec, spec.head_dim) if spec.qk_norm else None
         self.k_norm = norm_of(spec, spec.head_dim) if spec.qk_norm else None
         self.kv_heads = ranks.part(spec.num_kv_heads, "num_kv_heads", replicated=True)
-        self.kv_scales: Tensor | None = None  # of a cache in e4m3, see `heads.as_stored`
+        self.kv_scales: Tensor | None = None
 
     @property
     def output(self) -> Linear:
         return self.o_proj
 
-    def forward(
-        self, x: Tensor | None, residual: Tensor, norm: RMSNorm, step: StepContext
-    ) -> tuple[Tensor, Tensor]:
-        """See `Mixer`: `[T, H * D]`, and the hidden state; writes this layer's keys and values."""
-        qkv, residual = step.kernels.norm_linear(x, residual, norm, self.qkv_proj)
+    def forward(self, stream: Stream, norm: RMSNorm, step: StepContext) -> tuple[Tensor, Tensor]:
+        """Attends, and writes the layer's keys and values to the cache; see `Mixer`.
+
+        Returns:
+            `[T, num_heads * head_dim]`, and the hidden state.
+        """
+        qkv, residual = stream.projected(norm, self.qkv_proj, step.kernels)
         return self._attend(qkv, step.kv_cache[self.layer], step), residual
 
     def _attend(self, qkv: Tensor, kv_cache: Tensor, step: StepContext) -> Tensor:
-        """From `qkv_proj`'s output, or split-K partials of it, to `[T, H * D]`."""
+        """Returns the output of attention, `[T, num_heads * head_dim]`.
+
+        Args:
+            qkv: output of `qkv_proj`, or split-K partials of it.
+            kv_cache: cache of this layer.
+            step: context of the step.
+        """
         metadata, kernels = step.metadata, step.kernels
         norms = None
         if self.q_norm is not None and self.k_norm is not None:
             norms = self.q_norm.weight, self.k_norm.weight
         scales = None if kv_cache.dtype == step.rope[0].dtype else self.kv_scales
         heads = ProjectedHeads(
-            qkv, norms, self.eps, step.rope, kv_cache, step.kv_rows, self.gated, scales
+            qkv=qkv,
+            norms=norms,
+            eps=self.eps,
+            rope=step.rope,
+            kv_cache=kv_cache,
+            rows=step.kv_rows,
+            gated=self.gated,
+            kv_scales=scales,
         )
         if metadata.fused:
             return kernels.fused_decode_attention(
@@ -102,16 +125,18 @@ class Attention(nn.Module):
 
 
 def norm_of(spec: TextSpec, size: int) -> RMSNorm:
-    """A norm over `size` elements as the model has them."""
+    """Creates a norm over `size` elements, of the model's kind."""
     return RMSNorm(size, spec.rms_norm_eps, zero_centred=spec.zero_centred_norms)
 
 
 class DecoderLayer(nn.Module):
-    """A mixer of tokens and an MLP around a residual stream.
+    """A mixer of tokens and an MLP, both of which add to the residual stream.
 
-    A projection's addition to the stream is left to the next norm, which fuses with it, unless the
-    GEMM itself has added: a layer takes and returns `(x, residual)`, whose sum is the hidden state.
-    x may be None, or split-K partials.
+    Args:
+        spec: sizes and options of the model.
+        layer: index of the layer.
+        mixer: attention or linear attention.
+        ranks: ranks that share the model.
     """
 
     def __init__(self, spec: TextSpec, layer: int, mixer: Mixer, ranks: Ranks) -> None:
@@ -129,32 +154,36 @@ class DecoderLayer(nn.Module):
 
     @property
     def mixer(self) -> Mixer:
-        """What mixes tokens; registered under the checkpoint's name of its kind."""
+        """The part that mixes tokens, registered under its name in checkpoints."""
         return getattr(self, self._mixer_name)
 
-    def forward(
-        self, x: Tensor | None, residual: Tensor, step: StepContext, rows: Tensor | None = None
-    ) -> tuple[Tensor | None, Tensor]:
-        """The layer's output for all tokens, or for those of `rows` `[R]`; all tokens leave their
-        keys and values, or change the recurrent states.
+    def forward(self, stream: Stream, step: StepContext, rows: Tensor | None = None) -> Stream:
+        """Returns the stream after the layer.
+
+        All tokens write their keys and values, or change the recurrent states.
+
+        Args:
+            stream: the stream before the layer, of all T tokens.
+            step: context of the step.
+            rows: `[R]` int64, tokens of which the stream is returned. None for all tokens.
         """
         kernels, mixer = step.kernels, self.mixer
-        mixed, residual = mixer(x, residual, self.input_layernorm, step)
+        mixed, residual = mixer(stream, self.input_layernorm, step)
         if rows is not None:
             mixed, residual = mixed[rows], residual[rows]
             kernels = step.ops.for_tokens(len(rows))
-        x = row_parallel(mixed, mixer.output, residual, kernels, self.ranks)
-        return self.mlp(x, residual, self.post_attention_layernorm, kernels)
+        stream = row_parallel(mixed, mixer.output, residual, kernels, self.ranks)
+        return self.mlp(stream, self.post_attention_layernorm, kernels)
 
 
 class Transformer(nn.Module):
-    """A language model over a ragged batch of T tokens. Built on `meta`, then loaded.
+    """A language model over a ragged batch of T tokens, built on the device `meta` and then loaded.
 
     Args:
-        spec: of the whole model.
-        backend: for this rank's heads.
-        ops: resolved for the number of ranks.
-        ranks: that share the model; `logits` are whole on rank 0 alone.
+        spec: the whole model, of all ranks.
+        backend: implementation of paged attention, for this rank's heads.
+        ops: operations, resolved for the number of ranks.
+        ranks: ranks that share the model. Only rank 0 gets whole logits.
     """
 
     def __init__(
@@ -202,52 +231,60 @@ class Transformer(nn.Module):
         """Runs the layers.
 
         Args:
-            input_ids: `[T]` int32 or int64; any valid id at visual tokens.
-            positions: `[3, T]` integer: (t, h, w); with 1-D positions all rows are equal.
-            kv_cache: `[num_layers, num_blocks, 2, block_size, num_kv_heads, head_dim]`, of full
-                attention layers.
-            visual: embeddings of the step's image tokens.
-            rows: `[R]` int64, the tokens whose hidden states are returned; None: all.
+            input_ids: `[T]` int32 or int64; visual tokens have any valid id.
+            positions: `[3, T]` integer positions (t, h, w). With 1-D positions all rows are equal.
+            kv_cache: `[num_layers, num_blocks, 2, block_size, num_kv_heads, head_dim]`, cache of
+                the full attention layers.
+            metadata: layout of the step for attention.
+            visual: embeddings of the step's image tokens. None if the step can have no images.
+            rows: `[R]` int64, tokens whose hidden states are returned. None for all tokens.
 
         Returns:
-            `[R, hidden]`, after the final norm.
+            Hidden states after the final norm, `[R, hidden]`.
         """
         residual = F.embedding(input_ids, self.embed_tokens.weight)
         rope, kv_rows = self.ops.rope_and_rows(
             positions, metadata.slot_mapping, self.rope, residual.dtype, kv_cache.shape[3]
         )
         kernels = self.ops.for_tokens(len(residual))
-        step = StepContext(self.ops, kernels, rope, kv_cache, kv_rows, metadata)
+        step = StepContext(
+            ops=self.ops,
+            kernels=kernels,
+            rope=rope,
+            kv_cache=kv_cache,
+            kv_rows=kv_rows,
+            metadata=metadata,
+        )
         if visual is not None:
             visual.replace(residual)
-        x: Tensor | None = None
-        added, final = False, len(self.layers) - 1
+        stream, last = Stream(residual), len(self.layers) - 1
+        # No token attends to the output of the last layer, so its MLP may run for `rows` alone.
+        # DeepStack needs all tokens; it adds after the last layer only of very shallow models.
+        adds_last = visual is not None and visual.adds_after(last)
         for index, layer in enumerate(self.layers):
-            added = visual is not None and index + 1 < visual.num_features
-            # No token attends to what the last layer computes.
-            early = rows if index == final and not added else None
-            x, residual = layer(x, residual, step, early)
-            if visual is not None and added:
-                if x is not None:
-                    residual = residual + plain.reduce_split_k(x, residual.dtype)
-                visual.add(residual, index + 1)
-                x = None
-        if added and rows is not None:  # after the last layer
-            residual = residual[rows]
+            stream = layer(stream, step, rows if index == last and not adds_last else None)
+            if visual is not None:
+                stream = visual.deepstack(index, stream)
         if rows is not None:
             kernels = self.ops.for_tokens(len(rows))
-        return kernels.add_norm(x, residual, self.norm)[0]
+            if adds_last:
+                stream = Stream(stream.residual[rows])
+        normed, _ = stream.normed(self.norm, kernels)
+        return normed
 
     def logits(self, hidden: Tensor, *, out: Tensor | None = None) -> Tensor:
-        """`[R, hidden]` of the rows that are sampled → `[R, vocab_size]`, in the model's dtype;
-        written to `out`, if given.
+        """Returns the logits `[R, vocab_size]` of hidden states, in the model's data type.
+
+        Args:
+            hidden: `[R, hidden]`, hidden states of the rows that are sampled.
+            out: `[R, vocab_size]`, gets the logits. None if they get new memory.
         """
         if self.ranks.count > 1:
             return self.ranks.gather(self._logits(hidden), out)
         return self._logits(hidden, out=out)
 
     def _logits(self, hidden: Tensor, *, out: Tensor | None = None) -> Tensor:
-        """Those of the rank's part of the vocabulary."""
+        """Returns the logits of this rank's part of the vocabulary."""
         head = self.lm_head
         if head is None:
             return self.ops.logits(hidden, self.embed_tokens.weight, out=out)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from services.common.nn.pinned import pin
-from services.decoder.models.base import Transfer, VisualInput
+from services.decoder.models.visual import Transfer, VisualInput
 
 
 class ImageRun(NamedTuple):
@@ -53,7 +53,7 @@ class ImageReader:
         if device.type == "cuda":
             pin(self._values)
             self._stream = torch.cuda.Stream(device)
-            self._transfer = Transfer.of(num_features)
+            self._transfer = Transfer.create(num_features)
 
     def read(self, runs: Seq[ImageRun]) -> None:
         """Copies a step's image tokens to the rows of their indices, feature by feature."""
@@ -68,7 +68,7 @@ class ImageReader:
                 for target, source in moves:  # contiguous on both sides: one asynchronous copy
                     target[feature].copy_(source[feature], non_blocking=True)
                 if self._transfer is not None:
-                    self._transfer.arrive(feature)
+                    self._transfer.record_arrival(feature)
 
     def visual(self, mask: Tensor) -> VisualInput:
         """What `read` copies; `mask` `[T]` is not 0 where a token is an image's."""
