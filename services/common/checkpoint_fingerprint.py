@@ -1,7 +1,7 @@
-"""The fingerprint of a model directory: equal for equal checkpoints, in all three services.
+"""Fingerprints of model directories, which are equal for equal checkpoints in all services.
 
-Gateways pair decoders and encoders by it, so that the weights of two models never meet in one
-answer. No torch: a gateway has none.
+A gateway combines decoders and encoders of the same fingerprint only, so that an answer never mixes
+the weights of two models. This file imports no torch, because a gateway has none.
 """
 
 import json
@@ -11,17 +11,18 @@ from pathlib import Path
 
 from blake3 import blake3
 
-# Of each tensor its first, middle and last bytes: training changes nearly all of a tensor, and
-# reading a whole checkpoint again would take as long as loading it.
+# Number of bytes that are read at the beginning, the middle and the end of each tensor. Training
+# changes nearly all of a tensor, and reading a whole checkpoint would take as long as loading it.
 _SAMPLE_BYTES = 1024
 _MAX_HEADER_BYTES = 100 << 20
 
 
 def checkpoint_fingerprint(directory: Path) -> bytes:
-    """32 bytes over config.json, all tensors' names, types and shapes, and samples of their bytes.
+    """Returns a digest of config.json, of the names, types and shapes of all tensors, and of
+    samples of their bytes.
 
     Returns:
-        Empty if the directory holds no weights, or none that can be read: then it is not known.
+        32 bytes, or no bytes if the directory has no weights or the weights cannot be read.
     """
     hasher = blake3(b"triptych/checkpoint/v1")
     try:
@@ -32,9 +33,17 @@ def checkpoint_fingerprint(directory: Path) -> bytes:
         hasher.update(json.dumps(config, sort_keys=True).encode())
         for file in files:
             _add_file(hasher, file)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error,
-            OverflowError, RecursionError):  # fmt: skip
-        return b""  # a loader says what is wrong with them
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        struct.error,
+        OverflowError,
+        RecursionError,
+    ):
+        return b""  # the weight loader reports the error
     return hasher.digest()
 
 

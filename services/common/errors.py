@@ -1,49 +1,51 @@
-"""The error tree, and the one table from an error to gRPC and HTTP.
+"""All errors of the services, each with its status in HTTP and in gRPC.
 
     TriptychError
-    ├── InvalidRequest                 400  the caller's fault; `param` names the field
+    ├── InvalidRequest                 400  the caller must change the request; `param` is the field
     │   ├── ContextLengthExceeded      400
     │   ├── InvalidImage               400
     │   ├── InvalidVideo               400
     │   ├── InvalidGrammar             400
     │   ├── ThreadUnsupported          400
     │   ├── ModelNotFound              404
-    │   └── NotFound                   404  what an earlier request made, or another tenant's did
+    │   └── NotFound                   404  the named object does not exist for this tenant
     ├── Unauthorized                   401  the caller has no valid key
-    ├── Forbidden                      403  its key, or the page that it is, may not ask this
-    ├── PayloadTooLarge                413
-    ├── UnsupportedMediaType           415  the body is declared as something other than JSON
-    ├── MediaFetchFailed               422  a URL answered, but not with an image
-    ├── RateLimited                    429  a limit of the caller's tenant; `retry_after_s`
-    ├── Cancelled                      499  the caller disconnected (never sent, only logged)
-    ├── InternalError                  500
-    ├── EmbeddingUnavailable           503  one encoder did not deliver an embedding
-    ├── WrongImageKey                  503  one encoder has another key for the image
-    ├── VideoNotHeld                   503  one encoder no longer has the file: send it again
-    ├── Unavailable                    503  no healthy service is left
-    │   ├── Overloaded                 503  full or draining; `retry_after_s` says when to come back
-    │   └── ProcessLost                503  the process that had the work died, perhaps of it
-    │       └── EngineLost             503  an engine died while it worked on this, says its front
-    └── DeadlineExceeded               504
+    ├── Forbidden                      403  the key, or the page that calls, may not make this
+    request ├── PayloadTooLarge                413 ├── UnsupportedMediaType           415  the
+    body's content type is not JSON ├── MediaFetchFailed               422  a URL answered, but not
+    with an image ├── RateLimited                    429  the tenant is at a limit until
+    `retry_after_s` ├── Cancelled                      499  the caller disconnected (only logged,
+    never sent) ├── InternalError                  500 ├── EmbeddingUnavailable           503  an
+    encoder did not deliver an embedding ├── WrongImageKey                  503  an encoder computed
+    another key for the image ├── VideoNotHeld                   503  an encoder no longer has the
+    file, which is sent again ├── Unavailable                    503  no healthy service is left │
+    ├── Overloaded                 503  a service is full or draining until `retry_after_s` │   └──
+    ProcessLost                503  the process with the work ended, perhaps because of it │
+    └── EngineLost             503  the front reports that its engine ended during the work └──
+    DeadlineExceeded               504
 
-Errors cross gRPC as a status code plus the trailing metadata of `transport/rpc.py`; a status code
-alone is never trusted, because gRPC itself sends the same ones.
+`endpoints` turn an error into an HTTP answer, and `transport/rpc.py` turns it into a gRPC status
+with trailing metadata and back. The gRPC status alone does not identify an error, because gRPC
+itself sends the same statuses.
 """
 
 from typing import ClassVar, Self
 
-BY_CODE: "dict[str, type[TriptychError]]" = {}
+BY_CODE: "dict[str, type[TriptychError]]" = {}  # filled by the subclasses
 
 
 class TriptychError(Exception):
-    """An error with a status in every protocol. A subclass names what differs from its parent's.
+    """An error with a status in every protocol. A subclass inherits what its class line leaves out.
 
     Attributes:
-        code: stable machine-readable name, also on the wire.
-        http_status: status of an HTTP answer.
-        openai_type: `error.type` of an OpenAI error body.
+        code: stable, machine-readable name, which is also sent between the services.
+        http_status: status of the HTTP answer.
+        openai_type: `error.type` in the body of the HTTP answer, as OpenAI names it.
         grpc_status: name of the `grpc.StatusCode`.
-        retryable: another instance may succeed with the same request.
+        retryable: True if another instance of the service may succeed with the same request.
+        message: text for the caller.
+        param: name of the request's field that is at fault. None if no single field is.
+        retry_after_s: seconds after which the caller may try again. None if that is unknown.
     """
 
     code: ClassVar[str] = "internal_error"
@@ -70,19 +72,20 @@ class TriptychError(Exception):
         self.retry_after_s = retry_after_s
 
     def without_frames(self) -> Self:
-        """This error without traceback and context, once nobody raises it any more. Their frames
-        hold a whole request, and often the error itself: a cycle, which only the garbage collector
-        would free.
+        """Drops traceback and context from an error that nobody raises any more, and returns it.
+
+        Their frames refer to a whole request, and often to the error itself. Such a cycle would be
+        freed only by the garbage collector.
         """
         self.__traceback__ = self.__context__ = None
         return self
 
 
-_CALLERS = "invalid_request_error"
+_CALLER = "invalid_request_error"
 
 
 class InvalidRequest(
-    TriptychError, code="invalid_request", http=400, openai=_CALLERS, grpc="INVALID_ARGUMENT"
+    TriptychError, code="invalid_request", http=400, openai=_CALLER, grpc="INVALID_ARGUMENT"
 ):
     """The request must be changed before it can be served."""
 
@@ -92,65 +95,71 @@ class ContextLengthExceeded(InvalidRequest, code="context_length_exceeded"):
 
 
 class InvalidImage(InvalidRequest, code="invalid_image"):
-    """Bytes that are not an image of an allowed format and size."""
+    """The bytes are not an image of an allowed format and size."""
 
 
 class InvalidVideo(InvalidRequest, code="invalid_video"):
-    """Bytes that are not a video of an allowed container and size, or cannot be decoded."""
+    """The bytes are not a video of an allowed container and size, or cannot be decoded."""
 
 
 class InvalidGrammar(InvalidRequest, code="invalid_grammar"):
-    """A schema, expression or grammar that an answer cannot be held to."""
+    """The schema, regular expression or grammar of an answer cannot be enforced."""
 
 
 class ThreadUnsupported(InvalidRequest, code="thread_unsupported_request"):
-    """Anthropic's clients send the whole conversation then."""
+    """Messages of a thread cannot be named by id. Anthropic's clients then send all messages."""
 
 
 class ModelNotFound(InvalidRequest, code="model_not_found", http=404, grpc="NOT_FOUND"):
-    """No model of that name is served here."""
+    """No model of the requested name is served."""
 
 
 class NotFound(InvalidRequest, code="not_found", http=404, grpc="NOT_FOUND"):
-    """What the request names is not kept here, or belongs to another tenant."""
+    """The object that the request names is not stored, or belongs to another tenant."""
 
 
 class Unauthorized(
     TriptychError,
-    code="invalid_api_key", http=401, openai="authentication_error", grpc="UNAUTHENTICATED",
-):  # fmt: skip
-    """A key is needed, and none that is valid was given."""
+    code="invalid_api_key",
+    http=401,
+    openai="authentication_error",
+    grpc="UNAUTHENTICATED",
+):
+    """The request needs a valid API key and has none."""
 
 
 class Forbidden(
     TriptychError, code="forbidden", http=403, openai="permission_error", grpc="PERMISSION_DENIED"
 ):
-    """The caller is known, or is a page of another site, and may not ask this."""
+    """The caller's key, or the web page that calls, may not make this request."""
 
 
 class PayloadTooLarge(
-    TriptychError, code="payload_too_large", http=413, openai=_CALLERS, grpc="RESOURCE_EXHAUSTED"
+    TriptychError, code="payload_too_large", http=413, openai=_CALLER, grpc="RESOURCE_EXHAUSTED"
 ):
-    """The request body is over the limit."""
+    """The request body is larger than the limit."""
 
 
 class UnsupportedMediaType(
-    TriptychError, code="unsupported_media_type", http=415, openai=_CALLERS, grpc="INVALID_ARGUMENT"
+    TriptychError, code="unsupported_media_type", http=415, openai=_CALLER, grpc="INVALID_ARGUMENT"
 ):
-    """The body's content type is not JSON's."""
+    """The content type of the body is not that of JSON."""
 
 
 class MediaFetchFailed(
-    TriptychError, code="media_fetch_failed", http=422, openai=_CALLERS, grpc="FAILED_PRECONDITION"
+    TriptychError, code="media_fetch_failed", http=422, openai=_CALLER, grpc="FAILED_PRECONDITION"
 ):
-    """An image URL could not be turned into bytes."""
+    """The file behind a URL could not be fetched."""
 
 
 class RateLimited(
     TriptychError,
-    code="rate_limit_exceeded", http=429, openai="rate_limit_error", grpc="RESOURCE_EXHAUSTED",
-):  # fmt: skip
-    """A tenant has used what it may use for now."""
+    code="rate_limit_exceeded",
+    http=429,
+    openai="rate_limit_error",
+    grpc="RESOURCE_EXHAUSTED",
+):
+    """The tenant has reached one of its limits."""
 
 
 class Cancelled(TriptychError, code="cancelled", http=499, grpc="CANCELLED"):
@@ -158,32 +167,36 @@ class Cancelled(TriptychError, code="cancelled", http=499, grpc="CANCELLED"):
 
 
 class InternalError(TriptychError, code="internal_error"):
-    """A bug, or a broken device. The message reveals nothing about the process."""
+    """A bug or a broken device. The message contains nothing about the process."""
 
 
 class EmbeddingUnavailable(
     TriptychError, code="embedding_unavailable", http=503, grpc="UNAVAILABLE", retry=True
 ):
-    """The encoder did not deliver an embedding; another encoder may."""
+    """The encoder did not deliver an embedding. Another encoder may."""
 
 
 class WrongImageKey(
     TriptychError, code="wrong_image_key", http=503, grpc="INVALID_ARGUMENT", retry=True
 ):
-    """The image key is not that of the image, its grid and salt at this encoder: the caller forges
-    it, or took the encoder for one of another model.
+    """The encoder computed a different key from the image, its grid and its salt. The caller forges
+    keys, or the encoder has a different model than the caller expected.
     """
 
 
 class VideoNotHeld(TriptychError, code="video_not_held", http=503, grpc="FAILED_PRECONDITION"):
-    """The encoder does not keep the file that a digest names, or no longer: its caller sends it."""
+    """The encoder does not have the file of a digest, or no longer. The gateway sends it again."""
 
 
 class Unavailable(
     TriptychError,
-    code="unavailable", http=503, openai="service_unavailable", grpc="UNAVAILABLE", retry=True,
-):  # fmt: skip
-    """A service that is needed does not answer."""
+    code="unavailable",
+    http=503,
+    openai="service_unavailable",
+    grpc="UNAVAILABLE",
+    retry=True,
+):
+    """A service that the request needs does not answer."""
 
 
 class Overloaded(Unavailable, code="overloaded", grpc="RESOURCE_EXHAUSTED"):
@@ -191,22 +204,25 @@ class Overloaded(Unavailable, code="overloaded", grpc="RESOURCE_EXHAUSTED"):
 
 
 class ProcessLost(Unavailable, code="process_lost"):
-    """The process that had the work ended, broke its connection or fell silent. The work may be the
-    cause, so gateways give it to one other process at most.
+    """The process that worked on the request ended, closed its connection or stopped answering. The
+    request may be the cause, so a gateway sends it to one other process at most.
     """
 
 
 class EngineLost(ProcessLost, code="engine_lost"):
-    """An engine process ended while it worked on this image or sequence, says its front."""
+    """An engine process ended while it worked on this image or sequence, as its front reports."""
 
 
 class DeadlineExceeded(
     TriptychError,
-    code="deadline_exceeded", http=504, openai="timeout_error", grpc="DEADLINE_EXCEEDED",
-):  # fmt: skip
-    """The time given to the request is over."""
+    code="deadline_exceeded",
+    http=504,
+    openai="timeout_error",
+    grpc="DEADLINE_EXCEEDED",
+):
+    """The request was not finished within its time limit."""
 
 
 def from_code(code: str, message: str, *, param: str | None = None) -> TriptychError:
-    """The error that `code` names; an unknown code is an `InternalError`."""
+    """Creates the error with a code. An unknown code becomes an `InternalError`."""
     return BY_CODE.get(code, InternalError)(message, param=param)

@@ -1,7 +1,7 @@
-"""Settings: one frozen value per service, read from the environment once, by its `__main__`.
+"""Settings of a service, which its `__main__` reads from the environment once.
 
-No other file of a service reads the environment. An unknown, missing or malformed variable is a
-`SettingsError` that names it.
+No other file of a service reads the environment. An unknown, missing or malformed variable raises a
+`SettingsError` with the variable's name.
 """
 
 import os
@@ -16,11 +16,11 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 
 class SettingsError(ValueError):
-    """The environment does not describe a service; the message names each bad variable."""
+    """Raised if the settings are not valid. The message names each variable that is wrong."""
 
 
 def traces_endpoint() -> str:
-    """Where OpenTelemetry's standard variables send traces; empty: nowhere."""
+    """Returns the endpoint in OpenTelemetry's standard variables, or an empty string."""
     if os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
         return ""
     for name in ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT"):
@@ -30,18 +30,20 @@ def traces_endpoint() -> str:
 
 
 def omp_num_threads() -> int:
-    """OpenMP's standard variable, which torch obeys; 0: it says nothing."""
+    """Returns OpenMP's standard variable, which torch uses, or 0 if it is not set."""
     value = os.environ.get("OMP_NUM_THREADS", "").strip()
     return int(value) if value.isdecimal() else 0
 
 
 def split_list(value: str) -> tuple[str, ...]:
-    """The parts of a comma-separated setting."""
+    """Splits a comma-separated setting."""
     return tuple(part.strip() for part in value.split(",") if part.strip())
 
 
 class ServiceSettings(BaseModel):
-    """Base of a service's settings. A field `port` of prefix `GATEWAY_` is `GATEWAY_PORT`."""
+    """Base of the settings of a service. With the prefix `GATEWAY_`, the field `port` is read from
+    `GATEWAY_PORT`.
+    """
 
     prefix: ClassVar[str]
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -51,8 +53,7 @@ class ServiceSettings(BaseModel):
         """Reads the settings.
 
         Raises:
-            SettingsError: a variable with the service's prefix is unknown, missing or of the wrong
-                form.
+            SettingsError: a variable with the service's prefix is unknown, missing or malformed.
         """
         environment = os.environ if environment is None else environment
         prefix = cls.prefix
@@ -80,7 +81,7 @@ def _checked_address(address: str) -> str:
     host, _, port = address.rpartition(":")
     is_port = port.isascii() and port.isdigit() and int(port) < 1 << 16
     if not (address.startswith(_UNIX) and len(address) > len(_UNIX)) and not (host and is_port):
-        raise ValueError("an address is host:port or unix:path")
+        raise ValueError("an address must be host:port or unix:path")
     return address
 
 
@@ -88,16 +89,17 @@ Address = Annotated[str, AfterValidator(_checked_address)]
 
 
 class PeerSettings(ServiceSettings):
-    """How the services know each other; the same for all three, see `credentials.py`.
+    """Settings by which the services authenticate each other. They are equal in all services; see
+    `credentials.py`.
 
     Attributes:
-        peer_tls_directory: with `ca.crt`, `tls.crt` and `tls.key`: calls between services are
-            encrypted, and both sides show a certificate.
-        peer_token_file: a token a line: each call between services shows the first, and any is
-            accepted.
-        peer_credentials: how far they are turned on. `accepted`: calls with and without them are
-            served, own calls show none yet. `shown`: own calls show them. `required`: calls
-            without are refused.
+        peer_tls_directory: directory with `ca.crt`, `tls.crt` and `tls.key`. Calls between services
+            are then encrypted, and both sides show a certificate.
+        peer_token_file: file with one token per line. Each call between services shows the first
+            token, and every token is accepted.
+        peer_credentials: stage of turning the credentials on. `accepted`: calls with and without
+            credentials are served, and own calls show no credentials yet. `shown`: own calls show
+            them. `required`: calls without credentials are refused.
     """
 
     peer_tls_directory: Path | None = None
@@ -106,26 +108,29 @@ class PeerSettings(ServiceSettings):
 
 
 class EngineServiceSettings(PeerSettings):
-    """What both GPU services are told.
+    """Settings of both GPU services.
 
     Attributes:
-        address: to listen on, of gRPC: `host:port` (0: any free port, which the log names), or
-            `unix:path`. Health and metrics are served on the same host.
-        health_port: of gRPC health checks alone, without encryption or token, as the kubelet needs
-            them; 0: no such port.
-        metrics_port: of Prometheus; 0: no endpoint.
-        model: checkpoint directory, in Hugging Face's layout.
-        device: `cpu`, `cuda` or `cuda:N`; `auto`: CUDA if there is one.
-        dtype: of weights, cache and embeddings; `auto`: bfloat16 on a GPU, float32 on a CPU.
-        load_format: `auto`: safetensors; `dummy`: random weights.
+        address: address of the gRPC server: `host:port` (port 0 is any free port, which is logged)
+            or `unix:path`. Health and metrics are served on the same host.
+        health_port: port of a server with gRPC health checks alone, without encryption and tokens,
+            as the kubelet needs it. 0 disables it.
+        metrics_port: port of the Prometheus endpoint. 0 disables it.
+        model: directory of the checkpoint, in Hugging Face's layout.
+        device: `cpu`, `cuda` or `cuda:N`. `auto` is CUDA if there is a GPU, else the CPU.
+        dtype: data type of weights, KV cache and embeddings. `auto` is bfloat16 on a GPU and
+            float32 on a CPU.
+        load_format: `auto` reads safetensors files; `dummy` creates random weights.
         memory_fraction: share of the device's memory that the service may use.
-        redis_url: where the encoders store embeddings; empty: nowhere. An unresponsive Redis delays
-            a request by 30 ms at most, once; `?socket_timeout=` says otherwise, in seconds.
-        redis_directory: with `seal-keys`, which seal embeddings in Redis (see `seals`), and perhaps
-            `password`, of the URL's user; both are read again when they change. A Redis on another
-            machine needs it: without it, encoder and decoder believe what they read there.
-        shutdown_grace_s: how long running requests may continue after SIGTERM.
-        log_level: the least level that is logged.
+        redis_url: URL of the Redis in which encoders store embeddings. If it is empty, embeddings
+            are not stored. A Redis that does not answer delays a request by at most 30 ms, once;
+            the option `?socket_timeout=` of the URL sets another limit, in seconds.
+        redis_directory: directory with `seal-keys`, which seal embeddings in Redis (see `seals`),
+            and optionally `password`, the password of the URL's user. Both files are read again
+            when they change. A Redis on another machine needs the directory: without seals, encoder
+            and decoder trust what they read.
+        shutdown_grace_s: seconds that running requests may take after SIGTERM.
+        log_level: lowest level that is logged.
     """
 
     address: Address
@@ -146,13 +151,13 @@ class EngineServiceSettings(PeerSettings):
         if self.redis_directory is None and not _is_on_this_machine(self.redis_url):
             raise ValueError(
                 f"{self.prefix}REDIS_URL is on another machine, where others may write: set "
-                f"{self.prefix}REDIS_DIRECTORY, with seal-keys in it"
+                f"{self.prefix}REDIS_DIRECTORY to a directory with the file seal-keys"
             )
         return self
 
     @property
     def host(self) -> str:
-        """Of the address; loopback, if that is a socket."""
+        """Host of the address, or loopback if the address is a Unix socket."""
         if self.address.startswith(_UNIX):
             return "127.0.0.1"
         return self.address.rpartition(":")[0].strip("[]")
