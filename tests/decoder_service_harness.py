@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry
 
 from services.common.embeddings.arena import Arena
 from services.common.pb import decoder_pb2 as pb
-from services.common.tenancy.tenant_room import TenantRoom
+from services.common.tenancy.tenant_capacity import TenantCapacity
 from services.common.transport.rpc import create_channel, create_server
 from services.decoder.engine.messages import ImageSpan
 from services.decoder.front.front import DecoderFront, max_sequences
@@ -88,14 +88,14 @@ class Decoder:
             masks = MaskProcesses(
                 settings, self.engine.link, self.engine, metrics, count=num_processes
             )
-        room = TenantRoom(max_sequences(self.engine.ready))
+        capacity = TenantCapacity(max_sequences(self.engine.ready))
         self.front = DecoderFront(
             self.engine.ready,
             self.engine,
             self.source,
             masks,
             metrics,
-            room,
+            capacity,
             max_queued_bytes=max_queued_bytes,
         )
         self.masks = masks

@@ -1,8 +1,9 @@
-"""Frames, sizes and times of videos, for models to which a video is a list of images: each image is
-a pair of sampled frames, with its time as text before it.
+"""Frames, sizes and times of videos, for models that see a video as a list of images.
 
-The formulas are those of transformers' video processor and processor (5.17) for them, with their
-rounding: counts are truncated, indices and sizes rounded half to even.
+Each image is a pair of sampled frames, with its time as text before it.
+
+The formulas are those of transformers' video processor and processor (5.17) for these
+models, with their rounding: counts are truncated; indices and sizes are rounded half to even.
 """
 
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ import numpy as np
 from services.common.errors import InvalidVideo
 from services.common.geometry import MAX_ASPECT_RATIO, Int32s, Patches, Size, Unit, fitted
 
-_UNKNOWN_RATE = 24.0  # frames per second of a video that does not say
+_UNKNOWN_RATE = 24.0  # frames per second that are assumed where a video has no rate
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +83,9 @@ class FramePairs(Patches):
     """The video processor of a checkpoint.
 
     Attributes:
-        video_token_id: the chat template writes it once per video; it also stands for each of a
-            unit's tokens.
-        start_token_id, end_token_id: before and behind a unit's tokens.
+        video_token_id: token that the chat template writes once per video, and that also stands for
+            each of a unit's tokens.
+        start_token_id, end_token_id: tokens before and behind a unit's tokens.
         min_pixels, max_pixels: least and most pixels of all resized frames of a video together.
         fps: frames to sample per second. All frames are sampled if it is None.
         num_frames: number of frames to sample of each video, if `fps` is None.
@@ -108,7 +109,7 @@ class FramePairs(Patches):
     resample: Literal["bilinear", "bicubic"] = "bicubic"
 
     def indices(self, num_frames: int, rate: float, wanted: Sampling) -> tuple[int, ...]:
-        """The frames of a video that are sampled, in order; some may come twice."""
+        """Returns the indices of the sampled frames, in order. An index may occur twice."""
         fps, count = wanted.fps, wanted.num_frames
         if wanted.all_frames:
             count = min(num_frames, wanted.max_frames or num_frames)
@@ -124,10 +125,10 @@ class FramePairs(Patches):
         return tuple(places.tolist())
 
     def resized(self, num_sampled: int, size: Size, limits: PixelLimits = NO_LIMITS) -> Size:
-        """The size of each frame as the tower sees it.
+        """Returns the size (height, width) to which each frame is resized.
 
         Raises:
-            InvalidVideo: there is one frame alone, or one side is over 200 times the other.
+            InvalidVideo: the video has a single frame, or an aspect ratio over 200.
         """
         if num_sampled < 2:
             raise InvalidVideo("a video needs two frames or more: send one as an image")
@@ -142,16 +143,20 @@ class FramePairs(Patches):
             )
         low, high = self._pixels(num_sampled, limits)
         return fitted(
-            (height, width), side, low, high,
-            frames=num_sampled, counted=round(num_sampled / 2) * 2,  # 5 count as 4
-        )  # fmt: skip
+            (height, width),
+            side,
+            low,
+            high,
+            frames=num_sampled,
+            counted=round(num_sampled / 2) * 2,  # 5 frames count as 4
+        )
 
     def caps(self, limits: PixelLimits) -> bool:
         """Returns whether the pixels of each frame are capped."""
         return self.cap_pixels_per_frame if limits.cap_per_frame is None else limits.cap_per_frame
 
     def _pixels(self, num_sampled: int, limits: PixelLimits) -> tuple[int, int]:
-        """The least and the most pixels of all sampled frames together."""
+        """Returns the least and the most pixels of all sampled frames together."""
         low, floor = limits.min_of_all or self.min_pixels, limits.min_per_frame
         if floor is not None:
             low = floor * num_sampled
@@ -168,28 +173,28 @@ class FramePairs(Patches):
     def units(
         self, indices: Sequence[int], size: Size, limits: PixelLimits = NO_LIMITS
     ) -> list[Unit]:
-        """Pairs of the sampled frames; an odd last one is paired with itself.
+        """Returns a unit for each pair of sampled frames. An odd last frame is paired with itself.
 
         Raises:
-            InvalidVideo: as `resized`.
+            InvalidVideo: see `resized`.
         """
         height, width = self.resized(len(indices), size, limits)
         grid = (1, height // self.patch_size, width // self.patch_size)
         return [Unit(grid, pair) for pair in _pairs(indices)]
 
     def times(self, indices: Sequence[int], rate: float) -> list[float]:
-        """Seconds from the beginning, of each unit: the middle of its two frames' times."""
+        """Returns the time of each unit in seconds, which is the mean of its frames' times."""
         per_second = rate or _UNKNOWN_RATE
         return [(first / per_second + last / per_second) / 2 for first, last in _pairs(indices)]
 
     def rate_of(self, indices: Sequence[int], clip: Clip) -> float:
-        """Sampled frames per second, as transformers' `VideoMetadata.sampled_fps`."""
+        """Returns the sampled frames per second, as transformers' `VideoMetadata.sampled_fps`."""
         return len(indices) / clip.num_frames * (clip.rate or _UNKNOWN_RATE)
 
     def placeholders(
         self, units: Sequence[Unit], texts: Sequence[Sequence[int]]
     ) -> tuple[Int32s, Sequence[int]]:
-        """The tokens that take the place of a video's `video_token_id`, and the offset of each
+        """Returns the token ids that replace a video's `video_token_id`, and the offset of each
         unit's run among them.
 
         Args:

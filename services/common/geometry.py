@@ -1,10 +1,12 @@
-"""What of an image or a video is encoded, and where it stands in a prompt: known from its size, and
-for a video from the number and the rate of its frames, alone.
+"""Division of images and videos into units, and the tokens and positions of units in a prompt.
 
-A unit is what is encoded at once, cached by one key and placed as one run of tokens: a still image,
-or a pair of frames of a video (`frame_pairs`). The gateway places units in prompts and the encoder
-makes their pixels, both by the `Geometry` of the model's spec, so that they cannot differ. The
-decoder knows runs of embeddings, and nothing of pixels.
+All of that follows from an image's size alone, and for a video from the number, the rate and the
+size of its frames.
+
+A unit is encoded at once, cached by one key, and placed as one run of tokens. It is a still image,
+or a pair of frames of a video (`frame_pairs`). The gateway places units in prompts, and the encoder
+computes their pixels, both by the `Geometry` of the model's spec, so that they cannot differ. The
+decoder knows runs of embeddings and nothing about pixels.
 """
 
 import math
@@ -25,10 +27,12 @@ MAX_ASPECT_RATIO = 200
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """With the file it decides the pixels, so image keys cover all of it.
+    """A part of an image or video that is encoded at once. Together with the file, a unit decides
+    the pixels, so image keys cover all of it.
 
     Attributes:
-        frames: of a video's unit: indices of its two frames; None: of a still image.
+        grid: (time, height, width) in patches, before merging.
+        frames: indices of the two frames of a video's unit. None for a still image.
     """
 
     grid: Grid
@@ -36,16 +40,18 @@ class Unit:
 
     @property
     def num_patches(self) -> int:
-        """Patches before merging."""
+        """Number of patches, before merging."""
         return math.prod(self.grid)
 
 
 class Run(NamedTuple):
-    """The tokens of a unit in a prompt, which its embedding replaces.
+    """The tokens of a unit in a prompt, which the unit's embedding replaces.
 
     Attributes:
-        offset: of the first token.
-        image: index of the request's image that the unit is of.
+        offset: index of the first token in the prompt.
+        num_tokens: number of tokens.
+        unit: the unit.
+        image: index of the unit's image in the request.
     """
 
     offset: int
@@ -55,8 +61,11 @@ class Run(NamedTuple):
 
 
 class Patches:
-    """How units are divided: into patches of `patch_size` pixels a side, of which `merge_size` a
-    side are a token.
+    """The division of units into patches and tokens.
+
+    Attributes:
+        patch_size: side of a patch in pixels.
+        merge_size: side of a token in patches.
     """
 
     __slots__ = ()
@@ -65,35 +74,36 @@ class Patches:
 
     @property
     def patches_per_token(self) -> int:
-        """Patches before merging of one token."""
+        """Number of patches that are merged into one token."""
         return self.merge_size**2
 
     @property
     def token_size(self) -> int:
-        """Pixels per token side."""
+        """Side of a token in pixels."""
         return self.patch_size * self.merge_size
 
     def size_of(self, unit: Unit) -> Size:
-        """The size that a unit's pixels are resized to."""
+        """Returns the size (height, width) to which a unit's pixels are resized."""
         _, height, width = unit.grid
         return height * self.patch_size, width * self.patch_size
 
     def num_tokens(self, unit: Unit) -> int:
-        """The tokens of a unit's run."""
+        """Returns the number of tokens of a unit's run."""
         return unit.num_patches // self.patches_per_token
 
 
 @dataclass(frozen=True, slots=True)
 class Geometry(Patches):
-    """How a model divides images into units, and what stands for them in its prompts. Pure. Here an
-    image is one unit, taken whole at its own shape, and positions are those of M-RoPE; a family
-    whose images are something else overrides that.
+    """A model's division of images into units, and the tokens that stand for units in its prompts.
+
+    In this class an image is a single unit of its own shape, and positions follow M-RoPE. A family
+    with other images overrides the methods.
 
     Attributes:
-        image_token_id: the chat template writes it once per image; it also stands for each of the
-            image's tokens.
-        min_pixels: smaller images are scaled up to at least this area.
-        max_pixels: larger images are scaled down to at most this area.
+        image_token_id: token that the chat template writes once per image, and that also stands for
+            each of the image's tokens.
+        min_pixels: area to which smaller images are scaled up.
+        max_pixels: area to which larger images are scaled down.
         resample: filter of the resize to `size_of`.
     """
 
@@ -105,23 +115,26 @@ class Geometry(Patches):
     resample: Literal["bilinear", "bicubic"] = "bicubic"
 
     def narrowed(self, min_pixels: int | None, max_pixels: int | None) -> "Geometry":
-        """With a request's limits on a unit's pixels, as far as the model's own allow them."""
+        """Returns this geometry with a request's limits on a unit's pixels, which are clipped to
+        the model's own limits.
+        """
         low, high = self.min_pixels, self.max_pixels
         least = min(max(min_pixels or low, low), high)
         most = high if max_pixels is None else min(max(max_pixels, low), high)
         return replace(self, min_pixels=least, max_pixels=max(most, least))
 
     def units(self, size: Size) -> tuple[Unit, ...]:
-        """The units of an upright image of that size.
+        """Returns the units of an upright image of this size (height, width).
 
         Raises:
-            InvalidImage: the model takes no image of that shape.
+            InvalidImage: the model accepts no image of this shape.
         """
         height, width = self.resized(size)
         return (Unit((1, height // self.patch_size, width // self.patch_size)),)
 
     def resized(self, size: Size) -> Size:
-        """Multiples of an image token's size within the limits.
+        """Returns the size to which an image is resized: multiples of a token's side, within the
+        limits.
 
         Raises:
             InvalidImage: one side is more than 200 times the other.
@@ -134,14 +147,18 @@ class Geometry(Patches):
         return fitted(size, self.token_size, self.min_pixels, self.max_pixels)
 
     def check(self, unit: Unit) -> None:
-        """Raises InvalidRequest if no image has such a unit."""
+        """Checks that an image can have this unit.
+
+        Raises:
+            InvalidRequest: no image has such a unit.
+        """
         time, *sides = unit.grid
         if time != 1 or not all(side and side % self.merge_size == 0 for side in sides):
             raise InvalidRequest(f"no image has a grid of {time}x{sides[0]}x{sides[1]} patches")
 
     def is_of(self, unit: Unit, size: Size) -> bool:
-        """Whether an image of that size may have the unit, whatever limits its request sets."""
-        # Limits decide the scale, which both sides share; each is rounded by less than a token.
+        """Returns whether an image of this size has the unit under some limits of a request."""
+        # The limits decide the scale of both sides. Each side is rounded by less than a token.
         side = self.token_size
         scales = [
             ((resized - side) / given, (resized + side) / given)
@@ -150,23 +167,26 @@ class Geometry(Patches):
         return max(low for low, _ in scales) < min(high for _, high in scales)
 
     def placeholders(self, units: Sequence[Unit]) -> tuple[Int32s, Sequence[int]]:
-        """The tokens that take the place of an image's `image_token_id`, and the offset of each
+        """Returns the token ids that replace an image's `image_token_id`, and the offset of each
         unit's run among them.
         """
         (unit,) = units
         return np.full(self.num_tokens(unit), self.image_token_id, np.int32), (0,)
 
     def positions(self, num_tokens: int, runs: Sequence[Run]) -> tuple[Int32s | None, int]:
-        """Positions of a prompt. A text token at p has position (p, p, p) and the next token p + 1.
-        An image of h x w tokens at p has positions (p, p + row, p + column), row by row, and the
-        next token p + max(h, w).
+        """Computes the positions of a prompt.
+
+        A text token at position p has (p, p, p), and the next token is at p + 1. An image of h x w
+        tokens at p has positions (p, p + row, p + column), row by row, and the next token is at
+        p + max(h, w).
 
         Args:
-            runs: in order of offset, not overlapping.
+            num_tokens: number of tokens of the prompt.
+            runs: runs of the units, in order of their offsets, without overlaps.
 
         Returns:
-            `[3, num_tokens]` (time, height, width), or None: 0 to num_tokens - 1 on each axis; and
-            the delta that decode steps add to a token's index.
+            Positions `[3, num_tokens]` (time, height, width), or None if they are 0 to
+            num_tokens - 1 on each axis; and the delta that decode steps add to a token's index.
         """
         positions = np.empty((3, num_tokens), np.int32)
         index, position = 0, 0
@@ -190,12 +210,15 @@ class Geometry(Patches):
 def fitted(
     size: Size, side: int, low: int, high: int, *, frames: int = 1, counted: int = 1
 ) -> Size:
-    """A size near this one whose sides are multiples of `side`, and whose pixels are within limits:
-    `smart_resize` of HF's processors, which rounds half to even, in double precision.
+    """Returns a size near the given size whose sides are multiples of `side` and whose pixels are
+    within limits. It is `smart_resize` of transformers' processors, which computes in double
+    precision and rounds half to even.
 
     Args:
-        low, high: pixels of all `frames`.
-        counted: the frames that count where the rounded size is compared with the limits.
+        size: (height, width) in pixels.
+        low, high: limits on the pixels of all frames together.
+        frames: number of frames.
+        counted: number of frames by which the rounded size is compared with the limits.
     """
     height, width = size
     pixels = frames * height * width

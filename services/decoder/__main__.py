@@ -25,7 +25,7 @@ from services.common.process.service_process import (
     served_fingerprint,
 )
 from services.common.security.credentials import Credentials
-from services.common.tenancy.tenant_room import TenantRoom
+from services.common.tenancy.tenant_capacity import TenantCapacity
 from services.common.transport.rpc import Server
 from services.decoder.engine.messages import EngineInfo, EngineMessage, Shutdown
 from services.decoder.front.front import DecoderFront, max_sequences
@@ -105,8 +105,8 @@ class DecoderFrontProcess(FrontProcess[DecoderSettings]):
         )
         channel: FrontChannel[EngineMessage] = engine.channel
         masks = MaskProcesses(mask_settings, engine.links[0], channel, metrics)
-        room = TenantRoom(max_sequences(ready))
-        front = DecoderFront(ready, channel, source, masks, metrics, room)
+        capacity = TenantCapacity(max_sequences(ready))
+        front = DecoderFront(ready, channel, source, masks, metrics, capacity)
         return cls(registry, DecoderServicer(front, fingerprint), front, cache)
 
     @property

@@ -1,15 +1,17 @@
-"""What an image file says of itself before its pixels: format, size, orientation.
+"""Reads the header of an image file, before its pixels: format, size and orientation.
 
-The gateway places an image in the prompt by this, and the encoder decodes by this, so that the two
-cannot differ. Nothing is inflated, no chunk is copied but Exif and XMP of bounded size, and the
-work is bounded: at most `MAX_SEGMENTS` before a JPEG's first scan, `MAX_HEADER_BYTES` before a
-GIF's first frame, `MAX_CHUNKS` of a PNG or WebP. Segments and chunks are skipped by their lengths,
-as a PNG's pixels are: its Exif may be behind them. What takes a decoder long, as a JPEG of many
-scans does, its limit of CPU time ends.
+The gateway places an image in the prompt by the header, and the encoder decodes the image by the
+same header, so that their sizes cannot differ.
 
-Sizes and orientations are those of Pillow 13 for every file that it decodes, but for what a PNG
-says of its orientation in compressed text, in hexadecimal or behind so many chunks; where a file is
-so odd that sizes differ, the encoder refuses it.
+The work is bounded: at most `MAX_SEGMENTS` before the first scan of a JPEG, `MAX_HEADER_BYTES`
+before the first frame of a GIF, and `MAX_CHUNKS` of a PNG or WebP are read. Nothing is inflated,
+and only Exif and XMP of bounded size are copied. Other segments and chunks are skipped by their
+lengths, the pixels of a PNG included, because Exif may follow the pixels. A file that takes a
+decoder long, such as a JPEG of many scans, is ended by the decoder's limit of CPU time.
+
+Sizes and orientations are those of Pillow 13 for every file that Pillow decodes, except that the
+orientation of a PNG is ignored in compressed text, in hexadecimal or behind `MAX_CHUNKS`. Where a
+malformed file has two different sizes, the encoder refuses it.
 """
 
 import re
@@ -26,19 +28,19 @@ ALLOWED_FORMATS: tuple[Format, ...] = ("JPEG", "PNG", "WEBP", "GIF")
 MAX_SOURCE_PIXELS = 256_000_000  # no encoder decodes a larger image, whatever its memory
 MAX_HEADER_BYTES = 1 << 20
 MAX_SEGMENTS = 256
-_MAX_PADDING = MAX_HEADER_BYTES // MAX_SEGMENTS  # before a segment
-MAX_CHUNKS = 4096  # of 8 KiB, as libpng writes pixels: 32 MiB
-_MAX_GIF_BLOCKS = 16_384  # of at most 255 bytes
+_MAX_PADDING = MAX_HEADER_BYTES // MAX_SEGMENTS  # bytes before a segment
+MAX_CHUNKS = 4096  # 32 MiB of pixels in chunks of 8 KiB, as libpng writes them
+_MAX_GIF_BLOCKS = 16_384  # a block has at most 255 bytes
 
 _PNG = b"\x89PNG\r\n\x1a\n"
 _EXIF = b"Exif\0\0"
 _XMP = b"http://ns.adobe.com/xap/1.0/\0"
-_PNG_XMP = b"XML:com.adobe.xmp\0\0"  # as text that is not compressed; a language may follow
+_PNG_XMP = b"XML:com.adobe.xmp\0\0"  # uncompressed text; a language may follow
 _XMP_ORIENTATION = re.compile(rb'tiff:Orientation(?:="|>)([0-9])')
 _ORIENTATION = 0x0112
 _MAX_IFD_ENTRIES = 4096
-_MARKER = re.compile(rb"\xff[\x01-\xfe]", re.DOTALL)  # neither stuffing nor padding
-# JPEG markers: frames that decoders know, frames and tables that they do not, none with a length.
+_MARKER = re.compile(rb"\xff[\x01-\xfe]", re.DOTALL)  # skips stuffing and padding
+# JPEG markers: supported frames, other frames and tables, and markers without a length.
 _FRAMES = frozenset((0xC0, 0xC1, 0xC2, 0xC9, 0xCA))
 _PROGRESSIVE = frozenset((0xC2, 0xCA))
 _OTHER_FRAMES = frozenset((0xC3, 0xC5, 0xC6, 0xC7, 0xC8, 0xCB, 0xCD, 0xCE, 0xCF, 0xDE))
@@ -48,13 +50,14 @@ _END, _SCAN, _APP1 = 0xD9, 0xDA, 0xE1
 
 @dataclass(frozen=True, slots=True)
 class ImageHeader:
-    """What the header says.
+    """The content of an image's header.
 
     Attributes:
-        width, height: as stored, before the orientation is applied.
-        orientation: as EXIF numbers them, 1 to 8; 1: upright, or not said.
-        channels: samples of a pixel as stored.
-        buffered: a JPEG in several scans, whose decoder holds all coefficients.
+        format: format of the file.
+        width, height: size in pixels, before the orientation is applied.
+        orientation: EXIF orientation, 1 to 8. 1 if the image is upright or has no orientation.
+        channels: number of samples per pixel in the file.
+        buffered: True for a JPEG in several scans, whose decoder keeps all coefficients in memory.
     """
 
     format: Format
@@ -66,22 +69,22 @@ class ImageHeader:
 
     @property
     def upright_size(self) -> tuple[int, int]:
-        """(height, width) once the orientation is applied."""
+        """Size (height, width) after the orientation is applied."""
         if self.orientation >= 5:
             return self.width, self.height
         return self.height, self.width
 
 
 class _Unreadable(Exception):
-    """The bytes are no header of the format that they begin as."""
+    """Raised if the bytes begin like a format and are not a valid header of it."""
 
 
 def read_header(data: bytes, *, max_source_pixels: int) -> ImageHeader:
     """Reads the header of an encoded image.
 
     Raises:
-        InvalidImage: not an allowed format, damaged before the pixels, over a bound of this
-            module, or over `max_source_pixels`.
+        InvalidImage: the format is not allowed, the header is damaged or exceeds a bound of this
+            module, or the image has more than `max_source_pixels`.
     """
     try:
         header = _read(data)
@@ -123,7 +126,7 @@ def _read_png(data: bytes) -> ImageHeader:
             raise InvalidImage(f"the image has more than {MAX_CHUNKS} chunks before its pixels")
         if kind in (b"IDAT", b"fdAT"):
             has_pixels = True
-        elif has_pixels and kind in (b"IEND", b"fcTL"):  # the latter: another frame begins
+        elif has_pixels and kind in (b"IEND", b"fcTL"):  # fcTL begins another frame
             break
         elif not has_pixels and kind in (b"IHDR", b"IEND"):
             raise _Unreadable
@@ -139,7 +142,7 @@ def _read_png(data: bytes) -> ImageHeader:
 
 
 def _png_chunks(data: bytes, position: int) -> Iterator[tuple[bytes, int, int]]:
-    """Kinds, where their data begin, and lengths: of the first chunks, those of pixels included."""
+    """Yields kind, start of the data and length of the first chunks, those of pixels included."""
     for _ in range(MAX_CHUNKS + 1):
         if position + 8 > len(data):
             return
@@ -189,7 +192,7 @@ def _read_jpeg(data: bytes) -> ImageHeader:
 
 
 def _read_gif(data: bytes) -> ImageHeader:
-    """The screen, enlarged by a first frame that does not fit in it, as Pillow does."""
+    """Returns the size of the screen, enlarged to fit the first frame, as Pillow does."""
     width, height, flags = struct.unpack_from("<HHB", data, 6)
     position = 13 + (3 << (flags & 7) + 1 if flags & 0x80 else 0)
     end = position + MAX_HEADER_BYTES
@@ -205,7 +208,7 @@ def _read_gif(data: bytes) -> ImageHeader:
         position += 1
         if kind != 0x21:
             continue
-        position += 1  # an extension: its label, then blocks up to an empty one
+        position += 1  # the label of an extension, whose blocks end with an empty block
         while (size := data[position]) and num_blocks < _MAX_GIF_BLOCKS:
             position += 1 + size
             num_blocks += 1
@@ -235,7 +238,7 @@ def _read_webp(data: bytes) -> ImageHeader:
 
 
 def _webp_metadata(data: bytes, flags: int) -> tuple[bytes, bytes]:
-    """The first Exif and the first XMP chunk; each counts only if the header announces it."""
+    """Returns the first Exif chunk and the first XMP chunk, if the header's flags announce them."""
     found: dict[bytes, bytes] = {}
     wanted = {b"EXIF": flags & 8, b"XMP ": flags & 4}
     end = min(len(data), 8 + int.from_bytes(data[4:8], "little"))
@@ -253,7 +256,7 @@ def _webp_metadata(data: bytes, flags: int) -> tuple[bytes, bytes]:
 
 
 def _orientation(exif: bytes, xmp: bytes) -> int:
-    """Of Exif; of XMP where there is no Exif or it does not say; 1 where Exif is damaged."""
+    """Returns the orientation in Exif, or in XMP if Exif has none. 1 if Exif is damaged."""
     found = _exif_orientation(exif) if exif else None
     if found is None and xmp and (match := _XMP_ORIENTATION.search(xmp)):
         found = int(match[1])
@@ -261,7 +264,9 @@ def _orientation(exif: bytes, xmp: bytes) -> int:
 
 
 def _exif_orientation(exif: bytes) -> int | None:
-    """The tag in the first directory of a TIFF; None: there is no such tag. Damaged: 1."""
+    """Returns the orientation tag in the first directory of a TIFF. None if the tag is missing, 1
+    if the data is damaged.
+    """
     for _ in range(2):
         exif = exif.removeprefix(_EXIF)
     if not exif:
@@ -279,5 +284,5 @@ def _exif_orientation(exif: bytes) -> int | None:
             if tag == _ORIENTATION and number == 1 and kind in (3, 4):
                 (found,) = struct.unpack_from(order + "HI"[kind == 4], exif, place + 8)
     except struct.error:
-        pass  # what was read before the damage counts
+        pass  # the tag counts if it was read before the damage
     return found if found is None or found in range(1, 9) else 1

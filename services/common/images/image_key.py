@@ -1,11 +1,13 @@
-"""The image key: the one name of an image's embedding, in every process and in Redis.
+"""Image keys, which name an image's embedding in every process and in Redis.
 
-Two requests share a key only if they must get the same embedding. So the key covers the encoded
-bytes and everything else that decides the result. It does not cover decoded pixels, whose bytes are
-equal for 30x100 and 100x30, and never a URL or a client's id. Fields are length-prefixed, so that
-different lists of fields have different hashes. The encoder's engine makes the prefix, the gateway
-the keys, of `KEY_BYTES` each. The encoder computes each key again from what it is given, so that no
-caller stores an embedding under another image's key; the decoder only compares them.
+Two requests share a key only if they must get the same embedding. A key therefore covers the bytes
+of the encoded image and everything else that decides the result. It covers neither decoded pixels,
+whose bytes are equal for images of 30x100 and 100x30, nor a URL or an id of a client. The fields
+are length-prefixed, so that different lists of fields have different hashes.
+
+The encoder's engine computes the prefix, and the gateway computes the keys, of `KEY_BYTES` each.
+The encoder computes each key again from the image, so that no caller stores an embedding under a
+wrong key. The decoder only compares keys.
 """
 
 from collections.abc import Iterable
@@ -15,54 +17,65 @@ from blake3 import blake3
 from services.common.geometry import Grid, Unit
 
 KEY_BYTES = 32
-# Of a salt, as each service takes it: of image keys here, of prefixes in the decoder.
+# Largest size of a salt, both of image keys and of the decoder's prefix cache.
 MAX_SALT_BYTES = 256
 _PREFIX_DOMAIN = b"triptych/prefix/v1"
 _IMAGE_DOMAIN = b"triptych/v1"
 _EMBEDDING_DOMAIN = b"triptych/embedding/v1"
-# Bump when the decode of videos, their conversion to RGB or their frames' digests change.
+# Changes with the decoding of videos, the conversion to RGB or the digests of frames.
 _FRAMES_DOMAIN = b"triptych/frames/v1"
-FRAME_DIGEST_BYTES = 16  # as ProbeResponse's
+FRAME_DIGEST_BYTES = 16  # size of a digest in ProbeResponse
 
-# Bump when decode, orientation, alpha, resize or normalization changes its output.
+# Changes with the output of decoding, orientation, alpha, resizing or normalization.
 PREPROCESSING_VERSION = b"exif-transpose/alpha-on-white/bicubic-aa-u8/3"
 
 
 def key_prefix(*, model: str, weights: bytes, vision_config: bytes, dtype: str) -> bytes:
-    """Digest of everything that an encoder contributes to its image keys.
+    """Returns the digest of everything that an encoder contributes to its image keys.
 
     Args:
         model: model id and revision.
         weights: fingerprint of the vision weights.
-        vision_config: canonical JSON of the vision config and image processor settings.
-        dtype: compute and storage dtype.
+        vision_config: canonical JSON of the vision config and the image processor's settings.
+        dtype: data type in which embeddings are computed and stored.
     """
     fields = (model.encode(), weights, vision_config, dtype.encode(), PREPROCESSING_VERSION)
     return _digest(_PREFIX_DOMAIN, fields)
 
 
 def image_key(prefix: bytes, image: bytes, *, unit: Unit, salt: bytes) -> bytes:
-    """The key of one unit of an image. Its grid stands for min and max pixels, which decide nothing
-    else; requests with different salts never share an entry.
+    """Returns the key of one unit of an image.
+
+    Args:
+        prefix: the encoder's `key_prefix`.
+        image: bytes of the encoded image.
+        unit: the unit, whose grid also covers min and max pixels, which decide nothing else.
+        salt: salt of the request. Requests with different salts never share an embedding.
     """
     return _digest(_IMAGE_DOMAIN, (prefix, b"%d,%d,%d" % unit.grid, salt, image))
 
 
 def frames_key(prefix: bytes, first: bytes, second: bytes, *, grid: Grid, salt: bytes) -> bytes:
-    """The key of a pair of frames. Neither its file nor its place in it is covered: a longer cut of
-    a video shares what is equal. Digests are those of frames, as Probe says, or of the images that
-    they are, which differ in length.
+    """Returns the key of a pair of frames. The key covers neither the file nor the pair's place in
+    the file, so that two cuts of a video share their equal pairs.
+
+    Args:
+        prefix: the encoder's `key_prefix`.
+        first, second: digests of the frames. The digest in a ProbeResponse and the `still_digest`
+            of an image have different lengths.
+        grid: grid of the pair in patches.
+        salt: salt of the request.
     """
     return _digest(_FRAMES_DOMAIN, (prefix, b"%d,%d,%d" % grid, salt, first, second))
 
 
 def embedding_key(prefix: bytes, file: bytes, *, unit: Unit, salt: bytes) -> bytes:
-    """The key of an embedding that a client brings; of no image, whatever the file is."""
+    """Returns the key of an embedding that a client supplies as a file. It is no image's key."""
     return _digest(_EMBEDDING_DOMAIN, (prefix, b"%d,%d,%d" % unit.grid, salt, file))
 
 
 def still_digest(image: bytes) -> bytes:
-    """Of an encoded image that is a frame: 32 bytes."""
+    """Returns the digest, of 32 bytes, of an encoded image that is a frame of a video."""
     return blake3(image).digest(KEY_BYTES)
 
 

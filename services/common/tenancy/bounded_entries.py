@@ -1,24 +1,31 @@
-"""A Lua script that bounds the bytes which each tenant, and all tenants, keep in one Redis.
+"""A Lua script that limits the bytes of each tenant, and of all tenants, in one Redis.
 
-Gateways keep responses and images with it, encoders the files that clients upload. An index beside
-the entries has their sizes and when each was used, so that one script puts an entry and takes away
-those that it has no room beside: of the tenant itself where the tenant has too much, else of the
-tenant that has the most. An entry that Redis evicts by itself stays in the index until its time to
-live is over. What is put counts as its tenant's in that comparison.
+Gateways store responses and images with the script, encoders the files that clients upload. An
+index beside the entries has the size and the last use of each entry, so a single call of the script
+stores an entry and evicts others: the tenant's own entries if the tenant is over its limit, else
+those of the tenant with the most bytes. The new entry counts as its tenant's in that comparison. An
+entry that Redis evicts by itself stays in the index until its time to live is over.
 
-KEYS: the beginning of all keys. ARGV: the operation (`get`, `put` or `delete`); the entry, which is
-`<tenant>/<name>`; the time to live in milliseconds. For `put` also the entry's size, the bytes that
-its tenant and all tenants may have, and the data. A caller that writes long data itself leaves it
-out: it puts before it writes, so that there is room, and again afterwards, so that nothing lies
-there uncounted if another put took the entry away meanwhile.
+KEYS has the prefix of all keys. ARGV has
 
-Keys: `<tenant>/<name>`: an entry; `@sizes`: hash of bytes by entry, and `@` for their sum; `@used`
-and `@used:<tenant>`: when entries were used; `@tenants`: bytes by tenant. The index has no time to
-live, so that a Redis of the policy `volatile-lru` keeps it. Where another policy has evicted a part
-of it, the bytes of entries that are no longer known are forgotten.
+1. the operation: `get`, `put` or `delete`,
+2. the entry: `<tenant>/<name>`,
+3. the time to live in milliseconds,
+4. for `put`: the size of the entry, the limit of its tenant, the limit of all tenants, all in
+bytes,
+   and the data.
+
+A caller that writes long data itself leaves the data out. The caller uses `put` before the write,
+which evicts other entries, and again afterwards, which counts the entry even if another `put` has
+evicted it meanwhile.
+
+The keys are `<tenant>/<name>` for an entry; `@sizes`, a hash of bytes by entry, with their sum as
+`@`; `@used` and `@used:<tenant>`, the last uses of entries; and `@tenants`, the bytes by tenant.
+The index has no time to live, so that Redis keeps it under the policy `volatile-lru`. If another
+policy evicts a part of the index, the bytes of the entries in that part are no longer counted.
 """
 
-# Bytes that Redis takes for an entry beside its name and its data: a key, and the index.
+# Bytes of a key and of the index that Redis needs for an entry in addition to its name and data.
 OVERHEAD_BYTES = 256
 
 BOUNDED_ENTRIES = """

@@ -1,52 +1,65 @@
-"""In which order tenants are served where they wait for the same thing: weighted fair queueing.
+"""Weighted fair queueing: the order in which tenants are served that wait for the same thing.
 
-Start-time fair queueing (Goyal, Vin and Cheng, 1996). What waits gets a place, which is a time on
-a clock that runs with the service: of the tenant's last piece of work, its cost over the tenant's
-weight later, or now if the tenant has none. The lowest place is served next. A tenant that has
-waited for nothing so far is behind nobody's backlog; with one tenant the order is that of arrival.
-Pure: no clock of its own, no threads.
+The algorithm is start-time fair queueing (Goyal, Vin and Cheng, 1996). Each piece of work that
+waits gets a place, which is its virtual start time. The place is that of the tenant's previous
+piece of work plus the cost of the previous piece over the tenant's weight, or the current virtual
+time if the tenant has nothing waiting. The lowest place is served next.
+
+A tenant without waiting work is never behind the backlog of another tenant. With a single tenant
+the order is the order of arrival. For example, if `a` submits three pieces of cost 1 at virtual
+time 0 and `b` submits one afterwards, the places are a: 0, 1, 2 and b: 0, so `b` is served second.
 """
 
 
 class FairOrder:
-    """Gives places. The caller keeps what waits, serves the lowest place first, and says so."""
+    """Assigns places. The caller keeps the queue, serves the lowest place first, and reports that
+    with `served`.
+    """
 
     def __init__(self) -> None:
-        self._now = 0.0  # the place that was served last
-        self._ends: dict[str, float] = {}  # by tenant, of its last piece of work; all after now
+        self._now = 0.0  # virtual time: the place that was served last
+        self._ends: dict[str, float] = {}  # end of each tenant's last piece of work, all after now
 
     @property
     def now(self) -> float:
-        """The place that was served last. A tenant that gets it is behind nothing of its own."""
+        """Virtual time, which is the place that was served last."""
         return self._now
 
+    @property
+    def num_tenants(self) -> int:
+        """Number of tenants whose last piece of work ends after the virtual time."""
+        return len(self._ends)
+
     def start(self, tenant: str) -> float:
-        """The place that a tenant's next piece of work would get now."""
+        """Returns the place that the tenant's next piece of work would get now."""
         return max(self._now, self._ends.get(tenant, 0.0))
 
     def place(self, tenant: str, *, weight: float = 1.0, cost: float = 1.0) -> float:
-        """The place of a new piece of work, behind all of the same tenant.
+        """Returns the place of a new piece of work, behind the tenant's other pieces of work.
 
         Args:
-            cost: of the work, in any unit that is the same for all.
+            weight: weight of the tenant.
+            cost: cost of the work, in a unit that is the same for all tenants.
         """
         start = self.start(tenant)
         self._ends[tenant] = start + cost / weight
         return start
 
     def charge(self, tenant: str, place: float, *, weight: float = 1.0, cost: float) -> None:
-        """Adds a cost that is known only when the work has been done: the tenant's next pieces of
-        work get later places.
+        """Adds a cost that is known only after the work. The tenant's next pieces of work get later
+        places.
 
         Args:
-            place: where the work was served.
+            place: place at which the work was served.
+            weight: weight of the tenant.
+            cost: cost of the work, in a unit that is the same for all tenants.
         """
         self._ends[tenant] = max(place, self._ends.get(tenant, 0.0)) + cost / weight
 
     def served(self, place: float) -> None:
-        """Work at this place has left the queue to be done."""
+        """Records that the work at a place has left the queue and is being done."""
         if place > self._now:
             self._now = place
             if len(self._ends) < 2:
-                return  # a tenant alone, whose next place is no other for it
+                return  # the order of a single tenant does not depend on the old ends
             self._ends = {name: end for name, end in self._ends.items() if end > place}

@@ -1,24 +1,26 @@
-"""What tenants name again later, in memory: within bounds, and for a while after its last use."""
+"""Entries that tenants store and name again later, in memory and within bounds."""
 
 import time
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-_ENTRY_BYTES = 256  # besides its name and data
+_ENTRY_BYTES = 256  # counted for an entry in addition to its name and data
 
 Name = TypeVar("Name", str, bytes)
 
 
 class TenantStore(Generic[Name]):
-    """Each tenant has names of its own. An entry that is too old goes, and to make room for a newer
-    one: within its tenant's bytes the least recently used goes first, and where all tenants
-    together are over, that of the tenant with the most.
+    """A store in which each tenant has names of its own.
+
+    Entries expire some time after their last use. A tenant at its limit loses its least recently
+    used entries. If all tenants together reach the limit, the tenant with the most bytes does.
 
     Args:
-        max_tenant_bytes, max_bytes: of one tenant, of all.
-        ttl_s: since an entry's last use.
-        clock: seconds, monotonic.
+        max_tenant_bytes: largest number of bytes of one tenant.
+        max_bytes: largest number of bytes of all tenants.
+        ttl_s: time to live of an entry after its last use.
+        clock: monotonic clock in seconds.
     """
 
     def __init__(
@@ -31,12 +33,12 @@ class TenantStore(Generic[Name]):
         self._max_bytes = min(max_tenant_bytes, max_bytes), max_bytes
         self._ttl_s = ttl_s
         self._clock = clock
-        # By tenant and name: data and when it was used, the least recently used first.
+        # Data and time of the last use, by tenant and name, the least recently used first.
         self._entries: dict[str, OrderedDict[Name, tuple[bytes, float]]] = {}
         self._num_bytes: dict[str, int] = {}
 
     def get(self, tenant: str, name: Name) -> bytes | None:
-        """An entry, whose time begins anew."""
+        """Returns an entry, whose time to live begins again, or None if there is no such entry."""
         self._expire()
         entries = self._entries.get(tenant)
         if entries is None or name not in entries:
@@ -47,7 +49,11 @@ class TenantStore(Generic[Name]):
         return data
 
     def put(self, tenant: str, name: Name, data: bytes) -> bool:
-        """Keeps an entry in place of one of that name; False: it is too large."""
+        """Stores an entry, which replaces an entry of the same name.
+
+        Returns:
+            Whether the entry was stored. False if it alone is over a limit.
+        """
         self._expire()
         self._forget(tenant, name)
         most_of_tenant, most = self._max_bytes
@@ -65,7 +71,7 @@ class TenantStore(Generic[Name]):
         return True
 
     def delete(self, tenant: str, name: Name) -> bool:
-        """Forgets an entry; returns whether there was one."""
+        """Deletes an entry and returns whether it existed."""
         self._expire()
         return self._forget(tenant, name)
 

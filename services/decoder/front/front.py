@@ -27,7 +27,7 @@ from services.common.pb import decoder_pb2 as pb
 from services.common.process.channel import ChannelClosed, FrontChannel
 from services.common.spans import Span, record_span, start_span
 from services.common.telemetry import bound_request_id
-from services.common.tenancy.tenant_room import TenantRoom
+from services.common.tenancy.tenant_capacity import TenantCapacity
 from services.common.transport.rpc import MAX_REQUEST_ID_CHARS
 from services.decoder.engine.messages import (
     AbortSequence,
@@ -115,7 +115,7 @@ class DecoderFront(InputListener):
         source: source of the images' embeddings. The front closes it.
         masks: processes that fill token masks. The front starts and closes them.
         metrics: metrics of the decoder.
-        room: counter of each tenant's sequences, limited to `max_sequences`.
+        capacity: counter of each tenant's sequences, limited to `max_sequences`.
         max_queued_bytes: estimated size of a stream's unread events at which its sequences are
             aborted.
     """
@@ -127,7 +127,7 @@ class DecoderFront(InputListener):
         source: EmbeddingSource,
         masks: MaskProcesses,
         metrics: DecoderMetrics,
-        room: TenantRoom,
+        capacity: TenantCapacity,
         *,
         max_queued_bytes: int = MAX_QUEUED_BYTES,
     ) -> None:
@@ -135,7 +135,7 @@ class DecoderFront(InputListener):
         self._channel = channel
         self._images = SequenceImages(source, channel, self)
         self._metrics = metrics
-        self._room = room
+        self._capacity = capacity
         self._max_queued_bytes = max_queued_bytes
         self._masks = masks
         self._numbers = itertools.count(1)
@@ -207,7 +207,7 @@ class DecoderFront(InputListener):
                 raise InvalidRequest(f"sequence_id {submit.sequence_id} is in use")
             if self._refusal:
                 raise Overloaded(self._refusal)
-            if not self._room.has_room(submit.tenant, 1):
+            if not self._capacity.allows(submit.tenant, 1):
                 raise Overloaded(
                     f"{len(self._sequences)} sequences already run or wait on this decoder"
                 )
@@ -460,7 +460,7 @@ class DecoderFront(InputListener):
         if sequence.deadline is not None:
             sequence.deadline.cancel()
         del self._sequences[sequence.number]
-        self._room.give_back(sequence.tenant, 1)
+        self._capacity.release(sequence.tenant, 1)
         self._images.remove(sequence.number)
         self._masks.remove(sequence.number)
         if not self._sequences:
@@ -475,7 +475,7 @@ class DecoderFront(InputListener):
     ) -> None:
         self._sequences[sequence.number] = sequence
         sequence.tenant = message.tenant
-        self._room.take(sequence.tenant, 1)
+        self._capacity.take(sequence.tenant, 1)
         num_before = len(message.generated_token_ids) // INT_BYTES
         sequence.max_generated = message.sampling.max_tokens - num_before
         self._empty.clear()

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from services.common.tenancy.fair_order import FairOrder
-from services.common.tenancy.tenant_room import TenantRoom
+from services.common.tenancy.tenant_capacity import TenantCapacity
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,22 +25,22 @@ class Admission:
     """
 
     def __init__(self, max_patches: int) -> None:
-        self._room = TenantRoom(max_patches)
+        self._capacity = TenantCapacity(max_patches)
         self._order = FairOrder()
 
     @property
     def num_patches(self) -> int:
         """Number of patches of the images in work, before merging."""
-        return self._room.held
+        return self._capacity.used
 
     def enter(self, share: Share, num_patches: int) -> float | None:
         """Admits an image, and returns its rank; the lowest rank is next.
 
         Returns None if too many patches are in work.
         """
-        if not self._room.has_room(share.tenant, num_patches):
+        if not self._capacity.allows(share.tenant, num_patches):
             return None
-        self._room.take(share.tenant, num_patches)
+        self._capacity.take(share.tenant, num_patches)
         return self._order.place(share.tenant, weight=share.weight, cost=num_patches)
 
     def ran(self, rank: float) -> None:
@@ -49,4 +49,4 @@ class Admission:
 
     def leave(self, share: Share, num_patches: int) -> None:
         """Notes that an admitted image is no longer in work."""
-        self._room.give_back(share.tenant, num_patches)
+        self._capacity.release(share.tenant, num_patches)

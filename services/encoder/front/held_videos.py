@@ -19,7 +19,7 @@ from services.common.embeddings.shared_memory import MemoryAddress, create_memor
 from services.common.embeddings.shared_task import SharedTask
 from services.common.errors import InvalidRequest, InvalidVideo, Overloaded, VideoNotHeld
 from services.common.images.image_key import FRAME_DIGEST_BYTES, KEY_BYTES
-from services.common.tenancy.tenant_room import TenantRoom
+from services.common.tenancy.tenant_capacity import TenantCapacity
 from services.encoder.decoding.clips.clip_pool import DecoderLost
 from services.encoder.decoding.clips.questions import Facts
 from services.encoder.decoding.source import Video
@@ -82,7 +82,7 @@ class HeldVideos:
         self._refused: OrderedDict[bytes, _Refusal] = OrderedDict()  # by age
         # By tenant and digest: a file of two tenants is read in the turn of each.
         self._reading: dict[tuple[str, bytes], SharedTask[HeldVideo]] = {}
-        self._room = TenantRoom(max_bytes)  # of files that wait
+        self._capacity = TenantCapacity(max_bytes)  # of files that wait
         self._threads = ThreadPoolExecutor(_COPIES, "video")
 
     def get(self, digest: bytes) -> HeldVideo:
@@ -112,17 +112,17 @@ class HeldVideos:
         digest = await loop.run_in_executor(self._threads, _digest, file)
         if (found := self._found(digest, share)) is not None:
             return found
-        if self._room.held and not self._room.has_room(share.tenant, len(file)):
+        if self._capacity.used and not self._capacity.allows(share.tenant, len(file)):
             raise Overloaded("videos that wait to be read have too many bytes", retry_after_s=1)
-        self._room.take(share.tenant, len(file))
+        self._capacity.take(share.tenant, len(file))
         try:
             address = await self._copy(file)
         except BaseException:
-            self._room.give_back(share.tenant, len(file))
+            self._capacity.release(share.tenant, len(file))
             raise
         if (found := self._found(digest, share)) is None:  # by another call, meanwhile
             return self._read(digest, address, share).join()
-        self._room.give_back(share.tenant, len(file))
+        self._capacity.release(share.tenant, len(file))
         os.close(address.fd)
         return found
 
@@ -158,13 +158,13 @@ class HeldVideos:
             raise
 
     def _read(self, digest: bytes, address: MemoryAddress, share: Share) -> SharedTask[HeldVideo]:
-        """Begins to read a copy, whose room is given back at the end."""
+        """Begins to read a copy, whose capacity is released at the end."""
         key = share.tenant, digest
 
         def end(task: "asyncio.Task[HeldVideo]") -> None:
             if self._reading.get(key) is reading:  # not what began after this was given up
                 del self._reading[key]
-            self._room.give_back(share.tenant, address.size_bytes)
+            self._capacity.release(share.tenant, address.size_bytes)
             if task.cancelled() or task.exception() is not None:
                 os.close(address.fd)
 

@@ -13,7 +13,7 @@ from collections.abc import AsyncGenerator, Callable, Generator
 from contextlib import asynccontextmanager, contextmanager
 
 from services.common.errors import Overloaded, Unavailable
-from services.common.tenancy.tenant_room import TenantRoom
+from services.common.tenancy.tenant_capacity import TenantCapacity
 from services.gateway.bounds import MAX_BODY_BYTES, MEMORY_PER_BODY_BYTE
 from services.gateway.slot import Slot
 from services.gateway.tenancy.leases import Leases
@@ -62,7 +62,7 @@ class Admission:
         self.max_body_bytes = max_body_bytes
         self._leases = leases or Leases()
         self.held_bytes = 0
-        self._running = TenantRoom(max_requests)
+        self._running = TenantCapacity(max_requests)
         self._idle = asyncio.Event()
         self._idle.set()
         self._blocks: set[asyncio.Timeout] = set()  # those of `until_ended`
@@ -72,7 +72,7 @@ class Admission:
 
     @property
     def num_running(self) -> int:
-        return self._running.held
+        return self._running.used
 
     @contextmanager
     def holding(self) -> Generator[Callable[[int], None]]:
@@ -85,7 +85,7 @@ class Admission:
         Raises:
             Overloaded: no slot is free for it, too much is held, or new requests are refused.
         """
-        self._check_room(bound_tenant())
+        self._check_capacity(bound_tenant())
         own_bytes = 0
 
         def hold(num_bytes: int) -> None:
@@ -113,21 +113,21 @@ class Admission:
             RateLimited: the tenant has as many requests as it may have.
         """
         tenant = bound_tenant()
-        self._check_room(tenant)
+        self._check_capacity(tenant)
         self._running.take(tenant.name, 1)
         self._idle.clear()
         try:
             async with counting(self._leases, tenant) as usage:
                 yield Slot(tenant, usage.charge, usage.charge_file, usage.correct, hold)
         finally:
-            self._running.give_back(tenant.name, 1)
+            self._running.release(tenant.name, 1)
             if not self.num_running:
                 self._idle.set()
 
-    def _check_room(self, tenant: Tenant) -> None:
+    def _check_capacity(self, tenant: Tenant) -> None:
         if self._refuses:
             raise Overloaded("the server is shutting down", retry_after_s=1)
-        if not self._running.has_room(tenant.name, 1):
+        if not self._running.allows(tenant.name, 1):
             raise Overloaded("too many requests are running", retry_after_s=1)
 
     @asynccontextmanager

@@ -88,8 +88,8 @@ def test_tenants_that_have_been_served_are_forgotten() -> None:
     later = order.place("x", cost=0.1), order.place("x")
     for place in later:
         order.served(place)
-    assert len(order._ends) <= 1001
+    assert order.num_tenants <= 1001
     serve(order, queue(order, "xyz", cost=5), 3)
     for _ in range(3):
         order.served(order.place("x", cost=5))
-    assert len(order._ends) <= 2
+    assert order.num_tenants <= 2
