@@ -5,9 +5,5 @@ from services.encoder.decoding.decode_pool import DecodePool
 
 
 def worker_pids(pool: ClipPool | DecodePool) -> list[int]:
-    """In the order in which they were started."""
-    if isinstance(pool, DecodePool):
-        children = pool._workers
-    else:
-        children = [slot.child for slot in pool._slots]
-    return [child._process.pid for child in children]
+    """Returns the process ids of a pool's workers."""
+    return [worker.pid for worker in pool.workers]

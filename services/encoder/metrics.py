@@ -1,7 +1,5 @@
-"""The encoder's metrics, all recorded in its front process.
-
-Servicer, `Embeddings` and `EngineClient` record; the metrics port exports. docs/metrics.md has the
-table.
+"""The encoder's metrics. The objects of the front process record them, and the metrics port exports
+them. docs/metrics.md has a table of all metrics.
 """
 
 from collections.abc import Sequence
@@ -16,7 +14,7 @@ _BATCH_PATCHES = tuple(1 << n for n in range(6, 19))
 
 
 class EncoderMetrics:
-    """All metrics of one encoder, in a registry of their own."""
+    """All metrics of one encoder, in their own registry."""
 
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
@@ -31,9 +29,10 @@ class EncoderMetrics:
             return Histogram(f"encoder_{name}", text, labels, buckets=buckets, registry=registry)
 
         self.requests = counter(
-            "requests", "Encode calls answered, by source: computed, memory, redis, joined.",
+            "requests",
+            "Encode calls answered, by source: computed, memory, redis, joined.",
             "source",
-        )  # fmt: skip
+        )
         self.failures = counter(
             "failures", "Calls that failed, by method and error code.", "method", "code"
         )
@@ -61,20 +60,28 @@ class EncoderMetrics:
         self.batch_images = histogram("batch_images", "Images per batch.", _BATCH_IMAGES)
         self.batch_patches = histogram("batch_patches", "Patches per batch.", _BATCH_PATCHES)
         self.stages = histogram(
-            "stage_seconds", "Time per image, by stage: lookup, queue, preprocess, forward.",
-            LATENCY_BUCKETS, "stage",
-        )  # fmt: skip
+            "stage_seconds",
+            "Time per image, by stage: lookup, queue, preprocess, forward.",
+            LATENCY_BUCKETS,
+            "stage",
+        )
         self.kernel_calls = counter(
-            "kernel_calls", "Kernel calls of the vision tower, replayed ones included.",
-            "operation", "implementation",
-        )  # fmt: skip
+            "kernel_calls",
+            "Kernel calls of the vision tower, replayed ones included.",
+            "operation",
+            "implementation",
+        )
         self._last_stats = EngineStats(0, 0)
         self.silence = gauge(
             "engine_silence_seconds", "Time since the engine last showed that it works."
         )
 
     def observe_batch(self, stats: EngineStats) -> None:
-        """Called after each batch with the engine's totals."""
+        """Records a batch.
+
+        Args:
+            stats: totals of the engine after the batch.
+        """
         last, self._last_stats = self._last_stats, stats
         self.batch_images.observe(stats.num_images - last.num_images)
         self.batch_patches.observe(stats.num_patches - last.num_patches)

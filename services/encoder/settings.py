@@ -6,15 +6,19 @@ from services.common.settings import Address, EngineServiceSettings, Port
 
 
 class EncoderSettings(EngineServiceSettings):
-    """One frozen value, read at the start and handed to the engine process as JSON.
+    """The settings, read once at the start and passed to the engine process as JSON.
 
-    Below a `memory_fraction` of one half, the encoder assumes that other processes use the device,
-    too: very large images then leave it to them half of the time.
+    If `memory_fraction` is less than one half, the encoder assumes that other processes use the
+    device, too. Very large images then leave the device idle half of the time.
 
     Attributes:
-        kernels: `operation=implementation,...` of `services.encoder.operations.table`, or `plain`;
-            empty: the fastest that run here. One that cannot run is refused at start.
-        cache_bytes: of the arena that holds embeddings, pinned on CUDA.
+        address: address of the gRPC server.
+        metrics_port: port of the metrics.
+        kernels: overrides of the dispatch table in `services.encoder.operations.table`, as
+            `operation=implementation,...`, or `plain` for the reference implementations. If empty,
+            the fastest implementations for the device are used. The start fails if an
+            implementation cannot run.
+        cache_bytes: size of the arena for embeddings in bytes. It is pinned on CUDA.
     """
 
     prefix = "ENCODER_"

@@ -1,7 +1,7 @@
-"""Child processes that decode what strangers send: one that takes too long loses only itself.
+"""Child processes that decode the files of clients. A hostile file can only end its own decoder.
 
-A child is a module of its own, which calls `serve`. Its parent asks it one question at a time over
-a socket; both map one memory, in which the child leaves pixels, so that they are not copied.
+A child runs a module that calls `serve`. Its parent sends one question at a time over a socket.
+Both map the same memory, into which the child writes the pixels, so that they are not copied.
 """
 
 import logging
@@ -23,56 +23,90 @@ from services.common.process.work_limits import prefer_oom_kill
 
 log = logging.getLogger(__name__)
 
-_KEPT_BYTES = 48 << 20  # of the memory between two questions
-_START_S, _STOP_S = 30.0, 2.0
-_STALL = struct.pack("@ll", 30, 0)  # of a part that a child does not read, or not write on
-_KILLED, _LATE = signal.SIGKILL.name, "no answer in time"
-_WALL_FACTOR = 6  # of the CPU time: for a machine that does other things, too
+_MAX_IDLE_BYTES = 48 << 20  # of shared memory that an idle child may occupy
+_START_S = 30.0
+_STOP_S = 2.0
+_STALL = struct.pack("@ll", 30, 0)  # 30 s in which no byte of a message could be sent or received
+_KILLED = signal.SIGKILL.name
+_LATE = "no answer in time"
+# Seconds of wall time for each second of CPU time that an answer may take, as the machine may be
+# busy with other processes.
+_WALL_FACTOR = 6
 
 
 class ChildLost(Exception):
-    """The child has ended, or takes too long; another one has been started."""
+    """The child has ended or did not answer in time, and a new process has been started in its
+    place. The text says how the child ended: the name of a signal, an exit status, or a timeout.
+    """
 
     @property
-    def is_of_its_work(self) -> bool:
-        """Whether the child's work has ended it. The kernel kills a child under memory pressure,
-        whatever caused that, and a machine may be too busy for an answer in time.
+    def is_caused_by_work(self) -> bool:
+        """True if the question that the child worked on has ended it. False if another cause is
+        possible: the kernel kills children when the pod is short of memory, whoever uses it, and a
+        busy machine may delay an answer.
         """
         return str(self) not in (_KILLED, _LATE)
 
 
 def not_started(error: OSError) -> Overloaded:
-    """A child could not be started: another encoder may, or this one later."""
+    """Logs that a child cannot be started. Returns the error for the client: another encoder can
+    start one, or this encoder can later.
+    """
     log.error("a decoder was not started: %s", error)
     return Overloaded("no process can be started here now", retry_after_s=1)
 
 
 class Child:
-    """One process and the memory that it shares; both for one thread at a time. Making one raises
-    OSError if the machine has no memory, processes or descriptors left.
+    """A child process and the memory that it shares with this process. One thread at a time may use
+    it.
+
+    Args:
+        module: name of the child's module.
+        size_bytes: size of the shared memory.
+        executable: the Python interpreter that runs the child.
+
+    Raises:
+        OSError: the machine has no memory, processes or descriptors left.
     """
 
-    def __init__(self, module: str, size_bytes: int) -> None:
+    def __init__(self, module: str, size_bytes: int, executable: str = sys.executable) -> None:
         self._module = module
+        self._executable = executable
         self._fd = os.memfd_create("triptych-decode", os.MFD_CLOEXEC)
         os.ftruncate(self._fd, size_bytes)
         self._memory = mmap.mmap(self._fd, size_bytes)
         self._used_bytes = 0
         try:
             self._start()
-        except BaseException:  # as where the pod may have no more processes
+        except BaseException:  # for example, because the pod may start no more processes
             os.close(self._fd)
             raise
 
+    @property
+    def pid(self) -> int:
+        """Process id of the child, or of the process that has replaced it."""
+        return self._process.pid
+
+    @property
+    def is_ready(self) -> bool:
+        """True if the process has reported that it is ready for questions."""
+        return self._ready
+
     def ask(self, *parts: bytes, cpu_s: float) -> bytes:
-        """The child's answer to a question of some parts, within that CPU time. Of a child that is
-        killed the question is asked once more: under memory pressure the kernel kills it first
-        (`prefer_oom_kill`), whatever caused that, and its own limits end it by other signals.
+        """Asks the child a question and waits for the answer.
+
+        If the child is killed, the new process is asked the same question once. When the pod is
+        short of memory, the kernel kills children first (`prefer_oom_kill`), whichever process uses
+        the memory. The child's own limits end it by other signals.
+
+        Args:
+            parts: messages of the question.
+            cpu_s: CPU time in seconds that the answer may take.
 
         Raises:
-            ChildLost: there is none, and what the child knew is lost.
-            InternalError: a child does not start.
-            Overloaded: the machine has no memory, processes or descriptors for one.
+            ChildLost: there is no answer, and the child's state is lost.
+            InternalError: the process that replaces the child does not become ready.
+            Overloaded: the machine has no memory, processes or descriptors for a new process.
         """
         try:
             try:
@@ -96,17 +130,24 @@ class Child:
             raise ChildLost(self._restart()) from None
 
     def pixels(self, *shape: int) -> np.ndarray:
-        """What the child has left in the memory, uint8; until the next question."""
+        """Returns the uint8 pixels that the child has written, valid until the next question.
+
+        Args:
+            shape: sizes of the pixels' array, which begins at the start of the shared memory.
+        """
         self._used_bytes = int(np.prod(shape))
         return np.frombuffer(self._memory, np.uint8, self._used_bytes).reshape(shape)
 
     def trim(self) -> None:
-        """Gives back the pages of a large image; without the interpreter lock, unlike `madvise`."""
-        if self._used_bytes > _KEPT_BYTES:
+        """Frees the pages of the shared memory if the last pixels were many. Unlike `madvise`,
+        `ftruncate` releases the interpreter lock.
+        """
+        if self._used_bytes > _MAX_IDLE_BYTES:
             os.ftruncate(self._fd, 0)
             os.ftruncate(self._fd, len(self._memory))
 
     def close(self) -> None:
+        """Ends the process, which exits when its socket is closed, and frees the shared memory."""
         self._channel.close()
         try:
             self._process.wait(_STOP_S)
@@ -133,15 +174,16 @@ class Child:
         return self._channel.recv_bytes()
 
     def _start(self) -> None:
-        """Starts the process, which is ready some time later."""
+        """Starts the process. It becomes ready some time later."""
         mine, theirs = socket.socketpair()
+        arguments = map(str, (theirs.fileno(), self._fd, len(self._memory)))
         with theirs:
             try:
                 self._process = subprocess.Popen(
-                    [sys.executable, "-m", self._module,
-                     str(theirs.fileno()), str(self._fd), str(len(self._memory))],
-                    pass_fds=(theirs.fileno(), self._fd), stdin=subprocess.DEVNULL,
-                )  # fmt: skip
+                    [self._executable, "-m", self._module, *arguments],
+                    pass_fds=(theirs.fileno(), self._fd),
+                    stdin=subprocess.DEVNULL,
+                )
             except BaseException:
                 mine.close()
                 raise
@@ -150,10 +192,10 @@ class Child:
         self._channel, self._ready = Connection(mine.detach()), False
 
     def _restart(self) -> str:
-        """Replaces the process; says how the old one ended."""
+        """Starts a new process in the place of the child. Returns how the child ended."""
         self._channel.close()
         try:
-            status = self._process.wait(0.1)  # its end of the socket closes a little earlier
+            status = self._process.wait(0.1)  # a process closes its socket just before it ends
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
@@ -164,13 +206,15 @@ class Child:
 
 
 def serve(num_parts: int, answer: Callable[[list[bytes], np.ndarray], bytes]) -> None:
-    """The child's main function: answers until its parent closes the socket.
+    """Answers questions until the parent closes the socket. It is the main function of a child.
 
     Args:
-        answer: from a question's parts and the shared memory, uint8, to the answer.
+        num_parts: number of messages of each question.
+        answer: function that computes an answer. Its arguments are the messages of the question and
+            the shared memory as uint8.
     """
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # the front handles them
+        signal.signal(number, signal.SIG_IGN)  # the front handles these signals
     channel, memory = Connection(int(sys.argv[1])), int(sys.argv[2])
     shared = np.frombuffer(mmap.mmap(memory, int(sys.argv[3])), np.uint8)
     prefer_oom_kill()

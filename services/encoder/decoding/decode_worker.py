@@ -1,8 +1,9 @@
-"""The process that decodes images; `decode_pool` starts it.
+"""The process that decodes images. `decode_pool` starts it.
 
-Each image has its own limits of CPU time and of memory: the kernel ends the process at the first
-(SIGPROF), and at the second allocations fail. Under memory pressure in the pod this process goes
-before the others. It has no device and no torch, and ends when the engine closes its socket.
+Each image has limits of CPU time and of memory. The kernel ends the process by SIGPROF when the CPU
+time is used up, and allocations beyond the memory limit fail. When the pod is short of memory, the
+kernel ends this process before others. The process uses neither torch nor a device, and it ends
+when the engine closes its socket.
 """
 
 import os
@@ -25,7 +26,13 @@ _TOO_LARGE = "decoding the image takes more memory than an image of its size may
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """An image to decode, and its limits."""
+    """An image to decode, and its limits.
+
+    Attributes:
+        header: header of the image file.
+        memory_bytes: most bytes that the process may allocate for the image.
+        cpu_s: seconds of CPU time that decoding may take.
+    """
 
     header: ImageHeader
     memory_bytes: int
@@ -33,8 +40,14 @@ class Task:
 
 
 def answer(question: list[bytes], shared: np.ndarray) -> bytes:
-    """Decodes an image into the shared memory: from a task and the encoded image to the error's
-    text, empty without one.
+    """Decodes an image into the shared memory.
+
+    Args:
+        question: the encoded `Task`, and the image file.
+        shared: memory for the pixels.
+
+    Returns:
+        Text of the error. Empty if the image was decoded.
     """
     task, image = msgspec.msgpack.decode(question[0], type=Task), question[1]
     height, width = task.header.upright_size

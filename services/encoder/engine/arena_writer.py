@@ -1,7 +1,7 @@
 """Copies embeddings from the device into the arena while the tower runs.
 
-The runner alone calls it; the front, which reads the arena, learns from the engine's messages what
-is written. Nothing is checked here: the front reserved the ranges.
+Only the runner calls it. The engine's messages tell the front, which reads the arena, when an
+embedding is written. The ranges are not checked here, because the front has reserved them.
 """
 
 import mmap
@@ -19,7 +19,8 @@ class ArenaWriter:
     On CUDA the copies run on their own stream, so that the next block does not wait for them.
 
     Args:
-        arena: where embeddings go; pinned here on CUDA.
+        arena: memory for the embeddings. It is pinned here on CUDA.
+        device: device of the embeddings.
     """
 
     def __init__(self, arena: mmap.mmap, device: torch.device) -> None:
@@ -31,20 +32,23 @@ class ArenaWriter:
 
     @property
     def size_bytes(self) -> int:
+        """Size of the arena in bytes."""
         return self._arena.numel()
 
     def write(
         self, rows: Tensor, counts: Sequence[int], offsets: Sequence[int], feature: int
     ) -> torch.cuda.Event | None:
-        """Copies one feature.
+        """Enqueues the copies of one feature of a batch.
 
         Args:
-            rows: `[sum(counts), hidden]`, ready where the current stream is now.
-            counts: tokens of each image.
-            offsets: first byte of each image's `[features, num_tokens, hidden]`.
+            rows: rows of all images, `[sum(counts), hidden]`, after the work that is enqueued on
+                the current stream.
+            counts: number of tokens of each image.
+            offsets: first byte of each image's embedding `[features, num_tokens, hidden]`.
+            feature: number of the feature.
 
         Returns:
-            The event after which they are in the arena; None: now.
+            The event after the copies. None on a CPU, where the copies are complete.
         """
         if self._stream is None:
             self._copy(rows, counts, offsets, feature)
@@ -58,10 +62,11 @@ class ArenaWriter:
         return written
 
     def seal(self, values: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
-        """The last copy of a batch: a small tensor to the host.
+        """Enqueues the last copy of a batch: a small tensor, to the host.
 
         Returns:
-            The copy, and the event after which it and all copies before hold (None: now).
+            The copy, and the event after this copy and all earlier copies. The event is None on a
+            CPU, where the copies are complete.
         """
         if self._stream is None:
             return values, None
@@ -75,7 +80,7 @@ class ArenaWriter:
         return host, done
 
     def close(self) -> None:
-        """Unpins the arena; must be called before the memory is unmapped, if it ever is."""
+        """Unpins the arena. It must be called before the memory is unmapped."""
         if self._stream is not None:
             unpin(self._arena, self._stream.device)
 

@@ -1,4 +1,4 @@
-"""The encoder engine's loop: it receives images, has them preprocessed, and runs them in batches.
+"""The encoder engine's loop: it receives images and runs them in batches on the device.
 
 An image passes through four kinds of thread:
 
@@ -60,8 +60,8 @@ class Engine:
         runner: owner of the device. Runs the vision tower.
         preprocessor: decodes and resizes the images, in the threads of the pool.
         max_batch_patches: most patches of a batch, before merging.
-        workers: number of threads of the preprocessing pool. Videos of one tenant occupy all of
-            them but one.
+        workers: number of threads of the preprocessing pool. Videos of one tenant occupy at most
+            one thread less.
     """
 
     def __init__(

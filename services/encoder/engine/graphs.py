@@ -1,13 +1,14 @@
-"""The tower as CUDA graphs, by number of patches, for any mixture of image sizes.
+"""CUDA graphs of the vision tower, one for each of several numbers of patches.
 
-A small batch's forward is bound by kernel launches, and so is that of a larger one while other
-threads prepare images; a replay is one launch per feature, so that a feature leaves the device
-while later blocks run. A batch is padded to the next captured number of patches; padding is no
-segment of the attention, so no image is affected. Batches beyond the largest graph run eagerly.
+The time of a small batch is the time of its kernel launches; the same is true of larger batches
+while other threads preprocess images. A replay needs one launch per feature, so a feature can be
+copied to the host while later blocks run. A graph runs batches of any mixture of image sizes: a
+batch is padded to the next captured number of patches, and no image attends to the padding. A batch
+that is larger than the largest graph runs without a graph.
 
-All graphs read one input and one static layout, write one output and share one memory pool: one
-runs at a time, in the order of one stream. The runner captures at start and replays; a size whose
-capture fails runs eagerly.
+All graphs read the same input and the same static layout, write the same output, and share one
+memory pool. Therefore only one runs at a time, in the order of one stream. The runner captures the
+graphs at start and replays them. A size whose capture fails runs without a graph.
 """
 
 import logging
@@ -26,28 +27,39 @@ from services.common.process.progress import log_progress
 if TYPE_CHECKING:
     from services.encoder.models import VisionTower
 
-MAX_CAPTURED_PATCHES = 12288  # as many as a batch has by default
+MAX_CAPTURED_PATCHES = 12288  # the default budget of a batch
 _MAX_SEGMENTS = 16
 
-Parts = list[tuple[torch.cuda.CUDAGraph, int]]  # each ends with a feature, in the tower's order
+# Graphs of the parts of the tower, each with the feature that it ends with, in the tower's order.
+Parts = list[tuple[torch.cuda.CUDAGraph, int]]
 
 
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """The graphs of one number of patches, and the kernel calls they hold."""
+    """The graphs of one number of patches.
+
+    Attributes:
+        parts: graphs of the parts of the tower.
+        calls: kernel calls that were captured.
+    """
 
     parts: Parts
     calls: CapturedCalls
 
 
 def buckets() -> list[int]:
-    """Numbers of patches to capture, close enough that padding costs little."""
+    """Returns the numbers of patches to capture. They are so close that padding costs little."""
     return [*range(256, 4096, 256), *range(4096, MAX_CAPTURED_PATCHES + 1, 512)]
 
 
 class TowerGraphs:
-    """Captures the tower and replays it. All calls are made with one stream as the current one,
-    which is not the default one.
+    """Captures and replays the tower. The current stream must be the same in all calls, and not the
+    default stream.
+
+    Args:
+        model: vision tower with its weights.
+        dtype: data type of patches and embeddings.
+        device: device of the model.
     """
 
     def __init__(self, model: "VisionTower", dtype: torch.dtype, device: torch.device) -> None:
@@ -66,9 +78,13 @@ class TowerGraphs:
         self._captured: dict[int, Captured] = {}
 
     def capture(self, sizes: Sequence[int]) -> None:
-        """Captures these numbers of patches, the largest first; takes about two forwards each.
+        """Captures graphs, the largest first. Each takes about the time of two forward passes.
 
-        A failure is logged and ends the capturing: batches beyond the graphs made run eagerly.
+        A failure is logged. After an error other than a lack of memory, no more graphs are
+        captured.
+
+        Args:
+            sizes: numbers of patches.
         """
         for done, size in enumerate(sorted(sizes, reverse=True)):
             log_progress("graphs", done, len(sizes))
@@ -79,22 +95,29 @@ class TowerGraphs:
             except Exception as error:
                 logging.warning(
                     "no CUDA graph of %d patches, %d sizes captured: %s: %s",
-                    size, len(self._captured), type(error).__name__, error,
-                )  # fmt: skip
+                    size,
+                    len(self._captured),
+                    type(error).__name__,
+                    error,
+                )
                 if not isinstance(error, torch.OutOfMemoryError):
                     return
             else:
                 self._captured[size] = captured
 
     def fits(self, grids: Sequence[Grid]) -> bool:
-        """Whether there is a graph for a batch."""
+        """Returns whether there is a graph for a batch."""
         return self._size(grids) is not None and len(grids) <= _MAX_SEGMENTS
 
     def replay(self, pixels: Tensor, grids: Sequence[Grid]) -> Iterator[tuple[int, Tensor]]:
-        """Enqueues a batch that fits, part after part; yields each part's feature, in new memory.
+        """Enqueues a batch for which `fits` is true, one part after another.
 
         Args:
-            pixels: flat, as for `Ops.pack_patches`.
+            pixels: flat pixels of the images, as for `Ops.pack_patches`.
+            grids: sizes of the images in patches.
+
+        Yields:
+            Number of the feature that a part ends with, and its rows in new memory.
         """
         size = self._size(grids)
         assert size is not None
@@ -118,15 +141,15 @@ class TowerGraphs:
         self._layout.set([(1, merge, size // merge)])
         layout, patches = self._layout.rows(size), self._patches[:size]
         with table.for_graph():
-            for _ in self._model.features(patches, layout):  # libraries choose their kernels
+            for _ in self._model.features(patches, layout):  # lets libraries choose their kernels
                 pass
         parts: Parts = []
         features: Iterator[tuple[int, Tensor]] | None = None
         with table.capturing() as calls:
             for _ in range(self._model.spec.num_features):
                 with launches.captured_graph(self._pool) as graph:
-                    # Tensors that a part hands to the next live in the generator's frame until the
-                    # last part is captured.
+                    # The generator's frame refers to the tensors that one part passes to the next,
+                    # until the last part is captured.
                     features = features or self._model.features(patches, layout)
                     feature, rows = next(features)
                     self._output[feature, : len(rows)] = rows

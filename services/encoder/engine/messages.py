@@ -12,7 +12,7 @@ from services.encoder.decoding.source import Source
 
 
 class EncodeImage(msgspec.Struct, tag="encode"):
-    """Submits a unit. The engine decodes it at once, and runs it after its `PlaceImage`.
+    """Submits a unit. The engine decodes the file at once, and runs the unit after `PlaceImage`.
 
     Attributes:
         job_id: number of the job, assigned by the front and never reused.

@@ -1,8 +1,9 @@
-"""The images and videos that wait for a thread of the engine's pool, the lowest rank first.
+"""The queue of the images and videos that wait for a thread of the preprocessing pool.
 
-A unit of a video may take a thread for seconds, and is not interrupted. So the videos of one tenant
-never have all threads: an image, or another tenant's video, waits for none of them. Pure but for
-its lock.
+The lowest rank is first. Decoding a unit of a video may occupy a thread for seconds and cannot be
+interrupted. Therefore the videos of one tenant never occupy all threads, so that an image or
+another tenant's video does not wait for them. The queue has a lock, but no threads and no clock of
+its own.
 """
 
 import threading
@@ -13,10 +14,10 @@ from services.encoder.engine.video_turns import Turn
 
 
 class PreparationQueue:
-    """Turns in order of rank; several threads use it.
+    """A queue of turns in order of rank. Several threads use it.
 
     Args:
-        max_videos: the most threads that work on videos of one tenant at a time.
+        max_videos: most threads that work on videos of one tenant at the same time.
     """
 
     def __init__(self, max_videos: int) -> None:
@@ -24,11 +25,11 @@ class PreparationQueue:
         self._changed = threading.Condition()
         self._images: list[Turn] = []
         self._videos: dict[str, list[Turn]] = {}  # by tenant
-        self._running: Counter[str] = Counter()  # videos in work, by tenant
+        self._running: Counter[str] = Counter()  # videos being decoded, by tenant
         self._is_closed = False
 
     def __len__(self) -> int:
-        """Turns that wait."""
+        """Number of turns that wait."""
         with self._changed:
             return len(self._images) + sum(map(len, self._videos.values()))
 
@@ -36,15 +37,19 @@ class PreparationQueue:
         """Adds a turn.
 
         Args:
-            tenant: the tenant whose video it is. None for an image.
+            turn: rank and job id of an image, or of a video's next unit.
+            tenant: tenant that sent the video. None if the turn is an image's.
         """
         with self._changed:
             heappush(self._images if tenant is None else self._videos.setdefault(tenant, []), turn)
             self._changed.notify()
 
     def get(self) -> tuple[int, str | None] | None:
-        """Waits for a turn. Returns its job's id and, for a video, its tenant, whose `done` has to
-        be called then. None if the queue was closed.
+        """Waits for a turn and removes it from the queue.
+
+        Returns:
+            The job id of the turn, and the tenant if it is a video's turn, for which the caller
+            calls `done` later. None if the queue was closed.
         """
         with self._changed:
             while not self._is_closed:
@@ -60,19 +65,19 @@ class PreparationQueue:
         return None
 
     def done(self, tenant: str) -> None:
-        """A thread has done its work on a video of the tenant."""
+        """Records that a thread no longer works on a video of the tenant."""
         with self._changed:
             self._running -= Counter((tenant,))
             self._changed.notify()
 
     def close(self) -> None:
-        """Ends all that wait in `get`."""
+        """Closes the queue. All calls of `get` return None."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
 
     def _next(self) -> tuple[str | None, list[Turn]]:
-        """The turns of which the first is next, and the tenant if they are of videos."""
+        """Returns the heap whose first turn is next, and its tenant if it is a heap of videos."""
         tenant, turns = None, self._images
         for other, waiting in self._videos.items():
             is_allowed = self._running[other] < self._max_videos

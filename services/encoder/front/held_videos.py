@@ -49,7 +49,9 @@ class HeldVideo:
     def frame_digest(self, index: int) -> bytes:
         """Raises InvalidRequest if the video has no such frame."""
         if not 0 <= index < self.facts.num_frames:
-            raise InvalidRequest(f"the video has {self.facts.num_frames} frames, none of {index}")
+            raise InvalidRequest(
+                f"the video has {self.facts.num_frames} frames, and no frame {index}"
+            )
         return self.facts.frame_digests[FRAME_DIGEST_BYTES * index :][:FRAME_DIGEST_BYTES]
 
 

@@ -1,8 +1,8 @@
-"""Positions of patches, as an image's grid decides them: interpolated embeddings, 2-D rope angles.
+"""The positions of patches: interpolated position embeddings, and angles for rotary embeddings.
 
-Rows are in merge-block order: the patches of one image token are neighbours. Positions are computed
-once per grid and cached; a batch's are those of its images, concatenated. Vision models build their
-layouts with it.
+They depend only on the grid of an image, so they are computed once per grid and cached. The
+positions of a batch are those of its images, concatenated. Rows are in merge-block order: the
+patches of an image token are neighbours. Vision towers make their layouts with this file.
 """
 
 from collections import OrderedDict
@@ -21,12 +21,13 @@ _ROWS_AT_ONCE = 8192
 
 
 class GridPositions(NamedTuple):
-    """Positions of the patches of one h x w frame, or of several frames, concatenated.
+    """The positions of the patches of one frame of h x w patches, or of several frames.
 
     Attributes:
-        embeddings: `[h * w, hidden]`.
-        cos, sin: `[h * w, head_dim / 2]` float32; the first half is the row's angles, the second
-            half the column's.
+        embeddings: position embeddings, `[h * w, hidden]`.
+        cos: cosines of the angles, `[h * w, head_dim / 2]` float32. The first half of the columns
+            is for the patch's row, the second half for its column.
+        sin: sines of the same angles.
     """
 
     embeddings: Tensor
@@ -35,14 +36,17 @@ class GridPositions(NamedTuple):
 
     @property
     def size_bytes(self) -> int:
+        """Number of bytes of all three tensors."""
         return sum(x.nbytes for x in self)
 
 
 class VisionLayout(NamedTuple):
-    """What a packed batch's shape alone decides; made before the forward, shared by all blocks.
+    """The layout of a batch. It depends only on the sizes of the batch's images, is made before the
+    forward pass, and is shared by all blocks.
 
     Attributes:
-        segments: of the attention: whole images, or frames.
+        positions: positions of all patches.
+        segments: rows of each image or frame, within which patches attend to each other.
     """
 
     positions: GridPositions
@@ -50,12 +54,13 @@ class VisionLayout(NamedTuple):
 
 
 class PositionCache:
-    """An LRU cache of positions by grid, at most 256 MiB (and always one batch's).
+    """An LRU cache of positions by grid. It has at most 256 MiB, unless one grid needs more.
 
     Args:
-        table: the learned `[side * side, hidden]` position embeddings; its device and dtype are
-            the results'.
-        merge_size: patches per image-token side.
+        table: learned position embeddings, `[side * side, hidden]`. The results have their device
+            and data type.
+        head_dim: size of an attention head.
+        merge_size: patches per side of an image token.
     """
 
     def __init__(self, table: Tensor, head_dim: int, merge_size: int) -> None:
@@ -67,7 +72,11 @@ class PositionCache:
         self._cached_bytes = 0
 
     def of(self, frames: Sequence[tuple[int, int]]) -> GridPositions:
-        """Positions of frames (h, w), packed in this order."""
+        """Returns the positions of a batch.
+
+        Args:
+            frames: rows and columns of each image or frame in patches, in packing order.
+        """
         found = [self._one(height, width) for height, width in frames]
         while self._cached_bytes > _CACHE_BYTES and len(self._cache) > 1:
             self._cached_bytes -= self._cache.popitem(last=False)[1].size_bytes
@@ -96,28 +105,38 @@ class PositionCache:
 
 
 class StaticLayout:
-    """A layout in static buffers of CUDA graphs: captured once, set before each replay."""
+    """A layout in static buffers, which CUDA graphs read. It is captured once, and set before each
+    replay.
+
+    Args:
+        cache: cache of positions.
+        max_patches: most patches of a batch.
+        max_segments: most images or frames of a batch.
+    """
 
     def __init__(self, cache: PositionCache, max_patches: int, max_segments: int) -> None:
         self._cache = cache
-        self._frames: list[tuple[int, int]] = []  # of the batch that is set
+        self._frames: list[tuple[int, int]] = []  # frames of the batch that was set last
         one = cache.of([(cache.merge_size, cache.merge_size)])
         self._positions = GridPositions(*(x.new_zeros(max_patches, x.shape[1]) for x in one))
         self._segments = StaticSegments(max_patches, max_segments, one.cos.device)
 
     def rows(self, num_patches: int) -> VisionLayout:
-        """The layout of a graph of `num_patches` rows: views of the buffers."""
+        """Returns the layout of a graph of `num_patches` rows, as views of the buffers."""
         positions = GridPositions(*(buffer[:num_patches] for buffer in self._positions))
         return VisionLayout(positions, self._segments)
 
     def set(self, grids: Sequence[Grid]) -> None:
-        """Enqueues the positions of a batch of at most `max_patches`. Rows behind the batch hold
-        undefined values, and no row of the batch reads them.
+        """Enqueues the copies of a batch's positions into the buffers. Rows after the batch have
+        undefined values, which do not affect the rows of the batch.
+
+        Args:
+            grids: sizes of the images or frames, at most `max_patches` patches in all.
         """
         frames = [(height, width) for _, height, width in grids]
         if frames == self._frames:
             return
-        self._frames = []  # until all of it is enqueued
+        self._frames = []  # stays empty if an error prevents some of the copies
         for buffer, found in zip(self._positions, self._cache.of(frames), strict=True):
             buffer[: len(found)] = found
         self._segments.set([height * width for height, width in frames])
@@ -125,7 +144,7 @@ class StaticLayout:
 
 
 def batch_layout(cache: PositionCache, grids: Sequence[Grid]) -> VisionLayout:
-    """The layout of one batch."""
+    """Makes the layout of one batch."""
     frames = [(height, width) for _, height, width in grids]
     found = cache.of(frames)
     lengths = [height * width for height, width in frames]
@@ -133,7 +152,7 @@ def batch_layout(cache: PositionCache, grids: Sequence[Grid]) -> VisionLayout:
 
 
 def merge_block_order(height: int, width: int, merge_size: int) -> tuple[Tensor, Tensor]:
-    """Row and column of each patch, `[h * w]` int64 on the host, block by block."""
+    """Returns row and column of each patch in merge-block order, `[h * w]` int64 on the host."""
     index = torch.arange(height * width).view(
         height // merge_size, merge_size, width // merge_size, merge_size
     )
@@ -142,8 +161,18 @@ def merge_block_order(height: int, width: int, merge_size: int) -> tuple[Tensor,
 
 
 def interpolate(table: Tensor, height: int, width: int, rows: Tensor, columns: Tensor) -> Tensor:
-    """Bilinear samples, `[n, hidden]`, of a square table, `[side * side, hidden]`: at `[n]` rows
-    and columns of a grid whose corners are the table's. Summed in float32.
+    """Interpolates a square table bilinearly at patches of a grid. The corners of the grid are the
+    corners of the table. Sums are computed in float32.
+
+    Args:
+        table: `[side * side, hidden]`.
+        height: rows of the grid.
+        width: columns of the grid.
+        rows: row of each patch, `[n]`.
+        columns: column of each patch, `[n]`.
+
+    Returns:
+        `[n, hidden]` with the table's device and data type.
     """
     side = round(table.shape[0] ** 0.5)
     low_row, high_row, row_part = _corners(rows, height, side)
@@ -164,7 +193,9 @@ def interpolate(table: Tensor, height: int, width: int, rows: Tensor, columns: T
 
 
 def _corners(index: Tensor, size: int, side: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The table's lines before and after each position, and the weight of the latter (float32)."""
+    """Returns the lines of the table before and after each position, and the float32 weight of the
+    line after it.
+    """
     at = index.float() * (side - 1) / max(size - 1, 1)
     low = at.floor().long().clamp(max=side - 1)
     return low, (low + 1).clamp(max=side - 1), at - low

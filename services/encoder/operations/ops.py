@@ -1,7 +1,8 @@
-"""The operations of a vision tower: what each computes, and the call through the kernel table.
+"""The operations of a vision tower: each method specifies an operation, and the dispatch table
+chooses the kernel that computes it.
 
-Models and the runner call `Ops`; which kernel runs is the table's decision. An implementation that
-fails during the warm-up is replaced by the next one, any later failure is raised.
+Models and the runner call `Ops`. An implementation that fails during the warm-up is replaced by the
+next implementation in the table. Any later failure is raised.
 """
 
 from collections.abc import Sequence
@@ -17,7 +18,14 @@ from services.encoder.operations.table import TowerFacts
 
 
 class Ops:
-    """What a tower computes with."""
+    """The operations of a tower on one device.
+
+    Args:
+        table: dispatch table of the tower.
+
+    Attributes:
+        table: dispatch table of the tower.
+    """
 
     def __init__(self, table: KernelTable[TowerFacts]) -> None:
         self.table = table
@@ -31,18 +39,21 @@ class Ops:
         dtype: torch.dtype,
         out: Tensor | None = None,
     ) -> Tensor:
-        """Patches of still images, normalized to [-1, 1], without the time axis.
+        """Divides still images into patches and scales their values to [-1, 1]. The patches have no
+        time axis.
 
         Args:
-            pixels: the images' `[h * patch, w * patch, channels]` uint8, flat, one after the other.
-            grids: of the images, t = 1.
-            patch_size: pixels per patch side.
-            merge_size: patches per image-token side.
-            dtype: of the result; computed in float32, as by the reference image processor.
-            out: where the result goes; None: new memory.
+            pixels: uint8 pixels of all images, flat, one image after another. An image has the
+                shape `[h * patch, w * patch, channels]`.
+            grids: sizes of the images in patches, with t = 1.
+            patch_size: pixels per side of a patch.
+            merge_size: patches per side of an image token.
+            dtype: data type of the result. The values are computed in float32, as by the reference
+                image processor, and rounded once.
+            out: memory for the result. Allocated if None.
 
         Returns:
-            `[N, channels * patch²]`, rows in merge-block order, channel-major.
+            `[N, channels * patch²]`, with rows in merge-block order, and columns by channel.
         """
         num_patches = sum(height * width for _, height, width in grids)
         if out is None:
@@ -68,14 +79,20 @@ class Ops:
         merge_size: int,
         dtype: torch.dtype,
     ) -> Tensor:
-        """As `pack_patches`, of pairs of frames, with the time axis.
+        """Divides pairs of frames into patches with a time axis, and scales their values to
+        [-1, 1].
 
         Args:
-            pixels: the pairs' `[2, h * patch, w * patch, channels]` uint8, flat.
-            grids: of the pairs, t = 1.
+            pixels: uint8 pixels of all pairs, flat, one pair after another. A pair has the shape
+                `[2, h * patch, w * patch, channels]`.
+            grids: sizes of the pairs in patches, with t = 1.
+            patch_size: pixels per side of a patch.
+            merge_size: patches per side of an image token.
+            dtype: data type of the result.
 
         Returns:
-            `[N, channels * 2 * patch²]`, rows in merge-block order, channel-major, then by time.
+            `[N, channels * 2 * patch²]`, with rows in merge-block order, and columns by channel,
+            then by time.
         """
         frames = [grid for grid in grids for _ in range(2)]
         packed = self.pack_patches(pixels, frames, patch_size, merge_size, dtype)
@@ -93,50 +110,76 @@ class Ops:
     def add_layer_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        """`(layer_norm(x + residual), x + residual)` of two `[N, hidden]`, the first of which may
-        be overwritten.
+        """Adds `x` to the residual stream and normalizes the sum.
 
-        Rounding points: the sum is rounded once; the norm is float32's from there, weight and bias
-        included, and rounded once.
+        The sum is rounded to the data type. The norm of the rounded sum, with weight and bias, is
+        computed in float32 and rounded once.
+
+        Args:
+            x: `[N, hidden]`. It may be overwritten.
+            residual: `[N, hidden]`.
+            weight: weight of the norm, `[hidden]`.
+            bias: bias of the norm, `[hidden]`.
+            eps: epsilon of the norm.
+
+        Returns:
+            `layer_norm(x + residual)` and `x + residual`.
         """
         return self.table.call("add_layer_norm", x, residual, weight, bias, eps)
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-        """As `add_layer_norm`, of x alone."""
+        """Computes the layer norm of `x`, `[N, hidden]`, with the rounding of `add_layer_norm`."""
         return self.table.call("layer_norm", x, weight, bias, eps)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        """`x @ weight.T + bias`; the weight is `[out_features, in_features]`."""
+        """Computes `x @ weight.T + bias` with a weight `[out_features, in_features]`."""
         return self.table.call("linear", x, weight, bias)
 
     def linear_add(
         self, x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor
     ) -> Tensor | None:
-        """`linear`, to be added to the residual stream, which is contiguous and may be overwritten.
+        """Computes `linear`, whose result is to be added to the residual stream.
+
+        Args:
+            x: `[N, in_features]`.
+            weight: `[out_features, in_features]`.
+            bias: `[out_features]`.
+            residual: the residual stream, `[N, out_features]`, contiguous. It may be overwritten.
 
         Returns:
-            What the next `add_layer_norm` has to add; None: the GEMM's epilogue has added it.
+            The result, which the next `add_layer_norm` has to add. None if the GEMM's epilogue has
+            added it to `residual`.
         """
         return self.table.call("linear_add", x, weight, bias, residual)
 
     def linear_gelu(self, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        """`gelu(x @ weight.T + bias)` by GELU's tanh form, as `linear`."""
+        """Computes `gelu(x @ weight.T + bias)` with the tanh form of GELU."""
         return self.table.call("linear_gelu", x, weight, bias)
 
     def rotary(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Rotary embedding of queries and keys, `[N, 2, num_heads, head_dim]`, which may be
-        overwritten: element j is rotated with element j + head_dim / 2 by `[N, head_dim / 2]`
-        float32, and cast once.
+        """Applies rotary embeddings to queries and keys. Element j is rotated with element
+        j + head_dim / 2, in float32, and the result is rounded once.
+
+        Args:
+            x: queries and keys, `[N, 2, num_heads, head_dim]`. They may be overwritten.
+            cos: cosines of the angles, `[N, head_dim / 2]` float32.
+            sin: sines of the angles, `[N, head_dim / 2]` float32.
         """
         return self.table.call("rotary", x, cos, sin)
 
     def ragged_attention(
         self, query: Tensor, key: Tensor, value: Tensor, segments: Segments
     ) -> Tensor:
-        """Full (non-causal) multi-head attention within each segment, scaled by head_dim ** -0.5.
-        Query, key and value, `[N, num_heads, head_dim]`, may be strided over N.
+        """Computes full (non-causal) multi-head attention within each segment. Scores are scaled by
+        head_dim ** -0.5.
+
+        Args:
+            query: `[N, num_heads, head_dim]`, possibly strided over N.
+            key: `[N, num_heads, head_dim]`, possibly strided over N.
+            value: `[N, num_heads, head_dim]`, possibly strided over N.
+            segments: rows of each image or frame.
 
         Returns:
-            `[N, num_heads, head_dim]`, contiguous; rows behind the last segment are undefined.
+            `[N, num_heads, head_dim]`, contiguous. Rows after the last segment are undefined.
         """
         return self.table.call("ragged_attention", query, key, value, segments)

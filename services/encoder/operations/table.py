@@ -1,12 +1,13 @@
-"""The kernel table of a vision tower: each operation's implementations, the fastest first.
+"""The dispatch table of a vision tower: the implementations of each operation, the fastest first.
 
-The last one of each operation is its plain twin in `plain`. `engine_main` resolves the table once
-for a tower and a device, without importing a kernel; `ENCODER_KERNELS` overrides its choices, and
-one that names what cannot run is an `UnknownOverride`.
+The last implementation of each operation is its reference implementation in `kernels.tower.plain`.
+`engine_main` resolves the table once for a tower and a device, without importing a kernel. The
+setting `ENCODER_KERNELS` overrides the table's choices. If it names an implementation that cannot
+run, `UnknownOverride` is raised.
 """
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -27,7 +28,14 @@ _FLASH_CAPABILITY = (8, 0)
 
 @dataclass(frozen=True, slots=True)
 class TowerFacts:
-    """What implementations must know."""
+    """The facts that decide which implementations can run.
+
+    Attributes:
+        device: facts about the GPU, or about the CPU.
+        dtype: data type of the tower.
+        num_heads: number of attention heads.
+        head_dim: size of an attention head.
+    """
 
     device: DeviceFacts
     dtype: torch.dtype
@@ -36,22 +44,36 @@ class TowerFacts:
 
     @classmethod
     def of(cls, spec: TowerSpec, device: DeviceFacts, dtype: torch.dtype) -> "TowerFacts":
+        """Returns the facts of a tower on a device."""
         return cls(device, dtype, spec.num_heads, spec.head_dim)
 
 
 def resolve(
     facts: TowerFacts, overrides: Mapping[str, str] | None = None
 ) -> KernelTable[TowerFacts]:
-    """The table for a tower on a device; `overrides`: as for `KernelTable.resolve`."""
+    """Makes the table of a tower on a device.
+
+    Args:
+        facts: facts about the tower and the device.
+        overrides: result of `parse_overrides`. None if no choice is overridden.
+
+    Raises:
+        UnknownOverride: an override names an implementation that cannot run.
+    """
     return KernelTable.resolve(IMPLEMENTATIONS, facts, overrides)
 
 
-def _triton(name: str) -> Callable[[TowerFacts], Kernel]:
-    """Imported only where Triton is."""
-    return lambda _: getattr(importlib.import_module("kernels.tower.elementwise"), name)
+def _triton(operation: str) -> "Implementation[TowerFacts]":
+    """Returns the row of a Triton kernel. Its module is imported only where Triton is installed."""
+
+    def create(facts: TowerFacts) -> Kernel:
+        return getattr(importlib.import_module("kernels.tower.elementwise"), operation)
+
+    return Implementation(operation, "triton", create, _without_triton)
 
 
 def _plain(operation: str) -> "Implementation[TowerFacts]":
+    """Returns the row of the reference implementation."""
     return Implementation(operation, PLAIN, lambda _: getattr(plain, operation))
 
 
@@ -64,15 +86,17 @@ def _varlen_attention(facts: TowerFacts) -> Kernel:
     from torch.nn.attention.varlen import varlen_attn
 
     def attend(query: Tensor, key: Tensor, value: Tensor, segments: Segments) -> object:
-        most = segments.max_length(len(query))
+        longest = segments.max_length(len(query))
         ends = segments.cu_seqlens
-        return varlen_attn(query, key, value, ends, ends, most, most)
+        return varlen_attn(query, key, value, ends, ends, longest, longest)
 
     return attend
 
 
 def _tiled(by_torch: Kernel, *, gelu: bool = False) -> Kernel:
-    """A tile of our choice; the results are those of torch, bit for bit."""
+    """Returns a linear layer by cuBLASLt with tile sizes chosen by this project. The results equal
+    torch's bit for bit. For sizes without such a tile, `by_torch` computes the layer.
+    """
 
     def linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         found = cublaslt.linear(x, weight, bias, gelu=gelu)
@@ -82,13 +106,15 @@ def _tiled(by_torch: Kernel, *, gelu: bool = False) -> Kernel:
 
 
 def _linear_gelu(facts: TowerFacts) -> Kernel:
-    """CuBLASLt adds the bias and applies the GELU in the epilogue, before it rounds."""
+    """Returns a linear layer with GELU. cuBLASLt's epilogue adds the bias and applies GELU before
+    it rounds the result.
+    """
     fused = torch._addmm_activation  # pyright: ignore[reportPrivateImportUsage]
     return lambda x, weight, bias: fused(bias, x, weight.t(), use_gelu=True)
 
 
 def _linear_add(facts: TowerFacts) -> Kernel:
-    """The residual is the accumulator that the epilogue adds to."""
+    """Returns a linear layer whose epilogue adds the result to the residual stream."""
 
     def linear_add(x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor) -> Tensor | None:
         found = cublaslt.linear(x, weight, bias, residual=residual)
@@ -98,7 +124,9 @@ def _linear_add(facts: TowerFacts) -> Kernel:
 
 
 def _many_tokens(_: TowerFacts) -> TokenRange:
-    """Measured on an H200; with fewer tokens torch's choice of a kernel is faster."""
+    """Returns the numbers of tokens for which cuBLASLt with these tiles is the fastest, as measured
+    on an H200. For fewer tokens, torch's choice of a kernel is faster.
+    """
     return TokenRange(least=cublaslt.LEAST_TOKENS, least_eager=launches.LAUNCH_HIDING_TOKENS)
 
 
@@ -139,13 +167,13 @@ def _without_varlen(facts: TowerFacts) -> str:
 
 
 IMPLEMENTATIONS: tuple[Implementation[TowerFacts], ...] = (
-    Implementation("pack_patches", "triton", _triton("pack_patches"), _without_triton),
+    _triton("pack_patches"),
     _plain("pack_patches"),
-    Implementation("add_layer_norm", "triton", _triton("add_layer_norm"), _without_triton),
+    _triton("add_layer_norm"),
     _plain("add_layer_norm"),
-    Implementation("layer_norm", "triton", _triton("layer_norm"), _without_triton),
+    _triton("layer_norm"),
     _plain("layer_norm"),
-    Implementation("rotary", "triton", _triton("rotary"), _without_triton),
+    _triton("rotary"),
     _plain("rotary"),
     Implementation("ragged_attention", "hopper", _hopper_attention, _without_hopper_attention),
     Implementation("ragged_attention", "torch_varlen", _varlen_attention, _without_varlen),
@@ -155,11 +183,14 @@ IMPLEMENTATIONS: tuple[Implementation[TowerFacts], ...] = (
     ),
     _plain("linear"),
     Implementation(
-        "linear_gelu", "cublaslt", lambda facts: _tiled(_linear_gelu(facts), gelu=True),
-        _without_hopper, _many_tokens,
+        "linear_gelu",
+        "cublaslt",
+        lambda facts: _tiled(_linear_gelu(facts), gelu=True),
+        _without_hopper,
+        _many_tokens,
     ),
     Implementation("linear_gelu", "cublas", _linear_gelu, _without_half_on_cuda),
     _plain("linear_gelu"),
     Implementation("linear_add", "cublaslt", _linear_add, _without_hopper, _many_tokens),
     _plain("linear_add"),
-)  # fmt: skip
+)

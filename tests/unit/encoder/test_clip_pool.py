@@ -3,7 +3,7 @@
 import os
 import resource
 import signal
-import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,8 +14,7 @@ import pytest
 from services.common.embeddings.shared_memory import MemoryAddress, create_memory
 from services.common.errors import InvalidVideo, Overloaded, VideoNotHeld
 from services.encoder.decoding.child import ChildLost
-from services.encoder.decoding.clips import clip_pool
-from services.encoder.decoding.clips.clip_pool import PROBE_BYTES, ClipPool
+from services.encoder.decoding.clips.clip_pool import PROBE_BYTES, ClipPool, FrameLimits
 from tests.in_process_clips import frame_pixels
 from tests.noise import PATIENCE_S
 from tests.videos import index_first, make
@@ -100,49 +99,69 @@ def test_a_worker_is_started_ahead_of_each_video(held: Held) -> None:
         second = held.put(make("webm"))
         frames(pool, second, 0, 1)
         assert worker_pids(pool) == [first, spare]  # no third: two are the most
-        assert [slot.child._process.pid for slot in pool._slots if slot.name == second.name] == [
-            spare
-        ]
+        assert pool.open_videos[second.name].pid == spare
     finally:
         pool.close()
 
 
+class Interpreter:
+    """A Python interpreter that a test can disable, so that no process is started with it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / "python"
+        self.path.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+        self.enable()
+
+    def enable(self) -> None:
+        self.path.chmod(0o755)
+
+    def disable(self) -> None:
+        """Lets each start of a process fail. Processes that are starting can read on."""
+        self.path.chmod(0o644)
+
+
+@pytest.fixture
+def interpreter(tmp_path: Path) -> Interpreter:
+    return Interpreter(tmp_path)
+
+
 def test_a_worker_that_cannot_be_started_ahead_costs_no_video(
-    held: Held, monkeypatch: pytest.MonkeyPatch
+    held: Held, interpreter: Interpreter
 ) -> None:
-    pool = ClipPool(2, memory_bytes=4 << 30)
-
-    def refused(*_: object) -> None:
-        raise BlockingIOError("no more processes")
-
+    pool = ClipPool(3, memory_bytes=4 << 30, executable=str(interpreter.path))
     try:
+        assert len(frames(pool, held.put(make()), 0, 1)) == 2
+        before = worker_pids(pool)
+        assert len(before) == 2  # the second worker is for the next video
         file = held.put(make("webm"))
-        monkeypatch.setattr(pool, "_keep_spare", refused)
+        interpreter.disable()
         for pair in ((0, 1), (2, 3)):
             assert len(frames(pool, file, *pair)) == 2
+        assert sorted(worker_pids(pool)) == sorted(before)
+        interpreter.enable()
+        assert len(frames(pool, file, 4, 5)) == 2
+        assert len(pool.workers) == 3
     finally:
         pool.close()
 
 
 def test_a_video_whose_worker_cannot_be_started_is_for_another_encoder(
-    held: Held, monkeypatch: pytest.MonkeyPatch
+    held: Held, interpreter: Interpreter
 ) -> None:
-    pool = ClipPool(1, memory_bytes=0)
-
-    def refused(*_: object, **__: object) -> None:
-        raise BlockingIOError("no more processes")
-
+    pool = ClipPool(1, memory_bytes=0, executable=str(interpreter.path))
     try:
         file = held.put(make())
-        with monkeypatch.context() as patched, pytest.raises(Overloaded):
-            patched.setattr(subprocess, "Popen", refused)
+        interpreter.disable()
+        with pytest.raises(Overloaded):
             frames(pool, file, 0, 1)
+        interpreter.enable()
         assert len(frames(pool, file, 0, 1)) == 2
         (pid,) = worker_pids(pool)
         os.kill(pid, signal.SIGKILL)
-        with monkeypatch.context() as patched, pytest.raises(Overloaded):
-            patched.setattr(subprocess, "Popen", refused)
+        interpreter.disable()
+        with pytest.raises(Overloaded):
             frames(pool, file, 2, 3)
+        interpreter.enable()
         assert len(frames(pool, file, 2, 3)) == 2
     finally:
         pool.close()
@@ -154,7 +173,7 @@ def test_a_bad_video_ends_no_worker(pool: ClipPool, held: Held) -> None:
     for data in (b"", b"#EXTM3U\nfile:///etc/passwd\n", make()[:400], os.urandom(1000)):
         with pytest.raises(InvalidVideo):
             pool.probe(held.put(data or b"\0"))
-    with pytest.raises(InvalidVideo, match="none of 24"):
+    with pytest.raises(InvalidVideo, match="no frame 24"):
         frames(pool, held.put(make()), 24, 24)
     assert set(worker_pids(pool)) & set(before)
 
@@ -172,12 +191,9 @@ def test_a_worker_that_dies_is_replaced(held: Held) -> None:
         pool.close()
 
 
-def test_a_video_that_takes_too_long_is_refused(
-    held: Held, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_video_that_takes_too_long_is_refused(held: Held) -> None:
     """The kernel ends its worker; another takes its place."""
-    monkeypatch.setattr(clip_pool, "_FRAMES_CPU_S", 0.05)
-    pool = ClipPool(1, memory_bytes=0)
+    pool = ClipPool(1, memory_bytes=0, limits=FrameLimits(cpu_s=0.05))
     try:
         slow = held.put(make("lossless", frames=60, size=(720, 1280), options={"g": "600"}))
         with (
@@ -197,7 +213,7 @@ def test_a_video_that_takes_too_long_is_refused(
      ("no answer in time", False)],
 )  # fmt: skip
 def test_a_worker_may_be_lost_without_its_video_s_fault(how: str, is_certain: bool) -> None:
-    assert ChildLost(how).is_of_its_work is is_certain
+    assert ChildLost(how).is_caused_by_work is is_certain
 
 
 def test_a_bomb_of_frames_is_refused_before_they_are_decoded(pool: ClipPool, held: Held) -> None:
@@ -210,18 +226,16 @@ def test_a_bomb_of_frames_is_refused_before_they_are_decoded(pool: ClipPool, hel
         pool.probe(held.put(bomb))
 
 
-def test_memory_is_limited(held: Held, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One of 30 MB a frame, twice at once, in a process that may take 100."""
-    pool = ClipPool(1, memory_bytes=0)
+def test_memory_is_limited(held: Held) -> None:
+    """A video of 30 MB a frame is refused where a process may take 100 MB; a small one is not."""
+    limits = FrameLimits(bytes_per_pixel=0, base_bytes=0)
+    pool = ClipPool(1, memory_bytes=0, limits=limits)
     try:
         large = held.put(make("lossless", frames=2, size=(2300, 4000)))
         assert pool.probe(large).num_frames == 2
         before = worker_pids(pool)
-        with monkeypatch.context() as patch:
-            patch.setattr(clip_pool, "_BASE_BYTES", 0)
-            patch.setattr(clip_pool, "_BYTES_PER_PIXEL", 0)
-            with pytest.raises(InvalidVideo), pool.frames(large, (2300, 4000), (0, 1)):
-                pass
+        with pytest.raises(InvalidVideo), pool.frames(large, (2300, 4000), (0, 1)):
+            pass
         assert len(frames(pool, held.put(make()), 0, 1)) == 2
         assert worker_pids(pool) == before
     finally:
@@ -246,7 +260,7 @@ def test_memory_does_not_grow_with_the_frames_that_are_asked_for(held: Held) -> 
 def test_videos_that_nobody_asks_for_give_way(held: Held) -> None:
     """Room for one of the largest: a second one waits for the first, which is closed then."""
     pool = ClipPool(4, memory_bytes=0)
-    assert pool._memory_bytes == PROBE_BYTES
+    assert pool.memory_bytes == PROBE_BYTES
     large = (2304, 4096)  # as facts may say
     files = [held.put(make()), held.put(make("webm"))]
 
@@ -257,7 +271,7 @@ def test_videos_that_nobody_asks_for_give_way(held: Held) -> None:
     with ThreadPoolExecutor(1) as threads:
         with pool.frames(files[0], large, (0, 0)):
             waiting = threads.submit(count, files[1])
-            while not pool._changed._waiters:
+            while not pool.num_waiting:
                 assert not waiting.done()
             assert len(worker_pids(pool)) == 1
         assert waiting.result(PATIENCE_S) == 2

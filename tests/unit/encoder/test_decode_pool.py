@@ -3,9 +3,9 @@
 import io
 import os
 import signal
-import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,7 +15,8 @@ from services.common.errors import InvalidImage
 from services.common.images.image_header import Format, ImageHeader, read_header
 from services.encoder.decoding.child import Child
 from services.encoder.decoding.decode import worst_case_bytes
-from services.encoder.decoding.decode_pool import DecodePool, MemoryBudget, cpu_limit_s
+from services.encoder.decoding.decode_pool import DecodePool, MemoryBudget, cpu_limit_s, decode_in
+from services.encoder.decoding.decode_worker import Task
 from tests.in_process_decoder import InProcessDecoders
 from tests.noise import PATIENCE_S, wait_until
 from tests.worker_pids import worker_pids
@@ -76,11 +77,8 @@ def test_threads_get_their_own_images(pool: DecodePool) -> None:
         assert list(threads.map(first_pixel, files)) == colors
 
 
-def test_an_image_over_its_time_is_invalid_and_the_next_one_is_served(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("services.encoder.decoding.decode_pool.DECODE_CPU_S", 0.02)
-    pool = DecodePool(1, memory_bytes=4 << 30)
+def test_an_image_over_its_time_is_invalid_and_the_next_one_is_served() -> None:
+    pool = DecodePool(1, memory_bytes=4 << 30, cpu_s=0.02)
     try:
         slow, quick = encoded(Image.new("RGB", (6000, 6000))), encoded(noise(8, 8))
         for _ in range(2):
@@ -93,30 +91,30 @@ def test_an_image_over_its_time_is_invalid_and_the_next_one_is_served(
         pool.close()
 
 
-def test_an_image_over_its_memory_is_invalid_and_its_decoder_lives(
-    pool: DecodePool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("services.encoder.decoding.decode_pool.worst_case_bytes", lambda *_: 1)
+def test_an_image_over_its_memory_is_invalid_and_its_decoder_lives(pool: DecodePool) -> None:
     before = worker_pids(pool)
     data = encoded(Image.new("RGB", (6000, 6000)))
     with pytest.raises(InvalidImage, match="memory"):
-        shape_of(pool, data)
+        decode_in(pool.workers[0], data, Task(read(data), memory_bytes=1, cpu_s=10.0))
     assert worker_pids(pool) == before
+    small = encoded(noise(8, 8))
+    task = Task(read(small), memory_bytes=1 << 20, cpu_s=10.0)
+    assert decode_in(pool.workers[0], small, task).shape == (8, 8, 3)
 
 
 @pytest.mark.parametrize("num_kills", [1, 2])
 def test_an_image_whose_decoder_is_killed_is_tried_once_more(num_kills: int) -> None:
     """The kernel kills decoders first where a pod's memory is short, whatever took it."""
     pool = DecodePool(1, memory_bytes=4 << 30)
-    (worker,) = pool._workers
+    (worker,) = pool.workers
     slow, quick = encoded(Image.new("RGB", (6000, 6000))), encoded(noise(8, 8))
     try:
         with ThreadPoolExecutor(1) as threads:
             decoding = threads.submit(shape_of, pool, slow)
             killed: set[int] = set()
             while len(killed) < num_kills:
-                pid = worker._process.pid
-                if worker._ready and pid not in killed:
+                pid = worker.pid
+                if worker.is_ready and pid not in killed:
                     os.kill(pid, signal.SIGKILL)
                     killed.add(pid)
             if num_kills == 1:
@@ -125,25 +123,18 @@ def test_an_image_whose_decoder_is_killed_is_tried_once_more(num_kills: int) -> 
                 with pytest.raises(InvalidImage, match="more time or memory"):
                     decoding.result(PATIENCE_S)
         for _ in range(2):  # while it starts, and perhaps while it is idle
-            os.kill(worker._process.pid, signal.SIGKILL)
+            os.kill(worker.pid, signal.SIGKILL)
             assert shape_of(pool, quick) == (8, 8, 3)
     finally:
         pool.close()
 
 
-def test_a_child_that_cannot_be_started_leaves_no_descriptor(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_child_that_cannot_be_started_leaves_no_descriptor(tmp_path: Path) -> None:
     """A pool tries again with each of its files."""
-
-    def refused(*_: object, **__: object) -> None:
-        raise BlockingIOError("no more processes")
-
-    monkeypatch.setattr(subprocess, "Popen", refused)
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(5):
-        with pytest.raises(BlockingIOError):
-            Child("services.encoder.decoding.decode_worker", 4096)
+        with pytest.raises(FileNotFoundError):
+            Child("services.encoder.decoding.decode_worker", 4096, str(tmp_path / "python"))
     assert len(os.listdir("/proc/self/fd")) == before
 
 
@@ -183,20 +174,20 @@ def test_no_format_needs_more_than_its_worst_case(pool: DecodePool, name: str) -
 
 def test_an_image_that_never_fits_is_refused_and_others_wait_in_order() -> None:
     budget, order = MemoryBudget(100), []
-    with pytest.raises(InvalidImage, match="at most 100"), budget.taken(101):
+    with pytest.raises(InvalidImage, match="at most 100"), budget.reserved(101):
         pass
 
     def take(name: str, size: int) -> None:
-        with budget.taken(size):
+        with budget.reserved(size):
             order.append(name)
 
-    with ThreadPoolExecutor(3) as threads, budget.taken(60):
+    with ThreadPoolExecutor(3) as threads, budget.reserved(60):
         for count, (name, size) in enumerate((("large", 90), ("small", 10)), 1):
             threads.submit(take, name, size)
-            wait_until(lambda count=count: len(budget._waiting) == count, f"{name} waits")
+            wait_until(lambda count=count: budget.num_waiting == count, f"{name} waits")
         assert order == []  # the small one is behind the large one
     assert order == ["large", "small"]
-    with budget.taken(100):
+    with budget.reserved(100):
         pass
 
 
@@ -238,15 +229,11 @@ def test_the_worst_case_is_bytes_a_pixel() -> None:
     assert worst_case_bytes(ImageHeader("JPEG", 4000, 3000), 3 << 20) < 130e6
 
 
-def test_a_process_that_cannot_be_started_leaves_no_file_open(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def refused(*_: object, **__: object) -> None:
-        raise BlockingIOError("no more processes")
-
+def test_a_process_that_may_not_be_started_leaves_no_file_open(tmp_path: Path) -> None:
+    interpreter = tmp_path / "python"
+    interpreter.touch(0o644)
     before = len(os.listdir("/proc/self/fd"))
-    monkeypatch.setattr("services.encoder.decoding.child.subprocess.Popen", refused)
     for _ in range(3):
-        with pytest.raises(BlockingIOError):
-            Child("services.encoder.decoding.decode_worker", 1 << 20)
+        with pytest.raises(PermissionError):
+            Child("services.encoder.decoding.decode_worker", 1 << 20, str(interpreter))
     assert len(os.listdir("/proc/self/fd")) == before

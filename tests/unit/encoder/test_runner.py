@@ -1,6 +1,7 @@
 """The runner writes each image's embedding to its place, whatever runs beside it."""
 
 import mmap
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from services.common.nn.dummy_weights import load_dummy
 from services.encoder.engine.job import Job
 from services.encoder.engine.runner import Runner
 from services.encoder.models import create_tower
+from services.encoder.models.positions import VisionLayout
 from services.encoder.models.qwen3_vl import VisionTower
 from tests.tower import cpu_ops
 
@@ -72,38 +74,40 @@ def test_nothing_else_is_written(model: VisionTower) -> None:
     assert not any(arena[:65536]) and not any(arena[65536 + size :])
 
 
-def test_an_image_that_is_not_finite_is_told_apart(
-    model: VisionTower, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    runner = Runner(model, CPU, torch.float32, mmap.mmap(-1, 1 << 20))
-    features = type(model).features
+class SpoiledTower(VisionTower):
+    """A tower one of whose values is replaced.
 
-    def spoiled(self: VisionTower, patches: torch.Tensor, layout: object):
-        for feature, rows in features(self, patches, layout):  # type: ignore[arg-type]
-            if feature == 1:
-                rows[0, 3] = float("nan")  # the first image in packing order
+    Attributes:
+        spoiled: feature, row, column, and the value there.
+    """
+
+    def __init__(self, spoiled: tuple[int, int, int, float]) -> None:
+        with torch.device("meta"):
+            super().__init__(SPEC, cpu_ops(SPEC))
+        load_dummy(self, device=CPU, dtype=torch.float32)
+        self.spoiled = spoiled
+
+    def features(
+        self, patches: torch.Tensor, layout: VisionLayout
+    ) -> Iterator[tuple[int, torch.Tensor]]:
+        spoiled, row, column, value = self.spoiled
+        for feature, rows in super().features(patches, layout):
+            if feature == spoiled:
+                rows[row, column] = value
             yield feature, rows
 
-    monkeypatch.setattr(type(model), "features", spoiled)
+
+def test_an_image_that_is_not_finite_is_told_apart() -> None:
+    model = SpoiledTower((1, 0, 3, float("nan")))  # the first image in packing order
+    runner = Runner(model, CPU, torch.float32, mmap.mmap(-1, 1 << 20))
     images = [image(n, grid, n * 65536) for n, grid in enumerate(GRIDS)]
     batch = runner.launch(images)
     assert runner.finish(batch) == [False, True, True, True]
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_every_non_finite_value_is_noticed(
-    model: VisionTower, monkeypatch: pytest.MonkeyPatch, value: float
-) -> None:
-    runner = Runner(model, CPU, torch.float32, mmap.mmap(-1, 1 << 20))
-
-    def spoiled(patches: torch.Tensor, layout: object):
-        for feature in (1, 2, 0):
-            rows = torch.rand(4, SPEC.out_hidden_size)
-            if feature == 2:
-                rows[3, 7] = value
-            yield feature, rows
-
-    monkeypatch.setattr(model, "features", spoiled)
+def test_every_non_finite_value_is_noticed(value: float) -> None:
+    runner = Runner(SpoiledTower((2, 3, 7, value)), CPU, torch.float32, mmap.mmap(-1, 1 << 20))
     assert runner.finish(runner.launch([image(0, (1, 4, 4))])) == [False]
 
 

@@ -1,9 +1,9 @@
-"""The process that decodes videos; `clip_pool` starts it.
+"""The process that decodes videos. `clip_pool` starts it.
 
-It keeps one video open between two questions, so that its frames are decoded in one pass. Each
-question has limits of CPU time and of memory, and each video of CPU time in all: the kernel ends
-the process at the first (SIGPROF), and at the second allocations fail. It has no device and no
-torch.
+A video stays open between two questions, so that its frames are decoded in one pass.
+Each question has limits of CPU time and memory, and each video has a limit of CPU time for all its
+frames. The kernel ends the process by SIGPROF when the CPU time is used up, and allocations beyond
+the memory limit fail. The process uses neither torch nor a device.
 """
 
 import ctypes
@@ -26,21 +26,30 @@ from services.encoder.decoding.clips.container import check_size, to_rgb, uprigh
 from services.encoder.decoding.clips.frames import Frames, probe
 from services.encoder.decoding.clips.questions import CORRUPT, TOO_SLOW, Answer, Question
 
-VIDEO_CPU_S = 60.0  # of all frames of one that is open
-_MALLOC_ARENA_MAX = -8  # mallopt's name of it
+VIDEO_CPU_S = 60.0  # CPU time for all frames of a video, since it was opened
+_MALLOC_ARENA_MAX = -8  # the constant M_ARENA_MAX of mallopt
 _TOO_LARGE = "decoding the video takes more memory than a video of its size may"
 
 
 class Worker:
-    """What the process knows between two questions."""
+    """The state of the process between two questions: the open video, if there is one."""
 
     def __init__(self) -> None:
-        self._name = ""  # of the video that is open
+        self._name = ""  # name of the open video
         self._frames: Frames | None = None
         self._cpu_start_s = 0.0
         self._base_bytes = mapped_bytes()
 
     def answer(self, question: list[bytes], shared: np.ndarray) -> bytes:
+        """Answers a question.
+
+        Args:
+            question: a single message, the encoded `Question`.
+            shared: memory for the frames.
+
+        Returns:
+            The encoded `Answer`.
+        """
         asked = msgspec.msgpack.decode(question[0], type=Question)
         try:
             answer = self._answer(asked, shared)
@@ -49,12 +58,12 @@ class Worker:
         except MemoryError:
             answer = Answer(error_code=InvalidVideo.code, message=_TOO_LARGE)
         except Exception:
-            # PyAV raises exceptions of many types on hostile bytes; their text is not passed on.
+            # PyAV raises exceptions of many types for hostile files. Clients do not see their text.
             answer = Answer(error_code=InvalidVideo.code, message=CORRUPT)
         if answer.error_code:
             self._close()
-        # PyAV's frames refer to themselves once their side data is looked at; of a minute of video
-        # there would be more than a decoder may hold before the collector comes by itself.
+        # PyAV's frames are in a reference cycle after their side data was read. The frames of a
+        # minute of video would exceed the memory limit before the collector runs by itself.
         gc.collect()
         return msgspec.msgpack.encode(answer)
 
@@ -80,7 +89,9 @@ class Worker:
             return Answer(sizes=self._write(asked.frames, shared))
 
     def _write(self, indices: tuple[int, int], shared: np.ndarray) -> list[tuple[int, int]]:
-        """Decodes two frames into the shared memory; equal ones once."""
+        """Decodes two frames into the shared memory, or one if both are the same. Returns the
+        height and width of each frame written.
+        """
         assert self._frames is not None
         sizes: list[tuple[int, int]] = []
         first_pixel = 0
@@ -101,8 +112,9 @@ class Worker:
 
 
 if __name__ == "__main__":
-    # Arenas of the decoder's threads would count as memory that they only reserve.
+    # The malloc arenas of the decoder's threads would count towards the limit of memory, although
+    # most of their memory is only reserved.
     ctypes.CDLL(None).mallopt(_MALLOC_ARENA_MAX, 2)
     av.logging.set_level(None)
-    gc.freeze()  # what is imported is not looked at in each collection
+    gc.freeze()  # excludes the imported modules from each collection
     serve(1, Worker().answer)

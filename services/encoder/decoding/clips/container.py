@@ -1,9 +1,9 @@
-"""A video's container, by PyAV: which frames it has, in which order, and what each depends on.
+"""Reads a video's container with PyAV: its frames, their order, and where decoding may start.
 
-Headers lie about counts, rates and sizes, so packets are counted, their timestamps read, and one
-frame is decoded. The container's demuxer is chosen by the file's first bytes, never by FFmpeg: one
-that opens other files or URLs (playlists, SDP, concat) is not among those that are. In child
-processes alone; whatever is wrong with a file is an `InvalidVideo`.
+Headers may be wrong about counts, rates and sizes. Therefore all packets are counted, their
+timestamps are read, and one frame is decoded. The demuxer is chosen by the file's first bytes, not
+by FFmpeg, so that demuxers which open other files or URLs (playlists, SDP, concat) are never used.
+Only child processes import this file. Each defect of a file is reported as an `InvalidVideo`.
 """
 
 import errno
@@ -29,9 +29,10 @@ from services.common.images.image_key import FRAME_DIGEST_BYTES
 from services.encoder.decoding.clips.questions import CORRUPT, MAX_FRAME_PIXELS
 
 MAX_FRAMES = 250_000
-# Of all frames: nine minutes of 1080p at 60 a second; where a frame needs all that are before it:
-# five seconds of the decoder.
-_MAX_DECODED_PIXELS, _MAX_DEPENDENT_PIXELS = 1 << 36, 1 << 32
+# Most pixels of all frames of a video: nine minutes of 1080p at 60 frames per second.
+_MAX_DECODED_PIXELS = 1 << 36
+# The same for codecs whose frames need all earlier frames: five seconds of decoding.
+_MAX_DEPENDENT_PIXELS = 1 << 32
 # Demuxers by the first bytes of their files.
 _MATROSKA, _OGG, _ASF = b"\x1aE\xdf\xa3", b"OggS", bytes.fromhex("3026b2758e66cf11")
 _PREFIXES = {
@@ -39,9 +40,9 @@ _PREFIXES = {
     b"GIF89a": "gif", b"\x89PNG\r\n\x1a\n": "apng", b"\0\0\x01\xba": "mpeg", b"DKIF": "ivf",
 }  # fmt: skip
 _MOV_BOXES = (b"ftyp", b"moov", b"mdat", b"free", b"skip", b"wide", b"pnot")
-_TS_BYTES = (188, 192)  # of a packet of a transport stream
-_APNG_HEAD = 1 << 16  # in which a PNG says that it is one
-# Decoders whose keyframes stand for themselves, so that what is before one need not be decoded.
+_TS_BYTES = (188, 192)  # sizes of a packet of an MPEG transport stream
+_APNG_HEAD = 1 << 16  # bytes in which an animated PNG has its chunk `acTL`
+# Decoders whose keyframes need no earlier frame, so that decoding may start with any keyframe.
 _INDEPENDENT = {
     "h264", "hevc", "vp8", "vp9", "av1", "libdav1d", "mpeg4", "mpeg2video", "mpeg1video", "mjpeg",
 }  # fmt: skip
@@ -50,22 +51,24 @@ _DECODERS = _INDEPENDENT | {
     "msmpeg4", "h263", "h263p", "flv", "theora", "prores", "dnxhd", "ffv1", "vp6f", "vp6", "qtrle",
     "rawvideo", "huffyuv", "ffvhuff", "libvpx-vp9",
 }  # fmt: skip
-_REORDERED = 16  # frames that a decoder may keep to give another one first
-# Packets that overlap in the file would make a small file cost as much as a large one. Honest files
-# have a few bytes a packet beside what they store: a prefix that is stored once, a stream's number.
-_OVERLAP, _OVERLAP_BYTES = 2, 1 << 20
+_REORDERED = 16  # most frames that a decoder delays to return later frames first
+# Packets that overlap in the file would make a small file as expensive as a large file. All packets
+# together may have `_OVERLAP` times the file's bytes and `_OVERLAP_BYTES` more: in valid files,
+# too, packets have a few more bytes than the file stores for them, such as a common prefix.
+_OVERLAP = 2
+_OVERLAP_BYTES = 1 << 20
 _RATE_SLACK = 0.02
 _DOMAIN = b"triptych/frame/v1"
 _THREADS = 2
 
 
 class Entry(NamedTuple):
-    """A frame before it is decoded.
+    """The position of a frame in the file.
 
     Attributes:
-        pts: its time, in the stream's units.
-        packet: index of its packet, in the order of decoding.
-        start: index of the packet that decoding may start with.
+        pts: presentation time of the frame, in the stream's units.
+        packet: number of the frame's packet, in the order of decoding.
+        start: number of the packet with which decoding may start.
     """
 
     pts: int
@@ -75,18 +78,20 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Index:
-    """The frames of a file, as its packets say.
+    """The frames of a file, according to its packets.
 
     Attributes:
-        entries: the frames in order of presentation, columns as `Entry`'s: `[num_frames, 3]` int64.
-        by_order: whether timestamps are missing or those of decoding. The frames are then, in their
-            order, what the decoder gives.
-        codec: FFmpeg's name of the codec, whichever decoder there is.
-        rate: frames per second on average; 0 if unknown.
-        duration_s: seconds from the first frame's beginning to the last one's end; 0 if unknown.
+        entries: frames in order of presentation, `[num_frames, 3]` int64. The columns are those of
+            `Entry`.
+        by_order: True if timestamps are missing or are decoding times. The frames then have the
+            order in which the decoder returns them.
+        codec: FFmpeg's name of the codec, which does not depend on the decoder.
+        rate: frames per second on average. 0 if unknown.
+        duration_s: seconds from the start of the first frame to the end of the last frame. 0 if
+            unknown.
         digests: `FRAME_DIGEST_BYTES` for each packet, in order of decoding: the digest of all
-            packets up to this one.
-        time_base: seconds of a unit of `Entry.pts`.
+            packets up to this packet.
+        time_base: seconds of one unit of `Entry.pts`.
     """
 
     entries: np.ndarray
@@ -99,20 +104,22 @@ class Index:
 
     @property
     def num_frames(self) -> int:
+        """Number of frames."""
         return len(self.entries)
 
     def entry(self, frame: int) -> Entry:
+        """Returns the position of a frame, by its number in order of presentation."""
         return Entry(*self.entries[frame].tolist())
 
     @property
     def frame_digests(self) -> bytes:
-        """The digests of the frames' packets, one after another."""
+        """Digests of all frames' packets, in order of presentation, one after another."""
         of_packets = np.frombuffer(self.digests, f"V{FRAME_DIGEST_BYTES}")
         return of_packets[self.entries[:, 1]].tobytes()
 
 
 class Reader:
-    """A file in memory, as PyAV reads it; no copy."""
+    """A file in memory with the methods that PyAV calls. The file is not copied as a whole."""
 
     def __init__(self, data: memoryview) -> None:
         self._data = data
@@ -134,10 +141,10 @@ class Reader:
 
 
 def demuxer_of(data: memoryview) -> str:
-    """FFmpeg's name of a file's container.
+    """Returns FFmpeg's name of the demuxer for a file.
 
     Raises:
-        InvalidVideo: it is none that is decoded here.
+        InvalidVideo: the container is unknown or not supported.
     """
     head = bytes(data[:16])
     for prefix, name in _PREFIXES.items():
@@ -152,8 +159,8 @@ def demuxer_of(data: memoryview) -> str:
         if len(data) >= 3 * size and all(data[first + at * size] == 0x47 for at in range(3)):
             return "mpegts"
     raise InvalidVideo(
-        "the file is no video of a known container: MP4, MOV, WebM, Matroska, AVI, MPEG, ASF, FLV, "
-        "Ogg, IVF, GIF or APNG"
+        "the file is not a video in a supported container: MP4, MOV, WebM, Matroska, AVI, MPEG, "
+        "ASF, FLV, Ogg, IVF, GIF or APNG"
     )
 
 
@@ -163,10 +170,13 @@ def _no_other_file(*_: object) -> NoReturn:
 
 @contextmanager
 def opened(data: memoryview) -> Generator[tuple[InputContainer, VideoStream]]:
-    """A file's demuxer and its video stream.
+    """Opens a file during the `with` block.
+
+    Yields:
+        The file's demuxer and its video stream.
 
     Raises:
-        InvalidVideo: it cannot be opened, or has no video that is decoded here.
+        InvalidVideo: the file cannot be opened, or has no video stream of a supported codec.
     """
     with failures():
         container: InputContainer = av.open(  # pyright: ignore[reportAssignmentType]
@@ -196,7 +206,9 @@ def opened(data: memoryview) -> Generator[tuple[InputContainer, VideoStream]]:
 
 @contextmanager
 def failures() -> Generator[None]:
-    """FFmpeg's errors as ours; their text is not passed on."""
+    """Converts FFmpeg's errors inside the `with` block to `MemoryError` or `InvalidVideo`. Clients
+    do not see their text.
+    """
     try:
         yield
     except FFmpegError as error:
@@ -206,29 +218,34 @@ def failures() -> Generator[None]:
 
 
 def packets_of(container: InputContainer, stream: VideoStream) -> Iterator[Packet]:
-    """The stream's packets in order of decoding, until the file ends, as it should or not.
+    """Yields the stream's packets in order of decoding, until the file ends or cannot be read.
 
     Raises:
-        InvalidVideo: there are too many.
+        InvalidVideo: the stream has too many packets.
     """
     last: Packet | None = None
     try:
         for count, packet in enumerate(container.demux(stream)):
             if count > MAX_FRAMES:
                 raise InvalidVideo(f"the video has more than {MAX_FRAMES} frames")
-            if packet.size:  # the last one says that there are no more
+            if packet.size:  # the demuxer returns an empty packet at the end
                 if last is not None:
                     yield last
                 last = packet
     except FFmpegError as error:
         if error.errno == errno.ENOMEM:
             raise MemoryError from None
-    if last is not None and not last.is_corrupt:  # as where a file is cut
+    if last is not None and not last.is_corrupt:  # the last packet of a truncated file is corrupt
         yield last
 
 
 def read_index(container: InputContainer, stream: VideoStream, file_bytes: int) -> Index:
-    """Demuxes a whole file.
+    """Reads all packets of a file.
+
+    Args:
+        container: demuxer of the file.
+        stream: video stream of the file.
+        file_bytes: size of the file.
 
     Raises:
         InvalidVideo: the file has no frame, or its packets overlap.
@@ -236,7 +253,7 @@ def read_index(container: InputContainer, stream: VideoStream, file_bytes: int) 
     codec, time_base = stream.codec_context, stream.time_base or Fraction(1, 1000)
     digest = _PacketsDigest(codec, time_base, _OVERLAP * file_bytes + _OVERLAP_BYTES)
     shown = _Frames()
-    keys = _Frames()  # with which decoding may start, whether they are shown or not
+    keys = _Frames()  # keyframes with which decoding may start, including frames that are not shown
     is_apng, is_vp8 = codec.name == "apng", codec.name == "vp8"
     is_independent, by_order = codec.name in _INDEPENDENT, container.format.name == "avi"
     first_pts = latest = end = 0
@@ -245,16 +262,16 @@ def read_index(container: InputContainer, stream: VideoStream, file_bytes: int) 
         by_order = by_order or packet.pts is None
         pts = number if pts is None else pts
         digest.add(packet, pts - first_pts)
-        # An APNG's first frame, which may say that it is blended over nothing, is a keyframe, too.
+        # The first frame of an APNG is a keyframe even if it is marked as blended over others.
         is_key = packet.is_keyframe or is_apng
         if is_key and (is_independent or not keys.pts):
             if not keys.pts:
                 first_pts = latest = pts
             keys.add(pts, number)
-        # An edit list cuts a video anywhere: what its frames need is there, but not shown.
+        # An edit list may cut a video anywhere. Frames before the cut are decoded, but not shown.
         if not keys.pts or packet.is_discard or (is_vp8 and _is_hidden(packet)):
             continue
-        # Files that were joined start their clocks anew.
+        # In a concatenation of files, the timestamps of each file start again.
         by_order = by_order or (packet.is_keyframe and pts < latest)
         latest = max(latest, pts)
         if pts >= first_pts or by_order:
@@ -271,11 +288,11 @@ def read_index(container: InputContainer, stream: VideoStream, file_bytes: int) 
 
 
 class _Frames:
-    """Frames in order of decoding. A file may have 250,000: no object for each.
+    """Frames in order of decoding. As a file may have 250,000, they are stored in lists of numbers.
 
     Attributes:
-        pts: their times.
-        packets: indices of their packets.
+        pts: presentation time of each frame.
+        packets: number of each frame's packet.
     """
 
     def __init__(self) -> None:
@@ -283,22 +300,25 @@ class _Frames:
         self.packets: list[int] = []
 
     def add(self, pts: int, packet: int) -> None:
+        """Appends a frame."""
         self.pts.append(pts)
         self.packets.append(packet)
 
     def arrays(self) -> tuple[np.ndarray, np.ndarray]:
-        """Times and packets, int64."""
+        """Returns times and packet numbers as int64 arrays."""
         return np.array(self.pts, np.int64), np.array(self.packets, np.int64)
 
 
 class _PacketsDigest:
-    """Digest of a stream's setup and of its packets, each of which covers all before it.
+    """The running digest of a stream's configuration and of its packets.
 
     Args:
+        codec: codec of the stream, with its configuration.
+        time_base: seconds of one unit of the timestamps.
         max_bytes: most bytes of all packets with their side data.
 
     Attributes:
-        digests: `FRAME_DIGEST_BYTES` for each packet.
+        digests: `FRAME_DIGEST_BYTES` for each packet: the digest of all packets up to this packet.
     """
 
     def __init__(self, codec: VideoCodecContext, time_base: Fraction, max_bytes: int) -> None:
@@ -310,7 +330,7 @@ class _PacketsDigest:
         self.digests = bytearray()
 
     def add(self, packet: Packet, pts: int) -> None:
-        """Covers a packet.
+        """Adds a packet to the digest.
 
         Raises:
             InvalidVideo: the packets have too many bytes together.
@@ -336,12 +356,12 @@ class _PacketsDigest:
 
 
 def _is_hidden(packet: Packet) -> bool:
-    """Returns whether a frame of VP8 is only referred to by others, and never shown."""
+    """Returns whether a VP8 frame is only a reference for other frames and is never shown."""
     return not memoryview(packet)[0] >> 4 & 1
 
 
 def _in_order(shown: _Frames, keys: _Frames) -> np.ndarray:
-    """Entries of the frames in order of decoding, `[num_frames, 3]`."""
+    """Returns the entries of the frames in order of decoding, `[num_frames, 3]`."""
     _, packets = shown.arrays()
     entries = np.empty((len(packets), 3), np.int64)
     entries[:, 0] = np.arange(len(packets))
@@ -351,14 +371,15 @@ def _in_order(shown: _Frames, keys: _Frames) -> np.ndarray:
 
 
 def _presented(shown: _Frames, keys: _Frames) -> np.ndarray:
-    """Entries of the frames in order of presentation, `[num_frames, 3]`. Decoding may start with
-    the last keyframe that is both decoded and shown before a frame: frames that are decoded behind
-    a keyframe, but shown before it, may need others.
+    """Returns the entries of the frames in order of presentation, `[num_frames, 3]`.
+
+    Decoding may start with the last keyframe that is both decoded and shown before a frame. A frame
+    that is decoded after a keyframe but shown before the keyframe may need earlier frames.
     """
     pts, packets = shown.arrays()
     order = np.lexsort((packets, pts))
     pts, packets = pts[order], packets[order]
-    key_pts, key_packets = keys.arrays()  # the first one's time is the lowest
+    key_pts, key_packets = keys.arrays()  # the first keyframe has the lowest time
     start = np.searchsorted(key_packets, packets, "right") - 1
     for _ in range(_REORDERED):
         start -= key_pts[start] > pts
@@ -369,20 +390,22 @@ def _presented(shown: _Frames, keys: _Frames) -> np.ndarray:
 def _times(
     entries: np.ndarray, end: int, time_base: Fraction, average: Fraction | None
 ) -> tuple[float, float]:
-    """Frames per second, and seconds. The rate is the header's if the timestamps agree with it."""
-    told = float(average) if average else 0.0
+    """Returns the rate in frames per second and the duration in seconds. The rate is the header's
+    if it agrees with the timestamps.
+    """
+    stated = float(average) if average else 0.0
     first, last = int(entries[0, 0]), int(entries[-1, 0])
     span = float((last - first) * time_base)
     duration_s = float((end - first) * time_base)
     if len(entries) < 2 or span <= 0:
-        return told, max(duration_s, 0.0)
+        return stated, max(duration_s, 0.0)
     counted = (len(entries) - 1) / span
-    rate = told if abs(told - counted) <= _RATE_SLACK * counted else counted
+    rate = stated if abs(stated - counted) <= _RATE_SLACK * counted else counted
     return rate, duration_s if duration_s > span else len(entries) / rate
 
 
 def upright_size(frame: VideoFrame) -> tuple[int, int]:
-    """Height and width after rotation."""
+    """Returns a frame's height and width after rotation."""
     if _matrix(frame)[1]:
         return frame.width, frame.height
     return frame.height, frame.width
@@ -408,12 +431,14 @@ def check_amount(num_frames: int, height: int, width: int, codec: str) -> None:
 
 
 def to_rgb(frame: VideoFrame, out: np.ndarray) -> None:
-    """Upright pixels, transparency on white: swscale's conversion as `VideoFrame.to_ndarray` calls
-    it, from the colour space and range that the frame says. Neither tone mapping nor square pixels
-    are made.
+    """Converts a frame to upright RGB pixels, with transparency composited on white.
+
+    swscale converts from the frame's colour space and range, as `VideoFrame.to_ndarray` does. Tones
+    are not mapped, and pixels that are not square are not rescaled.
 
     Args:
-        out: `[height, width, 3]` uint8; written.
+        frame: the decoded frame.
+        out: uint8 array `[height, width, 3]`, into which the pixels are written.
     """
     if any(component.is_alpha for component in frame.format.components):
         rgba = frame.to_ndarray(format="rgba", threads=1)
@@ -429,8 +454,11 @@ def to_rgb(frame: VideoFrame, out: np.ndarray) -> None:
 
 
 def _matrix(frame: VideoFrame) -> tuple[tuple[int, int], bool]:
-    """A frame's display matrix: steps along rows and columns, after a transposition or none. One
-    that does not turn by right angles is passed over.
+    """Reads a frame's display matrix. A rotation that is no multiple of 90 degrees is ignored.
+
+    Returns:
+        The steps along rows and columns, 1 or -1 each, and whether the pixels are transposed before
+        the steps apply.
     """
     side = frame.side_data.get("DISPLAYMATRIX")
     if side is None or len(bytes(side)) < 20:

@@ -1,7 +1,7 @@
-"""Frames of a video by index, as a player would show them: forward in one pass, nothing kept.
+"""Decodes frames of a video by number, as a player would show them, in one forward pass.
 
-A frame that cannot be decoded is the one before it, as on a screen, unless that is long gone. In
-child processes alone.
+A frame that cannot be decoded is replaced by the frame before, unless that frame is much earlier.
+Only child processes import this file.
 """
 
 from collections import deque
@@ -27,18 +27,19 @@ from services.encoder.decoding.clips.container import (
 )
 from services.encoder.decoding.clips.questions import Facts
 
-_LONG_GONE_S = 1.0
-_LONG_GONE_FRAMES = 3
-# A decoder gives a frame at most so many packets behind its own, or not at all. Gradual refreshes
-# of the picture take some hundreds.
+# A frame may be shown in the place of damaged frames for the longer of these two times.
+_MAX_SHOWN_S = 1.0
+_MAX_SHOWN_FRAMES = 3
+# Most packets after a frame's packet before the decoder returns the frame. A gradual refresh of the
+# picture takes some hundreds of packets.
 _LATE_PACKETS = 1024
 
 
 def probe(data: memoryview) -> Facts:
-    """Reads a file's packets, and decodes its first frame for its size.
+    """Reads the facts of a video file from its packets and its first frame.
 
     Raises:
-        InvalidVideo: it cannot be decoded, or has too many frames or pixels.
+        InvalidVideo: the first frame cannot be decoded, or the video has too many frames or pixels.
     """
     with closing(Frames(data)) as frames:
         height, width = upright_size(frames.frame(0))
@@ -54,8 +55,14 @@ def probe(data: memoryview) -> Facts:
     )
 
 
-class _Given(NamedTuple):
-    """A frame that the decoder has given, its time, and its packet; -1: not known."""
+class _Decoded(NamedTuple):
+    """A frame that the decoder has returned.
+
+    Attributes:
+        pts: presentation time of the frame.
+        packet: number of the frame's packet. -1 if unknown.
+        frame: the frame.
+    """
 
     pts: int
     packet: int
@@ -63,26 +70,41 @@ class _Given(NamedTuple):
 
 
 class Frames:
-    """A file that is being decoded, until `close`."""
+    """A video file that is open for decoding.
+
+    Args:
+        data: the file, which stays in memory until `close`.
+
+    Attributes:
+        index: frames of the file, according to its packets.
+
+    Raises:
+        InvalidVideo: the file is not a video that can be decoded here.
+    """
 
     def __init__(self, data: memoryview) -> None:
         with opened(data) as (container, stream):
             self.index = index = read_index(container, stream, len(data))
         self._data = data
-        frames_s = _LONG_GONE_FRAMES / index.rate if index.rate else 0.0
-        self._most_s = max(frames_s, _LONG_GONE_S)
+        frames_s = _MAX_SHOWN_FRAMES / index.rate if index.rate else 0.0
+        self._max_shown_s = max(frames_s, _MAX_SHOWN_S)
         self._opened = None
         self._skips = True
         self._rewind()
 
     def frame(self, index: int) -> VideoFrame:
-        """A frame. Faster in rising order.
+        """Decodes a frame. Frames in rising order are decoded in one pass.
+
+        Args:
+            index: number of the frame, in order of presentation.
 
         Raises:
-            InvalidVideo: there is none of that index, or it cannot be decoded.
+            InvalidVideo: the video has no frame of this number, or the frame cannot be decoded.
         """
         if index >= self.index.num_frames:
-            raise InvalidVideo(f"the video has {self.index.num_frames} frames, none of {index}")
+            raise InvalidVideo(
+                f"the video has {self.index.num_frames} frames, and no frame {index}"
+            )
         with failures():
             found = self._found(self.index.entry(index))
         if found is None:
@@ -91,9 +113,11 @@ class Frames:
         return found
 
     def close(self) -> None:
+        """Closes the file."""
         if self._opened is not None:
-            # A decoder's thread that lets a packet go (`copy_opaque`) waits for the interpreter,
-            # which keeps still while a decoder is freed.
+            # A thread of the decoder that releases a packet (`copy_opaque`) waits for the
+            # interpreter lock, which is held while the decoder is freed. Flushing releases the
+            # packets before.
             self._stream.codec_context.flush_buffers()
             self._opened.__exit__(None, None, None)
             self._opened = None
@@ -102,13 +126,13 @@ class Frames:
         place = entry.pts, -1 if self.index.by_order else entry.packet
         if self._shown is not None and self._shown[:2] > place:
             self._rewind()
-        if self._skips and entry.start > self._num_read:
+        if self._skips and entry.start > self._num_packets:
             self._skip(entry.start)
         while self._shown is None or self._shown[:2] < place:
             following = self._peek(entry.packet)
             if following is None or following.pts > entry.pts:
                 break
-            # Edit lists may show two frames at one time, which their packets tell apart.
+            # An edit list may give two frames the same time. Their packets distinguish them.
             is_second = self._shown is not None and self._shown.pts == following.pts
             if is_second and following.packet > entry.packet:
                 break
@@ -116,7 +140,7 @@ class Frames:
         if self._shown is None:
             return None
         behind_s = float((entry.pts - self._shown.pts) * self.index.time_base)
-        return self._shown.frame if behind_s <= self._most_s else None
+        return self._shown.frame if behind_s <= self._max_shown_s else None
 
     def _rewind(self) -> None:
         self.close()
@@ -125,18 +149,21 @@ class Frames:
         self._stream: VideoStream = stream
         stream.codec_context.copy_opaque = True
         self._packets: Iterator[Packet] = packets_of(container, stream)
-        self._num_read = 0  # packets
-        self._num_given = 0  # frames, by the decoder
-        self._decoded: deque[_Given] = deque()  # not shown yet
-        self._shown: _Given | None = None
+        self._num_packets = 0  # number of packets read
+        self._num_decoded = 0  # number of frames that the decoder has returned
+        self._decoded: deque[_Decoded] = deque()  # frames that are not shown yet
+        self._shown: _Decoded | None = None
         self._is_over = False
 
     def _skip(self, packet: int) -> None:
-        """What is before a keyframe is not decoded, unless its packet only begins a gradual refresh
-        of the picture: a decoder gives later frames alone, and some of them wrong.
+        """Skips the packets before a keyframe's packet without decoding them.
+
+        If the packet only begins a gradual refresh of the picture, the decoder returns no frame for
+        it, and some of the next frames would be wrong. In this case decoding starts again at the
+        beginning of the file, without skipping.
         """
-        while self._num_read < packet and next(self._packets, None) is not None:
-            self._num_read += 1
+        while self._num_packets < packet and next(self._packets, None) is not None:
+            self._num_packets += 1
         self._stream.codec_context.flush_buffers()
         self._decoded.clear()
         self._shown = None
@@ -145,32 +172,40 @@ class Frames:
             self._skips = False
             self._rewind()
 
-    def _peek(self, wanted: int) -> _Given | None:
-        """The frame that the decoder gives next. None if there is none, or none soon enough to be
-        that of the packet `wanted`.
+    def _peek(self, wanted: int) -> _Decoded | None:
+        """Returns the next frame from the decoder, without removing it.
+
+        Args:
+            wanted: number of the packet whose frame is sought.
+
+        Returns:
+            None if the file has ended, or if so many packets after `wanted` were decoded that the
+            decoder will not return a frame for it.
         """
         last = wanted + _LATE_PACKETS
-        while not self._decoded and not self._is_over and self._num_read <= last:
+        while not self._decoded and not self._is_over and self._num_packets <= last:
             packet = next(self._packets, None)
             if packet is not None:
-                packet.opaque = self._num_read
-            self._num_read += 1
+                packet.opaque = self._num_packets
+            self._num_packets += 1
             self._is_over = packet is None
             self._decode(packet)
         return self._decoded[0] if self._decoded else None
 
     def _decode(self, packet: Packet | None) -> None:
-        """None: what the decoder has kept. A packet that is damaged gives no frame."""
+        """Decodes a packet, or flushes the decoder if `packet` is None. A damaged packet is
+        ignored.
+        """
         try:
-            given = self._stream.codec_context.decode(packet)
+            decoded = self._stream.codec_context.decode(packet)
         except FFmpegError as error:
             if isinstance(error, MemoryError):
                 raise MemoryError from None
             return
-        for frame in given:
+        for frame in decoded:
             pts = frame.dts if frame.pts is None else frame.pts
             number = frame.opaque if isinstance(frame.opaque, int) else -1
             if self.index.by_order or pts is None:
-                pts, number = self._num_given, -1
-            self._num_given += 1
-            self._decoded.append(_Given(pts, number, frame))
+                pts, number = self._num_decoded, -1
+            self._num_decoded += 1
+            self._decoded.append(_Decoded(pts, number, frame))

@@ -1,5 +1,5 @@
-"""What the processes that decode videos are asked, and what they answer. Pure data: PyAV is loaded
-by those processes alone.
+"""The questions to the processes that decode videos, and their answers. Pure data: only those
+processes import PyAV.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,16 @@ TOO_SLOW = "decoding the video takes too long"
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """As ProbeResponse, but for the file's digest."""
+    """The facts of a video file, as in the gRPC message `ProbeResponse`.
+
+    Attributes:
+        num_frames: number of frames.
+        rate: frames per second on average. 0 if unknown.
+        height: height of the upright frames in pixels.
+        width: width of the upright frames in pixels.
+        duration_s: duration in seconds. 0 if unknown.
+        frame_digests: digests of all frames, one after another.
+    """
 
     num_frames: int
     rate: float
@@ -27,7 +36,14 @@ class Facts:
 
 
 class Question(msgspec.Struct):
-    """What to do with a file; `frames`: its frames to decode, None: read its facts."""
+    """A request for the facts of a video file, or for two of its frames.
+
+    Attributes:
+        file: address of the file.
+        frames: numbers of the two frames to decode. None if the facts are requested.
+        memory_bytes: most bytes that the process may allocate for the answer.
+        cpu_s: seconds of CPU time that the answer may take.
+    """
 
     file: MemoryAddress
     frames: tuple[int, int] | None
@@ -36,8 +52,14 @@ class Question(msgspec.Struct):
 
 
 class Answer(msgspec.Struct):
-    """`error_code` is empty, or a code of services/common/errors.py; sizes are those of the frames,
-    whose pixels are in the shared memory, one behind the other.
+    """The answer to a question.
+
+    Attributes:
+        facts: facts of the file. None if frames were requested, or after an error.
+        sizes: height and width of each frame. The frames' pixels are in the shared memory, one
+            frame after another.
+        error_code: code of an error in `services/common/errors.py`. Empty if there was no error.
+        message: text of the error.
     """
 
     facts: Facts | None = None
