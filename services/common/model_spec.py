@@ -1,7 +1,7 @@
-"""What differs between models, as data. No torch: the gateway has none.
+"""The differences between models, as data.
 
-A family's file in `services.common.families` reads a checkpoint directory into these values; all
-three services use them.
+A family's file in `services.common.families` reads a checkpoint directory into a `ModelSpec`, which
+all three services use. This file imports no torch, because the gateway has none.
 """
 
 import json
@@ -16,19 +16,19 @@ from services.common.frame_pairs import FramePairs
 from services.common.geometry import Geometry
 
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-# Weights of other programs, which people download by mistake.
+# File names of other programs' weights, which people download by mistake.
 _FOREIGN = ("*.gguf", "pytorch_model*.bin", "consolidated*.pth", "adapter_model.safetensors")
 
 
 class ModelSpecError(ValueError):
-    """The directory is not a model that can be served; the message names the file and the cause."""
+    """Raised if a directory is not a model that can be served. The message has file and cause."""
 
 
 class UnsupportedOption(ModelSpecError):
-    """The model needs what is not implemented; the message names the option and the remedy.
+    """Raised if a model needs an option that is not implemented. The message has option and remedy.
 
     Attributes:
-        file: that holds the option.
+        file: name of the file with the option.
     """
 
     def __init__(self, message: str, file: str = "config.json") -> None:
@@ -37,7 +37,16 @@ class UnsupportedOption(ModelSpecError):
 
 
 def expect(name: str, value: object, *served: object) -> None:
-    """Raises UnsupportedOption: an option's value is not among those that are served."""
+    """Checks the value of an option.
+
+    Args:
+        name: name of the option.
+        value: value in the checkpoint.
+        served: values that are supported.
+
+    Raises:
+        UnsupportedOption: the value is not supported.
+    """
     if value not in served:
         raise UnsupportedOption(
             f"{name} {value!r} is not supported; supported: {' or '.join(map(repr, served))}"
@@ -46,19 +55,20 @@ def expect(name: str, value: object, *served: object) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeSpec:
-    """Rotary embedding.
+    """Rotary position embedding.
 
     Attributes:
-        kind: how inverse frequencies are scaled, by transformers' names.
+        kind: scaling of the inverse frequencies, by transformers' names.
         theta: base of the frequencies.
-        rotary_dim: leading elements of a head that rotate; the others pass through.
-        mrope_section: frequencies per axis (t, h, w) of interleaved M-RoPE; None: 1-D positions.
-        factor: context extension of `llama3` and `yarn`.
-        original_max_position_embeddings: context before the extension.
-        low_freq_factor, high_freq_factor: of `llama3`.
-        beta_fast, beta_slow: of `yarn`.
-        truncate: of `yarn`: whether the correction range is rounded to whole dimensions.
-        attention_factor: what `yarn` multiplies cos and sin by.
+        rotary_dim: number of leading elements of a head that are rotated. The others are unchanged.
+        mrope_section: number of frequencies per axis (t, h, w) of interleaved M-RoPE. None if
+            positions have one dimension.
+        factor: factor by which `llama3` and `yarn` extend the context.
+        original_max_position_embeddings: longest context before the extension.
+        low_freq_factor, high_freq_factor: parameters of `llama3`.
+        beta_fast, beta_slow: parameters of `yarn`.
+        truncate: True if `yarn` rounds the correction range to whole dimensions.
+        attention_factor: factor by which `yarn` multiplies cos and sin.
     """
 
     kind: Literal["default", "llama3", "yarn"] = "default"
@@ -83,7 +93,9 @@ class LinearAttentionSpec:
     """Gated delta net layers (Yang et al., 2024). Each group of value heads shares a key head.
 
     Attributes:
-        conv_width: taps of the causal convolution over queries, keys and values.
+        num_key_heads, num_value_heads: numbers of heads.
+        key_head_dim, value_head_dim: sizes of a head.
+        conv_width: number of taps of the causal convolution over queries, keys and values.
     """
 
     num_key_heads: int
@@ -94,7 +106,7 @@ class LinearAttentionSpec:
 
     @property
     def key_size(self) -> int:
-        """Elements of all keys, and of all queries."""
+        """Number of elements of all keys of a token, which all queries have as well."""
         return self.num_key_heads * self.key_head_dim
 
     @property
@@ -102,7 +114,7 @@ class LinearAttentionSpec:
         return self.num_value_heads * self.value_head_dim
 
     def part(self, num_ranks: int) -> "LinearAttentionSpec":
-        """The sizes of one of several ranks, which divide the heads."""
+        """Returns the sizes of one of several ranks, which divide the heads."""
         return replace(
             self,
             num_key_heads=self.num_key_heads // num_ranks,
@@ -111,25 +123,27 @@ class LinearAttentionSpec:
 
     @property
     def num_channels(self) -> int:
-        """Channels of the convolution: queries, keys and values."""
+        """Number of the convolution's channels: queries, keys and values."""
         return 2 * self.key_size + self.value_size
 
     @property
     def group_size(self) -> int:
-        """Value heads per key head."""
+        """Number of value heads per key head."""
         return self.num_value_heads // self.num_key_heads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoESpec:
-    """A mixture of experts in place of the MLP; an expert is a gated MLP (SiLU) without biases.
+    """A mixture of experts in place of the MLP. An expert is a gated MLP (SiLU) without biases.
 
     Attributes:
-        top_k: experts that a token goes to.
-        norm_topk_prob: the probabilities of a token's experts are scaled to a sum of 1.
-        shared_intermediate_size: of the expert that every token goes to, scaled by a sigmoid gate;
-            0: there is none.
-        dense_layers: layers that have an MLP instead.
+        num_experts: number of experts of a layer.
+        top_k: number of experts that compute a token.
+        intermediate_size: intermediate size of an expert.
+        norm_topk_prob: True if the probabilities of a token's experts are scaled to a sum of 1.
+        shared_intermediate_size: intermediate size of the expert that computes every token, scaled
+            by a sigmoid gate. 0 if the layers have no such expert.
+        dense_layers: indices of the layers that have an MLP instead of experts.
     """
 
     num_experts: int
@@ -145,17 +159,19 @@ class TextSpec:
     """The language model: pre-norm, grouped-query attention, gated MLP (SiLU) or experts.
 
     Attributes:
-        intermediate_size: of the MLP; of a mixture of experts, of its dense layers' MLP, or of the
-            shared expert if all layers have experts.
-        moe: None: every layer has an MLP.
-        qk_norm: RMSNorm on each query and key head before rotation.
-        output_gate: the query projection also gives a gate for each head's output.
-        zero_centred_norms: RMSNorms multiply by 1 + weight, but for those of linear attention.
-        linear_attention: sizes of the layers of that kind; None: there are none.
-        layer_kinds: by layer; empty: all are full attention.
-        max_position_embeddings: the longest context; with `yarn`, the extended one.
-        sliding_window: tokens that a layer attends to; None: the whole context. Not implemented:
-            the decoder refuses to serve a longer context than this.
+        intermediate_size: intermediate size of the MLP. In a mixture of experts it is that of the
+            dense layers' MLP, or of the shared expert if all layers have experts.
+        max_position_embeddings: longest context, which with `yarn` is the extended context.
+        tie_word_embeddings: True if the head uses the weights of the token embeddings.
+        qk_norm: True if each query and key head is normalized (RMSNorm) before its rotation.
+        sliding_window: number of tokens that a layer attends to. None if the layers attend to the
+            whole context. Windows are not implemented: the decoder refuses to serve a longer
+            context than this.
+        moe: mixture of experts. None if every layer has an MLP.
+        output_gate: True if the query projection also computes a gate for each head's output.
+        zero_centred_norms: True if RMSNorms multiply by 1 + weight, except in linear attention.
+        linear_attention: sizes of the linear attention layers. None if the model has none.
+        layer_kinds: kind of each layer. Empty if all layers have full attention.
     """
 
     vocab_size: int
@@ -181,12 +197,12 @@ class TextSpec:
     layer_kinds: tuple[LayerKind, ...] = ()
 
     def has_experts(self, layer: int) -> bool:
-        """Whether a layer has experts in place of the MLP."""
+        """Returns whether a layer has experts in place of the MLP."""
         return self.moe is not None and layer not in self.moe.dense_layers
 
     @property
     def group_size(self) -> int:
-        """Query heads per key head."""
+        """Number of query heads per key head."""
         return self.num_heads // self.num_kv_heads
 
     @property
@@ -203,12 +219,17 @@ class TextSpec:
 
 @dataclass(frozen=True, slots=True)
 class TowerSpec:
-    """A vision tower: patches in, one embedding per `spatial_merge_size`² patches out. What only
-    one kind has is in a class of the family's file.
+    """A vision tower, which computes one embedding per `spatial_merge_size`² patches.
+
+    A family's file has a subclass with the fields that only its kind of tower has.
 
     Attributes:
-        kind: the name of the tower's file in `services/encoder/models`.
-        pixel_mean, pixel_std: what pixels of 0 to 255 are normalized by, of each channel or of all.
+        kind: name of the tower's file in `services/encoder/models`.
+        depth: number of blocks.
+        temporal_patch_size: number of frames in a patch.
+        out_hidden_size: size of an embedding's features.
+        pixel_mean, pixel_std: mean and standard deviation by which pixels of 0 to 255 are
+            normalized, one for each channel or one for all channels.
     """
 
     kind: ClassVar[str]
@@ -226,7 +247,7 @@ class TowerSpec:
 
     @property
     def num_features(self) -> int:
-        """Tensors per unit, the merged output among them."""
+        """Number of features of a unit's embedding, the merged output included."""
         return 1
 
     @property
@@ -236,11 +257,13 @@ class TowerSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VisionSpec:
-    """How a model sees images and videos.
+    """A model's view of images and videos.
 
     Attributes:
-        video: None: videos are not served.
-        no_video: why not.
+        tower: the vision tower.
+        geometry: division of images into units.
+        video: sampling and division of videos. None if videos are not served.
+        no_video: reason why videos are not served, if `video` is None.
     """
 
     tower: TowerSpec
@@ -251,40 +274,48 @@ class VisionSpec:
 
 WeightFormat = Literal[
     "fp8_block", "fp8_channel", "int8", "w4a16", "w8a16", "nvfp4", "mxfp4", "mxfp8"
-]  # fmt: skip
+]
 Packing = Literal[
     "compressed-tensors", "int-quantized", "awq", "gptq", "gptq_v2", "auto-round", "modelopt"
-]  # fmt: skip
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizationSpec:
-    """What `quantization_config` says of the weights.
+    """The quantization of a checkpoint's weights, as `quantization_config` describes it.
+
+    The formats are
+
+    - `fp8_block`: e4m3 with a scale per block of 128 x 128. Where the hardware multiplies FP8,
+      activations are quantized per token and 128 columns.
+    - `fp8_channel`: e4m3 with a scale per output channel. Where the hardware multiplies FP8,
+      activations are quantized per token.
+    - `int8`: integers with a scale per output channel. Activations are quantized per token.
+    - `w4a16`, `w8a16`: integers with a scale per group of columns.
+    - `nvfp4`: e2m1 with an e4m3 scale per 16 columns and one scale of the whole matrix.
+    - `mxfp4`, `mxfp8`: e2m1 or e4m3 with a power of two per 32 columns.
 
     Attributes:
-        format: `fp8_block`: e4m3 with a scale per block of 128 x 128; `fp8_channel`: e4m3 with a
-            scale per output channel. Activations are quantized per token (and per 128 of a block
-            format's columns) where the hardware multiplies FP8. `int8`: with a scale per output
-            channel; activations are quantized per token. `w4a16`, `w8a16`: integers with a scale
-            per group of columns; `nvfp4`, `mxfp4`: e2m1 with a scale per 16 or 32 columns (e4m3,
-            and one of the whole matrix; a power of two); `mxfp8`: e4m3 with a power of two per 32
-            columns. Activations of these stay as they are.
-        one_scale: files hold one for a module of `fp8_channel`, which its channels share.
-        packing: how files hold integers and e2m1.
-        group_size: columns that share a scale; 0: all of them.
-        symmetric: files hold no zero points, or those of the middle alone.
-        at_load: files hold floats, which are quantized while they are read.
-        ignored: modules that stay unquantized: checkpoint names of modules or of their parents,
-            or `re:` patterns.
-        has_whole_names: names are those of modules, not of their parents: some files name a parent
-            for its own parameters, and quantize modules in it.
-        targets: modules that are quantized, in the same words; empty: every linear layer.
-        others: of further groups of modules, where a checkpoint mixes formats.
-        fp8_cache: the files ask for a KV cache in e4m3, and may hold its scales.
+        format: one of these formats.
+        one_scale: True if the files of `fp8_channel` have one scale per module, which all channels
+            share.
+        packing: layout of integers and e2m1 values in the files.
+        group_size: number of columns that share a scale. 0 if all columns do.
+        symmetric: True if the files have no zero points, or only those of the middle.
+        at_load: True if the files have floats, which are quantized while they are read.
+        ignored: modules that are not quantized: checkpoint names of modules or of their parents, or
+            `re:` patterns.
+        has_whole_names: True if a name never stands for the modules within it. In some files the
+            name of a parent stands for the parent's own parameters, and modules in it are
+            quantized.
+        targets: modules that are quantized, in the form of `ignored`. Empty if every linear layer
+            is.
+        others: specs of further groups of modules, where a checkpoint mixes formats.
+        fp8_cache: True if the files ask for a KV cache in e4m3, whose scales they may contain.
         activations: description of the activations that the files declare. Empty if layers of the
             format compute with these.
-        attention: description of the quantization of queries that the files declare. Empty if
-            they declare none; queries are never quantized.
+        attention: description of the quantization of queries that the files declare. Empty if they
+            declare none. Queries are never quantized.
     """
 
     format: WeightFormat
@@ -303,20 +334,22 @@ class QuantizationSpec:
 
     @property
     def groups(self) -> tuple["QuantizationSpec", ...]:
-        """Those of all groups, in order of precedence."""
+        """Specs of all groups, in order of precedence."""
         return (replace(self, others=()), *self.others)
 
     @property
     def bits(self) -> int:
-        """Of a weight in memory, without scales; the most of all groups."""
+        """Largest number of bits of a weight in memory, without scales, over all groups."""
         return max(4 if "4" in group.format else 8 for group in self.groups)
 
     def of(self, module: str) -> "QuantizationSpec | None":
-        """What quantizes a linear layer of that checkpoint name; None: nothing does."""
+        """Returns the spec that applies to a linear layer, by its checkpoint name. None if the
+        layer is not quantized.
+        """
         return next((group for group in self.groups if group.applies_to(module)), None)
 
     def applies_to(self, module: str) -> bool:
-        """Whether a linear layer of that checkpoint name should be quantized."""
+        """Returns whether this spec applies to a linear layer, by its checkpoint name."""
         if self.targets and not self._is_named(self.targets, module):
             return False
         return not self._is_named(self.ignored, module)
@@ -329,7 +362,7 @@ class QuantizationSpec:
 
 
 def _has_part(module: str, names: frozenset[str]) -> bool:
-    """Whether consecutive parts of a module's name are one of the names."""
+    """Returns whether consecutive parts of a module's name are one of the names."""
     parts = module.split(".")
     ends = range(1, len(parts) + 1)
     return any(".".join(parts[start:end]) in names for end in ends for start in range(end))
@@ -337,8 +370,8 @@ def _has_part(module: str, names: frozenset[str]) -> bool:
 
 @cache
 def _split(patterns: frozenset[str]) -> tuple[frozenset[str], list[re.Pattern[str]]]:
-    """Names, and `re:` patterns. Files with experts have 10^5 modules, and lists may name each: of
-    a frozenset the hash is known.
+    """Splits a set into names and `re:` patterns. The result is cached by the set, because
+    checkpoints with experts have 10^5 modules, and a set may name each of them.
     """
     expressions = [re.compile(each[3:]) for each in patterns if each.startswith("re:")]
     return frozenset(each for each in patterns if not each.startswith("re:")), expressions
@@ -346,11 +379,14 @@ def _split(patterns: frozenset[str]) -> tuple[frozenset[str], list[re.Pattern[st
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointSpec:
-    """Names in the safetensors files.
+    """Names of the tensors in the safetensors files.
 
     Attributes:
+        text_prefix: prefix of the language model's tensors.
+        vision_prefix: prefix of the vision tower's tensors.
         ignored: patterns of names of tensors that may be present and are not read.
-        quantization: None: weights are stored in a floating-point dtype of torch.
+        quantization: quantization of the weights. None if they have a floating-point dtype of
+            torch.
     """
 
     text_prefix: str
@@ -359,18 +395,19 @@ class CheckpointSpec:
     quantization: QuantizationSpec | None = None
 
     def ignores(self, name: str) -> bool:
-        """Whether a tensor may be present and is not read."""
+        """Returns whether a tensor may be present and is not read."""
         return any(re.match(pattern, name) for pattern in self.ignored)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConversationSpec:
-    """How a family's answers are read.
+    """The form of a family's answers.
 
     Attributes:
-        tool_parsers: forms of tool calls that its checkpoints are taught, by the names of
-            `services.gateway.answers.tool_parsers`; the first that the chat template shows is used.
-        thinks: checkpoints whose chat template names `</think>` reason before they answer.
+        tool_parsers: forms of tool calls that the family's checkpoints are trained on, by their
+            names in `services.gateway.answers.tool_parsers`. The first form that the chat template
+            contains is used.
+        thinks: True if checkpoints whose chat template has `</think>` reason before they answer.
     """
 
     tool_parsers: tuple[str, ...] = ()
@@ -382,11 +419,15 @@ class ModelSpec:
     """A whole checkpoint directory.
 
     Attributes:
-        directory: absolute path.
-        name: last component of the path; the served name unless a setting overrides it.
-        vision: None: a text model, which has no encoder.
-        eos_token_ids: of generation_config.json, config.json and the tokenizer, together.
-        generation: generation_config.json, for sampling defaults.
+        directory: absolute path of the directory.
+        name: last component of the path, which is the served name unless a setting overrides it.
+        architecture: name of the model class in config.json.
+        text: the language model.
+        vision: the vision part. None for a text model, which has no encoder.
+        checkpoint: names and quantization of the tensors.
+        eos_token_ids: end tokens of generation_config.json, config.json and the tokenizer together.
+        generation: content of generation_config.json, for sampling defaults.
+        conversation: form of the answers.
     """
 
     directory: Path
@@ -401,10 +442,10 @@ class ModelSpec:
 
     @property
     def vision_part(self) -> VisionSpec:
-        """`vision` of a model that has one.
+        """The vision part.
 
         Raises:
-            ModelSpecError: it is a text model.
+            ModelSpecError: the model is a text model.
         """
         if self.vision is None:
             raise ModelSpecError(
@@ -415,11 +456,14 @@ class ModelSpec:
 
 
 def longest_context(text: TextSpec, wanted: int | None) -> int:
-    """Tokens of the longest sequence: `wanted`, or the model's own limit.
+    """Returns the number of tokens of the longest sequence.
+
+    Args:
+        wanted: number of tokens that the user has asked for. None for the model's limit.
 
     Raises:
-        ValueError: `wanted` is more than the model's limit.
-        UnsupportedOption: layers would attend to a window of it only.
+        ValueError: `wanted` is over the model's limit.
+        UnsupportedOption: some layers would attend to a window of the sequence only.
     """
     limit, window = text.max_position_embeddings, text.sliding_window
     if wanted is not None and wanted > limit:
@@ -434,10 +478,10 @@ def longest_context(text: TextSpec, wanted: int | None) -> int:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object of a checkpoint directory.
+    """Reads a JSON object of a checkpoint directory.
 
     Raises:
-        ModelSpecError: it is missing, unreadable or malformed.
+        ModelSpecError: the file is missing, unreadable or not a JSON object.
     """
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
@@ -453,27 +497,27 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def weight_files(directory: Path) -> list[str]:
-    """Names of the files that hold a checkpoint's weights: the whole one, else those that the index
-    names, as in transformers.
+    """Returns the names of the files with a checkpoint's weights: the single file if it exists,
+    else the files that the index names, as in transformers.
 
     Raises:
-        ModelSpecError: there are none, or one is missing.
+        ModelSpecError: there are no weights, or a file of the index is missing.
     """
     if (directory / WHOLE).is_file():
         return [WHOLE]
     index = directory / INDEX
     if not index.is_file():
         foreign = [path.name for kind in _FOREIGN for path in sorted(directory.glob(kind))]
-        have = f"; {foreign[0]} is of a kind that is not read" if foreign else ""
+        have = f"; {foreign[0]} has a format that is not supported" if foreign else ""
         raise ModelSpecError(f"no weights at {directory}: it has no {WHOLE} and no {INDEX}{have}")
     try:
         names = sorted({Path(name).name for name in read_json(index)["weight_map"].values()})
     except (KeyError, TypeError, AttributeError) as error:
-        raise ModelSpecError(f"{index} is no index of weights: {error!r}") from None
+        raise ModelSpecError(f"{index} is not an index of weights: {error!r}") from None
     if missing := [name for name in names if not (directory / name).is_file()]:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise ModelSpecError(
             f"weights are missing at {directory}: {missing[0]}{more} of {len(names)} files; "
-            "the download did not end"
+            "the download is not complete"
         )
     return names

@@ -1,9 +1,10 @@
-"""What a checkpoint's configuration says of the quantization of its weights. No torch.
+"""Reads the quantization of a checkpoint's weights from its configuration.
 
-It stands in config.json or in a file of its own, as older producers write it; such a file comes
-first, and what both say must be equal. Families call `read_quantization`;
-`services.common.nn.weights` turns the result into methods of linear layers. A format that is not
-implemented is an `UnsupportedOption` that names it.
+The configuration is in config.json, or in a file of its own, as older producers write it. Such a
+file has precedence, and options that both files have must be equal. Families call
+`read_quantization`, and `services.common.nn.weights` turns the result into methods of linear
+layers. A format that is not implemented raises an `UnsupportedOption` with its name. This file
+imports no torch.
 """
 
 import fnmatch
@@ -26,8 +27,8 @@ from services.common.model_spec import (
 )
 
 _BLOCK = (128, 128)
-# Activations that layers compute with, in the words of compressed-tensors. Layers of other formats
-# leave activations as they are.
+# Activations that layers compute with, as options of compressed-tensors. Layers of other formats do
+# not quantize activations.
 _TOKENS = {"num_bits": 8, "strategy": "token", "dynamic": True, "symmetric": True}
 _FP8_TOKENS = _TOKENS | {"type": "float"}
 _FP8_GROUPS = _FP8_TOKENS | {"strategy": "group", "group_size": _BLOCK[1]}
@@ -41,17 +42,19 @@ _DEFAULTS = {
 }
 _STRATEGIES = ("tensor", "channel", "token", "group", "tensor_group", "block", "attn_head")
 _STATIC_FP8 = "8-bit float, static, per tensor"
-# Files of their own, in order of precedence → the producer's method, which older ones leave out.
+# Separate files, in order of precedence → the producer's method, which older files leave out.
 _FILES = {
-    "quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt",
-}  # fmt: skip
+    "quantize_config.json": "gptq",
+    "quant_config.json": "awq",
+    "hf_quant_config.json": "modelopt",
+}
 _OTHER_NAMES = {"w_bit": "bits", "q_group_size": "group_size", "exclude_modules": "ignore"}
 _BLOCKS = QuantizationSpec(format="fp8_block")
 _CHANNELS = QuantizationSpec(format="fp8_channel")
 _WHOLE = QuantizationSpec(format="fp8_channel", one_scale=True)
 _E2M1 = QuantizationSpec(format="nvfp4", packing="modelopt", group_size=16)
 _E4M3 = QuantizationSpec(format="mxfp8", packing="modelopt", group_size=32)
-_MODELOPT = {  # algorithm → what it is here
+_MODELOPT = {  # algorithm → spec
     "FP8": replace(_WHOLE, activations=_STATIC_FP8),
     "FP8_PER_CHANNEL_PER_TOKEN": _CHANNELS,
     "FP8_PB_WO": _BLOCKS,
@@ -62,14 +65,15 @@ _MODELOPT = {  # algorithm → what it is here
 }
 _AUTO_GPTQ = "auto_round:auto_gptq"
 AT_LOAD = ("fp8",)
-# Few weights, on which much depends: the head, routers, and gates of linear attention.
+# Modules with few but important weights: the head, routers, and gates of linear attention.
 _LEFT_AT_LOAD = frozenset(("lm_head", "mlp.gate", "shared_expert_gate", "in_proj_a", "in_proj_b"))
-_PACKINGS = ("version", "checkpoint_format", "format")  # options that name one
-# Decide how weights are read: what two files say of them must be equal.
+_PACKINGS = ("version", "checkpoint_format", "format")  # options that name a packing
+# Options by which weights are read. Their values in two files must be equal.
 _DECISIVE = (
-    *_PACKINGS, "quant_method", "bits", "group_size", "desc_act", "sym", "zero_point", "dynamic",
-    "lm_head", "modules_to_not_convert", "quant_algo", "kv_cache_quant_algo",
-)  # fmt: skip
+    *_PACKINGS,
+    *("quant_method", "bits", "group_size", "desc_act", "sym", "zero_point", "dynamic", "lm_head"),
+    *("modules_to_not_convert", "quant_algo", "kv_cache_quant_algo"),
+)
 
 
 def read_quantization(
@@ -77,15 +81,17 @@ def read_quantization(
     directory: Path | None = None,
     names: CheckpointSpec | None = None,
 ) -> QuantizationSpec | None:
-    """The quantization of a checkpoint; None: there is none.
+    """Returns the quantization of a checkpoint, or None if its weights are not quantized.
 
     Args:
-        directory: of the checkpoint, for files of their own.
-        names: of its tensors: what is said of modules that are not read does not count.
+        config: content of config.json.
+        directory: directory of the checkpoint, which may have a separate file. None to read config
+            alone.
+        names: names of the tensors. Options of modules that are not read are ignored.
 
     Raises:
-        UnsupportedOption: a format or a variant that is not supported, by name; or two files that
-            contradict each other.
+        UnsupportedOption: a format or a variant is not supported, or two files contradict each
+            other.
     """
     found = dict(_sources(config, directory))
     if not found:
@@ -110,13 +116,13 @@ def read_quantization(
 
 
 def quantized_at_load(spec: ModelSpec, method: str) -> ModelSpec:
-    """The spec of a model whose weights are quantized while they are read, as `method` says.
+    """Returns the spec of a model whose weights are quantized while they are read.
 
     Args:
-        method: of `AT_LOAD`; "": none.
+        method: a method of `AT_LOAD`, or an empty string, which returns the spec unchanged.
 
     Raises:
-        UnsupportedOption: another method; or the files are quantized otherwise.
+        UnsupportedOption: the method is unknown, or the files are quantized in another format.
     """
     if not method:
         return spec
@@ -135,7 +141,7 @@ def quantized_at_load(spec: ModelSpec, method: str) -> ModelSpec:
 def _sources(
     config: Mapping[str, Any], directory: Path | None
 ) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """The files that say something of quantization, the one that counts first."""
+    """Yields name and options of each file with quantization options, in order of precedence."""
     for name, method in _FILES.items():
         if directory is not None and (directory / name).is_file():
             raw = _unfolded(read_json(directory / name))
@@ -150,7 +156,7 @@ def _sources(
 
 
 def _unfolded(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What ModelOpt writes below `quantization`, in a file of its own or in config.json."""
+    """Moves the options that ModelOpt writes below `quantization` to the top level."""
     inner: object = config.get("quantization")
     if not isinstance(inner, dict):
         return config
@@ -160,7 +166,7 @@ def _unfolded(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _normalised(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Names of packings in lower case, and those of algorithms in upper case."""
+    """Converts names of packings to lower case and names of algorithms to upper case."""
     named = {key: config[key] for key in _PACKINGS if isinstance(config.get(key), str)}
     made = {key: name.lower() for key, name in named.items()}
     if isinstance(algorithm := config.get("quant_algo"), str):
@@ -177,7 +183,9 @@ def _read(config: Mapping[str, Any], names: CheckpointSpec | None) -> Quantizati
 
 
 def _in_groups(groups: Iterable[QuantizationSpec]) -> QuantizationSpec:
-    """The first one that fits a module counts: those of all modules are behind those of some."""
+    """Joins the specs of groups. Specs of all modules come last, because the first spec that
+    applies to a module is used.
+    """
     first, *others = sorted(groups, key=lambda group: not group.targets)
     return replace(first, others=tuple(others))
 
@@ -185,7 +193,14 @@ def _in_groups(groups: Iterable[QuantizationSpec]) -> QuantizationSpec:
 def _grouped(
     where: str, found: Iterable[tuple[QuantizationSpec, str]], ignored: frozenset[str]
 ) -> list[QuantizationSpec]:
-    """What quantizes modules, each with their names or patterns; "" is all that are left."""
+    """Groups the modules with equal specs.
+
+    Args:
+        where: name of the option with the modules' names, for messages.
+        found: specs with the name or pattern of their modules. An empty name stands for all modules
+            that are left.
+        ignored: modules that are not quantized.
+    """
     targets: dict[QuantizationSpec, list[str]] = {}
     for spec, name in found:
         targets.setdefault(spec, []).append(name)
@@ -196,7 +211,7 @@ def _grouped(
 
 
 def _modelopt(config: Mapping[str, Any], names: CheckpointSpec | None) -> QuantizationSpec:
-    """FP8 and NVFP4 as NVIDIA's ModelOpt writes them, of which the weights are used."""
+    """Reads the FP8 and NVFP4 configurations of NVIDIA's ModelOpt."""
     ignored = _names("ignore", config.get("ignore") or ())
     ignored = frozenset("re:" + fnmatch.translate(x) if "*" in x else x for x in ignored)
     if config.get("quant_algo") != "MIXED_PRECISION":
@@ -222,23 +237,24 @@ def _modelopt_scheme(where: str, options: Mapping[str, Any]) -> QuantizationSpec
 
 
 def _awq(config: Mapping[str, Any]) -> QuantizationSpec:
-    """Four bits as AutoAWQ packs them for its `gemm` kernels."""
+    """Reads the configuration of AutoAWQ, whose weights of 4 bits are packed for `gemm` kernels."""
     _expect_packing(config, ("version", "format", "checkpoint_format"), "gemm")
-    if config.get("backend") == "llm-awq":  # another packing, as transformers reads it
+    if config.get("backend") == "llm-awq":  # transformers reads another packing then
         raise UnsupportedOption("backend 'llm-awq' is not supported")
     expect("bits", config.get("bits"), 4)
     return QuantizationSpec(
         format="w4a16",
         packing="awq",
         group_size=_group_size(config.get("group_size")),
-        symmetric=False,  # the files hold zero points in any case
+        symmetric=False,  # the files always have zero points
         ignored=_names("modules_to_not_convert", config.get("modules_to_not_convert") or ()),
     )
 
 
 def _gptq(config: Mapping[str, Any]) -> QuantizationSpec:
-    """AutoGPTQ's and GPTQModel's files. `dynamic` has rules for modules by pattern, of which the
-    first that fits counts: `-:` leaves them unquantized, any other changes options.
+    """Reads the configuration of AutoGPTQ and GPTQModel. `dynamic` has rules for modules by
+    pattern, the first of which applies: a rule with `-:` leaves the modules unquantized, and other
+    rules change options.
     """
     left: frozenset[str] = frozenset(() if config.get("lm_head") else ("lm_head",))
     groups: list[QuantizationSpec] = []
@@ -255,15 +271,15 @@ def _gptq(config: Mapping[str, Any]) -> QuantizationSpec:
 
 
 def _auto_round(config: Mapping[str, Any]) -> QuantizationSpec:
-    """Intel's AutoRound: GPTQ's files without `g_idx`. `extra_config` has options of modules, by
-    name or by pattern; those of 16 bits are not quantized.
+    """Reads the configuration of Intel's AutoRound, whose files are those of GPTQ without `g_idx`.
+    `extra_config` has options of modules, by name or pattern. Modules of 16 bits are not quantized.
     """
     expect("packing_format", config.get("packing_format") or _AUTO_GPTQ, _AUTO_GPTQ)
     expect("act_bits", config.get("act_bits") or 16, 16, 32)
     modules: dict[str, Mapping[str, Any]] = {**(config.get("extra_config") or {}), "": {}}
     left = [] if "lm_head" in modules else ["lm_head"]
     found: list[tuple[QuantizationSpec, str]] = []
-    for name, changes in modules.items():  # the last are all others
+    for name, changes in modules.items():  # the last entry stands for all other modules
         options = {**config, **{key: x for key, x in changes.items() if x is not None}}
         pattern = name if re.fullmatch(r"[\w.]*", name) else f"re:.*(?:{name})"
         if options.get("bits") in (16, 32):
@@ -290,10 +306,11 @@ def _gptq_options(config: Mapping[str, Any]) -> QuantizationSpec:
 
 
 def _expect_packing(config: Mapping[str, Any], names: tuple[str, ...], *served: str) -> str:
-    """How the files are packed; the first of `served` if they do not say.
+    """Returns the packing of the files, which is the first of `served` if no option has it.
 
     Args:
-        names: of the option; the older ones come first, as in transformers.
+        names: names of the option. The older names come first, as in transformers.
+        served: packings that are supported.
     """
     name = next((name for name in names if config.get(name) is not None), "")
     packing = config.get(name, served[0])
@@ -302,7 +319,7 @@ def _expect_packing(config: Mapping[str, Any], names: tuple[str, ...], *served: 
 
 
 def _group_size(value: object) -> int:
-    """0 for -1, which means a scale per output channel."""
+    """Returns the group size, or 0 for -1, which means a scale per output channel."""
     if isinstance(value, int) and (value == -1 or (value > 0 and value % 8 == 0)):
         return max(value, 0)
     raise UnsupportedOption(
@@ -311,8 +328,8 @@ def _group_size(value: object) -> int:
 
 
 def _fp8(config: Mapping[str, Any]) -> QuantizationSpec:
-    """Block-wise FP8 as Qwen and DeepSeek publish it; without blocks, AutoFP8's: one scale for a
-    matrix.
+    """Reads the configuration of block-wise FP8, as Qwen and DeepSeek publish it. Without blocks it
+    is AutoFP8's, with one scale per matrix.
     """
     scheme, blocks = config.get("activation_scheme", "dynamic"), config.get("weight_block_size")
     expect("activation_scheme", scheme, "dynamic", "static")
@@ -326,7 +343,7 @@ def _fp8(config: Mapping[str, Any]) -> QuantizationSpec:
 
 
 def _compressed_tensors(config: Mapping[str, Any]) -> QuantizationSpec:
-    """compressed-tensors: groups of modules, each with its format."""
+    """Reads the configuration of compressed-tensors: groups of modules, each with its format."""
     groups = cast("Mapping[str, Mapping[str, Any]]", config.get("config_groups") or {})
     if not groups:
         raise UnsupportedOption("config_groups is empty")
@@ -354,7 +371,7 @@ def _compressed_tensors(config: Mapping[str, Any]) -> QuantizationSpec:
 
 
 def _has_fp8_cache(config: Mapping[str, Any]) -> bool:
-    """Whether keys and values are to be cached in e4m3, by scales in the files."""
+    """Returns whether the files ask for keys and values in e4m3."""
     scheme, algorithm = config.get("kv_cache_scheme"), config.get("kv_cache_quant_algo")
     if scheme:
         _numbers("kv_cache_scheme", scheme, "float", 8)
@@ -380,8 +397,8 @@ _Computed = Mapping[str, object]
 
 
 def _ct_float(where: str, group: _Group) -> tuple[QuantizationSpec, _Computed]:
-    """FP8 per output channel, per matrix, or per 128 x 128 block. Where only weights are meant to
-    be of 8 bits, the files are the same.
+    """Reads FP8 per output channel, per matrix, or per 128 x 128 block. The files are the same if
+    only weights have 8 bits.
     """
     weights = group["weights"]
     _numbers(where, weights, "float", 8)
@@ -394,14 +411,14 @@ def _ct_float(where: str, group: _Group) -> tuple[QuantizationSpec, _Computed]:
 
 
 def _ct_naive(where: str, group: _Group) -> tuple[QuantizationSpec, _Computed]:
-    """Floats or integers, a value in each element of the weight."""
+    """Reads floats or integers that are not packed: each element of the weight is a value."""
     return (_ct_int if group["weights"].get("type") == "int" else _ct_float)(where, group)
 
 
 def _ct_int(where: str, group: _Group) -> tuple[QuantizationSpec, _Computed]:
-    """Integers of 4 or 8 bits in bytes. Those of 8 bits with a scale per output channel are
-    multiplied with int8 activations, unless the files declare none; all others are packed when they
-    are loaded.
+    """Reads integers of 4 or 8 bits in bytes. Weights of 8 bits with a scale per output channel are
+    multiplied with int8 activations, if the files declare activations. All other weights are packed
+    when they are loaded.
     """
     spec, _ = _ct_packed(where, group)
     is_int8 = spec.format == "w8a16" and not spec.group_size and spec.symmetric
@@ -413,7 +430,9 @@ def _ct_int(where: str, group: _Group) -> tuple[QuantizationSpec, _Computed]:
 def _ct_float_groups(
     name: WeightFormat, where: str, group: _Group
 ) -> tuple[QuantizationSpec, _Computed]:
-    """e2m1 or e4m3 in groups. Activations are left as they are: it is weights that take room."""
+    """Reads e2m1 or e4m3 values in groups. Activations are not quantized, because the weights need
+    most of the memory.
+    """
     weights = group["weights"]
     strategy, size = ("tensor_group", 16) if name == "nvfp4" else ("group", 32)
     _numbers(where, weights, "float", 8 if name == "mxfp8" else 4)
@@ -425,7 +444,7 @@ def _ct_float_groups(
 
 
 def _ct_packed(where: str, group: _Group) -> tuple[QuantizationSpec, _Computed]:
-    """Integers of 4 or 8 bits, packed into words; activations stay as they are."""
+    """Reads integers of 4 or 8 bits, packed into words. Activations are not quantized."""
     weights = group["weights"]
     symmetric = bool(weights.get("symmetric", True))
     _numbers(where, {**weights, "symmetric": True}, "int", 4, 8)
@@ -444,13 +463,13 @@ def _declared_by(where: str, group: Mapping[str, Any], computed: Mapping[str, ob
     """Describes the activations that a group of compressed-tensors declares.
 
     Args:
-        computed: activations that the layers compute with. Empty if they leave them as they are.
+        computed: activations that the layers compute with. Empty if these are not quantized.
 
     Returns:
         The description. Empty if the layers compute with these activations.
 
     Raises:
-        UnsupportedOption: the group declares what no producer writes.
+        UnsupportedOption: the group declares values that no producer writes.
     """
     found: list[str] = []
     for name in ("input_activations", "output_activations"):
@@ -473,7 +492,7 @@ def _declared_by(where: str, group: Mapping[str, Any], computed: Mapping[str, ob
 
 
 def _numbers(where: str, values: Mapping[str, Any], kind: str, *bits: int) -> None:
-    """Checks what weights, or keys and values, are quantized to."""
+    """Checks the number type to which weights, or keys and values, are quantized."""
     expect(f"{where}.num_bits", values.get("num_bits", False), *bits)
     expect(f"{where}.type", values.get("type", False), kind)
     expect(f"{where}.dynamic", values.get("dynamic", False), False)
@@ -481,7 +500,7 @@ def _numbers(where: str, values: Mapping[str, Any], kind: str, *bits: int) -> No
 
 
 def _pair(value: object) -> object:
-    """JSON has lists where we compare tuples; older files write "128x128"."""
+    """Returns a pair as a tuple. JSON has lists, and older files have strings such as "128x128"."""
     if isinstance(value, str):
         return tuple(int(part) for part in value.split("x") if part.isdigit())
     return tuple(cast("list[object]", value)) if isinstance(value, list) else value
@@ -501,10 +520,13 @@ def _names(name: str, value: object) -> frozenset[str]:
 
 
 _METHODS = {
-    "fp8": _fp8, "compressed-tensors": _compressed_tensors, "awq": _awq, "gptq": _gptq,
+    "fp8": _fp8,
+    "compressed-tensors": _compressed_tensors,
+    "awq": _awq,
+    "gptq": _gptq,
     "auto-round": _auto_round,
-}  # fmt: skip
-_CT_FORMATS = {  # of compressed-tensors
+}
+_CT_FORMATS = {  # formats of compressed-tensors
     "float-quantized": _ct_float,
     "naive-quantized": _ct_naive,  # the same files
     "pack-quantized": _ct_packed,

@@ -100,10 +100,12 @@ TURNS = {
     ),
     "adapter": ("serve {model}", adapter, "no model at {model}: it is an adapter: merge it into"),
     "adapter beside": (
-        "serve {model}", adapter_beside, "adapter_model.safetensors is of a kind that is not read"
+        "serve {model}",
+        adapter_beside,
+        "adapter_model.safetensors has a format that is not supported",
     ),
     "no weights": ("serve {model}", remove("model.safetensors"), "no weights at {model}: "),
-    "GGUF": ("serve {model}", only_gguf, "model-Q4.gguf is of a kind that is not read"),
+    "GGUF": ("serve {model}", only_gguf, "model-Q4.gguf has a format that is not supported"),
     "half a download": (
         "serve {model}", half_a_download,
         "weights are missing at {model}: model-00002-of-00002.safetensors of 2 files",
