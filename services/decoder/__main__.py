@@ -69,6 +69,7 @@ class DecoderFrontProcess(FrontProcess[DecoderSettings]):
 
     @staticmethod
     def arena_bytes(settings: DecoderSettings, spec: ModelSpec) -> int:
+        """Returns the size of the arena for images' embeddings."""
         if spec.vision is None:  # a text model has no embeddings, and a mapping cannot be empty
             return PAGE_BYTES
         if settings.kv_cache_bytes is None:
@@ -85,6 +86,15 @@ class DecoderFrontProcess(FrontProcess[DecoderSettings]):
         arena: Arena,
         credentials: Credentials,
     ) -> Self:
+        """Creates the objects.
+
+        Args:
+            settings: settings of the decoder.
+            ready: the engine's ready message.
+            engine: the engine process.
+            arena: arena for images' embeddings, shared with the engine.
+            credentials: credentials for calls between services.
+        """
         registry = CollectorRegistry()
         cache = None
         fingerprint = await served_fingerprint(settings)
@@ -95,7 +105,7 @@ class DecoderFrontProcess(FrontProcess[DecoderSettings]):
         fetcher = EncoderFetcher(credentials=credentials, known=KnownEncoders(settings.encoders))
         source = EmbeddingSource(arena, fetcher, cache, metrics)
         for key in unknown_keys(settings.model):
-            log.warning("%s is not known, and has no effect here", key)
+            log.warning("%s is an unknown key of the checkpoint and has no effect", key)
         mask_settings = MaskSettings(
             directory=str(settings.model),
             vocab_size=ready.vocab_size,
@@ -111,16 +121,25 @@ class DecoderFrontProcess(FrontProcess[DecoderSettings]):
 
     @property
     def is_busy(self) -> bool:
+        """Returns whether any sequence has not ended."""
         return self._front.is_busy
 
     async def run(self) -> None:
+        """Forwards the engine's events until the engine process ends."""
         await self._front.run()
 
     async def drain(self, server: Server, grace_s: float) -> None:
+        """Drains the front, and stops the server after the last events.
+
+        Args:
+            server: gRPC server of the decoder.
+            grace_s: length of the grace period, in seconds.
+        """
         await self._front.drain(grace_s)
         await server.stop(_LINGER_S)
 
     async def close(self) -> None:
+        """Closes the front and the connection to Redis."""
         await self._front.close()
         if self._cache is not None:
             await self._cache.close()

@@ -1,4 +1,4 @@
-"""The decoder's metrics, all recorded in its front process, from the engine's messages."""
+"""The decoder's metrics. The front process records all of them, also from the engine's messages."""
 
 from collections.abc import Iterator
 
@@ -10,30 +10,36 @@ from services.common.process.engine_process import EngineProcess
 from services.common.telemetry import LATENCY_BUCKETS
 from services.decoder.engine.messages import EngineStats
 
-# Above the period of pings to an engine without work, and the time after which one that hangs with
-# work is ended.
+# This time is longer than the period of pings to an idle engine, and longer than the time after
+# which an engine that hangs during work is killed.
 MAX_SILENCE_S = 30.0
 _TOTALS = {
     "num_preemptions": ("preemptions", "Times that a running sequence lost its KV blocks."),
     "num_prompt_tokens": ("prompt_tokens", "Prompt tokens accepted."),
     "num_prefix_hit_tokens": (
-        "prefix_cache_hit_tokens", "Prompt tokens found in the prefix cache."
+        "prefix_cache_hit_tokens",
+        "Prompt tokens found in the prefix cache.",
     ),
     "num_steps": ("engine_steps", "Steps launched."),
     "num_late_masks": (
-        "late_token_masks", "Token masks that missed their step, which yielded no token."
+        "late_token_masks",
+        "Token masks that missed their step, so that the sequence got no token in it.",
     ),
     "busy_s": ("busy_seconds", "Seconds in which a step was in flight."),
-}  # fmt: skip
+}
 
 
 class DecoderMetrics(Collector):
-    """Names and labels. What the engine says of itself is read at each scrape, because steps are a
-    thousand times as many.
+    """The metrics by name. The engine's last report is exported at each scrape rather than at each
+    step, because there are about a thousand steps per scrape.
+
+    Args:
+        registry: registry of the process.
 
     Attributes:
-        engine: the engine process. None where an engine runs inside this process, in tests.
-        kernel_calls: the engine's totals, by "operation=implementation".
+        num_rows: number of sequences that can run at once.
+        engine: the engine process. None if the engine runs inside this process, as in tests.
+        kernel_calls: total number of kernel calls, by `operation=implementation`.
     """
 
     def __init__(self, registry: CollectorRegistry) -> None:
@@ -59,23 +65,27 @@ class DecoderMetrics(Collector):
             "sequences", "Sequences ended, by finish reason or error code.", "outcome"
         )
         self.queue = seconds(
-            "queue", "Submitted to first scheduled; includes the wait for a first image."
+            "queue",
+            "Time from submission to the first scheduled step, with the wait for a first image.",
         )
-        self.transfer = seconds("transfer", "Submitted to last embedding in the arena.")
-        self.prefill = seconds("prefill", "First scheduled to first token.")
-        self.ttft = seconds("ttft", "Submitted to first token.")
+        self.transfer = seconds(
+            "transfer", "Time from submission to the last embedding in the arena."
+        )
+        self.prefill = seconds("prefill", "Time from the first scheduled step to the first token.")
+        self.ttft = seconds("ttft", "Time from submission to the first token.")
         self.grammar_compile = seconds(
-            "grammar_compile", "Compilation of a grammar that was not in the cache."
+            "grammar_compile", "Time to compile a grammar that was not in the cache."
         )
         self.token_mask = Histogram(
             "decoder_token_mask_seconds",
-            "Token to mask, of all of a process's sequences in a step together.",
-            registry=registry, buckets=(5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 0.01, 0.05, 0.5),
-        )  # fmt: skip
-        self.fetch = seconds("embedding_fetch", "Fetch of one embedding from an encoder.")
+            "Time to fill the masks of all sequences of a mask process in a step.",
+            registry=registry,
+            buckets=(5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 0.01, 0.05, 0.5),
+        )
+        self.fetch = seconds("embedding_fetch", "Time to fetch one embedding from an encoder.")
         self.hits = counter(
             "embedding_cache_hits",
-            "Embeddings obtained, by tier: memory, redis, encoder, joined (another's fetch).",
+            "Embeddings obtained, by tier: memory, redis, encoder, joined (another fetch).",
             "tier",
         )
         self.misses = counter(
@@ -87,7 +97,9 @@ class DecoderMetrics(Collector):
             "is not one of DECODER_ENCODER_ADDRESSES).",
             "kind",
         )
-        self.fetch_errors.labels("corrupt")  # 0 from the start: an alert asks for its increase
+        self.fetch_errors.labels(
+            "corrupt"
+        )  # exported as 0 at the start, for an alert on its increase
         self.fetch_bytes = counter(
             "embedding_fetch_bytes", "Bytes of embeddings fetched, by path: shm, grpc.", "path"
         )
@@ -98,8 +110,8 @@ class DecoderMetrics(Collector):
         return 0.0 if self.engine is None else self.engine.silence_s
 
     def collect(self) -> Iterator[Metric]:
-        """What the engine said last; without its state while it is silent, because a value of one
-        that hangs would read as that.
+        """Exports the engine's last report. Gauges are left out while the engine is silent, so that
+        a hung engine does not look alive.
         """
         silence = "Time since the engine last showed that it works."
         yield GaugeMetricFamily("decoder_engine_silence_seconds", silence, self.silence_s)
@@ -108,9 +120,10 @@ class DecoderMetrics(Collector):
         for field, (name, text) in _TOTALS.items():
             yield CounterMetricFamily(f"decoder_{name}", text, getattr(self._stats, field))
         calls = CounterMetricFamily(
-            "decoder_kernel_calls", "Kernel calls of the model, replayed ones included.",
+            "decoder_kernel_calls",
+            "Kernel calls of the model, including calls in replayed graphs.",
             labels=["operation", "implementation"],
-        )  # fmt: skip
+        )
         for kernel, total in self.kernel_calls.items():
             calls.add_metric(kernel.split("=", 1), total)
         yield calls
@@ -138,10 +151,16 @@ class DecoderMetrics(Collector):
         yield waiting
 
     def engine_step(self, stats: EngineStats, num_generated: int) -> None:
+        """Records a step of the engine.
+
+        Args:
+            stats: the engine's report after the step.
+            num_generated: number of completion tokens that the step has generated.
+        """
         self._stats = stats
         if num_generated:
             self.generated.inc(num_generated)
 
     def stats(self) -> EngineStats | None:
-        """What the engine said last; None while it is silent."""
+        """Returns the engine's last report. None if the engine has been silent for too long."""
         return None if self.silence_s > MAX_SILENCE_S else self._stats

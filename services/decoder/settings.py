@@ -1,4 +1,4 @@
-"""The decoder's settings, `DECODER_<FIELD>` in the environment."""
+"""The decoder's settings, which are environment variables `DECODER_<FIELD>`."""
 
 from typing import Annotated, Literal
 
@@ -9,26 +9,33 @@ from services.decoder.images.known_encoders import KnownEncoders
 
 
 class DecoderSettings(EngineServiceSettings):
-    """One frozen value, read at the start and passed to the engine process as JSON.
+    """The settings, which are read at the start and passed to the engine process as JSON.
 
     Attributes:
-        quantization: `fp8`: weights are quantized per output channel while they are read; empty:
-            they are what the files hold.
-        tensor_parallel: processes that share the model, each on a card of its own: the device and
-            those after it. It divides the heads, the vocabulary and the sizes of MLPs and experts.
-        kv_cache_dtype: `fp8` (or `fp8_e4m3`): keys and values are cached in 8 bits, which doubles
-            the context; `auto`: in the model's precision, unless the checkpoint asks for FP8.
-        kernels: overrides of the dispatch table: `operation=implementation,...`; `plain`: torch.
-        max_num_sequences: sequences that run at once; default: 256 on a GPU, 64 on a CPU. Three
-            times as many may wait; on a CPU, 1024 run or wait at least.
-        step_ms: how long a step may last: prompts are cut to fit. Longer steps serve a little more,
-            shorter ones keep answers flowing. At least twice what reading the weights takes.
-        max_model_len: most tokens of prompt and completion; default: the model's.
-        kv_cache_bytes: default: what `memory_fraction` leaves on a GPU, 512 MiB on a CPU. The arena
-            of images' embeddings, in host memory, has 1 GiB, or a quarter of this if that is less.
-        encoder_addresses: the encoders that this decoder fetches from, which gateways name:
-            comma-separated, as the gateway's, or ranges of addresses, `10.0.0.0/8` or
-            `10.0.0.0/8:50051`; empty: those on loopback.
+        quantization: format to which weights are quantized while they are read. `fp8` has one scale
+            per output channel. If empty, weights stay as the files hold them.
+        tensor_parallel: number of processes that share the model, each with a device of its own:
+            the configured device and the devices after it. This number must divide the numbers of
+            heads, the vocabulary and the sizes of MLPs and experts.
+        kv_cache_dtype: data type of cached keys and values. `fp8` (or `fp8_e4m3`) doubles the
+            number of tokens that fit. `auto` is the model's data type, unless the checkpoint asks
+            for FP8.
+        kernels: overrides of the kernel dispatch table, as `operation=implementation,...`. The
+            implementation `plain` is torch.
+        max_num_sequences: largest number of sequences that run at once. Defaults to 256 on a GPU
+            and to 64 on a CPU. Three times as many may wait. A CPU accepts at least 1024 in all.
+        step_ms: longest time that a step should take, in milliseconds. Prompts are cut into chunks
+            that fit. Longer steps give a little more throughput, and shorter steps give a smoother
+            stream of tokens. A step may take at least twice the time of reading the weights.
+        max_model_len: largest number of prompt and completion tokens of a sequence. Defaults to
+            the model's limit.
+        kv_cache_bytes: size of the KV cache. Defaults to the memory that `memory_fraction` leaves
+            on a GPU, and to 512 MiB on a CPU. The arena for images' embeddings, in host memory, has
+            1 GiB, or a quarter of this size if that is less.
+        encoder_addresses: encoders that this decoder may fetch from, separated by commas.
+            Gateways name the encoder of each image. An entry is an address as in the gateway's
+            setting, or a range of addresses such as `10.0.0.0/8` or `10.0.0.0/8:50051`. If empty,
+            encoders on loopback are accepted.
     """
 
     prefix = "DECODER_"
@@ -47,6 +54,7 @@ class DecoderSettings(EngineServiceSettings):
 
     @property
     def encoders(self) -> tuple[str, ...]:
+        """Entries of `encoder_addresses`."""
         return split_list(self.encoder_addresses)
 
     @field_validator("encoder_addresses")

@@ -467,8 +467,7 @@ async def _preempt(decoder: Decoder, gateway: Gateway, before_it: Callable[[], N
         image = image_of(decoder, number)
         await gateway.submit(submit_of(number, prompt_of(number), image, max_tokens=40))
     # An image in the arena is not enough: the engine could pause before it is told of it.
-    images = decoder.front._images._of
-    await until(lambda: 2 in images and KEYS[2] in images[2].entries)
+    await until(lambda: KEYS[2] in decoder.front.images.ready_keys(2))
     engine.running.set()
     await until(lambda: len(batches) > 6 and not engine.running.is_set())
     await gateway.until(lambda: gateway.tokens.get(2))
@@ -534,8 +533,7 @@ async def test_nothing_is_left_after_a_storm():
         await until(decoder.is_idle)
         # What was cancelled ends a few turns of the loop later.
         await until(lambda: not decoder.front.num_streams)
-        tasks = decoder.front._images._tasks
-        await until(lambda: all(task.done() for task in tasks))
-        assert not decoder.source._filling and not decoder.arena.has_claims
+        await until(lambda: not decoder.front.images.num_fetches)
+        assert not decoder.source.num_writes and not decoder.arena.has_claims
         gc.collect()
-        assert not [t for t in tasks if not t.done()] and not decoder.front._images._of
+        assert not decoder.front.images.num_fetches and not decoder.front.images.num_sequences

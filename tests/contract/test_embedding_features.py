@@ -33,10 +33,11 @@ FEATURE_BYTES = SPEC.size_bytes // SPEC.num_features  # cuts a block of the dige
 
 def has_last_feature(pod: Pod, reader: Reader, image: bytes) -> bool:
     """Whether the feature that is computed first has reached the reader's own memory."""
-    flight = reader.source._filling.get(key_of(image, GRID))
-    if flight is None:
+    key = key_of(image, GRID)
+    entry = next((entry for entry in reader.arena.entries if entry.key == key), None)
+    if entry is None or entry.committed:
         return False
-    there = bytes(reader.arena.view(flight.entry)[FEATURE_BYTES:])
+    there = bytes(reader.arena.view(entry)[FEATURE_BYTES:])
     return there == pod.expected(image, GRID)[FEATURE_BYTES:]
 
 
@@ -204,7 +205,7 @@ async def test_readers_that_come_and_go_leave_nothing_behind(pod: Pod):
     assert min(outcomes.values()) > cases(3, 10)
     for each in readers:
         await each.source.close()
-        assert not each.source._filling
-        assert all(entry.references == 0 for entry in each.arena._entries.values())
+        assert not each.source.num_writes
+        assert all(entry.references == 0 for entry in each.arena.entries)
     await until(lambda: is_unreferenced(pod))
     assert not pod.memory.num_partial and not pod.embeddings.keys_in_flight

@@ -2,8 +2,8 @@
 
 A sequence may need more time than the drain's grace period leaves. Such sequences are handed over
 in the second half of the grace period, because many sequences end by themselves before. The
-sequences with the most tokens left go first. They are spread evenly over time, so that the other
-decoders do not receive all prompts at once.
+sequences with the most tokens left go first. Hand-overs are spread evenly over time, so that no
+decoder receives all prompts at once.
 """
 
 import math
@@ -17,7 +17,7 @@ _MAX_PERIOD_S = 1.0
 
 
 class Drain:
-    """One drain of a decoder. All times are seconds of the same monotonic clock.
+    """The schedule of one drain of a decoder. All times are seconds of the same monotonic clock.
 
     Args:
         now: time at which the drain starts.

@@ -46,7 +46,8 @@ from services.decoder.front.outbox import MAX_QUEUED_BYTES, Outbox
 from services.decoder.front.submission import read_submit
 from services.decoder.front.token_ids import INT_BYTES
 from services.decoder.images.embedding_fetch import EncoderFailed
-from services.decoder.images.embeddings import EmbeddingSource, ImageRequest, SequenceImages
+from services.decoder.images.embeddings import EmbeddingSource, ImageRequest
+from services.decoder.images.sequence_images import SequenceImages
 from services.decoder.input_listener import InputListener
 from services.decoder.masks.processes import MaskProcesses
 from services.decoder.metrics import DecoderMetrics
@@ -118,6 +119,9 @@ class DecoderFront(InputListener):
         capacity: counter of each tenant's sequences, limited to `max_sequences`.
         max_queued_bytes: estimated size of a stream's unread events at which its sequences are
             aborted.
+
+    Attributes:
+        images: images of the sequences.
     """
 
     def __init__(
@@ -133,7 +137,7 @@ class DecoderFront(InputListener):
     ) -> None:
         self.engine = engine
         self._channel = channel
-        self._images = SequenceImages(source, channel, self)
+        self.images = SequenceImages(source, channel, self)
         self._metrics = metrics
         self._capacity = capacity
         self._max_queued_bytes = max_queued_bytes
@@ -313,7 +317,7 @@ class DecoderFront(InputListener):
 
     async def close(self) -> None:
         """Ends all fetches of images and all processes that fill token masks."""
-        await self._images.close()
+        await self.images.close()
         await self._masks.close()
 
     # Events.
@@ -352,9 +356,9 @@ class DecoderFront(InputListener):
             if event.end is not None:
                 self._ended(sequence, event.end)
         for images in done.images_read:
-            self._images.release_read(images)
+            self.images.release_read(images)
         for images in done.images_wanted:
-            self._images.obtain_again(images)
+            self.images.obtain_again(images)
         self._metrics.engine_step(done.stats, num_generated)
         for stream in touched:
             if stream.outbox.is_full:
@@ -386,7 +390,7 @@ class DecoderFront(InputListener):
         metrics.queue.observe(start.first_scheduled_s)
         metrics.ttft.observe(start.first_token_s)
         metrics.prefill.observe(prefill_s)
-        transfer_s = self._images.transfer_s(sequence.number)
+        transfer_s = self.images.transfer_s(sequence.number)
         if transfer_s:
             metrics.transfer.observe(transfer_s)
         sequence.first_token_at = sequence.submitted_at + start.first_token_s
@@ -451,7 +455,7 @@ class DecoderFront(InputListener):
         in the arena until the engine has answered, because a running step may read them.
         """
         sequence.reported = True
-        self._images.cancel_fetches(sequence.number)
+        self.images.cancel_fetches(sequence.number)
         self._masks.remove(sequence.number)
         self._channel.send(AbortSequence(sequence.number))
 
@@ -461,7 +465,7 @@ class DecoderFront(InputListener):
             sequence.deadline.cancel()
         del self._sequences[sequence.number]
         self._capacity.release(sequence.tenant, 1)
-        self._images.remove(sequence.number)
+        self.images.remove(sequence.number)
         self._masks.remove(sequence.number)
         if not self._sequences:
             self._empty.set()
@@ -479,7 +483,7 @@ class DecoderFront(InputListener):
         num_before = len(message.generated_token_ids) // INT_BYTES
         sequence.max_generated = message.sampling.max_tokens - num_before
         self._empty.clear()
-        self._images.add(message, images)
+        self.images.add(message, images)
         if timeout_s:
             sequence.deadline = asyncio.get_running_loop().call_later(
                 timeout_s,

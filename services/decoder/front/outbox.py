@@ -1,6 +1,4 @@
-"""Queues the events for one gateway. The queue is bounded. It merges events while the gateway
-reads slowly.
-"""
+"""A bounded queue of events for one gateway, which merges events while the gateway reads slowly."""
 
 import asyncio
 
@@ -48,7 +46,7 @@ class Outbox:
         return self._queued_bytes > self._max_queued_bytes
 
     def add_token(self, sequence_id: int, token_id: int) -> None:
-        """Adds one new token of a sequence that has no logprobs and no other news."""
+        """Adds a single new token of a sequence, without logprobs."""
         if not self.takes_bare_tokens or self._is_behind or sequence_id in self._open:
             self.add_tokens(sequence_id, [token_id], [])
             return

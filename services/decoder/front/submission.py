@@ -1,7 +1,7 @@
 """Checks a gateway's Submit and converts it to the engine's AddSequence.
 
 The engine can compute every sequence that passes these checks. A sequence with invalid values must
-not reach code where it would harm the other sequences of its batch.
+not reach code where an error would end all sequences of the batch.
 """
 
 import math

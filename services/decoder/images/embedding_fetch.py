@@ -1,14 +1,15 @@
-"""Fetches one embedding from an encoder into the arena: from shared memory if both services run on
-one machine, else over gRPC. Whatever the encoder sends is checked.
+"""Fetches embeddings from encoders into the arena.
+
+An embedding is copied from shared memory if the encoder runs on the same machine, and is received
+over gRPC otherwise. Everything that an encoder sends is checked.
 """
 
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
 
 import grpc.aio
 import numpy as np
@@ -41,53 +42,93 @@ from services.decoder.images.known_encoders import KnownEncoders
 log = logging.getLogger(__name__)
 
 _METHOD = "/triptych.v1.Encoder/Fetch"
-_TIMEOUT_S = 3600.0  # of a call, which its caller ends before
-_IDLE_S = 60.0  # an unused channel stays open
-
-Heard = Callable[[bool], None]  # whether the embedding is in work, or comes
+_TIMEOUT_S = 3600.0  # time limit of a call; callers end their calls much earlier
+_IDLE_S = 60.0
 
 
 class WrongContent(ValueError):
-    """What the encoder sent is not the embedding."""
+    """The bytes that an encoder sent are not the embedding."""
+
+
+@dataclass(slots=True)
+class FetchProgress:
+    """Times of an encoder's messages about one embedding, by the event loop's clock.
+
+    Attributes:
+        started_at: start of the fetch.
+        last_message_at: arrival of the last message. The start of the fetch before the first one.
+        last_work_at: arrival of the last message that reported work on the image. 0 before.
+    """
+
+    started_at: float = 0.0
+    last_message_at: float = 0.0
+    last_work_at: float = 0.0
+
+    def start(self) -> None:
+        """Records the start of a fetch."""
+        self.started_at = self.last_message_at = asyncio.get_running_loop().time()
+
+    def report(self, *, in_work: bool) -> None:
+        """Records a message.
+
+        Args:
+            in_work: True if the encoder works on the image, or sends its embedding.
+        """
+        self.last_message_at = asyncio.get_running_loop().time()
+        if in_work:
+            self.last_work_at = self.last_message_at
 
 
 class Receiver:
-    """Fills `into` from one Fetch stream; trusts nothing that it receives.
+    """Receives the embedding of one Fetch stream, and checks all messages and bytes.
 
-    `accept` runs in the event loop; `store` and `copy` run in threads.
+    `accept` runs in the event loop. `store` and `copy` run in threads.
+
+    Args:
+        key: image key of the embedding.
+        spec: shape and dtype of the embedding.
+        into: memory for the bytes of the embedding.
+
+    Attributes:
+        digest: digest of the bytes in `into`.
     """
 
     def __init__(self, key: bytes, spec: EmbeddingSpec, into: memoryview) -> None:
         self.key, self.spec, self.into = key, spec, into
-        self.digest = TensorDigest(into)  # of the bytes as they lie in `into`
+        self.digest = TensorDigest(into)
         self._header_seen = self._shared = False
         self._trailer: bytes | None = None
         self._num_accepted = 0
 
     @property
     def is_complete(self) -> bool:
-        """Whether all bytes are announced in shared memory, and their digest is known. A stream of
-        chunks is read to its end instead.
+        """Returns whether all bytes have been announced in shared memory and their digest is known.
+        Always False for a stream of chunks, which is read to its end.
         """
         return self._shared and self._trailer is not None
 
     def accept(
         self, message: bytes
     ) -> WireChunk | pb.FetchShared | pb.FetchReady | pb.FetchWaiting | None:
-        """Checks one message. Returns what is to be stored, opened, copied or told; None: nothing.
+        """Checks one message.
+
+        Returns:
+            The part of the message that the caller handles: a chunk to store, shared memory to
+            open, a range to copy, or a report that the encoder is not ready. None if the message
+            needs no action.
 
         Raises:
-            WrongContent: it does not belong to the embedding requested.
+            WrongContent: the message does not belong to the requested embedding.
         """
         if self._trailer is not None:
-            raise WrongContent("there is more after the trailer")
+            raise WrongContent("a message follows the trailer")
         try:
             part = parse(message)
         except DecodeError:
-            raise WrongContent("a message cannot be read") from None
+            raise WrongContent("a message cannot be parsed") from None
         if isinstance(part, WireChunk):
             if self._shared:
-                raise WrongContent("its bytes come twice")
+                raise WrongContent("its bytes are sent twice")
             self._check_range(part.offset, len(part.data))
             return part
         match part.WhichOneof("part"):
@@ -106,7 +147,7 @@ class Receiver:
             case "waiting":
                 return part.waiting
             case kind:
-                raise WrongContent(f"{kind} before the header")
+                raise WrongContent(f"the part {kind} precedes the header")
 
     def store(self, chunk: WireChunk) -> None:
         """Writes an accepted chunk.
@@ -119,14 +160,19 @@ class Receiver:
         self._check_values(start, end)
 
     def copy(self, shared: memoryview, ranges: list[tuple[int, int]]) -> None:
-        """Copies accepted ranges from the encoder's memory, block by block, while a block is in the
-        core's own cache. The copy is checked, because the encoder may change its memory any time.
+        """Copies accepted ranges from the encoder's memory and checks the copies, because the
+        encoder may change its memory at any time. Each block is checked while it is in the cache of
+        the CPU core.
+
+        Args:
+            shared: the embedding in the encoder's memory.
+            ranges: pairs (start, stop) of byte offsets in the embedding.
 
         Raises:
             WrongContent: a value is infinite or not a number.
         """
         for start, stop in ranges:
-            # numpy, because a memoryview's assignment would hold the interpreter lock.
+            # An assignment of a memoryview would hold the interpreter lock, which numpy releases.
             np.copyto(
                 np.frombuffer(self.into[start:stop], np.uint8),
                 np.frombuffer(shared[start:stop], np.uint8),
@@ -139,10 +185,10 @@ class Receiver:
         self.digest.add(start, stop)
 
     def finish(self) -> bytes:
-        """The digest, after the stream's end, once all bytes are written.
+        """Returns the digest. It is called after the end of the stream, once all bytes are written.
 
         Raises:
-            WrongContent: ranges are missing, or the digest differs.
+            WrongContent: ranges are missing, or the digest differs from the encoder's.
         """
         size = self.spec.size_bytes
         if self._trailer is None or self._num_accepted != size:
@@ -170,16 +216,16 @@ class Receiver:
 
     def _check_shared(self, shared: pb.FetchShared) -> None:
         if self._shared or self._num_accepted:
-            raise WrongContent("its bytes come twice")
+            raise WrongContent("its bytes are sent twice")
         if shared.offset + self.spec.size_bytes > shared.size_bytes:
             raise WrongContent("it lies outside of the shared memory")
         self._shared = True
 
     def _check_range(self, offset: int, length: int) -> None:
-        # If ranges overlap, others are missing, which `finish` finds.
+        # If ranges overlap, other ranges are missing, which `finish` detects.
         item = ITEM_BYTES[self.spec.dtype]
         if not self._header_seen:
-            raise WrongContent("chunk before the header")
+            raise WrongContent("a chunk precedes the header")
         if length == 0 or offset % item or length % item:
             raise WrongContent("a range is empty or cuts a value in two")
         self._num_accepted += length
@@ -191,9 +237,9 @@ class EncoderFailed(EmbeddingUnavailable):
     """An encoder did not deliver an embedding.
 
     Attributes:
-        encoder_address: which one.
-        kind: `unavailable`; `corrupt`: what it delivered is not the embedding; `foreign`: not
-            dialled, because this decoder does not know it.
+        encoder_address: address of the encoder.
+        kind: `unavailable`, `corrupt` if the delivered bytes are not the embedding, or `foreign` if
+            the encoder was not dialled because this decoder does not know its address.
     """
 
     def __init__(self, message: str, encoder_address: str, kind: str = "unavailable") -> None:
@@ -204,7 +250,12 @@ class EncoderFailed(EmbeddingUnavailable):
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """An embedding has been fetched, by `path` "shm" or "grpc"."""
+    """The result of a fetch.
+
+    Attributes:
+        digest: digest of the embedding.
+        path: `shm` if the bytes came through shared memory, `grpc` otherwise.
+    """
 
     digest: bytes
     path: str
@@ -212,34 +263,56 @@ class Fetched:
 
 @dataclass(slots=True)
 class _Channel:
+    """The connection to one encoder.
+
+    Attributes:
+        users: number of running fetches.
+        closing: timer that closes the channel. None while fetches use the channel.
+        memory: the encoder's memory. None if it is not mapped.
+        not_readable: True if the memory could not be opened, which is not tried again.
+    """
+
     channel: grpc.aio.Channel
-    fetch: Callable[..., Any]
+    fetch: grpc.aio.UnaryStreamMultiCallable
     users: int = 0
-    closing: asyncio.TimerHandle | None = None  # where it has none
+    closing: asyncio.TimerHandle | None = None
     memory: ForeignMemory | None = None
-    not_readable: bool = False  # its memory could not be opened; it is not tried again
+    not_readable: bool = False
 
 
 @dataclass(slots=True)
 class EncoderFetcher:
-    """Fetches embeddings. Keeps a channel per encoder and, where possible, the encoder's memory
-    mapped, until the encoder has been idle for a minute.
+    """Fetches embeddings. It has one channel per encoder and, where possible, a mapping of the
+    encoder's memory. Both are closed when the encoder has been idle for a while.
 
     Attributes:
-        shared_memory: False: all embeddings come over gRPC.
-        credentials: that encoders ask for.
-        known: the encoders that may be dialled.
+        shared_memory: False if all embeddings are to be sent over gRPC.
+        credentials: credentials for the encoders.
+        known: encoders that may be dialled.
+        host: identity of this machine. Encoders on the same machine offer shared memory.
+        idle_s: seconds after which an unused channel is closed.
     """
 
     shared_memory: bool = True
     credentials: Credentials = NO_CREDENTIALS
     known: KnownEncoders = field(default_factory=KnownEncoders)
-    _host: bytes = field(default_factory=host_identity)
+    host: bytes = field(default_factory=host_identity)
+    idle_s: float = _IDLE_S
     _channels: dict[str, _Channel] = field(default_factory=dict[str, _Channel])
     _closing: set[asyncio.Task[None]] = field(default_factory=set[asyncio.Task[None]])
     _threads: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(num_threads(), "embedding-check")
     )
+
+    @property
+    def num_channels(self) -> int:
+        """Number of open channels."""
+        return len(self._channels)
+
+    def memory_of(self, address: str) -> MemoryAddress | None:
+        """Returns the address of an encoder's mapped memory. None if no memory is mapped."""
+        channel = self._channels.get(address)
+        return channel.memory.address if channel and channel.memory else None
 
     async def fetch(
         self,
@@ -247,30 +320,41 @@ class EncoderFetcher:
         key: bytes,
         spec: EmbeddingSpec,
         into: memoryview,
-        heard: Heard = lambda in_work: None,
+        progress: FetchProgress | None = None,
     ) -> Fetched:
-        """Fills `into` with the embedding. Calls `heard` with each message that comes.
+        """Fetches an embedding. Once the call has returned or raised, no thread writes to `into`.
 
-        When this returns or raises, no thread writes to `into` any more.
+        Args:
+            address: address of the encoder.
+            key: image key of the embedding.
+            spec: shape and dtype that the embedding must have.
+            into: memory for the bytes of the embedding.
+            progress: record of the encoder's messages. None if the caller does not need it.
 
         Raises:
-            EncoderFailed: another encoder may have it.
-            InvalidRequest: the encoder says that the image cannot be encoded at all.
+            EncoderFailed: this encoder did not deliver the embedding. Another encoder may.
+            InvalidRequest: the encoder has found that the image cannot be encoded.
         """
+        progress = progress or FetchProgress()
         if not address:
             raise EncoderFailed("the embedding is not cached and no encoder is named", address)
         if not await self.known.admits(address):
-            message = f"{address[:256]} is no encoder that this decoder knows"
+            message = f"DECODER_ENCODER_ADDRESSES does not list the encoder {address[:256]}"
             raise EncoderFailed(message, address, "foreign")
         try:
             with span("fetch embedding", size_bytes=spec.size_bytes) as current:
                 async with self._use(address) as channel:
                     try:
-                        fetched = await self._call(channel, Receiver(key, spec, into), heard)
+                        fetched = await self._call(channel, Receiver(key, spec, into), progress)
                     except NotReadable as why:
                         channel.not_readable = True
-                        log.warning("encoder %s sends over gRPC from now on: %s", address, why)
-                        fetched = await self._call(channel, Receiver(key, spec, into), heard)
+                        log.warning(
+                            "encoder %s sends embeddings over gRPC from now on, because its memory "
+                            "cannot be read: %s",
+                            address,
+                            why,
+                        )
+                        fetched = await self._call(channel, Receiver(key, spec, into), progress)
                 current.set(path=fetched.path)
                 return fetched
         except WrongContent as error:
@@ -285,21 +369,24 @@ class EncoderFetcher:
             raise EncoderFailed(error.message, address) from None
 
     async def close(self) -> None:
+        """Closes all channels."""
         self._threads.shutdown(wait=False)
         for address in list(self._channels):
             self._close(address)
         await asyncio.gather(*self._closing, return_exceptions=True)
 
-    async def _call(self, channel: _Channel, receiver: Receiver, heard: Heard) -> Fetched:
-        """One Fetch: stores and checks a chunk in a thread while the next one arrives, or copies
-        ranges from shared memory while the encoder computes and digests the others.
+    async def _call(
+        self, channel: _Channel, receiver: Receiver, progress: FetchProgress
+    ) -> Fetched:
+        """Runs one Fetch call. A thread stores and checks a chunk while the next chunk arrives, or
+        copies ranges from shared memory while the encoder computes the following ranges.
 
         Raises:
-            WrongContent: what came is not the embedding.
-            NotReadable: the encoder's memory cannot be opened; `into` is untouched.
+            WrongContent: the received bytes are not the embedding.
+            NotReadable: the encoder's memory cannot be opened. `into` is unchanged.
             grpc.aio.AioRpcError: the encoder failed.
         """
-        host = self._host if self.shared_memory and not channel.not_readable else b""
+        host = self.host if self.shared_memory and not channel.not_readable else b""
         request = pb.FetchRequest(image_key=receiver.key, reader_host=host, tell_waiting=True)
         call = channel.fetch(request, timeout=_TIMEOUT_S, metadata=outgoing_metadata())
         loop = asyncio.get_running_loop()
@@ -308,7 +395,7 @@ class EncoderFetcher:
         try:
             async for message in call:
                 part = receiver.accept(message)
-                heard(not isinstance(part, pb.FetchWaiting) or part.in_work)
+                progress.report(in_work=not isinstance(part, pb.FetchWaiting) or part.in_work)
                 match part:
                     case WireChunk():
                         await finished(jobs)
@@ -337,11 +424,15 @@ class EncoderFetcher:
             call.cancel()  # tells the encoder that its memory has been read
 
     def _open(self, shared: pb.FetchShared, receiver: Receiver, channel: _Channel) -> memoryview:
-        """The embedding in the encoder's memory; raises NotReadable."""
+        """Returns a view of the embedding in the encoder's memory.
+
+        Raises:
+            NotReadable: the encoder's memory cannot be opened.
+        """
         memory = channel.memory
         address = MemoryAddress(shared.pid, shared.fd, shared.name, shared.size_bytes)
         if memory is None or memory.address != address:
-            # A restarted encoder has another one.
+            # The memory of a restarted encoder has another address.
             memory = channel.memory = ForeignMemory(address)
             asyncio.get_running_loop().run_in_executor(None, memory.prefault)
         return memory.view(shared.offset, len(receiver.into))
@@ -364,7 +455,7 @@ class EncoderFetcher:
             entry.users -= 1
             if not entry.users:
                 loop = asyncio.get_running_loop()
-                entry.closing = loop.call_later(_IDLE_S, self._close, address)
+                entry.closing = loop.call_later(self.idle_s, self._close, address)
 
     def _close(self, address: str) -> None:
         entry = self._channels.pop(address)

@@ -1,5 +1,5 @@
-"""The encoders that a decoder dials. Gateways name them; one that the settings do not know is not
-dialled.
+"""The encoders that a decoder may dial. Gateways name the encoder of each image, and the decoder
+refuses to dial an encoder that its settings do not list.
 """
 
 import asyncio
@@ -13,32 +13,39 @@ from ipaddress import IPv4Network, IPv6Network, ip_address, ip_network
 log = logging.getLogger(__name__)
 
 _DNS = "dns:"
-# Without a setting: encoders of this machine.
+# Encoders on this machine, which are known if the setting is empty.
 LOOPBACK = "127.0.0.0/8", "::1/128"
-# A name is looked up once in this time at most, and again when an unknown address comes.
+# An unknown address causes a look-up of the names, at most once in this time.
 _RESOLVE_PERIOD_S = 1.0
 _RESOLVE_TIMEOUT_S = 2.0
-# An encoder that has left its name may still be draining.
-_KEPT_S = 600.0
+# An address remains known for this time after it has left its DNS name, because an encoder that was
+# removed may still drain.
+_REMEMBERED_S = 600.0
 _MAX_LOGGED = 1000
 
 
 class KnownEncoders:
-    """Where encoders may be.
+    """The set of addresses at which encoders may be dialled.
 
     Args:
-        entries: `host:port` or `unix:path`, literally; `dns:///name:port`, any address of the name;
-            `10.0.0.0/8` or `10.0.0.0/8:50051`, any address of the range. None: this machine.
+        entries: addresses. An entry `host:port` or `unix:path` is one address. An entry
+            `dns:///name:port` stands for all addresses of the name. An entry `10.0.0.0/8` or
+            `10.0.0.0/8:50051` stands for all addresses of the range. If there are no entries,
+            encoders on this machine are known.
+        resolve_period_s: shortest time between two look-ups of the names, in seconds.
 
     Raises:
         ValueError: an entry has none of these forms.
     """
 
-    def __init__(self, entries: Sequence[str] = ()) -> None:
+    def __init__(
+        self, entries: Sequence[str] = (), *, resolve_period_s: float = _RESOLVE_PERIOD_S
+    ) -> None:
+        self._resolve_period_s = resolve_period_s
         self._literal: set[str] = set()
         self._ranges: list[tuple[IPv4Network | IPv6Network, int | None]] = []
         self._names: list[tuple[str, int]] = []
-        self._resolved: dict[str, float] = {}  # address → when it was last seen
+        self._resolved: dict[str, float] = {}  # address → time at which its name last had it
         self._next_resolve = 0.0
         self._resolving = asyncio.Lock()
         self._log_once = lru_cache(_MAX_LOGGED)(log.warning)
@@ -56,20 +63,23 @@ class KnownEncoders:
                 self._literal.add(entry)
 
     async def admits(self, address: str) -> bool:
-        """Whether an encoder may be dialled there; logs the first refusal of an address."""
+        """Returns whether an encoder at this address may be dialled. Logs the first refusal of each
+        address.
+        """
         if not self._holds(address) and self._names:
             await self._resolve()
         admitted = self._holds(address)
         if not admitted:
             self._log_once(
-                "not dialled: %s is no encoder of DECODER_ENCODER_ADDRESSES "
-                "(said once, counted always)", address[:256],
-            )  # fmt: skip
+                "the encoder %s is not dialled, because DECODER_ENCODER_ADDRESSES does not list it "
+                "(logged once per address)",
+                address[:256],
+            )
         return admitted
 
     def _holds(self, address: str) -> bool:
         seen = self._resolved.get(address, -math.inf)
-        if address in self._literal or asyncio.get_running_loop().time() - seen < _KEPT_S:
+        if address in self._literal or asyncio.get_running_loop().time() - seen < _REMEMBERED_S:
             return True
         try:
             host, port = _host_and_port(address)
@@ -88,14 +98,16 @@ class KnownEncoders:
                     async with asyncio.timeout(_RESOLVE_TIMEOUT_S):
                         found = await loop.getaddrinfo(name, port, type=socket.SOCK_STREAM)
                 except (OSError, TimeoutError) as error:
-                    log.warning("cannot resolve %s: %s", name, error)
+                    log.warning("the name %s of encoders cannot be resolved: %s", name, error)
                     continue
                 for family, _, _, _, place in found:
                     host = f"[{place[0]}]" if family == socket.AF_INET6 else str(place[0])
                     self._resolved[f"{host}:{port}"] = loop.time()
             now = loop.time()
-            self._resolved = {a: seen for a, seen in self._resolved.items() if now - seen < _KEPT_S}
-            self._next_resolve = now + _RESOLVE_PERIOD_S
+            self._resolved = {
+                a: seen for a, seen in self._resolved.items() if now - seen < _REMEMBERED_S
+            }
+            self._next_resolve = now + self._resolve_period_s
 
 
 def _host_and_port(text: str) -> tuple[str, int]:

@@ -64,7 +64,7 @@ def test_what_makes_no_sense_is_refused(parts):
 
 
 def test_a_message_that_cannot_be_read_is_refused():
-    with pytest.raises(WrongContent, match="cannot be read"):
+    with pytest.raises(WrongContent, match="cannot be parsed"):
         receiver().accept(b"\xff\xff")
 
 

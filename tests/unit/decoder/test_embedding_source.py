@@ -11,7 +11,6 @@ from prometheus_client import CollectorRegistry, Counter
 from services.common.embeddings.arena import Arena, ArenaEntry
 from services.common.embeddings.embedding import EmbeddingSpec, digest
 from services.common.errors import InvalidImage, InvalidRequest
-from services.decoder.images import embeddings
 from services.decoder.images.embedding_fetch import EncoderFailed, EncoderFetcher
 from services.decoder.images.embeddings import EmbeddingSource, ImageRequest
 from services.decoder.metrics import DecoderMetrics
@@ -60,15 +59,21 @@ def spec_of(num_tokens: int) -> EmbeddingSpec:
 class World:
     """A source between an arena, a cache and two encoders."""
 
-    def __init__(self, pages: int = 16, standstill_s: float = 5.0) -> None:
+    def __init__(
+        self,
+        pages: int = 16,
+        standstill_s: float = 5.0,
+        takeover_s: float = 1.0,
+        idle_s: float = 60.0,
+    ) -> None:
         self.arena = Arena(pages * PAGE)
         self.cache = FakeCache()
         self.observer = Counts()
         self.servicers = [FakeFetchServicer(), FakeFetchServicer()]
         self.addresses: list[str] = []
-        self.fetcher = EncoderFetcher()
+        self.fetcher = EncoderFetcher(idle_s=idle_s)
         self.source = EmbeddingSource(
-            self.arena, self.fetcher, self.cache, self.observer, standstill_s
+            self.arena, self.fetcher, self.cache, self.observer, standstill_s, takeover_s
         )
         self.held: list[ArenaEntry] = []
         self._exit = contextlib.AsyncExitStack()
@@ -90,12 +95,10 @@ class World:
     async def obtain(self, *requests: ImageRequest) -> list[ArenaEntry]:
         found: list[ArenaEntry] = []
 
-        def ready(entry: ArenaEntry) -> None:
+        async for entry in self.source.obtain(requests):
             assert entry.committed and entry.references > 0
             found.append(entry)
             self.held.append(entry)
-
-        await self.source.obtain(requests, ready)
         for entry in found:
             assert bytes(self.arena.view(entry)) == embedding_bytes(entry.key, entry.spec)
         return found
@@ -106,8 +109,8 @@ class World:
             self.source.release(entry)
 
     def assert_unreferenced(self) -> None:
-        assert all(e.references == 0 and e.committed for e in self.arena._entries.values())
-        assert not self.source._filling and not self.arena.has_claims
+        assert all(e.references == 0 and e.committed for e in self.arena.entries)
+        assert not self.source.num_writes and not self.arena.has_claims
 
 
 async def until(condition) -> None:
@@ -186,7 +189,7 @@ async def test_a_slow_encoder_that_says_that_it_works_is_waited_for():
         await until(lambda: time.monotonic() - began > 3.0)
         assert not obtaining.done() and servicer.num_words > 2
         del servicer.words[KEYS[1]]
-        await until(lambda: len(world.source._filling) == 1)
+        await until(lambda: world.source.num_writes == 1)
         servicer.words.clear()
         await obtaining
         assert servicer.num_calls == 2 and not world.observer.failed
@@ -227,9 +230,8 @@ async def test_an_encoder_that_is_not_there_is_named():
         assert failure.value.encoder_address == "127.0.0.1:1"
 
 
-async def test_a_sequence_of_another_encoder_does_not_wait_for_one_that_hangs(monkeypatch):
-    monkeypatch.setattr(embeddings, "_TAKEOVER_S", 0.2)
-    async with World(standstill_s=PATIENCE_S) as world:
+async def test_a_sequence_of_another_encoder_does_not_wait_for_one_that_hangs():
+    async with World(standstill_s=PATIENCE_S, takeover_s=0.2) as world:
         world.servicers[0].fault = "hangs in the middle"
         first = asyncio.create_task(world.obtain(world.request(1)))
         await until(lambda: world.servicers[0].num_calls == 1)
@@ -241,9 +243,8 @@ async def test_a_sequence_of_another_encoder_does_not_wait_for_one_that_hangs(mo
         world.assert_unreferenced()
 
 
-async def test_a_takeover_that_fails_leaves_the_first_encoder_to_its_sequence(monkeypatch):
-    monkeypatch.setattr(embeddings, "_TAKEOVER_S", 0.2)
-    async with World() as world:
+async def test_a_takeover_that_fails_leaves_the_first_encoder_to_its_sequence():
+    async with World(takeover_s=0.2) as world:
         world.servicers[0].gate.clear()
         world.servicers[1].fault = "nan"
         first = asyncio.create_task(world.obtain(world.request(1)))
@@ -294,7 +295,7 @@ async def test_a_cancelled_waiter_affects_no_other_and_the_last_one_ends_the_fet
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await until(lambda: servicer.num_cancelled == 1)
-        await until(lambda: not world.source._filling)
+        await until(lambda: not world.source.num_writes)
         world.assert_unreferenced()
         servicer.gate.set()
         await world.obtain(world.request(2))
@@ -401,12 +402,11 @@ async def test_what_fits_into_an_empty_arena_is_had_wherever_the_last_ones_lie()
         assert world.observer.found["memory"] > 0
 
 
-async def test_unused_channels_are_closed(monkeypatch):
-    monkeypatch.setattr("services.decoder.images.embedding_fetch._IDLE_S", 0.02)
-    async with World() as world:
+async def test_unused_channels_are_closed():
+    async with World(idle_s=0.02) as world:
         await world.obtain(world.request(1))
-        assert len(world.fetcher._channels) == 1
-        await until(lambda: not world.fetcher._channels)
+        assert world.fetcher.num_channels == 1
+        await until(lambda: not world.fetcher.num_channels)
         await world.obtain(world.request(2))
 
 
@@ -421,5 +421,5 @@ async def test_a_caller_cancelled_twice_leaves_nothing_behind():
             await asyncio.sleep(0)
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
-            await until(lambda: not world.source._filling)
+            await until(lambda: not world.source.num_writes)
             assert world.arena.used_bytes == 0

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from services.common.settings import SettingsError
-from services.decoder.images import known_encoders
 from services.decoder.images.known_encoders import KnownEncoders
 from services.decoder.settings import DecoderSettings
 
@@ -51,8 +50,7 @@ async def test_a_name_admits_its_addresses_and_those_that_have_just_left_it(
 
     loop = asyncio.get_running_loop()
     monkeypatch.setattr(loop, "getaddrinfo", getaddrinfo)
-    monkeypatch.setattr(known_encoders, "_RESOLVE_PERIOD_S", 0.0)
-    known = KnownEncoders(("dns:///encoder:50051",))
+    known = KnownEncoders(("dns:///encoder:50051",), resolve_period_s=0.0)
     assert await known.admits("10.0.0.1:50051") and questions == 1
     assert await known.admits("10.0.0.1:50051") and questions == 1
     assert not await known.admits("10.0.0.1:50052")
@@ -77,8 +75,7 @@ async def test_unknown_addresses_ask_for_the_name_once_a_second(
         return []
 
     monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", getaddrinfo)
-    monkeypatch.setattr(known_encoders, "_RESOLVE_PERIOD_S", 3600.0)
-    known = KnownEncoders(("dns:encoder:50051",))
+    known = KnownEncoders(("dns:encoder:50051",), resolve_period_s=3600.0)
     await asyncio.gather(*(known.admits(f"10.0.0.{i}:50051") for i in range(50)))
     assert questions == 1
 

@@ -1,7 +1,11 @@
 """An engine that hangs does not read as its last state."""
 
+from types import SimpleNamespace
+from typing import cast
+
 from prometheus_client import CollectorRegistry, generate_latest
 
+from services.common.process.engine_process import EngineProcess
 from services.decoder.engine.messages import EngineStats
 from services.decoder.metrics import MAX_SILENCE_S, DecoderMetrics
 
@@ -10,8 +14,8 @@ def test_gauges_of_a_silent_engine_are_left_out_until_it_speaks() -> None:
     registry = CollectorRegistry()
     metrics = DecoderMetrics(registry)
     metrics.num_rows = 4
-    silence_s = 1.0
-    metrics.silence_s = lambda: silence_s
+    engine = SimpleNamespace(silence_s=1.0)
+    metrics.engine = cast("EngineProcess", engine)
     stats = EngineStats(3, 5, 25, 100, 0, 0, 0, 0, num_lacking_images=2, busy_s=1.5)
     metrics.engine_step(stats, 0)
     value = registry.get_sample_value
@@ -20,10 +24,10 @@ def test_gauges_of_a_silent_engine_are_left_out_until_it_speaks() -> None:
     assert value("decoder_sequences_waiting", {"for": "image"}) == 2
     assert value("decoder_sequences_waiting", {"for": "engine"}) == 3
     assert value("decoder_busy_seconds_total") == 1.5
-    silence_s = MAX_SILENCE_S + 1
+    engine.silence_s = MAX_SILENCE_S + 1
     text = generate_latest(registry).decode()
     assert "decoder_kv_" not in text and "decoder_sequences_running" not in text
     assert value("decoder_engine_silence_seconds") == MAX_SILENCE_S + 1
     assert value("decoder_busy_seconds_total") == 1.5  # a counter's rate is 0 by itself
-    silence_s = 0.0
+    engine.silence_s = 0.0
     assert value("decoder_kv_usage_ratio") == 0.75
