@@ -21,7 +21,7 @@ from triptych.stack import StackError
 
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 # Packages that show that an extra of this project is installed.
-_GATEWAY, _ENCODER, _DECODER, _CLI = ("starlette",), ("PIL",), ("torch", "llguidance"), ("rich",)
+_GATEWAY, _ENCODER, _DECODER, _CLI = ("fastapi",), ("PIL",), ("torch", "llguidance"), ("rich",)
 _MAX_NUM_SEQS = 256  # the decoder's default on a GPU
 _SPARE_BYTES = 256 << 20  # other processes' use of a card varies
 

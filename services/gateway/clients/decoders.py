@@ -1,15 +1,14 @@
 """The decoders: one stream of commands and events to each pod, shared by all its sequences.
 
-`Attempts` chooses a pod with `DecoderPool.choose` and submits sequences with `DecoderPod.submit`.
-The sequences of a pod that is lost fail with `ProcessLost`.
+`Attempts` chooses a pod and submits to it. A pod that is lost fails its sequences with
+`ProcessLost`.
 """
 
 import asyncio
 import itertools
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
-from typing import Protocol
 
 import grpc.aio
 from msgspec import Struct
@@ -32,18 +31,15 @@ log = logging.getLogger(__name__)
 
 
 class TokenEvent(Struct, frozen=True):
-    """New tokens of one choice, or the end of the choice.
+    """New tokens of one choice, or its end.
 
     Attributes:
-        choice: index of the choice in the request.
-        token_ids: ids of the new tokens.
-        logprobs: log probabilities, one entry per token id. Empty unless the request asks for them.
-        started: how the sequence reached its first token. None if the event does not carry the
-            first token.
-        finish_reason: `stop` or `length` with the last tokens, otherwise None.
-        error: error that ended the sequence. No event follows it.
-        prompt_logprobs: log probabilities of prompt tokens, which come before the first token.
-        decoder_drains: whether the decoder may end before the sequence does.
+        logprobs: one per token id; empty unless they are requested.
+        started: with the first tokens.
+        prompt_logprobs: of tokens of the prompt, before the first tokens.
+        finish_reason: `stop` or `length`, with the last tokens.
+        error: why the sequence failed; no event follows.
+        leaving: the decoder may be gone before the sequence has ended.
     """
 
     choice: int
@@ -53,28 +49,22 @@ class TokenEvent(Struct, frozen=True):
     finish_reason: str | None = None
     error: TriptychError | None = None
     prompt_logprobs: Sequence[pb.PromptLogprobs] = ()
-    decoder_drains: bool = False
+    leaving: bool = False
 
     @property
     def is_last(self) -> bool:
-        """Whether no event of the sequence follows."""
         return self.finish_reason is not None or self.error is not None
 
     @property
     def num_bytes(self) -> int:
-        """Estimate of the memory that the event takes."""
+        """Memory that it takes, nearly."""
         num_bytes = 256 + 40 * len(self.token_ids)
         for entry in self.logprobs:
             num_bytes += 64 * (1 + len(entry.top_token_ids))
         return num_bytes
 
 
-class EventReceiver(Protocol):
-    """The receiver of a sequence's events; `Attempts` is one."""
-
-    def receive(self, event: TokenEvent) -> None:
-        """Takes an event. Called in the event loop, and must not wait."""
-        ...
+Sink = Callable[[TokenEvent], None]
 
 
 class EmbeddingLost(EmbeddingUnavailable):
@@ -89,9 +79,7 @@ class DecoderPod(Pod):
     """One decoder and its stream.
 
     Attributes:
-        description: the model that the decoder serves. None until the pod is connected.
-        load: load of the decoder at the last health check. None if the decoder did not report it.
-        prompts: prompts that this gateway has sent to the decoder.
+        load: when its health was checked last; None: it does not say.
     """
 
     service = "decoder"
@@ -114,8 +102,7 @@ class DecoderPod(Pod):
         )
         self._ids = itertools.count(1)
         self._num_streams = 0
-        # Sequence id -> choice of the request, receiver of its events, entry in `prompts`.
-        self._sequences: dict[int, tuple[int, EventReceiver, Sent]] = {}
+        self._sinks: dict[int, tuple[int, Sink, Sent]] = {}
         self.prompts = SentPrompts()
         self._commands = Commands()
         self._tasks: list[asyncio.Task[None]] = []
@@ -130,9 +117,7 @@ class DecoderPod(Pod):
 
     @property
     def session(self) -> str:
-        """Name of the decoder's current stream. The pod under an address may have restarted, which
-        makes it another session.
-        """
+        """Which decoder, and which of its streams: the pod under an address may have restarted."""
         return f"{self.address} (stream {self._num_streams})"
 
     async def check(self) -> PodState:
@@ -157,54 +142,51 @@ class DecoderPod(Pod):
 
     async def disconnect(self, reason: str) -> None:
         tasks, self._tasks = self._tasks, []
-        # The sequences fail here, before `_read` ends and fails them with another error.
+        # Before `_read` ends, which would say something else.
         self._fail_all(ProcessLost(f"the decoder was lost: {reason}"))
         for task in tasks:
             task.cancel()
         if tasks:
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    def submit(
-        self, submit: pb.Submit, choice: int, receiver: EventReceiver, chain: PromptChain
-    ) -> int:
-        """Sends a sequence to the decoder. Its events go to `receiver`, the last one included.
+    def submit(self, submit: pb.Submit, choice: int, sink: Sink, chain: PromptChain) -> int:
+        """Starts a sequence; its events go to `sink`, up to and including the last one.
 
         Args:
-            submit: message without a sequence id, which is set here. The message is copied.
-            choice: index of the sequence's choice in the request, which its events carry.
-            receiver: receiver of the sequence's events.
-            chain: hashes of the prompt's beginnings.
+            submit: without a sequence id, which is set here.
+            choice: which choice of the request it is, for the events.
+            sink: called in the event loop.
 
         Returns:
             The sequence's id, for `cancel`.
         """
         submit.sequence_id = sequence_id = next(self._ids)
-        if not self.connected:  # The stream broke after the pod was chosen.
-            receiver.receive(TokenEvent(choice, error=Unavailable("the decoder was lost")))
+        if not self.connected:  # its stream broke after it was chosen
+            sink(TokenEvent(choice, error=Unavailable("the decoder was lost")))
             return sequence_id
         uses_cache = not submit.sampling.HasField("prompt_logprobs")
-        self._sequences[sequence_id] = choice, receiver, self.prompts.send(chain, uses_cache)
-        self.num_in_flight = len(self._sequences)
+        self._sinks[sequence_id] = choice, sink, self.prompts.send(chain, uses_cache)
+        self.num_in_flight = len(self._sinks)
         self._commands.submit(submit)
         return sequence_id
 
     def cancel(self, sequence_id: int) -> None:
-        """Cancels a sequence if it still runs. No more events of the sequence follow."""
-        if sequence_id in self._sequences:
+        """Cancels a sequence if it still runs; no more events follow. Never fails."""
+        if sequence_id in self._sinks:
             self._forget(sequence_id)
             self._commands.cancel(sequence_id)
 
     def _forget(self, sequence_id: int) -> None:
-        _, _, sent = self._sequences.pop(sequence_id)
+        _, _, sent = self._sinks.pop(sequence_id)
         self.prompts.ended(sent)
-        self.num_in_flight = len(self._sequences)
+        self.num_in_flight = len(self._sinks)
 
     async def _write(
         self,
         call: "grpc.aio.StreamStreamCall[pb.GenerateCommand, pb.GenerateEvents]",
         commands: Commands,
     ) -> None:
-        # `_read` gets the same failure and reports it.
+        # `_read` sees the same failure and reports it.
         with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
             await call.write(pb.GenerateCommand(accept=pb.Accept(bare_tokens=True)))
             while True:
@@ -216,8 +198,8 @@ class DecoderPod(Pod):
         error: TriptychError = Unavailable("the decoder ended its stream")
         try:
             async for message in call:
-                # First tokens go out before the other events of a step, which take the event loop
-                # some milliseconds.
+                # A step's first tokens come last, and the event loop works on the others for some
+                # milliseconds.
                 following: list[pb.SequenceEvent] = []
                 for event in message.events:
                     if event.HasField("started"):
@@ -232,7 +214,7 @@ class DecoderPod(Pod):
             error = ProcessLost(error_from_rpc(failure, "the decoder").message)
         finally:
             call.cancel()
-            # `disconnect` is not called here, because it waits for this task.
+            # Not `disconnect`, which waits for this task.
             if self._tasks and self._tasks[1] is asyncio.current_task():
                 self._tasks[0].cancel()
                 self._tasks = []
@@ -241,18 +223,18 @@ class DecoderPod(Pod):
             self._fail_all(error)
 
     def _dispatch_bare(self, sequence_ids: Sequence[int], token_ids: Sequence[int]) -> None:
-        sequences = self._sequences
+        sinks = self._sinks
         for sequence_id, token_id in zip(sequence_ids, token_ids, strict=True):
-            entry = sequences.get(sequence_id)
+            entry = sinks.get(sequence_id)
             if entry is not None:
-                choice, receiver, _ = entry
-                receiver.receive(TokenEvent(choice, (token_id,)))
+                choice, sink, _ = entry
+                sink(TokenEvent(choice, (token_id,)))
 
     def _dispatch(self, event: pb.SequenceEvent, started: pb.Started | None) -> None:
-        entry = self._sequences.get(event.sequence_id)
+        entry = self._sinks.get(event.sequence_id)
         if entry is None:
-            return  # The sequence was cancelled.
-        choice, receiver, sent = entry
+            return  # cancelled
+        choice, sink, sent = entry
         if started is not None:
             self.prompts.started(sent, started.num_cached_tokens)
         finish_reason = error = None
@@ -268,26 +250,20 @@ class DecoderPod(Pod):
         if finish_reason or error:
             self._forget(event.sequence_id)
         token_ids = list(event.token_ids)
-        # Prompt logprobs never come after the first token; reading the field costs time.
+        # None comes after the first token; an access costs as much as another field's.
         scores = event.prompt_logprobs if started is not None or not token_ids else ()
-        receiver.receive(
+        sink(
             TokenEvent(
-                choice,
-                token_ids,
-                event.logprobs,
-                started,
-                finish_reason,
-                error,
-                scores,
+                choice, token_ids, event.logprobs, started, finish_reason, error, scores,
                 event.leaving,
             )
-        )
+        )  # fmt: skip
 
     def _fail_all(self, error: TriptychError) -> None:
-        sequences, self._sequences = self._sequences, {}
+        sinks, self._sinks = self._sinks, {}
         self.prompts, self.num_in_flight = SentPrompts(), 0
-        for choice, receiver, _ in sequences.values():
-            receiver.receive(TokenEvent(choice, error=error))
+        for choice, sink, _ in sinks.values():
+            sink(TokenEvent(choice, error=error))
 
 
 class DecoderPool(Pool[DecoderPod]):
@@ -296,10 +272,8 @@ class DecoderPool(Pool[DecoderPod]):
     pod = DecoderPod
 
     def _candidates(self) -> list[DecoderPod]:
-        """Returns the decoders that accept work and serve the gateway's model.
-
-        If the gateway's model directory does not determine the model, and no decoder of the model
-        served so far is left, the gateway adopts the model of the decoders.
+        """The decoders that accept work and serve the model, which is theirs if the gateway does
+        not know better and none of the former one is left.
         """
         fitting = self.fitting()
         pods = [pod for pod in fitting if pod.healthy]
@@ -307,29 +281,24 @@ class DecoderPool(Pool[DecoderPod]):
             self._served.adopt(_descriptions(self.serving()))
             fitting = self.fitting()
             pods = [pod for pod in fitting if pod.healthy]
-        # Decoders that are unhealthy for a while count, too: they are expected back.
+        # A decoder that is away for a while is expected back, with the context that it had.
         self._served.follow_context(_descriptions(fitting))
         return pods
 
     def description(self) -> pb.DescribeDecoderResponse | None:
-        """Returns the description of the healthy decoder with the shortest context. None if no
-        decoder is healthy.
-        """
+        """The healthy decoder with the shortest context; None if no decoder is healthy."""
         found = _descriptions(self._candidates())
         return min(found, key=lambda d: d.max_model_len) if found else None
 
     def loads(self) -> list[pb.LoadResponse]:
-        """Returns the loads of the healthy decoders that report their load."""
+        """What healthy decoders have to do, of those that say it."""
         return [pod.load for pod in self.healthy() if pod.load is not None]
 
     async def reset_prefix_caches(self) -> int:
-        """Empties the prefix caches of all healthy decoders.
-
-        Returns:
-            The number of decoders.
+        """Empties those of all healthy decoders; returns their number.
 
         Raises:
-            TriptychError: a decoder fails or does not answer.
+            TriptychError: one does not answer.
         """
         pods = self.healthy()
         request = pb.ResetPrefixCacheRequest()
@@ -339,14 +308,12 @@ class DecoderPool(Pool[DecoderPod]):
     def choose(
         self, chain: PromptChain, key: bytes, exclude: Collection[str], num_tokens: int = 0
     ) -> DecoderPod:
-        """Chooses the decoder for a prompt, as `sent_prompts.choose` explains.
+        """The decoder for a prompt, see `sent_prompts.choose`.
 
         Args:
-            chain: hashes of the prompt's beginnings.
-            key: key of the prompt. Equal keys get the same decoder if all else is equal.
-            exclude: sessions of decoders that must not be chosen.
-            num_tokens: number of tokens of prompt and completion, which the decoder's context has
-                to hold.
+            key: of equal decoders, equal keys get the same one.
+            exclude: sessions of pods that have failed.
+            num_tokens: of prompt and completion, which have to fit.
 
         Raises:
             Unavailable: no decoder is left.

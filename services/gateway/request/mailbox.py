@@ -1,46 +1,39 @@
-"""Messages of a request's sequences and encode calls on their way to `Attempts.events`."""
+"""Items from the producers of one event loop for one consumer."""
 
 import asyncio
+from typing import Generic, TypeVar
 
-from services.common.errors import InvalidRequest, Overloaded
-from services.gateway.clients.decoders import TokenEvent
-from services.gateway.request.losses import RetryableFailure
-
-# A decoder's event, or a failed encode call: RetryableFailure if another encoder may succeed,
-# InvalidRequest if the image is at fault. Overloaded: too much of the answer waits for the client.
-Message = TokenEvent | RetryableFailure | InvalidRequest | Overloaded
+Item = TypeVar("Item")
 
 
-class Mailbox:
-    """Queue of messages from several producers of one event loop for one consumer, which takes all
-    waiting messages at once.
+class Mailbox(Generic[Item]):
+    """Items from several producers for one consumer, which takes all items at hand.
 
     Attributes:
-        num_bytes: bytes of the messages that wait.
+        num_bytes: of the items that wait.
     """
 
     def __init__(self) -> None:
-        self._messages: list[Message] = []
+        self._items: list[Item] = []
         self.num_bytes = 0
-        self._arrival: asyncio.Future[None] | None = None  # future that `take` waits for
+        self._arrival: asyncio.Future[None] | None = None  # that `take` waits for
 
-    def put(self, message: Message, num_bytes: int = 0) -> None:
-        """Adds a message. Never waits."""
-        self._messages.append(message)
+    def put(self, item: Item, num_bytes: int = 0) -> None:
+        """Adds an item; never waits."""
+        self._items.append(item)
         self.num_bytes += num_bytes
         if self._arrival is not None and not self._arrival.done():
             self._arrival.set_result(None)
 
     def clear(self) -> None:
-        """Drops all messages that wait."""
-        self._messages = []
+        self._items = []
         self.num_bytes = 0
 
-    async def take(self) -> list[Message]:
-        """Returns all messages that wait, at least one. Only one caller may wait at a time."""
-        while not self._messages:
+    async def take(self) -> list[Item]:
+        """All items at hand, at least one. For one caller at a time."""
+        while not self._items:
             self._arrival = asyncio.get_running_loop().create_future()
             await self._arrival
-        messages = self._messages
+        items = self._items
         self.clear()
-        return messages
+        return items
