@@ -50,11 +50,11 @@ from services.encoder.front.admission import Admission
 from services.encoder.front.client_embeddings import ClientEmbeddings
 from services.encoder.front.embeddings import Embeddings
 from services.encoder.front.engine_client import EngineClient
-from services.encoder.front.held_videos import HeldVideos
 from services.encoder.front.memory_tier import MemoryTier
 from services.encoder.front.probe_queue import ProbeQueue
 from services.encoder.front.service import EncoderServicer
 from services.encoder.front.uploaded_files import UploadedFiles
+from services.encoder.front.video_store import VideoStore
 from services.encoder.metrics import EncoderMetrics
 from tests.stubs import EncoderStub
 
@@ -135,7 +135,7 @@ async def serve(num_tokens: int, link: Link) -> None:
         description,
         embeddings,
         metrics,
-        HeldVideos(ProbeQueue(ClipPool(1, memory_bytes=0), 1), max_bytes=1 << 20),
+        VideoStore(ProbeQueue(ClipPool(1, memory_bytes=0), 1), max_bytes=1 << 20),
         ClientEmbeddings(memory, embeddings),
         UploadedFiles(None),
         takes_videos=False,

@@ -31,12 +31,12 @@ from services.encoder.front.admission import Admission
 from services.encoder.front.client_embeddings import ClientEmbeddings
 from services.encoder.front.embeddings import Embeddings
 from services.encoder.front.engine_client import EngineClient
-from services.encoder.front.held_videos import HeldVideos
 from services.encoder.front.memory_tier import MemoryTier
 from services.encoder.front.probe_queue import ProbeQueue
 from services.encoder.front.redis_tier import RedisTier
 from services.encoder.front.service import EncoderServicer
 from services.encoder.front.uploaded_files import MAX_BYTES, UploadedFiles
+from services.encoder.front.video_store import VideoStore
 from services.encoder.metrics import EncoderMetrics
 from services.encoder.settings import EncoderSettings
 
@@ -45,8 +45,8 @@ from services.encoder.settings import EncoderSettings
 _QUEUED_SHARE, _MIN_QUEUED_BYTES = 16, 64 << 20
 _MAX_IMAGE_PATCHES = 1 << 20  # before merging
 _MAX_QUEUED_PATCHES = 1 << 21  # refused at once beyond; a clip of a minute has 48,000
-# Files of videos that are kept for a while: a sixteenth of the pod's memory.
-_HELD_SHARE, _MAX_HELD_BYTES = 16, 512 << 20
+# Bytes of the stored files of videos: a sixteenth of the pod's memory.
+_VIDEO_SHARE, _MAX_VIDEO_BYTES = 16, 512 << 20
 _PROBES = 2  # videos whose containers are read at a time
 _WRITES_GRACE_S = 2.0
 _FAILED_CALLS_GRACE_S = 2.0  # for calls whose error is on its way when the engine has died
@@ -75,7 +75,7 @@ class EncoderFrontProcess(FrontProcess[EncoderSettings]):
         memory: MemoryTier,
         cache: RedisCache | None,
         redis: RedisTier | None,
-        videos: HeldVideos,
+        videos: VideoStore,
     ) -> None:
         self.registry = metrics.registry
         self.servicer = self._encoder_servicer = servicer
@@ -119,11 +119,11 @@ class EncoderFrontProcess(FrontProcess[EncoderSettings]):
             metrics=metrics,
             max_queued_bytes=max_bytes,
         )
-        max_held = memory_limit_bytes() // _HELD_SHARE
+        max_stored = memory_limit_bytes() // _VIDEO_SHARE
         pool = ClipPool(_PROBES, memory_bytes=_PROBES * PROBE_BYTES)
-        videos = HeldVideos(ProbeQueue(pool, _PROBES), min(_MAX_HELD_BYTES, max_held))
+        videos = VideoStore(ProbeQueue(pool, _PROBES), min(_MAX_VIDEO_BYTES, max_stored))
         client_embeddings = ClientEmbeddings(memory, embeddings)
-        files = UploadedFiles(cache, min(MAX_BYTES, max_held))
+        files = UploadedFiles(cache, min(MAX_BYTES, max_stored))
         servicer = EncoderServicer(
             describe(ready, settings, vision, fingerprint),
             embeddings,

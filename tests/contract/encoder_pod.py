@@ -34,12 +34,12 @@ from services.encoder.front.admission import Admission
 from services.encoder.front.client_embeddings import ClientEmbeddings
 from services.encoder.front.embeddings import Embeddings
 from services.encoder.front.engine_client import EngineClient
-from services.encoder.front.held_videos import HeldVideos
 from services.encoder.front.memory_tier import MemoryTier
 from services.encoder.front.probe_queue import ProbeQueue
 from services.encoder.front.redis_tier import RedisTier
 from services.encoder.front.service import EncoderServicer
 from services.encoder.front.uploaded_files import UploadedFiles
+from services.encoder.front.video_store import VideoStore
 from services.encoder.metrics import EncoderMetrics
 from tests.fake_clips import FakeClips
 from tests.noise import PATIENCE_S
@@ -242,7 +242,7 @@ async def run_pod(
         num_features=LIKE.num_features, hidden=LIKE.hidden, max_image_patches=max_image_patches,
     )  # fmt: skip
     pool = cast("ClipPool", clips or ClipPool(1, memory_bytes=0))
-    videos = HeldVideos(ProbeQueue(pool, max_probes), max_bytes=1 << 30)
+    videos = VideoStore(ProbeQueue(pool, max_probes), max_bytes=1 << 30)
     client_embeddings = ClientEmbeddings(memory, embeddings)
     servicer = EncoderServicer(
         description, embeddings, metrics, videos, client_embeddings, files or UploadedFiles(cache),

@@ -400,7 +400,7 @@ class SourceStore:
     """The inputs of recent embeddings, in case an embedding is evicted and needed again.
 
     Each input is stored for two minutes, and the oldest are dropped first. A video counts as its
-    name alone, because `HeldVideos` has the file.
+    name alone, because `VideoStore` has the file.
 
     Args:
         max_bytes: the most bytes of all files.

@@ -19,7 +19,7 @@ from services.common.threads import INLINE_BYTES
 from services.encoder.engine.messages import Source
 from services.encoder.front.admission import Share
 from services.encoder.front.embeddings import Embeddings
-from services.encoder.front.held_videos import HeldVideo, HeldVideos
+from services.encoder.front.video_store import StoredVideo, VideoStore
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class EncodeInputs:
     unit: Unit
     salt: bytes
     is_embedding: bool
-    video: HeldVideo | None
+    video: StoredVideo | None
 
     def key(self, prefix: bytes) -> bytes:
         """Returns the image key, in 0.15 ms per MiB of the files.
@@ -76,7 +76,7 @@ class InputReader:
         self,
         description: pb.DescribeEncoderResponse,
         embeddings: Embeddings,
-        videos: HeldVideos,
+        videos: VideoStore,
         *,
         takes_videos: bool,
     ) -> None:

@@ -1,8 +1,8 @@
-"""The videos whose containers are read next: fair among tenants, by the time that reading takes.
+"""The queue of the video files whose facts are read next, fair among tenants.
 
-How long a file takes is known when it has been read: small files may take seconds. So a tenant's
-turn comes by the time that its files before have taken, and a tenant never has all workers: a file
-that is being read cannot be interrupted, and the first file of another tenant waits for none.
+Small files may take seconds to read, and their time is only known afterwards. Therefore tenants
+take turns according to the time that their earlier files have taken. A tenant never occupies all
+workers: reading a file cannot be interrupted, and the first file of another tenant must not wait.
 """
 
 import asyncio
@@ -23,7 +23,14 @@ from services.encoder.front.admission import Share
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Probe:
-    """A file that waits or is being read. Its facts are cancelled when nobody waits for them."""
+    """A file that waits or is being read.
+
+    Attributes:
+        file: address of the file.
+        share: tenant that has sent the file.
+        waits_since: time of the clock at which the file was queued.
+        facts: future of the file's facts. It is cancelled when no caller waits for the facts.
+    """
 
     file: MemoryAddress
     share: Share
@@ -34,13 +41,14 @@ class _Probe:
 
 
 class ProbeQueue:
-    """Reads files in worker processes. One event loop owns it.
+    """Reads the facts of files in worker processes. One event loop uses it.
 
     Args:
         pool: the worker processes, which the queue closes.
-        max_running: files that are read at a time. One tenant has one less of them, and one at
-            least. Callers without a key have all of them: no tenant is there beside them.
-        clock: seconds, monotonic.
+        max_running: most files that are read at the same time. The files of one tenant occupy one
+            worker less, but at least one. Callers without a key may occupy all workers, because a
+            server without keys has no other tenants.
+        clock: function that returns monotonic seconds.
     """
 
     def __init__(
@@ -58,8 +66,8 @@ class ProbeQueue:
         """Reads a file when its tenant's turn has come.
 
         Raises:
-            InvalidVideo: the file is no video that is decoded here.
-            VideoNotHeld: the file is gone.
+            InvalidVideo: the file is not a video that can be decoded here.
+            VideoNotHeld: the file was closed.
             Overloaded: no worker can be started.
         """
         probe = _Probe(file, share, self._clock())
@@ -85,7 +93,7 @@ class ProbeQueue:
             reading.add_done_callback(partial(self._end, probe, place, begun))
 
     def _next(self) -> _Probe | None:
-        """Takes the file of the tenant whose turn it is. None if no file may be read now."""
+        """Removes the next file from the queue. Returns None if no file may be read now."""
         first: list[tuple[float, float, str]] = []
         for tenant, waiting in list(self._waiting.items()):
             while waiting and waiting[0].facts.done():

@@ -39,9 +39,9 @@ from services.common.transport.rpc import Servicer, abort, adopt_metadata, messa
 from services.encoder.front.client_embeddings import ClientEmbeddings
 from services.encoder.front.embeddings import Embeddings, Encoded, Work
 from services.encoder.front.encode_inputs import InputReader, checked_key, share_of
-from services.encoder.front.held_videos import HeldVideo, HeldVideos
 from services.encoder.front.memory_tier import Reading
 from services.encoder.front.uploaded_files import TTL_S, UploadedFiles
+from services.encoder.front.video_store import StoredVideo, VideoStore
 from services.encoder.metrics import EncoderMetrics
 
 log = logging.getLogger(__name__)
@@ -84,7 +84,7 @@ class EncoderServicer(Servicer):
         description: pb.DescribeEncoderResponse,
         embeddings: Embeddings,
         metrics: EncoderMetrics,
-        videos: HeldVideos,
+        videos: VideoStore,
         client_embeddings: ClientEmbeddings,
         files: UploadedFiles,
         *,
@@ -213,10 +213,10 @@ class EncoderServicer(Servicer):
                 current.set(num_frames=held.facts.num_frames, size_bytes=held.file.size_bytes)
             return pb.ProbeResponse(video_digest=held.digest, **asdict(held.facts))
 
-    async def _probe(self, context: grpc.aio.ServicerContext) -> HeldVideo:
+    async def _probe(self, context: grpc.aio.ServicerContext) -> StoredVideo:
         """Returns the video of a call, once its container was read.
 
-        The message is dropped while the file waits to be read: `HeldVideos` has a copy, which it
+        The message is dropped while the file waits to be read: `VideoStore` has a copy, which it
         counts.
         """
         async with self._message(context, pb.ProbeRequest) as message:

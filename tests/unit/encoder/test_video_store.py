@@ -10,10 +10,10 @@ import pytest
 from services.common.embeddings.shared_memory import ForeignMemory, MemoryAddress, NotReadable
 from services.common.errors import InvalidRequest, InvalidVideo, Overloaded, VideoNotHeld
 from services.encoder.decoding.clips.clip_pool import DecoderLost
-from services.encoder.front import held_videos
 from services.encoder.front.admission import NOBODY, Share
-from services.encoder.front.held_videos import HeldVideo, HeldVideos
+from services.encoder.front.file_copier import FileCopier
 from services.encoder.front.probe_queue import ProbeQueue
+from services.encoder.front.video_store import StoredVideo, VideoStore
 from tests.fake_clips import FakeClips
 from tests.noise import PATIENCE_S
 
@@ -39,13 +39,13 @@ def clips() -> FakeClips:
 
 
 @pytest.fixture
-async def videos(clips: FakeClips, clock: Clock) -> AsyncIterator[HeldVideos]:
-    videos = HeldVideos(ProbeQueue(clips, 2), max_bytes=100, clock=clock)  # type: ignore[arg-type]
+async def videos(clips: FakeClips, clock: Clock) -> AsyncIterator[VideoStore]:
+    videos = VideoStore(ProbeQueue(clips, 2), max_bytes=100, clock=clock)  # type: ignore[arg-type]
     yield videos
     await asyncio.to_thread(videos.close)
 
 
-async def held(videos: HeldVideos, file: bytes, share: Share = NOBODY) -> HeldVideo:
+async def held(videos: VideoStore, file: bytes, share: Share = NOBODY) -> StoredVideo:
     return await (await videos.take(file, share))
 
 
@@ -54,7 +54,7 @@ def num_descriptors() -> int:
 
 
 async def test_a_file_is_read_once_and_named_by_its_digest(
-    videos: HeldVideos, clips: FakeClips
+    videos: VideoStore, clips: FakeClips
 ) -> None:
     first, *others = await asyncio.gather(*(held(videos, b"clip") for _ in range(5)))
     assert all(other is first for other in others) and clips.read == [b"clip"]
@@ -66,7 +66,7 @@ async def test_a_file_is_read_once_and_named_by_its_digest(
             first.frame_digest(index)
 
 
-async def test_the_longest_unused_gives_way(videos: HeldVideos) -> None:
+async def test_the_longest_unused_gives_way(videos: VideoStore) -> None:
     first, second = await held(videos, b"1" * 40), await held(videos, b"2" * 40)
     videos.get(first.digest)
     third = await held(videos, b"3" * 40)
@@ -83,7 +83,7 @@ async def test_the_longest_unused_gives_way(videos: HeldVideos) -> None:
 
 
 async def test_a_file_that_has_expired_is_read_again(
-    videos: HeldVideos, clips: FakeClips, clock: Clock
+    videos: VideoStore, clips: FakeClips, clock: Clock
 ) -> None:
     first = await held(videos, b"clip")
     clock.now_s += 119.0
@@ -101,7 +101,7 @@ async def test_a_file_that_has_expired_is_read_again(
 async def test_the_end_of_a_probe_that_was_given_up_is_not_that_of_the_next() -> None:
     """Which begins while the first one's file is still being read, and which others join."""
     clips = FakeClips(waits=True)
-    videos = HeldVideos(ProbeQueue(clips, 2), max_bytes=100)  # type: ignore[arg-type]
+    videos = VideoStore(ProbeQueue(clips, 2), max_bytes=100)  # type: ignore[arg-type]
     given_up = await videos.take(b"clip", NOBODY)
     assert await asyncio.to_thread(clips.begun.get, timeout=PATIENCE_S) == b"clip"
     given_up.cancel()
@@ -117,31 +117,40 @@ async def test_the_end_of_a_probe_that_was_given_up_is_not_that_of_the_next() ->
     assert clips.read == [b"clip"] * 2 and clips.begun.empty()
 
 
-async def test_a_copy_that_nobody_waits_for_is_closed(
-    videos: HeldVideos, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    copies, go_on = threading.Event(), threading.Event()
-    copied = held_videos._copied
+class SlowCopier(FileCopier):
+    """Copies files while `go_on` is set. `copies` is set when a copy begins."""
 
-    def slow(file: bytes) -> MemoryAddress:
-        copies.set()
-        assert go_on.wait(10)
-        return copied(file)
+    def __init__(self) -> None:
+        super().__init__()
+        self.copies, self.go_on = threading.Event(), threading.Event()
+        self.go_on.set()
 
+    def write(self, file: bytes) -> MemoryAddress:
+        self.copies.set()
+        assert self.go_on.wait(PATIENCE_S)
+        return super().write(file)
+
+
+async def test_a_copy_that_nobody_waits_for_is_closed(clips: FakeClips) -> None:
+    copier = SlowCopier()
+    probes = ProbeQueue(clips, 2)  # type: ignore[arg-type]
+    videos = VideoStore(probes, max_bytes=100, copier=copier)
     await held(videos, b"clip")  # starts what is started once
     before = num_descriptors()
-    monkeypatch.setattr(held_videos, "_copied", slow)
+    copier.copies.clear()
+    copier.go_on.clear()
     probe = asyncio.create_task(videos.take(b"another clip", NOBODY))
-    assert await asyncio.to_thread(copies.wait, 10)
+    assert await asyncio.to_thread(copier.copies.wait, PATIENCE_S)
     probe.cancel()
     await asyncio.gather(probe, return_exceptions=True)
-    go_on.set()
-    await asyncio.to_thread(videos._threads.shutdown)
+    copier.go_on.set()
+    await asyncio.to_thread(copier.close)
     assert num_descriptors() == before
+    await asyncio.to_thread(videos.close)
 
 
 async def test_a_file_that_was_refused_is_not_read_again_for_a_while(
-    videos: HeldVideos, clips: FakeClips, clock: Clock
+    videos: VideoStore, clips: FakeClips, clock: Clock
 ) -> None:
     """Whoever sends it: a file that takes too long would take as long again."""
     await held(videos, b"clip")
@@ -160,7 +169,7 @@ async def test_a_file_that_was_refused_is_not_read_again_for_a_while(
     "error", [DecoderLost("too long"), Overloaded("no process"), VideoNotHeld("gone")], ids=repr
 )
 async def test_what_says_nothing_of_a_file_is_not_remembered(
-    videos: HeldVideos, clips: FakeClips, error: Exception
+    videos: VideoStore, clips: FakeClips, error: Exception
 ) -> None:
     clips.errors[b"clip"] = error
     with pytest.raises(type(error)):
@@ -170,7 +179,7 @@ async def test_what_says_nothing_of_a_file_is_not_remembered(
 
 
 async def test_refusals_that_are_remembered_are_bounded(
-    videos: HeldVideos, clips: FakeClips
+    videos: VideoStore, clips: FakeClips
 ) -> None:
     files = [b"%d" % number for number in range(4098)]
     clips.errors |= dict.fromkeys(files, InvalidVideo("too long"))
@@ -186,7 +195,7 @@ async def test_refusals_that_are_remembered_are_bounded(
 
 async def test_files_of_a_tenant_that_wait_leave_room_for_others() -> None:
     clips = FakeClips(waits=True)
-    videos = HeldVideos(ProbeQueue(clips, 2), max_bytes=100)  # type: ignore[arg-type]
+    videos = VideoStore(ProbeQueue(clips, 2), max_bytes=100)  # type: ignore[arg-type]
     crowd, guest = Share("crowd"), Share("guest")
     waiting = [await videos.take(b"%d" % number * 25, crowd) for number in range(3)]
     with pytest.raises(Overloaded, match="too many bytes"):
@@ -207,7 +216,7 @@ async def test_files_of_a_tenant_that_wait_leave_room_for_others() -> None:
 async def test_a_file_of_two_tenants_is_read_in_the_turn_of_each() -> None:
     """A tenant does not wait behind another's files because that has sent the same one."""
     clips = FakeClips(waits=True)
-    videos = HeldVideos(ProbeQueue(clips, 2), max_bytes=100)  # type: ignore[arg-type]
+    videos = VideoStore(ProbeQueue(clips, 2), max_bytes=100)  # type: ignore[arg-type]
     crowd, guest = Share("crowd"), Share("guest")
     before = num_descriptors()
     slow, last = await videos.take(b"slow", crowd), await videos.take(b"clip", crowd)
@@ -224,7 +233,7 @@ async def test_a_file_of_two_tenants_is_read_in_the_turn_of_each() -> None:
 async def test_calls_that_leave_give_their_room_back() -> None:
     """While their files wait, and while these are being read."""
     clips = FakeClips(waits=True)
-    videos = HeldVideos(ProbeQueue(clips, 1), max_bytes=100)  # type: ignore[arg-type]
+    videos = VideoStore(ProbeQueue(clips, 1), max_bytes=100)  # type: ignore[arg-type]
     files = [b"%d" % number * 60 for number in range(4)]
     for file in files[:3]:
         taken = await videos.take(file, Share("a"))
