@@ -1,4 +1,4 @@
-"""The type of clocks that tests replace."""
+"""The type of the clocks that tests replace."""
 
 from collections.abc import Callable
 

@@ -205,7 +205,7 @@ class Overloaded(Unavailable, code="overloaded", grpc="RESOURCE_EXHAUSTED"):
 
 class ProcessLost(Unavailable, code="process_lost"):
     """The process that worked on the request ended, closed its connection or stopped answering. The
-    request may be the cause, so a gateway sends it to one other process at most.
+    request may be the cause, so a gateway retries it once at most.
     """
 
 

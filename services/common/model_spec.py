@@ -296,7 +296,7 @@ class QuantizationSpec:
     - `mxfp4`, `mxfp8`: e2m1 or e4m3 with a power of two per 32 columns.
 
     Attributes:
-        format: one of these formats.
+        format: a name of the list above.
         one_scale: True if the files of `fp8_channel` have one scale per module, which all channels
             share.
         packing: layout of integers and e2m1 values in the files.

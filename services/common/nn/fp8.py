@@ -134,30 +134,38 @@ def _fused_rows(weight_format: str) -> Sequence[Implementation[Any]]:
     def hopper(facts: Any) -> str:  # noqa: ANN401
         return half_obstacle(facts) or _hopper(facts)
 
-    def normed(kernel: str) -> Callable[[Any], Kernel]:
-        return lambda facts: gemv_after_norm(_bound(kernel, facts))
-
-    def projected(kernel: str, *takes: Callable[[Any], bool]) -> Callable[[Any], Kernel]:
-        return lambda facts: of_layer(_bound(kernel, facts), *takes)
-
-    w8a8_project = projected("fp8_w8a8.split_k_partials", has_kernels)
-
+    norm_gemv = partial(_after_norm, "fp8_kernels.norm_gemv")
+    norm_swiglu_gemv = partial(_after_norm, "fp8_kernels.norm_swiglu_gemv")
+    gemv_add = partial(_of_layer, "fp8_kernels.gemv_add")
+    partials = partial(_of_layer, "fp8_kernels.split_k_partials")
     gemv, w8a8, skinny = map(up_to, (GEMV_TOKENS, SKINNY_W8A8_TOKENS, SKINNY_TOKENS))
     return (
-        Implementation("norm_linear", "fp8_gemv", normed("fp8_kernels.norm_gemv"), fits, gemv),
+        Implementation("norm_linear", "fp8_gemv", norm_gemv, fits, gemv),
         Implementation("norm_linear", "fp8_norm", _norm_linear, hopper),
-        Implementation(
-            "norm_swiglu", "fp8_gemv", normed("fp8_kernels.norm_swiglu_gemv"), fits, gemv
-        ),
+        Implementation("norm_swiglu", "fp8_gemv", norm_swiglu_gemv, fits, gemv),
         Implementation("norm_swiglu", "fp8_norm", _norm_swiglu, hopper),
-        Implementation(
-            "linear_residual", "fp8_gemv", projected("fp8_kernels.gemv_add"), adds, gemv
-        ),
-        Implementation("project", "fp8_skinny_w8a8", w8a8_project, hopper, w8a8),
-        Implementation(
-            "project", "fp8_skinny_gemm", projected("fp8_kernels.split_k_partials"), fits, skinny
-        ),
+        Implementation("linear_residual", "fp8_gemv", gemv_add, adds, gemv),
+        Implementation("project", "fp8_skinny_w8a8", _project_w8a8, hopper, w8a8),
+        Implementation("project", "fp8_skinny_gemm", partials, fits, skinny),
     )
+
+
+def _after_norm(kernel: str, facts: Any) -> Kernel:  # noqa: ANN401
+    return gemv_after_norm(_bound(kernel, facts))
+
+
+def _of_layer(kernel: str, facts: Any) -> Kernel:  # noqa: ANN401
+    return of_layer(_bound(kernel, facts))
+
+
+def _project_w8a8(facts: Any) -> Kernel:  # noqa: ANN401
+    kernel = _bound("fp8_w8a8.split_k_partials", facts)
+
+    def project(x: Tensor, layer: Linear) -> Tensor:
+        weight = layer.method.weight(layer)
+        return kernel(x, weight, layer.bias) if has_kernels(weight) else layer(x)
+
+    return project
 
 
 def _norm_linear(facts: Any) -> Kernel:  # noqa: ANN401

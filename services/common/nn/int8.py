@@ -22,7 +22,6 @@ from services.common.nn.quantized import (
     after_norm,
     few_or_many,
     half_obstacle,
-    of_layer,
 )
 
 SKINNY_TOKENS = 64  # largest number of tokens for the split-K kernel
@@ -101,7 +100,12 @@ def _project(facts: Any) -> Kernel:  # noqa: ANN401
     from kernels.gemm import int8_kernels
 
     kernel = partial(int8_kernels.split_k_partials, device=facts.device)
-    return of_layer(kernel, int8_weight.has_tiles)
+
+    def project(x: Tensor, layer: Linear) -> Tensor:
+        weight = layer.method.weight(layer)
+        return kernel(x, weight, layer.bias) if int8_weight.has_tiles(weight) else layer(x)
+
+    return project
 
 
 def _gemm(name: str, facts: Any) -> Kernel:  # noqa: ANN401

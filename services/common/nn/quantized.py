@@ -1,5 +1,6 @@
 """Base class and helpers of the methods for quantized linear layers."""
 
+from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -21,17 +22,7 @@ ACTIVATIONS = tuple(
 
 
 class QuantizedLinear(LinearMethod):
-    """Base class of the methods for quantized weights. A method has no state of its layers.
-
-    Attributes:
-        multiply: specification in plain torch: (x `[T, K]`, weight) → `[T, N]`.
-        dequantize: function (weight, dtype) → matrix `[..., N, K]`.
-        has_kernels: function that returns whether all rows of the dispatch table support a weight.
-    """
-
-    multiply: Callable[[Tensor, Any], Tensor]
-    dequantize: Callable[[Any, torch.dtype], Tensor]
-    has_kernels: Callable[[Any], bool]
+    """Base class of the methods for quantized weights. A method has no state of its layers."""
 
     def __init__(self, weight_format: str) -> None:
         self.weight_format = weight_format
@@ -47,6 +38,21 @@ class QuantizedLinear(LinearMethod):
             found = found + layer.bias
         return found.view(*x.shape[:-1], layer.out_features)
 
+    @staticmethod
+    @abstractmethod
+    def multiply(x: Tensor, weight: Any, /) -> Tensor:  # noqa: ANN401 - a type of the format
+        """Multiplies in plain torch, which specifies the result: `[T, K]` → `[T, N]`."""
+
+    @staticmethod
+    @abstractmethod
+    def dequantize(weight: Any, dtype: torch.dtype, /) -> Tensor:  # noqa: ANN401
+        """Returns the weight as a matrix `[..., N, K]`."""
+
+    @staticmethod
+    @abstractmethod
+    def has_kernels(weight: Any, /) -> bool:  # noqa: ANN401
+        """Returns whether all rows of the dispatch table support a weight."""
+
 
 def half_obstacle(facts: Any) -> str:  # noqa: ANN401 - the facts of the decoder
     """Reason why a half-precision Triton kernel cannot run. Empty if it can."""
@@ -54,18 +60,11 @@ def half_obstacle(facts: Any) -> str:  # noqa: ANN401 - the facts of the decoder
     return facts.device.triton_obstacle or half
 
 
-def of_layer(kernel: Kernel, takes: Callable[[Any], bool] = lambda _: True) -> Kernel:
-    """Wraps a kernel of (x, weight, bias, ...) as a kernel of (x, layer, ...).
-
-    Args:
-        kernel: the kernel.
-        takes: function that returns whether the kernel supports a weight. If it does not, the layer
-            itself is called, which is only possible without further arguments.
-    """
+def of_layer(kernel: Kernel) -> Kernel:
+    """Wraps a kernel of (x, weight, bias, ...) as a kernel of (x, layer, ...)."""
 
     def call(x: Tensor, layer: Linear, *rest: Tensor) -> Tensor | None:
-        weight = layer.method.weight(layer)
-        return kernel(x, weight, layer.bias, *rest) if takes(weight) else layer(x)
+        return kernel(x, layer.method.weight(layer), layer.bias, *rest)
 
     return call
 

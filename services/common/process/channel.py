@@ -46,7 +46,7 @@ class EngineChannel(Generic[Incoming]):
     engine calls.
 
     Args:
-        end: one socket of `create_socket_pair`.
+        end: a socket of `create_socket_pair`.
         incoming: union of the message structs that the front may send.
     """
 

@@ -1,8 +1,8 @@
 """Child processes that are modules: their start, the descriptors they inherit, and their end.
 
-A child is spawned, not forked. It inherits descriptors, whose numbers are its arguments, and reads
-its settings from standard input. It ignores SIGINT and SIGTERM: its parent handles them and ends
-the child when running work is done.
+A child is spawned, not forked. A child inherits descriptors, whose numbers are the arguments,
+and reads the settings from standard input. It ignores SIGINT and SIGTERM: its parent handles them
+and ends the child when running work is done.
 """
 
 import asyncio

@@ -25,7 +25,7 @@ class EngineWatch:
 
     Args:
         front: front of the engine, which knows whether the engine has work.
-        on_gpu: whether the engine computes on a GPU, so that using a CPU is no sign of progress.
+        on_gpu: True if the engine computes on a GPU, where using a CPU is no sign of progress.
         max_silence_s: longest time without a sign of life while there is work.
         period_s: time between two checks.
         idle_period_s: time between two pings while there is no work.

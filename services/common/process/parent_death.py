@@ -2,8 +2,8 @@
 
 The file is also a program, `python parent_death.py PARENT_PID COMMAND…`, because code between fork
 and exec is not safe once a library has started threads. The program becomes the command (exec), so
-that it does not appear in the process tree. It uses the standard library only, so that it starts in
-a few milliseconds without site-packages.
+that it does not appear in the process tree. It uses the standard library only and
+starts in a few milliseconds without site-packages.
 """
 
 import ctypes

@@ -2,8 +2,9 @@
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable
 from typing import Generic, TypeVar
+
+from services.common.clock import Clock
 
 _ENTRY_BYTES = 256  # counted for an entry in addition to its name and data
 
@@ -28,7 +29,7 @@ class TenantStore(Generic[Name]):
         max_tenant_bytes: int,
         max_bytes: int,
         ttl_s: float,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Clock = time.monotonic,
     ) -> None:
         self._max_bytes = min(max_tenant_bytes, max_bytes), max_bytes
         self._ttl_s = ttl_s
