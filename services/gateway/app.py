@@ -8,7 +8,6 @@ import logging
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from functools import partial
 
 from fastapi import APIRouter
 from starlette.types import ASGIApp
@@ -23,19 +22,20 @@ from services.common.threads import WorkerThreads
 from services.common.transport.rpc import create_channel
 from services.gateway.answers.answer_reader import AnswerReader
 from services.gateway.bounds import Bounds
-from services.gateway.clients import uploads
 from services.gateway.clients.decoders import DecoderPool
 from services.gateway.clients.encoders import EncoderPool
 from services.gateway.clients.pods import Dialling
 from services.gateway.clients.served_model import ServedModel
+from services.gateway.clients.uploads import Uploads
 from services.gateway.endpoints.surfaces import create_routes
 from services.gateway.http.middleware import Middleware, with_cors
 from services.gateway.http.same_site import SameSite, is_loopback, served_hosts
 from services.gateway.kept import MAX_BYTES, MAX_TENANT_BYTES, Kept, MemoryKept
 from services.gateway.kept_redis import RedisKept
-from services.gateway.media.embeddings import load_embeddings
-from services.gateway.media.images import ImageReader, MediaLoader
-from services.gateway.media.local_files import read_local_file
+from services.gateway.media.embeddings import ClientEmbeddings
+from services.gateway.media.images import ImageReader
+from services.gateway.media.local_files import LocalFiles
+from services.gateway.media.media_loader import MediaLoader
 from services.gateway.media.videos import VideoReader
 from services.gateway.media.web_media import WebMedia
 from services.gateway.metrics import GatewayMetrics
@@ -44,7 +44,7 @@ from services.gateway.prompts.chat_template import ChatTemplate
 from services.gateway.prompts.conversation import ConversationReader
 from services.gateway.prompts.prompt import PromptBuilder
 from services.gateway.request.chat import ChatService
-from services.gateway.request.sampling import model_defaults
+from services.gateway.request.sampling import SamplingReader, model_defaults
 from services.gateway.settings import GatewaySettings
 from services.gateway.tenancy.admission import Admission, largest_body, max_held_bytes
 from services.gateway.tenancy.leases import Leases
@@ -96,25 +96,25 @@ def create_gateway(settings: GatewaySettings, bounds: Bounds | None = None) -> G
     encoders, decoders = _pools(settings, spec, metrics)
     web = WebMedia(allow_private=settings.allows_private_media)
     directory = settings.media_directory
-    read_file = None if directory is None else partial(read_local_file, directory.resolve())
-    loader = MediaLoader(web.fetch, read_file, partial(uploads.get, encoders))
+    local = None if directory is None else LocalFiles(directory)
+    loader = MediaLoader(web, local, Uploads(encoders))
     images = videos = None
     if spec.vision is not None:
         width = spec.text.hidden_size * spec.vision.tower.num_features
-        brought = partial(load_embeddings, width, loader) if settings.embeddings else None
-        images = ImageReader(loader, spec.vision.geometry, bounds, kept, brought)
+        embeddings = ClientEmbeddings(width, loader) if settings.embeddings else None
+        images = ImageReader(loader, spec.vision.geometry, bounds, kept, embeddings)
         if spec.vision.video is not None:
-            videos = VideoReader(loader, spec.vision.video, bounds)
+            videos = VideoReader(loader, spec.vision.video, bounds, encoders)
     parsers = WorkerThreads(1, "parse")
     service = ChatService(
         model_name=settings.served_model_name or spec.name,
         tokenizer=tokenizer,
         conversations=ConversationReader(spec, tokenizer, template, bounds),
         prompts=PromptBuilder(spec, tokenizer, template),
-        answer_format=AnswerReader(spec, tokenizer, template.source, parsers).format_of,
+        answers=AnswerReader(spec, tokenizer, template.source, parsers),
         images=images,
         videos=videos,
-        defaults=model_defaults(spec),
+        sampling=SamplingReader(tokenizer, model_defaults(spec)),
         encoders=encoders,
         decoders=decoders,
         metrics=metrics,

@@ -1,13 +1,18 @@
-"""Bounds of requests: images, pixels, places. Some are settings of the gateway (`settings`), the
-others fit any model; the memory of all requests follows from the pod's (`tenancy.admission`).
+"""Bounds of requests: images, pixels, number of requests. Some are settings of the gateway
+(`settings`), the others fit any model. The memory for all requests follows from the pod's memory
+(`tenancy.admission`).
 """
 
 from dataclasses import dataclass
 
-MAX_BODY_BYTES = 64 << 20  # of a request, unless the gateway's settings say another number
+# Most bytes of a request's body, unless the gateway's settings give another number.
+MAX_BODY_BYTES = 64 << 20
 # Memory that a byte of a body may take until its request ends: as received, in the parsed strings,
 # decoded from base64, in the call to an encoder.
 MEMORY_PER_BODY_BYTE = 4
+# Memory that a byte of an image or video takes that is not in the request's body: as received, and
+# in the call to an encoder.
+MEMORY_PER_FETCHED_BYTE = 3
 
 
 @dataclass(frozen=True, slots=True)

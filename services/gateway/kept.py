@@ -10,13 +10,13 @@ from collections.abc import Callable
 from typing import Protocol
 
 from services.common.tenancy.tenant_store import TenantStore
-from services.gateway.media.images import KeptImages
+from services.gateway.media.images import StoredImages
 
 KEPT_S = 3600.0
 MAX_TENANT_BYTES, MAX_BYTES = 32 << 20, 128 << 20
 
 
-class Kept(KeptImages, Protocol):
+class Kept(StoredImages, Protocol):
     """A store of entries of both kinds."""
 
     async def delete(self, tenant: str, name: str) -> bool:

@@ -19,9 +19,11 @@ from services.gateway.http import exchange
 from services.gateway.media.kinds import IMAGE
 from services.gateway.media.web_media import WebMedia
 from services.gateway.request import attempts
+from services.gateway.tenancy.request_memory import MemoryBudget, RequestMemory
 from tests.gateway_fixtures import asking
 from tests.gateway_stack import MODEL, GatewayStack
 from tests.noise import PATIENCE_S, least
+from tests.slots import slot_of
 
 HELLO = {"role": "user", "content": "hello"}
 
@@ -108,7 +110,7 @@ def test_images_do_not_count_as_json(stack):
 )
 def test_an_answer_that_is_collected_counts_as_memory(stack, monkeypatch, path, fields):
     stack.decoder.reply = stack.tokenizer.encode_text("hello") * 1000
-    monkeypatch.setattr(stack.gateway.admission, "max_held_bytes", 2 << 20)
+    monkeypatch.setattr(stack.gateway.admission.memory, "max_bytes", 2 << 20)
     for max_tokens, status in ((9, 200), (1000, 503)):
         limit = "max_output_tokens" if path == "responses" else "max_tokens"
         with stack.client() as client:
@@ -120,7 +122,7 @@ def test_an_answer_that_is_collected_counts_as_memory(stack, monkeypatch, path, 
 
 def test_a_stream_whose_end_has_the_whole_answer_counts_as_memory(stack, monkeypatch):
     stack.decoder.reply = stack.tokenizer.encode_text("hello") * 1000
-    monkeypatch.setattr(stack.gateway.admission, "max_held_bytes", 2 << 20)
+    monkeypatch.setattr(stack.gateway.admission.memory, "max_bytes", 2 << 20)
     body = {"input": "x", "include": ["message.output_text.logprobs"], "stream": True}
     with stack.client() as client:
         for max_tokens, end in ((9, "response.incomplete"), (1000, "response.failed")):
@@ -141,7 +143,7 @@ def test_a_stream_whose_end_has_the_whole_answer_counts_as_memory(stack, monkeyp
     ],
 )
 def test_logprobs_of_prompts_count_as_memory(stack, monkeypatch, path, fields):
-    monkeypatch.setattr(stack.gateway.admission, "max_held_bytes", 2 << 20)
+    monkeypatch.setattr(stack.gateway.admission.memory, "max_bytes", 2 << 20)
     for length, status in ((9, 200), (2000, 503)):
         prompts = {"prompt": [[5] * length] * 2}
         if path == "chat/completions":
@@ -323,6 +325,10 @@ async def test_an_origins_small_pieces_leave_others_their_turns():
         await writer.drain()
         writer.close()
 
+    class Turns(RequestMemory):
+        def add(self, num_bytes: int) -> None:
+            found.add(turn)
+
     async def others() -> None:
         nonlocal turn
         while True:
@@ -333,7 +339,7 @@ async def test_an_origins_small_pieces_leave_others_their_turns():
     async with await asyncio.start_server(serve, "127.0.0.1", 0) as origin:
         port = origin.sockets[0].getsockname()[1]
         url = f"http://127.0.0.1:{port}/"
-        await media.fetch(url, 1000, IMAGE, lambda _: found.add(turn), "")
+        await media.fetch(url, 1000, IMAGE, slot_of(memory=Turns(MemoryBudget(0))))
     waiting.cancel()
     media.close()
     assert len(found) == 500

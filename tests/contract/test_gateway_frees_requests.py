@@ -25,7 +25,7 @@ from services.gateway.media.images import Image
 from services.gateway.prompts.prompt import PromptBuilder
 from services.gateway.request.attempts import Attempts
 from services.gateway.request.completion import Completion
-from services.gateway.tenancy.admission import Slot
+from services.gateway.tenancy.slot import Slot
 from tests.attacks.images import small
 from tests.contract.test_gateway_openai import send_raw
 from tests.fakes import forever, raising

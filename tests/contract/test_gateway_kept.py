@@ -337,7 +337,7 @@ def test_without_an_answer_of_redis_nothing_is_promised(gateways):
 
 
 def test_entries_of_another_version_are_not_found(stack):
-    kept = stack.gateway.service.images.kept
+    kept = stack.gateway.service.images.store
     entry = json.dumps({"another": "form"}).encode()
     stack.thread.run(kept.put("", "response:resp_old", entry))
     assert get(stack, "resp_old").status_code == 404

@@ -1,9 +1,9 @@
-"""A bound on an answer's reasoning: after so many tokens it is closed in the model's place.
+"""The thinking budget of a request: number of tokens after which an answer's reasoning is closed.
 
-`Attempts` runs each choice up to the budget first. If it still thinks there, what closes the
-reasoning is appended, as if the model had written it, and the choice goes on behind it. What may
-become a tool call is not cut apart: a choice whose text ends in the head of a call goes on for some
-tokens, until the head is a call, which stays whole, or a mention of its tag, which is a thought.
+`BoundedThinking` runs each choice up to the budget, and asks `ThinkingBudget` how the choice
+continues there. Text that may become a tool call is not cut apart: a choice whose text ends in the
+head of a call continues for some tokens, until the head has become a call, which stays whole, or
+has turned out to be a mention of the call's tag inside the reasoning.
 """
 
 from collections.abc import Sequence
@@ -22,36 +22,40 @@ _MAX_HEAD_TOKENS = 64
 
 @dataclass(frozen=True, slots=True)
 class ThinkingBudget:
-    """Of one request.
+    """The thinking budget of one request.
 
     Attributes:
-        num_tokens: of an answer, from its start on, with the tag that opens its reasoning.
-        is_held: what follows the reasoning is held to a grammar, which may allow no empty line.
+        num_tokens: number of tokens of an answer, from its start, at which its reasoning is closed.
+            The tag that opens the reasoning counts, too.
+        has_grammar: whether the text behind the reasoning follows a grammar, which may allow no
+            empty line.
     """
 
     num_tokens: int
-    is_held: bool
+    has_grammar: bool
     _choices: Sequence[Choice]
     _tokenizer: ModelTokenizer
 
     def more_tokens(self, choice: int, num_generated: int) -> int:
-        """Number of tokens that a choice at the budget may go on for before the budget is looked at
-        again; 0 unless its text ends in the head of a call. The number doubles, so that a head of n
-        tokens is continued about log2(n) times.
+        """Returns the number of tokens for which a choice at the budget continues before the budget
+        is checked again; 0 unless the choice's text ends in the head of a call. The number doubles
+        with each check, so that a head of n tokens is checked about log2(n) times.
         """
         num_beyond = num_generated - self.num_tokens
         if num_beyond >= _MAX_HEAD_TOKENS or not self._choices[choice].in_head:
             return 0
         return max(1, num_beyond)
 
-    def ids_behind(self, choice: int) -> list[int]:
-        """What closes the reasoning of a choice that has come to the budget; empty: nothing."""
+    def closing_ids(self, choice: int) -> list[int]:
+        """Returns the token ids that close the reasoning of a choice at the budget. Empty if the
+        choice does not think.
+        """
         found, tokenizer = self._choices[choice], self._tokenizer
         line = tokenizer.encode_text(_EMPTY_LINE)
-        close = [*ids_of_tag(tokenizer, CLOSE), *(() if self.is_held else line)]
+        close = [*ids_of_tag(tokenizer, CLOSE), *(() if self.has_grammar else line)]
         if found.thinking:
             return close
-        if not found.num_tokens:  # the model would open it
+        if not found.num_tokens:  # The model would open its reasoning next.
             return [*ids_of_tag(tokenizer, OPEN), *line, *close]
         return []
 
@@ -62,7 +66,7 @@ def thinking_budget(
     choices: Sequence[Choice],
     tokenizer: ModelTokenizer,
 ) -> ThinkingBudget | None:
-    """The budget that a request names, if its answers may think."""
+    """Returns the budget that a request names. None if there is none or no answer thinks."""
     num_tokens = request.thinking_token_budget
     if num_tokens is None or num_tokens < 0 or not answer_format.thinks:
         return None
@@ -72,6 +76,6 @@ def thinking_budget(
 
 
 def ids_of_tag(tokenizer: ModelTokenizer, tag: str) -> tuple[int, ...]:
-    """How the model writes a tag of reasoning."""
+    """Returns the token ids by which the model writes a tag of reasoning."""
     added = tokenizer.added.get(tag)
     return (added.token_id,) if added is not None else tuple(tokenizer.encode_text(tag))

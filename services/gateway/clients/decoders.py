@@ -1,14 +1,15 @@
 """The decoders: one stream of commands and events to each pod, shared by all its sequences.
 
-`Attempts` chooses a pod and submits to it. A pod that is lost fails its sequences with
-`ProcessLost`.
+`Attempts` chooses a pod with `DecoderPool.choose` and submits sequences with `DecoderPod.submit`.
+The sequences of a pod that is lost fail with `ProcessLost`.
 """
 
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
+from typing import Protocol
 
 import grpc.aio
 from msgspec import Struct
@@ -31,15 +32,18 @@ log = logging.getLogger(__name__)
 
 
 class TokenEvent(Struct, frozen=True):
-    """New tokens of one choice, or its end.
+    """New tokens of one choice, or the end of the choice.
 
     Attributes:
-        logprobs: one per token id; empty unless they are requested.
-        started: with the first tokens.
-        prompt_logprobs: of tokens of the prompt, before the first tokens.
-        finish_reason: `stop` or `length`, with the last tokens.
-        error: why the sequence failed; no event follows.
-        leaving: the decoder may be gone before the sequence has ended.
+        choice: index of the choice in the request.
+        token_ids: ids of the new tokens.
+        logprobs: log probabilities, one entry per token id. Empty unless the request asks for them.
+        started: how the sequence reached its first token. None if the event does not carry the
+            first token.
+        finish_reason: `stop` or `length` with the last tokens, otherwise None.
+        error: error that ended the sequence. No event follows it.
+        prompt_logprobs: log probabilities of prompt tokens, which come before the first token.
+        decoder_drains: whether the decoder may end before the sequence does.
     """
 
     choice: int
@@ -49,22 +53,28 @@ class TokenEvent(Struct, frozen=True):
     finish_reason: str | None = None
     error: TriptychError | None = None
     prompt_logprobs: Sequence[pb.PromptLogprobs] = ()
-    leaving: bool = False
+    decoder_drains: bool = False
 
     @property
     def is_last(self) -> bool:
+        """Whether no event of the sequence follows."""
         return self.finish_reason is not None or self.error is not None
 
     @property
     def num_bytes(self) -> int:
-        """Memory that it takes, nearly."""
+        """Estimate of the memory that the event takes."""
         num_bytes = 256 + 40 * len(self.token_ids)
         for entry in self.logprobs:
             num_bytes += 64 * (1 + len(entry.top_token_ids))
         return num_bytes
 
 
-Sink = Callable[[TokenEvent], None]
+class EventReceiver(Protocol):
+    """The receiver of a sequence's events; `Attempts` is one."""
+
+    def receive(self, event: TokenEvent) -> None:
+        """Takes an event. Called in the event loop, and must not wait."""
+        ...
 
 
 class EmbeddingLost(EmbeddingUnavailable):
@@ -79,7 +89,9 @@ class DecoderPod(Pod):
     """One decoder and its stream.
 
     Attributes:
-        load: when its health was checked last; None: it does not say.
+        description: the model that the decoder serves. None until the pod is connected.
+        load: load of the decoder at the last health check. None if the decoder did not report it.
+        prompts: prompts that this gateway has sent to the decoder.
     """
 
     service = "decoder"
@@ -102,7 +114,8 @@ class DecoderPod(Pod):
         )
         self._ids = itertools.count(1)
         self._num_streams = 0
-        self._sinks: dict[int, tuple[int, Sink, Sent]] = {}
+        # Sequence id -> choice of the request, receiver of its events, entry in `prompts`.
+        self._sequences: dict[int, tuple[int, EventReceiver, Sent]] = {}
         self.prompts = SentPrompts()
         self._commands = Commands()
         self._tasks: list[asyncio.Task[None]] = []
@@ -117,7 +130,9 @@ class DecoderPod(Pod):
 
     @property
     def session(self) -> str:
-        """Which decoder, and which of its streams: the pod under an address may have restarted."""
+        """Name of the decoder's current stream. The pod under an address may have restarted, which
+        makes it another session.
+        """
         return f"{self.address} (stream {self._num_streams})"
 
     async def check(self) -> PodState:
@@ -142,51 +157,54 @@ class DecoderPod(Pod):
 
     async def disconnect(self, reason: str) -> None:
         tasks, self._tasks = self._tasks, []
-        # Before `_read` ends, which would say something else.
+        # The sequences fail here, before `_read` ends and fails them with another error.
         self._fail_all(ProcessLost(f"the decoder was lost: {reason}"))
         for task in tasks:
             task.cancel()
         if tasks:
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    def submit(self, submit: pb.Submit, choice: int, sink: Sink, chain: PromptChain) -> int:
-        """Starts a sequence; its events go to `sink`, up to and including the last one.
+    def submit(
+        self, submit: pb.Submit, choice: int, receiver: EventReceiver, chain: PromptChain
+    ) -> int:
+        """Sends a sequence to the decoder. Its events go to `receiver`, the last one included.
 
         Args:
-            submit: without a sequence id, which is set here.
-            choice: which choice of the request it is, for the events.
-            sink: called in the event loop.
+            submit: message without a sequence id, which is set here. The message is copied.
+            choice: index of the sequence's choice in the request, which its events carry.
+            receiver: receiver of the sequence's events.
+            chain: hashes of the prompt's beginnings.
 
         Returns:
             The sequence's id, for `cancel`.
         """
         submit.sequence_id = sequence_id = next(self._ids)
-        if not self.connected:  # its stream broke after it was chosen
-            sink(TokenEvent(choice, error=Unavailable("the decoder was lost")))
+        if not self.connected:  # The stream broke after the pod was chosen.
+            receiver.receive(TokenEvent(choice, error=Unavailable("the decoder was lost")))
             return sequence_id
         uses_cache = not submit.sampling.HasField("prompt_logprobs")
-        self._sinks[sequence_id] = choice, sink, self.prompts.send(chain, uses_cache)
-        self.num_in_flight = len(self._sinks)
+        self._sequences[sequence_id] = choice, receiver, self.prompts.send(chain, uses_cache)
+        self.num_in_flight = len(self._sequences)
         self._commands.submit(submit)
         return sequence_id
 
     def cancel(self, sequence_id: int) -> None:
-        """Cancels a sequence if it still runs; no more events follow. Never fails."""
-        if sequence_id in self._sinks:
+        """Cancels a sequence if it still runs. No more events of the sequence follow."""
+        if sequence_id in self._sequences:
             self._forget(sequence_id)
             self._commands.cancel(sequence_id)
 
     def _forget(self, sequence_id: int) -> None:
-        _, _, sent = self._sinks.pop(sequence_id)
+        _, _, sent = self._sequences.pop(sequence_id)
         self.prompts.ended(sent)
-        self.num_in_flight = len(self._sinks)
+        self.num_in_flight = len(self._sequences)
 
     async def _write(
         self,
         call: "grpc.aio.StreamStreamCall[pb.GenerateCommand, pb.GenerateEvents]",
         commands: Commands,
     ) -> None:
-        # `_read` sees the same failure and reports it.
+        # `_read` gets the same failure and reports it.
         with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
             await call.write(pb.GenerateCommand(accept=pb.Accept(bare_tokens=True)))
             while True:
@@ -198,8 +216,8 @@ class DecoderPod(Pod):
         error: TriptychError = Unavailable("the decoder ended its stream")
         try:
             async for message in call:
-                # A step's first tokens come last, and the event loop works on the others for some
-                # milliseconds.
+                # First tokens go out before the other events of a step, which take the event loop
+                # some milliseconds.
                 following: list[pb.SequenceEvent] = []
                 for event in message.events:
                     if event.HasField("started"):
@@ -214,7 +232,7 @@ class DecoderPod(Pod):
             error = ProcessLost(error_from_rpc(failure, "the decoder").message)
         finally:
             call.cancel()
-            # Not `disconnect`, which waits for this task.
+            # `disconnect` is not called here, because it waits for this task.
             if self._tasks and self._tasks[1] is asyncio.current_task():
                 self._tasks[0].cancel()
                 self._tasks = []
@@ -223,18 +241,18 @@ class DecoderPod(Pod):
             self._fail_all(error)
 
     def _dispatch_bare(self, sequence_ids: Sequence[int], token_ids: Sequence[int]) -> None:
-        sinks = self._sinks
+        sequences = self._sequences
         for sequence_id, token_id in zip(sequence_ids, token_ids, strict=True):
-            entry = sinks.get(sequence_id)
+            entry = sequences.get(sequence_id)
             if entry is not None:
-                choice, sink, _ = entry
-                sink(TokenEvent(choice, (token_id,)))
+                choice, receiver, _ = entry
+                receiver.receive(TokenEvent(choice, (token_id,)))
 
     def _dispatch(self, event: pb.SequenceEvent, started: pb.Started | None) -> None:
-        entry = self._sinks.get(event.sequence_id)
+        entry = self._sequences.get(event.sequence_id)
         if entry is None:
-            return  # cancelled
-        choice, sink, sent = entry
+            return  # The sequence was cancelled.
+        choice, receiver, sent = entry
         if started is not None:
             self.prompts.started(sent, started.num_cached_tokens)
         finish_reason = error = None
@@ -250,20 +268,26 @@ class DecoderPod(Pod):
         if finish_reason or error:
             self._forget(event.sequence_id)
         token_ids = list(event.token_ids)
-        # None comes after the first token; an access costs as much as another field's.
+        # Prompt logprobs never come after the first token; reading the field costs time.
         scores = event.prompt_logprobs if started is not None or not token_ids else ()
-        sink(
+        receiver.receive(
             TokenEvent(
-                choice, token_ids, event.logprobs, started, finish_reason, error, scores,
+                choice,
+                token_ids,
+                event.logprobs,
+                started,
+                finish_reason,
+                error,
+                scores,
                 event.leaving,
             )
-        )  # fmt: skip
+        )
 
     def _fail_all(self, error: TriptychError) -> None:
-        sinks, self._sinks = self._sinks, {}
+        sequences, self._sequences = self._sequences, {}
         self.prompts, self.num_in_flight = SentPrompts(), 0
-        for choice, sink, _ in sinks.values():
-            sink(TokenEvent(choice, error=error))
+        for choice, receiver, _ in sequences.values():
+            receiver.receive(TokenEvent(choice, error=error))
 
 
 class DecoderPool(Pool[DecoderPod]):
@@ -272,8 +296,10 @@ class DecoderPool(Pool[DecoderPod]):
     pod = DecoderPod
 
     def _candidates(self) -> list[DecoderPod]:
-        """The decoders that accept work and serve the model, which is theirs if the gateway does
-        not know better and none of the former one is left.
+        """Returns the decoders that accept work and serve the gateway's model.
+
+        If the gateway's model directory does not determine the model, and no decoder of the model
+        served so far is left, the gateway adopts the model of the decoders.
         """
         fitting = self.fitting()
         pods = [pod for pod in fitting if pod.healthy]
@@ -281,24 +307,29 @@ class DecoderPool(Pool[DecoderPod]):
             self._served.adopt(_descriptions(self.serving()))
             fitting = self.fitting()
             pods = [pod for pod in fitting if pod.healthy]
-        # A decoder that is away for a while is expected back, with the context that it had.
+        # Decoders that are unhealthy for a while count, too: they are expected back.
         self._served.follow_context(_descriptions(fitting))
         return pods
 
     def description(self) -> pb.DescribeDecoderResponse | None:
-        """The healthy decoder with the shortest context; None if no decoder is healthy."""
+        """Returns the description of the healthy decoder with the shortest context. None if no
+        decoder is healthy.
+        """
         found = _descriptions(self._candidates())
         return min(found, key=lambda d: d.max_model_len) if found else None
 
     def loads(self) -> list[pb.LoadResponse]:
-        """What healthy decoders have to do, of those that say it."""
+        """Returns the loads of the healthy decoders that report their load."""
         return [pod.load for pod in self.healthy() if pod.load is not None]
 
     async def reset_prefix_caches(self) -> int:
-        """Empties those of all healthy decoders; returns their number.
+        """Empties the prefix caches of all healthy decoders.
+
+        Returns:
+            The number of decoders.
 
         Raises:
-            TriptychError: one does not answer.
+            TriptychError: a decoder fails or does not answer.
         """
         pods = self.healthy()
         request = pb.ResetPrefixCacheRequest()
@@ -308,12 +339,14 @@ class DecoderPool(Pool[DecoderPod]):
     def choose(
         self, chain: PromptChain, key: bytes, exclude: Collection[str], num_tokens: int = 0
     ) -> DecoderPod:
-        """The decoder for a prompt, see `sent_prompts.choose`.
+        """Chooses the decoder for a prompt, as `sent_prompts.choose` explains.
 
         Args:
-            key: of equal decoders, equal keys get the same one.
-            exclude: sessions of pods that have failed.
-            num_tokens: of prompt and completion, which have to fit.
+            chain: hashes of the prompt's beginnings.
+            key: key of the prompt. Equal keys get the same decoder if all else is equal.
+            exclude: sessions of decoders that must not be chosen.
+            num_tokens: number of tokens of prompt and completion, which the decoder's context has
+                to hold.
 
         Raises:
             Unavailable: no decoder is left.

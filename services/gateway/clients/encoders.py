@@ -1,7 +1,7 @@
-"""The encoders: which pod encodes an image, and the call that makes its embedding available.
+"""The encoders: the choice of a pod for an image, and the call that makes its embedding available.
 
-`EncodeCalls` assigns a pod to each image and calls it. A pod that is lost fails its calls with
-`ProcessLost`.
+`EncodeCalls` assigns a pod to each image and calls the pod. The calls to a pod that is lost fail
+with `ProcessLost`.
 """
 
 import asyncio
@@ -16,9 +16,10 @@ from services.common.pb import encoder_pb2 as pb
 from services.common.transport.rpc import error_from_rpc, outgoing_metadata
 from services.gateway.clients.pods import AnswerT, Dialling, Pod, Pool, RequestT, pick
 from services.gateway.clients.served_model import ServedModel
-from services.gateway.slot import Tenant
+from services.gateway.tenancy.tenants import Tenant
 
-_LAST_WORD_S = 0.5  # for the answer of an encoder that has failed a health check
+# Time for the answers of an encoder that has failed a health check.
+_LAST_ANSWER_S = 0.5
 SOURCES = {n: name[len("SOURCE_") :].lower() for name, n in pb.EncodeResponse.Source.items()}
 
 
@@ -26,7 +27,8 @@ class EncoderPod(Pod):
     """One encoder.
 
     Attributes:
-        description: without the model's name: pods with equal ones are interchangeable.
+        description: description of the encoder, without the model's name. Pods with equal
+            descriptions are interchangeable. None while the pod is not connected.
     """
 
     service = "encoder"
@@ -67,17 +69,21 @@ class EncoderPod(Pod):
 
         Raises:
             ProcessLost: the encoder was lost during the call.
-            VideoNotHeld: the file has to be sent again.
-            TriptychError: the encoder's own; Unavailable or DeadlineExceeded without an answer.
+            VideoNotHeld: the encoder no longer has the video's file.
+            Unavailable, DeadlineExceeded: the encoder did not answer.
+            TriptychError: the encoder answered with an error.
         """
         return await self.call(self._encode, request, timeout_s)
 
     async def probe(self, video: bytes, tenant: Tenant, timeout_s: float) -> pb.ProbeResponse:
-        """Sends a tenant's video, which the encoder keeps for a while, and learns what is in it.
+        """Sends a tenant's video, which the encoder keeps for a while.
+
+        Returns:
+            The video's number of frames, rate, size and the digests of its frames.
 
         Raises:
             InvalidVideo: the file is no video, or cannot be served.
-            TriptychError: as of `encode`.
+            TriptychError: see `encode`.
         """
         request = pb.ProbeRequest(video=video, tenant=tenant.name, tenant_weight=tenant.weight)
         found = await self.call(self._probe, request, timeout_s)
@@ -92,7 +98,11 @@ class EncoderPod(Pod):
         request: RequestT,
         timeout_s: float,
     ) -> AnswerT:
-        """A call that the loss of the encoder ends, too; raises as `encode`."""
+        """Calls a method of the encoder. The loss of the encoder ends the call.
+
+        Raises:
+            TriptychError: see `encode`.
+        """
         metadata = outgoing_metadata(request.ByteSize())
         call = method(request, timeout=timeout_s, metadata=metadata)
         lost = asyncio.ensure_future(self._lost.wait())
@@ -100,17 +110,17 @@ class EncoderPod(Pod):
         self.num_in_flight += 1
         try:
             await asyncio.wait((answered, lost), return_when=asyncio.FIRST_COMPLETED)
-            if not answered.done():  # its last word may be that its engine has ended
-                await asyncio.wait((answered,), timeout=_LAST_WORD_S)
+            if not answered.done():  # The answer may say that the engine has ended.
+                await asyncio.wait((answered,), timeout=_LAST_ANSWER_S)
             if not answered.done():
                 raise ProcessLost("the encoder does not answer")
             return answered.result()
         except grpc.aio.AioRpcError as failure:
             error = error_from_rpc(failure, "the encoder")
-            if isinstance(error, Cancelled):  # not by this gateway
+            if isinstance(error, Cancelled):  # Not by this gateway.
                 error = ProcessLost("the encoder was stopped during the call")
             if isinstance(error, Unavailable) and not isinstance(error, Overloaded):
-                self.healthy = False  # until the next health check
+                self.healthy = False  # Until the next health check.
             raise error from None
         finally:
             self.num_in_flight -= 1
@@ -121,7 +131,8 @@ class EncoderPod(Pod):
             elif not answered.cancelled():
                 # Marks it as retrieved: asyncio would report it if the caller was cancelled.
                 answered.exception()
-            del answered  # it holds its error, whose traceback holds this frame
+            # The future refers to its error, whose traceback refers to this frame.
+            del answered
 
 
 class EncoderPool(Pool[EncoderPod]):
@@ -130,10 +141,11 @@ class EncoderPool(Pool[EncoderPod]):
     pod = EncoderPod
 
     def description(self) -> pb.DescribeEncoderResponse | None:
-        """What most healthy encoders serve; None if no encoder is healthy.
+        """Returns the most frequent description of the healthy encoders. None if no encoder is
+        healthy.
 
-        During a rolling update to a new model there are two descriptions; all images of a request
-        go to pods of one of them.
+        During a rolling update to a new model there are two descriptions. All images of a request
+        go to pods of one description.
         """
         found = [d for pod in self.healthy() if (d := pod.description)]
         if not found:
@@ -149,8 +161,13 @@ class EncoderPool(Pool[EncoderPod]):
         exclude: Collection[str],
         preferred: str = "",
     ) -> EncoderPod:
-        """The encoder for an image, among the pods that serve `description`: that with the address
-        `preferred`, or else the key's; see `pick`.
+        """Chooses the encoder for an image.
+
+        Args:
+            description: description that the encoder has to have.
+            key: key of the image. Equal keys get the same encoder; see `pick`.
+            exclude: addresses of encoders that must not be chosen.
+            preferred: address of the encoder that is chosen if possible. Empty if there is none.
 
         Raises:
             Unavailable: no encoder is left.

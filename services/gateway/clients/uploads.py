@@ -1,8 +1,8 @@
-"""Files that clients upload once and name by `media:` URLs. They lie with an encoder and in its
-Redis, never here.
+"""Files that clients upload once and name by media: URLs. Encoders and their Redis keep the files.
 
-A handle is the file's digest. The encoder that keeps a file is chosen by it; where encoders share
-no Redis, the others are asked, too. `MediaLoader` gets files, `upload_routes` puts them.
+A handle contains the file's digest, which also determines the encoder that keeps the file. If the
+encoders share no Redis, the other encoders are asked, too. `MediaLoader` gets files, and
+`upload_routes` stores and deletes them.
 """
 
 import re
@@ -18,84 +18,98 @@ _HANDLE = re.compile(r"media:([0-9a-f]{64})")
 _TIMEOUT_S = 30.0
 
 
-async def put(encoders: EncoderPool, tenant: str, data: bytes, digest: bytes) -> tuple[str, int]:
-    """Leaves a file at an encoder; another one, if that is lost.
+class Uploads:
+    """The files that tenants have uploaded.
 
-    Returns:
-        Its handle, and for how many seconds after its last use it is kept.
-
-    Raises:
-        TriptychError: no encoder takes it.
+    Args:
+        encoders: encoders that keep the files.
     """
-    cause: TriptychError | None = None
-    for pod in _by_rank(encoders, digest)[:2]:
-        try:
-            upload = pod.unary("Upload", pb.UploadRequest, pb.UploadResponse)
-            request = pb.UploadRequest(file=data, tenant=tenant)
-            kept_s = (await pod.call(upload, request, _TIMEOUT_S)).kept_s
-        except Unavailable as error:
-            cause = error.without_frames()
-            continue
-        return SCHEME + digest.hex(), kept_s
-    raise cause or Unavailable("no encoder is available", retry_after_s=1)
 
+    def __init__(self, encoders: EncoderPool) -> None:
+        self._encoders = encoders
 
-async def get(encoders: EncoderPool, tenant: str, handle: str) -> bytes:
-    """The file that a handle names.
+    async def put(self, tenant: str, data: bytes, digest: bytes) -> tuple[str, int]:
+        """Stores a file at an encoder, or at a second encoder if the first is unavailable.
 
-    Raises:
-        InvalidRequest: it is no handle.
-        NotFound: the tenant has no such file, or has not used it for long.
-        TriptychError: an encoder that may have it does not answer.
-    """
-    digest = _read_handle(handle)
-    cause: TriptychError = NotFound("no such upload is kept: upload the file again")
-    for pod in _by_rank(encoders, digest):
-        try:
-            return await _download(pod, digest, tenant)
-        except NotFound:
-            continue
-        except Unavailable as error:
-            cause = error.without_frames()
-    raise cause
+        Args:
+            tenant: name of the tenant.
+            digest: BLAKE3 digest of the file.
 
+        Returns:
+            The file's handle, and the time in seconds for which the file is kept after each use.
 
-async def delete(encoders: EncoderPool, tenant: str, handle: str) -> None:
-    """Forgets a file, at all encoders, those that are unwell included.
+        Raises:
+            TriptychError: no encoder takes the file.
+        """
+        cause: TriptychError | None = None
+        for pod in self._ranked(digest)[:2]:
+            try:
+                upload = pod.unary("Upload", pb.UploadRequest, pb.UploadResponse)
+                request = pb.UploadRequest(file=data, tenant=tenant)
+                kept_s = (await pod.call(upload, request, _TIMEOUT_S)).kept_s
+            except Unavailable as error:
+                cause = error.without_frames()
+                continue
+            return SCHEME + digest.hex(), kept_s
+        raise cause or Unavailable("no encoder is available", retry_after_s=1)
 
-    Raises:
-        InvalidRequest, NotFound, TriptychError: as of `get`; others have forgotten it then.
-    """
-    digest, was_kept = _read_handle(handle), False
-    pods = encoders.fitting()
-    cause = None if pods else Unavailable("no encoder is available", retry_after_s=1)
-    for pod in pods:
-        try:
-            await _download(pod, digest, tenant, forget=True)
-            was_kept = True
-        except NotFound:
-            continue
-        except TriptychError as error:
-            cause = error.without_frames()
-    if cause is not None:
+    async def get(self, tenant: str, handle: str) -> bytes:
+        """Returns the file that a handle names.
+
+        Raises:
+            InvalidRequest: `handle` is no handle of a file.
+            NotFound: the tenant has no such file, or has not used the file for long.
+            TriptychError: an encoder that may have the file does not answer.
+        """
+        digest = _read_handle(handle)
+        cause: TriptychError = NotFound("no such upload is kept: upload the file again")
+        for pod in self._ranked(digest):
+            try:
+                return await _download(pod, digest, tenant)
+            except NotFound:
+                continue
+            except Unavailable as error:
+                cause = error.without_frames()
         raise cause
-    if not was_kept:
-        raise NotFound("no such upload is kept")
 
+    async def delete(self, tenant: str, handle: str) -> None:
+        """Deletes a file at all encoders, including encoders that are unhealthy.
 
-def _by_rank(encoders: EncoderPool, digest: bytes) -> Sequence[EncoderPod]:
-    pods = sorted(encoders.healthy(), key=lambda pod: rank(pod.address, digest))
-    if not pods:
-        raise Unavailable("no encoder is available", retry_after_s=1)
-    return pods
+        Raises:
+            InvalidRequest: `handle` is no handle of a file.
+            NotFound: the tenant has no such file.
+            TriptychError: an encoder does not answer. The other encoders have deleted the file.
+        """
+        digest, was_kept = _read_handle(handle), False
+        pods = self._encoders.fitting()
+        cause = None if pods else Unavailable("no encoder is available", retry_after_s=1)
+        for pod in pods:
+            try:
+                await _download(pod, digest, tenant, forget=True)
+                was_kept = True
+            except NotFound:
+                continue
+            except TriptychError as error:
+                cause = error.without_frames()
+        if cause is not None:
+            raise cause
+        if not was_kept:
+            raise NotFound("no such upload is kept")
+
+    def _ranked(self, digest: bytes) -> Sequence[EncoderPod]:
+        """Returns the healthy encoders, in the order of their rank for a file."""
+        pods = sorted(self._encoders.healthy(), key=lambda pod: rank(pod.address, digest))
+        if not pods:
+            raise Unavailable("no encoder is available", retry_after_s=1)
+        return pods
 
 
 async def _download(pod: EncoderPod, digest: bytes, tenant: str, *, forget: bool = False) -> bytes:
-    """A file of a tenant; with `forget`, no bytes, and the file is gone.
+    """Returns a file of a tenant. With `forget`, deletes the file and returns no bytes.
 
     Raises:
-        NotFound: the tenant has left none of that digest there.
-        TriptychError: as of `EncoderPod.encode`.
+        NotFound: the encoder has no file of the tenant with that digest.
+        TriptychError: see `EncoderPod.encode`.
     """
     download = pod.unary("Download", pb.DownloadRequest, pb.DownloadResponse)
     request = pb.DownloadRequest(digest=digest, tenant=tenant, forget=forget)
@@ -103,7 +117,7 @@ async def _download(pod: EncoderPod, digest: bytes, tenant: str, *, forget: bool
 
 
 def _read_handle(handle: str) -> bytes:
-    """The digest in a handle; raises InvalidRequest if it is none."""
+    """Returns the digest in a handle. Raises InvalidRequest if `handle` is malformed."""
     if not (found := _HANDLE.fullmatch(handle)):
         raise InvalidRequest("a media: URL is one that POST /v1/media has given")
     return bytes.fromhex(found[1])

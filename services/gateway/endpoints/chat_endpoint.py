@@ -78,7 +78,7 @@ async def _write_whole(context: RequestContext, completion: Completion) -> None:
         usage=completion.usage(),
     )
     if request.prompt_logprobs is not None:
-        context.slot.hold(completion.prompt_scores.num_bytes)
+        context.slot.memory.add(completion.prompt_scores.num_bytes)
         response.prompt_logprobs = completion.prompt_scores.by_id(
             completion.prompt_token_ids(), service.tokenizer
         )

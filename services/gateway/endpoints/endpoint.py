@@ -25,8 +25,8 @@ from services.gateway.forms.json_body import Body, free
 from services.gateway.http.exchange import JSON_TYPES, Exchange, read_body
 from services.gateway.metrics import GatewayMetrics, Timings
 from services.gateway.request.chat import ChatService
-from services.gateway.slot import Slot
 from services.gateway.tenancy.admission import Admission
+from services.gateway.tenancy.slot import Slot
 
 # Seconds that a client may take to accept the error event of a stream that failed.
 _ERROR_EVENT_TIMEOUT_S = 5.0
@@ -54,11 +54,11 @@ async def admit(
     Yields:
         The slot, and the whole body, which is freed at the end of the `with`.
     """
-    with admission.holding() as hold:
+    with admission.request_memory() as memory:
         async with admission.until_ended():
-            body = await read_body(scope, receive, hold, admission.max_body_bytes, types)
+            body = await read_body(scope, receive, memory, admission.max_body_bytes, types)
         try:
-            async with admission.slot(hold) as slot:
+            async with admission.slot(memory) as slot:
                 yield slot, body
         finally:
             free(body)

@@ -25,7 +25,7 @@ from services.gateway.forms.video import InputVideoPart
 from services.gateway.http.exchange import JsonResponse
 from services.gateway.kept import Kept
 from services.gateway.request.chat import ChatService
-from services.gateway.slot import Slot
+from services.gateway.tenancy.slot import Slot
 from services.gateway.tenancy.tenants import bound_tenant
 
 # Of the turns before one, without images.
@@ -142,7 +142,7 @@ class KeptResponses:
         if request.query_params.get("stream") == "true":
             raise InvalidRequest("a response that is kept is not streamed", param="stream")
         turn, size = await self._turn(slot.tenant.name, request.path_params["name"])
-        slot.hold(2 * size)
+        slot.memory.add(2 * size)
         return JsonResponse(turn.response)
 
     async def delete(self, request: Request) -> Response:

@@ -39,7 +39,7 @@ from services.gateway.forms.tools import (
 from services.gateway.http.exchange import JsonResponse
 from services.gateway.request.chat import ChatService
 from services.gateway.request.completion import Completion
-from services.gateway.slot import Slot
+from services.gateway.tenancy.slot import Slot
 
 _PATHS = {
     "stop": "stop_sequences",

@@ -21,7 +21,7 @@ from services.gateway.metrics import GatewayMetrics, Timings
 from services.gateway.prompts.prompt import Draft
 from services.gateway.request.chat import ChatService
 from services.gateway.request.completion import Completion
-from services.gateway.slot import Slot
+from services.gateway.tenancy.slot import Slot
 
 _MAX_INLINE_JSON_BYTES = 64 << 10  # parsing them takes some milliseconds at most
 
@@ -119,7 +119,7 @@ class RequestContext:
         usages = [completion.usage() for completion in self.completions]
         for completion, usage in zip(self.completions, usages, strict=True):
             _observe(self.metrics, completion, usage)
-        self.slot.correct([usage.prompt_tokens + usage.completion_tokens for usage in usages])
+        self.slot.usage.correct([usage.prompt_tokens + usage.completion_tokens for usage in usages])
         return {
             "prompt_tokens": sum(usage.prompt_tokens for usage in usages),
             "completion_tokens": sum(usage.completion_tokens for usage in usages),

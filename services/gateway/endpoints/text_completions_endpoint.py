@@ -32,7 +32,7 @@ from services.gateway.gather import gather
 from services.gateway.prompts.prompt import Draft
 from services.gateway.request.chat import MAX_TRUNCATED, ChatService
 from services.gateway.request.completion import Completion
-from services.gateway.request.sampling import check_ids, check_room
+from services.gateway.request.sampling import check_room
 from services.gateway.tokenizer.tokenizer import ModelTokenizer, token_name
 
 
@@ -80,14 +80,12 @@ async def _draft(
         max_tokens = decoder.max_model_len * (MAX_TRUNCATED if is_cut else 1)
         service.tokenizer.check_length(prompt, max_tokens, param)
         is_special = request.add_special_tokens is not False
-        ids = await service.off_loop(
-            len(prompt), lambda: service.tokenizer.encode_prompt(prompt, is_special)
-        )
+        ids = await service.encode(prompt, add_special_tokens=is_special)
     else:
         ids = prompt
         if not is_cut:
             check_room(len(ids), decoder.max_model_len, param)
-        await service.off_loop(len(ids), lambda: check_ids(param, ids, decoder.vocab_size))
+        await service.check_ids(param, ids, decoder.vocab_size)
     if not ids:
         raise InvalidRequest("the prompt is empty", param=param)
     if service.prompts.has_placeholder(ids):
@@ -143,7 +141,7 @@ async def _write_whole(context: RequestContext, writer: "_Writer") -> None:
     choices: list[TextChoice] = []
     for index, completion in enumerate(context.completions):
         for updates in updates_of[index]:
-            context.slot.hold(completion.prompt_scores.num_bytes)
+            context.slot.memory.add(completion.prompt_scores.num_bytes)
             if (choice := writer.choice(completion, index, updates)) is not None:
                 choices.append(choice)
             await asyncio.sleep(0)  # log-probabilities of a prompt take some ms, too

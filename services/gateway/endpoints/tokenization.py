@@ -3,7 +3,7 @@
 The names and shapes are vLLM's. Errors are raised as `TriptychError`s.
 """
 
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,7 +30,7 @@ from services.gateway.http.exchange import JsonResponse
 from services.gateway.prompts.chat_template import read_template
 from services.gateway.request.chat import ChatService
 from services.gateway.request.sampling import check_ids
-from services.gateway.slot import Slot
+from services.gateway.tenancy.slot import Slot
 
 _MAX_TOKENS = 1 << 20  # of a body; a context has fewer
 # A text takes this many times its bytes: as bytes, as characters and as JSON.
@@ -107,12 +107,9 @@ async def tokenize(service: ChatService, request: Request, slot: Slot, body: Bod
         raise InvalidRequest("give either prompt or messages", param="prompt")
     videos: list[VideoUsage] = []
     if (text := parsed.prompt) is not None:
-        tokenizer, special = service.tokenizer, parsed.add_special_tokens
-        tokenizer.check_length(text, service.decoder(parsed.model).max_model_len, "prompt")
-        encode = tokenizer.encode_text
-        if special is not None:
-            encode = partial(tokenizer.encode_prompt, add_special_tokens=special)
-        tokens = await service.off_loop(len(text), lambda: encode(text))
+        max_model_len = service.decoder(parsed.model).max_model_len
+        service.tokenizer.check_length(text, max_model_len, "prompt")
+        tokens = await service.encode(text, add_special_tokens=parsed.add_special_tokens)
     elif parsed.add_special_tokens and service.tokenizer.encode_prompt("", True):
         raise InvalidRequest("chat templates add them", param="add_special_tokens")
     else:
@@ -143,7 +140,7 @@ async def detokenize(service: ChatService, request: Request, slot: Slot, body: B
     check_ids("tokens", parsed.tokens, decoder.vocab_size)
     bytes_of, run = service.tokenizer.token_bytes, service.parsers.run
     text = await run(lambda: b"".join([bytes_of(token) for token in parsed.tokens]))
-    slot.hold(_TEXT_COPIES * len(text))
+    slot.memory.add(_TEXT_COPIES * len(text))
     return await run(lambda: JsonResponse(DetokenizeResponse(text.decode(errors="replace"))))
 
 

@@ -10,7 +10,6 @@ from services.gateway.forms.openai import ChatRequest, Message
 from services.gateway.forms.tools import FunctionDefinition, Tool
 from services.gateway.prompts.prompt import Draft
 from services.gateway.request.chat import ChatService
-from services.gateway.request.sampling import max_completion_tokens
 
 _TOOL = Tool("function", FunctionDefinition("f"))
 
@@ -24,7 +23,7 @@ async def draft_with_room(service: ChatService, request: ChatRequest) -> Draft:
         ContextLengthExceeded: the last turn alone does not fit.
     """
     max_tokens = service.decoder(request.model).max_model_len
-    room = min(max_completion_tokens(request, service.defaults), max_tokens // 4)
+    room = min(service.sampling.max_completion_tokens(request), max_tokens // 4)
     with suppress(ContextLengthExceeded):
         whole = await service.draft(request, max_tokens)
         if len(whole.token_ids) < max_tokens:

@@ -8,14 +8,13 @@ from msgspec import Struct
 from starlette.requests import Request
 
 from services.common.errors import InvalidRequest
-from services.gateway.clients import uploads
-from services.gateway.clients.encoders import EncoderPool
+from services.gateway.clients.uploads import Uploads
 from services.gateway.forms.json_body import Body, Parser
 from services.gateway.http.exchange import JsonResponse
-from services.gateway.media.images import decode_data_url
 from services.gateway.media.kinds import IMAGE, VIDEO
+from services.gateway.media.media_loader import decode_data_url
 from services.gateway.request.chat import ChatService
-from services.gateway.slot import Slot
+from services.gateway.tenancy.slot import Slot
 
 # No form of a page can declare one of these, so that a page of another origin has to ask first.
 TYPES = ("application/json", "image/", "video/", "application/octet-stream")
@@ -56,7 +55,7 @@ async def upload(service: ChatService, request: Request, slot: Slot, body: Body)
     if not 0 < len(data) <= _MAX_BYTES:
         raise InvalidRequest(f"an upload has 1 to {_MAX_BYTES} bytes")
     digest = await asyncio.to_thread(lambda: blake3(data).digest())
-    handle, kept_s = await uploads.put(_encoders(service), slot.tenant.name, data, digest)
+    handle, kept_s = await _uploads(service).put(slot.tenant.name, data, digest)
     return JsonResponse(UploadAnswer(handle, len(data), kept_s))
 
 
@@ -65,14 +64,14 @@ async def delete_upload(
 ) -> JsonResponse:
     """Forgets a file."""
     handle: str = request.path_params["name"]
-    await uploads.delete(_encoders(service), slot.tenant.name, handle)
+    await _uploads(service).delete(slot.tenant.name, handle)
     return JsonResponse(DeletedUpload(handle))
 
 
-def _encoders(service: ChatService) -> EncoderPool:
+def _uploads(service: ChatService) -> Uploads:
     if service.images is None:
         raise InvalidRequest("the model takes text alone")
-    return service.encoders
+    return Uploads(service.encoders)
 
 
 def _file_in(body: Body) -> bytes:

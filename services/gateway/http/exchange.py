@@ -7,7 +7,7 @@ end with errors of endpoints that have not started a response.
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
@@ -30,6 +30,7 @@ from services.gateway.forms.error_answers import (
     messages_error,
 )
 from services.gateway.forms.responses import encode_json
+from services.gateway.tenancy.request_memory import RequestMemory
 
 log = logging.getLogger(__name__)
 
@@ -137,7 +138,7 @@ async def _wait_for_disconnect(receive: Receive) -> None:
 async def read_body(
     scope: Scope,
     receive: Receive,
-    hold: Callable[[int], None],
+    memory: RequestMemory,
     max_bytes: int,
     types: Sequence[str] = JSON_TYPES,
 ) -> bytes | bytearray:
@@ -148,7 +149,7 @@ async def read_body(
     has an `Origin`, which browsers add. Programs may leave the type out.
 
     Args:
-        hold: counts the memory that the request will take, as bytes arrive; may refuse.
+        memory: memory of the request, to which bytes are added as they arrive.
         max_bytes: most bytes of the body.
         types: how its content type may begin.
 
@@ -180,7 +181,7 @@ async def read_body(
                     raise _unsupported(types)
                 if len(body) + len(chunk) > max_bytes:
                     raise _too_large(max_bytes)
-                hold(len(chunk) * MEMORY_PER_BODY_BYTE)
+                memory.add(len(chunk) * MEMORY_PER_BODY_BYTE)
                 body += chunk
                 if not message.get("more_body", False):
                     return body if len(body) > _LONG_BODY_BYTES else bytes(body)

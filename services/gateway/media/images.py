@@ -1,44 +1,31 @@
-"""A request's images: from URL to bytes, units and image keys. Only headers are decoded here.
+"""The images of a request: from URLs to bytes, units and image keys. Only headers are decoded here.
 
-An `image_url` is a data: URL, a file under one directory, or a web address. Text is never searched
-for URLs. Each kind of URL has its own bound on bytes, checked before the bytes are held.
-`ChatService` reads a request's images here; an error's `param` names the image that caused it.
+`ChatService` reads a request's images with `ImageReader`. An error's `param` names the image that
+caused the error.
 """
 
 import asyncio
 import math
-import re
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar, Protocol
-
-import pybase64
 
 from services.common.errors import InvalidImage, InvalidRequest, TriptychError
 from services.common.geometry import Geometry, Grid, Unit
 from services.common.images.image_header import MAX_SOURCE_PIXELS, ImageHeader, read_header
 from services.common.images.image_key import embedding_key, image_key
 from services.common.pb.encoder_pb2 import EncodeRequest
-from services.common.threads import INLINE_BYTES, WorkerThreads, num_threads
-from services.gateway.bounds import Bounds
+from services.common.threads import INLINE_BYTES
+from services.gateway.bounds import MEMORY_PER_FETCHED_BYTE, Bounds
 from services.gateway.gather import gather
+from services.gateway.media.embeddings import ClientEmbeddings
 from services.gateway.media.kinds import IMAGE, Kind
+from services.gateway.media.media_loader import MAX_CONCURRENT_LOADS, MediaLoader
+from services.gateway.tenancy.slot import Slot
 
-# Counts bytes that are now held; may refuse.
-Hold = Callable[[int], None]
-# The file of a tenant behind a `media:` URL; raises NotFound.
-Uploaded = Callable[[str, str], Awaitable[bytes]]
-# `detail: low` means at most this many pixels; `high` and `auto` mean the model's own limits.
+# `detail: low` limits an image to this many pixels. `high` and `auto` mean the model's own limits.
 LOW_DETAIL_PIXELS = 512 * 512
-MAX_CONCURRENT_LOADS = 8
-# Lines of 64 characters end with two more, which are no base64.
-_LEAST_BASE64 = 0.96
-_STANDARD_ALPHABET = bytes.maketrans(b"-_", b"+/")
-# A type has commas, too: `video/webm;codecs=vp9,opus` is what browsers record.
-_DATA_HEADER = re.compile(r"data:.{0,256}?;\s*base64\s*,", re.DOTALL | re.IGNORECASE)
-# Of an image that is not in the request's body: as received, and in the call to an encoder.
-_MEMORY_PER_FETCHED_BYTE = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +33,15 @@ class ImageSource:
     """An image as a request names it.
 
     Attributes:
-        url: of its bytes; empty: they are kept under `kept_name`.
-        detail: `low`, or one that means the model's limits.
-        min_pixels, max_pixels: of the resized image; None: the model's.
-        kept_name: name of the image's entry among what is kept for the tenant. None if no later
-            request names the image.
-        grids: grids of the images whose embeddings the client brings in one file, behind the URL.
-            Empty if the URL is an image's.
+        url: URL of the image. Empty if the image is stored under `stored_name`.
+        param: place of the image in the request.
+        detail: `low`, or a value that means the model's limits.
+        min_pixels: fewest pixels of the resized image. None if the model's limit holds.
+        max_pixels: most pixels of the resized image. None if the model's limit holds.
+        stored_name: name under which later requests of the tenant can name the image. None if
+            there is none.
+        grids: grids of the images whose embeddings are in the client's file behind the URL. Empty
+            if the URL is an image's.
     """
 
     url: str
@@ -60,7 +49,7 @@ class ImageSource:
     detail: str = "auto"
     min_pixels: int | None = None
     max_pixels: int | None = None
-    kept_name: str | None = None
+    stored_name: str | None = None
     grids: Sequence[Grid] = ()
 
     @property
@@ -74,8 +63,12 @@ class Image:
     """A loaded image.
 
     Attributes:
+        param: place of the image in the request.
         data: the encoded file.
-        is_embedding: the file holds the only unit's embedding.
+        units: units into which the encoder divides the image.
+        is_embedding: whether the file holds the embedding of the only unit instead of an image.
+        kind: kind of media, for errors.
+        file: None. Only a video has a file that is sent to an encoder before its units are encoded.
     """
 
     param: str
@@ -83,34 +76,43 @@ class Image:
     units: Sequence[Unit]
     is_embedding: bool = False
     kind: ClassVar[Kind] = IMAGE
-    file: ClassVar[None] = None  # a video's may lie with an encoder
+    file: ClassVar[None] = None
 
-    def sent(self, unit: Unit) -> EncodeRequest:
-        """What an encode call says of a unit's pixels."""
+    def encode_request(self, unit: Unit) -> EncodeRequest:
+        """Returns an encode request with the pixels of a unit, and no other field."""
         return EncodeRequest(image=self.data, is_embedding=self.is_embedding)
 
     async def key(self, prefix: bytes, unit: Unit, salt: bytes) -> bytes:
-        """A unit's image key for encoders of that prefix and a tenant's salt."""
-        name = embedding_key if self.is_embedding else image_key
-        key_of = partial(name, prefix, self.data, unit=unit, salt=salt)
+        """Returns the image key of a unit.
+
+        Args:
+            prefix: key prefix of the encoders.
+            salt: salt of the tenant.
+        """
+        digest = embedding_key if self.is_embedding else image_key
+        key_of = partial(digest, prefix, self.data, unit=unit, salt=salt)
         return key_of() if len(self.data) <= INLINE_BYTES else await asyncio.to_thread(key_of)
 
 
-class KeptImages(Protocol):
-    """Images that later requests name, of tenants that have names of their own.
+class StoredImages(Protocol):
+    """A store of images that later requests can name. Each tenant has names of its own.
 
     Attributes:
-        terms: when an entry is no longer found, for the error that says so.
+        terms: conditions under which an entry is dropped, for the error about a missing entry.
     """
 
     terms: str
 
     async def get(self, tenant: str, name: str) -> bytes | None:
-        """An entry, whose hour begins anew. Raises Unavailable: the store does not answer."""
+        """Returns an entry, and restarts its lifetime. None if there is no such entry.
+
+        Raises:
+            Unavailable: the store does not answer.
+        """
         ...
 
     async def put(self, tenant: str, name: str, data: bytes) -> bool:
-        """Keeps an entry in place of one of that name; returns whether it is kept."""
+        """Stores an entry in place of an entry of that name. Returns whether it is stored."""
         ...
 
 
@@ -119,45 +121,34 @@ class ImageReader:
     """Loads images and divides them into units.
 
     Attributes:
-        kept: store of the images that have a name for later requests.
-        embeddings: loads the files of embeddings, see `load_embeddings`; None: clients may not
-            bring them.
+        store: store of the images that have a name for later requests.
+        embeddings: loader of embeddings that clients send in place of images. None if clients may
+            not send embeddings.
     """
 
-    loader: "MediaLoader"
+    loader: MediaLoader
     geometry: Geometry
     bounds: Bounds
-    kept: KeptImages
-    embeddings: Callable[[str, Sequence[int], Hold, str], Awaitable[list[bytes]]] | None = None
+    store: StoredImages
+    embeddings: ClientEmbeddings | None = None
 
     async def read(
-        self, sources: Sequence[ImageSource], hold: Hold, max_patches: int, tenant: str = ""
+        self, sources: Sequence[ImageSource], slot: Slot, max_patches: int
     ) -> list[Image]:
-        """All images, in order.
+        """Loads all images, in order.
 
         Args:
-            hold: counts the bytes now held; may refuse.
-            max_patches: of one unit, before merging.
-            tenant: which of several asks; each has a limit of fetches at a time.
+            slot: admission slot of the request. Its memory counts the loaded bytes, and its tenant
+                has a limit of fetches at a time.
+            max_patches: most patches of one unit, before merging.
 
         Raises:
-            TriptychError: of the first image that fails; its `param` names the image.
+            TriptychError: the error of the first image that fails. Its `param` names the image.
         """
 
         async def read_one(source: ImageSource) -> list[Image]:
             try:
-                if source.grids:
-                    return await self._embeddings(source, hold, max_patches, tenant)
-                geometry = self._geometry_for(source)
-                if source.kept_name is not None and not source.url:
-                    data = await self._kept_image(source.kept_name, hold, tenant)
-                    return [self._measure(data, source.param, geometry, max_patches)]
-                most = self.bounds.max_image_bytes
-                data = await self.loader.load(source.url, most, IMAGE, hold, tenant)
-                image = self._measure(data, source.param, geometry, max_patches)
-                if source.kept_name is not None:
-                    await self.kept.put(tenant, source.kept_name, data)
-                return [image]
+                return await self._read(source, slot, max_patches)
             except TriptychError as error:
                 error.param = error.param or source.param
                 raise
@@ -165,8 +156,22 @@ class ImageReader:
         found = await gather(read_one, sources, MAX_CONCURRENT_LOADS)
         return [image for images in found for image in images]
 
-    async def _embeddings(
-        self, source: ImageSource, hold: Hold, max_patches: int, tenant: str
+    async def _read(self, source: ImageSource, slot: Slot, max_patches: int) -> list[Image]:
+        """Returns the images of one source: several if the source is a file of embeddings."""
+        if source.grids:
+            return await self._read_embeddings(source, slot, max_patches)
+        geometry, name = self._geometry_for(source), source.stored_name
+        if name is not None and not source.url:
+            data = await self._read_stored(name, slot)
+            return [self._measure(data, source.param, geometry, max_patches)]
+        data = await self.loader.load(source.url, self.bounds.max_image_bytes, IMAGE, slot)
+        image = self._measure(data, source.param, geometry, max_patches)
+        if name is not None:
+            await self.store.put(slot.tenant.name, name, data)
+        return [image]
+
+    async def _read_embeddings(
+        self, source: ImageSource, slot: Slot, max_patches: int
     ) -> list[Image]:
         if self.embeddings is None:
             raise InvalidRequest(
@@ -180,24 +185,28 @@ class ImageReader:
                     f"the grid has {unit.num_patches} patches, more than {max_patches}"
                 )
         num_tokens = [self.geometry.num_tokens(unit) for unit in units]
-        files = await self.embeddings(source.url, num_tokens, hold, tenant)
+        files = await self.embeddings.load(source.url, num_tokens, slot)
         return [
             Image(source.param, data, (unit,), is_embedding=True)
             for data, unit in zip(files, units, strict=True)
         ]
 
-    async def _kept_image(self, name: str, hold: Hold, tenant: str) -> bytes:
-        data = await self.kept.get(tenant, name)
+    async def _read_stored(self, name: str, slot: Slot) -> bytes:
+        data = await self.store.get(slot.tenant.name, name)
         if data is None:
             raise InvalidRequest(
                 f"this image is not kept here, or no longer: send it with its URL. "
-                f"{self.kept.terms}"
+                f"{self.store.terms}"
             )
-        hold(len(data) * _MEMORY_PER_FETCHED_BYTE)
+        slot.memory.add(len(data) * MEMORY_PER_FETCHED_BYTE)
         return data
 
     def _geometry_for(self, source: ImageSource) -> Geometry:
-        """The model's within the request's limits; raises InvalidRequest if those are empty."""
+        """Returns the model's geometry, narrowed to the pixel limits of the request.
+
+        Raises:
+            InvalidRequest: no number of pixels is within the limits.
+        """
         lower, upper = source.min_pixels, source.max_pixels
         if lower is not None and upper is not None and lower > upper:
             raise InvalidRequest(f"min_pixels {lower} is above max_pixels {upper}")
@@ -206,6 +215,7 @@ class ImageReader:
         return self.geometry.narrowed(lower, upper)
 
     def _measure(self, data: bytes, param: str, geometry: Geometry, max_patches: int) -> Image:
+        """Divides an image into units, from the size in its header."""
         header = header_within(data, self.bounds)
         units = geometry.units(header.upright_size)
         for unit in units:
@@ -219,10 +229,10 @@ class ImageReader:
 
 
 def header_within(data: bytes, bounds: Bounds) -> ImageHeader:
-    """The header of an image that has no more pixels than the bounds allow.
+    """Returns the header of an image that has no more pixels than the bounds allow.
 
     Raises:
-        InvalidImage: it has more pixels, or it is no readable image.
+        InvalidImage: the image has more pixels, or is no readable image.
     """
     header = read_header(data, max_source_pixels=MAX_SOURCE_PIXELS)
     if header.width * header.height > bounds.max_source_pixels:
@@ -231,100 +241,3 @@ def header_within(data: bytes, bounds: Bounds) -> ImageHeader:
             f"{bounds.max_source_pixels} are allowed (GATEWAY_MAX_IMAGE_PIXELS)"
         )
     return header
-
-
-@dataclass(frozen=True, slots=True)
-class MediaLoader:
-    """Loads the bytes behind a URL.
-
-    Attributes:
-        fetch: the bytes behind an http: or https: URL, see `WebMedia.fetch`.
-        read_file: the file behind a file: URL, see `read_local_file`; None: they are refused.
-        uploads: a tenant's file behind a `media:` URL; None: there are none.
-    """
-
-    fetch: Callable[[str, int, Kind, Hold, str], Awaitable[bytes]]
-    read_file: Callable[[str, int, Kind], bytes] | None
-    uploads: Uploaded | None = None
-    _threads: WorkerThreads = field(default_factory=lambda: WorkerThreads(num_threads(), "media"))
-
-    async def load(self, url: str, max_bytes: int, kind: Kind, hold: Hold, tenant: str) -> bytes:
-        """The bytes behind a URL.
-
-        Args:
-            max_bytes: of one image or video, encoded.
-            hold: counts the memory of bytes that are not in the request's body; may refuse.
-            tenant: as `ImageReader.read`.
-
-        Raises:
-            InvalidRequest: the URL is refused or malformed.
-            InvalidImage: more bytes than allowed.
-            MediaFetchFailed: the origin has no such image.
-            Unavailable: the origin cannot be reached now.
-        """
-        scheme = url[:8].partition(":")[0].lower()
-        match scheme:
-            case "data":
-                if len(url) > INLINE_BYTES:
-                    return await self._threads.run(decode_data_url, url, max_bytes, kind)
-                return decode_data_url(url, max_bytes, kind)
-            case "http" | "https":
-                return await self.fetch(
-                    url, max_bytes, kind, lambda n: hold(n * _MEMORY_PER_FETCHED_BYTE), tenant
-                )
-            case "media" if self.uploads is not None:
-                data = await self.uploads(tenant, url)
-            case "file" if self.read_file is not None:
-                data = await self._threads.run(self.read_file, url, max_bytes, kind)
-            case "file":
-                raise InvalidRequest("file: URLs are not allowed here")
-            case _:
-                raise InvalidRequest(f"{kind.noun} URLs must be data:, http: or https: URLs")
-        if len(data) > max_bytes:
-            raise kind.too_large(max_bytes)
-        hold(len(data) * _MEMORY_PER_FETCHED_BYTE)
-        return data
-
-    def close(self) -> None:
-        self._threads.close()
-
-
-def decode_data_url(url: str, max_bytes: int, kind: Kind = IMAGE) -> bytes:
-    """The bytes of a base64 `data:` URL; their number is checked before they are decoded. They
-    decide what they are, not its type.
-
-    Raises:
-        InvalidRequest: not base64, or malformed.
-        InvalidImage, InvalidVideo: more than `max_bytes`.
-    """
-    head = _DATA_HEADER.match(url)
-    if head is None:
-        raise InvalidRequest("a data: URL must be data:<type>;base64,<data>")
-    return decode_base64(url[head.end() :], max_bytes, kind)
-
-
-def decode_base64(text: str, max_bytes: int, kind: Kind = IMAGE) -> bytes:
-    """Raises as `decode_data_url`."""
-    if int(len(text) * _LEAST_BASE64) // 4 * 3 - 2 > max_bytes:
-        raise kind.too_large(max_bytes)
-    try:
-        data = pybase64.b64decode(text, validate=True)
-    except ValueError:
-        data = _decode_variant(text)
-    if not data:
-        raise kind.error("the data: URL is empty")
-    if len(data) > max_bytes:
-        raise kind.too_large(max_bytes)
-    return data
-
-
-def _decode_variant(text: str) -> bytes:
-    """Base64 in lines or with blanks, escaped, of the URL-safe alphabet, or without padding."""
-    try:
-        encoded = text.encode("ascii").translate(_STANDARD_ALPHABET, b" \t\r\n")
-        encoded = encoded.replace(b"%2B", b"+").replace(b"%2F", b"/").replace(b"%3D", b"=")
-        if not encoded.endswith(b"="):
-            encoded += b"=" * (-len(encoded) % 4)
-        return pybase64.b64decode(encoded, validate=True)
-    except ValueError:
-        raise InvalidRequest("the data: URL is not valid base64") from None

@@ -1,4 +1,4 @@
-"""What a URL of a request may lead to, an image or a video, and how each is refused."""
+"""The kinds of media behind a request's URLs, and their errors."""
 
 from dataclasses import dataclass
 
@@ -10,9 +10,9 @@ class Kind:
     """A kind of media.
 
     Attributes:
-        noun: name of one such medium in errors.
+        noun: name of an image, a video or a tensor in errors.
         accept: `Accept` header of the request to an origin.
-        error: error for bytes that are not such media.
+        error: class of the error for bytes that are not media of this kind.
         fetch_s: seconds for lookup, connections, redirects and bytes of a web address together.
         setting: setting of the most bytes, which errors name. Empty if there is none.
     """
@@ -24,7 +24,7 @@ class Kind:
     setting: str = ""
 
     def too_large(self, max_bytes: int) -> InvalidRequest:
-        """The error for more than so many bytes."""
+        """Returns the error for media of more than `max_bytes` bytes."""
         named = f" ({self.setting})" if self.setting else ""
         return self.error(f"the {self.noun} has more than {max_bytes} bytes{named}")
 

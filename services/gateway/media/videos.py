@@ -1,14 +1,14 @@
-"""A request's videos: from URLs to frames, units and image keys. Nothing is decoded here.
+"""The videos of a request: from URLs to frames, units and image keys. Nothing is decoded here.
 
 A video is a file behind a URL, or frames that the client has chosen: a list of URLs of images, or
-`data:video/jpeg;base64,F1,F2,…`. Of a file an encoder says what is in it (`Probe`) and keeps it, so
-that the calls for its pairs of frames only name it. `ChatService` reads a request's videos here; an
-error's `param` names the video that caused it.
+`data:video/jpeg;base64,F1,F2,…`. An encoder probes a file: it reports the file's frames and keeps
+the file, so that the encode calls for pairs of frames only name it. `ChatService` reads a request's
+videos with `VideoReader`. An error's `param` names the video that caused the error.
 """
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -24,22 +24,25 @@ from services.common.errors import (
 from services.common.frame_pairs import Clip, FramePairs, PixelLimits, Sampling
 from services.common.geometry import Size, Unit
 from services.common.images.image_key import FRAME_DIGEST_BYTES, frames_key, still_digest
-from services.common.pb.encoder_pb2 import EncodeRequest, FramePair, ProbeResponse
+from services.common.pb.encoder_pb2 import (
+    DescribeEncoderResponse,
+    EncodeRequest,
+    FramePair,
+    ProbeResponse,
+)
 from services.gateway.bounds import Bounds
-from services.gateway.clients.encoders import EncoderPod
+from services.gateway.clients.encoders import EncoderPod, EncoderPool
 from services.gateway.forms.responses import VideoUsage
 from services.gateway.forms.video import Taken, lists_frames
 from services.gateway.gather import gather
-from services.gateway.media.images import (
-    MAX_CONCURRENT_LOADS,
-    MediaLoader,
-    decode_base64,
-    header_within,
-)
+from services.gateway.media.images import header_within
 from services.gateway.media.kinds import IMAGE, VIDEO, Kind
-from services.gateway.slot import Slot, Tenant
+from services.gateway.media.media_loader import MAX_CONCURRENT_LOADS, MediaLoader, decode_base64
+from services.gateway.tenancy.slot import Slot
+from services.gateway.tenancy.tenants import Tenant
 
-_MAX_LOST = 2  # encoders that may be lost over a file
+# Number of encoders lost while they had a file, at which the request fails.
+_MAX_LOST = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +52,7 @@ class VideoSource:
     Attributes:
         urls: URL of the file, or URLs of the frames.
         param: place of the video in the request.
+        sampling: number or rate of the frames that are chosen of the video.
         limits: limits on the pixels of the resized frames.
         taken: times of the frames that stand in place of a file.
     """
@@ -66,7 +70,13 @@ def _has_failed(call: "asyncio.Task[ProbeResponse]") -> bool:
 
 @dataclass(slots=True)
 class VideoFile:
-    """A tenant's file that encoders are sent once each."""
+    """A video file of a tenant. Each encoder is sent the file only once.
+
+    Attributes:
+        data: bytes of the file.
+        digest: digest of the file, by which encode calls name it.
+        tenant: tenant that the request belongs to.
+    """
 
     data: bytes
     digest: bytes
@@ -75,22 +85,23 @@ class VideoFile:
         default_factory=dict[str, "asyncio.Task[ProbeResponse]"]
     )
 
-    async def leave_at(
+    async def send_to(
         self,
         encoder: EncoderPod,
         timeout_s: float,
         again: "asyncio.Task[ProbeResponse] | None" = None,
     ) -> "asyncio.Task[ProbeResponse]":
-        """Sends the file to an encoder, unless it was.
+        """Sends the file to an encoder, unless the encoder has been sent the file before.
 
         Args:
-            again: the encoder has forgotten what that call has sent.
+            timeout_s: timeout of the call in seconds.
+            again: earlier call whose file the encoder no longer has. None if there is none.
 
         Returns:
-            The call that has sent it.
+            The call that has sent the file.
 
         Raises:
-            TriptychError: the call's.
+            TriptychError: the call failed.
         """
         call = self._sent.get(encoder.address)
         if call is None or call is again or _has_failed(call):
@@ -100,12 +111,9 @@ class VideoFile:
         return call
 
     def close(self) -> None:
+        """Cancels the calls that still send the file."""
         for call in self._sent.values():
             call.cancel()
-
-
-# Leaves a file at an encoder; also gives its address.
-Probe = Callable[[VideoFile], Awaitable[tuple[ProbeResponse, str]]]
 
 
 @dataclass(slots=True)
@@ -113,12 +121,15 @@ class Video:
     """A video whose frames are chosen.
 
     Attributes:
-        units: pairs of frames.
-        times: seconds of each unit.
-        digests: of the frames that are chosen.
-        file: None: the frames are images.
-        address: of the encoder that the file was left at.
-        stills: the frames' files.
+        param: place of the video in the request.
+        units: pairs of frames, which are encoded together.
+        times: time of each unit in the video, in seconds.
+        usage: frames, rate and tokens of the video, for the answer's usage.
+        digests: digest of each chosen frame, by index of the frame.
+        file: file of the video. None if the client has sent frames.
+        address: address of the encoder that has probed the file. Empty if there is no file.
+        stills: encoded images of the frames. Empty if there is a file.
+        kind: kind of media, for errors.
     """
 
     param: str
@@ -132,13 +143,18 @@ class Video:
     kind: ClassVar[Kind] = VIDEO
 
     async def key(self, prefix: bytes, unit: Unit, salt: bytes) -> bytes:
-        """A unit's image key for encoders of that prefix and a tenant's salt."""
+        """Returns the image key of a unit.
+
+        Args:
+            prefix: key prefix of the encoders.
+            salt: salt of the tenant.
+        """
         first, second = unit.frames or (0, 0)
         pair = self.digests[first], self.digests[second]
         return frames_key(prefix, *pair, grid=unit.grid, salt=salt)
 
-    def sent(self, unit: Unit) -> EncodeRequest:
-        """What an encode call says of a unit's pixels."""
+    def encode_request(self, unit: Unit) -> EncodeRequest:
+        """Returns an encode request with the pixels of a unit, and no other field."""
         first, second = unit.frames or (0, 0)
         if self.file is not None:
             frames = FramePair(first=first, second=second)
@@ -154,54 +170,64 @@ class VideoReader:
     """Loads videos and chooses their frames.
 
     Attributes:
-        pairs: the model's video processor.
+        pairs: video processor of the model.
+        encoders: encoders that probe files.
     """
 
     loader: MediaLoader
     pairs: FramePairs
     bounds: Bounds
+    encoders: EncoderPool
 
     async def read(
         self,
         sources: Sequence[VideoSource],
         slot: Slot,
-        max_patches: int,
-        probe: Probe,
+        encoder: DescribeEncoderResponse,
+        timeout_s: float,
     ) -> list[Video]:
-        """All videos, in order.
+        """Loads all videos, in order.
 
         Args:
-            slot: the request's. It counts the bytes that are held, and may refuse them.
-            max_patches: the most patches of one unit, before merging.
+            slot: admission slot of the request. Its memory counts the loaded bytes, and its usage
+                counts the bytes of files.
+            encoder: description of the encoders that probe files.
+            timeout_s: timeout in seconds of a call that probes a file.
 
         Raises:
-            TriptychError: of the first video that fails; its `param` names the video.
+            TriptychError: the error of the first video that fails. Its `param` names the video.
         """
         videos: list[Video] = []
         for source in sources:
             try:
                 if isinstance(source.urls, str) and not lists_frames(source.urls):
                     most = self.bounds.max_video_bytes
-                    name = slot.tenant.name
-                    data = await self.loader.load(source.urls, most, VIDEO, slot.hold, name)
-                    video = await self._of_file(source, data, slot, probe)
+                    data = await self.loader.load(source.urls, most, VIDEO, slot)
+                    video = await self._of_file(source, data, slot, encoder, timeout_s)
                 else:
                     stills = await self._stills(source, slot)
                     video = await asyncio.to_thread(self._of_stills, source, stills)
-                self._check(videos, video, max_patches)
+                self._check(videos, video, encoder.max_image_patches)
             except TriptychError as error:
                 error.param = error.param or source.param
                 raise
             videos.append(video)
         return videos
 
-    async def _of_file(self, source: VideoSource, data: bytes, slot: Slot, probe: Probe) -> Video:
-        await slot.charge_file(len(data))
+    async def _of_file(
+        self,
+        source: VideoSource,
+        data: bytes,
+        slot: Slot,
+        encoder: DescribeEncoderResponse,
+        timeout_s: float,
+    ) -> Video:
+        await slot.usage.charge_file(len(data))
         file = VideoFile(data, await asyncio.to_thread(still_digest, data), slot.tenant)
         try:
-            probed, address = await probe(file)
+            probed, address = await self._probe(file, encoder, timeout_s)
         except BaseException:
-            file.close()  # a call that goes on without the request would keep the file
+            file.close()  # A call that continues after the request would keep the file in memory.
             raise
         clip = Clip(probed.num_frames, probed.rate, (probed.height, probed.width))
         if probed.duration_s > self.bounds.max_video_seconds:
@@ -216,6 +242,37 @@ class VideoReader:
         video = self._video(source, indices, clip, digests)
         video.file, video.address = file, address
         return video
+
+    async def _probe(
+        self, file: VideoFile, encoder: DescribeEncoderResponse, timeout_s: float
+    ) -> tuple[ProbeResponse, str]:
+        """Sends a file to an encoder, or to a second encoder if the first is lost or too slow.
+
+        Returns:
+            The frames of the file, and the address of the encoder that has the file.
+
+        Raises:
+            InvalidVideo: the file is no video, or cannot be served.
+            TriptychError: no encoder takes the file.
+        """
+        lost: set[str] = set()
+        cause: Unavailable | None = None
+        while len(lost) < _MAX_LOST:
+            try:
+                pod = self.encoders.choose(encoder, file.digest, lost)
+            except Unavailable as none_left:
+                raise cause or none_left from None
+            try:
+                call = await file.send_to(pod, timeout_s)
+            except (Unavailable, DeadlineExceeded) as error:
+                lost.add(pod.address)
+                late = ProcessLost("the encoder did not answer in time")
+                cause = late if isinstance(error, DeadlineExceeded) else error
+                continue
+            return call.result(), pod.address
+        if isinstance(cause, Overloaded):
+            raise cause
+        raise Unavailable("two encoders were lost while they had the video", retry_after_s=1)
 
     async def _stills(self, source: VideoSource, slot: Slot) -> list[bytes]:
         if isinstance(source.urls, str):
@@ -232,7 +289,7 @@ class VideoReader:
             index, url = place
             try:
                 most = self.bounds.max_image_bytes
-                data = await self.loader.load(url, most, IMAGE, slot.hold, slot.tenant.name)
+                data = await self.loader.load(url, most, IMAGE, slot)
             except TriptychError as error:
                 error.param = f"{source.param}.video[{index}]"
                 raise
@@ -310,14 +367,14 @@ class VideoReader:
 
 
 def split_stills(url: str, max_stills: int, max_bytes: int) -> list[bytes]:
-    """The frames of `data:video/jpeg;base64,F1,F2,…`.
+    """Returns the frames of `data:video/jpeg;base64,F1,F2,…`.
 
     Args:
-        max_stills: number of frames.
-        max_bytes: of each.
+        max_stills: most frames.
+        max_bytes: most bytes of each frame.
 
     Raises:
-        InvalidRequest: malformed, or too many.
+        InvalidRequest: the URL is malformed, or there are too many frames.
         InvalidImage: a frame is too large or empty.
     """
     head, _, payload = url.partition(",")
@@ -326,35 +383,3 @@ def split_stills(url: str, max_stills: int, max_bytes: int) -> list[bytes]:
     if payload.count(",") >= max_stills:
         raise InvalidRequest(f"the video has more than {max_stills} frames")
     return [decode_base64(each, max_bytes) for each in payload.split(",")]
-
-
-async def probe_once(
-    file: VideoFile, choose: Callable[[bytes, set[str]], EncoderPod], timeout_s: float
-) -> tuple[ProbeResponse, str]:
-    """Leaves a file at an encoder, or at another one if that is lost or late.
-
-    Args:
-        choose: an encoder for a digest, without those of some addresses.
-
-    Raises:
-        InvalidVideo: the file is none, or two encoders ended over it.
-        TriptychError: no encoder takes it.
-    """
-    lost: set[str] = set()
-    cause: Unavailable | None = None
-    while len(lost) < _MAX_LOST:
-        try:
-            encoder = choose(file.digest, lost)
-        except Unavailable as none_left:
-            raise cause or none_left from None
-        try:
-            call = await file.leave_at(encoder, timeout_s)
-        except (Unavailable, DeadlineExceeded) as error:
-            lost.add(encoder.address)
-            late = ProcessLost("the encoder did not answer in time")
-            cause = late if isinstance(error, DeadlineExceeded) else error
-            continue
-        return call.result(), encoder.address
-    if isinstance(cause, Overloaded):
-        raise cause
-    raise Unavailable("two encoders were lost while they had the video", retry_after_s=1)

@@ -1,10 +1,11 @@
-"""Fetches images and videos from the web, and protects the private network (server-side request
-forgery).
+"""Fetches images and videos from the web, and protects the private network against server-side
+request forgery.
 
-The gateway itself resolves a host, once; every address must be public; the connection goes to a
-checked address, while TLS and the Host header keep the name. Each redirect is a new URL under the
-same rules. Bytes are counted as they arrive, and one deadline covers everything. Behind the first
-piece of 256 KiB asyncio's streams stop reading, so no fast peer fills memory that is not counted.
+The gateway resolves a host itself, and only once. Every address of the host must be public. The
+connection goes to a checked address, while TLS and the Host header keep the name. A redirect is a
+new URL under the same rules. Bytes are counted as they arrive, and one deadline covers everything.
+asyncio's streams stop reading after a piece of 256 KiB, so that a fast peer does not fill memory
+that is not counted.
 """
 
 import asyncio
@@ -13,44 +14,46 @@ import re
 import socket
 import ssl
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Collection
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, nullcontext
-from typing import Any
 
 import h11
 import httpx2
 
 from services.common.errors import InvalidRequest, MediaFetchFailed, Unavailable
-from services.gateway.media.images import Hold
+from services.gateway.bounds import MEMORY_PER_FETCHED_BYTE
 from services.gateway.media.kinds import Kind
+from services.gateway.tenancy.slot import Slot
 from services.gateway.tenancy.tenants import ANONYMOUS, bound_tenant
 
-Resolver = Callable[[str, int], Coroutine[Any, Any, list[str]]]
 _MAX_URL_LENGTH = 8192
 _MAX_REDIRECTS = 3
-_MAX_ADDRESSES, _DIAL_S = 4, 10.0  # of a host, that are tried, and for how long together
+# Most addresses of a host that are dialled, and the time for all of them together.
+_MAX_ADDRESSES, _DIAL_S = 4, 10.0
 _MAX_CONNECTIONS = 64
 _MAX_HEAD_BYTES, _PIECE_BYTES = 100 << 10, 256 << 10
 _MAX_FETCHES_PER_HOST, _MAX_FETCHES_PER_TENANT = 8, 16
-# A body has this long to begin to arrive at the least rate, in bytes a second.
-_BODY_START_S, _MIN_BODY_RATE = 3.0, 32 << 10
+# Time after which a body has to arrive at the least rate, which is in bytes per second.
+BODY_START_S, _MIN_BODY_RATE = 3.0, 32 << 10
 LOOKUP_TIMEOUT_S = 2.0
-# A look-up keeps its thread after its caller has left; this is a tenant's limit of threads.
+# A look-up keeps its thread after its caller was cancelled, so look-ups are limited per tenant.
 _LOOKUP_THREADS, _MAX_LOOKUPS, _MAX_LOOKUPS_PER_TENANT = 64, 256, 16
 _REDIRECTS = (301, 302, 303, 307, 308)
 _RETRYABLE = (408, 429)
-# Other names are none, as `base64` and `aws-chunked`, which stores keep of an upload.
+# Encodings that compress a body. Others do not change it: object stores return `base64` and
+# `aws-chunked`, which describe the upload.
 _COMPRESSIONS = (b"gzip", b"x-gzip", b"deflate", b"compress", b"br", b"zstd")
 _BAD_CHARACTERS = re.compile(r"[\x00-\x1f\x7f\\]")
-# Hosts that "end in a number" (WHATWG): 127.1, 0x7f000001, 2130706433, 0177.0.0.1.
+# Last part of hosts that "end in a number" (WHATWG): 127.1, 0x7f000001, 2130706433, 0177.0.0.1.
 _NUMBER = re.compile(r"(0x[0-9a-f]*|[0-9]+)", re.IGNORECASE)
 
-_PORTS = (80, 443)
-# One text: what is refused tells nothing of the network behind the gateway.
+PUBLIC_PORTS = (80, 443)
+# All refusals have one text, so that they reveal nothing about the network behind the gateway.
 _REFUSED_TEXT = "the URL's host is not served: public hosts alone, on ports 80 and 443"
 
-# Not global by IANA's registries, or a cloud's own, or IPv6 forms that embed an IPv4 address.
+# Networks that are not global by IANA's registries, that belong to a cloud, or whose IPv6 addresses
+# embed an IPv4 address.
 _REFUSED = [
     ipaddress.ip_network(block)
     for block in (
@@ -67,7 +70,7 @@ _REFUSED = [
 
 
 def is_public(address: str) -> bool:
-    """Whether a literal address is on the public internet; one with a scope never is."""
+    """Returns whether a literal address is on the public internet. Scoped addresses are not."""
     try:
         parsed = ipaddress.ip_address(address)
     except ValueError:
@@ -77,18 +80,32 @@ def is_public(address: str) -> bool:
 
 
 class SystemResolver:
-    """All addresses of a host, from the system's resolver, in threads of its own: names that get no
-    answer must not delay the look-up of a service. Equal names share a look-up.
+    """Resolves host names with the system's resolver.
+
+    The look-ups run in threads of their own, so that names without an answer do not delay the
+    look-up of a service. Equal names share a look-up.
+
+    Args:
+        timeout_s: time in seconds that a caller waits for a look-up.
     """
 
     def __init__(self, timeout_s: float = LOOKUP_TIMEOUT_S) -> None:
         self._timeout_s = timeout_s
         self._threads = ThreadPoolExecutor(_LOOKUP_THREADS, "lookup")
         self._lookups: dict[tuple[str, int], asyncio.Future[list[str]]] = {}
-        self._num_lookups: Counter[str] = Counter()  # unfinished, by tenant
+        self._num_lookups: Counter[str] = Counter()  # unfinished look-ups, by tenant
 
-    async def __call__(self, host: str, port: int) -> list[str]:
-        """Raises OSError: it has none, or its servers do not answer in time."""
+    @property
+    def num_lookups(self) -> int:
+        """Number of unfinished look-ups."""
+        return len(self._lookups)
+
+    async def resolve(self, host: str, port: int) -> list[str]:
+        """Returns all addresses of a host.
+
+        Raises:
+            OSError: the host has no address, or its name servers do not answer in time.
+        """
         lookup = self._lookups.get((host, port))
         if lookup is None:
             tenant = bound_tenant()
@@ -97,7 +114,7 @@ class SystemResolver:
                 raise OSError("too many names are being looked up")
             self._num_lookups[tenant.name] += 1
             loop = asyncio.get_running_loop()
-            lookup = loop.run_in_executor(self._threads, _addresses, host, port)
+            lookup = loop.run_in_executor(self._threads, self.look_up, host, port)
             self._lookups[host, port] = lookup
             lookup.add_done_callback(lambda done: self._forget((host, port), tenant.name, done))
         async with asyncio.timeout(self._timeout_s):
@@ -109,79 +126,113 @@ class SystemResolver:
         del self._lookups[name]
         self._num_lookups[tenant] -= 1
         if not done.cancelled():
-            done.exception()  # retrieved, although no caller may wait any more
+            # asyncio reports an exception that is never retrieved. No caller may wait any more.
+            done.exception()
+
+    def look_up(self, host: str, port: int) -> list[str]:
+        """Returns all addresses of a host. Blocks the calling thread.
+
+        Raises:
+            OSError: the host has no address.
+        """
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        return list(dict.fromkeys(str(entry[4][0]) for entry in found))
 
     def close(self) -> None:
+        """Ends the threads without waiting for running look-ups."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 
-def _addresses(host: str, port: int) -> list[str]:
-    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    return list(dict.fromkeys(str(entry[4][0]) for entry in found))
-
-
-class _Turns:
-    """Bounds the fetches at a time of each name; the others of a name wait."""
+class _FetchLimit:
+    """Limits the number of fetches at a time of each host, or of each tenant. Further fetches of a
+    name wait.
+    """
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._names: dict[str, tuple[asyncio.Semaphore, int]] = {}  # with those inside or waiting
+        # Semaphore of each name, and the number of fetches that run or wait.
+        self.names: dict[str, tuple[asyncio.Semaphore, int]] = {}
 
     @asynccontextmanager
-    async def turn(self, name: str) -> AsyncGenerator[None]:
-        turns, count = self._names.get(name) or (asyncio.Semaphore(self._limit), 0)
-        self._names[name] = turns, count + 1
+    async def slot(self, name: str) -> AsyncGenerator[None]:
+        semaphore, count = self.names.get(name) or (asyncio.Semaphore(self._limit), 0)
+        self.names[name] = semaphore, count + 1
         try:
-            async with turns:
+            async with semaphore:
                 yield
         finally:
-            count = self._names[name][1] - 1
-            self._names[name] = turns, count
+            count = self.names[name][1] - 1
+            self.names[name] = semaphore, count
             if not count:
-                del self._names[name]
+                del self.names[name]
 
 
 class WebMedia:
     """Fetches http: and https: URLs.
 
     Args:
-        allow_private: dial private and loopback addresses and any port, too.
-        resolver: of host names; for tests.
+        allow_private: whether private and loopback addresses and all ports are dialled, too.
+        ports: ports that are dialled if `allow_private` is false.
+        resolver: resolver of host names. Defaults to the system's.
+        tls: settings of TLS connections. Defaults to the system's certificate authorities.
+        body_start_s: time in seconds after which a body has to arrive at the least rate.
     """
 
-    def __init__(self, *, allow_private: bool, resolver: Resolver | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        allow_private: bool,
+        ports: Collection[int] = PUBLIC_PORTS,
+        resolver: SystemResolver | None = None,
+        tls: ssl.SSLContext | None = None,
+        body_start_s: float = BODY_START_S,
+    ) -> None:
         self._allow_private = allow_private
-        # One slow host, or one tenant of slow hosts, leaves connections to the others.
-        self._hosts = _Turns(_MAX_FETCHES_PER_HOST)
-        self._tenants = _Turns(_MAX_FETCHES_PER_TENANT)
+        self._ports = ports
+        self._body_start_s = body_start_s
+        # A slow host, or a tenant of slow hosts, leaves connections to other hosts and tenants.
+        self._hosts = _FetchLimit(_MAX_FETCHES_PER_HOST)
+        self._tenants = _FetchLimit(_MAX_FETCHES_PER_TENANT)
         self._connections = asyncio.Semaphore(_MAX_CONNECTIONS)
-        self._resolver = SystemResolver()
-        self._resolve: Resolver = resolver or self._resolver
-        self._dial = asyncio.open_connection
-        self._ssl = ssl.create_default_context()
+        self._resolver = resolver or SystemResolver()
+        self._tls = tls or ssl.create_default_context()
 
-    async def fetch(self, url: str, max_bytes: int, kind: Kind, hold: Hold, tenant: str) -> bytes:
-        """The body behind a URL.
+    @property
+    def num_hosts(self) -> int:
+        """Number of hosts from which fetches run or wait."""
+        return len(self._hosts.names)
+
+    @property
+    def num_tenants(self) -> int:
+        """Number of tenants whose fetches run or wait."""
+        return len(self._tenants.names)
+
+    async def fetch(self, url: str, max_bytes: int, kind: Kind, slot: Slot) -> bytes:
+        """Returns the body behind a URL.
 
         Args:
-            hold: counts bytes as they arrive; may refuse.
-            tenant: which of several asks; empty: there is only one.
+            max_bytes: most bytes of the body.
+            kind: kind of media that is expected behind the URL.
+            slot: admission slot of the request. Its memory counts bytes as they arrive, and its
+                tenant has a limit of fetches at a time, unless the tenant has no name.
 
         Raises:
             InvalidRequest: the URL or its host is refused.
             InvalidImage, InvalidVideo: the body is larger than allowed.
             MediaFetchFailed: the origin answers without such media.
+            Overloaded: running requests hold too much memory.
             Unavailable: the origin cannot be reached now, or not in time.
         """
         try:
             target = parse_url(url)
-            turn = self._tenants.turn(tenant) if tenant else nullcontext()
-            async with asyncio.timeout(kind.fetch_s), turn:
+            tenant = slot.tenant.name
+            tenant_slot = self._tenants.slot(tenant) if tenant else nullcontext()
+            async with asyncio.timeout(kind.fetch_s), tenant_slot:
                 for _ in range(_MAX_REDIRECTS + 1):
-                    if not self._allow_private and target.port not in (None, *_PORTS):
+                    if not self._allow_private and target.port not in (None, *self._ports):
                         raise InvalidRequest(_REFUSED_TEXT)
-                    async with self._hosts.turn(target.raw_host.decode()):
-                        answer = await self._get(target, max_bytes, kind, hold)
+                    async with self._hosts.slot(target.raw_host.decode()):
+                        answer = await self._get(target, max_bytes, kind, slot)
                     if isinstance(answer, bytes):
                         return answer
                     target = answer
@@ -191,25 +242,34 @@ class WebMedia:
             raise Unavailable("the URL could not be fetched") from None
         raise MediaFetchFailed("the URL redirects too often")
 
+    async def dial(
+        self, address: str, port: int
+    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """Opens a connection to an address that has been checked."""
+        return await asyncio.open_connection(address, port)
+
     def close(self) -> None:
+        """Ends the resolver's threads."""
         self._resolver.close()
 
     async def _get(
-        self, url: httpx2.URL, max_bytes: int, kind: Kind, hold: Hold
+        self, url: httpx2.URL, max_bytes: int, kind: Kind, slot: Slot
     ) -> bytes | httpx2.URL:
-        """One request: the body, or the URL of a redirect."""
+        """Sends one request, and returns the body or the URL of a redirect."""
         client = h11.Connection(h11.CLIENT, _MAX_HEAD_BYTES)
         headers = [
-            (b"Host", url.netloc), (b"Accept", kind.accept),
-            (b"Accept-Encoding", b"identity"), (b"User-Agent", b"triptych"),
+            (b"Host", url.netloc),
+            (b"Accept", kind.accept),
+            (b"Accept-Encoding", b"identity"),
+            (b"User-Agent", b"triptych"),
             (b"Connection", b"close"),
-        ]  # fmt: skip
+        ]
         request = h11.Request(method="GET", target=url.raw_path, headers=headers)
         async with self._connections, self._connection(url) as (reader, writer):
             writer.write((client.send(request) or b"") + (client.send(h11.EndOfMessage()) or b""))
             await writer.drain()
             while not isinstance(answer := await _next(client, reader), h11.Response):
-                pass  # an interim response
+                pass  # The response is an interim response.
             found = dict(answer.headers)
             if answer.status_code in _REDIRECTS:
                 return _redirect(url, found.get(b"location", b""))
@@ -221,18 +281,18 @@ class WebMedia:
                 raise MediaFetchFailed("the URL answers with a compressed body")
             body, start = bytearray(), asyncio.get_running_loop().time()
             try:
-                async with asyncio.timeout(_BODY_START_S) as deadline:
+                async with asyncio.timeout(self._body_start_s) as deadline:
                     while isinstance(piece := await _next(client, reader), h11.Data):
                         if len(body) + len(piece.data) > max_bytes:
                             raise kind.too_large(max_bytes)
-                        hold(len(piece.data))
+                        slot.memory.add(len(piece.data) * MEMORY_PER_FETCHED_BYTE)
                         body += piece.data
-                        deadline.reschedule(start + _BODY_START_S + len(body) / _MIN_BODY_RATE)
+                        deadline.reschedule(start + self._body_start_s + len(body) / _MIN_BODY_RATE)
                 if not body:
                     raise MediaFetchFailed("the URL answers with an empty body")
                 return bytes(body)
             finally:
-                body.clear()  # an error's traceback may keep the frame for a long time
+                body.clear()  # The traceback of an error may keep this frame for a long time.
 
     @asynccontextmanager
     async def _connection(
@@ -242,7 +302,7 @@ class WebMedia:
         reader, writer = await self._connect(host, url.port or (443 if is_secure else 80))
         try:
             if is_secure:
-                await writer.start_tls(self._ssl, server_hostname=host)
+                await writer.start_tls(self._tls, server_hostname=host)
             yield reader, writer
         finally:
             writer.transport.abort()
@@ -250,22 +310,22 @@ class WebMedia:
     async def _connect(
         self, host: str, port: int
     ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """Resolves the host, checks its addresses, and dials the first that takes the call. There
-        is no second look-up.
+        """Resolves the host, checks its addresses, and returns a connection to the first address
+        that accepts it. There is no second look-up.
         """
         try:
-            addresses = await self._resolve(host, port)
+            addresses = await self._resolver.resolve(host, port)
         except (OSError, UnicodeError) as error:
             raise OSError("the host has no address") from error
-        # One private address refuses the host: an image server has public addresses only.
+        # One private address refuses the host, because image servers have only public addresses.
         if not self._allow_private and not all(map(is_public, addresses)):
             raise InvalidRequest(_REFUSED_TEXT)
         dialled = addresses[:_MAX_ADDRESSES]
         for number, address in enumerate(dialled, 1):
             try:
-                # A share for each: one that never answers (IPv6, often) leaves time for the others.
+                # Each address gets a share of the time, because IPv6 addresses often do not answer.
                 async with asyncio.timeout(_DIAL_S / len(dialled)):
-                    return await self._dial(address, port)
+                    return await self.dial(address, port)
             except OSError:
                 if number == len(dialled):
                     raise
@@ -273,7 +333,9 @@ class WebMedia:
 
 
 async def _next(client: h11.Connection, reader: asyncio.StreamReader) -> object:
-    """The next event of an answer. Others have their turns between two: a piece may hold 10,000."""
+    """Returns the next event of a response. Other tasks run between two events, because one piece
+    of the body may contain 10,000 events.
+    """
     await asyncio.sleep(0)
     while (event := client.next_event()) is h11.NEED_DATA:
         client.receive_data(await reader.read(_PIECE_BYTES))
@@ -281,15 +343,16 @@ async def _next(client: h11.Connection, reader: asyncio.StreamReader) -> object:
 
 
 def parse_url(url: str) -> httpx2.URL:
-    """Parses a URL with the parser that also dials it, so that both read the same host.
+    """Parses a URL with the parser whose result is also dialled, so that both read the same host.
 
     Raises:
-        InvalidRequest: not plainly http(s)://host[:port]/..., or the host is a disguised number.
+        InvalidRequest: the URL is not of the form http(s)://host[:port]/..., or its host is a
+            disguised number.
     """
     if len(url) > _MAX_URL_LENGTH or _BAD_CHARACTERS.search(url):
         raise InvalidRequest("the URL is malformed")
     try:
-        parsed = httpx2.URL(url.rstrip(" "))  # which escapes other blanks
+        parsed = httpx2.URL(url.rstrip(" "))  # httpx2 escapes other blanks.
         host, _ = parsed.raw_host.decode("ascii"), parsed.netloc
     except (httpx2.InvalidURL, UnicodeError, ValueError, TypeError):
         raise InvalidRequest("the URL is malformed") from None
@@ -319,7 +382,7 @@ def _redirect(url: httpx2.URL, location: bytes) -> httpx2.URL:
     if not location:
         raise MediaFetchFailed("the URL redirects without a location")
     try:
-        text = location.decode()  # clients send on the bytes that a path is written in
+        text = location.decode()  # Clients send the bytes of a path unchanged.
     except UnicodeDecodeError:
         text = location.decode("latin-1")
     if _BAD_CHARACTERS.search(text):

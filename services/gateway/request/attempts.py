@@ -1,25 +1,25 @@
 """The failure contract between the gateway and the two services behind it.
 
-When an encoder or a decoder fails, it is excluded and the request submitted again: encoding is
-idempotent, and a decoder continues what another one has begun from the prompt and the token ids
-generated so far. To the client the answer goes on. What a process died of is not tried for ever:
-`losses` counts. An unreadable image ends the request at once, whichever service reports it.
-`ChatService.answer` runs one `Attempts` per request; it knows no HTTP and no text.
+When an encoder or a decoder fails, the gateway excludes it and submits the request again. Encoding
+is idempotent, and a decoder continues an answer that another decoder has begun: it gets the prompt
+and the token ids generated so far. The client sees one answer without a gap. `Losses` counts the
+processes that died with the request, so that a request that kills processes is not tried for ever.
+An unreadable image ends the request at once, whichever service reports it.
+
+`ChatService.answer` runs one `Attempts` per request. This file knows no HTTP and no text.
 """
 
 import asyncio
 import logging
 import time
 from array import array
-from collections.abc import AsyncGenerator, Collection
+from collections.abc import AsyncGenerator, Collection, Sequence
 
 from blake3 import blake3
-from msgspec import structs
 
 from services.common.errors import (
     Cancelled,
     InvalidGrammar,
-    InvalidRequest,
     Overloaded,
     ProcessLost,
     TriptychError,
@@ -27,36 +27,41 @@ from services.common.errors import (
 )
 from services.common.pb import decoder_pb2 as pb
 from services.common.spans import Span, start_span
-from services.gateway.answers.thinking_budget import ThinkingBudget
 from services.gateway.clients.decoders import DecoderPod, DecoderPool, EmbeddingLost, TokenEvent
 from services.gateway.clients.encoders import EncoderPool
 from services.gateway.clients.sent_prompts import PromptChain
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.request.completion import Completion
-from services.gateway.request.encode_calls import EncodeCalls
+from services.gateway.request.encode_calls import OUTCOME_TIMEOUT_S, EncodeCalls
 from services.gateway.request.losses import Losses, RetryableFailure
-from services.gateway.request.mailbox import Mailbox
+from services.gateway.request.mailbox import Mailbox, Message
 from services.gateway.request.sampling import choice_seed
 
 log = logging.getLogger(__name__)
 
 MAX_ATTEMPTS = 5
-# Decoders that are about to go and that a request may leave.
+# Most times that a request moves away from a decoder that drains.
 MAX_MOVES = 2
+# Time that encode calls get to report where an embedding came from, after the answer has ended.
 _SOURCES_GRACE_S = 0.05
-# Of an answer that waits for its client: some 10,000 tokens, or some hundreds with all logprobs.
-# Counted in steps.
+# Most bytes of an answer that wait for its client: some 10,000 tokens, or some hundreds with all
+# logprobs. They are counted in steps of the second number.
 MAX_WAITING_BYTES, _WAITING_STEP_BYTES = 4 << 20, 64 << 10
-# Prompts without images that begin with the same tokens, up to this many, have one first decoder.
+# Prompts without images that begin with the same tokens, up to this number, prefer one decoder.
 _AFFINITY_TOKENS = 256
 
 
-# Overloaded: more of the answer waits for the client than there is room for.
-_Item = TokenEvent | RetryableFailure | InvalidRequest | Overloaded
-
-
 class Attempts:
-    """All attempts of one request. Iterate `events` to its end or close it."""
+    """All attempts to generate the answer of one request.
+
+    Iterate `events` to its end, or close it. `DecoderPod` calls `receive` with each event of a
+    sequence; `events` takes the events from the mailbox.
+
+    Args:
+        request: request with its prompt, images and sampling parameters.
+        encode_timeout_s: timeout in seconds of one encode call.
+        outcome_timeout_s: time in seconds to wait for the end of encode calls to a lost encoder.
+    """
 
     def __init__(
         self,
@@ -65,77 +70,75 @@ class Attempts:
         decoders: DecoderPool,
         metrics: GatewayMetrics,
         encode_timeout_s: float,
-        thinking_budget: ThinkingBudget | None = None,
+        outcome_timeout_s: float = OUTCOME_TIMEOUT_S,
     ) -> None:
         self._request = request
         self._decoders = decoders
         self._metrics = metrics
-        self._mailbox: Mailbox[_Item] = Mailbox()
+        self._mailbox = Mailbox()
+        self._counted_bytes = 0  # bytes of waiting events that the request's memory counts
         self._losses = Losses()
         self._encodes = EncodeCalls(
-            request, encoders, self._losses, self._mailbox.put, metrics, encode_timeout_s
-        )
-        self._counted_bytes = 0  # of what waits or has waited
+            request, encoders, self._losses, self._mailbox, metrics, encode_timeout_s,
+            outcome_timeout_s,
+        )  # fmt: skip
+        # The decoder of the running attempt, its session, and the checkpoint that it serves.
         self._decoder: DecoderPod | None = None
-        self._session = ""  # of the decoder
-        self._fingerprint: bytes | None = None  # of what it serves
-        self._chain: PromptChain  # of this attempt
-        self._sequences: dict[int, int] = {}  # of this attempt: running choice -> sequence id
-        # Of the choices that have not ended: the token ids so far.
-        self._generated = {choice: array("i") for choice in range(request.chat.num_choices)}
-        # Choices that run up to the budget of their reasoning -> the number of tokens at which they
-        # pause, and the choices that have come to it.
-        self._budget = budget = thinking_budget
-        self._pauses: dict[int, int] = {}
-        if budget is not None and budget.num_tokens < request.sampling.max_tokens:
-            self._pauses = dict.fromkeys(self._generated, budget.num_tokens)
-        self._at_budget = list(self._pauses) if budget and not budget.num_tokens else []
-        self._lost_at = 0.0  # when a decoder was lost in mid-answer; 0: the answer goes on
-        self._decoder_leaves = False
-        self._span = Span()  # of the running attempt's sequences
+        self._session = ""
+        self._fingerprint: bytes | None = None
+        self._decoder_drains = False
+        self._chain: PromptChain
+        self._span = Span()
+        # The running attempt's sequences: choice -> sequence id.
+        self._sequences: dict[int, int] = {}
+        # Token ids of each choice so far, and the number of tokens at which the choice ends.
+        choices = range(request.chat.num_choices)
+        self._generated = {choice: array("i") for choice in choices}
+        self._max_tokens = dict.fromkeys(choices, request.sampling.max_tokens)
+        self._unfinished = set(choices)
+        self._extended: list[int] = []  # choices that `extend` has added since the last submit
+        self._lost_at = 0.0  # when a decoder was lost in mid-answer; 0 while the answer goes on
 
     async def events(self) -> AsyncGenerator[list[TokenEvent]]:
-        """Batches of events, in order per choice, until all choices have ended or stopped.
+        """Yields batches of events, in order per choice, until all choices have ended or stopped.
 
         Raises:
             TriptychError: the request failed.
         """
         num_moves = 0
         try:
-            if closing := self._close_thoughts():
-                yield closing
             for attempt in range(1, MAX_ATTEMPTS + 1):
-                started = False  # in this attempt
-                if not self._generated:
+                has_started = False  # this attempt has yielded events
+                if not self._unfinished:
                     return
                 try:
-                    await self._start()
+                    self._mailbox.clear()  # messages of the attempt before
+                    await self._submit(self._unfinished)
                     while self._sequences:
-                        good, failure = self._sort(await self._mailbox.take(), started)
-                        if good:
-                            started = True
+                        # No local variable refers to the messages: a failure among them, which is
+                        # raised below, would refer to this frame, and the frame to the failure.
+                        events, failure = self._read(await self._mailbox.take(), has_started)
+                        if events:
+                            has_started = True
                             if self._lost_at:
                                 self._record_handover()
-                            yield good
-                        resumed = self._at_budget
-                        if resumed and (closing := self._close_thoughts()):
-                            yield closing
+                            yield events
                         if failure is not None:
                             raise failure
-                        if resumed and (resumed := [c for c in resumed if c in self._generated]):
-                            await self._start(resumed)
+                        if extended := self._unfinished.intersection(self._extended):
+                            await self._submit(extended)
                         may_move = num_moves < MAX_MOVES and attempt < MAX_ATTEMPTS
-                        if self._decoder_leaves and may_move and self._should_leave():
+                        if self._decoder_drains and may_move and self._can_move():
                             num_moves += 1
-                            leaving = Unavailable("the decoder is about to go")
-                            raise RetryableFailure(leaving, "decoder", self._session)
+                            drains = Unavailable("the decoder drains")
+                            raise RetryableFailure(drains, "decoder", self._session)
                     if self._request.chat.include_stage_times:
                         await self._encodes.finish(_SOURCES_GRACE_S)
                     return
                 except RetryableFailure as failure:
-                    if not self._generated:
-                        return  # the last choices were stopped by the caller
-                    if started:
+                    if not self._unfinished:
+                        return  # the caller has stopped the last choices
+                    if has_started:
                         self._lost_at = time.monotonic()
                     await self._recover(failure)
             raise self._losses.no_pod_left()
@@ -144,80 +147,130 @@ class Attempts:
             self._encodes.close()
 
     def stop(self, choice: int) -> None:
-        """Cancels one choice; no more events of it follow."""
-        self._generated.pop(choice, None)
+        """Cancels one choice. No more events of the choice follow."""
+        self._unfinished.discard(choice)
         self._cancel_sequence(choice)
 
-    def _cancel_sequence(self, choice: int) -> None:
-        sequence_id = self._sequences.pop(choice, None)
-        if sequence_id is not None and self._decoder is not None:
-            self._decoder.cancel(sequence_id)
+    def extend(self, choice: int, token_ids: Sequence[int], max_tokens: int) -> None:
+        """Continues a choice behind further token ids, as if the model had generated them.
 
-    def _close_thoughts(self) -> list[TokenEvent]:
-        """What closes the reasoning of choices that have come to its budget; they may go on."""
-        events: list[TokenEvent] = []
-        budget, max_tokens = self._budget, self._request.sampling.max_tokens
-        at_budget, self._at_budget = self._at_budget, []
-        for choice in at_budget:
-            del self._pauses[choice]
-            if budget is None or choice not in self._generated:  # the caller has stopped it
-                continue
-            generated = self._generated[choice]
-            if more := budget.more_tokens(choice, len(generated)):
-                if len(generated) + more < max_tokens:
-                    self._pauses[choice] = len(generated) + more
-                continue
-            ids = budget.ids_behind(choice)[: max_tokens - len(generated)]
-            generated.extend(ids)
-            is_full = len(generated) == max_tokens
-            if is_full:
-                del self._generated[choice]
-            if ids:
-                events.append(TokenEvent(choice, ids, finish_reason="length" if is_full else None))
-        return events
-
-    async def _start(self, resumed: Collection[int] | None = None) -> None:
-        """Starts the encode calls and submits choices at the same time.
+        Call it before the first batch, or between two batches for a choice that has ended with
+        `length`.
 
         Args:
-            resumed: these, beside others that run; None: all of a new attempt.
+            token_ids: ids that are appended to the choice. May be empty.
+            max_tokens: number of tokens of the choice, from its start, at which it ends.
         """
-        if resumed is None:
-            self._mailbox.clear()  # of the attempt before
-        request, prompt = self._request, self._request.prompt
-        refs = await self._encodes.assign()
-        self._chain = PromptChain(prompt.token_ids, refs, request.cache_salt)
-        if refs:  # the encode calls go out first: the prompt waits for the images
+        self._generated[choice].extend(token_ids)
+        self._max_tokens[choice] = max_tokens
+        self._unfinished.add(choice)
+        self._extended.append(choice)
+
+    def num_tokens(self, choice: int) -> int:
+        """Returns the number of tokens of a choice so far."""
+        return len(self._generated[choice])
+
+    def receive(self, event: TokenEvent) -> None:
+        """Adds an event of a sequence to the mailbox.
+
+        If the client reads the answer too slowly, so that too many events wait, the request ends
+        with `Overloaded`.
+        """
+        mailbox = self._mailbox
+        mailbox.put(event, event.num_bytes)
+        if isinstance(event.error, ProcessLost):
+            # Counted at once: a failed encode call may end the attempt before the event is read.
+            self._losses.add("decoder", self._session, event.error)
+        if mailbox.num_bytes <= self._counted_bytes:
+            return
+        try:
+            if mailbox.num_bytes > MAX_WAITING_BYTES:
+                raise Overloaded("the answer is read too slowly")
+            self._request.slot.memory.add(_WAITING_STEP_BYTES)
+            self._counted_bytes += _WAITING_STEP_BYTES
+        except Overloaded as error:
+            mailbox.clear()
+            mailbox.put(Overloaded(error.message, retry_after_s=1))
+            for sequence_id in self._sequences.values():
+                if self._decoder is not None:
+                    self._decoder.cancel(sequence_id)
+
+    async def _submit(self, choices: Collection[int]) -> None:
+        """Starts the missing encode calls and submits choices to a decoder at the same time.
+
+        Args:
+            choices: all unfinished choices at the start of an attempt, or choices that join the
+                attempt's running sequences.
+        """
+        self._extended.clear()
+        request = self._request
+        images = await self._encodes.assign()
+        self._chain = PromptChain(request.prompt.token_ids, images, request.cache_salt)
+        if images:  # The encode calls are sent first: the prompt waits for the images.
             await asyncio.sleep(0)
+        decoder = self._take_decoder()
+        self._span.end()
+        self._span = start_span(
+            "decode stream",
+            decoder=decoder.address,
+            num_choices=len(self._unfinished),
+            num_generated=sum(len(self._generated[choice]) for choice in self._unfinished),
+        )
+        submit = self._submit_message(images)
+        for choice in sorted(choices):
+            if choice not in self._unfinished:
+                continue
+            generated, max_tokens = self._generated[choice], self._max_tokens[choice]
+            submit.sampling.max_tokens = max_tokens
+            submit.sampling.min_tokens = min(request.sampling.min_tokens, max_tokens)
+            submit.sampling.seed = choice_seed(request.sampling.seed, choice)
+            submit.generated_token_ids = generated.tobytes()
+            if choice > 0 or generated:  # The prompt's logprobs come once, before the first token.
+                submit.sampling.ClearField("prompt_logprobs")
+            self._sequences[choice] = decoder.submit(submit, choice, self, self._chain)
+
+    def _take_decoder(self) -> DecoderPod:
+        """Returns the decoder of the running sequences, or else chooses a decoder for an attempt.
+
+        Raises:
+            TriptychError: no decoder is left that serves the checkpoint of the answer so far.
+        """
         decoder = self._decoder if self._sequences else None
         try:
             decoder = decoder or self._choose_decoder(self._losses.excluded["decoder"])
         except Unavailable:
             raise self._losses.no_pod_left() from None
-        # What has begun with one checkpoint is not continued with another, nor by other choices.
+        # All choices of an answer come from one checkpoint.
         fingerprint = decoder.description.fingerprint if decoder.description else b""
-        has_begun = any(self._generated.values()) or len(self._generated) < request.chat.num_choices
+        has_ended = len(self._unfinished) < self._request.chat.num_choices
+        has_begun = has_ended or any(self._generated.values())
         if has_begun and self._fingerprint not in (None, fingerprint):
             raise self._losses.no_pod_left()
         self._fingerprint = fingerprint
         self._decoder, self._session = decoder, decoder.session
-        self._decoder_leaves = self._decoder_leaves and bool(self._sequences)
-        self._span.end()
-        self._span = start_span(
-            "decode stream",
-            decoder=decoder.address,
-            num_choices=len(self._generated),
-            num_generated=sum(map(len, self._generated.values())),
-        )
+        self._decoder_drains = self._decoder_drains and bool(self._sequences)
+        return decoder
+
+    def _choose_decoder(self, exclude: Collection[str]) -> DecoderPod:
+        request = self._request
+        num_tokens = len(request.prompt.token_ids) + request.sampling.max_tokens
+        # Requests with equal keys go to the same decoder, if all else is equal.
+        keys, start = self._encodes.keys, request.prompt.token_ids[:_AFFINITY_TOKENS]
+        key = keys[0] if keys else blake3(start.tobytes()).digest()
+        return self._decoders.choose(self._chain, key, exclude, num_tokens)
+
+    def _submit_message(self, images: Sequence[pb.ImageRef]) -> pb.Submit:
+        """Returns the message to the decoder, without the fields that differ between choices."""
+        request, prompt = self._request, self._request.prompt
         positions = b""
         if prompt.positions is not None:
             positions = prompt.positions.astype("<i4", copy=False).tobytes()
-        submit = pb.Submit(
+        return pb.Submit(
             request_id=request.request_id,
             prompt_token_ids=prompt.token_ids.astype("<i4", copy=False).tobytes(),
             positions=positions,
             position_delta=prompt.position_delta,
-            images=refs,
+            images=images,
             sampling=request.sampling,
             cache_salt=request.cache_salt,
             tenant=request.slot.tenant.name,
@@ -227,32 +280,9 @@ class Attempts:
             grammar=request.answer_format.grammar,
             priority=request.chat.priority or 0,
         )
-        for choice, generated in self._generated.items():
-            if resumed is not None and choice not in resumed:
-                continue
-            self._set_length(submit.sampling, choice)
-            submit.sampling.seed = choice_seed(request.sampling.seed, choice)
-            submit.generated_token_ids = generated.tobytes()
-            if choice > 0 or generated:  # the prompt's logprobs come once, before the first token
-                submit.sampling.ClearField("prompt_logprobs")
-            self._sequences[choice] = decoder.submit(submit, choice, self._deliver, self._chain)
 
-    def _set_length(self, sampling: pb.SamplingParams, choice: int) -> None:
-        """Up to the choice's pause, or as the request says."""
-        wanted = self._request.sampling
-        most = self._pauses.get(choice, wanted.max_tokens)
-        sampling.max_tokens, sampling.min_tokens = most, min(wanted.min_tokens, most)
-
-    def _choose_decoder(self, exclude: Collection[str]) -> DecoderPod:
-        request = self._request
-        num_tokens = len(request.prompt.token_ids) + request.sampling.max_tokens
-        # Equal for requests that should go to the same decoder, if all else is equal.
-        keys, start = self._encodes.keys, request.prompt.token_ids[:_AFFINITY_TOKENS]
-        key = keys[0] if keys else blake3(start.tobytes()).digest()
-        return self._decoders.choose(self._chain, key, exclude, num_tokens)
-
-    def _should_leave(self) -> bool:
-        """Whether another decoder can go on with the answer."""
+    def _can_move(self) -> bool:
+        """Returns whether another decoder can continue the answer."""
         if not self._sequences:
             return False
         try:
@@ -262,58 +292,45 @@ class Attempts:
         found = other.description
         return found is not None and found.fingerprint == self._fingerprint
 
-    def _deliver(self, event: TokenEvent) -> None:
-        """Called for each event of a sequence. A client that does not read ends its request."""
-        mailbox = self._mailbox
-        mailbox.put(event, event.num_bytes)
-        if isinstance(event.error, ProcessLost):  # at once: an encode failure may end the attempt
-            self._losses.add("decoder", self._session, event.error)
-        if mailbox.num_bytes <= self._counted_bytes:
-            return
-        try:
-            if mailbox.num_bytes > MAX_WAITING_BYTES:
-                raise Overloaded("the answer is read too slowly")
-            self._request.slot.hold(_WAITING_STEP_BYTES)
-            self._counted_bytes += _WAITING_STEP_BYTES
-        except Overloaded as error:
-            mailbox.clear()
-            mailbox.put(Overloaded(error.message, retry_after_s=1))
-            for sequence_id in self._sequences.values():
-                if self._decoder is not None:
-                    self._decoder.cancel(sequence_id)
+    def _read(
+        self, messages: list[Message], has_started: bool
+    ) -> tuple[list[TokenEvent], Exception | None]:
+        """Reads messages up to the first failure that ends the attempt.
 
-    def _sort(self, items: list[_Item], started: bool) -> tuple[list[TokenEvent], Exception | None]:
-        """The events to pass on, and the failure that ends this attempt, if any."""
-        good: list[TokenEvent] = []
-        for item in items:
-            if not isinstance(item, TokenEvent):
-                if isinstance(item, Overloaded) or not (started or good):
-                    return good, item
-                continue  # the decoder got the embedding elsewhere
-            if item.choice not in self._sequences:
+        Args:
+            has_started: whether the attempt has yielded events before.
+
+        Returns:
+            The events for the caller, and the failure that ends the attempt, or None.
+        """
+        events: list[TokenEvent] = []
+        for message in messages:
+            if not isinstance(message, TokenEvent):
+                if isinstance(message, Overloaded) or not (has_started or events):
+                    return events, message
+                continue  # A failed encode call: the decoder has got the embedding elsewhere.
+            choice = message.choice
+            if choice not in self._sequences:
                 continue
-            if item.leaving:
-                self._decoder_leaves = True
-                if not (item.token_ids or item.is_last or item.prompt_logprobs):
+            if message.decoder_drains:
+                self._decoder_drains = True
+                if not (message.token_ids or message.is_last or message.prompt_logprobs):
                     continue
-            if item.error is not None:
-                del self._sequences[item.choice]
-                return good, self._decoder_failure(item.error)
-            if item.finish_reason == "length" and item.choice in self._pauses:
-                item = structs.replace(item, finish_reason=None)
-                del self._sequences[item.choice]
-                self._at_budget.append(item.choice)
-            if item.finish_reason is not None:
-                del self._sequences[item.choice], self._generated[item.choice]
-            else:
-                self._generated[item.choice].extend(item.token_ids)
-            good.append(item)
-        return good, None
+            if message.error is not None:
+                del self._sequences[choice]
+                return events, self._decoder_failure(message.error)
+            self._generated[choice].extend(message.token_ids)
+            if message.finish_reason is not None:
+                del self._sequences[choice]
+                self._unfinished.discard(choice)
+            events.append(message)
+        return events, None
 
     def _decoder_failure(self, error: TriptychError) -> Exception:
+        """Returns the exception for the error of a sequence: another pod may help, or none can."""
         if isinstance(error, EmbeddingLost):
             return RetryableFailure(error, "encoder", error.encoder_address)
-        if isinstance(error, Cancelled):  # not by this gateway, which ignores events then
+        if isinstance(error, Cancelled):  # Not by this gateway, which ignores events afterwards.
             error = Unavailable("the decoder cancelled the request")
         if isinstance(error, InvalidGrammar):
             error.param = self._request.answer_format.grammar_param
@@ -326,18 +343,27 @@ class Attempts:
         self._lost_at = 0.0
 
     async def _recover(self, failure: RetryableFailure) -> None:
-        """Ends an attempt, so that the next one avoids the pod; raises if there may be none."""
+        """Ends a failed attempt and excludes the pod from the next attempt.
+
+        Raises:
+            TriptychError: the request may not be tried again.
+        """
         self._cancel_sequences()
         error = failure.error
         if failure.service == "decoder":
             self._losses.add("decoder", failure.pod, error)
         elif isinstance(error, EmbeddingLost):
-            await self._encodes.not_delivered(error)
+            await self._encodes.record_undelivered(error)
         elif isinstance(error, ProcessLost):
-            await self._encodes.hear(failure.pod)
+            await self._encodes.await_outcomes(failure.pod)
         log.warning("%s %s failed: %s", failure.service, failure.pod, error.message)
         self._losses.check()
         self._metrics.retries.labels(failure.service).inc()
+
+    def _cancel_sequence(self, choice: int) -> None:
+        sequence_id = self._sequences.pop(choice, None)
+        if sequence_id is not None and self._decoder is not None:
+            self._decoder.cancel(sequence_id)
 
     def _cancel_sequences(self) -> None:
         for choice in list(self._sequences):

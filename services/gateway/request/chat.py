@@ -1,16 +1,14 @@
-"""The use case of all endpoints that generate: from a checked request to text, as it arrives; what
-of it takes long runs in threads.
+"""The use case of all endpoints that generate text: from a checked request to the answer's updates.
 
 `ChatService.prepare` does everything that can refuse a request: limits, images, prompt, sampling.
-`ChatService.answer` then runs it on an encoder and a decoder and yields text as it arrives.
-`endpoint` is the HTTP side of both. Errors are `TriptychError`s.
+`ChatService.answer` then runs the request on an encoder and a decoder, and yields text as it
+arrives. `endpoint` is the HTTP side of both. Errors are `TriptychError`s. Work on long text runs in
+threads, so that the event loop stays free.
 """
 
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
-from typing import TypeVar
 
 from services.common.errors import (
     InternalError,
@@ -20,60 +18,58 @@ from services.common.errors import (
 )
 from services.common.pb import decoder_pb2 as pb
 from services.common.threads import WorkerThreads
-from services.gateway.answers.answer import AnswerFormat
+from services.gateway.answers.answer_reader import AnswerReader
 from services.gateway.answers.detokenizer import Choice
 from services.gateway.answers.thinking_budget import thinking_budget
-from services.gateway.clients.decoders import DecoderPool
+from services.gateway.clients.decoders import DecoderPool, TokenEvent
 from services.gateway.clients.encoders import EncoderPool
 from services.gateway.forms.openai import ChatRequest
 from services.gateway.forms.responses import Update
 from services.gateway.media.images import Image, ImageReader
-from services.gateway.media.videos import Video, VideoReader, probe_once
+from services.gateway.media.videos import Video, VideoReader
 from services.gateway.metrics import GatewayMetrics, Timings
 from services.gateway.prompts.conversation import ConversationReader
 from services.gateway.prompts.prompt import Draft, PromptBuilder
 from services.gateway.request.attempts import Attempts
+from services.gateway.request.bounded_thinking import BoundedThinking
 from services.gateway.request.completion import Completion
-from services.gateway.request.sampling import (
-    limit_completion,
-    max_completion_tokens,
-    resolve_sampling,
-)
-from services.gateway.slot import Slot
+from services.gateway.request.sampling import SamplingReader, check_ids
+from services.gateway.tenancy.slot import Slot
 from services.gateway.tokenizer.tokenizer import ModelTokenizer
 
-# Text up to this many characters is tokenized in the event loop; longer text in a thread.
+# Text up to this many characters is tokenized in the event loop, longer text in a thread.
 _INLINE_TOKENIZE_CHARS = 8192
 _TEXT_THREADS = 4
-_MAX_KEPT_WORDS = 1024
-# A prompt that `truncate_prompt_tokens` cuts may be as many times as long as the context.
+# Length of a prompt that `truncate_prompt_tokens` may cut, as a multiple of the context.
 MAX_TRUNCATED = 8
-
-Result = TypeVar("Result")
 
 
 @dataclass(slots=True)
 class ChatService:
-    """Everything that a chat request needs, wired once.
+    """All parts that serve a chat request. `create_gateway` makes the only instance.
 
     Attributes:
-        answer_format: of a request whose prompt ends in a text; see `AnswerReader`.
-        images: None: the model takes text alone, and there are no encoders.
-        videos: None: the model takes no videos.
-        threads: tokenize what is long.
-        parsers: one thread, for long bodies.
-        encode_timeout_s: of one encode call; a slower encoder is replaced by another.
-        ignores_unknown_fields: of bodies, instead of refusing them.
+        model_name: name of the served model, which requests may give.
+        answers: reader of the format that a request's answers have.
+        images: reader of a request's images. None if the model takes only text; there are no
+            encoders then.
+        videos: reader of a request's videos. None if the model takes no videos.
+        sampling: reader of a request's sampling parameters.
+        parsers: one thread that parses long bodies.
+        request_timeout_s: time in seconds that a request may take from its arrival.
+        encode_timeout_s: timeout in seconds of one encode call. A slower encoder is replaced.
+        ignores_unknown_fields: whether unknown fields of bodies are ignored instead of refused.
+        threads: threads that render and tokenize long text.
     """
 
     model_name: str
     tokenizer: ModelTokenizer
     conversations: ConversationReader
     prompts: PromptBuilder
-    answer_format: Callable[[ChatRequest, str | None], Awaitable[AnswerFormat]]
+    answers: AnswerReader
     images: ImageReader | None
     videos: VideoReader | None
-    defaults: pb.SamplingParams
+    sampling: SamplingReader
     encoders: EncoderPool
     decoders: DecoderPool
     metrics: GatewayMetrics
@@ -82,12 +78,6 @@ class ChatService:
     encode_timeout_s: float = 60.0
     ignores_unknown_fields: bool = False
     threads: WorkerThreads = field(default_factory=lambda: WorkerThreads(_TEXT_THREADS, "text"))
-    # Of words that must not be sampled, which many prompts of one request share.
-    _encode_word: Callable[[str], list[int]] = field(init=False)
-
-    def __post_init__(self) -> None:
-        encode = partial(self.tokenizer.encode_prompt, add_special_tokens=False)
-        self._encode_word = lru_cache(_MAX_KEPT_WORDS)(encode)
 
     async def prepare(
         self,
@@ -97,12 +87,15 @@ class ChatService:
         slot: Slot,
         draft: Draft | None = None,
     ) -> Completion:
-        """Everything that happens before the services are called.
+        """Makes a request ready for the services, without calling a decoder.
 
         Args:
-            request: already checked field by field.
-            slot: counts the bytes of images and what the tenant uses; may refuse.
-            draft: the prompt; None: the request's messages are rendered.
+            request: request whose fields have been checked one by one.
+            request_id: id of the request in logs and traces.
+            timings: times of the request's stages, which are recorded here.
+            slot: admission slot of the request. Counts the memory of images and the use of the
+                tenant's limits, and may refuse both.
+            draft: prompt of the request. None if the request's messages have to be rendered.
 
         Raises:
             TriptychError: the request cannot be served.
@@ -111,66 +104,62 @@ class ChatService:
         if draft is None:
             with timings.measure("tokenize"):
                 draft = await self.draft(request, decoder.max_model_len)
-        draft = self._with_tokens_cut(draft, request, decoder.max_model_len)
-        answer_format = await self.answer_format(request, draft.tail)
-        sampling = resolve_sampling(
-            request, self.defaults,
-            vocab_size=decoder.vocab_size,
-            encode=self._encode_word,
-        )  # fmt: skip
-        limit = partial(
-            limit_completion, sampling, request, self.defaults, max_model_len=decoder.max_model_len
-        )
-        # Before images are loaded. Each has at least one token, as its placeholder here.
-        limit(len(draft.token_ids))
+        draft = self._truncated(draft, request, decoder.max_model_len)
+        answer_format = await self.answers.format_of(request, draft.tail)
+        sampling = self.sampling.read(request, decoder.vocab_size)
+        # The length is checked before images are loaded, with one token per image, and again after.
+        self.sampling.limit(sampling, request, len(draft.token_ids), decoder.max_model_len)
         images: list[Image] = []
         videos: list[Video] = []
         if draft.images or draft.videos:
             with timings.measure("fetch"):
                 images, videos = await self.read_media(draft, slot)
         prompt = self.prompts.expand(draft, [image.units for image in images], videos)
-        limit(len(prompt.token_ids))
-        choices = [
-            Choice(index, request, self.tokenizer, answer_format.parser())
-            for index in range(request.num_choices)
-        ]
+        self.sampling.limit(sampling, request, len(prompt.token_ids), decoder.max_model_len)
         completion = Completion(
-            request_id, request, prompt, [*images, *videos], sampling, slot, answer_format,
+            request_id=request_id,
+            chat=request,
+            prompt=prompt,
+            images=[*images, *videos],
+            sampling=sampling,
+            slot=slot,
+            answer_format=answer_format,
             cache_salt=slot.tenant.cache_salt(request.cache_salt or ""),
             deadline=timings.arrived + self.request_timeout_s,
             timings=timings,
             encode_sources=[None] * len(prompt.runs),
-            choices=choices,
+            choices=[
+                Choice(index, request, self.tokenizer, answer_format.parser())
+                for index in range(request.num_choices)
+            ],
             ignored=draft.ignored,
-        )  # fmt: skip
+        )
         completion.prompt_scores.check(request, len(prompt.token_ids))
         num_tokens = len(prompt.token_ids) + request.num_choices * sampling.max_tokens
         num_pixels = self.prompts.num_pixels(prompt)
-        await slot.charge(num_tokens, request.num_choices, num_pixels)
+        await slot.usage.charge(num_tokens, request.num_choices, num_pixels)
         return completion
 
     async def answer(
         self, completion: Completion, *, is_kept: bool = False
     ) -> AsyncGenerator[list[Update]]:
-        """Runs a prepared request; yields updates until every choice has a finish reason.
+        """Runs a prepared request, and yields updates until every choice has a finish reason.
 
         Args:
-            is_kept: the caller keeps the updates, or what they say: they count as memory.
+            is_kept: whether the caller keeps the updates or their text, which then count as memory
+                of the request.
 
         Raises:
             TriptychError: the request failed.
         """
-        budget = thinking_budget(
-            completion.chat, completion.answer_format, completion.choices, self.tokenizer
-        )
+        timings, has_started = completion.timings, False
         attempts = Attempts(
-            completion, self.encoders, self.decoders, self.metrics, self.encode_timeout_s, budget
+            completion, self.encoders, self.decoders, self.metrics, self.encode_timeout_s
         )
-        timings, started = completion.timings, False
-        async with aclosing(attempts.events()) as batches:
+        async with aclosing(self._events(completion, attempts)) as batches:
             async for events in batches:
-                if not started and any(event.token_ids for event in events):
-                    started = True
+                if not has_started and any(event.token_ids for event in events):
+                    has_started = True
                     timings.record("first_token", timings.since_arrival())
                 updates: list[Update] = []
                 for event in events:
@@ -187,53 +176,80 @@ class ChatService:
                     if choice.finish_reason is not None and not event.is_last:
                         attempts.stop(event.choice)
                 if is_kept:
-                    completion.slot.hold(sum(update.num_bytes for update in updates))
+                    completion.slot.memory.add(sum(update.num_bytes for update in updates))
                 yield updates
         if any(choice.finish_reason is None for choice in completion.choices):
             raise InternalError("a choice ended without a finish reason")
         timings.record("total", timings.since_arrival())
 
+    def _events(
+        self, completion: Completion, attempts: Attempts
+    ) -> AsyncGenerator[list[TokenEvent]]:
+        """Returns the events of a request, whose reasoning may have a budget."""
+        budget = thinking_budget(
+            completion.chat, completion.answer_format, completion.choices, self.tokenizer
+        )
+        if budget is None:
+            return attempts.events()
+        return BoundedThinking(completion, attempts, budget).events()
+
     def ready(self) -> bool:
-        """Whether a decoder is healthy and, for a model with vision, an encoder that fits it."""
+        """Returns whether a decoder is healthy and, for a model with vision, an encoder whose
+        embeddings fit the decoder.
+        """
         decoder = self.decoders.description()
         if decoder is None or self.images is None:
             return decoder is not None
         encoder = self.encoders.description()
-        return encoder is not None and (decoder.dtype, decoder.num_features, decoder.hidden) == (
-            encoder.dtype, encoder.num_features, encoder.hidden,
-        )  # fmt: skip
+        return (
+            encoder is not None
+            and decoder.dtype == encoder.dtype
+            and decoder.num_features == encoder.num_features
+            and decoder.hidden == encoder.hidden
+        )
 
     @property
     def input_modalities(self) -> list[str]:
-        """What messages may hold: `text`, and `image` and `video` for models that see them."""
-        seen = (("image", self.images), ("video", self.videos))
-        return ["text", *(name for name, reader in seen if reader is not None)]
+        """Modalities that messages may contain: `text`, and `image` and `video` for models that
+        take them.
+        """
+        readers = (("image", self.images), ("video", self.videos))
+        return ["text", *(name for name, reader in readers if reader is not None)]
 
     async def start(self) -> None:
+        """Connects to the pods."""
         await self.encoders.start()
         await self.decoders.start()
 
     async def close(self) -> None:
+        """Closes the connections to the pods and ends the threads."""
         await self.decoders.close()
         await self.encoders.close()
         self.threads.close()
         self.parsers.close()
 
     def check_model(self, name: str | None) -> None:
-        """Raises ModelNotFound if `name` is not the served model; None: whatever is served."""
+        """Checks the model that a request names. None names whichever model is served.
+
+        Raises:
+            ModelNotFound: the name is another model's.
+        """
         if name is not None and name != self.model_name:
             raise ModelNotFound(f"the model {name[:100]!r} does not exist", param="model")
 
     def max_model_len(self) -> int | None:
-        """The context length of the decoders; None if no decoder is healthy."""
+        """Returns the context length of the decoders. None if no decoder is healthy."""
         found = self.decoders.description()
         return found.max_model_len if found else None
 
     def decoder(self, model: str | None = None) -> pb.DescribeDecoderResponse:
-        """What all decoders serve, in the shortest context.
+        """Returns the description of the healthy decoder with the shortest context.
+
+        Args:
+            model: name of the model that a request asks for. None if it names none.
 
         Raises:
-            ModelNotFound: `model` is another.
+            ModelNotFound: `model` is not the served model.
             Unavailable: no decoder is healthy.
         """
         self.check_model(model)
@@ -243,25 +259,60 @@ class ChatService:
         return found
 
     async def draft(self, request: ChatRequest, max_tokens: int, cut: range = range(0)) -> Draft:
-        """The prompt of a request's messages, but those of `cut`.
+        """Renders and tokenizes the messages of a request.
+
+        Args:
+            max_tokens: number of tokens of the context.
+            cut: indices of messages that are left out.
 
         Raises:
-            TriptychError: they do not fit the template, or a context of `max_tokens`.
+            TriptychError: the messages do not fit the chat template or the context.
         """
         if request.truncate_prompt_tokens is not None:
             max_tokens *= MAX_TRUNCATED
-        return await self.off_loop(
-            request.num_characters,
-            lambda: self.prompts.draft(self.conversations.read(request, cut), max_tokens),
-        )
+        if request.num_characters <= _INLINE_TOKENIZE_CHARS:
+            return self._render(request, max_tokens, cut)
+        return await self.threads.run(self._render, request, max_tokens, cut)
 
-    def _with_tokens_cut(self, draft: Draft, request: ChatRequest, max_tokens: int) -> Draft:
-        """As `truncate_prompt_tokens` says; -1: so that the answer that is wanted has room."""
+    def _render(self, request: ChatRequest, max_tokens: int, cut: range) -> Draft:
+        return self.prompts.draft(self.conversations.read(request, cut), max_tokens)
+
+    async def encode(self, text: str, *, add_special_tokens: bool | None) -> list[int]:
+        """Tokenizes text that is not rendered, in a thread if the text is long.
+
+        Args:
+            add_special_tokens: whether to add BOS and the like. None encodes plain text, in which
+                names of added tokens are text, too.
+        """
+        if len(text) <= _INLINE_TOKENIZE_CHARS:
+            return self._encode(text, add_special_tokens)
+        return await self.threads.run(self._encode, text, add_special_tokens)
+
+    def _encode(self, text: str, add_special_tokens: bool | None) -> list[int]:
+        if add_special_tokens is None:
+            return self.tokenizer.encode_text(text)
+        return self.tokenizer.encode_prompt(text, add_special_tokens)
+
+    async def check_ids(self, name: str, ids: Sequence[int], vocab_size: int) -> None:
+        """Checks the token ids of a field, in a thread if there are many.
+
+        Raises:
+            InvalidRequest: an id is outside the vocabulary.
+        """
+        if len(ids) <= _INLINE_TOKENIZE_CHARS:
+            check_ids(name, ids, vocab_size)
+        else:
+            await self.threads.run(check_ids, name, ids, vocab_size)
+
+    def _truncated(self, draft: Draft, request: ChatRequest, max_tokens: int) -> Draft:
+        """Returns the prompt, cut as `truncate_prompt_tokens` says. -1 there leaves room for the
+        answer that the request wants, or for a quarter of the context if that is less.
+        """
         limit = request.truncate_prompt_tokens
         if limit is None:
             return draft
         if limit < 0:
-            wanted = max_completion_tokens(request, self.defaults)
+            wanted = self.sampling.max_completion_tokens(request)
             limit = max_tokens - min(wanted, max_tokens // 4)
         if len(draft.token_ids) <= limit:
             return draft
@@ -272,27 +323,18 @@ class ChatService:
         return replace(draft, token_ids=ids)
 
     async def read_media(self, draft: Draft, slot: Slot) -> tuple[list[Image], list[Video]]:
-        """A draft's images and videos, in order.
+        """Loads the images and videos of a draft, each in order.
 
         Raises:
-            TriptychError: one is unreadable, or there is no encoder.
+            TriptychError: an image or a video is unreadable, or no encoder is healthy.
         """
         if self.images is None or not (draft.images or draft.videos):
             return [], []
         encoder = self.encoders.description()
         if encoder is None:
             raise Unavailable("no encoder is available", retry_after_s=1)
-        most = encoder.max_image_patches
-        images = await self.images.read(draft.images, slot.hold, most, slot.tenant.name)
+        images = await self.images.read(draft.images, slot, encoder.max_image_patches)
         videos: list[Video] = []
         if self.videos is not None and draft.videos:
-            choose = partial(self.encoders.choose, encoder)
-            probe = partial(probe_once, choose=choose, timeout_s=self.encode_timeout_s)
-            videos = await self.videos.read(draft.videos, slot, most, probe)
+            videos = await self.videos.read(draft.videos, slot, encoder, self.encode_timeout_s)
         return images, videos
-
-    async def off_loop(self, num_characters: int, call: Callable[[], Result]) -> Result:
-        """`call()`; in a thread, if it is about long text."""
-        if num_characters <= _INLINE_TOKENIZE_CHARS:
-            return call()
-        return await self.threads.run(call)

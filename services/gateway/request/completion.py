@@ -19,7 +19,7 @@ from services.gateway.media.images import Image
 from services.gateway.media.videos import Video
 from services.gateway.metrics import Timings
 from services.gateway.prompts.prompt import Prompt
-from services.gateway.slot import Slot
+from services.gateway.tenancy.slot import Slot
 
 Medium = Image | Video
 

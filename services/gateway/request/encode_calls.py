@@ -1,11 +1,11 @@
-"""The encode calls of one request: which encoder has each unit of its images, and what came of it.
+"""The encode calls of one request: the encoder of each unit of its images, and each call's outcome.
 
-A call belongs to the request and not to an attempt: it goes on while another decoder is tried, and
-its end is always heard, so that a lost encoder is counted whichever message comes first.
+A call belongs to the request and not to an attempt. It continues while another decoder is tried,
+and its outcome is always recorded, so that a lost encoder is counted whichever service reports the
+loss first.
 """
 
 import asyncio
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from services.common.errors import (
@@ -26,12 +26,13 @@ from services.gateway.media.kinds import VIDEO
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.request.completion import Completion, Medium
 from services.gateway.request.losses import Losses, RetryableFailure
+from services.gateway.request.mailbox import Mailbox
 
-# For the end of a call to an encoder that a decoder, or another call, has found lost. A front whose
-# engine has ended answers at once.
-VERDICT_S = 3.0
-# How many times as long as an image's call a video's may take.
-_VIDEO_PATIENCE = 4
+# Time to wait for the outcome of calls to an encoder that a decoder, or another call, has found
+# lost. An encoder whose engine has ended answers its calls at once.
+OUTCOME_TIMEOUT_S = 3.0
+# Timeout of a call for a unit of a video, as a multiple of the timeout for an image.
+_VIDEO_TIMEOUT_FACTOR = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,30 +46,37 @@ class EncodeCalls:
     """All encode calls of a request.
 
     Attributes:
-        losses: of the request; failed calls are added.
-        report: called with each call's failure, `InvalidRequest` if the image is at fault.
-        timeout_s: of a call; a slower encoder counts as lost.
-        keys: of each run of the prompt, for the encoders of the latest attempt.
+        losses: pods that have failed the request. Failed calls are added.
+        mailbox: receiver of each call's failure, which is an `InvalidRequest` if the image is at
+            fault.
+        timeout_s: timeout of a call in seconds. An encoder that does not answer in time counts as
+            lost.
+        outcome_timeout_s: time in seconds to wait for the outcome of calls to a lost encoder.
+        keys: image key of each run of the prompt, for the encoders of the latest attempt.
     """
 
     request: Completion
     encoders: EncoderPool
     losses: Losses
-    report: Callable[[RetryableFailure | InvalidRequest], None]
+    mailbox: Mailbox
     metrics: GatewayMetrics
     timeout_s: float
+    outcome_timeout_s: float = OUTCOME_TIMEOUT_S
     keys: list[bytes] = field(default_factory=list[bytes])
-    # Under way, by image key.
+    # Image key -> the running call.
     _calls: dict[bytes, _Call] = field(default_factory=dict[bytes, _Call])
-    # Image key -> address of the encoder that has it.
+    # Image key -> address of the encoder that has encoded the unit.
     _encoded: dict[bytes, str] = field(default_factory=dict[bytes, str])
-    # For all units of a file, by `Run.image`.
-    _of_videos: dict[int, EncoderPod] = field(default_factory=dict[int, EncoderPod])
-    _may_readmit: bool = False
+    # `Run.image` of a video -> the encoder of all its units.
+    _video_encoders: dict[int, EncoderPod] = field(default_factory=dict[int, EncoderPod])
+    # Whether the only encoder may be tried again, because it has evicted an embedding.
+    _may_retry_evicted: bool = False
 
     async def assign(self) -> list[pb.ImageRef]:
-        """Assigns an encoder to each unit and starts the calls that are missing, at most one per
-        distinct key.
+        """Assigns an encoder to each unit and starts the missing calls, one per distinct image key.
+
+        Returns:
+            The references to the embeddings for the decoder, in order of the prompt's runs.
 
         Raises:
             TriptychError: no encoder is left.
@@ -81,7 +89,7 @@ class EncodeCalls:
             raise self.losses.no_pod_left()
         prefix, salt = description.key_prefix, request.cache_salt
         self.keys = [await request.images[run.image].key(prefix, run.unit, salt) for run in runs]
-        self._of_videos.clear()
+        self._video_encoders.clear()
         addresses: dict[bytes, str] = {}
         for index, key in enumerate(self.keys):
             if key in addresses:
@@ -105,40 +113,45 @@ class EncodeCalls:
             for key, run in zip(self.keys, runs, strict=True)
         ]
 
-    async def hear(self, address: str) -> bool:
-        """Waits, for a while, until the calls to an encoder that was lost have ended, so that each
-        adds to the losses; gives up the others.
+    async def await_outcomes(self, address: str) -> bool:
+        """Waits until the calls to a lost encoder have ended, so that `losses` counts each of them.
+        Cancels the calls that have not ended after `outcome_timeout_s`.
 
         Returns:
-            Whether all have ended.
+            Whether all calls have ended in time.
         """
         calls = {key: call for key, call in self._calls.items() if call.address == address}
         if calls:
-            await asyncio.wait([call.task for call in calls.values()], timeout=VERDICT_S)
+            await asyncio.wait(
+                [call.task for call in calls.values()], timeout=self.outcome_timeout_s
+            )
         late = [key for key in calls if key in self._calls]
         for key in late:
             self._calls.pop(key).task.cancel()
         return not late
 
-    async def not_delivered(self, lost: EmbeddingLost) -> None:
-        """A decoder could not get an embedding. The encoder's own answer counts, if there is one:
-        it may have said that its engine has ended, or that it is full. Else it is lost: it may have
-        ended while it worked on the image once more, for the decoder.
+    async def record_undelivered(self, lost: EmbeddingLost) -> None:
+        """Records that a decoder could not get an embedding from an encoder.
+
+        If the encoder has answered its encode call with an error, that error counts: its engine may
+        have ended, or it may be full. Otherwise the encoder counts as lost, because it may have
+        died while it encoded the image again for the decoder.
         """
         address = lost.encoder_address
-        have_ended = await self.hear(address)
+        have_ended = await self.await_outcomes(address)
         if address not in self.losses.excluded["encoder"]:
-            self._may_readmit = have_ended and address in self._encoded.values()
+            self._may_retry_evicted = have_ended and address in self._encoded.values()
             self.losses.add("encoder", address, ProcessLost(lost.message))
-        # That encoder must be called again for all its images.
+        # The encoder must be called again for all images that it has encoded.
         self._encoded = {k: a for k, a in self._encoded.items() if address and a != address}
 
     async def finish(self, timeout_s: float) -> None:
-        """Waits for calls that are under way, briefly."""
+        """Waits until the running calls have ended, for `timeout_s` seconds at most."""
         if self._calls:
             await asyncio.wait([call.task for call in self._calls.values()], timeout=timeout_s)
 
     def close(self) -> None:
+        """Cancels the running calls and closes the request's video files."""
         for call in self._calls.values():
             call.task.cancel()
         self._calls.clear()
@@ -150,27 +163,27 @@ class EncodeCalls:
         medium = self.request.images[index]
         if medium.file is None:
             return self._choose_for(description, key, self._encoded.get(key, ""))
-        # One encoder decodes a file, in one pass: that which was asked what is in it.
-        pod = self._of_videos.get(index)
+        # One encoder decodes a video file in one pass: the encoder that has probed the file.
+        pod = self._video_encoders.get(index)
         if pod is None:
             pod = self._choose_for(description, medium.file.digest, medium.address)
-            self._of_videos[index] = pod
+            self._video_encoders[index] = pod
         return pod
 
     def _choose_for(
         self, description: DescribeEncoderResponse, key: bytes, preferred: str
     ) -> EncoderPod:
         losses = self.losses
-        # With one encoder lost, all further images go to one encoder: which of them was at fault is
-        # unknown, and another loss is the last.
+        # Once an encoder is lost, all further images go to one encoder. It is unknown which image
+        # has ended the encoder, and the request ends with the next loss.
         place = self.keys[0] if losses.num_lost["encoder"] else key
         try:
             return self.encoders.choose(description, place, losses.excluded["encoder"], preferred)
         except Unavailable:
-            if not self._may_readmit:
+            if not self._may_retry_evicted:
                 raise losses.no_pod_left() from None
-        # The only encoder evicted an embedding before the decoder fetched it: try it once more.
-        self._may_readmit = False
+        # The only encoder evicted an embedding before the decoder fetched it. It is tried again.
+        self._may_retry_evicted = False
         losses.readmit_encoders()
         return self._choose_for(description, key, preferred)
 
@@ -189,31 +202,31 @@ class EncodeCalls:
         elif isinstance(outcome, InvalidRequest):
             outcome.param = image.param
             self.losses.refusal = outcome
-            self.report(outcome)
+            self.mailbox.put(outcome)
         else:
             self.losses.add("encoder", pod.address, outcome, image.param, image.kind)
             self._give_up_video(run.image, pod.address)
-            self.report(RetryableFailure(outcome, "encoder", pod.address))
+            self.mailbox.put(RetryableFailure(outcome, "encoder", pod.address))
 
     def _give_up_video(self, index: int, address: str) -> None:
-        """The other calls for a file's units fail as one has: they say nothing new."""
+        """Cancels an encoder's other calls for a video file after one call has failed, because they
+        would fail for the same reason.
+        """
         medium = self.request.images[index]
         if medium.file is None:
             return
-        of_video = {
-            self.keys[i] for i, r in enumerate(self.request.prompt.runs) if r.image == index
-        }
-        for key in of_video & self._calls.keys():
+        keys = {self.keys[i] for i, r in enumerate(self.request.prompt.runs) if r.image == index}
+        for key in keys & self._calls.keys():
             if self._calls[key].address == address:
                 self._calls.pop(key).task.cancel()
 
     async def _outcome(
         self, pod: EncoderPod, key: bytes, image: Medium, run: Run
     ) -> EncodeResponse | TriptychError:
-        """Of one call."""
+        """Returns the response of one call, or its error."""
         request = self.request
-        # A video's units are decoded one after the other.
-        limit_s = self.timeout_s * (_VIDEO_PATIENCE if image.kind is VIDEO else 1)
+        # The units of a video are decoded one after another.
+        limit_s = self.timeout_s * (_VIDEO_TIMEOUT_FACTOR if image.kind is VIDEO else 1)
         timeout_s = min(limit_s, request.remaining_s())
         attributes = {"encoder": pod.address, "patches": run.unit.num_patches}
         try:
@@ -221,7 +234,7 @@ class EncodeCalls:
                 done = await self._call(pod, key, image, run, timeout_s)
         except DeadlineExceeded as error:
             if timeout_s < limit_s:
-                return error.without_frames()  # the request's own deadline
+                return error.without_frames()  # The request's own deadline is over.
             return ProcessLost("the encoder did not answer in time")
         except TriptychError as error:
             return error.without_frames()
@@ -232,16 +245,16 @@ class EncodeCalls:
     async def _call(
         self, pod: EncoderPod, key: bytes, image: Medium, run: Run, timeout_s: float
     ) -> EncodeResponse:
-        """Sends a video's file before, if the encoder has not been sent it, or has forgotten it."""
-        request, tenant = image.sent(run.unit), self.request.slot.tenant
+        """Sends a video's file if the encoder does not have it, and then calls the encoder."""
+        request, tenant = image.encode_request(run.unit), self.request.slot.tenant
         request.image_key, request.cache_salt = key, self.request.cache_salt
         request.grid.t, request.grid.h, request.grid.w = run.unit.grid
         request.tenant, request.tenant_weight = tenant.name, tenant.weight
-        sent = await image.file.leave_at(pod, timeout_s) if image.file else None
+        sent = await image.file.send_to(pod, timeout_s) if image.file else None
         try:
             return await pod.encode(request, timeout_s)
         except VideoNotHeld:
             if image.file is None:
                 raise
-            await image.file.leave_at(pod, timeout_s, again=sent)
+            await image.file.send_to(pod, timeout_s, again=sent)
             return await pod.encode(request, timeout_s)

@@ -1,8 +1,9 @@
-"""The pods that have failed one request: the one place where lost processes are counted.
+"""The pods that have failed one request. This is the only place that counts lost processes.
 
-What was in work when a process died may be why it died. So it is tried once more, on another pod:
-a request ends with the second decoder, or the second encoder, that is lost with it. Pods that fail
-without dying, or before they were sent anything, are excluded and not counted.
+A request may be the reason why a process died that worked on it. So the request is tried once more
+on another pod, and ends when a second decoder, or a second encoder, is lost while it has the
+request. Pods that fail without dying, or before they were sent anything, are excluded and not
+counted.
 """
 
 from collections import Counter
@@ -23,33 +24,40 @@ MAX_LOST = 2
 
 
 class RetryableFailure(Exception):
-    """A failure that another pod may not have."""
+    """A failure of one pod. The request may succeed on another pod.
+
+    Args:
+        error: error of the pod.
+        pod: name of the pod, which is excluded from the next attempts; see `Losses`.
+    """
 
     def __init__(self, error: TriptychError, service: Service, pod: str) -> None:
         super().__init__(error.message)
         self.error = error
         self.service: Service = service
-        self.pod = pod  # to be excluded
+        self.pod = pod
 
 
 class Losses:
-    """Of one request. Encoders are named by address, decoders by session: one that has restarted
-    may be the only one.
+    """The pods that have failed one request.
+
+    Encoders are named by address. Decoders are named by session, so that a decoder that has
+    restarted, which may be the only decoder, can be tried again.
 
     Attributes:
-        excluded: that have failed.
-        num_lost: that were lost with the request.
-        refusal: the request itself is at fault.
+        excluded: names of the pods that have failed, by service.
+        num_lost: number of processes that were lost while they had the request, by service.
+        refusal: error of a request that is itself at fault. None if there is none.
     """
 
     def __init__(self) -> None:
         self.excluded: dict[Service, set[str]] = {"encoder": set(), "decoder": set()}
         self._lost: dict[Service, set[str]] = {"encoder": set(), "decoder": set()}
         self.num_lost: Counter[Service] = Counter()
-        # Encoders lost while it was in work, by `Image.param`.
+        # Encoders whose engines ended while they worked on an image or a video, by its `param`.
         self._blamed: dict[tuple[str, Kind], set[str]] = {}
         self.refusal: InvalidRequest | None = None
-        self._cause: TriptychError | None = None  # of the last failure
+        self._cause: TriptychError | None = None  # error of the last failure
 
     def add(
         self,
@@ -59,10 +67,13 @@ class Losses:
         param: str = "",
         kind: Kind = IMAGE,
     ) -> None:
-        """Excludes a pod that has failed; counts it if it was lost, however often that is said.
+        """Excludes a pod that has failed. Counts a lost pod once, however often it is reported.
 
         Args:
-            param, kind: of the image or the video that was the work, if it was one.
+            error: error of the pod. `ProcessLost` counts as a loss.
+            param: place in the request of the image or video that the pod worked on. Empty if the
+                pod did not work on any.
+            kind: kind of the medium at `param`.
         """
         self._cause = error
         self.excluded[service].add(pod)
@@ -73,16 +84,17 @@ class Losses:
             self.num_lost[service] += 1
 
     def readmit_encoders(self) -> None:
-        """They may be tried again; those that were lost stay counted."""
+        """Allows all encoders again. Encoders that were lost stay counted."""
         self.excluded["encoder"].clear()
         self._lost["encoder"].clear()
 
     def check(self) -> None:
-        """Raises if the request may not be tried again.
+        """Raises an error if the request may not be tried again.
 
         Raises:
-            InvalidImage, InvalidVideo: two encoders say that their engines ended while they worked
-                on it.
+            InvalidRequest: the request itself is at fault.
+            InvalidImage, InvalidVideo: the engines of two encoders ended while they worked on the
+                image or the video.
             Unavailable: two decoders or two encoders were lost.
         """
         if self.refusal is not None:
@@ -98,7 +110,7 @@ class Losses:
                 raise Unavailable(message, retry_after_s=1)
 
     def no_pod_left(self) -> TriptychError:
-        """The error of a request that no pod is left for."""
+        """Returns the error of a request for which no pod is left."""
         if isinstance(self._cause, Overloaded):
             return Overloaded(self._cause.message, retry_after_s=self._cause.retry_after_s or 1)
         return Unavailable("no healthy service is left for this request", retry_after_s=1)

@@ -1,39 +1,46 @@
-"""Items from the producers of one event loop for one consumer."""
+"""Messages of a request's sequences and encode calls on their way to `Attempts.events`."""
 
 import asyncio
-from typing import Generic, TypeVar
 
-Item = TypeVar("Item")
+from services.common.errors import InvalidRequest, Overloaded
+from services.gateway.clients.decoders import TokenEvent
+from services.gateway.request.losses import RetryableFailure
+
+# A decoder's event, or a failed encode call: RetryableFailure if another encoder may succeed,
+# InvalidRequest if the image is at fault. Overloaded: too much of the answer waits for the client.
+Message = TokenEvent | RetryableFailure | InvalidRequest | Overloaded
 
 
-class Mailbox(Generic[Item]):
-    """Items from several producers for one consumer, which takes all items at hand.
+class Mailbox:
+    """Queue of messages from several producers of one event loop for one consumer, which takes all
+    waiting messages at once.
 
     Attributes:
-        num_bytes: of the items that wait.
+        num_bytes: bytes of the messages that wait.
     """
 
     def __init__(self) -> None:
-        self._items: list[Item] = []
+        self._messages: list[Message] = []
         self.num_bytes = 0
-        self._arrival: asyncio.Future[None] | None = None  # that `take` waits for
+        self._arrival: asyncio.Future[None] | None = None  # future that `take` waits for
 
-    def put(self, item: Item, num_bytes: int = 0) -> None:
-        """Adds an item; never waits."""
-        self._items.append(item)
+    def put(self, message: Message, num_bytes: int = 0) -> None:
+        """Adds a message. Never waits."""
+        self._messages.append(message)
         self.num_bytes += num_bytes
         if self._arrival is not None and not self._arrival.done():
             self._arrival.set_result(None)
 
     def clear(self) -> None:
-        self._items = []
+        """Drops all messages that wait."""
+        self._messages = []
         self.num_bytes = 0
 
-    async def take(self) -> list[Item]:
-        """All items at hand, at least one. For one caller at a time."""
-        while not self._items:
+    async def take(self) -> list[Message]:
+        """Returns all messages that wait, at least one. Only one caller may wait at a time."""
+        while not self._messages:
             self._arrival = asyncio.get_running_loop().create_future()
             await self._arrival
-        items = self._items
+        messages = self._messages
         self.clear()
-        return items
+        return messages

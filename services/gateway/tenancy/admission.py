@@ -1,22 +1,23 @@
 """Admission control: a slot per request, quotas per tenant, and a bound on the bytes that all
 requests hold.
 
-A request's memory is counted from its first byte on (`holding`); it takes a slot once its body has
-arrived, so that connections that send nothing refuse nobody. Both are returned at its end; the
-server drains all slots at shutdown, and then ends the requests that still run. A full or draining
-gateway refuses at once with `Overloaded`; there is no queue here. Where there are several tenants,
-a part of the slots is for tenants that have less than their share of them.
+A request's memory is counted from its first byte on (`request_memory`). The request takes a slot
+once its body has arrived, so that connections that send nothing refuse nobody. Both are returned at
+its end. The server drains all slots at shutdown, and then ends the requests that still run. A full
+or draining gateway refuses at once with `Overloaded`; there is no queue here. If there are several
+tenants, a part of the slots is for tenants that have less than their share of the slots.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Generator
+from collections.abc import AsyncGenerator, Generator
 from contextlib import asynccontextmanager, contextmanager
 
 from services.common.errors import Overloaded, Unavailable
 from services.common.tenancy.tenant_capacity import TenantCapacity
 from services.gateway.bounds import MAX_BODY_BYTES, MEMORY_PER_BODY_BYTE
-from services.gateway.slot import Slot
 from services.gateway.tenancy.leases import Leases
+from services.gateway.tenancy.request_memory import MemoryBudget, RequestMemory
+from services.gateway.tenancy.slot import Slot
 from services.gateway.tenancy.tenants import Tenant, bound_tenant
 from services.gateway.tenancy.usage import counting
 
@@ -25,9 +26,6 @@ MAX_HELD_BYTES = 4 << 30
 _PROCESS_BYTES = 384 << 20
 # Of a connection whose body arrives: the server's objects and its buffer.
 _CONNECTION_BYTES = 64 << 10
-# Of a small request. A part of the memory is for such alone: large ones refuse none of them.
-_SMALL_BYTES = 4 << 20
-_RESERVED_BYTES = 16  # a sixteenth of the bytes
 
 
 def max_held_bytes(memory_bytes: int) -> int:
@@ -39,7 +37,7 @@ def max_held_bytes(memory_bytes: int) -> int:
 
 def largest_body(max_held_bytes: int) -> int:
     """Bytes of the largest body for which there is memory while no other request holds any."""
-    for_one = max_held_bytes - max_held_bytes // _RESERVED_BYTES - _CONNECTION_BYTES
+    for_one = MemoryBudget(max_held_bytes).max_large_bytes - _CONNECTION_BYTES
     return for_one // MEMORY_PER_BODY_BYTE
 
 
@@ -47,6 +45,7 @@ class Admission:
     """Counts running requests. Only the event loop's thread uses it.
 
     Attributes:
+        memory: memory for all requests.
         max_body_bytes: most bytes of a request's body.
         draining: clients should go elsewhere, with the next request at the latest.
     """
@@ -58,10 +57,9 @@ class Admission:
         leases: Leases | None = None,
         max_body_bytes: int = MAX_BODY_BYTES,
     ) -> None:
-        self.max_held_bytes = max_held_bytes
+        self.memory = MemoryBudget(max_held_bytes)
         self.max_body_bytes = max_body_bytes
         self._leases = leases or Leases()
-        self.held_bytes = 0
         self._running = TenantCapacity(max_requests)
         self._idle = asyncio.Event()
         self._idle.set()
@@ -74,39 +72,33 @@ class Admission:
     def num_running(self) -> int:
         return self._running.used
 
+    @property
+    def held_bytes(self) -> int:
+        """Number of bytes that running requests hold."""
+        return self.memory.held_bytes
+
     @contextmanager
-    def holding(self) -> Generator[Callable[[int], None]]:
+    def request_memory(self) -> Generator[RequestMemory]:
         """Counts a request's memory for the duration of a `with`.
 
-        Yields:
-            What counts bytes, before they are allocated; raises Overloaded if all would be too
-            many.
-
         Raises:
-            Overloaded: no slot is free for it, too much is held, or new requests are refused.
+            Overloaded: no slot is free for the request, running requests hold too much memory, or
+                new requests are refused.
         """
         self._check_capacity(bound_tenant())
-        own_bytes = 0
-
-        def hold(num_bytes: int) -> None:
-            nonlocal own_bytes
-            most = self.max_held_bytes
-            if own_bytes + num_bytes > _SMALL_BYTES:
-                most -= most // _RESERVED_BYTES
-            if self.held_bytes + num_bytes > most:
-                raise Overloaded("running requests hold too much data", retry_after_s=1)
-            self.held_bytes += num_bytes
-            own_bytes += num_bytes
-
+        memory = RequestMemory(self.memory)
         try:
-            hold(_CONNECTION_BYTES)
-            yield hold
+            memory.add(_CONNECTION_BYTES)
+            yield memory
         finally:
-            self.held_bytes -= own_bytes
+            memory.free()
 
     @asynccontextmanager
-    async def slot(self, hold: Callable[[int], None]) -> AsyncGenerator[Slot]:
-        """Takes a slot of the bound tenant for the duration of a `with`; `hold` is of `holding`.
+    async def slot(self, memory: RequestMemory) -> AsyncGenerator[Slot]:
+        """Takes a slot of the bound tenant for the duration of a `with`.
+
+        Args:
+            memory: memory of the request, from `request_memory`.
 
         Raises:
             Overloaded: no slot is free, or new requests are refused.
@@ -118,7 +110,7 @@ class Admission:
         self._idle.clear()
         try:
             async with counting(self._leases, tenant) as usage:
-                yield Slot(tenant, usage.charge, usage.charge_file, usage.correct, hold)
+                yield Slot(tenant, usage, memory)
         finally:
             self._running.release(tenant.name, 1)
             if not self.num_running:

@@ -15,8 +15,8 @@ from tests.gateway_fixtures import asking, image_url
 
 @asynccontextmanager
 async def slot_of(admission):
-    with admission.holding() as hold:
-        async with admission.slot(hold) as slot:
+    with admission.request_memory() as memory:
+        async with admission.slot(memory) as slot:
             yield slot
 
 
@@ -42,7 +42,7 @@ async def test_slot_is_returned_after_an_error():
     for _ in range(3):
         with pytest.raises(ValueError, match="x"):
             async with slot_of(admission) as slot:
-                slot.hold(5)
+                slot.memory.add(5)
                 raise ValueError("x")
     assert admission.num_running == 0
     assert admission.held_bytes == 0
@@ -51,12 +51,12 @@ async def test_slot_is_returned_after_an_error():
 async def test_bytes_are_bounded_over_all_requests():
     admission = Admission(10, max_held_bytes=2 * _CONNECTION_BYTES + 100)
     async with slot_of(admission) as first, slot_of(admission) as second:
-        first.hold(60)
+        first.memory.add(60)
         with pytest.raises(Overloaded):
-            second.hold(41)
-        second.hold(40)
+            second.memory.add(41)
+        second.memory.add(40)
     async with slot_of(admission) as third:
-        third.hold(_CONNECTION_BYTES + 100)
+        third.memory.add(_CONNECTION_BYTES + 100)
 
 
 async def test_drain_refuses_new_and_waits_for_running():
@@ -103,10 +103,10 @@ def test_full_gateway_refuses_before_image_work(stack):
 def test_the_largest_body_is_held_and_no_larger_one(max_held_bytes):
     most = largest_body(max_held_bytes)
     admission = Admission(10, max_held_bytes)
-    with admission.holding() as hold:
-        hold(most * MEMORY_PER_BODY_BYTE)
-    with admission.holding() as hold, pytest.raises(Overloaded):
-        hold((most + 1) * MEMORY_PER_BODY_BYTE)
+    with admission.request_memory() as memory:
+        memory.add(most * MEMORY_PER_BODY_BYTE)
+    with admission.request_memory() as memory, pytest.raises(Overloaded):
+        memory.add((most + 1) * MEMORY_PER_BODY_BYTE)
 
 
 async def test_a_body_that_no_memory_can_hold_is_too_large_and_not_a_matter_of_time():
@@ -124,10 +124,10 @@ async def test_a_body_that_no_memory_can_hold_is_too_large_and_not_a_matter_of_t
 
 def test_large_requests_leave_memory_to_small_ones():
     admission = Admission(10, max_held_bytes=64 << 20)
-    with admission.holding() as large, admission.holding() as small:
+    with admission.request_memory() as large, admission.request_memory() as small:
         with pytest.raises(Overloaded):
-            large(61 << 20)
-        large(59 << 20)
+            large.add(61 << 20)
+        large.add(59 << 20)
         with pytest.raises(Overloaded):
-            large(1 << 20)
-        small(1 << 20)
+            large.add(1 << 20)
+        small.add(1 << 20)

@@ -17,7 +17,7 @@ from services.gateway.clients.encoders import EncoderPod, EncoderPool
 from services.gateway.clients.pods import Dialling, Pod, Pool, pick
 from services.gateway.clients.sent_prompts import PromptChain
 from services.gateway.clients.served_model import ServedModel
-from services.gateway.request.mailbox import Mailbox
+from services.gateway.request.mailbox import Mailbox as RequestMailbox
 from tests.fakes import FakeDecoder, FakeEncoder
 from tests.noise import PATIENCE_S
 
@@ -25,6 +25,22 @@ DIALLING = Dialling(
     lambda address, service: create_channel(address, peer=service), lambda reason: None
 )
 NOTHING = PromptChain(np.zeros(0, np.int32), (), b"")
+
+
+class Mailbox(RequestMailbox):
+    """A mailbox that receives a sequence's events by itself.
+
+    Attributes:
+        received: all events, those that were taken included.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.received = []
+
+    def receive(self, event):
+        self.received.append(event)
+        self.put(event)
 
 
 def submit(max_tokens: int = 16) -> pb.Submit:
@@ -223,7 +239,7 @@ async def test_stream_carries_many_sequences():
     fake.reply = [1, 2, 3]
     mailboxes = [Mailbox() for _ in range(50)]
     for index, mailbox in enumerate(mailboxes):
-        pod.submit(submit(max_tokens=2 + index % 3), index, mailbox.put, NOTHING)
+        pod.submit(submit(max_tokens=2 + index % 3), index, mailbox, NOTHING)
     assert pod.num_in_flight == 50
     for index, mailbox in enumerate(mailboxes):
         events = await take_all(mailbox)
@@ -244,13 +260,13 @@ async def test_cancel_ends_the_sequence_and_its_events():
     await pool.start()
     await until(pool.description)
     pod, mailbox = pool.choose(NOTHING, b"", ()), Mailbox()
-    sequence_id = pod.submit(submit(max_tokens=900), 0, mailbox.put, NOTHING)
+    sequence_id = pod.submit(submit(max_tokens=900), 0, mailbox, NOTHING)
     await mailbox.take()
     pod.cancel(sequence_id)
     pod.cancel(sequence_id)
     await until(lambda: fake.cancelled == [sequence_id] and not fake.running)
     await asyncio.sleep(0.03)
-    assert not any(event.is_last for event in list(mailbox._items))
+    assert not any(event.is_last for event in mailbox.received)
     await pool.close()
     await fake.stop()
 
@@ -266,7 +282,7 @@ async def test_broken_stream_fails_its_sequences_and_comes_back():
     fake.delay_s, fake.reply = 10, [1] * 10
     mailboxes = [Mailbox() for _ in range(3)]
     for mailbox in mailboxes:
-        pod.submit(submit(), 0, mailbox.put, NOTHING)
+        pod.submit(submit(), 0, mailbox, NOTHING)
     await until(lambda: len(fake.running) == 3)
     await fake.stop()
     for mailbox in mailboxes:
@@ -278,7 +294,7 @@ async def test_broken_stream_fails_its_sequences_and_comes_back():
     await fake.start(address)
     await until(pool.description)
     mailbox = Mailbox()
-    pool.choose(NOTHING, b"", ()).submit(submit(), 0, mailbox.put, NOTHING)
+    pool.choose(NOTHING, b"", ()).submit(submit(), 0, mailbox, NOTHING)
     assert (await take_all(mailbox))[-1].finish_reason == "stop"
     await pool.close()
     await fake.stop()
@@ -292,7 +308,7 @@ async def test_sequences_of_a_decoder_that_falls_silent_are_lost_with_it():
     await pod.connect()
     fake.delay_s, fake.reply = 10, [1] * 10
     mailbox = Mailbox()
-    pod.submit(submit(), 0, mailbox.put, NOTHING)
+    pod.submit(submit(), 0, mailbox, NOTHING)
     await until(lambda: fake.running)
     await pod.disconnect("it does not answer")
     error = (await take_all(mailbox))[-1].error
@@ -310,10 +326,10 @@ async def test_submission_on_a_broken_stream_fails_at_once():
     pod = pool.choose(NOTHING, b"", ())
     fake.die_after = 0  # the stream alone: the pod is healthy again in a moment
     mailbox = Mailbox()
-    pod.submit(submit(), 0, mailbox.put, NOTHING)
+    pod.submit(submit(), 0, mailbox, NOTHING)
     await take_all(mailbox)
     assert not pod.connected
-    pod.submit(submit(), 0, mailbox.put, NOTHING)
+    pod.submit(submit(), 0, mailbox, NOTHING)
     assert type((await take_all(mailbox))[-1].error) is Unavailable  # it was never sent
     assert pod.num_in_flight == 0
     await pool.close()
@@ -329,7 +345,7 @@ async def test_failures_keep_their_code_and_the_encoder_to_avoid():
     for code in ("overloaded", "deadline_exceeded", "embedding_unavailable", "never heard of"):
         fake.fail_after, fake.fail_encoder_address = (0, code), "enc:1"
         mailbox = Mailbox()
-        pool.choose(NOTHING, b"", ()).submit(submit(), 0, mailbox.put, NOTHING)
+        pool.choose(NOTHING, b"", ()).submit(submit(), 0, mailbox, NOTHING)
         end = (await take_all(mailbox))[-1].error
         assert isinstance(end, TriptychError)
         assert end.code == (code if " " not in code else "internal_error")

@@ -2,10 +2,8 @@
 
 import base64
 import io
-import os
 import random
 import time
-from functools import partial
 from urllib.parse import quote
 
 import pytest
@@ -18,15 +16,11 @@ from services.common.errors import (
 from services.common.geometry import Geometry
 from services.gateway.bounds import Bounds
 from services.gateway.kept import MemoryKept
-from services.gateway.media.images import (
-    LOW_DETAIL_PIXELS,
-    ImageReader,
-    ImageSource,
-    MediaLoader,
-    decode_data_url,
-)
+from services.gateway.media.images import LOW_DETAIL_PIXELS, ImageReader, ImageSource
 from services.gateway.media.kinds import IMAGE, VIDEO
-from services.gateway.media.local_files import read_local_file
+from services.gateway.media.local_files import LocalFiles
+from services.gateway.media.media_loader import MediaLoader, decode_data_url
+from tests.slots import slot_of
 
 GEOMETRY = Geometry(0, 16, 2, 65536, 1 << 20)
 
@@ -110,21 +104,12 @@ def files(tmp_path):
     return allowed
 
 
-async def unused(*_: object) -> bytes:
-    raise AssertionError
-
-
 def loader(directory=None) -> MediaLoader:
-    read_file = None if directory is None else partial(read_local_file, directory.resolve())
-    return MediaLoader(unused, read_file)
+    return MediaLoader(None, None if directory is None else LocalFiles(directory))
 
 
 async def load(found: MediaLoader, url: str) -> bytes:
-    return await found.load(url, 100, IMAGE, nothing, "")
-
-
-def nothing(_: int) -> None:
-    pass
+    return await found.load(url, 100, IMAGE, slot_of())
 
 
 async def test_file_under_the_allowed_directory(files):
@@ -149,7 +134,7 @@ async def test_a_path_that_is_too_long_is_refused_at_once(files):
 
 
 @pytest.mark.parametrize("swapped", ["folder", "folder/inner"])
-async def test_a_folder_that_becomes_a_link_is_found_out(files, monkeypatch, swapped):
+async def test_a_folder_that_becomes_a_link_is_found_out(files, swapped):
     """Between the check of the path and the opening of the file."""
     (files / "folder" / "inner").mkdir(parents=True)
     (files / "folder" / "inner" / "image.png").write_bytes(b"image")
@@ -157,20 +142,18 @@ async def test_a_folder_that_becomes_a_link_is_found_out(files, monkeypatch, swa
     (outside / "inner").mkdir(parents=True)
     for folder in (outside, outside / "inner"):
         (folder / "image.png").write_bytes(b"secret")
-    resolve = os.path.realpath
 
-    def swap(path):
-        found = resolve(path)
-        (files / swapped).rename(files.parent / "before")
-        (files / swapped).symlink_to(outside / swapped.removeprefix("folder").strip("/"))
-        return found
+    class Swapped(LocalFiles):
+        def resolve(self, path):
+            found = super().resolve(path)
+            (files / swapped).rename(files.parent / "before")
+            (files / swapped).symlink_to(outside / swapped.removeprefix("folder").strip("/"))
+            return found
 
     url = f"file://{files}/folder/inner/image.png"
-    reader = loader(files)
-    assert await load(reader, url) == b"image"
-    monkeypatch.setattr(os.path, "realpath", swap)
+    assert await load(loader(files), url) == b"image"
     with pytest.raises(InvalidRequest, match="outside"):
-        await load(reader, url)
+        await load(MediaLoader(None, Swapped(files)), url)
 
 
 async def test_files_are_refused_by_default(files):
@@ -187,12 +170,12 @@ async def test_files_are_refused_by_default(files):
 
 
 def reader(**options) -> ImageReader:
-    return ImageReader(MediaLoader(unused, None), GEOMETRY, Bounds(**options), MemoryKept())
+    return ImageReader(MediaLoader(None), GEOMETRY, Bounds(**options), MemoryKept())
 
 
 async def test_grid_and_key_follow_from_the_bytes():
     sources = [ImageSource(data_url(png(300, 200)), "p0"), ImageSource(data_url(png(64, 64)), "p1")]
-    images = await reader().read(sources, nothing, 1 << 20)
+    images = await reader().read(sources, slot_of(), 1 << 20)
     assert [unit.grid for image in images for unit in image.units] == [(1, 14, 20), (1, 16, 16)]
     keys = {await image.key(prefix, image.units[0], salt)
             for image in images for prefix in (b"a", b"b") for salt in (b"", b"s")}  # fmt: skip
@@ -204,7 +187,7 @@ async def test_detail_and_pixel_limits_narrow_the_grid():
     url = data_url(png(1000, 800))
 
     async def area(**fields):
-        (image,) = await reader().read([ImageSource(url, "p", **fields)], nothing, 1 << 20)
+        (image,) = await reader().read([ImageSource(url, "p", **fields)], slot_of(), 1 << 20)
         return image.units[0].num_patches * 256
 
     assert await area() == await area(detail="high") > LOW_DETAIL_PIXELS
@@ -221,8 +204,8 @@ async def test_detail_and_pixel_limits_narrow_the_grid():
 async def test_failure_names_the_image():
     sources = [ImageSource(data_url(png(9, 9)), "first"), ImageSource(data_url(b"no"), "second")]
     with pytest.raises(InvalidImage) as failed:
-        await reader().read(sources, nothing, 1 << 20)
+        await reader().read(sources, slot_of(), 1 << 20)
     assert failed.value.param == "second"
     for options, limit in (({}, 10), ({"max_source_pixels": 80}, 1 << 20)):
         with pytest.raises(InvalidImage):
-            await reader(**options).read(sources[:1], nothing, limit)
+            await reader(**options).read(sources[:1], slot_of(), limit)

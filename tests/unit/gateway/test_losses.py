@@ -29,17 +29,15 @@ from services.common.geometry import Run, Unit
 from services.common.pb import decoder_pb2 as pb
 from services.common.pb.encoder_pb2 import EncodeRequest, EncodeResponse
 from services.gateway.answers.answer import AnswerFormat
-from services.gateway.clients.decoders import EmbeddingLost, TokenEvent
+from services.gateway.clients.decoders import EmbeddingLost, EventReceiver, TokenEvent
 from services.gateway.forms.openai import ChatRequest
 from services.gateway.media.images import Image
 from services.gateway.metrics import GatewayMetrics, Timings
 from services.gateway.prompts.prompt import Prompt
-from services.gateway.request import encode_calls
 from services.gateway.request.attempts import MAX_ATTEMPTS, Attempts
 from services.gateway.request.completion import Completion
-from services.gateway.slot import Slot
-from services.gateway.tenancy.tenants import ANONYMOUS
 from tests.cases import cases
+from tests.slots import slot_of
 
 pytestmark = pytest.mark.thorough
 
@@ -47,7 +45,6 @@ NUM_RUNS = cases(100, 1000)
 NUM_PODS = 6
 ANSWER = [5, 6, 7, 8]
 METRICS = GatewayMetrics()
-UNUSED: Any = None
 # How an encoder dies of an image, as the gateway's client of it says.
 DEATHS: dict[str, Callable[[], TriptychError]] = {
     "engine": lambda: EngineLost("the engine ended while it worked on the image"),
@@ -139,18 +136,19 @@ class Decoder:
         self._ids = count(1)
         self._running: dict[int, asyncio.Task[None]] = {}
 
-    def submit(
-        self, submit: pb.Submit, choice: int, sink: Callable[[TokenEvent], None], _: object
-    ) -> int:
+    def submit(self, submit: pb.Submit, choice: int, receiver: EventReceiver, _: object) -> int:
         generated = np.frombuffer(submit.generated_token_ids, "<i4").tolist()
         world = self.world
         world.submitted.append((self.session, generated))
         script = world.scripts.pop(0) if world.scripts else (len(ANSWER), None)
         sequence_id = next(self._ids)
         images = [(image.encoder_address, image.image_key) for image in submit.images]
-        self._running[sequence_id] = task = asyncio.create_task(
-            self._run(images, len(generated), script, lambda **e: sink(TokenEvent(choice, **e)))
-        )
+
+        def send(**fields: Any) -> None:
+            receiver.receive(TokenEvent(choice, **fields))
+
+        run = self._run(images, len(generated), script, send)
+        self._running[sequence_id] = task = asyncio.create_task(run)
         world.tasks.add(task)
         return sequence_id
 
@@ -203,7 +201,7 @@ class Decoders:
         raise Unavailable("none")
 
 
-async def ask(world: World, num_images: int = 1) -> list[int] | TriptychError:
+async def ask(world: World, num_images: int = 1, **options: float) -> list[int] | TriptychError:
     """The tokens that the client gets, or the error."""
     unit = Unit((1, 2, 2))
     images = [Image(f"image {i}", bytes([i]), [unit]) for i in range(num_images)]
@@ -213,7 +211,7 @@ async def ask(world: World, num_images: int = 1) -> list[int] | TriptychError:
         Prompt(np.zeros(8, np.int32), None, 0, [Run(i, 1, unit, i) for i in range(num_images)]),
         images,
         pb.SamplingParams(max_tokens=8),
-        Slot(ANONYMOUS, UNUSED, UNUSED, UNUSED, lambda _: None),
+        slot_of(),
         AnswerFormat(),
         cache_salt=b"",
         deadline=1e12,
@@ -222,7 +220,7 @@ async def ask(world: World, num_images: int = 1) -> list[int] | TriptychError:
     )  # fmt: skip
     encoders: Any = Encoders(world)
     decoders: Any = Decoders(world)
-    world.attempts = attempts = Attempts(request, encoders, decoders, METRICS, 60.0)
+    world.attempts = attempts = Attempts(request, encoders, decoders, METRICS, 60.0, **options)
     tokens: list[int] = []
     try:
         async with asyncio.timeout(30), aclosing(attempts.events()) as batches:
@@ -338,10 +336,9 @@ def test_full_encoders_are_not_counted(order: str) -> None:
     simulate(run)
 
 
-def test_encoders_that_are_silent_to_both_count_as_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(encode_calls, "VERDICT_S", 0.001)
+def test_encoders_that_are_silent_to_both_count_as_lost() -> None:
     world = World(random.Random(0), lambda *_: ProcessLost("x"), (10**9, 10**9))
-    found = asyncio.run(ask(world))
+    found = asyncio.run(ask(world, outcome_timeout_s=0.001))
     assert type(found) is Unavailable
     assert len(world.called) == 2
 

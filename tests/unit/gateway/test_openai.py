@@ -12,11 +12,10 @@ from services.gateway.bounds import Bounds
 from services.gateway.forms.openai import MAX_PARTS, parse_chat_request
 from services.gateway.prompts.conversation import read_messages
 from services.gateway.request.sampling import (
-    bad_word_ids,
+    BadWords,
+    SamplingReader,
     choice_seed,
-    limit_completion,
     model_defaults,
-    resolve_sampling,
 )
 from tests.noise import least
 
@@ -31,12 +30,33 @@ def parse(**fields):
     return parse_chat_request(json.dumps({"model": "m", "messages": HELLO, **fields}).encode())
 
 
+class Characters:
+    """A tokenizer whose tokens are characters."""
+
+    def encode_prompt(self, text, add_special_tokens):
+        assert not add_special_tokens
+        return [ord(character) for character in text]
+
+
+class Words:
+    """A tokenizer that knows some texts.
+
+    Args:
+        vocabulary: token ids of each text.
+    """
+
+    def __init__(self, vocabulary):
+        self.vocabulary = vocabulary
+
+    def encode_prompt(self, text, add_special_tokens):
+        assert not add_special_tokens
+        return self.vocabulary[text]
+
+
 def sampling(prompt_tokens=10, **fields):
-    request = parse(**fields)
-    found = resolve_sampling(
-        request, DEFAULTS, vocab_size=1000, encode=lambda text: [ord(c) for c in text]
-    )
-    limit_completion(found, request, DEFAULTS, prompt_tokens, max_model_len=100)
+    request, reader = parse(**fields), SamplingReader(Characters(), DEFAULTS)
+    found = reader.read(request, vocab_size=1000)
+    reader.limit(found, request, prompt_tokens, max_model_len=100)
     return found
 
 
@@ -308,9 +328,10 @@ def test_a_bad_word_is_one_at_the_start_and_after_a_space():
         "idiot": [5, 6],
         " idiot": [7],
     }
-    assert bad_word_ids("cat", vocabulary.__getitem__) == [[1], [2]]
-    assert bad_word_ids(" big cat", vocabulary.__getitem__) == [[3, 2], [4, 2]]
-    assert bad_word_ids("idiot", vocabulary.__getitem__) == [[5, 6], [7]]
+    words = BadWords(Words(vocabulary))
+    assert words.token_ids("cat") == [[1], [2]]
+    assert words.token_ids(" big cat") == [[3, 2], [4, 2]]
+    assert words.token_ids("idiot") == [[5, 6], [7]]
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import ssl
 import subprocess
-import threading
 from dataclasses import replace
 
 import pytest
@@ -18,11 +17,13 @@ from services.common.errors import (
     TriptychError,
     Unavailable,
 )
+from services.gateway.bounds import MEMORY_PER_FETCHED_BYTE
 from services.gateway.media import web_media
 from services.gateway.media.kinds import IMAGE
 from services.gateway.media.web_media import WebMedia, is_public, parse_url
-from services.gateway.tenancy.tenants import Identity, Limits, Tenant, bind_identity
+from services.gateway.tenancy.request_memory import MemoryBudget, RequestMemory
 from tests.noise import PATIENCE_S
+from tests.slots import slot_of
 
 
 @contextlib.asynccontextmanager
@@ -70,22 +71,41 @@ def redirect(location: str, status: int = 302) -> bytes:
 class Web(WebMedia):
     def __init__(self, max_bytes=1000, timeout_s=10.0, allow_private=True, **options):
         super().__init__(allow_private=allow_private, **options)
-        self._image = max_bytes, replace(IMAGE, fetch_s=timeout_s)
+        self.image = max_bytes, replace(IMAGE, fetch_s=timeout_s)
 
-    async def fetch(self, url, hold=lambda _: None, tenant=""):
-        return await super().fetch(url, *self._image, hold, tenant)
+    async def fetch(self, url, memory=None, tenant=""):
+        return await super().fetch(url, *self.image, slot_of(tenant, memory))
+
+
+class ToLoopback(Web):
+    """Dials 127.0.0.1 in place of public addresses."""
+
+    async def dial(self, address, port):
+        return await super().dial("127.0.0.1", port)
+
+
+class Names(web_media.SystemResolver):
+    """Resolves every name to the same addresses.
+
+    Attributes:
+        looked_up: names that were resolved.
+    """
+
+    def __init__(self, addresses):
+        super().__init__()
+        self.addresses, self.looked_up = addresses, []
+
+    async def resolve(self, host, port):
+        self.looked_up.append(host)
+        return list(self.addresses)
 
 
 @contextlib.asynccontextmanager
 async def web(addresses=("127.0.0.1",), **options):
-    looked_up: list[str] = []
-
-    async def resolver(host, port):
-        looked_up.append(host)
-        return list(addresses)
-
-    with contextlib.closing(Web(**{"resolver": resolver, **options})) as media:
-        yield media, looked_up
+    names = Names(addresses)
+    kind = options.pop("kind", Web)
+    with contextlib.closing(kind(**{"resolver": names, **options})) as media:
+        yield media, names.looked_up
 
 
 # Addresses and hosts
@@ -137,10 +157,9 @@ def test_plain_urls_are_accepted():
 
 
 @pytest.mark.parametrize("address", PRIVATE)
-async def test_private_hosts_are_never_dialled(address, monkeypatch):
+async def test_private_hosts_are_never_dialled(address):
     async with origin(ok(b"secret")) as (port, requests):
-        monkeypatch.setattr(web_media, "_PORTS", (port,))
-        async with web([address], allow_private=False) as (media, looked_up):
+        async with web([address], allow_private=False, ports=(port,)) as (media, looked_up):
             with pytest.raises(InvalidRequest):
                 await media.fetch(f"http://innocent.example:{port}/")
             assert looked_up == ["innocent.example"]
@@ -162,13 +181,11 @@ async def test_other_ports_are_refused_before_a_look_up(port):
         assert not looked_up
 
 
-async def test_redirects_to_other_ports_are_refused(monkeypatch):
-    monkeypatch.setattr(web_media, "is_public", lambda _: True)
+async def test_redirects_to_other_ports_are_refused():
     async with (
         origin(redirect("http://example.com:6379/")) as (port, _),
-        web(allow_private=False) as (media, looked_up),
+        web(["8.8.8.8"], kind=ToLoopback, allow_private=False, ports=(port,)) as (media, looked_up),
     ):
-        monkeypatch.setattr(web_media, "_PORTS", (port,))
         with pytest.raises(InvalidRequest):
             await media.fetch(f"http://images.example:{port}/")
         assert looked_up == ["images.example"]
@@ -189,11 +206,10 @@ async def test_all_refused_hosts_get_one_text():
     assert len(said) == 1
 
 
-async def test_default_resolver_refuses_loopback_by_any_name(monkeypatch):
+async def test_default_resolver_refuses_loopback_by_any_name():
     async with origin(ok(b"secret")) as (port, requests):
-        monkeypatch.setattr(web_media, "_PORTS", (port,))
         for host in ("localhost", "127.0.0.1", "[::1]", "[::ffff:127.0.0.1]"):
-            media = Web(allow_private=False)
+            media = Web(allow_private=False, ports=(port,))
             with contextlib.closing(media), pytest.raises((InvalidRequest, Unavailable)):
                 await media.fetch(f"http://{host}:{port}/")
         assert not requests
@@ -234,17 +250,16 @@ async def test_each_redirect_is_checked():
     async with origin(redirect("http://inner.example/")) as (port, requests):
         hosts = {"outer.example": ["93.184.216.34"], "inner.example": ["10.0.0.1"]}
 
-        async def resolver(host, _):
-            return hosts[host]
+        class Hosts(web_media.SystemResolver):
+            async def resolve(self, host, port):
+                return hosts[host]
 
-        media = Web(allow_private=False, resolver=resolver)
-        dialled = []
+        class Recording(Web):
+            async def dial(self, address, _):
+                dialled.append(address)
+                return await super().dial("127.0.0.1", port)
 
-        async def dial(address, *_):
-            dialled.append(address)
-            return await asyncio.open_connection("127.0.0.1", port)
-
-        media._dial = dial
+        media, dialled = Recording(allow_private=False, resolver=Hosts()), []
         with pytest.raises(InvalidRequest):
             await media.fetch("http://outer.example/")
         assert dialled == ["93.184.216.34"]
@@ -256,17 +271,16 @@ async def test_second_look_up_cannot_rebind():
     """The checked address is the dialled one."""
     answers = iter([["93.184.216.34"], ["127.0.0.1"]])
 
-    async def resolver(host, port):
-        return next(answers)
+    class Rebinding(web_media.SystemResolver):
+        async def resolve(self, host, port):
+            return next(answers)
 
-    media = Web(allow_private=False, resolver=resolver)
-    dialled = []
+    class Refused(Web):
+        async def dial(self, address, port):
+            dialled.append(address)
+            raise OSError
 
-    async def dial(address, *_):
-        dialled.append(address)
-        raise OSError
-
-    media._dial = dial
+    media, dialled = Refused(allow_private=False, resolver=Rebinding()), []
     with pytest.raises(Unavailable):
         await media.fetch("http://rebind.example/")
     assert dialled == ["93.184.216.34"]
@@ -380,24 +394,14 @@ async def test_a_refused_connection_is_retryable():
 # Time and memory
 
 
-def count_into(counted: list[int]):
-    def hold(num_bytes: int) -> None:
-        counted.append(num_bytes)
-        if sum(counted) > 5000:
-            raise Overloaded("full")
-
-    return hold
-
-
 async def test_bytes_are_counted_while_they_arrive():
-    counted: list[int] = []
+    memory = RequestMemory(MemoryBudget(5000))
     async with origin(ok(b"x" * 20_000)) as (port, _), web(max_bytes=1 << 20) as (media, _):
         with pytest.raises(Overloaded):
-            await media.fetch(f"http://h.example:{port}/", count_into(counted))
+            await media.fetch(f"http://h.example:{port}/", memory)
 
 
-async def test_a_body_that_drips_is_given_up(monkeypatch):
-    monkeypatch.setattr(web_media, "_BODY_START_S", 0.1)
+async def test_a_body_that_drips_is_given_up():
     head = b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\nx"
 
     async def drip(reader, writer):
@@ -413,7 +417,8 @@ async def test_a_body_that_drips_is_given_up(monkeypatch):
     ended = asyncio.Event()
     server = await asyncio.start_server(drip, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
-    async with web(max_bytes=1 << 20, timeout_s=PATIENCE_S) as (media, _):
+    options = {"max_bytes": 1 << 20, "timeout_s": PATIENCE_S, "body_start_s": 0.1}
+    async with web(**options) as (media, _):
         with pytest.raises(Unavailable, match="in time"):
             await media.fetch(f"http://h.example:{port}/")
     await ended.wait()
@@ -445,63 +450,11 @@ async def test_a_slow_host_leaves_connections_to_others():
         for fetch in fetches:
             fetch.cancel()
         await asyncio.gather(*fetches, return_exceptions=True)
-        assert not media._hosts._names
+        assert not media.num_hosts
         while running:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     server.close()
     assert most == 8
-
-
-async def test_names_without_an_answer_delay_no_other_look_up(monkeypatch):
-    release, asked = threading.Event(), []
-
-    def getaddrinfo(host, port, **_):
-        asked.append(host)
-        if host.startswith("silent"):
-            release.wait(PATIENCE_S)
-        return [(2, 1, 6, "", ("93.184.216.34", port))]
-
-    monkeypatch.setattr(web_media.socket, "getaddrinfo", getaddrinfo)
-    resolver = web_media.SystemResolver(timeout_s=1.0)
-    silent = [resolver(f"silent{n % 20}", 80) for n in range(100)]
-    failed = asyncio.gather(*silent, return_exceptions=True)
-    assert await resolver("quick", 80) == ["93.184.216.34"]
-    assert {type(one) for one in await failed} == {TimeoutError}
-    assert len(asked) == 21  # equal names share a look-up
-    release.set()
-    while resolver._lookups:  # noqa: ASYNC110
-        await asyncio.sleep(0.01)
-    resolver.close()
-
-
-async def test_a_tenant_of_silent_names_leaves_threads_to_others(monkeypatch):
-    """A look-up keeps its thread after its caller has left."""
-    release = threading.Event()
-
-    def getaddrinfo(host, port, type):
-        if host.startswith("silent"):
-            release.wait(PATIENCE_S)
-        return [(2, 1, 6, "", ("93.184.216.34", port))]
-
-    monkeypatch.setattr(web_media.socket, "getaddrinfo", getaddrinfo)
-    resolver = web_media.SystemResolver(timeout_s=0.5)
-
-    async def ask(tenant, host):
-        bind_identity(Identity(Tenant(tenant, Limits(), shares_caches=False)))
-        return await resolver(host, 80)
-
-    failed: list[BaseException] = []
-    for turn in range(10):
-        hosts = [f"silent{turn}-{n}" for n in range(16)]
-        failed += await asyncio.gather(*(ask("a", h) for h in hosts), return_exceptions=True)
-    assert sum(isinstance(one, TimeoutError) for one in failed) == 16
-    assert await ask("b", "quick") == ["93.184.216.34"]
-    release.set()
-    while resolver._lookups:  # noqa: ASYNC110
-        await asyncio.sleep(0.01)
-    assert await ask("a", "quick") == ["93.184.216.34"]
-    assert await ask("a", "quicker") == ["93.184.216.34"]
-    resolver.close()
 
 
 async def test_a_tenant_of_slow_hosts_leaves_connections_to_others():
@@ -530,7 +483,7 @@ async def test_a_tenant_of_slow_hosts_leaves_connections_to_others():
         for fetch in fetches:
             fetch.cancel()
         await asyncio.gather(*fetches, return_exceptions=True)
-        assert not media._tenants._names
+        assert not media.num_tenants
         while running:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     server.close()
@@ -552,24 +505,25 @@ def test_a_fast_origin_fills_no_memory_that_is_not_counted():
         waiting = total = 0
         readers: list[asyncio.StreamReader] = []
 
-        async def dial(address, port):
-            found = await asyncio.open_connection(address, port)
-            readers.append(found[0])
-            return found
+        class Dialling(Web):
+            async def dial(self, address, port):
+                found = await super().dial(address, port)
+                readers.append(found[0])
+                return found
 
-        def hold(num_bytes: int) -> None:
-            nonlocal waiting, total
-            total += num_bytes
-            waiting = max(waiting, len(readers[0]._buffer))
+        class Counting(RequestMemory):
+            def add(self, num_bytes):
+                nonlocal waiting, total
+                total += num_bytes
+                waiting = max(waiting, len(readers[0]._buffer))
 
-        async with web(max_bytes=len(body)) as (media, _):
-            media._dial = dial
-            await media.fetch(f"http://h.example:{port}/", hold)
+        async with web(kind=Dialling, max_bytes=len(body)) as (media, _):
+            await media.fetch(f"http://h.example:{port}/", Counting(MemoryBudget(0)))
         server.close()
         return waiting, total
 
     waiting, total = uvloop.run(most())
-    assert total == len(body)
+    assert total == MEMORY_PER_FETCHED_BYTE * len(body)
     assert waiting <= 512 << 10
 
 
@@ -594,7 +548,8 @@ async def test_images_come_encrypted_from_hosts_with_a_valid_certificate(certifi
     async with origin(ok(body), tls=context) as (port, _), web(max_bytes=1 << 20) as (media, _):
         with pytest.raises(Unavailable):  # nobody vouches for it
             await media.fetch(f"https://h.example:{port}/")
-        media._ssl = ssl.create_default_context(cafile=str(file))
-        assert await media.fetch(f"https://h.example:{port}/") == body
-        with pytest.raises(Unavailable):
-            await media.fetch(f"https://other.example:{port}/")
+        trusting = ssl.create_default_context(cafile=str(file))
+        async with web(max_bytes=1 << 20, tls=trusting) as (media, _):
+            assert await media.fetch(f"https://h.example:{port}/") == body
+            with pytest.raises(Unavailable):
+                await media.fetch(f"https://other.example:{port}/")

@@ -1,0 +1,14 @@
+"""Admission slots for tests of parts that only count memory and name the tenant."""
+
+from services.gateway.tenancy.leases import Leases
+from services.gateway.tenancy.request_memory import MemoryBudget, RequestMemory
+from services.gateway.tenancy.slot import Slot
+from services.gateway.tenancy.tenants import Limits, Tenant
+from services.gateway.tenancy.usage import Usage
+
+
+def slot_of(tenant: str = "", memory: RequestMemory | None = None) -> Slot:
+    """A slot of a tenant without limits. Defaults to 1 GiB of memory."""
+    leases, found = Leases(), Tenant(tenant, Limits(), shares_caches=True)
+    usage = Usage(leases.quota(found), leases)
+    return Slot(found, usage, memory or RequestMemory(MemoryBudget(1 << 30)))
