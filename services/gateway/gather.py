@@ -1,4 +1,4 @@
-"""A call for each of several items, at the same time."""
+"""Concurrent calls for several items, with a limit."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable
@@ -11,10 +11,14 @@ Result = TypeVar("Result")
 async def gather(
     call: Callable[[Item], Awaitable[Result]], items: Iterable[Item], limit: int
 ) -> list[Result]:
-    """What the calls return, in the items' order; at most `limit` run at a time.
+    """Calls a function for each item, and returns the results in the items' order.
+
+    Args:
+        call: function that is called with each item.
+        limit: most calls at a time.
 
     Raises:
-        Exception: the first that a call raises; the others have been cancelled then.
+        Exception: the first exception that a call raises. The other calls have been cancelled then.
     """
     gate = asyncio.Semaphore(limit)
 
@@ -31,6 +35,7 @@ async def gather(
         await asyncio.wait(tasks)
         raise
     finally:
-        # A task holds its error, whose traceback holds this frame: without the list there is no
-        # cycle, and a failed request's images are freed at its end.
+        # A failed task refers to its error, whose traceback refers to this frame. The list is
+        # cleared so that there is no reference cycle, and a failed request's images are freed at
+        # its end.
         tasks.clear()

@@ -1,7 +1,7 @@
-"""A request's messages, tools and options as the model's chat template takes them.
+"""The messages, tools and options of a request, in the form that the model's chat template takes.
 
-`ConversationReader.read` makes one `Conversation` of a request, which `PromptBuilder` renders. What
-the model or its template does not take is an `InvalidRequest`; `param` names the field.
+`ConversationReader.read` makes a `Conversation` of a request, which `PromptBuilder` renders. A
+field that the model or its template does not take is an `InvalidRequest` with the field as `param`.
 """
 
 import re
@@ -37,7 +37,13 @@ _TOOL_ROLE = re.compile(r"""["'](tool|ipython)["']""")
 
 
 class ConversationReader:
-    """For one model. Thread-safe."""
+    """Reads the conversations of requests to one model. Thread-safe.
+
+    Args:
+        spec: specification of the model.
+        template: chat template of the model.
+        bounds: bounds on the number of images and videos.
+    """
 
     def __init__(
         self,
@@ -58,10 +64,10 @@ class ConversationReader:
         )
 
     def read(self, request: ChatRequest, cut: range = range(0)) -> Conversation:
-        """What is rendered of a request.
+        """Returns the conversation that is rendered for a request.
 
         Args:
-            cut: messages that are left out.
+            cut: indices of messages that are left out.
 
         Raises:
             InvalidRequest: the messages or options do not fit the model or its chat template.
@@ -71,13 +77,13 @@ class ConversationReader:
         messages, images, videos = read_messages(
             request, self._bounds, takes_images=self._takes_images, cut=cut
         )
-        ignored = [*self._unused(request), *(("messages",) if cut else ())]
+        ignored = [*self._unused_fields(request), *(("messages",) if cut else ())]
         if not self._template.takes_late_system and _join_systems(messages):
             ignored.append("messages.role")
         calls = (call["function"] for each in messages for call in each.get("tool_calls", ()))
         if any(function["arguments"] is UNREADABLE for function in calls):
             ignored.append("messages.tool_calls")
-        self._refuse_unseen_calls(request.messages)
+        self._refuse_dropped_calls(request.messages)
         if (images or videos) and not self._takes_tool_images:
             why = "the model's chat template takes no images in tool messages"
             _refuse(request, _Medium, InvalidImage, why, "tool")
@@ -99,7 +105,9 @@ class ConversationReader:
         )
 
     def _options(self, request: ChatRequest) -> dict[str, object]:
-        """Variables of the template: those given, and `reasoning_effort` as the model has it."""
+        """Returns the variables for the template: the entries of `chat_template_kwargs`, and the
+        template's variable for thinking, if another field of the request sets it.
+        """
         variables = self._template.variables
         options: dict[str, object] = {}
         for name, value in (request.chat_template_kwargs or {}).items():
@@ -116,7 +124,7 @@ class ConversationReader:
         if thinks is not None and "enable_thinking" in variables:
             options.setdefault("enable_thinking", thinks)
         elif thinks is False:
-            self._refuse_to_be_silent("enable_thinking")
+            self._refuse_no_thinking("enable_thinking")
         effort = request.reasoning_effort
         if effort is None:
             return options
@@ -125,17 +133,18 @@ class ConversationReader:
         elif "enable_thinking" in variables:
             options.setdefault("enable_thinking", effort != "none")
         elif effort == "none":
-            self._refuse_to_be_silent("reasoning_effort")
+            self._refuse_no_thinking("reasoning_effort")
         return options
 
-    def _refuse_to_be_silent(self, param: str) -> None:
+    def _refuse_no_thinking(self, param: str) -> None:
+        """Refuses a field that switches thinking off, if the model always thinks."""
         if self._thinks:
             raise InvalidRequest(
                 "the model always thinks; include_reasoning: false hides it", param=param
             )
 
-    def _unused(self, request: ChatRequest) -> Sequence[str]:
-        """Fields that change no answer of this model."""
+    def _unused_fields(self, request: ChatRequest) -> Sequence[str]:
+        """Returns the request's fields that change no answer of this model."""
         variables, found = self._template.variables, list[str]()
         if request.enable_thinking is not None and "enable_thinking" not in variables:
             found.append("enable_thinking")
@@ -145,8 +154,8 @@ class ConversationReader:
             found.append("reasoning_effort")
         return found
 
-    def _refuse_unseen_calls(self, messages: Sequence[Message]) -> None:
-        """Refuses calls and results that the template would leave out."""
+    def _refuse_dropped_calls(self, messages: Sequence[Message]) -> None:
+        """Refuses tool calls and tool results that the template would leave out of the prompt."""
         for index, message in enumerate(messages):
             if message.tool_calls and not self._takes_calls:
                 path = f"messages[{index}].tool_calls"
@@ -157,11 +166,13 @@ class ConversationReader:
             raise InvalidRequest("the model's chat template has no tool calls", param=path)
 
     def _has_thinking_fixed(self, value: object) -> bool:
-        """Whether the template has no switch, and the model does anyway what `value` says."""
+        """Returns whether the template has no switch for thinking, and `value` is what the model
+        does in any case.
+        """
         return "enable_thinking" not in self._template.variables and value is self._thinks
 
     def _shows_tool_images(self, tokenizer: ModelTokenizer, image_token_id: int) -> bool:
-        """Whether the template writes an image of a tool message."""
+        """Returns whether the template writes the images of tool messages."""
         function = {"name": "f", "arguments": dict[str, object]()}
         call = {"id": "1", "type": "function", "function": function}
         rendered = self._template.probed(
@@ -176,18 +187,22 @@ class ConversationReader:
 def read_messages(
     request: ChatRequest, bounds: Bounds, *, takes_images: bool, cut: range = range(0)
 ) -> tuple[list[dict[str, Any]], list[ImageSource], list[VideoSource]]:
-    """Separates a request's messages into messages for the chat template, images and videos, in
-    order.
+    """Separates a request's messages into messages for the chat template, images and videos.
 
-    Without images in the model, text parts of a message become one string, joined by newlines:
-    templates of text models expect strings.
+    If the model takes no images, the text parts of a message become one string, joined by newlines,
+    because templates of text models expect strings.
 
     Args:
-        cut: messages that are left out.
+        bounds: bounds on the number of images and videos.
+        takes_images: True if the model takes images.
+        cut: indices of messages that are left out.
+
+    Returns:
+        The messages, the images and the videos, each in order.
 
     Raises:
-        InvalidRequest: more images or videos than allowed, or any field about them if the model
-            takes none.
+        InvalidRequest: there are more images or videos than allowed, or a field is about images or
+            videos and the model takes none.
     """
     if not takes_images:
         _refuse(request, AnyVideo, InvalidVideo, _NO_VIDEOS)
@@ -225,7 +240,7 @@ def _check_count(count: int, noun: str, limit: int) -> None:
 
 
 def _parts(request: ChatRequest, cut: range = range(0)) -> Iterator[tuple[Message, Part, str]]:
-    """The parts of contents, with their messages and paths."""
+    """Yields the parts of all messages, each with its message and its path in the request."""
     for index, message in enumerate(request.messages):
         parts = message.content if isinstance(message.content, list) and index not in cut else ()
         for position, part in enumerate(parts):
@@ -235,15 +250,25 @@ def _parts(request: ChatRequest, cut: range = range(0)) -> Iterator[tuple[Messag
 def _refuse(
     request: ChatRequest, kinds: UnionType, error: type[InvalidRequest], why: str, role: str = ""
 ) -> None:
-    """Raises the error for the first part of these kinds, in messages of that role, if any."""
+    """Raises an error for the first part of some kinds, if there is one.
+
+    Args:
+        kinds: classes of the parts that are refused.
+        error: class of the error.
+        why: message of the error.
+        role: role of the messages that are searched. Empty if all messages are.
+    """
     for message, part, path in _parts(request):
         if isinstance(part, kinds) and role in ("", message.role):
             raise error(why, param=path)
 
 
 def _join_systems(messages: list[dict[str, Any]]) -> bool:
-    """Makes one message of all system messages, at the beginning, with an empty line between them:
-    for a template that takes one there. Whether one stood later.
+    """Joins all system messages to a single message at the beginning, separated by empty lines, for
+    templates that take only one system message there.
+
+    Returns:
+        Whether a system message stood behind another message.
     """
     texts: list[str] = []
     others: list[dict[str, Any]] = []
@@ -270,6 +295,7 @@ def _template_message(
     videos: list[VideoSource],
     takes_images: bool,
 ) -> dict[str, Any]:
+    """Returns a message for the chat template. Adds its images and videos to the lists."""
     role = "system" if message.role == "developer" else message.role
     found: dict[str, Any] = {"role": role}
     if not isinstance(message.content, list):
@@ -307,7 +333,9 @@ def _call(call: ToolCall, path: str) -> dict[str, Any]:
 
 
 def _source(part: _Image, param: str, request: ChatRequest) -> ImageSource:
-    """The image with its pixel limits; the innermost limit that is given applies."""
+    """Returns the source of an image, with its pixel limits. The limit of the innermost object of
+    the request that gives one applies.
+    """
     if isinstance(part, ImageEmbedsPart):
         url, grids = part.source(param)
         return ImageSource(url, param, grids=grids)
@@ -325,7 +353,12 @@ def _source(part: _Image, param: str, request: ChatRequest) -> ImageSource:
 
 
 def _video(part: AnyVideo, param: str, request: ChatRequest, index: int) -> VideoSource:
-    """The video with what is looked at of it; `index`: among the request's."""
+    """Returns the source of a video, with the choice of its frames.
+
+    Args:
+        param: place of the video in the request.
+        index: index of the video among the request's videos.
+    """
     if not part.urls:
         raise InvalidRequest("a video needs a URL, or those of its frames", param=param)
     media = request.media_io_kwargs.video if request.media_io_kwargs else None

@@ -1,9 +1,9 @@
-"""A conversation to the prompt's token ids and positions.
+"""The prompt of a conversation: its token ids and positions.
 
-`PromptBuilder.draft` renders and tokenizes it, with one placeholder per image and video; once they
-are loaded, `PromptBuilder.expand` puts their units there and computes positions. `ChatService`
-calls both; bytes of images are not seen here. Messages that do not fit the template or the context
-are an `InvalidRequest`.
+`PromptBuilder.draft` renders and tokenizes a conversation, with one placeholder token per image and
+video. Once the images and videos are loaded, `PromptBuilder.expand` replaces each placeholder by
+the tokens of the medium's units, and computes the positions. `ChatService` calls both. Messages
+that do not fit the chat template or the context are an `InvalidRequest`.
 """
 
 from collections.abc import Sequence
@@ -26,9 +26,11 @@ class Draft:
     """A prompt before its images are loaded.
 
     Attributes:
-        token_ids: one placeholder per image and video.
-        tail: the text after the last special token: the beginning of the model's turn; None: the
-            prompt is not rendered.
+        token_ids: token ids, with one placeholder per image and video.
+        images: images of the prompt, in order.
+        videos: videos of the prompt, in order.
+        tail: text after the last special token, with which the model's turn begins. None if the
+            prompt was not rendered from messages.
         ignored: fields of the request that change no answer of this model.
     """
 
@@ -41,14 +43,15 @@ class Draft:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt as the decoder takes it.
+    """A prompt in the form that the decoder takes.
 
     Attributes:
-        token_ids: [num_tokens], placeholders expanded.
-        positions: [3, num_tokens]; None without images: 0 to num_tokens - 1 on each axis.
-        position_delta: what decode steps add to a token's index.
-        runs: the tokens of each unit of images and videos; `Run.image` counts videos behind all
-            images.
+        token_ids: int32 [num_tokens], token ids with expanded placeholders.
+        positions: int32 [3, num_tokens], positions on the axes time, height and width. None without
+            images and videos: the positions are 0 to num_tokens - 1 on each axis then.
+        position_delta: number that is added to a generated token's index for its position.
+        runs: runs of tokens, one for each unit of images and videos. `Run.image` numbers the images
+            first and then the videos.
     """
 
     token_ids: Int32s
@@ -58,11 +61,12 @@ class Prompt:
 
     @property
     def num_image_tokens(self) -> int:
+        """Number of tokens of images, without the tokens of videos."""
         return sum(run.num_tokens for run in self.runs if run.unit.frames is None)
 
 
 class PromptBuilder:
-    """Renders and tokenizes for one model. Thread-safe."""
+    """Renders and tokenizes the conversations of one model. Thread-safe."""
 
     def __init__(self, spec: ModelSpec, tokenizer: ModelTokenizer, template: ChatTemplate) -> None:
         self._geometry = None if spec.vision is None else spec.vision.geometry
@@ -71,11 +75,14 @@ class PromptBuilder:
         self._template = template
 
     def draft(self, conversation: Conversation, max_tokens: int) -> Draft:
-        """Renders and tokenizes. No BOS token is added: a template writes its own.
+        """Renders and tokenizes a conversation. No BOS token is added, because templates write it.
+
+        Args:
+            max_tokens: number of tokens of the context. Much longer text is not tokenized.
 
         Raises:
             InvalidRequest: the template refuses the messages.
-            ContextLengthExceeded: the text is longer than `max_tokens` can be.
+            ContextLengthExceeded: the text is too long for any `max_tokens` tokens.
         """
         self._tokenizer.check_length(conversation.text, max_tokens)
         ids: list[int] = []
@@ -94,7 +101,7 @@ class PromptBuilder:
         )
 
     def has_placeholder(self, token_ids: Sequence[int]) -> bool:
-        """Whether one of the tokens stands for an image or a video."""
+        """Returns whether a token is the placeholder of an image or a video."""
         geometry, pairs = self._geometry, self._pairs
         has_image = geometry is not None and geometry.image_token_id in token_ids
         return has_image or (pairs is not None and pairs.video_token_id in token_ids)
@@ -102,8 +109,12 @@ class PromptBuilder:
     def expand(
         self, draft: Draft, images: Sequence[Sequence[Unit]], videos: Sequence[Video] = ()
     ) -> Prompt:
-        """Puts the units of each image and video in the place of its placeholder, and computes
-        positions.
+        """Replaces the placeholder of each image and video by the tokens of its units, and computes
+        the positions.
+
+        Args:
+            images: units of each image, in order.
+            videos: loaded videos, in order.
 
         Raises:
             InvalidRequest: the template dropped or repeated an image or a video.
@@ -113,10 +124,13 @@ class PromptBuilder:
             return Prompt(compact, None, 0)
         is_image = compact == geometry.image_token_id
         is_video = compact == (-1 if self._pairs is None else self._pairs.video_token_id)
-        for found, given, noun in ((is_image, images, "images"), (is_video, videos, "videos")):
-            if (num_places := np.count_nonzero(found)) != len(given):
+        for is_placeholder, media, noun in (
+            (is_image, images, "images"),
+            (is_video, videos, "videos"),
+        ):
+            if (num_places := np.count_nonzero(is_placeholder)) != len(media):
                 raise InvalidRequest(
-                    f"the chat template placed {num_places} {noun} of {len(given)}",
+                    f"the chat template placed {num_places} {noun} of {len(media)}",
                     param="messages",
                 )
         if not images and not videos:
@@ -127,15 +141,15 @@ class PromptBuilder:
         next_image, next_video = iter(enumerate(images)), iter(enumerate(videos, len(images)))
         for place in np.flatnonzero(is_image | is_video).tolist():
             if is_image[place]:
-                medium, units = next(next_image)
+                image, units = next(next_image)
                 ids, offsets = geometry.placeholders(units)
             else:
-                medium, video = next(next_video)
+                image, video = next(next_video)
                 units = video.units
                 ids, offsets = self._frames(video)
             length += place - start
             for unit, offset in zip(units, offsets, strict=True):
-                runs.append(Run(length + offset, geometry.num_tokens(unit), unit, medium))
+                runs.append(Run(length + offset, geometry.num_tokens(unit), unit, image))
             pieces += (compact[start:place], ids)
             start, length = place + 1, length + len(ids)
         token_ids = np.concatenate((*pieces, compact[start:]))
@@ -143,7 +157,7 @@ class PromptBuilder:
         return Prompt(token_ids, positions, delta, runs)
 
     def num_pixels(self, prompt: Prompt) -> int:
-        """Of all images and frames of a prompt, resized."""
+        """Returns the number of pixels of all images and frames of a prompt after resizing."""
         if self._geometry is None:
             return 0
         units = [run.unit for run in prompt.runs]
@@ -151,7 +165,7 @@ class PromptBuilder:
         return num_patches * self._geometry.patch_size**2
 
     def _frames(self, video: Video) -> tuple[Int32s, Sequence[int]]:
-        """The tokens of a video, and the offsets of its units' runs."""
+        """Returns the token ids of a video, and the offset of each unit's run among them."""
         assert self._pairs is not None
         texts = [self._tokenizer.encode_text(time_text(time)) for time in video.times]
         return self._pairs.placeholders(video.units, texts)

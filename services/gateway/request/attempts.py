@@ -3,8 +3,8 @@
 When an encoder or a decoder fails, the gateway excludes it and submits the request again. Encoding
 is idempotent, and a decoder continues an answer that another decoder has begun: it gets the prompt
 and the token ids generated so far. The client sees one answer without a gap. `Losses` counts the
-processes that died with the request, so that a request that kills processes is not tried for ever.
-An unreadable image ends the request at once, whichever service reports it.
+processes that died with the request, and ends a request that kills processes. An unreadable image
+ends the request at once, whichever service reports it.
 
 `ChatService.answer` runs one `Attempts` per request. This file knows no HTTP and no text.
 """
@@ -298,7 +298,7 @@ class Attempts:
         """Reads messages up to the first failure that ends the attempt.
 
         Args:
-            has_started: whether the attempt has yielded events before.
+            has_started: True if the attempt has yielded events before.
 
         Returns:
             The events for the caller, and the failure that ends the attempt, or None.

@@ -1,8 +1,8 @@
 """An answer whose reasoning is bounded: choices pause at the thinking budget of the request.
 
-Each choice first runs up to the budget. If it still thinks there, the tokens that close its
-reasoning are appended, as if the model had generated them, and the choice continues behind them up
-to its full length. `ChatService.answer` iterates `BoundedThinking` in place of `Attempts` for
+Each choice first runs up to the budget. If the choice still thinks there, the tokens that close its
+reasoning are appended as if the model had generated them. The choice then continues up to its full
+length. `ChatService.answer` iterates `BoundedThinking` in place of `Attempts` for
 requests with a `ThinkingBudget`, so that `Attempts` needs to know no reasoning.
 """
 

@@ -55,10 +55,10 @@ class ChatService:
             encoders then.
         videos: reader of a request's videos. None if the model takes no videos.
         sampling: reader of a request's sampling parameters.
-        parsers: one thread that parses long bodies.
+        parsers: thread pool of one thread, which parses long bodies.
         request_timeout_s: time in seconds that a request may take from its arrival.
         encode_timeout_s: timeout in seconds of one encode call. A slower encoder is replaced.
-        ignores_unknown_fields: whether unknown fields of bodies are ignored instead of refused.
+        ignores_unknown_fields: True if unknown fields of bodies are ignored instead of refused.
         threads: threads that render and tokenize long text.
     """
 
@@ -146,7 +146,7 @@ class ChatService:
         """Runs a prepared request, and yields updates until every choice has a finish reason.
 
         Args:
-            is_kept: whether the caller keeps the updates or their text, which then count as memory
+            is_kept: True if the caller keeps the updates or their text, which then count as memory
                 of the request.
 
         Raises:
@@ -246,7 +246,7 @@ class ChatService:
         """Returns the description of the healthy decoder with the shortest context.
 
         Args:
-            model: name of the model that a request asks for. None if it names none.
+            model: name of the model in a request. None if the request names no model.
 
         Raises:
             ModelNotFound: `model` is not the served model.
@@ -281,8 +281,8 @@ class ChatService:
         """Tokenizes text that is not rendered, in a thread if the text is long.
 
         Args:
-            add_special_tokens: whether to add BOS and the like. None encodes plain text, in which
-                names of added tokens are text, too.
+            add_special_tokens: True if BOS and the like are added. None encodes plain text, in
+                which names of added tokens are text, too.
         """
         if len(text) <= _INLINE_TOKENIZE_CHARS:
             return self._encode(text, add_special_tokens)

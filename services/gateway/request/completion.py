@@ -1,4 +1,4 @@
-"""What `ChatService.prepare` makes of a request, `Attempts` carries out, and endpoints answer."""
+"""A prepared request: `ChatService.prepare` makes it, `Attempts` runs it, endpoints answer it."""
 
 import time
 from collections.abc import Sequence
@@ -26,18 +26,27 @@ Medium = Image | Video
 
 @dataclass(slots=True)
 class Completion:
-    """A valid request, ready for the services, and what has come of it.
+    """A valid request that is ready for the services, and the state of its answer.
 
     Attributes:
-        images: in order, and videos behind them.
-        sampling: of the first choice.
-        slot: counts memory that the answer takes while it waits for the client, too.
-        cache_salt: of the tenant and the request.
-        deadline: on the monotonic clock.
-        encode_sources: per run of the prompt, the `Source` of its EncodeResponse in lower case;
-            None: unknown.
-        ignored: fields that change no answer of this model.
-        cached_tokens: prompt tokens found in the prefix cache; None until the decoder has said.
+        request_id: id of the request in logs and traces.
+        chat: request in the form of the chat API, whatever the endpoint.
+        prompt: prompt for the decoder.
+        images: images in order, followed by the videos in order.
+        sampling: sampling parameters of the first choice.
+        slot: admission slot of the request. Its memory also counts the part of the answer that
+            waits for the client.
+        answer_format: format of the answers, and the grammar that they follow.
+        cache_salt: salt of the tenant and the request, for cached prefixes and image keys.
+        deadline: time of the monotonic clock at which the request fails.
+        timings: times of the request's stages.
+        encode_sources: origin of the embedding of each run of the prompt: the `Source` of its
+            EncodeResponse in lower case. None until the encoder has answered.
+        choices: choices of the answer, which turn tokens into text.
+        ignored: fields of the request that change no answer of this model.
+        cached_tokens: number of prompt tokens found in the prefix cache. None until the first
+            token.
+        prompt_scores: log probabilities of the prompt's tokens.
     """
 
     request_id: str
@@ -57,11 +66,13 @@ class Completion:
     prompt_scores: PromptScores = field(default_factory=PromptScores)
 
     def remaining_s(self) -> float:
-        """Time left; always positive, so that it can be a timeout."""
+        """Returns the time in seconds to the deadline. Always positive, for use as a timeout."""
         return max(self.deadline - time.monotonic(), 0.001)
 
     def record_start(self, started: pb.Started) -> None:
-        """Records how the first choice reached its first token; the others share its prompt."""
+        """Records how the first choice reached its first token. The other choices share its prompt
+        and are not recorded.
+        """
         if self.cached_tokens is None:
             self.cached_tokens = started.num_cached_tokens
             self.timings.record("queue", started.queue_s)
@@ -70,7 +81,7 @@ class Completion:
                 self.timings.record("transfer", started.transfer_s)
 
     def usage(self) -> Usage:
-        """Tokens up to now."""
+        """Returns the numbers of tokens of the prompt and of the answer so far."""
         prompt = self.prompt
         prompt_tokens = len(prompt.token_ids)
         completion_tokens = sum(choice.num_tokens for choice in self.choices)
@@ -86,11 +97,11 @@ class Completion:
         return usage
 
     def prompt_token_ids(self) -> list[int]:
-        """With all tokens of images."""
+        """Returns the token ids of the prompt, including all tokens of images."""
         return self.prompt.token_ids.tolist()
 
     def image_reports(self) -> list[ImageReport]:
-        """Where each unit's embedding came from."""
+        """Returns the origin of each unit's embedding, with its number of tokens and its grid."""
         runs = self.prompt.runs
         return [
             ImageReport(source, run.num_tokens, run.unit.grid)

@@ -1,8 +1,8 @@
 """The encode calls of one request: the encoder of each unit of its images, and each call's outcome.
 
-A call belongs to the request and not to an attempt. It continues while another decoder is tried,
-and its outcome is always recorded, so that a lost encoder is counted whichever service reports the
-loss first.
+A call belongs to the request and not to an attempt: the call continues while another decoder is
+tried. Its outcome is always recorded, so that a lost encoder counts even if a decoder has reported
+the loss first.
 """
 
 import asyncio
@@ -209,8 +209,8 @@ class EncodeCalls:
             self.mailbox.put(RetryableFailure(outcome, "encoder", pod.address))
 
     def _give_up_video(self, index: int, address: str) -> None:
-        """Cancels an encoder's other calls for a video file after one call has failed, because they
-        would fail for the same reason.
+        """Cancels an encoder's remaining calls for a video file after a call has failed, because
+        they would fail for the same reason.
         """
         medium = self.request.images[index]
         if medium.file is None:

@@ -103,8 +103,8 @@ class SamplingReader:
         num_prompt_tokens: int,
         max_model_len: int,
     ) -> None:
-        """Sets `max_tokens` to the number that the request wants, or to the number of tokens that
-        the prompt leaves in the context, if that is less.
+        """Sets `max_tokens` to the smaller of two numbers: the tokens that the request wants, and
+        the tokens that the prompt leaves in the context.
 
         Args:
             sampling: parameters of the request, which are changed.
