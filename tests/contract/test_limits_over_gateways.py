@@ -21,7 +21,7 @@ from tests.redis_server import RedisServer, redis_server  # noqa: F401
 # Of a trial; other times are scaled with it, but what a request waits: ten gateways in one event
 # loop of a busy machine are late, and Redis is not.
 WINDOW_S = 2.0
-TIMES = Times(window=WINDOW_S, sync=0.02, settle=0.4, alive=1.0, wait=1.0)
+TIMES = Times(window=WINDOW_S, sync=0.02, settle=0.4, alive=1.0, wait=1.0, last_retry=0.1)
 LIMIT = 20_000
 
 
@@ -30,12 +30,10 @@ LIMIT = 20_000
 async def test_limits_hold_while_redis_is_there_lost_and_back(
     redis_server: RedisServer,  # noqa: F811
     number: int,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Clients always ask for more than the limit. No window has more than 105 % of it, and each
     phase uses 95 % of it at least.
     """
-    monkeypatch.setattr("services.gateway.tenancy.leases._LAST_RETRY_S", 0.1)
     load = Load(LIMIT, 80, (40 // number,) * 3, pause_s=0.02)
     found = [Leases(redis_server.url, number, TIMES) for _ in range(number)]
     for leases in found:

@@ -14,7 +14,7 @@ import yaml
 
 from services.common.embeddings.embedding import EmbeddingSpec, digest
 from services.common.embeddings.embedding_cache import RedisCache
-from services.gateway.tenancy.lease_store import Asked, LeaseStore
+from services.gateway.tenancy.lease_store import LeaseReport, LeaseStore
 from tests.noise import PATIENCE_S
 from tests.redis_server import RedisServer, answers
 from triptych import serve
@@ -76,15 +76,15 @@ async def test_the_gateway_may_count_and_nothing_else(tmp_path: Path) -> None:
     with RedisServer("--aclfile", str(users)) as server:
         url = server.url_of("gateway")
         store = LeaseStore(url, "here", 60.0, 5.0)
-        asked = Asked("t", (10, -1, -1, -1, -1), (0,) * 5, (4, 0, 0, 0, 0))
+        report = LeaseReport("t", (10, -1, -1, -1, -1), (0,) * 5, (4, 0, 0, 0, 0))
         for _ in range(2):
-            answer = await store.ask([asked], all_tenants=True)
+            answer = await store.report([report], all_tenants=True)
             assert answer.rows[0][0] == [4, 0, 0, 0, 0] and answer.gateways == 1
         # One that has gone is forgotten, with its leases.
         await asyncio.sleep(0.02)
         other = LeaseStore(url, "there", 0.001, alive_s=0.001)
-        answer = await other.ask([asked], all_tenants=True)
-        assert (answer.gateways, answer.rows[0][1], answer.of_others) == (1, [0] * 5, {})
+        answer = await other.report([report], all_tenants=True)
+        assert (answer.gateways, answer.rows[0][1], answer.held_by_others) == (1, [0] * 5, {})
         for each in (store, other):
             await each.close()
         with redis.Redis.from_url(url) as client, pytest.raises(redis.exceptions.NoPermissionError):
@@ -230,7 +230,7 @@ async def test_a_password_from_a_file_is_read_at_each_connection(tmp_path: Path)
 async def test_gateways_read_their_password_at_each_connection_too(tmp_path: Path) -> None:
     path = tmp_path / "password"
     path.write_text("none\n")
-    asked = Asked("t", (10, -1, -1, -1, -1), (0,) * 5, (4, 0, 0, 0, 0))
+    report = LeaseReport("t", (10, -1, -1, -1, -1), (0,) * 5, (4, 0, 0, 0, 0))
     with RedisServer() as server, server.client() as client:
         url = f"redis://gateway@127.0.0.1:{server.port}"
         store = LeaseStore(url, "here", 60.0, 5.0, path)
@@ -242,13 +242,13 @@ async def test_gateways_read_their_password_at_each_connection_too(tmp_path: Pat
                 )  # fmt: skip
                 client.client_kill_filter(user="gateway")
                 with pytest.raises(redis.RedisError):
-                    await store.ask([asked])
+                    await store.report([report])
                 path.write_text(f"{password}\n")
-                assert (await store.ask([asked])).rows[0][0] == [4, 0, 0, 0, 0]
+                assert (await store.report([report])).rows[0][0] == [4, 0, 0, 0, 0]
             path.unlink()
             client.client_kill_filter(user="gateway")
             with pytest.raises((redis.RedisError, OSError)):
-                await store.ask([asked])
+                await store.report([report])
         finally:
             await store.close()
 
@@ -260,7 +260,7 @@ async def test_images_take_no_room_from_limits_in_the_redis_of_triptych_serve(
     made = redis_spec(tmp_path)
     assert made is not None
     spec, urls = made
-    asked = Asked("t", [10] * 5, [10] * 5, [10] * 5)
+    report = LeaseReport("t", [10] * 5, [10] * 5, [10] * 5)
     process = subprocess.Popen(spec.command)  # noqa: ASYNC220 - it returns at once
     with process, redis.Redis.from_url(urls["encoder"]) as encoder:
         try:
@@ -270,13 +270,13 @@ async def test_images_take_no_room_from_limits_in_the_redis_of_triptych_serve(
             one, other = (
                 LeaseStore(urls["gateway"], n, 60.0, PATIENCE_S) for n in ("one", "other")
             )
-            await one.ask([asked])
+            await one.report([report])
             for number in range(64):
                 name = b"triptych:embedding:%d" % number
                 encoder.set(name, bytes(1 << 20), ex=60)
             found = [encoder.getrange(b"triptych:embedding:%d" % n, 0, 0) for n in range(64)]
             assert 0 < sum(map(bool, found)) < 32
-            answer = await other.ask([asked])
+            answer = await other.report([report])
             assert answer.gateways == 2 and sum(answer.rows[0][1]) > 0
             await asyncio.gather(one.close(), other.close())
         finally:

@@ -10,7 +10,7 @@ import redis
 
 from services.common.embeddings.embedding import EmbeddingSpec, digest
 from services.common.embeddings.embedding_cache import RedisCache
-from services.gateway.tenancy.lease_store import Asked, LeaseStore
+from services.gateway.tenancy.lease_store import LeaseReport, LeaseStore
 from tests.certificates import Authority, mount
 from tests.noise import PATIENCE_S
 from tests.redis_server import RedisServer, answers
@@ -81,7 +81,7 @@ async def test_gateways_count_limits_over_tls(tmp_path: Path) -> None:
     directory = mount(Authority().issue("localhost"), tmp_path / "tls")
     foreign = mount(Authority("foreign").issue("localhost"), tmp_path / "foreign")
     (tmp_path / "password").write_text("secret")
-    asked = Asked("t", (10, -1, -1, -1, -1), (0,) * 5, (4, 0, 0, 0, 0))
+    report = LeaseReport("t", (10, -1, -1, -1, -1), (0,) * 5, (4, 0, 0, 0, 0))
     with TlsRedisServer(directory, asks=False) as server, server.client() as client:
         client.acl_setuser(
             "gateway", enabled=True, passwords=["+secret"], keys=["*"], commands=["+@all"]
@@ -90,10 +90,10 @@ async def test_gateways_count_limits_over_tls(tmp_path: Path) -> None:
             url = f"rediss://gateway@localhost:{server.port}?ssl_ca_certs={authority / 'ca.crt'}"
             store = LeaseStore(url, "here", 60.0, 5.0, tmp_path / "password")
             if authority == directory:
-                assert (await store.ask([asked])).rows[0][0] == [4, 0, 0, 0, 0]
+                assert (await store.report([report])).rows[0][0] == [4, 0, 0, 0, 0]
             else:
                 with pytest.raises(redis.RedisError, match="certificate"):
-                    await store.ask([asked])
+                    await store.report([report])
             await store.close()
 
 

@@ -1,16 +1,17 @@
-"""The leases of all gateways in one Redis hash, changed by one script: one command a round trip.
+"""Leases of all gateways in one Redis hash, changed by one script in one round trip.
 
-The hash has a field `<tenant>:<gateway>` for each lease, five numbers (the kinds of `quota`), and
-`@`: when the hash began to be, and when each gateway was seen last. A gateway says what it holds in
-full each time, so a command may be lost, or arrive twice. What a gateway holds counts for a window
-after it was seen last, because its requests do; what it holds at a time, for a few seconds.
+The hash has a field `<tenant>:<gateway>` for each lease, with an amount of each kind of
+`quota.KINDS`, and a field `@` with the time at which the hash was created and the time at which
+each gateway reported last. A gateway reports its whole usage each time, so a report may be lost or
+arrive twice. The amounts of a window count for a window after the gateway's last report, because
+the requests that caused them do; the amounts at a time count for `Times.alive` after the report.
 
-The leases are one key, so that they are there or not as a whole: a Redis that evicts or forgets
-them begins anew, and the script's answer says how long ago that was.
+All leases are in one key, so that they exist or are lost as a whole: a Redis that evicts or loses
+the key starts from nothing, and the script's reply gives the age of the hash.
 
-A gateway that had to refuse requests since it told last is short. While another one is, a gateway
-that holds more than a fair part takes no more: so gateways that all have more to do than they may
-come to hold the same, which is what each has when Redis is lost.
+A gateway is *refusing* if it refused a request of the tenant since its last report. While any other
+gateway is refusing, a gateway that holds its fair share or more gets no more, so that busy gateways
+converge to equal shares. An equal share is also what each gateway falls back to without Redis.
 """
 
 from collections.abc import Sequence
@@ -19,133 +20,63 @@ from pathlib import Path
 from typing import Any
 
 from services.gateway.redis_script import RedisScript
-from services.gateway.tenancy.quota import KINDS, PIXELS
+from services.gateway.tenancy.lease_script import LEASE_SCRIPT
+from services.gateway.tenancy.quota import KINDS
 
 KEY = "triptych:limits"
-_KINDS, _IN_WINDOW = len(KINDS), PIXELS + 1
+_NUM_KINDS = len(KINDS)
 _CONNECT_TIMEOUT_S = 1.0
-
-# KEYS: the hash. ARGV: this gateway; whether all tenants' leases are asked for; the window in ms;
-# `alive_s` in ms; then for each tenant its name, and in one text 16 numbers: its limits (-1: none),
-# what is held, what is wanted, and whether it is short.
-# Answer: gateways alive; age of the hash in ms; for each tenant what may be used, then what others
-# hold; the hash, if all is asked for. Numbers are below 2^53. A field of the hash has what is held,
-# and whether it is short.
-_SCRIPT = f"""
-local key, me, window, alive = KEYS[1], ARGV[1], tonumber(ARGV[3]), tonumber(ARGV[4])
-local time = redis.call('TIME')
-local now = time[1] * 1000 + math.floor(time[2] / 1000)
-local state = redis.call('HGET', key, '@')
-state = state and cjson.decode(state) or {{began = now, seen = {{}}}}
-state.seen[me] = now
-local names, num_alive, gone = {{}}, 0, {{}}
-for name, seen in pairs(state.seen) do
-  if now - seen > window + alive then
-    gone[name] = true
-  else
-    names[#names + 1] = name
-    if now - seen <= alive then num_alive = num_alive + 1 end
-  end
-end
-if next(gone) then
-  for _, field in ipairs(redis.call('HKEYS', key)) do
-    if gone[string.match(field, ':(.*)$')] then redis.call('HDEL', key, field) end
-  end
-  for name in pairs(gone) do state.seen[name] = nil end
-end
-redis.call('HSET', key, '@', cjson.encode(state))
-local answer = {{num_alive, now - state.began}}
-for at = 5, #ARGV, 2 do
-  local tenant, numbers, fields = ARGV[at], {{}}, {{}}
-  for number in string.gmatch(ARGV[at + 1], '%S+') do numbers[#numbers + 1] = tonumber(number) end
-  for i, name in ipairs(names) do fields[i] = tenant .. ':' .. name end
-  local leases, others, calm = redis.call('HMGET', key, unpack(fields)), {{}}, {{}}
-  local num_short, short = 0, numbers[{3 * _KINDS + 1}]
-  for kind = 1, {_KINDS} do others[kind], calm[kind] = 0, 0 end
-  for i, name in ipairs(names) do
-    if name ~= me and leases[i] then
-      local held, is_alive = {{}}, now - state.seen[name] <= alive
-      for number in string.gmatch(leases[i], '%S+') do held[#held + 1] = tonumber(number) end
-      local is_short = is_alive and held[{_KINDS + 1}] == 1
-      if is_short then num_short = num_short + 1 end
-      for kind = 1, {_KINDS} do
-        if kind <= {_IN_WINDOW} or is_alive then
-          others[kind] = others[kind] + held[kind]
-          if not is_short then calm[kind] = calm[kind] + held[kind] end
-        end
-      end
-    end
-  end
-  local texts, sum = {{}}, short
-  for kind = 1, {_KINDS} do
-    local limit, held = numbers[kind], numbers[{_KINDS} + kind]
-    local want = numbers[{2 * _KINDS} + kind]
-    local lease = 0
-    if limit >= 0 then
-      local fair = math.floor((limit - calm[kind]) / (num_short + 1))
-      if num_short > 0 and held >= fair then want = math.min(want, fair) end
-      lease = math.max(0, math.min(want, limit - others[kind]))
-      held = math.max(held, lease)
-    end
-    sum = sum + held
-    texts[kind] = string.format('%.0f', held)
-    answer[#answer + 1] = lease
-  end
-  texts[{_KINDS + 1}] = short
-  for kind = 1, {_KINDS} do answer[#answer + 1] = others[kind] end
-  local field = tenant .. ':' .. me
-  if sum > 0 then redis.call('HSET', key, field, table.concat(texts, ' '))
-  else redis.call('HDEL', key, field) end
-end
-if ARGV[2] == '1' then answer[#answer + 1] = redis.call('HGETALL', key) end
-return answer
-"""
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """One tenant's part of a question; five numbers each.
+class LeaseReport:
+    """Usage of one tenant on a gateway, and the leases that the gateway wants.
 
     Attributes:
-        limits: -1: none.
-        held: what this gateway keeps, whatever others have.
-        wanted: what it would like to have.
-        is_short: it has refused requests since it told last.
+        tenant: name of the tenant.
+        limits: limit of each kind. -1 for a kind without a limit.
+        held: amount of each kind that this gateway keeps, even if others hold the rest.
+        wanted: amount of each kind that this gateway would like to hold.
+        has_refused: whether a request was refused since the last report.
     """
 
     tenant: str
     limits: Sequence[int]
     held: Sequence[int]
     wanted: Sequence[int]
-    is_short: bool = False
+    has_refused: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """What Redis says.
+class LeaseReply:
+    """Redis's reply to reports.
 
     Attributes:
-        gateways: those seen in the last seconds, this one included.
-        age_s: since the first lease was written.
-        rows: in the order of the question, what this gateway may use (less than it holds, if it is
-            to take nothing), and what all other gateways hold.
-        of_others: by tenant, of all tenants; None: not asked for.
+        gateways: number of gateways that reported in the last seconds, this gateway included.
+        age_s: seconds since the first lease was written.
+        rows: for each report, in the same order, the amounts that this gateway may use and the
+            amounts that all other gateways hold. A gateway that may use less than it holds has to
+            refuse requests.
+        held_by_others: amounts that all other gateways hold, for each tenant. None if they were not
+            asked for.
     """
 
     gateways: int
     age_s: float
     rows: list[tuple[list[int], list[int]]]
-    of_others: dict[str, list[int]] | None
+    held_by_others: dict[str, list[int]] | None
 
 
 class LeaseStore:
-    """The hash, for one gateway.
+    """Access of one gateway to the hash of leases.
 
     Args:
-        url: `redis://`, `rediss://` or `unix://`.
-        gateway: a name that no other gateway has.
-        alive_s: as `leases.Times.alive`.
-        password_file: password of the URL's user, read at each connection; None: the URL's.
+        url: URL of Redis: `redis://`, `rediss://` or `unix://`.
+        gateway: name of this gateway, which no other gateway has.
+        window_s: length of the windows, in seconds.
+        alive_s: seconds without a report after which a gateway counts as dead, `Times.alive`.
+        password_file: file with the password of the URL's user, read at each connection. None if
+            the URL contains the password.
     """
 
     def __init__(
@@ -158,37 +89,52 @@ class LeaseStore:
     ) -> None:
         self._gateway = gateway
         self._times = str(round(window_s * 1e3)), str(round(alive_s * 1e3))
-        # Waiting for the answer is bounded by the caller.
+        # The caller bounds the time that it waits for a reply.
         self._redis = RedisScript(
-            url, password_file, _SCRIPT, connect_timeout_s=_CONNECT_TIMEOUT_S, timeout_s=None
+            url, password_file, LEASE_SCRIPT, connect_timeout_s=_CONNECT_TIMEOUT_S, timeout_s=None
         )
 
-    async def ask(self, asked: Sequence[Asked], *, all_tenants: bool = False) -> Answer:
-        """Says what this gateway holds, and obtains what it may have.
+    async def report(
+        self, reports: Sequence[LeaseReport], *, all_tenants: bool = False
+    ) -> LeaseReply:
+        """Reports the usage of this gateway, and obtains its leases.
+
+        Args:
+            reports: one report for each tenant whose usage has changed.
+            all_tenants: whether the reply contains what others hold of every tenant.
 
         Raises:
-            RedisError, OSError: there is no answer.
+            RedisError: Redis refused the command.
+            OSError: the connection failed.
         """
         arguments = [self._gateway, "1" if all_tenants else "0", *self._times]
-        for row in asked:
-            numbers = (*row.limits, *row.held, *row.wanted, int(row.is_short))
+        for row in reports:
+            numbers = (*row.limits, *row.held, *row.wanted, int(row.has_refused))
             arguments += [row.tenant, " ".join(map(str, numbers))]
-        found: list[Any] = await self._redis.run(KEY, *arguments)
-        starts = range(2, 2 + 2 * _KINDS * len(asked), 2 * _KINDS)
-        rows = [(found[at : at + _KINDS], found[at + _KINDS : at + 2 * _KINDS]) for at in starts]
-        of_others = self._of_others(found[-1]) if all_tenants else None
-        return Answer(found[0], found[1] / 1e3, rows, of_others)
+        reply: list[Any] = await self._redis.run(KEY, *arguments)
+        starts = range(2, 2 + 2 * _NUM_KINDS * len(reports), 2 * _NUM_KINDS)
+        rows = [
+            (reply[at : at + _NUM_KINDS], reply[at + _NUM_KINDS : at + 2 * _NUM_KINDS])
+            for at in starts
+        ]
+        held_by_others = self._held_by_others(reply[-1]) if all_tenants else None
+        return LeaseReply(reply[0], reply[1] / 1e3, rows, held_by_others)
 
     async def close(self) -> None:
+        """Closes the connections."""
         await self._redis.close()
 
-    def _of_others(self, pairs: Sequence[bytes]) -> dict[str, list[int]]:
-        """Sums over the other gateways; `pairs` are fields and values in turn."""
+    def _held_by_others(self, pairs: Sequence[bytes]) -> dict[str, list[int]]:
+        """Returns the sums over the other gateways, for each tenant.
+
+        Args:
+            pairs: fields and values of the hash in turn.
+        """
         sums: dict[str, list[int]] = {}
         for field, value in zip(pairs[::2], pairs[1::2], strict=True):
             tenant, _, gateway = field.decode().partition(":")
             if gateway and gateway != self._gateway:
-                found = sums.setdefault(tenant, [0] * _KINDS)
-                for kind, number in enumerate(value.split()[:_KINDS]):
+                found = sums.setdefault(tenant, [0] * _NUM_KINDS)
+                for kind, number in enumerate(value.split()[:_NUM_KINDS]):
                     found[kind] += int(number)
         return sums

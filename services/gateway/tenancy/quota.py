@@ -1,9 +1,9 @@
 """One tenant's limits on one gateway: what its requests use, and how much of each limit is leased.
 
-Two kinds of amounts have limits: those of the last 60 seconds (`Window`) and those at a time
-(`Count`). The gateways that serve a tenant divide its limits among them: a gateway admits what fits
-into its leases, whose sum over all gateways is never more than the limit. `leases` obtains them;
-this file only counts.
+A limit bounds either an amount within any 60 seconds (`Window`) or an amount at a time (`Count`).
+The gateways that serve a tenant divide its limits among themselves: each gateway has a lease on a
+part of every limit and admits the requests that fit into its leases. The sum of the leases of all
+gateways never exceeds the limit. `leases.Leases` obtains the leases; this file only counts.
 """
 
 import math
@@ -17,30 +17,39 @@ from services.common.errors import RateLimited
 
 Clock = Callable[[], float]
 
-# What is counted, as indices of `Amounts`: the first three in any 60 seconds, the others at a time.
+# The kinds of limits, as indices of `Amounts`: the first three bound an amount within any 60
+# seconds, the last two an amount at a time.
 REQUESTS, TOKENS, PIXELS, RUNNING, SEQUENCES = KINDS = range(5)
 _NAMES = (
-    "requests per minute", "tokens per minute", "pixels per minute",
-    "requests at a time", "sequences at a time",
-)  # fmt: skip
-# After a refusal, requests of at least its size are refused at once for so long: the gateway does
-# not ask for each request of a flood.
-_HOLD_OFF_S = 0.1
+    "requests per minute",
+    "tokens per minute",
+    "pixels per minute",
+    "requests at a time",
+    "sequences at a time",
+)
+# For this long after a refusal, requests of at least the refused size are refused without asking
+# Redis, so that a flood of requests does not become a flood of Redis commands.
+_REFUSAL_MEMORY_S = 0.1
 
-# One number of each kind.
+# One number for each kind of limit.
 Amounts = Sequence[int]
 NOTHING: Amounts = (0,) * len(KINDS)
 
 
 class Entry(Struct, eq=False, gc=False):  # a flood leaves 100,000 of them in a minute
-    """An amount, and when it was counted."""
+    """An amount, and the time at which it was counted."""
 
     at: float
     amount: int
 
 
 class Window:
-    """Amounts of the last 60 seconds."""
+    """Sum of the amounts that were counted in the last 60 seconds.
+
+    Args:
+        clock: monotonic clock, in seconds.
+        window_s: length of the window, in seconds.
+    """
 
     def __init__(self, clock: Clock, window_s: float) -> None:
         self._clock = clock
@@ -51,35 +60,39 @@ class Window:
 
     @property
     def used(self) -> int:
+        """Sum of the amounts in the window."""
         self._expire()
         return self._total
 
     @property
     def recent(self) -> int:
-        """The part of `used` since the mark."""
+        """Part of `used` that was counted since the last `mark`."""
         self._expire()
         return self._recent
 
     def mark(self) -> None:
-        """Begins `recent` anew."""
+        """Resets `recent` to zero."""
         self._mark, self._recent = self._clock(), 0
 
     def add(self, amount: int) -> Entry:
-        """Counts an amount; `correct` may change it."""
+        """Counts an amount, and returns the entry by which `correct` can change the amount."""
         entry = Entry(self._clock(), amount)
         self._entries.append(entry)
         self._change(entry, amount)
         return entry
 
     def correct(self, entry: Entry, amount: int) -> None:
-        """Changes an amount; one that has left the window is forgotten."""
+        """Changes the amount of an entry. Does nothing if the entry has left the window."""
         self._expire()
         if entry.at > self._clock() - self._window_s:
             self._change(entry, amount - entry.amount)
             entry.amount = amount
 
     def wait_s(self, amount: int, limit: int) -> float:
-        """Seconds until `amount` fits; 0: now. More than the limit fits into an empty window."""
+        """Returns the seconds until `amount` fits, or 0 if it fits now.
+
+        An amount above the limit fits into an empty window.
+        """
         over = self.used + amount - limit
         if over <= 0 or not self._total:
             return 0.0
@@ -90,7 +103,7 @@ class Window:
         return self.reset_s()
 
     def reset_s(self) -> float:
-        """Seconds until the window is empty."""
+        """Returns the seconds until the window is empty."""
         self._expire()
         return self._entries[-1].at + self._window_s - self._clock() if self._entries else 0.0
 
@@ -107,55 +120,66 @@ class Window:
 
 
 class Count:
-    """An amount at a time."""
+    """Number of things that exist at the moment, such as running requests."""
 
     def __init__(self) -> None:
         self.used = 0
 
     @property
     def recent(self) -> int:
-        """All of it: what runs is not older than it is."""
+        """Same as `used`, since everything that is counted still exists."""
         return self.used
 
     def mark(self) -> None:
-        """There is nothing to begin anew."""
+        """Does nothing; `Window.mark` resets `recent`."""
 
     def add(self, amount: int) -> None:
-        """Counts an amount, or gives it back if it is negative."""
+        """Adds an amount. A negative amount is given back."""
         self.used += amount
 
     def wait_s(self, amount: int, limit: int) -> float:
-        """A second, if `amount` does not fit: when requests end is not known."""
+        """Returns 0 if `amount` fits, and otherwise one second.
+
+        The real time is unknown, since it depends on when running requests end.
+        """
         return 1.0 if self.used + amount > limit else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """How limits are divided while nothing counts for all gateways together.
+    """Equal division of all limits among the gateways, used while Redis does not count for them.
 
     Attributes:
-        gateways: among which.
-        since: when it began, in the clock's seconds. Until all that was counted before has left the
-            windows, a gateway keeps its lease and has its part of what was not leased.
+        gateways: number of gateways that share the limits.
+        since: time at which the division began, in seconds of the clock. During the first window
+            after this time a gateway keeps its lease and gets its share of the unleased rest, since
+            amounts that were counted under the leases are still in the windows.
     """
 
     gateways: int
     since: float = float("-inf")
 
     def share(self, limit: int) -> int:
-        """A gateway's part of a limit. Each lets at least one in."""
+        """Returns the part of a limit that each gateway may use, which is at least 1."""
         return max(1, limit // self.gateways)
 
 
 class Quota:
-    """What one tenant uses. Only the event loop's thread uses it.
+    """Usage and leases of one tenant on this gateway. Only the event loop's thread uses it.
+
+    Args:
+        tenant: name of the tenant.
+        limits: limit of each kind. None for a kind without a limit.
+        clock: monotonic clock, in seconds.
+        window_s: length of the windows, in seconds.
 
     Attributes:
-        limits: by kind; None: none.
-        leases: what this gateway may use, by kind. It may have used more: what was never checked,
-            or before the lease shrank.
-        others: what other gateways have leased, when this one heard last.
-        is_busy, is_short: something has been counted, or refused, since Redis was told.
+        limits: limit of each kind. None for a kind without a limit.
+        leases: amount of each kind that this gateway may use. The used amount can be larger if the
+            lease has shrunk since.
+        leased_by_others: amount of each kind that the other gateways held at the last report.
+        has_changed: whether an amount was counted since the last report to Redis.
+        has_refused: whether a request was refused since the last report to Redis.
     """
 
     def __init__(
@@ -168,22 +192,32 @@ class Quota:
         self.requests, self.tokens, self.pixels = (Window(clock, window_s) for _ in range(3))
         self.meters = (self.requests, self.tokens, self.pixels, Count(), Count())
         self.leases = [0] * len(KINDS)
-        self.others = [0] * len(KINDS)
-        self.is_busy = self.is_short = False
-        self._refused: list[tuple[float, int]] = [(0.0, 0)] * len(KINDS)  # until when, amount
+        self.leased_by_others = [0] * len(KINDS)
+        self.has_changed = self.has_refused = False
+        self._refused: list[tuple[float, int]] = [(0.0, 0)] * len(
+            KINDS
+        )  # end of the memory, amount
 
     @property
     def is_limited(self) -> bool:
+        """Whether the tenant has a limit of any kind."""
         return any(limit is not None for limit in self.limits)
 
     def used(self) -> list[int]:
+        """Returns the used amount of each kind."""
         return [meter.used for meter in self.meters]
 
     def take(self, amounts: Amounts, entry_of: int = TOKENS) -> Entry | None:
-        """Counts amounts. Returns the entry of the kind `entry_of`, or None if that is not limited
-        or has no amount.
+        """Counts amounts without checking limits.
+
+        Args:
+            amounts: amount of each kind.
+            entry_of: kind whose entry is returned: TOKENS or PIXELS.
+
+        Returns:
+            The entry of that kind. None if the kind has no limit or its amount is 0.
         """
-        found, self.is_busy = None, True
+        found, self.has_changed = None, True
         for kind, amount in enumerate(amounts):
             if not amount or (self.limits[kind] is None and kind <= PIXELS):
                 continue
@@ -192,13 +226,15 @@ class Quota:
                 found = entry
         return found
 
-    # Counted together
+    # While Redis counts for all gateways
 
-    def lacking(self, amounts: Amounts, *, heard: bool = False) -> int | None:
-        """The first kind whose lease is too small; None: all amounts fit.
+    def exceeded_kind(self, amounts: Amounts, *, is_current: bool = False) -> int | None:
+        """Returns the first kind whose lease is too small, or None if all amounts fit.
 
         Args:
-            heard: `others` is of now: what is larger than the limit fits into an empty window.
+            amounts: amount of each kind.
+            is_current: whether `leased_by_others` was received just now. Only then can the gateway
+                tell that a window is empty, into which an amount above the limit fits.
         """
         for kind, limit in enumerate(self.limits):
             if limit is None or not amounts[kind]:
@@ -206,28 +242,38 @@ class Quota:
             used, lease = self.meters[kind].used, self.leases[kind]
             if used + amounts[kind] <= lease:
                 continue
-            is_alone = heard and not used and not self.others[kind]
-            if is_alone and amounts[kind] > limit and kind <= PIXELS:
+            is_empty = is_current and not used and not self.leased_by_others[kind]
+            if is_empty and amounts[kind] > limit and kind <= PIXELS:
                 continue
             return kind
         return None
 
-    def check_hold_off(self, kind: int, amount: int) -> None:
-        """Raises RateLimited for what is as large as what has just been refused."""
+    def check_last_refusal(self, kind: int, amount: int) -> None:
+        """Refuses an amount that is at least as large as an amount refused a moment ago.
+
+        Raises:
+            RateLimited: the amount is at least as large.
+        """
         until, refused = self._refused[kind]
         if amount >= refused and self._clock() < until:
             raise self.refusal(kind, amount)
 
-    def hold_off(self, kind: int, amount: int) -> None:
-        """An amount of a kind has been refused."""
-        self._refused[kind] = (self._clock() + _HOLD_OFF_S, amount)
+    def record_refusal(self, kind: int, amount: int) -> None:
+        """Remembers a refused amount for `check_last_refusal`."""
+        self._refused[kind] = (self._clock() + _REFUSAL_MEMORY_S, amount)
 
     def refusal(self, kind: int, amount: int) -> RateLimited:
-        """The error for an amount that does not fit now. When it will is an estimate: others'
-        amounts leave the window as this gateway's do; if it has none, at the pace of the limit.
+        """Returns the error for an amount that does not fit now.
+
+        Its `retry_after_s` is an estimate: the amounts of other gateways are assumed to leave the
+        window as this gateway's do, or at the rate of the limit if this gateway has none.
         """
-        self.is_short = True
-        limit, meter, others = self.limits[kind] or 1, self.meters[kind], self.others[kind]
+        self.has_refused = True
+        limit, meter, others = (
+            self.limits[kind] or 1,
+            self.meters[kind],
+            self.leased_by_others[kind],
+        )
         wait_s = 1.0
         if isinstance(meter, Window):
             wait_s = min(self._window_s, self._window_s * amount / limit)
@@ -236,25 +282,32 @@ class Quota:
                 wait_s = meter.wait_s(math.ceil(over * used / (used + others)), used)
         return RateLimited(f"the limit of {limit} {_NAMES[kind]} is reached", retry_after_s=wait_s)
 
-    # Divided
+    # While the limits are divided
 
     def divide(self, division: Division) -> None:
-        """Begins a division: nobody will say what other gateways use from now on."""
+        """Begins a division, in which the usage of other gateways is unknown.
+
+        Each lease grows by this gateway's share of what no gateway had leased.
+        """
         for kind, limit in enumerate(self.limits):
             if limit is not None:
                 held = max(self.leases[kind], self.meters[kind].used)
-                free = max(0, limit - self.others[kind] - held)
+                free = max(0, limit - self.leased_by_others[kind] - held)
                 self.leases[kind] = held + free // division.gateways
         for meter in self.meters:
             meter.mark()
 
     def bound(self, kind: int, division: Division) -> int:
-        """What may be used of a kind that has a limit."""
+        """Returns the amount that this gateway may use of a kind with a limit."""
         is_steady = self._clock() - division.since >= self._window_s
         return division.share(self.limits[kind] or 0) if is_steady else self.leases[kind]
 
     def check_divided(self, amounts: Amounts, division: Division) -> None:
-        """Raises RateLimited for what does not fit into this gateway's part."""
+        """Checks that amounts fit into this gateway's part of the limits.
+
+        Raises:
+            RateLimited: an amount does not fit.
+        """
         for kind, limit in enumerate(self.limits):
             if limit is None or not amounts[kind]:
                 continue
@@ -266,7 +319,7 @@ class Quota:
                 )
 
     def _divided_wait_s(self, kind: int, amount: int, division: Division, share: int) -> float:
-        """Seconds until an amount may fit; 0: it does now."""
+        """Returns the seconds until an amount may fit, or 0 if it fits now."""
         meter, lease = self.meters[kind], self.leases[kind]
         steady_s = division.since + self._window_s - self._clock()
         if steady_s <= 0:
@@ -276,14 +329,18 @@ class Quota:
         return min(steady_s, meter.wait_s(amount, min(lease, share)) or steady_s)
 
     def headers(self, division: Division | None) -> list[tuple[bytes, bytes]]:
-        """OpenAI's `x-ratelimit-*` headers, for the limits that there are."""
+        """Returns OpenAI's `x-ratelimit-*` headers for the limits that the tenant has.
+
+        Args:
+            division: current division. None while Redis counts for all gateways.
+        """
         found: list[tuple[bytes, bytes]] = []
         for name, kind in ((b"requests", REQUESTS), (b"tokens", TOKENS)):
             if (limit := self.limits[kind]) is None:
                 continue
             window = self.requests if kind == REQUESTS else self.tokens
             if division is None:
-                left = limit - self.others[kind] - window.used
+                left = limit - self.leased_by_others[kind] - window.used
             else:
                 limit = division.share(limit)
                 left = min(limit, self.bound(kind, division)) - window.used
@@ -293,3 +350,28 @@ class Quota:
                 (b"x-ratelimit-reset-" + name, b"%.3fs" % window.reset_s()),
             ]
         return found
+
+
+@dataclass(slots=True, eq=False)
+class Charge:
+    """Amounts that one request asks of its tenant's quota.
+
+    Attributes:
+        quota: quota of the request's tenant.
+        amounts: amount of each kind that is counted.
+        required: amount of each kind that has to fit before anything is counted.
+        entry_of: kind whose entry is kept, TOKENS or PIXELS.
+        entry: entry of that kind. None if the charge was not taken or the kind has no limit.
+        is_taken: whether the amounts were counted.
+    """
+
+    quota: Quota
+    amounts: Amounts
+    required: Amounts
+    entry_of: int = TOKENS
+    entry: Entry | None = None
+    is_taken: bool = False
+
+    def take(self) -> None:
+        """Counts the amounts without checking limits."""
+        self.entry, self.is_taken = self.quota.take(self.amounts, self.entry_of), True

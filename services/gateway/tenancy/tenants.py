@@ -1,13 +1,13 @@
-"""Who a request belongs to: tenants, and the API keys that name them.
+"""Tenants, and the API keys by which requests are assigned to them.
 
-Keys are in a file as SHA-256 digests, with their tenants; the file is read again when it changes,
-see `watched_files`.
+The key file contains the SHA-256 digests of the keys and the keys' tenants. It is read again when
+it changes, see `watched_files`. An example:
 
     {"tenants": {"search": {"weight": 2, "max_requests": 64, "tokens_per_minute": 1000000}},
      "keys": [{"id": "search-2026", "tenant": "search", "sha256": "9f86…",
                "expires": "2027-01-31T00:00:00Z", "scopes": ["inference"]}]}
 
-`triptych key` makes a key and its entry.
+`triptych key` creates a key and its entry.
 """
 
 import hashlib
@@ -35,16 +35,17 @@ _ALL_SCOPES: frozenset[KeyScope] = frozenset(("inference", "metrics", "admin"))
 
 
 class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What a tenant may use; None: as much as there is.
+    """Limits of a tenant. None for each kind that is not limited.
 
     Attributes:
-        weight: of its share where tenants wait for the same thing.
-        max_requests: at a time.
-        max_sequences: at a time; a request with `n` has n.
-        requests_per_minute: in any 60 seconds, as the others.
-        tokens_per_minute: of prompts and completions, images included.
-        pixels_per_minute: pixels of images and of frames of videos, resized, or the bytes of the
-            videos' files if these are more.
+        weight: relative share of the tenant where several tenants wait for the same resource.
+        max_requests: number of requests at a time.
+        max_sequences: number of sequences at a time. A request with `n` has n sequences.
+        requests_per_minute: number of requests in any 60 seconds.
+        tokens_per_minute: number of prompt and completion tokens in any 60 seconds, image tokens
+            included.
+        pixels_per_minute: number of pixels of images and frames of videos after resizing in any 60
+            seconds. The bytes of a video's file count instead if they are more.
     """
 
     weight: Annotated[float, Meta(ge=0.001, le=1000)] = 1.0
@@ -55,8 +56,8 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     pixels_per_minute: Count | None = None
 
     @property
-    def of_kinds(self) -> tuple[int | None, ...]:
-        """In the order of `quota.KINDS`."""
+    def by_kind(self) -> tuple[int | None, ...]:
+        """The limits in the order of `quota.KINDS`."""
         per_minute = self.requests_per_minute, self.tokens_per_minute, self.pixels_per_minute
         return (*per_minute, self.max_requests, self.max_sequences)
 
@@ -72,7 +73,7 @@ class _Key(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 class _KeyFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     keys: Annotated[list[_Key], Meta(min_length=1)]
     tenants: dict[Name, Limits] = {}
-    # Requests find what other tenants' requests left in the caches, and can tell so by their speed.
+    # If set, a request can be answered from cache entries of other tenants, and its speed tells so.
     share_caches: bool = False
 
 
@@ -81,8 +82,9 @@ class Tenant:
     """A tenant of this gateway.
 
     Attributes:
-        name: for limits, metrics and logs; empty: callers without a key.
-        shares_caches: cached prefixes and images are found by requests of other tenants.
+        name: name of the tenant in limits, metrics and logs. Empty for callers without a key.
+        limits: limits of the tenant.
+        shares_caches: whether other tenants' requests find its cached prefixes and images.
     """
 
     name: str
@@ -91,23 +93,23 @@ class Tenant:
 
     @property
     def weight(self) -> float:
-        """Of its share where tenants wait for the same thing."""
+        """Relative share of the tenant where several tenants wait for the same resource."""
         return self.limits.weight
 
-    def cache_salt(self, given: str) -> bytes:
-        """Separates the tenant's cached prefixes and images from others'.
+    def cache_salt(self, request_salt: str) -> bytes:
+        """Returns the salt that separates the tenant's cached prefixes and images from others'.
 
         Args:
-            given: the request's own `cache_salt`, which separates further; may be empty.
+            request_salt: the request's own `cache_salt`, which separates further. May be empty.
         """
         if self.shares_caches:
-            return given.encode()
-        return _salt(self.name, given)
+            return request_salt.encode()
+        return _salt(self.name, request_salt)
 
 
-@lru_cache(4096)  # it takes as long as a key's whole check
-def _salt(name: str, given: str) -> bytes:
-    return hmac.digest(name.encode(), given.encode(), "sha256")
+@lru_cache(4096)  # the digest takes as long as the whole check of a key
+def _salt(name: str, request_salt: str) -> bytes:
+    return hmac.digest(name.encode(), request_salt.encode(), "sha256")
 
 
 ANONYMOUS = Tenant("", Limits(), shares_caches=True)
@@ -115,12 +117,13 @@ ANONYMOUS = Tenant("", Limits(), shares_caches=True)
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Whose key a request carries.
+    """Identity of a caller, from the API key of its request.
 
     Attributes:
-        key_id: of the key, never the key; empty: none was needed.
-        scopes: what the key opens.
-        expires_at: Unix time; None: never.
+        tenant: tenant of the key.
+        key_id: public name of the key. Empty if no key was needed.
+        scopes: groups of endpoints that the key may call.
+        expires_at: Unix time at which the key expires. None if it does not expire.
     """
 
     tenant: Tenant
@@ -130,15 +133,16 @@ class Identity:
 
 
 class Keyring:
-    """Owner of the keys.
+    """Accepted API keys of the gateway.
 
     Args:
-        keys: accepted as they are; each is a tenant of its own, without limits.
-        path: of the key file; None: there is none.
-        is_private: without keys, callers are users of this machine, and may do everything.
+        keys: keys in plain text. Each key is a tenant of its own, without limits.
+        path: path of the key file. None if there is no key file.
+        is_private: whether only users of this machine reach the gateway. If there are no keys,
+            such callers have all scopes.
 
     Raises:
-        SettingsError: the file cannot be read, or two keys are equal.
+        SettingsError: the key file cannot be read, or two keys are equal.
     """
 
     def __init__(
@@ -146,7 +150,7 @@ class Keyring:
     ) -> None:
         self._everybody = Identity(ANONYMOUS, scopes=_ALL_SCOPES if is_private else _INFERENCE)
         digests = [hashlib.sha256(key.encode()).digest() for key in keys]
-        # One tenant has nobody to keep its caches from.
+        # A single tenant has no other tenant to be separated from.
         alone = path is None and len(digests) < 2
         self._fixed: dict[bytes, Identity] = {}
         for digest in digests:
@@ -162,18 +166,21 @@ class Keyring:
 
     @property
     def is_open(self) -> bool:
+        """Whether requests need no key."""
         return not self._fixed and self._file is None
 
     def identify(self, authorization: bytes) -> Identity | None:
-        """Whose request it is, by its `Authorization` header; None: a key is needed, or it is not
-        valid, or it has expired.
+        """Returns the identity of a caller, or None if its key is missing, unknown or expired.
+
+        Args:
+            authorization: value of the request's `Authorization` header. May be empty.
         """
         if self.is_open:
             return self._everybody
         known = self._fixed if self._file is None else self._file.current()
-        scheme, _, given = authorization.partition(b" ")
-        # By the digest: how long the look-up takes says nothing about the keys.
-        found = known.get(hashlib.sha256(given.strip()).digest())
+        scheme, _, key = authorization.partition(b" ")
+        # The look-up is by digest, so its duration reveals nothing about the keys.
+        found = known.get(hashlib.sha256(key.strip()).digest())
         if found is None or scheme.lower() != b"bearer":
             return None
         if found.expires_at is not None and time.time() >= found.expires_at:
@@ -181,7 +188,7 @@ class Keyring:
         return found
 
     def _parse(self, data: Sequence[bytes]) -> dict[bytes, Identity]:
-        """All keys, of the file and fixed, by their digests."""
+        """Returns the identities of all keys, those of the file and the fixed keys, by digest."""
         try:
             content = msgspec.json.decode(data[0], type=_KeyFile)
         except msgspec.DecodeError as error:
@@ -208,10 +215,10 @@ _bound: ContextVar[Identity] = ContextVar("identity", default=_NOBODY)
 
 
 def bind_identity(identity: Identity) -> None:
-    """Sets whose work the running task does, and the tasks that it creates from now on."""
+    """Sets the identity for the running task and for the tasks that it creates from now on."""
     _bound.set(identity)
 
 
 def bound_tenant() -> Tenant:
-    """Whose work the running task does."""
+    """Returns the tenant for which the running task works."""
     return _bound.get().tenant

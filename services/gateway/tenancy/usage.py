@@ -1,8 +1,9 @@
-"""What one request takes of its tenant's limits, from its arrival to its end.
+"""Usage of a tenant's limits by one request, from its arrival to its end.
 
-A request that would go over a limit is a 429 that says when to come back. It counts from its
-arrival; tokens are counted when the prompt is known: the prompt's, and as many as the completion
-may have. When the request ends, those that it did not use are given back.
+A request that would exceed a limit is refused with 429 and the time after which it may be sent
+again. The request itself is counted at its arrival. Tokens are counted once the prompt is known:
+the prompt's tokens and as many as the completion may have. When the request ends, the tokens that
+it did not use are given back.
 """
 
 from collections.abc import AsyncGenerator, Sequence
@@ -11,92 +12,122 @@ from dataclasses import dataclass, field
 
 from services.common.errors import InvalidRequest
 from services.gateway.tenancy.leases import Leases
-from services.gateway.tenancy.quota import PIXELS, RUNNING, SEQUENCES, Amounts, Entry, Quota
+from services.gateway.tenancy.quota import PIXELS, RUNNING, SEQUENCES, Charge, Quota
 from services.gateway.tenancy.tenants import Tenant
 
-# What has to fit when a request arrives, and what it takes: one that has no token is not read.
-_ROOM, _ONE = (1, 1, 0, 1, 0), (1, 0, 0, 1, 0)
+# Amounts that have to fit when a request arrives, and amounts that it then takes. A request whose
+# tenant has no token or sequence left is refused before its body is parsed.
+_ARRIVAL_REQUIRED, _ARRIVAL = (1, 1, 0, 1, 0), (1, 0, 0, 1, 0)
 
 
 @dataclass(slots=True)
 class Usage:
-    """What one request has taken of its tenant's quota. Valid inside the `with` that made it."""
+    """Amounts that one request has taken of its tenant's quota.
+
+    Valid inside the `with` statement of `counting`.
+
+    Attributes:
+        quota: quota of the request's tenant.
+        leases: leases of this gateway, which admit charges.
+    """
 
     quota: Quota
     leases: Leases
-    num_requests: int = 0
-    num_sequences: int = 0
-    _tokens: list[Entry] = field(default_factory=list[Entry])  # of each prompt, if they are limited
-    _file_bytes: int = 0  # of videos whose prompt is not charged yet
-    _files: Entry | None = None  # of these bytes, if pixels are limited
+    _charges: list[Charge] = field(default_factory=list[Charge])
+    # The charge for bytes of videos whose prompt is not charged yet.
+    _files: Charge | None = None
+
+    async def arrive(self) -> None:
+        """Counts the request at its arrival.
+
+        Raises:
+            RateLimited: the tenant has too many requests or no tokens left.
+        """
+        await self._charge(Charge(self.quota, _ARRIVAL, _ARRIVAL_REQUIRED))
 
     async def charge_file(self, num_bytes: int) -> None:
-        """Counts the bytes of a video's file as pixels before an encoder reads the file, so that a
-        file that is refused counts, too. The prompt's pixels then count in place of the bytes, if
-        they are more. Waits as `charge`.
+        """Counts the bytes of a video's file as pixels, before an encoder reads the file.
+
+        So a file that the encoder refuses counts, too. If the prompt's pixels are more than the
+        bytes, `charge` counts them in place of the bytes. Waits as `charge` does.
 
         Raises:
-            RateLimited: the bytes are too many for now.
+            RateLimited: the tenant has too few pixels left in this minute.
         """
-        amounts = (0, 0, self._uncounted_bytes() + num_bytes, 0, 0)
-        await self.leases.charge(self.quota, self._take_files, amounts)
+        amounts = (0, 0, self._release_files() + num_bytes, 0, 0)
+        self._files = Charge(self.quota, amounts, amounts, entry_of=PIXELS)
+        await self.leases.charge(self._files)
 
-    def _take_files(self, amounts: Amounts) -> None:
-        self._file_bytes = amounts[PIXELS]
-        self._files = self.quota.take(amounts, PIXELS)
+    def _release_files(self) -> int:
+        """Returns the bytes of files that were counted, and gives them back.
 
-    def _uncounted_bytes(self) -> int:
-        """The bytes of files, which are no longer counted: they are to be counted at once with what
-        comes to them. A request that is larger than the limit fits into an empty window only so.
+        The bytes have to be counted anew together with the amount that follows: a request that is
+        larger than the limit fits into an empty window, and only if it is counted at once.
         """
-        if self._files is not None:
-            self.quota.pixels.correct(self._files, 0)
-        num_bytes, self._file_bytes, self._files = self._file_bytes, 0, None
-        return num_bytes
+        files, self._files = self._files, None
+        if files is None or not files.is_taken:
+            return 0
+        if files.entry is not None:
+            self.quota.pixels.correct(files.entry, 0)
+        return files.amounts[PIXELS]
 
     async def charge(self, tokens: int, num_choices: int, num_pixels: int) -> None:
-        """Counts a prompt's sequences, the pixels of its images, its tokens and those of the
-        completions that it may have; before anything is encoded. Waits for other gateways' leases,
-        `Times.wait` at most.
+        """Counts a prompt, before any of its images is encoded.
+
+        Waits for a lease if the amounts do not fit into this gateway's, for `Times.wait` at most.
+
+        Args:
+            tokens: number of tokens of the prompt and of all completions that it may have.
+            num_choices: number of sequences.
+            num_pixels: number of pixels of the images and frames.
 
         Raises:
-            RateLimited: they are too many for now.
-            InvalidRequest: the tenant may never have so many sequences.
+            RateLimited: the amounts do not fit at the moment.
+            InvalidRequest: the request has more sequences than the tenant may ever have.
         """
-        most, wanted = self.quota.limits[SEQUENCES], self.num_sequences + num_choices
+        most, wanted = self.quota.limits[SEQUENCES], self._taken(SEQUENCES) + num_choices
         if most is not None and wanted > most:
             message = f"the tenant may have {most} sequences at a time, the request has {wanted}"
             raise InvalidRequest(message, param="n")
-        num_pixels = max(num_pixels, self._uncounted_bytes())
+        num_pixels = max(num_pixels, self._release_files())
         amounts = (0, tokens, num_pixels, 0, num_choices)
-        await self.leases.charge(self.quota, self.take, amounts)
-
-    def take(self, amounts: Amounts) -> None:
-        """Counts amounts that fit."""
-        if (entry := self.quota.take(amounts)) is not None:
-            self._tokens.append(entry)
-        self.num_requests += amounts[RUNNING]
-        self.num_sequences += amounts[SEQUENCES]
+        await self._charge(Charge(self.quota, amounts, amounts))
 
     def correct(self, used_tokens: Sequence[int]) -> None:
-        """Gives back what was not used: prompt and completion tokens, charge by charge."""
-        for index, entry in enumerate(self._tokens):
+        """Gives back the tokens that were not used.
+
+        Args:
+            used_tokens: number of prompt and completion tokens of each charged prompt, in the order
+                of the charges. Prompts that are missing at the end have used none.
+        """
+        entries = [charge.entry for charge in self._charges if charge.entry is not None]
+        for index, entry in enumerate(entries):
             used = used_tokens[index] if index < len(used_tokens) else 0
             self.quota.tokens.correct(entry, used)
+
+    def end(self) -> None:
+        """Gives back the request and its sequences, which no longer run."""
+        for kind in (RUNNING, SEQUENCES):
+            self.quota.meters[kind].add(-self._taken(kind))
+
+    async def _charge(self, charge: Charge) -> None:
+        self._charges.append(charge)
+        await self.leases.charge(charge)
+
+    def _taken(self, kind: int) -> int:
+        return sum(charge.amounts[kind] for charge in self._charges if charge.is_taken)
 
 
 @asynccontextmanager
 async def counting(leases: Leases, tenant: Tenant) -> AsyncGenerator[Usage]:
-    """Counts one request for the duration of a `with`; waits as `Usage.charge`.
+    """Counts one request for the duration of a `with`. Waits as `Usage.charge` does.
 
     Raises:
-        RateLimited: the tenant has as many as it may have, or has used all its tokens.
+        RateLimited: the tenant has as many requests as it may have, or has used all its tokens.
     """
-    quota = leases.quota(tenant)
-    usage = Usage(quota, leases)
+    usage = Usage(leases.quota(tenant), leases)
     try:
-        await leases.charge(quota, lambda _: usage.take(_ONE), _ROOM)
+        await usage.arrive()
         yield usage
     finally:
-        quota.meters[RUNNING].add(-usage.num_requests)
-        quota.meters[SEQUENCES].add(-usage.num_sequences)
+        usage.end()

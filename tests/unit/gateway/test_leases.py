@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from services.common.errors import RateLimited
+from services.gateway.tenancy.lease_store import LeaseReport, LeaseStore
 from services.gateway.tenancy.leases import Leases, Times
 from services.gateway.tenancy.quota import RUNNING, TOKENS
 from services.gateway.tenancy.tenants import Limits, Tenant
@@ -21,18 +22,12 @@ from tests.noise import PATIENCE_S, async_least
 from tests.redis_server import RedisServer
 
 WINDOW_S = 2.0
-TIMES = Times(window=WINDOW_S, sync=0.02, settle=0.4, alive=0.5, wait=0.05)
+TIMES = Times(window=WINDOW_S, sync=0.02, settle=0.4, alive=0.5, wait=0.05, last_retry=0.1)
 # A test whose subject is not the wait: the machine's noise must not end it.
-PATIENT = Times(window=WINDOW_S, sync=0.02, settle=0.4, alive=0.5, wait=PATIENCE_S)
+PATIENT = replace(TIMES, wait=PATIENCE_S)
 # A test whose subject is: one wait differs from none by more than that noise.
 LONG_WAIT = replace(TIMES, wait=0.2)
 LIMIT = 20_000
-pytestmark = pytest.mark.usefixtures("quick_retries")
-
-
-@pytest.fixture
-def quick_retries(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.gateway.tenancy.leases._LAST_RETRY_S", 0.1)
 
 
 def tenant(**limits: object) -> Tenant:
@@ -51,7 +46,7 @@ async def gateways(
             stack.push_async_callback(leases.close)
         if counted:
             await until(lambda: all(leases.division is None for leases in found))
-            await until(lambda: all(leases._gateways == number for leases in found))
+            await until(lambda: all(leases.num_gateways == number for leases in found))
         yield found
 
 
@@ -83,7 +78,7 @@ async def test_all_of_a_limit_is_at_the_gateway_that_is_asked(redis_server: Redi
             with pytest.raises(RateLimited, match="1000 tokens per minute"):
                 await use(leases, who, 50)
         await asyncio.sleep(WINDOW_S)
-        await until(lambda: not any(found[3].quota(who).others))
+        await until(lambda: not any(found[3].quota(who).leased_by_others))
         for _ in range(20):
             await use(found[3], who, 50)
 
@@ -97,7 +92,7 @@ async def test_what_was_used_before_redis_is_lost_counts_at_other_gateways(
         start = time.monotonic()
         for _ in range(9):
             await use(found[0], who, 100)
-        await until(lambda: sum(found[1]._of_others.get("t", ())) >= 900)
+        await until(lambda: sum(found[1].held_by_others("t")) >= 900)
         redis_server.stop()
         await until(lambda: found[1].division is not None)
         admitted = 0
@@ -136,7 +131,7 @@ async def test_a_redis_that_has_forgotten_opens_nothing(redis_server: RedisServe
         who = tenant(tokens_per_minute=1000)
         for _ in range(10):
             await use(found[0], who, 100)
-        await until(lambda: sum(found[1]._of_others.get("t", ())) >= 1000)
+        await until(lambda: sum(found[1].held_by_others("t")) >= 1000)
         start = time.monotonic()
         redis_server.flush()
         while time.monotonic() < start + WINDOW_S / 2:
@@ -183,7 +178,7 @@ async def test_limits_at_a_time_are_of_all_gateways(redis_server: RedisServer) -
             for index in range(3):
                 with pytest.raises(RateLimited, match="4 requests at a time"):
                     await use(found[index], who, 10)
-        await until(lambda: not any(leases._active for leases in found))
+        await until(lambda: not any(leases.active_tenants for leases in found))
         await asyncio.sleep(0.12)  # what was refused is held off
         async with counting(found[1], who) as usage:
             await usage.charge(10, 6, 0)
@@ -193,22 +188,22 @@ async def test_limits_at_a_time_are_of_all_gateways(redis_server: RedisServer) -
 
 async def test_what_a_dead_gateway_ran_is_free_again(redis_server: RedisServer) -> None:
     who = tenant(max_requests=1)
-    async with gateways(redis_server.url, 2) as (dead, alive):
-        async with counting(dead, who):
-            assert dead._keeper is not None
-            dead._keeper.cancel()  # it says nothing more
-            with pytest.raises(RateLimited):
+    async with gateways(redis_server.url) as (alive,):
+        dead = LeaseStore(redis_server.url, "dead", WINDOW_S, TIMES.alive)
+        running = [0, 0, 0, 1, 0]
+        await dead.report([LeaseReport("t", [-1, -1, -1, 1, -1], running, running)])
+        await dead.close()  # the gateway reports nothing more
+        with pytest.raises(RateLimited):
+            await use(alive, who, 1)
+        start = time.monotonic()
+        while True:
+            try:
                 await use(alive, who, 1)
-            start = time.monotonic()
-            while True:
-                try:
-                    await use(alive, who, 1)
-                    break
-                except RateLimited:
-                    assert time.monotonic() - start < PATIENCE_S
-                    await asyncio.sleep(0.05)
-            assert time.monotonic() - start > TIMES.alive / 2
-        dead.division = None
+                break
+            except RateLimited:
+                assert time.monotonic() - start < PATIENCE_S
+                await asyncio.sleep(0.05)
+        assert time.monotonic() - start > TIMES.alive / 2
 
 
 async def test_requests_within_a_lease_ask_nobody_and_floods_little(
@@ -309,7 +304,7 @@ async def test_requests_that_fail_early_are_counted_at_all_gateways(
         for _ in range(10):
             async with counting(found[0], who):
                 pass
-        await until(lambda: sum(found[1]._of_others.get("t", ())) == 10)
+        await until(lambda: sum(found[1].held_by_others("t")) == 10)
         with pytest.raises(RateLimited, match="10 requests per minute"):
             await use(found[1], who, 1)
 
