@@ -4,6 +4,7 @@ import json
 import mmap
 from collections.abc import Sequence as Seq
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,9 +14,9 @@ from torch import Tensor
 from services.common.families import read_spec
 from services.common.nn import weights
 from services.common.nn.checkpoint import Checkpoint
-from services.common.nn.pinned import unpin
 from services.decoder.engine.messages import AddSequence, ImageSpan, SamplingParams
 from services.decoder.engine.run import step_inputs
+from services.decoder.engine.run.graphs import DeviceState
 from services.decoder.engine.run.model_runner import ModelRunner
 from services.decoder.engine.run.pending_step import DevicePendingStep
 from services.decoder.engine.run.runner_factory import RunnerOptions, create_runner
@@ -50,13 +51,22 @@ class Harness:
         rng = np.random.default_rng(0)
         self._free = rng.permutation(self.runner.info.num_blocks).tolist()
         self._next_id = 0
-        self._started: list[Sequence] = []  # start with the next step
+        self.started: list[Sequence] = []  # start with the next step
 
     def close(self) -> None:
         """Due on a GPU before the arena is unmapped: it is registered as pinned memory."""
-        images = self.runner.computer._parts.images
-        if images is not None and images._transfer is not None:
-            unpin(images._values, images._buffer.device)
+        if (images := self.runner.computer.parts.images) is not None:
+            images.close()
+
+    @property
+    def model(self) -> Any:
+        """The language model."""
+        return self.runner.computer.model
+
+    @property
+    def state(self) -> DeviceState:
+        """What stays on the device between steps."""
+        return self.runner.computer.state
 
     def put(self, embedding: Tensor) -> int:
         """Puts `[features, n, hidden]` into the arena; returns its offset."""
@@ -96,7 +106,7 @@ class Harness:
         sequence.block_table = []
         sequence.row = row
         sequence.num_computed_tokens = sequence.num_sent_blocks = 0
-        self._started.append(sequence)
+        self.started.append(sequence)
         return sequence
 
     def finish(self, sequence: Sequence) -> None:
@@ -123,7 +133,7 @@ class Harness:
         """One step; decodes first, those whose token is on the device before the others."""
         ordered = sorted(chunks, key=lambda chunk: (not chunk.from_device, chunk.length != 1))
         pending = self.runner.execute(self.step_of(*ordered))
-        self._order = [chunk for chunk in ordered if chunk.samples]
+        self.order = [chunk for chunk in ordered if chunk.samples]
         return pending
 
     def step_of(self, *chunks: Chunk) -> Step:
@@ -131,8 +141,8 @@ class Harness:
         sequences = [chunk.sequence for chunk in chunks]
         num_tokens = sum(chunk.length for chunk in chunks)
         late = [chunk for chunk in chunks if chunk.is_late]
-        step = Batch(list(chunks), num_tokens, self._started, sequences, late).to_step()
-        self._started = []
+        step = Batch(list(chunks), num_tokens, self.started, sequences, late).to_step()
+        self.started = []
         return step
 
     def take(self, pending: DevicePendingStep, chunks: Seq[Chunk]) -> None:
@@ -144,7 +154,7 @@ class Harness:
     def step(self, *chunks: Chunk) -> DevicePendingStep:
         """Launch and take."""
         pending = self.launch(*chunks)
-        self.take(pending, self._order)
+        self.take(pending, self.order)
         return pending
 
     def logits(self, *chunks: Chunk, only: list[int] | None = None) -> Tensor:
@@ -153,14 +163,12 @@ class Harness:
         with torch.inference_mode():
             step = self.step_of(*chunks)
             for start in step.sample.row_starts:
-                runner._sampler.start_row(start)
+                runner.sampler.start_row(start)
             step.compute.scored = np.zeros((1, 3), np.int64)  # keeps hidden states: eager
             inputs = computer.stage(step.compute)
-            computer._restore_states(step.compute)
-            computer.staging.upload()
-            step_inputs.update_rows(inputs, computer.staging, computer._state.rows)
+            computer.upload(step.compute, inputs)
             rows = None if only is None else torch.tensor(only)
-            return computer._model.logits(computer._forward(inputs, rows)).clone()
+            return computer.model.logits(computer.forward(inputs, rows)).clone()
 
     def prompt_logits(self, sequence: Sequence, chunk_size: int | None = None) -> Tensor:
         """`[T, V]` of a whole prompt, computed in chunks; finishes the sequence."""
@@ -172,7 +180,7 @@ class Harness:
 
     def inputs(self, *chunks: Chunk) -> StepInputs:
         """What the runner makes of a step of these chunks."""
-        return step_inputs.lay_out(self.step_of(*chunks).compute, self.runner.computer._max_blocks)
+        return step_inputs.lay_out(self.step_of(*chunks).compute, self.runner.computer.max_blocks)
 
     def generate(
         self, sequence: Sequence, num_tokens: int, chunk_size: int | None = None

@@ -200,7 +200,7 @@ def test_late_masks_are_sampled_under_without_waiting(dummy: Harness, eager: boo
         dummy.runner.computer.graphs = graphs
     found = pending.result().token_ids[:, 0].tolist()
     assert pending.is_computed() and found[::2] == [1000, 1001, 1002, 1003]
-    assert dummy.runner.computer._state.rows.last_tokens[:8].min() >= 0
+    assert dummy.state.rows.last_tokens[:8].min() >= 0
     assert len(before.result().token_ids) == len(after.result().token_ids) == 8
     for sequence in running:
         dummy.finish(sequence)

@@ -30,7 +30,7 @@ def test_a_graph_agrees_with_the_eager_step(
     dummy: Harness, monkeypatch: pytest.MonkeyPatch, count: int, fused: bool
 ) -> None:
     assert dummy.runner.computer.graphs, "no backend here captures steps"
-    ops = dummy.runner.computer._model.ops
+    ops = dummy.model.ops
     assert (ops.max_fused_context(count) > 0) == (count <= 2)
     if not fused:
         monkeypatch.setattr(ops, "max_fused_context", lambda num_tokens: 0)
@@ -40,7 +40,7 @@ def test_a_graph_agrees_with_the_eager_step(
     chunks = [dummy.chunk(sequence) for sequence in running]
     eager = dummy.logits(*chunks)
     tokens = dummy.launch(*chunks).result().token_ids[:, 0].tolist()
-    captured = dummy.runner.computer.graphs[0]._logits[:count]
+    captured = dummy.runner.computer.graphs[0].logits[:count]
     # Padded to a bucket, GEMMs are of another size: as a batch against one alone.
     assert relative(captured, eager) < 5e-2
     assert tokens == greedy(captured).tolist()
@@ -64,7 +64,7 @@ def test_a_captured_prompt_agrees_with_the_eager_one(
     chunk = dummy.chunk(sequence)
     eager = dummy.logits(chunk)[-1:]
     tokens = dummy.launch(chunk).result().token_ids[:, 0].tolist()
-    captured = dummy.runner.computer.graphs[1]._logits[:1]
+    captured = dummy.runner.computer.graphs[1].logits[:1]
     assert relative(captured, eager) < 5e-2  # GEMMs of another size, as above
     assert tokens == greedy(captured).tolist()
     dummy.finish(sequence)
@@ -92,7 +92,7 @@ def test_steps_that_follow_each_other_keep_their_images_apart(
             if pause:
                 torch.cuda.synchronize()
         tokens.append([step.result().token_ids[:, 0].tolist() for step in pending])
-        pool = dummy.runner.computer._state.kv_cache
+        pool = dummy.state.kv_cache
         keys.append([pool[:, prompt.block_table[:12]].clone() for prompt in prompts])
     assert tokens[0] == tokens[1]
     for alone, together in zip(*keys, strict=True):
@@ -108,7 +108,7 @@ def test_a_captured_part_of_a_prompt_is_as_good_as_an_eager_one(dummy: Harness) 
     prompt = dummy.start(token_ids)
     assert dummy.launch(dummy.chunk(prompt, 300)).result().token_ids.tolist() == []
     tokens = dummy.launch(dummy.chunk(prompt)).result().token_ids[:, 0].tolist()
-    captured = dummy.runner.computer.graphs[1]._logits[:1].clone()
+    captured = dummy.runner.computer.graphs[1].logits[:1].clone()
     assert tokens == greedy(captured).tolist()
     dummy.finish(prompt)
     whole = dummy.start(token_ids)
@@ -153,7 +153,7 @@ def test_a_captured_mixture_agrees_with_the_eager_one(
     eager = dummy.logits(*step)[ends[sampling].tolist()]
     of_mixed = dummy.runner.computer.graphs[2]
     tokens = dummy.launch(*step).result().token_ids[:, 0].tolist()
-    captured = of_mixed._logits[: len(sampling)]
+    captured = of_mixed.logits[: len(sampling)]
     assert relative(captured, eager) < 5e-2  # GEMMs of another size, as above
     assert tokens == greedy(captured).tolist()
     for sequence in running:

@@ -159,7 +159,7 @@ def run(directory: Path, length: int, device: torch.device = CUDA, **options: ob
     with closing(Harness(directory, device=str(device), **options)) as harness:
         sequence = harness.start(list(range(length)))
         logits = harness.logits(harness.chunk(sequence)).float().cpu()
-        return logits, harness.runner.computer._model.ops.table.calls()
+        return logits, harness.model.ops.table.calls()
 
 
 @pytest.mark.parametrize("experts", [False, True])

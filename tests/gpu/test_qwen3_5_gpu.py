@@ -190,7 +190,7 @@ def logits(model: Qwen3_5ForCausalLM, token_ids: list[int]) -> Tensor:
 
 
 def test_the_table_uses_kernels(pair: Pair) -> None:
-    table = pair.ours.runner.computer._model.ops.table
+    table = pair.ours.model.ops.table
     print(f"\n{table}")
     operations = ("delta_decode", "delta_prefill", "gated_norm", "qk_rope_cache", "output_gate")
     assert [table.usable(name)[0].name for name in operations] == ["triton"] * 5
@@ -221,7 +221,7 @@ def test_decodes_are_as_close_to_float32_as_hugging_faces(pair: Pair, count: int
 
 
 def states_of(harness: Harness, rows: list[int]) -> tuple[Tensor, Tensor]:
-    states = harness.runner.computer._state.states
+    states = harness.state.states
     assert states is not None
     return states.conv[:, rows].clone(), states.recurrent[:, rows].clone()
 
@@ -245,7 +245,7 @@ def test_a_graph_agrees_with_the_eager_step(pair: Pair, decodes: int, chunks: li
         step.append(ours.chunk(sequence, length))
     step.sort(key=lambda chunk: (not chunk.from_device, chunk.length != 1))  # as `launch` does
     rows = [sequence.row for sequence in running]
-    states = ours.runner.computer._state.states
+    states = ours.state.states
     assert states is not None
     before = states.conv.clone(), states.recurrent.clone()
     ends = np.cumsum([chunk.length for chunk in step]) - 1

@@ -164,7 +164,7 @@ def test_graphs_agree_with_eager_steps(pair: Pair, count: int) -> None:
     chunks = [ours.chunk(sequence) for sequence in running]
     eager = ours.logits(*chunks)
     tokens = ours.launch(*chunks).result().token_ids[:, 0].tolist()
-    captured = ours.runner.computer.graphs[0]._logits[:count]
+    captured = ours.runner.computer.graphs[0].logits[:count]
     # Padded to a bucket, GEMMs are of another size, as in test_decoder_graphs.py.
     assert relative(captured, eager) < 5e-2
     assert tokens == greedy(captured).tolist()

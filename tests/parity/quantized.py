@@ -144,5 +144,5 @@ def check_qwen3_5(writer: Writer, name: str, directory: Path) -> None:
 def dummy_layer(directory: Path) -> Any:
     """The first `down_proj` of the model with random weights, without the checkpoint's file."""
     (directory / "model.safetensors").unlink()
-    model: Any = Harness(directory, load_format="dummy").runner.computer._model
+    model: Any = Harness(directory, load_format="dummy").model
     return model.layers[0].mlp.down_proj

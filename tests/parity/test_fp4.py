@@ -71,7 +71,7 @@ def test_modelopts_own_file_says_it(text: Quantized) -> None:
 def test_codes_and_scales_take_five_bits_a_weight(text: Quantized) -> None:
     for name, dtype in (("nvfp4", torch.float16), ("mxfp4", torch.float16)):
         directory, _ = text.write(name)
-        layer = Harness(directory).runner.computer._model.layers[0].mlp.gate_up_proj  # type: ignore[attr-defined]
+        layer = Harness(directory).model.layers[0].mlp.gate_up_proj  # type: ignore[attr-defined]
         weight = layer.method.weight(layer)
         assert weight.codes.shape == (640, 96) and weight.scale.dtype == dtype
         if name == "nvfp4":

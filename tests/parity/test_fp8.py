@@ -104,7 +104,7 @@ def test_layers_call_the_dispatch_table(untied: Quantized) -> None:
     harness = Harness(directory)
     sequence = harness.start(list(range(9)))
     harness.logits(harness.chunk(sequence))
-    calls = harness.runner.computer._model.ops.table.calls()
+    calls = harness.model.ops.table.calls()
     assert calls["fp8_block_linear", "plain"] == 4 * untied.oracle.spec.text.num_layers
 
 
@@ -178,7 +178,7 @@ def test_fused_operations_agree(
         and "layers.1.mlp.down_proj" not in module,
     )  # fmt: skip
     harness, expected = Harness(directory), untied.expected(meant)
-    text = harness.runner.computer._model.ops.table.facts.text
+    text = harness.model.ops.table.facts.text
     facts = KernelFacts(
         KNOWN_DEVICES["h200"],
         text,
@@ -213,7 +213,7 @@ def test_fused_operations_agree(
         on_cpu = replace(facts, device=DeviceFacts("cpu"), dtype=torch.float32)
         formats = {"plain": (), facts.weight_format: rows}  # a layer is unquantized
         ops = Ops(table.resolve(on_cpu, formats=formats), formats)
-        harness.runner.computer._model.ops = ops
+        harness.model.ops = ops
         called.clear()
         assert error(untied.run(harness), expected) < TOLERANCE
         assert set(called) == kernels
@@ -299,7 +299,7 @@ def test_each_matrix_of_a_merged_layer_has_its_scale(untied: Quantized, name: st
             meant[key] = meant[key] * 4
     harness, expected = Harness(directory), untied.expected(meant)
     assert error(untied.run(harness), expected) < TOLERANCE
-    layer = harness.runner.computer._model.layers[0].self_attn.qkv_proj  # type: ignore[attr-defined]
+    layer = harness.model.layers[0].self_attn.qkv_proj  # type: ignore[attr-defined]
     of_parts = layer.weight_scale[:, 0].split(list(layer.parts.values()))
     assert [len(scale.unique()) for scale in of_parts] == [1] * len(PARTS)
 
@@ -386,10 +386,10 @@ def test_dummy_weights_are_quantized_as_the_configuration_says(model: Quantized)
     directory, _ = model.write("compressed-block")
     (directory / "model.safetensors").unlink()
     runner = Harness(directory, load_format="dummy").runner
-    layer = runner.computer._model.layers[0]  # type: ignore[attr-defined]
+    layer = runner.computer.model.layers[0]  # type: ignore[attr-defined]
     assert layer.mlp.down_proj.weight_format == "fp8_block"
     projection = layer.mlp.down_proj
     weight = fp8_weight.dequantize(projection.method.weight(projection), torch.float32)
     assert 0.015 < float(weight.std()) < 0.025
-    head = runner.computer._model.lm_head  # type: ignore[attr-defined]
+    head = runner.computer.model.lm_head  # type: ignore[attr-defined]
     assert head is None or head.is_plain

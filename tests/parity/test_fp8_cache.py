@@ -107,7 +107,7 @@ def written(model: Quantized, kind: str) -> tuple[Path, dict[str, Tensor], Tenso
 
 
 def scales_of(harness: Harness) -> Tensor:
-    model = harness.runner.computer._model
+    model = harness.model
     found = [layer.kv_scales for layer in model.modules() if isinstance(layer, Attention)]  # type: ignore[attr-defined]
     return torch.stack([scales for scales in found if scales is not None])
 
@@ -122,7 +122,7 @@ def test_logits_are_those_of_a_rounding_attention(
 ) -> None:
     directory, weights, scales = written(model, kind)
     harness = Harness(directory)
-    assert harness.runner.computer._state.kv_cache.dtype == E4M3
+    assert harness.state.kv_cache.dtype == E4M3
     assert torch.equal(scales_of(harness), scales)
     exact = model.expected(weights)
     with rounding(model.oracle.model, scales):
@@ -170,10 +170,10 @@ def test_a_measured_scale_follows_the_values(model: Quantized) -> None:
     found = model.run(first)
     assert torch.equal(found, model.run(second))
     assert distance(found, exact) < STATED_ERROR
-    pool = first.runner.computer._state.kv_cache.float().abs()
+    pool = first.state.kv_cache.float().abs()
     largest = pool.amax(dim=(1, 3, 5))  # [layers, 2, heads], without scales
     assert (largest > 448 / 64).all() and (largest < 448).all()
-    for layer in second.runner.computer._model.modules():  # type: ignore[attr-defined]
+    for layer in second.model.modules():  # type: ignore[attr-defined]
         if isinstance(layer, Attention):
             assert layer.kv_scales is not None
             layer.kv_scales = torch.ones_like(layer.kv_scales)
@@ -191,7 +191,7 @@ def test_scales_that_the_files_ask_for_and_do_not_hold_are_measured(
     save_file({k: v for k, v in tensors.items() if not k.endswith(("k_scale", "v_scale"))}, path)
     harness = Harness(directory)
     assert "hold no scales" in caplog.text
-    assert harness.runner.computer._state.kv_cache.dtype == E4M3
+    assert harness.state.kv_cache.dtype == E4M3
     assert distance(model.run(harness), model.expected(weights)) < STATED_ERROR
 
 

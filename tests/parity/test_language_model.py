@@ -136,7 +136,7 @@ def test_decode_logits_agree(pair: Pair) -> None:
 
 def with_kernels(pair: Pair, monkeypatch: pytest.MonkeyPatch, **kernels: Callable) -> None:
     """The model calls these instead of what the table would choose."""
-    model = pair.ours.runner.computer._model
+    model = pair.ours.model
     rows = [Row(name, "test", lambda _, kernel=kernel: kernel) for name, kernel in kernels.items()]
     facts = KernelFacts(DeviceFacts("cpu"), pair.oracle.spec.text, torch.float32)
     monkeypatch.setattr(model, "ops", Ops(table.resolve(facts, rows=[*rows, *table.ROWS])))
@@ -302,7 +302,7 @@ def test_control_text_positions(pair: Pair) -> None:
 
 
 def test_control_chunked_mrope(pair: Pair) -> None:
-    module: rope.RotaryEmbedding = pair.ours.runner.computer._model.rope
+    module: rope.RotaryEmbedding = pair.ours.model.rope
     interleaved = module.axis
     try:
         counts = torch.tensor(module.spec.mrope_section)
@@ -314,7 +314,7 @@ def test_control_chunked_mrope(pair: Pair) -> None:
 
 def test_control_yarn_without_its_scaling(tmp_path: Path) -> None:
     pair = Pair("gqa2-hd32-yarn", tmp_path)
-    module: rope.RotaryEmbedding = pair.ours.runner.computer._model.rope
+    module: rope.RotaryEmbedding = pair.ours.model.rope
     module.attention_factor = 1.0
     assert controlled_without_check(pair) > CLEARLY_WRONG
     module.attention_factor = module.spec.attention_factor

@@ -74,7 +74,7 @@ def check(oracle: Oracle, directory: Path, meant: dict[str, Tensor], formats: se
     for chunk_size in (None, 1):
         found = harness.prompt_logits(harness.start(ids), chunk_size)
         assert error(found, expected(oracle, meant)) < TOLERANCE
-    table = harness.runner.computer._model.ops.table
+    table = harness.model.ops.table
     assert {name for name in table.operations if name.startswith("project")} == {
         f"project[{each}]" for each in formats
     }
@@ -161,7 +161,7 @@ def test_experts_in_4_bit_beside_attention_in_another_format(
         )
         meant |= {key: tensor for key, tensor in again.items() if key in meant and "attn" in key}
     harness = Harness(model.directory)
-    layers = harness.runner.computer._model.layers
+    layers = harness.model.layers
     assert layers[0].mlp.experts.weight_format == "w4a16"
     formats = {"bf16": "plain", "fp8": "fp8_channel", "int8": "int8"}
     assert layers[1].self_attn.qkv_proj.weight_format == formats[rest]
@@ -203,7 +203,7 @@ def test_modelopts_mixed_precision(tmp_path: Path, has_experts: bool, algorithm:
         meant |= {key: tensor for key, tensor in again.items() if ".experts." in key}
     else:
         first.rename(model.directory)
-    layer = Harness(model.directory).runner.computer._model.layers[0]
+    layer = Harness(model.directory).model.layers[0]
     found = {"FP8_PB_WO": "fp8_block", "MXFP8": "mxfp8"}.get(algorithm, "fp8_channel")
     assert layer.self_attn.qkv_proj.weight_format == found
     assert layer.mlp.experts.weight_format == ("nvfp4" if has_experts else "plain")
@@ -249,7 +249,7 @@ def test_qwen3_5_as_its_nvfp4_builds_are_published(tmp_path: Path) -> None:
     logits = oracle.answer(oracle.prompt(40)).logits
     assert error(original, logits) > CLEARLY_WRONG
     harness = Harness(second)
-    formats = [x.mlp.down_proj.weight_format for x in harness.runner.computer._model.layers]
+    formats = [x.mlp.down_proj.weight_format for x in harness.model.layers]
     assert formats == ["nvfp4", "nvfp4", "nvfp4", "fp8_channel"]
     found = harness.prompt_logits(harness.start(oracle.prompt(40).token_ids), None)
     assert error(found, logits) < TOLERANCE
@@ -287,9 +287,9 @@ def test_experts_in_another_format(tmp_path: Path, part: str) -> None:
     found = model.ours()
     assert error(found, model.expected(meant)) < TOLERANCE
     harness = Harness(model.directory)
-    experts = harness.runner.computer._model.layers[0].mlp.experts
+    experts = harness.model.layers[0].mlp.experts
     assert experts.weight_format == {
         "experts": "fp8_block", "attention": "plain", "gate and up": "fp8_block+plain"
     }[part]  # fmt: skip
-    assert f"moe[{experts.weight_format}]" in harness.runner.computer._model.ops.table.operations
+    assert f"moe[{experts.weight_format}]" in harness.model.ops.table.operations
     assert not torch.equal(found, torch.zeros_like(found))

@@ -211,7 +211,7 @@ def test_control_renormalised_router(name: str, tmp_path: Path) -> None:
         return error(logits, oracle.answer(prompt).logits)
 
     assert found() < TOLERANCE
-    routers = [m for m in harness.runner.computer._model.modules() if isinstance(m, Router)]  # type: ignore[attr-defined]
+    routers = [m for m in harness.model.modules() if isinstance(m, Router)]  # type: ignore[attr-defined]
     assert len(routers) == 3
     for router in routers:
         router.normalize = not router.normalize

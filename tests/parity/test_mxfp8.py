@@ -94,7 +94,7 @@ def test_experts_that_a_gpu_dequantizes_are_those_of_the_files(tmp_path: Path) -
 
     model = Mxfp8Experts(tmp_path, 100)
     meant = model.write()
-    layers = Harness(model.directory).runner.computer._model.layers
+    layers = Harness(model.directory).model.layers
     stack = layers[0].mlp.experts.down_proj  # type: ignore[attr-defined]
     names = [f"model.layers.0.mlp.experts.{i}.down_proj.weight" for i in range(*stack.stack)]
     expected = torch.stack([meant[name] for name in names])
@@ -106,12 +106,12 @@ def test_layers_call_the_dispatch_table(tmp_path: Path) -> None:
     model = Quantized(SHAPES["whole-blocks"], tmp_path, write)
     harness = Harness(model.write("mxfp8")[0])
     harness.logits(harness.chunk(harness.start(list(range(9)))))
-    calls = harness.runner.computer._model.ops.table.calls()
+    calls = harness.model.ops.table.calls()
     assert calls["mxfp8_linear", "plain"] == 4 * model.oracle.spec.text.num_layers
 
 
 def test_codes_stay_in_a_byte_and_scales_in_two(text: Quantized) -> None:
-    model = Harness(text.write("mxfp8")[0]).runner.computer._model
+    model = Harness(text.write("mxfp8")[0]).model
     layer = model.layers[0].mlp.gate_up_proj  # type: ignore[attr-defined]
     weight = layer.method.weight(layer)
     assert weight.codes.shape == (640, 192) and weight.codes.dtype == torch.float8_e4m3fn

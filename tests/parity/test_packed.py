@@ -113,7 +113,7 @@ def test_gptq_rules_choose_bits_and_groups_by_module(text: Quantized) -> None:
         modules=lambda module: "layers" in module and "0.mlp.down_proj" not in module,
     )  # fmt: skip
     assert error(text.ours(directory), text.expected(meant)) < TOLERANCE
-    layers = Harness(directory).runner.computer._model.layers  # type: ignore[attr-defined]
+    layers = Harness(directory).model.layers  # type: ignore[attr-defined]
     found = [layer.mlp.down_proj.weight_format for layer in layers]
     assert found == ["plain", "w8a16"]
     assert layers[1].mlp.gate_up_proj.weight_scale.shape[1] == 192 // 32
@@ -143,7 +143,7 @@ def test_layers_call_the_dispatch_table(tmp_path: Path) -> None:
     directory, _ = model.write("awq-64")
     harness = Harness(directory)
     harness.logits(harness.chunk(harness.start(list(range(9)))))
-    calls = harness.runner.computer._model.ops.table.calls()
+    calls = harness.model.ops.table.calls()
     assert calls["w4a16_linear", "plain"] == 4 * model.oracle.spec.text.num_layers
 
 
@@ -151,7 +151,7 @@ def test_one_layout_holds_what_each_packing_says(text: Quantized) -> None:
     """A quarter of a byte more than half a byte per weight for scales of 16 bits and group 64."""
     for name in ("ct-64-zeros", "awq-64", "gptq-64"):
         directory, _ = text.write(name)
-        layer = Harness(directory).runner.computer._model.layers[0].mlp.down_proj  # type: ignore[attr-defined]
+        layer = Harness(directory).model.layers[0].mlp.down_proj  # type: ignore[attr-defined]
         weight = layer.method.weight(layer)
         assert weight.codes.dtype == torch.uint8 and weight.codes.shape == (192, 160)
         assert weight.scale.dtype == torch.float16 and weight.scale.shape == (192, 5)

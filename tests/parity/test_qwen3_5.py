@@ -59,7 +59,7 @@ class Pair:
 
     def poison(self) -> None:
         """Fills the states of all rows with NaN."""
-        states = self.ours.runner.computer._state.states
+        states = self.ours.state.states
         assert states is not None
         states.conv.fill_(torch.nan)
         states.recurrent.fill_(torch.nan)
@@ -141,7 +141,7 @@ def test_a_preempted_sequence_begins_again(pair: Pair) -> None:
 
 
 def test_layers_of_each_kind_have_their_own_memory(pair: Pair) -> None:
-    text, state = pair.oracle.spec.text, pair.ours.runner.computer._state
+    text, state = pair.oracle.spec.text, pair.ours.state
     assert state.states is not None
     assert len(state.kv_cache) == len(text.attention_layers)
     assert len(state.states.recurrent) == len(text.linear_layers)
@@ -179,7 +179,7 @@ def fresh(tmp_path: Path) -> Pair:
 
 def test_control_a_state_that_is_not_kept(fresh: Pair) -> None:
     prompt = fresh.oracle.prompt(60)
-    states = fresh.ours.runner.computer._state.states
+    states = fresh.ours.state.states
     assert states is not None
     sequence = fresh.start(prompt)
     parts = [fresh.ours.logits(fresh.ours.chunk(sequence, 30))]
@@ -190,7 +190,7 @@ def test_control_a_state_that_is_not_kept(fresh: Pair) -> None:
 
 def test_control_a_convolution_state_shifted_by_one(fresh: Pair) -> None:
     prompt = fresh.oracle.prompt(60)
-    states = fresh.ours.runner.computer._state.states
+    states = fresh.ours.state.states
     assert states is not None
     sequence = fresh.start(prompt)
     parts = [fresh.ours.logits(fresh.ours.chunk(sequence, 30))]
@@ -201,7 +201,7 @@ def test_control_a_convolution_state_shifted_by_one(fresh: Pair) -> None:
 
 def test_control_the_gate_after_the_norm(fresh: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """Norm of the gated output, in place of the gated norm."""
-    ops = fresh.ours.runner.computer._model.ops
+    ops = fresh.ours.model.ops
 
     def gate_first(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
         gated = x * torch.nn.functional.silu(gate).unflatten(1, x.shape[1:])
@@ -212,7 +212,7 @@ def test_control_the_gate_after_the_norm(fresh: Pair, monkeypatch: pytest.Monkey
 
 
 def test_control_norms_that_are_not_zero_centred(fresh: Pair) -> None:
-    model = fresh.ours.runner.computer._model
+    model = fresh.ours.model
     assert isinstance(model, Transformer)
     norm = model.get_submodule("layers.2.input_layernorm")
     assert isinstance(norm, RMSNorm)

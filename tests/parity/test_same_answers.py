@@ -19,6 +19,7 @@ import torch
 from services.common.embeddings.embedding import EmbeddingSpec
 from services.decoder.engine.engine import Engine
 from services.decoder.engine.messages import AddSequence, ImageSpan, SamplingParams
+from services.decoder.engine.run.pending_step import Readback
 from services.decoder.engine.run.runner_factory import RunnerOptions, create_runner
 from tests.cases import THOROUGH, cases, first
 from tests.engine_harness import small_pieces
@@ -217,20 +218,20 @@ def test_prefix_hit(bench: Bench, alone: dict[int, list[int]]) -> None:
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_beside_one_that_the_device_has_no_memory_for(
-    bench: Bench, alone: dict[int, list[int]], overlap: bool, monkeypatch: pytest.MonkeyPatch
+    bench: Bench, alone: dict[int, list[int]], overlap: bool
 ) -> None:
     """A step that has sampled fails where its tokens are copied: those of its batch are sampled
     once, from the tokens before.
     """
     engine = bench.engine(overlap=overlap)
-    readback = engine._runner._readback
-    copy, calls = readback.tokens, itertools.count()
+    calls = itertools.count()
 
-    def tokens(*arguments):
-        if next(calls) in (1, 2, 4, 5, 7, 8):
-            raise torch.OutOfMemoryError
-        return copy(*arguments)
+    class Failing(Readback):
+        def tokens(self, *arguments):
+            if next(calls) in (1, 2, 4, 5, 7, 8):
+                raise torch.OutOfMemoryError
+            return super().tokens(*arguments)
 
-    monkeypatch.setattr(readback, "tokens", tokens)
+    engine.runner.readback = Failing(engine.info.max_num_sequences, torch.device("cpu"))
     answers = bench.ask(engine, range(NUM_REQUESTS), failures=6)
     assert answers == {number: alone[number] for number in answers}

@@ -54,9 +54,9 @@ class Conversations(Bench):
     def poisoned_engine(self, **options: object) -> Engine:
         """States of all rows and checkpoints hold NaN."""
         engine = self.engine(**options)
-        runner = engine._runner
+        runner = engine.runner
         assert isinstance(runner, ModelRunner)
-        for states in (runner.computer._state.states, runner.computer._state.checkpoints):
+        for states in (runner.computer.state.states, runner.computer.state.checkpoints):
             assert states is not None
             states.conv.fill_(torch.nan)
             states.recurrent.fill_(torch.nan)
@@ -103,7 +103,7 @@ def test_sharers_of_a_checkpoint_diverge(
     bench: Conversations, sharers: list[int], alone: dict[int, list[int]], state_tokens: int
 ) -> None:
     engine = bench.poisoned_engine()
-    engine.scheduler.blocks.states._state_tokens = state_tokens
+    engine.scheduler.blocks.states.state_tokens = state_tokens
     bench.ask(engine, [0, 1, 2])
     assert hits(engine) == 0
     found = bench.ask(engine, sharers)

@@ -56,7 +56,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 def test_it_is_a_text_model(pair: Pair) -> None:
     assert pair.oracle.spec.vision is None
     assert pair.ours.runner.info.num_features == 0
-    assert pair.ours.runner.computer._parts.images is None, "the arena is not used"
+    assert pair.ours.runner.computer.parts.images is None, "the arena is not used"
 
 
 @pytest.mark.parametrize("length", LENGTHS)
@@ -180,7 +180,7 @@ def test_control_default_rope(name: str, tmp_path: Path) -> None:
     pair = Pair(make_text_oracle(CONFIGS[name](), tmp_path))
     prompt = pair.oracle.prompt(150)
     assert pair.error(prompt) < TOLERANCE
-    rope = pair.ours.runner.computer._model.rope
+    rope = pair.ours.model.rope
     rope.spec = RopeSpec(theta=rope.spec.theta, rotary_dim=rope.spec.rotary_dim)
     rope.reset_buffers(torch.device("cpu"))
     assert pair.error(prompt) > CLEARLY_WRONG
@@ -189,13 +189,13 @@ def test_control_default_rope(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["qwen3-gqa1-yarn", "mistral-yarn"])
 def test_control_attention_factor(name: str, tmp_path: Path) -> None:
     pair = Pair(make_text_oracle(CONFIGS[name](), tmp_path))
-    pair.ours.runner.computer._model.rope.attention_factor = 1.0
+    pair.ours.model.rope.attention_factor = 1.0
     assert pair.error(pair.oracle.prompt(23)) > CLEARLY_WRONG
 
 
 def test_control_yarn_context(tmp_path: Path) -> None:
     pair = Pair(make_text_oracle(CONFIGS["qwen3-gqa1-yarn"](), tmp_path))
-    rope = pair.ours.runner.computer._model.rope
+    rope = pair.ours.model.rope
     rope.spec = replace(rope.spec, original_max_position_embeddings=2048)
     rope.reset_buffers(torch.device("cpu"))
     assert pair.error(pair.oracle.prompt(150)) > CLEARLY_WRONG
@@ -212,7 +212,7 @@ def test_control_yarn_context(tmp_path: Path) -> None:
 )
 def test_control_a_dropped_bias(name: str, module: str, tmp_path: Path) -> None:
     pair = Pair(make_text_oracle(CONFIGS[name](), tmp_path))
-    layer = pair.ours.runner.computer._model.get_submodule(f"layers.1.{module}")
+    layer = pair.ours.model.get_submodule(f"layers.1.{module}")
     with torch.no_grad():
         layer.bias.zero_()
     assert pair.error(pair.oracle.prompt(23)) > CLEARLY_WRONG

@@ -72,6 +72,7 @@ class Engine:
         clock: the clock that times steps and deadlines.
 
     Attributes:
+        runner: the owner of the device.
         info: the runner's limits.
         gate: the gate that decides when a launched step with late token masks is sampled.
         scheduler: the scheduler of the engine's sequences.
@@ -92,7 +93,7 @@ class Engine:
         clock: Clock = time.monotonic,
     ) -> None:
         info = self.info = runner.info
-        self._runner = runner
+        self.runner = runner
         self._clock = clock
         self._overlap = overlap
         self._out_of_memory = out_of_memory
@@ -144,7 +145,7 @@ class Engine:
             batch = self.scheduler.schedule()
             if batch.chunks:
                 self.planned = batch, batch.to_step()
-                self._runner.prepare(self.planned[1])
+                self.runner.prepare(self.planned[1])
 
     def handle(
         self, message: AddSequence | ImageReady | TokenMasks | AbortSequence | ResetPrefixCache
@@ -291,7 +292,7 @@ class Engine:
         step = batch.to_step() if self.planned is None else self.planned[1]
         self.planned = None
         try:
-            pending = self._runner.execute(step)
+            pending = self.runner.execute(step)
         except self._out_of_memory as error:
             self._fail_largest(batch, error)
             return

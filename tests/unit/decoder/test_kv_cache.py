@@ -6,7 +6,13 @@ import psutil
 import pytest
 import torch
 
-from services.decoder.engine.run.kv_cache import KVCacheShape, allocate, count_blocks, device_budget
+from services.decoder.engine.run.kv_cache import (
+    DeviceMemory,
+    KVCacheShape,
+    allocate,
+    count_blocks,
+    device_budget,
+)
 
 SHAPE = KVCacheShape(num_layers=3, block_size=4, num_kv_heads=2, head_dim=8, dtype=torch.bfloat16)
 
@@ -46,16 +52,11 @@ def test_a_pool_too_small_for_one_sequence_is_refused() -> None:
 
 
 @pytest.mark.parametrize(("fraction", "free_gib"), [(0.5, 100), (0.9, 100), (0.9, 30)])
-def test_a_pool_leaves_room_for_a_step_and_for_graphs(
-    monkeypatch: pytest.MonkeyPatch, fraction: float, free_gib: int
-) -> None:
+def test_a_pool_leaves_room_for_a_step_and_for_graphs(fraction: float, free_gib: int) -> None:
     """Weights of 4 GiB, a forward that takes 2 more at most, and sampling 3."""
     gib, total = 1 << 30, 140 << 30
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda _: 7 * gib)
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 4 * gib)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free_gib * gib, total))
-    budget = device_budget(torch.device("cuda:0"), fraction, forward_peak=6 * gib)
+    memory = DeviceMemory(total, free_gib * gib, in_use=4 * gib, peak=7 * gib)
+    budget = device_budget(memory, fraction, forward_peak=6 * gib)
     to_come = 3 * gib + 2 * gib  # a step, and what graphs hold
     left_of_share = total * fraction - 4 * gib - budget - to_come
     left_of_free = free_gib * gib - budget - to_come

@@ -44,7 +44,7 @@ def test_masks_that_arrive_while_a_step_is_computed_or_later_give_the_same_token
             )  # fmt: skip
             if kind != 1:
                 due.append((0, (kind, 0, mask_of(allowed[kind, 0]).view(np.int32))))
-        harness._started.clear()
+        harness.started.clear()
         now = 0
         while engine.has_work or due:
             if plans:

@@ -1,13 +1,10 @@
 """The runner: a sequence's tokens do not depend on how its prompt is chunked or on its batch."""
 
 import copy
-import dataclasses
-import logging
 import multiprocessing
 from collections.abc import Sequence as Seq
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -17,20 +14,11 @@ import torch
 from kernels.sampling import ALL_MASKED
 from services.common.nn.device import resolve_device
 from services.decoder.engine.engine import Engine
-from services.decoder.engine.messages import AddSequence, SamplingParams
-from services.decoder.engine.run.graphs import (
-    DecodeGraphs,
-    Graphs,
-    Kind,
-    MixedGraphs,
-    PromptGraphs,
-    pad_decodes,
-    pad_mixed,
-)
+from services.decoder.engine.messages import AddSequence, EngineInfo, SamplingParams
 from services.decoder.engine.run.model_runner import ModelRunner
 from services.decoder.engine.run.pending_step import DevicePendingStep
 from services.decoder.engine.run.runner_factory import RunnerOptions, create_runner
-from services.decoder.engine.run.step_computer import Computed
+from services.decoder.engine.run.step_computer import Computed, StepComputer
 from services.decoder.engine.run.step_inputs import StepInputs
 from services.decoder.engine.schedule.sequence import Sequence
 from services.decoder.engine.step import ComputeStep, Step
@@ -39,7 +27,6 @@ from tests.engine_harness import small_pieces
 from tests.sampling_twins import mask_of
 
 FEATURES, HIDDEN, NUM_TOKENS = 3, 32, 10
-KINDS = (DecodeGraphs, PromptGraphs, MixedGraphs)
 
 
 @pytest.fixture(scope="module")
@@ -129,29 +116,36 @@ def test_any_interleaving_gives_the_same_tokens(
         if chosen:
             chunks = [harness.chunk(s, int(rng.integers(1, 13))) for s in chosen]
             pending = harness.launch(*chunks)
-            flying.append((pending, harness._order))
+            flying.append((pending, harness.order))
+
+
+class RecordingRunner:
+    """A `step.Runner` that keeps copies of the steps that another runner executes, and tokens."""
+
+    def __init__(self, runner: ModelRunner, info: EngineInfo) -> None:
+        self._runner, self.info = runner, info
+        self.steps: list[tuple[Step, list[list[int]]]] = []
+
+    def prepare(self, step: Step) -> None:
+        self._runner.prepare(step)
+
+    def execute(self, step: Step) -> DevicePendingStep:
+        pending = self._runner.execute(step)
+        self.steps.append((copy.deepcopy(step), pending.result().token_ids.tolist()))
+        return pending
 
 
 def test_a_runner_that_is_fed_from_bytes_alone_samples_the_same(
-    harness: Harness, directory: Path, monkeypatch: pytest.MonkeyPatch
+    harness: Harness, directory: Path
 ) -> None:
     """Steps of an engine (chunks, preemptions, penalties, images) in another process, which has
     neither scheduler nor sequences, only what each step's bytes say, and the images.
     """
-    steps: list[tuple[bytes, list[list[int]]]] = []
-    original = harness.runner.execute
-
-    def recorded(step: Step) -> DevicePendingStep:
-        pending = original(step)
-        steps.append((copy.deepcopy(step), pending.result().token_ids.tolist()))
-        return pending
-
-    monkeypatch.setattr(harness.runner, "execute", recorded)
     info = msgspec.structs.replace(
         harness.runner.info, num_blocks=24, max_batched_tokens=20, max_num_sequences=8
     )
-    monkeypatch.setattr(harness.runner, "info", info)
-    engine = Engine(harness.runner, overlap=True)
+    runner = RecordingRunner(harness.runner, info)
+    engine = Engine(runner, overlap=True)
     small_pieces(engine)
     offsets: dict[bytes, int] = {}
     for kind, params in enumerate(SAMPLED * 2):
@@ -173,9 +167,9 @@ def test_a_runner_that_is_fed_from_bytes_alone_samples_the_same(
         for wanted in done.images_wanted if done else ():
             for key in wanted.keys:
                 engine.image_ready(wanted.sequence_id, key, offsets[key])
-    harness._started.clear()
+    harness.started.clear()
     assert engine.stats().num_preemptions > 0
-    sent, expected = zip(*steps, strict=True)
+    sent, expected = zip(*runner.steps, strict=True)
     threads, spawned = torch.get_num_threads(), multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, spawned, torch.set_num_threads, (threads,)) as other:
         found = other.submit(run_steps, directory, harness.arena[:], sent).result(120)
@@ -183,29 +177,34 @@ def test_a_runner_that_is_fed_from_bytes_alone_samples_the_same(
     assert sum(len(token_ids) for token_ids in found) >= 12 * 12
 
 
-def test_a_rank_computes_the_logits_by_its_half_of_a_step_alone(
-    harness: Harness, directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It has the `ComputeStep` as bytes, the images, and the tokens that another rank sampled."""
-    rank = Harness(directory)
-    rank.arena[:] = harness.arena[:]
-    computer, rows = harness.runner.computer, rank.runner.computer._state.rows
-    original, largest = computer.run, 0
+class ComparedComputer(StepComputer):
+    """A step computer whose steps another computer runs, too, from their bytes alone."""
 
-    def both(step: ComputeStep, inputs: StepInputs) -> Computed:
-        nonlocal largest
+    def __init__(self, computer: StepComputer, other: StepComputer) -> None:
+        parts = computer.parts
+        super().__init__(computer.info, computer.model, parts.backend, computer.state, parts.images)
+        self._other = other
+        self.largest = 0  # bytes of a step of decodes alone
+
+    def run(self, step: ComputeStep, inputs: StepInputs) -> Computed:
         data = step.to_bytes()
-        largest = max(largest, len(data) if step.num_from_device == step.num_tokens else 0)
-        rows.last_tokens.copy_(computer._state.rows.last_tokens)
+        if step.num_from_device == step.num_tokens:
+            self.largest = max(self.largest, len(data))
+        self._other.state.rows.last_tokens.copy_(self.state.rows.last_tokens)
         received = ComputeStep.from_bytes(data)
-        other = rank.runner.computer.run(received, rank.runner.computer.stage(received))
-        found = original(step, inputs)
+        other = self._other.run(received, self._other.stage(received))
+        found = super().run(step, inputs)
         assert (other.logits is None) == (found.logits is None)
         if found.logits is not None and other.logits is not None:
             assert torch.equal(other.logits, found.logits)
         return found
 
-    monkeypatch.setattr(computer, "run", both)
+
+def test_a_rank_computes_the_logits_by_its_half_of_a_step_alone(directory: Path) -> None:
+    """It has the `ComputeStep` as bytes, the images, and the tokens that another rank sampled."""
+    harness, rank = Harness(directory), Harness(directory)
+    computer = ComparedComputer(harness.runner.computer, rank.runner.computer)
+    harness.runner = ModelRunner(computer)
     for kind, params in enumerate(SAMPLED[:3]):
         sequence = start(harness, kind, kind, params)
         rank.arena[:] = harness.arena[:]
@@ -214,7 +213,7 @@ def test_a_rank_computes_the_logits_by_its_half_of_a_step_alone(
         for pending, chunk in [(harness.launch(chunk), chunk) for chunk in chunks]:
             harness.take(pending, [chunk])
         harness.finish(sequence)
-    assert 0 < largest < 400, "what a rank gets for a decode is small"
+    assert 0 < computer.largest < 400, "what a rank gets for a decode is small"
 
 
 def run_steps(directory: Path, arena: bytes, steps: Seq[Step]) -> list[list[list[int]]]:
@@ -415,185 +414,3 @@ def test_image_segments_are_cut_by_chunks(harness: Harness) -> None:
     assert right.arena_offset == sequence.image_offsets[second.key]
     harness.finish(sequence)
     harness.finish(other)
-
-
-def test_padding_keeps_places_and_touches_nothing_real(harness: Harness) -> None:
-    """A padded step's arrays lie where any step of that bucket has them; its padding is scratch."""
-    runner = harness.runner
-    sequences = [start_text(harness)]
-    harness.step(harness.chunk(sequences[0]))
-    chunk = harness.chunk(sequences[0])
-    step = harness.inputs(chunk)
-    full = runner.computer._scratch([1] * 4)
-    padded = pad_decodes(step, 4, full)
-    memory: Any = None
-    graphs = DecodeGraphs(runner.computer._parts, memory, full)
-    padded.block_updates = np.array([5]), np.array([7], np.int32)
-    second, first = (
-        runner.computer._stage(full, graphs).places,
-        runner.computer._stage(padded, graphs).places,
-    )
-    for name in ("tokens", "chunks"):
-        assert getattr(first, name) == getattr(second, name)
-    assert runner.computer.staging.host(first.tokens)[0].tolist() == [0, -1, -1, -1]
-    rows = padded.chunks[0].tolist()
-    assert rows == [0] + [runner.computer._scratch_row] * 3
-    table = runner.computer._state.rows.blocks
-    assert table[runner.computer._scratch_row, 0] == runner.info.num_blocks
-    assert runner.computer.staging.host(first.chunks)[2:, 0].tolist() == [5, 7]
-    assert runner.computer.staging.host(first.chunks)[2, 1:].tolist() == [-1] * 3
-    sequences[0].num_in_flight = 0
-    harness.finish(sequences[0])
-
-
-def test_a_padded_mixture_has_its_tokens_together_and_its_sequences_apart(harness: Harness) -> None:
-    runner = harness.runner
-    decodes = [start_text(harness, row) for row in range(2)]
-    for sequence in decodes:
-        harness.step(harness.chunk(sequence))
-    prompts = [start_text(harness, row) for row in (2, 3)]
-    chunks = [harness.chunk(sequence) for sequence in decodes]
-    chunks += [harness.chunk(prompts[0], 5), harness.chunk(prompts[1])]
-    used = sum(chunk.length for chunk in chunks)
-    step = harness.inputs(*chunks)
-    padded = dataclasses.replace(step)
-    pad_mixed(padded, 64, 4, 3, runner.computer._scratch([1]))
-    assert padded.num_decodes == 4
-    assert padded.num_tokens == 64
-    assert np.diff(padded.cu_query_lens).tolist() == [1, 1, 0, 0, 5, 10, 0, 0]
-    places = [0, 1, 4, 5]
-    assert padded.seq_lens[places].tolist() == step.seq_lens.tolist()
-    assert padded.chunks[0, places].tolist() == [0, 1, 2, 3]
-    assert padded.chunks[1, places].tolist() == step.chunks[1].tolist() == [11, 11, 5, 10]
-    others = [2, 3, 6, 7]
-    assert not padded.seq_lens[others].any()
-    assert padded.chunks[0, others].tolist() == [runner.computer._scratch_row] * 4
-    assert not padded.chunks[1, others].any()
-    # Three sample: two decodes and the whole prompt. Padding samples for the scratch row.
-    assert padded.samples.tolist() == [0, 1, 5, 7]
-    staged = runner.computer._stage(padded).places
-    found = runner.computer.staging.host(staged.tokens)
-    assert found.shape == (6, 64)
-    assert np.array_equal(found[:, :used], step.tokens)
-    assert found[0, used:].tolist() == [-1] * (64 - used)
-    runner.computer.staging.upload()
-    assert runner.computer.staging.device(staged.sampled_tokens).tolist() == [
-        0,
-        1,
-        used - 1,
-        used - 1,
-    ]
-    assert runner.computer.staging.device(staged.sampled_rows).tolist() == [
-        0,
-        1,
-        3,
-        runner.computer._scratch_row,
-    ]
-    for sequence in (*decodes, *prompts):
-        sequence.num_in_flight = 0
-        harness.finish(sequence)
-
-
-def mixed_graphs(runner: ModelRunner) -> MixedGraphs:
-    memory: Any = None
-    return MixedGraphs(runner.computer._parts, memory, runner.computer._scratch([1]))
-
-
-@pytest.mark.parametrize("failing", KINDS)
-def test_a_kind_of_step_whose_capture_fails_runs_eagerly(
-    directory: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    failing: type[Graphs],
-) -> None:
-    """Even if some of its sizes were captured before; the other kinds keep their graphs."""
-    harness = Harness(directory)
-    expected = harness.generate(start_text(harness), 8)
-
-    def capture(self: DecodeGraphs | PromptGraphs | MixedGraphs, step: StepInputs) -> None:
-        if isinstance(self, failing):
-            if self._captured:
-                raise RuntimeError("out of shared memory")
-            self._captured[Kind(step.num_tokens)] = broken
-
-    broken: Any = None  # a step that replayed it would raise
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
-    for kind in KINDS:
-        monkeypatch.setattr(kind, "capture", capture)
-    monkeypatch.setattr(
-        harness.runner.computer._parts.backend, "captures_chunks", lambda step: True
-    )
-    with caplog.at_level(logging.WARNING):
-        harness.runner.computer.capture_graphs([1, 2], [64, 128], [64, 128])
-    assert {type(graphs) for graphs in harness.runner.computer.graphs} == set(KINDS) - {failing}
-    assert f"{failing.__name__}: capture failed" in caplog.text
-    assert "out of shared memory" in caplog.text
-    assert harness.generate(start_text(harness, 1), 8) == expected
-
-
-def test_a_capture_without_memory_is_an_error(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The KV pool was sized without room for graphs: steps would fail later, too."""
-
-    def capture(self: MixedGraphs, step: StepInputs) -> None:
-        raise torch.OutOfMemoryError
-
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
-    monkeypatch.setattr(MixedGraphs, "capture", capture)
-    with pytest.raises(torch.OutOfMemoryError):
-        Harness(directory).runner.computer.capture_graphs([1], [64], [64])
-
-
-@pytest.mark.parametrize("lengths", [[1, 1, 9], [12], [30, 2], [1, 40, 3, 3]])
-def test_what_a_graph_reads_lies_where_it_lay_at_its_capture(
-    harness: Harness, monkeypatch: pytest.MonkeyPatch, lengths: list[int]
-) -> None:
-    """Whatever the step: its tokens, its work and its mask."""
-    runner = harness.runner
-    monkeypatch.setattr(
-        runner.computer._parts.backend,
-        "list_work",
-        lambda step, captured: np.zeros((step.num_tokens // 64 + len(step.seq_lens), 8), np.int32),
-    )
-    graphs = mixed_graphs(runner)
-    first = runner.computer._stage(graphs.scratch(64), graphs)
-    captured = first.places
-    step = graphs._padded(runner.computer._scratch(lengths), 64)
-    staged = runner.computer._stage(step, graphs).places
-    for field in dataclasses.fields(staged):
-        place = getattr(staged, field.name)
-        assert place == getattr(captured, field.name), field.name
-        assert (place is None) == (field.name in ("cu_query_lens", "pieces", "saves"))
-
-
-def test_a_mixture_takes_the_smallest_graph_that_holds_it(
-    harness: Harness, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    runner = harness.runner
-    monkeypatch.setattr(runner.computer._parts.backend, "captures_chunks", lambda step: True)
-    graphs = mixed_graphs(runner)
-    monkeypatch.setattr(
-        graphs,
-        "_capture",
-        lambda kind, staged, rows, sampled: graphs._captured.update({kind: rows}),
-    )
-    for size in (512, 384, 256):
-        graphs.capture(runner.computer._stage(graphs.scratch(size), graphs))
-    assert all(len(rows) == 8 for rows in graphs._captured.values())  # as many as may decode
-    graphs._sizes = [256, 384, 512]
-
-    def padded(lengths: list[int]) -> int | None:
-        step = runner.computer._scratch(lengths)
-        return step.num_tokens if graphs.pad(step) else None
-
-    assert padded([1, 1, 200]) == padded([256]) == 256
-    assert padded([1, 256]) == padded([90] * 4) == 384
-    assert padded([1] * 4 + [100] * 4) == 512
-    assert padded([513]) is None
-    assert padded([1] * 8 + [9]) is None, "nine sample"
-    assert padded([3] * 17) is None, "too many chunks"
-    monkeypatch.setattr(runner.computer._parts.backend, "captures_chunks", lambda step: False)
-    assert padded([1, 200]) is None

@@ -28,7 +28,7 @@ from services.decoder.engine.run.sampler import (
 )
 from services.decoder.engine.run.staging import Staging
 from services.decoder.engine.step import RowSampling, SampleStep
-from services.decoder.operations.ops import PlainOps
+from services.decoder.operations.ops import Ops, PlainOps
 from tests import sampling_twins
 from tests.sampling_twins import distribution, mask_of
 
@@ -39,8 +39,10 @@ VOCAB_SIZE = 50
 class Bench:
     """Sampler and staging for rows 0 .. len(params) - 1."""
 
-    def __init__(self, params: list[SamplingParams], vocab_size: int = VOCAB_SIZE) -> None:
-        self.sampler = Sampler(len(params), vocab_size, CPU, PlainOps())
+    def __init__(
+        self, params: list[SamplingParams], vocab_size: int = VOCAB_SIZE, ops: Ops | None = None
+    ) -> None:
+        self.sampler = Sampler(len(params), vocab_size, CPU, ops or PlainOps())
         self.staging = Staging(1 << 22, CPU)
         for row, one in enumerate(params):
             self.sampler.start_row(RowSampling(row, one, 0))
@@ -339,8 +341,8 @@ def test_the_tokens_of_a_kernel_are_taken_as_they_are() -> None:
     logits = torch.zeros(3, VOCAB_SIZE)
     logits[:, 4], logits[:, 7] = 5.0, 4.0
     for broken in (False, True):
-        bench = Bench([waiting, liked, plain])
-        bench.sampler._ops = ops = ArgmaxOps()
+        ops = ArgmaxOps()
+        bench = Bench([waiting, liked, plain], ops=ops)
         bench.sampler.start_row(RowSampling(1, liked, 0, np.array([4], np.int32).tobytes()))
         logits[2, 0] = torch.nan if broken else 0.0
         tokens = [bench.draw(logits, [0, 1, 2], [n] * 3).token_ids for n in range(2)]
@@ -349,7 +351,7 @@ def test_the_tokens_of_a_kernel_are_taken_as_they_are() -> None:
         last = -1 if broken else 4
         assert [t.tolist() for t in tokens] == [[7, 4, last], [7, 7, last]]
         assert all(inputs.bias is not None for inputs in ops.asked)
-        bench.sampler._ops = ops = ArgmaxOps()
+        ops.asked.clear()
         sampled = bench.draw(logits[1:], [2, 2], [0, 0])
         assert sampled.token_ids.tolist() == [4, last] and ops.asked[0].bias is None
         assert sampled.logprobs is not None and torch.isfinite(sampled.logprobs.chosen[0])

@@ -1,11 +1,12 @@
-"""Steps as CUDA graphs: decodes by bucket of batch size, lone prompts by bucket of length, and
-mixtures of both by bucket of tokens.
+"""CUDA graphs of steps.
+
+Decodes are captured for several batch sizes, prompts that are alone in their step for several
+lengths, and other steps for several numbers of tokens. A step is padded to the next captured size.
 
 A graph reads its inputs from the device side of the staging buffer, and writes logits to one buffer
-that all graphs of a kind share. All graphs share one memory pool: one runs at a time.
-
-`ModelRunner` captures them at warm-up and replays them. The runner launches a step that
-fits no graph eagerly.
+that all graphs of a kind share. All graphs share one memory pool, because only one runs at a time.
+`StepComputer` captures the graphs at warm-up and replays them. A step that fits no graph runs
+eagerly.
 """
 
 from bisect import bisect_left
@@ -34,7 +35,10 @@ from services.decoder.models.transformer import Transformer
 
 
 def decode_buckets(max_num_sequences: int) -> list[int]:
-    """Batch sizes to capture: dense where a step is short, at most an eighth of padding above."""
+    """Returns the batch sizes to capture decodes for.
+
+    Sizes are dense where a step is short, and above that add at most an eighth of padding.
+    """
     sizes = [1, 2, 3, 4, 6, 8]
     while sizes[-1] < max_num_sequences:
         step = max(4, 1 << (sizes[-1].bit_length() - 4))
@@ -43,26 +47,29 @@ def decode_buckets(max_num_sequences: int) -> list[int]:
 
 
 def prompt_buckets(max_num_tokens: int) -> list[int]:
-    """Lengths to capture, up to where launches no longer matter. Above 1,408, GEMM tiles fill the
-    SMs no better in steps of 64.
+    """Returns the lengths to capture lone prompts for.
+
+    The time of launches no longer matters for longer prompts. Above 1,408 tokens, GEMM tiles fill
+    the SMs no better in steps of 64 tokens than in steps of 128.
     """
     sizes = [*range(64, 1408, 64), *range(1408, MAX_CAPTURED_PROMPT + 1, 128)]
     return [size for size in sizes if size <= max_num_tokens]
 
 
 def mixed_buckets(max_num_tokens: int) -> list[int]:
-    """Numbers of tokens, decodes among them, to capture mixed steps for."""
+    """Returns the numbers of tokens, decodes included, to capture mixed steps for."""
     sizes = [*range(256, 1408, 64), *range(1408, MAX_CAPTURED_TOKENS + 1, 128)]
     return [size for size in sizes if size <= max_num_tokens]
 
 
 def pad_decodes(step: StepInputs, num_chunks: int, scratch: StepInputs) -> StepInputs:
-    """Pads a step of decodes to a bucket; returns it.
+    """Pads a step of decodes to a captured size, in place, and returns the step.
 
     Args:
-        step: of decodes alone.
-        scratch: `StepInputs.scratch` of at least as many decodes. Padding has one token of context
-            in the scratch block.
+        step: a step of decodes alone.
+        num_chunks: number of decodes after padding.
+        scratch: the result of `StepInputs.scratch` for at least as many decodes. Padding is taken
+            from it and has one token of context in the scratch block.
     """
     count = len(step.seq_lens)
     if num_chunks > count:
@@ -78,15 +85,22 @@ def pad_decodes(step: StepInputs, num_chunks: int, scratch: StepInputs) -> StepI
 def pad_mixed(
     step: StepInputs, num_tokens: int, num_decodes: int, num_chunks: int, scratch: StepInputs
 ) -> StepInputs:
-    """Pads a step of decodes and chunks to these numbers of tokens, decodes and chunks; returns it.
+    """Pads a step of decodes and chunks to a captured size, in place, and returns the step.
 
-    Padding chunks have no context. Tokens stay contiguous, decodes first, so that padding tokens
-    are the last ones. `num_decodes` tokens are sampled: the step's own, then the step's last token
-    repeatedly, for the scratch row.
+    Padding chunks have no context. Tokens stay contiguous, decodes first, so the padding tokens are
+    the last tokens. `num_decodes` tokens are sampled: those that the step samples, and then the
+    last token repeatedly, for the scratch row.
+
+    Args:
+        step: a step with chunks.
+        num_tokens: number of tokens after padding.
+        num_decodes: number of decodes after padding.
+        num_chunks: number of other chunks after padding, without the chunk that is always padding.
+        scratch: the result of `StepInputs.scratch`, whose first row is the scratch row.
     """
     decodes, count = step.num_decodes, len(step.seq_lens)
     used, end = step.tokens.shape[1], num_decodes + count - decodes
-    total = num_decodes + num_chunks + 1  # one is always padding
+    total = num_decodes + num_chunks + 1  # the last chunk is always padding
     seq_lens = np.zeros(total, np.int32)
     first_blocks = np.full(total, scratch.first_blocks[0])
     chunks = np.zeros((OfChunk.COUNT, total), np.int32)
@@ -94,8 +108,10 @@ def pad_mixed(
     chunks[OfChunk.ROW] = scratch.chunks[OfChunk.ROW, 0]
     cu_query_lens = np.full(total + 1, used, np.int32)
     for target, source in (
-        (seq_lens, step.seq_lens), (first_blocks, step.first_blocks), (chunks, step.chunks),
-    ):  # fmt: skip
+        (seq_lens, step.seq_lens),
+        (first_blocks, step.first_blocks),
+        (chunks, step.chunks),
+    ):
         target[..., :decodes] = source[..., :decodes]
         target[..., num_decodes:end] = source[..., decodes:]
     cu_query_lens[: decodes + 1] = step.cu_query_lens[: decodes + 1]
@@ -112,17 +128,34 @@ def pad_mixed(
 
 @dataclass(slots=True)
 class DeviceState:
-    """Tensors that stay on the device between steps."""
+    """Tensors that stay on the device between steps.
 
-    kv_cache: Tensor  # [num_layers, num_blocks + 1, 2, block_size, num_kv_heads, head_dim]
-    states: StateCache | None  # of rows, and one more for padding; None: the model has none
+    Attributes:
+        kv_cache: `[num_layers, num_blocks + 1, 2, block_size, num_kv_heads, head_dim]`. The last
+            block is scratch.
+        states: recurrent states of the rows. None if the model has no linear attention.
+        checkpoints: recurrent states at block boundaries. None if there are no slots for them.
+        rows: tables of the rows. The last row is scratch, for padding.
+    """
+
+    kv_cache: Tensor
+    states: StateCache | None
     checkpoints: StateCache | None
-    rows: DeviceRows  # the last one is scratch, for padding
+    rows: DeviceRows
 
 
 @dataclass(frozen=True, slots=True)
 class StepParts:
-    """What runs a step, eagerly or in a graph."""
+    """The objects that run a step, eagerly or in a graph.
+
+    Attributes:
+        model: the language model.
+        backend: implementation of paged attention.
+        images: reader of image embeddings. None if there is no arena.
+        state: tensors that stay on the device between steps.
+        entered: memory for the model's inputs of a step.
+        staging: buffer with the uploaded arrays of a step.
+    """
 
     model: Transformer
     backend: AttentionBackend
@@ -132,8 +165,14 @@ class StepParts:
     staging: Staging
 
     def metadata(self, step: StepInputs, entered: EnteredStep) -> AttentionMetadata:
-        """The uploaded step's layout; `plan` is not made yet. For a CUDA graph it serves all steps
-        that are padded to the same size: their arrays are at the same places on the device.
+        """Returns the layout of an uploaded step, without a plan.
+
+        The layout of a captured step serves all steps that are padded to the same size, because
+        their arrays are at the same places on the device.
+
+        Args:
+            step: the uploaded step.
+            entered: the model's inputs of the step.
         """
         places, device, state = step.places, self.staging.device, self.state
         metadata = AttentionMetadata(
@@ -169,8 +208,12 @@ class StepParts:
         rows: Tensor | None = None,
         metadata: AttentionMetadata | None = None,
     ) -> Tensor:
-        """Runs an uploaded step, whose images are read by another; see `Transformer.forward` for
-        `rows`. `metadata` is planned; None: it is planned now.
+        """Runs the layers of an uploaded step, and returns hidden states.
+
+        Args:
+            step: the uploaded step. Its images were read, or are read concurrently.
+            rows: tokens whose hidden states are returned, see `Transformer.forward`.
+            metadata: planned layout of the step. None if the layout is made and planned now.
         """
         state, device, visual = self.state, self.staging.device, None
         entered = self.entered.part(step.num_tokens, len(step.seq_lens))
@@ -188,8 +231,9 @@ class StepParts:
 
 
 class GraphMemory:
-    """What all graphs share: their pool, and the stream that they are captured on, to which torch's
-    cached memory belongs.
+    """The memory pool of all graphs, and the stream on which they are captured.
+
+    The memory that torch's allocator caches for the graphs belongs to this stream.
     """
 
     def __init__(self) -> None:
@@ -199,30 +243,55 @@ class GraphMemory:
 
 @dataclass(slots=True)
 class _Captured:
+    """A captured graph, with its outputs.
+
+    Attributes:
+        graph: the graph.
+        metadata: layout with the lengths of the step that was planned last.
+        logits: `[n, vocab_size]`.
+        token_ids: `[n]` int32, the most likely tokens.
+        calls: calls of kernels within the graph.
+    """
+
     graph: torch.cuda.CUDAGraph
-    metadata: AttentionMetadata  # with the lengths of the step that was planned last
-    logits: Tensor  # [n, vocab_size]
-    token_ids: Tensor  # [n] int32
+    metadata: AttentionMetadata
+    logits: Tensor
+    token_ids: Tensor
     calls: CapturedCalls
 
 
 class Kind(NamedTuple):
-    """What a graph is captured for."""
+    """The kind of steps that a graph is captured for.
 
-    size: int  # sequences or tokens
-    fused: bool = False  # see AttentionMetadata
+    Attributes:
+        size: number of sequences of decode steps, number of tokens of other steps.
+        fused: True if attention is part of a fused operation, see `AttentionMetadata`.
+    """
+
+    size: int
+    fused: bool = False
 
 
 class _GraphSet:
-    """Captured steps by kind.
+    """The captured graphs of one class of steps, by kind.
 
-    `pad` pads a step to a captured size; False: it must run eagerly. `replay` runs an uploaded one:
-    logits `[n, vocab_size]` and greedy tokens `[n]`, a row per sampling chunk, then padding, valid
-    until the next replay.
+    A subclass has four methods:
+
+    - `scratch` makes a step of a size to capture.
+    - `capture` captures a padded step.
+    - `pad` pads a step in place to a captured size. It returns False if the step must run eagerly.
+    - `replay` runs an uploaded step. It returns logits `[n, vocab_size]` and greedy tokens `[n]`,
+      one row for each chunk that samples, and then padding. Both are valid until the next replay.
+
+    Args:
+        parts: the objects that run a step.
+        memory: memory pool and stream of all graphs.
 
     Attributes:
-        masks_images: every step has a mask of its visual tokens.
-        runs_decodes: alone, each of which samples.
+        masks_images: True if every step has a mask of its visual tokens.
+        runs_decodes: True if the steps have decodes alone, each of which samples.
+        logits: `[n, vocab_size]`, buffer in which all graphs leave their logits. None before the
+            first capture.
     """
 
     masks_images = False
@@ -231,35 +300,44 @@ class _GraphSet:
     def __init__(self, parts: StepParts, memory: GraphMemory) -> None:
         self.parts, self._memory = parts, memory
         self._captured: dict[Kind, _Captured] = {}
-        self._sizes: list[int] = []  # of them, ascending
-        self._logits: Tensor | None = None
+        self._sizes: list[int] = []  # of the captured kinds, ascending
+        self.logits: Tensor | None = None
+
+    def scratch_step(self, lengths: list[int]) -> StepInputs:
+        """Returns a step of meaningless sequences of these lengths, in the scratch row."""
+        num_rows, max_blocks = self.parts.state.rows.blocks.shape
+        return StepInputs.scratch(lengths, num_rows - 1, max_blocks)
 
     @property
     def name(self) -> str:
-        """For people, and other ranks."""
+        """Name of the class of steps, in logs and between ranks."""
         return type(self).__name__
 
     @property
     def kinds(self) -> set[Kind]:
+        """The captured kinds."""
         return set(self._captured)
 
     def keep(self, kinds: set[Kind]) -> None:
-        """Forgets all other graphs."""
+        """Drops the graphs of all other kinds."""
         self._captured = {kind: found for kind, found in self._captured.items() if kind in kinds}
         self._sizes = sorted({kind.size for kind in self._captured})
 
-    def _size(self, wanted: int) -> int | None:
-        place = bisect_left(self._sizes, wanted)
+    def _size(self, least: int) -> int | None:
+        """Returns the smallest captured size that is at least `least`, or None."""
+        place = bisect_left(self._sizes, least)
         return self._sizes[place] if place < len(self._sizes) else None
 
     def _capture(
         self, kind: Kind, step: StepInputs, rows: Tensor | None, sampled: Tensor | None = None
     ) -> None:
-        """Captures an uploaded step; the kind that samples most must be the first.
+        """Captures an uploaded step; the kind that samples most has to be captured first.
 
         Args:
-            rows: of each sampled token; None: each chunk samples.
-            sampled: indices of the tokens whose logits are sampled; None: all.
+            kind: the kind that the graph is captured for.
+            step: the uploaded and padded step.
+            rows: `[n]` int64, row of each sampled token. None if each chunk samples.
+            sampled: `[n]` int64, indices of the tokens that are sampled. None for all tokens.
         """
         parts, model = self.parts, self.parts.model
         entered = parts.entered.part(step.num_tokens, len(step.seq_lens))
@@ -270,9 +348,9 @@ class _GraphSet:
 
         def run() -> tuple[Tensor, Tensor]:
             hidden = parts.forward(step, sampled, metadata)
-            if self._logits is None:
-                self._logits = torch.empty_like(model.logits(hidden))
-            logits = model.logits(hidden, out=self._logits[: len(hidden)])
+            if self.logits is None:
+                self.logits = torch.empty_like(model.logits(hidden))
+            logits = model.logits(hidden, out=self.logits[: len(hidden)])
             token_ids = model.ops.greedy(logits)
             sampling = entered.rows if rows is None else rows
             parts.state.rows.last_tokens.index_copy_(0, sampling, token_ids.clamp(min=0))
@@ -283,7 +361,7 @@ class _GraphSet:
         with torch.cuda.stream(stream), model.ops.table.for_graph():
             run()  # libraries allocate and choose kernels at the first call
             if kind.fused and not self._is_fused(step):
-                return  # the fused kernel has just failed
+                return  # the fused kernel has just failed and was dropped
             torch.cuda.synchronize()
             torch.cuda.empty_cache()  # so that the graph's pool can have the memory
             with (
@@ -292,8 +370,11 @@ class _GraphSet:
             ):
                 logits, token_ids = run()
         torch.cuda.current_stream().wait_stream(stream)
-        graph.replay()  # the first one takes longer
-        self._captured[kind] = _Captured(graph, metadata, logits, token_ids, calls)
+        graph.replay()  # the first replay takes longer
+        self._add(kind, _Captured(graph, metadata, logits, token_ids, calls))
+
+    def _add(self, kind: Kind, captured: _Captured) -> None:
+        self._captured[kind] = captured
         self._sizes = sorted({kind.size for kind in self._captured})
 
     def _replay(self, kind: Kind) -> tuple[Tensor, Tensor]:
@@ -303,22 +384,31 @@ class _GraphSet:
         return captured.logits, captured.token_ids
 
     def _is_fused(self, step: StepInputs) -> bool:
-        """Whether attention is part of a fused operation."""
+        """Returns whether attention is part of a fused operation."""
         longest = self.parts.model.ops.max_fused_context(step.num_decodes)
         return int(step.seq_lens.max()) <= longest
 
 
 class DecodeGraphs(_GraphSet):
-    """Steps of decodes alone."""
+    """Graphs of steps with decodes alone.
+
+    Args:
+        parts: the objects that run a step.
+        memory: memory pool and stream of all graphs.
+    """
 
     runs_decodes = True
 
-    def __init__(self, parts: StepParts, memory: GraphMemory, scratch: StepInputs) -> None:
+    def __init__(self, parts: StepParts, memory: GraphMemory) -> None:
         super().__init__(parts, memory)
-        self._scratch = scratch
-        # Of a size, as of the first step after warm-up: the longest context of the fused kernel,
-        # and whether the plan of any other reads block tables.
+        self._padding = self.scratch(len(parts.state.rows.lengths) - 1)
+        # By size, from the first step after warm-up on: the longest context of the fused kernel,
+        # and whether the plan of the other kernels reads block tables.
         self._choices: dict[int, tuple[int, bool]] = {}
+
+    def scratch(self, size: int) -> StepInputs:
+        """Returns a step of `size` decodes to capture."""
+        return self.scratch_step([1] * size)
 
     def pad(self, step: StepInputs) -> bool:
         count = len(step.seq_lens)
@@ -326,7 +416,7 @@ class DecodeGraphs(_GraphSet):
             return False
         if (size := self._size(count)) is None:
             return False
-        pad_decodes(step, size, self._scratch)
+        pad_decodes(step, size, self._padding)
         if size not in self._choices:
             backend, ops = self.parts.backend, self.parts.model.ops
             self._choices[size] = ops.max_fused_context(size), backend.plans_from_blocks(size)
@@ -336,7 +426,7 @@ class DecodeGraphs(_GraphSet):
         return True
 
     def capture(self, step: StepInputs) -> None:
-        """Captures a padded step; the largest must be the first."""
+        """Captures a padded step; the largest step has to be captured first."""
         parts, size = self.parts, step.num_decodes
         parts.staging.upload()
         kinds = [Kind(size)]
@@ -347,7 +437,7 @@ class DecodeGraphs(_GraphSet):
 
     def replay(self, step: StepInputs) -> tuple[Tensor, Tensor]:
         kind = Kind(step.num_decodes, step.is_fused)
-        if step.plans_from_blocks:  # else nothing of a plan is read when the graph runs
+        if step.plans_from_blocks:  # otherwise, the graph reads nothing of a plan
             metadata = self._captured[kind].metadata
             metadata.cu_query_lens, metadata.seq_lens = step.cu_query_lens, step.seq_lens
             metadata.first_blocks = step.first_blocks
@@ -356,14 +446,14 @@ class DecodeGraphs(_GraphSet):
 
 
 class _ChunkGraphs(_GraphSet):
-    """Steps with chunks of prompts, with or without images."""
+    """Graphs of steps with chunks of prompts, with or without images."""
 
     def __init__(self, parts: StepParts, memory: GraphMemory) -> None:
         super().__init__(parts, memory)
         self.masks_images = parts.images is not None
 
     def capture(self, step: StepInputs) -> None:
-        """Captures a padded step; the largest must be the first."""
+        """Captures a padded step; the largest step has to be captured first."""
         parts = self.parts
         parts.staging.upload()
         assert step.places.sampled_rows is not None and step.places.sampled_tokens is not None
@@ -372,43 +462,51 @@ class _ChunkGraphs(_GraphSet):
         self._capture(Kind(step.num_tokens), step, rows, sampled)
 
     def replay(self, step: StepInputs) -> tuple[Tensor, Tensor]:
-        """Runs an uploaded step. The attention's work list is staged, so no plan is made."""
+        """Runs an uploaded step; its work list for attention is staged, so it needs no plan."""
         if step.images and self.parts.images is not None:
             self.parts.images.read(step.images)
         return self._replay(Kind(step.num_tokens))
 
     def _is_faster(self, step: StepInputs) -> bool:
-        """Whether its images can be read, and a graph is the faster way to run its chunks."""
+        """Returns whether a graph can read the step's images and is faster for its chunks."""
         if step.images and self.parts.images is None:
             return False
         return self.parts.backend.captures_chunks(step)
 
 
 class PromptGraphs(_ChunkGraphs):
-    """Steps of one chunk alone."""
+    """Graphs of steps with one chunk alone."""
+
+    def scratch(self, size: int) -> StepInputs:
+        """Returns a step of one chunk of `size` tokens to capture."""
+        return self.scratch_step([size])
 
     def pad(self, step: StepInputs) -> bool:
         if len(step.seq_lens) != 1 or step.num_decodes or not self._is_faster(step):
             return False
         size = self._size(step.tokens.shape[1])
-        if size:  # it samples, as every captured step does: before a prompt's end nobody reads it
+        if size:  # every captured step samples; before the prompt's end the token is not read
             step.num_tokens, step.samples = size, np.zeros(1, np.int64)
         return size is not None
 
 
 class MixedGraphs(_ChunkGraphs):
-    """Steps of any chunks, and perhaps decodes before them."""
+    """Graphs of steps with any chunks, and perhaps decodes before them.
 
-    def __init__(self, parts: StepParts, memory: GraphMemory, scratch: StepInputs) -> None:
+    Args:
+        parts: the objects that run a step.
+        memory: memory pool and stream of all graphs.
+    """
+
+    def __init__(self, parts: StepParts, memory: GraphMemory) -> None:
         super().__init__(parts, memory)
-        self._scratch = scratch
+        self._padding = self.scratch_step([1])
         self._decodes = min(MAX_CAPTURED_DECODES, len(parts.state.rows.lengths) - 1)
 
-    def scratch(self, num_tokens: int) -> StepInputs:
-        """A step of `num_tokens` tokens to capture, more than the most decodes."""
-        lengths = [1] * (self._decodes - 1) + [num_tokens - self._decodes + 1]
-        row, max_blocks = (size - 1 for size in self.parts.state.rows.blocks.shape)
-        return self._padded(StepInputs.scratch(lengths, row, max_blocks + 1), num_tokens)
+    def scratch(self, size: int) -> StepInputs:
+        """Returns a step of `size` tokens to capture, which is more than the most decodes."""
+        lengths = [1] * (self._decodes - 1) + [size - self._decodes + 1]
+        return self.padded(self.scratch_step(lengths), size)
 
     def pad(self, step: StepInputs) -> bool:
         if len(step.seq_lens) - step.num_decodes > MAX_CAPTURED_CHUNKS:
@@ -417,11 +515,12 @@ class MixedGraphs(_ChunkGraphs):
             return False
         size = self._size(step.tokens.shape[1]) if self._is_faster(step) else None
         if size:
-            self._padded(step, size)
+            self.padded(step, size)
         return size is not None
 
-    def _padded(self, step: StepInputs, num_tokens: int) -> StepInputs:
-        return pad_mixed(step, num_tokens, self._decodes, MAX_CAPTURED_CHUNKS, self._scratch)
+    def padded(self, step: StepInputs, num_tokens: int) -> StepInputs:
+        """Pads a step in place to `num_tokens` tokens, and returns the step."""
+        return pad_mixed(step, num_tokens, self._decodes, MAX_CAPTURED_CHUNKS, self._padding)
 
 
 Graphs = DecodeGraphs | PromptGraphs | MixedGraphs

@@ -1,7 +1,8 @@
-"""Image embeddings from the arena to a step's image tokens.
+"""Reads image embeddings from the arena for the image tokens of a step.
 
-`ModelRunner` reads eager steps' images with it, and the graphs those of captured steps. It knows
-runs of image tokens, not sequences; the engine keeps an image's memory until its step has run.
+`StepComputer` reads the images of eager steps, and the graphs read the images of captured steps.
+The reader knows runs of image tokens, not sequences. The engine keeps an image's memory until the
+step that reads it has run.
 """
 
 import mmap
@@ -11,13 +12,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from services.common.nn.pinned import pin
+from services.common.nn.pinned import pin, unpin
 from services.decoder.models.visual import Transfer, VisualInput
 
 
 class ImageRun(NamedTuple):
-    """Consecutive tokens of one image in a step, see `ComputeStep.images`. The embedding is
-    `[features, num_tokens, hidden]`.
+    """Consecutive tokens of one image in a step, see `ComputeStep.images`.
+
+    Attributes:
+        row: index in the step of the run's first token.
+        num_rows: number of tokens of the run.
+        arena_offset: byte offset in the arena of the embedding `[features, num_tokens, hidden]`.
+        num_tokens: number of tokens of the image.
+        first_token: index in the image of the run's first token.
     """
 
     row: int
@@ -28,11 +35,19 @@ class ImageRun(NamedTuple):
 
 
 class ImageReader:
-    """Reads embeddings out of the arena, into a buffer of `max_batched_tokens` rows per feature.
+    """Copies embeddings from the arena to a buffer with one row per token and feature.
 
-    On a GPU the arena is registered as pinned memory, and copied to the device on a separate
-    stream. The copy overlaps earlier steps that do not read the buffer, and the step's own first
-    layers, each of which waits for its own feature only.
+    On a GPU the arena is registered as pinned memory, and embeddings are copied to the device on a
+    separate stream. The copy overlaps earlier steps that do not read the buffer, and the step's own
+    first layers, each of which waits for its own feature only.
+
+    Args:
+        arena: the front's shared memory.
+        num_features: number of embeddings of an image token.
+        hidden: width of an embedding.
+        dtype: data type of embeddings.
+        device: the device that computes.
+        max_batched_tokens: the most tokens of a step.
     """
 
     def __init__(
@@ -61,21 +76,27 @@ class ImageReader:
             (self._buffer[:, part.row : part.row + part.num_rows], self._view(part))
             for part in runs
         ]
-        with torch.cuda.stream(self._stream):  # of None: no stream
+        with torch.cuda.stream(self._stream):  # None leaves the current stream
             if self._transfer is not None:
                 self._transfer.wait_until_read()
             for feature in range(len(self._buffer)):
-                for target, source in moves:  # contiguous on both sides: one asynchronous copy
+                for target, source in moves:
+                    # Both sides are contiguous, so this is one asynchronous copy.
                     target[feature].copy_(source[feature], non_blocking=True)
                 if self._transfer is not None:
                     self._transfer.record_arrival(feature)
 
     def visual(self, mask: Tensor) -> VisualInput:
-        """What `read` copies; `mask` `[T]` is not 0 where a token is an image's."""
+        """Returns the embeddings that `read` copies; `mask` `[T]` is not 0 at image tokens."""
         return VisualInput((mask != 0).unsqueeze(1), self._buffer[:, : len(mask)], self._transfer)
 
+    def close(self) -> None:
+        """Ends the registration of the arena as pinned memory, before the arena is unmapped."""
+        if self._transfer is not None:
+            unpin(self._values, self._buffer.device)
+
     def _view(self, part: ImageRun) -> Tensor:
-        """`[features, num_rows, hidden]`, in the arena."""
+        """Returns the embeddings of a run in the arena, `[features, num_rows, hidden]`."""
         start = part.arena_offset // self._values.itemsize
         num_features, _, hidden = self._buffer.shape
         size = num_features * part.num_tokens * hidden

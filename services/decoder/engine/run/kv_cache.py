@@ -1,9 +1,10 @@
-"""The paged KV pool: how many blocks fit the memory, and its allocation.
+"""The paged pool of keys and values: number of blocks that fit into memory, and allocation.
 
-Called by the runner's factory at the start. A budget too small for one sequence is a ValueError.
+The runner's factory calls these functions at the start.
 """
 
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 import torch
@@ -11,12 +12,21 @@ from torch import Tensor
 
 # Device memory outside torch's allocator: CUDA context, libraries, kernels, graph nodes.
 _RESERVED_BYTES = 5 << 28
-_SPARE_BYTES = 256 << 20  # left free, because other processes' use of the card varies
+# Device memory that is left free, because other processes' use of the card varies.
+_SPARE_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class KVCacheShape:
-    """All sizes of the pool except its number of blocks."""
+    """The sizes of the pool, except its number of blocks.
+
+    Attributes:
+        num_layers: number of full attention layers.
+        block_size: tokens per block.
+        num_kv_heads: number of key heads, and of value heads.
+        head_dim: elements of a head.
+        dtype: data type of keys and values.
+    """
 
     num_layers: int
     block_size: int
@@ -32,7 +42,12 @@ class KVCacheShape:
 
 
 def count_blocks(shape: KVCacheShape, budget_bytes: int, max_model_len: int) -> int:
-    """Blocks for sequences that fit a budget; one more block is reserved as scratch.
+    """Returns the number of blocks for sequences that fit a budget, besides the scratch block.
+
+    Args:
+        shape: the sizes of the pool.
+        budget_bytes: bytes that the pool may take.
+        max_model_len: tokens of the longest sequence, which has to fit.
 
     Raises:
         ValueError: not even one sequence of `max_model_len` tokens fits.
@@ -49,36 +64,69 @@ def count_blocks(shape: KVCacheShape, budget_bytes: int, max_model_len: int) -> 
     return num_blocks
 
 
-def device_budget(device: torch.device, memory_fraction: float, forward_peak: int) -> int:
-    """Bytes that a GPU's pool may take: the process's share of the card, minus its peak use in the
-    largest step, minus what CUDA graphs hold between replays, which is at most one forward of that
-    step. Never more than what is free now: other processes may exceed their shares.
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """The memory of a GPU after the largest step, in bytes.
 
-    Call it after the largest step and before `allocate`.
+    Attributes:
+        total: memory of the card.
+        free: memory that no process uses.
+        in_use: memory that torch has reserved in this process.
+        peak: the most memory that torch had reserved in this process.
+    """
+
+    total: int
+    free: int
+    in_use: int
+    peak: int
+
+    @classmethod
+    def measure(cls, device: torch.device) -> Self:
+        """Measures the memory of a GPU now, after torch's unused memory was released."""
+        peak = torch.cuda.max_memory_reserved(device)
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(device)
+        return cls(total, free, torch.cuda.memory_reserved(device), peak)
+
+
+def device_budget(memory: DeviceMemory, memory_fraction: float, forward_peak: int) -> int:
+    """Returns the bytes that a GPU's pool may take.
+
+    The pool gets the process's share of the card, without the peak use of the largest step, and
+    without the memory that CUDA graphs hold between replays, which is at most the memory of one
+    forward pass of that step. Other processes may exceed their shares, so the pool gets no more
+    than what is free now.
 
     Args:
+        memory: memory of the card after the largest step, before `allocate`.
         memory_fraction: the process's share of the whole card.
-        forward_peak: peak bytes that torch had reserved by the end of the step's forward.
+        forward_peak: peak bytes that torch had reserved by the end of the step's forward pass.
     """
-    peak = torch.cuda.max_memory_reserved(device)
-    torch.cuda.empty_cache()
-    free, total = torch.cuda.mem_get_info(device)
-    in_use = torch.cuda.memory_reserved(device)
-    peak += forward_peak - in_use
-    share = int(total * memory_fraction) - peak - _RESERVED_BYTES
-    return min(share, free - (peak - in_use) - _SPARE_BYTES)
+    peak = memory.peak + forward_peak - memory.in_use
+    share = int(memory.total * memory_fraction) - peak - _RESERVED_BYTES
+    return min(share, memory.free - (peak - memory.in_use) - _SPARE_BYTES)
 
 
 def allocate(shape: KVCacheShape, num_blocks: int, device: torch.device) -> Tensor:
-    """The pool: `[num_layers, num_blocks + 1, 2, block_size, num_kv_heads, head_dim]`.
+    """Allocates the pool `[num_layers, num_blocks + 1, 2, block_size, num_kv_heads, head_dim]`.
 
     The last block is scratch: padding tokens write to it and read from it. The pool is zeroed,
     because masked attention multiplies unused values by zero, and fresh memory may hold NaN. On a
-    CPU the kernel zeroes a page when it is first used.
+    CPU the operating system zeroes a page when it is first used.
+
+    Args:
+        shape: the sizes of the pool.
+        num_blocks: number of blocks without the scratch block.
+        device: the device that computes.
     """
     sizes = (
-        shape.num_layers, num_blocks + 1, 2, shape.block_size, shape.num_kv_heads, shape.head_dim
-    )  # fmt: skip
+        shape.num_layers,
+        num_blocks + 1,
+        2,
+        shape.block_size,
+        shape.num_kv_heads,
+        shape.head_dim,
+    )
     if device.type == "cpu":
         pages = np.zeros((num_blocks + 1) * shape.block_bytes, np.uint8)
         return torch.from_numpy(pages).view(shape.dtype).view(sizes)

@@ -12,11 +12,7 @@ import torch
 from torch import Tensor
 
 from kernels.sampling.sampling import MaskedRows, SamplingInputs
-from services.common.nn.collectives import ALONE, Ranks
-from services.decoder.attention.base import AttentionBackend
-from services.decoder.engine.messages import EngineInfo, SamplingParams
-from services.decoder.engine.run.graphs import DeviceState
-from services.decoder.engine.run.images import ImageReader
+from services.decoder.engine.messages import SamplingParams
 from services.decoder.engine.run.mask_buffer import MaskBuffer
 from services.decoder.engine.run.pending_step import DevicePendingStep, HostTokens, Readback
 from services.decoder.engine.run.prompt_scores import score_prompt
@@ -24,7 +20,6 @@ from services.decoder.engine.run.sampler import Sampled, Sampler
 from services.decoder.engine.run.step_computer import Computed, StepComputer
 from services.decoder.engine.run.step_inputs import StepInputs
 from services.decoder.engine.step import Int32Array, RowSampling, SampleStep, Step
-from services.decoder.models.transformer import Transformer
 
 # Together, they run every branch of the sampler.
 _WARM_UP_PARAMS = (
@@ -46,35 +41,25 @@ class ModelRunner:
     the rows.
 
     Args:
-        info: the engine's limits.
-        model: the language model.
-        backend: the attention backend, which owns the KV cache.
-        state: the device's state of each row.
-        images: the reader of embeddings from the arena. None for a text model.
-        ranks: the ranks that share the model. Defaults to this process alone.
+        computer: computes the part of a step that every rank has.
 
     Attributes:
-        computer: computes the part of a step that every rank has.
+        info: the engine's limits.
+        sampler: samples tokens from logits.
+        readback: copies results to the host.
     """
 
-    def __init__(
-        self,
-        info: EngineInfo,
-        model: Transformer,
-        backend: AttentionBackend,
-        state: DeviceState,
-        images: ImageReader | None,
-        ranks: Ranks = ALONE,
-    ) -> None:
-        device = state.rows.blocks.device
+    def __init__(self, computer: StepComputer) -> None:
+        info, model, rows = computer.info, computer.model, computer.state.rows
+        device = rows.blocks.device
         self.info = info
-        self.computer = StepComputer(info, model, backend, state, images, ranks)
+        self.computer = computer
+        self.sampler = Sampler(info.max_num_sequences, info.vocab_size, device, model.ops)
+        self.readback = Readback(info.max_num_sequences, device)
         self._model = model
-        self._last_tokens = state.rows.last_tokens
-        self._staging = self.computer.staging
-        self._sampler = Sampler(info.max_num_sequences, info.vocab_size, device, model.ops)
+        self._last_tokens = rows.last_tokens
+        self._staging = computer.staging
         self._masks = MaskBuffer(info.max_num_sequences, info.vocab_size, device)
-        self._readback = Readback(info.max_num_sequences, device)
         self._prepared: tuple[Step, StepInputs, Sampling] | None = None
 
     @property
@@ -113,16 +98,16 @@ class ModelRunner:
         scores = self._score(step, computed.hidden) if len(step.compute.scored) else []
         if computed.logits is None:
             # The step still reads the arena, which may be reused once its result is there.
-            return DevicePendingStep(self._readback.tokens(None), scores)
+            return DevicePendingStep(self.readback.tokens(None), scores)
         if len(late) == 0:
             return DevicePendingStep(self.sample(computed, sampling), scores)
         waiting = _LateSampling(self, self._masks, computed, sampling, len(masks), len(late))
-        return DevicePendingStep(None, scores, late=waiting, computed=self._readback.mark())
+        return DevicePendingStep(None, scores, late=waiting, computed=self.readback.mark())
 
     def _stage(self, step: Step) -> tuple[Step, StepInputs, Sampling]:
         """Starts rows of other sequences, and puts all arrays into the staging buffer."""
         for start in step.sample.row_starts:
-            self._sampler.start_row(start)
+            self.sampler.start_row(start)
         compute, late_masks = step.compute, None
         inputs = self.computer.stage(compute)
         rows, ends, samples = compute.rows, compute.starts + compute.lengths, compute.samples
@@ -130,7 +115,7 @@ class ModelRunner:
             rows, ends = rows[samples], ends[samples]
         if len(step.sample.late):
             late_masks = self._masks.device(len(step.sample.masked) + len(step.sample.late))
-        prepared = self._sampler.prepare(rows, ends, self._staging, step.sample, late_masks)
+        prepared = self.sampler.prepare(rows, ends, self._staging, step.sample, late_masks)
         return step, inputs, prepared
 
     def _score(self, step: Step, hidden: Tensor | None) -> list[tuple[Tensor, ...]]:
@@ -145,11 +130,11 @@ class ModelRunner:
             found = score_prompt(
                 self._model,
                 hidden[first : first + count],
-                self._sampler.upload(followers),
+                self.sampler.upload(followers),
                 min(most, self.info.vocab_size),
                 self.info.max_num_sequences,
             )
-            runs.append(tuple(map(self._readback.copy, found)))
+            runs.append(tuple(map(self.readback.copy, found)))
         return runs
 
     def sample(self, computed: Computed, sampling: Sampling) -> HostTokens:
@@ -157,15 +142,15 @@ class ModelRunner:
         _, logits, token_ids, rows = computed
         assert logits is not None and rows is not None
         if isinstance(sampling, SamplingInputs):
-            sampled = self._sampler.sample(logits, sampling)
+            sampled = self.sampler.sample(logits, sampling)
             self._keep(rows, sampled.token_ids)
-            return self._readback.tokens(sampled, sampling)
+            return self.readback.tokens(sampled, sampling)
         if token_ids is None:
             token_ids = self._model.ops.greedy(logits)
             self._keep(rows, token_ids)
         if sampling is not None:
             self._model.ops.greedy_masked(logits, sampling, token_ids, self._last_tokens)
-        return self._readback.tokens(Sampled(token_ids, None))
+        return self.readback.tokens(Sampled(token_ids, None))
 
     def _keep(self, rows: Tensor, token_ids: Tensor) -> None:
         """Writes a step's tokens into the rows, where the next step reads them."""
@@ -183,17 +168,17 @@ class ModelRunner:
         words = -(-info.vocab_size // 32)
         masked = SampleStep(masked=rows[:1], token_masks=np.full((1, words), -1, np.int32))
         for params in _WARM_UP_PARAMS:
-            self._sampler.start_row(RowSampling(0, params, 0, one, one))
+            self.sampler.start_row(RowSampling(0, params, 0, one, one))
             for step in (SampleStep(), masked):
                 self._staging.begin()
-                inputs = self._sampler.prepare(rows, rows, self._staging, step)
+                inputs = self.sampler.prepare(rows, rows, self._staging, step)
                 self._staging.upload()
                 assert isinstance(inputs, SamplingInputs)
-                sampled = self._sampler.sample(logits, inputs)
-                DevicePendingStep(self._readback.tokens(sampled, inputs)).result()
-        self._sampler.start_row(RowSampling(0, SamplingParams(), 0))
+                sampled = self.sampler.sample(logits, inputs)
+                DevicePendingStep(self.readback.tokens(sampled, inputs)).result()
+        self.sampler.start_row(RowSampling(0, SamplingParams(), 0))
         self._staging.begin()
-        inputs = self._sampler.prepare(rows[:1], rows[:1], self._staging, masked)
+        inputs = self.sampler.prepare(rows[:1], rows[:1], self._staging, masked)
         self._staging.upload()
         assert isinstance(inputs, MaskedRows)
         token_ids = self._model.ops.greedy(logits)

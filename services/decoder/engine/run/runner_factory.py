@@ -1,7 +1,7 @@
-"""Creates a model runner from options: loads the model, sizes the KV pool, warms up.
+"""Creates a model runner from options: loads the model, sizes the KV pool, and warms up.
 
-The engine process calls it once. A model, device or option that cannot be served is an error here,
-before the first request.
+The engine process calls `create_runner` once. A model, device or option that cannot be served is
+refused here, before the first request.
 """
 
 import importlib.util
@@ -38,14 +38,19 @@ from services.decoder.attention.base import AttentionBackend
 from services.decoder.engine.messages import EngineInfo
 from services.decoder.engine.run import kv_cache
 from services.decoder.engine.run.graphs import (
+    DecodeGraphs,
     DeviceState,
+    GraphMemory,
+    MixedGraphs,
+    PromptGraphs,
     decode_buckets,
     mixed_buckets,
     prompt_buckets,
 )
 from services.decoder.engine.run.images import ImageReader
-from services.decoder.engine.run.kv_cache import KVCacheShape
+from services.decoder.engine.run.kv_cache import DeviceMemory, KVCacheShape
 from services.decoder.engine.run.model_runner import ModelRunner
+from services.decoder.engine.run.step_computer import StepComputer
 from services.decoder.models.kv_scales import finish_scales, ignore_query_scales, read_scales
 from services.decoder.models.rank_spec import rank_spec
 from services.decoder.models.stored import as_stored
@@ -60,24 +65,30 @@ _CPU_KV_CACHE_BYTES = 512 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunnerOptions:
-    """What a runner is created from.
+    """The model, the device and the limits of a runner.
 
     Attributes:
-        model_directory: checkpoint in Hugging Face layout; with load_format "dummy" only its
-            JSON files are read.
-        device: "cpu", "cuda" or "cuda:N" ("auto": cuda if there is one).
-        dtype: "float32", "bfloat16", "float16" ("auto": bfloat16 on a GPU, float32 on a CPU).
-        load_format: "auto" (safetensors) or "dummy" (random weights).
-        quantization: of weights while they are read, see `quantized_at_load`; "": none.
-        fp8_cache: keys and values are cached in e4m3, as they are, too, where the checkpoint says
-            so.
-        max_model_len: prompt + completion tokens of one sequence; None: the model's own limit, or
-            what the KV pool holds if that is less.
-        memory_fraction: share of the whole card this process may use (GPU).
-        kv_cache_bytes: size of the KV pool; None: what the fraction leaves (GPU), 512 MiB (CPU).
-        checkpoint_bytes: for checkpoints of recurrent states; None: an eighth of what is left for
-            them and the KV pool, or of `kv_cache_bytes` besides.
-        cuda_graphs: capture decode steps (GPU).
+        model_directory: directory of a checkpoint in Hugging Face layout. With load_format "dummy"
+            only its JSON files are read.
+        device: "cpu", "cuda" or "cuda:N"; "auto" is cuda if there is a GPU.
+        dtype: "float32", "bfloat16" or "float16"; "auto" is bfloat16 on a GPU, float32 on a CPU.
+        load_format: "auto" for safetensors files, or "dummy" for random weights.
+        quantization: format into which weights are quantized while they are read, see
+            `quantized_at_load`. Empty if they are not.
+        fp8_cache: True if keys and values are cached in e4m3. They also are if the checkpoint asks
+            for it.
+        block_size: tokens per KV block.
+        max_num_sequences: the most sequences that run at once.
+        max_batched_tokens: the most tokens of a step.
+        max_model_len: the most prompt and completion tokens of one sequence. None for the model's
+            own limit, or for what the KV pool holds if that is less.
+        memory_fraction: share of the whole card that this process may use, on a GPU.
+        kv_cache_bytes: size of the KV pool. None for what the fraction leaves on a GPU, or 512 MiB
+            on a CPU.
+        checkpoint_bytes: bytes for checkpoints of recurrent states. None for an eighth of the
+            memory that is left for checkpoints and KV pool, or for an eighth of `kv_cache_bytes`
+            in addition to these.
+        cuda_graphs: True if steps are captured as CUDA graphs, on a GPU.
         kernels: overrides of the dispatch table: `op=implementation,...`, or `plain`.
     """
 
@@ -131,15 +142,15 @@ def create_runner(
     shape = _shape(text, options, E4M3 if fp8_cache else dtype)
     images = _image_reader(spec, options, arena, device, dtype)
 
-    states = _states(text, options.max_num_sequences + 1, dtype, device)  # the last is scratch
+    states = _states(text, options.max_num_sequences + 1, dtype, device)  # with a scratch state
 
     def make(info: EngineInfo) -> ModelRunner:
         pool = kv_cache.allocate(shape, info.num_blocks, device)
         max_blocks = -(-info.max_model_len // info.block_size)
-        kept = DeviceRows.allocate(options.max_num_sequences, max_blocks, device)
+        rows = DeviceRows.allocate(options.max_num_sequences, max_blocks, device)
         checkpoints = _states(text, info.num_checkpoints, dtype, device)
-        state = DeviceState(pool, states, checkpoints, kept)
-        return ModelRunner(info, model, backend, state, images, ranks)
+        state = DeviceState(pool, states, checkpoints, rows)
+        return ModelRunner(StepComputer(info, model, backend, state, images, ranks))
 
     info = _info(spec, options, dtype)
     with model.ops.warming_up():
@@ -148,7 +159,8 @@ def create_runner(
         budget = _fixed_budget(options, device)
         if budget is None:
             peak = _run_largest_step(make(info))
-            budget = kv_cache.device_budget(device, options.memory_fraction, peak)
+            memory = DeviceMemory.measure(device)
+            budget = kv_cache.device_budget(memory, options.memory_fraction, peak)
         budget = min(ranks.exchange(budget))
         num_checkpoints, budget = _count_checkpoints(text, options, dtype, budget)
         longest = options.max_model_len or options.block_size
@@ -186,9 +198,12 @@ def _load(
         model = Transformer(spec, backend, PlainOps(), ranks=ranks)
     if checkpoint is None:
         load_dummy(
-            model, device=device, dtype=dtype,
-            weight_map=model.weight_map, quantization=spec.checkpoint.quantization,
-        )  # fmt: skip
+            model,
+            device=device,
+            dtype=dtype,
+            weight_map=model.weight_map,
+            quantization=spec.checkpoint.quantization,
+        )
     else:
         if _has_fp8_scales(spec):
             read_scales(model, spec, checkpoint)
@@ -197,7 +212,7 @@ def _load(
         load_weights(
             model, checkpoint, model.weight_map, device=device, dtype=dtype, spec=spec.checkpoint
         )
-    # Which kernels can read the weights is known once these are loaded.
+    # The formats of the weights decide which kernels can read them, and are known now.
     log_progress("kernels")
     model.ops = create_ops(
         device,
@@ -254,7 +269,7 @@ def _attention_facts(
 
 
 def _info(spec: ModelSpec, options: RunnerOptions, dtype: torch.dtype) -> EngineInfo:
-    """The info of a runner without KV blocks, which can run one sequence as long as a step."""
+    """Returns the info of a runner without KV blocks, for a sequence as long as a step."""
     moe, on_gpu = spec.text.moe, resolve_device(options.device).type == "cuda"
     return EngineInfo(
         model_name=spec.name,
@@ -294,7 +309,7 @@ def _fixed_budget(options: RunnerOptions, device: torch.device) -> int | None:
 def _count_checkpoints(
     text: TextSpec, options: RunnerOptions, dtype: torch.dtype, budget: int
 ) -> tuple[int, int]:
-    """How many checkpoints of recurrent states fit, and the bytes left for the KV pool."""
+    """Returns how many checkpoints of recurrent states fit, and the bytes for the KV pool."""
     if text.linear_attention is None:
         return 0, budget
     size = StateCache.slot_bytes(text.linear_attention, len(text.linear_layers), dtype)
@@ -328,7 +343,7 @@ def _log_ready(
 
 
 def _run_largest_step(runner: ModelRunner) -> int:
-    """Runs the largest step; returns the peak bytes reserved before sampling, loading excluded."""
+    """Runs the largest step, and returns the peak bytes that torch reserved before sampling."""
     info = runner.info
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
@@ -366,12 +381,20 @@ def _warm_up(
     if with_graphs and backend.captures("decodes"):
         prompts = prompt_buckets(longest) if backend.captures("prompts") else []
         mixed = mixed_buckets(longest) if backend.captures("mixed") else []
-        runner.computer.capture_graphs(decode_buckets(info.max_num_sequences), prompts, mixed)
+        decodes = decode_buckets(info.max_num_sequences)
+        parts, memory = runner.computer.parts, GraphMemory()
+        runner.computer.capture_graphs(
+            [
+                (MixedGraphs(parts, memory), mixed),
+                (PromptGraphs(parts, memory), prompts),
+                (DecodeGraphs(parts, memory), decodes),
+            ]
+        )
         _agree(model.ops, ranks)
 
 
 def _agree(ops: Ops, ranks: Ranks) -> bool:
-    """Keeps the kernels that every rank can run; whether some cannot run all."""
+    """Drops kernels that some rank cannot run; returns whether any rank could run others."""
     in_use: list[dict[str, list[str]]] = ranks.exchange(ops.table.in_use())
     ops.keep({key: set.intersection(*(set(each[key]) for each in in_use)) for key in in_use[0]})
     return any(each != in_use[0] for each in in_use)

@@ -1,12 +1,16 @@
-"""Sampling on the device, for a whole step: each row's parameters, and its token counts.
+"""Sampling on the device for a whole step, by the sampling parameters and token counts of its rows.
 
-`ModelRunner` owns the sampler. Logits and token ids stay on the device; the host knows all that it
-has to decide before the step is launched.
+`ModelRunner` owns the sampler. Logits and token ids stay on the device. The host knows all that is
+decided before the step is launched.
 
-Order of operations (vLLM's): log-probabilities are taken from the raw logits; then logit bias and
-min_tokens; repetition penalty over prompt and completion, frequency and presence penalty over the
-completion; the token mask; then, if not greedy: temperature, min_p, top_k, top_p, one sample. See
-`kernels.sampling` for the last ones.
+The order of operations is vLLM's:
+
+1. Log-probabilities are taken from the raw logits.
+2. Logit bias is added, and stop tokens are excluded before `min_tokens`.
+3. The repetition penalty counts prompt and completion, frequency and presence penalty count the
+   completion.
+4. The token mask excludes tokens.
+5. Unless the row is greedy: temperature, min_p, top_k, top_p, one sample (`kernels.sampling`).
 """
 
 from dataclasses import dataclass
@@ -30,28 +34,47 @@ from services.decoder.engine.step import Int64Array, RowSampling, SampleStep
 from services.decoder.operations.ops import Ops
 
 _NO_IDS = np.empty(0, np.int64)
-GREEDY_TEMPERATURE = 1e-5  # below it, sampling is greedy, as in vLLM
+# Below this temperature, sampling is greedy, as in vLLM.
+GREEDY_TEMPERATURE = 1e-5
 
 
 @dataclass(frozen=True, slots=True)
 class SampledLogprobs:
-    """Log-probabilities of the g rows that request them."""
+    """Log-probabilities of the g rows that request them.
 
-    chosen: Tensor  # [g] float32
-    top_ids: Tensor  # [g, n + m] int32: the most likely ones, then those that rows name
-    top: Tensor  # [g, n + m] float32
+    Attributes:
+        chosen: `[g]` float32, log-probability of the sampled token.
+        top_ids: `[g, n + m]` int32, the n most likely tokens, then m tokens that the row names.
+        top: `[g, n + m]` float32, log-probabilities of these tokens.
+    """
+
+    chosen: Tensor
+    top_ids: Tensor
+    top: Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """A step's tokens, on the device."""
+    """The tokens of a step, on the device.
 
-    token_ids: Tensor  # [B] int32; below zero: the row failed
+    Attributes:
+        token_ids: `[B]` int32, below 0 where a row failed.
+        logprobs: log-probabilities. None if no row wants any.
+    """
+
+    token_ids: Tensor
     logprobs: SampledLogprobs | None
 
 
 class Sampler:
-    """Sampling parameters and token counts of all rows."""
+    """Owner of the sampling parameters and token counts of all rows.
+
+    Args:
+        num_rows: number of rows.
+        vocab_size: number of tokens of the vocabulary.
+        device: the device that samples.
+        ops: the operations of the model.
+    """
 
     def __init__(self, num_rows: int, vocab_size: int, device: torch.device, ops: Ops) -> None:
         self._vocab_size = vocab_size
@@ -62,13 +85,13 @@ class Sampler:
         self._top_k = np.zeros(num_rows, np.int64)
         self._seed = np.zeros(num_rows, np.uint64)
         self._min_tokens = np.zeros(num_rows, np.int64)
-        self._top_logprobs = np.full(num_rows, -1, np.int64)  # -1: none requested
+        self._top_logprobs = np.full(num_rows, -1, np.int64)  # -1 if none are requested
         self._plain = np.ones(num_rows, np.bool_)  # greedy, without any other option
         self._penalized = np.zeros(num_rows, np.bool_)
-        self._named: dict[int, Int64Array] = {}  # ids whose logprobs are wanted
+        self._named: dict[int, Int64Array] = {}  # by row, ids whose logprobs are wanted
         self._bias: dict[int, tuple[Int64Array, FloatArray]] = {}
         self._stops: dict[int, Int64Array] = {}
-        # See SamplingInputs. On a CPU, pages are allocated when first written.
+        # See `SamplingInputs.seen`. On a CPU, pages are allocated when they are first written.
         self._seen = torch.zeros((num_rows, vocab_size), dtype=torch.int32, device=device)
 
     def start_row(self, start: RowSampling) -> None:
@@ -114,18 +137,19 @@ class Sampler:
         step: SampleStep,
         late_masks: Tensor | None = None,
     ) -> SamplingInputs | MaskedRows | None:
-        """The inputs of a step, its arrays in `staging`, to be uploaded.
+        """Adds a step's sampling inputs to the staging buffer, and returns them.
 
         Args:
-            rows: `[B]`.
-            ends: `[B]`, tokens of their sequences before this step.
-            step: says which rows have masks.
-            late_masks: `[M + L, words]` on the device, filled later: the masks of `step.masked`,
-                then those of `step.late`; None: none is late.
+            rows: `[B]`, rows that are sampled.
+            ends: `[B]`, number of tokens of each row's sequence, without the sampled token.
+            staging: the staging buffer, which is uploaded afterwards.
+            step: the samples that have masks.
+            late_masks: `[M + L, words]` on the device, filled later with the masks of
+                `step.masked`, then those of `step.late`. None if no mask is late.
 
         Returns:
-            None: every row is greedy, without penalties, biases, masks and log-probabilities.
-            MaskedRows: so is every row but for masks.
+            None if every row is greedy, without penalties, biases, masks and log-probabilities.
+            `MaskedRows` if some rows have masks and all are as above otherwise.
         """
 
         def put(array: npt.NDArray[np.generic]) -> Tensor:
@@ -175,7 +199,7 @@ class Sampler:
         )
 
     def _named_ids(self, rows: Int64Array) -> tuple[Int64Array | None, tuple[int, ...]]:
-        """`SamplingInputs.logprob_ids` and `logprob_named`."""
+        """Returns `SamplingInputs.logprob_ids` and `logprob_named`."""
         if not self._named or len(rows) == 0:
             return None, ()
         found = [self._named.get(row, _NO_IDS) for row in rows.tolist()]
@@ -191,8 +215,8 @@ class Sampler:
         """Samples one token per row.
 
         Args:
-            raw: `[B, vocab_size]`, left unchanged.
-            inputs: from `prepare`, uploaded.
+            raw: `[B, vocab_size]`, logits, which are left unchanged.
+            inputs: the uploaded result of `prepare`.
         """
         logits, finite = raw, None
         if inputs.bias is not None:
@@ -215,6 +239,7 @@ class Sampler:
         return Sampled(token_ids, logprobs)
 
     def _count_all(self, start: RowSampling) -> None:
+        """Counts the tokens of a sequence that gets a row."""
         seen = self._seen[start.row]
         seen.zero_()
         prompt, completion = (
@@ -227,7 +252,7 @@ class Sampler:
     def _biases(
         self, rows: Int64Array, generated: Int64Array
     ) -> tuple[Int64Array, Int64Array, FloatArray] | None:
-        """`SamplingInputs.bias`: logit biases, and -inf for stop ids before min_tokens."""
+        """Returns `SamplingInputs.bias`: biases, and -inf for stop ids before `min_tokens`."""
         if not self._bias and not self._stops:
             return None
         found: list[tuple[Int64Array, Int64Array, FloatArray]] = []
@@ -246,7 +271,7 @@ class Sampler:
         return np.concatenate(indices), np.concatenate(ids), np.concatenate(values)
 
     def upload(self, values: Tensor) -> Tensor:
-        """A tensor of the host, on the device."""
+        """Copies a tensor from the host to the device, without waiting."""
         if self._device.type != "cuda":
             return values
         # The pinned copy returns to torch's allocator, which waits for the stream.
@@ -254,10 +279,10 @@ class Sampler:
 
 
 def uniforms(seeds: npt.NDArray[np.uint64], counters: Int64Array) -> npt.NDArray[np.float64]:
-    """One number in (0, 1) for each (seed, counter): splitmix64 of both, its upper 40 bits.
+    """Returns a number in (0, 1) for each pair of a seed and a counter.
 
-    Depends on nothing else, so a sequence has the same numbers in every batch. Forty bits keep
-    number * total < total in float64.
+    The number is the upper 40 bits of splitmix64 of both. It depends on nothing else, so a sequence
+    has the same numbers in every batch. With 40 bits, number * total < total holds in float64.
     """
     with np.errstate(over="ignore"):
         state = _mix(seeds + np.uint64(0x9E3779B97F4A7C15))
@@ -274,8 +299,13 @@ def _mix(state: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 def logprobs_of(
     raw: Tensor, token_ids: Tensor, count: int, named: Tensor | None = None
 ) -> SampledLogprobs:
-    """Those of a token of each row, the `count` most likely and the `named` tokens, from the raw
-    logits.
+    """Returns log-probabilities from raw logits.
+
+    Args:
+        raw: `[g, vocab_size]` float32, logits.
+        token_ids: `[g]` int64, a token of each row.
+        count: number n of the most likely tokens.
+        named: `[g, m]` int64, further tokens of each row. None if there are no further tokens.
     """
     total = raw.logsumexp(-1, keepdim=True)
     chosen = raw.gather(-1, token_ids[:, None]) - total

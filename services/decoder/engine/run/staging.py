@@ -1,7 +1,6 @@
-"""A step's small arrays, packed into one host buffer and copied to the device at once.
+"""The staging buffer packs a step's small arrays on the host and copies them to the device at once.
 
-`ModelRunner` begins a step and uploads it; `step_inputs` and the sampler add arrays. A step whose
-arrays do not fit raises RuntimeError.
+`StepComputer` begins and uploads a step; `step_inputs` and the sampler add arrays.
 """
 
 import math
@@ -23,7 +22,14 @@ _DTYPES = {
 
 
 class Staged(NamedTuple):
-    """Where one array is in a staging buffer."""
+    """The place of an array in a staging buffer.
+
+    Attributes:
+        offset: byte offset in the buffer.
+        size_bytes: bytes of the array, without reserved ones behind it.
+        dtype: data type of the array.
+        shape: shape of the array.
+    """
 
     offset: int
     size_bytes: int
@@ -37,6 +43,10 @@ class Staging:
     On a GPU there are several pinned host buffers, used in turn: the copy of step n may still wait
     for step n - 1 when step n + 1 is packed. There is one device buffer: kernels and copies run in
     order on one stream. On a CPU there are only the host buffers.
+
+    Args:
+        size_bytes: bytes of a step's arrays, at most.
+        device: the device that computes.
     """
 
     def __init__(self, size_bytes: int, device: torch.device) -> None:
@@ -53,28 +63,32 @@ class Staging:
         self._used = 0
 
     def begin(self) -> None:
-        """Starts a step; waits in the rare case that this turn's last copy has not run."""
+        """Starts a step; waits in the rare case that the last copy from the buffer has not run."""
         self._turn = (self._turn + 1) % len(self._hosts)
         self._used = 0
         if self._cuda:
-            self._copied[self._turn].synchronize()  # at once, if there was no copy
+            self._copied[self._turn].synchronize()  # returns at once if there was no copy
 
     def add(
-        self, array: npt.NDArray[np.generic], *, room: int = 0, size: int | None = None
+        self, array: npt.NDArray[np.generic], *, min_elements: int = 0, size: int | None = None
     ) -> Staged:
         """Copies an array into the buffer.
 
         Args:
-            array: of one axis at least.
-            room: elements to reserve at least, so that the next array's place does not change.
-            size: what the last axis is padded to, with zeros; None: as it is.
+            array: an array with at least one axis.
+            min_elements: number of elements to reserve at least, so that the place of the next
+                array does not change.
+            size: length to which the last axis is padded with zeros. None adds no padding.
+
+        Raises:
+            RuntimeError: the array does not fit into the buffer.
         """
         kind, shape, num_bytes, start = array.dtype, array.shape, array.nbytes, self._used
         count = shape[-1]
         if size is not None and size != count:
             shape = (*shape[:-1], size)
             num_bytes = math.prod(shape) * kind.itemsize
-        reserved = max(num_bytes, room * kind.itemsize) if room else num_bytes
+        reserved = max(num_bytes, min_elements * kind.itemsize) if min_elements else num_bytes
         self._used = start + -(-reserved // _ALIGNMENT) * _ALIGNMENT
         if self._used > self._size_bytes:
             raise RuntimeError(
@@ -89,17 +103,18 @@ class Staging:
         return Staged(start, num_bytes, kind, shape)
 
     def host(self, staged: Staged) -> npt.NDArray[Any]:
-        """The array on the host, until the next turn."""
+        """Returns the array on the host, valid until the next step."""
         return np.ndarray(staged.shape, staged.dtype, self._arrays[self._turn], staged.offset)
 
     def upload(self) -> None:
+        """Starts the copy of the step's arrays to the device."""
         if self._cuda:
             source = self._hosts[self._turn][: self._used]
             self._device_side[: self._used].copy_(source, non_blocking=True)
             self._copied[self._turn].record()
 
     def device(self, staged: Staged) -> Tensor:
-        """The array on the device, valid until the next step's `upload`."""
+        """Returns the array on the device, valid until the next step's `upload`."""
         side = self._device_side if self._cuda else self._hosts[self._turn]
         raw = side[staged.offset : staged.offset + staged.size_bytes]
         return raw.view(_DTYPES[staged.dtype]).view(staged.shape)

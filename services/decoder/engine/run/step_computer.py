@@ -1,10 +1,11 @@
-"""The half of a step that every rank computes: rows, inputs, layers, and the head's logits.
+"""The part of a step that every rank computes: rows, inputs, layers, and the head's logits.
 
-`ModelRunner` stages a `ComputeStep` and runs it; what is sampled of the logits is another's
-(`model_runner`). A kind of step whose CUDA graphs cannot be captured runs eagerly.
+`ModelRunner` stages a `ComputeStep` and runs it here, and samples from the logits. Steps run in
+CUDA graphs where graphs were captured, and eagerly otherwise.
 """
 
 import logging
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -17,16 +18,7 @@ from services.common.process.progress import log_progress
 from services.decoder.attention.base import AttentionBackend
 from services.decoder.engine.messages import EngineInfo
 from services.decoder.engine.run import step_inputs
-from services.decoder.engine.run.graphs import (
-    DecodeGraphs,
-    DeviceState,
-    GraphMemory,
-    Graphs,
-    Kind,
-    MixedGraphs,
-    PromptGraphs,
-    StepParts,
-)
+from services.decoder.engine.run.graphs import DeviceState, Graphs, Kind, StepParts
 from services.decoder.engine.run.images import ImageReader
 from services.decoder.engine.run.staging import Staging
 from services.decoder.engine.run.step_inputs import StepInputs
@@ -35,20 +27,21 @@ from services.decoder.models.transformer import Transformer
 
 logger = logging.getLogger(__name__)
 
-# Staging bytes that do not depend on a step's size: alignment, the attention's shortest work list.
-_MOST_ELSE_BYTES = 16 << 10
-_CAPTURE_S = 60.0  # by which ranks capture the last graphs of a kind sooner or later
+# Staging bytes that do not depend on a step's size: alignment, attention's shortest work list.
+_CONSTANT_BYTES = 16 << 10
+# Longest time between two ranks' captures of the last graph of a kind.
+_CAPTURE_S = 60.0
 
 
 class Computed(NamedTuple):
-    """What a step's layers gave, on the device; valid until the next step.
+    """The result of a step's layers on the device, valid until the next step.
 
     Attributes:
-        hidden: `[T, hidden]`, if the step keeps them.
-        logits: `[B, vocab_size]`; None: nothing samples.
-        token_ids: `[B]` int32, the most likely ones, which the rows have as their last tokens
-            already; None: the step was no graph's.
-        rows: `[B]` int64 and perhaps padding, of the samples; None: nothing samples.
+        hidden: `[T, hidden]` hidden states. None unless the step keeps them.
+        logits: `[B, vocab_size]`. None if no token is sampled.
+        token_ids: `[B]` int32, the most likely tokens, which the rows have as their last tokens
+            already. None if the step ran without a graph.
+        rows: `[B]` int64, rows of the samples, and then padding. None if no token is sampled.
     """
 
     hidden: Tensor | None
@@ -58,14 +51,22 @@ class Computed(NamedTuple):
 
 
 class StepComputer:
-    """Owner of what the device keeps, of the staging buffer, and of the graphs.
-
-    Attributes:
-        staging: begun by `stage`.
-        graphs: captured kinds of steps, see graphs.py.
+    """Owner of the staging buffer and of the CUDA graphs.
 
     Args:
-        images: reads embeddings; None: there is no arena.
+        info: the engine's limits.
+        model: the language model.
+        backend: implementation of paged attention.
+        state: the tensors that stay on the device between steps.
+        images: reader of image embeddings. None if there is no arena.
+        ranks: the ranks that share the model. Defaults to this process alone.
+
+    Attributes:
+        parts: the objects that run a step.
+        staging: buffer of a step's arrays, begun by `stage`.
+        graphs: the captured graphs, by class of steps.
+        scratch_row: the row of meaningless sequences.
+        max_blocks: number of blocks of a row.
     """
 
     def __init__(
@@ -77,92 +78,124 @@ class StepComputer:
         images: ImageReader | None,
         ranks: Ranks = ALONE,
     ) -> None:
-        self.staging = Staging(
-            _staging_bytes(info, state.rows.blocks.shape[1]), state.kv_cache.device
-        )
+        self.info, self.model, self.state = info, model, state
+        self.max_blocks = state.rows.blocks.shape[1]
+        self.scratch_row = info.max_num_sequences
+        self.staging = Staging(_staging_bytes(info, self.max_blocks), state.kv_cache.device)
         self.graphs: list[Graphs] = []
-        self._model = model
-        self._state = state
         self._ranks = ranks
-        self._most_scored = info.max_num_sequences
-        self._max_blocks = state.rows.blocks.shape[1]
-        self._scratch_row = info.max_num_sequences
-        state.rows.blocks[self._scratch_row] = info.num_blocks
-        chunks = _most_chunks(info)
+        state.rows.blocks[self.scratch_row] = info.num_blocks
+        chunks = _max_chunks(info)
         tokens = max(info.max_batched_tokens, chunks)
         entered = EnteredStep.allocate(tokens, chunks, state.kv_cache.device)
-        self._parts = StepParts(model, backend, images, state, entered, self.staging)
+        self.parts = StepParts(model, backend, images, state, entered, self.staging)
 
     def stage(self, step: ComputeStep) -> StepInputs:
-        """Copies a step's arrays into the staging buffer, behind which others may be put."""
-        inputs = step_inputs.lay_out(step, self._max_blocks)
+        """Copies a step's arrays into the staging buffer; the caller may add more arrays."""
+        inputs = step_inputs.lay_out(step, self.max_blocks)
         graphs = None
         if not step.keeps_hidden:
             graphs = next((each for each in self.graphs if each.pad(inputs)), None)
-        return self._stage(inputs, graphs)
+        return self.stage_inputs(inputs, graphs)
+
+    def stage_inputs(self, step: StepInputs, graphs: Graphs | None = None) -> StepInputs:
+        """Copies laid out arrays into the staging buffer, and returns the step.
+
+        Args:
+            step: the arrays of a step.
+            graphs: the graphs that run the step and for which it is padded. None if the step runs
+                eagerly.
+        """
+        self.staging.begin()
+        step.graphs = graphs
+        return step_inputs.stage(
+            step,
+            self.staging,
+            work=self.parts.backend.list_work(step, captured=graphs is not None),
+            masked=bool(step.images) if graphs is None else graphs.masks_images,
+            with_states=self.state.states is not None,
+            decodes=graphs is not None and graphs.runs_decodes,
+        )
 
     def run(self, step: ComputeStep, inputs: StepInputs) -> Computed:
         """Uploads the staging buffer, and launches the step that was staged last."""
-        self._restore_states(step)
-        self.staging.upload()
-        step_inputs.update_rows(inputs, self.staging, self._state.rows)
+        self.upload(step, inputs)
         if step.num_from_device:
-            self._ranks.broadcast(self._state.rows.last_tokens)  # rank 0 has sampled them
-        return self._run(step, inputs)
+            self._ranks.broadcast(self.state.rows.last_tokens)  # rank 0 has sampled them
+        if inputs.graphs is not None:
+            return self._replay(step, inputs)
+        return self._run_eagerly(step, inputs)
+
+    def upload(self, step: ComputeStep, inputs: StepInputs) -> None:
+        """Uploads a staged step, and changes rows on the device as the step says."""
+        for start in step.row_starts:
+            if start.checkpoint >= 0:
+                states, checkpoints = self.state.states, self.state.checkpoints
+                assert states is not None and checkpoints is not None
+                checkpoints.copy_slot(start.checkpoint, states, start.row)
+        self.staging.upload()
+        step_inputs.update_rows(inputs, self.staging, self.state.rows)
+
+    def forward(self, step: StepInputs, rows: Tensor | None = None) -> Tensor:
+        """Runs the layers of an uploaded step eagerly; see `Transformer.forward` for `rows`."""
+        if step.images:
+            if self.parts.images is None:
+                raise RuntimeError("a sequence has images, but the runner has no arena")
+            self.parts.images.read(step.images)
+        return self.parts.forward(step, rows)
 
     def score(self, step: ComputeStep, computed: Computed) -> None:
-        """This rank's part of what rank 0 scores prompts with, see `prompt_scores`."""
+        """Computes this rank's part of the logits of prompt tokens, see `prompt_scores`."""
         for first, count, _ in step.scored.tolist():
             assert computed.hidden is not None
-            for hidden in computed.hidden[first : first + count].split(self._most_scored):
-                self._model.logits(hidden)
+            hidden = computed.hidden[first : first + count]
+            for part in hidden.split(self.info.max_num_sequences):
+                self.model.logits(part)
 
-    def _run(self, step: ComputeStep, inputs: StepInputs) -> Computed:
+    def _replay(self, step: ComputeStep, inputs: StepInputs) -> Computed:
+        """Runs an uploaded step by a graph."""
+        assert inputs.graphs is not None
         count = len(step.samples)
-        if inputs.graphs is not None:
-            logits, token_ids = inputs.graphs.replay(inputs)
-            if count == 0:
-                return Computed(None, None, None, None)
-            return Computed(None, logits[:count], token_ids[:count], self._sampled_rows(inputs))
+        logits, token_ids = inputs.graphs.replay(inputs)
+        if count == 0:
+            return Computed(None, None, None, None)
+        return Computed(None, logits[:count], token_ids[:count], self._sampled_rows(inputs))
+
+    def _run_eagerly(self, step: ComputeStep, inputs: StepInputs) -> Computed:
+        """Runs an uploaded step without a graph."""
         assert inputs.places.sampled_tokens is not None
         sampled = self.staging.device(inputs.places.sampled_tokens)
-        narrow = count > 0 and not step.keeps_hidden
-        hidden = self._forward(inputs, sampled if narrow else None)
-        if count == 0:
-            return Computed(hidden, None, None, None)
-        logits = self._model.logits(hidden if narrow else hidden[sampled])
-        return Computed(None if narrow else hidden, logits, None, self._sampled_rows(inputs))
+        if len(step.samples) == 0:
+            return Computed(self.forward(inputs), None, None, None)
+        rows = self._sampled_rows(inputs)
+        if step.keeps_hidden:
+            hidden = self.forward(inputs)
+            return Computed(hidden, self.model.logits(hidden[sampled]), None, rows)
+        return Computed(None, self.model.logits(self.forward(inputs, sampled)), None, rows)
 
     def _sampled_rows(self, inputs: StepInputs) -> Tensor:
         place = inputs.places.sampled_rows
         if place is None:
-            return self._parts.entered.rows[: len(inputs.seq_lens)]
+            return self.parts.entered.rows[: len(inputs.seq_lens)]
         return self.staging.device(place)
 
     @torch.inference_mode()
-    def capture_graphs(self, decodes: list[int], prompts: list[int], mixed: list[int]) -> None:
-        """Captures decode steps of these sizes, lone prompts of these lengths, and mixed steps of
-        these numbers of tokens. A kind whose capture fails runs eagerly, with a warning.
+    def capture_graphs(self, wanted: Sequence[tuple[Graphs, list[int]]]) -> None:
+        """Captures graphs; a class of steps whose capture fails runs eagerly, with a warning.
+
+        Args:
+            wanted: graphs that capture nothing yet, with the sizes to capture.
 
         Raises:
             torch.OutOfMemoryError: the graphs do not fit into the device's memory.
-            RuntimeError: another rank waits within a step whose capture has failed here.
+            RuntimeError: another rank waits within a step whose capture has failed on this rank.
         """
-        parts, memory, scratch = self._parts, GraphMemory(), self._scratch([1] * self._scratch_row)
-        mixed_graphs = MixedGraphs(parts, memory, scratch)
-        prompt_graphs = PromptGraphs(parts, memory)
-        decode_graphs = DecodeGraphs(parts, memory, scratch)
-        # The largest first, so that the smaller ones find their memory in the pool.
-        steps = (
-            (mixed_graphs, (mixed_graphs.scratch(n) for n in sorted(mixed, reverse=True))),
-            (prompt_graphs, (self._scratch([n]) for n in sorted(prompts, reverse=True))),
-            (decode_graphs, (self._scratch([1] * n) for n in sorted(decodes, reverse=True))),
-        )
-        done, total = 0, len(mixed) + len(prompts) + len(decodes)
-        for graphs, scratch in steps:
+        done, total = 0, sum(len(sizes) for _, sizes in wanted)
+        for graphs, sizes in wanted:
             try:
-                for step in scratch:
-                    graphs.capture(self._stage(step, graphs))
+                # The largest first, so that the smaller ones find their memory in the pool.
+                for size in sorted(sizes, reverse=True):
+                    graphs.capture(self.stage_inputs(graphs.scratch(size), graphs))
                     done += 1
                     log_progress("graphs", done, total)
             except torch.OutOfMemoryError:
@@ -173,13 +206,13 @@ class StepComputer:
                 )
             else:
                 self.graphs.insert(0, graphs)
-            # A rank whose capture failed before a sum goes no further than this: the others wait
-            # for its term, and its end is theirs.
+            # If the capture failed on another rank before a sum over ranks, that rank stops here,
+            # while this rank waits for its term until one of them ends.
             self._ranks.exchange(graphs.name, _CAPTURE_S)
         self._keep_graphs_of_all()
 
     def _keep_graphs_of_all(self) -> None:
-        """Forgets graphs that another rank has not, so that all run a step in the same way."""
+        """Drops graphs that another rank lacks, so that all ranks run a step in the same way."""
         if self._ranks.count == 1:
             return
         of_ranks = self._ranks.exchange({each.name: sorted(each.kinds) for each in self.graphs})
@@ -193,55 +226,30 @@ class StepComputer:
     def forward_scratch(self, lengths: list[int]) -> None:
         """Runs model and head over sequences of meaningless tokens in the scratch block.
 
-        Warms kernels up, and shows how much memory a step of that size takes.
+        The run warms kernels up and shows how much memory a step takes.
+
+        Args:
+            lengths: number of tokens of each sequence.
         """
-        step = self._stage(self._scratch(lengths))
+        step = self.stage_inputs(self.scratch(lengths))
         self.staging.upload()
         assert step.places.sampled_tokens is not None
-        hidden = self._forward(step, self.staging.device(step.places.sampled_tokens))
-        self._model.ops.greedy(self._model.logits(hidden))
+        hidden = self.forward(step, self.staging.device(step.places.sampled_tokens))
+        self.model.ops.greedy(self.model.logits(hidden))
 
-    def _scratch(self, lengths: list[int]) -> StepInputs:
-        return StepInputs.scratch(lengths, self._scratch_row, self._max_blocks)
-
-    def _stage(self, step: StepInputs, graphs: Graphs | None = None) -> StepInputs:
-        """Copies a step, padded for `graphs` if any, into the staging buffer; returns it."""
-        self.staging.begin()
-        step.graphs = graphs
-        return step_inputs.stage(
-            step,
-            self.staging,
-            work=self._parts.backend.list_work(step, captured=graphs is not None),
-            masked=bool(step.images) if graphs is None else graphs.masks_images,
-            with_states=self._state.states is not None,
-            decodes=graphs is not None and graphs.runs_decodes,
-        )
-
-    def _restore_states(self, step: ComputeStep) -> None:
-        """Copies checkpoints to the rows that begin with them."""
-        for start in step.row_starts:
-            if start.checkpoint >= 0:
-                states, checkpoints = self._state.states, self._state.checkpoints
-                assert states is not None and checkpoints is not None
-                checkpoints.copy_slot(start.checkpoint, states, start.row)
-
-    def _forward(self, step: StepInputs, rows: Tensor | None = None) -> Tensor:
-        """Runs an uploaded step eagerly; see `Transformer.forward` for `rows`."""
-        if step.images:
-            if self._parts.images is None:
-                raise RuntimeError("a sequence has images, but the runner has no arena")
-            self._parts.images.read(step.images)
-        return self._parts.forward(step, rows)
+    def scratch(self, lengths: list[int]) -> StepInputs:
+        """Returns a step of meaningless sequences of these lengths."""
+        return StepInputs.scratch(lengths, self.scratch_row, self.max_blocks)
 
 
-def _most_chunks(info: EngineInfo) -> int:
-    """Chunks of the largest step, see `graphs.pad_mixed`."""
+def _max_chunks(info: EngineInfo) -> int:
+    """Returns the most chunks of a step, with padding; see `graphs.pad_mixed`."""
     return info.max_num_sequences + MAX_CAPTURED_CHUNKS + 1
 
 
 def _staging_bytes(info: EngineInfo, max_blocks: int) -> int:
-    """The most a step's arrays take: per token, and per chunk with its blocks and token mask."""
+    """Returns the most bytes that a step's arrays take: per token, and per chunk."""
     per_token, per_row = 56, 324 + 1024 + 4 * -(-info.vocab_size // 32)
-    rows = _most_chunks(info)
+    rows = _max_chunks(info)
     tokens = max(info.max_batched_tokens, rows)
-    return tokens * per_token + rows * (per_row + 12 * max_blocks) + _MOST_ELSE_BYTES
+    return tokens * per_token + rows * (per_row + 12 * max_blocks) + _CONSTANT_BYTES

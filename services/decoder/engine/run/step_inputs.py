@@ -1,17 +1,18 @@
-"""A step's arrays, which `enter_step` makes the model's of: laid out and padded on the host,
-uploaded at once.
+"""The arrays of a step: laid out and padded on the host, and uploaded at once.
 
-`ModelRunner` and the CUDA graphs use it. Nothing here waits for the device or knows a sequence; all
-lengths come from the `ComputeStep`, and blocks are on the device (`kernels.rows`).
+On the device, `enter_step` makes the model's inputs of the arrays. `StepComputer` and the CUDA
+graphs use this module. Nothing here waits for the device or knows a sequence: all lengths come from
+the `ComputeStep`, and block tables are on the device (`kernels.rows`).
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, takewhile
-from typing import Any
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
+from torch import Tensor
 
 from kernels.linear_attention.states import prefill_pieces
 from kernels.rows import MAX_CHANGING_CHUNKS, DeviceRows, OfChunk, OfToken
@@ -20,62 +21,107 @@ from services.decoder.engine.run.staging import Staged, Staging
 from services.decoder.engine.step import ComputeStep, Int32Array
 
 IntArray = npt.NDArray[np.int64]
-Updates = tuple[IntArray, Int32Array]  # of a row's tensor: places, and the values there
+# Changes of a tensor with one part per row: indices in the flat tensor, and the values there.
+Updates = tuple[IntArray, Int32Array]
 NO_UPDATES: Updates = np.empty(0, np.int64), np.empty(0, np.int32)
 
 
 @dataclass(slots=True)
 class Places:
-    """Where a step's arrays are in the staging buffer.
+    """The places of a step's arrays in the staging buffer.
 
-    Reserved in one order and before anything else, so that steps with equal numbers of tokens and
-    chunks have their arrays at equal places: a CUDA graph reads them where they were when it was
-    captured.
+    The places are reserved in a fixed order and before anything else, so that steps with equal
+    numbers of tokens and chunks have their arrays at equal places. A CUDA graph reads the arrays
+    from the places where they were when the graph was captured.
+
+    Attributes:
+        tokens: `[6, T]` int32, see `kernels.rows.OfToken`.
+        chunks: `[4, S]` int32, see `kernels.rows.OfChunk`.
+        sampled_rows: `[B]` int64, rows of the samples. None if each chunk samples.
+        sampled_tokens: `[B]` int64, indices of the tokens that are sampled. None if each chunk
+            samples.
+        work: work list of attention, see `AttentionBackend.list_work`. None if there is no list.
+        visual_mask: `[T]` int32, not 0 at image tokens. None if no token can be an image token.
+        cu_query_lens: `[S + 1]` int32. None if the model has no recurrent states.
+        pieces: `[W, 2]` int32, pieces of chunks of linear attention. None if there are no chunks.
+        saves: `[T]` int32, slot that takes the recurrent state after each token, or -1. None if
+            there are no chunks.
+        updates: places of indices and values of the changes of block tables, and of position
+            deltas. None for a kind without changes.
     """
 
     tokens: Staged
     chunks: Staged
-    sampled_rows: Staged | None = None  # [B] int64: rows of the table; None: each chunk samples
-    sampled_tokens: Staged | None = None  # [B] int64: tokens of the step; None: the same
-    work: Staged | None = None  # the attention's, see AttentionBackend.list_work
-    visual_mask: Staged | None = None  # [T] int32; None: no token can be an image's
-    cu_query_lens: Staged | None = None  # [S + 1] int32, of a model with recurrent states
-    pieces: Staged | None = None  # [W, 2] int32, of chunks of such a model
-    saves: Staged | None = None  # [T] int32, the same
-    # Of block tables, and of position deltas.
+    sampled_rows: Staged | None = None
+    sampled_tokens: Staged | None = None
+    work: Staged | None = None
+    visual_mask: Staged | None = None
+    cu_query_lens: Staged | None = None
+    pieces: Staged | None = None
+    saves: Staged | None = None
     updates: Sequence[tuple[Staged, Staged] | None] = (None, None)
+
+
+class StepGraphs(Protocol):
+    """Captured graphs that can run a step; implemented by the classes of `graphs`."""
+
+    def replay(self, step: "StepInputs") -> tuple[Tensor, Tensor]:
+        """Runs an uploaded step, and returns logits `[n, vocab_size]` and greedy tokens `[n]`."""
+        ...
 
 
 @dataclass(slots=True)
 class StepInputs:
-    """A step's arrays on the host: T tokens in S chunks.
+    """The arrays of a step on the host: T tokens in S chunks.
 
-    Padding tokens are added when the arrays are staged: id 0 at position 0, whose keys and values
-    go nowhere and which no token attends to.
+    Padding tokens are added when the arrays are staged. They have id 0 at position 0, their keys
+    and values are not stored, and no token attends to them.
+
+    Attributes:
+        num_tokens: number of tokens with padding, at least T.
+        num_decodes: number of leading chunks of one token.
+        tokens: `[6, T]`, see `kernels.rows.OfToken`.
+        chunks: `[4, S]`, see `kernels.rows.OfChunk`.
+        cu_query_lens: `[S + 1]`, prefix sums of the chunks' numbers of tokens.
+        seq_lens: `[S]`, context of each chunk's sequence after the step.
+        first_blocks: `[S]`, index of each sequence's first block in the flat block tables.
+        samples: `[B]`, indices of the chunks that sample.
+        images: runs of image tokens.
+        state_saves: see `ComputeStep`.
+        block_updates: changes of the flat block tables before the step runs.
+        position_deltas: changes of the rows' position deltas before the step runs.
+        places: places in the staging buffer, set by `stage`.
+        graphs: graphs that run the step. None if the step runs eagerly.
+        is_fused: True if attention is part of a fused operation, see `AttentionMetadata`.
+        plans_from_blocks: True if attention's plan reads block tables before the graph runs.
     """
 
-    num_tokens: int  # padding included, at least T
+    num_tokens: int
     num_decodes: int
-    tokens: Int32Array  # [6, T], see kernels.rows
-    chunks: Int32Array  # [4, S], the same
-    cu_query_lens: Int32Array  # [S + 1]
-    seq_lens: Int32Array  # [S]
-    first_blocks: Int32Array  # [S]
-    samples: IntArray  # [B]: chunks that sample
+    tokens: Int32Array
+    chunks: Int32Array
+    cu_query_lens: Int32Array
+    seq_lens: Int32Array
+    first_blocks: Int32Array
+    samples: IntArray
     images: list[ImageRun]
-    state_saves: IntArray | None = None  # see `ComputeStep`
-    # What changes of the rows before the step runs: of the block tables, flat; and of the deltas.
+    state_saves: IntArray | None = None
     block_updates: Updates = NO_UPDATES
     position_deltas: Updates = NO_UPDATES
-    places: Places = field(init=False)  # set by `stage`
-    # Set by the graphs that run it, see `engine.graphs`; None: it runs eagerly.
-    graphs: Any = None
-    is_fused: bool = False  # see AttentionMetadata
-    plans_from_blocks: bool = False  # its plan reads block tables, before the graph runs
+    places: Places = field(init=False)
+    graphs: StepGraphs | None = None
+    is_fused: bool = False
+    plans_from_blocks: bool = False
 
     @staticmethod
     def scratch(lengths: list[int], scratch_row: int, max_blocks: int) -> "StepInputs":
-        """A step of meaningless sequences, all of them in the scratch row."""
+        """Returns a step of meaningless sequences, all of them in the scratch row.
+
+        Args:
+            lengths: number of tokens of each sequence.
+            scratch_row: number of the scratch row.
+            max_blocks: number of blocks of a row.
+        """
         count, zeros = len(lengths), np.zeros(sum(lengths), np.int32)
         rows, starts = np.full(count, scratch_row), np.zeros(count, np.int64)
         step = ComputeStep(rows, starts, np.array(lengths), 0, np.arange(count), zeros)
@@ -86,7 +132,7 @@ class StepInputs:
 
 
 def lay_out(step: ComputeStep, max_blocks: int) -> StepInputs:
-    """The inputs of a step; `max_blocks`: of a row."""
+    """Lays out the arrays of a step whose rows have `max_blocks` blocks each."""
     alone = step.num_from_device == len(step.rows)
     inputs = (_decodes_from_device if alone else _chunks)(step, max_blocks)
     if len(step.block_updates):
@@ -104,7 +150,7 @@ def lay_out(step: ComputeStep, max_blocks: int) -> StepInputs:
 
 
 def _chunks(step: ComputeStep, max_blocks: int) -> StepInputs:
-    """`lay_out` of any step. Plain Python per chunk, as in `Batch.to_step`."""
+    """Lays out any step, in plain Python per chunk, as `Batch.to_step` does."""
     fed, lengths = step.num_from_device, step.lengths.tolist()
     *firsts, num_tokens = accumulate(lengths, initial=0)
     tokens = np.zeros((OfToken.COUNT, num_tokens), np.int32)
@@ -136,7 +182,7 @@ def _chunks(step: ComputeStep, max_blocks: int) -> StepInputs:
 
 
 def _decodes_from_device(step: ComputeStep, max_blocks: int) -> StepInputs:
-    """`lay_out` of the most frequent kind of step, in half the time."""
+    """Lays out decodes from the device alone, the most frequent step, in half the time."""
     count = len(step.rows)
     tokens = np.zeros((OfToken.COUNT, count), np.int32)
     chunks = np.empty((OfChunk.COUNT, count), np.int32)
@@ -168,20 +214,21 @@ def stage(
     with_states: bool = False,
     decodes: bool = False,
 ) -> StepInputs:
-    """Copies a step's arrays into the staging buffer; returns the step, with its places.
+    """Copies a step's arrays into the staging buffer, and returns the step with its places.
 
     Args:
-        step: laid out, and padded if a graph runs it.
-        work: what the attention backend reads besides lengths and blocks, if anything.
-        masked: the step has a mask of its visual tokens.
-        with_states: the model has recurrent states.
-        decodes: a graph of decodes alone runs it, which changes block tables itself, unless its
-            plan reads them.
+        step: the arrays of a step, padded if a graph runs the step.
+        staging: the staging buffer, in which the step has begun.
+        work: work list of attention. None if there is no list.
+        masked: True if the step has a mask of its visual tokens.
+        with_states: True if the model has recurrent states.
+        decodes: True if a graph of decodes alone runs the step. The graph changes block tables
+            itself, unless attention's plan reads them before.
     """
     num_tokens, num_chunks = step.num_tokens, len(step.seq_lens)
     blocks = step.block_updates
-    itself = decodes and not step.plans_from_blocks
-    if itself and len(blocks[0]) <= num_chunks <= MAX_CHANGING_CHUNKS:
+    in_graph = decodes and not step.plans_from_blocks
+    if in_graph and len(blocks[0]) <= num_chunks <= MAX_CHANGING_CHUNKS:
         places, block_ids = blocks
         step.chunks[OfChunk.PLACE, : len(places)], blocks = places, NO_UPDATES
         step.chunks[OfChunk.BLOCK, : len(places)] = block_ids
@@ -192,10 +239,10 @@ def stage(
     if not decodes:
         all_rows = step.chunks[OfChunk.ROW].astype(np.int64)
         last_tokens = step.cu_query_lens[1:].astype(np.int64) - 1
-        if len(step.samples) < num_chunks:  # else all chunks sample, in their order
+        if len(step.samples) < num_chunks:  # otherwise, all chunks sample in their order
             all_rows, last_tokens = all_rows[step.samples], last_tokens[step.samples]
-        found.sampled_rows = staging.add(all_rows, room=num_chunks)
-        found.sampled_tokens = staging.add(last_tokens, room=num_chunks)
+        found.sampled_rows = staging.add(all_rows, min_elements=num_chunks)
+        found.sampled_tokens = staging.add(last_tokens, min_elements=num_chunks)
     if work is not None:
         found.work = staging.add(work)
     if masked:
@@ -213,6 +260,7 @@ def stage(
 
 
 def _stage_saves(step: StepInputs, staging: Staging) -> Staged:
+    """Stages the slot that takes the state after each token, `[num_tokens]`, -1 without a slot."""
     saves = np.full(step.num_tokens, -1, np.int32)
     if step.state_saves is not None:
         saves[step.state_saves[:, 0]] = step.state_saves[:, 1]
@@ -220,6 +268,7 @@ def _stage_saves(step: StepInputs, staging: Staging) -> Staged:
 
 
 def _stage_visual_mask(step: StepInputs, staging: Staging) -> Staged:
+    """Stages the mask `[num_tokens]` of image tokens."""
     mask = np.zeros(step.num_tokens, np.int32)
     for part in step.images:
         mask[part.row : part.row + part.num_rows] = 1
@@ -227,7 +276,7 @@ def _stage_visual_mask(step: StepInputs, staging: Staging) -> Staged:
 
 
 def update_rows(step: StepInputs, staging: Staging, rows: DeviceRows) -> None:
-    """Makes an uploaded step's changes of rows, but for those that it makes itself."""
+    """Changes rows as an uploaded step says, except for changes that its graph makes."""
     blocks, position_deltas = step.places.updates
     if blocks is not None:
         rows.blocks.view(-1).index_copy_(0, *map(staging.device, blocks))

@@ -70,6 +70,7 @@ class RecurrentStates(NoStates):
 
     Attributes:
         num_slots: number of slots for checkpoints.
+        state_tokens: number of tokens of a piece, after each of which there is a state.
         free: slots that are free.
         slot_of: slot of each checkpoint by its name, least recently used first.
         planned: name of the planned checkpoint by its slot.
@@ -83,7 +84,7 @@ class RecurrentStates(NoStates):
             raise ValueError("recurrent states cannot be taken back: max_tokens_per_step must be 1")
         self.least = least
         self.num_slots = info.num_checkpoints
-        self._block_size, self._state_tokens = info.block_size, info.state_tokens
+        self._block_size, self.state_tokens = info.block_size, info.state_tokens
         self.free = list(range(self.num_slots - 1, -1, -1))
         self.slot_of: OrderedDict[bytes, int] = OrderedDict()
         self.planned: dict[int, bytes] = {}
@@ -154,14 +155,14 @@ class RecurrentStates(NoStates):
             return end, ()
         if end < len(sequence.token_ids):
             # A chunk that began within a piece before a wanted state would be too late for it.
-            early = [w - self._state_tokens for w in sequence.checkpoints if w > end]
+            early = [w - self.state_tokens for w in sequence.checkpoints if w > end]
             ends = map(self.boundary, (end, *early))
             end = min((each for each in ends if start < each <= end), default=end)
         planned: list[tuple[int, int]] = []
         in_use = {other.checkpoint for other in admitted}
         keeps = self.num_slots > 0 and end > start + 1
         for wanted in sequence.checkpoints if keeps else ():
-            tokens = start + (wanted - start) // self._state_tokens * self._state_tokens
+            tokens = start + (wanted - start) // self.state_tokens * self.state_tokens
             if start < tokens and wanted <= end and tokens == self.boundary(tokens):
                 count = tokens // self._block_size
                 extend_hashes(sequence, self._block_size, count)

@@ -1,0 +1,246 @@
+"""Steps padded for CUDA graphs, and what happens when a capture fails. Without a GPU."""
+
+import dataclasses
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from services.decoder.attention.base import StepLengths
+from services.decoder.attention.sdpa import SdpaBackend
+from services.decoder.engine.run.graphs import (
+    DecodeGraphs,
+    Graphs,
+    Kind,
+    MixedGraphs,
+    PromptGraphs,
+    StepParts,
+    pad_decodes,
+    pad_mixed,
+)
+from services.decoder.engine.run.model_runner import ModelRunner
+from services.decoder.engine.run.step_computer import StepComputer
+from services.decoder.engine.run.step_inputs import StepInputs
+from services.decoder.operations.kernel_facts import attention_facts
+from tests.decoder_harness import Harness, write_checkpoint
+from tests.unit.decoder.test_runner import start_text
+
+KINDS = (DecodeGraphs, PromptGraphs, MixedGraphs)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(tmp_path_factory.mktemp("graphs"))
+
+
+@pytest.fixture(scope="module")
+def harness(directory: Path) -> Harness:
+    return Harness(directory)
+
+
+def test_padding_keeps_places_and_touches_nothing_real(harness: Harness) -> None:
+    """A padded step's arrays lie where any step of that bucket has them; its padding is scratch."""
+    runner = harness.runner
+    sequences = [start_text(harness)]
+    harness.step(harness.chunk(sequences[0]))
+    chunk = harness.chunk(sequences[0])
+    step = harness.inputs(chunk)
+    full = runner.computer.scratch([1] * 4)
+    padded = pad_decodes(step, 4, full)
+    memory: Any = None
+    graphs = DecodeGraphs(runner.computer.parts, memory)
+    padded.block_updates = np.array([5]), np.array([7], np.int32)
+    second, first = (
+        runner.computer.stage_inputs(full, graphs).places,
+        runner.computer.stage_inputs(padded, graphs).places,
+    )
+    for name in ("tokens", "chunks"):
+        assert getattr(first, name) == getattr(second, name)
+    assert runner.computer.staging.host(first.tokens)[0].tolist() == [0, -1, -1, -1]
+    rows = padded.chunks[0].tolist()
+    assert rows == [0] + [runner.computer.scratch_row] * 3
+    table = runner.computer.state.rows.blocks
+    assert table[runner.computer.scratch_row, 0] == runner.info.num_blocks
+    assert runner.computer.staging.host(first.chunks)[2:, 0].tolist() == [5, 7]
+    assert runner.computer.staging.host(first.chunks)[2, 1:].tolist() == [-1] * 3
+    sequences[0].num_in_flight = 0
+    harness.finish(sequences[0])
+
+
+def test_a_padded_mixture_has_its_tokens_together_and_its_sequences_apart(harness: Harness) -> None:
+    runner = harness.runner
+    decodes = [start_text(harness, row) for row in range(2)]
+    for sequence in decodes:
+        harness.step(harness.chunk(sequence))
+    prompts = [start_text(harness, row) for row in (2, 3)]
+    chunks = [harness.chunk(sequence) for sequence in decodes]
+    chunks += [harness.chunk(prompts[0], 5), harness.chunk(prompts[1])]
+    used = sum(chunk.length for chunk in chunks)
+    step = harness.inputs(*chunks)
+    padded = dataclasses.replace(step)
+    pad_mixed(padded, 64, 4, 3, runner.computer.scratch([1]))
+    assert padded.num_decodes == 4
+    assert padded.num_tokens == 64
+    assert np.diff(padded.cu_query_lens).tolist() == [1, 1, 0, 0, 5, 10, 0, 0]
+    places = [0, 1, 4, 5]
+    assert padded.seq_lens[places].tolist() == step.seq_lens.tolist()
+    assert padded.chunks[0, places].tolist() == [0, 1, 2, 3]
+    assert padded.chunks[1, places].tolist() == step.chunks[1].tolist() == [11, 11, 5, 10]
+    others = [2, 3, 6, 7]
+    assert not padded.seq_lens[others].any()
+    assert padded.chunks[0, others].tolist() == [runner.computer.scratch_row] * 4
+    assert not padded.chunks[1, others].any()
+    # Three sample: two decodes and the whole prompt. Padding samples for the scratch row.
+    assert padded.samples.tolist() == [0, 1, 5, 7]
+    staged = runner.computer.stage_inputs(padded).places
+    found = runner.computer.staging.host(staged.tokens)
+    assert found.shape == (6, 64)
+    assert np.array_equal(found[:, :used], step.tokens)
+    assert found[0, used:].tolist() == [-1] * (64 - used)
+    runner.computer.staging.upload()
+    assert runner.computer.staging.device(staged.sampled_tokens).tolist() == [
+        0,
+        1,
+        used - 1,
+        used - 1,
+    ]
+    assert runner.computer.staging.device(staged.sampled_rows).tolist() == [
+        0,
+        1,
+        3,
+        runner.computer.scratch_row,
+    ]
+    for sequence in (*decodes, *prompts):
+        sequence.num_in_flight = 0
+        harness.finish(sequence)
+
+
+class CapturingBackend(SdpaBackend):
+    """A backend that says that its captured chunks are faster, and has a work list."""
+
+    def captures_chunks(self, step: StepLengths) -> bool:
+        return True
+
+    def list_work(self, step: StepLengths, *, captured: bool) -> np.ndarray:
+        return np.zeros((step.num_tokens // 64 + len(step.seq_lens), 8), np.int32)
+
+
+def parts_of(runner: ModelRunner, backend: type[SdpaBackend] = CapturingBackend) -> StepParts:
+    """The runner's parts, with another backend."""
+    facts = attention_facts(runner.computer.model.ops.table.facts, block_size=4)
+    return dataclasses.replace(runner.computer.parts, backend=backend(facts))
+
+
+NO_MEMORY: Any = None  # graphs that capture nothing
+
+
+class FailingCaptures:
+    """A mixin of graphs of which one is captured, which cannot run, and the next one fails."""
+
+    @property
+    def name(self) -> str:
+        return type(self).__mro__[2].__name__
+
+    def capture(self, step: StepInputs) -> None:
+        if self.kinds:
+            raise RuntimeError("out of shared memory")
+        captured: Any = None  # a step that replayed it would raise
+        self._add(Kind(step.num_tokens), captured)
+
+
+class UntouchedCaptures:
+    """A mixin of graphs of which none is captured."""
+
+    @property
+    def name(self) -> str:
+        return type(self).__mro__[2].__name__
+
+    def capture(self, step: StepInputs) -> None:
+        pass
+
+
+@pytest.mark.parametrize("failing", KINDS)
+def test_a_kind_of_step_whose_capture_fails_runs_eagerly(
+    directory: Path, caplog: pytest.LogCaptureFixture, failing: type[Graphs]
+) -> None:
+    """Even if some of its sizes were captured before; the other kinds keep their graphs."""
+    harness = Harness(directory)
+    expected = harness.generate(start_text(harness), 8)
+    parts = parts_of(harness.runner)
+    wanted: list[tuple[Any, list[int]]] = []
+    for kind in KINDS:
+        mixin = FailingCaptures if kind is failing else UntouchedCaptures
+        graphs = type("Fake", (mixin, kind), {})(parts, NO_MEMORY)
+        wanted.append((graphs, [1, 2] if kind is DecodeGraphs else [64, 128]))
+    with caplog.at_level(logging.WARNING):
+        harness.runner.computer.capture_graphs(wanted)
+    names = {graphs.name for graphs in harness.runner.computer.graphs}
+    assert names == {kind.__name__ for kind in KINDS} - {failing.__name__}
+    assert f"{failing.__name__}: capture failed" in caplog.text
+    assert "out of shared memory" in caplog.text
+    assert harness.generate(start_text(harness, 1), 8) == expected
+
+
+def test_a_capture_without_memory_is_an_error(directory: Path) -> None:
+    """The KV pool was sized without room for graphs: steps would fail later, too."""
+
+    class Unlucky(MixedGraphs):
+        def capture(self, step: StepInputs) -> None:
+            raise torch.OutOfMemoryError
+
+    runner = Harness(directory).runner
+    with pytest.raises(torch.OutOfMemoryError):
+        runner.computer.capture_graphs([(Unlucky(parts_of(runner), NO_MEMORY), [64])])
+
+
+@pytest.mark.parametrize("lengths", [[1, 1, 9], [12], [30, 2], [1, 40, 3, 3]])
+def test_what_a_graph_reads_lies_where_it_lay_at_its_capture(
+    harness: Harness, lengths: list[int]
+) -> None:
+    """Whatever the step: its tokens, its work and its mask."""
+    parts = parts_of(harness.runner)
+    computer = StepComputer(
+        harness.runner.info, parts.model, parts.backend, parts.state, parts.images
+    )
+    graphs = MixedGraphs(computer.parts, NO_MEMORY)
+    first = computer.stage_inputs(graphs.scratch(64), graphs)
+    captured = first.places
+    step = graphs.padded(computer.scratch(lengths), 64)
+    staged = computer.stage_inputs(step, graphs).places
+    for field in dataclasses.fields(staged):
+        place = getattr(staged, field.name)
+        assert place == getattr(captured, field.name), field.name
+        assert (place is None) == (field.name in ("cu_query_lens", "pieces", "saves"))
+
+
+def test_a_mixture_takes_the_smallest_graph_that_holds_it(harness: Harness) -> None:
+    runner = harness.runner
+    rows: list[int] = []
+
+    class Noting(MixedGraphs):
+        def _capture(self, kind: Kind, step: StepInputs, *sampled: torch.Tensor) -> None:
+            rows.append(len(sampled[0]))
+            captured: Any = None
+            self._add(kind, captured)
+
+    graphs = Noting(parts_of(runner), NO_MEMORY)
+    for size in (512, 384, 256):
+        graphs.capture(runner.computer.stage_inputs(graphs.scratch(size), graphs))
+    assert rows == [8] * 3  # as many as may decode
+
+    def padded(lengths: list[int], graphs: MixedGraphs = graphs) -> int | None:
+        step = runner.computer.scratch(lengths)
+        return step.num_tokens if graphs.pad(step) else None
+
+    assert padded([1, 1, 200]) == padded([256]) == 256
+    assert padded([1, 256]) == padded([90] * 4) == 384
+    assert padded([1] * 4 + [100] * 4) == 512
+    assert padded([513]) is None
+    assert padded([1] * 8 + [9]) is None, "nine sample"
+    assert padded([3] * 17) is None, "too many chunks"
+    slow = Noting(parts_of(runner, SdpaBackend), NO_MEMORY)
+    slow.capture(runner.computer.stage_inputs(slow.scratch(256), slow))
+    assert padded([1, 200], slow) is None
