@@ -189,12 +189,12 @@ class FakePending:
         return self.runner.computes_at_once
 
     def put_mask(self, index: int, mask: np.ndarray) -> None:
-        assert not self.sampled and self.runner._queue[-1][0] is self.step
+        assert not self.sampled and self.runner.newest_step is self.step
         self.masks[index] = mask.copy()
 
     def sample(self) -> None:
         step = self.step
-        assert not self.sampled and self.runner._queue[-1][0] is step
+        assert not self.sampled and self.runner.newest_step is step
         assert set(self.masks) == set(range(len(step.sample.late))) != set()
         self.sampled = True
         step.sample.masked = np.concatenate((step.sample.masked, step.sample.late))
@@ -247,6 +247,11 @@ class FakeRunner:
     _queue: deque[tuple[Step, list[FakeRow], list[list[int]], FakePending]] = field(
         default_factory=deque
     )
+
+    @property
+    def newest_step(self) -> Step:
+        """The step that was launched last, of those that have not run."""
+        return self._queue[-1][0]
 
     def prepare(self, step: Step) -> None:
         self.prepared.append(step)

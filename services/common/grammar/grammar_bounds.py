@@ -1,10 +1,10 @@
-"""What a grammar may be before anything compiles it: bounds on strangers' schemas and grammars.
+"""Bounds on the schemas and grammars of requests, which are checked before they are compiled.
 
-The gateway checks a request's grammar with it, and the decoder what a gateway sends. The compiler
-recurses along references without a limit of its own, and a few keywords take it seconds. Each bound
-is chosen so that the largest grammar within it compiles in less than a second of one core, within
-100 MiB and a quarter of a stack of 8 MiB (`benchmarks/grammar_bounds.py` measures it). All checks
-are linear in the text, and none recurses.
+The gateway checks the grammar of a request, and the decoder checks it again. The compiler recurses
+along references without a limit of its own, and a few keywords take it seconds. Each bound is
+chosen so that the largest allowed grammar compiles in less than a second of one core, with 100
+MiB of memory and a quarter of a stack of 8 MiB, as `benchmarks/grammar_bounds.py` measures. All
+checks take time linear in the text, without recursion.
 """
 
 import json
@@ -18,14 +18,15 @@ from services.common.grammar.reference_graph import components, deepest
 from services.common.grammar.schema_bounds import MAX_CHAIN, check_schema
 
 MAX_GRAMMAR_CHARS = 1 << 18
-MAX_GBNF_CHARS = 1 << 16  # its translation to Lark is Python: 0.3 s
-MAX_RULES = 4000  # 0.1 s, 30 MiB
-# Rules and groups along a path of references. A stack of 8 MiB ends beyond 2,600.
+MAX_GBNF_CHARS = 1 << 16  # translating them to Lark in Python takes 0.3 s
+MAX_RULES = 4000  # they take 0.1 s and 30 MiB
+# Number of rules and groups along a path of references. A stack of 8 MiB ends beyond 2,600.
 MAX_RULE_LEVELS = 1024
-MAX_SCHEMAS = 1000  # within a Lark grammar: 0.4 s, 60 MiB
-# Of a terminal, with those that it refers to: twelve take 30 ms, a hundred minutes.
+MAX_SCHEMAS = 1000  # schemas within a Lark grammar, which take 0.4 s and 60 MiB
+# Intersections in a terminal and in the terminals that it refers to: 12 take 30 ms, 100 take
+# minutes.
 MAX_INTERSECTIONS = 8
-MAX_BLANKS = 256  # in a row: the translation looks for Lark's beginning in quadratic time
+MAX_BLANKS = 256  # consecutive blanks, for which the translation needs quadratic time
 
 _NAME = r"!?[_?]?[a-z][_a-z0-9\-]*|_?[A-Z][_A-Z0-9\-]*"
 _LARK = re.compile(
@@ -59,9 +60,10 @@ def check_grammar(kind: str, text: str) -> None:
     Args:
         kind: `json_schema`, `regex`, `choice` (a JSON list of strings) or `grammar` (Lark in
             llguidance's dialect, or GBNF).
+        text: text of the grammar.
 
     Raises:
-        InvalidGrammar: it is beyond a bound, or not of that kind.
+        InvalidGrammar: the grammar exceeds a bound, or is not of its kind.
     """
     refuse(len(text), MAX_GRAMMAR_CHARS, "characters")
     counts = Counts()
@@ -89,7 +91,7 @@ def _parsed(text: str) -> object:
 
 
 def is_gbnf(text: str) -> bool:
-    """Whether a grammar is GBNF: a rule is written with `::=`. Any other is Lark."""
+    """Returns whether a grammar is GBNF, whose rules have `::=`. Any other grammar is Lark."""
     return _IS_GBNF.search(text) is not None
 
 
@@ -105,7 +107,14 @@ def _check_rules(text: str, counts: Counts) -> None:
 
 
 class _Rule:
-    """What a rule or terminal refers to, and what it needs itself."""
+    """The references and the own sizes of a rule or terminal.
+
+    Attributes:
+        names: names that the rule refers to.
+        product: product of the rule's counted repeats.
+        levels: number of nested groups.
+        intersections: number of intersections (&).
+    """
 
     def __init__(self) -> None:
         self.names: list[str] = []
@@ -115,7 +124,7 @@ class _Rule:
         self._depth = 1
 
     def read(self, character: str) -> None:
-        """Punctuation."""
+        """Reads a punctuation character."""
         if character in "([":
             self.product.open()
             self._depth += 1
@@ -138,9 +147,11 @@ class _Rules:
         self._num_grammars = 0
 
     def read_lark(self, text: str) -> None:
-        """Rules begin lines; a line that begins with `|` goes on with the rule before."""
-        # Braces that are open: of a grammar within a grammar, whose names have its number as a
-        # prefix, or of something else.
+        """Reads a Lark grammar. A rule begins a line, and a line that begins with `|` continues the
+        rule before.
+        """
+        # `outer` has an entry for each open brace. Names in a grammar within the grammar have the
+        # number of the inner grammar as their prefix.
         prefix, rule, outer = "", self._rule("%"), list[tuple[str, _Rule]]()
         is_start, index = True, 0
         while index < len(text):
@@ -174,7 +185,7 @@ class _Rules:
                 self._read(rule, kind, part)
 
     def read_gbnf(self, text: str) -> None:
-        """Rules begin with their name and `::=`."""
+        """Reads a GBNF grammar. A rule begins with its name and `::=`."""
         rule, index = self._rule("%"), 0
         while index < len(text):
             match = _GBNF.match(text, index)
@@ -189,7 +200,11 @@ class _Rules:
                 self._read(rule, kind, part)
 
     def check(self) -> None:
-        """Raises InvalidGrammar where the rules together are beyond a bound."""
+        """Checks the bounds on all rules together.
+
+        Raises:
+            InvalidGrammar: the rules exceed a bound.
+        """
         rules = list(self._rules.values())
         nodes = {name: node for node, name in enumerate(self._rules)}
         edges = [[(nodes[name], 1) for name in rule.names if name in nodes] for rule in rules]
@@ -229,7 +244,7 @@ class _Rules:
                 self._counts.add_pattern(part)
 
     def _read_json(self, word: str, text: str, index: int) -> int:
-        """What follows `%json` or the like; returns its end."""
+        """Reads the JSON behind a keyword such as `%json`, and returns the index of its end."""
         try:
             value, end = _DECODER.raw_decode(text, index)
         except RecursionError:

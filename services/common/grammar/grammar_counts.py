@@ -1,6 +1,6 @@
-"""What of a grammar is counted over its whole text, and the bounds on regular expressions.
+"""Sums over the whole text of a grammar, with their bounds, and bounds on regular expressions.
 
-`grammar_bounds` has the bounds of whole texts, `schema_bounds` those of schemas.
+`grammar_bounds` has the bounds of grammars, and `schema_bounds` those of schemas.
 """
 
 import math
@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 from services.common.errors import InvalidGrammar
 
-MAX_LITERAL_BYTES = 1 << 16  # of constants and strings: 0.15 s, 60 MiB
-MAX_VALUES = 5000  # of enumerations and choices: objects take 0.3 s, 30 MiB
-MAX_PATTERN_CHARS = 1 << 15  # 0.2 s, 80 MiB
-MAX_REPEATS = 100_000  # what counted repeats multiply to
-MAX_COUNTED = 1000  # repeats of lists and rules: a thousand pairs take 0.4 s, 130 MiB
+MAX_LITERAL_BYTES = 1 << 16  # constants and strings, which take 0.15 s and 60 MiB
+MAX_VALUES = 5000  # values of enumerations and choices; objects take 0.3 s and 30 MiB
+MAX_PATTERN_CHARS = 1 << 15  # they take 0.2 s and 80 MiB
+MAX_REPEATS = 100_000  # product of nested counted repeats
+MAX_COUNTED = 1000  # repeats of lists and rules; a thousand pairs take 0.4 s and 130 MiB
 
 _PARTS = re.compile(
     r"\\.|(?P<set>\[\^?\]?(?:\\.|[^\]\\])*+\])|(?P<unclosed>\[)|(?P<open>\()|(?P<close>\))"
@@ -24,7 +24,14 @@ _PARTS = re.compile(
 
 @dataclass(slots=True)
 class Counts:
-    """Sums over one text; each `add` raises InvalidGrammar where a sum is beyond its bound."""
+    """Sums over one text. Each `add` raises InvalidGrammar if a sum exceeds its bound.
+
+    Attributes:
+        literal_bytes: bytes of constants and strings.
+        values: number of values of enumerations and choices.
+        pattern_chars: characters of regular expressions.
+        counted: number of counted repeats of lists and rules.
+    """
 
     literal_bytes: int = 0
     values: int = 0
@@ -32,70 +39,83 @@ class Counts:
     counted: int = 0
 
     def add_literal(self, text: str, values: int = 0) -> None:
-        """Constants and strings, as they are written."""
+        """Adds constants or strings, as they are written, with a number of values."""
         self.literal_bytes += len(text.encode("utf-8", "surrogatepass"))
         self.values += values
         refuse(self.literal_bytes, MAX_LITERAL_BYTES, "bytes of constants and strings")
         refuse(self.values, MAX_VALUES, "values in enumerations")
 
     def add_counted(self, repeats: int = 1) -> None:
-        """Counted repeats of lists or rules."""
+        """Adds counted repeats of lists or rules."""
         self.counted += repeats
         refuse(self.counted, MAX_COUNTED, "counted repeats")
 
     def add_pattern(self, pattern: str) -> None:
-        """A regular expression, which is checked."""
+        """Adds a regular expression and checks its repeats."""
         self.pattern_chars += len(pattern)
         refuse(self.pattern_chars, MAX_PATTERN_CHARS, "characters of regular expressions")
         refuse_repeats(_repeats(pattern))
 
 
 def refuse(count: float, most: int, what: str) -> None:
-    """Raises InvalidGrammar where the text has more than `most` of something."""
+    """Checks a count against its bound.
+
+    Args:
+        count: the count.
+        most: the bound.
+        what: name of the counted things, for the message.
+
+    Raises:
+        InvalidGrammar: the count exceeds the bound.
+    """
     if count > most:
         raise InvalidGrammar(f"it has more than {most} {what}")
 
 
 def refuse_repeats(repeats: float) -> None:
-    """Raises InvalidGrammar where counted repeats multiply to more than `MAX_REPEATS`."""
+    """Checks the product of counted repeats.
+
+    Raises:
+        InvalidGrammar: the product exceeds `MAX_REPEATS`.
+    """
     if repeats > MAX_REPEATS:
         raise InvalidGrammar(f"its counted repeats multiply to more than {MAX_REPEATS}")
 
 
 class Product:
-    """What counted repeats multiply to, read from left to right."""
+    """The largest product of nested counted repeats in a text that is read from left to right."""
 
     def __init__(self) -> None:
-        self._most = 1.0  # on this level
-        self._last = 1.0  # of what a repeat would repeat
-        self._outer: list[float] = []
+        self._most = 1.0  # largest product on this level
+        self._last = 1.0  # product of the item that a repeat would repeat
+        self._outer: list[float] = []  # largest products on the outer levels
 
     def item(self) -> None:
-        """Something that is not repeated within."""
+        """Reads an item without repeats inside."""
         self._last = 1.0
 
     def open(self) -> None:
-        """A group begins."""
+        """Reads the beginning of a group."""
         self._outer.append(self._most)
         self._most = self._last = 1.0
 
     def close(self) -> None:
-        """A group ends."""
+        """Reads the end of a group."""
         self._last = self._most
         self._most = max(self._most, self._outer.pop() if self._outer else 1.0)
 
     def repeat(self, times: float) -> None:
-        """What came last is repeated."""
+        """Reads a repeat of the last item."""
         self._last *= max(times, 1.0)
         self._most = max(self._most, self._last)
 
     def total(self) -> float:
-        """Of all that was read."""
+        """Returns the largest product of all that was read."""
         return max(self._most, *self._outer, 1.0)
 
 
 def times_of(written: str) -> float:
-    """A repeat's number."""
+    """Parses the number of a repeat. A number of more than 15 digits is infinite."""
     return math.inf if len(written) > 15 else float(written)
 
 

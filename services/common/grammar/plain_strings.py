@@ -1,42 +1,47 @@
-"""JSON schemas whose bounded strings are plain: of any text of some length.
+"""Recognizes JSON schemas whose bounded strings are plain, which means any text of some length.
 
-Where the character `PROBE` may come n times in a row in such a string, any n characters may come
-that are no controls, quotes, backslashes and angle brackets, and no more than n. So the decoder
-fills masks fast (`bounded_strings`). It looks at schemas itself; of grammars that the gateway
-writes around schemas, the gateway says it.
+If the character `PROBE` may occur n times in a row in such a string, any n characters may occur,
+except control characters, quotes, backslashes and angle brackets, and not more than n. The decoder
+uses that to fill token masks fast (`bounded_strings`). The decoder checks schemas itself. For a
+grammar that contains schemas, the gateway checks them and tells the decoder.
 """
 
 import json
 import re
 from typing import Any, cast
 
-PROBE = "\ue123"  # of a private use area, so no token is such text
+PROBE = "\ue123"  # a private use character, which no token contains
 _BOUND = "maxLength"
 _ANNOTATIONS = frozenset(
     (
-        "$schema", "$id", "$comment", "title", "description", "default", "examples", "deprecated",
-        "readOnly", "writeOnly",
+        *("$schema", "$id", "$comment", "title", "description", "default", "examples"),
+        *("deprecated", "readOnly", "writeOnly"),
     )
-)  # fmt: skip
-# Keywords whose values hold no schema, and under which a string is of any characters.
+)
+# Keywords whose values contain no schema, and which do not restrict the characters of a string.
 _PLAIN = frozenset(
     (
-        "type", "required", "const", "enum", _BOUND, "minLength", "minimum", "maximum",
-        "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "minItems", "maxItems",
-        "minProperties", "maxProperties",
+        *("type", "required", "const", "enum", _BOUND, "minLength", "multipleOf"),
+        *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"),
+        *("minItems", "maxItems", "minProperties", "maxProperties"),
     )
-)  # fmt: skip
-_SCHEMA, _SCHEMAS, _NAMED = ("items", "additionalProperties"), ("prefixItems",), (
-    "properties", "$defs", "definitions",
-)  # fmt: skip
-_REFERENCE = re.compile(r"#(/(\$defs|definitions)/[^/]+)?")  # what it refers to is looked at
+)
+# Keywords whose values are a schema, a list of schemas, and schemas by name.
+_SCHEMA = ("items", "additionalProperties")
+_SCHEMAS = ("prefixItems",)
+_NAMED = ("properties", "$defs", "definitions")
+_REFERENCE = re.compile(r"#(/(\$defs|definitions)/[^/]+)?")  # the target is checked in its place
 _NO_STRING = frozenset(("null", "boolean", "integer", "number"))
 
 
 def has_plain_bounds(schema: str) -> bool:
-    """Whether strings are bounded in the schema and, where several forms of a value are possible,
-    no bounded string is beside another string. Then each plain text of the same length may come
-    within a string, or none.
+    """Returns whether a schema has bounded strings, and all its bounded strings are plain.
+
+    A bounded string is not plain if the value may also be another string: then plain texts of the
+    same length need not all be allowed.
+
+    Args:
+        schema: the schema as JSON text.
     """
     if _BOUND not in schema:
         return False
@@ -48,7 +53,9 @@ def has_plain_bounds(schema: str) -> bool:
 
 
 def is_plain(schema: Any) -> bool:  # noqa: ANN401 - any JSON
-    """Whether, where a string may come, any plain text of the same length may, or none."""
+    """Returns whether all plain texts of the same length are allowed, or none, wherever the schema
+    allows a string.
+    """
     if isinstance(schema, bool):
         return True
     if not isinstance(schema, dict):
@@ -76,7 +83,7 @@ def is_plain(schema: Any) -> bool:  # noqa: ANN401 - any JSON
 
 
 def _is_scalar(schema: Any) -> bool:  # noqa: ANN401 - any JSON
-    """Whether a value of the schema is no string, list or object."""
+    """Returns whether no value of the schema is a string, list or object."""
     if not isinstance(schema, dict):
         return False
     kind = cast("dict[str, Any]", schema).get("type")

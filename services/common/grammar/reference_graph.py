@@ -1,4 +1,4 @@
-"""The deepest path through a graph of references, cycles included, without recursion."""
+"""Finds the deepest path through a graph of references with cycles, without recursion."""
 
 from collections.abc import Sequence
 
@@ -6,17 +6,18 @@ Edges = Sequence[Sequence[tuple[int, int]]]
 
 
 def deepest(edges: Edges, heights: Sequence[float]) -> tuple[float, int]:
-    """The most that a path needs which enters no node twice, or more than that.
+    """Returns upper bounds of the height and the number of links of a path that enters no node
+    twice.
 
-    A cycle counts as all of its nodes, and as one link: a compiler enters each of them once, in
-    an order that is its own.
+    A cycle counts as all of its nodes and as a single link, because a compiler enters each of its
+    nodes once, in an unknown order.
 
     Args:
-        edges: of each node, other nodes and the links (0 or 1) that an edge counts.
-        heights: of each node, what it needs itself.
+        edges: edges of each node, as pairs of the other node and the number of links (0 or 1).
+        heights: height of each node.
 
     Returns:
-        The largest sum of heights, and the largest number of links.
+        The largest sum of heights along a path, and the largest number of links.
     """
     height, length = [0.0] * len(edges), [0] * len(edges)
     for component in components(edges):
@@ -33,8 +34,10 @@ def deepest(edges: Edges, heights: Sequence[float]) -> tuple[float, int]:
 
 
 def components(edges: Edges) -> list[list[int]]:
-    """Strongly connected components (Tarjan's), each behind those that it leads to."""
-    order = [0] * len(edges)  # 0: not seen
+    """Returns the strongly connected components, by Tarjan's algorithm. A component follows the
+    components that its edges lead to.
+    """
+    order = [0] * len(edges)  # order of the first visits; 0 before
     low = [0] * len(edges)
     path: list[int] = []
     on_path = [False] * len(edges)

@@ -1,7 +1,7 @@
-"""Bounds on JSON schemas: references, nesting, properties and what else takes a compiler long.
+"""Bounds on JSON schemas: references, nesting, properties and other keywords that compile slowly.
 
-A schema is walked once, as a list of its objects and lists; references are edges among those that
-something refers to. Where a reference might mean several places, it means all of them.
+A schema is walked once, which makes a list of its objects and lists. References are edges between
+the objects that are referred to. A reference that might mean several places counts as all of them.
 """
 
 import json
@@ -16,36 +16,45 @@ from services.common.errors import InvalidGrammar
 from services.common.grammar.grammar_counts import Counts, refuse, refuse_repeats
 from services.common.grammar.reference_graph import components, deepest
 
-MAX_NESTING = 100  # the compiler's reader takes 127
-MAX_CHAIN = 64  # references, one behind the other
-# Objects and lists along a path through references. A stack of 8 MiB ends between 1,700 and 2,500.
+MAX_NESTING = 100  # the compiler's JSON parser accepts 127 levels
+MAX_CHAIN = 64  # references along a path
+# Objects and lists along a path of references. A stack of 8 MiB ends between 1,700 and 2,500.
 MAX_LEVELS = 512
-MAX_PROPERTIES = 1000  # of an object; optional ones take quadratic time: 0.1 s
-MAX_ALL_PROPERTIES = 5000  # 0.3 s, 40 MiB
-MAX_PATTERN_PROPERTIES = 64  # of an object: each is compared with each, 0.03 s
+MAX_PROPERTIES = 1000  # properties of an object; optional properties take quadratic time, 0.1 s
+MAX_ALL_PROPERTIES = 5000  # they take 0.3 s and 40 MiB
+MAX_PATTERN_PROPERTIES = 64  # patterns of an object, all pairs of which are compared in 0.03 s
 MAX_ALL_PATTERN_PROPERTIES = 512
-# Of `multipleOf`, without zeros at the end: the least common multiple is an automaton's size.
+# Least common multiple of all `multipleOf` without trailing zeros, which is the size of an
+# automaton.
 MAX_MULTIPLE = 20_000
 MAX_ALL_MULTIPLES = 50_000
 
-# Keywords whose values are no schemas, and those whose values have schemas by name.
+# Keywords whose values are no schemas, and keywords whose values are schemas by name.
 LITERALS = frozenset(("const", "enum", "default", "examples", "example"))
 MAPS = frozenset(
     (
-        "properties", "patternProperties", "$defs", "definitions", "dependentSchemas",
+        "properties",
+        "patternProperties",
+        "$defs",
+        "definitions",
+        "dependentSchemas",
         "dependencies",
     )
-)  # fmt: skip
+)
 _REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
 _ANCHORS = ("$anchor", "$dynamicAnchor")
-_TRUE_OR_FALSE = -1  # what a reference leads to, a schema that leads nowhere else
+_TRUE_OR_FALSE = -1  # target of a reference to a schema `true` or `false`
 
 
 def check_schema(schema: object, counts: Counts) -> None:
-    """Checks a schema, as parsed JSON.
+    """Checks a schema against the bounds.
+
+    Args:
+        schema: the schema as parsed JSON.
+        counts: sums over the whole grammar, to which those of the schema are added.
 
     Raises:
-        InvalidGrammar: it is beyond a bound, or a reference leads nowhere.
+        InvalidGrammar: the schema exceeds a bound, or has a reference to nothing.
     """
     _Parts(schema).check(counts)
 
@@ -55,10 +64,12 @@ class _Part:
     """An object or a list of a schema.
 
     Attributes:
-        parent: index of what it is in.
-        is_schema: its keys are keywords.
-        is_literal: it is in a value that is no schema.
-        resource: index of what its fragments are of.
+        value: the parsed JSON.
+        parent: index of the part that contains it.
+        depth: number of parts around it.
+        is_schema: True if its keys are keywords.
+        is_literal: True if it is within a value that is no schema.
+        resource: index of the part whose URI is the base of its fragments.
     """
 
     value: Any
@@ -70,19 +81,19 @@ class _Part:
 
     @property
     def keywords(self) -> dict[str, Any]:
-        """Of a schema; empty: it is none."""
+        """Keywords of a schema. Empty if the part is not a schema."""
         return _object(self.value) if self.is_schema and not self.is_literal else {}
 
 
 class _Parts:
-    """A schema's objects and lists in the order of a walk; the schema itself is the first one."""
+    """The objects and lists of a schema, in the order of a walk from the schema itself."""
 
     def __init__(self, schema: object) -> None:
         self._parts = [_Part(schema)]
-        self._uris: dict[int, str] = {0: ""}  # of resources
-        self._targets: dict[str, list[int]] = {}  # by URI, and anchors behind a `#`
-        self._indices: dict[int, int] = {}  # by id of a value
-        for index, part in enumerate(self._parts):  # to which children are added
+        self._uris: dict[int, str] = {0: ""}  # by index of the resource
+        self._targets: dict[str, list[int]] = {}  # by URI, or by `#` and anchor
+        self._indices: dict[int, int] = {}  # by id() of the value
+        for index, part in enumerate(self._parts):  # the loop appends the children
             self._indices[id(part.value)] = index
             if part.is_schema:
                 self._name(index, _object(part.value))
@@ -109,9 +120,13 @@ class _Parts:
                 self._targets.setdefault(f"#{anchor}", []).append(index)
 
     def check(self, counts: Counts) -> None:
-        """Raises InvalidGrammar where a bound is exceeded."""
+        """Checks the bounds, and adds the sums of the schema.
+
+        Raises:
+            InvalidGrammar: the schema exceeds a bound, or has a reference to nothing.
+        """
         keywords = _Keywords(counts)
-        least = [1.0] * len(self._parts)  # items that the shortest text has
+        least = [1.0] * len(self._parts)  # number of items of the shortest value
         for index, part in enumerate(self._parts):
             least[index] = least[part.parent] * keywords.check(part.keywords)
             refuse_repeats(least[index])
@@ -125,7 +140,11 @@ class _Parts:
             self._refuse_endless()
 
     def _refuse_endless(self) -> None:
-        """Refuses a reference to a schema that only endless JSON fits."""
+        """Refuses a reference to a schema that only infinite JSON would match.
+
+        Raises:
+            InvalidGrammar: the schema has such a reference.
+        """
         finite = _Finite()
         for index, part in enumerate(self._parts):
             if _is_object(part.value):
@@ -138,13 +157,13 @@ class _Parts:
                 )
 
     def _needs(self, finite: "_Finite", index: int) -> list[int]:
-        """What has to have an end so that a value of the schema has one."""
+        """Returns the nodes that must have finite values so that the schema has a finite value."""
         schema = _object(self._parts[index].value)
         needs = self._referred(index) + self._nodes(_listed(schema.get("allOf")))
         for keyword in ("anyOf", "oneOf"):
             if _is_list(branches := schema.get(keyword)):
                 found = self._nodes(_list(branches))
-                free = len(found) < len(_list(branches))  # one is `true`
+                free = len(found) < len(_list(branches))  # a branch is `true`
                 needs.append(finite.any_of([[node] for node in found] + [[]] * free))
         types = _listed(schema.get("type"))
         if not {"enum", "const"} & schema.keys() and all(t in ("object", "array") for t in types):
@@ -162,11 +181,13 @@ class _Parts:
         return needs
 
     def _nodes(self, values: Iterable[object]) -> list[int]:
-        """Indices of the objects among them."""
+        """Returns the indices of the values that are objects."""
         return [self._indices[id(value)] for value in values if _is_object(value)]
 
     def _references(self) -> tuple[list[list[tuple[int, int]]], list[int]]:
-        """The graph of what is referred to, for `deepest`; its first node is the schema."""
+        """Returns edges and heights for `deepest`. The nodes are the schema itself and the parts
+        that are referred to.
+        """
         found = [
             (index, target) for index in range(len(self._parts)) for target in self._referred(index)
         ]
@@ -200,7 +221,7 @@ class _Parts:
         return found
 
     def _resolved(self, resource: int, reference: str) -> list[int]:
-        """Where a reference may lead; nowhere: it is wrong."""
+        """Returns the possible targets of a reference. A wrong reference has none."""
         uri, _, fragment = reference.partition("#")
         resources = [resource, 0]
         if uri:
@@ -229,7 +250,7 @@ class _Parts:
 
 
 def _joined(base: str, uri: str) -> str:
-    """A URI in a document of that base; what is none stays as it is."""
+    """Resolves a URI against a base. Text that is not a URI is returned unchanged."""
     try:
         return urljoin(base, uri)
     except ValueError:
@@ -237,7 +258,9 @@ def _joined(base: str, uri: str) -> str:
 
 
 class _Finite:
-    """Which nodes are true, given what each needs: the least solution, in linear time."""
+    """Finds the nodes that are true, if each node is true when its needs are. It computes the least
+    solution in linear time.
+    """
 
     def __init__(self) -> None:
         self._missing: dict[int, int] = {}
@@ -245,13 +268,13 @@ class _Finite:
         self._others = 0
 
     def all_of(self, node: int, needs: list[int]) -> None:
-        """The node is true if all others are."""
+        """Declares that a node is true if all of its needs are."""
         self._missing[node] = len(needs)
         for need in needs:
             self._users.setdefault(need, []).append(node)
 
     def any_of(self, alternatives: list[list[int]]) -> int:
-        """A node of its own that is true if all of one alternative are."""
+        """Creates a node that is true if all needs of an alternative are, and returns the node."""
         self._others -= 1
         node = self._others
         self._missing[node] = 1
@@ -262,7 +285,7 @@ class _Finite:
         return node
 
     def solve(self) -> set[int]:
-        """The nodes that are true."""
+        """Returns the nodes that are true."""
         left = [node for node, missing in self._missing.items() if not missing]
         found: set[int] = set()
         while left:
@@ -276,7 +299,7 @@ class _Finite:
 
 
 class _Keywords:
-    """Counts what the keywords of schemas ask for."""
+    """Sums over the keywords of all schemas in a grammar."""
 
     def __init__(self, counts: Counts) -> None:
         self._counts = counts
@@ -286,7 +309,11 @@ class _Keywords:
         self._multiple = 1
 
     def check(self, schema: dict[str, Any]) -> float:
-        """One schema's; returns how many items its shortest value has."""
+        """Checks the keywords of a schema and returns the number of items of its shortest value.
+
+        Raises:
+            InvalidGrammar: the keywords exceed a bound.
+        """
         self._check_names(schema)
         for keyword in ("enum", "const"):
             if keyword in schema:
@@ -337,21 +364,21 @@ def _is_list(value: object) -> bool:
 
 
 def _object(value: object) -> dict[str, Any]:
-    """Empty: it is none."""
+    """Returns the value if it is an object, else an empty object."""
     return cast("dict[str, Any]", value) if isinstance(value, dict) else {}
 
 
 def _list(value: object) -> list[Any]:
-    """Empty: it is none."""
+    """Returns the value if it is a list, else an empty list."""
     return cast("list[Any]", value) if isinstance(value, list) else []
 
 
 def _listed(value: object) -> list[Any]:
-    """Keywords may have one value, or several."""
+    """Returns the values of a keyword that has a single value or a list of values."""
     return _list(value) if _is_list(value) else [value]
 
 
 def _number(schema: dict[str, Any], keyword: str) -> float:
-    """A keyword's number; 0: it has none."""
+    """Returns the number of a keyword, or 0 if the keyword has no number."""
     value = schema.get(keyword)
     return value if isinstance(value, int | float) and not isinstance(value, bool) else 0

@@ -1,8 +1,8 @@
-"""Formats of JSON schemas that no standard knows: annotations, which forbid nothing.
+"""Removes formats from JSON schemas that no standard defines, and that are annotations therefore.
 
-llguidance refuses them; the decoder takes them out and compiles the rest, and the gateway takes
-them out of schemas that it puts into a grammar. Standard formats that it
-cannot enforce stay, so that the schema is refused by their name.
+llguidance refuses unknown formats. The decoder removes such formats and compiles the rest of the
+schema, and the gateway removes them from the schemas within its grammars. Standard formats that
+llguidance cannot enforce stay, so that the schema is refused with the name of the format.
 """
 
 import json
@@ -10,21 +10,21 @@ from typing import Any, cast
 
 from services.common.grammar.schema_bounds import LITERALS, MAPS
 
-# Of the drafts from 4 on.
+# Formats of JSON Schema's drafts from 4 on.
 STANDARD_FORMATS = frozenset(
     (
-        "date", "date-time", "duration", "email", "hostname", "idn-email", "idn-hostname", "ipv4",
-        "ipv6", "iri", "iri-reference", "json-pointer", "regex", "relative-json-pointer", "time",
-        "uri", "uri-reference", "uri-template", "uuid",
+        *("date", "date-time", "duration", "email", "hostname", "idn-email", "idn-hostname"),
+        *("ipv4", "ipv6", "iri", "iri-reference", "json-pointer", "regex", "relative-json-pointer"),
+        *("time", "uri", "uri-reference", "uri-template", "uuid"),
     )
-)  # fmt: skip
+)
 
 
 def without_unknown_formats(schema: str) -> str:
-    """The same schema, which the same values validate against.
+    """Returns a schema without unknown formats. The same values are valid under both schemas.
 
     Raises:
-        ValueError: it is not JSON.
+        ValueError: the schema is not JSON, or is nested too deeply.
     """
     try:
         return json.dumps(_stripped(json.loads(schema)))
@@ -33,7 +33,12 @@ def without_unknown_formats(schema: str) -> str:
 
 
 def _stripped(part: Any, *, is_map: bool = False) -> Any:  # noqa: ANN401 - any JSON
-    """A schema without unknown formats; `is_map`: its keys are names of schemas, not keywords."""
+    """Returns a part of a schema without unknown formats.
+
+    Args:
+        part: the parsed JSON.
+        is_map: True if the keys of the part are names of schemas instead of keywords.
+    """
     if isinstance(part, list):
         return [_stripped(item) for item in cast("list[Any]", part)]
     if not isinstance(part, dict):
