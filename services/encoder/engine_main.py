@@ -1,8 +1,9 @@
 """The encoder's engine process: `python -m services.encoder.engine_main`, started by the front.
 
-It loads the vision tower, warms it up, reports to the front which model it serves, and runs the
-engine's loop. It uses neither gRPC nor Redis. If the settings or the checkpoint cannot be served,
-it exits with status 2, after any other failure with status 1, and it logs the reason.
+The process loads the vision tower, warms up its kernels, reports to the front which model it
+serves, and runs the engine's loop. It uses neither gRPC nor Redis. If the settings or the
+checkpoint cannot be served, the exit status is 2. After any other failure it is 1. The log has the
+reason.
 """
 
 import services.common.process.rare_gc  # noqa: F401 - before torch
@@ -154,9 +155,9 @@ def prepare_device(device: torch.device, settings: EncoderSettings) -> None:
 
 
 def create_decoders() -> DecodePool:
-    """Starts the processes that decode images: one for each CPU that the pod may use, and at least
-    two, so that no image has to wait until a large image is decoded. They may use a quarter of the
-    pod's memory.
+    """Starts the processes that decode images: one for each CPU of the pod, and at least two,
+    because small images would otherwise wait for a large image. The processes may use a quarter of
+    the pod's memory.
     """
     num_workers = max(2, min(omp_num_threads() or num_cpus(), _MAX_DECODERS))
     return DecodePool(num_workers, memory_bytes=memory_limit_bytes() // 4)

@@ -8,8 +8,8 @@ from services.common.settings import Address, EngineServiceSettings, Port
 class EncoderSettings(EngineServiceSettings):
     """The settings, read once at the start and passed to the engine process as JSON.
 
-    If `memory_fraction` is less than one half, the encoder assumes that other processes use the
-    device, too. Very large images then leave the device idle half of the time.
+    A `memory_fraction` below one half means that other processes share the device. Very large
+    images then leave the device idle half of the time.
 
     Attributes:
         address: address of the gRPC server.

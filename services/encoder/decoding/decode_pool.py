@@ -1,8 +1,8 @@
 """Processes that decode images. A hostile image can only end its own decoder.
 
 Each thread of the engine borrows a worker for an image. A worker runs `decode_worker` with limits
-of CPU time and memory for each image. It decodes into memory that it shares with the engine, so
-that pixels are not copied. Before an image is decoded, the memory of its worst case is reserved
+of CPU time and memory for each image. The worker decodes into memory shared with the engine, which
+saves a copy of the pixels. Before an image is decoded, the memory of its worst case is reserved
 from a budget, which is a share of the pod's memory. An image that ends its worker is reported as an
 `InvalidImage`, and the gateway does not send such an image to further encoders.
 """

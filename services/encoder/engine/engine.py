@@ -33,13 +33,13 @@ from services.encoder.decoding.source import EMPTY_SOURCE
 from services.encoder.engine.batcher import Batcher
 from services.encoder.engine.job import Job
 from services.encoder.engine.messages import (
+    ActiveJobs,
     CancelImage,
     EncodeImage,
     EngineStats,
     FeatureDone,
     FrontMessage,
     ImageDone,
-    InHand,
     PlaceImage,
     Shutdown,
     StageTimes,
@@ -75,7 +75,7 @@ class Engine:
     ) -> None:
         self._channel = channel
         self._sending = threading.Lock()
-        self._in_progress: set[int] = set()  # job ids, guarded by `_sending`
+        self._active: set[int] = set()  # job ids, guarded by `_sending`
         self._runner = runner
         self._preprocessor = preprocessor
         self._batcher = Batcher(max_batch_patches)
@@ -341,7 +341,7 @@ class Engine:
         """
         job = self._jobs.pop(job_id)
         with self._sending:
-            self._in_progress.discard(job_id)
+            self._active.discard(job_id)
         now = time.monotonic()
         launched_at = job.launched_at or now
         queue_s = max(0.0, launched_at - job.received_at - job.preprocess_s)
@@ -361,14 +361,14 @@ class Engine:
         this process, the front knows which images may have caused that.
         """
         with self._sending:
-            self._in_progress.update(job_ids)
-            self._channel.send(InHand(sorted(self._in_progress)))
+            self._active.update(job_ids)
+            self._channel.send(ActiveJobs(sorted(self._active)))
 
     def _report_paused(self, job_id: int) -> None:
         """Reports to the front that a job is prepared and waits for its batch."""
         with self._sending:
-            self._in_progress.discard(job_id)
-            self._channel.send(InHand(sorted(self._in_progress)))
+            self._active.discard(job_id)
+            self._channel.send(ActiveJobs(sorted(self._active)))
 
     def _send(self, message: FeatureDone | ImageDone | EngineStats | Pong) -> None:
         with self._sending:

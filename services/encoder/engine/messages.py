@@ -114,7 +114,7 @@ class ImageDone(msgspec.Struct, tag="done"):
     message: str = ""
 
 
-class InHand(msgspec.Struct, tag="in_hand"):
+class ActiveJobs(msgspec.Struct, tag="active"):
     """Reports all jobs that the engine works on from now on, in its threads or on the device. If
     the engine ends, one of these jobs may have caused it. An `ImageDone` removes its job.
     """
@@ -138,4 +138,4 @@ class EngineStats(msgspec.Struct, tag="stats"):
     busy_s: float = 0.0
 
 
-EngineMessage = EngineReady | FeatureDone | ImageDone | InHand | EngineStats | Pong
+EngineMessage = EngineReady | FeatureDone | ImageDone | ActiveJobs | EngineStats | Pong

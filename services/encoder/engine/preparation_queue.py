@@ -1,9 +1,8 @@
 """The queue of the images and videos that wait for a thread of the preprocessing pool.
 
 The lowest rank is first. Decoding a unit of a video may occupy a thread for seconds and cannot be
-interrupted. Therefore the videos of one tenant never occupy all threads, so that an image or
-another tenant's video does not wait for them. The queue has a lock, but no threads and no clock of
-its own.
+interrupted. Therefore the videos of one tenant never occupy all threads. One thread is left
+for images and for the videos of the remaining tenants. The queue has neither threads nor a clock.
 """
 
 import threading

@@ -16,13 +16,13 @@ from services.common.geometry import Unit
 from services.common.process.channel import ChannelClosed, FrontChannel
 from services.common.process.heartbeat import Pong
 from services.encoder.engine.messages import (
+    ActiveJobs,
     CancelImage,
     EncodeImage,
     EngineMessage,
     EngineStats,
     FeatureDone,
     ImageDone,
-    InHand,
     PlaceImage,
     Source,
     StageTimes,
@@ -63,7 +63,7 @@ class EngineClient:
     def __init__(
         self, link: FrontChannel[EngineMessage], memory: MemoryTier, metrics: EncoderMetrics
     ) -> None:
-        self._in_hand: set[int] = set()  # jobs that the engine works on
+        self._active: set[int] = set()  # jobs that the engine works on
         self._link = link
         self._memory = memory
         self._metrics = metrics
@@ -121,8 +121,8 @@ class EngineClient:
             self._died = True
             for job_id, job in self._jobs.items():
                 if not job.done.done():
-                    in_hand = job_id in self._in_hand
-                    job.done.set_exception(EngineLost(_LOST) if in_hand else Unavailable(_ENDED))
+                    is_active = job_id in self._active
+                    job.done.set_exception(EngineLost(_LOST) if is_active else Unavailable(_ENDED))
             self._jobs.clear()
 
     def _take(self, message: EngineMessage) -> None:
@@ -139,8 +139,8 @@ class EngineClient:
                     job = self._jobs.get(job_id)  # the end of a job may overtake its features
                     if job is not None and job.entry is not None:
                         self._memory.feature_written(job.entry, message.feature)
-            case InHand():
-                self._in_hand = set(message.job_ids)
+            case ActiveJobs():
+                self._active = set(message.job_ids)
             case EngineStats():
                 self._metrics.observe_batch(message)
             case Pong():

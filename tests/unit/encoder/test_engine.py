@@ -20,6 +20,7 @@ from services.encoder.engine.batcher import Batcher
 from services.encoder.engine.engine import Engine
 from services.encoder.engine.job import Job
 from services.encoder.engine.messages import (
+    ActiveJobs,
     CancelImage,
     EncodeImage,
     EngineMessage,
@@ -27,7 +28,6 @@ from services.encoder.engine.messages import (
     FeatureDone,
     FrontMessage,
     ImageDone,
-    InHand,
     PlaceImage,
     Shutdown,
 )
@@ -96,7 +96,7 @@ class Front:
         self.stats = EngineStats(0, 0)
         self.done: dict[int, ImageDone] = {}
         self.features: list[tuple[list[int], int]] = []
-        self.in_hand: list[list[int]] = []
+        self.active: list[list[int]] = []
 
     def send(self, *messages: FrontMessage) -> None:
         for message in messages:
@@ -120,8 +120,8 @@ class Front:
                         self.features.append((message.job_ids, message.feature))
                     case EngineStats():
                         self.stats = message
-                    case InHand():
-                        self.in_hand.append(message.job_ids)
+                    case ActiveJobs():
+                        self.active.append(message.job_ids)
 
     def codes(self, *job_ids: int) -> list[str]:
         self.receive_until(lambda: set(job_ids) <= set(self.done))
@@ -247,15 +247,15 @@ def test_the_front_knows_what_is_worked_on(running: Running) -> None:
     front = running.front
     running.preprocessor.may_prepare.clear()
     front.encode(1)
-    front.receive_until(lambda: front.in_hand == [[1]])  # being prepared
+    front.receive_until(lambda: front.active == [[1]])  # being prepared
     running.runner.may_run.clear()
     running.preprocessor.may_prepare.set()
-    front.receive_until(lambda: front.in_hand == [[1], [], [1]])  # prepared, and launched
+    front.receive_until(lambda: front.active == [[1], [], [1]])  # prepared, and launched
     front.encode(2)
-    front.receive_until(lambda: front.in_hand[3:] == [[1, 2], [1]])  # waits for the next batch
+    front.receive_until(lambda: front.active[3:] == [[1, 2], [1]])  # waits for the next batch
     running.runner.may_run.set()
     assert front.codes(1, 2) == ["", ""]
-    assert front.in_hand[-1] == [2]
+    assert front.active[-1] == [2]
 
 
 def test_two_batches_are_in_flight_and_the_rest_waits(running: Running) -> None:
@@ -430,7 +430,7 @@ def test_images_are_prepared_and_run_in_the_order_of_their_ranks(running: Runnin
         b"1"  # keeps its thread: of what two take in order, either may be done first
     )
     front.encode(1, 2)
-    front.receive_until(lambda: front.in_hand[-1:] == [[1, 2]])
+    front.receive_until(lambda: front.active[-1:] == [[1, 2]])
     for job_id in (10, 11, 12, 13, 14):
         front.encode(job_id, rank=float(job_id), grid=LARGE)
     front.encode(20, rank=5.0, grid=LARGE)

@@ -6,7 +6,13 @@ from services.common.embeddings.arena import Arena
 from services.common.errors import EngineLost, TriptychError, Unavailable
 from services.common.geometry import Unit
 from services.common.process.channel import ChannelClosed
-from services.encoder.engine.messages import EngineMessage, FrontMessage, ImageDone, InHand, Source
+from services.encoder.engine.messages import (
+    ActiveJobs,
+    EngineMessage,
+    FrontMessage,
+    ImageDone,
+    Source,
+)
 from services.encoder.front.engine_client import EngineClient
 from services.encoder.front.memory_tier import MemoryTier
 from services.encoder.metrics import EncoderMetrics
@@ -42,9 +48,9 @@ async def errors_of(*said: EngineMessage) -> list[type[BaseException] | None]:
 
 
 async def test_images_in_work_may_be_the_cause_and_those_that_waited_are_not() -> None:
-    assert await errors_of(InHand([1]), InHand([1, 2]), InHand([2])) == [
+    assert await errors_of(ActiveJobs([1]), ActiveJobs([1, 2]), ActiveJobs([2])) == [
         Unavailable, EngineLost, Unavailable
     ]  # fmt: skip
-    assert await errors_of(InHand([1, 2]), ImageDone(1)) == [None, EngineLost, Unavailable]
-    assert await errors_of(InHand([1, 3])) == [EngineLost, Unavailable, EngineLost]
+    assert await errors_of(ActiveJobs([1, 2]), ImageDone(1)) == [None, EngineLost, Unavailable]
+    assert await errors_of(ActiveJobs([1, 3])) == [EngineLost, Unavailable, EngineLost]
     assert await errors_of() == [Unavailable] * 3

@@ -1,6 +1,6 @@
 """The process that decodes videos. `clip_pool` starts it.
 
-A video stays open between two questions, so that its frames are decoded in one pass.
+A video stays open between two questions, and its frames are decoded in one pass.
 Each question has limits of CPU time and memory, and each video has a limit of CPU time for all its
 frames. The kernel ends the process by SIGPROF when the CPU time is used up, and allocations beyond
 the memory limit fail. The process uses neither torch nor a device.

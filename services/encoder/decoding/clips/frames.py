@@ -179,8 +179,8 @@ class Frames:
             wanted: number of the packet whose frame is sought.
 
         Returns:
-            None if the file has ended, or if so many packets after `wanted` were decoded that the
-            decoder will not return a frame for it.
+            None at the end of the file, or if the decoder has read 1024 packets after `wanted` and
+            thus will not return that packet's frame.
         """
         last = wanted + _LATE_PACKETS
         while not self._decoded and not self._is_over and self._num_packets <= last:
