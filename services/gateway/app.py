@@ -19,12 +19,11 @@ from services.common.process.pod_limits import memory_limit_bytes
 from services.common.security.credentials import Credentials
 from services.common.settings import SettingsError
 from services.common.threads import WorkerThreads
-from services.common.transport.rpc import create_channel
 from services.gateway.answers.answer_reader import AnswerReader
 from services.gateway.bounds import Bounds
 from services.gateway.clients.decoders import DecoderPool
 from services.gateway.clients.encoders import EncoderPool
-from services.gateway.clients.pods import Dialling
+from services.gateway.clients.pods import PodDialer, PodTimes
 from services.gateway.clients.served_model import ServedModel
 from services.gateway.clients.uploads import Uploads
 from services.gateway.endpoints.surfaces import create_routes
@@ -67,11 +66,14 @@ class Gateway:
     metrics: GatewayMetrics
 
 
-def create_gateway(settings: GatewaySettings, bounds: Bounds | None = None) -> Gateway:
-    """Builds everything; connects nothing before the application starts.
+def create_gateway(
+    settings: GatewaySettings, bounds: Bounds | None = None, pod_times: PodTimes | None = None
+) -> Gateway:
+    """Builds all parts of the gateway. Nothing is connected before the application starts.
 
     Args:
-        bounds: bounds of requests. Defaults to those of the settings.
+        bounds: bounds of requests. Defaults to the bounds of the settings.
+        pod_times: periods of the look-ups and health checks of pods. Defaults to `PodTimes()`.
 
     Raises:
         ModelSpecError: the model directory cannot be served.
@@ -93,7 +95,7 @@ def create_gateway(settings: GatewaySettings, bounds: Bounds | None = None) -> G
     max_body_bytes = _max_body_bytes(settings, held_bytes)
     admission = Admission(bounds.max_concurrent_requests, held_bytes, leases, max_body_bytes)
     metrics.running.set_function(lambda: admission.num_running)
-    encoders, decoders = _pools(settings, spec, metrics)
+    encoders, decoders = _pools(settings, spec, metrics, pod_times)
     web = WebMedia(allow_private=settings.allows_private_media)
     directory = settings.media_directory
     local = None if directory is None else LocalFiles(directory)
@@ -206,9 +208,12 @@ def _keyring(settings: GatewaySettings) -> Keyring:
 
 
 def _pools(
-    settings: GatewaySettings, spec: ModelSpec, metrics: GatewayMetrics
+    settings: GatewaySettings,
+    spec: ModelSpec,
+    metrics: GatewayMetrics,
+    pod_times: PodTimes | None,
 ) -> tuple[EncoderPool, DecoderPool]:
-    """A text model has no encoders; addresses that are set are not used."""
+    """Makes the pools of pods. The addresses of encoders are ignored if the model has no vision."""
     fingerprint = checkpoint_fingerprint(spec.directory)
     served = ServedModel(
         fingerprint,
@@ -217,14 +222,10 @@ def _pools(
         0 if spec.vision is None else spec.vision.tower.num_features,
         is_own=bool(fingerprint),
     )
-    credentials = Credentials.from_settings(settings).shown
-    dialling = Dialling(
-        lambda address, service: create_channel(address, credentials, peer=service),
-        lambda reason: metrics.peers_refused.labels(reason).inc(),
-    )
+    dialer = PodDialer(Credentials.from_settings(settings).shown, metrics, pod_times)
     addresses = settings.encoders if spec.vision is not None else ()
-    encoders = EncoderPool(addresses, served, dialling)
-    decoders = DecoderPool(settings.decoders, served, dialling)
+    encoders = EncoderPool(addresses, served, dialer)
+    decoders = DecoderPool(settings.decoders, served, dialer)
     metrics.healthy_pods.labels("decoder").set_function(lambda: len(decoders.healthy()))
     if spec.vision is not None:
         metrics.healthy_pods.labels("encoder").set_function(lambda: len(encoders.healthy()))

@@ -102,7 +102,7 @@ def test_encoder_addresses_of_a_text_model_are_not_dialled(loop_thread, tmp_path
     )
     try:
         assert stack.chat().status_code == 200
-        assert not stack.gateway.service.encoders._pods
+        assert not stack.gateway.service.encoders.pods
     finally:
         stack.close()
         loop_thread.run(encoder.stop())

@@ -35,8 +35,9 @@ from services.common.transport.rpc import create_channel
 from services.decoder.images.embedding_fetch import EncoderFailed, EncoderFetcher
 from services.gateway.clients.decoders import DecoderPool
 from services.gateway.clients.encoders import EncoderPool
-from services.gateway.clients.pods import Dialling
+from services.gateway.clients.pods import PodDialer
 from services.gateway.clients.served_model import ServedModel
+from services.gateway.metrics import GatewayMetrics
 from tests.certificates import Authority, mount
 from tests.fake_fetch import FakeFetchServicer, embedding_bytes
 from tests.fakes import FakeDecoder, FakeEncoder
@@ -319,7 +320,6 @@ async def test_a_gateway_gives_no_work_to_a_pod_it_does_not_know(
         if kind == "foreign authority"
         else mounts.token(TOKEN)
     )
-    refused: list[str] = []
     fakes = [FakeEncoder() if service == "encoder" else FakeDecoder() for _ in range(2)]
     servers, addresses = [], []
     for fake, theirs in zip(fakes, (good, bad), strict=True):
@@ -328,16 +328,20 @@ async def test_a_gateway_gives_no_work_to_a_pod_it_does_not_know(
         addresses.append(f"127.0.0.1:{check.add_port(server, '127.0.0.1:0')}")
         await server.start()
         servers.append(server)
-    dialling = Dialling(
-        lambda address, peer: create_channel(address, shown, peer=peer), refused.append
-    )
+    metrics = GatewayMetrics()
+
+    def refusals() -> dict[str, float]:
+        (family,) = metrics.peers_refused.collect()
+        samples = [s for s in family.samples if s.name.endswith("_total")]
+        return {s.labels["reason"]: s.value for s in samples}
+
     kind_of_pool = EncoderPool if service == "encoder" else DecoderPool
-    pool = kind_of_pool(addresses, ServedModel(), dialling)
+    pool = kind_of_pool(addresses, ServedModel(), PodDialer(shown, metrics))
     await pool.start()
     try:
-        await until(lambda: len(pool.healthy()) == 1 and len(refused) >= 2)
+        await until(lambda: len(pool.healthy()) == 1 and sum(refusals().values()) >= 2)
         assert [pod.address for pod in pool.healthy()] == addresses[:1]
-        assert set(refused) == {"certificate" if kind == "foreign authority" else "token"}
+        assert set(refusals()) == {"certificate" if kind == "foreign authority" else "token"}
         assert sum("gets no calls" in r.getMessage() for r in caplog.records) == 1
     finally:
         await pool.close()

@@ -24,7 +24,7 @@ from services.common.errors import (
 from services.common.pb import decoder_pb2 as pb
 from services.common.transport.rpc import error_from_rpc
 from services.gateway.clients.commands import Commands
-from services.gateway.clients.pods import Dialling, Pod, PodState, Pool
+from services.gateway.clients.pods import Pod, PodDialer, PodState, Pool
 from services.gateway.clients.sent_prompts import PromptChain, Sent, SentPrompts, choose
 from services.gateway.clients.served_model import ServedModel
 
@@ -98,8 +98,8 @@ class DecoderPod(Pod):
     description: pb.DescribeDecoderResponse | None = None
     load: pb.LoadResponse | None = None
 
-    def __init__(self, address: str, served: ServedModel, dialling: Dialling) -> None:
-        super().__init__(address, served, dialling)
+    def __init__(self, address: str, served: ServedModel, dialer: PodDialer) -> None:
+        super().__init__(address, served, dialer)
         self._describe = self.unary(
             "Describe", pb.DescribeDecoderRequest, pb.DescribeDecoderResponse
         )

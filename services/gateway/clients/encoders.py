@@ -14,7 +14,7 @@ from services.common.errors import Cancelled, InternalError, Overloaded, Process
 from services.common.images.image_key import FRAME_DIGEST_BYTES
 from services.common.pb import encoder_pb2 as pb
 from services.common.transport.rpc import error_from_rpc, outgoing_metadata
-from services.gateway.clients.pods import AnswerT, Dialling, Pod, Pool, RequestT, pick
+from services.gateway.clients.pods import AnswerT, Method, Pod, PodDialer, Pool, RequestT, pick
 from services.gateway.clients.served_model import ServedModel
 from services.gateway.tenancy.tenants import Tenant
 
@@ -34,8 +34,8 @@ class EncoderPod(Pod):
     service = "encoder"
     description: pb.DescribeEncoderResponse | None = None
 
-    def __init__(self, address: str, served: ServedModel, dialling: Dialling) -> None:
-        super().__init__(address, served, dialling)
+    def __init__(self, address: str, served: ServedModel, dialer: PodDialer) -> None:
+        super().__init__(address, served, dialer)
         self._describe = self.unary(
             "Describe", pb.DescribeEncoderRequest, pb.DescribeEncoderResponse
         )
@@ -94,7 +94,7 @@ class EncoderPod(Pod):
 
     async def call(
         self,
-        method: "grpc.aio.UnaryUnaryMultiCallable[RequestT, AnswerT]",
+        method: Method[RequestT, AnswerT],
         request: RequestT,
         timeout_s: float,
     ) -> AnswerT:

@@ -459,7 +459,7 @@ def restart_as(pair):
     ids=["vocabulary", "hidden size", "features", "weights", "context"],
 )
 def test_a_decoder_that_comes_back_with_another_model_gets_no_work(pair, restart_as, fields, why):
-    served = pair.gateway.service.decoders._served
+    served = pair.gateway.service.decoders.served
     served.fingerprint, served.is_own = b"own" * 8, True
     try:
         answer(pair.chat())
@@ -481,7 +481,7 @@ def test_a_decoder_that_comes_back_with_another_model_gets_no_work(pair, restart
 
 def test_a_decoder_of_less_memory_fits_again_after_it_was_away(pair, restart_as):
     pool = pair.gateway.service.decoders
-    first, served = pair.decoders[0], pool._served
+    first, served = pair.decoders[0], pool.served
     restart_as(first, max_model_len=2048)
     served.max_model_len = 2048  # as when both had been there from the start
 
@@ -504,7 +504,7 @@ def test_a_decoder_of_less_memory_fits_again_after_it_was_away(pair, restart_as)
 
 
 def test_an_encoder_of_other_weights_gets_no_images(pair, restart_as):
-    served = pair.gateway.service.decoders._served
+    served = pair.gateway.service.decoders.served
     served.fingerprint, served.is_own = b"own" * 8, True
     try:
         for encoder in pair.encoders:
@@ -541,7 +541,7 @@ def test_services_of_another_protocol_get_no_work_and_are_named(pair, restart_as
 def test_choices_of_an_answer_are_of_one_checkpoint(pair, restart_as):
     """Also if those that have begun have ended, too."""
     decoders = pair.gateway.service.decoders
-    served = decoders._served
+    served = decoders.served
     first, second = pair.decoders
 
     async def lose_the_last_choice(submit):
@@ -567,7 +567,7 @@ def test_choices_of_an_answer_are_of_one_checkpoint(pair, restart_as):
 
 
 def test_without_weights_of_its_own_a_gateway_serves_what_its_decoders_do(pair, restart_as):
-    served = pair.gateway.service.decoders._served
+    served = pair.gateway.service.decoders.served
     assert not served.fingerprint
     first, second = pair.decoders
     try:

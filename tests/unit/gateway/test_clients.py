@@ -10,20 +10,17 @@ import pytest
 from services.common.errors import EngineLost, ProcessLost, TriptychError, Unavailable
 from services.common.pb import decoder_pb2 as pb
 from services.common.pb.encoder_pb2 import EncodeRequest, Grid
-from services.common.transport.rpc import create_channel
 from services.gateway.clients import pods
 from services.gateway.clients.decoders import DecoderPod, DecoderPool, EmbeddingLost
 from services.gateway.clients.encoders import EncoderPod, EncoderPool
-from services.gateway.clients.pods import Dialling, Pod, Pool, pick
+from services.gateway.clients.pods import Pod, PodDialer, PodNames, PodTimes, Pool, pick
 from services.gateway.clients.sent_prompts import PromptChain
 from services.gateway.clients.served_model import ServedModel
 from services.gateway.request.mailbox import Mailbox as RequestMailbox
 from tests.fakes import FakeDecoder, FakeEncoder
 from tests.noise import PATIENCE_S
 
-DIALLING = Dialling(
-    lambda address, service: create_channel(address, peer=service), lambda reason: None
-)
+DIALER = PodDialer()
 NOTHING = PromptChain(np.zeros(0, np.int32), (), b"")
 
 
@@ -86,11 +83,11 @@ class UnconnectedPod(Pod):
 
     def __init__(self, address, *_):
         self.address, self.num_in_flight, self.healthy = address, 0, True
-        self.leaving = False
+        self.unlisted = False
 
 
 def test_equal_keys_get_one_pod_and_different_ones_spread():
-    some = [UnconnectedPod(f"10.0.0.{i}:1", ServedModel(), DIALLING) for i in range(4)]
+    some = [UnconnectedPod(f"10.0.0.{i}:1", ServedModel(), DIALER) for i in range(4)]
     chosen = [pick(some, b"%d" % i) for i in range(2000)]
     assert [pick(some[::-1], b"%d" % i) for i in range(2000)] == chosen
     counts = collections.Counter(pod.address for pod in chosen)
@@ -101,8 +98,8 @@ def test_equal_keys_get_one_pod_and_different_ones_spread():
 
 
 def test_an_encoder_and_a_decoder_with_one_host_are_picked_together():
-    encoders = [UnconnectedPod(f"10.0.0.{i}:50051", ServedModel(), DIALLING) for i in range(4)]
-    decoders = [UnconnectedPod(f"10.0.0.{i}:50052", ServedModel(), DIALLING) for i in (2, 0, 3, 1)]
+    encoders = [UnconnectedPod(f"10.0.0.{i}:50051", ServedModel(), DIALER) for i in range(4)]
+    decoders = [UnconnectedPod(f"10.0.0.{i}:50052", ServedModel(), DIALER) for i in (2, 0, 3, 1)]
     for number in range(50):
         key = b"%d" % number
         hosts = {pick(pods, key).address.split(":")[0] for pods in (encoders, decoders)}
@@ -110,13 +107,13 @@ def test_an_encoder_and_a_decoder_with_one_host_are_picked_together():
 
 
 def test_pods_of_one_host_share_its_keys():
-    some = [UnconnectedPod(f"127.0.0.1:{port}", ServedModel(), DIALLING) for port in range(4)]
+    some = [UnconnectedPod(f"127.0.0.1:{port}", ServedModel(), DIALER) for port in range(4)]
     counts = collections.Counter(pick(some, b"%d" % i).address for i in range(2000))
     assert all(400 < count < 600 for count in counts.values())
 
 
 def test_a_hot_key_overflows_to_other_pods():
-    some = [UnconnectedPod(f"10.0.0.{i}:1", ServedModel(), DIALLING) for i in range(4)]
+    some = [UnconnectedPod(f"10.0.0.{i}:1", ServedModel(), DIALER) for i in range(4)]
     for _ in range(400):
         pick(some, b"hot").num_in_flight += 1
     loads = sorted(pod.num_in_flight for pod in some)
@@ -124,13 +121,32 @@ def test_a_hot_key_overflows_to_other_pods():
     assert sum(loads) == 400
 
 
-def pool_of(kind, *addresses):
-    pool = Pool(addresses, ServedModel(), DIALLING)
+class Names(PodNames):
+    """Names whose look-ups are answered by a function.
+
+    Args:
+        answer: function that returns the IP addresses of the next look-up, or raises its error.
+    """
+
+    def __init__(self, answer):
+        self.answer = answer
+
+    async def look_up(self, host, port):
+        return self.answer()
+
+
+def pool_of(kind, *addresses, answer=list, period_s=0.01):
+    dialer = PodDialer(times=PodTimes(resolve_s=period_s), names=Names(answer))
+    pool = Pool(addresses, ServedModel(), dialer)
     pool.pod = kind
     return pool
 
 
-async def test_names_are_resolved_into_pods(monkeypatch):
+def addresses_of(pool):
+    return {pod.address for pod in pool.pods}
+
+
+async def test_names_are_resolved_into_pods():
     answers = [["10.0.0.1", "10.0.0.2"], ["10.0.0.2", "10.0.0.3"], OSError("no DNS"), ["10.0.0.3"]]
     closed = []
 
@@ -143,24 +159,22 @@ async def test_names_are_resolved_into_pods(monkeypatch):
         async def close(self):
             closed.append(self.address)
 
-    async def getaddrinfo(host, port, type):
+    def answer():
         found = answers.pop(0) if len(answers) > 1 else answers[0]
         if isinstance(found, OSError):
             raise found
-        return [(2, 1, 6, "", (address, port)) for address in found]
+        return found
 
-    monkeypatch.setattr(pods, "RESOLVE_PERIOD_S", 0.1)
-    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", getaddrinfo)
-    known = pool_of(Known, "dns:///encoder:50051", "fixed:1")
+    known = pool_of(Known, "dns:///encoder:50051", "fixed:1", answer=answer, period_s=0.1)
     await known.start()
     await until(lambda: len(answers) < 4)
-    assert set(known._pods) == {"10.0.0.1:50051", "10.0.0.2:50051", "fixed:1"}
-    await until(lambda: set(known._pods) == {"10.0.0.3:50051", "fixed:1"})
+    assert addresses_of(known) == {"10.0.0.1:50051", "10.0.0.2:50051", "fixed:1"}
+    await until(lambda: addresses_of(known) == {"10.0.0.3:50051", "fixed:1"})
     await known.close()
     assert len(closed) == 4
 
 
-async def test_a_pod_that_left_its_name_is_closed_when_it_has_nothing_to_do(monkeypatch):
+async def test_a_pod_that_left_its_name_is_closed_when_it_has_nothing_to_do():
     """It terminates, or missed its readiness probes for a moment: its answers go on."""
     found, closed = ["10.0.0.1", "10.0.0.2"], []
 
@@ -173,18 +187,13 @@ async def test_a_pod_that_left_its_name_is_closed_when_it_has_nothing_to_do(monk
         async def close(self):
             closed.append(self.address)
 
-    async def getaddrinfo(host, port, type):
-        return [(2, 1, 6, "", (address, port)) for address in found]
-
     def healthy():
         return {pod.address for pod in known.healthy()}
 
-    monkeypatch.setattr(pods, "RESOLVE_PERIOD_S", 0.01)
-    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", getaddrinfo)
-    known = pool_of(Known, "dns:///decoder:1")
+    known = pool_of(Known, "dns:///decoder:1", answer=lambda: found)
     await known.start()
-    await until(lambda: known._pods)
-    pod = known._pods["10.0.0.1:1"][0]
+    await until(lambda: known.pods)
+    pod = next(pod for pod in known.pods if pod.address == "10.0.0.1:1")
     pod.num_in_flight = 1
     for _ in range(2):
         del found[0]
@@ -193,7 +202,7 @@ async def test_a_pod_that_left_its_name_is_closed_when_it_has_nothing_to_do(monk
         assert not closed
         found.insert(0, "10.0.0.1")
         await until(lambda: healthy() == {"10.0.0.1:1", "10.0.0.2:1"})
-    assert known._pods["10.0.0.1:1"][0] is pod
+    assert pod in known.pods
     del found[0]
     await until(lambda: healthy() == {"10.0.0.2:1"})
     pod.num_in_flight = 0
@@ -201,7 +210,7 @@ async def test_a_pod_that_left_its_name_is_closed_when_it_has_nothing_to_do(monk
     await known.close()
 
 
-async def test_a_pod_that_is_being_removed_is_closed_with_the_rest(monkeypatch):
+async def test_a_pod_that_is_being_removed_is_closed_with_the_rest():
     answers = [["10.0.0.1", "10.0.0.2"], ["10.0.0.2"]]
     removing, closed = asyncio.Event(), set()
 
@@ -217,12 +226,7 @@ async def test_a_pod_that_is_being_removed_is_closed_with_the_rest(monkeypatch):
                 await asyncio.sleep(60)
             closed.add(self.address)
 
-    async def getaddrinfo(host, port, type):
-        return [(2, 1, 6, "", (a, port)) for a in answers.pop(0)]
-
-    monkeypatch.setattr(pods, "RESOLVE_PERIOD_S", 0.01)
-    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", getaddrinfo)
-    known = pool_of(Slow, "dns:encoder:50051")
+    known = pool_of(Slow, "dns:encoder:50051", answer=lambda: answers.pop(0))
     await known.start()
     await removing.wait()
     await known.close()
@@ -232,7 +236,7 @@ async def test_a_pod_that_is_being_removed_is_closed_with_the_rest(monkeypatch):
 @in_loop
 async def test_stream_carries_many_sequences():
     fake = FakeDecoder()
-    pool = DecoderPool([await fake.start()], ServedModel(), DIALLING)
+    pool = DecoderPool([await fake.start()], ServedModel(), DIALER)
     await pool.start()
     await until(pool.description)
     pod = pool.choose(NOTHING, b"", ())
@@ -256,7 +260,7 @@ async def test_stream_carries_many_sequences():
 async def test_cancel_ends_the_sequence_and_its_events():
     fake = FakeDecoder()
     fake.delay_s, fake.reply = 0.01, [1] * 1000
-    pool = DecoderPool([await fake.start()], ServedModel(), DIALLING)
+    pool = DecoderPool([await fake.start()], ServedModel(), DIALER)
     await pool.start()
     await until(pool.description)
     pod, mailbox = pool.choose(NOTHING, b"", ()), Mailbox()
@@ -275,7 +279,7 @@ async def test_cancel_ends_the_sequence_and_its_events():
 async def test_broken_stream_fails_its_sequences_and_comes_back():
     fake = FakeDecoder()
     address = await fake.start()
-    pool = DecoderPool([address], ServedModel(), DIALLING)
+    pool = DecoderPool([address], ServedModel(), DIALER)
     await pool.start()
     await until(pool.description)
     pod = pool.choose(NOTHING, b"", ())
@@ -304,7 +308,7 @@ async def test_broken_stream_fails_its_sequences_and_comes_back():
 async def test_sequences_of_a_decoder_that_falls_silent_are_lost_with_it():
     """As those of a stream that breaks: what it hangs of may be one of them."""
     fake = FakeDecoder()
-    pod = DecoderPod(await fake.start(), ServedModel(), DIALLING)
+    pod = DecoderPod(await fake.start(), ServedModel(), DIALER)
     await pod.connect()
     fake.delay_s, fake.reply = 10, [1] * 10
     mailbox = Mailbox()
@@ -320,7 +324,7 @@ async def test_sequences_of_a_decoder_that_falls_silent_are_lost_with_it():
 @in_loop
 async def test_submission_on_a_broken_stream_fails_at_once():
     fake = FakeDecoder()
-    pool = DecoderPool([await fake.start()], ServedModel(), DIALLING)
+    pool = DecoderPool([await fake.start()], ServedModel(), DIALER)
     await pool.start()
     await until(pool.description)
     pod = pool.choose(NOTHING, b"", ())
@@ -339,7 +343,7 @@ async def test_submission_on_a_broken_stream_fails_at_once():
 @in_loop
 async def test_failures_keep_their_code_and_the_encoder_to_avoid():
     fake = FakeDecoder()
-    pool = DecoderPool([await fake.start()], ServedModel(), DIALLING)
+    pool = DecoderPool([await fake.start()], ServedModel(), DIALER)
     await pool.start()
     await until(pool.description)
     for code in ("overloaded", "deadline_exceeded", "embedding_unavailable", "never heard of"):
@@ -359,9 +363,8 @@ async def test_failures_keep_their_code_and_the_encoder_to_avoid():
 async def test_silent_pod_loses_its_calls_to_others():
     """Like a stopped process: the connection stays open without answers."""
     fake = FakeEncoder()
-    pool = EncoderPool([await fake.start()], ServedModel(), DIALLING)
-    original = pods.CHECK_TIMEOUT_S, pods.CHECK_PERIOD_S
-    pods.CHECK_TIMEOUT_S, pods.CHECK_PERIOD_S = 0.05, 0.05
+    dialer = PodDialer(times=PodTimes(check_s=0.05, check_timeout_s=0.05))
+    pool = EncoderPool([await fake.start()], ServedModel(), dialer)
     try:
         await pool.start()
         await until(pool.description)
@@ -380,7 +383,6 @@ async def test_silent_pod_loses_its_calls_to_others():
         assert pool.description() is None
         await until(lambda: fake.num_cancelled == 1)
     finally:
-        pods.CHECK_TIMEOUT_S, pods.CHECK_PERIOD_S = original
         await pool.close()
         await fake.stop()
 
@@ -388,7 +390,7 @@ async def test_silent_pod_loses_its_calls_to_others():
 @in_loop
 async def test_encoders_of_another_kind_are_not_mixed():
     fakes = [FakeEncoder(), FakeEncoder(), FakeEncoder(key_prefix=b"z" * 32)]
-    pool = EncoderPool([await fake.start() for fake in fakes], ServedModel(), DIALLING)
+    pool = EncoderPool([await fake.start() for fake in fakes], ServedModel(), DIALER)
     await pool.start()
     await until(lambda: len(pool.healthy()) == 3)
     description = pool.description()
@@ -407,7 +409,7 @@ async def test_encoders_of_another_kind_are_not_mixed():
 async def test_only_an_encoder_that_had_the_call_is_lost_with_it():
     """Whether the connection breaks or the health check finds out first."""
     fake = FakeEncoder()
-    pod = EncoderPod(await fake.start(), ServedModel(), DIALLING)
+    pod = EncoderPod(await fake.start(), ServedModel(), DIALER)
 
     async def asked(end):
         fake.reset()
@@ -431,7 +433,7 @@ async def test_only_an_encoder_that_had_the_call_is_lost_with_it():
 async def test_an_encoder_that_fails_a_health_check_has_a_last_word():
     """A front whose engine has ended says so, and stops: the check may overtake that."""
     fake = FakeEncoder()
-    pod = EncoderPod(await fake.start(), ServedModel(), DIALLING)
+    pod = EncoderPod(await fake.start(), ServedModel(), DIALER)
     may_answer = asyncio.Event()
 
     async def end(_):
@@ -456,7 +458,7 @@ async def test_an_encoder_that_fails_a_health_check_has_a_last_word():
 async def test_an_error_after_the_caller_was_cancelled_is_not_reported_as_unretrieved():
     reported = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: reported.append(context))
-    pod = EncoderPod("127.0.0.1:1", ServedModel(), DIALLING)
+    pod = EncoderPod("127.0.0.1:1", ServedModel(), DIALER)
 
     async def cancel_as_it_fails():
         answer = asyncio.get_running_loop().create_future()

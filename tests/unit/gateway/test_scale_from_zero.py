@@ -9,7 +9,7 @@ import httpx2
 import pytest
 
 from services.gateway.app import create_gateway
-from services.gateway.clients import pods
+from services.gateway.clients.pods import PodTimes
 from services.gateway.endpoints import operations
 from services.gateway.server import GatewayServer
 from services.gateway.settings import GatewaySettings
@@ -40,7 +40,7 @@ class Lonely:
 
         async def start() -> None:
             operations._PATIENCE_S, patience = patience_s, operations._PATIENCE_S
-            self.gateway = create_gateway(settings)
+            self.gateway = create_gateway(settings, pod_times=PodTimes(resolve_s=0.1))
             operations._PATIENCE_S = patience
             self.server = GatewayServer(self.gateway, settings)
             self._serving = asyncio.create_task(self.server.serve())
@@ -76,8 +76,7 @@ class Lonely:
 
 
 @pytest.fixture
-def lonely(loop_thread, tmp_path, monkeypatch) -> Iterator[Lonely]:
-    monkeypatch.setattr(pods, "RESOLVE_PERIOD_S", 0.1)
+def lonely(loop_thread, tmp_path) -> Iterator[Lonely]:
     gateway = Lonely(loop_thread, tmp_path, patience_s=0.3)
     yield gateway
     gateway.close()
