@@ -2,8 +2,8 @@
 
 A channel is a Unix socket pair. A frame on it is a length of 4 bytes, little-endian, and a
 MessagePack body, which msgspec decodes into one of a closed set of structs. The services define the
-structs. Nothing is pickled, so a frame can become nothing else than one of these structs. When a
-process ends, its peer gets `ChannelClosed`.
+structs. Nothing is pickled, so a frame cannot create any other object. When a process ends, its
+peer gets `ChannelClosed`.
 
 For example, the struct `Ping` (tag "ping") is the frame `0b 00 00 00 81 a4 "type" a4 "ping"`.
 """
@@ -42,8 +42,9 @@ def create_socket_pair() -> tuple[socket.socket, socket.socket]:
 class EngineChannel(Generic[Incoming]):
     """The engine's end of a channel, which is synchronous and is polled once per step.
 
-    An engine may have several channels. `include` adds one to the channel whose `receive` the
-    engine calls.
+    An engine has a channel to its front, and may have channels to other processes as well, which it
+    includes in the first: after `front.include(masks)`, `front.receive` returns the messages of
+    both channels.
 
     Args:
         end: a socket of `create_socket_pair`.
@@ -126,8 +127,8 @@ class EngineChannel(Generic[Incoming]):
         self._socket.close()
 
     def shutdown(self) -> None:
-        """Ends the connection at both ends. An included channel is removed and closed by the next
-        `receive`, which still uses its socket.
+        """Ends the connection at both ends. The socket stays open, because `receive` may wait for
+        it; the next `receive` removes an included channel and closes the socket.
         """
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
