@@ -13,7 +13,7 @@ import httpx2
 
 from services.gateway.app import Gateway, create_gateway
 from services.gateway.bounds import Bounds
-from services.gateway.server import GatewayServer
+from services.gateway.server import ConnectionTimeouts, GatewayServer
 from services.gateway.settings import GatewaySettings
 from services.gateway.tokenizer.tokenizer import ModelTokenizer
 from tests.fakes import FakeDecoder, FakeEncoder
@@ -69,9 +69,11 @@ class GatewayStack:
         generation: dict[str, object] | None = None,
         text_only: bool = False,
         template: Path | None = None,
+        timeouts: ConnectionTimeouts | None = None,
         **settings: object,
     ) -> None:
         self.thread = thread
+        self._timeouts = timeouts
         write = write_text_model_directory if text_only else write_model_directory
         self.model_directory = write(directory / MODEL, **(generation or {}))
         if template is not None:
@@ -115,7 +117,7 @@ class GatewayStack:
         )
         self.bounds = replace(self.settings.bounds, **self._bounds)
         self.gateway: Gateway = create_gateway(self.settings, self.bounds)
-        self.server = GatewayServer(self.gateway, self.settings)
+        self.server = GatewayServer(self.gateway, self.settings, timeouts=self._timeouts)
         self._serving = asyncio.create_task(self.server.serve())
         async with asyncio.timeout(PATIENCE_S):
             while not (self.server.started and self.all_healthy()):  # noqa: ASYNC110

@@ -1,7 +1,7 @@
 """`python -m services.gateway`: reads the settings and serves until a signal.
 
-`triptych serve` gives it arguments: where several gateways of one machine listen together, and
-where metrics are.
+`triptych serve` passes arguments: the port that several gateways of one machine share, and the
+address on which metrics are served.
 """
 
 import argparse
@@ -23,8 +23,8 @@ from services.gateway.settings import GatewaySettings
 
 log = logging.getLogger(__name__)
 
-# How long a thread keeps the interpreter lock that the event loop waits for. By default 5 ms, each
-# time: a request passes the loop some twenty times.
+# Seconds for which another thread keeps the interpreter lock while the event loop waits for it. By
+# Python's default of 5 ms, a request would wait 5 ms at each of its some twenty turns in the loop.
 _SWITCH_INTERVAL_S = 0.5e-3
 
 
@@ -34,9 +34,11 @@ async def _serve(settings: GatewaySettings, arguments: argparse.Namespace) -> No
     freeze_gc()
     if settings.shutdown_grace_s < settings.request_timeout_s:
         log.info(
-            "requests that take longer than GATEWAY_SHUTDOWN_GRACE_S (%g s) are cut at shutdown; "
-            "they may take %g s", settings.shutdown_grace_s, settings.request_timeout_s,
-        )  # fmt: skip
+            "a shutdown ends requests that run for longer than GATEWAY_SHUTDOWN_GRACE_S (%g s), "
+            "although GATEWAY_REQUEST_TIMEOUT_S allows a request %g s",
+            settings.shutdown_grace_s,
+            settings.request_timeout_s,
+        )
     host = arguments.metrics_host or settings.host
     serve_metrics(gateway.metrics.registry, host, settings.metrics_port)
     await server.serve()
@@ -45,15 +47,24 @@ async def _serve(settings: GatewaySettings, arguments: argparse.Namespace) -> No
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser("python -m services.gateway")
     parser.add_argument(
-        "--shared-port", type=int, metavar="PORT",
-        help="a second port, on which several gateways listen; each has one of its own for probes",
-    )  # fmt: skip
-    parser.add_argument("--metrics-host", metavar="ADDRESS", help="default: GATEWAY_HOST")
+        "--shared-port",
+        type=int,
+        metavar="PORT",
+        help="second port, which several gateways of one machine share; GATEWAY_PORT is then each "
+        "gateway's own port, for probes",
+    )
+    parser.add_argument(
+        "--metrics-host",
+        metavar="ADDRESS",
+        help="address on which metrics are served (default: GATEWAY_HOST)",
+    )
     return parser.parse_args()
 
 
 def main() -> int:
-    """Runs it; the exit status: 0 after a signal, 2 if the settings or the model are refused."""
+    """Runs the gateway. Returns the exit status: 0 after a signal, 2 if the settings or the model
+    cannot be used.
+    """
     arguments = _arguments()
     try:
         settings = GatewaySettings.from_environment()

@@ -155,11 +155,11 @@ async def _running(
 
 
 def _same_site(settings: GatewaySettings, *, needs_key: bool) -> SameSite | None:
-    is_served = served_hosts(settings.host, settings.served_hosts, needs_key=needs_key)
-    if is_served is None:
+    hosts = served_hosts(settings.host, settings.served_hosts, needs_key=needs_key)
+    if hosts is None:
         return None
     origins = settings.cors_origins if is_loopback(settings.host) else None
-    return SameSite(is_served, origins)
+    return SameSite(hosts, origins)
 
 
 def _leases(settings: GatewaySettings, metrics: GatewayMetrics) -> Leases:

@@ -1,13 +1,16 @@
-"""The HTTP server: uvicorn, which ends connections that read nothing and drains at a shutdown.
+"""The HTTP server: uvicorn, which ends the connections of clients that do not read, and drains at a
+shutdown.
 
-`__main__` runs it with what `create_gateway` returned; it knows no routes. A port that is taken
-ends the process.
+`__main__` runs it with the gateway that `create_gateway` returned. The server knows no routes. If
+its port is taken, the process ends.
 """
 
 import asyncio
 import logging
 import signal
 import socket
+from dataclasses import dataclass
+from functools import partial
 from types import FrameType
 from typing import Any, cast
 
@@ -15,7 +18,7 @@ import uvicorn
 
 from services.gateway.app import Gateway
 from services.gateway.http.chunked import chunked
-from services.gateway.http.protocol import GatewayProtocol
+from services.gateway.http.protocol import HEAD_TIMEOUT_S, GatewayProtocol
 from services.gateway.settings import GatewaySettings
 
 log = logging.getLogger(__name__)
@@ -24,33 +27,59 @@ MAX_HEADER_BYTES = 64 << 10
 _KEEP_ALIVE_S = 65
 _CLOSE_S = 3
 _BACKLOG = 2048
-# After so long without a byte that its client takes, a connection ends, whatever waits on it.
-_UNREAD_S = 300
-# How long clients that keep connections are still served after a signal: a part of the grace.
-_MAX_LEAVING_S, _LEAVING = 5.0, 0.05
+# Clients with open connections are still served for this part of the grace period, or for this
+# many seconds if that is less.
+_GOODBYE_PART, _MAX_GOODBYE_S = 0.05, 5.0
 _POLL_S = 0.02
 
 
-class GatewayServer(uvicorn.Server):
-    """Serves one gateway.
+@dataclass(frozen=True, slots=True)
+class ConnectionTimeouts:
+    """The times after which the server ends a connection.
 
-    After the first SIGTERM or SIGINT it drains: `/ready` is a 503, and each response closes its
-    connection. For a few seconds requests are served nevertheless, because clients keep connections
-    open and nothing tells them but a response; then idle connections are closed and new requests
-    get a 503, until the running requests have ended or the grace period is over. Those that still
-    run then, or at the second signal, end with an error of their own. The third signal stops it at
-    once.
+    Attributes:
+        head_s: seconds in which the head of a request has to arrive.
+        unread_s: seconds after which a connection ends if its client takes no byte of the data that
+            is sent to it.
+    """
+
+    head_s: float = HEAD_TIMEOUT_S
+    unread_s: float = 300.0
+
+
+class GatewayServer(uvicorn.Server):
+    """The server of one gateway.
+
+    The first SIGTERM or SIGINT starts draining: `/ready` answers 503, and each response closes its
+    connection. For a few seconds, requests are still served, because clients keep connections open
+    and learn of the shutdown from a response alone. Then the server closes idle connections and
+    answers new requests with 503, until the running requests have ended or the grace period is
+    over. Requests that still run then, or at a second signal, end with an error. A third signal
+    stops the server at once.
+
+    Args:
+        gateway: the application and its admission control.
+        settings: settings with the address, the port and the grace period.
+        shared_port: second port, on which several gateways of one machine listen. None if there is
+            no such port.
+        timeouts: times after which the server ends a connection.
     """
 
     def __init__(
-        self, gateway: Gateway, settings: GatewaySettings, shared_port: int | None = None
+        self,
+        gateway: Gateway,
+        settings: GatewaySettings,
+        shared_port: int | None = None,
+        timeouts: ConnectionTimeouts | None = None,
     ) -> None:
+        self._timeouts = timeouts = timeouts or ConnectionTimeouts()
+        protocol = partial(GatewayProtocol, head_timeout_s=timeouts.head_s)
         super().__init__(
             uvicorn.Config(
                 chunked(gateway.app),
                 host=settings.host,
                 port=settings.port,
-                http=GatewayProtocol,
+                http=cast("type[asyncio.Protocol]", protocol),
                 ws="none",
                 proxy_headers=False,
                 lifespan="on",
@@ -79,8 +108,9 @@ class GatewayServer(uvicorn.Server):
             ]
         await super().startup(sockets)
         for server in self.servers:
-            for each in server.sockets:  # connections inherit it
-                each.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNREAD_S * 1000)
+            for each in server.sockets:  # connections inherit the option
+                unread_ms = round(self._timeouts.unread_s * 1000)
+                each.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, unread_ms)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self._loop is None or self._grace_over.is_set():
@@ -93,42 +123,47 @@ class GatewayServer(uvicorn.Server):
             self._loop.call_soon_threadsafe(self.drain)
 
     def drain(self) -> None:
-        """Starts draining. Call from the event loop."""
+        """Starts draining. Must be called in the event loop's thread."""
         if self._draining is None:
             self._draining = asyncio.get_running_loop().create_task(self._drain())
 
     async def _drain(self) -> None:
         over = asyncio.ensure_future(self._grace_over.wait())
-        drained = asyncio.ensure_future(self._leave())
+        drained = asyncio.ensure_future(self._close_idle_and_wait())
         await asyncio.wait((over, drained), return_when=asyncio.FIRST_COMPLETED)
         if drained.done() and drained.result():
             log.info("drained")
         else:
-            log.info("the grace period is over; ending %d requests", self._admission.num_running)
+            log.info(
+                "the grace period is over: ending the %d requests that still run",
+                self._admission.num_running,
+            )
             self._grace_over.set()
-        self._admission.end_all()  # those whose bodies still arrive, too
+        self._admission.end_all()  # also ends requests whose bodies still arrive
         await self._admission.drain(_CLOSE_S)
         over.cancel()
         drained.cancel()
         self.should_exit = True
 
-    async def _leave(self) -> bool:
-        """Lets clients and their requests go; whether all had gone within the grace."""
+    async def _close_idle_and_wait(self) -> bool:
+        """Closes idle connections and waits for the running requests. Returns whether all requests
+        ended within the grace period.
+        """
         self._admission.draining = True
         loop = asyncio.get_running_loop()
         start = loop.time()
-        last_at = start + min(_MAX_LEAVING_S, _LEAVING * self._grace_s)
+        last_at = start + min(_MAX_GOODBYE_S, _GOODBYE_PART * self._grace_s)
         while loop.time() < last_at and self.server_state.connections:  # noqa: ASYNC110 - uvicorn's
             await asyncio.sleep(_POLL_S)
         for connection in list(self.server_state.connections):
-            # An idle one now, another one after its response. The first request of a new one may be
-            # on its way.
+            # An idle connection closes now, a busy one after its response. A new connection has no
+            # cycle yet and stays open, because its first request may be on its way.
             if cast("Any", connection).cycle is not None:
                 connection.shutdown()
         return await self._admission.drain(max(0.0, self._grace_s - (loop.time() - start)))
 
 
 def _listen(host: str, port: int, *, shared: bool = False) -> socket.socket:
-    """A listening socket; with `shared`, several processes can listen on the same port."""
+    """Returns a listening socket. If it is `shared`, several processes can listen on its port."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     return socket.create_server((host, port), family=family, backlog=_BACKLOG, reuse_port=shared)

@@ -13,12 +13,12 @@ from contextlib import contextmanager
 import httpx2
 import pytest
 
-from services.gateway import server
 from services.gateway.forms.json_body import MAX_JSON_BYTES
 from services.gateway.http import exchange
 from services.gateway.media.kinds import IMAGE
 from services.gateway.media.web_media import WebMedia
 from services.gateway.request import attempts
+from services.gateway.server import ConnectionTimeouts
 from services.gateway.tenancy.request_memory import MemoryBudget, RequestMemory
 from tests.gateway_fixtures import asking
 from tests.gateway_stack import MODEL, GatewayStack
@@ -279,9 +279,9 @@ def test_a_kept_answer_keeps_its_slot_and_its_bytes_until_it_is_read(stack, monk
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_connection_ends_whose_client_never_reads(loop_thread, tmp_path, monkeypatch, stream):
-    monkeypatch.setattr(server, "_UNREAD_S", 3)
-    stack = GatewayStack(loop_thread, tmp_path, text_only=True, num_encoders=0)
+def test_a_connection_ends_whose_client_never_reads(loop_thread, tmp_path, stream):
+    timeouts = ConnectionTimeouts(unread_s=3)
+    stack = GatewayStack(loop_thread, tmp_path, text_only=True, num_encoders=0, timeouts=timeouts)
     stack.decoder.reply, stack.decoder.tokens_per_event = [40] * 100_000, 100
     admission, connections = stack.gateway.admission, stack.server.server_state.connections
     with unread(stack, stream=stream) as connection:

@@ -3,12 +3,29 @@
 import json
 import socket
 import time
+from collections.abc import Iterator
 
 import pytest
 
-from services.gateway.http import protocol
-from tests.gateway_stack import MODEL
+from services.gateway.server import ConnectionTimeouts
+from tests.gateway_stack import MODEL, GatewayStack
 from tests.noise import PATIENCE_S, least
+
+HEAD_S = 1.0  # in which this process sends a head
+
+
+@pytest.fixture(scope="module")
+def hasty(loop_thread, tmp_path_factory) -> Iterator[GatewayStack]:
+    """A gateway that waits one second for the head of a request."""
+    stack = GatewayStack(
+        loop_thread,
+        tmp_path_factory.mktemp("hasty"),
+        text_only=True,
+        num_encoders=0,
+        timeouts=ConnectionTimeouts(head_s=HEAD_S),
+    )
+    yield stack
+    stack.close()
 
 
 def connect(stack) -> socket.socket:
@@ -75,32 +92,29 @@ def test_client_that_closes_while_it_waits_is_noticed(stack):
 
 
 @pytest.mark.parametrize("drip", [b"", b"GET /health HT"], ids=["silent", "endless"])
-def test_late_head_ends_the_connection(stack, drip, monkeypatch):
-    monkeypatch.setattr(protocol, "HEAD_TIMEOUT_S", 0.3)
-    with connect(stack) as connection:
+def test_late_head_ends_the_connection(hasty, drip):
+    with connect(hasty) as connection:
         start = time.monotonic()
         connection.sendall(drip)
         assert b" 408 " in read_all(connection)
-        assert time.monotonic() - start > 0.25
+        assert time.monotonic() - start > 0.9 * HEAD_S
 
 
-def test_late_second_head_ends_the_connection(stack, monkeypatch):
-    monkeypatch.setattr(protocol, "HEAD_TIMEOUT_S", 1.0)
-    with connect(stack) as connection:
+def test_late_second_head_ends_the_connection(hasty):
+    with connect(hasty) as connection:
         connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert b" 200 " in connection.recv(4096)
-        time.sleep(1.5)  # kept alive while it is silent
+        time.sleep(1.5 * HEAD_S)  # kept alive while it is silent
         connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\nGET /hea")
         data = read_all(connection)
         assert b" 200 " in data
         assert b" 408 " in data
 
 
-def test_slow_body_is_no_late_head(stack, monkeypatch):
-    monkeypatch.setattr(protocol, "HEAD_TIMEOUT_S", 1.0)  # in which this process sends a head
-    with connect(stack) as connection:
+def test_slow_body_is_no_late_head(hasty):
+    with connect(hasty) as connection:
         data = request()
         connection.sendall(data[:-5])
-        time.sleep(1.5)
+        time.sleep(1.5 * HEAD_S)
         connection.sendall(data[-5:])
         assert b" 200 " in connection.recv(4096)

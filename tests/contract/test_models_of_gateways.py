@@ -71,12 +71,12 @@ async def test_what_is_no_list_of_models_is_left_out(answer: bytes) -> None:
     routes = ModelRoutes(None, ["http://other"], 0)  # type: ignore[arg-type]
     transport = httpx2.MockTransport(lambda request: httpx2.Response(200, content=answer))
     async with httpx2.AsyncClient(transport=transport) as client:
-        assert await routes._ask(client, "http://other", {}) == {}
+        assert await routes.models_of(client, "http://other", {}) == {}
     good = httpx2.MockTransport(
         lambda request: httpx2.Response(200, content=json.dumps({"data": [{"id": "x"}]}))
     )
     async with httpx2.AsyncClient(transport=good) as client:
-        assert len(await routes._ask(client, "http://other", {})) == 1
+        assert len(await routes.models_of(client, "http://other", {})) == 1
 
 
 @pytest.mark.parametrize("given", ["gateway:8000", "http://", "http://a b", "ftp://a"])

@@ -63,20 +63,27 @@ class _Models(Struct):
 
 @dataclass(frozen=True, slots=True)
 class ModelRoutes:
-    """The views: of this gateway's model since its start, in Unix time, and of other gateways'."""
+    """The routes that list models: this gateway's, and those of other gateways.
+
+    Args:
+        _service: service that answers chat requests for this gateway's model.
+        _others: URLs of the other gateways.
+        _created: Unix time of this gateway's start.
+    """
 
     _service: ChatService
-    _others: Sequence[str]  # URLs
+    _others: Sequence[str]
     _created: int
-    _silent: set[str] = field(default_factory=set[str])
+    _silent: set[str] = field(default_factory=set[str])  # URLs of gateways that do not answer
 
     async def models(self, request: Request) -> Response:
-        """All models, this gateway's first."""
+        """Lists all models. This gateway's is the first one."""
         others = await self._of_others(request)
         found = [self._own(), *(raw for name, raw in others.items() if name != self._own().id)]
         return JsonResponse({"object": "list", "data": found})
 
     async def model(self, request: Request) -> Response:
+        """Describes one model."""
         name: str = request.path_params["name"]
         if name != self._service.model_name:
             others = await self._of_others(request)
@@ -98,20 +105,32 @@ class ModelRoutes:
         )
 
     async def _of_others(self, request: Request) -> Mapping[str, Raw]:
-        """Other gateways' models, by name, in the order of the setting."""
+        """Returns the models of other gateways by name, in the order of the setting."""
         if not self._others or _ASKED_BY_A_GATEWAY in request.headers:
             return {}
         headers = {n: value for n in _PASSED_ON if (value := request.headers.get(n))}
         headers[_ASKED_BY_A_GATEWAY] = "1"
         # Rare enough for connections of its own.
         async with httpx2.AsyncClient(trust_env=False, timeout=_TIMEOUT_S) as client:
-            lists = await asyncio.gather(*(self._ask(client, url, headers) for url in self._others))
+            lists = await asyncio.gather(
+                *(self.models_of(client, url, headers) for url in self._others)
+            )
         return {name: raw for each in lists for name, raw in each.items()}
 
-    async def _ask(
+    async def models_of(
         self, client: httpx2.AsyncClient, url: str, headers: Mapping[str, str]
     ) -> dict[str, Raw]:
-        """One gateway's models by name; none if it does not answer, or does not accept the key."""
+        """Asks another gateway for its models.
+
+        Args:
+            client: client that sends the request.
+            url: URL of the gateway, without the path.
+            headers: headers of the request, with the caller's API key.
+
+        Returns:
+            The JSON objects of the models, by name. Empty if the gateway does not answer or does
+            not accept the key.
+        """
         try:
             async with asyncio.timeout(_TIMEOUT_S):
                 answer = await client.get(f"{url.rstrip('/')}/v1/models", headers=dict(headers))
@@ -122,7 +141,9 @@ class ModelRoutes:
             found = {msgspec.json.decode(raw, type=_Model).id: raw for raw in models}
         except (TimeoutError, httpx2.HTTPError, msgspec.DecodeError) as error:
             if url not in self._silent:
-                log.warning("%s does not tell its models: %s", url, error or type(error).__name__)
+                log.warning(
+                    "the gateway %s did not list its models: %s", url, error or type(error).__name__
+                )
             self._silent.add(url)
             return {}
         self._silent.discard(url)

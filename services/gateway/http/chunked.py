@@ -1,9 +1,9 @@
-"""Answers with few writes, and pieces of a stream framed without uvicorn's HTTP parser.
+"""A cheaper `send` for responses: fewer writes, and chunks of a stream that are framed without h11.
 
-Each write is a call of the system and wakes the client: the head waits for the first piece, as ASGI
-has it, and the last piece for what ends the body. h11, which frames everything else and is the
-plain twin, takes a sixth of all that the gateway does for a token; the bytes are the same. `server`
-puts `chunked` around the application.
+Each write is a system call and wakes the client. So a response's head is written together with the
+first piece of the body, and the last piece together with the end of the body. h11 frames everything
+but the pieces of a stream; framing the pieces, too, would take a sixth of the gateway's CPU time
+for a token. The bytes are the same. `server` wraps the application in `chunked`.
 """
 
 from types import MethodType
@@ -14,13 +14,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn._types import ASGISendEvent
 from uvicorn.protocols.http.h11_impl import RequestResponseCycle
 
-# The beginning of an interim response, which every client of HTTP/1.1 skips, and its end.
+# The beginning and the end of an interim response, which every client of HTTP/1.1 skips.
 _INTERIM = b"HTTP/1.1 100 Continue\r\nx-triptych-waits: "
 _INTERIM_END = b"\r\n\r\n"
 
 
 def chunked(app: ASGIApp) -> ASGIApp:
-    """The application under uvicorn, with a cheaper `send`."""
+    """Returns an application for uvicorn that passes a cheaper `send` to the given application."""
 
     async def call(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
@@ -32,8 +32,11 @@ def chunked(app: ASGIApp) -> ASGIApp:
 
 
 class Channel:
-    """An answer's way to the client, in place of its cycle's `send` and of the transport that the
-    cycle has.
+    """Writes one response. It replaces the `send` of uvicorn's request cycle, and the transport to
+    which the cycle writes.
+
+    Args:
+        cycle: uvicorn's request and response.
     """
 
     def __init__(self, cycle: RequestResponseCycle) -> None:
@@ -54,12 +57,14 @@ class Channel:
         if cycle.flow.write_paused and not cycle.disconnected:
             await cycle.flow.drain()
         body: bytes = message.get("body", b"")
-        if body and not cycle.disconnected:  # an empty one would end the answer
+        if body and not cycle.disconnected:  # an empty chunk would end the response
             self._transport.write(b"%b%x\r\n%b\r\n" % (self._held, len(body), body))
             self._held = b""
 
     def write(self, data: bytes) -> None:
-        """For the cycle: at once before an answer, and with the end of an answer."""
+        """Takes bytes from the cycle. They are written at once before the response has started and
+        after its end, else together with the next piece.
+        """
         self._held += data
         if self._cycle.response_complete or not self._cycle.response_started:
             self._flush()
@@ -67,9 +72,9 @@ class Channel:
     def probe(self) -> None:
         """Writes a piece of an interim response, to learn whether the client is still there.
 
-        The whole time before an answer is one interim response, whose header grows by a byte for
-        each probe: some clients accept only five of them. The end of it goes out with the answer's
-        head.
+        All probes of a request write to one interim response, whose header grows by a byte for each
+        probe, because some clients accept only five interim responses. Its end is written together
+        with the response's head.
         """
         if not self._cycle.response_started:
             self._transport.write(b"." if self._held else _INTERIM)

@@ -1,7 +1,8 @@
-"""One HTTP request on its connection: its body, its answer as JSON or as a stream, its errors.
+"""One HTTP request and its response: the body that is read, the JSON or the stream that is written,
+and the responses to errors.
 
-Endpoints read and write through it; it knows nothing of chat. Starlette calls the handlers at the
-end with errors of endpoints that have not started a response.
+Endpoints read and write through this module, which knows nothing of chat. The middleware calls
+`error_response` for a request that failed before its response started.
 """
 
 import asyncio
@@ -34,8 +35,8 @@ from services.gateway.tenancy.request_memory import RequestMemory
 
 log = logging.getLogger(__name__)
 
-# A body has the first time, and more for each of its bytes that has arrived, up to the second, or
-# up to a second for each MiB that a body may have.
+# A body has to begin to arrive in the first number of seconds. Each byte that arrives extends the
+# time, up to the second number or one second for each MiB of the largest body, whichever is more.
 BODY_START_S, BODY_TIMEOUT_S = 10.0, 60.0
 _MIN_BODY_RATE = 16 << 10  # bytes a second
 _LONG_BODY_BYTES = 256 << 10
@@ -49,7 +50,9 @@ JSON_TYPES = ("application/json",)
 
 
 class JsonResponse(Response):
-    """A response that msgspec serializes; a long one waits while the client reads too slowly."""
+    """A JSON response that msgspec serializes. It is sent in pieces, so that a long response waits
+    while the client reads too slowly.
+    """
 
     media_type = "application/json"
 
@@ -70,8 +73,9 @@ class Exchange:
     """A request and its response.
 
     Attributes:
-        started: the status line is sent; later errors are events of the stream.
-        finished: only what the client has yet to read is missing; it may close the connection.
+        started: whether the status line is sent. A later error becomes an event of the stream.
+        finished: whether the whole answer is written, so that the client may close the connection
+            after it has read the answer.
     """
 
     scope: Scope
@@ -82,11 +86,16 @@ class Exchange:
 
     @property
     def request_id(self) -> str:
-        """Set by the middleware."""
+        """The request's id, which the middleware has set."""
         return self.scope["state"]["request_id"]
 
     async def write(self, data: bytes, *, last: bool = False) -> None:
-        """Sends a piece of an event stream; waits while the client reads too slowly."""
+        """Sends a piece of an event stream, and waits while the client reads too slowly.
+
+        Args:
+            data: the encoded events.
+            last: whether the piece ends the stream.
+        """
         if not self.started:
             self.started = True
             start = {"type": "http.response.start", "status": 200, "headers": list(_STREAM_HEADERS)}
@@ -95,6 +104,7 @@ class Exchange:
         await self.send({"type": "http.response.body", "body": data, "more_body": not last})
 
     async def write_json(self, content: object) -> None:
+        """Sends a whole answer."""
         self.started = self.finished = True
         await JsonResponse(content)(self.scope, self.receive, self.send)
 
@@ -142,26 +152,29 @@ async def read_body(
     max_bytes: int,
     types: Sequence[str] = JSON_TYPES,
 ) -> bytes | bytearray:
-    """A request's whole body, which is JSON unless `types` say otherwise.
+    """Reads the whole body of a request.
 
-    A web page can send a body of every form's type, or of no type at all, to another origin without
-    asking first (CORS). So a body of another type is refused, and one without a type if the request
-    has an `Origin`, which browsers add. Programs may leave the type out.
+    A web page can send a body to another origin without asking first (CORS) if the body has the
+    type of an HTML form or no type at all. So a body of an unexpected type is refused, and so is a
+    body without a type if the request has an `Origin`, which browsers add. Programs may omit the
+    type.
 
     Args:
-        memory: memory of the request, to which bytes are added as they arrive.
-        max_bytes: most bytes of the body.
-        types: how its content type may begin.
+        scope: ASGI scope of the request.
+        receive: ASGI channel from which the body is read.
+        memory: memory of the request, in which bytes are reserved while the body arrives.
+        max_bytes: size limit of the body, in bytes.
+        types: prefixes of the content types that are accepted.
 
     Raises:
-        UnsupportedMediaType: its content type is another one, or a web page has named none.
-        PayloadTooLarge: over the limit, by content-length or by count.
-        DeadlineExceeded: it arrives too slowly.
+        UnsupportedMediaType: the content type is not accepted, or a web page has named none.
+        PayloadTooLarge: the body is larger than the limit, by its Content-Length or by count.
+        DeadlineExceeded: the body arrives too slowly.
         ClientDisconnect: the client disconnected.
     """
     headers = dict(scope["headers"])
-    given = headers.get(b"content-type", types[0].encode()).partition(b";")[0].strip().lower()
-    if not given.decode("latin-1").startswith(tuple(types)):
+    content_type = headers.get(b"content-type", types[0].encode()).partition(b";")[0]
+    if not content_type.strip().lower().decode("latin-1").startswith(tuple(types)):
         raise _unsupported(types)
     needs_type = b"origin" in headers and b"content-type" not in headers
     declared = headers.get(b"content-length", b"0")
@@ -188,7 +201,7 @@ async def read_body(
                 time_s = min(BODY_START_S + len(body) / _MIN_BODY_RATE, timeout_s)
                 deadline.reschedule(start + time_s)
     except BaseException as error:
-        body.clear()  # the error's traceback may keep the frame for long
+        body.clear()  # the error's traceback may keep this frame alive for long
         if isinstance(error, TimeoutError):
             raise DeadlineExceeded("the body did not arrive in time") from None
         raise

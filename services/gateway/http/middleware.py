@@ -1,10 +1,8 @@
-"""ASGI middleware around all routes: request ids, traces, who may call, and the access log.
+"""The ASGI middleware around all routes: request ids, traces, API keys, errors and the access log.
 
-uvicorn calls it, and it calls the routes. A wrong key is a 401, a page of another site a 403.
-Requests that generate go straight to their endpoint: FastAPI's own layers, which find routes, trace
-and turn errors into responses, take a twentieth of what the gateway does for such a request. So
-what an endpoint raises is answered here, as FastAPI's handlers would; any other exception is logged
-here.
+The server calls the middleware, which calls the router. A request with a wrong key gets a 401, one
+of another site's page a 403. An exception that a route raises before its response has started is
+answered here, and an unexpected exception is logged here.
 """
 
 import logging
@@ -35,7 +33,7 @@ audit = logging.getLogger("triptych.audit")
 
 _OPEN_PATHS = frozenset(("/", "/docs", "/openapi.json", "/health", "/ready", "/ping"))
 _QUIET_PATHS = frozenset(("/health", "/ready", "/ping"))
-_PAGE_FILES = "/static/"  # open and quiet, too
+_PAGE_FILES = "/static/"  # paths below it are open and quiet, too
 _SCOPES: Mapping[str, KeyScope] = {
     "/metrics": "metrics", "/load": "metrics", "/reset_prefix_cache": "admin"
 }  # fmt: skip
@@ -46,12 +44,17 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 @dataclass(frozen=True, slots=True)
 class Middleware:
-    """Gives each request an id and a span, checks its API key, and logs its outcome.
+    """Gives each request an id and a span, checks its API key, answers its errors and logs its
+    outcome.
 
     Attributes:
-        same_site: None: pages of all sites may call.
-        leases: of tenants' limits, for the headers that tell them what is left.
-        model: its name, for the audit log.
+        app: router of all paths.
+        same_site: check of a request's `Host` and `Origin`. None if there is no restriction.
+        admission: admission control, which says whether the gateway drains.
+        keyring: API keys and their tenants.
+        leases: leases of the tenants' limits, for the headers with what is left of a limit.
+        metrics: metrics of the gateway.
+        model: name of the model, for the audit log.
     """
 
     app: ASGIApp
@@ -67,9 +70,9 @@ class Middleware:
             await self.app(scope, receive, send)
             return
         headers: dict[bytes, bytes] = dict(scope["headers"])
-        given = headers.get(b"x-request-id", b"").decode("latin-1")
-        # The client's, if it is safe in logs and metadata.
-        request_id = given if _REQUEST_ID.fullmatch(given) else f"req-{os.urandom(16).hex()}"
+        request_id = headers.get(b"x-request-id", b"").decode("latin-1")
+        if not _REQUEST_ID.fullmatch(request_id):  # the client's id is not safe in logs
+            request_id = f"req-{os.urandom(16).hex()}"
         scope.setdefault("state", {})["request_id"] = request_id
         bind_request_id(request_id)
         is_quiet = scope["path"] in _QUIET_PATHS or scope["path"].startswith(_PAGE_FILES)
@@ -80,16 +83,19 @@ class Middleware:
         with whole as request_span:
             status = await self._serve(scope, receive, send, headers)
             request_span.set(status=status, **_outcome(scope))
-        log.log(
-            logging.DEBUG if is_quiet else logging.INFO,
-            "%s %s %d", scope["method"], scope["path"], status,
-            extra={"fields": {"ms": round((time.monotonic() - start) * 1e3, 1), **_outcome(scope)}},
-        )  # fmt: skip
+        level = logging.DEBUG if is_quiet else logging.INFO
+        fields = {"ms": round((time.monotonic() - start) * 1e3, 1), **_outcome(scope)}
+        log.log(level, "%s %s %d", scope["method"], scope["path"], status, extra={"fields": fields})
 
     async def _serve(
         self, scope: Scope, receive: Receive, send: Send, headers: dict[bytes, bytes]
     ) -> int:
-        """Answers; returns the response's status, 0 if it never started, 499 after a disconnect."""
+        """Serves a request.
+
+        Returns:
+            The status of the response: 0 if the response never started, 499 if the client
+            disconnected first.
+        """
         status = 0
         request_id: str = scope["state"]["request_id"]
         identity = None
@@ -99,7 +105,7 @@ class Middleware:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                # The second is what Anthropic's clients read.
+                # Anthropic's clients read the second name.
                 ids = [(name, request_id.encode()) for name in (b"x-request-id", b"request-id")]
                 message["headers"] = [*message.get("headers", ()), *ids]
                 if (ignored := scope["state"].get("ignored")) and ignored.names:
@@ -115,7 +121,7 @@ class Middleware:
                 if self.same_site is not None:
                     self.same_site.check(headers)
                 if scope["path"] not in _OPEN_PATHS and not scope["path"].startswith(_PAGE_FILES):
-                    # What Anthropic's clients send.
+                    # Anthropic's clients send the key in a header of its own.
                     key = headers.get(b"x-api-key", b"")
                     key = headers.get(b"authorization") or b"Bearer " + key
                     identity = self.keyring.identify(key)
@@ -138,7 +144,9 @@ class Middleware:
         return status
 
     def _audit(self, identity: Identity, scope: Scope) -> None:
-        """One line and the tenant's counters: who asked for how much, and nothing of what."""
+        """Writes the request's line of the audit log and counts its tokens for the tenant. Nothing
+        of the request's content is logged.
+        """
         tenant, outcome = identity.tenant.name, scope["state"]["outcome"]
         used: Mapping[str, int] = scope["state"]["used"]
         self.metrics.tenant_request(tenant, outcome).inc()
@@ -150,15 +158,20 @@ class Middleware:
 
 
 def scope_of(path: str) -> KeyScope:
-    """What a key must open for a request to that path."""
+    """Returns the scope that a key needs for a request to a path."""
     return _SCOPES.get(path, "inference")
 
 
 def with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
-    """The application for browsers on other origins, too; without origins, unchanged.
+    """Returns the application with CORS for web pages of some origins.
 
-    A preflight carries no key and is answered here; `*` among the origins means every one.
-    Credentials of the browser (cookies) are never allowed: keys are headers.
+    A preflight request carries no key and is answered without the application. Credentials of the
+    browser (cookies) are never allowed, because API keys are headers.
+
+    Args:
+        app: the application.
+        origins: origins that may call; `*` stands for all. If there are none, the application is
+            returned as it is.
     """
     if not origins:
         return app
@@ -173,6 +186,8 @@ def with_cors(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
 
 
 def _outcome(scope: Scope) -> dict[str, str]:
-    """A chat request's finish reason or error code: the status of a stream is always 200."""
+    """Returns the log field with a request's finish reason or error code, because the status of a
+    stream is always 200. Empty for a request that generates nothing.
+    """
     outcome: str | None = scope["state"].get("outcome")
     return {} if outcome is None else {"outcome": outcome}
