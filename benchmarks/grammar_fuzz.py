@@ -29,10 +29,9 @@ from typing import Any
 import numpy as np
 
 from services.common.families import read_spec
-from services.common.grammar.grammar_bounds import check_grammar
 from services.decoder.masks.compile_worker import Compiler
 from services.decoder.masks.compiler import Vocabulary
-from services.decoder.masks.grammar import Demands, Grammar, GrammarSource
+from services.decoder.masks.grammar import Grammar, GrammarSource, TokenConstraints
 from services.decoder.masks.grammars import Grammars
 
 _MODEL = Path(__file__).parents[1] / "demo" / "model"
@@ -200,8 +199,8 @@ class _Follower:
 
     def follow(self, source: GrammarSource, rng: random.Random) -> str:
         """Fills masks along a text; how it ended."""
-        demands = Demands(Grammar(source))
-        matcher = self._loop.run_until_complete(self._grammars.matcher(demands))
+        constraints = TokenConstraints(Grammar(source))
+        matcher = self._loop.run_until_complete(self._grammars.matcher(constraints))
         row = np.zeros(self._grammars.num_mask_words, np.int32)
         new: list[int] = []
         for _ in range(_TOKENS):
@@ -229,8 +228,7 @@ def _work(
     spec = read_spec(model)
     end_ids = spec.eos_token_ids
     vocabulary = Vocabulary.read(model, spec.text.vocab_size, end_ids)
-    check = (lambda kind, text: None) if bypass else check_grammar
-    compiler = Compiler(vocabulary, check=check)
+    compiler = Compiler(vocabulary, bounded=not bypass)
     follower = _Follower(model, spec.text.vocab_size, end_ids)
     for number in range(first, last, step):
         if time.time() > until:

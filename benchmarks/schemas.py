@@ -42,7 +42,7 @@ from jsonschema.validators import validator_for
 from tokenizers import Tokenizer
 
 from services.common.errors import InvalidGrammar
-from services.decoder.masks.grammar import Demands, Grammar, GrammarSource
+from services.decoder.masks.grammar import Grammar, GrammarSource, TokenConstraints
 from services.decoder.masks.grammars import Grammars
 from services.decoder.masks.matcher import Matcher, MatcherFailed
 from services.decoder.masks.rows import PROBE_WORDS
@@ -122,7 +122,7 @@ class OfDecoder:
 
     async def _new(self, grammar: Grammar) -> Matcher:
         started = time.process_time()
-        matcher = await self._grammars.matcher(Demands(grammar))
+        matcher = await self._grammars.matcher(TokenConstraints(grammar))
         self.compile_s = time.process_time() - started
         return matcher
 

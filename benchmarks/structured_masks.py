@@ -22,7 +22,7 @@ import numpy as np
 
 from benchmarks.structured import SCHEMA
 from benchmarks.workloads import WORDS
-from services.decoder.masks.grammar import Demands, Grammar, GrammarSource
+from services.decoder.masks.grammar import Grammar, GrammarSource, TokenConstraints
 from services.decoder.masks.grammars import Grammars
 from services.gateway.answers.tool_grammar import answer_grammar
 from services.gateway.answers.tool_parsers import PARSERS
@@ -159,14 +159,14 @@ def measure(
     kind: Kind, grammars: Grammars, tokenizer: ModelTokenizer, end_id: int, answers: int
 ) -> tuple[list[float], list[float]]:
     """Seconds of each mask but an answer's first, of the first answer and of the others."""
-    demands = Demands(grammar_of(kind, tokenizer, end_id))
+    constraints = TokenConstraints(grammar_of(kind, tokenizer, end_id))
     rows = np.empty((1, grammars.num_mask_words), np.int32)
     rng = random.Random(kind.name)
     cold: list[float] = []
     warm: list[float] = []
     for number in range(answers):
         ids = answer_of(kind, rng, tokenizer)
-        matcher = asyncio.run(grammars.matcher(demands))
+        matcher = asyncio.run(grammars.matcher(constraints))
         grammars.fill(matcher, [], rows[0])
         for token_id in ids:
             mask = rows[0].view(np.uint8)

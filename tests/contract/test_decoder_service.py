@@ -412,13 +412,13 @@ async def test_non_finite_logits_fail_the_sequence_not_its_neighbours():
         await until(decoder.is_idle)
 
 
-async def test_demands_that_leave_no_token_are_the_requests_fault(monkeypatch):
+async def test_constraints_that_leave_no_token_are_the_requests_fault(monkeypatch):
     """Such as ids that are allowed and, before `min_tokens`, stop ids or bad words."""
     monkeypatch.setattr(fake_runner, "token_of", lambda *_: ALL_MASKED)
     async with Decoder() as decoder, Gateway(decoder) as gateway:
         await gateway.submit(submit_of(1, prompt_of(1)))
         end = await gateway.end(1)
-        assert end.code == "invalid_request" and "demands leave none" in end.message
+        assert end.code == "invalid_request" and "constraints leave no token" in end.message
         await until(decoder.is_idle)
 
 

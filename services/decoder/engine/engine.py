@@ -53,7 +53,7 @@ _FAILURES = {
     NOT_FINITE: ("failed", "the model's output is not finite"),
     ALL_MASKED: (
         "refused",
-        "every token is masked out: the request's demands leave none that may come next",
+        "every token is masked out: the request's constraints leave no token that may come next",
     ),
 }
 

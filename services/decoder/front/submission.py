@@ -21,7 +21,7 @@ from services.decoder.front.token_ids import (
     count_packed_ids,
 )
 from services.decoder.images.embeddings import ImageRequest
-from services.decoder.masks.grammar import Demands
+from services.decoder.masks.grammar import TokenConstraints
 
 MAX_TOP_LOGPROBS = 20
 MAX_LOGPROB_TOKEN_IDS = 128
@@ -32,7 +32,7 @@ MAX_TENANT_CHARS = 128
 
 def read_submit(
     submit: pb.Submit, number: int, engine: EngineInfo, end_ids: tuple[int, ...]
-) -> tuple[AddSequence, list[ImageRequest], Demands | None]:
+) -> tuple[AddSequence, list[ImageRequest], TokenConstraints | None]:
     """Reads a gateway's message.
 
     Args:

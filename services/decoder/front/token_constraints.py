@@ -9,7 +9,7 @@ from services.common.grammar.grammar_bounds import MAX_GRAMMAR_CHARS
 from services.common.pb import decoder_pb2 as pb
 from services.decoder.engine.messages import EngineInfo, SamplingParams
 from services.decoder.front.token_ids import MAX_STOP_TOKEN_IDS, check_ids
-from services.decoder.masks.grammar import Demands, Grammar, GrammarSource
+from services.decoder.masks.grammar import Grammar, GrammarSource, TokenConstraints
 
 MAX_BEGINS_AFTER = 64
 MAX_BAD_WORDS = 512
@@ -24,7 +24,7 @@ _GRAMMAR_KINDS = {
 
 def read_constraints(
     submit: pb.Submit, sampling: SamplingParams, engine: EngineInfo, end_ids: tuple[int, ...]
-) -> tuple[SamplingParams, Demands | None]:
+) -> tuple[SamplingParams, TokenConstraints | None]:
     """Reads the constraints of a sequence.
 
     Args:
@@ -59,7 +59,7 @@ def read_constraints(
             raise InvalidRequest(f"an entry of bad_words has not 1 to {MAX_BAD_WORD_TOKENS} tokens")
         check_ids("bad_words", word, engine)
     check_ids("allowed_token_ids", given.allowed_token_ids, engine)
-    return sampling, Demands(grammar, tuple(given.allowed_token_ids), bad_words)
+    return sampling, TokenConstraints(grammar, tuple(given.allowed_token_ids), bad_words)
 
 
 def _grammar(submit: pb.Submit, sampling: SamplingParams, engine: EngineInfo) -> Grammar:

@@ -1,13 +1,14 @@
-"""Masks within strings of any text, in a tenth of llguidance's time.
+"""Fills masks within strings of arbitrary text, in a tenth of llguidance's time.
 
-llguidance finds a mask by a walk over the vocabulary. Where a string may have n more characters the
-walk tries nearly all tokens: up to 1.4 ms. But nearly all are plain text, without a character that
-ends or escapes a string or begins a tag, and of these exactly those of at most n characters are
-allowed: a mask for each n is made once. A second matcher, whose vocabulary has no plain tokens,
-fills the mask of the others, and finds n with probes: tokens of 1, 2, … times a character
-(`plain_strings`).
+llguidance computes a mask by a walk over the vocabulary. Where a string may have n more characters,
+the walk visits nearly all tokens and takes up to 1.4 ms. But nearly all tokens are plain text: they
+have no character that ends or escapes a string or begins a tag. Exactly the plain tokens of at most
+n characters are allowed, and a mask for each n is computed once.
 
-Exact, for grammars whose strings are plain.
+A second matcher, whose vocabulary has no plain tokens, fills the mask of all other tokens. It finds
+n with probes: tokens that repeat one character 1, 2, … times (`plain_strings`).
+
+The masks are exact for grammars whose strings are plain.
 """
 
 from dataclasses import dataclass
@@ -18,12 +19,12 @@ from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 from services.common.grammar.plain_strings import PROBE
 from services.decoder.masks.rows import PROBE_WORDS, Int32Array
 
-NUM_PROBES = 32 * PROBE_WORDS  # plain tokens of more characters count among the others
+NUM_PROBES = 32 * PROBE_WORDS  # longer plain tokens are treated as other tokens
 
 
 @dataclass(frozen=True, slots=True)
 class _Tokens:
-    """A vocabulary, as llguidance's TokenizerWrapper wants it."""
+    """A vocabulary in the form of llguidance's TokenizerWrapper."""
 
     tokens: list[bytes]
     special_token_ids: list[int]
@@ -31,22 +32,23 @@ class _Tokens:
     bos_token_id: int | None = None
 
     def __call__(self, text: str | bytes) -> list[int]:
-        return []  # nothing is tokenized
+        return []  # no text is tokenized
 
 
 @dataclass(frozen=True, slots=True)
 class PlainTokens:
-    """A vocabulary's plain tokens.
+    """The plain tokens of a vocabulary.
 
     Attributes:
-        full: the whole vocabulary, of `32 * num_words + NUM_PROBES` ids.
-        others: without plain tokens of 2 to 64 characters or several bytes, and with the probes,
-            whose ids are the last ones.
-        masks: of the plain tokens that `others` lacks, of at most n characters; `[65, words]`.
-        lengths: of each id, characters of a plain token; 0: it is none, or a longer one.
-        is_missing: of each id, whether `others` lacks it.
-        byte_ids: the id of each byte; `others` has them.
-        probe: ids that together are the character.
+        full: the whole vocabulary, with `32 * num_words + NUM_PROBES` ids.
+        others: the vocabulary without plain tokens of several bytes and up to 64 characters. The
+            last ids are the probes.
+        masks: masks of the plain tokens with at most n characters that `others` lacks,
+            `[65, num_words]`.
+        lengths: number of characters of each plain token. 0 for other tokens and longer tokens.
+        is_missing: True, for each id, if `others` lacks the token.
+        byte_ids: id of each single byte. `others` has these tokens.
+        probe: ids of the bytes of the probes' character.
     """
 
     full: LLTokenizer
@@ -61,7 +63,9 @@ class PlainTokens:
     def of(
         cls, full: LLTokenizer, num_words: int, end_ids: tuple[int, ...]
     ) -> "PlainTokens | None":
-        """None: the vocabulary lacks bytes, so that plain tokens cannot be spelled."""
+        """Finds the plain tokens of a vocabulary. Returns None if the vocabulary lacks tokens of
+        single bytes, with which plain tokens are spelled.
+        """
         num_ids = 32 * num_words
         special = [number for number in range(num_ids) if full.is_special_token(number)]
         tokens = [full.decode_bytes([number]) for number in range(num_ids)]
@@ -94,7 +98,7 @@ class PlainTokens:
         )
 
     def spell(self, token_id: int) -> list[int]:
-        """The token as ids that `others` has."""
+        """Returns a token as ids that `others` has."""
         if token_id >= len(self.is_missing) or not self.is_missing[token_id]:
             return [token_id]
         return [self.byte_ids[byte] for byte in self.full.decode_bytes([token_id])]
@@ -107,7 +111,7 @@ def _others(tokens: list[bytes], end_ids: tuple[int, ...]) -> LLTokenizer:
 
 
 def _plain_length(token: bytes) -> int:
-    """Characters of a token that is plain text; 0: it is not."""
+    """Returns the number of characters of a plain token. 0 if the token is not plain text."""
     try:
         text = token.decode()
     except UnicodeDecodeError:
@@ -119,25 +123,32 @@ def _plain_length(token: bytes) -> int:
 
 @dataclass(slots=True)
 class BoundedStrings:
-    """The second matcher of one sequence. Within a string it is ahead of the first, else behind.
+    """The second matcher of one sequence. Within a string, only the second matcher reads tokens.
+    Elsewhere, only the first matcher does.
 
     Attributes:
-        state: of the vocabulary without plain tokens; the same grammar.
-        plain: the vocabulary's.
-        room: characters that may come, as far as is known, at most `NUM_PROBES`.
+        state: matcher of the same grammar, for the vocabulary without plain tokens.
+        plain: plain tokens of the vocabulary.
+        max_chars: number of characters that may follow, as far as is known, up to `NUM_PROBES`.
     """
 
     state: LLMatcher
     plain: PlainTokens
-    room: int = 0
+    max_chars: int = 0
 
     def copy(self) -> "BoundedStrings":
-        """At the same place, for another sequence."""
+        """Returns a copy in the same state, for another sequence."""
         return BoundedStrings(self.state.deep_copy(), self.plain)
 
     def enter(self, full: LLMatcher, unread: list[int]) -> bool:
-        """Whether the grammar, of which `full` is the first matcher, is within a string of any
-        characters; then `state` takes the tokens that it has not read, and can fill the mask.
+        """Tries to enter a string of arbitrary characters.
+
+        Args:
+            full: first matcher of the sequence.
+            unread: tokens that this matcher has not read. They are read if the string is entered.
+
+        Returns:
+            Whether the grammar is within such a string, so that this matcher can fill masks.
         """
         if full.validate_tokens(self.plain.probe) < len(self.plain.probe):
             return False
@@ -146,29 +157,36 @@ class BoundedStrings:
         return entered
 
     def stay(self, token_ids: list[int]) -> bool:
-        """Whether the string goes on behind these tokens; no: `state` may have failed."""
-        lengths, room = self.plain.lengths, self.room
+        """Reads tokens. Returns whether the string continues after them. If not, `state` may have
+        failed.
+        """
+        lengths, max_chars = self.plain.lengths, self.max_chars
         for token_id in token_ids:
             length = lengths[token_id] if token_id < len(lengths) else 0
-            room = room - length if length else -1
-            if room < 0:
+            max_chars = max_chars - length if length else -1
+            if max_chars < 0:
                 break
         if not self._read(token_ids):
             return False
-        self.room = max(room, 0)
-        return room > 0 or self.state.validate_tokens(self.plain.probe) == len(self.plain.probe)
+        self.max_chars = max(max_chars, 0)
+        return max_chars > 0 or self.state.validate_tokens(self.plain.probe) == len(
+            self.plain.probe
+        )
 
     def fill(self, row: Int32Array) -> bool:
-        """Fills a mask `[words]`, and probes behind it, `[PROBE_WORDS]`, and adds the plain tokens.
+        """Fills a mask, including the plain tokens.
+
+        Args:
+            row: `[num_words + PROBE_WORDS]`: the mask, and the probes behind it.
 
         Returns:
-            Whether the mask is right; else the first matcher has to fill it.
+            Whether the mask is valid. If not, the first matcher has to fill it.
         """
         self.state.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
-        self.room = int.from_bytes(row[-PROBE_WORDS:].tobytes(), "little").bit_length()
-        if self.room == 0 or self.state.is_error():
+        self.max_chars = int.from_bytes(row[-PROBE_WORDS:].tobytes(), "little").bit_length()
+        if self.max_chars == 0 or self.state.is_error():
             return False
-        row[:-PROBE_WORDS] |= self.plain.masks[self.room]
+        row[:-PROBE_WORDS] |= self.plain.masks[self.max_chars]
         return True
 
     def _read(self, token_ids: list[int]) -> bool:

@@ -1,16 +1,17 @@
-"""Verdicts on grammars: can a grammar be compiled, and does that take long?
+"""Checks grammars: finds out whether a grammar can be compiled, and whether that takes long.
 
-A grammar is first compiled in the quick lane, where it may take as much CPU time as nearly all
-grammars need. If it takes more, it is compiled again in the slow lane, so that a common schema
-never waits for a hostile grammar, whoever has sent it. In each lane tenants take turns by the CPU
-time that they have used. A grammar that cannot be compiled, or ends its fork, is its request's
-error; waiting for a turn is an overload of the decoder, never the grammar's fault.
+A grammar is first compiled in the quick lane, with a limit of CPU time that nearly all grammars
+meet. A grammar that exceeds the limit is compiled again in the slow lane, so that common schemas
+never wait for hostile grammars of any tenant. In each lane tenants take turns by the CPU time that
+they have used. Requests fail if their grammar cannot be compiled or ends its fork. Waiting too long
+for a turn is an overload of the decoder.
 """
 
 import asyncio
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass, field
+
+from prometheus_client import Histogram
 
 from services.common.errors import InvalidGrammar, Overloaded, ProcessLost, TriptychError
 from services.common.process import children
@@ -19,22 +20,24 @@ from services.decoder.masks.compile_process import CompileProcess
 from services.decoder.masks.compile_queue import CompileJob, CompileQueue
 from services.decoder.masks.grammar import GrammarSource
 from services.decoder.masks.messages import Verdict
-from services.decoder.masks.verdicts import Known, Verdicts, key_of
+from services.decoder.masks.verdicts import StoredVerdict, Verdicts, key_of
 
 log = logging.getLogger(__name__)
 
-_MAX_WAIT_S = 10.0  # for a verdict
-# Within which the process answers: it reads a vocabulary first, and limits each grammar itself.
-_PATIENCE_S = 60.0
+_MAX_WAIT_S = 10.0  # longest wait of a request for a verdict
+# The process must answer within this time. It reads a vocabulary first, and limits each grammar.
+_ANSWER_TIMEOUT_S = 60.0
 _MAX_LOSSES = 2
 
 
 @dataclass(slots=True, eq=False)
 class _Lane:
-    """A fork that compiles one grammar after the other, and the jobs that wait for it.
+    """A fork that compiles grammars in sequence, with a queue of jobs.
 
     Attributes:
-        job: the job in work, which outlives the process; None if the lane is idle.
+        queue: jobs that wait.
+        arrived: event that is set when a job arrives.
+        job: job that is being compiled, which outlives the process. None if the lane is idle.
     """
 
     queue: CompileQueue = field(default_factory=CompileQueue)
@@ -42,26 +45,31 @@ class _Lane:
     job: CompileJob | None = None
 
     def put(self, job: CompileJob) -> None:
-        """Adds a job; raises Overloaded if too many wait."""
+        """Adds a job.
+
+        Raises:
+            Overloaded: too many jobs wait.
+        """
         self.queue.put(job)
         self.arrived.set()
 
 
 class CompilePool:
-    """Owner of the process that compiles, and of what waits for it. Used in the event loop.
+    """Owner of the compile process and of the grammars that wait for it. It is used in one event
+    loop.
 
     Args:
-        observe: called with the CPU seconds of a compilation.
+        process: the compile process.
+        cpu_seconds: histogram of the CPU seconds of a compilation.
+        verdicts: stored verdicts.
     """
 
-    def __init__(
-        self, process: CompileProcess, observe: Callable[[float], None], verdicts: Verdicts
-    ) -> None:
+    def __init__(self, process: CompileProcess, cpu_seconds: Histogram, verdicts: Verdicts) -> None:
         self.process = process
-        self._observe = observe
+        self._cpu_seconds = cpu_seconds
         self._verdicts = verdicts
         self._quick, self._slow = _Lane(), _Lane()
-        self._jobs: dict[bytes, CompileJob] = {}  # that wait or are in work
+        self._jobs: dict[bytes, CompileJob] = {}  # waiting and running jobs, by key
         self._task = asyncio.create_task(self._work())
 
     @property
@@ -70,14 +78,18 @@ class CompilePool:
         return sum(lane.job is not None for lane in (self._quick, self._slow))
 
     async def check(self, source: GrammarSource, tenant: str) -> bool:
-        """Returns if the grammar can be compiled, and then whether that takes long.
+        """Compiles a grammar, unless its verdict is stored.
 
         Args:
+            source: text of the grammar.
             tenant: tenant that is charged for the compilation.
+
+        Returns:
+            Whether the compilation takes long.
 
         Raises:
             InvalidGrammar: the grammar cannot be compiled.
-            Overloaded: too many grammars wait, or this one has waited too long.
+            Overloaded: too many grammars wait, or this grammar has waited too long.
             ProcessLost: two processes ended while they compiled the grammar.
         """
         key = key_of(source)
@@ -97,8 +109,8 @@ class CompilePool:
         return known.is_slow
 
     def refuse(self, source: GrammarSource, error: InvalidGrammar) -> None:
-        """Has the next requests with a grammar fail as one did that could not follow it."""
-        self._verdicts.keep(key_of(source), Known(error.message))
+        """Refuses a grammar from now on, because it took too much work after its compilation."""
+        self._verdicts.store(key_of(source), StoredVerdict(error.message))
 
     async def close(self) -> None:
         self._task.cancel()
@@ -106,20 +118,20 @@ class CompilePool:
         await self.process.close()
 
     def _enqueue(self, key: bytes, source: GrammarSource, tenant: str) -> CompileJob:
-        done: asyncio.Future[Known] = asyncio.get_running_loop().create_future()
+        done: asyncio.Future[StoredVerdict] = asyncio.get_running_loop().create_future()
         job = CompileJob(key, source, tenant, done)
         self._quick.put(job)
         self._jobs[key] = job
         return job
 
     async def _work(self) -> None:
-        """Keeps the process running, and its lanes at work."""
+        """Runs the process and serves its lanes. Restarts the process whenever it ends."""
         lanes = self._quick, self._slow
         while True:
             try:
                 channels = await self.process.start()
             except OSError as error:
-                log.error("a process that compiles grammars was not started: %s", error)
+                log.error("the process that compiles grammars could not be started: %s", error)
                 for lane in lanes:
                     if lane.job is not None:
                         self._fail(lane, ProcessLost("the grammar was not compiled"))
@@ -138,20 +150,20 @@ class CompilePool:
                 for channel in channels:
                     channel.close()
             for task in ended:
-                task.result()  # raises what is no end of the process
-            log.error("a process that compiles grammars has ended")
+                task.result()  # raises unexpected errors
+            log.error("the process that compiles grammars has ended and is started again")
 
     async def _serve(self, lane: _Lane, channel: FrontChannel[Verdict]) -> None:
-        """Works until the process has ended. A job that was in work stays the lane's, to be tried
-        in the next process, unless it was in work when the one before ended, too.
+        """Serves a lane until the process ends. The job that was being compiled is tried again in
+        the next process, unless the previous process has ended during this job, too.
         """
         while True:
             job = lane.job or await self._next(lane)
-            if self.process.has_ended:  # while the lane was idle
+            if self.process.has_ended:  # the process has ended while the lane was idle
                 return
             channel.send(job.source)
             try:
-                async with asyncio.timeout(_PATIENCE_S):
+                async with asyncio.timeout(_ANSWER_TIMEOUT_S):
                     verdict = await channel.receive()
             except (ChannelClosed, TimeoutError):
                 job.num_losses += 1
@@ -161,7 +173,7 @@ class CompilePool:
             self._judge(lane, job, verdict)
 
     async def _next(self, lane: _Lane) -> CompileJob:
-        """Waits for the lane's next job, which some request waits for, and begins it."""
+        """Waits for the lane's next job and begins it. Drops jobs that no request waits for."""
         while True:
             while not len(lane.queue):
                 lane.arrived.clear()
@@ -174,7 +186,7 @@ class CompilePool:
             del self._jobs[job.key]
 
     def _judge(self, lane: _Lane, job: CompileJob, verdict: Verdict) -> None:
-        """A lane has done with a job."""
+        """Handles the verdict on a lane's job."""
         lane.queue.charge(job.tenant, verdict.cpu_s)
         job.cpu_s += verdict.cpu_s
         if verdict.timed_out and lane is self._quick:
@@ -184,21 +196,21 @@ class CompilePool:
                 self._fail(lane, error)
             lane.job = None
             return
-        self._observe(job.cpu_s)
-        known = Known(verdict.error, is_slow=lane is self._slow)
+        self._cpu_seconds.observe(job.cpu_s)
+        known = StoredVerdict(verdict.error, is_slow=lane is self._slow)
         if verdict.died:
             self._verdicts.died(job.key, verdict.error)
         else:
-            self._verdicts.keep(job.key, known)
+            self._verdicts.store(job.key, known)
         lane.job = None
         del self._jobs[job.key]
         job.done.set_result(known)
 
     def _fail(self, lane: _Lane, error: TriptychError) -> None:
-        """Ends the lane's job with an error, which says nothing about the grammar."""
+        """Ends the lane's job with an error that is no verdict on the grammar."""
         job, lane.job = lane.job, None
         assert job is not None
         lane.queue.charge(job.tenant, 0.0)
         del self._jobs[job.key]
         job.done.set_exception(error)
-        job.done.exception()  # perhaps nothing waits for it any more
+        job.done.exception()  # marks the error as retrieved, in case no request waits any more

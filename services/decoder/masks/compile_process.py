@@ -1,4 +1,4 @@
-"""The front's side of the process that compiles grammars: its start, its lanes and its end."""
+"""Starts and ends the process that compiles grammars, and connects the front to its lanes."""
 
 import asyncio
 import socket
@@ -13,10 +13,13 @@ _WORKER = "services.decoder.masks.compile_worker"
 
 
 class CompileProcess:
-    """Owner of the process (`compile_worker`).
+    """Owner of the compile process, which runs `compile_worker`.
+
+    Args:
+        settings: settings of the process.
 
     Attributes:
-        process: the running process; None before the first start.
+        process: the running process. None before the first start.
     """
 
     def __init__(self, settings: MaskSettings) -> None:
@@ -25,11 +28,11 @@ class CompileProcess:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the process that was started last has ended."""
+        """Returns whether the process that was started last has ended."""
         return self.process is None or self.process.returncode is not None
 
     async def start(self) -> list[FrontChannel[Verdict]]:
-        """Starts the process in place of the one before; returns a channel to each lane.
+        """Ends the previous process and starts a new process. Returns a channel to each lane.
 
         Raises:
             OSError: the machine has no memory, processes or descriptors left.
@@ -55,5 +58,5 @@ class CompileProcess:
                 end.close()
 
     async def close(self) -> None:
-        """Ends the process, if it runs."""
+        """Ends the process, if it is running."""
         await children.end(self.process)

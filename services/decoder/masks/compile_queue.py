@@ -1,6 +1,6 @@
-"""Grammars that wait to be compiled, in the order of their tenants' turns.
+"""The queue of grammars that wait to be compiled, ordered by weighted fair queueing of tenants.
 
-Pure state of the front: no process and no waiting here.
+The queue is plain state of the front process.
 """
 
 import asyncio
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from services.common.errors import Overloaded
 from services.common.tenancy.fair_order import FairOrder
 from services.decoder.masks.grammar import GrammarSource
-from services.decoder.masks.verdicts import Known
+from services.decoder.masks.verdicts import StoredVerdict
 
 MAX_WAITING = 256
 MAX_WAITING_OF_TENANT = 64
@@ -22,17 +22,18 @@ class CompileJob:
 
     Attributes:
         key: digest of the grammar.
+        source: text of the grammar.
         tenant: tenant that is charged for the compilation.
-        done: the verdict.
+        done: future of the verdict.
         num_waiting: number of requests that wait for the verdict.
         num_losses: number of processes that ended while they worked on the grammar.
-        cpu_s: CPU seconds that were spent on the grammar so far.
+        cpu_s: CPU seconds that compilations of the grammar have taken so far.
     """
 
     key: bytes
     source: GrammarSource
     tenant: str
-    done: "asyncio.Future[Known]"
+    done: "asyncio.Future[StoredVerdict]"
     num_waiting: int = 0
     num_losses: int = 0
     cpu_s: float = 0.0
@@ -41,24 +42,24 @@ class CompileJob:
 class CompileQueue:
     """Orders jobs by weighted fair queueing among tenants, whose unit is the CPU second.
 
-    The cost of a job is known when the job is done, so a tenant's next job gets its place then:
-    behind all that the tenant has used. Jobs of one tenant keep their order.
+    The cost of a job is known when the job is done. Only then does the tenant's next job get its
+    place, after all the CPU time that the tenant has used. Jobs of one tenant stay in order.
     """
 
     def __init__(self) -> None:
         self._order = FairOrder()
         self._jobs: dict[str, deque[CompileJob]] = {}  # by tenant, never empty
-        self._places: dict[str, float] = {}  # of each tenant's first job
+        self._places: dict[str, float] = {}  # place of each tenant's first job
         self._num_jobs = 0
 
     def __len__(self) -> int:
         return self._num_jobs
 
     def put(self, job: CompileJob) -> None:
-        """Adds a job behind all of the same tenant.
+        """Adds a job after all other jobs of the same tenant.
 
         Raises:
-            Overloaded: too many jobs wait, in all or of this tenant.
+            Overloaded: too many jobs wait, either of all tenants or of this tenant.
         """
         jobs = self._jobs.get(job.tenant, ())
         if self._num_jobs >= MAX_WAITING or len(jobs) >= MAX_WAITING_OF_TENANT:
@@ -81,7 +82,12 @@ class CompileQueue:
         return job
 
     def charge(self, tenant: str, cpu_s: float) -> None:
-        """Charges a tenant for the job that was taken last, which is done."""
+        """Charges a tenant for the job that was taken last, which must be done.
+
+        Args:
+            tenant: tenant of the job.
+            cpu_s: CPU seconds that the job has taken.
+        """
         self._order.place(tenant, cost=cpu_s)
         if tenant in self._jobs:
             self._places.pop(tenant, None)

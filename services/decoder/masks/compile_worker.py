@@ -1,9 +1,9 @@
-"""A process that finds out whether grammars can be compiled: `python -m
-services.decoder.masks.compile_worker`, started by `compile_process`.
+"""The compile process: `python -m services.decoder.masks.compile_worker`, started by
+`compile_process`. It finds out whether grammars can be compiled.
 
-llguidance recurses along references and has no limit of time: a grammar may overflow the stack. So
-this process reads the vocabulary and forks into lanes, and each lane compiles grammars in a fork
-of its own, with limits of CPU time, memory and stack. The vocabulary's memory is shared by all.
+llguidance recurses along references and has no time limit, so a grammar may overflow the stack.
+This process reads the vocabulary and forks into lanes. Each lane compiles grammars in a fork of its
+own, with limits of CPU time, memory and stack. All forks share the memory of the vocabulary.
 Another fork takes milliseconds.
 """
 
@@ -13,7 +13,6 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,36 +30,38 @@ from services.decoder.masks.compiler import Vocabulary, compile_grammar
 from services.decoder.masks.grammar import GrammarSource
 from services.decoder.masks.messages import LANES, Lane, MaskSettings, Verdict
 
-MEMORY_BYTES = 192 << 20  # of one grammar
-# Less than the processes have in which the grammar is compiled again.
+MEMORY_BYTES = 192 << 20  # limit of one grammar
+# This stack is smaller than in the mask processes, which compile the grammar again.
 _STACK_BYTES = 8 << 20
-_WALL_S = 20.0  # of one grammar, on a machine that does other things, too
-_KEPT_BYTES = 256 << 20  # that a fork's address space may grow by before another one follows
+_WALL_S = 20.0  # limit of one grammar, for a machine that is also busy with other work
+# A fork is replaced when its address space has grown by this number of bytes.
+_MAX_GROWTH_BYTES = 256 << 20
 
 
 @dataclass(slots=True, eq=False)
 class Compiler:
-    """Compiles one grammar after the other in a fork of this process, which may die.
+    """Compiles one grammar after the other in a fork of this process. The fork may die.
 
     Attributes:
+        vocabulary: tokens of the model.
         cpu_s: limit of one grammar's CPU seconds.
         memory_bytes: limit of one grammar's memory.
         wall_s: limit of one grammar's seconds.
-        check: raises InvalidGrammar before a grammar is compiled that is beyond the bounds.
-        pid: process id of the fork; 0 if there is none.
+        bounded: False if grammars beyond the bounds of `check_grammar` are to be compiled, too.
+        pid: process id of the fork. 0 if there is no fork.
     """
 
     vocabulary: Vocabulary
     cpu_s: float = LANES[-1].cpu_s
     memory_bytes: int = MEMORY_BYTES
     wall_s: float = _WALL_S
-    check: Callable[[str, str], None] = check_grammar
+    bounded: bool = True
     pid: int = 0
-    _charged_s: float = 0.0  # CPU time of the fork that went into earlier grammars
+    _charged_s: float = 0.0  # CPU time of the fork for earlier grammars
     _channel: EngineChannel[Verdict] | None = None
 
     def compile(self, source: GrammarSource) -> Verdict:
-        """Returns whether the grammar can be compiled, or why not. Raises nothing."""
+        """Compiles a grammar and returns the verdict. Never raises."""
         for _ in range(2):  # a fork may have ended while it was idle
             if self._channel is None:
                 self._fork()
@@ -82,18 +83,21 @@ class Compiler:
         if status == signal.SIGPROF:
             error = f"takes more than {self.cpu_s:g} s of CPU time to compile"
             return Verdict(error, cpu_s, died=True, timed_out=True)
-        return Verdict("takes more memory, time or levels to compile than it may", cpu_s, died=True)
+        return Verdict(
+            "takes more memory, time or stack to compile than is allowed", cpu_s, died=True
+        )
 
     def close(self) -> None:
+        """Ends the fork."""
         if self._channel is not None:
             self._reap()
 
     def _reap(self) -> tuple[int, float]:
-        """Ends the fork; returns the signal that ended it, and its seconds of CPU time."""
+        """Ends the fork. Returns the signal that ended the fork (or 0) and its CPU seconds."""
         assert self._channel is not None
         self._channel.close()
         self._channel = None
-        # It may be about to die of a signal of its own, which says why.
+        # The fork may be about to die by a signal that tells the reason, so it gets a moment.
         for _ in range(100):
             pid, status, usage = os.wait4(self.pid, os.WNOHANG)
             if pid:
@@ -121,11 +125,11 @@ class Compiler:
         self._channel = EngineChannel[Verdict](mine, Verdict)
 
     def _serve(self, end: socket.socket) -> None:
-        """In the fork."""
+        """Compiles grammars in the fork."""
         resource.setrlimit(resource.RLIMIT_STACK, (_STACK_BYTES, resource.RLIM_INFINITY))
         prefer_oom_kill()
         channel = EngineChannel[GrammarSource](end, GrammarSource)
-        most = mapped_bytes() + _KEPT_BYTES
+        most = mapped_bytes() + _MAX_GROWTH_BYTES
         charged_s = 0.0
         while True:
             for source in channel.receive(None):
@@ -136,22 +140,23 @@ class Compiler:
                 charged_s = used_s
 
     def _error(self, source: GrammarSource) -> str:
-        """Returns why the grammar cannot be compiled; empty if it can be."""
+        """Returns the reason why the grammar cannot be compiled. Empty if it can be compiled."""
         with limited(self.cpu_s, self.memory_bytes):
             try:
-                self.check(source.kind, source.text)
+                if self.bounded:
+                    check_grammar(source.kind, source.text)
                 compile_grammar(self.vocabulary, source)
             except InvalidGrammar as refused:
                 return refused.message
             except MemoryError:
-                return "takes more memory to compile than it may"
+                return "takes more memory to compile than is allowed"
             except BaseException as panic:
                 return f"cannot be compiled: {type(panic).__name__}"
         return ""
 
 
 def main() -> int:
-    """Compiles until the front closes a lane's channel; returns the exit status."""
+    """Compiles until the front closes a lane's channel. Returns the exit status."""
     data, ends = children.begin()
     settings = msgspec.json.decode(data, type=MaskSettings)
     setup_logging("decoder-compiler", settings.log_level)

@@ -1,7 +1,7 @@
-"""Grammars compiled by llguidance for a model's vocabulary.
+"""Compiles grammars with llguidance for a model's vocabulary.
 
-The same code runs in the process that finds out whether a grammar can be compiled and, for those
-that can, in the processes that fill masks.
+The code runs first in the compile process, which finds out whether a grammar can be compiled. If
+so, the code runs again in a mask process.
 """
 
 import json
@@ -19,16 +19,17 @@ from services.common.grammar.schema_formats import without_unknown_formats
 from services.decoder.masks.bounded_strings import NUM_PROBES, BoundedStrings, PlainTokens
 from services.decoder.masks.grammar import GrammarSource
 
-# Texts within a JSON string, by length: the tokens of each are checked once, and not for each mask.
-# More lengths than the library's own (10, 30) take a third off the masks of short strings.
+# Texts within a JSON string, by length. llguidance checks the tokens of each slice once rather than
+# for each mask. With more lengths than its defaults (10, 30), masks of short strings take a third
+# less time.
 _STRING_CHARACTER = r'[^"\\\x00-\x1F\x7F]'
 _SLICES = [
     r"[\x20\x0A\x0D\x09]+",
     *(f"{_STRING_CHARACTER}{{1,{length}}}" for length in (2, 4, 7, 10, 30)),
     f"{_STRING_CHARACTER}+",
 ]
-# One space, or a new line and indentation: what models write. More lets a sequence that has lost
-# its way fill max_tokens with blanks.
+# Models write one space, or a new line and indentation. If more blanks were allowed, a sequence
+# could fill max_tokens with blanks.
 _JSON_OPTIONS = {
     "whitespace_pattern": r"[ ]?|\n[ ]{0,40}",
     "item_separator": ",",
@@ -36,15 +37,16 @@ _JSON_OPTIONS = {
     "coerce_one_of": False,
     "lenient": False,
 }
-# Where one byte alone may come next, the library reads on to where two may, and asks the tokenizer
-# for the token: it composes characters, and takes an added token's name for that token. And behind
-# a lexeme that takes all that should follow it (`start: R "x"`, `R: "ab" "x"+`) the reading has no
-# end. The last value of an option holds, in grammars within it, too.
+# By default, llguidance follows forced bytes (where only one byte is allowed) up to the next choice
+# and tokenizes them. The tokenizer may compose characters, and mistakes the name of an added token
+# for the token. After a lexeme that consumes all text that should follow it (`start: R "x"`,
+# `R: "ab" "x"+`), this would not even end. The last value of an option applies, also to nested
+# grammars.
 _NO_FORCING = '\n%llguidance {"no_forcing": true}\n'
 _OF_SCHEMA = "at 1(8): failed to compile JSON schema: "
 _UNKNOWN_FORMAT = f"{_OF_SCHEMA}Unknown format"
 _MAX_MESSAGE_CHARS = 500
-# What the library would have its caller change.
+# Parts of messages that are meant for callers of the library.
 _QUOTED = re.compile(r"\n *1 \| ")
 _OPTION_HINT = re.compile(r"\s*Enable \S+ option [^\n]*")
 _WORDS = {
@@ -56,14 +58,28 @@ _WORDS = {
 
 
 class Vocabulary(NamedTuple):
-    """A model's tokens. About 100 MB for 150,000 tokens, read in a second."""
+    """The tokens of a model. 150,000 tokens take about 100 MB and a second to read.
+
+    Attributes:
+        full: all tokens.
+        plain: plain tokens, for masks within bounded strings. None if the vocabulary lacks bytes.
+    """
 
     full: LLTokenizer
     plain: PlainTokens | None
 
     @classmethod
     def read(cls, directory: Path, vocab_size: int, end_ids: tuple[int, ...]) -> "Vocabulary":
-        """Of the model in this directory; raises ValueError."""
+        """Reads the tokenizer of a model.
+
+        Args:
+            directory: directory of the checkpoint.
+            vocab_size: number of rows of the model's head.
+            end_ids: end tokens of the model.
+
+        Raises:
+            ValueError: the tokenizer cannot be read.
+        """
         num_words = -(-vocab_size // 32)
         path, size = str(directory / "tokenizer.json"), 32 * num_words + NUM_PROBES
         full = LLTokenizer(path, n_vocab=size, eos_token=list(end_ids), slices=_SLICES)
@@ -71,19 +87,28 @@ class Vocabulary(NamedTuple):
 
 
 class Compiled(NamedTuple):
-    """A grammar at its start, with a lexer of its own; sequences get copies."""
+    """A compiled grammar at its start, with a lexer of its own. Sequences use copies.
+
+    Attributes:
+        state: matcher of llguidance.
+        strings: second matcher for bounded strings. None if the grammar has no plain strings.
+    """
 
     state: LLMatcher
     strings: BoundedStrings | None
 
 
 def compile_grammar(vocabulary: Vocabulary, source: GrammarSource) -> Compiled:
-    """The grammar, compiled, its first mask included.
+    """Compiles a grammar and fills its first mask.
 
-    May take any time and memory, overflow the stack, or raise pyo3's `PanicException`.
+    The call may take any time and memory, overflow the stack, or raise pyo3's `PanicException`.
+
+    Args:
+        vocabulary: tokens of the model.
+        source: text of the grammar.
 
     Raises:
-        InvalidGrammar: it is none, or beyond what is supported.
+        InvalidGrammar: the grammar is invalid, or uses features that are not supported.
     """
     kind, text = source.kind, source.text
     try:
@@ -107,7 +132,11 @@ def compile_grammar(vocabulary: Vocabulary, source: GrammarSource) -> Compiled:
 
 
 def _build(vocabulary: LLTokenizer, kind: str, text: str) -> LLMatcher:
-    """Raises ValueError, or returns a matcher that may hold an error."""
+    """Builds a matcher, which may hold an error.
+
+    Raises:
+        ValueError: the text cannot be parsed.
+    """
     if kind == "json_schema":
         schema = json.loads(text) | {"x-guidance": _JSON_OPTIONS}
         lark = f"start: %json {json.dumps(schema)}"
@@ -115,13 +144,17 @@ def _build(vocabulary: LLTokenizer, kind: str, text: str) -> LLMatcher:
         lark = "start: " + " | ".join(map(json.dumps, json.loads(text)))
     elif kind == "regex":
         lark = json.loads(LLMatcher.grammar_from_regex(text))["grammars"][0]["lark_grammar"]
-    else:  # what the library takes for Lark is not all of it, and not only it
+    else:  # the library detects Lark unreliably
         lark = _lark_of(text)
     return LLMatcher(vocabulary, lark + _NO_FORCING, log_level=0, limits=limits())
 
 
 def _lark_of(text: str) -> str:
-    """A grammar in Lark; raises ValueError where GBNF cannot be converted."""
+    """Returns a grammar in Lark's syntax.
+
+    Raises:
+        ValueError: the grammar is in GBNF and cannot be converted.
+    """
     if not is_gbnf(text):
         return text
     try:
@@ -131,7 +164,9 @@ def _lark_of(text: str) -> str:
 
 
 def limits() -> LLParserLimits:
-    """About 20 ms of work for a compilation, 7 ms for a mask, 20 MB for the states of a lexer."""
+    """Returns the limits of llguidance: about 20 ms for a compilation, 7 ms for a mask, and 20 MB
+    for the states of a lexer.
+    """
     return LLParserLimits(
         initial_lexer_fuel=1_000_000,
         step_lexer_fuel=100_000,
@@ -143,7 +178,7 @@ def limits() -> LLParserLimits:
 
 
 def short(text: str) -> str:
-    """A message of llguidance in a line, without the grammar that it quotes or a schema's place."""
+    """Shortens a message of llguidance to one line, without the quoted grammar and its position."""
     text = _QUOTED.split(text.removeprefix(_OF_SCHEMA), maxsplit=1)[0]
     return " ".join(text.split())[:_MAX_MESSAGE_CHARS]
 

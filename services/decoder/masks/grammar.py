@@ -1,4 +1,4 @@
-"""What a request demands of its completion's tokens, as values: no compiler here."""
+"""The constraints that a request puts on the tokens of its completion, as plain values."""
 
 from typing import NamedTuple
 
@@ -6,12 +6,12 @@ import msgspec
 
 
 class GrammarSource(msgspec.Struct, frozen=True):
-    """What is compiled.
+    """The text of a grammar.
 
     Attributes:
         kind: `json_schema`, `regex`, `choice` or `grammar`.
-        text: of that kind.
-        plain_strings: its bounded strings are known to be plain, see `plain_strings`.
+        text: the schema, expression, list of choices or grammar.
+        plain_strings: True if the bounded strings are known to be plain; see `plain_strings`.
     """
 
     kind: str
@@ -20,14 +20,15 @@ class GrammarSource(msgspec.Struct, frozen=True):
 
 
 class Grammar(NamedTuple):
-    """What a completion has to be; see proto/decoder.proto.
+    """The grammar that a completion has to follow; see proto/decoder.proto.
 
     Attributes:
-        begins_after: ids after which the grammar begins; empty: at once.
-        stop_ids: the sequence's; end ids that are not among them are sampled only where the text
-            cannot be continued.
-        min_tokens: the sequence's: before, no end id and no stop id is sampled, unless the text
-            cannot be continued.
+        source: text of the grammar.
+        begins_after: token ids after which the grammar begins. If empty, it begins at once.
+        stop_ids: stop tokens of the sequence. An end token that is not a stop token is allowed only
+            where the text cannot be continued.
+        min_tokens: smallest number of tokens. Before, end tokens and stop tokens are allowed only
+            where the text cannot be continued.
     """
 
     source: GrammarSource
@@ -36,13 +37,13 @@ class Grammar(NamedTuple):
     min_tokens: int = 0
 
 
-class Demands(NamedTuple):
-    """What a request demands of a completion's tokens.
+class TokenConstraints(NamedTuple):
+    """The constraints on the tokens of a completion.
 
     Attributes:
-        grammar: None: any text.
-        allowed_ids: empty: all.
-        bad_words: token ids of each; the last one of a word is not sampled after its others.
+        grammar: grammar of the completion. None if any text is allowed.
+        allowed_ids: allowed tokens. If empty, all tokens are allowed.
+        bad_words: token ids of each word. The last token of a word is forbidden after the others.
     """
 
     grammar: Grammar | None = None

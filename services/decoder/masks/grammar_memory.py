@@ -1,36 +1,34 @@
-"""The bound on the memory that grammars and matchers take in a process that fills masks.
+"""The bound on the memory that grammars and matchers take in a mask process.
 
-What a grammar takes is not known before it has been compiled, and a matcher grows with its text, so
-the bound is on the process: on what its resident memory has grown by since the vocabulary was read.
-In this order, as memory fills: compiled grammars that no sequence has are forgotten, further
-grammars wait, and sequences fail.
+The memory of a grammar is not known before the grammar has been compiled, and a matcher grows with
+its text. The bound therefore applies to the growth of the process's resident memory since the
+vocabulary was read. As memory fills, the process first drops compiled grammars that no sequence
+uses, then lets further grammars wait, and finally lets sequences fail.
 """
 
 import ctypes
-from collections.abc import Callable
 
 from llguidance import LLMatcher
 
 from services.common.process.work_limits import resident_bytes
 
 MAX_GRAMMAR_BYTES = 1 << 30
-# A matcher that takes more fails alone: those of honest texts take 0.3 KiB a token.
+# A matcher that takes more memory fails. Matchers of ordinary texts take 0.3 KiB per token.
 _LEAST_STATE_BYTES = 64 << 20
-_GROWTH = 1.25  # of the work on a matcher, from one measurement to the next
+_GROWTH = 1.25  # growth of the CPU time of a matcher between two measurements
 _STATES = 8  # matchers of the largest size that a process may have
 _LARGE_ALLOCATION_BYTES = 1 << 20
-_M_MMAP_THRESHOLD = -3  # of malloc.h
+_M_MMAP_THRESHOLD = -3  # constant of malloc.h
 _LIBC = ctypes.CDLL(None)
 
 
 class GrammarMemory:
-    """Says how full the memory is.
+    """Measures how full the memory of the process is.
 
     Args:
         most_bytes: bound on the growth of this process.
-        resident: function that returns the resident bytes of this process.
-        first_measured_s: CPU seconds of its masks from which a matcher is measured. A state grows
-            with the work on it, so that one of little work is small.
+        first_measured_s: CPU seconds after which a matcher is measured for the first time. The
+            state of a matcher grows with the work on it, so it is small before.
 
     Attributes:
         max_state_bytes: bound on the memory of one matcher's state.
@@ -39,65 +37,74 @@ class GrammarMemory:
     def __init__(
         self,
         most_bytes: int = MAX_GRAMMAR_BYTES,
-        resident: Callable[[], int] = resident_bytes,
         first_measured_s: float = 0.5,
     ) -> None:
-        self._most_bytes, self._resident = most_bytes, resident
+        self._most_bytes = most_bytes
         self._first_measured_s = first_measured_s
         self._first_bytes: int | None = None
         self.max_state_bytes = max(most_bytes // _STATES, _LEAST_STATE_BYTES)
 
+    @property
+    def resident_bytes(self) -> int:
+        """Number of resident bytes of this process."""
+        return resident_bytes()
+
     def begin(self) -> None:
-        """Takes what the process has now for its vocabulary, the first time that it is called."""
+        """Records the memory of the process with its vocabulary, at the first call."""
         if self._first_bytes is None:
-            self._first_bytes = self._resident()
+            self._first_bytes = self.resident_bytes
 
     @property
     def grown_bytes(self) -> int:
-        """Bytes that the process has grown by since the vocabulary was read."""
-        return 0 if self._first_bytes is None else self._resident() - self._first_bytes
+        """Number of bytes by which the process has grown since the vocabulary was read."""
+        return 0 if self._first_bytes is None else self.resident_bytes - self._first_bytes
 
     @property
     def is_half_full(self) -> bool:
-        """Whether grammars that no sequence has are to be forgotten."""
+        """Returns whether compiled grammars that no sequence uses are to be dropped."""
         return self.grown_bytes > self._most_bytes // 2
 
     @property
     def has_room(self) -> bool:
-        """Whether another grammar may be compiled. A quarter is left for sequences to grow."""
+        """Returns whether another grammar may be compiled. The last quarter of the memory is left
+        for the growth of running sequences.
+        """
         return self.grown_bytes <= self._most_bytes // 4 * 3
 
     @property
     def is_over(self) -> bool:
-        """Whether sequences have to give way."""
+        """Returns whether sequences have to be ended."""
         return self.grown_bytes > self._most_bytes
 
     def measures(self, used_s: float, measured_at_s: float) -> bool:
-        """Returns whether a matcher whose masks have taken `used_s` is to be measured, which it was
-        when they had taken `measured_at_s`.
+        """Returns whether a matcher is to be measured.
+
+        Args:
+            used_s: CPU seconds that the matcher has taken.
+            measured_at_s: CPU seconds that the matcher had taken at its last measurement.
         """
         return used_s > max(self._first_measured_s, _GROWTH * measured_at_s)
 
     def size_of(self, *states: LLMatcher) -> int:
-        """Returns about the bytes that the states of matchers take, measured with copies of them.
-        What copies share, such as the lexer, is not in it.
+        """Returns the approximate bytes of the states of matchers, measured by copying them. Memory
+        that copies share, such as the lexer, is not counted.
         """
-        before = self._resident()
+        before = self.resident_bytes
         copies = [state.deep_copy() for state in states]
-        size = self._resident() - before
+        size = self.resident_bytes - before
         del copies
         return max(0, size)
 
     def release(self) -> None:
-        """Gives the memory that has been freed back to the system."""
+        """Returns freed memory to the operating system."""
         trim = getattr(_LIBC, "malloc_trim", None)
         if trim is not None:
             trim(0)
 
 
 def map_large_allocations() -> None:
-    """Has the C library give large allocations back to the system as soon as they are freed. By
-    default it would keep those of up to 32 MiB.
+    """Configures the C library to return large allocations to the operating system as soon as they
+    are freed. By default, it caches allocations of up to 32 MiB.
     """
     option = getattr(_LIBC, "mallopt", None)
     if option is not None:

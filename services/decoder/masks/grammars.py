@@ -1,7 +1,7 @@
-"""The compiled grammars of a process that fills masks, and what is made of them for its sequences.
+"""The compiled grammars of a mask process, and the matchers that are created from them.
 
-Only grammars that a process of their own has compiled get here (`compile_pool`). What they take is
-bounded by the memory of this process (`grammar_memory`).
+All these grammars have been compiled in the compile process before (`compile_pool`). Their memory
+is bounded (`grammar_memory`).
 """
 
 import asyncio
@@ -14,7 +14,7 @@ from weakref import WeakValueDictionary
 
 from services.common.errors import Overloaded
 from services.decoder.masks.compiler import Compiled, Vocabulary, compile_grammar
-from services.decoder.masks.grammar import Demands, GrammarSource
+from services.decoder.masks.grammar import GrammarSource, TokenConstraints
 from services.decoder.masks.grammar_memory import GrammarMemory
 from services.decoder.masks.matcher import (
     GrammarMatcher,
@@ -40,27 +40,27 @@ _MAX_READ_S = 2.0  # of CPU time for the tokens that a sequence had before
 _READ_AT_ONCE = 8
 _SLOW_NICENESS = 5
 
-# Whether a mask forbids any id, or why there is none.
+# True if a mask forbids any token, False if all tokens are allowed, or the reason of a failure.
 Found = bool | MatcherFailed
 
 
 class Grammars:
-    """Owner of the vocabulary, the compiled grammars and the threads that compile.
+    """Owner of the vocabulary, the compiled grammars and the threads of a mask process.
 
     Attributes:
         quick: thread for the first work on sequences whose grammars compile quickly.
         slow: thread for grammars that take long to compile, and for slow masks.
-        vocabulary: the vocabulary, read in the quick thread, so that the first grammar waits for it
-            as little as it can: a second for 150,000 tokens. A tokenizer that cannot be read is
-            each grammar's error.
+        vocabulary: future of the vocabulary, which the quick thread reads at the start: a second
+            for 150,000 tokens. If the tokenizer cannot be read, every grammar fails.
         num_words: number of words of a mask.
-        num_mask_words: number of words of the memory that a mask is filled in.
+        num_mask_words: number of words in which a mask and its probes are filled.
+        memory: bound on the memory of grammars and matchers.
 
     Args:
         directory: directory of the model.
-        vocab_size: size of the model's head, at least the tokenizer's.
-        end_ids: ids that end the model's texts.
-        marks: marks of the process. By default nobody reads them.
+        vocab_size: number of rows of the model's head.
+        end_ids: end tokens of the model.
+        marks: marks of the process. By default, they are not shared.
         memory: bound on the memory of grammars and matchers.
     """
 
@@ -83,26 +83,26 @@ class Grammars:
         )
         self.memory = memory or GrammarMemory()
         self._turns = {thread: asyncio.Lock() for thread in (self.quick, self.slow)}
-        # One that is being compiled is in both, too, so that it is compiled once; one that running
-        # sequences have is in the second.
+        # A grammar that is being compiled is in both, too, so that it is compiled once. A grammar
+        # of running sequences stays in the second after it was dropped from the first.
         self._cache: OrderedDict[GrammarSource, Lexer] = OrderedDict()
         self._lexers: WeakValueDictionary[GrammarSource, Lexer] = WeakValueDictionary()
 
     async def matcher(
-        self, demands: Demands, number: int = 0, thread: WorkThread | None = None
+        self, constraints: TokenConstraints, number: int = 0, thread: WorkThread | None = None
     ) -> Matcher:
-        """Makes a matcher at the start of a sequence's completion.
+        """Creates a matcher at the start of a sequence's completion.
 
         Args:
-            number: number of the sequence.
-            thread: thread in which its grammar is compiled, if it has to be. Defaults to the quick
-                one.
+            constraints: constraints of the sequence.
+            number: the engine's number of the sequence.
+            thread: thread that compiles the grammar, if necessary. Defaults to the quick thread.
 
         Raises:
-            InvalidGrammar: the grammar is none, or beyond what is supported; the message names it.
+            InvalidGrammar: the grammar is invalid, or uses features that are not supported.
             Overloaded: the grammars of other sequences take all time or memory.
         """
-        grammar, allowed_ids, bad_words = demands
+        grammar, allowed_ids, bad_words = constraints
         matcher = None
         if grammar is not None:
             await asyncio.shield(asyncio.wrap_future(self.vocabulary))
@@ -118,12 +118,16 @@ class Grammars:
         return Matcher(matcher, allowed, bad_words)
 
     def fill(self, matcher: Matcher, token_ids: list[int], row: Int32Array) -> Found:
-        """Feeds a matcher the sequence's new tokens and fills the mask for the next one. Raises
-        nothing. A matcher is used by one thread at a time.
+        """Reads the new tokens of a sequence and fills the mask for the next token. Failures are
+        returned, not raised. Only one thread at a time may use a matcher.
 
         Args:
-            token_ids: new tokens; may be none.
-            row: `[num_mask_words]`; the mask is in its first `num_words` words.
+            matcher: matcher of the sequence.
+            token_ids: new tokens, if any.
+            row: `[num_mask_words]`. The mask is in its first `num_words` words.
+
+        Returns:
+            Whether the mask forbids any token, or the failure.
         """
         try:
             began = now = time.thread_time()
@@ -142,14 +146,14 @@ class Grammars:
         except BaseException as error:
             if not is_failure(error):
                 raise
-            log.exception("a token mask failed")
+            log.exception("a token mask could not be filled")
             if matcher.grammar is not None:
                 matcher.grammar.lexer.is_broken = True
-            return UnexpectedToken("token masks failed")
+            return UnexpectedToken("the token mask could not be filled")
 
     def trim(self) -> None:
-        """Forgets the older half of the compiled grammars while the process is half full. Those of
-        running sequences stay theirs.
+        """Drops the older half of the compiled grammars while the memory is half full. Grammars of
+        running sequences are freed when these sequences end.
         """
         while self._cache and self.memory.is_half_full:
             for _ in range(-(-len(self._cache) // 2)):
@@ -162,7 +166,11 @@ class Grammars:
         self.slow.close()
 
     def _account(self, grammar: GrammarMatcher, used_s: float, mask_s: float) -> None:
-        """Notes what a mask has taken; raises MatcherFailed if that is too much."""
+        """Adds the time of a mask to its matcher.
+
+        Raises:
+            MatcherFailed: the mask or the matcher has taken too much time or memory.
+        """
         grammar.used_s += used_s
         if mask_s > _SLOW_MASK_S:
             grammar.lexer.is_slow = True
@@ -172,7 +180,7 @@ class Grammars:
             grammar.measure(self.memory)
 
     def _lexer(self, source: GrammarSource, number: int, thread: WorkThread) -> Lexer:
-        """Returns the lexer for one more sequence."""
+        """Returns the lexer of a grammar, which is compiled if necessary."""
         found = self._lexers.get(source)
         if found is None or found.is_broken:
             compiling = asyncio.ensure_future(self._compile(source, number, thread))
@@ -185,10 +193,10 @@ class Grammars:
         return found
 
     async def _compile(self, source: GrammarSource, number: int, thread: WorkThread) -> Compiled:
-        """Compiles a grammar when it is its turn and there is memory for it."""
+        """Compiles a grammar once it is the grammar's turn and there is memory for it."""
         try:
             async with asyncio.timeout(_MAX_WAIT_S) as waiting, self._turns[thread]:
-                while not self.memory.has_room:  # noqa: ASYNC110 - of memory
+                while not self.memory.has_room:  # noqa: ASYNC110 - freed memory has no event
                     await asyncio.sleep(_POLL_S)
                 waiting.reschedule(None)
                 work = partial(compile_grammar, self.vocabulary.result(), source)
@@ -205,7 +213,7 @@ class Grammars:
 
 
 def is_failure(error: BaseException) -> bool:
-    """Whether work failed, of which only its sequence ends; pyo3's `PanicException` derives from
-    BaseException.
+    """Returns whether an error is a failure of the work, which ends only its sequence. Such errors
+    include pyo3's `PanicException`, which derives from BaseException.
     """
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"

@@ -16,8 +16,13 @@ from services.decoder.masks.rows import ROWS_OFFSET
 def send_tokens(
     engine: Engine, links: dict[int, EngineChannel[TokenMasks]], done: StepDone
 ) -> None:
-    """Tells the processes that fill masks. One that has ended, or reads nothing, is left: the front
-    starts another one.
+    """Sends the tokens of a step to the mask processes. Drops a process that has ended or does not
+    read, because the front starts another process.
+
+    Args:
+        engine: the engine.
+        links: channels to the mask processes, by the number of the link.
+        done: result of the step.
     """
     tokens = engine.new_tokens(done.events)
     if not tokens.sequence_ids:
@@ -33,7 +38,15 @@ def send_tokens(
 def open_link(
     link: socket.socket, message: MaskLink
 ) -> tuple[EngineChannel[TokenMasks], Int32Array]:
-    """A channel to a process that fills masks, and its rows, read-only."""
+    """Opens the connection to a mask process.
+
+    Args:
+        link: socket over which the front sends the descriptors.
+        message: message that announces the process.
+
+    Returns:
+        The channel to the process, and its rows `[num_rows, num_words]`, which are read-only.
+    """
     _, descriptors, _, _ = socket.recv_fds(link, 1, 2)
     end, memory = descriptors
     count, size = message.num_rows * message.num_words, os.fstat(memory).st_size

@@ -1,8 +1,8 @@
-"""A process that fills token masks: `python -m services.decoder.masks.main`, started by the front.
+"""A mask process: `python -m services.decoder.masks.main`, started by the front.
 
-The engine sends it the tokens of its sequences, and it answers with their next masks; the front,
-whose streams would keep the masks waiting, says which sequences it has. It exits when the front has
-closed its channel.
+The front sends sequences. The engine sends the tokens of these sequences and receives their next
+masks. Tokens and masks do not pass through the front, whose streams would delay the masks. The
+process exits when the front closes its channel.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ from services.decoder.masks.rows import MaskRows, num_mask_words
 from services.decoder.masks.sequences import SequenceMasks
 
 TIMES_PERIOD_S = 1.0
-# Grammars have been compiled on less before (`compile_worker`).
+# `compile_worker` has compiled every grammar with a smaller stack before.
 _STACK_BYTES = 16 << 20
 _OOM_SCORE = 900
 
@@ -44,17 +44,22 @@ async def serve(
     """Fills masks until the front closes its channel.
 
     Args:
-        front_end, link: to the front and to the engine.
-        memory: of the rows, a descriptor.
+        settings: settings of the process.
+        front_end: socket to the front.
+        link: socket to the engine.
+        memory: descriptor of the memory of the rows.
     """
     front = await FrontChannel[ToProcess].open(front_end, ToProcess)
     engine = await FrontChannel[NewTokens].open(link, NewTokens)
     times = MaskTimes([])
     rows = MaskRows(memory, settings.num_rows, num_mask_words(settings.vocab_size))
     grammars = Grammars(
-        Path(settings.directory), settings.vocab_size, settings.end_ids, rows.marks,
+        Path(settings.directory),
+        settings.vocab_size,
+        settings.end_ids,
+        rows.marks,
         GrammarMemory(settings.grammar_bytes),
-    )  # fmt: skip
+    )
     masks = SequenceMasks(grammars, rows, settings.link, engine, front, times, settings.max_work_s)
 
     async def report() -> None:
@@ -66,7 +71,7 @@ async def serve(
             await asyncio.sleep(TIMES_PERIOD_S)
 
     async def answer() -> None:
-        """Until the engine has ended, or has given this process up."""
+        """Fills masks until the engine has ended or has dropped this process."""
         try:
             while True:
                 masks.tokens_arrived(await engine.receive())
@@ -79,7 +84,9 @@ async def serve(
         while True:
             match await front.receive():
                 case Follow() as follow:
-                    masks.add(follow.sequence_id, follow.demands, follow.generated, follow.is_slow)
+                    masks.add(
+                        follow.sequence_id, follow.constraints, follow.generated, follow.is_slow
+                    )
                 case Forget() as forget:
                     masks.remove(forget.sequence_id)
                 case NewTokens() as tokens:
@@ -96,12 +103,13 @@ async def serve(
 
 
 def main() -> int:
-    """Runs the process; returns its exit status."""
+    """Runs the process. Returns its exit status."""
     data, (front, link, memory) = children.begin()
     settings = msgspec.json.decode(data, type=MaskSettings)
     setup_logging("decoder-masks", settings.log_level)
     threading.stack_size(_STACK_BYTES)
-    # Its sequences go on in the next process. A fork that compiles goes before it.
+    # The kernel should kill a fork that compiles before this process, and this process before the
+    # decoder, because its sequences can continue in another mask process.
     prefer_oom_kill(_OOM_SCORE)
     map_large_allocations()
     uvloop.run(serve(settings, socket.socket(fileno=front), socket.socket(fileno=link), memory))

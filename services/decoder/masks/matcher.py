@@ -1,6 +1,7 @@
-"""What one sequence may have next: a grammar's matcher, allowed ids, forbidden words.
+"""Matchers, which compute the tokens that may follow in one sequence: from a grammar, from allowed
+tokens and from bad words.
 
-`grammar.Grammars` makes matchers and runs them in threads; plain state and no waiting here.
+`grammars.Grammars` creates matchers and runs them in threads. A matcher itself is plain state.
 """
 
 import asyncio
@@ -17,35 +18,35 @@ from services.decoder.masks.grammar_memory import GrammarMemory
 from services.decoder.masks.rows import PROBE_WORDS, Int32Array
 
 _FEW_IDS = 16
-_KEPT_MASKS = 256  # of ids that requests have as their ends
-# llguidance's messages: the lexer has reached a limit; a token was not allowed. Others name a limit
-# of the parser.
+_CACHED_MASKS = 256  # masks of end tokens and stop tokens of requests
+# Messages of llguidance: the lexer has reached a limit, or a token was not allowed. Other messages
+# name a limit of the parser.
 _LEXER_ERROR = "lexer error"
 _MISMATCHES = ("doesn't satisfy the grammar", "out of range")
 
 
 class MatcherFailed(Exception):
-    """A matcher cannot go on; the message says why."""
+    """A matcher cannot continue, for the reason in the message."""
 
 
 class UnexpectedToken(MatcherFailed):
-    """A token is not of the grammar, although the sequence was sampled under its masks."""
+    """A token does not follow the grammar, although it was sampled under the grammar's masks."""
 
 
 class NothingAllowed(MatcherFailed):
-    """The request's demands exclude each other: no token satisfies them all."""
+    """No token satisfies all constraints of the request."""
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Lexer:
-    """A compiled grammar's lexer. Copies of an llguidance matcher share it, behind a lock: what one
-    sequence's masks have taught it, the others need not learn; but one that has reached a limit
-    fails all of them, so that a broken one is left for a new one.
+    """The lexer of a compiled grammar. Copies of an llguidance matcher share the lexer and its
+    cached states, behind a lock. A lexer that has reached a limit fails in all copies, so it is
+    replaced.
 
     Attributes:
-        compiled: with it, or to be.
-        is_broken: it has reached a limit: no further sequence gets it.
-        is_slow: whether masks of it take long, so that all are filled in a thread.
+        compiled: future of the compiled grammar.
+        is_broken: True if the lexer has reached a limit. No further sequence uses it.
+        is_slow: True if masks of the grammar take long. They are then filled in a thread.
     """
 
     compiled: "asyncio.Future[Compiled]"
@@ -55,16 +56,18 @@ class Lexer:
 
 @dataclass(slots=True)
 class GrammarMatcher:
-    """A grammar after the sequence's tokens.
+    """The state of a grammar after the tokens of one sequence.
 
     Attributes:
-        lexer: which it shares with other sequences.
-        end_ids: the model's.
-        begins_after: ids after which the grammar begins; empty once it has begun.
-        strings: the same grammar, for masks within bounded strings; None: it has none.
-        used_s: CPU seconds that its masks have taken.
-        state_bytes: memory of its state when it was measured last; 0 before.
-        measured_at_s: CPU seconds that its masks had taken when it was measured last.
+        state: matcher of llguidance.
+        lexer: lexer, which the sequence shares with other sequences.
+        grammar: grammar of the completion.
+        end_ids: end tokens of the model.
+        begins_after: token ids after which the grammar begins. Empty once the grammar has begun.
+        strings: second matcher for masks within bounded strings. None if the grammar has none.
+        used_s: CPU seconds that the matcher has taken.
+        state_bytes: bytes of the state at the last measurement. 0 before the first one.
+        measured_at_s: CPU seconds that the matcher had taken at the last measurement.
     """
 
     state: LLMatcher
@@ -78,10 +81,15 @@ class GrammarMatcher:
     measured_at_s: float = 0.0
     _recent: tuple[int, ...] = ()
     _in_string: bool = False
-    _unread: list[int] = field(default_factory=list[int])  # by the one of both that is behind
+    # Tokens that one of the two matchers has not read.
+    _unread: list[int] = field(default_factory=list[int])
 
     def consume(self, token_ids: list[int]) -> None:
-        """Takes the sequence's next tokens; raises MatcherFailed."""
+        """Reads the next tokens of the sequence.
+
+        Raises:
+            MatcherFailed: a token does not follow the grammar, or a limit is reached.
+        """
         while token_ids and self.begins_after:
             token_id, *token_ids = token_ids
             self._recent = (*self._recent, token_id)[-len(self.begins_after) :]
@@ -95,8 +103,15 @@ class GrammarMatcher:
             self._leave_string()
 
     def fill(self, row: Int32Array, num_generated: int) -> None:
-        """Fills the next mask, `[words + PROBE_WORDS]`, without ids that may not end the sequence
-        yet; raises MatcherFailed.
+        """Fills the next mask.
+
+        Args:
+            row: `[num_words + PROBE_WORDS]`. The mask is in its first words.
+            num_generated: number of completion tokens. End tokens and stop tokens are masked out
+                before `min_tokens`.
+
+        Raises:
+            MatcherFailed: the grammar has reached a limit.
         """
         mask, ends, stops = row[:-PROBE_WORDS], self.end_ids, self.grammar.stop_ids
         if self.begins_after:
@@ -112,15 +127,19 @@ class GrammarMatcher:
             _forbid(mask, (*ends, *stops))
 
     def measure(self, memory: GrammarMemory) -> None:
-        """Measures the memory of the state; raises MatcherFailed if it is too large."""
+        """Measures the memory of the state.
+
+        Raises:
+            MatcherFailed: the state takes too much memory.
+        """
         self.measured_at_s = self.used_s
         second = [self.strings.state] if self.strings is not None else []
         self.state_bytes = memory.size_of(self.state, *second)
         if self.state_bytes > memory.max_state_bytes:
-            raise MatcherFailed("its text takes more memory than it may")
+            raise MatcherFailed("its text takes more memory than is allowed")
 
     def _fill_in_string(self, row: Int32Array) -> bool:
-        """Whether the second matcher has filled the mask."""
+        """Returns whether the second matcher has filled the mask."""
         if (strings := self.strings) is None:
             return False
         self._in_string = self._in_string or strings.enter(self.state, self._unread)
@@ -142,7 +161,7 @@ class GrammarMatcher:
             raise (UnexpectedToken if is_mismatch else MatcherFailed)(failure)
 
     def _failure(self) -> str:
-        """Why the matcher cannot go on."""
+        """Returns the reason why the matcher cannot continue."""
         message = short(self.state.get_error())
         self.lexer.is_broken |= message.startswith(_LEXER_ERROR)
         return message
@@ -150,13 +169,14 @@ class GrammarMatcher:
 
 @dataclass(slots=True, eq=False)
 class Matcher:
-    """All demands of one sequence. Used by one thread at a time.
+    """All constraints of one sequence, in their state after its tokens. Only one thread at a time
+    uses a matcher.
 
     Attributes:
-        grammar: None: any text.
-        allowed: mask of the ids that the request allows, `[words]`; None: all.
-        bad_words: token ids of each, of which the last one is forbidden after the others.
-        generated: completion tokens seen.
+        grammar: state of the grammar. None if any text is allowed.
+        allowed: mask of the allowed tokens, `[num_words]`. None if all tokens are allowed.
+        bad_words: token ids of each word. The last token of a word is forbidden after the others.
+        generated: completion tokens so far.
     """
 
     grammar: GrammarMatcher | None = None
@@ -166,31 +186,35 @@ class Matcher:
 
     @property
     def num_generated(self) -> int:
+        """Number of completion tokens that the matcher has read."""
         return len(self.generated)
 
     @property
     def is_slow(self) -> bool:
-        """Whether masks of the grammar take long."""
+        """Returns whether masks of the grammar take long."""
         return self.grammar is not None and self.grammar.lexer.is_slow
 
     def consume(self, token_ids: list[int]) -> None:
-        """Takes the sequence's next tokens.
+        """Reads the next tokens of the sequence.
 
         Raises:
-            MatcherFailed: they are not of the grammar.
+            MatcherFailed: a token does not follow the grammar, or a limit is reached.
         """
         self.generated += token_ids
         if self.grammar is not None:
             self.grammar.consume(token_ids)
 
     def fill(self, row: Int32Array) -> bool:
-        """Fills the mask for the next token; whether it forbids any id.
+        """Fills the mask for the next token.
 
         Args:
-            row: `[words + PROBE_WORDS]`; its first words become the mask.
+            row: `[num_words + PROBE_WORDS]`. The mask is in its first words.
+
+        Returns:
+            Whether the mask forbids any token.
 
         Raises:
-            MatcherFailed: the grammar cannot go on, or nothing is allowed.
+            MatcherFailed: the grammar has reached a limit, or no token is allowed.
         """
         mask = row[:-PROBE_WORDS]
         forbidden = [word[-1] for word in self.bad_words if self._ends_with(word[:-1])]
@@ -206,7 +230,7 @@ class Matcher:
         for token_id in forbidden:
             bits[token_id >> 3] &= 0xFF ^ (1 << (token_id & 7))
         if (forbidden or self.allowed is not None) and not mask.any():
-            raise NothingAllowed("the request's demands leave no token that may come next")
+            raise NothingAllowed("the request's constraints leave no token that may come next")
         return True
 
     def _ends_with(self, prefix: tuple[int, ...]) -> bool:
@@ -214,23 +238,23 @@ class Matcher:
 
 
 def mask_of(ids: list[int], num_words: int) -> Int32Array:
-    """The mask that allows these ids; `[num_words]`."""
+    """Returns the mask that allows these tokens, `[num_words]`."""
     bits = np.zeros(32 * num_words, np.uint8)
     bits[ids] = 1
     return np.packbits(bits, bitorder="little").view("<i4")
 
 
-@lru_cache(_KEPT_MASKS)
+@lru_cache(_CACHED_MASKS)
 def _mask_without(ids: tuple[int, ...], num_words: int) -> Int32Array:
     return ~mask_of(list(ids), num_words)
 
 
 def _forbid(mask: Int32Array, ids: tuple[int, ...]) -> None:
-    """Takes ids out of the mask, unless nothing would be left."""
-    if len(ids) <= _FEW_IDS:  # hardly ever one of them is allowed
+    """Removes tokens from the mask, unless no token would be left."""
+    if len(ids) <= _FEW_IDS:  # these tokens are rarely allowed
         bits = mask.data.cast("B")
         if not any([bits[number >> 3] >> (number & 7) & 1 for number in ids]):
             return
-    kept = mask & _mask_without(ids, len(mask))
-    if kept.any():
-        mask[:] = kept
+    remaining = mask & _mask_without(ids, len(mask))
+    if remaining.any():
+        mask[:] = remaining

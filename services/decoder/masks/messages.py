@@ -1,7 +1,7 @@
-"""Messages of the processes that compile grammars and fill masks.
+"""Messages between the front and the processes that compile grammars and fill masks.
 
-Masks go to the engine as `TokenMasks`; a sequence's first one goes there through the front, behind
-the sequence.
+Masks are sent to the engine as `TokenMasks`. The first mask of a sequence is sent to the engine
+through the front, so that it arrives after the sequence.
 """
 
 from typing import NamedTuple
@@ -9,14 +9,14 @@ from typing import NamedTuple
 import msgspec
 
 from services.decoder.engine.messages import NewTokens, TokenMasks
-from services.decoder.masks.grammar import Demands, GrammarSource
+from services.decoder.masks.grammar import GrammarSource, TokenConstraints
 
 
 class Lane(NamedTuple):
-    """A fork of the compile process, and what it allows a grammar.
+    """A fork of the compile process, with the limits of one grammar.
 
     Attributes:
-        cpu_s: CPU seconds of one grammar.
+        cpu_s: CPU seconds that the compilation of one grammar may take.
         niceness: addition to the priority of the process, as `os.nice` takes it.
     """
 
@@ -24,25 +24,27 @@ class Lane(NamedTuple):
     niceness: int
 
 
-# Of 2,183 schemas of JSONSchemaBench all but two take less than 0.05 s, and all but one less than
-# 0.5 s, as do all of `benchmarks.grammar_bounds`.
+# All but two of the 2,183 schemas of JSONSchemaBench compile in less than 0.05 s, and all but one
+# in less than 0.5 s, as do all grammars of `benchmarks.grammar_bounds`.
 LANES = Lane(0.05, 0), Lane(0.5, 5)
 
 # Front to processes.
 
 
 class MaskSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What such a process needs to know; JSON, on its standard input.
+    """Settings of a mask process or compile process, which reads them as JSON from standard input.
 
     Attributes:
-        vocab_size: of the model's head.
-        end_ids: of the model, which end a complete text.
-        num_rows: sequences that a process may have at once.
-        link: the number of a process that fills masks.
-        max_work_s: CPU seconds after which a piece of work in a thread is given up. The compile
-            process allows a grammar half a second, and compiling it again took 2.6 times as long
-            at most.
-        grammar_bytes: memory that grammars and matchers may take in a process that fills masks.
+        directory: directory of the checkpoint.
+        vocab_size: number of rows of the model's head.
+        end_ids: end tokens of the model.
+        num_rows: largest number of sequences of a mask process.
+        link: number of the mask process.
+        max_work_s: CPU seconds after which a thread's piece of work is abandoned. The compile
+            process allows a grammar half a second, and a second compilation took at most 2.6 times
+            as long as the first.
+        grammar_bytes: bytes that grammars and matchers may take in a mask process.
+        log_level: lowest level that is logged.
     """
 
     directory: str
@@ -56,22 +58,23 @@ class MaskSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Follow(msgspec.Struct, tag="follow"):
-    """A sequence that the engine was sent, whose masks this process fills.
+    """Adds a sequence, which the engine knows already, to a mask process.
 
     Attributes:
         sequence_id: the engine's number of the sequence.
-        generated: completion tokens so far, of another decoder or of a process that has ended.
-        is_slow: whether its grammar takes long to compile.
+        constraints: constraints on the tokens of the sequence.
+        generated: completion tokens so far.
+        is_slow: True if the grammar takes long to compile.
     """
 
     sequence_id: int
-    demands: Demands
+    constraints: TokenConstraints
     generated: list[int]
     is_slow: bool = False
 
 
 class Forget(msgspec.Struct, tag="forget"):
-    """A sequence has ended."""
+    """Removes a sequence that has ended."""
 
     sequence_id: int
 
@@ -85,11 +88,11 @@ class Verdict(msgspec.Struct, tag="verdict"):
     """The outcome of a compilation.
 
     Attributes:
-        error: reason why the grammar cannot be compiled; empty if it can be.
+        error: reason why the grammar cannot be compiled. Empty if the grammar can be compiled.
         cpu_s: CPU seconds that the compilation took.
-        died: whether the fork that compiled the grammar has ended.
-        timed_out: whether the fork has ended because it took more CPU time than its lane allows.
-        is_last: whether the fork ends behind this verdict, because its memory has grown.
+        died: True if the fork that compiled the grammar has ended.
+        timed_out: True if the fork has ended because it took more CPU time than its lane allows.
+        is_last: True if the fork ends after this verdict, because its memory has grown.
     """
 
     error: str
@@ -100,20 +103,26 @@ class Verdict(msgspec.Struct, tag="verdict"):
 
 
 class CannotFollow(msgspec.Struct, tag="cannot_follow"):
-    """A sequence cannot go on: the error's code and message."""
+    """Reports that a sequence cannot continue.
+
+    Attributes:
+        sequence_id: the engine's number of the sequence.
+        code: code of the error.
+        message: message of the error.
+    """
 
     sequence_id: int
     code: str
     message: str
 
 
-class ThreadTaken(msgspec.Struct, tag="thread_taken"):
-    """Work on one grammar has taken a thread for so long that it is given up. The process goes on
-    with the sequences whose masks it fills in other threads; further ones need another process.
+class ThreadStuck(msgspec.Struct, tag="thread_stuck"):
+    """Reports that work on one grammar takes a thread too long. The process continues with the
+    sequences whose masks it fills elsewhere. Other sequences need another process.
 
     Attributes:
-        source: the grammar, which is to be refused; None if the grammar has none.
-        sequence_ids: sequences that wait for the thread; the process has forgotten them.
+        source: grammar that is to be refused. None if the work belongs to no grammar.
+        sequence_ids: sequences that wait for the thread. The process has removed them.
     """
 
     source: GrammarSource | None
@@ -121,11 +130,14 @@ class ThreadTaken(msgspec.Struct, tag="thread_taken"):
 
 
 class MaskTimes(msgspec.Struct, tag="mask_times"):
-    """Seconds that masks of steps took since the last such message; sent every second, also to
-    show that the process runs.
+    """Reports the time that masks took since the last report. The process sends it every second,
+    which also shows that the process runs.
+
+    Attributes:
+        seconds: seconds that the masks of each step took.
     """
 
     seconds: list[float]
 
 
-FromProcess = CannotFollow | ThreadTaken | MaskTimes | TokenMasks
+FromProcess = CannotFollow | ThreadStuck | MaskTimes | TokenMasks

@@ -1,11 +1,13 @@
-"""The front's side of the processes that compile grammars and fill token masks.
+"""The front's side of the mask processes, which fill token masks, and of the compile process.
 
-The front's interpreter streams every token of every sequence, so masks that are filled in it would
-wait for it, and it for them; and what strangers' grammars do to llguidance ends no front. A process
-that ends is replaced, and its sequences go on in the next one, from their tokens; only a sequence
-that was in work when a process ended, twice, fails. A process whose thread is taken by work that
-takes too long is not ended: it goes on with the sequences that it fills masks of, and all others go
-on in its successor.
+Masks are not filled in the front, for two reasons. The front streams every token of every sequence,
+so masks and streams would wait for each other. And a grammar that crashes llguidance must not end
+the front.
+
+A process that ends is replaced, and its sequences continue in the next process from their tokens.
+A sequence fails only if two processes have ended while they worked on it. A process with a stuck
+thread, whose work takes too long, retires: its other threads continue
+with their sequences, and all other sequences continue in the successor.
 """
 
 import asyncio
@@ -27,7 +29,7 @@ from services.decoder.engine.messages import EngineMessage, MaskLink, NewTokens,
 from services.decoder.input_listener import InputListener
 from services.decoder.masks.compile_pool import CompilePool
 from services.decoder.masks.compile_process import CompileProcess
-from services.decoder.masks.grammar import Demands, GrammarSource
+from services.decoder.masks.grammar import GrammarSource, TokenConstraints
 from services.decoder.masks.messages import (
     CannotFollow,
     Follow,
@@ -35,7 +37,7 @@ from services.decoder.masks.messages import (
     FromProcess,
     MaskSettings,
     MaskTimes,
-    ThreadTaken,
+    ThreadStuck,
 )
 from services.decoder.masks.rows import Marks, create_mask_memory, num_mask_words
 from services.decoder.masks.verdicts import Verdicts
@@ -44,42 +46,45 @@ from services.decoder.metrics import DecoderMetrics
 log = logging.getLogger(__name__)
 
 _MODULE = "services.decoder.masks.main"
-# Each process has the vocabulary, 150 MB.
+# Each process needs 150 MB for the vocabulary, so small machines have one process.
 _LEAST_CORES = 8
 _CORES_PER_PROCESS = 2
 _MAX_PROCESSES = 8
-_MAX_SHARES = 4  # of the memory for grammars; more processes have as much each
-_MAX_DEATHS = 2  # of processes, while they worked on one sequence
+_MAX_SHARES = 4  # the memory for grammars is divided among at most this number of processes
+_MAX_DEATHS = 2  # deaths of processes that worked on a sequence until the sequence fails
 _EXIT_S = 5.0
 _WATCH_PERIOD_S = 1.0
-_HANG_S = 15.0  # a process says every second that it runs
+_HANG_S = 15.0  # a process reports every second
 _START_S = 60.0
 _MAX_FAILED_STARTS = 3
-_PAUSE_S = 5.0  # behind these
-_MAX_LEAVING = 2  # processes whose threads are taken; beyond, the first of them is ended
+_PAUSE_S = 5.0  # pause after the last of these
+_MAX_RETIRING = 2  # retiring processes; if there are more, the oldest is killed
 
 
 def num_mask_processes() -> int:
-    """As many as this pod has cores for."""
+    """Returns the number of mask processes that this pod has cores for."""
     cores = num_cpus()
     return 1 if cores < _LEAST_CORES else min(_MAX_PROCESSES, cores // _CORES_PER_PROCESS)
 
 
 @dataclass(slots=True, eq=False)
-class _Followed:
-    """A sequence.
+class _MaskedSequence:
+    """A sequence with token masks.
 
     Attributes:
-        number: the engine's id of it.
-        process: that fills its masks; None: its grammar is being checked.
-        checking: the task that does so.
-        num_deaths: of processes that worked on it.
-        is_slow: whether its grammar takes long to compile.
-        is_renewed: the process may not get all tokens from the engine.
+        number: the engine's number of the sequence.
+        constraints: constraints on the tokens of the sequence.
+        generated: completion tokens so far.
+        process: process that fills the masks. None while the grammar is being checked.
+        checking: task that checks the grammar. None if the grammar is not being checked.
+        num_deaths: number of processes that have ended while they worked on the sequence.
+        is_slow: True if the grammar takes long to compile.
+        is_renewed: True if the sequence has moved to another process, which may have missed tokens
+            that the engine sent before.
     """
 
     number: int
-    demands: Demands
+    constraints: TokenConstraints
     generated: list[int]
     process: "_Process | None" = None
     checking: asyncio.Task[None] | None = None
@@ -90,27 +95,32 @@ class _Followed:
     @property
     def source(self) -> GrammarSource | None:
         """The sequence's grammar."""
-        return self.demands.grammar.source if self.demands.grammar is not None else None
+        return self.constraints.grammar.source if self.constraints.grammar is not None else None
 
     @property
-    def follow(self) -> Follow:
-        """The message with which a process starts on the sequence."""
-        return Follow(self.number, self.demands, self.generated, self.is_slow)
+    def start_message(self) -> Follow:
+        """The message that adds the sequence to a process."""
+        return Follow(self.number, self.constraints, self.generated, self.is_slow)
 
 
 @dataclass(slots=True, eq=False)
 class _Process:
-    """A process and those that follow it.
+    """A mask process, which is started again when it ends.
 
     Attributes:
-        sequences: whose masks it fills.
-        link: its number, see `MaskLink`.
-        channel: None: it is being started.
-        num_failed_starts: since it last ran; one with fewer gets what comes.
-        is_leaving: whether it ends with the last of its sequences.
+        sequences: sequences whose masks the process fills, by number.
+        link: number of the process; see `MaskLink`.
+        process: the running process. None before the first start.
+        channel: channel to the process. None while the process is being started.
+        marks: marks of the sequences that the process works on. None before the first start.
+        started_at: time of the last start, as `time.monotonic()`.
+        is_ready: True once the process has sent a message.
+        num_failed_starts: number of failed starts since the process last ran. New sequences go to a
+            process with the fewest.
+        is_retiring: True if the process ends with the last of its sequences.
     """
 
-    sequences: dict[int, _Followed] = field(default_factory=dict[int, _Followed])
+    sequences: dict[int, _MaskedSequence] = field(default_factory=dict[int, _MaskedSequence])
     link: int = -1
     process: asyncio.subprocess.Process | None = None
     channel: FrontChannel[FromProcess] | None = None
@@ -118,15 +128,18 @@ class _Process:
     started_at: float = 0.0
     is_ready: bool = False
     num_failed_starts: int = 0
-    is_leaving: bool = False
+    is_retiring: bool = False
 
 
 @dataclass(eq=False)
 class MaskProcesses:
-    """Owner of the processes; each sequence is one's.
+    """Owner of the mask processes and the compile process. Each sequence belongs to one process.
 
     Attributes:
-        link: to the engine, takes descriptors; closed with this.
+        settings: settings of the processes.
+        link: socket to the engine for descriptors. It is closed with this object.
+        engine: channel to the engine.
+        metrics: metrics of the decoder.
         count: number of processes that fill masks. 0 if the number of cores decides.
     """
 
@@ -137,13 +150,13 @@ class MaskProcesses:
     count: int = 0
     _listener: InputListener | None = None
     _num_started: int = 0
-    _sequences: dict[int, _Followed] = field(default_factory=dict[int, _Followed])
-    _leaving: list[_Process] = field(default_factory=list[_Process])
+    _sequences: dict[int, _MaskedSequence] = field(default_factory=dict[int, _MaskedSequence])
+    _retiring: list[_Process] = field(default_factory=list[_Process])
 
     def __post_init__(self) -> None:
         self._num_words = num_mask_words(self.settings.vocab_size)
         self.compilers = CompilePool(
-            CompileProcess(self.settings), self.metrics.grammar_compile.observe, Verdicts()
+            CompileProcess(self.settings), self.metrics.grammar_compile, Verdicts()
         )
         self.processes = [_Process() for _ in range(self.count or num_mask_processes())]
         shares = min(len(self.processes), _MAX_SHARES)
@@ -161,22 +174,29 @@ class MaskProcesses:
         self._tasks = [asyncio.create_task(self._keep(process)) for process in self.processes]
         self._tasks.append(asyncio.create_task(self._watch()))
 
-    def add(self, number: int, demands: Demands, generated: list[int], tenant: str) -> None:
-        """Starts on a sequence that the engine was sent: its next mask follows.
+    def add(
+        self, number: int, constraints: TokenConstraints, generated: list[int], tenant: str
+    ) -> None:
+        """Adds a sequence, which the engine must know already. The engine receives its next mask.
 
         Args:
+            number: the engine's number of the sequence.
+            constraints: constraints on the tokens of the sequence.
             generated: completion tokens that another decoder has sampled.
-            tenant: whose turn it takes.
+            tenant: tenant that is charged for the compilation of the grammar.
         """
-        sequence = self._sequences[number] = _Followed(number, demands, generated)
-        if demands.grammar is None:
+        sequence = self._sequences[number] = _MaskedSequence(number, constraints, generated)
+        if constraints.grammar is None:
             self._follow(sequence)
         else:
             sequence.checking = asyncio.create_task(self._check(sequence, tenant))
 
     def tokens_arrived(self, tokens: Iterable[tuple[int, list[int]]]) -> None:
-        """Tokens of sequences that go on. The engine has sent them to the processes already, but
-        perhaps before a process had taken over the sequence.
+        """Records tokens of running sequences. The engine has sent the tokens to the processes. The
+        tokens are sent again to a process that has taken over a sequence and may have missed them.
+
+        Args:
+            tokens: number and new tokens of each sequence. Sequences without masks are ignored.
         """
         if not self._sequences:
             return
@@ -191,7 +211,7 @@ class MaskProcesses:
                 process.channel.send(NewTokens([number], [token_ids], [count]))
 
     def remove(self, number: int) -> None:
-        """A sequence has ended; of one without masks nothing is known."""
+        """Removes a sequence that has ended. Does nothing if the sequence has no masks."""
         if (sequence := self._sequences.pop(number, None)) is None:
             return
         if sequence.checking is not None:
@@ -200,15 +220,16 @@ class MaskProcesses:
             del process.sequences[number]
             if process.channel is not None:
                 process.channel.send(Forget(number))
-            self._let_go(process)
+            self._close_if_idle(process)
 
     async def close(self) -> None:
+        """Ends all processes."""
         checking = [s.checking for s in self._sequences.values() if s.checking is not None]
         for task in (*self._tasks, *checking):
             task.cancel()
         await asyncio.gather(*self._tasks, *checking, return_exceptions=True)
         await self.compilers.close()
-        processes = self.processes + self._leaving
+        processes = self.processes + self._retiring
         for process in processes:
             if process.channel is not None:
                 process.channel.close()
@@ -220,8 +241,8 @@ class MaskProcesses:
         assert self._listener is not None, "the processes have not been started"
         self._listener.input_failed(number, error)
 
-    async def _check(self, sequence: _Followed, tenant: str) -> None:
-        grammar = sequence.demands.grammar
+    async def _check(self, sequence: _MaskedSequence, tenant: str) -> None:
+        grammar = sequence.constraints.grammar
         assert grammar is not None
         try:
             sequence.is_slow = await self.compilers.check(grammar.source, tenant)
@@ -232,24 +253,24 @@ class MaskProcesses:
         finally:
             sequence.checking = None
 
-    def _follow(self, sequence: _Followed) -> None:
+    def _follow(self, sequence: _MaskedSequence) -> None:
         process = min(
             self.processes, key=lambda each: (each.num_failed_starts, len(each.sequences))
         )
         process.sequences[sequence.number] = sequence
         sequence.process = process
         if process.channel is not None:
-            process.channel.send(sequence.follow)
+            process.channel.send(sequence.start_message)
 
     async def _keep(self, process: _Process) -> None:
-        """Starts the process, again whenever it has ended or could not be started, unless it is to
-        end with its sequences.
+        """Runs a process. Restarts the process whenever it has ended or could not be started, until
+        the process retires.
         """
-        while not process.is_leaving:
+        while not process.is_retiring:
             try:
                 channel = await self._start(process)
             except OSError as error:
-                log.error("a process that fills token masks was not started: %s", error)
+                log.error("a mask process could not be started: %s", error)
                 process.num_failed_starts += 1
                 await asyncio.sleep(children.RETRY_S)
             else:
@@ -264,12 +285,12 @@ class MaskProcesses:
             if process.num_failed_starts >= _MAX_FAILED_STARTS:
                 self._hand_over(process)
                 await asyncio.sleep(_PAUSE_S)
-        self._leaving.remove(process)
+        self._retiring.remove(process)
         self._hand_over(process)
 
     def _hand_over(self, process: _Process) -> None:
-        """The sequences of one that cannot be started, or has left, go on in another; where none
-        runs or may be started, they fail.
+        """Moves the sequences of a process that has retired or cannot be started to other
+        processes. The sequences fail if no process can be started.
         """
         can_go_on = any(p.num_failed_starts < _MAX_FAILED_STARTS for p in self.processes)
         for sequence in list(process.sequences.values()):
@@ -278,46 +299,51 @@ class MaskProcesses:
                 sequence.is_renewed = True
                 self._follow(sequence)
             else:
-                self._fail(sequence.number, Unavailable("token masks cannot be filled"))
+                self._fail(
+                    sequence.number,
+                    Unavailable(
+                        "token masks cannot be filled, because no mask process could be started"
+                    ),
+                )
 
-    def _leave(self, process: _Process, taken: ThreadTaken) -> None:
-        """A thread of the process is taken: what waits for it, and what comes, goes on in another
-        process; sequences with the grammar that took it fail.
+    def _retire(self, process: _Process, stuck: ThreadStuck) -> None:
+        """Retires a process with a stuck thread. Sequences that wait for the thread move to other
+        processes, which also get new sequences. Sequences with the grammar of the stuck work fail.
         """
         error = InvalidGrammar("it takes too much work to follow")
-        if taken.source is not None:
-            self.compilers.refuse(taken.source, error)
-        if not process.is_leaving:
-            process.is_leaving = True
-            self._leaving.append(process)
+        if stuck.source is not None:
+            self.compilers.refuse(stuck.source, error)
+        if not process.is_retiring:
+            process.is_retiring = True
+            self._retiring.append(process)
             successor = self.processes[self.processes.index(process)] = _Process()
             self._tasks.append(asyncio.create_task(self._keep(successor)))
-            if len(self._leaving) > _MAX_LEAVING:
-                _kill(self._leaving[0])
-        for number in taken.sequence_ids:
+            if len(self._retiring) > _MAX_RETIRING:
+                _kill(self._retiring[0])
+        for number in stuck.sequence_ids:
             if (sequence := process.sequences.pop(number, None)) is None:
                 continue
             sequence.process = None
-            if sequence.source == taken.source:
+            if sequence.source == stuck.source:
                 self._fail(number, error)
             else:
                 sequence.is_renewed = True
                 self._follow(sequence)
-        self._let_go(process)
+        self._close_if_idle(process)
 
-    def _let_go(self, process: _Process) -> None:
-        """Ends a process that leaves, once it has no sequence any more."""
-        if process.is_leaving and not process.sequences and process.channel is not None:
+    def _close_if_idle(self, process: _Process) -> None:
+        """Closes the channel of a retiring process that has no sequences left, which ends it."""
+        if process.is_retiring and not process.sequences and process.channel is not None:
             process.channel.close()
 
     def _has_ended(self, process: _Process) -> None:
-        if process.is_leaving and not process.sequences:
+        if process.is_retiring and not process.sequences:
             return
         process.num_failed_starts += not process.is_ready
         assert process.marks is not None and process.process is not None
         in_work = [number for number, _ in process.marks.get()]
         log.error(
-            "a process that fills token masks has ended",
+            "a mask process has ended",
             extra={"fields": {"status": process.process.returncode, "in_work": in_work}},
         )
         for number in in_work:
@@ -333,7 +359,11 @@ class MaskProcesses:
                 self._fail(number, error)
 
     async def _start(self, process: _Process) -> FrontChannel[FromProcess]:
-        """Raises OSError, as `children.start` does."""
+        """Starts a process, and sends it its sequences. Returns the channel to the process.
+
+        Raises:
+            OSError: the machine has no memory, processes or descriptors left.
+        """
         settings = self.settings
         self._num_started += 1
         process.link, process.is_ready = self._num_started, False
@@ -353,7 +383,7 @@ class MaskProcesses:
                     socket.send_fds(self.link, [b"l"], [engine_end.fileno(), memory])
                 self.engine.send(MaskLink(process.link, settings.num_rows, self._num_words))
                 channel = await FrontChannel[FromProcess].open(front_end, FromProcess)
-            except BaseException:  # closed during a start, too
+            except BaseException:  # also if this task is cancelled during the start
                 front_end.close()
                 raise
         finally:
@@ -361,7 +391,7 @@ class MaskProcesses:
         process.channel = channel
         for sequence in process.sequences.values():
             sequence.is_renewed = True
-            channel.send(sequence.follow)
+            channel.send(sequence.start_message)
         return channel
 
     def _handle(self, process: _Process, message: FromProcess) -> None:
@@ -369,8 +399,8 @@ class MaskProcesses:
             case CannotFollow():
                 if message.sequence_id in self._sequences:
                     self._fail(message.sequence_id, from_code(message.code, message.message))
-            case ThreadTaken():
-                self._leave(process, message)
+            case ThreadStuck():
+                self._retire(process, message)
             case MaskTimes():
                 for seconds in message.seconds:
                     self.metrics.token_mask.observe(seconds)
@@ -378,23 +408,23 @@ class MaskProcesses:
                 self.engine.send(message)
 
     async def _watch(self) -> None:
-        """Ends processes that hang: those that say nothing, although they should every second."""
+        """Kills processes that hang. A process should send a report every second."""
         while True:
             await asyncio.sleep(_WATCH_PERIOD_S)
             now = time.monotonic()
-            for process in self.processes + self._leaving:
+            for process in self.processes + self._retiring:
                 if process.channel is None:
                     continue
-                heard = process.started_at + _START_S - _HANG_S
+                last_report_at = process.started_at + _START_S - _HANG_S
                 if process.is_ready:
-                    heard = process.channel.received_at
-                if now - heard >= _HANG_S:
-                    log.error("a process that fills token masks hangs; ending it")
+                    last_report_at = process.channel.received_at
+                if now - last_report_at >= _HANG_S:
+                    log.error("a mask process hangs and is killed")
                     _kill(process)
 
 
 def _kill(process: _Process) -> None:
-    """Ends a process at once, if it runs."""
+    """Kills a process, if it is running."""
     if process.process is not None and process.process.returncode is None:
         with suppress(ProcessLookupError):
             process.process.kill()

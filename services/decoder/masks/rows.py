@@ -1,8 +1,10 @@
-"""Token masks in memory that a process fills and the engine reads: only row numbers are sent.
+"""Token masks in shared memory. A mask process fills the rows, and the engine reads them. Messages
+carry row numbers only.
 
-A row is one sequence's for as long as the process knows it. The engine has copied a mask when it
-sends the token that was sampled under it, and only then is the next one written. Before the rows
-the process marks which sequences it works on, so that the front knows which one has ended it.
+A sequence has a row until the front removes the sequence. The engine copies a mask before it sends
+the token that was sampled under the mask, and the process writes the next mask after this token.
+The memory begins with marks of the sequences that the process works on. If the process dies, the
+front finds in the marks which sequence may be the cause.
 """
 
 import mmap
@@ -19,25 +21,29 @@ from services.common.embeddings.shared_memory import PAGE_BYTES, create_memory
 Int32Array = npt.NDArray[np.int32]
 
 ROWS_OFFSET = PAGE_BYTES
-# For sequences that have ended, and whose masks are still being filled.
+# Rows for sequences that have ended while a thread still fills their masks.
 SPARE_ROWS = 128
-PROBE_WORDS = 2  # behind each mask, see `bounded_strings`
-# What a process may work on at once: in its event loop, and in two threads.
+PROBE_WORDS = 2  # words behind each mask; see `bounded_strings`
+# A process works on up to three sequences at once: in its event loop and in two threads.
 FILLING, QUICK, SLOW = _SLOTS = (0, 1, 2)
 
 
 def create_mask_memory(num_rows: int, num_words: int) -> int:
-    """Memory of marks and rows; its descriptor."""
+    """Creates memory for marks and rows. Returns its file descriptor."""
     return create_memory(ROWS_OFFSET + -(-4 * num_rows * num_words // PAGE_BYTES) * PAGE_BYTES)[0]
 
 
 def num_mask_words(vocab_size: int) -> int:
-    """Of the memory that a mask is filled in."""
+    """Returns the number of 32-bit words in which a mask and its probes are filled."""
     return -(-vocab_size // 32) + PROBE_WORDS
 
 
 class Marks:
-    """Which sequence is in work in each slot, and since when, as `time.monotonic()`."""
+    """Marks of the sequences that a process works on, in shared memory.
+
+    Args:
+        fd: descriptor of the memory.
+    """
 
     def __init__(self, fd: int) -> None:
         self._memory = mmap.mmap(fd, PAGE_BYTES)
@@ -54,13 +60,13 @@ class Marks:
             os.close(memory)
 
     def set(self, slot: int, number: int) -> None:
-        """Work on a sequence begins; 0: it is done."""
+        """Marks the begin of work on a sequence in a slot. The number 0 marks its end."""
         self._times[slot] = time.monotonic()
         self._numbers[slot] = number
 
     @contextmanager
     def during(self, slot: int, number: int) -> Generator[None]:
-        """Within the block a sequence is in work."""
+        """Marks a sequence during a `with` block."""
         self.set(slot, number)
         try:
             yield
@@ -68,15 +74,23 @@ class Marks:
             self.set(slot, 0)
 
     def get(self) -> list[tuple[int, float]]:
-        """Sequences in work, and since when."""
+        """Returns the numbers of the sequences that the process works on, each with the time at
+        which the work began, as `time.monotonic()`.
+        """
         return [(self._numbers[at], self._times[at]) for at in _SLOTS if self._numbers[at]]
 
 
 class MaskRows:
-    """The rows of a process. It takes memory as rows are first written.
+    """The rows of a process. The memory of a row is allocated at the first write.
+
+    Args:
+        fd: descriptor of the memory.
+        num_rows: number of rows.
+        num_words: number of 32-bit words of a row.
 
     Attributes:
-        array: `[num_rows, num_words]` int32.
+        marks: marks of the sequences that the process works on.
+        array: all rows, `[num_rows, num_words]` int32.
     """
 
     def __init__(self, fd: int, num_rows: int, num_words: int) -> None:
@@ -87,9 +101,9 @@ class MaskRows:
         self._free = list(range(num_rows - 1, -1, -1))
 
     def take(self) -> int | None:
-        """A row; None: all are taken."""
+        """Returns a free row. None if all rows are taken."""
         return self._free.pop() if self._free else None
 
-    def give_back(self, row: int) -> None:
-        """The row's sequence has ended, and nothing writes to it."""
+    def release(self, row: int) -> None:
+        """Frees the row of a sequence that has ended. No thread may write to the row any more."""
         self._free.append(row)

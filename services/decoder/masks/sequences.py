@@ -1,8 +1,8 @@
-"""Token masks of a process's sequences: from the tokens of a step to the masks of the next one.
+"""Fills the token masks of a mask process: from the tokens of a step to the masks of the next step.
 
-Most masks are filled in the event loop, as they take microseconds. A sequence's first mask, for
-which its grammar is compiled, and the masks of a grammar that has had a slow one are filled in a
-thread, so that the other sequences' masks do not wait.
+Most masks are filled in the event loop, because they take microseconds. Two kinds of masks are
+filled in a thread, so that other sequences do not wait: the first mask of a sequence, for which the
+grammar is compiled, and the masks of a grammar that has had a slow mask.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from services.common.errors import (
 )
 from services.common.process.channel import FrontChannel
 from services.decoder.engine.messages import NewTokens, TokenMasks
-from services.decoder.masks.grammar import Demands, GrammarSource
+from services.decoder.masks.grammar import GrammarSource, TokenConstraints
 from services.decoder.masks.grammars import Found, Grammars, is_failure
 from services.decoder.masks.matcher import (
     GrammarMatcher,
@@ -30,36 +30,39 @@ from services.decoder.masks.matcher import (
     NothingAllowed,
     UnexpectedToken,
 )
-from services.decoder.masks.messages import CannotFollow, MaskTimes, ThreadTaken, ToProcess
+from services.decoder.masks.messages import CannotFollow, MaskTimes, ThreadStuck, ToProcess
 from services.decoder.masks.rows import FILLING, MaskRows
 from services.decoder.masks.work_thread import WorkThread
 
 log = logging.getLogger(__name__)
 
-# As many masks are filled and sent together, so that a slow one makes few others late.
+# Masks are filled and sent in groups of this size, so that a slow mask delays few other masks.
 _AT_ONCE = 16
-# A sequence that breaks one lexer after the other has a grammar that takes too much work.
+# A sequence fails if it brings lexers to their limits more often than once per this many tokens.
 _TOKENS_PER_LEXER = 500
 _GIVE_WAY_AT_ONCE = 8
 
 
 @dataclass(slots=True, eq=False)
-class _Masked:
-    """A sequence.
+class _MaskedSequence:
+    """A sequence with token masks.
 
     Attributes:
         number: the engine's number of the sequence.
-        is_slow: whether its grammar takes long to compile.
-        matcher: its matcher; None until its grammar has been compiled.
-        thread: thread that has the matcher and the row; None if the event loop has them.
-        task: task that waits for the thread.
-        num_renewed: number of matchers that were made anew.
-        is_removed: whether the front has forgotten the sequence.
+        row: row for the masks of the sequence.
+        constraints: constraints on the tokens of the sequence.
+        generated: completion tokens so far.
+        is_slow: True if the grammar takes long to compile.
+        matcher: matcher of the sequence. None until the grammar has been compiled.
+        thread: thread that uses the matcher and the row. None if the event loop uses them.
+        task: task that waits for the thread. None before the first one.
+        num_renewed: number of times that the matcher was replaced.
+        is_removed: True if the front has removed the sequence.
     """
 
     number: int
     row: int
-    demands: Demands
+    constraints: TokenConstraints
     generated: list[int]
     is_slow: bool = False
     matcher: Matcher | None = None
@@ -71,16 +74,16 @@ class _Masked:
     @property
     def source(self) -> GrammarSource | None:
         """The sequence's grammar."""
-        return self.demands.grammar.source if self.demands.grammar is not None else None
+        return self.constraints.grammar.source if self.constraints.grammar is not None else None
 
     @property
     def grammar(self) -> GrammarMatcher | None:
-        """The compiled grammar after the sequence's tokens; None if there is none so far."""
+        """The matcher of the grammar. None if there is no compiled grammar."""
         return self.matcher.grammar if self.matcher is not None else None
 
     @property
     def state_bytes(self) -> int:
-        """Memory of the grammar's state, as it was measured last."""
+        """Bytes of the matcher's state at the last measurement."""
         return self.grammar.state_bytes if self.grammar is not None else 0
 
 
@@ -89,12 +92,13 @@ class SequenceMasks:
     """Owner of the matchers, one for each running sequence whose tokens are masked.
 
     Attributes:
-        rows: memory that masks are filled in.
-        link: number of this process, see `MaskLink`.
-        engine: channel for masks.
-        front: channel for the first masks of sequences, and for what the front has to know.
-        times: gets the seconds that the masks of a step took.
-        max_work_s: CPU seconds after which a piece of work in a thread is given up.
+        grammars: compiled grammars and threads of the process.
+        rows: memory for the masks.
+        link: number of this process; see `MaskLink`.
+        engine: channel to the engine.
+        front: channel to the front, for the first masks of sequences and for reports.
+        times: report to which the seconds of each step's masks are added.
+        max_work_s: CPU seconds after which a thread's piece of work is abandoned.
     """
 
     grammars: Grammars
@@ -104,29 +108,35 @@ class SequenceMasks:
     front: FrontChannel[ToProcess]
     times: MaskTimes
     max_work_s: float
-    _sequences: dict[int, _Masked] = field(default_factory=dict[int, _Masked])
+    _sequences: dict[int, _MaskedSequence] = field(default_factory=dict[int, _MaskedSequence])
     _tasks: set[asyncio.Task[None]] = field(default_factory=set[asyncio.Task[None]])
 
-    def add(self, number: int, demands: Demands, generated: list[int], is_slow: bool) -> None:
-        """Starts on a sequence that the engine was sent: its next mask follows.
+    def add(
+        self, number: int, constraints: TokenConstraints, generated: list[int], is_slow: bool
+    ) -> None:
+        """Adds a sequence, and fills its next mask.
 
         Args:
-            demands: demands of its completion.
-            is_slow: whether its grammar takes long to compile.
+            number: the engine's number of the sequence.
+            constraints: constraints on the tokens of the sequence.
+            generated: completion tokens so far.
+            is_slow: True if the grammar takes long to compile.
         """
         row = self.rows.take()
         if row is None:
             self._fail(number, Overloaded("too many sequences have token masks"))
             return
-        sequence = self._sequences[number] = _Masked(number, row, demands, generated, is_slow)
+        sequence = self._sequences[number] = _MaskedSequence(
+            number, row, constraints, generated, is_slow
+        )
         self._start(sequence, self.front)
 
     def tokens_arrived(self, tokens: NewTokens) -> None:
-        """Fills the next masks of sequences that had tokens in a step and go on. Of another
-        process's sequences nothing is known; tokens that are known already are ignored, and so are
-        those before which some are missing: the front sends them in order.
+        """Fills the next masks of running sequences that have new tokens. Sequences of other
+        processes and known tokens are ignored. Tokens that follow a gap are ignored, too, because
+        the front sends the missing tokens in order.
         """
-        work: list[_Masked] = []
+        work: list[_MaskedSequence] = []
         for number, token_ids, count in zip(
             tokens.sequence_ids, tokens.token_ids, tokens.num_generated, strict=True
         ):
@@ -135,7 +145,7 @@ class SequenceMasks:
                 continue
             sequence.generated += token_ids
             if sequence.thread is not None or sequence.matcher is None:
-                continue  # its task looks for further tokens, or it has failed
+                continue  # the sequence has failed, or its task will find the new tokens
             if sequence.matcher.is_slow:
                 self._start(sequence, self.engine)
             else:
@@ -149,25 +159,28 @@ class SequenceMasks:
         self.times.seconds.append(time.monotonic() - started)
 
     def remove(self, number: int) -> None:
-        """A sequence has ended; of one without masks nothing is known."""
+        """Removes a sequence that has ended. Does nothing if the sequence is not known."""
         if (sequence := self._sequences.pop(number, None)) is not None:
             sequence.is_removed = True
             if sequence.thread is None:
-                self.rows.give_back(sequence.row)
+                self.rows.release(sequence.row)
 
     def check_threads(self) -> None:
-        """Gives up work that has taken a thread too long, and sequences that wait behind it."""
+        """Abandons threads whose work takes too long, with the sequences that wait for them."""
         for thread in (self.grammars.quick, self.grammars.slow):
-            if thread.is_taken or thread.used_s() <= self.max_work_s:
+            if thread.is_stuck or thread.used_s() <= self.max_work_s:
                 continue
-            thread.is_taken = True
-            log.error("work on a grammar takes too long", extra={"fields": _work_of(thread)})
+            thread.is_stuck = True
+            log.error(
+                "the work on a grammar takes too long, so its thread gets no more work",
+                extra={"fields": _work_of(thread)},
+            )
             waiting = [s for s in self._sequences.values() if s.thread is thread]
             self._give_up(waiting, thread)
 
     def check_memory(self) -> None:
-        """Keeps what grammars and matchers take within the bound. Where it does not do to forget
-        compiled grammars, sequences give way: those of large states first, then the youngest.
+        """Keeps the memory of grammars and matchers within the bound. If dropping compiled grammars
+        is not enough, sequences fail: sequences with large states first, then the youngest.
         """
         self.grammars.trim()
         memory = self.grammars.memory
@@ -179,26 +192,30 @@ class SequenceMasks:
                 break
             large = memory.max_state_bytes // 2
             sequence = max(holders, key=lambda s: (max(s.state_bytes, large), s.number))
-            log.warning("a sequence gives way", extra={"fields": {"sequence": sequence.number}})
+            log.warning(
+                "a sequence is ended, because grammars take too much memory",
+                extra={"fields": {"sequence": sequence.number}},
+            )
             message = "the grammars of running sequences take too much memory"
             self._fail(sequence.number, Overloaded(message))
             self.remove(sequence.number)
             if sequence.thread is not None:
-                break  # which has the matcher for now
+                break  # the thread still uses the matcher
             sequence.matcher = None
             memory.release()
 
     async def close(self) -> None:
+        """Cancels all work, and ends the threads when they are idle."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self.grammars.close()
 
-    def _start(self, sequence: _Masked, to: FrontChannel[Any]) -> None:
-        """Has a thread fill the next mask of a sequence, and compile its grammar before."""
+    def _start(self, sequence: _MaskedSequence, to: FrontChannel[Any]) -> None:
+        """Lets a thread compile the grammar of a sequence, if necessary, and fill its next mask."""
         is_slow = sequence.is_slow or sequence.matcher is not None
         thread = self.grammars.slow if is_slow else self.grammars.quick
-        if thread.is_taken:
+        if thread.is_stuck:
             self._give_up([sequence], thread)
             return
         sequence.thread = thread
@@ -206,7 +223,7 @@ class SequenceMasks:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _work(self, sequence: _Masked, to: FrontChannel[Any]) -> None:
+    async def _work(self, sequence: _MaskedSequence, to: FrontChannel[Any]) -> None:
         try:
             mask = await self._fill_in_thread(sequence)
         except TriptychError as error:
@@ -215,33 +232,33 @@ class SequenceMasks:
         except BaseException as error:
             if not is_failure(error):
                 raise
-            log.exception("a grammar was not compiled")
-            self._fail(sequence.number, InternalError("the grammar was not compiled"))
+            log.exception("a grammar could not be compiled")
+            self._fail(sequence.number, InternalError("the grammar could not be compiled"))
             return
         finally:
             sequence.thread = None
             if sequence.is_removed:
-                self.rows.give_back(sequence.row)
+                self.rows.release(sequence.row)
         self._send([sequence], [mask], to)
 
-    async def _fill_in_thread(self, sequence: _Masked) -> Found:
+    async def _fill_in_thread(self, sequence: _MaskedSequence) -> Found:
         thread, number = sequence.thread, sequence.number
         assert thread is not None
         if (matcher := sequence.matcher) is None:
-            matcher = await self.grammars.matcher(sequence.demands, number, thread)
+            matcher = await self.grammars.matcher(sequence.constraints, number, thread)
             sequence.matcher = matcher
         row = self.rows.array[sequence.row]
         while True:
             unread = sequence.generated[matcher.num_generated :]
             work = partial(self.grammars.fill, matcher, unread, row)
             mask = await thread.run(number, sequence.source, work)
-            # The tokens of a step may have come meanwhile, of a sequence that another process had.
+            # More tokens may have arrived meanwhile, if another process had the sequence before.
             if isinstance(mask, MatcherFailed) or (
                 matcher.num_generated == len(sequence.generated)
             ):
                 return mask
 
-    def _fill(self, sequence: _Masked) -> Found:
+    def _fill(self, sequence: _MaskedSequence) -> Found:
         matcher = sequence.matcher
         assert matcher is not None
         self.rows.marks.set(FILLING, sequence.number)
@@ -250,7 +267,9 @@ class SequenceMasks:
         self.rows.marks.set(FILLING, 0)
         return found
 
-    def _send(self, sequences: list[_Masked], masks: list[Found], to: FrontChannel[Any]) -> None:
+    def _send(
+        self, sequences: list[_MaskedSequence], masks: list[Found], to: FrontChannel[Any]
+    ) -> None:
         found = TokenMasks([], [], [], self.link)
         for sequence, mask in zip(sequences, masks, strict=True):
             if sequence.is_removed:
@@ -265,9 +284,9 @@ class SequenceMasks:
         if found.sequence_ids:
             to.send(found)
 
-    def _renews(self, sequence: _Masked) -> bool:
-        """Returns whether a sequence whose matcher has failed gets another one, because others'
-        texts may have led to its lexer's limit.
+    def _renews(self, sequence: _MaskedSequence) -> bool:
+        """Returns whether a sequence whose matcher has failed gets a new matcher, because the texts
+        of other sequences may have brought the shared lexer to its limit.
         """
         matcher = sequence.matcher
         if matcher is None or matcher.grammar is None or not matcher.grammar.lexer.is_broken:
@@ -279,12 +298,12 @@ class SequenceMasks:
         self._start(sequence, self.front)
         return True
 
-    def _give_up(self, sequences: list[_Masked], thread: WorkThread) -> None:
-        """Leaves sequences that wait for a thread which is taken to another process."""
+    def _give_up(self, sequences: list[_MaskedSequence], thread: WorkThread) -> None:
+        """Leaves sequences that wait for a stuck thread to another process."""
         numbers = [sequence.number for sequence in sequences]
-        self.front.send(ThreadTaken(thread.source, numbers))
+        self.front.send(ThreadStuck(thread.source, numbers))
         for sequence in sequences:
-            # The row of the sequence in work is the thread's until the work is done.
+            # The stuck thread uses the row of its sequence until the work is done.
             if sequence.task is not None and sequence.number != thread.number:
                 sequence.task.cancel()
             self.remove(sequence.number)
@@ -301,5 +320,5 @@ def _error_of(failure: MatcherFailed) -> TriptychError:
     if isinstance(failure, NothingAllowed):
         return InvalidRequest(str(failure))
     if isinstance(failure, UnexpectedToken):
-        return InternalError(f"the grammar cannot be followed: {failure}")
+        return InternalError(f"a token does not follow the grammar: {failure}")
     return InvalidGrammar(f"it takes too much work to follow: {failure}")

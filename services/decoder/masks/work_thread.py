@@ -1,7 +1,7 @@
-"""A thread that works for sequences, one piece of work after the other, and how long a piece takes.
+"""A thread that runs pieces of work in sequence, and measures their CPU time.
 
-llguidance cannot be interrupted. What can be done about a piece of work that takes too long is to
-notice it by the CPU time of its thread, which other processes of the machine do not prolong.
+llguidance cannot be interrupted. A piece of work that takes too long can only be detected, by the
+CPU time of its thread, which does not depend on the load of the machine.
 """
 
 import asyncio
@@ -16,40 +16,51 @@ from services.decoder.masks.grammar import GrammarSource
 from services.decoder.masks.rows import Marks
 
 Result = TypeVar("Result")
+Work = Callable[[], Result]
 
 
 class WorkThread:
-    """Owner of a thread.
+    """A thread with a queue of work.
 
     Args:
         name: name of the thread.
-        slot: slot of the marks in which the sequence in work is noted.
-        marks: marks of the process, from which the front learns what a dead process worked on.
+        slot: slot of the marks for the sequence that the thread works on.
+        marks: marks of the process. After the death of the process, the front finds in them which
+            sequences the process worked on.
         niceness: addition to the priority of the thread, as `os.nice` takes it.
 
     Attributes:
-        number: number of the sequence in work; 0 if the thread is idle.
-        source: grammar of that sequence; None if it has none.
-        is_taken: whether a piece of work has taken too long, so that the thread gets no other one.
+        number: number of the sequence that the thread works on. 0 if the thread is idle.
+        source: grammar of this sequence. None if the sequence has no grammar.
+        is_stuck: True if a piece of work has taken too long. The thread then gets no more work.
     """
 
     def __init__(self, name: str, slot: int, marks: Marks, niceness: int = 0) -> None:
         self._slot, self._marks, self._niceness = slot, marks, niceness
         self._executor = ThreadPoolExecutor(1, name, self._begin)
         self._clock = 0
-        self._began_at = 0.0  # CPU time of the thread
+        self._began_at = 0.0  # CPU time of the thread when the piece began
         self.number = 0
         self.source: GrammarSource | None = None
-        self.is_taken = False
+        self.is_stuck = False
 
-    def submit(self, work: Callable[[], Result]) -> "Future[Result]":
-        """Does a piece of work that is no sequence's."""
+    def submit(self, work: Work[Result]) -> "Future[Result]":
+        """Queues work that belongs to no sequence, and returns its future."""
         return self._executor.submit(work)
 
     def run(
-        self, number: int, source: GrammarSource | None, work: Callable[[], Result]
+        self, number: int, source: GrammarSource | None, work: Work[Result]
     ) -> "asyncio.Future[Result]":
-        """Does a piece of a sequence's work behind those before it."""
+        """Queues work of a sequence.
+
+        Args:
+            number: the engine's number of the sequence.
+            source: grammar of the sequence. None if the sequence has no grammar.
+            work: function to run in the thread.
+
+        Returns:
+            A future of the result.
+        """
 
         def piece() -> Result:
             self._began_at, self.source = time.thread_time(), source
@@ -63,7 +74,7 @@ class WorkThread:
         return asyncio.get_running_loop().run_in_executor(self._executor, piece)
 
     def used_s(self) -> float:
-        """Returns the CPU seconds that the piece in work has taken; 0 if the thread is idle."""
+        """Returns the CPU seconds of the current piece of work. 0 if the thread is idle."""
         if not self.number:
             return 0.0
         return max(0.0, time.clock_gettime(self._clock) - self._began_at)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from services.common.grammar.plain_strings import has_plain_bounds
-from services.decoder.masks.grammar import Demands, Grammar, GrammarSource
+from services.decoder.masks.grammar import Grammar, GrammarSource, TokenConstraints
 from services.decoder.masks.grammars import Grammars
 from services.decoder.masks.rows import PROBE_WORDS
 from tests.tiny_tokenizer import added_ids, tokenizer_json
@@ -61,7 +61,7 @@ def test_masks_are_llguidances(grammars, schema):
     form = Grammar(GrammarSource("json_schema", text), stop_ids=(END,))
     num_in_strings = 0
     for seed in range(30):
-        matcher = asyncio.run(grammars.matcher(Demands(form)))
+        matcher = asyncio.run(grammars.matcher(TokenConstraints(form)))
         alone = matcher.grammar.state.deep_copy()
         chooser = random.Random(seed)
         for _ in range(60):
@@ -84,7 +84,7 @@ def test_masks_are_llguidances(grammars, schema):
 
 def test_a_second_matcher_that_fails_is_left(grammars):
     form = Grammar(GrammarSource("json_schema", json.dumps(SHORT)), stop_ids=(END,))
-    matcher = asyncio.run(grammars.matcher(Demands(form)))
+    matcher = asyncio.run(grammars.matcher(TokenConstraints(form)))
     opening = grammars.vocabulary.result().full.tokenize_str('"')
     matcher.consume(opening)
     alone = matcher.grammar.state.deep_copy()

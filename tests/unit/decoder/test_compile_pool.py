@@ -80,14 +80,21 @@ async def process():
     return FakeProcess()
 
 
+class Costs(list[float]):
+    """A histogram that lists what it observes."""
+
+    def observe(self, seconds: float) -> None:
+        self.append(seconds)
+
+
 @pytest.fixture
 async def costs():
-    return []
+    return Costs()
 
 
 @pytest.fixture
 async def pool(process, costs):
-    pool = CompilePool(process, costs.append, Verdicts())
+    pool = CompilePool(process, costs, Verdicts())
     yield pool
     await pool.close()
 

@@ -36,6 +36,11 @@ async def test_addresses_are_compared_with_the_setting(
     assert not await known.admits("")
 
 
+def resolve_with(getaddrinfo: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replaces the look-up of names of the running event loop."""
+    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", getaddrinfo)
+
+
 async def test_a_name_admits_its_addresses_and_those_that_have_just_left_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -48,8 +53,7 @@ async def test_a_name_admits_its_addresses_and_those_that_have_just_left_it(
             raise socket.gaierror("no such name")
         return [(socket.AF_INET, None, None, "", (address, port)) for address in addresses]
 
-    loop = asyncio.get_running_loop()
-    monkeypatch.setattr(loop, "getaddrinfo", getaddrinfo)
+    resolve_with(getaddrinfo, monkeypatch)
     known = KnownEncoders(("dns:///encoder:50051",), resolve_period_s=0.0)
     assert await known.admits("10.0.0.1:50051") and questions == 1
     assert await known.admits("10.0.0.1:50051") and questions == 1
@@ -74,7 +78,7 @@ async def test_unknown_addresses_ask_for_the_name_once_a_second(
         await asyncio.sleep(0)
         return []
 
-    monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", getaddrinfo)
+    resolve_with(getaddrinfo, monkeypatch)
     known = KnownEncoders(("dns:encoder:50051",), resolve_period_s=3600.0)
     await asyncio.gather(*(known.admits(f"10.0.0.{i}:50051") for i in range(50)))
     assert questions == 1

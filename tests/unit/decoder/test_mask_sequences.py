@@ -15,11 +15,11 @@ from llguidance import LLParserLimits
 from services.common.errors import InternalError, InvalidGrammar, Overloaded
 from services.decoder.engine.messages import NewTokens, TokenMasks
 from services.decoder.masks import compiler, grammars
-from services.decoder.masks.grammar import Demands, Grammar, GrammarSource
+from services.decoder.masks.grammar import Grammar, GrammarSource, TokenConstraints
 from services.decoder.masks.grammar_memory import GrammarMemory
 from services.decoder.masks.grammars import Grammars
 from services.decoder.masks.matcher import MatcherFailed
-from services.decoder.masks.messages import CannotFollow, MaskTimes, ThreadTaken
+from services.decoder.masks.messages import CannotFollow, MaskTimes, ThreadStuck
 from services.decoder.masks.rows import QUICK, SLOW, MaskRows, create_mask_memory, num_mask_words
 from services.decoder.masks.sequences import SequenceMasks
 from tests.tiny_tokenizer import added_ids, tokenizer_json, vocab_size
@@ -44,7 +44,7 @@ class Inbox:
     def __init__(self):
         self.masks: asyncio.Queue[TokenMasks] = asyncio.Queue()
         self.failures: list[CannotFollow] = []
-        self.taken: list[ThreadTaken] = []
+        self.taken: list[ThreadStuck] = []
 
     def send(self, *messages):
         for message in messages:
@@ -53,7 +53,7 @@ class Inbox:
                     self.masks.put_nowait(message)
                 case CannotFollow():
                     self.failures.append(message)
-                case ThreadTaken():
+                case ThreadStuck():
                     self.taken.append(message)
 
 
@@ -66,8 +66,12 @@ class FakeMemory(GrammarMemory):
     """
 
     def __init__(self):
-        super().__init__(1000, lambda: self.bytes, first_measured_s=0.0)
+        super().__init__(1000, first_measured_s=0.0)
         self.bytes, self.size, self.over = 0, 0, 0
+
+    @property
+    def resident_bytes(self):
+        return self.bytes
 
     def size_of(self, *states):
         return self.size
@@ -100,7 +104,7 @@ class Process:
         return await asyncio.wait_for(self.inbox.masks.get(), WAIT_S)
 
     def add(self, number, grammar, generated=(), *, is_slow=False):
-        self.masks.add(number, Demands(grammar), list(generated), is_slow)
+        self.masks.add(number, TokenConstraints(grammar), list(generated), is_slow)
 
     async def failure(self) -> CannotFollow:
         """The only one."""
@@ -181,7 +185,7 @@ async def test_a_lexer_at_its_limit_ends_no_other_sequence(process, monkeypatch)
     ids: dict[int, list[int]] = {number: [] for number in range(3)}
     for number in ids:
         process.add(number, LONG)
-    neighbour = await process.grammars.matcher(Demands(LONG))
+    neighbour = await process.grammars.matcher(TokenConstraints(LONG))
     lexers = set()
     while min(map(len, ids.values())) < 60 and not process.failures:
         if len(ids[0]) == 20 and neighbour is not None:
@@ -226,7 +230,7 @@ async def test_a_parser_at_its_limit_is_the_grammars_fault(process):
 
 async def test_compiled_grammars_are_forgotten_when_the_memory_is_half_full(process):
     async def lexer_of(form):
-        return (await process.grammars.matcher(Demands(form))).grammar.lexer
+        return (await process.grammars.matcher(TokenConstraints(form))).grammar.lexer
 
     forms = [schema(type="string", minLength=length) for length in range(8)]
     lexers = [await lexer_of(form) for form in forms]
@@ -340,11 +344,11 @@ async def test_what_waits_for_a_thread_that_is_taken_is_left_to_another_process(
             process.masks.check_threads()
             await asyncio.sleep(0.01)
     process.masks.check_threads()
-    assert process.inbox.taken == [ThreadTaken(grammar.source, [3])]
+    assert process.inbox.taken == [ThreadStuck(grammar.source, [3])]
     process.step(1, a, 2)
     assert (await process.received()).sequence_ids == [1]
     process.add(5, schema(type="number"))
-    assert process.inbox.taken[1:] == [ThreadTaken(grammar.source, [5])]
+    assert process.inbox.taken[1:] == [ThreadStuck(grammar.source, [5])]
     release.set()
     await taking
     assert not process.failures and process.inbox.masks.empty()

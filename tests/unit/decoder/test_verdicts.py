@@ -3,7 +3,7 @@
 import pytest
 
 from services.decoder.masks.grammar import GrammarSource
-from services.decoder.masks.verdicts import Known, Verdicts, key_of
+from services.decoder.masks.verdicts import StoredVerdict, Verdicts, key_of
 
 
 class Clock:
@@ -25,10 +25,10 @@ def verdicts(clock):
 
 def test_a_verdict_is_kept(verdicts):
     assert verdicts.find(b"a") is None
-    verdicts.keep(b"a", Known("", is_slow=True))
-    verdicts.keep(b"b", Known("is not a schema"))
-    assert verdicts.find(b"a") == Known("", is_slow=True)
-    assert verdicts.find(b"b") == Known("is not a schema")
+    verdicts.store(b"a", StoredVerdict("", is_slow=True))
+    verdicts.store(b"b", StoredVerdict("is not a schema"))
+    assert verdicts.find(b"a") == StoredVerdict("", is_slow=True)
+    assert verdicts.find(b"b") == StoredVerdict("is not a schema")
 
 
 def test_the_second_death_of_a_text_is_kept_for_an_hour(verdicts, clock):
@@ -37,7 +37,7 @@ def test_the_second_death_of_a_text_is_kept_for_an_hour(verdicts, clock):
     clock.now += 3599
     verdicts.died(b"a", "takes too long")
     clock.now += 3599
-    assert verdicts.find(b"a") == Known("takes too long")
+    assert verdicts.find(b"a") == StoredVerdict("takes too long")
     clock.now += 1
     assert verdicts.find(b"a") is None
     verdicts.died(b"a", "takes too long")
@@ -52,9 +52,9 @@ def test_deaths_that_are_far_apart_are_no_verdict(verdicts, clock):
 
 
 def test_verdicts_and_deaths_are_bounded(verdicts):
-    verdicts.keep(b"used", Known(""))
+    verdicts.store(b"used", StoredVerdict(""))
     for number in range(5000):
-        verdicts.keep(b"%d" % number, Known(""))
+        verdicts.store(b"%d" % number, StoredVerdict(""))
         verdicts.died(b"dead %d" % number, "died")
         verdicts.died(b"dead %d" % number, "died")
         assert verdicts.find(b"used") is not None

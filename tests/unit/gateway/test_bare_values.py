@@ -19,8 +19,8 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 
 from services.common.errors import InvalidRequest
-from services.decoder.masks.grammar import Demands, GrammarSource
 from services.decoder.masks.grammar import Grammar as Form
+from services.decoder.masks.grammar import GrammarSource, TokenConstraints
 from services.decoder.masks.grammars import Grammars
 from services.gateway.answers.answer import AnswerFormat
 from services.gateway.answers.argument_values import Parameters
@@ -282,7 +282,7 @@ def check_masks(grammar, tokenizer, grammars, rng):
     ]
     num_probed = 0
     for _ in range(4):
-        matcher = asyncio.run(grammars.matcher(Demands(form)))
+        matcher = asyncio.run(grammars.matcher(TokenConstraints(form)))
         alone = matcher.grammar.state.deep_copy()
         assert grammars.fill(matcher, [], rows[0]) is True
         ids = [added_ids()["<tool_call>"], *openers[0]] if rng.random() < 0.8 else []
@@ -312,7 +312,7 @@ def test_a_long_string_is_no_work_that_ends_a_call(length, tokenizer, grammars):
     assert grammar is not None
     rows = np.zeros((1, grammars.num_mask_words), np.int32)
     form = form_of(grammar)
-    matcher = asyncio.run(grammars.matcher(Demands(form)))
+    matcher = asyncio.run(grammars.matcher(TokenConstraints(form)))
     text = ("é </p \n</parameter " * (length // 30 + 1))[:length].rstrip()
     for token_id in encode(tokenizer, call_of(a=text[:1000])):
         assert grammars.fill(matcher, [token_id], rows[0]) is True
@@ -326,7 +326,7 @@ def test_free_text_beside_strict_calls_has_its_least_tokens(form, tokenizer, gra
     assert grammar is not None
     rows = np.zeros((1, grammars.num_mask_words), np.int32)
     form = form_of(grammar)._replace(min_tokens=3)
-    matcher = asyncio.run(grammars.matcher(Demands(form)))
+    matcher = asyncio.run(grammars.matcher(TokenConstraints(form)))
     may_end: list[bool] = []
     for ids in ([], *([i] for i in tokenizer.encode_text("some words of an answer")[:5])):
         assert grammars.fill(matcher, ids, rows[0]) is True
