@@ -1,7 +1,7 @@
-"""Builds the gateway from its settings: one ASGI application, and the parts that its server drives.
+"""Builds the gateway from its settings: an ASGI application, and the parts that its server uses.
 
-`__main__` calls `create_gateway` once. Settings or a model that cannot be served raise there,
-before the port is open; the services behind it are dialled when the application starts.
+`__main__` calls `create_gateway` once, which refuses settings or a model that cannot be served
+before the port is open. The gateway connects to the other services when the application starts.
 """
 
 import logging
@@ -52,13 +52,13 @@ from services.gateway.tokenizer.tokenizer import ModelTokenizer
 
 log = logging.getLogger(__name__)
 
-# Of the memory for requests, what clients name again later takes an eighth at most.
+# Stored responses and images take one part in eight of the memory for requests at most.
 _KEPT_PART = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Gateway:
-    """The application, and the parts of it that its server uses."""
+    """The ASGI application, and the parts that its server uses."""
 
     app: ASGIApp
     admission: Admission
@@ -171,27 +171,35 @@ def _leases(settings: GatewaySettings, metrics: GatewayMetrics) -> Leases:
 
 
 def _kept(settings: GatewaySettings, held_bytes: int) -> tuple[Kept, int]:
-    """What clients name again later, and how many bytes it leaves to requests."""
+    """Makes the store of responses and images that later requests can name.
+
+    Returns:
+        The store, and the number of bytes that it leaves to requests.
+    """
     if settings.redis_url:
         kept = RedisKept(settings.redis_url, password_file=settings.redis_password_file)
         return kept, held_bytes
     if settings.replicas > 1:
         log.warning(
-            "previous_response_id and uuid find what this gateway has answered, not what others "
-            "have: set GATEWAY_REDIS_URL"
+            "previous_response_id and uuid find the responses and images of this gateway alone, "
+            "not those of its replicas: set GATEWAY_REDIS_URL"
         )
     num_bytes = min(MAX_BYTES, held_bytes // _KEPT_PART)
     return MemoryKept(MAX_TENANT_BYTES, num_bytes), held_bytes - num_bytes
 
 
 def _max_body_bytes(settings: GatewaySettings, held_bytes: int) -> int:
-    """The setting, or what the memory for requests can hold of one body if that is less."""
+    """Returns the largest size of a body: the setting, or the size that the memory for requests can
+    hold if that is less.
+    """
     most = largest_body(held_bytes)
     if most < settings.max_body_bytes:
         log.warning(
             "bodies may have %d bytes, not GATEWAY_MAX_BODY_BYTES (%d): the memory of this gateway "
-            "holds no larger body", most, settings.max_body_bytes,
-        )  # fmt: skip
+            "holds no larger body",
+            most,
+            settings.max_body_bytes,
+        )
     return min(most, settings.max_body_bytes)
 
 
@@ -230,5 +238,5 @@ def _pools(
     if spec.vision is not None:
         metrics.healthy_pods.labels("encoder").set_function(lambda: len(encoders.healthy()))
     name = settings.served_model_name or spec.name
-    metrics.registry.register(PickerGauges(name, decoders.loads))
+    metrics.registry.register(PickerGauges(name, decoders))
     return encoders, decoders

@@ -1,16 +1,16 @@
 """Three gauges under vLLM's names, which pickers of the Gateway API's inference extension read.
 
-A picker chooses among the endpoints of an InferencePool, which may be gateways, each with decoders
-of its own behind it. Each gauge is over all decoders of the gateway; there are none while no
-decoder says what it has to do.
+A picker chooses among the endpoints of an InferencePool. The endpoints may be gateways that each
+have decoders of their own. Each gauge covers all decoders of the gateway. The gauges are left out
+while no decoder reports its load.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from services.common.pb import decoder_pb2 as pb
+from services.gateway.clients.decoders import DecoderPool
 
 _GAUGES = (
     ("vllm:num_requests_running", "Sequences in the decoders' batches, under vLLM's name."),
@@ -26,17 +26,18 @@ class PickerGauges(Collector):
     """Exports the gauges.
 
     Args:
-        loads: of the decoders that say what they have to do.
+        model_name: name of the served model, which is the gauges' label.
+        decoders: decoders whose loads are added up.
     """
 
-    _labelnames = ("model_name",)  # as prometheus_client's own metrics have it
+    _labelnames = ("model_name",)  # prometheus_client's metrics have this attribute, too.
 
-    def __init__(self, model_name: str, loads: Callable[[], Sequence[pb.LoadResponse]]) -> None:
+    def __init__(self, model_name: str, decoders: DecoderPool) -> None:
         self._model_name = model_name
-        self._loads = loads
+        self._decoders = decoders
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
-        loads = self._loads()
+        loads = self._decoders.loads()
         used, blocks = sum(d.num_blocks_used for d in loads), sum(d.num_blocks for d in loads)
         running, waiting = sum(d.num_running for d in loads), sum(d.num_waiting for d in loads)
         values = (running, waiting, used / max(1, blocks))

@@ -1,7 +1,7 @@
-"""Commands on their way to one decoder.
+"""The queue of commands to one decoder.
 
-One stream carries those of all sequences, one message after another, and a message costs so much
-that a flood's have to wait. Tenants take turns here too.
+One stream carries the commands of all sequences, and each message takes time. So the messages of a
+flood wait here, and tenants take turns.
 """
 
 import asyncio
@@ -9,33 +9,37 @@ import asyncio
 from services.common.pb import decoder_pb2 as pb
 from services.common.tenancy.fair_order import FairOrder
 
-# What a message costs besides its prompt, in bytes of prompt.
+# Cost of a message in addition to its prompt, in bytes of prompt.
 _MESSAGE_COST = 4096
-_FIRST = -1.0  # the place of a cancel
+_FIRST = -1.0  # place of a cancel, before all submits
 
 
 class Commands:
-    """Submits wait in fair order of their tenants; cancels go before them. For one consumer."""
+    """Queue of commands for one consumer. Submits wait in the fair order of their tenants, and
+    cancels go before all submits.
+    """
 
     def __init__(self) -> None:
         self._order = FairOrder()
         self._queue: asyncio.PriorityQueue[tuple[float, int]] = asyncio.PriorityQueue()
-        self._submits: dict[int, pb.GenerateCommand] = {}  # those that wait, by sequence id
+        self._submits: dict[int, pb.GenerateCommand] = {}  # waiting submits, by sequence id
 
     def submit(self, submit: pb.Submit) -> None:
-        """Adds a sequence, with its id. The message is copied: callers use it for the next one."""
+        """Adds a sequence. The message is copied, so that the caller can change it for the next
+        sequence.
+        """
         cost = _MESSAGE_COST + len(submit.prompt_token_ids) + len(submit.positions)
         place = self._order.place(submit.tenant, weight=submit.tenant_weight or 1.0, cost=cost)
         self._submits[submit.sequence_id] = pb.GenerateCommand(submit=submit)
         self._queue.put_nowait((place, submit.sequence_id))
 
     def cancel(self, sequence_id: int) -> None:
-        """Cancels a sequence. The decoder never hears of one that still waits here."""
+        """Cancels a sequence. A submit that still waits is dropped and not sent."""
         if self._submits.pop(sequence_id, None) is None:
             self._queue.put_nowait((_FIRST, sequence_id))
 
     async def next(self) -> pb.GenerateCommand:
-        """The next command, as soon as there is one."""
+        """Returns the next command, and waits for it if there is none."""
         while True:
             place, sequence_id = await self._queue.get()
             if place == _FIRST:

@@ -38,12 +38,12 @@ class TokenEvent(Struct, frozen=True):
         choice: index of the choice in the request.
         token_ids: ids of the new tokens.
         logprobs: log probabilities, one entry per token id. Empty unless the request asks for them.
-        started: how the sequence reached its first token. None if the event does not carry the
-            first token.
+        started: report of the sequence's way to its first token. None if the event does not carry
+            the first token.
         finish_reason: `stop` or `length` with the last tokens, otherwise None.
         error: error that ended the sequence. No event follows it.
         prompt_logprobs: log probabilities of prompt tokens, which come before the first token.
-        decoder_drains: whether the decoder may end before the sequence does.
+        decoder_drains: True if the decoder may end before the sequence does.
     """
 
     choice: int
@@ -57,7 +57,7 @@ class TokenEvent(Struct, frozen=True):
 
     @property
     def is_last(self) -> bool:
-        """Whether no event of the sequence follows."""
+        """True if no event of the sequence follows."""
         return self.finish_reason is not None or self.error is not None
 
     @property
@@ -86,7 +86,7 @@ class EmbeddingLost(EmbeddingUnavailable):
 
 
 class DecoderPod(Pod):
-    """One decoder and its stream.
+    """A decoder pod and its stream.
 
     Attributes:
         description: the model that the decoder serves. None until the pod is connected.

@@ -24,7 +24,7 @@ SOURCES = {n: name[len("SOURCE_") :].lower() for name, n in pb.EncodeResponse.So
 
 
 class EncoderPod(Pod):
-    """One encoder.
+    """An encoder pod.
 
     Attributes:
         description: description of the encoder, without the model's name. Pods with equal

@@ -6,8 +6,7 @@ address. `EncoderPool` and `DecoderPool` are the subclasses of `Pool` that know 
 failed look-up keeps the known pods. The calls to a pod that cannot be reached fail.
 
 A name loses a pod that terminates or that misses some readiness probes, and neither may break the
-pod's running work. So a pod that is no longer listed under its name gets no new work, and is closed
-when its work has ended.
+pod's running work. So a pod without a name gets no new work, and is closed when its work has ended.
 """
 
 import asyncio
@@ -152,7 +151,7 @@ class PodDialer:
 
 
 class Pod:
-    """One instance of a service.
+    """An instance of a service, which accepts work at an address.
 
     Attributes:
         service: name of the service, `encoder` or `decoder`.
@@ -209,13 +208,13 @@ class Pod:
 
     @property
     def connected(self) -> bool:
-        """Whether `connect` need not be called again after a health check. Always false for pods
-        without a stream, because another pod may have started under the address.
+        """True if `connect` need not be called after a health check. Always false for pods without
+        a stream, because another pod may have started under the address.
         """
         return False
 
     async def connect(self) -> None:
-        """Calls the pod's `Describe` and opens its stream, if it has one.
+        """Calls the pod's `Describe` method, and opens the stream of a decoder.
 
         Raises:
             TriptychError: the pod fails or does not answer.
@@ -223,7 +222,7 @@ class Pod:
         raise NotImplementedError
 
     async def disconnect(self, reason: str) -> None:
-        """Fails all calls to this pod, so that they can be retried on another one."""
+        """Fails all calls to this pod, so that the requests can be tried on another pod."""
         raise NotImplementedError
 
     async def close(self) -> None:
@@ -359,8 +358,8 @@ class Pool(Generic[PodT]):
         return [pod for pod, _ in pods if pod.healthy and not pod.unlisted]
 
     def fitting(self) -> list[PodT]:
-        """Returns the pods that serve the model, including unhealthy pods that did when they were
-        last connected.
+        """Returns the pods that serve the model. Unhealthy pods count if they served the model when
+        they were last connected.
         """
         pods = list(self._pods.values())
         return [pod for pod, _ in pods if not pod.unlisted and not pod.misfit]

@@ -1,11 +1,10 @@
-"""Which decoder a prompt goes to: what each probably has of it in its prefix cache, and what each
-has to do. Pure Python.
+"""The choice of the decoder for a prompt, by the decoders' prefix caches and their load.
 
-A decoder finds the KV blocks of a prompt's beginning under a chain of hashes. The gateway makes a
-chain of its own from the same facts (token ids, image keys, the tenant's salt) and remembers, for
-each pod, what it has sent there. What other gateways send it does not know; what a decoder has
-given up it learns from the hits that the decoder reports. A wrong guess costs time, never an
-answer.
+A decoder finds the KV blocks of a prompt's prefix under a chain of hashes. The gateway makes a
+chain of its own from the same facts (token ids, image keys, the tenant's salt), and remembers the
+chains of the prompts that it has sent to each pod. It does not know the prompts of other gateways.
+The cache hits that a decoder reports show which prefixes the decoder has evicted. A wrong guess
+costs time and never an answer.
 """
 
 from collections import Counter, OrderedDict
@@ -20,29 +19,30 @@ from services.common.geometry import Int32s
 from services.common.pb import decoder_pb2 as pb
 from services.gateway.clients.pods import Loaded, host_of, rank, within_bound
 
-# Tokens of a link: short ones for what many prompts share, long ones behind.
+# Tokens of a link: short links at the beginning, which many prompts share, and long links behind.
 _SHORT, _LONG, _NUM_SHORT = 64, 512, 64
-_MAX_TOKENS = 1 << 20  # that are remembered of a pod, in some 16,000 links
-# What a sequence costs those beside it, in tokens of a prompt: its row, and its context, which is
-# read in each step. By `benchmarks.prefix_choice`: with less, a common beginning spreads late; with
-# more, conversations leave the pod that has them.
+_MAX_TOKENS = 1 << 20  # most tokens that are remembered of a pod, in some 16,000 links
+# Costs of a running sequence for other sequences, in prompt tokens: its row, and each token of its
+# context, which is read in each step. Measured with `benchmarks.prefix_choice`: with lower costs, a
+# common prefix spreads to other pods too late; with higher costs, conversations change their pod.
 ROW_COST, CONTEXT_COST = 32, 0.05
-# Of a prompt, the share that the first pod in its key's order is taken to have: other gateways send
-# what they do not know there, too.
+# Part of a prompt that the first pod in its key's order is assumed to have cached, because other
+# gateways send unknown prompts to that pod, too.
 _HOME = 0.5
 
 
 class PromptChain:
-    """Hashes of a prompt's beginnings.
+    """Hashes of the prefixes of a prompt.
 
     Args:
-        token_ids: int32 [num_tokens], contiguous, placeholders expanded.
-        images: in order of offset.
-        salt: separates tenants.
+        token_ids: int32 [num_tokens], contiguous, token ids with expanded placeholders.
+        images: references to the prompt's images, in order of their offsets.
+        salt: salt that separates the prefixes of tenants.
 
     Attributes:
-        links: (hash, tokens up to its end) of each beginning. The last token is in none of them: it
-            is computed in any case.
+        num_tokens: number of tokens of the prompt.
+        links: hash of each prefix, and the prefix's number of tokens. No prefix contains the last
+            token, which is always computed.
     """
 
     def __init__(self, token_ids: Int32s, images: Sequence[pb.ImageRef], salt: bytes) -> None:
@@ -62,19 +62,20 @@ class PromptChain:
 
 
 def _size(index: int) -> int:
-    """Tokens of the link that has a prompt's token of that index."""
+    """Returns the number of tokens of the link that contains the token at an index."""
     return _SHORT if index < _NUM_SHORT * _SHORT else _LONG
 
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """A prompt that a pod was sent.
+    """A prompt that was sent to a pod.
 
     Attributes:
-        number: of the prompt, ascending.
-        found: (number of the prompt that used it last, tokens up to its end) of each link that the
-            pod had computed before.
-        last: the last link that the pod was sent before; empty: none.
+        number: serial number of the prompt.
+        num_tokens: number of tokens of the prompt.
+        found: entry of each link that the pod had computed before: number of the prompt that used
+            the link last, and number of tokens of the link's prefix.
+        last: hash of the longest prefix that was sent to the pod before. Empty if there is none.
     """
 
     number: int
@@ -84,38 +85,39 @@ class Sent:
 
 
 class SentPrompts:
-    """What one pod was sent, and has not ended or may have kept.
+    """The prompts that were sent to one pod. They still run, or may still be cached.
 
     Args:
-        num_tokens: that the pod's cache holds.
+        num_tokens: number of tokens that the pod's prefix cache holds.
     """
 
     def __init__(self, num_tokens: int = 0) -> None:
-        self._room = min(num_tokens, _MAX_TOKENS)
-        # Link -> (the prompt that used it last, its tokens); least recently used first.
+        self._max_tokens = min(num_tokens, _MAX_TOKENS)
+        # Link -> number of the prompt that used it last, and its number of tokens. The least
+        # recently used link is first.
         self._links: OrderedDict[bytes, tuple[int, int]] = OrderedDict()
         self._num_tokens = 0
         self._number = 0
-        self._waiting: dict[int, int] = {}  # prompt that has not started -> tokens to compute
+        self._waiting: dict[int, int] = {}  # number of a waiting prompt -> tokens to compute
         self._num_waiting_tokens = 0
         self._num_running = 0
         self._num_running_tokens = 0
-        self._num_running_from: Counter[bytes] = Counter()  # by `Sent.last`
+        self._num_running_from: Counter[bytes] = Counter()  # running prompts by `Sent.last`
 
     @property
     def work(self) -> float:
-        """What the pod has to do before, or beside, a prompt that is sent now: in tokens of a
-        prompt, as far as this gateway knows.
+        """Work of the pod before or beside a prompt that is sent now, in prompt tokens. Work of
+        other gateways is not known.
         """
         running = ROW_COST * self._num_running + CONTEXT_COST * self._num_running_tokens
         return self._num_waiting_tokens + running
 
     def num_found(self, chain: PromptChain) -> int:
-        """Tokens of the prompt's beginning that the pod probably has."""
+        """Returns the number of tokens of the prompt's prefix that the pod has probably cached."""
         return self._last_found(chain)[1]
 
     def num_sharing(self, chain: PromptChain) -> int:
-        """Prompts that run there and of which it had the same beginning as of this one."""
+        """Returns the number of prompts on the pod that share this prompt's cached prefix."""
         return self._num_running_from[self._last_found(chain)[0]]
 
     def _last_found(self, chain: PromptChain) -> tuple[bytes, int]:
@@ -127,10 +129,11 @@ class SentPrompts:
         return last
 
     def send(self, chain: PromptChain, uses_cache: bool = True) -> Sent:
-        """The pod is sent a prompt. Call `started` when it has its first token, then `ended`.
+        """Records that a prompt is sent to the pod. Call `started` when the prompt has its first
+        token, and `ended` when its sequence has ended.
 
         Args:
-            uses_cache: the decoder will look for the prompt in its cache.
+            uses_cache: True if the decoder looks for the prompt in its prefix cache.
         """
         oldest_waiting = next(iter(self._waiting), self._number + 1)
         before = ((self._links.get(link, (oldest_waiting, 0))[0], end) for link, end in chain.links)
@@ -145,21 +148,22 @@ class SentPrompts:
         self._num_waiting_tokens += new
         self._num_running += 1
         self._num_running_tokens += chain.num_tokens
-        # The end of a prompt first, so that it is also forgotten first, as decoders do.
+        # The last link comes first, so that it is also forgotten first, as in a decoder.
         for link, end in reversed(chain.links):
             size = _size(end - 1)
             if self._links.pop(link, None) is None:
                 self._num_tokens += size
             self._links[link] = sent.number, size
-        while self._num_tokens > self._room:
+        while self._num_tokens > self._max_tokens:
             self._forget(next(iter(self._links)))
         return sent
 
     def started(self, sent: Sent, num_cached: int) -> None:
-        """The pod has computed a prompt, of which it had `num_cached` tokens in its cache.
+        """Records that the pod has computed a prompt, with `num_cached` tokens from its cache.
 
-        If that is less than half of what it had computed before, the cache has given up the rest,
-        and all that was used less recently. (A model with recurrent states keeps some ends alone.)
+        If `num_cached` is less than half of the tokens that the pod had computed before, the cache
+        has evicted the rest, and all links that were used less recently. The threshold is a half,
+        because a model with recurrent states caches only some prefixes.
         """
         self._num_waiting_tokens -= self._waiting.pop(sent.number, 0)
         if not sent.found or 2 * num_cached >= sent.found[-1][1]:
@@ -172,13 +176,13 @@ class SentPrompts:
             self._forget(link)
 
     def ended(self, sent: Sent) -> None:
-        """A prompt's sequence has ended, started or not."""
+        """Records that a prompt's sequence has ended, even before its first token."""
         self._num_waiting_tokens -= self._waiting.pop(sent.number, 0)
         self._num_running -= 1
         self._num_running_tokens -= sent.num_tokens
         if sent.last:
             self._num_running_from[sent.last] -= 1
-            self._num_running_from += Counter()  # keeps positive counts
+            self._num_running_from += Counter()  # This drops counts that are 0.
 
     def _forget(self, link: bytes) -> None:
         _, size = self._links.pop(link, (0, 0))
@@ -186,11 +190,11 @@ class SentPrompts:
 
 
 class Candidate(Loaded, Protocol):
-    """A pod to choose."""
+    """A pod that can be chosen for a prompt."""
 
     @property
     def prompts(self) -> SentPrompts:
-        """That it was sent."""
+        """Prompts that were sent to the pod."""
         ...
 
 
@@ -198,13 +202,14 @@ CandidateT = TypeVar("CandidateT", bound=Candidate)
 
 
 def choose(pods: Sequence[CandidateT], chain: PromptChain, key: bytes) -> CandidateT:
-    """The pod that has the least to do for the prompt.
+    """Returns the pod with the least cost for the prompt.
 
-    Counted in tokens: those of the prompt that the pod has to compute, those of images behind them
-    whose embeddings come from another host, and the pod's other work. What another pod has of the
-    prompt counts less the more prompts run there that share it: they would share it here, too, so
-    that a common beginning spreads. Of equal pods it is the first in the key's order (`rank`). No
-    pod gets more sequences than `within_bound` allows.
+    The cost is a number of tokens. It counts the prompt tokens that the pod has to compute, the
+    tokens of uncached images whose embeddings come from another host, and the pod's other work.
+    Tokens that only another pod has cached cost less if many prompts on that pod share the tokens,
+    because such prompts could share the tokens here, too. So a common prefix spreads to several
+    pods. Of pods with equal costs, the first in the key's order is chosen (`rank`). No pod
+    gets more sequences than `within_bound` allows.
     """
     if len(pods) == 1:
         return pods[0]

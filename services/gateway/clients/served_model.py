@@ -1,4 +1,4 @@
-"""The model that all pods have to serve; a pod that serves another one gets no work."""
+"""The model that all pods have to serve. A pod that serves another model gets no work."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,23 +7,25 @@ from typing import TypeVar
 from services.common.pb import decoder_pb2 as pb
 from services.common.transport.rpc import PROTOCOL
 
-# A decoder's context may be this much shorter than the others': where memory limits it, equal
-# machines differ a little.
-_NEARLY = 15 / 16
+# Least context of a decoder, as a part of the other decoders' context. Contexts that memory limits
+# differ a little between equal machines.
+_MIN_CONTEXT_PART = 15 / 16
 Value = TypeVar("Value", bytes, int)
 
 
 @dataclass(slots=True)
 class ServedModel:
-    """What the gateway knows of its model.
+    """The gateway's knowledge of the model that it serves.
 
     Attributes:
-        fingerprint: of the checkpoint; empty: not known. A gateway whose directory holds no weights
-            takes the decoders' (`adopt`).
-        is_own: the fingerprint is that of the gateway's directory, and stays.
-        vocab_size, hidden, num_features: of its configuration; None: not checked. Without vision,
-            `num_features` is 0.
-        max_model_len: context of the decoders; None: there was none.
+        fingerprint: fingerprint of the checkpoint. Empty if it is unknown: a gateway whose model
+            directory has no weights adopts the fingerprint of the decoders (`adopt`).
+        vocab_size: size of the vocabulary. None if it is not checked.
+        hidden: hidden size of the model. None if it is not checked.
+        num_features: number of features of an embedding, 0 for a model without vision. None if it
+            is not checked.
+        is_own: True if the fingerprint is that of the gateway's directory, and is never replaced.
+        max_model_len: context length of the decoders. None if no decoder has been healthy.
     """
 
     fingerprint: bytes = b""
@@ -34,8 +36,8 @@ class ServedModel:
     max_model_len: int | None = None
 
     def misfit_of_decoder(self, found: pb.DescribeDecoderResponse) -> str:
-        """Why a decoder cannot serve the model; empty: it can."""
-        # Asked twice for each request.
+        """Returns the reason why a decoder cannot serve the model. Empty if it can."""
+        # This is called twice for each request.
         if why := self.misfit_of_protocol(found.protocol):
             return why
         for name in ("vocab_size", "hidden", "num_features"):
@@ -45,25 +47,27 @@ class ServedModel:
         if why := self.misfit_of(found.fingerprint):
             return why
         wanted, given = self.max_model_len, found.max_model_len
-        if wanted is not None and given < wanted * _NEARLY:
+        if wanted is not None and given < wanted * _MIN_CONTEXT_PART:
             return f"its context is {given} tokens, not {wanted}"
         return ""
 
     def misfit_of_protocol(self, protocol: int) -> str:
-        """Why a service cannot be spoken to; empty: it can."""
+        """Returns the reason why a service's protocol does not fit. Empty if it fits."""
         if protocol == PROTOCOL:
             return ""
         return f"it speaks protocol {protocol}, this gateway {PROTOCOL}: they are of two releases"
 
     def misfit_of(self, fingerprint: bytes) -> str:
-        """Why a checkpoint is not the served one; empty: it is, or one of both is not known."""
+        """Returns the reason why a checkpoint is not the served checkpoint. Empty if it is, or if a
+        fingerprint is unknown.
+        """
         if not fingerprint or not self.fingerprint or fingerprint == self.fingerprint:
             return ""
         return f"it serves checkpoint {fingerprint.hex()[:12]}, not {self.fingerprint.hex()[:12]}"
 
     def adopt(self, decoders: Sequence[pb.DescribeDecoderResponse]) -> None:
-        """Takes the most frequent of the healthy decoders' fingerprints and contexts, unless one of
-        them has the model's already.
+        """Adopts the most frequent fingerprint and context length of the healthy decoders, unless a
+        decoder already serves the gateway's model.
         """
         decoders = [found for found in decoders if not self.misfit_of_protocol(found.protocol)]
         fingerprints = [found.fingerprint for found in decoders if found.fingerprint]
@@ -72,11 +76,13 @@ class ServedModel:
         former, self.max_model_len = self.max_model_len, None
         lengths = [d.max_model_len for d in decoders if not self.misfit_of_decoder(d)]
         self.max_model_len = former
-        if lengths and (former is None or max(lengths) < former * _NEARLY):
+        if lengths and (former is None or max(lengths) < former * _MIN_CONTEXT_PART):
             self.max_model_len = _most_frequent(lengths)
 
     def follow_context(self, decoders: Sequence[pb.DescribeDecoderResponse]) -> None:
-        """Takes the shortest context of the decoders that fit: longer ones serve it, too."""
+        """Adopts the shortest context length of the decoders that fit the model, because decoders
+        with a longer context can serve it, too.
+        """
         if decoders:
             self.max_model_len = min(found.max_model_len for found in decoders)
 

@@ -66,9 +66,9 @@ class Image:
         param: place of the image in the request.
         data: the encoded file.
         units: units into which the encoder divides the image.
-        is_embedding: whether the file holds the embedding of the only unit instead of an image.
+        is_embedding: True if the file holds the embedding of the only unit instead of an image.
         kind: kind of media, for errors.
-        file: None. Only a video has a file that is sent to an encoder before its units are encoded.
+        file: always None. Only videos are sent to an encoder before their units are encoded.
     """
 
     param: str

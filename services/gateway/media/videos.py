@@ -1,9 +1,10 @@
 """The videos of a request: from URLs to frames, units and image keys. Nothing is decoded here.
 
 A video is a file behind a URL, or frames that the client has chosen: a list of URLs of images, or
-`data:video/jpeg;base64,F1,F2,…`. An encoder probes a file: it reports the file's frames and keeps
-the file, so that the encode calls for pairs of frames only name it. `ChatService` reads a request's
-videos with `VideoReader`. An error's `param` names the video that caused the error.
+`data:video/jpeg;base64,F1,F2,…`. An encoder probes a file: the encoder reports the file's frames
+and keeps the file, so that the encode calls for pairs of frames only carry its digest.
+`ChatService` reads a request's videos with `VideoReader`. An error's `param` names the video that
+caused the error.
 """
 
 import asyncio

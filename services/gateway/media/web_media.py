@@ -171,7 +171,7 @@ class WebMedia:
     """Fetches http: and https: URLs.
 
     Args:
-        allow_private: whether private and loopback addresses and all ports are dialled, too.
+        allow_private: True if private and loopback addresses and all ports are dialled, too.
         ports: ports that are dialled if `allow_private` is false.
         resolver: resolver of host names. Defaults to the system's.
         tls: settings of TLS connections. Defaults to the system's certificate authorities.
@@ -213,8 +213,8 @@ class WebMedia:
         Args:
             max_bytes: most bytes of the body.
             kind: kind of media that is expected behind the URL.
-            slot: admission slot of the request. Its memory counts bytes as they arrive, and its
-                tenant has a limit of fetches at a time, unless the tenant has no name.
+            slot: admission slot of the request. Its memory counts arriving bytes. Its tenant has a
+                limit of fetches at a time, unless the tenant has no name.
 
         Raises:
             InvalidRequest: the URL or its host is refused.
@@ -310,8 +310,8 @@ class WebMedia:
     async def _connect(
         self, host: str, port: int
     ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """Resolves the host, checks its addresses, and returns a connection to the first address
-        that accepts it. There is no second look-up.
+        """Resolves the host, checks its addresses, and connects to the first address that answers.
+        There is no second look-up.
         """
         try:
             addresses = await self._resolver.resolve(host, port)

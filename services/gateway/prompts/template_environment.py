@@ -34,6 +34,8 @@ from services.gateway.prompts.traced_text import (
     template_text,
 )
 
+# A filter or a global function of a template.
+Function = Callable[..., Any]
 # Filters that call a method of their first argument.
 _TEXT_FILTERS = ("capitalize", "center", "format", "lower", "trim", "upper")
 # Filters that write no text: they return an argument, parts of it, or a number.
@@ -60,7 +62,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
             finalize=_text_of,
             extensions=[_Generation, jinja2.ext.loopcontrols],
         )
-        filters: dict[str, Callable[..., Any]] = cast(Any, self).filters
+        filters: dict[str, Function] = cast(Any, self).filters
         for name in filters.keys() - _OTHER_FILTERS:
             keep_traces = _on_text if name in _TEXT_FILTERS else _guarded
             filters[name] = keep_traces(filters[name])
@@ -144,7 +146,7 @@ def _as_traced(value: object) -> str:
     return template_text(text) if type(text) is str else text
 
 
-def _on_text(function: Callable[..., str]) -> Callable[..., str]:
+def _on_text(function: Function) -> Function:
     """Makes a filter keep traces, because it calls a method of its first argument."""
 
     @wraps(function)
@@ -154,7 +156,7 @@ def _on_text(function: Callable[..., str]) -> Callable[..., str]:
     return call
 
 
-def _guarded(function: Callable[..., Any]) -> Callable[..., Any]:
+def _guarded(function: Function) -> Function:
     """Makes a function's plain string a text of the request if an argument may hold one."""
 
     @wraps(function)
@@ -169,7 +171,7 @@ def _guarded(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _returning_request_text(function: Callable[..., Any]) -> Callable[..., Any]:
+def _returning_request_text(function: Function) -> Function:
     """Makes a function's plain string a text of the request."""
 
     @wraps(function)

@@ -1,4 +1,4 @@
-"""A prepared request: `ChatService.prepare` makes it, `Attempts` runs it, endpoints answer it."""
+"""A prepared request, which `ChatService.prepare` makes and `Attempts` runs."""
 
 import time
 from collections.abc import Sequence
