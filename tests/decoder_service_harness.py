@@ -80,11 +80,13 @@ class Decoder:
         if model_directory is not None:
             vocab_size = self.engine.ready.vocab_size
             settings = MaskSettings(
-                directory=str(model_directory), vocab_size=vocab_size,
+                directory=str(model_directory),
+                vocab_size=vocab_size,
                 end_ids=(added_ids()["<|im_end|>"],),
-                num_rows=max_sequences(self.engine.ready) + SPARE_ROWS, max_work_s=max_work_s,
+                num_rows=max_sequences(self.engine.ready) + SPARE_ROWS,
+                max_work_s=max_work_s,
                 grammar_bytes=grammar_bytes,
-            )  # fmt: skip
+            )
             masks = MaskProcesses(
                 settings, self.engine.link, self.engine, metrics, count=num_processes
             )

@@ -137,8 +137,10 @@ async def test_logprobs_of_a_prompt_cross_the_wire():
             found = gateway.prompt_logprobs[number]
             ranks = b"".join(part.ranks for part in found)
             assert np.frombuffer(ranks, "<i4").tolist() == prompt[1:]
-            assert [part.start for part in found] == [1, *np.cumsum(
-                [len(part.ranks) // 4 for part in found[:-1]]) + 1]  # fmt: skip
+            assert [part.start for part in found] == [
+                1,
+                *np.cumsum([len(part.ranks) // 4 for part in found[:-1]]) + 1,
+            ]
             assert all(len(p.top_logprobs) == 2 * len(p.logprobs) for p in found)
         assert gateway.starts[2].num_cached_tokens == 0
 
@@ -160,9 +162,15 @@ async def test_stop_ids_and_logprobs_cross_the_wire():
 async def test_extreme_but_lawful_values_are_served():
     async with Decoder() as decoder, Gateway(decoder) as gateway:
         submit = submit_of(
-            2**64 - 1, prompt_of(1), max_tokens=2**32 - 1, min_tokens=2**32 - 1, seed=1,
-            top_k=2**32 - 1, timeout_s=1e300, stop_token_ids=[0],
-        )  # fmt: skip
+            2**64 - 1,
+            prompt_of(1),
+            max_tokens=2**32 - 1,
+            min_tokens=2**32 - 1,
+            seed=1,
+            top_k=2**32 - 1,
+            timeout_s=1e300,
+            stop_token_ids=[0],
+        )
         await gateway.submit(submit)
         assert isinstance(await gateway.end(2**64 - 1), pb.Finished)
         assert len(gateway.tokens[2**64 - 1]) == 256 - 12
@@ -425,8 +433,10 @@ async def test_constraints_that_leave_no_token_are_the_requests_fault(monkeypatc
 async def test_images_wait_for_room_and_all_are_served():
     async with Decoder(arena_pages=2) as decoder, Gateway(decoder) as gateway:
         for number in range(12):
-            images = [image_of(decoder, (number + i) % 8, offset=2 + 5 * i, num_tokens=4)
-                      for i in range(2)]  # fmt: skip
+            images = [
+                image_of(decoder, (number + i) % 8, offset=2 + 5 * i, num_tokens=4)
+                for i in range(2)
+            ]
             await gateway.submit(submit_of(number, prompt_of(number, 14), *images))
         for number in range(12):
             assert isinstance(await gateway.end(number), pb.Finished)

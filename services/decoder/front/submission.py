@@ -76,7 +76,7 @@ def read_submit(
         cache_salt=submit.cache_salt,
         priority=submit.priority,
         tenant=submit.tenant,
-        tenant_weight=_weight(submit.tenant_weight),
+        tenant_weight=_tenant_weight(submit.tenant_weight),
         token_masks=constraints is not None,
     )
     return message, images, constraints
@@ -139,62 +139,62 @@ def _images(
     return spans, list(requests.values())
 
 
-def _sampling(given: pb.SamplingParams, engine: EngineInfo, max_completion: int) -> SamplingParams:
+def _sampling(params: pb.SamplingParams, engine: EngineInfo, max_completion: int) -> SamplingParams:
     """Reads the sampling parameters.
 
     Args:
-        given: the gateway's parameters.
+        params: the gateway's parameters.
         engine: description of the engine.
         max_completion: number of tokens that fit behind the prompt.
     """
-    _check_range("temperature", given.temperature, 0.0, 1e4)
-    _check_range("min_p", given.min_p, 0.0, 1.0)
-    _check_range("presence_penalty", given.presence_penalty, -1e4, 1e4)
-    _check_range("frequency_penalty", given.frequency_penalty, -1e4, 1e4)
-    _check_range("top_p", given.top_p, 0.0, 1.0, open_below=True)
+    _check_range("temperature", params.temperature, 0.0, 1e4)
+    _check_range("min_p", params.min_p, 0.0, 1.0)
+    _check_range("presence_penalty", params.presence_penalty, -1e4, 1e4)
+    _check_range("frequency_penalty", params.frequency_penalty, -1e4, 1e4)
+    _check_range("top_p", params.top_p, 0.0, 1.0, open_below=True)
     # Logits stay finite in float32 when they are divided by this penalty and by the temperature.
-    _check_range("repetition_penalty", given.repetition_penalty, 1e-7, 1e4)
-    if given.max_tokens < 1:
+    _check_range("repetition_penalty", params.repetition_penalty, 1e-7, 1e4)
+    if params.max_tokens < 1:
         raise InvalidRequest("max_tokens is less than 1")
-    logit_bias = dict(given.logit_bias)
+    logit_bias = dict(params.logit_bias)
     check_ids("logit_bias", list(logit_bias), engine, MAX_LOGIT_BIAS)
-    check_ids("stop_token_ids", given.stop_token_ids, engine, MAX_STOP_TOKEN_IDS)
-    check_ids("logprob_token_ids", given.logprob_token_ids, engine, MAX_LOGPROB_TOKEN_IDS)
+    check_ids("stop_token_ids", params.stop_token_ids, engine, MAX_STOP_TOKEN_IDS)
+    check_ids("logprob_token_ids", params.logprob_token_ids, engine, MAX_LOGPROB_TOKEN_IDS)
     for bias in logit_bias.values():
         _check_range("logit_bias", bias, -1e4, 1e4)
-    top_logprobs = _num_logprobs("top_logprobs", given)
-    prompt_logprobs = _num_logprobs("prompt_logprobs", given)
+    top_logprobs = _num_logprobs("top_logprobs", params)
+    prompt_logprobs = _num_logprobs("prompt_logprobs", params)
     return SamplingParams(
-        temperature=given.temperature,
-        top_k=given.top_k if given.top_k < engine.vocab_size else 0,
-        top_p=given.top_p,
-        min_p=given.min_p,
-        repetition_penalty=given.repetition_penalty,
-        presence_penalty=given.presence_penalty,
-        frequency_penalty=given.frequency_penalty,
+        temperature=params.temperature,
+        top_k=params.top_k if params.top_k < engine.vocab_size else 0,
+        top_p=params.top_p,
+        min_p=params.min_p,
+        repetition_penalty=params.repetition_penalty,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
         logit_bias=logit_bias,
-        seed=given.seed,
-        stop_token_ids=tuple(given.stop_token_ids),
-        max_tokens=min(given.max_tokens, max_completion),
-        min_tokens=min(given.min_tokens, engine.max_model_len),
+        seed=params.seed,
+        stop_token_ids=tuple(params.stop_token_ids),
+        max_tokens=min(params.max_tokens, max_completion),
+        min_tokens=min(params.min_tokens, engine.max_model_len),
         top_logprobs=top_logprobs,
         prompt_logprobs=prompt_logprobs,
-        logprob_token_ids=tuple(dict.fromkeys(given.logprob_token_ids)),
+        logprob_token_ids=tuple(dict.fromkeys(params.logprob_token_ids)),
     )
 
 
-def _num_logprobs(name: str, given: pb.SamplingParams) -> int | None:
-    count: int | None = getattr(given, name) if given.HasField(name) else None
+def _num_logprobs(name: str, params: pb.SamplingParams) -> int | None:
+    count: int | None = getattr(params, name) if params.HasField(name) else None
     if count is not None and count > MAX_TOP_LOGPROBS:
         raise InvalidRequest(f"{name} is more than {MAX_TOP_LOGPROBS}")
     return count
 
 
-def _weight(given: float) -> float:
-    if given == 0.0:
+def _tenant_weight(weight: float) -> float:
+    if weight == 0.0:
         return 1.0
-    _check_range("tenant_weight", given, 1e-3, 1e3)
-    return given
+    _check_range("tenant_weight", weight, 1e-3, 1e3)
+    return weight
 
 
 def _check_range(

@@ -40,7 +40,7 @@ def read_constraints(
     Raises:
         InvalidRequest: a field has an invalid value. The error names the field.
     """
-    given, grammar = submit.sampling, None
+    params, grammar = submit.sampling, None
     if submit.HasField("grammar"):
         if not end_ids:
             raise InvalidRequest("the model has no end token, which a grammar needs")
@@ -49,28 +49,28 @@ def read_constraints(
         ends = *end_ids, *submit.grammar.end_token_ids
         stop_ids = tuple(dict.fromkeys((*sampling.stop_token_ids, *ends)))
         sampling = structs.replace(sampling, stop_token_ids=stop_ids, min_tokens=0)
-    elif not (given.allowed_token_ids or given.bad_words):
+    elif not (params.allowed_token_ids or params.bad_words):
         return sampling, None
-    if len(given.bad_words) > MAX_BAD_WORDS:
+    if len(params.bad_words) > MAX_BAD_WORDS:
         raise InvalidRequest(f"bad_words has more than {MAX_BAD_WORDS} entries")
-    bad_words = tuple(tuple(word.ids) for word in given.bad_words)
+    bad_words = tuple(tuple(word.ids) for word in params.bad_words)
     for word in bad_words:
         if not 1 <= len(word) <= MAX_BAD_WORD_TOKENS:
             raise InvalidRequest(f"an entry of bad_words has not 1 to {MAX_BAD_WORD_TOKENS} tokens")
         check_ids("bad_words", word, engine)
-    check_ids("allowed_token_ids", given.allowed_token_ids, engine)
-    return sampling, TokenConstraints(grammar, tuple(given.allowed_token_ids), bad_words)
+    check_ids("allowed_token_ids", params.allowed_token_ids, engine)
+    return sampling, TokenConstraints(grammar, tuple(params.allowed_token_ids), bad_words)
 
 
 def _grammar(submit: pb.Submit, sampling: SamplingParams, engine: EngineInfo) -> Grammar:
-    given = submit.grammar
-    kind = _GRAMMAR_KINDS.get(given.kind)
+    message = submit.grammar
+    kind = _GRAMMAR_KINDS.get(message.kind)
     if kind is None:
-        raise InvalidRequest(f"grammar has the unknown kind {given.kind}")
-    if len(given.text) > MAX_GRAMMAR_CHARS:
+        raise InvalidRequest(f"grammar has the unknown kind {message.kind}")
+    if len(message.text) > MAX_GRAMMAR_CHARS:
         raise InvalidGrammar(f"has more than {MAX_GRAMMAR_CHARS} characters")
-    check_ids("grammar.end_token_ids", given.end_token_ids, engine, MAX_STOP_TOKEN_IDS)
-    check_ids("grammar.begins_after", given.begins_after, engine, MAX_BEGINS_AFTER)
-    source = GrammarSource(kind, given.text, given.plain_strings)
-    begins_after = tuple(given.begins_after)
+    check_ids("grammar.end_token_ids", message.end_token_ids, engine, MAX_STOP_TOKEN_IDS)
+    check_ids("grammar.begins_after", message.begins_after, engine, MAX_BEGINS_AFTER)
+    source = GrammarSource(kind, message.text, message.plain_strings)
+    begins_after = tuple(message.begins_after)
     return Grammar(source, begins_after, sampling.stop_token_ids, sampling.min_tokens)

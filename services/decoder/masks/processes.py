@@ -6,8 +6,8 @@ the front.
 
 A process that ends is replaced, and its sequences continue in the next process from their tokens.
 A sequence fails only if two processes have ended while they worked on it. A process with a stuck
-thread, whose work takes too long, retires: its other threads continue
-with their sequences, and all other sequences continue in the successor.
+thread, whose work takes too long, retires: its other threads continue with their sequences, and all
+other sequences continue in the successor.
 """
 
 import asyncio
