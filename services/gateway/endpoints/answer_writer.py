@@ -1,6 +1,7 @@
-"""A streamed answer as events: a part is opened, filled and closed before the next one is opened.
+"""The writer of a stream of named events, in which each part of the answer is opened, filled and
+closed before the next part is opened.
 
-`ResponseWriter` and `MessageWriter` say what the events of their surface are. A writer has one
+`ResponseWriter` and `MessageWriter` construct the events of their surface. A writer writes one
 choice.
 """
 
@@ -21,16 +22,20 @@ Event = TypeVar("Event", bound=Struct)
 
 
 class AnswerWriter(ABC, Generic[Event]):
-    """What has been told of one answer."""
+    """Converts the updates of one choice into events. A subclass constructs the events.
+
+    Args:
+        completion: completion whose first choice is written.
+    """
 
     def __init__(self, completion: Completion) -> None:
         self._completion = completion
-        self._open: Part | None = None  # its first piece
+        self._open: Part | None = None  # the first piece of the open part
         self._last: Update | None = None
-        self._logprobs: list[LogprobEntry] = []  # of tokens whose text has not been told
+        self._logprobs: list[LogprobEntry] = []  # of tokens whose text is not written yet
 
     def update(self, update: Update) -> list[Event]:
-        """Takes an update of the choice."""
+        """Returns the events of an update."""
         events = self._start()
         self._last = update
         self._logprobs += update.logprobs or ()
@@ -41,19 +46,21 @@ class AnswerWriter(ABC, Generic[Event]):
         return events
 
     async def stream(self, answer: AsyncGenerator[list[Update]], exchange: Exchange) -> None:
-        """Sends all events but the last ones, which are those of `finish`."""
+        """Sends the events of all updates. The events of `finish` remain to be sent."""
         async with aclosing(answer) as batches:
             async for updates in batches:
                 if events := [event for update in updates for event in self.update(update)]:
                     await exchange.write(self.encode(events))
 
     def finish(self) -> list[Event]:
+        """Returns the last events of a complete answer."""
         events = self._start()
         if self._logprobs:  # of tokens whose text was cut off
             events += self._add(Text(""))
         return [*events, *self._leave(is_last=True), *self.end()]
 
     def encode(self, events: Sequence[Event]) -> bytes:
+        """Returns the events as server-sent events."""
         return b"".join(
             b"event: %s\ndata: %s\n\n" % (self.kind(event).encode(), encode_json(event))
             for event in events
@@ -75,23 +82,28 @@ class AnswerWriter(ABC, Generic[Event]):
 
     @abstractmethod
     def begin(self) -> list[Event]:
-        """The events before the first part."""
+        """Returns the events before the first part."""
 
     @abstractmethod
     def open(self, part: Part) -> list[Event]:
-        """A part begins, of which this is the first piece; its text is told by `delta`."""
+        """Returns the events that open a part, given its first piece. `delta` writes the text."""
 
     @abstractmethod
     def delta(self, part: Part) -> Event:
-        """A piece of the open part."""
+        """Returns the event of a piece of the open part."""
 
     @abstractmethod
     def close(self, part: Part, *, is_last: bool) -> list[Event]:
-        """The open part ends, whose first piece is `part`; with `is_last`, so does the answer."""
+        """Returns the events that close the open part.
+
+        Args:
+            part: first piece of the open part.
+            is_last: whether the answer ends with the part.
+        """
 
     @abstractmethod
     def end(self) -> list[Event]:
-        """The events after the last part: why it ended, and what was used."""
+        """Returns the events after the last part: the reason of the end, and the usage."""
 
     @abstractmethod
     def error_events(self, error: TriptychError) -> bytes:
@@ -99,4 +111,4 @@ class AnswerWriter(ABC, Generic[Event]):
 
     @abstractmethod
     def kind(self, event: Event) -> str:
-        """The event's name."""
+        """Returns the name of an event."""

@@ -1,7 +1,7 @@
 """POST /v1/chat/completions: the handler of chat requests, which answers in OpenAI's form.
 
-`endpoint.GenerationEndpoint` calls it with the body of a request that has been admitted, and turns
-the `TriptychError`s that it raises into an HTTP error or an error event.
+`endpoint.GenerationEndpoint` calls the handler after it has admitted a request, and turns a
+`TriptychError` of the handler into an HTTP error or an error event.
 """
 
 from contextlib import aclosing

@@ -1,16 +1,18 @@
-"""Chat messages out of another form of the API, which remember where they come from."""
+"""The chat messages that a request of another API is converted into."""
 
 from services.gateway.forms.openai import Message
 
 
 class ChatMessages:
-    """The chat messages that another form of the API is made into, and where they come from.
+    """A list of chat messages that records from which field of the client's request each message
+    was converted.
 
     Attributes:
-        found: in order.
+        found: messages, in order.
 
     Args:
-        paths: gets the client's path of each message, for `RequestContext.paths`.
+        paths: mapping to which the client's path of each message is added, see
+            `RequestContext.paths`.
     """
 
     def __init__(self, paths: dict[str, str]) -> None:

@@ -2,9 +2,9 @@
 
 A `GenerationEndpoint` serves a path that generates tokens. It reads the body, holds an admission
 slot until the last byte is sent, cancels the work when the client disconnects or the deadline
-passes, and counts how the request ended. Its handler does the rest: `chat_endpoint` has the one of
-chat completions, and each other surface has its own. A `UtilityEndpoint` serves a path that needs a
-slot and generates nothing, such as `/tokenize`.
+passes, and counts how the request ended. Its handler does the rest; `chat_endpoint` has the handler
+of chat completions, and its sibling files have those of the other surfaces. A `UtilityEndpoint`
+serves a path that needs a slot and generates nothing, such as `/tokenize`.
 
 Handlers raise `TriptychError`s. Before the response has started, an error becomes an HTTP error;
 afterwards, it becomes the last event of the stream.

@@ -1,4 +1,5 @@
-"""POST /v1/messages: Anthropic's Messages made into a chat request, and its answer out of parts.
+"""POST /v1/messages: the handler of Anthropic's Messages API, which converts a request into a chat
+request and the parts of the answer into blocks.
 
 A stream has Anthropic's events in Anthropic's order.
 """
@@ -87,7 +88,7 @@ async def messages(context: RequestContext, body: Body) -> None:
 async def count_tokens(
     service: ChatService, request: Request, slot: Slot, body: Body
 ) -> JsonResponse:
-    """POST /v1/messages/count_tokens."""
+    """Answers POST /v1/messages/count_tokens: counts the tokens of a message's prompt."""
     given = await parse_body(service, api.parse_count_request, body, request.scope)
     paths: dict[str, str] = {}
     try:
@@ -101,7 +102,12 @@ async def count_tokens(
 
 
 def to_chat(request: api.CountTokensRequest, paths: dict[str, str]) -> ChatRequest:
-    """The chat request that means the same; adds to `paths` where its fields come from."""
+    """Converts a request into a chat request.
+
+    Args:
+        request: the client's request.
+        paths: mapping to which the client's paths of the chat request's fields are added.
+    """
     paths |= _PATHS
     messages = _Messages(paths)
     if request.system:
@@ -140,10 +146,10 @@ def to_chat(request: api.CountTokensRequest, paths: dict[str, str]) -> ChatReque
 
 
 class _Messages(ChatMessages):
-    """Made of turns."""
+    """Chat messages that are converted from turns."""
 
     def turn(self, turn: api.Turn, path: str) -> None:
-        """Results of tools come before the rest of their turn."""
+        """Adds a turn. Results of tools come before the rest of their turn."""
         if isinstance(turn.content, str):
             self.add(Message(turn.role, turn.content), path)
             return
@@ -207,7 +213,7 @@ def _part(block: api.ContentBlock, path: str) -> ContentPart:
 
 
 def _tool_choice(request: api.CountTokensRequest) -> tuple[ToolChoice | None, bool | None]:
-    """The choice, and whether calls may be parallel."""
+    """Returns the tool choice, and whether calls may be parallel."""
     choice = request.tool_choice
     match choice:
         case None:
@@ -224,7 +230,7 @@ def _tool_choice(request: api.CountTokensRequest) -> tuple[ToolChoice | None, bo
 
 
 def blocks(pieces: Sequence[Part]) -> list[api.AnswerBlock]:
-    """A whole answer."""
+    """Returns the blocks of a whole answer."""
     return [_block(part, part.text) for part in join(pieces)]
 
 
@@ -249,8 +255,8 @@ def _delta(part: Part) -> api.Delta:
 
 
 def _stop(update: Update) -> tuple[api.StopReason, str | None]:
-    """`stop_reason` and `stop_sequence` of an answer that ended with the update. Calls come first:
-    agents answer them if the reason is theirs.
+    """Returns `stop_reason` and `stop_sequence` of an answer that ended with the update. The reason
+    is `tool_use` whenever there are calls, because agents run calls only for this reason.
     """
     if isinstance(update.stop_reason, str) and update.finish_reason != "tool_calls":
         return "stop_sequence", update.stop_reason
@@ -266,7 +272,7 @@ def _usage(completion: Completion) -> api.MessageUsage:
 
 
 class MessageWriter(AnswerWriter[api.MessageEvent]):
-    """Blocks and their events, which are Anthropic's."""
+    """Writes Anthropic's blocks and events."""
 
     def __init__(self, answer: api.MessageAnswer, completion: Completion) -> None:
         super().__init__(completion)

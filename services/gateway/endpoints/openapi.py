@@ -39,10 +39,10 @@ class Operation:
     """An endpoint.
 
     Attributes:
-        request: type of its JSON body; None: it has none.
-        response: type of its JSON answer; None: not described by a type.
-        event: type of the events of its stream; None: it never streams.
-        media_type: of an answer without a type.
+        request: type of the JSON body. None if the endpoint takes no body.
+        response: type of the JSON answer. None if no type describes the answer.
+        event: type of the events of a stream. None if the endpoint never streams.
+        media_type: media type of the answer.
     """
 
     summary: str

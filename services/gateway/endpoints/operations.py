@@ -1,5 +1,5 @@
-"""What those who run the gateway ask it beside their requests: whether it is there and ready, its
-metrics, its load, and to empty the decoders' prefix caches.
+"""The routes for operators: health, readiness, version, metrics, load, and a reset of the decoders'
+prefix caches.
 """
 
 import time
@@ -16,12 +16,18 @@ from services.gateway.metrics import GatewayMetrics
 from services.gateway.request.chat import ChatService
 from services.gateway.tenancy.admission import Admission
 
-# After so long, services that are not there are taken to be scaled to zero.
+# After so many seconds, services that do not answer are assumed to be scaled to zero.
 _PATIENCE_S = 10.0
 
 
 class Operations:
-    """The views."""
+    """The handlers of the routes for operators.
+
+    Args:
+        service: service that answers chat requests, with its clients of other services.
+        admission: admission control, which knows the number of running requests.
+        metrics: metrics of the gateway.
+    """
 
     def __init__(self, service: ChatService, admission: Admission, metrics: GatewayMetrics) -> None:
         self._service = service
@@ -37,13 +43,14 @@ class Operations:
         return JsonResponse({"version": package_version()})
 
     async def openapi(self, request: Request) -> Response:
-        """The OpenAPI document."""
+        """Returns the OpenAPI document."""
         return JsonResponse(openapi_document(package_version()))
 
     async def ready(self, request: Request) -> Response:
-        """Readiness: requests get an answer here. So it waits for the services, but not for ever,
-        and not again later on: without services a request gets a 503 that says when to retry, while
-        clients of a gateway that is not ready find nothing to connect to.
+        """Returns 200 once the gateway answers requests. At its start, the gateway waits some
+        seconds for the other services. It stays ready if they disappear later: a request then gets
+        a 503 with a time to retry, whereas clients could not connect to a gateway that is not
+        ready.
         """
         if self._admission.draining:
             return JsonResponse({"status": "draining"}, 503)
@@ -59,11 +66,11 @@ class Operations:
         return JsonResponse(answer, 200 if self._was_ready else 503)
 
     async def metrics(self, request: Request) -> Response:
-        """This gateway's metrics, as its metrics port has them."""
+        """Returns the metrics that the metrics port serves, too."""
         return Response(generate_latest(self._metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
     async def load(self, request: Request) -> Response:
-        """How many requests this gateway serves now."""
+        """Returns the number of requests that the gateway serves now."""
         return JsonResponse({"server_load": self._admission.num_running})
 
     async def reset_prefix_cache(self, request: Request) -> Response:
@@ -75,7 +82,7 @@ class Operations:
 
 
 def package_version() -> str:
-    """Of `triptych`."""
+    """Returns the version of the installed package `triptych`."""
     try:
         return metadata.version("triptych")
     except metadata.PackageNotFoundError:  # run from a source tree

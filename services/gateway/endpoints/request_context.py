@@ -32,7 +32,7 @@ Parse = Callable[[Body, Ignored], Parsed]
 
 @dataclass(slots=True)
 class RequestContext:
-    """One request that generates, while it is served.
+    """A request that generates tokens, while the gateway serves it.
 
     Attributes:
         service: service that prepares and answers chat requests.

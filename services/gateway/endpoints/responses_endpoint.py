@@ -1,4 +1,5 @@
-"""POST /v1/responses: OpenAI's Responses made into a chat request, and its answer out of parts.
+"""POST /v1/responses: the handler of OpenAI's Responses API, which converts a request into a chat
+request and the parts of the answer into items.
 
 A stream has OpenAI's events in OpenAI's order, numbered from 0.
 """
@@ -12,8 +13,8 @@ from msgspec import UNSET, structs
 from services.common.errors import InvalidImage, InvalidRequest, TriptychError
 from services.gateway.endpoints.answer_writer import AnswerWriter
 from services.gateway.endpoints.chat_messages import ChatMessages
-from services.gateway.endpoints.kept_responses import KeptResponses
 from services.gateway.endpoints.request_context import RequestContext, now, renamed
+from services.gateway.endpoints.stored_responses import StoredResponses
 from services.gateway.endpoints.truncation import draft_with_room
 from services.gateway.forms import responses_api as api
 from services.gateway.forms.generation import JsonSchemaFormat, SamplingFields, TextFormat
@@ -56,7 +57,7 @@ _KINDS: dict[type[Part], str] = {
 }  # fmt: skip
 
 
-async def responses(stored: KeptResponses, context: RequestContext, body: Body) -> None:
+async def responses(stored: StoredResponses, context: RequestContext, body: Body) -> None:
     """Answers a request for a response, whole or as a stream, and stores the response.
 
     Args:
@@ -104,11 +105,15 @@ async def responses(stored: KeptResponses, context: RequestContext, body: Body) 
 def to_chat(
     request: api.ResponsesRequest, paths: dict[str, str], before: Sequence[api.InputItem] = ()
 ) -> ChatRequest:
-    """The chat request that means the same; adds to `paths` where its fields come from. `before`:
-    the turns that the request goes on from.
+    """Converts a request into a chat request.
 
-    Instructions and system messages at the beginning of the input are one system message, because
-    many models take only one.
+    Instructions and system messages at the beginning of the input become one system message,
+    because many models accept only one.
+
+    Args:
+        request: the client's request.
+        paths: mapping to which the client's paths of the chat request's fields are added.
+        before: items of the turns that the request continues.
     """
     paths |= _PATHS
     messages = _Messages(paths)
@@ -143,14 +148,14 @@ def to_chat(
 
 
 class _Messages(ChatMessages):
-    """Made of items."""
+    """Chat messages that are converted from items."""
 
     def __init__(self, paths: dict[str, str]) -> None:
         super().__init__(paths)
-        self._systems: list[str] = []  # texts of the last message, if it is of the system
+        self._systems: list[str] = []  # texts of the last message, if it is a system message
 
     def system(self, text: str, path: str) -> None:
-        """A system message; joined to the one before."""
+        """Adds a system message, or joins its text to a system message right before it."""
         if not self._systems:
             self.add(Message("system", text), path)
         self._systems.append(text)
@@ -160,13 +165,13 @@ class _Messages(ChatMessages):
         super().add(message, path)
 
     def join_systems(self) -> None:
-        """Of many, at once: text that grows is copied each time."""
+        """Joins the texts of system messages at once: a text that grows is copied each time."""
         if len(self._systems) > 1:
             self.found[-1].content = "\n\n".join(self._systems)
         self._systems = []
 
     def item(self, item: api.InputItem, path: str) -> None:
-        """Reasoning, text and calls of one turn are one assistant message."""
+        """Adds an item. Reasoning, text and calls of one turn become one assistant message."""
         match item.type:
             case "reasoning":
                 parts = item.content if isinstance(item.content, list) else ()
@@ -206,7 +211,7 @@ class _Messages(ChatMessages):
             self.add(Message(role, content), path)
 
     def _assistant(self, path: str) -> Message:
-        """The last message if it is an assistant's, else a new one."""
+        """Returns the last message if it is an assistant's, else a new assistant message."""
         if not self.found or self.found[-1].role != "assistant":
             self.add(Message("assistant"), path)
         return self.found[-1]
@@ -238,7 +243,7 @@ def _only_text(content: str | list[ContentPart]) -> str | None:
 
 
 def _tools(request: api.ResponsesRequest, paths: dict[str, str]) -> list[Tool]:
-    """Those of namespaces, too, under names that tell them apart."""
+    """Returns the tools, with the functions of namespaces under unique names."""
     found: list[Tool] = []
 
     def add(function: FunctionDefinition, path: str) -> None:
@@ -261,7 +266,7 @@ def _tools(request: api.ResponsesRequest, paths: dict[str, str]) -> list[Tool]:
 
 
 def _namespaces(request: api.ResponsesRequest) -> dict[str, tuple[str, str]]:
-    """Namespace and name of each function that has one, by what the model calls it."""
+    """Returns the namespace and the name of each function in a namespace, by the model's name."""
     return {
         api.flat(inner.name, given.name): (given.name, inner.name)
         for given in request.tools or ()
@@ -283,10 +288,10 @@ def _tool_choice(request: api.ResponsesRequest) -> ToolChoice | None:
 
 
 class ResponseWriter(AnswerWriter[api.ResponseEvent]):
-    """Items and their events, which are OpenAI's, numbered from 0.
+    """Writes OpenAI's items and events, numbered from 0.
 
     Attributes:
-        response: as it is at the moment.
+        response: the response with all items so far.
     """
 
     def __init__(
@@ -424,11 +429,11 @@ class ResponseWriter(AnswerWriter[api.ResponseEvent]):
             item.content[0].text = text
 
     def _told(self, part: Part, what: str, **fields: object) -> api.ResponseEvent:
-        """A piece of the open item, or its end."""
+        """Returns the event of a piece of the open item, or of its end."""
         return self._item_event(f"response.{_KINDS[type(part)]}.{what}", **fields)
 
     def _item_event(self, kind: str, **fields: object) -> api.ResponseEvent:
-        """Of what an item holds: a content of its own, but in calls."""
+        """Returns an event of an item's content. Calls have no separate content."""
         index, item = len(self.response.output) - 1, self._item
         event = self._event(kind, item_id=item.id, output_index=index, **fields)
         if not isinstance(item, api.OutputCall):

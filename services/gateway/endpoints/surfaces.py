@@ -13,12 +13,12 @@ from starlette.routing import Route
 
 from services.gateway.endpoints.chat_endpoint import chat_completions
 from services.gateway.endpoints.endpoint import GenerationEndpoint, UtilityEndpoint
-from services.gateway.endpoints.kept_responses import KeptResponses
 from services.gateway.endpoints.messages_endpoint import count_tokens, messages
 from services.gateway.endpoints.models import ModelRoutes
 from services.gateway.endpoints.operations import Operations
 from services.gateway.endpoints.pages import page_routes
 from services.gateway.endpoints.responses_endpoint import responses
+from services.gateway.endpoints.stored_responses import StoredResponses
 from services.gateway.endpoints.text_completions_endpoint import text_completions
 from services.gateway.endpoints.tokenization import detokenize, tokenize, tokenizer_info
 from services.gateway.endpoints.upload_routes import TYPES as UPLOAD_TYPES
@@ -48,7 +48,7 @@ def create_routes(
         kept: store of the responses that later requests continue.
         other_gateways: URLs of gateways whose models `/v1/models` lists, too.
     """
-    answers = KeptResponses(service, kept)
+    answers = StoredResponses(service, kept)
     generation = partial(GenerationEndpoint, service, admission, metrics)
     utility = partial(UtilityEndpoint, service, admission)
     models = ModelRoutes(service, other_gateways, int(time.time()))

@@ -1,6 +1,6 @@
-"""POST /v1/completions: prompts in, OpenAI's text completions out.
+"""POST /v1/completions: the handler of text completions, which answers in OpenAI's form.
 
-Each prompt is a request of its own to `ChatService`, with a prompt that is not rendered.
+Each prompt becomes a completion of its own of `ChatService`, without a chat template.
 """
 
 import asyncio
@@ -153,10 +153,14 @@ async def _write_whole(context: RequestContext, writer: "_Writer") -> None:
 
 
 class _Writer:
-    """Answers of one request, whole or in pieces.
+    """Constructs the answers of one request, whole or in pieces.
 
     Args:
-        beginnings: of each prompt's answers.
+        request: the client's request.
+        response_id: id of the answer.
+        beginnings: text with which the answers to each prompt begin, by prompt.
+        tokenizer: tokenizer of the model.
+        model_name: name of the model in the answer.
     """
 
     def __init__(
@@ -184,7 +188,9 @@ class _Writer:
         return TextCompletion(self._id, self._created, self._model_name, choices)
 
     def usage(self, completions: Sequence[Completion]) -> Usage:
-        """Of all prompts together. A token that is thrown away is none of the client's."""
+        """Returns the usage of all prompts together. With `max_tokens` 0, the one token that is
+        generated is not counted.
+        """
         found = [completion.usage() for completion in completions]
         prompt = sum(usage.prompt_tokens for usage in found)
         generated = sum(usage.completion_tokens for usage in found) if self._generates else 0
@@ -196,7 +202,7 @@ class _Writer:
     def choice(
         self, completion: Completion, prompt: int, updates: Sequence[Update]
     ) -> TextChoice | None:
-        """What updates of one choice add to it; None: nothing."""
+        """Returns what the updates of one choice add to the answer. None if they add nothing."""
         request, last = self.request, updates[-1]
         index = prompt * request.num_choices + last.choice
         is_first = index not in self._started
@@ -233,7 +239,7 @@ class _Writer:
     def _add_prompt(
         self, found: TextLogprobs, completion: Completion, text: str, places: "_Places"
     ) -> None:
-        """Adds the tokens of a prompt that is echoed as that text."""
+        """Adds the log-probabilities of the tokens of a prompt that is echoed as `text`."""
         tokenizer, as_ids = self._tokenizer, bool(self.request.return_tokens_as_token_ids)
         token_ids = completion.prompt_token_ids()
         name, numbers = token_name(tokenizer, token_ids[0], as_ids)
@@ -248,14 +254,16 @@ class _Writer:
 
 
 class _Places:
-    """Where tokens begin in a text. All tokens of one character begin where it does."""
+    """The offsets of tokens in a text. All tokens of one character have the character's offset."""
 
     def __init__(self) -> None:
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._num_characters = 0
 
     def next(self, data: bytes) -> int:
-        """Of the next token, whose bytes these are; none: it is not in the text."""
+        """Returns the offset of the next token, given its bytes. They are empty if the token is not
+        in the text.
+        """
         place = self._num_characters
         self._num_characters += len(self._utf8.decode(data))
         return place
@@ -264,7 +272,7 @@ class _Places:
 def _add_logprobs(
     found: TextLogprobs, entries: Sequence[LogprobEntry], places: _Places, hidden: Set[bytes]
 ) -> None:
-    """Adds tokens; the text has none of `hidden`."""
+    """Adds the log-probabilities of tokens. The tokens in `hidden` are not part of the text."""
     for entry in entries:
         data = bytes(entry.bytes)
         found.tokens.append(entry.token)

@@ -1,4 +1,4 @@
-"""`truncation: auto` of the Responses API: what is too long loses its oldest turns."""
+"""`truncation: auto` of the Responses API: a long conversation loses its oldest turns."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -15,9 +15,9 @@ _TOOL = Tool("function", FunctionDefinition("f"))
 
 
 async def draft_with_room(service: ChatService, request: ChatRequest) -> Draft:
-    """The prompt of a request's messages. Of one that does not fit the context as few of the oldest
-    turns are cut as leave room for the answer that is wanted, or for a quarter of the context if
-    that is less.
+    """Returns the prompt of a request's messages. If the prompt does not fit the model's context,
+    the oldest turns are left out: as few as make room for the requested answer, or for a quarter of
+    the context if the answer may be longer.
 
     Raises:
         ContextLengthExceeded: the last turn alone does not fit.
@@ -51,9 +51,9 @@ async def draft_with_room(service: ChatService, request: ChatRequest) -> Draft:
 
 
 def _oldest_turns(messages: Sequence[Message]) -> list[range]:
-    """What may be cut of a conversation that is too long, the least first: its oldest turns. A turn
-    is a user's message and what follows it; system messages at the beginning and the last turn
-    stay.
+    """Returns the ranges of messages that may be left out of a conversation, the shortest range
+    first. A range covers the oldest turns. A turn is a user's message with the messages that follow
+    it. System messages at the beginning and the last turn always stay.
     """
     roles = ["system" if m.role == "developer" else m.role for m in messages]
     first = next((i for i, role in enumerate(roles) if role != "system"), len(roles))

@@ -29,7 +29,7 @@ class UploadRequest(Struct, forbid_unknown_fields=True):
 
 
 class UploadAnswer(Struct):
-    """What names the file, and for how many seconds after its last use."""
+    """The name and size of an uploaded file, and its lifetime after each use in seconds."""
 
     id: str
     bytes: int
@@ -49,7 +49,9 @@ _parse = Parser(UploadRequest)
 
 
 async def upload(service: ChatService, request: Request, slot: Slot, body: Body) -> JsonResponse:
-    """The body is the file, or JSON: an image, a video, or a tensor of `image_embeds`."""
+    """Stores an uploaded image, video or tensor of `image_embeds`. The body is the file itself, or
+    JSON with a `data:` URL.
+    """
     is_json = request.headers.get("content-type", TYPES[0]).startswith(TYPES[0])
     data = await asyncio.to_thread(_file_in, body) if is_json else bytes(body)
     if not 0 < len(data) <= _MAX_BYTES:
@@ -62,7 +64,7 @@ async def upload(service: ChatService, request: Request, slot: Slot, body: Body)
 async def delete_upload(
     service: ChatService, request: Request, slot: Slot, _: Body
 ) -> JsonResponse:
-    """Forgets a file."""
+    """Deletes an uploaded file."""
     handle: str = request.path_params["name"]
     await _uploads(service).delete(slot.tenant.name, handle)
     return JsonResponse(DeletedUpload(handle))

@@ -1,8 +1,8 @@
-"""Answers of /v1/responses that later requests go on from, and that clients ask for again.
+"""The stored responses of /v1/responses, which later requests continue and clients read again.
 
-Each entry has its own turn alone, and the id of the one before, so a conversation takes its bytes
-once. Images are entries of their own under their digests, whatever URL or `uuid` they came by, in
-a namespace that no `uuid` reaches.
+An entry holds one turn and the id of the turn before it, so the bytes of a conversation are stored
+once. Images are separate entries with their digest as the name, in a namespace that no `uuid` of a
+client reaches.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,14 +28,14 @@ from services.gateway.request.chat import ChatService
 from services.gateway.tenancy.slot import Slot
 from services.gateway.tenancy.tenants import bound_tenant
 
-# Of the turns before one, without images.
+# Limit of the turns that a request continues, without their images.
 _MAX_BYTES = 4 << 20
-_INLINE_BYTES = 64 << 10  # takes at most some ms to parse
+_INLINE_BYTES = 64 << 10  # parsing them takes some milliseconds at most
 _MAX_ID_LENGTH = 256
 
 
 class _Turn(Struct, omit_defaults=True):
-    """One request's own items, with those of its answer."""
+    """The items of one request without earlier turns, followed by the items of its answer."""
 
     items: list[api.InputItem]
     response: Raw
@@ -45,8 +45,8 @@ class _Turn(Struct, omit_defaults=True):
 _decoder = msgspec.json.Decoder(_Turn)
 
 
-class _KeptImage(api.ResponseImage, tag="input_image"):
-    """An image of a turn that was kept: `uuid` is the digest of its bytes."""
+class _StoredImage(api.ResponseImage, tag="input_image"):
+    """An image of a stored turn. Its `uuid` is the digest of its bytes."""
 
     @property
     def kept_name(self) -> str | None:
@@ -54,7 +54,7 @@ class _KeptImage(api.ResponseImage, tag="input_image"):
 
 
 def _decode(data: bytes) -> _Turn:
-    """Reads a turn, in which all images are `_KeptImage`s."""
+    """Returns a stored turn, in which all images are `_StoredImage`s."""
     turn = _decoder.decode(data)
     for item in turn.items:
         for parts in (item.content, item.output):
@@ -62,23 +62,26 @@ def _decode(data: bytes) -> _Turn:
                 continue
             for index, part in enumerate(parts):
                 if isinstance(part, api.ResponseImage):
-                    parts[index] = _KeptImage(**structs.asdict(part))
+                    parts[index] = _StoredImage(**structs.asdict(part))
     return turn
 
 
 @dataclass(frozen=True, slots=True)
-class KeptResponses:
-    """Turns in the store, and the views of them. The service's parser thread reads long turns."""
+class StoredResponses:
+    """The stored turns, and the handlers that read and delete them. The service's parser thread
+    parses long turns.
+    """
 
     _service: ChatService
     _kept: Kept
 
     async def items_until(self, tenant: str, response_id: str | None) -> list[api.InputItem]:
-        """The conversation up to an answer, in order; nothing for None.
+        """Returns the items of the conversation that ends with a response, in order. Empty if there
+        is no response id.
 
         Raises:
-            NotFound: one of its turns is not kept.
-            InvalidRequest: it is too long.
+            NotFound: a turn of the conversation is not stored.
+            InvalidRequest: the conversation is too long.
         """
         turns: list[Sequence[api.InputItem]] = []
         num_items = num_bytes = 0
@@ -92,11 +95,11 @@ class KeptResponses:
         return [item for items in reversed(turns) for item in items]
 
     async def resolve(self, tenant: str, items: list[api.InputItem]) -> None:
-        """Puts items of earlier answers in the places of references to them.
+        """Replaces references by the items of earlier answers that they name.
 
         Raises:
-            NotFound: one is not kept, or is named twice.
-            InvalidRequest: their turns are too long.
+            NotFound: an item is not stored, or it is named twice.
+            InvalidRequest: the turns of the items are too long.
         """
         found: dict[str | None, api.InputItem] = {}
         sizes: dict[str, int] = {}
@@ -120,12 +123,14 @@ class KeptResponses:
         response: api.ResponseObject,
         images: Mapping[str, bytes],
     ) -> None:
-        """Keeps a turn, if the request does not forbid it; the answer's `store` says whether.
+        """Stores a turn unless the request forbids it. Sets the response's `store` to whether the
+        turn is stored.
 
         Args:
-            request: with its own items.
-            response: complete.
-            images: of the request's own items, by their places.
+            tenant: name of the tenant.
+            request: the request, without earlier turns.
+            response: the complete response.
+            images: bytes of the images in the request's items, by the paths of the images.
         """
         items = None
         if request.store is not False:
@@ -138,29 +143,29 @@ class KeptResponses:
         response.store = await self._kept.put(tenant, _name(response.id), encode_json(turn))
 
     async def retrieve(self, _: ChatService, request: Request, slot: Slot, __: Body) -> Response:
-        """GET: the answer again."""
+        """Returns a stored response."""
         if request.query_params.get("stream") == "true":
-            raise InvalidRequest("a response that is kept is not streamed", param="stream")
+            raise InvalidRequest("a stored response cannot be streamed", param="stream")
         turn, size = await self._turn(slot.tenant.name, request.path_params["name"])
         slot.memory.add(2 * size)
         return JsonResponse(turn.response)
 
     async def delete(self, request: Request) -> Response:
-        """DELETE: the turn is forgotten, so what followed it cannot be continued."""
+        """Deletes a stored response, so that later turns cannot be continued."""
         response_id = request.path_params["name"]
         if not await self._kept.delete(bound_tenant().name, _name(response_id)):
             raise self._not_found(response_id, None)
         return JsonResponse(api.DeletedResponse(response_id))
 
     async def cancel(self, request: Request) -> Response:
-        """POST …/cancel: an answer that is kept is complete."""
+        """Refuses to cancel a response, because a stored response is complete."""
         await self._turn(bound_tenant().name, request.path_params["name"])
         raise InvalidRequest("Cannot cancel a synchronous response.")
 
     async def _turn(
         self, tenant: str, response_id: str, param: str | None = None
     ) -> tuple[_Turn, int]:
-        """A turn, and how many bytes it takes."""
+        """Returns a stored turn and its size in bytes."""
         data = await self._kept.get(tenant, _name(response_id))
         if data is not None:
             with suppress(msgspec.DecodeError):  # of another version's gateway
@@ -176,8 +181,8 @@ class KeptResponses:
     async def _own_items(
         self, tenant: str, request: api.ResponsesRequest, images: Mapping[str, bytes]
     ) -> list[api.InputItem] | None:
-        """The request's items with images by their digests; None: an image or a video is not
-        kept.
+        """Returns the request's items with digests in place of images. None if an image or a video
+        cannot be stored.
         """
         if isinstance(request.input, str):
             return [api.InputItem(role="user", content=request.input)]
@@ -224,7 +229,7 @@ def _check_length(num_items: int, num_bytes: int, param: str) -> None:
 
 
 def _content_name(digest: str) -> str:
-    """The name of an image's entry, which only its bytes decide."""
+    """Returns the name of an image's entry, which depends on its bytes alone."""
     return f"image:{digest}"
 
 
@@ -233,7 +238,7 @@ def _name(response_id: str) -> str:
 
 
 def _as_input(item: api.OutputItem) -> api.InputItem:
-    """As a client would send it back."""
+    """Returns an output item in the form in which a client sends the item back."""
     match item:
         case api.OutputMessage():
             texts: list[api.InputPart] = [
