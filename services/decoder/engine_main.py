@@ -39,9 +39,9 @@ from services.decoder.settings import DecoderSettings
 log = logging.getLogger("services.decoder.engine")
 
 _KERNEL_CALLS_PERIOD_S = 1.0
-# Time that timing steps at the start may take.
+# Seconds that the calibration at the start may take.
 _TIMING_S_GPU, _TIMING_S_CPU = 1.0, 0.4
-# Time between two looks at the device while token masks are missing.
+# Seconds between two looks at the device while token masks are missing.
 _MASK_POLL_S = 0.00002
 
 
@@ -115,7 +115,7 @@ def main() -> int:
         device = device_of(settings.device, 0)
         ranks = ALONE
         if count > 1:
-            resolve_device(device_of(settings.device, count - 1))  # or refuses
+            resolve_device(device_of(settings.device, count - 1))  # raises if it does not exist
             processes = RankProcesses(count, end.settings_json, end.arena_fd)
             ranks = join(0, count, device, processes.store_fd)
         _serve(end, settings, device, ranks, processes)
@@ -148,7 +148,7 @@ def _serve(
     engine = Engine(
         runner,
         overlap=on_gpu,
-        # The other ranks would wait for the rest of the step.
+        # With several ranks, the others would wait for the rest of a step that failed here.
         out_of_memory=(torch.OutOfMemoryError,) if processes is None else (),
         step_ms=settings.step_ms,
         step_cost=measured_cost(

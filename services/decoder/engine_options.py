@@ -1,4 +1,4 @@
-"""What the processes of an engine, rank 0 and others, make of the decoder's settings."""
+"""Options of the engine process and of the other ranks, from the decoder's settings."""
 
 import logging
 
@@ -10,10 +10,11 @@ from services.common.process.pod_limits import num_cpus
 from services.decoder.engine.run.runner_factory import RunnerOptions
 from services.decoder.settings import DecoderSettings
 
-# An idle engine with a GPU polls this long before its thread blocks: somewhat longer than a client
-# needs to send its next request, or an encoder to encode an image.
+# Seconds for which an idle engine with a GPU polls before its thread blocks. A client needs less to
+# send its next request, and an encoder to encode an image.
 AWAKE_S = 0.05
-# Tokens of the longest step, which a device has memory for; `DECODER_STEP_MS` is usually the limit.
+# The most tokens of a step. They decide how much memory a step takes; the time of a step is usually
+# limited by `DECODER_STEP_MS` before.
 _MAX_TOKENS_GPU, _MAX_TOKENS_CPU = 8192, 1024
 _OUT_OF_MEMORY = (
     "the device is out of memory (%s): lower DECODER_MAX_NUM_SEQUENCES, DECODER_MAX_MODEL_LEN or "
@@ -22,7 +23,15 @@ _OUT_OF_MEMORY = (
 
 
 def log_failure(error: Exception, log: logging.Logger, what: str) -> int:
-    """Says why a process of the engine ends, while the error is handled; its exit status."""
+    """Logs why a process of the engine ends, and returns its exit status.
+
+    Called while the error is handled.
+
+    Args:
+        error: the error that ends the process.
+        log: the logger of the process.
+        what: log line for an unexpected error.
+    """
     if isinstance(error, ModelSpecError | ValueError):
         log.critical("%s", error, exc_info=log.isEnabledFor(logging.DEBUG))
         return REFUSED
@@ -39,10 +48,11 @@ def set_threads(num_ranks: int) -> None:
 
 
 def runner_options(settings: DecoderSettings, device: str) -> RunnerOptions:
-    """The settings that the runner depends on.
+    """Returns the options of the runner of one rank.
 
     Args:
-        device: of this rank: `cpu` or `cuda:N`.
+        settings: the decoder's settings.
+        device: device of the rank, `cpu` or `cuda:N`.
     """
     on_gpu = device != "cpu"
     max_num_sequences = settings.max_num_sequences or (256 if on_gpu else 64)

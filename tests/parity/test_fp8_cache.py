@@ -241,7 +241,7 @@ def test_twice_as_many_tokens_fit(model: Quantized) -> None:
     ("fault", "named"),
     [
         ("missing", "promises are missing: model.layers.1.self_attn.v_scale"),
-        ("shape", r"layers.0.self_attn.k_scale \[3\] is no scale of 2 key heads"),
+        ("shape", r"layers.0.self_attn.k_scale \[3\] must hold one positive number"),
         ("zero", "layers.0.self_attn.k_scale .* one positive number"),
         ("unasked", "unexpected tensors: model.layers.0.self_attn.k_scale"),
     ],

@@ -124,12 +124,12 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether `step` can do something before another message arrives."""
+        """True if `step` can do something before another message arrives."""
         return bool(self.pending or self._events or self._delayed) or self.scheduler.has_work
 
     @property
     def waits(self) -> bool:
-        """Whether `step` should be called only after further messages."""
+        """True if `step` should be called only after further messages."""
         return self.gate.waits
 
     def find(self, sequence_id: int) -> Sequence | None:
@@ -189,8 +189,8 @@ class Engine:
     def mask_ready(self, sequence_id: int, num_generated: int, mask: Int32Array) -> None:
         """Takes the mask for a sequence's next token; a mask for another token is an error.
 
-        A mask that the sequence has had already is ignored: if a process that fills masks ends,
-        the process that replaces it does not know which masks were sent.
+        A mask that the sequence has had already is ignored: a process that replaces a mask process
+        does not know which masks were sent before.
 
         Args:
             sequence_id: id of the sequence, which may have ended.
@@ -309,7 +309,7 @@ class Engine:
     def _measure(self, batch: Batch, now: float) -> None:
         """Corrects the step cost by a step whose result was read at `now`.
 
-        The step began when the step before it was read, or when it was launched if that was later.
+        The step began when the step before was read, or at the later launch.
         A step that waited for masks is left out. Every `decode_period`th of the steps with decodes
         alone is enough.
         """
@@ -476,5 +476,5 @@ def _append(sequence: Sequence, ids: list[int]) -> str | None:
 
 
 def _gauges(stats: EngineStats) -> tuple[int, ...]:
-    """Returns the gauges that are sent whenever one of them has changed."""
+    """Returns the gauges whose changes are sent even if no step was launched."""
     return stats.num_running, stats.num_waiting, stats.num_lacking_images, stats.num_free_blocks

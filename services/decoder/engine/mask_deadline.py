@@ -58,7 +58,7 @@ class MaskDeadline:
     def computed(self, now: float) -> None:
         """Notes that the device had computed the step before the step could be sampled.
 
-        The time that the device took is unknown, except that it was no longer than until `now`.
+        The duration of the step is unknown, except for the bound that `now` gives.
         """
         if self._began_at and self._decodes_only:
             self._step_s = min(self._step_s or now - self._began_at, now - self._began_at)

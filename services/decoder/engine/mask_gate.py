@@ -51,7 +51,7 @@ class MaskGate:
 
     @property
     def waits(self) -> bool:
-        """Whether the last launched step should be sampled later, because masks are missing."""
+        """True if the last launched step should be sampled later, because masks are missing."""
         if self.unsampled is None:
             return False
         batch, pending = self.unsampled

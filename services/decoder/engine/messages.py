@@ -1,7 +1,7 @@
 """Messages between the decoder's front and its engine process.
 
-Plain data that crosses a socket as MessagePack; no torch and no gRPC. `common/process/channel.py`
-sends and checks them.
+The messages are plain data that crosses a socket as MessagePack. `common/process/channel.py` sends
+and checks them. The module imports neither torch nor gRPC.
 """
 
 import msgspec
@@ -10,7 +10,7 @@ from services.common.process.heartbeat import Ping, Pong
 
 
 class SamplingParams(msgspec.Struct, frozen=True):
-    """How a sequence's tokens are sampled; proto/decoder.proto explains each field."""
+    """The sampling parameters of a sequence; proto/decoder.proto explains each field."""
 
     temperature: float = 0.0
     top_k: int = 0
@@ -30,7 +30,7 @@ class SamplingParams(msgspec.Struct, frozen=True):
 
     @property
     def has_penalties(self) -> bool:
-        """Whether the tokens that the sequence has seen change its logits."""
+        """True if the tokens that the sequence has seen change its logits."""
         return (
             self.repetition_penalty != 1.0
             or self.presence_penalty != 0.0
@@ -39,54 +39,86 @@ class SamplingParams(msgspec.Struct, frozen=True):
 
 
 class ImageSpan(msgspec.Struct, frozen=True):
-    """A run of image placeholders: prompt tokens [offset, offset + num_tokens)."""
+    """A run of image placeholders: prompt tokens [offset, offset + num_tokens).
+
+    Attributes:
+        key: key of the image's embedding.
+        offset: index of the first placeholder in the prompt.
+        num_tokens: number of placeholders.
+    """
 
     key: bytes
     offset: int
     num_tokens: int
 
 
-# Front to engine.
+# Messages from the front to the engine.
 
 
 class AddSequence(msgspec.Struct, tag="add"):
-    """A sequence to generate. Its images may arrive later."""
+    """Adds a sequence to generate, whose images may arrive later.
 
-    sequence_id: int  # minted by the front, never reused
-    prompt_token_ids: bytes  # int32 [num_tokens]
-    positions: bytes  # int32 [3, num_tokens], or empty: text only
+    Attributes:
+        sequence_id: id of the sequence, which the front chooses and never reuses.
+        prompt_token_ids: int32 `[num_tokens]`.
+        positions: int32 `[3, num_tokens]`. Empty if each token's position is its index.
+        position_delta: difference between the position and the index of a completion token.
+        images: images of the prompt, by offset.
+        sampling: sampling parameters.
+        generated_token_ids: int32 ids of the completion's first tokens, if another decoder has
+            generated them.
+        cache_salt: salt of the prefix cache; sequences with different salts share no blocks.
+        priority: waiting sequences with lower numbers are admitted first, and running sequences
+            with higher numbers are preempted first.
+        tenant: name of the tenant, which shares the engine fairly with other tenants, see
+            `schedule.admission`.
+        tenant_weight: weight of the tenant.
+        token_masks: True if each token is sampled under a mask. A process sends the mask
+            (`TokenMasks`) when it has seen the token before. A step may be computed meanwhile. If
+            the mask has not arrived when the step is sampled, the sequence gets no token from it.
+    """
+
+    sequence_id: int
+    prompt_token_ids: bytes
+    positions: bytes
     position_delta: int
-    images: list[ImageSpan]  # by offset
+    images: list[ImageSpan]
     sampling: SamplingParams
-    # int32: the completion's first tokens, if it is continued.
     generated_token_ids: bytes = b""
     cache_salt: bytes = b""
-    priority: int = 0  # lower ones first among those that wait; the highest is preempted first
-    tenant: str = ""  # shares the engine fairly with others, see engine/admission.py
+    priority: int = 0
+    tenant: str = ""
     tenant_weight: float = 1.0
-    # Each token is sampled under a mask that a process sends (`TokenMasks`) when it has seen
-    # the token before. A step may be computed meanwhile; if the mask is not there when the step is
-    # to be sampled, the sequence gets no token from it.
     token_masks: bool = False
 
 
 class ImageReady(msgspec.Struct, tag="image"):
-    """A sequence's image is in the arena. It stays there until the engine has read it
-    (`StepDone.images_read`) or the sequence has ended.
+    """Reports that an image of a sequence is in the arena.
+
+    The image stays there until the engine has read it (`StepDone.images_read`) or the sequence has
+    ended.
+
+    Attributes:
+        sequence_id: id of the sequence.
+        key: key of the image's embedding.
+        arena_offset: byte offset of the embedding in the arena.
     """
 
     sequence_id: int
     key: bytes
-    arena_offset: int  # bytes
+    arena_offset: int
 
 
 class MaskLink(msgspec.Struct, tag="mask_link"):
-    """A process that fills masks, from now on. A socket to it and the memory of its masks came
-    before this message, as descriptors over the engine's link.
+    """Announces a process that fills masks.
+
+    The engine's link carries two file descriptors before this message: a socket to the process and
+    the memory of its masks.
 
     Attributes:
-        link: the number of the process.
-        num_rows, num_words: int32 `[num_rows, num_words]`; masks are each row's first words.
+        link: number of the process.
+        num_rows, num_words: shape of the int32 masks `[num_rows, num_words]`. A mask is the first
+            words of a row.
     """
 
     link: int
@@ -95,14 +127,17 @@ class MaskLink(msgspec.Struct, tag="mask_link"):
 
 
 class TokenMasks(msgspec.Struct, tag="masks"):
-    """The tokens that sequences with `token_masks` may have next. A row stays as it is until the
-    sequence's next token was sent. Masks of a sequence that has ended, and those that it has had
-    already, are ignored.
+    """Carries the masks of the next tokens of sequences with `token_masks`.
+
+    A mask stays unchanged until the sequence's next token was sent. Masks that the sequence has had
+    already, and masks of a sequence that has ended, are ignored.
 
     Attributes:
-        sequence_ids: of `AddSequence`.
-        num_generated: completion tokens before the one that the mask is for.
-        rows: of the `MaskLink`; bit i of word w allows token 32 * w + i; -1: all are allowed.
+        sequence_ids: ids of the sequences.
+        num_generated: number of completion tokens before the token of each mask.
+        rows: row of each mask in the memory of the `MaskLink`, or -1 if all tokens are allowed. Bit
+            i of word w allows token 32 * w + i.
+        link: number of the process.
     """
 
     sequence_ids: list[int]
@@ -118,43 +153,55 @@ class AbortSequence(msgspec.Struct, tag="abort"):
 
 
 class ResetPrefixCache(msgspec.Struct, tag="reset"):
-    """Sequences that come later find no block that was computed before."""
+    """Empties the prefix cache: later sequences find no block that was computed before."""
 
 
 class Shutdown(msgspec.Struct, tag="shutdown"):
-    """The engine process exits."""
+    """Tells the engine process to exit."""
 
 
 FrontMessage = (
-    AddSequence | ImageReady | MaskLink | TokenMasks | AbortSequence | ResetPrefixCache | Ping
+    AddSequence
+    | ImageReady
+    | MaskLink
+    | TokenMasks
+    | AbortSequence
+    | ResetPrefixCache
+    | Ping
     | Shutdown
-)  # fmt: skip
+)
 
 
-# Engine to front.
+# Messages from the engine to the front.
 
 
 class EngineInfo(msgspec.Struct, tag="ready", frozen=True, kw_only=True):
-    """What an engine serves and how much; constant. Sent to the front when the weights are loaded
-    and every kernel has run once.
+    """The model and the limits of an engine, which never change.
+
+    The engine sends them to the front when the weights are loaded and every kernel has run once.
 
     Attributes:
-        model_name, dtype: as configured and resolved.
-        num_features: of an image's embedding; 0: the model takes no images.
+        model_name: name of the model.
+        dtype: data type of weights and activations.
+        num_features: number of embeddings of an image token; 0 if the model takes no images.
         hidden: width of an image's embedding.
-        vocab_size: rows of the head.
-        max_model_len: prompt and completion tokens of one sequence; all blocks together hold them.
+        vocab_size: number of tokens that the head scores.
+        max_model_len: the most prompt and completion tokens of one sequence. All blocks together
+            hold at least so many.
         block_size: tokens per KV block.
-        num_blocks: block ids 0 .. num_blocks - 1 are the scheduler's.
-        max_num_sequences: rows 0 .. max_num_sequences - 1.
-        max_batched_tokens: tokens of one step; at least one for each row, or k.
-        max_tokens_per_step: k, the most tokens that a step yields for one sequence.
-        num_weight_tokens: tokens whose keys and values have as many bytes as the weights.
-        expert_share: of a layer's experts, what one token uses; 0: it has none.
-        on_gpu: the engine computes on a GPU.
-        has_states: rows have recurrent states, without which KV blocks cannot be shared.
-        num_checkpoints: slots 0 .. num_checkpoints - 1 for states are the scheduler's.
-        state_tokens: a state can be kept after each multiple of so many tokens of a chunk.
+        num_blocks: number of KV blocks; the scheduler hands out ids 0 .. num_blocks - 1.
+        max_num_sequences: number of rows; the scheduler hands out rows 0 .. max_num_sequences - 1.
+        max_batched_tokens: the most tokens of one step; at least one for each row, and at least
+            `max_tokens_per_step`.
+        max_tokens_per_step: the most tokens that a step yields for one sequence.
+        num_weight_tokens: number of tokens whose keys and values have as many bytes as the weights.
+        expert_share: share of a layer's experts that one token uses; 0 if there are no experts.
+        on_gpu: True if the engine computes on a GPU.
+        has_states: True if rows have recurrent states. KV blocks are then shared only together with
+            a state.
+        num_checkpoints: number of slots for states; the scheduler hands out slots
+            0 .. num_checkpoints - 1.
+        state_tokens: number of tokens of a piece of a chunk. A state can be saved after each piece.
     """
 
     model_name: str
@@ -177,7 +224,7 @@ class EngineInfo(msgspec.Struct, tag="ready", frozen=True, kw_only=True):
 
 
 class Logprobs(msgspec.Struct, array_like=True):
-    """Log-probabilities of one sampled token and of the most likely ones."""
+    """Log-probabilities of a sampled token and of the most likely tokens at its place."""
 
     logprob: float
     top_token_ids: list[int]
@@ -185,13 +232,14 @@ class Logprobs(msgspec.Struct, array_like=True):
 
 
 class PromptLogprobs(msgspec.Struct, array_like=True):
-    """Log-probabilities of n tokens of a prompt, and of the m most likely ones in their places.
+    """Log-probabilities of n tokens of a prompt, and of the m most likely tokens at each place.
 
     Attributes:
         start: index of the first token; at least 1, because nothing precedes token 0.
         logprobs: float32 `[n]`, from the raw logits.
-        ranks: int32 `[n]`, 1: the most likely.
-        top_token_ids, top_logprobs: int32 and float32 `[n, m]`.
+        ranks: int32 `[n]`; rank 1 is the most likely token.
+        top_token_ids: int32 `[n, m]`, the most likely tokens.
+        top_logprobs: float32 `[n, m]`, log-probabilities of these tokens.
     """
 
     start: int
@@ -202,7 +250,13 @@ class PromptLogprobs(msgspec.Struct, array_like=True):
 
 
 class StartOfSequence(msgspec.Struct, array_like=True):
-    """Timings up to a sequence's first token; seconds since the engine received it."""
+    """Timings up to a sequence's first token.
+
+    Attributes:
+        num_cached_tokens: number of prompt tokens found in the prefix cache.
+        first_scheduled_s: seconds from the arrival of the sequence to its first launched step.
+        first_token_s: seconds from the arrival of the sequence to its first token.
+    """
 
     num_cached_tokens: int
     first_scheduled_s: float
@@ -210,10 +264,13 @@ class StartOfSequence(msgspec.Struct, array_like=True):
 
 
 class EndOfSequence(msgspec.Struct, array_like=True):
-    """How a sequence ended.
+    """The end of a sequence.
 
-    `reason` is "stop", "length", "aborted", "failed" or "refused" (what the request asks for cannot
-    be); with the last two, `message` says why.
+    Attributes:
+        reason: "stop", "length", "aborted", "failed", or "refused" if no answer can satisfy the
+            request.
+        message: cause, if the sequence failed or was refused.
+        num_preemptions: number of times that the sequence was preempted.
     """
 
     reason: str
@@ -222,7 +279,16 @@ class EndOfSequence(msgspec.Struct, array_like=True):
 
 
 class SequenceEvent(msgspec.Struct, array_like=True, gc=False):
-    """New tokens of one sequence; its start with the first of them, its end with the last."""
+    """New tokens of one sequence.
+
+    Attributes:
+        sequence_id: id of the sequence.
+        token_ids: the new tokens.
+        logprobs: log-probabilities of each token, if the request wants any.
+        end: end of the sequence, with its last tokens. None before.
+        start: timings, with the first tokens. None afterwards.
+        prompt_logprobs: log-probabilities of prompt tokens. None if there are no new ones.
+    """
 
     sequence_id: int
     token_ids: list[int]
@@ -233,19 +299,33 @@ class SequenceEvent(msgspec.Struct, array_like=True, gc=False):
 
 
 class EngineStats(msgspec.Struct, array_like=True):
-    """Gauges and counters of the engine, sent with each step and when a gauge has changed."""
+    """Gauges and counters of the engine, sent with each step and when a gauge has changed.
+
+    Attributes:
+        num_running: number of sequences with a row.
+        num_waiting: number of sequences without a row.
+        num_free_blocks: number of KV blocks that no sequence owns.
+        num_blocks: number of KV blocks.
+        num_preemptions: number of preemptions so far.
+        num_prefix_hit_tokens: number of prompt tokens found in the prefix cache so far.
+        num_prompt_tokens: number of prompt tokens received so far.
+        num_steps: number of launched steps so far.
+        num_late_masks: number of token masks so far that missed their step.
+        num_lacking_images: number of waiting sequences that wait for an image, not for the engine.
+        busy_s: seconds so far during which a step was in flight.
+    """
 
     num_running: int
-    num_waiting: int  # without a row
+    num_waiting: int
     num_free_blocks: int
     num_blocks: int
-    num_preemptions: int  # total
-    num_prefix_hit_tokens: int  # total
-    num_prompt_tokens: int  # total
-    num_steps: int  # total
-    num_late_masks: int = 0  # total; token masks that missed their step
-    num_lacking_images: int = 0  # of those that wait: for an image, not for the engine
-    busy_s: float = 0.0  # total; a step was in flight
+    num_preemptions: int
+    num_prefix_hit_tokens: int
+    num_prompt_tokens: int
+    num_steps: int
+    num_late_masks: int = 0
+    num_lacking_images: int = 0
+    busy_s: float = 0.0
 
 
 class ImagesOf(msgspec.Struct, array_like=True):
@@ -256,14 +336,14 @@ class ImagesOf(msgspec.Struct, array_like=True):
 
 
 class StepDone(msgspec.Struct, tag="step"):
-    """All that one step produced, for all sequences.
+    """The results of one step for all sequences.
 
     Attributes:
         events: new tokens, starts and ends.
-        stats: current values.
-        images_read: their arena memory is not read any more.
-        images_wanted: images that were read already and are needed again, because a preempted
-            sequence lost what was computed from them: the front sends `ImageReady` again.
+        stats: present gauges and counters.
+        images_read: images whose memory in the arena is not read any more.
+        images_wanted: images that were read already and have to be read again, because a preempted
+            sequence lost the keys and values of their tokens. The front sends `ImageReady` again.
     """
 
     events: list[SequenceEvent]
@@ -273,16 +353,22 @@ class StepDone(msgspec.Struct, tag="step"):
 
 
 class KernelCalls(msgspec.Struct, tag="kernels"):
-    """Calls of each kernel so far, replayed ones included; sent about once a second of steps."""
+    """The number of calls of each kernel so far, sent about once a second while steps run.
 
-    calls: dict[str, int]  # "operation=implementation" → total
+    Attributes:
+        calls: number of calls by "operation=implementation", with calls in replayed graphs.
+    """
+
+    calls: dict[str, int]
 
 
 class NewTokens(msgspec.Struct, tag="tokens"):
-    """A step's tokens of sequences with masks that go on, to all processes that fill masks.
+    """The tokens of a step for all processes that fill masks.
 
     Attributes:
-        num_generated: of each sequence, with these.
+        sequence_ids: ids of the sequences with masks that have not ended.
+        token_ids: new tokens of each sequence.
+        num_generated: number of completion tokens of each sequence, with the new tokens.
     """
 
     sequence_ids: list[int]

@@ -83,8 +83,8 @@ class ComputeStep(msgspec.Struct, array_like=True):
 
     The step has S chunks with T tokens together. A chunk is one sequence's part of the step: the
     sequence's tokens [start, start + length) are computed. B of the chunks reach the last token of
-    their sequence, so that the next token is sampled. Chunks that take their one token from the
-    device come first, then other chunks of one token, then longer chunks.
+    their sequence, so that the next token is sampled. Chunks that take a token from the device come
+    first, then other chunks of a single token, then longer chunks.
 
     Attributes:
         rows: `[S]`, row of each chunk.
@@ -96,8 +96,7 @@ class ComputeStep(msgspec.Struct, array_like=True):
             sampled token.
         samples: `[B]`, indices of the chunks that reach the last token of their sequence. Their
             logits are computed.
-        token_ids: `[K]`, token ids of the chunks that are not from the device, one chunk after the
-            other.
+        token_ids: `[K]`, token ids of the chunks that are not from the device, chunk after chunk.
         positions: `[3, K]`, positions of the same tokens. The positions of tokens from the device
             follow from the row's position delta.
         limits: `[B]`, the most tokens that the step may yield for each sampling chunk, whose row
@@ -137,7 +136,7 @@ class ComputeStep(msgspec.Struct, array_like=True):
 
     @property
     def keeps_hidden(self) -> bool:
-        """Whether the hidden states of all tokens are kept, not only of the tokens that sample."""
+        """True if the hidden states of all tokens are kept, not only of the tokens that sample."""
         return len(self.scored) > 0
 
     def to_bytes(self) -> bytes:
@@ -159,7 +158,7 @@ class SampleStep(msgspec.Struct):
         token_masks: `[M, ceil(vocab_size / 32)]` int32; bit i of word w allows token 32 * w + i.
         late: `[L]`, further samples that have a token mask, which has not arrived yet. If there is
             any, the step is computed and not sampled before `PendingStep.sample`.
-        followers: the tokens that follow the runs of `ComputeStep.scored`, one run after the other.
+        followers: the tokens that follow the runs of `ComputeStep.scored`, run after run.
     """
 
     row_starts: list[RowSampling] = []
@@ -170,7 +169,7 @@ class SampleStep(msgspec.Struct):
 
 
 class Step(NamedTuple):
-    """One step: the part that every rank computes, and the part that one rank samples."""
+    """A step: `compute` is run by every rank, and `sample` by one rank."""
 
     compute: ComputeStep
     sample: SampleStep

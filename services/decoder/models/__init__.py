@@ -1,7 +1,7 @@
 """Language models. Dense families share one transformer; their `TextSpec` holds what differs.
 
-`LAYER_KINDS` lists the parts that some models have in place of a dense layer's parts. Each kind is
-one file and one line here, and only the models that need it import it.
+`LAYER_KINDS` lists the parts that some models have in place of a dense layer's parts. Each kind has
+its own file and a line here. The file is imported only for models that need the kind.
 """
 
 import importlib

@@ -1,8 +1,8 @@
-"""Scales of a KV cache in e4m3, per key head: those that the files hold, or measured ones.
+"""Scales of a KV cache in e4m3, per key head: read from the files, or measured.
 
-All are rounded up to powers of two, see `kernels.attention.fp8_pages`. A measured one is taken from
-one forward of random tokens, with room above the largest value: e4m3 has 15 octaves, of which keys
-and values need fewer.
+All scales are rounded up to powers of two, see `kernels.attention.fp8_pages`. Scales are measured
+in one forward pass over random tokens, with a factor above the largest value as headroom: e4m3
+covers 15 octaves, and keys and values need fewer.
 """
 
 import logging
@@ -21,12 +21,16 @@ from services.decoder.attention.base import AttentionMetadata
 from services.decoder.attention.sdpa import SdpaBackend
 from services.decoder.models.transformer import Attention, Transformer
 
-# What follows a layer's name in the files: compressed-tensors' and ModelOpt's.
+# Names of the scales behind the name of a layer, of compressed-tensors and of ModelOpt.
 _NAMES = (("k_scale", "v_scale"), ("k_proj.k_scale", "v_proj.v_scale"))
-_TOKENS = 512  # that are measured
-_HEADROOM = 8.0  # above the largest measured value
-_LARGEST = 448.0  # of e4m3
-_LEAST = 2.0**-40  # of a head that is always zero
+# Number of tokens of the forward pass that measures scales.
+_TOKENS = 512
+# Factor above the largest measured value.
+_HEADROOM = 8.0
+# Largest number of e4m3.
+_LARGEST = 448.0
+# Scale of a head whose keys or values are always zero.
+_LEAST = 2.0**-40
 
 log = logging.getLogger(__name__)
 
@@ -56,12 +60,19 @@ def ignore_query_scales(model: Transformer, spec: ModelSpec, checkpoint: Checkpo
 
 
 def read_scales(model: Transformer, spec: ModelSpec, checkpoint: Checkpoint) -> None:
-    """Reads the scales of all layers, which the loader of weights then ignores. Some producers ask
-    for a cache in e4m3 and write no scales at all: these are left to be measured.
+    """Reads the scales of all layers; the loader of weights then ignores their tensors.
+
+    Some checkpoints ask for a cache in e4m3 and have no scales at all. Their scales are measured
+    later.
+
+    Args:
+        model: the model, whose attention layers get the scales.
+        spec: the whole model.
+        checkpoint: the files.
 
     Raises:
-        CheckpointError: names those that are missing beside others, or that are no scales of this
-            model.
+        CheckpointError: some scales are missing, or a tensor does not fit the model. The message
+            names the tensors.
     """
     prefix = spec.checkpoint.text_prefix
     read: set[str] = set()
@@ -77,8 +88,10 @@ def read_scales(model: Transformer, spec: ModelSpec, checkpoint: Checkpoint) -> 
             absent = [name for name in names if name not in checkpoint.tensors]
             missing += absent
             if not absent:
-                parts = [_of_heads(reader.read(name), name, attention, checkpoint, spec)
-                         for name in names]  # fmt: skip
+                parts = [
+                    _of_heads(reader.read(name), name, attention, checkpoint, spec)
+                    for name in names
+                ]
                 attention.kv_scales = _power_of_two(torch.stack(parts))
             read.update(names)
     if len(missing) == len(read):
@@ -99,12 +112,15 @@ def read_scales(model: Transformer, spec: ModelSpec, checkpoint: Checkpoint) -> 
 def _of_heads(
     found: Tensor, name: str, attention: Attention, checkpoint: Checkpoint, spec: ModelSpec
 ) -> Tensor:
-    """The scale of each of this rank's key heads: `[heads]`, from one of all, or one of each."""
+    """Returns the scales `[heads]` of this rank's key heads.
+
+    The tensor `found` has one scale for all key heads, or one for each of the whole model.
+    """
     scales, heads = found.float().flatten(), spec.text.num_kv_heads
     if len(scales) not in (1, heads) or not bool((scales.isfinite() & (scales > 0)).all()):
         raise CheckpointError(
-            f"{checkpoint.directory}: {name} {list(found.shape)} is no scale of {heads} key heads: "
-            "one positive number, or one of each"
+            f"{checkpoint.directory}: {name} {list(found.shape)} must hold one positive number, or "
+            f"one for each of the {heads} key heads"
         )
     own = attention.kv_heads
     return scales.expand(heads)[own.start : own.stop]
@@ -114,13 +130,16 @@ def _of_heads(
 def finish_scales(
     model: Transformer, text: TextSpec, device: torch.device, dtype: torch.dtype, max_tokens: int
 ) -> None:
-    """Measures the scales, unless the files had them, and brings them to the device. All ranks call
-    it together.
+    """Measures the scales, unless the files had them, and moves them to the device.
+
+    All ranks call the function together.
 
     Args:
-        model: with its weights.
-        text: what this rank has of it.
-        max_tokens: of a step.
+        model: the model, with its weights.
+        text: sizes of this rank's part of the model.
+        device: the device that computes.
+        dtype: data type of activations.
+        max_tokens: the most tokens of a step.
     """
     layers = _attentions(model)
     if any(layer.kv_scales is None for layer in layers):
@@ -139,12 +158,12 @@ def finish_scales(
 
 
 def _attentions(model: Transformer) -> list[Attention]:
-    """Full attention layers, in their order."""
+    """Returns the full attention layers, in their order."""
     return [layer for layer in model.modules() if isinstance(layer, Attention)]
 
 
 def _power_of_two(scales: Tensor) -> Tensor:
-    """The next power of two."""
+    """Rounds scales up to powers of two."""
     mantissa, exponent = torch.frexp(scales.clamp(min=_LEAST))
     return torch.ldexp(torch.ones_like(scales), exponent - (mantissa == 0.5).int())
 
@@ -153,7 +172,7 @@ class _Recorder(SdpaBackend):
     """Attends within one prompt, and keeps the largest keys and values.
 
     Attributes:
-        largest: of each layer, `[2, num_kv_heads]`.
+        largest: absolute maxima of keys and values of each layer so far, `[2, num_kv_heads]` each.
     """
 
     def __init__(self) -> None:
@@ -178,14 +197,14 @@ class _Recorder(SdpaBackend):
 
 
 def _random_tokens(text: TextSpec, max_tokens: int) -> Tensor:
-    """The same at each start, `[T]`."""
+    """Returns token ids `[T]`, which are the same at each start."""
     count = min(_TOKENS, max_tokens, text.max_position_embeddings)
     generator = torch.Generator().manual_seed(0)
     return torch.randint(text.vocab_size, (count,), generator=generator)
 
 
 def _forward(model: Transformer, text: TextSpec, ids: Tensor, dtype: torch.dtype) -> None:
-    """Runs one prompt, whose keys and values go nowhere but to the backend."""
+    """Runs one prompt, whose keys and values only the backend gets."""
     device, count = ids.device, len(ids)
     shape = len(text.attention_layers), 1, 2, 1, text.num_kv_heads, text.head_dim
     pool = torch.zeros(shape, dtype=dtype, device=device)
@@ -193,18 +212,27 @@ def _forward(model: Transformer, text: TextSpec, ids: Tensor, dtype: torch.dtype
     zero = torch.zeros(1, dtype=torch.int32, device=device)
     starts_device, lengths_device = (torch.from_numpy(x).to(device) for x in (starts, lengths))
     metadata = AttentionMetadata(
-        num_decodes=0, cu_query_lens=starts, seq_lens=lengths,
-        first_blocks=np.zeros(1, np.int32), slot_mapping=torch.full((count,), -1, device=device),
-        block_ids=zero, first_blocks_device=zero, seq_lens_device=lengths_device,
+        num_decodes=0,
+        cu_query_lens=starts,
+        seq_lens=lengths,
+        first_blocks=np.zeros(1, np.int32),
+        slot_mapping=torch.full((count,), -1, device=device),
+        block_ids=zero,
+        first_blocks_device=zero,
+        seq_lens_device=lengths_device,
         wants_keys_values=True,
-    )  # fmt: skip
+    )
     if (linear := text.linear_attention) is not None:
         pieces = prefill_pieces(starts, 0, count)
         metadata.states = StateLayout(
             cache=StateCache.allocate(linear, len(text.linear_layers), 1, dtype, device),
-            num_decodes=0, cu_query_lens=starts, seq_lens=lengths, slots=zero.long(),
-            cu_query_lens_device=starts_device, seq_lens_device=lengths_device,
+            num_decodes=0,
+            cu_query_lens=starts,
+            seq_lens=lengths,
+            slots=zero.long(),
+            cu_query_lens_device=starts_device,
+            seq_lens_device=lengths_device,
             work=torch.from_numpy(pieces).to(device),
-        )  # fmt: skip
+        )
     positions = torch.arange(count, device=device).expand(3, -1)
     model.forward(ids, positions, pool, metadata)

@@ -1,4 +1,4 @@
-"""What one of several ranks has of a model's layers, as sizes."""
+"""The sizes of one rank's part of a model."""
 
 from dataclasses import replace
 
@@ -7,7 +7,11 @@ from services.common.nn.collectives import Ranks
 
 
 def rank_spec(text: TextSpec, ranks: Ranks) -> TextSpec:
-    """The sizes of a rank's kernels and caches.
+    """Returns the sizes of a rank's kernels and caches.
+
+    Args:
+        text: sizes and options of the whole model.
+        ranks: ranks that share the model.
 
     Raises:
         ValueError: heads, MLP, experts or vocabulary cannot be divided equally.

@@ -19,10 +19,13 @@ class RotaryEmbedding(nn.Module):
     j < 3 * section[2], and with time elsewhere: t h w t h w … t t t. A model with 1-D positions
     (`mrope_section` None) reads row 0 alone.
 
+    Args:
+        spec: kind and parameters of the embedding.
+
     Attributes:
-        attention_factor: cos and sin are multiplied by it, so it scales q · k by its square.
+        attention_factor: factor of cos and sin, which scales q · k by its square.
         inv_freq: `[rotary_dim / 2]` float32, whatever the model's dtype.
-        axis: `[rotary_dim / 2]` int64: the position row of each frequency, 0, 1 or 2.
+        axis: `[rotary_dim / 2]` int64, row of the positions for each frequency: 0, 1 or 2.
     """
 
     inv_freq: Tensor
@@ -47,14 +50,19 @@ class RotaryEmbedding(nn.Module):
         self.axis = axis.to(device)
 
     def forward(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """`[3, T]` → cos and sin, each `[T, rotary_dim / 2]`; computed in float32, then `dtype`."""
+        """Returns cos and sin, each `[T, rotary_dim / 2]`, computed in float32.
+
+        Args:
+            positions: `[3, T]`, positions on the three axes.
+            dtype: data type of the result.
+        """
         angles = positions.float()[self.axis].T.contiguous() * self.inv_freq
         cos, sin = angles.cos() * self.attention_factor, angles.sin() * self.attention_factor
         return cos.to(dtype), sin.to(dtype)
 
 
 def inverse_frequencies(spec: RopeSpec) -> Tensor:
-    """`[rotary_dim / 2]` float32 on the CPU, by transformers' formulas and in their order.
+    """Returns frequencies `[rotary_dim / 2]` float32 on the CPU, by transformers' formulas.
 
     `llama3` divides frequencies of long wavelength by `factor` and interpolates between the two
     bounds. `yarn` (Peng et al., 2023) ramps from the unscaled frequencies of the first dimensions
@@ -74,9 +82,8 @@ def inverse_frequencies(spec: RopeSpec) -> Tensor:
 
 
 def _llama3(inv_freq: Tensor, spec: RopeSpec) -> Tensor:
-    context, low, high = (
-        spec.original_max_position_embeddings, spec.low_freq_factor, spec.high_freq_factor
-    )  # fmt: skip
+    context = spec.original_max_position_embeddings
+    low, high = spec.low_freq_factor, spec.high_freq_factor
     wavelength = 2 * math.pi / inv_freq
     scaled = torch.where(wavelength > context / low, inv_freq / spec.factor, inv_freq)
     smooth = (context / wavelength - low) / (high - low)
@@ -85,10 +92,10 @@ def _llama3(inv_freq: Tensor, spec: RopeSpec) -> Tensor:
 
 
 def _yarn_range(spec: RopeSpec) -> tuple[float, float]:
-    """The dimensions between which frequencies change over from unscaled to scaled."""
+    """Returns the dimensions between which frequencies change from unscaled to scaled."""
 
     def dimension(num_rotations: float) -> float:
-        """The dimension that makes this many rotations within the original context."""
+        """Returns the dimension that makes `num_rotations` rotations in the original context."""
         turns = spec.original_max_position_embeddings / (num_rotations * 2 * math.pi)
         return spec.rotary_dim * math.log(turns) / (2 * math.log(spec.theta))
 

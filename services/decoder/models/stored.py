@@ -1,9 +1,11 @@
-"""What the weight files say of a model where config.json says otherwise: the files decide.
+"""Corrects a model's spec where the weight files contradict config.json: the files decide.
 
-- A head of its own under `tie_word_embeddings: true` is used, unless it equals the embedding.
-- The language model may lie under another prefix, as in what people extract from a larger model.
+- With `tie_word_embeddings: true`, a head in the files is used unless it equals the embedding.
+- The tensors of the language model may have another prefix, as in checkpoints that were extracted
+  from a larger model.
 
-Both are logged. The rest of a contradiction is an error of the loader, which names the tensors.
+Both corrections are logged. Any other contradiction is an error of the loader, which names the
+tensors.
 """
 
 import logging
@@ -15,37 +17,44 @@ from services.common.model_spec import ModelSpec
 from services.common.nn.checkpoint import Checkpoint
 
 HEAD, _EMBEDDING = "lm_head.weight", "embed_tokens.weight"
-_ROWS = 4096  # compared at a time
+# Number of rows that are compared at a time.
+_ROWS = 4096
 
 log = logging.getLogger(__name__)
 
 
 def as_stored(spec: ModelSpec, checkpoint: Checkpoint) -> ModelSpec:
-    """The spec with `tie_word_embeddings` and the text prefix as the files have them."""
+    """Returns the spec with `tie_word_embeddings` and the text prefix of the files."""
     names = spec.checkpoint
     if names.text_prefix + _EMBEDDING not in checkpoint.tensors:
-        found = [name for name in checkpoint.tensors
-                 if f".{name}".endswith(f".{_EMBEDDING}") and not names.ignores(name)]  # fmt: skip
+        found = [
+            name
+            for name in checkpoint.tensors
+            if f".{name}".endswith(f".{_EMBEDDING}") and not names.ignores(name)
+        ]
         if len(found) == 1:
             prefix = found[0].removesuffix(_EMBEDDING)
             log.warning(
                 "%s: the language model's tensors are called %s*, not %s*",
-                checkpoint.directory, prefix, names.text_prefix,
-            )  # fmt: skip
+                checkpoint.directory,
+                prefix,
+                names.text_prefix,
+            )
             names = replace(names, text_prefix=prefix)
     text = spec.text
     if text.tie_word_embeddings and not _is_tied(checkpoint, names.text_prefix + _EMBEDDING):
         log.warning(
             "%s: config.json says that the head is the embedding (tie_word_embeddings), but the "
             "files hold another %s, which is used",
-            checkpoint.directory, HEAD,
-        )  # fmt: skip
+            checkpoint.directory,
+            HEAD,
+        )
         text = replace(text, tie_word_embeddings=False)
     return replace(spec, text=text, checkpoint=names)
 
 
 def _is_tied(checkpoint: Checkpoint, embedding: str) -> bool:
-    """Whether the files hold no head, or one that equals the embedding."""
+    """Returns whether the files hold no head, or a head that equals the embedding."""
     head, table = (checkpoint.tensors.get(name) for name in (HEAD, embedding))
     if head is None or table is None:
         return True

@@ -1,6 +1,6 @@
-"""What decides which of the decoder's kernels run: facts of the device, the model and its weights.
+"""The facts that decide which of the decoder's kernels run: of device, model and weights.
 
-`table` resolves its rows from them.
+`table` resolves its rows by these facts.
 """
 
 from dataclasses import dataclass
@@ -12,18 +12,20 @@ from kernels.attention.attention_tuning import AttentionFacts
 from kernels.device import DeviceFacts
 from services.common.model_spec import TextSpec
 
-UNQUANTIZED = "plain"  # as `LinearMethod.weight_format`
+# Weight format of unquantized layers, as in `LinearMethod.weight_format`.
+UNQUANTIZED = "plain"
 
 
 @dataclass(frozen=True, slots=True)
 class KernelFacts:
-    """What decides which kernels run.
+    """The facts that decide which kernels run.
 
     Attributes:
-        text: the model's sizes and options.
-        dtype: of weights, activations and the KV cache.
-        weight_format: of the linear layers, see `LinearMethod`.
-        num_ranks: that share the model by tensor parallelism.
+        device: facts of the device.
+        text: sizes and options of the model, or of one rank's part.
+        dtype: data type of weights, activations and the KV cache.
+        weight_format: weight format of the linear layers, see `LinearMethod`.
+        num_ranks: number of ranks that share the model by tensor parallelism.
     """
 
     device: DeviceFacts
@@ -34,9 +36,12 @@ class KernelFacts:
 
     @property
     def pdl(self) -> int:
-        """How kernels that are not of a quantized format let the next one start, see
-        `dependent_launch.wait_for_earlier`. A step of 64 decodes of the 2B takes 2.7 % less time by
-        2 than by 1, but one decode of the 8B in W4A16 takes 23 % more.
+        """Mode of programmatic dependent launch of kernels without a quantized format.
+
+        0 if the device has no dependent launch, otherwise 1 or 2, see
+        `dependent_launch.wait_for_earlier`. With mode 2, a step of 64 decodes of the 2B model takes
+        2.7 % less time than with mode 1, but a single decode of the 8B model in W4A16 takes 23 %
+        more.
         """
         early = self.weight_format == UNQUANTIZED
         return self.device.supports_pdl * (2 if early else 1)
@@ -68,14 +73,23 @@ def attention_facts(
     facts: KernelFacts,
     *,
     block_size: int = 16,
-    **others: Any,  # noqa: ANN401 - of each its own type
+    **others: Any,  # noqa: ANN401 - fields of several types
 ) -> AttentionFacts:
-    """The facts that select attention kernels; `others` are those on which fused operations do not
-    depend, as they do not on `block_size`.
+    """Returns the facts that select attention kernels.
+
+    Args:
+        facts: facts of device, model and weights.
+        block_size: tokens per KV block. Fused operations do not depend on it.
+        others: further fields of `AttentionFacts`, on which fused operations do not depend.
     """
     text = facts.text
     return AttentionFacts(
-        device=facts.device, dtype=facts.dtype, num_heads=text.num_heads,
-        num_kv_heads=text.num_kv_heads, head_dim=text.head_dim, block_size=block_size,
-        rotary_dim=text.rope.rotary_dim, **others,
-    )  # fmt: skip
+        device=facts.device,
+        dtype=facts.dtype,
+        num_heads=text.num_heads,
+        num_kv_heads=text.num_kv_heads,
+        head_dim=text.head_dim,
+        block_size=block_size,
+        rotary_dim=text.rope.rotary_dim,
+        **others,
+    )

@@ -1,17 +1,17 @@
 """A mixture of experts by kernels: the router's scores, the routing, the experts.
 
-| name         | tokens | how                                                             |
+| name         | tokens | implementation                                                  |
 |--------------|--------|-----------------------------------------------------------------|
 | gemv         | 1-4    | a GEMV for each token and each of its experts                   |
-| grouped_gemm | any    | GEMMs over tiles of rows of one expert, by a kernel of ours     |
-| packed       | any    | the same, of packed codes                                       |
-| int8         | any    | the same, of int8 weights and activations                       |
-| plain        | any    | `experts.moe`                                                     |
+| grouped_gemm | any    | our own GEMM kernel over tiles of rows of one expert            |
+| packed       | any    | the same with packed codes as weights                           |
+| int8         | any    | the same with int8 weights and activations                      |
+| plain        | any    | `experts.moe`                                                   |
 
-All but the last add to the residual stream in place. Their weights may be FP8, which becomes the
-activations' dtype in registers (`gemv`), or multiplies quantized ones. What no kernel reads (sizes
-that no tile divides, a checkpoint of two formats) is dequantized, the whole layer at each call,
-before `grouped_gemm`: right, and slow.
+All implementations but `plain` add to the residual stream in place. FP8 weights are converted to
+the activations' data type in registers (`gemv`), or multiplied with quantized activations. Weights
+that no kernel can read (sizes that no tile divides, a checkpoint of two formats) are dequantized
+before `grouped_gemm`, the whole layer at each call, which is slow.
 """
 
 from functools import partial
@@ -31,12 +31,19 @@ from services.common.model_spec import MoESpec
 from services.common.nn.experts import Experts, Router, StackedLinear
 from services.common.nn.quantized import QuantizedLinear
 
-_SCORE_ROWS, _SCORE_COLUMNS = 64, 128  # of a CTA of the router's skinny GEMM
-_EXPERTS = 8  # dequantized at a time: float32 on the way takes memory
+# Rows and columns of a CTA of the router's skinny GEMM.
+_SCORE_ROWS, _SCORE_COLUMNS = 64, 128
+# Number of experts that are dequantized at a time, because their float32 values take memory.
+_EXPERTS = 8
 
 
 def weights_of(stack: StackedLinear, dtype: torch.dtype = torch.bfloat16) -> ExpertWeights:
-    """A loaded layer's matrices as kernels read them; in `dtype`, if they read no such format."""
+    """Returns the matrices of a loaded layer in a form that kernels read.
+
+    Args:
+        stack: matrices of all experts.
+        dtype: data type to which a format is dequantized that no kernel reads.
+    """
     weight = stack.method.weight(stack)
     if isinstance(weight, Tensor | Fp8Weight):
         return ExpertWeights.of(weight)
@@ -50,13 +57,19 @@ def weights_of(stack: StackedLinear, dtype: torch.dtype = torch.bfloat16) -> Exp
 
 
 class MoEKernels:
-    """The implementations of `moe` for one model on one device; `pdl`: see `KernelFacts.pdl`."""
+    """The implementations of `moe` for one model on one device.
+
+    Args:
+        device: facts of the device.
+        spec: sizes and options of the experts.
+        pdl: mode of dependent launch, see `KernelFacts.pdl`.
+    """
 
     def __init__(self, device: DeviceFacts, spec: MoESpec, pdl: int) -> None:
         self._device = device
         self._spec = spec
         self._pdl = pdl
-        # Blackwell's data center GPUs want the assembly that unpacks FP8 declared pure.
+        # On Blackwell's data center GPUs, the assembly that unpacks FP8 has to be declared pure.
         self._pure = device.capability[0] == 10
 
     def gemv(
@@ -68,13 +81,19 @@ class MoEKernels:
         *,
         config: MoEGemvConfig | None = None,
     ) -> None:
-        """Implements `experts.moe` for a few tokens."""
+        """Implements `experts.moe` for a few tokens, with a GEMV per token and expert."""
         routing = self._route(x, router, tile=0)
         up, down = map(weights_of, experts.stacks.values())
         moe_gemv.experts(
-            x, routing, up, down, residual, config or MoEGemvConfig(), pure=self._pure,
+            x,
+            routing,
+            up,
+            down,
+            residual,
+            config or MoEGemvConfig(),
+            pure=self._pure,
             pdl=self._pdl,
-        )  # fmt: skip
+        )
 
     def grouped_gemm(self, x: Tensor, router: Router, experts: Experts, residual: Tensor) -> None:
         """Implements `experts.moe` for any number of tokens."""
@@ -82,7 +101,7 @@ class MoEKernels:
         self._grouped_gemm(x, router, up, down, residual)
 
     def int8(self, x: Tensor, router: Router, experts: Experts, residual: Tensor) -> None:
-        """Implements `experts.moe` of int8."""
+        """Implements `experts.moe` for experts in int8."""
         up, down = (stack.method.weight(stack) for stack in experts.stacks.values())
         self._grouped_gemm(x, router, ExpertWeights.of(up), ExpertWeights.of(down), residual)
 
@@ -95,7 +114,7 @@ class MoEKernels:
         moe_gemm.grouped_experts(x, routing, up, down, residual, gemm, pdl=self._pdl)
 
     def packed(self, x: Tensor, router: Router, experts: Experts, residual: Tensor) -> None:
-        """Implements `experts.moe` of packed codes; dequantizes those whose sizes do not fit."""
+        """Implements `experts.moe` for packed codes; sizes that do not fit are dequantized."""
         up, down = (stack.method.weight(stack) for stack in experts.stacks.values())
         is_tiled = up.is_tiled and down.is_tiled
         if not is_tiled and not (moe_bytes.fits(up) and moe_bytes.fits(down)):
@@ -109,6 +128,7 @@ class MoEKernels:
         moe_gemm.grouped_experts(x, routing, up, down, residual, gemm, pdl=self._pdl)
 
     def gemm_config(self, num_tokens: int, *weights: ExpertWeights) -> MoEGemmConfig:
+        """Returns the configuration of the grouped GEMMs of `num_tokens` tokens."""
         w8a8 = all(weight.multiplies_quantized(self._device) for weight in weights)
         return tuning.moe_gemm_config(self._device, self._mean_rows(num_tokens), w8a8=w8a8)
 
@@ -117,12 +137,16 @@ class MoEKernels:
 
     def _route(self, x: Tensor, router: Router, tile: int) -> Routing:
         return route(
-            self._scores(x, router), router.top_k, normalize=router.normalize, dtype=x.dtype,
-            tile=tile, pdl=self._pdl,
-        )  # fmt: skip
+            self._scores(x, router),
+            router.top_k,
+            normalize=router.normalize,
+            dtype=x.dtype,
+            tile=tile,
+            pdl=self._pdl,
+        )
 
     def _scores(self, x: Tensor, router: Router) -> Tensor:
-        """The router's logits, or split-K partials of them."""
+        """Returns the router's logits, or split-K partials of them."""
         num_tokens, width = x.shape
         if not router.is_plain:
             return router(x)
@@ -132,7 +156,12 @@ class MoEKernels:
         if num_tokens > tuning.ROUTER_TOKENS or not divides:
             return router(x)
         splits = min(tuning.router_splits(num_tokens), width // _SCORE_COLUMNS)
+        config = SkinnyConfig(_SCORE_ROWS, _SCORE_COLUMNS, 4, 1, 4, splits)
         return skinny_gemm.split_k_partials(
-            x, router.weight, None, SkinnyConfig(_SCORE_ROWS, _SCORE_COLUMNS, 4, 1, 4, splits),
-            shared_memory_bytes=self._device.shared_memory_bytes, pdl=self._pdl,
-        )  # fmt: skip
+            x,
+            router.weight,
+            None,
+            config,
+            shared_memory_bytes=self._device.shared_memory_bytes,
+            pdl=self._pdl,
+        )

@@ -1,9 +1,9 @@
-"""The decoder's dispatch table: which kernel computes what, what it needs, where it is the fastest.
+"""The decoder's dispatch table: kernels by operation, what each needs, and where it is the fastest.
 
-Rows are in order of preference, and the last one of an operation is its specification in torch, or
-`unfused`: the operation is composed of others of the table. Constants are in `tuning`. Nothing is
-imported from a kernel's module before the kernel is used, so that a table can be resolved and
-printed for any device, without a GPU and without Triton.
+Rows are in order of preference. The last row of an operation is its specification in torch, or
+`unfused` if the operation is composed of other operations of the table. Constants are in `tuning`.
+A kernel's module is imported only when the kernel is used, so a table can be resolved and printed
+for any device, without a GPU and without Triton.
 """
 
 import importlib
@@ -38,14 +38,17 @@ _EXPERT_FORMATS = {UNQUANTIZED, "fp8_block", "fp8_channel"}
 _PACKED_FORMATS = {"w4a16", "w8a16", "nvfp4", "mxfp4", "mxfp8"}
 
 Row = Implementation[KernelFacts]
+# Returns why an implementation cannot run for these facts, or "".
 Check = Callable[[KernelFacts], str]
+# Creates the kernel of a row. Its arguments are those of `StepKernels` or of `ops.Ops`.
+Create = Callable[[KernelFacts], Kernel]
 
 
-# What implementations need. A check returns the obstacle in words, or "".
+# Checks.
 
 
 def _needs(*checks: Check) -> Check:
-    """The first obstacle of several."""
+    """Returns a check that finds the first obstacle of several checks."""
 
     def obstacle(facts: KernelFacts) -> str:
         return next(filter(None, (check(facts) for check in checks)), "")
@@ -66,19 +69,19 @@ def _hopper(facts: KernelFacts) -> str:
 
 
 def _half_precision(facts: KernelFacts) -> str:
-    """Tensor cores would round float32."""
+    """Checks for half precision, because tensor cores would round float32."""
     return "" if facts.dtype.itemsize == 2 else f"needs bfloat16 or float16, not {facts.dtype}"
 
 
 def _formats(known: Collection[str], what: str) -> Check:
-    """Layers of one of these weight formats."""
+    """Returns a check for layers of one of these weight formats, which `what` describes."""
     return lambda facts: (
         "" if facts.weight_format in known else f"needs {what}, not {facts.weight_format}"
     )
 
 
 def _one_rank(facts: KernelFacts) -> str:
-    """A sum over ranks comes between the GEMM and the residual addition."""
+    """Checks for one rank: with several, a sum comes between GEMM and residual addition."""
     return "" if facts.num_ranks == 1 else "needs all of the layer on one rank"
 
 
@@ -91,7 +94,7 @@ def _no_mlp_bias(facts: KernelFacts) -> str:
 
 
 def _delta_sizes(facts: KernelFacts) -> str:
-    """A CTA holds all rows of a head's state."""
+    """Checks the sizes of linear attention: a CTA holds all rows of a head's state."""
     sizes = facts.text.linear_attention
     if sizes is None:
         return "the model has no linear attention"
@@ -111,7 +114,7 @@ def _expert_formats(facts: KernelFacts) -> str:
 
 
 def _experts(facts: KernelFacts) -> str:
-    """Tiles of the kernels divide the experts' matrices; blocks of scales do."""
+    """Checks that the kernels' tiles, or blocks of scales, divide the experts' matrices."""
     moe, unit = facts.text.moe, fp8_weight.BLOCK if "fp8_" in facts.weight_format else 64
     if moe is None:
         return "needs experts"
@@ -146,7 +149,7 @@ def _fused_decode(facts: KernelFacts) -> str:
     return attention_tuning.fused_decode_obstacle(attention_facts(facts))
 
 
-# Number of tokens for which they are the fastest.
+# Numbers of tokens for which implementations are the fastest.
 
 
 def _tokens(least: int = 1, most: int | None = None, least_eager: int = 1) -> Any:  # noqa: ANN401
@@ -169,12 +172,17 @@ def _fused_decode_sequences(facts: KernelFacts) -> TokenRange:
     return TokenRange(most=len(contexts), condition=f"of a context up to {limits}")
 
 
-# How they are made: kernels whose arguments are those of `ops.StepKernels` and `ops.Ops`. Modules
-# are imported here, not before.
+# Creation of kernels, which imports their modules.
 
 
-def _kernel(module: str, name: str, *, pdl: bool = False) -> Callable[[KernelFacts], Kernel]:
-    """A function of a kernel's module that takes the operation's arguments, and perhaps `pdl`."""
+def _kernel(module: str, name: str, *, pdl: bool = False) -> Create:
+    """Returns a row's `create` for a function that takes the operation's arguments.
+
+    Args:
+        module: module within `kernels`.
+        name: name of the function.
+        pdl: True if the function also takes the mode of dependent launch.
+    """
 
     def create(facts: KernelFacts) -> Kernel:
         kernel = getattr(importlib.import_module(f"kernels.{module}"), name)
@@ -188,8 +196,9 @@ def _gemv(facts: KernelFacts, name: str) -> Kernel:
 
 
 def _gemm_residual(facts: KernelFacts) -> Kernel:
-    """The residual is the GEMM's accumulator. Whether its result is rounded before it is added is
-    the library's business.
+    """Creates a GEMM whose accumulator is the residual stream.
+
+    The library decides whether the product is rounded before it is added.
     """
 
     def linear_residual(x: Tensor, layer: Linear, residual: Tensor) -> Tensor | None:
@@ -203,7 +212,10 @@ def _gemm_residual(facts: KernelFacts) -> Kernel:
 
 
 def _cublaslt_linear(facts: KernelFacts) -> Kernel:
-    """A tile of our choice where cuBLAS would choose a slower one; the bits are the same."""
+    """Creates a GEMM with a tile of our choice where cuBLAS would choose a slower tile.
+
+    The results have the same bits.
+    """
 
     def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         found = cublaslt.linear(x, weight, bias)
@@ -223,7 +235,7 @@ def _skinny_project(facts: KernelFacts) -> Kernel:
 
     def project(x: Tensor, layer: Linear) -> Tensor:
         chosen = config(layer.out_features, layer.in_features)
-        if chosen is None:  # linear attention's may have any number of rows
+        if chosen is None:  # projections of linear attention may have any number of rows
             return layer(x)
         return gemm(x, layer.weight, layer.bias, chosen)
 
@@ -272,18 +284,27 @@ def _fused_decode_attention(facts: KernelFacts) -> Kernel:
     return FusedDecodeAttention(attention_facts(facts), torch.device("cuda"))
 
 
-def _plain(kernel: Kernel) -> Callable[[KernelFacts], Kernel]:
+def _plain(kernel: Kernel) -> Create:
+    """Returns a row's `create` for a function in torch."""
     return lambda _: kernel
 
 
 def _unfused(_: KernelFacts) -> None:
-    """Composed by `Ops` of other operations."""
+    """Creates nothing, because `Ops` composes the operation of other operations."""
 
 
 def _twins(
     operation: str, module: str, twin: Kernel, *checks: Check, pdl: bool = False
 ) -> tuple[Row, Row]:
-    """The rows of a Triton kernel and of its plain twin, which has the same name."""
+    """Returns the rows of a Triton kernel and of its plain twin, which has the same name.
+
+    Args:
+        operation: name of the operation.
+        module: module of the Triton kernel within `kernels`.
+        twin: the specification in torch.
+        checks: what the Triton kernel needs besides Triton.
+        pdl: True if the Triton kernel takes the mode of dependent launch.
+    """
     kernel = _kernel(module, twin.__name__, pdl=pdl)
     return (
         Row(operation, "triton", kernel, _needs(_triton, *checks)),
@@ -382,12 +403,16 @@ ROWS: Sequence[Row] = (
 )  # fmt: skip
 
 
-# Operations of layers' weights, and the position of the layer among their arguments. They are
-# resolved by weight format.
+# Operations that multiply a layer's weight, and the position of the layer among their arguments.
+# These operations are resolved for each weight format.
 LAYER_ARGUMENT = {
-    "norm_linear": 3, "norm_swiglu": 3, "linear_residual": 1, "project": 1, "linear_swiglu": 1,
+    "norm_linear": 3,
+    "norm_swiglu": 3,
+    "linear_residual": 1,
+    "project": 1,
+    "linear_swiglu": 1,
     "moe": 2,
-}  # fmt: skip
+}
 
 
 def resolve(
@@ -396,37 +421,48 @@ def resolve(
     rows: Sequence[Row] = ROWS,
     formats: Rows | None = None,
 ) -> KernelTable[KernelFacts]:
-    """The table for a model on a device.
+    """Resolves the table for a model on a device.
 
     Args:
-        overrides: see `dispatch.parse_overrides`.
-        formats: of the model's layers, with the rows that they bring; None: that of the facts.
+        facts: facts of device, model and weights.
+        overrides: the user's choices, see `dispatch.parse_overrides`.
+        rows: rows of all weight formats, in order of preference.
+        formats: weight formats of the model's layers, with the rows that each adds. None if all
+            layers have the format of the facts.
 
     Raises:
         UnknownOverride: see `dispatch.parse_overrides`.
     """
     formats = rows_of(facts.weight_format) if formats is None else formats
     if len(formats) == 1:
-        ((weight_format, brought),) = formats.items()
+        ((weight_format, added),) = formats.items()
         alone = replace(facts, weight_format=weight_format)
-        return KernelTable.resolve((*brought, *rows), alone, overrides)
+        return KernelTable.resolve((*added, *rows), alone, overrides)
     everything = chain(rows, *formats.values())
     shared = [row for row in everything if row.operation not in LAYER_ARGUMENT]
     by_format = {
         weight_format: (
             replace(facts, weight_format=weight_format),
-            [row for row in (*brought, *rows) if row.operation in LAYER_ARGUMENT],
+            [row for row in (*added, *rows) if row.operation in LAYER_ARGUMENT],
         )
-        for weight_format, brought in formats.items()
+        for weight_format, added in formats.items()
     }
     return KernelTable.resolve(shared, facts, overrides, by_format)
 
 
 def plain_facts() -> KernelFacts:
-    """Facts of a small model on a CPU, for a table whose operations are plain for any model."""
+    """Returns facts of a small model on a CPU, for a table whose operations are all plain."""
     text = TextSpec(
-        vocab_size=1, hidden_size=1, intermediate_size=1, num_layers=1, num_heads=1,
-        num_kv_heads=1, head_dim=2, rms_norm_eps=1e-6, rope=RopeSpec(theta=1e4, rotary_dim=2),
-        max_position_embeddings=1, tie_word_embeddings=True,
-    )  # fmt: skip
+        vocab_size=1,
+        hidden_size=1,
+        intermediate_size=1,
+        num_layers=1,
+        num_heads=1,
+        num_kv_heads=1,
+        head_dim=2,
+        rms_norm_eps=1e-6,
+        rope=RopeSpec(theta=1e4, rotary_dim=2),
+        max_position_embeddings=1,
+        tie_word_embeddings=True,
+    )
     return KernelFacts(DeviceFacts("cpu"), text, torch.float32)

@@ -3,8 +3,8 @@
 Decodes are captured for several batch sizes, prompts that are alone in their step for several
 lengths, and other steps for several numbers of tokens. A step is padded to the next captured size.
 
-A graph reads its inputs from the device side of the staging buffer, and writes logits to one buffer
-that all graphs of a kind share. All graphs share one memory pool, because only one runs at a time.
+A graph reads its inputs from the device side of the staging buffer. All graphs of a class of steps
+write logits to the same buffer. All graphs share a memory pool, because they run one at a time.
 `StepComputer` captures the graphs at warm-up and replays them. A step that fits no graph runs
 eagerly.
 """
@@ -280,8 +280,8 @@ class _GraphSet:
     - `scratch` makes a step of a size to capture.
     - `capture` captures a padded step.
     - `pad` pads a step in place to a captured size. It returns False if the step must run eagerly.
-    - `replay` runs an uploaded step. It returns logits `[n, vocab_size]` and greedy tokens `[n]`,
-      one row for each chunk that samples, and then padding. Both are valid until the next replay.
+    - `replay` runs an uploaded step. It returns logits `[n, vocab_size]` and greedy tokens `[n]`: a
+      row for each chunk that samples, and then padding. Both are valid until the next replay.
 
     Args:
         parts: the objects that run a step.

@@ -92,10 +92,10 @@ class DeviceMemory:
 def device_budget(memory: DeviceMemory, memory_fraction: float, forward_peak: int) -> int:
     """Returns the bytes that a GPU's pool may take.
 
-    The pool gets the process's share of the card, without the peak use of the largest step, and
-    without the memory that CUDA graphs hold between replays, which is at most the memory of one
-    forward pass of that step. Other processes may exceed their shares, so the pool gets no more
-    than what is free now.
+    The pool gets the process's share of the card, minus the peak use of the largest step, minus the
+    memory of CUDA graphs between replays. Graphs hold at most the memory of one forward pass of the
+    largest step. Other processes may exceed their shares, so the pool gets no more than what is
+    free now.
 
     Args:
         memory: memory of the card after the largest step, before `allocate`.

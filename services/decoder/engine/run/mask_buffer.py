@@ -10,7 +10,7 @@ class MaskBuffer:
     """The token masks of one step after another, packed on the host and uploaded at once.
 
     On a GPU there are two pinned host buffers, used in turn, and one buffer on the device. The copy
-    has a stream of its own, so that it runs beside the step that will be sampled. On a CPU the
+    has a stream of its own and runs beside the step that will be sampled. On a CPU the
     sampler reads the host buffer.
 
     Args:

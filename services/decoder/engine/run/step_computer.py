@@ -212,7 +212,7 @@ class StepComputer:
         self._keep_graphs_of_all()
 
     def _keep_graphs_of_all(self) -> None:
-        """Drops graphs that another rank lacks, so that all ranks run a step in the same way."""
+        """Drops graphs that another rank lacks, so that all ranks run steps in the same way."""
         if self._ranks.count == 1:
             return
         of_ranks = self._ranks.exchange({each.name: sorted(each.kinds) for each in self.graphs})

@@ -45,12 +45,12 @@ class Admission:
 
     @property
     def has_free_row(self) -> bool:
-        """Whether a sequence could get a row."""
+        """True if a sequence could get a row."""
         return bool(self.free_rows)
 
     @property
     def may_preempt(self) -> bool:
-        """Whether several tenants run or wait, so that one may have to yield rows to another."""
+        """True if sequences of several tenants run or wait, so that one may have to yield."""
         return len(self._num_rows.keys() | self._queues.keys()) > 1
 
     def wait(self, sequence: Sequence) -> None:
@@ -104,11 +104,11 @@ class Admission:
         return max(running, key=latest)
 
     def yielding(self, head: Sequence, running: list[Sequence]) -> Sequence | None:
-        """Returns the running sequence that yields its row to the head, or None.
+        """Returns the sequence that yields its row to the head, or None if no tenant yields a row.
 
-        A tenant yields a row only if it has at least twice as many rows for its weight as the
-        head's tenant will have, so that the head is not preempted in turn, and if it still has
-        more afterwards, so that the head is admitted next.
+        A tenant yields a row under two conditions. For its weight, it has at least twice as many
+        rows as the head's tenant will have, so that the head is not preempted in turn. Afterwards
+        it still has more rows than the head's tenant has now, so that the head is admitted next.
         """
         use = self._use(head)
         wanted = _YIELD_FACTOR * (use + 1 / head.message.tenant_weight)

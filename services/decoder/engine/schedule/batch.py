@@ -24,7 +24,7 @@ from services.decoder.engine.step import (
 
 
 class Chunk(msgspec.Struct, gc=False, eq=False):
-    """One sequence's part of a step: its tokens [start, start + length) are computed.
+    """The part of a step for one sequence: tokens [start, start + length) of it are computed.
 
     Attributes:
         sequence: a sequence that holds a row and whose block table covers start + length - 1 +
@@ -55,10 +55,10 @@ class Chunk(msgspec.Struct, gc=False, eq=False):
 
 @dataclass(slots=True)
 class Batch:
-    """One step: decodes with their token on the device, then other decodes, then prompts.
+    """The plan of a step: decodes with a token on the device, other decodes, then prompts.
 
     Attributes:
-        chunks: at most one chunk per sequence, and at least one when the step is launched.
+        chunks: chunks of different sequences. A batch without chunks is not launched.
         num_tokens: the most tokens that the step computes.
         admitted: sequences that were given a row since the last step that was launched.
         extended: sequences that were given a block since the last step that was launched.

@@ -61,7 +61,7 @@ class Prefills:
 
     @property
     def has_work(self) -> bool:
-        """Whether a chunk could be planned before another message or token arrives."""
+        """True if a chunk could be planned before another message or token arrives."""
         head = self.waiting.head()
         return bool(self.prefilling) or (head is not None and not self._is_blocked(head))
 
@@ -169,7 +169,7 @@ class Prefills:
             yield admitted
 
     def _advance(self, sequence: Sequence, budget: StepBudget) -> list[Chunk]:
-        """Returns the sequence's next chunk, if it has one, and moves it to its next queue."""
+        """Returns the next chunk of a sequence, if any, and moves the sequence to its queue."""
         start = sequence.num_computed_tokens
         end = min(self._chunk_end(sequence, start), start + budget.fitting_tokens(start))
         end, checkpoints = self._blocks.states.plan(sequence, start, end, self.admitted)

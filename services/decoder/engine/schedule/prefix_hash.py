@@ -1,9 +1,9 @@
 """Hashes of KV blocks for the prefix cache. Pure Python.
 
-The keys and values in a block depend on all tokens up to its end, on the images whose placeholders
-are among them (all images have the same placeholder id), and on positions. So a block's hash covers
-the hash of the block before it and all of these. The hash function is collision-resistant.
-Sequences of different salts share no hash.
+The keys and values in a block depend on all tokens up to the block's end, on the images among these
+tokens, whose placeholders all have the same id, and on positions. So the hash of a block
+covers tokens, images, positions, and the hash of the block before. The hash function is
+collision-resistant. Sequences with different salts share no hash.
 """
 
 import numpy as np
@@ -15,7 +15,7 @@ _ROOT = b"triptych/kv-block/v1"
 
 
 def extend_hashes(sequence: Sequence, block_size: int, num_blocks: int) -> None:
-    """Completes `sequence.block_hashes` to `num_blocks`, whose token ids must all be known."""
+    """Extends `sequence.block_hashes` to `num_blocks` blocks, whose token ids must be known."""
     hashes = sequence.block_hashes
     if len(hashes) >= num_blocks:
         return
@@ -43,10 +43,11 @@ def extend_hashes(sequence: Sequence, block_size: int, num_blocks: int) -> None:
 
 
 def _positions(sequence: Sequence, start: int, end: int, block_size: int) -> list[bytes]:
-    """Per block of tokens [start, end): its positions, or nothing where each is the token's index.
+    """Returns the positions of each block of tokens [start, end), as bytes to hash.
 
-    That is the case before the first image, whether positions are given or not: a text prompt and
-    one with an image share the blocks of their common prefix. An empty list: in all blocks.
+    A block whose positions are the indices of its tokens has empty bytes. All blocks before the
+    first image are such blocks, so a text prompt and a prompt with an image share the blocks of
+    their common prefix. The list is empty if all blocks are.
     """
     if sequence.positions is None and sequence.message.position_delta == 0:
         return []

@@ -65,8 +65,8 @@ class RecurrentStates(NoStates):
 
     Args:
         info: the engine's limits.
-        least: smallest number of tokens between two checkpoints. A checkpoint that saves fewer
-            tokens would take its slot from one that saves more.
+        least: smallest number of tokens between two checkpoints. A checkpoint that saves few
+            tokens would take the slot of a checkpoint that saves more.
 
     Attributes:
         num_slots: number of slots for checkpoints.

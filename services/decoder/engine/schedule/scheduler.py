@@ -14,21 +14,21 @@ A sequence is always in exactly one of these queues, which belong to `Prefills` 
 An input is an image that has not arrived, or a token mask that the next sample needs.
 
 - *stalled*: all tokens before the missing input that are worth a step are computed. The sequence
-  keeps its row and its blocks until another sequence needs them.
+  keeps row and blocks until another sequence needs them.
 - *parked*: the sequence has neither row nor blocks, and nothing worth computing before its input
   arrives. The few tokens before an image would cost a step of their own and save almost nothing.
-- *awaiting*: the sequence is planned again once its last token has arrived, with its mask if it
-  needs one. All others are planned in every step meanwhile. With `late_masks`, a sequence with
-  masks is planned ahead, too: its mask arrives while the step is computed. If the mask comes too
-  late, the sequence gets no token from that step and awaits.
+- *awaiting*: the sequence is planned again once its last token has arrived, and with a grammar the
+  next token's mask. All other sequences are planned in every step meanwhile. With `late_masks`, a
+  sequence with masks is planned ahead, too: its mask arrives while the step is computed. If the
+  mask comes too late, the sequence gets no token from that step and awaits.
 
 Where a step may yield up to k tokens, only the device knows a row's length until the ids arrive.
 The plan therefore uses upper bounds: a sequence has blocks for all tokens that its steps in flight
-may yield, and `num_computed_tokens` is corrected when fewer tokens come. A sequence that may have
-reached its last token is not planned before that is known.
+may yield, and `num_computed_tokens` is corrected when fewer tokens come. A sequence is not planned
+while its last token may be in flight.
 
-Any running sequence can be preempted: it loses its blocks and computes all its tokens again. Images
-that were released after they were read are requested again unless the prefix cache covers them.
+Any running sequence can be preempted. The sequence loses its blocks and computes all tokens again.
+Released images are requested again, unless the prefix cache covers their tokens.
 """
 
 import numpy as np
@@ -115,12 +115,12 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether a step could be planned now, or once the steps in flight have finished."""
+        """True if a step could be planned now, or once the steps in flight have finished."""
         return bool(self.decodes.decoding or self.prefills.has_work or self.decodes.ready())
 
     @property
     def is_steady(self) -> bool:
-        """Whether the next step has nothing but decodes planned ahead, with blocks for them."""
+        """True if the next step has nothing but decodes planned ahead, with blocks for them."""
         others = self.prefills.prefilling or len(self.prefills.waiting) or self.decodes.ready()
         return not others and len(self.decodes.decoding) <= self.blocks.num_free
 
@@ -172,7 +172,7 @@ class Scheduler:
 
         Args:
             sequence: a sequence that has not finished.
-            poisoned: True if its keys and values are wrong, so that the prefix cache must not have
+            poisoned: True if the sequence's keys and values are wrong. The prefix cache then drops
                 them.
         """
         if poisoned:

@@ -20,7 +20,7 @@ class SequenceState(Enum):
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One generation: its tokens, its KV blocks, its progress.
+    """The state of one generation: tokens, KV blocks, progress.
 
     Attributes:
         message: the front's request for the sequence.
@@ -115,7 +115,7 @@ class Sequence:
 
     @property
     def needs_scores(self) -> bool:
-        """Whether logprobs of prompt tokens are still wanted.
+        """True if logprobs of prompt tokens are still wanted.
 
         Each prompt token then has to be computed, even if its keys and values are cached.
         """
@@ -124,7 +124,7 @@ class Sequence:
 
     @property
     def awaits_mask(self) -> bool:
-        """Whether the next token cannot be sampled before a mask arrives."""
+        """True if the next token cannot be sampled before a mask arrives."""
         return self.message.token_masks and self.token_mask is None
 
     def missing_image(self, start: int) -> ImageSpan | None:

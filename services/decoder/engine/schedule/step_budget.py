@@ -7,7 +7,7 @@ _LONE_PROMPT_FACTOR = 4
 
 
 class StepBudget:
-    """What is left of one step for chunks of prompts, beside the decodes planned already.
+    """The time and tokens of a step that are left for prompts, beside the planned decodes.
 
     Args:
         cost: the model that predicts how long a step lasts.
@@ -32,7 +32,7 @@ class StepBudget:
 
     @property
     def is_spent(self) -> bool:
-        """Whether not even a prompt's first token fits."""
+        """True if no token of a prompt fits any more."""
         return not self._cost.fitting_tokens(self._load, 0, self._limit)
 
     def exceeds_step(self, num_tokens: int) -> bool:

@@ -14,8 +14,7 @@
 
 Each measured step corrects the coefficients in proportion to their part of the step (a normalized
 least mean squares filter). So a slow device, or another process on the same device, is noticed
-within some ten steps, and coefficients that have no part in the step stay as they were. Pure
-Python.
+within some ten steps. Coefficients that have no part in a step do not change. Pure Python.
 """
 
 import math
