@@ -20,7 +20,7 @@ _ANTHROPIC_TYPES = {
 
 
 class ErrorDetail(Struct):
-    """What is wrong; `param` is the path of a field."""
+    """The description of an error. `param` is the path of the field that is wrong."""
 
     message: str
     type: str
@@ -35,7 +35,7 @@ class ErrorAnswer(Struct):
 
 
 class MessagesErrorDetail(Struct):
-    """What is wrong; `details` has the `error_code`."""
+    """The description of an error. `details` has the `error_code`."""
 
     type: str
     message: str

@@ -161,7 +161,7 @@ class Elements:
     but: Sequence[str | None] = ()
 
     def leaves_out(self, kind: object) -> bool:
-        """Whether an element of that type is left out."""
+        """Returns whether an element of this type is left out."""
         if not isinstance(kind, str):
             return False
         return kind not in self.but if self.types is None else kind in self.types

@@ -64,7 +64,7 @@ def _shape(kind: Any) -> _Shape:  # noqa: ANN401 - a body's struct
 
 
 def _shape_of(info: inspect.Type, place: str) -> _Shape | None:
-    """None: there is no object, and nothing that may be left out."""
+    """Returns the shape of a type. None if the type contains no objects."""
     members = list(_members(info))
     has_lists = any(isinstance(member, inspect.ListType) for member in members)
     has_objects = any(isinstance(m, inspect.StructType | inspect.DictType) for m in members)
@@ -118,7 +118,7 @@ class Ignored:
             self.names.setdefault(name, label or name)
 
     def header(self) -> tuple[bytes, bytes]:
-        """Of the response."""
+        """Returns the response's header that names the ignored fields."""
         return HEADER, ", ".join(self.names).encode("latin-1")
 
     def without(self, kind: object, body: bytes | bytearray) -> bytes | None:

@@ -102,7 +102,7 @@ class ToolUseBlock(Struct, forbid_unknown_fields=True, tag_field="type", tag="to
 
 
 class ToolResultBlock(Struct, forbid_unknown_fields=True, tag_field="type", tag="tool_result"):
-    """What a call gave; the content says whether it failed."""
+    """The result of a call. The content says whether the call failed."""
 
     tool_use_id: str
     content: str | Annotated[list[ContentBlock], Meta(max_length=MAX_PARTS)] | None = None
@@ -241,7 +241,7 @@ class TextAnswer(Struct, tag_field="type", tag="text"):
 
 
 class ThinkingAnswer(Struct, tag_field="type", tag="thinking"):
-    """What the model thought. The signature is empty: nothing has to prove it."""
+    """The reasoning of the model. The signature is empty, because nothing has to be proved."""
 
     thinking: str
     signature: str = ""
@@ -352,7 +352,7 @@ class BlockStop(Struct, tag_field="type", tag="content_block_stop"):
 
 
 class StopDelta(Struct):
-    """How the answer ended."""
+    """The end of an answer."""
 
     stop_reason: StopReason
     stop_sequence: str | None

@@ -9,7 +9,7 @@ from msgspec import Struct
 
 
 class Reasoning(Struct, frozen=True):
-    """What the model thinks before its answer, without tags."""
+    """The reasoning of the model before its answer, without tags."""
 
     text: str
 
@@ -36,7 +36,7 @@ class Call(Struct, frozen=True):
 
     @property
     def text(self) -> str:
-        """What grows with each piece, as that of other parts."""
+        """The text of the piece, as in other parts."""
         return self.arguments
 
 
@@ -55,7 +55,7 @@ def join(pieces: Iterable[Part]) -> list[Part]:
 
 
 def continues(first: Part, piece: Part) -> bool:
-    """Whether a piece is of the part that began with `first`."""
+    """Returns whether a piece belongs to the part that began with `first`."""
     if isinstance(first, Call):
         return isinstance(piece, Call) and piece.index == first.index
     return type(first) is type(piece)

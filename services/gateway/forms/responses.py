@@ -119,7 +119,7 @@ class RequestMetrics(Struct):
 def request_metrics(
     times_ms: Mapping[str, float], num_tokens: int, num_choices: int
 ) -> RequestMetrics:
-    """From the stage times; `num_tokens` are those of all choices."""
+    """Returns metrics of a request, from stage times in ms and the tokens of all choices."""
     found = RequestMetrics(queue_time_ms=times_ms.get("queue"))
     first, total = times_ms.get("first_token"), times_ms.get("total")
     if first is None or total is None:
@@ -134,7 +134,7 @@ def request_metrics(
 
 
 class CalledFunction(Struct):
-    """What to call. In a stream the name comes once, the arguments in pieces."""
+    """The function of a call. In a stream the name comes once and the arguments come in pieces."""
 
     arguments: str
     name: str | UnsetType = UNSET
@@ -161,7 +161,7 @@ class AssistantMessage(Struct):
 
 
 class PromptLogprob(Struct):
-    """Of one token in one place of a prompt; rank 1 is the most likely."""
+    """The log-probability of a token at one place of a prompt. Rank 1 is the most likely token."""
 
     logprob: float
     rank: int
@@ -197,7 +197,7 @@ class ChatCompletion(Struct):
 
 
 class ChunkDelta(Struct, omit_defaults=True):
-    """What a chunk adds to a choice."""
+    """The addition of a chunk to a choice."""
 
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET

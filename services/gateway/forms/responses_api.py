@@ -129,7 +129,7 @@ class TextConfig(Struct, forbid_unknown_fields=True):
 
 
 class ReasoningConfig(Struct, forbid_unknown_fields=True):
-    """How the model reasons. Its reasoning is always given whole, so summaries have no effect."""
+    """The reasoning effort. Reasoning is always returned whole, so summaries have no effect."""
 
     effort: ReasoningEffort | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
@@ -236,7 +236,7 @@ class OutputMessage(Struct, tag_field="type", tag="message"):
 
 
 class OutputReasoning(Struct, tag_field="type", tag="reasoning"):
-    """What the model thought."""
+    """The reasoning of the model."""
 
     id: str
     content: list[ReasoningText]
@@ -325,7 +325,7 @@ class ResponseObject(Struct, kw_only=True):
 
 
 class DeletedResponse(Struct):
-    """What is left of a response."""
+    """The confirmation that a response is deleted."""
 
     id: str
     object: Literal["response"] = "response"

@@ -47,7 +47,7 @@ class CompletionRequest(GenerationFields, kw_only=True):
         return cast("list[str | list[int]]", given)
 
     def to_chat(self) -> ChatRequest:
-        """How its answers are generated, as a chat request without messages."""
+        """Returns a chat request without messages that has the request's sampling parameters."""
         chat = ChatRequest([], self.model)
         for name in GenerationFields.__struct_fields__:
             setattr(chat, name, getattr(self, name))
@@ -87,7 +87,7 @@ class TextChoice(Struct):
     prompt_logprobs: list[dict[int, PromptLogprob] | None] | UnsetType | None = UNSET
 
     def fill(self) -> None:
-        """Of a whole answer, whose readers look for every field."""
+        """Sets omitted fields to null, because readers of a whole answer expect every field."""
         for name in ("token_ids", "prompt_token_ids", "prompt_logprobs"):
             if getattr(self, name) is UNSET:
                 setattr(self, name, None)

@@ -70,7 +70,7 @@ ToolChoice = Literal["none", "auto", "required"] | FunctionChoice | AllowedTools
 
 
 class FunctionCall(Struct, forbid_unknown_fields=True):
-    """What was called. `arguments` is the JSON text of an object; none means `{}`."""
+    """The function of a call. `arguments` is the JSON text of an object; empty text means `{}`."""
 
     name: str
     arguments: str | None = None
