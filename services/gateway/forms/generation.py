@@ -138,7 +138,7 @@ class GenerationFields(SamplingFields, kw_only=True):
 
     @property
     def stream_usage(self) -> tuple[bool, bool]:
-        """Returns whether a stream ends with its usage, and whether each chunk has its own."""
+        """Returns whether a stream ends with its usage, and whether each chunk has one, too."""
         options = self.stream_options or StreamOptions()
         continuous = bool(options.continuous_usage_stats) and options.include_usage is not False
         return bool(options.include_usage) or continuous, continuous

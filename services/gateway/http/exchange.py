@@ -1,5 +1,5 @@
-"""One HTTP request and its response: the body that is read, the JSON or the stream that is written,
-and the responses to errors.
+"""HTTP requests and their responses: reads bodies, writes JSON and event streams, and constructs
+the responses to errors.
 
 Endpoints read and write through this module, which knows nothing of chat. The middleware calls
 `error_response` for a request that failed before its response started.
@@ -73,8 +73,8 @@ class Exchange:
     """A request and its response.
 
     Attributes:
-        started: whether the status line is sent. A later error becomes an event of the stream.
-        finished: whether the whole answer is written, so that the client may close the connection
+        started: true once the status line is sent. A later error becomes an event of the stream.
+        finished: true once the whole answer is written, so that the client may close the connection
             after it has read the answer.
     """
 
@@ -94,7 +94,7 @@ class Exchange:
 
         Args:
             data: the encoded events.
-            last: whether the piece ends the stream.
+            last: true if the piece ends the stream.
         """
         if not self.started:
             self.started = True

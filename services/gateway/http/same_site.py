@@ -74,7 +74,7 @@ def served_hosts(listens_on: str, allowed: Sequence[str], *, needs_key: bool) ->
         listens_on: address on which the gateway listens.
         allowed: names that the operator has given. `.example.com` stands for all names under
             `example.com`.
-        needs_key: whether requests need an API key. A page of another site has none, so a page may
+        needs_key: true if requests need an API key. A page of another site has none, so a page may
             then use any name.
     """
     names = frozenset(name for name in allowed if not name.startswith("."))
