@@ -79,9 +79,14 @@ class Attempts:
         self._counted_bytes = 0  # bytes of waiting events that the request's memory counts
         self._losses = Losses()
         self._encodes = EncodeCalls(
-            request, encoders, self._losses, self._mailbox, metrics, encode_timeout_s,
+            request,
+            encoders,
+            self._losses,
+            self._mailbox,
+            metrics,
+            encode_timeout_s,
             outcome_timeout_s,
-        )  # fmt: skip
+        )
         # The decoder of the running attempt, its session, and the checkpoint that it serves.
         self._decoder: DecoderPod | None = None
         self._session = ""
