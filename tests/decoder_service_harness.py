@@ -147,7 +147,7 @@ class Gateway:
         self.prompt_logprobs: dict[int, list[pb.PromptLogprobs]] = {}
         self.starts: dict[int, pb.Started] = {}
         self.ends: dict[int, pb.Finished | pb.Failed] = {}
-        self.leaving: list[int] = []
+        self.handed_over: list[int] = []
         self.num_messages = 0
         self._changed = asyncio.Event()
 
@@ -196,7 +196,7 @@ class Gateway:
                 self.logprobs.setdefault(number, []).extend(event.logprobs)
                 self.prompt_logprobs.setdefault(number, []).extend(event.prompt_logprobs)
                 if event.leaving:
-                    self.leaving.append(number)
+                    self.handed_over.append(number)
                 if event.HasField("started"):
                     assert number not in self.starts and event.token_ids, "not the first token"
                     self.starts[number] = event.started

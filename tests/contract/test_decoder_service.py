@@ -382,12 +382,12 @@ async def test_draining_offers_only_what_may_outlast_the_grace():
         await gateway.submit(submit_of(2, prompt_of(2), max_tokens=50))
         await gateway.until(lambda: len(gateway.tokens.get(1, ())) > 10)
         drained = asyncio.create_task(decoder.front.drain(1.0))
-        await gateway.until(lambda: gateway.leaving)
+        await gateway.until(lambda: gateway.handed_over)
         before = len(gateway.tokens[1])
         await gateway.until(lambda: len(gateway.tokens[1]) > before)  # it goes on meanwhile
         await gateway.cancel(1)
         await drained
-        assert gateway.leaving == [1]
+        assert gateway.handed_over == [1]
         assert isinstance(gateway.ends[2], pb.Finished)
 
 
