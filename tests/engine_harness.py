@@ -44,9 +44,10 @@ class Harness:
         step_ms: float = math.inf,
         step_cost: StepCost | None = None,
         clock: Clock = time.monotonic,
+        runner: type[FakeRunner] = FakeRunner,
         **info: int,
     ) -> None:
-        self.runner = FakeRunner(runner_info(**info))
+        self.runner = runner(runner_info(**info))
         self.engine = Engine(
             self.runner,
             overlap=overlap,

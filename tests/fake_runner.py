@@ -240,7 +240,7 @@ class FakeRunner:
     _starts: dict[int, FakeRow] = field(default_factory=dict)  # by row, as of the launches
     _tables: dict[int, list[int]] = field(default_factory=dict)
     _states: dict[int, int] = field(default_factory=dict)  # by row
-    _checkpoints: dict[int, int] = field(default_factory=dict)  # by slot
+    checkpoints: dict[int, int] = field(default_factory=dict)  # by slot
     num_restored: int = 0
     num_saved: int = 0
     _references: dict[int, Reference] = field(default_factory=dict)
@@ -308,7 +308,7 @@ class FakeRunner:
         logprobs: dict[int, list[Logprobs]] = {}
         first = 0
         for start in step.compute.row_starts:
-            self._start_state(start)
+            self.start_state(start)
         for index, length in enumerate(step.compute.lengths.tolist()):
             row, at = starts[index].row, int(step.compute.starts[index])
             excess = 0
@@ -354,10 +354,10 @@ class FakeRunner:
         assert taken == len(step.sample.followers)
         return scores
 
-    def _start_state(self, start: RowStart) -> None:
+    def start_state(self, start: RowStart) -> None:
         self._states[start.row] = _GARBAGE
         if start.checkpoint >= 0:
-            self._states[start.row] = self._checkpoints[start.checkpoint]
+            self._states[start.row] = self.checkpoints[start.checkpoint]
             self.num_restored += 1
 
     def _damage_rows(self, step: Step) -> None:
@@ -369,7 +369,7 @@ class FakeRunner:
         for of_row in (self._last, self._lengths, self._states):
             of_row |= dict.fromkeys(step.compute.rows.tolist(), _GARBAGE)
         if step.compute.state_saves is not None:
-            self._checkpoints |= dict.fromkeys(step.compute.state_saves[:, 1].tolist(), _GARBAGE)
+            self.checkpoints |= dict.fromkeys(step.compute.state_saves[:, 1].tolist(), _GARBAGE)
 
     def _compute(
         self, step: Step, index: int, first: int, at: int, start: FakeRow, table: list[int]
@@ -398,7 +398,7 @@ class FakeRunner:
             if (slot := slots.get(first + offset)) is not None:
                 assert 0 <= slot < self.info.num_checkpoints and length > 1
                 assert (offset + 1) % self.info.state_tokens == 0, "within a piece"
-                self._checkpoints[slot] = self._states[start.row]
+                self.checkpoints[slot] = self._states[start.row]
                 self.num_saved += 1
         return any(key in self.poisoned for key, _ in features.values())
 

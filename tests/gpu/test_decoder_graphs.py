@@ -2,6 +2,8 @@
 tolerances see `test_decoder_gpu.py`.
 """
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -72,11 +74,13 @@ def test_a_captured_prompt_agrees_with_the_eager_one(
 
 @pytest.mark.parametrize("captured", [True, False])
 def test_steps_that_follow_each_other_keep_their_images_apart(
-    dummy: Harness, monkeypatch: pytest.MonkeyPatch, captured: bool
+    dummy: Harness, request: pytest.FixtureRequest, captured: bool
 ) -> None:
     """Images are copied beside the steps before, to where those read theirs."""
     if not captured:
-        monkeypatch.setattr(dummy.runner.computer, "graphs", [])
+        computer = dummy.runner.computer
+        request.addfinalizer(partial(setattr, computer, "graphs", computer.graphs))
+        computer.graphs = []
     ids = np.random.default_rng(6).integers(0, 150000, 200).tolist()
     noise = torch.Generator().manual_seed(6)
     images = [torch.randn(4, 60, 2048, generator=noise).bfloat16() for _ in range(3)]

@@ -176,22 +176,22 @@ def test_preempted_and_restored_from_its_own_checkpoint(
 
 @pytest.mark.parametrize("change", ["not restored", "convolution shifted", "another's state"])
 def test_control_a_state_that_is_restored_wrongly(
-    bench: Conversations, sharers: list[int], alone: dict[int, list[int]], change: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    bench: Conversations, sharers: list[int], alone: dict[int, list[int]], change: str
+) -> None:
     engine = bench.engine()
     bench.ask(engine, [0, 1, 2])
-    right = StateCache.copy_slot
 
-    def wrong(self: StateCache, slot: int, target: StateCache, to: int) -> None:
-        right(self, slot, target, to)
-        if change == "not restored":
-            target.recurrent[:, to] = 0.0
-        elif change == "convolution shifted":
-            target.conv[:, to] = target.conv[:, to].roll(1, dims=1)
-        else:
-            target.recurrent[:, to] = target.recurrent[:, to].roll(1, dims=1)
+    class Wrong(StateCache):
+        def copy_slot(self, slot: int, target: StateCache, to: int) -> None:
+            super().copy_slot(slot, target, to)
+            if change == "not restored":
+                target.recurrent[:, to] = 0.0
+            elif change == "convolution shifted":
+                target.conv[:, to] = target.conv[:, to].roll(1, dims=1)
+            else:
+                target.recurrent[:, to] = target.recurrent[:, to].roll(1, dims=1)
 
-    monkeypatch.setattr(StateCache, "copy_slot", wrong)
+    state = engine.runner.computer.state
+    state.checkpoints = Wrong(state.checkpoints.conv, state.checkpoints.recurrent)
     found = bench.ask(engine, sharers)
     assert found != {number: alone[number] for number in sharers}

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from services.decoder.engine.messages import ImageSpan
 from services.decoder.engine.schedule.recurrent_states import RecurrentStates, checkpoint_boundaries
 from services.decoder.engine.schedule.sequence import Sequence
-from services.decoder.engine.step import Step
+from services.decoder.engine.step import RowStart, Step
 from tests.engine_harness import KEYS, Harness, prompt_of
 from tests.fake_runner import FakeRunner, add_message, runner_info
 from tests.integrity import check_checkpoints
@@ -246,25 +246,33 @@ def test_steps_that_yield_several_tokens_are_refused() -> None:
 # Controls: what the fake runner must notice.
 
 
-def control(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    harness = harness_of()
+class UnrestoredRunner(FakeRunner):
+    """A runner that can stop to restore the states of rows."""
+
+    restores = True
+
+    def start_state(self, start: RowStart) -> None:
+        if self.restores:
+            super().start_state(start)
+
+
+def control(change: str) -> None:
+    harness = Harness(has_states=True, num_checkpoints=8, runner=UnrestoredRunner)
     harness.add(add_message(0, prompt_of(1, 50), max_tokens=3))
     harness.run()
     if change == "not restored":
-        monkeypatch.setattr(FakeRunner, "_start_state", lambda self, start: None)
+        harness.runner.restores = False
     elif change == "another's":
-        harness.runner._checkpoints = dict.fromkeys(harness.runner._checkpoints, 12345)
+        harness.runner.checkpoints = dict.fromkeys(harness.runner.checkpoints, 12345)
     harness.add(add_message(1, [*prompt_of(1, 45), 5], max_tokens=3))
     harness.run()
 
 
 @pytest.mark.parametrize("change", ["not restored", "another's"])
-def test_control_a_state_that_is_not_the_prefixs(
-    change: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    control("", monkeypatch)
+def test_control_a_state_that_is_not_the_prefixs(change: str) -> None:
+    control("")
     with pytest.raises(AssertionError, match="recurrent state"):
-        control(change, monkeypatch)
+        control(change)
 
 
 # The checkpoints themselves.
