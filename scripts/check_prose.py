@@ -87,7 +87,6 @@ def examine(docstring: str, place: str, counts: dict[str, Count]) -> None:
 def count(root: Path, folders: list[str]) -> dict[str, Count]:
     """Returns the counts by kind over all Python files below `folders` of `root`."""
     counts = {kind: Count() for kind in LIMITS}
-    documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
     for folder in folders:
         path = root / folder
         for file in [path] if path.is_file() else sorted(path.rglob("*.py")):
@@ -95,7 +94,11 @@ def count(root: Path, folders: list[str]) -> dict[str, Count]:
             if name.startswith(GENERATED):
                 continue
             for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-                if isinstance(node, documented) and (docstring := ast.get_docstring(node)):
+                if not isinstance(
+                    node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+                ):
+                    continue
+                if docstring := ast.get_docstring(node):
                     examine(docstring, f"{name}:{getattr(node, 'lineno', 1)}", counts)
     return counts
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import count
 
-from tests.attacks import images, videos
+from tests.attacks import images
 from tests.attacks.origin import DRIP, LARGE
 
 MODEL = "demo"
@@ -177,9 +177,14 @@ def _images(*makers: Callable[[int], bytes]) -> Callable[[int], bytes]:
     return lambda number: with_images([make(number) for make in makers])
 
 
-def _video(maker: Callable[[int], bytes]) -> Callable[[int], bytes]:
+def _video(maker: str) -> Callable[[int], bytes]:
+    """Makes bodies with a video by a function of `tests.attacks.videos`."""
+
     def body(number: int) -> bytes:
-        url = "data:video/mp4;base64," + base64.b64encode(maker(number)).decode()
+        from tests.attacks import videos  # needs PyAV, which the gateway's environment lacks
+
+        video = getattr(videos, maker)(number)
+        url = "data:video/mp4;base64," + base64.b64encode(video).decode()
         part = {"type": "video_url", "video_url": {"url": url}}
         fields = {"model": MODEL, "messages": [{"role": "user", "content": [part]}]}
         return json.dumps(fields).encode()
@@ -300,8 +305,8 @@ ROWS = [
     Row("600 heads without a body", 3, connecting(_head_only, 600)),
     Row("200 heads that never end", 3, connecting(_slow_head, 200)),
     Row("200 bodies at 500 bytes a second", 3, connecting(_slow_body, 200)),
-    Row("QuickTime of 1 MB, 250,000 frames at one place", 3, Posting(_video(videos.piled), 12)),
-    Row("GIF of 6 MB, 250,000 frames", 3, Posting(_video(videos.gif), 4)),
+    Row("QuickTime of 1 MB, 250,000 frames at one place", 3, Posting(_video("piled"), 12)),
+    Row("GIF of 6 MB, 250,000 frames", 3, Posting(_video("gif"), 4)),
     Row("256 names without an answer", 3, connecting(_fetching("/", "{}.silent.test"), 16),
         by_url=True),
     Row("256 images that drip, of one host", 3,
