@@ -5,26 +5,13 @@ choice has a parser of this format. Stop strings are matched in the content alon
 interrupt neither the reasoning nor a call.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
 
 from services.common.pb import decoder_pb2 as pb
 from services.gateway.answers.reasoning import ReasoningSplitter, Start
+from services.gateway.answers.tool_parsers import CallParser
+from services.gateway.answers.tool_use import ToolCalls
 from services.gateway.forms.parts import Call, Part, Reasoning, Text
-
-
-class Calls(Protocol):
-    """The parser of one choice's tool calls; see `tool_parsers.CallParser`."""
-
-    tag: ClassVar[str | None]
-    head: ClassVar[str]
-    in_call: bool
-    done: bool
-
-    def feed(self, text: str) -> list[Part]: ...
-    def feed_call(self, text: str) -> tuple[list[Part], str]: ...
-    def finish(self) -> list[Part]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +20,7 @@ class AnswerFormat:
 
     Attributes:
         reasoning: the place where an answer begins. None if the model does not think.
-        calls: function that makes the parser of a choice's tool calls. None if there are no calls.
+        calls: calls that the answer may contain. None if it may contain none.
         has_to_call: whether the answer has to contain a call.
         include_reasoning: whether the response contains the reasoning.
         grammar: the grammar that the decoder holds the answer to. None if the answer is free.
@@ -41,7 +28,7 @@ class AnswerFormat:
     """
 
     reasoning: Start | None = None
-    calls: Callable[[], Calls] | None = None
+    calls: ToolCalls | None = None
     has_to_call: bool = False
     include_reasoning: bool = True
     grammar: pb.Grammar | None = None
@@ -56,7 +43,7 @@ class AnswerFormat:
         """Returns a parser for one choice, or None if everything is text."""
         if self.calls is None and not self.thinks:
             return None
-        calls = self.calls() if self.calls else None
+        calls = self.calls.new_parser() if self.calls else None
         tag, head = (calls.tag, calls.head) if calls else (None, "")
         splitter = ReasoningSplitter(self.reasoning or "closed", tag, head)
         return AnswerParser(self, splitter, calls)
@@ -74,7 +61,7 @@ class AnswerParser:
 
     format: AnswerFormat
     splitter: ReasoningSplitter
-    calls: Calls | None
+    calls: CallParser | None
     _in_call: bool = False  # a call within the reasoning is being read
     _has_begun: bool = False  # the name of that call is known
 

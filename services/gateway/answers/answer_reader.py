@@ -3,6 +3,8 @@
 `ChatService` calls it once the prompt is rendered.
 """
 
+from dataclasses import replace
+
 from msgspec import UNSET
 
 from services.common.model_spec import ModelSpec
@@ -31,6 +33,9 @@ class AnswerReader:
         template: source of the chat template, which shows the form of tool calls, and whether the
             model thinks.
         threads: threads that read long schemas.
+
+    Attributes:
+        call_parser: parser of the model's format of tool calls. None if the model has no format.
     """
 
     def __init__(
@@ -41,7 +46,7 @@ class AnswerReader:
         self._end_ids = spec.eos_token_ids
         self._thinks = spec.conversation.thinks and CLOSE in template
         parsers = (PARSERS[name] for name in spec.conversation.tool_parsers)
-        self._call_parser = next((p for p in parsers if p.marker in template), None)
+        self.call_parser = next((p for p in parsers if p.marker in template), None)
 
     async def format_of(self, request: ChatRequest, tail: str | None) -> AnswerFormat:
         """Calls `read`, in a thread if the request has long schemas or grammars."""
@@ -63,11 +68,11 @@ class AnswerReader:
         start, calls = None, None
         if tail is not None:
             start = answer_start(tail) if self._thinks else None
-            calls = read_tools(request, self._call_parser)
+            calls = read_tools(request, self.call_parser)
         grammar = answer_grammar(read_grammar(request), start, calls, self._tokenizer)
         return AnswerFormat(
             start,
-            calls.maker(is_held=grammar is not None) if calls else None,
+            replace(calls, has_grammar=grammar is not None) if calls else None,
             calls is not None and calls.required,
             request.include_reasoning is not False,
             grammar.to_proto(self._end_ids) if grammar else None,
@@ -86,7 +91,7 @@ def _num_characters(request: ChatRequest) -> int:
         size += sum(map(len, texts))
         size += 0 if structured.json is UNSET else len(structured.json)
     choice, tools = request.tool_choice, request.tools or ()
-    is_held = size > 0 or choice not in (None, "none", "auto")
-    if tools and (is_held or any(tool.function.strict for tool in tools)):
+    has_grammar = size > 0 or choice not in (None, "none", "auto")
+    if tools and (has_grammar or any(tool.function.strict for tool in tools)):
         size += 4 * tool_characters(tools)  # the grammar of a schema is longer than its characters
     return size

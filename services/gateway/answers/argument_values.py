@@ -1,7 +1,8 @@
-"""Arguments of tool calls by their functions' JSON schemas: which types one may have, text as JSON.
+"""Conversion of bare text into JSON values, by the JSON schemas of functions.
 
-For forms of calls that write values as bare text; `bare_values` writes the grammar of what is read
-here. Schemas are strangers' input: what is no schema says nothing, and no schema takes more than
+Some formats of calls write the values of parameters as bare text. This file finds the types that a
+parameter may have and converts its text; `bare_values` writes the grammar of the same texts.
+Schemas come from clients: a malformed schema allows every value, and no schema takes more than
 linear time.
 """
 
@@ -19,21 +20,26 @@ from services.gateway.answers.schema_dialects import standard_keywords
 Schema = Mapping[str, Any]
 TYPES = frozenset(("null", "boolean", "integer", "number", "string", "array", "object"))
 _TYPES_OF: Mapping[type, Sequence[str]] = {
-    type(None): ("null",), bool: ("boolean",), int: ("integer", "number"), str: ("string",),
-    list: ("array",), dict: ("object",),
-}  # fmt: skip
-_MAX_DEPTH = 64  # of references and alternatives
-_MAX_SEARCHED = 20_000  # values of a schema, for anchors: some 10 ms, at each call
+    type(None): ("null",),
+    bool: ("boolean",),
+    int: ("integer", "number"),
+    str: ("string",),
+    list: ("array",),
+    dict: ("object",),
+}
+_MAX_DEPTH = 64  # nested references and alternatives
+# Number of a schema's values that are searched for anchors, which takes about 10 ms for each call.
+_MAX_SEARCHED = 20_000
 _LITERALS = frozenset(("const", "enum", "default", "examples"))
 
 
 @dataclass(frozen=True, slots=True)
 class ParameterType:
-    """What a parameter's value may be.
+    """Types and listed strings of a parameter.
 
     Attributes:
-        types: JSON's; "number" includes "integer".
-        texts: strings that the schema lists.
+        types: JSON types that the value may have. "number" includes "integer".
+        texts: strings that the schema lists in `const` or `enum`.
     """
 
     types: frozenset[str] = TYPES
@@ -41,25 +47,25 @@ class ParameterType:
 
     @property
     def is_text(self) -> bool:
-        """Whether any text is a string."""
+        """Whether the value is a string, so that its text is not parsed."""
         return self.types == frozenset(("string",))
 
     @property
     def may_be_nested(self) -> bool:
-        """Whether the value may hold strings of its own."""
+        """Whether the value may be an array or object, which can contain strings."""
         return not self.types.isdisjoint(("array", "object"))
 
 
 def to_json(text: str, parameter: ParameterType) -> str:
-    """A parameter's text as a JSON value of one of its types; else as a JSON string."""
+    """Returns a parameter's text as JSON of one of its types, or else as a JSON string."""
     token = text.strip(SPACE)
     token = PYTHON_WORDS.get(token, token)
     if text not in parameter.texts:
         try:
             value = parse_json(token)
         except (ValueError, RecursionError):
-            if "string" not in parameter.types and (mended := nested_of(token)):
-                return mended
+            if "string" not in parameter.types and (repaired := nested_of(token)):
+                return repaired
         else:
             types = parameter.types
             fits = "string" not in types or not types.isdisjoint(types_of_value(value))
@@ -69,18 +75,25 @@ def to_json(text: str, parameter: ParameterType) -> str:
 
 
 class StringScan:
-    """Whether a value that arrives is inside a string of JSON. Each character is read once.
+    """Scanner that finds out whether a streamed JSON value ends inside a string.
+
+    Each character is read once.
 
     Attributes:
-        at: how many characters have been read.
+        at: number of characters that have been read.
     """
 
     at = 0
     _is_inside = _is_escaped = False
 
     def ends_in_string(self, text: str, end: int) -> bool:
-        """Whether the value up to `end`, which never goes back, ends inside a string, in which no
-        line ends. After a no there is no further question.
+        """Returns whether the value up to `end` ends inside a string without a line break.
+
+        After a result of False the scanner is not used again.
+
+        Args:
+            text: text of the value so far.
+            end: index in the text. It never decreases from call to call.
         """
         if not self.at and not text[:end].lstrip(SPACE).startswith(("{", "[")):
             return False
@@ -98,48 +111,55 @@ class StringScan:
 
 
 def types_of_value(value: object) -> frozenset[str]:
-    """JSON's types of a value."""
+    """Returns the JSON types of a value. An integral number is an "integer" and a "number"."""
     if isinstance(value, float):
         return frozenset(("integer", "number") if value.is_integer() else ("number",))
     return frozenset(_TYPES_OF[type(value)])
 
 
 class Parameters:
-    """A function's parameters, references resolved.
+    """Parameters of a function, with the references of their schemas resolved.
 
     Attributes:
-        given: the schema of the arguments.
-        root: the same without a reference of its own.
+        document: the whole schema of the arguments, in which references are looked up.
+        root: the same schema with its own top-level reference resolved.
     """
 
     def __init__(self, root: Schema) -> None:
         self.root = self._without_reference(root)
-        self.given = root
+        self.document = root
         self._types: dict[int, frozenset[str]] = {}
-        self._standard: dict[int, object] = {}  # by the schema's id
+        self._standard: dict[int, object] = {}  # by the `id` of the schema
 
     def schema_of(self, name: str) -> object:
-        """What a parameter has to be; one that the schema does not name may be additional."""
+        """Returns the schema of a parameter, also of one that is not in `properties`."""
         properties = named(self.root, "properties")
         if name in properties:
             return properties[name]
-        # Names are not matched against patterns: what is of one may be any value.
+        # Names are not matched against patterns, so such a parameter may have any value.
         return True if named(self.root, "patternProperties") else self.additional
 
     @property
     def additional(self) -> object:
-        """What a parameter of another name has to be."""
+        """Schema of the parameters that are not in `properties`."""
         beside = self.root.get("unevaluatedProperties", True)
         return self.root.get("additionalProperties", beside)
 
     def type_of(self, name: str) -> ParameterType:
-        """What a parameter's value may be."""
+        """Returns the type of a parameter."""
         schema = self.schema_of(name)
         types = self.types(schema) or TYPES
         return ParameterType(types, frozenset(self.texts(schema) if "string" in types else ()))
 
     def types(self, schema: object, depth: int = 0) -> frozenset[str]:
-        """The types that values of a schema may have, or more; empty: there is no such value."""
+        """Returns the types that values of a schema may have.
+
+        The result may contain types that are not possible. It is empty if no value fits the schema.
+
+        Args:
+            schema: schema, which may be any JSON value.
+            depth: number of references and alternatives that were followed so far.
+        """
         if schema is False:
             return frozenset()
         if depth > _MAX_DEPTH:
@@ -150,20 +170,20 @@ class Parameters:
             return TYPES
         found = self._types.get(key)
         if found is None:
-            self._types[key] = TYPES  # of what refers to itself
+            self._types[key] = TYPES  # holds for a schema that refers to itself
             found = TYPES.intersection(*self._claims(cast(Schema, schema), depth))
             self._types[key] = found
         return found
 
     def texts(self, schema: object) -> set[str]:
-        """Strings that a schema, or an alternative of it, lists."""
+        """Returns the strings that a schema or one of its alternatives lists."""
         found: set[str] = set()
         for branch in self.branches(schema):
             found.update(value for value in listed_values(branch) or () if isinstance(value, str))
         return found
 
     def branches(self, schema: object) -> Iterable[Schema]:
-        """A schema, what it refers to, and their alternatives, each once."""
+        """Yields a schema, the schemas that it refers to, and their alternatives, each once."""
         seen: set[int] = set()
         left = [schema]
         while left:
@@ -181,8 +201,9 @@ class Parameters:
                 left.append(self.target(reference))
 
     def _read(self, schema: object) -> object:
-        """The schema with standard keywords. It is kept, so that no other object gets the id of a
-        schema within it.
+        """Returns the schema with standard keywords.
+
+        The result is stored, so that no other object can get the `id` of a schema within it.
         """
         found = self._standard.get(id(schema))
         if found is None:
@@ -190,13 +211,16 @@ class Parameters:
         return found
 
     def target(self, reference: str) -> object:
-        """What a reference within the document stands for; None: nothing."""
+        """Returns the schema to which a reference points.
+
+        Returns None if the reference points to another document or to nothing.
+        """
         uri, _, fragment = reference.partition("#")
-        if uri not in ("", own_id(self.given)):
+        if uri not in ("", own_id(self.document)):
             return None
         if fragment and not fragment.startswith("/"):
             return self._anchored.get(unquote(fragment))
-        target: object = self.given
+        target: object = self.document
         for step in steps_of(reference):
             if isinstance(target, Mapping):
                 target = cast("Mapping[str, object]", target).get(step)
@@ -209,11 +233,13 @@ class Parameters:
 
     @cached_property
     def _anchored(self) -> Mapping[str, object]:
-        """Schemas by their anchors. One that several have means none of them, and so does each in a
-        document that takes long to look through.
+        """Schemas by their anchors.
+
+        The value of an anchor that occurs more than once is None. The mapping is empty if the
+        document is too large to be searched.
         """
         found: dict[str, object] = {}
-        left: list[object] = [self.given]
+        left: list[object] = [self.document]
         for _ in range(_MAX_SEARCHED):
             if not left:
                 return found
@@ -245,8 +271,8 @@ class Parameters:
             yield self.types(self.target(reference), depth + 1)
 
     def _without_reference(self, root: Schema) -> Schema:
-        """The root in place of its reference."""
-        self.given = root
+        """Returns the root schema with its own reference replaced by the target's keywords."""
+        self.document = root
         found, beside = root, dict(root)
         for _ in range(_MAX_DEPTH):
             reference = beside.pop("$ref", None)
@@ -259,31 +285,31 @@ class Parameters:
 
 
 def own_id(schema: object) -> str:
-    """The URI by which a schema may refer to itself; empty: it has none."""
+    """Returns the URI by which a schema may refer to itself. Empty if it has none."""
     found = cast(Schema, schema).get("$id") if isinstance(schema, Mapping) else None
     return found.removesuffix("#") if isinstance(found, str) else ""
 
 
 def steps_of(reference: str) -> list[str]:
-    """The keys of a JSON pointer in a fragment."""
+    """Returns the keys of the JSON pointer in a reference's fragment."""
     steps = unquote(reference.partition("#")[2]).split("/")[1:]
     return [step.replace("~1", "/").replace("~0", "~") for step in steps]
 
 
 def listed(schema: Schema, key: str) -> list[object]:
-    """A keyword's list; empty if there is none."""
+    """Returns the list of a keyword, or an empty list if the keyword has none."""
     found = schema.get(key)
     return cast("list[object]", found) if isinstance(found, list) else []
 
 
 def named(schema: Schema, key: str) -> Schema:
-    """A keyword's schemas by name; empty if there are none."""
+    """Returns the named schemas of a keyword, or an empty mapping if the keyword has none."""
     found = schema.get(key)
     return cast(Schema, found) if isinstance(found, Mapping) else {}
 
 
 def listed_values(schema: Schema) -> list[object] | None:
-    """The values of `const` or `enum`; None: it has neither."""
+    """Returns the values of `const` or `enum`, or None if the schema has neither."""
     if "const" in schema:
         return [schema["const"]]
     return listed(schema, "enum") if isinstance(schema.get("enum"), list) else None

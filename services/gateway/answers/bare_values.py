@@ -1,23 +1,24 @@
-"""The grammar of parameters in calls that write strings bare and all else as JSON.
+"""Writer of the grammar of parameters whose strings are bare text and whose other values are JSON.
 
-`tool_grammar` writes each parameter of such a call with it. A string is one of those that the
-schema lists, or any text up to the closing tag: patterns, formats and lengths of bare strings are
-not enforced. Numbers with limits, objects and arrays are the library's `%json`. A text is left out
-that `argument_values` would read as such a value.
+`tool_grammar` uses it for each parameter of such a call. A string is either one of the strings that
+the schema lists, or any text up to the closing tag: patterns, formats and lengths of bare strings
+are not enforced. Numbers with limits, objects and arrays are llguidance's `%json`. Free text does
+not include texts that `argument_values` would convert to another type.
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 from services.gateway.answers.argument_values import Parameters, Schema, listed, listed_values
+from services.gateway.answers.grammar_rules import GrammarRules, json_text
 from services.gateway.answers.schema_place import SchemaPlace
 
 CLOSER = "</parameter>"
 _BLANKS = r"[ \t\r\n]*"
 _INTEGER = "-?(?:0|[1-9][0-9]*)"
-# What is written for a type without limits, of which any value is valid.
+# Expressions for the types of which any value is valid.
 _SCALARS = {
     "null": "null|None",
     "boolean": "true|false|True|False",
@@ -33,28 +34,33 @@ _MAX_DEPTH = 64
 
 @dataclass(slots=True)
 class BareValues:
-    """Parameters of one function.
+    """Writer of the values of one function's parameters.
 
     Attributes:
-        add: gives a terminal a name; returns it.
-        place: the schema's place in the request; where it is not strict, the grammar takes more
-            than the schema.
-        write_json: a schema's values, in Lark.
+        parameters: parameters of the function.
+        rules: rules of the grammar, to which rules and terminals are added.
+        place: place of the schema in the request. If it is not strict, the grammar allows more than
+            the schema where the schema cannot be enforced.
+        style: llguidance's options for JSON values.
     """
 
     parameters: Parameters
-    add: Callable[[str], str]
+    rules: GrammarRules
     place: SchemaPlace
-    write_json: Callable[[object], str]
-    # By the schema's id.
+    style: Mapping[str, object]
+    # Results of `_texts` and `_plain_scalars`, by the `id` of the schema.
     _found: dict[int, set[str] | None] = field(default_factory=dict[int, set[str] | None])
     _plain: dict[int, frozenset[str]] = field(default_factory=dict[int, frozenset[str]])
 
     def parameter(self, opener: str, schema: object, path: str) -> str | None:
-        """A parameter from its opening tag to its closing one, in Lark; None: it has no value.
+        """Returns the Lark text of a parameter from its opening tag to its closing tag.
+
+        Returns None if no value fits the schema.
 
         Args:
-            opener: the opening tag and a line break, as a terminal.
+            opener: Lark text of the opening tag and a line break.
+            schema: schema of the parameter.
+            path: path of the schema in the request, for errors.
         """
         types = self.parameters.types(schema)
         if not types:
@@ -63,7 +69,7 @@ class BareValues:
         others = types - {"string"}
         plain = self._plain_scalars(schema) & others
         if "number" in others - plain:
-            plain -= {"integer"}  # one lexeme for both
+            plain -= {"integer"}  # integers are written by the rule for numbers
         nested = others - plain
         if texts is None:
             if words := nested & {"null", "boolean"}:
@@ -77,19 +83,19 @@ class BareValues:
             values = regex("|".join([*map(escaped, sorted(texts)), *written]))
             values = values if texts or plain else ""
         tail = json.dumps(f"\n{CLOSER}\n")
-        found = [self.add(f"{opener} {values} {tail}")] if values else []
+        found = [self.rules.terminal(f"{opener} {values} {tail}")] if values else []
         if nested:
-            found.append(f"{self.add(opener)} {self._json(schema, nested)} {tail}")
+            found.append(f"{self.rules.terminal(opener)} {self._json(schema, nested)} {tail}")
         return f"({' | '.join(found)})" if found else None
 
     def _texts(self, schema: object, path: str, depth: int = 0) -> set[str] | None:
-        """The strings of a schema; None: any text, or more than are listed."""
+        """Returns the strings that a schema lists, or None if it allows other strings as well."""
         if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
             return set() if schema is False else None
         schema = cast(Schema, schema)
         key = id(schema)
         if key not in self._found:
-            self._found[key] = None  # of what refers to itself
+            self._found[key] = None  # holds for a schema that refers to itself
             found: set[str] | None = None
             for claim in self._claims(schema, path, depth):
                 if claim is not None:
@@ -130,13 +136,13 @@ class BareValues:
             yield self._texts(self.parameters.target(reference), path, depth + 1)
 
     def _plain_scalars(self, schema: object) -> frozenset[str]:
-        """Scalar types of which any value is valid; perhaps not all such types."""
+        """Returns scalar types of which any value is valid. Some such types may be missing."""
         if not isinstance(schema, Mapping):
             return frozenset(() if schema is False else _SCALARS)
         schema = cast(Schema, schema)
         key = id(schema)
         if key not in self._plain:
-            self._plain[key] = frozenset()  # of what refers to itself
+            self._plain[key] = frozenset()  # holds for a schema that refers to itself
             if not schema.keys() & {"const", "enum", "allOf"}:
                 claims = self._plain_claims(schema)
                 self._plain[key] = self.parameters.types(schema).intersection(_SCALARS, *claims)
@@ -156,8 +162,8 @@ class BareValues:
             yield self._plain_scalars(self.parameters.target(reference))
 
     def _json(self, schema: object, types: frozenset[str]) -> str:
-        """A value of those types, in the library's grammar."""
-        left: dict[str, int] = {}  # references still to be written
+        """Returns the name of a rule for the JSON values of a schema that have certain types."""
+        left: dict[str, int] = {}  # references, and the numbers of their definitions
         given = cast(Schema, schema if isinstance(schema, Mapping) else {})
         kinds = sorted(types - {"integer"} if "number" in types else types)
         found: dict[str, Any] = {**_copied(given, left), "type": kinds}
@@ -169,11 +175,17 @@ class BareValues:
         while len(definitions) < len(left):
             target = self.parameters.target(list(left)[len(definitions)])
             definitions[f"d{len(definitions)}"] = _copied(True if target is None else target, left)
-        return self.write_json({**found, **({"$defs": definitions} if definitions else {})})
+        whole = {**found, **({"$defs": definitions} if definitions else {})}
+        return self.rules.rule(json_text(whole, self.style))
 
 
 def _copied(schema: object, references: dict[str, int]) -> Any:  # noqa: ANN401 - any JSON
-    """A copy whose references are to `$defs`, by their place in `references`, to which they go."""
+    """Returns a copy of a schema in which references point to numbered definitions in `$defs`.
+
+    Args:
+        schema: schema, or any part of one.
+        references: number of the definition of each reference. New references are added.
+    """
     if isinstance(schema, list):
         return [_copied(item, references) for item in cast("list[object]", schema)]
     if not isinstance(schema, Mapping):
@@ -194,13 +206,13 @@ def _copied(schema: object, references: dict[str, int]) -> Any:  # noqa: ANN401 
 
 
 def _any_text(starts: str) -> str:
-    """Texts that do not hold the closing tag, as a terminal.
+    """Returns the expression of texts that do not contain the closing tag.
 
-    Not as a complement: for each state within one, the library would have to search for a text that
-    can still come.
+    The expression is not the complement of another expression: for each state of a complement the
+    library would have to search for a text that can still follow.
 
     Args:
-        starts: characters that do not come first, behind blanks, as in a class.
+        starts: characters, as in a character class, that must not be the first after whitespace.
     """
     inner = ""
     for character in reversed(CLOSER[1:]):
@@ -213,12 +225,12 @@ def _any_text(starts: str) -> str:
 
 
 def escaped(text: str) -> str:
-    """An expression that matches this text alone."""
+    """Returns a regular expression that matches exactly this text."""
     return "".join(
         c if c.isascii() and (c.isalnum() or c in "_ ") else f"\\x{{{ord(c):X}}}" for c in text
     )
 
 
 def regex(text: str) -> str:
-    """A regular expression in Lark, where two slashes begin a comment."""
+    """Returns a regular expression as a Lark text, in which `//` would begin a comment."""
     return f"/(?:{text})/"

@@ -1,6 +1,6 @@
-"""The JSON object of one tool call, read as it arrives.
+"""Streaming reader of the JSON object of one tool call.
 
-`tool_parsers` feeds it; nothing here fails.
+`tool_parsers` feeds it. A malformed object ends the reading, and raises no error.
 """
 
 from collections.abc import Generator
@@ -9,41 +9,42 @@ from services.gateway.answers.json_arguments import ArgumentsReader, object_of, 
 
 SPACE = " \t\r\n"
 _ARGUMENT_KEYS = ("arguments", "parameters")
-_OF_SCALARS = "0123456789+-.eE,: \t\r\ntrufalsn"  # or between them
+# Characters of numbers, literals and separators.
+_SCALAR_CHARACTERS = "0123456789+-.eE,: \t\r\ntrufalsn"
 
 
 class _CannotFollow(Exception):
-    """The character is not part of the object."""
+    """Raised for a character that cannot follow the text of the object so far."""
 
 
 class CallObject:
-    """The JSON object of one call, read character by character.
+    """Reader of the JSON object of one call, character by character.
 
     Attributes:
-        name: of the function, once it is known.
-        begun: the name is known and the arguments have begun, or the object is complete.
-        ended: complete, or no object that can be a call.
-        complete: its last brace has been read.
+        name: name of the function. Empty until it is known.
+        begun: whether the name is known and the arguments have begun, or the object is complete.
+        ended: whether the object is complete, or its text cannot be that of a call.
+        complete: whether the last brace of the object has been read.
     """
 
     def __init__(self) -> None:
         self.name = ""
         self.begun = self.ended = self.complete = False
-        self._arguments: list[str] = []  # not yet taken
-        self._reader: ArgumentsReader | None = None  # of an object
+        self._arguments: list[str] = []  # text that `take_arguments` has not returned yet
+        self._reader: ArgumentsReader | None = None  # None until the arguments begin as an object
         self._has_arguments = False
-        self._read_so_far: list[str] = []  # until the call has begun
+        self._read_so_far: list[str] = []  # text up to the beginning of the call
         self._reported = False
         self._object = self._read_object()
         next(self._object)
 
     @property
     def raw(self) -> str:
-        """All text read, if the call has not begun."""
+        """All text that was read so far, valid until the call has begun."""
         return "".join(self._read_so_far)
 
     def feed(self, text: str) -> str:
-        """Reads up to the object's end; returns what follows it."""
+        """Reads text up to the object's end, and returns the text after the object."""
         for index, character in enumerate(text):
             try:
                 if self.ended:
@@ -57,20 +58,20 @@ class CallObject:
         return ""
 
     def name_is_new(self) -> bool:
-        """Whether the call has begun since the last question."""
+        """Returns whether the call has begun since this method was called last."""
         is_new = self.begun and not self._reported
         self._reported = self._reported or is_new
         return is_new
 
     def close(self) -> None:
-        """No more text follows: the arguments of a call that has begun become an object."""
+        """Ends the reading, and closes the arguments so that they are a whole JSON object."""
         if self._reader is not None:
             self._reader.close()
             self._arguments.append(self._reader.take())
         self.ended = True
 
     def take_arguments(self) -> str:
-        """New text of the arguments."""
+        """Returns the text of the arguments that is new since the last call of this method."""
         if not self.begun:
             return ""
         if self.complete and not self._has_arguments:
@@ -83,7 +84,7 @@ class CallObject:
     def _read_object(self) -> Generator[None, str]:
         character = yield from _behind_space()
         _expect(character == "{")
-        while character == "{":  # twice, where a template shows calls in two pairs of braces
+        while character == "{":  # a template may show calls in two pairs of braces
             character = yield from _behind_space()
         while True:
             _expect(character == '"')
@@ -109,7 +110,11 @@ class CallObject:
             character = yield from _behind_space()
 
     def _read_arguments(self, character: str) -> Generator[None, str, str]:
-        """An object, or a string that holds one; returns the character behind it."""
+        """Reads an object, or a string that contains an object.
+
+        Returns:
+            The character after the arguments.
+        """
         if character == "{":
             self._reader = reader = ArgumentsReader()
             self._has_arguments, self.begun = True, bool(self.name)
@@ -132,14 +137,14 @@ def _expect(can_follow: bool) -> None:
 
 
 def _behind_space() -> Generator[None, str, str]:
-    """The first character that is no blank."""
+    """Reads up to the first character that is not whitespace, and returns it."""
     while (character := (yield)) in SPACE:
         pass
     return character
 
 
 def _string() -> Generator[None, str, str]:
-    """A string whose first quote has been read."""
+    """Reads the rest of a string whose first quote has been read, and returns the whole string."""
     token, is_escaped = ['"'], False
     while True:
         character = yield
@@ -150,7 +155,11 @@ def _string() -> Generator[None, str, str]:
 
 
 def _value(character: str) -> Generator[None, str, tuple[str, str]]:
-    """The text of a value, of whose containers the brackets are counted, and what is behind it."""
+    """Reads a value that begins with `character`. Only the brackets of containers are checked.
+
+    Returns:
+        The text of the value, and the character after it.
+    """
     token: list[str] = []
     depth = 0
     while depth or character not in SPACE + ",}":
@@ -163,7 +172,7 @@ def _value(character: str) -> Generator[None, str, tuple[str, str]]:
             depth -= 1
             _expect(depth >= 0)
         else:
-            _expect(character in _OF_SCALARS)
+            _expect(character in _SCALAR_CHARACTERS)
         token.append(character)
         character = yield
     _expect(bool(token))

@@ -1,8 +1,8 @@
-"""What an answer has to be: a grammar, which the decoder holds the answer to.
+"""The grammar of an answer, which the decoder enforces while it samples.
 
-`ChatService` reads it from a request's `response_format` or `structured_outputs`; any other part of
-the gateway that has to be sure of an answer's form makes its own. It is compiled in the decoder,
-whose refusal (`InvalidGrammar`) gets `param` as its field.
+`read_grammar` reads the grammar from a request's `response_format` or `structured_outputs`;
+`tool_grammar` writes the grammar of answers with tool calls. The decoder compiles it. If the
+decoder refuses the grammar, the error (`InvalidGrammar`) names the field `param`.
 """
 
 from dataclasses import dataclass
@@ -23,17 +23,20 @@ _ANY_OBJECT = '{"type": "object"}'
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """An answer's form.
+    """The grammar of an answer.
 
     Attributes:
-        kind: what `text` is: a JSON Schema as JSON; a regular expression; a JSON array of strings,
-            of which the answer is one; a Lark grammar in llguidance's dialect or GBNF. In Lark,
-            `<[151657]>` is the token of that id and `<tool_call>` the added token of that name.
-        text: at most `MAX_GRAMMAR_CHARS`.
-        param: the request's field, for the 400 if the decoder cannot compile it.
-        begins_after: token ids, such as that of `</think>`; the answer is free until it holds them
-            in a row, and of the grammar from then on. Empty: from its start.
-        plain_strings: its bounded strings are known to be plain; see the file of that name.
+        kind: language of `text`: a JSON Schema as JSON; a regular expression; a JSON array of
+            strings, one of which is the answer; a grammar in llguidance's dialect of Lark or in
+            GBNF. In Lark, `<[151657]>` is the token with this id and `<tool_call>` the added token
+            with this name.
+        text: text of the grammar, of at most `MAX_GRAMMAR_CHARS` characters.
+        param: field of the request that an error names.
+        begins_after: token ids, such as the id of `</think>`. The answer is free until it contains
+            these tokens in a row, and follows the grammar afterwards. Empty if the grammar begins
+            with the answer.
+        plain_strings: whether the bounded strings of the grammar are known to be plain; see
+            `services/common/grammar/plain_strings.py`.
     """
 
     kind: Literal["json_schema", "regex", "choice", "grammar"]
@@ -43,10 +46,13 @@ class Grammar:
     plain_strings: bool = False
 
     def to_proto(self, end_ids: tuple[int, ...]) -> pb.Grammar:
-        """As the decoder takes it; `end_ids` are the model's end tokens.
+        """Returns the grammar as a message for the decoder.
+
+        Args:
+            end_ids: ids of the model's end tokens.
 
         Raises:
-            InvalidGrammar: it is too long.
+            InvalidGrammar: the grammar is too long.
             InvalidRequest: the model has no end token.
         """
         if len(self.text) > MAX_GRAMMAR_CHARS:
@@ -63,10 +69,10 @@ class Grammar:
 
 
 def read_grammar(request: ChatRequest) -> Grammar | None:
-    """The grammar that a request names; None: the answer is free.
+    """Returns the grammar that a request contains, or None if its answer is free.
 
     Raises:
-        InvalidRequest: `response_format` and `structured_outputs` are not one grammar.
+        InvalidRequest: the request contains more than one grammar.
     """
     grammar, given = None, request.response_format
     if isinstance(given, JsonObjectFormat | JsonSchemaFormat):
@@ -88,7 +94,7 @@ def _of_structured_outputs(given: StructuredOutputs) -> Grammar:
     if given.json is not UNSET and bytes(given.json) != b"null":
         param = "structured_outputs.json"
         text = text_of(given.json, param)
-        if text.startswith('"'):  # JSON within JSON
+        if text.startswith('"'):  # the schema is JSON text within a JSON string
             text = msgspec.json.decode(text, type=str)
         found.append(_of_schema(text, param))
     if given.json_object:

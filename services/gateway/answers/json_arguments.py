@@ -1,7 +1,7 @@
-"""A JSON object that a model writes as the arguments of a call, read as it arrives.
+"""Streaming reader of the JSON object that a model writes as the arguments of a call.
 
-What is handed on can always be closed: whatever the model does next, or leaves out, the whole is
-the text of a JSON object.
+The text that the reader returns can be closed at any time: whatever the model writes next, or
+leaves out, the result is the text of a JSON object.
 """
 
 import json
@@ -11,44 +11,48 @@ import sys
 from contextlib import suppress
 from typing import Any, Literal, NoReturn
 
-PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}  # as templates write them back
+PYTHON_WORDS = {
+    "True": "true",
+    "False": "false",
+    "None": "null",
+}  # templates write these words into prompts
 _MAX_DEPTH = 100
 _QUOTES = "\"'"
 _CLOSERS = {"{": "}", "[": "]"}
 _ESCAPES = frozenset('"\\/bfnrt')
 _HEX = frozenset("0123456789abcdefABCDEF")
 _ENDS_SCALAR = frozenset(" \t\r\n,]}")
-# In place of half a surrogate pair, which is JSON that most readers refuse, ours among them.
+# Replaces half a surrogate pair, which most JSON parsers refuse, msgspec's among them.
 _REPLACEMENT = "\ufffd"
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class ArgumentsReader:
-    """Reads the object from its first brace on.
+    """Reader of a JSON object, from its first brace on, that repairs the mistakes of models.
 
-    A comma, a key, and a number or word that may go on are handed on with what follows them. Line
-    breaks and the like within strings become escapes, unknown escapes backslashes, and half a
-    surrogate pair U+FFFD; a comma too many, Python's words and quotes, and numbers that no float
-    holds are mended.
+    A comma, a key, and a number or word that may continue are returned together with the value that
+    follows. Control characters within strings become escapes, unknown escapes become escaped
+    backslashes, and half a surrogate pair becomes U+FFFD. Superfluous commas are dropped, Python's
+    words and quotes become JSON's, and numbers beyond a float's range become the largest float.
 
     Attributes:
-        ended: the last brace has been read, or the text was closed.
+        ended: whether the last brace was read or the reader was closed.
     """
 
     def __init__(self) -> None:
         self.ended = False
         self._state: Literal["value", "first", "key", "colon", "next", "string", "scalar"] = "value"
-        self._open: list[str] = []  # braces and brackets
-        self._is_key = False  # the string
-        self._quote = '"'  # that ends it
+        self._open: list[str] = []  # braces and brackets that are not closed
+        self._is_key = False  # whether the current string is a key
+        self._quote = '"'  # quote that ends the current string
         self._escape = ""
         self._high = ""  # the first half of a surrogate pair, as an escape
         self._scalar: list[str] = []
-        self._held: list[str] = []  # what the next value needs before it
+        self._held: list[str] = []  # text that is returned before the next value, or dropped
         self._new: list[str] = []
 
     def read(self, character: str) -> bool:
-        """Takes one character; False: it cannot follow."""
+        """Takes one character, and returns False if it cannot follow the text so far."""
         if self._state == "string":
             self._read_string(character)
             return True
@@ -78,13 +82,13 @@ class ArgumentsReader:
                 return self._begin(character)
 
     def take(self) -> str:
-        """What is new and certain."""
+        """Returns the text that is certain and new since the last call of this method."""
         new = "".join(self._new)
         self._new.clear()
         return new
 
     def close(self) -> None:
-        """No more text follows: closes what is open, without what is incomplete."""
+        """Closes everything that is open, and drops an incomplete key or value."""
         if self.ended:
             return
         if self._state == "string" and not self._is_key:
@@ -95,7 +99,7 @@ class ArgumentsReader:
         self.ended = True
 
     def _begin(self, character: str) -> bool:
-        """A key, or a value."""
+        """Begins a key or a value."""
         if character in _QUOTES:
             self._write('"')
             self._state, self._quote = "string", character
@@ -114,9 +118,9 @@ class ArgumentsReader:
 
     def _close_one(self, character: str) -> bool:
         if self._state == "value" and self._open[-1] == "{":
-            return False  # a key without a value
+            return False  # the key has no value
         if self._state in ("key", "value"):
-            self._held.clear()  # a comma
+            self._held.clear()  # drops a superfluous comma
         self._flush(character)
         self._open.pop()
         self._state = "next"
@@ -160,15 +164,15 @@ class ArgumentsReader:
                 self._write_unit(escape)
             else:
                 self._escape = escape
-        else:  # none: a backslash, and what follows it
+        else:  # not an escape: a backslash, and the character after it
             self._write("\\" + escape[:-1])
             self._read_string(character)
 
     def _write_unit(self, escape: str) -> None:
-        """One of UTF-16."""
+        """Writes an escape with four hexadecimal digits, which is one unit of UTF-16."""
         unit = int(escape[2:], 16)
         if 0xD800 <= unit < 0xDC00:
-            self._write("")  # ends a half before it
+            self._write("")  # replaces a first half that has no second
             self._high = escape
             return
         if 0xDC00 <= unit < 0xE000:
@@ -189,39 +193,47 @@ class ArgumentsReader:
 
 
 def object_of(text: str) -> str:
-    """The JSON object that a string holds; empty if it holds none."""
+    """Returns the repaired JSON object that a string contains, or "" if there is none."""
     text = text.strip()
-    return _mended(text)[0] if text.startswith("{") else ""
+    return _repaired(text)[0] if text.startswith("{") else ""
 
 
 def nested_of(text: str) -> str:
-    """The JSON object or array that a text is, mended; empty if it is none."""
-    mended, is_whole = _mended(text) if text.startswith(("{", "[")) else ("", False)
-    return mended if is_whole else ""
+    """Returns a text repaired as a JSON object or array, or an empty text if it is neither."""
+    repaired, is_whole = _repaired(text) if text.startswith(("{", "[")) else ("", False)
+    return repaired if is_whole else ""
 
 
 def parse_json(text: str) -> Any:  # noqa: ANN401 - any JSON
-    """The value of JSON text. Integers are 0, and as floats where those may not hold them: no more
-    is asked for, and Python refuses thousands of digits.
+    """Returns the value of JSON text, in which every integer is 0, or a float if it is very long.
+
+    Callers need the types of the values only, and Python refuses integers with thousands of digits.
 
     Raises:
-        ValueError: it is none, or one of Python's constants.
+        ValueError: the text is not JSON, or contains a constant of Python such as NaN.
     """
     return json.loads(text, parse_constant=_refuse, parse_int=_integer)
 
 
 def readable(text: str, value: object) -> str:
-    """JSON text, without what most readers refuse, as `ArgumentsReader` mends it; `value` is what
-    `parse_json` made of it.
+    """Returns JSON text that common JSON parsers accept, repaired if necessary.
+
+    Args:
+        text: JSON text.
+        value: result of `parse_json` for the text.
     """
     with suppress(ValueError, RecursionError):
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
         return text
-    return _mended(text)[0]
+    return _repaired(text)[0]
 
 
-def _mended(text: str) -> tuple[str, bool]:
-    """A value as `ArgumentsReader` reads it, closed, and whether it is the whole text."""
+def _repaired(text: str) -> tuple[str, bool]:
+    """Reads and closes a value.
+
+    Returns:
+        The repaired value, and whether the value is the whole text.
+    """
     reader = ArgumentsReader()
     is_read = all(not reader.ended and reader.read(character) for character in text)
     is_whole = is_read and reader.ended
@@ -230,7 +242,10 @@ def _mended(text: str) -> tuple[str, bool]:
 
 
 def parse_string(text: str) -> str:
-    """The value of a JSON string, in which line breaks may stand; empty if it is none."""
+    """Returns the value of a JSON string, which may contain line breaks.
+
+    The value is empty if the text is no JSON string.
+    """
     try:
         value = json.loads(text, strict=False)
     except (ValueError, RecursionError):

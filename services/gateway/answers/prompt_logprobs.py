@@ -1,4 +1,4 @@
-"""Logprobs of a prompt's own tokens, as the decoder sends them and as answers have them."""
+"""Logprobs of the tokens of a prompt: received from the decoder, and converted for responses."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -11,27 +11,36 @@ from services.gateway.forms.openai import ChatRequest
 from services.gateway.forms.responses import MIN_LOGPROB, LogprobEntry, PromptLogprob, TopLogprob
 from services.gateway.tokenizer.tokenizer import ModelTokenizer, token_name
 
-MAX_PROMPT_LOGPROBS = 1 << 18  # of a prompt, alternatives included
-# vLLM's form: by token id; None for the first token, which nothing precedes.
+# Largest number of logprobs for one prompt, alternatives included.
+MAX_PROMPT_LOGPROBS = 1 << 18
+# Logprobs of each token in vLLM's format, by token id. None for the first token, which has none.
 PromptLogprobs = list[dict[int, PromptLogprob] | None]
 Tops = Iterable[tuple[int, float]]  # token ids and their logprobs
-_BYTES_OF_A_LOGPROB = 256  # with its token
+_BYTES_OF_A_LOGPROB = 256  # memory of a logprob and its token in a response
 
 
 @dataclass(slots=True)
 class PromptScores:
-    """What has arrived for one prompt."""
+    """Logprobs of one prompt that have arrived so far.
+
+    Attributes:
+        parts: messages of the decoder, in the order of the prompt.
+    """
 
     parts: list[pb.PromptLogprobs] = field(default_factory=list[pb.PromptLogprobs])
 
     @property
     def num_bytes(self) -> int:
-        """Memory that they take in an answer, nearly."""
+        """Approximate memory that the logprobs take in a response, in bytes."""
         num_values = sum(len(part.logprobs) + len(part.top_logprobs) for part in self.parts) // 4
         return num_values * _BYTES_OF_A_LOGPROB
 
     def check(self, request: ChatRequest, prompt_tokens: int) -> None:
-        """Raises InvalidRequest if a prompt is too long for the logprobs that are wanted of it."""
+        """Checks that a prompt is not too long for the number of logprobs that the request wants.
+
+        Raises:
+            InvalidRequest: the prompt is too long.
+        """
         wanted = request.prompt_logprobs
         if wanted is not None and prompt_tokens * (wanted + 1) > MAX_PROMPT_LOGPROBS:
             most = MAX_PROMPT_LOGPROBS // (wanted + 1)
@@ -42,14 +51,18 @@ class PromptScores:
             )
 
     def add(self, parts: Sequence[pb.PromptLogprobs]) -> None:
-        """Takes the next part; a decoder that takes a prompt over begins it again."""
+        """Adds the next parts. A decoder that continues the request sends all parts again."""
         for part in parts:
             if part.start == 1:
                 self.parts.clear()
             self.parts.append(part)
 
     def rows(self, token_ids: Sequence[int]) -> Iterator[tuple[int, float, int, Tops]]:
-        """Each token of the prompt but the first, its logprob and rank, and its alternatives."""
+        """Yields the id, logprob, rank and alternatives of each token but the first.
+
+        Args:
+            token_ids: token ids of the whole prompt.
+        """
         rows: list[tuple[float, int, list[int], list[float]]] = []
         for part in self.parts:
             logprobs = _floats(part.logprobs)
@@ -65,7 +78,12 @@ class PromptScores:
             yield token_id, logprob, rank, zip(ids, logprobs, strict=True)
 
     def by_id(self, token_ids: Sequence[int], tokenizer: ModelTokenizer) -> PromptLogprobs:
-        """In vLLM's form; `token_ids` are the prompt's."""
+        """Returns the logprobs in vLLM's format.
+
+        Args:
+            token_ids: token ids of the whole prompt.
+            tokenizer: tokenizer of the model.
+        """
         found: PromptLogprobs = [None]
         for token_id, logprob, rank, top in self.rows(token_ids):
             place = {
@@ -79,7 +97,13 @@ class PromptScores:
     def entries(
         self, token_ids: Sequence[int], tokenizer: ModelTokenizer, *, as_ids: bool = False
     ) -> list[LogprobEntry]:
-        """Of all tokens but the first, as of sampled ones."""
+        """Returns the logprobs of all tokens but the first, in the format of sampled tokens.
+
+        Args:
+            token_ids: token ids of the whole prompt.
+            tokenizer: tokenizer of the model.
+            as_ids: whether tokens are named `token_id:N` instead of by their text.
+        """
         found: list[LogprobEntry] = []
         for token_id, logprob, _, top in self.rows(token_ids):
             others = [TopLogprob(*token_name(tokenizer, i, as_ids), value) for i, value in top]

@@ -1,11 +1,11 @@
-"""JSON schemas as SDKs of other languages write them, rewritten as the standard has them.
+"""Conversion of JSON schemas from SDKs of other languages to the standard.
 
-Go and Java write null for a keyword that is not used, PHP `[]` for an empty object and an object
-with numbers as keys for a list, Google's SDKs upper-case types, numbers as strings and `nullable`,
-Python's the names of its own types, draft 3 of the standard `required: true` in a property. Such a
-value is replaced by the one that it stands for. A standard schema stays as it is. What stands for
-nothing certain is refused by its place or, where the client was not promised that every keyword is
-enforced, left out.
+Go and Java write null for a keyword that is not used. PHP writes `[]` for an empty object, and an
+object with numbers as keys for a list. Google's SDKs write types in upper case, numbers as strings,
+and `nullable`. Python's SDKs write names of Python's types. Draft 3 of the standard has
+`required: true` in a property. Each such value is replaced by its standard equivalent, and a
+standard schema is not changed. A value without a certain equivalent is refused by its place, or
+left out if the client was not promised that every keyword is enforced.
 """
 
 import json
@@ -17,7 +17,7 @@ from typing import Any, cast
 
 from services.gateway.answers.schema_place import SchemaPlace
 
-# Names of JSON's types in other languages, in lower case. Empty: any type.
+# JSON type of each type name of other languages, in lower case. Empty if the name means any type.
 _TYPES = {
     **dict.fromkeys(("string", "str", "text", "varchar", "char"), "string"),
     **dict.fromkeys(
@@ -36,7 +36,7 @@ _TYPES = {
     **dict.fromkeys(("null", "none", "nonetype", "nil"), "null"),
     **dict.fromkeys(("", "any", "mixed", "type_unspecified"), ""),
 }  # fmt: skip
-# `list[str]`, `Map<String, Object>`; `string[]`.
+# Matches `list[str]`, `Map<String, Object>` and `string[]`.
 _GENERIC = re.compile(r"(\w+)(?:\[.+\]|<.+>)|\w+(\[\])", re.DOTALL)
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]{0,30})(?:\.[0-9]{1,30})?(?:[eE][+-]?[0-9]{1,3})?")
 _INTEGER = re.compile(r"-?(?:0|[1-9][0-9]{0,30})")
@@ -50,10 +50,21 @@ _URI = re.compile(
 _BOOLEANS = {"true": True, "false": False}
 _ANNOTATIONS = frozenset(
     (
-        "title", "description", "default", "examples", "example", "$defs", "definitions", "$id",
-        "$anchor", "$comment", "deprecated", "readOnly", "writeOnly",
+        "title",
+        "description",
+        "default",
+        "examples",
+        "example",
+        "$defs",
+        "definitions",
+        "$id",
+        "$anchor",
+        "$comment",
+        "deprecated",
+        "readOnly",
+        "writeOnly",
     )
-)  # fmt: skip
+)
 # Keywords whose values are no schemas and may be null.
 _VALUES = frozenset(("const", "default", "examples", "example", "x-guidance"))
 _SNAKE_CASE = {
@@ -62,24 +73,28 @@ _SNAKE_CASE = {
     "min_items": "minItems", "max_items": "maxItems", "min_properties": "minProperties",
     "max_properties": "maxProperties", "prefix_items": "prefixItems",
 }  # fmt: skip
-# No answer is as long; such a number is the largest one of some type.
+# A limit of this size is the largest number of some type, and longer than any answer.
 _UNLIMITED = 1 << 31
 _MAX_SHOWN = 60
 
 
 def standard_schema(schema: object, place: SchemaPlace) -> Any:  # noqa: ANN401 - any JSON
-    """Returns the schema as the standard has it; the given schema is not changed.
+    """Returns a copy of a schema in which every value is standard.
 
     Args:
         schema: parsed JSON, of bounded nesting.
-        place: its place, by which a value that stands for nothing certain is refused.
+        place: place of the schema, which errors name.
+
+    Raises:
+        InvalidGrammar: the place is strict, and a value has no certain equivalent.
     """
     return _Reader(place).schema(schema, "")
 
 
 def standard_keywords(schema: object) -> Any:  # noqa: ANN401 - any JSON
-    """Returns the schema as the standard has it, but for the schemas within it, which stay as they
-    are. A value that stands for nothing certain is left out.
+    """Returns a copy of a schema in which its own keywords are standard.
+
+    The schemas within it are not converted. A value without a certain equivalent is left out.
     """
     reader = _Reader(SchemaPlace(strict=False), is_deep=False)
     if isinstance(schema, dict):
@@ -88,7 +103,7 @@ def standard_keywords(schema: object) -> Any:  # noqa: ANN401 - any JSON
 
 
 class _Absent:
-    """The value of a keyword that is to be left out."""
+    """Type of the value that a reader returns for a keyword that is to be left out."""
 
 
 _ABSENT = _Absent()
@@ -96,17 +111,17 @@ _ABSENT = _Absent()
 
 @dataclass(frozen=True, slots=True)
 class _Reader:
-    """Rewrites the schemas of one function or answer.
+    """Converter of the schemas of one function or answer.
 
     Attributes:
-        is_deep: whether the schemas within a schema are rewritten, too.
+        is_deep: whether the schemas within a schema are converted as well.
     """
 
     _place: SchemaPlace
     is_deep: bool = True
 
     def schema(self, value: Any, path: str) -> Any:  # noqa: ANN401 - any JSON
-        """A schema at that path."""
+        """Returns a converted schema, whose place is `path`."""
         if isinstance(value, bool):
             return value
         if isinstance(value, dict):
@@ -129,7 +144,7 @@ class _Reader:
         self._place.refuse(path, f"{keyword} {shown}")
 
     def keywords(self, given: dict[str, Any], path: str) -> dict[str, Any]:
-        """A schema's keywords with the values that they stand for."""
+        """Returns the keywords of a schema with standard names and values."""
         found: dict[str, Any] = {}
         for keyword, value in given.items():
             name = _SNAKE_CASE.get(keyword, keyword)
@@ -149,10 +164,10 @@ class _Reader:
         self._fit_values(found)
         return _with_null(found) if _is_true(found.pop("nullable", None)) else found
 
-    # Readers of a keyword's value, which return _ABSENT for a keyword that says nothing.
+    # Readers of a keyword's value. They return _ABSENT for a keyword that restricts nothing.
 
     def map(self, value: Any, path: str) -> Any:  # noqa: ANN401 - any JSON
-        """Schemas by name."""
+        """Reads schemas by name."""
         if value == []:
             return {}
         if not isinstance(value, dict):
@@ -163,12 +178,12 @@ class _Reader:
         return {name: self.schema(member, f"{path}.{name}") for name, member in members}
 
     def dependents(self, value: Any, path: str) -> Any:  # noqa: ANN401 - any JSON
-        """What depends on properties; the keyword is not enforced, and says nothing if empty."""
+        """Reads requirements that depend on properties, which are not enforced."""
         del path
         return value or _ABSENT
 
     def branches(self, value: Any, path: str) -> Any:  # noqa: ANN401 - any JSON
-        """The schemas of `anyOf` and the like, of which there is at least one."""
+        """Reads a list of at least one schema, such as that of `anyOf`."""
         items = _listed(value)
         if items is None:
             return self._unclear(value, path)
@@ -185,14 +200,14 @@ class _Reader:
         return found
 
     def items(self, value: Any, path: str) -> Any:  # noqa: ANN401 - any JSON
-        """One schema or, before draft 2020-12, a list of them."""
+        """Reads one schema or, before draft 2020-12, a list of schemas."""
         if isinstance(value, list) and value:
             items = enumerate(cast("list[Any]", value))
             return [self.schema(item, f"{path}[{index}]") for index, item in items]
         return self.schema(value, path)
 
     def type(self, value: Any, path: str) -> Any:  # noqa: ANN401 - any JSON
-        """A type's name, or a list of such names. An unknown name stays, to be refused by name."""
+        """Reads the name of a type, or a list of names. An unknown name stays as it is."""
         if isinstance(value, str):
             name = _type_name(value)
             return value if name is None else (name or _ABSENT)
@@ -206,7 +221,7 @@ class _Reader:
         return _ABSENT if "" in names or not names else list(dict.fromkeys(names))
 
     def required(self, value: Any, path: str) -> Any:  # noqa: ANN401 - any JSON
-        """Names. A property's `required: true` is read with the object that has the property."""
+        """Reads names of properties. Booleans are read with the object around the property."""
         if isinstance(value, bool):
             return _ABSENT
         if isinstance(value, str):
@@ -219,7 +234,7 @@ class _Reader:
         return self._unclear(value, path) if items is None else (items or _ABSENT)
 
     def count(self, value: Any, path: str) -> Any:  # noqa: ANN401 - any JSON
-        """A number of characters, items or properties; a negative one limits nothing."""
+        """Reads a number of characters, items or properties. A negative number limits nothing."""
         number = self.number(value, path)
         if isinstance(number, int | float):
             is_unlimited = number >= _UNLIMITED
@@ -243,13 +258,13 @@ class _Reader:
         return number
 
     def exclusive(self, value: Any, path: str) -> Any:  # noqa: ANN401 - any JSON
-        """A number or, in draft 4, whether the bound beside it is exclusive."""
+        """Reads a number or, in draft 4, whether the bound beside the keyword is exclusive."""
         if isinstance(value, str) and value.lower() in _BOOLEANS:
             return _BOOLEANS[value.lower()]
         return value if isinstance(value, bool) else self.number(value, path)
 
     def text(self, value: Any, path: str) -> Any:  # noqa: ANN401 - any JSON
-        """A text; an empty one says nothing."""
+        """Reads a text. An empty text restricts nothing."""
         if not isinstance(value, str):
             return self._unclear(value, path)
         return value or _ABSENT
@@ -260,7 +275,7 @@ class _Reader:
         return value if isinstance(value, bool) else self._unclear(value, path)
 
     def name_of_schema(self, value: Any, path: str) -> Any:  # noqa: ANN401 - any JSON
-        """A name by which schemas refer to this one; a name that no URI can be says nothing."""
+        """Reads a name by which schemas refer to the schema. A name that is no URI is left out."""
         known = _DRAFT if path.endswith(".$schema") else _URI
         return value if isinstance(value, str) and known.fullmatch(value) else _ABSENT
 
@@ -268,10 +283,10 @@ class _Reader:
         self._refuse(path, path.rpartition(".")[2], value)
         return _ABSENT
 
-    # What several keywords say together.
+    # Conversions of several keywords together.
 
     def _require_flagged(self, given: dict[str, Any], found: dict[str, Any]) -> None:
-        """Adds the properties to `required` that say it of themselves, as in draft 3."""
+        """Adds properties to `required` that have `required: true` themselves, as in draft 3."""
         flagged = [
             name
             for name, schema in given.items()
@@ -285,7 +300,7 @@ class _Reader:
             found["required"] = [*names, *(name for name in flagged if name not in names)]
 
     def _name_required(self, found: dict[str, Any], path: str) -> None:
-        """The names in `required`, which PHP writes as numbers if they look like numbers."""
+        """Converts numbers in `required` to names: PHP writes names of digits as numbers."""
         names: list[str] = []
         for index, name in enumerate(cast("list[Any]", found["required"])):
             if isinstance(name, int) and not isinstance(name, bool):
@@ -297,8 +312,9 @@ class _Reader:
         found["required"] = names
 
     def _fit_values(self, found: dict[str, Any]) -> None:
-        """Values of `enum` and `const` of which none is of the schema's type, but each is written
-        as another type's: numbers and booleans as texts, integers for texts.
+        """Converts values of `enum` and `const` to the schema's type, if all values have another.
+
+        SDKs write numbers and booleans as texts, and texts of digits as integers.
         """
         kinds = found.get("type")
         kinds = {kinds} if isinstance(kinds, str) else set(cast("list[str]", kinds or ()))
@@ -318,7 +334,7 @@ class _Reader:
 
 
 def _type_name(name: str) -> str | None:
-    """The type of JSON that a name stands for; empty for any type, None for an unknown name."""
+    """Returns the JSON type of a name. Empty if the name means any type, None if it is unknown."""
     lower = name.strip().lower()
     if generic := _GENERIC.fullmatch(lower):
         kind = "array" if generic[2] else _TYPES.get(generic[1])
@@ -331,7 +347,7 @@ def _is_true(value: object) -> bool:
 
 
 def _is_null_type(branch: object) -> bool:
-    """Whether a branch is `type: null` where YAML has lost the quotes."""
+    """Returns whether a branch is `type: null`, which YAML reads as a null instead of a name."""
     if not isinstance(branch, dict) or "type" not in branch:
         return False
     schema = cast("dict[str, Any]", branch)
@@ -339,7 +355,7 @@ def _is_null_type(branch: object) -> bool:
 
 
 def _listed(value: object) -> list[Any] | None:
-    """A list, also one that PHP wrote as an object of numbered members; None if it is neither."""
+    """Returns a list, also from an object whose keys are numbers. None if the value is neither."""
     if isinstance(value, list):
         return cast("list[Any]", value)
     if isinstance(value, dict):
@@ -350,7 +366,7 @@ def _listed(value: object) -> list[Any] | None:
 
 
 def _number_of(value: object) -> int | float | None:
-    """A number, also one that is written as a text; None if it is neither."""
+    """Returns a number, also from a text with digits. None if the value is neither."""
     if isinstance(value, int | float) and not isinstance(value, bool):
         return value
     if isinstance(value, str) and _NUMBER.fullmatch(value.strip()):
@@ -369,18 +385,21 @@ def _as_boolean(value: object) -> bool | None:
 
 
 def _as_text(value: object) -> str | None:
-    """An integer's text; how another number was written before it became one is not known."""
+    """Returns the text of an integer. None for a float, whose original text is unknown."""
     return str(value) if isinstance(value, int) and not isinstance(value, bool) else None
 
 
-# The value of the type that a value of another type stands for; None if it stands for none.
+# Conversions to each type from values of other types. None if a value has no equivalent.
 _FITTED: Mapping[str, Callable[[object], object]] = {
-    "integer": _as_number, "number": _as_number, "boolean": _as_boolean, "string": _as_text,
-}  # fmt: skip
+    "integer": _as_number,
+    "number": _as_number,
+    "boolean": _as_boolean,
+    "string": _as_text,
+}
 
 
 def _exclude_bounds(found: dict[str, Any]) -> None:
-    """Bounds that draft 4 makes exclusive by a boolean beside them."""
+    """Converts bounds that draft 4 makes exclusive by a boolean beside them."""
     for keyword, bound in (("exclusiveMinimum", "minimum"), ("exclusiveMaximum", "maximum")):
         if isinstance(flag := found.get(keyword), bool):
             del found[keyword]
@@ -389,7 +408,7 @@ def _exclude_bounds(found: dict[str, Any]) -> None:
 
 
 def _with_null(schema: dict[str, Any]) -> dict[str, Any]:
-    """The schema, which takes null, too."""
+    """Returns the schema extended by null."""
     null = {"type": "null"}
     if "$ref" in schema or "const" in schema or "allOf" in schema:
         around = {name: value for name, value in schema.items() if name in _ANNOTATIONS}
@@ -413,7 +432,7 @@ def _takes_null(branch: object) -> bool:
 
 
 _Read = Callable[[_Reader, Any, str], Any]
-# Readers of keywords' values, by keyword.
+# Reader of the value of each keyword.
 READERS: Mapping[str, _Read] = {
     **dict.fromkeys(("properties", "patternProperties", "$defs", "definitions"), _Reader.map),
     **dict.fromkeys(

@@ -1,17 +1,18 @@
-"""Numbers of a schema that the decoder's library holds exactly.
+"""Checks whether llguidance represents the numbers of a schema exactly.
 
 The library reads each number as a double, without correct rounding if it has more than 15 digits
-or a power of ten above `_MAX_POWER`, and computes with bounds as doubles or 64-bit integers. A
-number that it would replace by a neighbour is found here, so that no answer has the neighbour.
+or a power of ten above `_MAX_POWER`, and computes with bounds as doubles or 64-bit integers. The
+functions here find numbers that the library would replace by a neighbouring number, so that no
+answer contains the neighbour.
 """
 
 import sys
 from decimal import Decimal
 from typing import Any, cast
 
-_MAX_EXACT = 1 << 53  # all integers up to it are doubles
+_MAX_EXACT = 1 << 53  # all smaller integers are exact as doubles
 _MAX_INTEGER = (1 << 63) - 1
-_MAX_BOUND = 10**18  # of a bound that keeps integers away from zero
+_MAX_BOUND = 10**18  # largest bound that excludes zero
 _MAX_POWER = 22
 _MAX_MULTIPLE, _MAX_FRACTION_DIGITS = 10**8, 7
 LOWER_BOUNDS = frozenset(("minimum", "exclusiveMinimum"))
@@ -19,8 +20,9 @@ UPPER_BOUNDS = frozenset(("maximum", "exclusiveMaximum"))
 
 
 def whole(value: Any) -> Any:  # noqa: ANN401 - any JSON
-    """A value of JSON with an integer for each number without a fraction, whose digits the library
-    reads exactly.
+    """Returns a JSON value in which each float without a fraction is replaced by an integer.
+
+    The library reads the digits of integers exactly.
 
     Args:
         value: parsed JSON, of bounded nesting.
@@ -35,7 +37,7 @@ def whole(value: Any) -> Any:  # noqa: ANN401 - any JSON
 
 
 def inexact_value(value: object) -> int | float | None:
-    """The first number in a value of `const` or `enum` that is not held exactly; None if all are.
+    """Returns the first number in a value of `const` or `enum` that is not exact, or None.
 
     Args:
         value: parsed JSON, of bounded nesting.
@@ -53,9 +55,11 @@ def inexact_value(value: object) -> int | float | None:
 
 
 def is_exact_bound(keyword: str, value: float, types: object) -> bool:
-    """Whether a bound is held exactly.
+    """Returns whether the library represents a bound exactly.
 
     Args:
+        keyword: keyword of the bound, such as `minimum`.
+        value: value of the bound.
         types: value of the schema's `type`.
     """
     if types == "integer" and keyword in ("minimum", "maximum") and value == int(value):
@@ -67,18 +71,18 @@ def is_exact_bound(keyword: str, value: float, types: object) -> bool:
 
 
 def is_exact_multiple(value: float) -> bool:
-    """Whether a value of `multipleOf` is held exactly."""
+    """Returns whether the library represents a value of `multipleOf` exactly."""
     power = Decimal(repr(value)).normalize().as_tuple().exponent
     return value <= _MAX_MULTIPLE and isinstance(power, int) and power >= -_MAX_FRACTION_DIGITS
 
 
 def allows_zero(keyword: str, value: float) -> bool:
-    """Whether zero is within a bound: a large one is the limit of a type rather than of a value."""
+    """Returns whether a bound allows zero. A large bound that does is the limit of a type."""
     return value < 0 if keyword in LOWER_BOUNDS else value > 0
 
 
 def allows_all(keyword: str, value: float) -> bool:
-    """Whether every double is within a bound."""
+    """Returns whether a bound allows every double."""
     return allows_zero(keyword, value) and abs(value) >= sys.float_info.max
 
 

@@ -1,4 +1,4 @@
-"""The place of a JSON schema in a request, by which errors name what is wrong with it."""
+"""The place of a JSON schema in a request, which errors about the schema name."""
 
 from dataclasses import dataclass
 from typing import NoReturn
@@ -12,7 +12,7 @@ class SchemaPlace:
 
     Attributes:
         param: field of the request that holds the schema.
-        function: name of the function; empty for the schema of an answer.
+        function: name of the function. Empty for the schema of an answer.
         strict: whether the client was promised that every keyword is enforced.
     """
 
@@ -21,17 +21,26 @@ class SchemaPlace:
     strict: bool = True
 
     def refuse(self, path: str, what: str) -> None:
-        """Refuses what cannot be enforced, if that was promised; else the caller leaves it out.
+        """Refuses a keyword that cannot be enforced. Does nothing if the place is not strict.
+
+        The caller then leaves the keyword out.
 
         Args:
-            path: way from the schema to the keyword, such as `.properties.city.pattern`.
-            what: noun phrase that names it.
+            path: path from the schema to the keyword, such as `.properties.city.pattern`.
+            what: noun phrase that names the keyword in the error.
+
+        Raises:
+            InvalidGrammar: the place is strict.
         """
         if self.strict:
             beside = " with strict" if self.function else ""
             self.reject(path, f"{what} is not supported{beside}")
 
     def reject(self, path: str, message: str) -> NoReturn:
-        """Refuses the request because of what stands at a path, promised or not."""
+        """Refuses the request because of the keyword at a path, also if the place is not strict.
+
+        Raises:
+            InvalidGrammar: always.
+        """
         function = f"in function {self.function}, " if self.function else ""
         raise InvalidGrammar(f"{function}{message}", param=f"{self.param}{path}")

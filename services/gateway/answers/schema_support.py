@@ -1,8 +1,10 @@
-"""What of a JSON schema an answer can be held to: the rest is left out, or refused by its place.
+"""Reduction of JSON schemas to the keywords that llguidance enforces.
 
-The decoder's library refuses a whole grammar for one keyword that it does not enforce. So that one
-function's schema never takes the others along, what it would refuse is found here, before schemas
-become one grammar. Nothing is compiled: a pattern is read for its syntax alone.
+The library refuses a whole grammar because of one keyword that it does not support. Such keywords
+are found here, before the schemas of all functions become one grammar, so that one function's
+schema does not prevent the use of the others. A keyword that is not supported is refused by its
+place in the request, or left out if the client was promised nothing. Nothing is compiled: of a
+pattern only the syntax is checked.
 """
 
 import re
@@ -36,29 +38,63 @@ from services.gateway.answers.schema_place import SchemaPlace
 # Keywords of the standards that the library does not enforce.
 UNSUPPORTED = frozenset(
     (
-        "not", "if", "then", "else", "dependencies", "dependentRequired", "dependentSchemas",
-        "propertyNames", "contains", "minContains", "maxContains", "uniqueItems",
-        "unevaluatedItems", "unevaluatedProperties", "$dynamicRef", "$dynamicAnchor",
-        "$recursiveRef", "$recursiveAnchor",
+        "not",
+        "if",
+        "then",
+        "else",
+        "dependencies",
+        "dependentRequired",
+        "dependentSchemas",
+        "propertyNames",
+        "contains",
+        "minContains",
+        "maxContains",
+        "uniqueItems",
+        "unevaluatedItems",
+        "unevaluatedProperties",
+        "$dynamicRef",
+        "$dynamicAnchor",
+        "$recursiveRef",
+        "$recursiveAnchor",
     )
-)  # fmt: skip
+)
 _FORMATS = frozenset(
     (
-        "date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid",
+        "date",
+        "date-time",
+        "duration",
+        "email",
+        "hostname",
+        "ipv4",
+        "ipv6",
+        "time",
+        "uri",
+        "uuid",
     )
-)  # fmt: skip
-# What forbids nothing; zod writes names of records so.
-_IDLE = {"uniqueItems": False, "unevaluatedItems": True, "unevaluatedProperties": True,
-         "propertyNames": {"type": "string"}}  # fmt: skip
+)
+# Values of unsupported keywords that forbid nothing. zod writes such `propertyNames` for records.
+_IDLE = {
+    "uniqueItems": False,
+    "unevaluatedItems": True,
+    "unevaluatedProperties": True,
+    "propertyNames": {"type": "string"},
+}
 _IDLE_KEYWORDS = frozenset(("$dynamicAnchor", "$recursiveAnchor", "minContains", "maxContains"))
 _LITERALS = frozenset(("const", "enum", "x-guidance"))
-# What says nothing of values.
+# Keywords that do not restrict values.
 _ANNOTATIONS = frozenset(
     (
-        "title", "description", "default", "examples", "example", "$comment", "deprecated",
-        "readOnly", "writeOnly",
+        "title",
+        "description",
+        "default",
+        "examples",
+        "example",
+        "$comment",
+        "deprecated",
+        "readOnly",
+        "writeOnly",
     )
-)  # fmt: skip
+)
 _MAPS = frozenset(("properties", "patternProperties", "$defs", "definitions"))
 _COUNTS = frozenset(
     ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties")
@@ -66,8 +102,8 @@ _COUNTS = frozenset(
 _BESIDE_REFERENCES = frozenset(
     ("$ref", "$defs", "definitions", "$schema", "$id", "$anchor", "title", "description", "default")
 )
-# A pattern's parts. Those of the first line no automaton has; the other named ones are understood
-# alike by ECMA-262 and the library.
+# The parts of a pattern. No automaton has the parts of the first line. ECMA-262 and the library
+# agree on the meaning of the other parts.
 _PART = re.compile(
     r"""(?P<look>\(\?<?[=!])|(?P<back>\\[1-9k])|(?P<boundary>\\[bB])
     |(?P<open>\((?:\?:|\?<[A-Za-z_]\w*>|(?!\?)))|(?P<close>\))|(?P<bar>\|)
@@ -86,40 +122,54 @@ _NO_AUTOMATON = re.compile(
     re.DOTALL,
 )
 _WORDS = {
-    "look": "look-around", "back": "a back reference", "boundary": "a word boundary",
-    "set": "a set that nothing closes",
-}  # fmt: skip
+    "look": "look-around",
+    "back": "a back reference",
+    "boundary": "a word boundary",
+    "set": "a set that is not closed",
+}
 _LIMITS = (
-    ("minimum", "maximum"), ("minLength", "maxLength"), ("minItems", "maxItems"),
+    ("minimum", "maximum"),
+    ("minLength", "maxLength"),
+    ("minItems", "maxItems"),
     ("minProperties", "maxProperties"),
-)  # fmt: skip
+)
 # Keywords that may name further properties than those in `properties`.
 _NAMING = frozenset(("$ref", "allOf", "anyOf", "oneOf", "patternProperties"))
 
 
 def held_to(schema: Any, place: SchemaPlace) -> Any:  # noqa: ANN401
-    """A copy of a schema without what cannot be enforced. Where `place` is strict, what may or may
-    not be supported stays, for the library to refuse; elsewhere it is left out.
+    """Returns a copy of a schema without the keywords that cannot be enforced.
+
+    A keyword that may not be supported stays if `place` is strict, so that the library decides, and
+    is left out otherwise.
 
     Args:
-        schema: a standard schema, of bounded nesting.
+        schema: standard schema of bounded nesting, see `schema_dialects`.
+        place: place of the schema in the request.
+
+    Raises:
+        InvalidGrammar: the place is strict, and a keyword is not supported.
     """
     return _Reader(place, own_id(schema), Parameters(schema)).schema(schema, "")
 
 
 def pattern_fault(pattern: str) -> str:
-    """What of a pattern is wrong or no automaton does; empty: nothing that is known here."""
+    """Returns a noun phrase that names the fault of a pattern, or an empty text if none is known.
+
+    A fault is malformed syntax, or a construct that no automaton can match.
+    """
     depth = 0
     for match in _NO_AUTOMATON.finditer(pattern):
         if match.lastgroup in _WORDS:
             return _WORDS[match.lastgroup]
         depth += (match.lastgroup == "open") - (match.lastgroup == "close")
         if depth < 0:
-            return "a group that nothing opens"
-    return "a group that nothing closes" if depth else ""
+            return "a group that is not opened"
+    return "a group that is not closed" if depth else ""
 
 
 def _is_surely_supported(pattern: str) -> bool:
+    """Returns whether a pattern consists only of parts that the library is known to support."""
     index, depth, last = 0, 0, "start"
     while index < len(pattern):
         match = _PART.match(pattern, index)
@@ -138,19 +188,19 @@ def _is_surely_supported(pattern: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Reader:
-    """Reads the schemas of one function or answer."""
+    """Reader of the schemas of one function or answer."""
 
     _place: SchemaPlace
     _own_id: str
     _parameters: Parameters
 
     def schema(self, schema: Any, path: str) -> Any:  # noqa: ANN401 - any JSON
-        """The schema, or list of schemas, without what cannot be enforced."""
+        """Returns a schema, or list of schemas, without the keywords that cannot be enforced."""
         if isinstance(schema, list):
             items = enumerate(cast("list[Any]", schema))
             return [self.schema(item, f"{path}[{index}]") for index, item in items]
         if not isinstance(schema, dict):
-            # Of an unknown keyword; the library reads no number beyond a double.
+            # The value of an unknown keyword. The library refuses numbers beyond a double's range.
             is_number = isinstance(schema, int) and abs(schema) > sys.float_info.max
             return None if is_number else schema
         found: dict[str, Any] = {}
@@ -182,7 +232,10 @@ class _Reader:
         return found
 
     def _fault(self, keyword: str, value: object) -> str:
-        """What cannot be enforced; empty: nothing; `idle`: it forbids nothing."""
+        """Returns a noun phrase that names what cannot be enforced.
+
+        The result is empty if the keyword can be enforced, and `idle` if it forbids nothing.
+        """
         if keyword in UNSUPPORTED:
             idle = keyword in _IDLE_KEYWORDS or _IDLE.get(keyword) == value
             return "idle" if idle else keyword
@@ -209,13 +262,14 @@ class _Reader:
         return "" if known else "such a pattern"
 
     def _check_numbers(self, keyword: str, value: object, path: str) -> None:
-        """Refuses a constant that would be another number in answers."""
+        """Refuses a constant that the library would replace by another number in answers."""
         if keyword in ("const", "enum") and (number := inexact_value(value)) is not None:
-            self._place.reject(path, f"{keyword} {number!r:.60} cannot be held exactly")
+            self._place.reject(path, f"{keyword} {number!r:.60} cannot be represented exactly")
 
     def _check_bounds(self, found: dict[str, Any], path: str) -> None:
-        """Leaves out the limits of a type, such as those of 64-bit integers, that are not held
-        exactly, and refuses other such bounds.
+        """Leaves out or refuses the bounds that the library does not represent exactly.
+
+        A bound that is the limit of a type, such as that of 64-bit integers, is left out.
         """
         types = found.get("type", "number")
         names = cast("list[str]", types) if isinstance(types, list) else [types]
@@ -228,12 +282,12 @@ class _Reader:
             if not (is_idle or allows_all(keyword, value)):
                 what = f"{keyword} {value!r:.60}"
                 if not allows_zero(keyword, value):
-                    self._place.reject(place, f"{what} cannot be held exactly")
+                    self._place.reject(place, f"{what} cannot be represented exactly")
                 self._place.refuse(place, what)
             del found[keyword]
 
     def _check_values(self, found: dict[str, Any], path: str) -> None:
-        """Keywords that no value fits: the library would refuse them without their place."""
+        """Refuses keywords that no value fits, since the library would not name their place."""
         names = found.get("type")
         values = listed_values(found)
         if values and names is not None:
@@ -251,13 +305,15 @@ class _Reader:
         """Leaves out required properties that the schema forbids.
 
         Args:
-            properties: those of the given schema.
+            found: reduced schema, which is changed.
+            properties: properties of the original schema.
+            path: path of the schema.
         """
         required = found.get("required")
         if not isinstance(required, list):
             return
         is_closed = found.get("additionalProperties") is False and not _NAMING & found.keys()
-        kept: list[Any] = []
+        names: list[Any] = []
         for index, name in enumerate(cast("list[Any]", required)):
             if name not in properties and is_closed:
                 what = "a required property that is not in properties"
@@ -266,15 +322,15 @@ class _Reader:
                 what = "a required property without a value"
                 self._place.refuse(f"{path}.properties.{name}", what)
             else:
-                kept.append(name)
-        found["required"] = kept
+                names.append(name)
+        found["required"] = names
         most = found.get("maxProperties")
-        if isinstance(most, int) and most < len(kept):
+        if isinstance(most, int) and most < len(names):
             self._place.refuse(f"{path}.maxProperties", "maxProperties below what is required")
             del found["maxProperties"]
 
     def _check_names(self, found: dict[str, Any], path: str) -> None:
-        """Keywords of objects, whose support depends on each other."""
+        """Leaves out keywords of objects that the library does not support together."""
         patterns = found.get("patternProperties")
         if isinstance(patterns, dict):
             patterns = cast("dict[str, Any]", patterns)
@@ -282,7 +338,7 @@ class _Reader:
             for name, fault in faults.items():
                 self._place.refuse(f"{path}.patternProperties.{name}", fault)
             if faults or (len(patterns) > 1 and not self._place.strict):
-                # Which patterns exclude each other only the library knows.
+                # Only the library knows which patterns exclude each other.
                 del found["patternProperties"]
                 found["additionalProperties"] = True
         properties, required = found.get("properties"), found.get("required")

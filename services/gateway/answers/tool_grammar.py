@@ -1,9 +1,10 @@
-"""The grammar of an answer that has to hold a call, or may hold only right ones.
+"""Writer of the grammar of an answer with tool calls.
 
-`AnswerReader` asks for it once the request's tools and the prompt's end are known. A call is
-written as the model's template writes it, with the function's JSON schema for its arguments; the
-parser of the form reads it back. `required` and named choices begin with a call; with strict
-functions text is free, and what begins as a call has to become one. Reasoning stays free.
+`AnswerReader` asks for the grammar once the request's tools and the prompt's end are known. Within
+the grammar a call has the format that the model's template shows, with the function's JSON schema
+for its arguments; the parser of this format reads the call. With `tool_choice` of `required` or a
+function's name, the answer begins with a call. With strict functions, the answer is free text, in
+which everything that begins like a call has to be a valid call. Reasoning is always free.
 
 The text is Lark in llguidance's dialect, where `<[id]>` is a token and `%json` a schema. Added
 tokens, such as a call's tags, are never part of a regular expression's text.
@@ -11,7 +12,6 @@ tokens, such as a call's tags, are never part of a regular expression's text.
 
 import json
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -25,6 +25,7 @@ from services.common.grammar.schema_bounds import check_schema
 from services.gateway.answers.argument_values import Parameters, Schema, listed, named
 from services.gateway.answers.bare_values import BareValues, escaped, regex
 from services.gateway.answers.grammar import Grammar
+from services.gateway.answers.grammar_rules import GrammarRules, json_text
 from services.gateway.answers.reasoning import CLOSE, OPEN, Start
 from services.gateway.answers.schema_dialects import standard_schema
 from services.gateway.answers.schema_place import SchemaPlace
@@ -35,38 +36,42 @@ from services.gateway.answers.tool_use import ToolCalls
 from services.gateway.forms.tools import FunctionDefinition, check_nesting
 from services.gateway.tokenizer.tokenizer import ModelTokenizer
 
-# As templates write arguments: Python's JSON.
+# JSON as templates write arguments, which is Python's form.
 _CALL_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _ANSWER_STYLE = {"whitespace_pattern": r"[ ]?|\n[ ]{0,40}"}
-_BREAK = r"/\n{0,2}/"  # after the closing tag, as models write it
-_SLASH = re.compile(r"\\.|/|\n", re.DOTALL)  # and escaped characters, which stay
-# What may speak of other properties than those in `properties`.
+_BREAK = r"/\n{0,2}/"  # line breaks after the closing tag, as models write them
+_SLASH = re.compile(
+    r"\\.|/|\n", re.DOTALL
+)  # also matches escaped characters, which are not changed
+# Keywords that may name further properties than those in `properties`.
 _OPEN_ENDED = {"patternProperties", "anyOf", "oneOf", "allOf"}
-# Of parameters that the schema does not name: what a tag can hold.
+# Name of a parameter that is not in the schema: the characters that a tag can contain.
 _FREE_NAME = r"/[^<>\s\x00-\x1F\x7F]{1,64}/"
-# What a list of parameters cannot be held to.
+# Keywords that the grammar of a list of parameters cannot enforce.
 _ROOT_REFUSED = ("anyOf", "oneOf", "allOf", "const", "enum", "patternProperties")
 
 
 def answer_grammar(
     asked: Grammar | None, start: Start | None, calls: ToolCalls | None, tokenizer: ModelTokenizer
 ) -> Grammar | None:
-    """What an answer has to be, with its calls; None: it is free.
+    """Returns the grammar of an answer, or None if the answer is free.
 
     Args:
-        asked: by `response_format` or `structured_outputs`: of an answer without a call.
-        start: where the answer begins; None: the model does not think.
-        calls: that may come; None: none.
+        asked: grammar of an answer without a call, from `response_format` or `structured_outputs`.
+            None if the request has neither.
+        start: place where the answer begins. None if the model does not think.
+        calls: calls that the answer may contain. None if it may contain none.
+        tokenizer: tokenizer of the model.
 
     Raises:
-        InvalidRequest: a schema or an option cannot be held to; `param` names it.
+        InvalidRequest: a schema or an option cannot be enforced. `param` names it.
     """
     if asked is not None:
         asked = _checked(asked)
     thinks = start in ("open", "optional")
     if calls is not None and (calls.is_constrained or asked is not None):
         writer = _Writer(tokenizer, calls)
-        body, rules, param = writer.body(asked), writer.rules, writer.param
+        body, rules, param = writer.body(asked), writer.rules.lines, writer.param
         are_plain = writer.are_plain(asked)
     elif asked is None or not thinks:
         return asked
@@ -80,7 +85,8 @@ def answer_grammar(
     if thinks and (start == "open" or not (opens and closes)):
         body, begins_after = f"{_BREAK} ({body})", ids_of_tag(tokenizer, CLOSE)
     elif thinks and opens and closes:
-        # A grammar that waits for the closing tag never begins if the model does not think.
+        # The tags are part of this grammar: a grammar that begins after the closing tag would never
+        # begin if the model does not think.
         body = f"(<[{opens.token_id}]> TEXT <[{closes.token_id}]> {_BREAK})? ({body})"
     text = "\n".join([f"start: {body}", *rules, r"TEXT: /(.|\n)*/"])
     return Grammar("grammar", text, param, begins_after, are_plain)
@@ -95,18 +101,29 @@ class _Function:
 
     @classmethod
     def at(cls, index: int, definition: FunctionDefinition) -> "_Function":
-        """The function at that index of the request's tools."""
+        """Returns the function at an index of the request's tools."""
         param = f"tools[{index}].function.parameters"
         return cls(definition, SchemaPlace(param, definition.name, bool(definition.strict)))
 
     def style(self) -> dict[str, object]:
-        """Of the arguments' JSON; of a function that is not strict, what the library can hold."""
+        """Returns llguidance's options for the JSON of the arguments.
+
+        For a function that is not strict, the library ignores what it cannot enforce.
+        """
         lenient = not self.definition.strict
         return {**_CALL_STYLE, "lenient": lenient, "coerce_one_of": lenient}
 
     def schema(self, counts: Counts) -> dict[str, Any]:
-        """Of the arguments: an object, with the named properties alone unless it says otherwise,
-        without what cannot be enforced.
+        """Returns the schema of the arguments, without the keywords that cannot be enforced.
+
+        The arguments are an object, and have no properties besides the named ones unless the schema
+        says so.
+
+        Args:
+            counts: counts of all schemas of the request, to which this schema's are added.
+
+        Raises:
+            InvalidGrammar: the schema is not that of an object, or is too large.
         """
         given = self.definition.parameters
         schema: dict[str, Any] = {"additionalProperties": False}
@@ -130,16 +147,14 @@ class _Function:
 
 
 class _Writer:
-    """Rules of one request's calls.
+    """Writer of the rules for one request's calls.
 
     Attributes:
-        param: of a schema that the decoder refuses.
+        param: field of the request that an error of the decoder names.
+        rules: rules written so far.
     """
 
     def __init__(self, tokenizer: ModelTokenizer, calls: ToolCalls) -> None:
-        self.rules: list[str] = []
-        self._names: dict[str, str] = {}  # by text
-        self._num_chars = 0
         counts = Counts()
         self._tokenizer = tokenizer
         self._parser = calls.parser
@@ -151,27 +166,26 @@ class _Writer:
         ]
         self._schemas = [function.schema(counts) for function in self._functions]
         self.param = self._functions[0].place.param if len(self._functions) == 1 else "tools"
+        self.rules = GrammarRules(self.param)
 
     def body(self, asked: Grammar | None) -> str:
-        """The answer after its reasoning."""
+        """Returns the Lark text of the answer after its reasoning."""
         single = self._parser is Llama3JsonParser or self._calls.max_calls == 1
-        self.rules.append(f"call: {self._call()}")
+        self.rules.lines.append(f"call: {self._call()}")
         calls = "call" if single else 'call ("\\n" call)*'
         if self._calls.required:
             return calls
         if asked is not None:
             return f"{calls} | {self._answer(asked)}"
         if self._parser is Llama3JsonParser:
-            # Without tags, text is what does not begin like a call.
+            # Calls have no tags, so free text is text that does not begin like a call.
             return r"call | /([^{\s](.|\n)*)?/"
         if "<tool_call>" not in self._tokenizer.added:
             raise InvalidRequest("strict is not supported with this tokenizer", param="tools")
         return "TEXT (call TEXT)?" if single else "TEXT (call TEXT)*"
 
     def are_plain(self, asked: Grammar | None) -> bool:
-        """Whether the grammar's bounded strings are plain. Text outside of calls is any text, but
-        for the form without tags.
-        """
+        """Returns whether the grammar's bounded strings are plain, see `plain_strings`."""
         if self._parser is Qwen3CoderParser or (
             self._parser is Llama3JsonParser and not self._calls.required
         ):
@@ -180,7 +194,7 @@ class _Writer:
         return _are_plain([*schemas, *self._schemas])
 
     def tag(self, name: str) -> str:
-        """A tag, as the tokenizer has it: a token or plain text."""
+        """Returns the Lark text of a tag, which the tokenizer has as a token or as plain text."""
         added = self._tokenizer.added.get(name)
         return _literal(name) if added is None else f"<[{added.token_id}]>"
 
@@ -194,44 +208,25 @@ class _Writer:
         return f'{start} "\\n" ({alternatives}) "\\n" {end}'
 
     def _answer(self, asked: Grammar) -> str:
-        """An answer without a call, as a rule."""
+        """Returns the name of the rule of an answer without a call."""
         if self._parser is Llama3JsonParser:
-            # Without tags, an answer of JSON and a call begin alike.
+            # Calls have no tags, so the parser cannot tell an answer of JSON from a call.
             raise InvalidRequest(
                 "not supported together with tools in the model's form of calls", param=asked.param
             )
-        return self._name("r", _answer(asked))
-
-    def _name(self, letter: str, text: str) -> str:
-        """The rule, or with a capital letter the terminal, of that text; its name."""
-        name = self._names.get(text)
-        if name is None:
-            name = self._names[text] = f"{letter}{len(self.rules)}"
-            self.rules.append(f"{name}: {text}")
-            # At once, as each parameter has its own copy of what it refers to.
-            self._num_chars += len(text)
-            if self._num_chars > MAX_GRAMMAR_CHARS:
-                raise InvalidGrammar(
-                    f"their grammar has more than {MAX_GRAMMAR_CHARS} characters", param=self.param
-                )
-        return name
+        return self.rules.rule(_answer(asked))
 
     def _write_json(self, function: _Function, schema: Schema) -> str:
-        """`{"name": …, "arguments": …}`, or `parameters`."""
+        """Returns the Lark text of a call `{"name": …, "arguments": …}`, or `"parameters"`."""
         key = "parameters" if self._parser is Llama3JsonParser else "arguments"
         head = f'{{"name": {json.dumps(function.definition.name)}, "{key}": '
-        arguments = self._name("r", _written_json(schema, function.style()))
+        arguments = self.rules.rule(json_text(schema, function.style()))
         return f'{_literal(head)} {arguments} "}}"'
 
     def _write_xml(self, function: _Function, schema: Schema) -> str:
-        """`<function=…>` and the parameters in the schema's order, each at most once."""
-        parameters, style = Parameters(schema), function.style()
-        values = BareValues(
-            parameters,
-            add=lambda text: self._name("T", text),
-            place=function.place,
-            write_json=lambda schema: self._name("r", _written_json(schema, style)),
-        )
+        """Returns the Lark text of a call with tags: the parameters in the schema's order."""
+        parameters = Parameters(schema)
+        values = BareValues(parameters, self.rules, function.place, function.style())
         written: list[str] = []
         for name, (schema_, path, is_required) in _parameters(parameters, function).items():
             if ">" in name or name != name.strip():
@@ -249,7 +244,7 @@ class _Writer:
 
 
 def _open_ended(parameters: Parameters, values: BareValues) -> list[str]:
-    """Parameters of other names than the schema's, behind those."""
+    """Returns the Lark text of parameters that the schema does not name, after those it names."""
     root = parameters.root
     known = list({**named(root, "properties"), **dict.fromkeys(_names(root, "required"))})
     schema = True if named(root, "patternProperties") else parameters.additional
@@ -261,8 +256,8 @@ def _open_ended(parameters: Parameters, values: BareValues) -> list[str]:
     most = root.get("maxProperties")
     if not isinstance(most, int):
         return [f"{found}*"]
-    room = most - len(known)
-    return [f"{found}{{0,{room}}}"] if room > 0 else []
+    num_more = most - len(known)
+    return [f"{found}{{0,{num_more}}}"] if num_more > 0 else []
 
 
 def _names(root: Schema, keyword: str) -> list[str]:
@@ -270,7 +265,7 @@ def _names(root: Schema, keyword: str) -> list[str]:
 
 
 def _parameters(parameters: Parameters, function: _Function) -> dict[str, tuple[object, str, bool]]:
-    """Each parameter's schema, its path, and whether it is required."""
+    """Returns the schema and path of each parameter, and whether the parameter is required."""
     root = parameters.root
     properties, required = named(root, "properties"), listed(root, "required")
     known = set(_names(root, "required"))
@@ -297,7 +292,11 @@ def _parameters(parameters: Parameters, function: _Function) -> dict[str, tuple[
 
 
 def _checked(asked: Grammar) -> Grammar:
-    """A request's grammar within the bounds; a schema without what forbids nothing."""
+    """Returns a request's grammar with its schema simplified, after checking its size.
+
+    Raises:
+        InvalidGrammar: the grammar is too large or malformed.
+    """
     if asked.kind == "json_schema" and len(asked.text) <= MAX_GRAMMAR_CHARS:
         asked = replace(asked, text=json.dumps(_held_schema(asked), ensure_ascii=False))
     try:
@@ -321,27 +320,20 @@ def _held_schema(asked: Grammar) -> object:
 
 
 def _schema_of(asked: Grammar) -> object:
-    """Of an answer without a call; None: its form is no schema."""
+    """Returns the schema of an answer without a call, or None if its grammar is not a schema."""
     return json.loads(asked.text) if asked.kind == "json_schema" else None
 
 
 def _are_plain(schemas: list[object]) -> bool:
-    """Whether some strings are bounded, and all are any text of some length."""
+    """Returns whether some strings are bounded in length, and no string is otherwise limited."""
     texts = [json.dumps(schema) for schema in schemas]
     return any(map(has_plain_bounds, texts)) and all(map(is_plain, schemas))
 
 
-def _written_json(schema: object, style: Mapping[str, object]) -> str:
-    """A value of the schema, in Lark."""
-    if isinstance(schema, dict):
-        schema = {**cast("dict[str, Any]", schema), "x-guidance": style}
-    return f"%json {json.dumps(schema, ensure_ascii=False)}"
-
-
 def _answer(asked: Grammar) -> str:
-    """An answer without a call, in Lark."""
+    """Returns the Lark text of an answer without a call."""
     if (schema := _schema_of(asked)) is not None:
-        return _written_json(schema, _ANSWER_STYLE)
+        return json_text(schema, _ANSWER_STYLE)
     if asked.kind == "choice":
         return " | ".join(map(_literal, msgspec.json.decode(asked.text)))
     if asked.kind == "regex":

@@ -1,8 +1,8 @@
-"""Tool calls in a model's text, form by form: text in, parts out, whole or piece by piece.
+"""Streaming parsers of the tool calls in a model's text, one class for each format of calls.
 
-`answer` feeds each choice's content through the parser that the model's spec names. What a parser
-returns does not depend on how the text is cut. Text that only looks like a call stays text;
-nothing here fails, and no text of the model is evaluated.
+`answer` feeds each choice's content through the parser that the model's spec names, and gets parts
+of the answer back. The parts do not depend on how the text is cut into pieces. Text that only looks
+like a call stays text. A parser raises no error, and evaluates no text of the model.
 """
 
 import json
@@ -18,22 +18,23 @@ from services.gateway.forms.parts import Call, Part, Text
 
 
 class CallParser:
-    """A form of tool calls.
+    """Parser of one format of tool calls.
 
-    Every call's arguments are the text of a JSON object, also where the model's text is broken or
-    ends within the call.
+    The arguments of every call are the text of a JSON object, even if the model's text is malformed
+    or ends within the call.
 
     Attributes:
-        marker: what a chat template that teaches this form contains.
-        tag: what a call begins with; None: nothing of its own.
-        head: what follows the tag, behind blanks.
-        in_call: the text up to now ends in a call.
-        done: `max_calls` calls are complete; the text that follows is of no use.
+        marker: text by which a chat template that teaches this format is recognized.
+        tag: text that opens a call. None if calls have no opening tag.
+        head: text that follows the tag after optional whitespace.
+        in_call: whether the text so far ends within a call.
+        done: whether `max_calls` calls are complete, so that all further text is ignored.
 
     Args:
-        tools: JSON schema of each function's parameters, by name.
-        max_calls: None: any number.
-        is_held: by a grammar, to the form.
+        tools: JSON schema of the parameters of each function, by the function's name.
+        max_calls: largest number of calls. None if there may be any number.
+        has_grammar: whether a grammar constrains the text to the format, so that no mistakes of the
+            model have to be repaired.
     """
 
     marker: ClassVar[str]
@@ -41,19 +42,29 @@ class CallParser:
     head: ClassVar[str] = ""
 
     def __init__(
-        self, tools: Mapping[str, Schema], max_calls: int | None = None, *, is_held: bool = False
+        self,
+        tools: Mapping[str, Schema],
+        max_calls: int | None = None,
+        *,
+        has_grammar: bool = False,
     ) -> None:
         self.tools = tools
         self.done = self.in_call = False
         self._max_calls = max_calls
-        self._is_held = is_held
+        self._has_grammar = has_grammar
         self._num_calls = 0
         self._buffer: str = ""
-        # Text that what follows decides about. Joined once: a model may write nothing else.
+        # Text that is a part of the answer or of nothing, depending on the text that follows. It is
+        # joined only once, since a model may write a very long run of blanks.
         self._pending: list[str] = []
 
+    @property
+    def num_buffered(self) -> int:
+        """Number of characters that wait for more text."""
+        return len(self._buffer)
+
     def feed(self, text: str) -> list[Part]:
-        """Takes more text; returns what is certain."""
+        """Takes more text, and returns the parts that are certain."""
         self._buffer += text
         parts: list[Part] = []
         while self._buffer and not self.done and self._step(parts):
@@ -61,8 +72,10 @@ class CallParser:
         return parts
 
     def feed_call(self, text: str) -> tuple[list[Part], str]:
-        """Takes more of one call that begins with the tag; returns what is certain, and the text
-        behind the call once it has ended.
+        """Takes more text of one call that begins with the tag.
+
+        Returns:
+            The parts that are certain, and the text after the call once the call has ended.
         """
         self._buffer += text
         parts: list[Part] = []
@@ -73,11 +86,18 @@ class CallParser:
         return parts, ""
 
     def finish(self) -> list[Part]:
-        """What was held back, once no more text follows; a call that is open is closed."""
+        """Returns the parts of all buffered text, once no more text follows.
+
+        A call that is still open is closed.
+        """
         return []
 
     def _step(self, parts: list[Part]) -> bool:
-        """Takes something from the buffer; False: nothing is certain before more text comes."""
+        """Takes some text from the buffer.
+
+        Returns:
+            False if nothing can be decided before more text arrives.
+        """
         raise NotImplementedError
 
     def _begin_call(self, name: str, parts: list[Part]) -> None:
@@ -93,7 +113,10 @@ class CallParser:
 
 
 class _TaggedParser(CallParser):
-    """Calls between tags in free text. Blanks between text and calls belong to neither."""
+    """Parser of calls between tags in free text.
+
+    Whitespace between text and calls is dropped.
+    """
 
     tag, _closer = "<tool_call>", "</tool_call>"
     openers: ClassVar[Sequence[str]] = (tag,)
@@ -114,7 +137,7 @@ class _TaggedParser(CallParser):
         raise NotImplementedError
 
     def _open(self, opener: str) -> None:
-        """A call begins; the opener is no longer in the buffer."""
+        """Begins a call whose opener was removed from the buffer."""
         raise NotImplementedError
 
     def _begin_call(self, name: str, parts: list[Part]) -> None:
@@ -126,7 +149,10 @@ class _TaggedParser(CallParser):
         self.in_call, self._after_call = False, True
 
     def _give_up(self, text: str, parts: list[Part]) -> None:
-        """What began like a call is text, and so are blanks before it that are behind no call."""
+        """Returns text that only began like a call to the answer's text.
+
+        Whitespace before it is text as well, unless it follows a call.
+        """
         blanks = "" if self._after_call else "".join(self._pending)
         self._pending.clear()
         parts.append(Text(blanks + text))
@@ -147,7 +173,7 @@ class _TaggedParser(CallParser):
         return False
 
     def _text(self, text: str, parts: list[Part]) -> None:
-        """Blanks at the end wait for what follows."""
+        """Adds text to the parts, and keeps whitespace at its end pending."""
         words = text.rstrip(SPACE)
         if words:
             found = "".join(self._pending) + words
@@ -158,7 +184,7 @@ class _TaggedParser(CallParser):
 
 
 class HermesParser(_TaggedParser):
-    """`<tool_call>{"name": …, "arguments": {…}}</tool_call>`: `hermes`."""
+    """Parser of `hermes`: `<tool_call>{"name": …, "arguments": {…}}</tool_call>`."""
 
     marker = "<tool_call>"
     head = "{"
@@ -177,7 +203,8 @@ class HermesParser(_TaggedParser):
                 self._begin_call(call.name, parts)
             self._add_arguments(call.take_arguments(), parts)
             return call.ended
-        # Before the closing tag there are only blanks, a brace too many, or a broken object's rest.
+        # Skips the text before the closing tag: whitespace, a superfluous brace, or the rest of a
+        # malformed object.
         at = len(self._buffer) - len(self._buffer.lstrip(SPACE + "}"))
         if not call.complete:
             at = self._buffer.find(self._closer)
@@ -202,9 +229,10 @@ class HermesParser(_TaggedParser):
 
 
 class Llama3JsonParser(CallParser):
-    """`{"name": …, "parameters": {…}}` as the whole answer, several joined by `;`: Llama 3.x.
+    """Parser of `llama3_json`: `{"name": …, "parameters": {…}}` as the whole answer.
 
-    An object that is not a call of a known function is text, with all that follows.
+    Several calls are joined by `;`. An object that is not a call of a known function is text, and
+    so is everything after it.
     """
 
     marker = '"parameters"'
@@ -248,7 +276,7 @@ class Llama3JsonParser(CallParser):
         return parts
 
     def _step_between(self, parts: list[Part]) -> bool:
-        """Before the first call, or after one."""
+        """Takes text before the first call or after a call."""
         if not self._is_tagged:
             self._skip(self._buffer.lstrip(self._separators if self._num_calls else SPACE))
             if self._buffer.startswith(self._prefix):
@@ -267,7 +295,7 @@ class Llama3JsonParser(CallParser):
         return True
 
     def _skip(self, rest: str) -> None:
-        """The buffer up to `rest` is text only if no call follows."""
+        """Makes the buffer up to `rest` pending: it is text only if no call follows."""
         self._pending.append(self._buffer[: len(self._buffer) - len(rest)])
         self._buffer = rest
 
@@ -280,11 +308,11 @@ class Llama3JsonParser(CallParser):
 
 
 class Qwen3CoderParser(_TaggedParser):
-    """`<tool_call><function=NAME><parameter=KEY>VALUE</parameter>…`: `qwen3_coder`.
+    """Parser of `qwen3_coder`: `<tool_call><function=NAME><parameter=KEY>VALUE</parameter>…`.
 
-    Values become JSON by the function's schema: of type string, they are strings, streamed; of
-    other types, they are JSON text, else a string; where both are possible, text that is JSON of
-    another type is that.
+    The function's schema decides how a value becomes JSON. A value of type string is streamed as a
+    string. A value of another type is JSON text, or a string if the text is not JSON. If the schema
+    allows strings and other types, text that is JSON of another allowed type has that type.
     """
 
     marker = "<function="
@@ -294,18 +322,20 @@ class Qwen3CoderParser(_TaggedParser):
     _inner = (_parameter, _end_function, _TaggedParser._closer)
     _stray = re.compile(rf"(?!{_TaggedParser._closer})</\w{{1,64}}>|(?:</?\w{{0,64}})?\Z")
     _named = re.compile(r"([^<>\n]*)([<>\n])\s{0,64}")
-    # One line break after the tag belongs to it; models forget the bracket before that.
+    # One line break after the tag belongs to the tag. Models forget the bracket before the break.
     _opened = re.compile(rf"{_parameter}([^>\n]*)(?:>\n?|\n)")
-    _opened_as_held = re.compile(rf"{_parameter}([^>]*)>\n?")
-    # A value ends with the last two as well: models forget its closing tag.
+    _opened_by_grammar = re.compile(rf"{_parameter}([^>]*)>\n?")
+    # The last two end a value as well, since models forget the closing tag of a value.
     _enders = (
-        f"\n{_end_parameter}", _end_parameter,
-        f"\n{_parameter}", f"\n{_end_function}\n{_TaggedParser._closer}",
-    )  # fmt: skip
+        f"\n{_end_parameter}",
+        _end_parameter,
+        f"\n{_parameter}",
+        f"\n{_end_function}\n{_TaggedParser._closer}",
+    )
     _end = re.compile("|".join(_enders))
 
     def _open(self, opener: str) -> None:
-        self._raw = [opener]  # until the call is certain
+        self._raw = [opener]  # text that is returned if this is no call
         self._state: Literal["tag", "name", "between", "value", "after"]
         self._state = "tag" if opener == self.openers[0] else "name"
         self._num_parameters = 0
@@ -326,9 +356,12 @@ class Qwen3CoderParser(_TaggedParser):
 
     def _step_call(self, parts: list[Part]) -> bool:
         steps = {
-            "tag": self._step_tag, "name": self._step_name, "between": self._step_between,
-            "value": self._step_value, "after": self._step_after,
-        }  # fmt: skip
+            "tag": self._step_tag,
+            "name": self._step_name,
+            "between": self._step_between,
+            "value": self._step_value,
+            "after": self._step_after,
+        }
         return steps[self._state](parts)
 
     def _step_tag(self, parts: list[Part]) -> bool:
@@ -349,7 +382,7 @@ class Qwen3CoderParser(_TaggedParser):
         if written is None:
             return False
         name, rest = written[1].strip(), self._buffer[written.end() :]
-        # The bracket may be forgotten behind a name that is known.
+        # Models forget the bracket after the name; the name then has to be a known function's.
         is_name = (name and written[2] == ">") or (name in self.tools and written[2] == "\n")
         if is_name and rest.startswith(self._inner):
             self._buffer, self._state = rest, "between"
@@ -357,15 +390,17 @@ class Qwen3CoderParser(_TaggedParser):
             self._parameters = Parameters(self.tools.get(name, {}))
         elif is_name and any(tag.startswith(rest) for tag in self._inner):
             return False
-        else:  # a mention
+        else:  # the text only mentions the tag
             self._give_up("".join(self._raw), parts)
         return True
 
     def _step_between(self, parts: list[Part]) -> bool:
-        """Before a parameter or the function's end."""
+        """Takes text before a parameter or before the function's end."""
         self._buffer = self._buffer.lstrip(SPACE)
         if self._buffer.startswith(self._parameter):
-            opened = (self._opened_as_held if self._is_held else self._opened).match(self._buffer)
+            opened = (self._opened_by_grammar if self._has_grammar else self._opened).match(
+                self._buffer
+            )
             if opened is None or opened.end() == len(self._buffer):
                 return False
             name, self._buffer = opened[1].strip(), self._buffer[opened.end() :]
@@ -384,7 +419,7 @@ class Qwen3CoderParser(_TaggedParser):
             return True
         if any(tag.startswith(self._buffer) for tag in self._inner):
             return False
-        # Neither: drop what no call can hold, up to the next tag.
+        # Drops text that cannot be part of a call, up to the next tag.
         self._buffer = self._buffer[1:]
         return True
 
@@ -393,7 +428,7 @@ class Qwen3CoderParser(_TaggedParser):
             tag = found[0].lstrip("\n")
             at = found.end() - len(tag)
             self._num_searched = found.end()
-            if tag != self._end_parameter and self._is_held:
+            if tag != self._end_parameter and self._has_grammar:
                 continue
             if self._type.may_be_nested and self._scan.ends_in_string(self._buffer, at):
                 continue
@@ -414,7 +449,7 @@ class Qwen3CoderParser(_TaggedParser):
         self._add_arguments(_escaped(text) + '"' if is_text else to_json(text, self._type), parts)
 
     def _step_after(self, parts: list[Part]) -> bool:
-        """After the function: the outer tag may follow, and before it closing tags of nothing."""
+        """Takes the outer closing tag after the function, and stray closing tags before it."""
         head = self._buffer = self._buffer.lstrip(SPACE)
         if self._stray.match(head):
             tag, end, self._buffer = head.partition(">")

@@ -1,8 +1,7 @@
-"""What a request's tools mean for its answer: the calls that it may, or has to, hold."""
+"""Reader of the tool calls that a request allows or requires its answer to contain."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 
 from services.common.errors import InvalidRequest
 from services.gateway.answers.tool_parsers import CallParser
@@ -17,13 +16,15 @@ from services.gateway.forms.tools import (
 
 @dataclass(frozen=True, slots=True)
 class ToolCalls:
-    """The calls that an answer may hold.
+    """The calls that an answer may contain.
 
     Attributes:
-        parser: of the model's form.
-        places: of each function in the request's list, by name.
-        functions: those that may be called, by name.
-        max_calls: None: any number.
+        parser: parser of the model's format of calls.
+        places: index of each function in the request's list of tools, by name.
+        functions: functions that may be called, by name.
+        required: whether the answer has to contain a call.
+        max_calls: largest number of calls. None if there may be any number.
+        has_grammar: whether a grammar constrains the calls.
     """
 
     parser: type[CallParser]
@@ -31,28 +32,30 @@ class ToolCalls:
     functions: Mapping[str, FunctionDefinition]
     required: bool = False
     max_calls: int | None = None
+    has_grammar: bool = False
 
     @property
     def is_constrained(self) -> bool:
-        """Whether calls have to be held to the request."""
+        """Whether a grammar has to constrain the calls."""
         restricted = len(self.functions) < len(self.places)
         strict = any(function.strict for function in self.functions.values())
         return self.required or restricted or strict
 
-    def maker(self, *, is_held: bool) -> Callable[[], CallParser]:
-        """Makes a choice's parser; `is_held`: by a grammar."""
+    def new_parser(self) -> CallParser:
+        """Returns a parser for the calls of one choice."""
         schemas = {name: f.parameters or {} for name, f in self.functions.items()}
-        return partial(self.parser, schemas, self.max_calls, is_held=is_held)
+        return self.parser(schemas, self.max_calls, has_grammar=self.has_grammar)
 
 
 def read_tools(request: ChatRequest, parser: type[CallParser] | None) -> ToolCalls | None:
-    """A request's tools, which `check_tools` has seen; None: no call is possible.
+    """Returns the calls that a request allows, or None if its answer contains no calls.
 
     Args:
-        parser: of the model's form of calls; None: it has none.
+        request: request whose tools were checked by `check_tools`.
+        parser: parser of the model's format of calls. None if the model has no such format.
 
     Raises:
-        InvalidRequest: the model takes no tools.
+        InvalidRequest: the request has tools, and the model supports none.
     """
     tools, choice = request.tools, request.tool_choice
     if not tools or choice == "none":

@@ -1,5 +1,4 @@
-"""Admission control: a slot per request, quotas per tenant, and a bound on the bytes that all
-requests hold.
+"""Admission control: a slot for each request, quotas of tenants, and a bound on all held bytes.
 
 A request's memory is counted from its first byte on (`request_memory`). The request takes a slot
 once its body has arrived, so that connections that send nothing refuse nobody. Both are returned at
@@ -22,21 +21,30 @@ from services.gateway.tenancy.tenants import Tenant, bound_tenant
 from services.gateway.tenancy.usage import counting
 
 MAX_HELD_BYTES = 4 << 30
-# Of the process without requests: tokenizer, libraries, what the allocators keep.
+# Memory of the process without requests: tokenizer, libraries and memory that allocators retain.
 _PROCESS_BYTES = 384 << 20
-# Of a connection whose body arrives: the server's objects and its buffer.
+# Memory of a connection whose body arrives: the server's objects and its buffer.
 _CONNECTION_BYTES = 64 << 10
 
 
 def max_held_bytes(memory_bytes: int) -> int:
-    """What all requests may hold in a pod of that memory: the process itself keeps 384 MiB, and
-    more than `MAX_HELD_BYTES` are never needed.
+    """Returns the bytes that all requests together may hold.
+
+    384 MiB of the pod's memory are left to the process itself. Requests never need more than
+    `MAX_HELD_BYTES`.
+
+    Args:
+        memory_bytes: memory limit of the pod.
     """
     return min(MAX_HELD_BYTES, max(memory_bytes - _PROCESS_BYTES, memory_bytes // 4))
 
 
 def largest_body(max_held_bytes: int) -> int:
-    """Bytes of the largest body for which there is memory while no other request holds any."""
+    """Returns the size of the largest body that fits into memory while no other request runs.
+
+    Args:
+        max_held_bytes: bytes that all requests together may hold.
+    """
     for_one = MemoryBudget(max_held_bytes).max_large_bytes - _CONNECTION_BYTES
     return for_one // MEMORY_PER_BODY_BYTE
 
@@ -46,8 +54,8 @@ class Admission:
 
     Attributes:
         memory: memory for all requests.
-        max_body_bytes: most bytes of a request's body.
-        draining: clients should go elsewhere, with the next request at the latest.
+        max_body_bytes: size of the largest body that is accepted, in bytes.
+        draining: whether the gateway is about to end, so that clients should use another one.
     """
 
     def __init__(
@@ -63,13 +71,14 @@ class Admission:
         self._running = TenantCapacity(max_requests)
         self._idle = asyncio.Event()
         self._idle.set()
-        self._blocks: set[asyncio.Timeout] = set()  # those of `until_ended`
+        self._blocks: set[asyncio.Timeout] = set()  # running blocks of `until_ended`
         self._ended = False
         self.draining = False
         self._refuses = False
 
     @property
     def num_running(self) -> int:
+        """Number of requests that hold a slot."""
         return self._running.used
 
     @property
@@ -124,7 +133,10 @@ class Admission:
 
     @asynccontextmanager
     async def until_ended(self, timeout_s: float | None = None) -> AsyncGenerator[None]:
-        """Runs its block; `end_all` ends it, and so does the end of its time.
+        """Runs the block of a `with` until it ends, its time is over or `end_all` is called.
+
+        Args:
+            timeout_s: seconds that the block may take. None if there is no limit.
 
         Raises:
             Unavailable: `end_all` was called.
@@ -150,7 +162,14 @@ class Admission:
             block.reschedule(asyncio.get_running_loop().time())
 
     async def drain(self, grace_s: float) -> bool:
-        """Refuses new requests, waits for the running ones; whether all ended within the grace."""
+        """Refuses new requests, and waits for the running requests.
+
+        Args:
+            grace_s: seconds to wait.
+
+        Returns:
+            Whether all running requests have ended within the grace.
+        """
         self.draining = self._refuses = True
         try:
             async with asyncio.timeout(grace_s):

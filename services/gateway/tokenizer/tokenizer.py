@@ -1,12 +1,13 @@
-"""The model's tokenizer: plain text to ids, added tokens by name, ids to bytes.
+"""The model's tokenizer: encodes text, finds added tokens by name, and decodes ids to bytes.
 
 `encode_text` never returns an added token (`<|im_end|>`, `<|image_pad|>`, `<tool_call>` ...), even
-if the text contains its name; `added` has them. Prompts are encoded and completions decoded with
-it. A tokenizer.json of another kind than byte-level BPE is a `ModelSpecError` at start.
+if the text contains the token's name; `added` has the added tokens. The same tokenizer encodes
+prompts and decodes completions. A tokenizer.json that is not a byte-level BPE is refused at start
+with a `ModelSpecError`.
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -24,7 +25,9 @@ class AddedToken:
     """An entry of tokenizer.json's `added_tokens`.
 
     Attributes:
-        special: `skip_special_tokens` leaves it out of the text.
+        token_id: id of the token.
+        content: name of the token, such as `<|im_end|>`.
+        special: whether `skip_special_tokens` leaves the token out of the text.
     """
 
     token_id: int
@@ -33,10 +36,16 @@ class AddedToken:
 
 
 class ModelTokenizer:
-    """tokenizer.json of one model. Thread-safe: encoding is stateless and releases the GIL.
+    """Tokenizer of one model. Thread-safe: encoding is stateless and releases the GIL.
 
     Args:
         definition: the parsed tokenizer.json, of a byte-level BPE.
+
+    Attributes:
+        reference: Hugging Face's tokenizer of the same definition, without added tokens.
+        added: added tokens by name.
+        special_ids: ids of the added tokens that are special.
+        max_token_bytes: number of bytes of the longest token.
 
     Raises:
         ModelSpecError: the tokenizer is not a byte-level BPE, or has added tokens that change the
@@ -47,49 +56,56 @@ class ModelTokenizer:
         _check_kind(definition)
         whole: dict[str, Any] = {**definition, "truncation": None, "padding": None}
         try:
-            self._plain = Tokenizer.from_str(json.dumps({**whole, "added_tokens": []}))
+            self.reference = Tokenizer.from_str(json.dumps({**whole, "added_tokens": []}))
             self._whole = Tokenizer.from_str(json.dumps(whole))
-        except Exception as error:  # it has no type of its own
+        except Exception as error:  # tokenizers raises no narrower type
             raise ModelSpecError(f"tokenizer.json: {error}") from None
         self.added = _added_tokens(definition)
         self.special_ids = frozenset(t.token_id for t in self.added.values() if t.special)
         self._added_bytes = {t.token_id: t.content.encode() for t in self.added.values()}
         self._fast = BytePairs.of(definition)
-        vocabulary = self._plain.get_vocab()
+        vocabulary = self.reference.get_vocab()
         self.max_token_bytes = max(map(len, vocabulary))
         self._is_nfc = _kind(definition, "normalizer") == "NFC"
-        self.token_bytes: Callable[[int], bytes] = cache(self._token_bytes)
+        self.token_bytes = cache(self._token_bytes)
 
     @classmethod
     def from_directory(cls, directory: Path) -> "ModelTokenizer":
-        """Reads `directory`/tokenizer.json.
+        """Returns the tokenizer of `directory`/tokenizer.json.
 
         Raises:
-            ModelSpecError: it is missing, malformed or of an unsupported kind.
+            ModelSpecError: the file is missing, malformed or of an unsupported kind.
         """
         return cls(read_json(directory / "tokenizer.json"))
 
     def encode_text(self, text: str) -> list[int]:
-        """Ids of plain text, without BOS; the name of an added token is plain text, too."""
+        """Returns the ids of plain text, without BOS. Names of added tokens are plain text, too."""
         ids = self._fast.encode(text) if self._fast is not None else None
-        return _ids(self._plain, text, add_special_tokens=False) if ids is None else ids
+        return _ids(self.reference, text, add_special_tokens=False) if ids is None else ids
 
     def encode_prompt(self, text: str, add_special_tokens: bool) -> list[int]:
-        """Ids of a prompt as transformers encodes it: names of added tokens are those tokens.
+        """Returns the ids of a prompt as transformers encodes it, with added tokens by name.
 
-        `add_special_tokens`: with BOS and the like, where tokenizer.json adds them.
+        Args:
+            text: text of the prompt.
+            add_special_tokens: whether BOS and other tokens that tokenizer.json adds are included.
         """
         return _ids(self._whole, text, add_special_tokens=add_special_tokens)
 
     def check_length(self, text: str, max_tokens: int, param: str = "messages") -> None:
-        """Refuses text that cannot fit, without tokenizing it; `param` is its field.
+        """Refuses text that cannot fit into a context, without tokenizing it.
+
+        Args:
+            text: text of the prompt.
+            max_tokens: context length.
+            param: field of the request that the error names.
 
         Raises:
             ContextLengthExceeded: the text has more bytes than `max_tokens` of the longest token.
         """
         bound = max_tokens * self.max_token_bytes
         if self._is_nfc and not text.isascii():
-            bound *= 4  # it leaves 2 bytes of 7, in the worst case; to try it takes long
+            bound *= 4  # in the worst case NFC leaves 2 bytes of 7; normalizing the text takes long
         if len(text.encode()) > bound:
             raise ContextLengthExceeded(
                 f"prompt is too long: the maximum context length is {max_tokens} tokens",
@@ -97,15 +113,15 @@ class ModelTokenizer:
             )
 
     def token_string(self, token_id: int) -> str:
-        """A token as the vocabulary writes it; empty for an unused id."""
+        """Returns a token as the vocabulary writes it, or an empty text for an unused id."""
         added = self._added_bytes.get(token_id)
-        return added.decode() if added is not None else self._plain.id_to_token(token_id) or ""
+        return added.decode() if added is not None else self.reference.id_to_token(token_id) or ""
 
     def _token_bytes(self, token_id: int) -> bytes:
-        """The bytes of a token; empty for an unused id."""
+        """Returns the bytes of a token, or no bytes for an unused id."""
         if token_id in self._added_bytes:
             return self._added_bytes[token_id]
-        token = self._plain.id_to_token(token_id)
+        token = self.reference.id_to_token(token_id)
         if token is None:
             return b""
         try:
@@ -115,7 +131,7 @@ class ModelTokenizer:
 
 
 def _ids(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool) -> list[int]:
-    """By the call that releases the interpreter lock, which a text of a megabyte takes a second."""
+    """Encodes text by the one method that releases the GIL. A megabyte of text takes a second."""
     (found,) = tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
     return found.ids
 
@@ -126,7 +142,7 @@ def _kind(definition: Mapping[str, Any], part: str) -> str | None:
 
 
 def _check_kind(definition: Mapping[str, Any]) -> None:
-    """Refuses all but byte-level BPE: only its tokens are bytes that can simply be joined."""
+    """Refuses all tokenizers but byte-level BPE, whose tokens are bytes that can be joined."""
     model: dict[str, Any] = definition.get("model") or {}
     text = json.dumps([definition.get(part) for part in ("normalizer", "pre_tokenizer", "decoder")])
     if model.get("byte_fallback") or "Metaspace" in text or "\\u2581" in text:
@@ -152,6 +168,6 @@ def _added_tokens(definition: Mapping[str, Any]) -> dict[str, AddedToken]:
 
 
 def token_name(tokenizer: ModelTokenizer, token_id: int, as_id: bool) -> tuple[str, list[int]]:
-    """What logprobs call a token, its text or `token_id:N`, and its bytes."""
+    """Returns the name of a token in logprobs, which is its text or `token_id:N`, and its bytes."""
     data = tokenizer.token_bytes(token_id)
     return f"token_id:{token_id}" if as_id else data.decode(errors="replace"), list(data)

@@ -34,7 +34,7 @@ TOOLS = {
 
 def tool_calls(form, max_calls=None):
     functions = {name: FunctionDefinition(name, parameters=TOOLS[name]) for name in TOOLS}
-    return ToolCalls(PARSERS[form], {}, functions, max_calls=max_calls).maker(is_held=False)
+    return ToolCalls(PARSERS[form], {}, functions, max_calls=max_calls)
 
 
 THOUGHT = "<think>\nThe user asks: 中 🙂 < 5?\n</think>\n\n"

@@ -7,6 +7,7 @@ import itertools
 import json
 import random
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -162,7 +163,7 @@ def takes(matcher, tokenizer, text):
 def arguments_of(text, schema, chunks=None):
     """The arguments of the one call, whole or by pieces."""
     start, calls = format_of(schema)
-    parser = AnswerFormat(start, calls.maker(is_held=True), calls.required).parser()
+    parser = AnswerFormat(start, replace(calls, has_grammar=True), calls.required).parser()
     assert parser is not None
     parts = [part for chunk in chunks or [text] for part in parser.feed(chunk)]
     (call,) = join([*parts, *parser.finish()])
@@ -267,9 +268,9 @@ def grammars(tmp_path_factory):
     return Grammars(directory, vocab_size(), (END,))
 
 
-def form_of(grammar):
+def form_of(grammar, **options):
     source = GrammarSource(grammar.kind, grammar.text, grammar.plain_strings)
-    return Form(source, stop_ids=(END,))
+    return Form(source, stop_ids=(END,), **options)
 
 
 def check_masks(grammar, tokenizer, grammars, rng):
@@ -325,7 +326,7 @@ def test_free_text_beside_strict_calls_has_its_least_tokens(form, tokenizer, gra
     grammar = answer_grammar(None, *format_of(schema, required=False, form=form), tokenizer)
     assert grammar is not None
     rows = np.zeros((1, grammars.num_mask_words), np.int32)
-    form = form_of(grammar)._replace(min_tokens=3)
+    form = form_of(grammar, min_tokens=3)
     matcher = asyncio.run(grammars.matcher(TokenConstraints(form)))
     may_end: list[bool] = []
     for ids in ([], *([i] for i in tokenizer.encode_text("some words of an answer")[:5])):

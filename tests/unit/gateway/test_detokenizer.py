@@ -57,7 +57,7 @@ def test_equals_the_tokenizers_own_decoding(tokenizer):
     rng = random.Random(1)
     for seed in range(100):
         ids = [rng.randrange(vocab_size() - 40) for _ in range(30)] + tokenizer.encode_text(" end")
-        expected = tokenizer._plain.decode(ids, skip_special_tokens=False)
+        expected = tokenizer.reference.decode(ids, skip_special_tokens=False)
         assert run(tokenizer, ids, randoms(seed))[0] == expected
 
 

@@ -106,7 +106,7 @@ def test_an_inexact_constant_is_refused_by_its_place(value, keyword, within, tok
     schema = {keyword: constant if keyword == "const" else [constant]}
     for form in PARSERS:
         for strict in (False, True):
-            with pytest.raises(InvalidGrammar, match="cannot be held exactly") as refused:
+            with pytest.raises(InvalidGrammar, match="cannot be represented exactly") as refused:
                 grammar_of(schema, tokenizer, strict=strict, form=form)
             assert refused.value.param == f"tools[0].function.parameters.properties.a.{keyword}"
             assert refused.value.message.startswith(f"in function send, {keyword} ")

@@ -29,9 +29,9 @@ PATTERNS = {
     "look-behind": "(?<=a)b",
     "back reference": "^(a)\\1$",
     "word boundary": "\\bx\\b",
-    "group that nothing closes": "^(a|(b)$",
-    "group that nothing opens": "[(]a)",
-    "set that nothing closes": "x[a-z\\]",
+    "group that is not closed": "^(a|(b)$",
+    "group that is not opened": "[(]a)",
+    "set that is not closed": "x[a-z\\]",
 }
 UNSUPPORTED = {
     **{f"{name}": ("pattern", {"type": "string", "pattern": p}) for name, p in PATTERNS.items()},

@@ -238,7 +238,7 @@ def test_the_fast_path_serves_ignore_merges_where_it_changes_nothing():
     assert BytePairs.of(definition) is not None
     text = "The quick brown fox. What is in the picture? 123 über naïve"
     assert ModelTokenizer(definition).encode_text(text) == plain.encode_text(text)
-    assert ModelTokenizer(definition)._plain.encode(text).ids == plain.encode_text(text)
+    assert ModelTokenizer(definition).reference.encode(text).ids == plain.encode_text(text)
 
 
 # Tokenizers whose tokens are not bytes

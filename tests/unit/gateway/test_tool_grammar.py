@@ -131,7 +131,7 @@ def _enders(tokenizer):
 
 def parse(tokenizer, ids, answer_format):
     start, calls = answer_format
-    parser = AnswerFormat(start, calls.maker(is_held=True), calls.required).parser()
+    parser = AnswerFormat(start, replace(calls, has_grammar=True), calls.required).parser()
     text = b"".join(tokenizer.token_bytes(i) for i in ids).decode(errors="replace")
     return join([*parser.feed(text), *parser.finish()])
 
@@ -363,7 +363,7 @@ def test_no_schema_breaks_the_gateway(form, tokenizer, vocabulary, schema, stric
     LLMatcher(vocabulary, grammar.text, log_level=0).get_error()
     # Nor does it break the parser of what comes.
     start, calls = answer_format
-    parser = AnswerFormat(start, calls.maker(is_held=True), calls.required).parser()
+    parser = AnswerFormat(start, replace(calls, has_grammar=True), calls.required).parser()
     for text in ("<tool_call>\n<function=f>\n<parameter=a>\n5\n</parameter>", '{"name": "f"}'):
         parser.feed(text)
     parser.finish()

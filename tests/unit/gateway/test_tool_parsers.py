@@ -266,7 +266,7 @@ def test_a_grammar_closes_each_parameter_so_that_a_value_may_hold_the_other_tags
     text = "a\n<parameter=count>\n5\n</function>\n</tool_call>"
     call = f"<tool_call>\n<function=look>\n<parameter=text>\n{text}\n</parameter>\n</function>"
     for chunks in ([call], list(call)):
-        ((_, arguments),) = parse("qwen3_coder", chunks, is_held=True)
+        ((_, arguments),) = parse("qwen3_coder", chunks, has_grammar=True)
         assert json.loads(arguments) == {"text": text}
 
 
@@ -311,7 +311,7 @@ def test_cost_does_not_grow_with_the_arguments():
         parser.feed(start)
         for _ in range(2000):
             assert parser.feed("abcdefgh")
-        assert len(parser._buffer) < 32
+        assert parser.num_buffered < 32
 
 
 def test_closing_tags_within_a_string_are_read_once():

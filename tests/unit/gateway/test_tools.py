@@ -62,6 +62,7 @@ class Model:
     conversations: ConversationReader
     prompts: PromptBuilder
     answers: AnswerReader
+    tokenizer: ModelTokenizer
     hf: object
 
     @classmethod
@@ -72,6 +73,7 @@ class Model:
             ConversationReader(spec, tokenizer, template, Bounds()),
             PromptBuilder(spec, tokenizer, template),
             AnswerReader(spec, tokenizer, template.source, WorkerThreads(1, "parse")),
+            tokenizer,
             hf,
         )
 
@@ -159,7 +161,7 @@ def test_ids_equal_hf(models, name, case):
 
 
 def test_the_form_follows_the_template(models):
-    forms = {name: model.answers._call_parser for name, model in models.items()}
+    forms = {name: model.answers.call_parser for name, model in models.items()}
     assert forms == {
         "qwen3": HermesParser, "qwen3_vl": HermesParser, "qwen3_5": Qwen3CoderParser,
         "llama3": Llama3JsonParser, "mistral": None,
@@ -249,10 +251,10 @@ def test_what_the_template_writes_is_read_back(models, name, arguments):
     tools = [{"type": "function", "function": {"name": "f", "parameters": TYPED}}]
     messages = [user(), assistant(call("f", arguments)), result()]
     draft, answer_format = model.draft_and_format(messages, tools=tools)
-    text = b"".join(map(model.prompts._tokenizer.token_bytes, draft.token_ids)).decode()
+    text = b"".join(map(model.tokenizer.token_bytes, draft.token_ids)).decode()
     answer = text.split("assistant", 1)[1].split("<|eot_id|>")[0].split("<|im_end|>")[0]
     answer = answer.split("<|end_header_id|>")[-1].strip()
-    parser = answer_format.calls()
+    parser = answer_format.calls.new_parser()
     parts = join([*parser.feed(answer), *parser.finish()])
     (found,) = [part for part in parts if isinstance(part, Call)]
     assert (found.name, json.loads(found.arguments)) == ("f", arguments)
@@ -333,7 +335,7 @@ def test_any_variable_of_the_template_can_be_set(models):
     found = model.draft([user()], chat_template_kwargs={"date_string": "1 May 2024"}).token_ids
     assert found == model.expected([user()], date_string="1 May 2024")
     hostile = model.draft([user()], chat_template_kwargs=options).token_ids
-    end = model.prompts._tokenizer.added["<|eot_id|>"].token_id
+    end = model.tokenizer.added["<|eot_id|>"].token_id
     assert hostile.count(end) == found.count(end)
 
 
