@@ -27,10 +27,9 @@ from services.gateway.clients.pods import PodDialer, PodTimes
 from services.gateway.clients.served_model import ServedModel
 from services.gateway.clients.uploads import Uploads
 from services.gateway.endpoints.surfaces import create_routes
+from services.gateway.entry_store import MAX_BYTES, MAX_TENANT_BYTES, EntryStore, MemoryEntryStore
 from services.gateway.http.middleware import Middleware, with_cors
 from services.gateway.http.same_site import SameSite, is_loopback, served_hosts
-from services.gateway.kept import MAX_BYTES, MAX_TENANT_BYTES, Kept, MemoryKept
-from services.gateway.kept_redis import RedisKept
 from services.gateway.media.embeddings import ClientEmbeddings
 from services.gateway.media.images import ImageReader
 from services.gateway.media.local_files import LocalFiles
@@ -42,6 +41,7 @@ from services.gateway.picker_gauges import PickerGauges
 from services.gateway.prompts.chat_template import ChatTemplate
 from services.gateway.prompts.conversation import ConversationReader
 from services.gateway.prompts.prompt import PromptBuilder
+from services.gateway.redis_entry_store import RedisEntryStore
 from services.gateway.request.chat import ChatService
 from services.gateway.request.sampling import SamplingReader, model_defaults
 from services.gateway.settings import GatewaySettings
@@ -140,7 +140,7 @@ def create_gateway(
 
 @asynccontextmanager
 async def _running(
-    service: ChatService, leases: Leases, web: WebMedia, loader: MediaLoader, kept: Kept
+    service: ChatService, leases: Leases, web: WebMedia, loader: MediaLoader, kept: EntryStore
 ) -> AsyncGenerator[None]:
     await service.start()
     leases.start()
@@ -170,14 +170,14 @@ def _leases(settings: GatewaySettings, metrics: GatewayMetrics) -> Leases:
     return leases
 
 
-def _kept(settings: GatewaySettings, held_bytes: int) -> tuple[Kept, int]:
+def _kept(settings: GatewaySettings, held_bytes: int) -> tuple[EntryStore, int]:
     """Makes the store of responses and images that later requests can name.
 
     Returns:
         The store, and the number of bytes that it leaves to requests.
     """
     if settings.redis_url:
-        kept = RedisKept(settings.redis_url, password_file=settings.redis_password_file)
+        kept = RedisEntryStore(settings.redis_url, password_file=settings.redis_password_file)
         return kept, held_bytes
     if settings.replicas > 1:
         log.warning(
@@ -185,7 +185,7 @@ def _kept(settings: GatewaySettings, held_bytes: int) -> tuple[Kept, int]:
             "not those of its replicas: set GATEWAY_REDIS_URL"
         )
     num_bytes = min(MAX_BYTES, held_bytes // _KEPT_PART)
-    return MemoryKept(MAX_TENANT_BYTES, num_bytes), held_bytes - num_bytes
+    return MemoryEntryStore(MAX_TENANT_BYTES, num_bytes), held_bytes - num_bytes
 
 
 def _max_body_bytes(settings: GatewaySettings, held_bytes: int) -> int:

@@ -1,10 +1,11 @@
-"""What the gateway measures: the timings of one request, and the metrics of all requests.
+"""Timings of one request, and metrics of all requests.
 
-`chat`, `attempts` and `app` record; the metrics port exports. docs/metrics.md has the table.
+`chat`, `attempts` and `app` record them, and the metrics port exports them. docs/metrics.md has the
+table of metrics.
 """
 
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -17,43 +18,57 @@ from services.common.telemetry import LATENCY_BUCKETS
 
 @dataclass(slots=True)
 class Timings:
-    """Seconds per stage of one request; a stage that did not run is absent.
+    """Time of each stage of one request. A stage that did not run is absent.
 
-    `fetch` (URLs of images and videos to bytes and headers) and `tokenize` run in the gateway;
+    `fetch` (from URLs of images and videos to bytes and headers) and `tokenize` run in the gateway;
     `encode` is the longest encode call; the decoder measures `queue`, `transfer` and `prefill`;
     `handover` is the time from the loss of a decoder in mid-answer to the next token; `first_token`
     and `total` count from the request's arrival.
+
+    Attributes:
+        arrived: time of the request's arrival, in seconds of the monotonic clock.
+        seconds: duration of each stage, in seconds.
     """
 
     arrived: float = field(default_factory=time.monotonic)
     seconds: dict[str, float] = field(default_factory=dict[str, float])
 
     def since_arrival(self) -> float:
+        """Returns the seconds since the request's arrival."""
         return time.monotonic() - self.arrived
 
     def record(self, stage: str, seconds: float) -> None:
-        """Records a stage; the longest of several records counts."""
+        """Records the duration of a stage. The longest of several durations counts."""
         self.seconds[stage] = max(seconds, self.seconds.get(stage, 0.0))
 
     @contextmanager
     def measure(
         self, stage: str, *, span_name: str = "", **attributes: Attribute
     ) -> Generator[None]:
-        """Records how long the block takes, if it succeeds; also as a span of the trace."""
+        """Measures the block of a `with`, and records the duration if the block raises no error.
+
+        The block is also a span of the trace.
+
+        Args:
+            stage: name of the stage.
+            span_name: name of the span. Empty if it is the name of the stage.
+            attributes: attributes of the span.
+        """
         start = time.monotonic()
         with span(span_name or stage, "", **attributes):
             yield
         self.record(stage, time.monotonic() - start)
 
     def milliseconds(self) -> dict[str, float]:
+        """Returns the duration of each stage in milliseconds."""
         return {stage: round(seconds * 1e3, 3) for stage, seconds in self.seconds.items()}
 
 
 class GatewayMetrics:
     """All metrics of one gateway, in a registry of its own.
 
-    `outcome` is a finish reason, an error code of services/common/errors.py, or `cancelled`.
-    `stage` is a key of `Timings.seconds`.
+    The label `outcome` is a finish reason, an error code of services/common/errors.py, or
+    `cancelled`. The label `stage` is a key of `Timings.seconds`.
     """
 
     def __init__(self) -> None:
@@ -93,13 +108,14 @@ class GatewayMetrics:
             "a field that the gateway does not know",
             ["field"],
         )
-        self.ignored_field: Callable[[str], Counter] = cache(ignored.labels)
+        self.ignored_field = cache(ignored.labels)
         stage = histogram("gateway_stage_seconds", "Time of a request in a stage", ["stage"])
-        # A look-up takes microseconds. The labels of tenants are those of the key file.
-        self.stage: Callable[[str], Histogram] = cache(stage.labels)
-        self.request_ended: Callable[[str], Counter] = cache(requests.labels)
-        self.tenant_request: Callable[[str, str], Counter] = cache(tenant_requests.labels)
-        self.used_by_tenant: Callable[[str, str], Counter] = cache(tenant_usage.labels)
+        # Cached, since looking up the child of a label takes microseconds. The number of labels is
+        # bounded: tenants are those of the key file.
+        self.stage = cache(stage.labels)
+        self.request_ended = cache(requests.labels)
+        self.tenant_request = cache(tenant_requests.labels)
+        self.used_by_tenant = cache(tenant_usage.labels)
         self.ttft = histogram("gateway_ttft_seconds", "Time to first token, from arrival")
         self.tpot = histogram(
             "gateway_tpot_seconds", "Mean time per output token of a request, after its first"

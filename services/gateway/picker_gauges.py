@@ -1,4 +1,4 @@
-"""Three gauges under vLLM's names, which pickers of the Gateway API's inference extension read.
+"""Three gauges with vLLM's names, which pickers of the Gateway API's inference extension read.
 
 A picker chooses among the endpoints of an InferencePool. The endpoints may be gateways that each
 have decoders of their own. Each gauge covers all decoders of the gateway. The gauges are left out
@@ -23,7 +23,7 @@ _GAUGES = (
 
 
 class PickerGauges(Collector):
-    """Exports the gauges.
+    """Exporter of the gauges.
 
     Args:
         model_name: name of the served model, which is the gauges' label.
@@ -37,6 +37,7 @@ class PickerGauges(Collector):
         self._decoders = decoders
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
+        """Yields the gauges with their current values."""
         loads = self._decoders.loads()
         used, blocks = sum(d.num_blocks_used for d in loads), sum(d.num_blocks for d in loads)
         running, waiting = sum(d.num_running for d in loads), sum(d.num_waiting for d in loads)

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 from services.common.embeddings.embedding_cache import RedisCache
-from services.gateway.kept_redis import RedisKept
+from services.gateway.redis_entry_store import RedisEntryStore
 from tests.noise import PATIENCE_S
 from tests.ports import free_port
 from tests.redis_server import RedisServer
@@ -17,7 +17,7 @@ async def test_who_is_connected_to_a_replica_connects_anew() -> None:
                 await asyncio.sleep(0.1)
 
     with RedisServer() as former, RedisServer() as new:
-        kept = RedisKept(former.url)
+        kept = RedisEntryStore(former.url)
         cache = RedisCache(former.url, ttl_s=60, timeout_s=PATIENCE_S)
         assert await kept.put("tenant", "before", b"x")
         assert await cache.write_file(b"before", b"x", 60)

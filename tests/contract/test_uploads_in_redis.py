@@ -11,7 +11,7 @@ from services.common.embeddings.embedding import EmbeddingSpec, digest
 from services.common.embeddings.embedding_cache import RedisCache
 from services.common.errors import NotFound
 from services.encoder.front.uploaded_files import UploadedFiles
-from services.gateway.kept_redis import RedisKept
+from services.gateway.redis_entry_store import RedisEntryStore
 from tests.noise import PATIENCE_S
 from tests.redis_server import RedisServer
 
@@ -75,7 +75,7 @@ async def test_a_tenants_uploads_push_out_nothing_of_another(
     keys = [bytes([n]) * 32 for n in range(NUM_EMBEDDINGS)]
     async with AsyncExitStack() as stack:
         caches = [await stack.enter_async_context(cache_of(server)) for _ in range(3)]
-        kept = RedisKept(server.url)
+        kept = RedisEntryStore(server.url)
         stack.push_async_callback(kept.close)
         encoders = [UploadedFiles(cache) for cache in caches[:2]]
         for key in keys:

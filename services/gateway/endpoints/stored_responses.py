@@ -17,13 +17,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from services.common.errors import InvalidRequest, NotFound
+from services.gateway.entry_store import EntryStore
 from services.gateway.forms import responses_api as api
 from services.gateway.forms.json_body import Body
 from services.gateway.forms.openai import MAX_MESSAGES
 from services.gateway.forms.responses import encode_json
 from services.gateway.forms.video import InputVideoPart
 from services.gateway.http.exchange import JsonResponse
-from services.gateway.kept import Kept
 from services.gateway.request.chat import ChatService
 from services.gateway.tenancy.slot import Slot
 from services.gateway.tenancy.tenants import bound_tenant
@@ -73,7 +73,7 @@ class StoredResponses:
     """
 
     _service: ChatService
-    _kept: Kept
+    _kept: EntryStore
 
     async def items_until(self, tenant: str, response_id: str | None) -> list[api.InputItem]:
         """Returns the items of the conversation that ends with a response, in order. Empty if there

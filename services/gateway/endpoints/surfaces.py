@@ -23,7 +23,7 @@ from services.gateway.endpoints.text_completions_endpoint import text_completion
 from services.gateway.endpoints.tokenization import detokenize, tokenize, tokenizer_info
 from services.gateway.endpoints.upload_routes import TYPES as UPLOAD_TYPES
 from services.gateway.endpoints.upload_routes import delete_upload, upload
-from services.gateway.kept import Kept
+from services.gateway.entry_store import EntryStore
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.request.chat import ChatService
 from services.gateway.tenancy.admission import Admission
@@ -34,7 +34,7 @@ def create_routes(
     admission: Admission,
     metrics: GatewayMetrics,
     model_directory: Path,
-    kept: Kept,
+    kept: EntryStore,
     other_gateways: Sequence[str] = (),
 ) -> list[Route]:
     """Returns all routes of the gateway. The first ones are looked up first, so they are the paths

@@ -15,7 +15,7 @@ from services.common.errors import (
 )
 from services.common.geometry import Geometry
 from services.gateway.bounds import Bounds
-from services.gateway.kept import MemoryKept
+from services.gateway.entry_store import MemoryEntryStore
 from services.gateway.media.images import LOW_DETAIL_PIXELS, ImageReader, ImageSource
 from services.gateway.media.kinds import IMAGE, VIDEO
 from services.gateway.media.local_files import LocalFiles
@@ -170,7 +170,7 @@ async def test_files_are_refused_by_default(files):
 
 
 def reader(**options) -> ImageReader:
-    return ImageReader(MediaLoader(None), GEOMETRY, Bounds(**options), MemoryKept())
+    return ImageReader(MediaLoader(None), GEOMETRY, Bounds(**options), MemoryEntryStore())
 
 
 async def test_grid_and_key_follow_from_the_bytes():

@@ -6,9 +6,9 @@ from collections.abc import AsyncIterator
 import pytest
 
 from services.common.errors import Unavailable
-from services.gateway import kept, kept_redis
-from services.gateway.kept import Kept, MemoryKept
-from services.gateway.kept_redis import RedisKept
+from services.gateway import entry_store, redis_entry_store
+from services.gateway.entry_store import EntryStore, MemoryEntryStore
+from services.gateway.redis_entry_store import RedisEntryStore
 from tests.noise import PATIENCE_S
 from tests.redis_server import RedisServer
 
@@ -23,17 +23,17 @@ def server():
 
 
 @pytest.fixture(params=["memory", "redis"])
-async def store(request, server) -> AsyncIterator[Kept]:
+async def store(request, server) -> AsyncIterator[EntryStore]:
     if request.param == "memory":
-        found = MemoryKept(ROOM, 2 * ROOM)
+        found = MemoryEntryStore(ROOM, 2 * ROOM)
     else:
         server.flush()
-        found = RedisKept(server.url, ROOM, 2 * ROOM)
+        found = RedisEntryStore(server.url, ROOM, 2 * ROOM)
     yield found
     await found.close()
 
 
-async def names(store: Kept, tenant: str) -> str:
+async def names(store: EntryStore, tenant: str) -> str:
     """Of the entries `a` to `f` those that are there; all of them are used by that."""
     return "".join([n for n in "abcdef" if await store.get(tenant, n) is not None])
 
@@ -87,60 +87,60 @@ async def test_what_is_put_counts_as_its_tenants_where_room_is_short(store):
 
 
 async def test_nothing_is_left_of_what_has_gone(server):
-    store = RedisKept(server.url, ROOM, 2 * ROOM)
+    store = RedisEntryStore(server.url, ROOM, 2 * ROOM)
     server.flush()
     for name in "abcdef":
         await store.put("t", name, ENTRY)
     for name in "abcdef":
         await store.delete("t", name)
-    assert server.keys() == [f"{kept_redis.PREFIX}@sizes".encode()]
+    assert server.keys() == [f"{redis_entry_store.PREFIX}@sizes".encode()]
     with server.client() as client:
-        assert client.hgetall(f"{kept_redis.PREFIX}@sizes") == {b"@": b"0"}
+        assert client.hgetall(f"{redis_entry_store.PREFIX}@sizes") == {b"@": b"0"}
     await store.close()
 
 
 async def test_an_hour_after_its_last_use_an_entry_is_gone():
     now = 0.0
-    store = MemoryKept(clock=lambda: now)
+    store = MemoryEntryStore(clock=lambda: now)
     await store.put("t", "a", b"x")
     await store.put("t", "b", b"x")
-    now = kept.KEPT_S - 1
+    now = entry_store.LIFETIME_S - 1
     assert await store.get("t", "a") == b"x"
     now += 2
     assert await names(store, "t") == "a"
-    now += kept.KEPT_S + 1
+    now += entry_store.LIFETIME_S + 1
     assert await names(store, "t") == ""
     assert store._store._num_bytes == {}
 
 
-async def test_the_same_in_redis(server, monkeypatch):
+async def test_the_same_in_redis(server):
     server.flush()
-    store = RedisKept(server.url)
-    a, b = f"{kept_redis.PREFIX}t/a", f"{kept_redis.PREFIX}t/b"
+    store = RedisEntryStore(server.url)
+    a, b = f"{redis_entry_store.PREFIX}t/a", f"{redis_entry_store.PREFIX}t/b"
     with server.client() as client:
         for name, key in (("a", a), ("b", b)):
             await store.put("t", name, b"x")
-            assert client.pttl(key) > 1000 * (kept.KEPT_S - PATIENCE_S)
+            assert client.pttl(key) > 1000 * (entry_store.LIFETIME_S - PATIENCE_S)
             client.expire(key, 100)
         assert await store.get("t", "a") == b"x"
-        assert client.pttl(a) > 1000 * (kept.KEPT_S - PATIENCE_S)
+        assert client.pttl(a) > 1000 * (entry_store.LIFETIME_S - PATIENCE_S)
         assert client.pttl(b) <= 100_000
         client.pexpire(b, 0)
     assert await store.get("t", "b") is None
     assert await store.get("t", "a") == b"x"
-    monkeypatch.setattr(kept_redis, "KEPT_S", 0.001)
+    brief = RedisEntryStore(server.url, lifetime_s=0.001)
     await asyncio.sleep(0.01)
-    await store.put("u", "c", b"x")  # takes away what others have left
+    await brief.put("u", "c", b"x")  # takes away what others have left
+    await brief.close()
     with server.client() as client:
-        assert client.zrange(f"{kept_redis.PREFIX}@used", 0, -1) == [b"u/c"]
-        assert client.zrange(f"{kept_redis.PREFIX}@tenants", 0, -1) == [b"u"]
+        assert client.zrange(f"{redis_entry_store.PREFIX}@used", 0, -1) == [b"u/c"]
+        assert client.zrange(f"{redis_entry_store.PREFIX}@tenants", 0, -1) == [b"u"]
     await store.close()
 
 
-async def test_a_redis_that_is_away_keeps_nothing_and_is_asked_again(monkeypatch):
-    monkeypatch.setattr(kept_redis, "_SILENCE_S", 0.05)
+async def test_a_redis_that_is_away_keeps_nothing_and_is_asked_again():
     with RedisServer() as server:
-        store = RedisKept(server.url)
+        store = RedisEntryStore(server.url, pause_s=0.05)
         assert await store.put("t", "a", b"x")
         server.stop()
         assert not await store.put("t", "b", b"x")
