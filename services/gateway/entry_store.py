@@ -55,6 +55,11 @@ class MemoryEntryStore:
     ) -> None:
         self._store = TenantStore[str](max_tenant_bytes, max_bytes, LIFETIME_S, clock)
 
+    @property
+    def num_bytes(self) -> int:
+        """Number of bytes of all entries."""
+        return self._store.num_bytes
+
     async def get(self, tenant: str, name: str) -> bytes | None:
         """Returns an entry, and restarts its lifetime. None if there is no such entry."""
         return self._store.get(tenant, name)

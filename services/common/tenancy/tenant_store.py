@@ -38,6 +38,11 @@ class TenantStore(Generic[Name]):
         self._entries: dict[str, OrderedDict[Name, tuple[bytes, float]]] = {}
         self._num_bytes: dict[str, int] = {}
 
+    @property
+    def num_bytes(self) -> int:
+        """Number of bytes of all entries, expired entries included until they are dropped."""
+        return sum(self._num_bytes.values())
+
     def get(self, tenant: str, name: Name) -> bytes | None:
         """Returns an entry, whose time to live begins again, or None if there is no such entry."""
         self._expire()
@@ -63,7 +68,7 @@ class TenantStore(Generic[Name]):
             return False
         while self._num_bytes.get(tenant, 0) + size > most_of_tenant:
             self._forget_oldest(tenant)
-        while sum(self._num_bytes.values()) + size > most:
+        while self.num_bytes + size > most:
             self._forget_oldest(
                 max(self._num_bytes, key=lambda t: self._num_bytes[t] + size * (t == tenant))
             )

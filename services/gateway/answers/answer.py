@@ -20,9 +20,9 @@ class AnswerFormat:
 
     Attributes:
         reasoning: the place where an answer begins. None if the model does not think.
-        calls: calls that the answer may contain. None if it may contain none.
-        has_to_call: whether the answer has to contain a call.
-        include_reasoning: whether the response contains the reasoning.
+        calls: calls that the answer may contain. None if calls are not allowed.
+        has_to_call: true if the answer has to contain a call.
+        include_reasoning: true if the response contains the reasoning.
         grammar: the grammar that the decoder holds the answer to. None if the answer is free.
         grammar_param: the request's field that an error of the grammar names.
     """
@@ -36,7 +36,7 @@ class AnswerFormat:
 
     @property
     def thinks(self) -> bool:
-        """Whether reasoning may come before the content."""
+        """True if reasoning may come before the content."""
         return self.reasoning in ("open", "optional")
 
     def parser(self) -> "AnswerParser | None":
@@ -67,17 +67,17 @@ class AnswerParser:
 
     @property
     def thinking(self) -> bool:
-        """Whether the text so far ends within the reasoning."""
+        """True if the text so far ends within the reasoning."""
         return self.splitter.thinking and not self._in_call
 
     @property
     def in_head(self) -> bool:
-        """Whether the reasoning ends in text that may begin a tool call or the closing tag."""
+        """True if the reasoning ends in text that may begin a tool call or the closing tag."""
         return not self._has_begun if self._in_call else self.splitter.in_head
 
     @property
     def done(self) -> bool:
-        """Whether all allowed calls are complete, so that no more text is needed."""
+        """True if all allowed calls are complete, so that no more text is needed."""
         return self.calls is not None and self.calls.done
 
     def feed(self, text: str) -> list[Part]:

@@ -47,12 +47,12 @@ class ParameterType:
 
     @property
     def is_text(self) -> bool:
-        """Whether the value is a string, so that its text is not parsed."""
+        """True if the value is a string, so that its text is not parsed."""
         return self.types == frozenset(("string",))
 
     @property
     def may_be_nested(self) -> bool:
-        """Whether the value may be an array or object, which can contain strings."""
+        """True if the value may be an array or object, which can contain strings."""
         return not self.types.isdisjoint(("array", "object"))
 
 

@@ -22,9 +22,9 @@ class CallObject:
 
     Attributes:
         name: name of the function. Empty until it is known.
-        begun: whether the name is known and the arguments have begun, or the object is complete.
-        ended: whether the object is complete, or its text cannot be that of a call.
-        complete: whether the last brace of the object has been read.
+        begun: true if the name is known and the arguments have begun, or the object is complete.
+        ended: true if the object is complete, or its text cannot be that of a call.
+        complete: true if the last brace of the object has been read.
     """
 
     def __init__(self) -> None:

@@ -26,7 +26,7 @@ class StopMatcher:
 
     Args:
         stops: non-empty stop strings.
-        include_stop: whether the text keeps the stop string that ended it.
+        include_stop: true if the text keeps the stop string that ended it.
 
     Attributes:
         stops: the stop strings.
@@ -94,7 +94,7 @@ class StopMatcher:
 
 
 class Choice:
-    """One choice of a response: takes token events, and returns updates of the answer.
+    """Converter of one choice: takes token events, and returns updates of the answer.
 
     Args:
         index: index of the choice in the response.
@@ -134,12 +134,12 @@ class Choice:
 
     @property
     def thinking(self) -> bool:
-        """Whether the text so far ends within the reasoning."""
+        """True if the text so far ends within the reasoning."""
         return self._parser is not None and self._parser.thinking
 
     @property
     def in_head(self) -> bool:
-        """Whether the reasoning ends in text that may begin a tool call or the closing tag."""
+        """True if the reasoning ends in text that may begin a tool call or the closing tag."""
         return self._parser is not None and self._parser.in_head
 
     def feed(self, event: TokenEvent) -> Update:
@@ -181,7 +181,7 @@ class Choice:
 
     @property
     def _is_cut(self) -> bool:
-        """Whether the choice has ended early: a stop string or all allowed calls are complete."""
+        """True if the choice has ended early: a stop string or all allowed calls are complete."""
         is_done = self._parser is not None and self._parser.done
         return is_done or self.stops.matched is not None
 

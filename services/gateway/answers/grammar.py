@@ -35,7 +35,7 @@ class Grammar:
         begins_after: token ids, such as the id of `</think>`. The answer is free until it contains
             these tokens in a row, and follows the grammar afterwards. Empty if the grammar begins
             with the answer.
-        plain_strings: whether the bounded strings of the grammar are known to be plain; see
+        plain_strings: true if the bounded strings of the grammar are known to be plain; see
             `services/common/grammar/plain_strings.py`.
     """
 

@@ -36,7 +36,7 @@ class ArgumentsReader:
     words and quotes become JSON's, and numbers beyond a float's range become the largest float.
 
     Attributes:
-        ended: whether the last brace was read or the reader was closed.
+        ended: true if the last brace was read or the reader was closed.
     """
 
     def __init__(self) -> None:

@@ -44,7 +44,7 @@ class ReasoningSplitter:
             is only mentioned, and begins no call.
 
     Attributes:
-        thinking: whether the text so far ends inside the block.
+        thinking: true if the text so far ends inside the block.
         call: a tool call that begins inside the block, with all text behind it, which the splitter
             has not read. Some models call tools before they close the block.
     """
@@ -117,7 +117,7 @@ class ReasoningSplitter:
 
     @property
     def in_head(self) -> bool:
-        """Whether the reasoning ends in text that may begin a tool call or the closing tag."""
+        """True if the reasoning ends in text that may begin a tool call or the closing tag."""
         return self.thinking and bool(self._held.strip("\n"))
 
     def take_call(self) -> str:

@@ -114,7 +114,7 @@ class _Reader:
     """Converter of the schemas of one function or answer.
 
     Attributes:
-        is_deep: whether the schemas within a schema are converted as well.
+        is_deep: true if the schemas within a schema are converted as well.
     """
 
     _place: SchemaPlace

@@ -13,7 +13,7 @@ class SchemaPlace:
     Attributes:
         param: field of the request that holds the schema.
         function: name of the function. Empty for the schema of an answer.
-        strict: whether the client was promised that every keyword is enforced.
+        strict: true if the client was promised that every keyword is enforced.
     """
 
     param: str = ""

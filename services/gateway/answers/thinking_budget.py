@@ -27,7 +27,7 @@ class ThinkingBudget:
     Attributes:
         num_tokens: number of tokens of an answer, from its start, at which its reasoning is closed.
             The tag that opens the reasoning counts, too.
-        has_grammar: whether the text behind the reasoning follows a grammar, which may allow no
+        has_grammar: true if the text behind the reasoning follows a grammar, which may allow no
             empty line.
     """
 

@@ -60,7 +60,7 @@ def answer_grammar(
         asked: grammar of an answer without a call, from `response_format` or `structured_outputs`.
             None if the request has neither.
         start: place where the answer begins. None if the model does not think.
-        calls: calls that the answer may contain. None if it may contain none.
+        calls: calls that the answer may contain. None if calls are not allowed.
         tokenizer: tokenizer of the model.
 
     Raises:

@@ -27,13 +27,13 @@ class CallParser:
         marker: text by which a chat template that teaches this format is recognized.
         tag: text that opens a call. None if calls have no opening tag.
         head: text that follows the tag after optional whitespace.
-        in_call: whether the text so far ends within a call.
-        done: whether `max_calls` calls are complete, so that all further text is ignored.
+        in_call: true if the text so far ends within a call.
+        done: true if `max_calls` calls are complete, so that all further text is ignored.
 
     Args:
         tools: JSON schema of the parameters of each function, by the function's name.
         max_calls: largest number of calls. None if there may be any number.
-        has_grammar: whether a grammar constrains the text to the format, so that no mistakes of the
+        has_grammar: true if a grammar constrains the text to the format, so that no mistakes of the
             model have to be repaired.
     """
 

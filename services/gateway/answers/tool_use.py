@@ -22,9 +22,9 @@ class ToolCalls:
         parser: parser of the model's format of calls.
         places: index of each function in the request's list of tools, by name.
         functions: functions that may be called, by name.
-        required: whether the answer has to contain a call.
+        required: true if the answer has to contain a call.
         max_calls: largest number of calls. None if there may be any number.
-        has_grammar: whether a grammar constrains the calls.
+        has_grammar: true if a grammar constrains the calls.
     """
 
     parser: type[CallParser]
@@ -36,7 +36,7 @@ class ToolCalls:
 
     @property
     def is_constrained(self) -> bool:
-        """Whether a grammar has to constrain the calls."""
+        """True if a grammar has to constrain the calls."""
         restricted = len(self.functions) < len(self.places)
         strict = any(function.strict for function in self.functions.values())
         return self.required or restricted or strict

@@ -37,7 +37,7 @@ class LeaseReport:
         limits: limit of each kind. -1 for a kind without a limit.
         held: amount of each kind that this gateway keeps, even if others hold the rest.
         wanted: amount of each kind that this gateway would like to hold.
-        has_refused: whether a request was refused since the last report.
+        has_refused: true if a request was refused since the last report.
     """
 
     tenant: str
@@ -54,7 +54,7 @@ class LeaseReply:
     Attributes:
         gateways: number of gateways that reported in the last seconds, this gateway included.
         age_s: seconds since the first lease was written.
-        rows: for each report, in the same order, the amounts that this gateway may use and the
+        rows: amounts of each report, in the same order: the amounts that this gateway may use and the
             amounts that all other gateways hold. A gateway that may use less than it holds has to
             refuse requests.
         held_by_others: amounts that all other gateways hold, for each tenant. None if they were not
@@ -100,7 +100,7 @@ class LeaseStore:
         """Reports the usage of this gateway, and obtains its leases.
 
         Args:
-            reports: one report for each tenant whose usage has changed.
+            reports: reports about each tenant whose usage has changed.
             all_tenants: whether the reply contains what others hold of every tenant.
 
         Raises:

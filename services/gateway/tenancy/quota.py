@@ -1,4 +1,4 @@
-"""One tenant's limits on one gateway: what its requests use, and how much of each limit is leased.
+"""Limits of one tenant on one gateway: amounts that requests use, and leases on the limits.
 
 A limit bounds either an amount within any 60 seconds (`Window`) or an amount at a time (`Count`).
 The gateways that serve a tenant divide its limits among themselves: each gateway has a lease on a
@@ -178,8 +178,8 @@ class Quota:
         leases: amount of each kind that this gateway may use. The used amount can be larger if the
             lease has shrunk since.
         leased_by_others: amount of each kind that the other gateways held at the last report.
-        has_changed: whether an amount was counted since the last report to Redis.
-        has_refused: whether a request was refused since the last report to Redis.
+        has_changed: true if an amount was counted since the last report to Redis.
+        has_refused: true if a request was refused since the last report to Redis.
     """
 
     def __init__(
@@ -200,7 +200,7 @@ class Quota:
 
     @property
     def is_limited(self) -> bool:
-        """Whether the tenant has a limit of any kind."""
+        """True if the tenant has a limit of any kind."""
         return any(limit is not None for limit in self.limits)
 
     def used(self) -> list[int]:
@@ -362,7 +362,7 @@ class Charge:
         required: amount of each kind that has to fit before anything is counted.
         entry_of: kind whose entry is kept, TOKENS or PIXELS.
         entry: entry of that kind. None if the charge was not taken or the kind has no limit.
-        is_taken: whether the amounts were counted.
+        is_taken: true if the amounts were counted.
     """
 
     quota: Quota

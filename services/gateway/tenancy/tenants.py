@@ -84,7 +84,7 @@ class Tenant:
     Attributes:
         name: name of the tenant in limits, metrics and logs. Empty for callers without a key.
         limits: limits of the tenant.
-        shares_caches: whether other tenants' requests find its cached prefixes and images.
+        shares_caches: true if other tenants' requests find its cached prefixes and images.
     """
 
     name: str
@@ -138,7 +138,7 @@ class Keyring:
     Args:
         keys: keys in plain text. Each key is a tenant of its own, without limits.
         path: path of the key file. None if there is no key file.
-        is_private: whether only users of this machine reach the gateway. If there are no keys,
+        is_private: true if only users of this machine reach the gateway. If there are no keys,
             such callers have all scopes.
 
     Raises:
@@ -166,7 +166,7 @@ class Keyring:
 
     @property
     def is_open(self) -> bool:
-        """Whether requests need no key."""
+        """True if requests need no key."""
         return not self._fixed and self._file is None
 
     def identify(self, authorization: bytes) -> Identity | None:

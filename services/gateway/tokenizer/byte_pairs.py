@@ -49,7 +49,7 @@ class BytePairs:
     Args:
         pattern: regular expression that splits text into words.
         ranks: rank of each token, which is also its id, by the token's bytes.
-        nfc: whether text is normalized to NFC first.
+        nfc: true if text is normalized to NFC first.
     """
 
     def __init__(self, pattern: str, ranks: dict[bytes, int], *, nfc: bool) -> None:

@@ -27,7 +27,7 @@ class AddedToken:
     Attributes:
         token_id: id of the token.
         content: name of the token, such as `<|im_end|>`.
-        special: whether `skip_special_tokens` leaves the token out of the text.
+        special: true if `skip_special_tokens` leaves the token out of the text.
     """
 
     token_id: int

@@ -110,7 +110,7 @@ async def test_an_hour_after_its_last_use_an_entry_is_gone():
     assert await names(store, "t") == "a"
     now += entry_store.LIFETIME_S + 1
     assert await names(store, "t") == ""
-    assert store._store._num_bytes == {}
+    assert store.num_bytes == 0
 
 
 async def test_the_same_in_redis(server):
