@@ -54,7 +54,7 @@ class LeaseReply:
     Attributes:
         gateways: number of gateways that reported in the last seconds, this gateway included.
         age_s: seconds since the first lease was written.
-        rows: amounts of each report, in the same order: the amounts that this gateway may use and the
+        rows: amounts of each report, in the same order: amounts that this gateway may use, and the
             amounts that all other gateways hold. A gateway that may use less than it holds has to
             refuse requests.
         held_by_others: amounts that all other gateways hold, for each tenant. None if they were not
