@@ -61,9 +61,8 @@ def _serve(
     connection: Connection, model: Path, vocab_size: int, end_ids: tuple[int, ...],
     bounded: bool, options: dict[str, Any],
 ) -> None:  # fmt: skip
-    if not bounded:
-        options["check"] = lambda kind, text: None
-    compiler = Compiler(Vocabulary.read(model, vocab_size, end_ids), **options)
+    vocabulary = Vocabulary.read(model, vocab_size, end_ids)
+    compiler = Compiler(vocabulary, bounded=bounded, **options)
     while True:
         try:
             name, argument = connection.recv()
