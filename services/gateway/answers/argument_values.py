@@ -176,7 +176,7 @@ class Parameters:
         return found
 
     def texts(self, schema: object) -> set[str]:
-        """Returns the strings that a schema or one of its alternatives lists."""
+        """Returns the strings that a schema or an alternative of the schema lists."""
         found: set[str] = set()
         for branch in self.branches(schema):
             found.update(value for value in listed_values(branch) or () if isinstance(value, str))

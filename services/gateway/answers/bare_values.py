@@ -89,7 +89,7 @@ class BareValues:
         return f"({' | '.join(found)})" if found else None
 
     def _texts(self, schema: object, path: str, depth: int = 0) -> set[str] | None:
-        """Returns the strings that a schema lists, or None if it allows other strings as well."""
+        """Returns the strings that a schema lists, or None if the schema allows more strings."""
         if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
             return set() if schema is False else None
         schema = cast(Schema, schema)

@@ -69,7 +69,7 @@ class Grammar:
 
 
 def read_grammar(request: ChatRequest) -> Grammar | None:
-    """Returns the grammar that a request contains, or None if its answer is free.
+    """Returns the grammar of a request, or None if the answer is free.
 
     Raises:
         InvalidRequest: the request contains more than one grammar.

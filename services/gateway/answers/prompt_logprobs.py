@@ -102,7 +102,7 @@ class PromptScores:
         Args:
             token_ids: token ids of the whole prompt.
             tokenizer: tokenizer of the model.
-            as_ids: whether tokens are named `token_id:N` instead of by their text.
+            as_ids: true if tokens are named `token_id:N` instead of by their text.
         """
         found: list[LogprobEntry] = []
         for token_id, logprob, _, top in self.rows(token_ids):

@@ -1,6 +1,6 @@
 """Reduction of JSON schemas to the keywords that llguidance enforces.
 
-The library refuses a whole grammar because of one keyword that it does not support. Such keywords
+The library refuses a whole grammar because of a single unsupported keyword. Such keywords
 are found here, before the schemas of all functions become one grammar, so that one function's
 schema does not prevent the use of the others. A keyword that is not supported is refused by its
 place in the request, or left out if the client was promised nothing. Nothing is compiled: of a

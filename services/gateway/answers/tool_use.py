@@ -48,7 +48,7 @@ class ToolCalls:
 
 
 def read_tools(request: ChatRequest, parser: type[CallParser] | None) -> ToolCalls | None:
-    """Returns the calls that a request allows, or None if its answer contains no calls.
+    """Returns the calls that a request allows, or None if the request allows none.
 
     Args:
         request: request whose tools were checked by `check_tools`.

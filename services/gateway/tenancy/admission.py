@@ -55,7 +55,7 @@ class Admission:
     Attributes:
         memory: memory for all requests.
         max_body_bytes: size of the largest body that is accepted, in bytes.
-        draining: true if the gateway is about to end, so that clients should use another one.
+        draining: true if the gateway is about to end and clients should use another gateway.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Leases of all gateways in one Redis hash, changed by one script in one round trip.
+"""Leases of all gateways in a Redis hash, changed by a script in a single round trip.
 
 The hash has a field `<tenant>:<gateway>` for each lease, with an amount of each kind of
 `quota.KINDS`, and a field `@` with the time at which the hash was created and the time at which
@@ -6,7 +6,7 @@ each gateway reported last. A gateway reports its whole usage each time, so a re
 arrive twice. The amounts of a window count for a window after the gateway's last report, because
 the requests that caused them do; the amounts at a time count for `Times.alive` after the report.
 
-All leases are in one key, so that they exist or are lost as a whole: a Redis that evicts or loses
+All leases are in one key, so they exist or are lost as a whole: a Redis that evicts or loses
 the key starts from nothing, and the script's reply gives the age of the hash.
 
 A gateway is *refusing* if it refused a request of the tenant since its last report. While any other
@@ -101,7 +101,7 @@ class LeaseStore:
 
         Args:
             reports: reports about each tenant whose usage has changed.
-            all_tenants: whether the reply contains what others hold of every tenant.
+            all_tenants: true if the reply is to have the amounts of all tenants at other gateways.
 
         Raises:
             RedisError: Redis refused the command.

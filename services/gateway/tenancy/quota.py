@@ -354,7 +354,7 @@ class Quota:
 
 @dataclass(slots=True, eq=False)
 class Charge:
-    """Amounts that one request asks of its tenant's quota.
+    """Amounts that a request asks of the tenant's quota.
 
     Attributes:
         quota: quota of the request's tenant.

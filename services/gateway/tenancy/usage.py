@@ -1,4 +1,4 @@
-"""Usage of a tenant's limits by one request, from its arrival to its end.
+"""Usage of a tenant's limits by a request, from arrival to end.
 
 A request that would exceed a limit is refused with 429 and the time after which it may be sent
 again. The request itself is counted at its arrival. Tokens are counted once the prompt is known:
@@ -22,7 +22,7 @@ _ARRIVAL_REQUIRED, _ARRIVAL = (1, 1, 0, 1, 0), (1, 0, 0, 1, 0)
 
 @dataclass(slots=True)
 class Usage:
-    """Amounts that one request has taken of its tenant's quota.
+    """Amounts that a request has taken of the tenant's quota.
 
     Valid inside the `with` statement of `counting`.
 

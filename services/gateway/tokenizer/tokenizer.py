@@ -88,7 +88,7 @@ class ModelTokenizer:
 
         Args:
             text: text of the prompt.
-            add_special_tokens: whether BOS and other tokens that tokenizer.json adds are included.
+            add_special_tokens: true if BOS and other tokens that tokenizer.json adds are included.
         """
         return _ids(self._whole, text, add_special_tokens=add_special_tokens)
 
