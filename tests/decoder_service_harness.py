@@ -63,7 +63,7 @@ class Decoder:
         timeout_s: float = 5.0,
         model_directory: Path | None = None,
         num_processes: int = 1,
-        max_work_s: float = 5.0,
+        max_work_s: float = 30.0,
         grammar_bytes: int = 1 << 30,
         max_queued_bytes: int = MAX_QUEUED_BYTES,
         **info: int,

@@ -113,7 +113,7 @@ class Submit(_message.Message):
     def __init__(self, sequence_id: _Optional[int] = ..., request_id: _Optional[str] = ..., prompt_token_ids: _Optional[bytes] = ..., positions: _Optional[bytes] = ..., position_delta: _Optional[int] = ..., images: _Optional[_Iterable[_Union[ImageRef, _Mapping]]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., cache_salt: _Optional[bytes] = ..., timeout_s: _Optional[float] = ..., traceparent: _Optional[str] = ..., grammar: _Optional[_Union[Grammar, _Mapping]] = ..., generated_token_ids: _Optional[bytes] = ..., tenant: _Optional[str] = ..., tenant_weight: _Optional[float] = ..., priority: _Optional[int] = ...) -> None: ...
 
 class Grammar(_message.Message):
-    __slots__ = ("kind", "text", "begins_after", "end_token_ids", "plain_strings")
+    __slots__ = ("kind", "text", "begins_after", "end_token_ids", "plain_strings", "by_gateway")
     class Kind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         KIND_UNSPECIFIED: _ClassVar[Grammar.Kind]
@@ -131,12 +131,14 @@ class Grammar(_message.Message):
     BEGINS_AFTER_FIELD_NUMBER: _ClassVar[int]
     END_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     PLAIN_STRINGS_FIELD_NUMBER: _ClassVar[int]
+    BY_GATEWAY_FIELD_NUMBER: _ClassVar[int]
     kind: Grammar.Kind
     text: str
     begins_after: _containers.RepeatedScalarFieldContainer[int]
     end_token_ids: _containers.RepeatedScalarFieldContainer[int]
     plain_strings: bool
-    def __init__(self, kind: _Optional[_Union[Grammar.Kind, str]] = ..., text: _Optional[str] = ..., begins_after: _Optional[_Iterable[int]] = ..., end_token_ids: _Optional[_Iterable[int]] = ..., plain_strings: _Optional[bool] = ...) -> None: ...
+    by_gateway: bool
+    def __init__(self, kind: _Optional[_Union[Grammar.Kind, str]] = ..., text: _Optional[str] = ..., begins_after: _Optional[_Iterable[int]] = ..., end_token_ids: _Optional[_Iterable[int]] = ..., plain_strings: _Optional[bool] = ..., by_gateway: _Optional[bool] = ...) -> None: ...
 
 class ImageRef(_message.Message):
     __slots__ = ("image_key", "offset", "num_tokens", "encoder_address")

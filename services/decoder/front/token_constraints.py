@@ -71,6 +71,7 @@ def _grammar(submit: pb.Submit, sampling: SamplingParams, engine: EngineInfo) ->
         raise InvalidGrammar(f"has more than {MAX_GRAMMAR_CHARS} characters")
     check_ids("grammar.end_token_ids", message.end_token_ids, engine, MAX_STOP_TOKEN_IDS)
     check_ids("grammar.begins_after", message.begins_after, engine, MAX_BEGINS_AFTER)
-    source = GrammarSource(kind, message.text, message.plain_strings)
+    by_client = kind == "grammar" and not message.by_gateway
+    source = GrammarSource(kind, message.text, message.plain_strings, by_client)
     begins_after = tuple(message.begins_after)
     return Grammar(source, begins_after, sampling.stop_token_ids, sampling.min_tokens)

@@ -1,10 +1,10 @@
 """Checks grammars: finds out whether a grammar can be compiled, and whether that takes long.
 
-A grammar is first compiled in the quick lane, with a limit of CPU time that nearly all grammars
-meet. A grammar that exceeds the limit is compiled again in the slow lane, so that common schemas
-never wait for hostile grammars of any tenant. In each lane tenants take turns by the CPU time that
-they have used. Requests fail if their grammar cannot be compiled or ends its fork. Waiting too long
-for a turn is an overload of the decoder.
+A schema is first compiled in the quick lane, with a limit of CPU time that nearly all schemas meet.
+A schema that exceeds the limit is compiled again in the slow lane. Grammars that clients write have
+a lane of their own. Common schemas therefore never wait for hostile grammars of any tenant. In each
+lane tenants take turns by the CPU time that they have used. Requests fail if their grammar cannot
+be compiled or ends its fork. Waiting too long for a turn is an overload of the decoder.
 """
 
 import asyncio
@@ -19,7 +19,13 @@ from services.common.process.channel import ChannelClosed, FrontChannel
 from services.decoder.masks.compile_process import CompileProcess
 from services.decoder.masks.compile_queue import CompileJob, CompileQueue
 from services.decoder.masks.grammar import GrammarSource
-from services.decoder.masks.messages import Verdict
+from services.decoder.masks.messages import (
+    CLIENTS_LANE,
+    LANES,
+    QUICK_LANE,
+    SLOW_LANE,
+    Verdict,
+)
 from services.decoder.masks.verdicts import StoredVerdict, Verdicts, key_of
 
 log = logging.getLogger(__name__)
@@ -68,14 +74,14 @@ class CompilePool:
         self.process = process
         self._cpu_seconds = cpu_seconds
         self._verdicts = verdicts
-        self._quick, self._slow = _Lane(), _Lane()
+        self._lanes = [_Lane() for _ in LANES]
         self._jobs: dict[bytes, CompileJob] = {}  # waiting and running jobs, by key
         self._task = asyncio.create_task(self._work())
 
     @property
     def num_in_work(self) -> int:
         """Number of grammars that are being compiled."""
-        return sum(lane.job is not None for lane in (self._quick, self._slow))
+        return sum(lane.job is not None for lane in self._lanes)
 
     async def check(self, source: GrammarSource, tenant: str) -> bool:
         """Compiles a grammar, unless its verdict is stored.
@@ -120,13 +126,13 @@ class CompilePool:
     def _enqueue(self, key: bytes, source: GrammarSource, tenant: str) -> CompileJob:
         done: asyncio.Future[StoredVerdict] = asyncio.get_running_loop().create_future()
         job = CompileJob(key, source, tenant, done)
-        self._quick.put(job)
+        self._lanes[CLIENTS_LANE if source.by_client else QUICK_LANE].put(job)
         self._jobs[key] = job
         return job
 
     async def _work(self) -> None:
         """Runs the process and serves its lanes. Restarts the process whenever it ends."""
-        lanes = self._quick, self._slow
+        lanes = self._lanes
         while True:
             try:
                 channels = await self.process.start()
@@ -189,15 +195,16 @@ class CompilePool:
         """Handles the verdict on a lane's job."""
         lane.queue.charge(job.tenant, verdict.cpu_s)
         job.cpu_s += verdict.cpu_s
-        if verdict.timed_out and lane is self._quick:
+        slow = self._lanes[SLOW_LANE]
+        if verdict.timed_out and lane is self._lanes[QUICK_LANE]:
             try:
-                self._slow.put(job)
+                slow.put(job)
             except Overloaded as error:
                 self._fail(lane, error)
             lane.job = None
             return
         self._cpu_seconds.observe(job.cpu_s)
-        known = StoredVerdict(verdict.error, is_slow=lane is self._slow)
+        known = StoredVerdict(verdict.error, is_slow=lane is slow)
         if verdict.died:
             self._verdicts.died(job.key, verdict.error)
         else:

@@ -28,7 +28,7 @@ from services.common.process.work_limits import limited, mapped_bytes, prefer_oo
 from services.common.telemetry import setup_logging
 from services.decoder.masks.compiler import Vocabulary, compile_grammar
 from services.decoder.masks.grammar import GrammarSource
-from services.decoder.masks.messages import LANES, Lane, MaskSettings, Verdict
+from services.decoder.masks.messages import LANES, SLOW_LANE, Lane, MaskSettings, Verdict
 
 MEMORY_BYTES = 192 << 20  # limit of one grammar
 # This stack is smaller than in the mask processes, which compile the grammar again.
@@ -52,7 +52,7 @@ class Compiler:
     """
 
     vocabulary: Vocabulary
-    cpu_s: float = LANES[-1].cpu_s
+    cpu_s: float = LANES[SLOW_LANE].cpu_s
     memory_bytes: int = MEMORY_BYTES
     wall_s: float = _WALL_S
     bounded: bool = True

@@ -12,11 +12,14 @@ class GrammarSource(msgspec.Struct, frozen=True):
         kind: `json_schema`, `regex`, `choice` or `grammar`.
         text: the schema, expression, list of choices or grammar.
         plain_strings: True if the bounded strings are known to be plain; see `plain_strings`.
+        by_client: True if a client has written the grammar, in Lark or GBNF. Such a grammar may be
+            ambiguous, and no useful bound on the work for its masks is known.
     """
 
     kind: str
     text: str
     plain_strings: bool = False
+    by_client: bool = False
 
 
 class Grammar(NamedTuple):

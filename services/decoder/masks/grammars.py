@@ -25,7 +25,7 @@ from services.decoder.masks.matcher import (
     UnexpectedToken,
     mask_of,
 )
-from services.decoder.masks.rows import QUICK, SLOW, Marks, num_mask_words
+from services.decoder.masks.rows import CLIENTS, QUICK, SLOW, Marks, num_mask_words
 from services.decoder.masks.work_thread import WorkThread
 
 log = logging.getLogger(__name__)
@@ -34,11 +34,11 @@ _CACHE_ENTRIES = 256
 _MAX_WAIT_S, _POLL_S = 10.0, 0.05  # of a grammar for its thread, and for memory
 # Honest masks take 7 ms of CPU time at most, those of an ambiguous grammar seconds.
 _SLOW_MASK_S = 0.02
-_MAX_MASK_S = 0.5
+_MAX_MASK_S = 0.2
 _MAX_READ_S = 2.0  # of CPU time for the tokens that a sequence had before
 # The library holds the interpreter's lock while it reads tokens.
 _READ_AT_ONCE = 8
-_SLOW_NICENESS = 5
+_SLOW_NICENESS = 10
 
 # True if a mask forbids any token, False if all tokens are allowed, or the reason of a failure.
 Found = bool | MatcherFailed
@@ -50,6 +50,7 @@ class Grammars:
     Attributes:
         quick: thread for the first work on sequences whose grammars compile quickly.
         slow: thread for grammars that take long to compile, and for slow masks.
+        clients: thread for all work on grammars that clients write.
         vocabulary: future of the vocabulary, which the quick thread reads at the start: a second
             for 150,000 tokens. If the tokenizer cannot be read, every grammar fails.
         num_words: number of words of a mask.
@@ -78,11 +79,13 @@ class Grammars:
         marks = marks or Marks.unshared()
         self.quick = WorkThread("quick", QUICK, marks)
         self.slow = WorkThread("slow", SLOW, marks, _SLOW_NICENESS)
+        self.clients = WorkThread("clients", CLIENTS, marks, _SLOW_NICENESS)
+        self.threads = self.quick, self.slow, self.clients
         self.vocabulary = self.quick.submit(
             partial(Vocabulary.read, directory, vocab_size, end_ids)
         )
         self.memory = memory or GrammarMemory()
-        self._turns = {thread: asyncio.Lock() for thread in (self.quick, self.slow)}
+        self._turns = {thread: asyncio.Lock() for thread in self.threads}
         # A grammar that is being compiled is in both, too, so that it is compiled once. A grammar
         # of running sequences stays in the second after it was dropped from the first.
         self._cache: OrderedDict[GrammarSource, Lexer] = OrderedDict()
@@ -162,8 +165,8 @@ class Grammars:
 
     def close(self) -> None:
         """Ends the threads when they are idle."""
-        self.quick.close()
-        self.slow.close()
+        for thread in self.threads:
+            thread.close()
 
     def _account(self, grammar: GrammarMatcher, used_s: float, mask_s: float) -> None:
         """Adds the time of a mask to its matcher.
@@ -185,7 +188,7 @@ class Grammars:
         if found is None or found.is_broken:
             compiling = asyncio.ensure_future(self._compile(source, number, thread))
             compiling.add_done_callback(partial(self._compiled, source))
-            found = self._lexers[source] = Lexer(compiling)
+            found = self._lexers[source] = Lexer(compiling, is_slow=source.by_client)
         self._cache[source] = found
         self._cache.move_to_end(source)
         if len(self._cache) > _CACHE_ENTRIES:

@@ -46,7 +46,8 @@ class Lexer:
     Attributes:
         compiled: future of the compiled grammar.
         is_broken: True if the lexer has reached a limit. No further sequence uses it.
-        is_slow: True if masks of the grammar take long. They are then filled in a thread.
+        is_slow: True if masks of the grammar take or may take long. They are then filled in a
+            thread.
     """
 
     compiled: "asyncio.Future[Compiled]"

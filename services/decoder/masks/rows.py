@@ -24,8 +24,8 @@ ROWS_OFFSET = PAGE_BYTES
 # Rows for sequences that have ended while a thread still fills their masks.
 SPARE_ROWS = 128
 PROBE_WORDS = 2  # words behind each mask; see `bounded_strings`
-# A process works on up to three sequences at once: in its event loop and in two threads.
-FILLING, QUICK, SLOW = _SLOTS = (0, 1, 2)
+# A process works on up to four sequences at once: in its event loop and in three threads.
+FILLING, QUICK, SLOW, CLIENTS = _SLOTS = (0, 1, 2, 3)
 
 
 def create_mask_memory(num_rows: int, num_words: int) -> int:

@@ -1,8 +1,9 @@
 """Fills the token masks of a mask process: from the tokens of a step to the masks of the next step.
 
-Most masks are filled in the event loop, because they take microseconds. Two kinds of masks are
+Most masks are filled in the event loop, because they take microseconds. Three kinds of masks are
 filled in a thread, so that other sequences do not wait: the first mask of a sequence, for which the
-grammar is compiled, and the masks of a grammar that has had a slow mask.
+grammar is compiled, the masks of a grammar that has had a slow mask, and the masks of a grammar
+that a client has written.
 """
 
 import asyncio
@@ -167,7 +168,7 @@ class SequenceMasks:
 
     def check_threads(self) -> None:
         """Abandons threads whose work takes too long, with the sequences that wait for them."""
-        for thread in (self.grammars.quick, self.grammars.slow):
+        for thread in self.grammars.threads:
             if thread.is_stuck or thread.used_s() <= self.max_work_s:
                 continue
             thread.is_stuck = True
@@ -213,8 +214,7 @@ class SequenceMasks:
 
     def _start(self, sequence: _MaskedSequence, to: FrontChannel[Any]) -> None:
         """Lets a thread compile the grammar of a sequence, if necessary, and fill its next mask."""
-        is_slow = sequence.is_slow or sequence.matcher is not None
-        thread = self.grammars.slow if is_slow else self.grammars.quick
+        thread = self._thread_of(sequence)
         if thread.is_stuck:
             self._give_up([sequence], thread)
             return
@@ -222,6 +222,13 @@ class SequenceMasks:
         sequence.task = task = asyncio.create_task(self._work(sequence, to))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+    def _thread_of(self, sequence: _MaskedSequence) -> WorkThread:
+        """Returns the thread for the next work on a sequence."""
+        if sequence.source is not None and sequence.source.by_client:
+            return self.grammars.clients
+        is_slow = sequence.is_slow or sequence.matcher is not None
+        return self.grammars.slow if is_slow else self.grammars.quick
 
     async def _work(self, sequence: _MaskedSequence, to: FrontChannel[Any]) -> None:
         try:

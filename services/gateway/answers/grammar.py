@@ -37,6 +37,7 @@ class Grammar:
             with the answer.
         plain_strings: true if the bounded strings of the grammar are known to be plain; see
             `services/common/grammar/plain_strings.py`.
+        by_gateway: true if the gateway has written the text, and not the client.
     """
 
     kind: Literal["json_schema", "regex", "choice", "grammar"]
@@ -44,6 +45,7 @@ class Grammar:
     param: str
     begins_after: tuple[int, ...] = ()
     plain_strings: bool = False
+    by_gateway: bool = False
 
     def to_proto(self, end_ids: tuple[int, ...]) -> pb.Grammar:
         """Returns the grammar as a message for the decoder.
@@ -65,6 +67,7 @@ class Grammar:
             begins_after=self.begins_after,
             end_token_ids=end_ids,
             plain_strings=self.plain_strings,
+            by_gateway=self.by_gateway,
         )
 
 

@@ -89,7 +89,7 @@ def answer_grammar(
         # begin if the model does not think.
         body = f"(<[{opens.token_id}]> TEXT <[{closes.token_id}]> {_BREAK})? ({body})"
     text = "\n".join([f"start: {body}", *rules, r"TEXT: /(.|\n)*/"])
-    return Grammar("grammar", text, param, begins_after, are_plain)
+    return Grammar("grammar", text, param, begins_after, are_plain, by_gateway=True)
 
 
 @dataclass(frozen=True, slots=True)

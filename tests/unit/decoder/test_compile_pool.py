@@ -51,19 +51,19 @@ class FakeProcess:
 
     def __init__(self):
         self.num_started = 0
-        self.quick, self.slow = FakeChannel(), FakeChannel()
+        self.quick, self.slow, self.clients = FakeChannel(), FakeChannel(), FakeChannel()
 
     async def start(self):
         self.num_started += 1
-        self.quick, self.slow = FakeChannel(), FakeChannel()
-        return [self.quick, self.slow]
+        self.quick, self.slow, self.clients = FakeChannel(), FakeChannel(), FakeChannel()
+        return [self.quick, self.slow, self.clients]
 
     async def close(self):
         pass
 
 
 def source(text: str) -> GrammarSource:
-    return GrammarSource("grammar", text)
+    return GrammarSource("json_schema", text)
 
 
 def ends(verdict: Verdict):
@@ -139,6 +139,22 @@ async def test_a_schema_waits_for_no_hostile_grammar_whoever_sends_it(pool, proc
     for task in hostile:
         with ends(DEAD):
             await task
+
+
+async def test_grammars_of_clients_have_a_lane_of_their_own(pool, process):
+    grammars = [GrammarSource("grammar", f"start: {n}", by_client=True) for n in range(3)]
+    asked = [asyncio.create_task(pool.check(grammar, "")) for grammar in grammars]
+    await process.clients.asked(1)
+    schema = check(pool, "schema")
+    await process.quick.asked(1)
+    process.quick.answer(GOOD)
+    assert await schema is False
+    for number, task in enumerate(asked, 1):
+        await process.clients.asked(number)
+        process.clients.answer(DEAD)
+        with ends(DEAD):
+            await task
+    assert not process.slow.sent and len(process.quick.sent) == 1
 
 
 async def test_in_the_slow_lane_tenants_take_turns_by_cpu_seconds(pool, process):

@@ -323,6 +323,19 @@ async def test_masks_that_take_long_are_filled_in_a_thread(process):
     assert most > 20 and counts[2] > 5 * counts[1]
 
 
+@pytest.mark.parametrize("by_client", [True, False])
+async def test_masks_of_grammars_that_clients_write_are_filled_in_a_thread(process, by_client):
+    source = GrammarSource("grammar", 'start: "a"*', by_client=by_client)
+    a = process.tokenizer.tokenize_str("a")
+    process.add(1, Grammar(source))
+    assert (await process.received()).num_generated == [0]
+    for count in range(1, 4):
+        process.step(1, a, count)
+        assert process.inbox.masks.empty() == by_client
+        assert (await process.received()).num_generated == [count]
+    assert not process.failures
+
+
 async def test_what_waits_for_a_thread_that_is_taken_is_left_to_another_process(process):
     grammar, release = schema(type="null"), threading.Event()
     quote, a = (process.tokenizer.tokenize_str(text) for text in ('"', "a"))

@@ -19,6 +19,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 
 from services.common.errors import InvalidRequest
+from services.common.pb import decoder_pb2 as pb
 from services.gateway.answers.answer import AnswerFormat
 from services.gateway.answers.grammar import Grammar
 from services.gateway.answers.tool_grammar import answer_grammar
@@ -251,6 +252,21 @@ def test_an_answer_is_a_call_or_of_the_format(form, tokenizer, matcher):
     assert refused.value.param == "response_format"
     required = format_of("llama3_json", use(TWO, required=True))
     assert not accepts(matcher(answer_grammar(asked, *required, tokenizer)), tokenizer, '{"a": 5}')
+
+
+def test_the_decoder_learns_who_has_written_a_grammar(tokenizer):
+    """Only clients' grammars may be ambiguous."""
+    calls = answer_grammar(None, *format_of("hermes", use(TWO, strict=True)), tokenizer)
+    lark = Grammar("grammar", 'start: "a"', "structured_outputs.grammar")
+    for grammar, by_gateway in (
+        (calls, True),
+        (lark, False),
+        (answer_grammar(lark, None, None, tokenizer), False),
+        (answer_grammar(lark, "open", None, tokenizer), False),
+        (answer_grammar(lark, "optional", None, tokenizer), False),
+    ):
+        sent = grammar.to_proto((1,))
+        assert (sent.kind, sent.by_gateway) == (pb.Grammar.KIND_GRAMMAR, by_gateway)
 
 
 def test_without_a_need_there_is_no_grammar(tokenizer):
