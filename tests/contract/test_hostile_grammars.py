@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
+from benchmarks.grammar_hostile import dies
 from services.common.errors import from_code
 from services.common.pb import decoder_pb2 as pb
 from services.common.process import children
@@ -182,6 +183,36 @@ async def test_killers_end_nothing_but_their_requests(decoder):
         jsonschema.validate(json.loads(text_of(ids)), SCHEMA)
         assert (await gateway.end(99)).reason == pb.Finished.REASON_LENGTH
     assert decoder.is_idle()
+
+
+async def test_a_new_schema_waits_for_no_hostile_grammar_of_the_same_tenant(decoder):
+    """Each of twelve takes all the CPU time that a compilation may take."""
+    hostile = range(1, 13)
+    async with Gateway(decoder) as gateway:
+        await ask(gateway, 100, grammar("JSON_SCHEMA", {"type": "string", "minLength": 300}))
+        await generated(decoder, 1, 2)
+        for number in hostile:
+            await ask(gateway, number, grammar("GRAMMAR", dies(number)))
+        _, end = await answer(gateway, 50, grammar("JSON_SCHEMA", SCHEMA))
+        assert isinstance(end, pb.Finished), end
+        assert sum(number in gateway.ends for number in hostile) < 6
+        for number in hostile:
+            _, end = await told(gateway, number)
+            assert end.code in ("invalid_grammar", "overloaded"), end
+        (process,) = decoder.masks.processes
+        assert process.link == 1, "one process ended"
+        _, end = await told(gateway, 100)
+        assert isinstance(end, pb.Finished), end
+    assert decoder.is_idle()
+
+
+async def test_a_grammar_that_has_died_twice_is_refused_at_once(decoder):
+    form = grammar("GRAMMAR", dies(0))
+    async with Gateway(decoder) as gateway:
+        for number in range(1, 5):
+            _, end = await answer(gateway, number, form)
+            assert end.code == "invalid_grammar", end
+    assert decoder.metric("decoder_grammar_compile_seconds_count") == 2
 
 
 async def test_a_compile_process_that_is_killed_is_replaced(decoder):
